@@ -1,0 +1,6 @@
+"""Posterior families, all of them ``pyro.infer.autoguide.AutoGuide``s."""
+
+from pyro_bdl.guides.mean_field import AutoMeanField
+from pyro_bdl.guides.point import AutoMAP
+
+__all__ = ["AutoMAP", "AutoMeanField"]

@@ -1,0 +1,201 @@
+"""What the guides share: a layout of the latents, unique parameters, draws and summaries."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import pyro
+import torch
+from pyro.infer.autoguide import AutoGuide
+from pyro.infer.autoguide.initialization import InitMessenger
+from pyro.ops.tensor_utils import periodic_repeat
+from torch import Tensor
+
+from pyro_bdl.init import init_to_network
+from pyro_bdl.layout import Latent, Layout
+from pyro_bdl.modules import preserved_buffers
+from pyro_bdl.ownership import OwnParameters
+from pyro_bdl.program import Program
+
+
+class Guide(OwnParameters, AutoGuide):
+    """Base of the guides: an ``AutoGuide`` over one flat unconstrained vector of the latents.
+
+    A subclass gives ``_create_parameters(start)``, ``forward``, ``sample_vectors`` and
+    ``location``, and ``vector_quantiles`` where its marginals are known.
+
+    :param model: a Pyro program.
+    :param init_loc_fn: a per-site initialisation, one of Pyro's or ``init_to_network``.
+    :param create_plates: as in Pyro's autoguides, for programs with latents in subsampled plates.
+    """
+
+    layout: Layout | None
+
+    def __init__(
+        self,
+        model: Callable,
+        *,
+        init_loc_fn: Callable = init_to_network,
+        create_plates: Callable | None = None,
+    ) -> None:
+        AutoGuide.__init__(self, InitMessenger(init_loc_fn)(model), create_plates=create_plates)
+        self._take_name()
+        self._program_model = (model,)
+        self.layout = None
+
+    # Structure
+
+    def prototype(self, *args: Any, **kwargs: Any) -> "Guide":
+        """Create the parameters by one run of the program, unless they exist; returns itself.
+
+        :param args: the program's arguments, targets included.
+        """
+        if self.prototype_trace is None:
+            self._setup_prototype(*args, **kwargs)
+        return self
+
+    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        with preserved_buffers(), torch.no_grad():
+            super()._setup_prototype(*args, **kwargs)
+        program = Program.from_trace(self.model, self.prototype_trace, args, kwargs)
+        start, full = _at_full_size(program, self.prototype_trace)
+        self.layout = Layout(full)
+        self.subsampled = {
+            name
+            for name, latent in self.layout.latents.items()
+            if latent.shape != program.latents[name].shape
+        }
+        self._adopt_or_create(start)
+
+    def _adopt_or_create(self, start: Tensor) -> None:
+        loaded = self.__dict__.pop("_loaded", None)
+        self._create_parameters(start)
+        if loaded is not None:
+            self.load_state_dict(loaded)
+
+    def _create_parameters(self, start: Tensor) -> None:
+        """:param start: the initial unconstrained vector (P,)."""
+        raise NotImplementedError
+
+    def _require_layout(self) -> Layout:
+        if self.layout is None:
+            raise RuntimeError(
+                f"{type(self).__name__} has no parameters yet: call guide.prototype(*args) with "
+                "the program's arguments, or take one SVI step"
+            )
+        return self.layout
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As torch's; before the first run the values wait until the parameters exist."""
+        if self.layout is None:
+            self.__dict__["_loaded"] = dict(state_dict)
+            return None
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+    # Draws and summaries
+
+    def sample_vectors(self, num_samples: int) -> Tensor:
+        """Independent unconstrained draws (num_samples, P), differentiable where they can be."""
+        raise NotImplementedError
+
+    def location(self) -> Tensor:
+        """The guide's centre as an unconstrained vector (P,)."""
+        raise NotImplementedError
+
+    def vector_quantiles(self, levels: Tensor) -> Tensor:
+        """Marginal quantiles (levels, P) of the unconstrained vector."""
+        raise NotImplementedError
+
+    def sample_latents(self, num_samples: int) -> dict[str, Tensor]:
+        """Independent draws as a dict site -> (num_samples, *shape)."""
+        layout = self._require_layout()
+        return layout.constrain(self.sample_vectors(num_samples))[0]
+
+    @torch.no_grad()
+    def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """The posterior median of each site; the guide's centre for a point mass."""
+        self._prototype_if_given(args, kwargs)
+        values, _ = self._require_layout().constrain(self.location())
+        return {name: value.clone() for name, value in values.items()}
+
+    @torch.no_grad()
+    def quantiles(
+        self, quantiles: Sequence[float] | Tensor, *args: Any, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        """Marginal quantiles of each site, site -> (len(quantiles), *shape)."""
+        self._prototype_if_given(args, kwargs)
+        layout = self._require_layout()
+        levels = torch.as_tensor(quantiles).to(self.location())
+        if ((levels < 0) | (levels > 1)).any():
+            raise ValueError(f"quantiles must lie between 0 and 1, got {levels.tolist()}")
+        return layout.constrain(self.vector_quantiles(levels.reshape(-1)))[0]
+
+    def _prototype_if_given(self, args: tuple, kwargs: dict) -> None:
+        if args or kwargs:
+            self.prototype(*args, **kwargs)
+
+    # Sample statements
+
+    def _sites(
+        self, args: tuple, kwargs: dict, *vectors: Tensor
+    ) -> Iterator[tuple[Latent, list[Tensor]]]:
+        """For each site its parts of the vectors; the site's plates are open at the yield."""
+        layout = self._require_layout()
+        plates = self._create_plates(*args, **kwargs)
+        parts = [layout.unflatten(vector) for vector in vectors]
+        for name, latent in layout.latents.items():
+            values = [part[name] for part in parts]
+            if not latent.plates:
+                yield latent, values
+                continue
+            with ExitStack() as stack:
+                for plate in latent.plates:
+                    indices = stack.enter_context(plates[plate])
+                    if name in self.subsampled:
+                        dim = plates[plate].dim - latent.unconstrained_event_dim
+                        values = [
+                            v if v.shape[dim] == 1 else v.index_select(dim, indices)
+                            for v in values
+                        ]
+                yield latent, values
+
+    # Copies
+
+    def _shared_on_copy(self) -> tuple[str, ...]:
+        return "_model", "_program_model", "master"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state without the model, which stays in the original."""
+        state = self.__dict__.copy()
+        state.update(_model=None, _program_model=None, master=None)
+        return state
+
+
+def _at_full_size(program: Program, trace: Any) -> tuple[Tensor, list[Latent]]:
+    """The initial vector and latents with subsampled plates widened to their full size."""
+    start, latents = [], []
+    for name, latent in program.latents.items():
+        value = program.initial[name]
+        if latent.transform is not None:
+            value = latent.transform.inv(value)
+        shape = list(latent.shape)
+        for frame in trace.nodes[name]["cond_indep_stack"]:
+            full_size = frame.full_size or frame.size
+            if full_size != frame.size:
+                value = periodic_repeat(
+                    value, full_size, frame.dim - latent.unconstrained_event_dim
+                )
+                shape[frame.dim - latent.event_dim] = full_size
+        start.append(value.reshape(-1))
+        state = {**vars(latent), "shape": torch.Size(shape), "unconstrained_shape": value.shape}
+        latents.append(Latent(**state))
+    if not latents:
+        raise ValueError("the program has no latent site: give its weights priors")
+    return torch.cat(start).contiguous(), latents
+
+
+def sample_site(latent: Latent, distribution: Any) -> Tensor:
+    """A sample statement of a guide at a latent's own site."""
+    return pyro.sample(latent.name, distribution.to_event(latent.event_dim - distribution.event_dim))

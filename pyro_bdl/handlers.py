@@ -1,0 +1,65 @@
+"""Effect handlers: programs that target a tempered or a cold posterior."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from pyro.distributions import Unit
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.subsample_messenger import _Subsample
+from torch import nn
+
+
+def check_temperature(temperature: float, argument: str = "temperature") -> float:
+    """:raises ValueError: unless the temperature is a positive finite number."""
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise ValueError(
+            f"{argument} must be a positive finite number, got {temperature}; use 1.0 for Bayes"
+        )
+    return temperature
+
+
+class _ScaleSites(Messenger):
+    def __init__(self, factor: float, likelihood_only: bool) -> None:
+        super().__init__()
+        self.factor, self.likelihood_only = factor, likelihood_only
+
+    def _process_message(self, msg: Any) -> None:
+        if msg["type"] != "sample" or isinstance(msg["fn"], _Subsample):
+            return
+        observed = msg["is_observed"] or isinstance(msg["fn"], Unit)
+        if observed or not self.likelihood_only:
+            msg["scale"] = msg["scale"] * self.factor
+
+
+class _Handled(nn.Module):
+    """A program under a handler; its parameters and modules are the program's own."""
+
+    def __init__(self, model: Callable, handler: Messenger) -> None:
+        super().__init__()
+        self.model = model
+        self.handler = handler
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self.handler:
+            return self.model(*args, **kwargs)
+
+
+def temper(model: Callable, temperature: float) -> nn.Module:
+    """The program with posterior p(y | w)^(1/eta) p(w): MCMC, ELBOs and curvature follow it.
+
+    :param model: a Pyro program; it is not changed.
+    :param temperature: eta > 0; eta = 1 is Bayes, eta < 1 trusts the data more.
+    :raises ValueError: for a temperature that is not positive and finite.
+    """
+    return _Handled(model, _ScaleSites(1.0 / check_temperature(temperature), True))
+
+
+def cold(model: Callable, temperature: float) -> nn.Module:
+    """The program with the cold posterior (p(y | w) p(w))^(1/T) (Wenzel et al. 2020, eq. 2).
+
+    :param model: a Pyro program; it is not changed.
+    :param temperature: T > 0; T = 1 is Bayes, T < 1 is colder.
+    :raises ValueError: for a temperature that is not positive and finite.
+    """
+    return _Handled(model, _ScaleSites(1.0 / check_temperature(temperature), False))

@@ -1,0 +1,55 @@
+"""Running torch modules without leaving a trace on them: evaluation mode, untouched buffers.
+
+Both contexts act on whatever module is called inside them, so that they also reach networks
+that a Pyro program holds in a closure or a global variable.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+
+@contextmanager
+def evaluation_mode() -> Iterator[None]:
+    """Every module called inside runs as after ``module.eval()``; its mode is restored after."""
+    modes: dict[nn.Module, bool] = {}
+
+    def switch_off_training(module: nn.Module, args: object) -> None:
+        if module in modes:
+            return
+        for part in module.modules():
+            modes.setdefault(part, part.training)
+            part.training = False
+
+    hook = register_module_forward_pre_hook(switch_off_training)
+    try:
+        yield
+    finally:
+        hook.remove()
+        for module, training in modes.items():
+            module.training = training
+
+
+@contextmanager
+def preserved_buffers() -> Iterator[None]:
+    """Buffers of modules called inside (BatchNorm's running statistics) keep their values."""
+    saved: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
+
+    def save(module: nn.Module, args: object) -> None:
+        if module.training and module not in saved:
+            saved[module] = [
+                (buffer, buffer.detach().clone())
+                for buffer in module.buffers(recurse=False)
+                if buffer is not None
+            ]
+
+    hook = register_module_forward_pre_hook(save)
+    try:
+        yield
+    finally:
+        hook.remove()
+        for pairs in saved.values():
+            for buffer, value in pairs:
+                buffer.data.copy_(value)

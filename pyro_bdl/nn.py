@@ -1,0 +1,240 @@
+"""``bayesianize``: a copy of a torch network as a Pyro program with priors on its weights."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pyro
+from pyro.nn import PyroParam
+from pyro.poutine.indep_messenger import IndepMessenger
+from pyro.poutine.runtime import _PYRO_STACK
+from torch import Tensor, nn
+from torch.distributions import Distribution
+
+from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.init import INIT_KEY
+from pyro_bdl.ownership import OwnParameters
+from pyro_bdl.priors import (
+    Normal,
+    PriorFunction,
+    hyperparameter_scope,
+    is_constant,
+    moved_like,
+)
+
+
+class BayesianModule(OwnParameters):
+    """A network whose weights are sample sites; call it like the network it copies.
+
+    Sites are named as the network's parameters, after ``name`` and a dot where a name is given.
+    A shared parameter is one site. The network's values are kept in ``network`` as buffers and
+    are the starting point of guides; parameters without a prior stay parameters there, frozen
+    ones stay fixed. ``state_dict`` holds all of them under the names that they had.
+    """
+
+    def __init__(self, network: nn.Module, prior: PriorFunction, *, name: str = "") -> None:
+        super().__init__()
+        self._modules["network"] = copy.deepcopy(network)
+        self.prior = prior
+        self.site_prefix = f"{name}." if name else ""
+        self._cache: dict[str, tuple[Any, Distribution]] = {}
+        self._places = _places(self._modules["network"])
+        self._hyperparameters: dict[str, str] = {}
+        with hyperparameter_scope(_Declarations(self)):
+            self._find_sites()
+
+    def _find_sites(self) -> None:
+        self.sites: tuple[str, ...] = ()
+        self.learnable: tuple[str, ...] = ()
+        for name, places in self._places.items():
+            owner, key = places[0]
+            parameter = owner._parameters[key]
+            if not parameter.requires_grad:
+                continue
+            if self._distribution(name, parameter) is None:
+                self.learnable += (name,)
+                continue
+            self.sites += (name,)
+            value = parameter.detach()
+            for module, attribute in places:
+                del module._parameters[attribute]
+                module.register_buffer(attribute, value)
+        self._cache.clear()
+
+    @property
+    def net(self) -> nn.Module:
+        """The copied network, at its own values."""
+        return self._modules["network"]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "network":  # not through PyroModule, which registers every parameter each time
+            return self.__dict__["_modules"]["network"]
+        return super().__getattr__(name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._refuse_plates()
+        values = self._sample()
+        with _substituted(self._places, values):
+            return self._modules["network"](*args, **kwargs)
+
+    def _sample(self) -> dict[str, Tensor]:
+        values = {}
+        with hyperparameter_scope(_Scope(self)):
+            for name in self.sites:
+                owner, key = self._places[name][0]
+                start = owner._buffers[key]
+                values[name] = pyro.sample(
+                    self.site_prefix + name,
+                    self._distribution(name, start),
+                    infer={INIT_KEY: start},
+                )
+        for name in self.learnable:
+            owner, key = self._places[name][0]
+            parameter = owner._parameters[key]
+            values[name] = pyro.param(f"{self._own_name}.network.{name}", parameter)
+        return values
+
+    def _distribution(self, name: str, parameter: Tensor) -> Distribution | None:
+        kind = (parameter.dtype, parameter.device)
+        if name in self._cache and self._cache[name][0] == kind:
+            return self._cache[name][1]
+        owner = self._places[name][0][0]
+        result = self.prior(name, owner, parameter)
+        if result is None:
+            return None
+        result = _fitted(result, name, parameter)
+        if is_constant(self.prior):
+            self._cache[name] = kind, result
+        return result
+
+    def _refuse_plates(self) -> None:
+        for frame in _PYRO_STACK:
+            if isinstance(frame, IndepMessenger) and self.sites:
+                raise UnsupportedProgramError(
+                    f"the weights '{self.site_prefix}{self.sites[0]}' would be sampled inside the "
+                    f"plate '{frame.name}', which gives every datum its own copy: call the network "
+                    "outside the plate and observe inside it"
+                )
+
+
+def bayesianize(
+    net: nn.Module, prior: PriorFunction | None = None, *, name: str = ""
+) -> BayesianModule:
+    """A copy of ``net`` as a PyroModule whose weights are sampled from ``prior``.
+
+    :param net: any torch module; it is not changed.
+    :param prior: ``(name, module, parameter) -> Distribution or None``, see ``pyro_bdl.priors``;
+        Normal(1.0) by default. None leaves a parameter learnable.
+    :param name: put before all site names; needed where a program has two networks.
+    :raises ValueError: where no parameter gets a prior, or a prior has the wrong shape.
+    """
+    if not isinstance(net, nn.Module):
+        raise TypeError(f"net must be a torch.nn.Module, got {type(net).__name__}")
+    result = BayesianModule(net, prior if prior is not None else Normal(1.0), name=name)
+    if not result.sites:
+        raise ValueError(
+            "no parameter of the network has a prior: let the prior return a distribution for at "
+            "least one parameter that requires a gradient"
+        )
+    return result
+
+
+class _Declarations:
+    """Finds a prior's hyperparameters: declares PyroParams on the module, draws hyperpriors."""
+
+    def __init__(self, module: BayesianModule) -> None:
+        self.module = module
+
+    def sample(self, name: str, distribution: Distribution) -> Tensor:
+        return distribution.sample()
+
+    def param(self, name: str, declaration: PyroParam) -> Tensor:
+        attribute = "hyper_" + "".join(c if c.isalnum() else "_" for c in name)
+        if name not in self.module._hyperparameters:
+            self.module._hyperparameters[name] = attribute
+            setattr(self.module, attribute, declaration)
+        return getattr(self.module, attribute)
+
+
+class _Scope:
+    """Gives a prior its hyperparameters in one run; each is sampled once."""
+
+    def __init__(self, module: BayesianModule) -> None:
+        self.module = module
+        self.drawn: dict[str, Tensor] = {}
+
+    def sample(self, name: str, distribution: Distribution) -> Tensor:
+        if name not in self.drawn:
+            self.drawn[name] = pyro.sample(self.module.site_prefix + name, distribution)
+        return self.drawn[name]
+
+    def param(self, name: str, declaration: PyroParam) -> Tensor:
+        return getattr(self.module, self.module._hyperparameters[name])
+
+
+Places = dict[str, list[tuple[nn.Module, str]]]
+
+
+def _places(network: nn.Module) -> Places:
+    """For each parameter, under its first name, the modules and attributes that hold it."""
+    names: dict[int, str] = {}
+    places: Places = {}
+    for prefix, module in network.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            name = f"{prefix}.{key}" if prefix else key
+            first = names.setdefault(id(parameter), name)
+            places.setdefault(first, []).append((module, key))
+    return places
+
+
+def _fitted(distribution: Distribution, name: str, parameter: Tensor) -> Distribution:
+    """A prior with exactly the parameter's shape as event shape, on its device."""
+    shape = distribution.batch_shape + distribution.event_shape
+    if shape != parameter.shape:
+        if shape.numel() != 1 or distribution.event_shape:
+            raise ValueError(
+                f"the prior of '{name}' has shape {tuple(shape)}, the parameter "
+                f"{tuple(parameter.shape)}: give it that shape, or no shape at all"
+            )
+        distribution = distribution.expand(parameter.shape)
+    if distribution.batch_shape:
+        distribution = distribution.to_event(len(distribution.batch_shape))  # type: ignore[attr-defined]
+    present = _first_tensor(distribution)
+    if present is not None and (present.dtype, present.device) != (parameter.dtype, parameter.device):
+        distribution = moved_like(distribution, parameter)
+    return distribution
+
+
+def _first_tensor(distribution: Distribution) -> Tensor | None:
+    for value in vars(distribution).values():
+        if isinstance(value, Distribution):
+            value = _first_tensor(value)
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value
+    return None
+
+
+@contextmanager
+def _substituted(places: Places, values: dict[str, Tensor]) -> Iterator[None]:
+    """The network computes with ``values`` inside and has its own tensors back after."""
+    saved = []
+    recurrent = set()
+    try:
+        for name, value in values.items():
+            for module, key in places[name]:
+                table = module._buffers if key in module._buffers else module._parameters
+                saved.append((table, key, table[key]))
+                table[key] = value
+                if isinstance(module, nn.RNNBase):
+                    recurrent.add(module)
+        for module in recurrent:
+            module._flat_weights = [getattr(module, key) for key in module._flat_weights_names]
+        yield
+    finally:
+        for table, key, tensor in saved:
+            table[key] = tensor
+        for module in recurrent:
+            module._flat_weights = [getattr(module, key) for key in module._flat_weights_names]

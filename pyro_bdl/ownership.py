@@ -1,0 +1,68 @@
+"""PyroModules that own their parameters.
+
+Pyro keeps parameters in one global store under the module's name, and the root's name is its
+class: a second module of a class silently adopts the first one's values. A module with
+``OwnParameters`` has a name of its own, keeps it inside other modules, and takes its entries out
+of the store when it goes.
+"""
+
+import copy
+import itertools
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import pyro
+from pyro.nn import PyroModule
+
+_counters: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+
+
+def _forget(name: str) -> None:
+    store = pyro.get_param_store()
+    for key in [key for key in store.keys() if key.startswith(name + ".")]:  # noqa: SIM118
+        del store[key]
+
+
+class OwnParameters(PyroModule):
+    """A PyroModule whose name in Pyro's parameter store no other module has."""
+
+    def _take_name(self) -> None:
+        kind = type(self).__name__
+        number = next(_counters[kind])
+        own = kind if number == 0 else f"{kind}_{number}"
+        self.__dict__["_own_name"] = own
+        self._pyro_name = own
+        for key, module in self._modules.items():
+            if isinstance(module, PyroModule):
+                module._pyro_name = ""
+                module._pyro_set_supermodule(f"{own}.{key}", self._pyro_context)
+        weakref.finalize(self, _forget, own).atexit = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._take_name()
+
+    def _pyro_set_supermodule(self, name: str, context: Any) -> None:
+        super()._pyro_set_supermodule(self._own_name, context)
+
+    def _shared_on_copy(self) -> tuple[str, ...]:
+        """Attributes that a deep copy shares with its original."""
+        return ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        result = type(self).__new__(type(self))
+        memo[id(self)] = result
+        shared = self._shared_on_copy()
+        state = {
+            key: value if key in shared else copy.deepcopy(value, memo)
+            for key, value in self.__dict__.items()
+        }
+        result.__dict__.update(state)
+        result._take_name()
+        return result
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._take_name()

@@ -1,0 +1,255 @@
+"""Weight priors: callables ``(name, module, parameter) -> Distribution or None``.
+
+``name`` is the parameter's name in the network, ``module`` the torch module that holds it,
+``parameter`` its present value, whose shape, dtype and device the distribution takes. None
+leaves it a learnable parameter. A scale is a number, a ``PyroParam`` (learned by maximising the
+objective) or a distribution (a hyperprior: the scale becomes a latent site ``<label>.scale``).
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from fnmatch import fnmatchcase
+from typing import Protocol
+
+import pyro
+import pyro.distributions as dist
+from pyro.nn import PyroParam
+from torch import Tensor, nn
+from torch.distributions import Distribution
+
+Scale = float | PyroParam | Distribution
+PriorFunction = Callable[[str, nn.Module, Tensor], Distribution | None]
+
+
+class HyperparameterScope(Protocol):
+    """Where the hyperparameters of a prior live while a network's priors are evaluated."""
+
+    def sample(self, name: str, distribution: Distribution) -> Tensor: ...
+
+    def param(self, name: str, declaration: PyroParam) -> Tensor: ...
+
+
+class _PlainScope:
+    def sample(self, name: str, distribution: Distribution) -> Tensor:
+        return pyro.sample(name, distribution)
+
+    def param(self, name: str, declaration: PyroParam) -> Tensor:
+        return pyro.param(name, declaration.init_value, constraint=declaration.constraint)
+
+
+_scope: ContextVar[HyperparameterScope] = ContextVar("scope", default=_PlainScope())  # noqa: B039
+
+
+@contextmanager
+def hyperparameter_scope(scope: HyperparameterScope) -> Iterator[None]:
+    """Priors called inside take their hyperparameters from ``scope``."""
+    token = _scope.set(scope)
+    try:
+        yield
+    finally:
+        _scope.reset(token)
+
+
+def moved_like(distribution: Distribution, like: Tensor) -> Distribution:
+    """A copy of a distribution whose tensors have the device and floating dtype of ``like``."""
+
+    def move(value):
+        if isinstance(value, Tensor):
+            return value.to(like) if value.is_floating_point() else value.to(like.device)
+        if isinstance(value, Distribution):
+            return moved_like(value, like)
+        if isinstance(value, list | tuple) and any(isinstance(v, Tensor) for v in value):
+            return type(value)(move(v) for v in value)
+        return value
+
+    result = copy.copy(distribution)
+    result.__dict__.update({key: move(value) for key, value in distribution.__dict__.items()})
+    return result
+
+
+def hyperparameter(value: Scale, name: str, like: Tensor) -> Tensor:
+    """The present value of a number, a PyroParam or a hyperprior, on the device of ``like``."""
+    if isinstance(value, PyroParam):
+        return _scope.get().param(name, value)
+    if isinstance(value, Distribution):
+        return _scope.get().sample(name, moved_like(value, like))
+    return like.new_tensor(value)
+
+
+def _checked(value: Scale, argument: str) -> Scale:
+    if isinstance(value, int | float) and not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{argument} must be a positive finite number, got {value}")
+    if not isinstance(value, int | float | PyroParam | Distribution):
+        raise TypeError(
+            f"{argument} must be a number, a PyroParam or a distribution, "
+            f"got {type(value).__name__}"
+        )
+    return value
+
+
+class Prior:
+    """Base of the priors below.
+
+    ``constant`` tells that the distribution depends on nothing but the parameter's shape, dtype
+    and device, so that it may be kept; ``label`` names its hyperparameters' sites.
+    """
+
+    label: str = "prior"
+
+    @property
+    def constant(self) -> bool:
+        return all(
+            not isinstance(value, PyroParam | Distribution) for value in vars(self).values()
+        )
+
+    def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution | None:
+        raise NotImplementedError
+
+    def labelled(self, label: str) -> "Prior":
+        """A copy with hyperparameters of its own, named ``<label>.…``."""
+        result = copy.copy(self)
+        result.label = label
+        return result
+
+    def _value(self, argument: str, like: Tensor) -> Tensor:
+        return hyperparameter(getattr(self, argument), f"{self.label}.{argument}", like)
+
+
+def _spread(base: Distribution, parameter: Tensor) -> Distribution:
+    return base.expand(parameter.shape).to_event(parameter.dim())  # type: ignore[attr-defined]
+
+
+class Normal(Prior):
+    """w ~ Normal(0, scale^2), independently for every weight."""
+
+    def __init__(self, scale: Scale = 1.0) -> None:
+        self.scale = _checked(scale, "scale")
+
+    def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution:
+        scale = self._value("scale", parameter)
+        return _spread(dist.Normal(parameter.new_zeros(()), scale), parameter)
+
+
+class FanIn(Prior):
+    """w ~ Normal(0, gain^2 / fan_in) for weight matrices and kernels, Normal(0, gain^2) for
+    biases and other vectors (Neal 1996, section 2.1: the output's variance does not depend on
+    the width)."""
+
+    def __init__(self, gain: Scale = 1.0) -> None:
+        self.gain = _checked(gain, "gain")
+
+    def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution:
+        scale = self._value("gain", parameter)
+        if parameter.dim() >= 2 and not isinstance(module, nn.Embedding):
+            scale = scale / math.sqrt(parameter[0].numel())
+        return _spread(dist.Normal(parameter.new_zeros(()), scale), parameter)
+
+
+class Laplace(Prior):
+    """w ~ Laplace(0, scale), independently for every weight."""
+
+    def __init__(self, scale: Scale = 1.0) -> None:
+        self.scale = _checked(scale, "scale")
+
+    def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution:
+        scale = self._value("scale", parameter)
+        return _spread(dist.Laplace(parameter.new_zeros(()), scale), parameter)
+
+
+class StudentT(Prior):
+    """w ~ StudentT(df, 0, scale), independently for every weight."""
+
+    def __init__(self, df: Scale = 4.0, scale: Scale = 1.0) -> None:
+        self.df = _checked(df, "df")
+        self.scale = _checked(scale, "scale")
+
+    def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution:
+        df, scale = self._value("df", parameter), self._value("scale", parameter)
+        return _spread(dist.StudentT(df, parameter.new_zeros(()), scale), parameter)
+
+
+class Horseshoe(Prior):
+    """w_i ~ Normal(0, (tau l_i)^2), l_i ~ HalfCauchy(1), tau ~ HalfCauchy(scale)
+    (Carvalho, Polson & Scott 2010), with one tau per parameter.
+
+    The sites ``<name>.global_scale`` and ``<name>.local_scale`` join the latents.
+    """
+
+    constant = False
+
+    def __init__(self, scale: Scale = 1.0) -> None:
+        self.scale = _checked(scale, "scale")
+
+    def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution:
+        scope = _scope.get()
+        tau = scope.sample(
+            f"{name}.global_scale", dist.HalfCauchy(self._value("scale", parameter))
+        )
+        local = scope.sample(
+            f"{name}.local_scale", _spread(dist.HalfCauchy(parameter.new_ones(())), parameter)
+        )
+        return dist.Normal(parameter.new_zeros(()), tau * local).to_event(parameter.dim())
+
+
+class ByName(Prior):
+    """The prior of the first pattern (shell wildcards) that a parameter's name matches.
+
+    :param rules: pattern -> prior, or None for a parameter that stays learnable. A name that
+        no pattern matches stays learnable too. Rules with hyperparameters do not share them.
+    """
+
+    def __init__(self, rules: Mapping[str, PriorFunction | None]) -> None:
+        if not rules:
+            raise ValueError("ByName needs at least one rule, such as {'*.weight': Normal(1.0)}")
+        self.rules = {
+            pattern: rule.labelled(f"prior[{pattern}]") if isinstance(rule, Prior) else rule
+            for pattern, rule in rules.items()
+        }
+
+    @property
+    def constant(self) -> bool:
+        return all(is_constant(rule) for rule in self.rules.values() if rule is not None)
+
+    def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution | None:
+        for pattern, rule in self.rules.items():
+            if fnmatchcase(name, pattern):
+                return None if rule is None else rule(name, module, parameter)
+        return None
+
+    def labelled(self, label: str) -> "ByName":
+        result = copy.copy(self)
+        result.rules = {
+            pattern: rule.labelled(f"{label}[{pattern}]") if isinstance(rule, Prior) else rule
+            for pattern, rule in self.rules.items()
+        }
+        return result
+
+
+class PerLayer(Prior):
+    """The same prior for every layer, with hyperparameters of each layer's own.
+
+    A layer is the module that holds the parameter; its hyperparameters' sites are named
+    ``<layer>.prior.…``.
+    """
+
+    def __init__(self, prior: Prior) -> None:
+        if not isinstance(prior, Prior):
+            raise TypeError("PerLayer takes one of the priors of pyro_bdl.priors")
+        self.prior = prior
+
+    @property
+    def constant(self) -> bool:
+        return self.prior.constant
+
+    def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution | None:
+        layer = name.rpartition(".")[0]
+        label = f"{layer}.{self.prior.label}" if layer else self.prior.label
+        return self.prior.labelled(label)(name, module, parameter)
+
+
+def is_constant(prior: PriorFunction) -> bool:
+    """Whether a prior's distributions may be kept from one run to the next."""
+    return isinstance(prior, Prior) and prior.constant

@@ -1,0 +1,409 @@
+"""A Pyro program as a family of pure functions of its latents.
+
+``Program`` runs the program once to find its latent and observed sites. From then on it offers
+functions of the latents that survive ``torch.func.vmap``, ``grad``, ``jvp`` and ``vjp``,
+``make_fx`` and ``torch.compile``. Everything else in the package is built on these.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.distributions import Unit
+from pyro.distributions.util import scale_and_mask
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.subsample_messenger import _Subsample
+from torch import Tensor
+from torch.distributions import Distribution
+
+from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.layout import Latent, Layout, transform_of
+from pyro_bdl.modules import preserved_buffers
+
+
+class Site(NamedTuple):
+    """What one sample statement said in one run: p(value), its scale (N/B) and its mask."""
+
+    distribution: Distribution
+    value: Tensor | None
+    scale: float | Tensor
+    mask: bool | Tensor | None
+
+    def log_prob(self) -> Tensor:
+        """log p(value), scaled and masked, of the distribution's batch shape."""
+        return scale_and_mask(self.distribution.log_prob(self.value), self.scale, self.mask)
+
+    def unscaled_log_prob(self) -> Tensor:
+        """log p(value) per datum: masked, not scaled."""
+        return scale_and_mask(self.distribution.log_prob(self.value), 1.0, self.mask)
+
+
+@dataclass
+class Run:
+    """What one run of a program said, statement by statement.
+
+    ``observed`` also holds the sites that the program would observe but was given no value for;
+    ``subsamples`` the indices that its plates drew.
+    """
+
+    latents: dict[str, Site] = field(default_factory=dict)
+    observed: dict[str, Site] = field(default_factory=dict)
+    factors: dict[str, Site] = field(default_factory=dict)
+    deterministic: dict[str, Tensor] = field(default_factory=dict)
+    subsamples: dict[str, Tensor] = field(default_factory=dict)
+    result: Any = None
+
+    def log_prior(self) -> Tensor | float:
+        return sum((site.log_prob().sum() for site in self.latents.values()), 0.0)
+
+    def log_likelihood(self) -> Tensor | float:
+        sites = [*self.observed.values(), *self.factors.values()]
+        return sum((site.log_prob().sum() for site in sites if site.value is not None), 0.0)
+
+
+def without_validation(distribution: Distribution) -> Distribution:
+    """The distribution, or a copy of it that does not validate: ``vmap`` forbids such checks."""
+    state = distribution.__dict__
+    changed = {
+        key: quiet
+        for key, part in state.items()
+        if isinstance(part, Distribution) and (quiet := without_validation(part)) is not part
+    }
+    if not changed and not state.get("_validate_args"):
+        return distribution
+    result = copy.copy(distribution)
+    result.__dict__.update(changed, _validate_args=False)
+    return result
+
+
+class _Recorder(Messenger):
+    """Runs a program at given values and keeps what each sample statement says.
+
+    :param values: site -> value for latents and plates' indices; other sites are sampled.
+    :param draw: what to do at a site that has neither an observation nor a value.
+    """
+
+    def __init__(
+        self, values: Mapping[str, Any], draw: Callable[[dict], Any] | None = None
+    ) -> None:
+        super().__init__()
+        self.values = values
+        self.draw = draw
+        self.run = Run()
+
+    def _process_message(self, msg: Any) -> None:
+        if msg["type"] != "sample":
+            return
+        msg["stop"] = True  # a pure function: no handler outside may see or change its sites
+        name = msg["name"]
+        if isinstance(msg["fn"], _Subsample):
+            if msg["value"] is None and name in self.values:
+                msg["value"] = self.values[name]
+            return
+        msg["fn"] = without_validation(msg["fn"])
+        if msg["is_observed"]:
+            return
+        if name in self.values:
+            msg["value"] = self.values[name]
+            msg["done"] = True
+        elif self.draw is not None:
+            self.draw(msg)
+
+    def _postprocess_message(self, msg: Any) -> None:
+        if msg["type"] != "sample":
+            return
+        name, run = msg["name"], self.run
+        if isinstance(msg["fn"], _Subsample):
+            run.subsamples[name] = msg["value"]
+            return
+        if name in run.latents or name in run.observed or name in run.factors:
+            raise UnsupportedProgramError(
+                f"two sample statements are named '{name}': give each its own name "
+                "(two networks in one program: bayesianize(net, prior, name=...))"
+            )
+        site = Site(msg["fn"], msg["value"], msg["scale"], msg["mask"])
+        if msg["infer"].get("_deterministic"):
+            run.deterministic[name] = msg["value"]
+        elif isinstance(msg["fn"], Unit):
+            run.factors[name] = site
+        elif msg["is_observed"] or msg["infer"].get("_unobserved"):
+            run.observed[name] = site
+        else:
+            run.latents[name] = site
+
+
+@contextmanager
+def _unvalidated() -> Iterator[None]:
+    with pyro.validation_enabled(False):
+        yield
+
+
+def record(
+    function: Callable,
+    values: Mapping[str, Any],
+    args: tuple = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    draw: Callable[[dict], Any] | None = None,
+) -> Run:
+    """Run a Pyro program or guide with some of its sites held at given values.
+
+    :param function: a program or a guide.
+    :param values: site -> value; for a plate's name the indices of its subsample.
+    :param draw: called with the message of a site that has no value; by default it is sampled.
+    :returns: the distribution, value, scale and mask of every sample statement.
+    """
+    recorder = _Recorder(values, draw)
+    with _unvalidated(), recorder:
+        recorder.run.result = function(*args, **(kwargs or {}))
+    return recorder.run
+
+
+class Program:
+    """The pure functions of a Pyro program.
+
+    Latents are dicts from site to a tensor in the site's support; a vector is their unconstrained
+    image in R^P, site after site in the program's order. Where a function takes ``*args,
+    **kwargs`` and none are given, those of the construction are used. All functions run the
+    program in the mode (training or evaluation) in which its modules are.
+
+    :param model: any Pyro program with continuous latents.
+    :param args: the arguments of one run, targets included.
+    :raises UnsupportedProgramError: for a discrete latent site, a support that depends on other
+        latents, a sequential plate, or weights sampled inside a plate.
+    """
+
+    layout: Layout
+
+    def __init__(self, model: Callable, *args: Any, **kwargs: Any) -> None:
+        self._read(model, trace_once(model, args, kwargs), args, kwargs)
+
+    @classmethod
+    def from_trace(cls, model: Callable, trace: Any, args: tuple, kwargs: dict) -> "Program":
+        """The program of a model whose trace is at hand already."""
+        program = cls.__new__(cls)
+        program._read(model, trace, args, kwargs)
+        return program
+
+    def _read(self, model: Callable, trace: Any, args: tuple, kwargs: dict) -> None:
+        self.model, self.args, self.kwargs = model, args, kwargs
+        latents: list[Latent] = []
+        self.observed: tuple[str, ...] = ()
+        self.factors: tuple[str, ...] = ()
+        self.deterministic: tuple[str, ...] = ()
+        self.plates: dict[str, tuple[int, int]] = {}
+        self.initial: dict[str, Tensor] = {}
+        for name, node in trace.nodes.items():
+            if node["type"] != "sample":
+                continue
+            if isinstance(node["fn"], _Subsample):
+                self.plates[name] = (node["fn"].size, len(node["value"]))
+            elif node["infer"].get("_deterministic"):
+                self.deterministic += (name,)
+            elif isinstance(node["fn"], Unit):
+                self.factors += (name,)
+            elif node["is_observed"]:
+                self.observed += (name,)
+            else:
+                latents.append(_read_latent(name, node))
+                self.initial[name] = node["value"].detach()
+        self.layout = Layout(latents)
+        _check_supports(self, latents)
+
+    # Latents and vectors
+
+    @property
+    def latents(self) -> dict[str, Latent]:
+        """The latent sites in the program's order."""
+        return self.layout.latents
+
+    @property
+    def size(self) -> int:
+        """P, how many unconstrained numbers the latents are."""
+        return self.layout.size
+
+    @property
+    def slices(self) -> dict[str, slice]:
+        """For each latent site its index range in the vector."""
+        return self.layout.slices
+
+    def flatten(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Unconstrained values (..., *shape) as a vector (..., P)."""
+        return self.layout.flatten(values)
+
+    def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
+        """A vector (..., P) as unconstrained values (..., *shape)."""
+        return self.layout.unflatten(vector)
+
+    def constrain(self, vector: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """A vector u (..., P) as latents T(u), and log |det dT/du| of shape (...)."""
+        return self.layout.constrain(vector)
+
+    def unconstrain(self, latents: Mapping[str, Tensor]) -> Tensor:
+        """Latents (..., *shape) as the vector (..., P) that maps to them."""
+        return self.layout.unconstrain(latents)
+
+    # Densities
+
+    def run(self, latents: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Run:
+        """Run the program at ``latents``; targets that are not given stay without a value."""
+        if not args and not kwargs:
+            args, kwargs = self.args, self.kwargs
+        return record(self.model, latents, args, kwargs, draw=self._leave_open)
+
+    def log_prior(self, latents: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """log p(w), a scalar; scaled where a latent stands in a subsampled plate."""
+        return _as_tensor(self.run(latents, *args, **kwargs).log_prior(), latents)
+
+    def observations(
+        self, latents: Mapping[str, Tensor], *args: Any, **kwargs: Any
+    ) -> dict[str, Site]:
+        """For each observed site its distribution p(y | w, x), value, scale N/B and mask."""
+        return self.run(latents, *args, **kwargs).observed
+
+    def log_likelihood(
+        self, latents: Mapping[str, Tensor], *args: Any, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        """For each observed site log p(y_n | w, x_n) per datum: masked entries 0, not scaled."""
+        observed = self.run(latents, *args, **kwargs).observed
+        return {
+            name: site.unscaled_log_prob()
+            for name, site in observed.items()
+            if site.value is not None
+        }
+
+    def log_joint(self, latents: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """log p(w) + (N/B) sum_n log p(y_n | w, x_n) + factors, a scalar, tempered if a handler
+        in the program says so."""
+        run = self.run(latents, *args, **kwargs)
+        return _as_tensor(run.log_prior() + run.log_likelihood(), latents)
+
+    def log_density(self, vector: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """log p(T(u), y) + log |det dT/du| at an unconstrained vector u (P,), a scalar."""
+        latents, log_det = self.constrain(vector)
+        return self.log_joint(latents, *args, **kwargs) + log_det
+
+    def log_density_terms(self, vector: Tensor, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """``log_density`` without the log-determinant, as one scalar per site."""
+        run = self.run(self.constrain(vector)[0], *args, **kwargs)
+        sites = run.latents | run.observed | run.factors
+        return {name: site.log_prob().sum() for name, site in sites.items() if site.value is not None}
+
+    def require_observed(self) -> None:
+        """:raises UnsupportedProgramError: where the program conditions on nothing."""
+        if not self.observed and not self.factors:
+            raise UnsupportedProgramError(
+                "the program has no observed site: pass the targets to it, so that a sample "
+                "statement gets obs=..."
+            )
+
+    def _leave_open(self, msg: Any) -> None:
+        if msg["name"] in self.latents:
+            raise KeyError(f"no value for the latent site '{msg['name']}'")
+        msg["infer"]["_unobserved"] = True
+        msg["value"] = _placeholder(msg["fn"])
+        msg["done"] = True
+
+
+def trace_once(model: Callable, args: tuple, kwargs: dict) -> Any:
+    """The Pyro trace of one run that leaves buffers (BatchNorm statistics) as they were."""
+    tracer = poutine.trace(model)
+    try:
+        with poutine.block(), torch.no_grad(), preserved_buffers():
+            return tracer.get_trace(*args, **kwargs)
+    except Exception as error:
+        inside = _weights_in_plate(tracer.trace)
+        if inside is None:
+            raise
+        site, plate = inside
+        raise UnsupportedProgramError(
+            f"the weights '{site}' are sampled inside the plate '{plate}', which gives every "
+            "datum its own copy: call the network outside the plate and observe inside it"
+        ) from error
+
+
+def _weights_in_plate(trace: Any) -> tuple[str, str] | None:
+    for name, node in trace.nodes.items():
+        if (
+            node["type"] == "sample"
+            and not node["is_observed"]
+            and not isinstance(node["fn"], _Subsample)
+            and getattr(node["fn"], "event_dim", 0) >= 1
+            and node["cond_indep_stack"]
+        ):
+            return name, node["cond_indep_stack"][0].name
+    return None
+
+
+def _read_latent(name: str, node: Any) -> Latent:
+    distribution, value = node["fn"], node["value"]
+    if getattr(distribution, "has_enumerate_support", False) or not torch.is_floating_point(value):
+        raise UnsupportedProgramError(
+            f"the latent site '{name}' is discrete ({type(distribution).__name__}): marginalise "
+            "it out of the program, or observe it; continuous latents are needed here"
+        )
+    plates = []
+    for frame in node["cond_indep_stack"]:
+        if not frame.vectorized:
+            raise UnsupportedProgramError(
+                f"the latent site '{name}' stands in the sequential plate '{frame.name}': use the "
+                "plate as a context manager (with pyro.plate(...)) instead of a loop"
+            )
+        plates.append(frame.name)
+    support = distribution.support
+    transform = transform_of(support)
+    with torch.no_grad():
+        unconstrained = value if transform is None else transform.inv(value)
+    return Latent(
+        name=name,
+        shape=value.shape,
+        unconstrained_shape=unconstrained.shape,
+        event_dim=distribution.event_dim,
+        support=support,
+        transform=transform,
+        plates=tuple(plates),
+        dtype=value.dtype,
+        device=value.device,
+    )
+
+
+def _check_supports(program: Program, latents: list[Latent]) -> None:
+    """A support with tensor bounds must not move with the other latents."""
+    bounded = [site for site in latents if _bounds(site.support)]
+    if not bounded or len(latents) < 2:
+        return
+    again = trace_once(program.model, program.args, program.kwargs)
+    for site in bounded:
+        before, after = _bounds(site.support), _bounds(again.nodes[site.name]["fn"].support)
+        if any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)):
+            raise UnsupportedProgramError(
+                f"the support of site '{site.name}' depends on other latents: sample it on a fixed "
+                "support and rescale it in the program"
+            )
+
+
+def _bounds(support: Any) -> list[Tensor]:
+    bounds = []
+    for value in vars(support).values():
+        if isinstance(value, Tensor):
+            bounds.append(value)
+        elif isinstance(value, torch.distributions.constraints.Constraint):
+            bounds.extend(_bounds(value))
+    return bounds
+
+
+def _placeholder(distribution: Distribution) -> Tensor:
+    parameters = [value for value in vars(distribution).values() if isinstance(value, Tensor)]
+    like = parameters[0] if parameters else torch.zeros(())
+    return like.new_zeros(distribution.shape())  # type: ignore[attr-defined]
+
+
+def _as_tensor(value: Tensor | float, latents: Mapping[str, Tensor]) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    return next(iter(latents.values())).new_tensor(value) if latents else torch.tensor(value)
