@@ -1,0 +1,217 @@
+"""Data sets are split, standardised and refused as documented."""
+
+import numpy as np
+import pytest
+import torch
+
+from pyro_bdl.data import load_csv, load_default, prepare, two_clusters
+from pyro_bdl.errors import BdlWarning
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_text(text, name="data.csv", encoding="utf-8"):
+        path = tmp_path / name
+        path.write_text(text, encoding=encoding)
+        return path
+
+    return write_text
+
+
+def table(header, *columns, separator=","):
+    rows = (separator.join(map(str, row)) for row in zip(*columns, strict=True))
+    return "\n".join([header, *rows]) + "\n"
+
+
+NUMBERS = [round(0.3 * i**2 - i, 2) for i in range(20)]
+
+
+def test_default_is_standardised_with_the_training_part():
+    data = load_default(seed=3)
+    assert data.task == "regression"
+    assert data.x_train.shape == (354, 10) and data.x_test.shape == (88, 10)
+    assert len(data.feature_names) == 10
+    torch.testing.assert_close(data.x_train.mean(0), torch.zeros(10), atol=1e-5, rtol=0)
+    torch.testing.assert_close(data.x_train.std(0, correction=0), torch.ones(10))
+    torch.testing.assert_close(data.y_train.std(correction=0), torch.tensor(1.0))
+    assert abs(data.y_test.mean()) > 1e-4
+    targets = torch.cat([data.in_units(data.y_train), data.in_units(data.y_test)])
+    from sklearn.datasets import load_diabetes
+
+    expected = torch.as_tensor(np.sort(load_diabetes().target), dtype=torch.float32)
+    torch.testing.assert_close(targets.sort().values, expected, atol=1e-3, rtol=0)
+
+
+def test_split_follows_the_seed():
+    first, same, other = load_default(seed=1), load_default(seed=1), load_default(seed=2)
+    assert torch.equal(first.x_test, same.x_test)
+    assert not torch.equal(first.x_test, other.x_test)
+
+
+def test_csv_regression_keeps_rows_together(write):
+    x = np.arange(20.0)
+    path = write(table("a,b,y", x, x**2, 3 * x + 1.5))
+    data = load_csv(path, "y", test_fraction=0.25)
+    assert data.task == "regression"
+    assert data.feature_names == ("a", "b")
+    assert len(data.y_test) == 5 and len(data.y_train) == 15
+    for part_x, part_y in ((data.x_train, data.y_train), (data.x_test, data.y_test)):
+        torch.testing.assert_close(part_x[:, 0], part_y, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
+def test_separators_and_byte_order_mark(write, separator):
+    header = separator.join(["a", "b", "y"])
+    text = table(header, range(20), NUMBERS, NUMBERS, separator=separator)
+    data = load_csv(write(text, encoding="utf-8-sig"), "y")
+    assert data.feature_names == ("a", "b")
+
+
+def test_text_and_few_integers_are_classes(write):
+    words = ["no", "yes", "maybe", "yes"] * 5
+    data = load_csv(write(table("a,y", NUMBERS, words)), "y")
+    assert data.task == "classification"
+    assert data.class_names == ("maybe", "no", "yes")
+    assert data.y_train.dtype == torch.int64
+    data = load_csv(write(table("a,y", NUMBERS, [3, 10, 10, 5] * 5)), "y")
+    assert data.class_names == ("3", "5", "10")
+    data = load_csv(write(table("a,y", NUMBERS, [3, 10, 10, 5] * 5)), "y", "regression")
+    assert data.task == "regression" and data.class_names == ()
+    data = load_csv(write(table("a,y", NUMBERS, range(20))), "y")
+    assert data.task == "regression"
+
+
+def test_every_class_is_in_the_training_part():
+    rng = np.random.default_rng(0)
+    y = np.array(["common"] * 95 + ["rare"] * 4 + ["single"])
+    for seed in range(20):
+        data = prepare(rng.standard_normal((100, 2)), y, feature_names="ab", seed=seed)
+        assert set(data.y_train.tolist()) == {0, 1, 2}
+        assert len(data.y_test) == 20
+
+
+def test_one_hot(write):
+    colours = ["red", "blue"] * 10
+    path = write(table("a,colour,y", NUMBERS, colours, NUMBERS))
+    data = load_csv(path, "y", one_hot=True)
+    assert data.feature_names == ("a", "colour=blue", "colour=red")
+    torch.testing.assert_close(data.x_train[:, 1], -data.x_train[:, 2])
+
+
+def test_constant_column_becomes_zero(write):
+    path = write(table("a,flat,y", NUMBERS, [7.1] * 20, NUMBERS))
+    with pytest.warns(BdlWarning, match="'flat'") as caught:
+        data = load_csv(path, "y")
+    assert len(caught) == 1
+    assert torch.equal(data.x_train[:, 1], torch.zeros(16))
+    assert torch.equal(data.x_test[:, 1], torch.zeros(4))
+
+
+def test_two_clusters():
+    data = two_clusters(50, seed=1)
+    x = data.x_train.squeeze(-1)
+    assert ((x >= -1) & (x <= -0.7)).sum() == 25
+    assert ((x >= 0.5) & (x <= 1)).sum() == 25
+    clean = two_clusters(50, seed=1, noise=0.0)
+    torch.testing.assert_close(clean.y_train, torch.cos(4 * x + 0.8))
+    assert 0.05 < (data.y_train - clean.y_train).std() < 0.2
+    assert torch.equal(two_clusters(50, seed=1).y_train, data.y_train)
+    with pytest.raises(ValueError, match="n=1"):
+        two_clusters(1)
+
+
+def test_to_moves_every_tensor():
+    data = two_clusters(4).to("meta")
+    assert {t.device.type for t in (data.x_train, data.y_train, data.x_test, data.y_test)} == {
+        "meta"
+    }
+
+
+BAD_FILES = {
+    "empty": ("", "y", {}, "empty"),
+    "header only": ("a,y\n", "y", {}, "no rows"),
+    "one column": ("y\n" + "1\n" * 20, "y", {}, "only the column 'y'"),
+    "ragged": ("a,y\n1,2\n1,2,3\n", "y", {}, "line 3"),
+    "repeated": (table("a,a,y", NUMBERS, NUMBERS, NUMBERS), "y", {}, "columns named 'a'"),
+    "unnamed": (table(",a,y", NUMBERS, NUMBERS, NUMBERS), "y", {}, "column 1 .* no name"),
+    "near miss": (table("age,price", NUMBERS, NUMBERS), "Price", {}, "did you mean 'price'"),
+    "no such": (table("age,price", NUMBERS, NUMBERS), "zzz", {}, "it has 'age', 'price'"),
+    "text": (
+        table("a,b,c,y", NUMBERS, ["u", "v"] * 10, ["1", "?"] * 10, NUMBERS),
+        "y",
+        {},
+        r"'b' \('u' in row 1\), 'c' \('\?' in row 2\).*--one-hot",
+    ),
+    "names one-hot": (
+        table("a,b,y", NUMBERS, [f"n{i}" for i in range(20)], NUMBERS),
+        "y",
+        {"one_hot": True},
+        "'b' has 20 different texts",
+    ),
+    "missing": (
+        table("a,b,y", [1, "", *NUMBERS[2:]], [1, "inf", *NUMBERS[2:]], NUMBERS),
+        "y",
+        {},
+        "row 2: 'a', 'b'",
+    ),
+    "missing text": (
+        table("a,b,y", NUMBERS, ["u", "", "v", "v"] * 5, NUMBERS),
+        "y",
+        {"one_hot": True},
+        "row 2: 'b=u', 'b=v'; row 6",
+    ),
+    "missing target": (table("a,y", NUMBERS, ["NA", *NUMBERS[1:]]), "y", {}, "row 1: 'y'"),
+    "missing class": (table("a,y", NUMBERS, ["u", "", "v", "v"] * 5), "y", {}, "row 2: 'y'"),
+    "text among numbers": (table("a,y", NUMBERS, ["?", *NUMBERS[1:]]), "y", {}, r"'\?' in row 1"),
+    "text regression": (
+        table("a,y", NUMBERS, ["u", "v"] * 10),
+        "y",
+        {"task": "regression"},
+        "not numeric",
+    ),
+    "constant": (table("a,y", NUMBERS, [4] * 20), "y", {}, "constant"),
+    "one class": (table("a,y", NUMBERS, ["u"] * 20), "y", {}, "single class 'u'"),
+    "all different": (
+        table("a,y", NUMBERS, [f"n{i}" for i in range(20)]),
+        "y",
+        {},
+        "20 different values",
+    ),
+    "few rows": (table("a,y", NUMBERS[:5], NUMBERS[:5]), "y", {}, "5 rows are too few"),
+    "task": (table("a,y", NUMBERS, NUMBERS), "y", {"task": "ranking"}, "task='ranking'"),
+    "fraction": (table("a,y", NUMBERS, NUMBERS), "y", {"test_fraction": 20}, "test_fraction=20"),
+    "few of each": (
+        table("a,y", NUMBERS[:10], ["u", "v", "w", "x", "z"] * 2),
+        "y",
+        {},
+        "too few rows for a test part",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_bad_file_is_refused(write, case):
+    text, target, options, message = BAD_FILES[case]
+    with pytest.raises(ValueError, match=message):
+        load_csv(write(text), target, **options)
+
+
+def test_long_lists_are_cut(write):
+    path = write(table("a,y", [""] * 12 + NUMBERS[12:], NUMBERS))
+    with pytest.raises(ValueError, match="row 5: 'a' and 7 more"):
+        load_csv(path, "y")
+
+
+def test_no_file_and_no_text(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nothing\.csv"):
+        load_csv(tmp_path / "nothing.csv", "y")
+    (tmp_path / "latin.csv").write_bytes("a,größe\n1,2\n".encode("latin-1"))
+    with pytest.raises(ValueError, match="UTF-8"):
+        load_csv(tmp_path / "latin.csv", "y")
+
+
+def test_shapes_are_checked():
+    with pytest.raises(ValueError, match=r"\(20,\)"):
+        prepare(np.zeros(20), np.zeros(20), feature_names=["a"])
+    with pytest.raises(ValueError, match="1 names for 2 columns"):
+        prepare(np.zeros((20, 2)), np.zeros(20), feature_names=["a"])
