@@ -1,0 +1,108 @@
+"""Tables of results: rows as dicts, columns described once, written as text or CSV."""
+
+import csv
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+Row = Mapping[str, object]
+
+MISSING = "–"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table.
+
+    Attributes:
+        key: where the rows hold its values.
+        title: its heading, short.
+        group: heading that it shares with its neighbours.
+        help: one sentence that says what the numbers are, and in which units.
+        style: ``"number"``, ``"percent"`` or ``"text"``.
+        digits: significant digits of a number.
+    """
+
+    key: str
+    title: str
+    group: str = ""
+    help: str = ""
+    style: str = "number"
+    digits: int = 3
+
+    def cell(self, row: Row) -> str:
+        """The row's value as text; a dash for None, NaN and what is not there."""
+        value = row.get(self.key)
+        if value is None or (isinstance(value, float) and math.isnan(value)):
+            return MISSING
+        if self.style == "text" or isinstance(value, str):
+            return str(value)
+        return f"{value:.1%}" if self.style == "percent" else number(value, self.digits)
+
+
+def number(value: float, digits: int = 3) -> str:
+    """Rounded to significant digits, without an exponent between 0.0001 and a million."""
+    if not math.isfinite(value):
+        return str(float(value))
+    if float(value).is_integer() and abs(value) < 1e6:
+        return str(int(value))
+    size = abs(value)
+    if size >= 1e6 or size < 1e-4:
+        return f"{value:.{digits - 1}e}"
+    decimals = max(0, digits - 1 - math.floor(math.log10(size)))
+    return f"{value:.{decimals}f}"
+
+
+def to_text(rows: Sequence[Row], columns: Sequence[Column]) -> str:
+    """The table as aligned lines: groups, titles, a rule, a line for each row."""
+    cells = [[column.cell(row) for column in columns] for row in rows]
+    widths = [
+        max(len(column.title), *(len(line[i]) for line in cells), 0)
+        for i, column in enumerate(columns)
+    ]
+    first = columns[0].style == "text"
+
+    def line(texts: Sequence[str]) -> str:
+        return "  ".join(
+            text.ljust(width) if i == 0 and first else text.rjust(width)
+            for i, (text, width) in enumerate(zip(texts, widths, strict=True))
+        ).rstrip()
+
+    lines = [line([column.title for column in columns]), "  ".join("-" * w for w in widths)]
+    if any(column.group for column in columns):
+        lines.insert(0, _group_line(columns, widths))
+    return "\n".join([*lines, *map(line, cells)])
+
+
+def groups(columns: Sequence[Column]) -> list[tuple[str, int]]:
+    """Runs of neighbours with the same group, and how many columns each has."""
+    runs: list[tuple[str, int]] = []
+    for column in columns:
+        if runs and runs[-1][0] == column.group:
+            runs[-1] = (column.group, runs[-1][1] + 1)
+        else:
+            runs.append((column.group, 1))
+    return runs
+
+
+def to_csv(path: str | Path, rows: Sequence[Row], columns: Sequence[Column]) -> Path:
+    """Write all digits, one line for each row, headed by the columns' keys; returns the path."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow([column.key for column in columns])
+        for row in rows:
+            values = [row.get(column.key) for column in columns]
+            writer.writerow(["" if value is None else value for value in values])
+    return path
+
+
+def _group_line(columns: Sequence[Column], widths: Sequence[int]) -> str:
+    line, start = "", 0
+    for title, count in groups(columns):
+        width = sum(widths[start : start + count]) + 2 * (count - 1)
+        line += f" {title} ".center(width, "-") + "  " if title else " " * (width + 2)
+        start += count
+    return line.rstrip()
