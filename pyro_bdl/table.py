@@ -61,6 +61,11 @@ def to_text(rows: Sequence[Row], columns: Sequence[Column]) -> str:
         max(len(column.title), *(len(line[i]) for line in cells), 0)
         for i, column in enumerate(columns)
     ]
+    start = 0
+    for title, count in groups(columns):
+        start += count
+        lacking = len(title) + 2 - sum(widths[start - count : start]) - 2 * (count - 1)
+        widths[start - 1] += max(0, lacking) if title else 0
     first = columns[0].style == "text"
 
     def line(texts: Sequence[str]) -> str:
@@ -103,6 +108,6 @@ def _group_line(columns: Sequence[Column], widths: Sequence[int]) -> str:
     line, start = "", 0
     for title, count in groups(columns):
         width = sum(widths[start : start + count]) + 2 * (count - 1)
-        line += f" {title} ".center(width, "-") + "  " if title else " " * (width + 2)
+        line += (f" {title} ".center(width, "-") if title else " " * width) + "  "
         start += count
     return line.rstrip()
