@@ -42,4 +42,3 @@ def _prior_sd(fn: Any, start: Tensor) -> Tensor:
 
 def _is_real(support: Any) -> bool:
     return transform_of(support) is None
-

@@ -1,6 +1,6 @@
 """One flat vector of unconstrained numbers for a dict of constrained sites."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +8,9 @@ from pyro.distributions import constraints
 from torch import Tensor
 from torch.distributions import biject_to
 from torch.distributions.constraints import Constraint
-from torch.distributions.transforms import Transform
+from torch.distributions.transforms import ExpTransform, Transform
+
+_BOUNDED_BELOW = (type(constraints.greater_than(0)), type(constraints.greater_than_eq(0)))
 
 
 def transform_of(support: Constraint) -> Transform | None:
@@ -18,6 +20,10 @@ def transform_of(support: Constraint) -> Transform | None:
         base = base.base_constraint
     if base is constraints.real or base is constraints.real_vector:
         return None
+    if isinstance(base, _BOUNDED_BELOW):
+        bound = base.lower_bound
+        if isinstance(bound, int | float) and bound == 0:
+            return ExpTransform()
     return biject_to(support)
 
 
@@ -95,6 +101,13 @@ class Layout:
                 self.latents.items(), torch.split(vector, self._sizes, -1), strict=True
             )
         }
+
+    def take(self, vector: Tensor, names: Sequence[str]) -> Tensor:
+        """The entries (..., p) of a vector (..., P) that belong to the named sites, in order."""
+        parts = [self.slices[name] for name in names]
+        if all(a.stop == b.start for a, b in zip(parts, parts[1:], strict=False)):
+            return vector[..., parts[0].start : parts[-1].stop]
+        return torch.cat([vector[..., part] for part in parts], -1)
 
     def constrain(self, vector: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """A vector u (..., P) as constrained latents T(u), and log |det dT/du| of shape (...)."""

@@ -7,7 +7,9 @@ that a Pyro program holds in a closure or a global variable.
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 
@@ -53,3 +55,15 @@ def preserved_buffers() -> Iterator[None]:
         for pairs in saved.values():
             for buffer, value in pairs:
                 buffer.data.copy_(value)
+
+
+@contextmanager
+def vmappable() -> Iterator[None]:
+    """Attention computes with plain operators, which ``vmap`` and tracing can follow."""
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)

@@ -22,6 +22,7 @@ from pyro_bdl.priors import (
     is_constant,
     moved_like,
 )
+from pyro_bdl.program import without_validation
 
 
 class BayesianModule(OwnParameters):
@@ -105,6 +106,7 @@ class BayesianModule(OwnParameters):
             return None
         result = _fitted(result, name, parameter)
         if is_constant(self.prior):
+            result = without_validation(result)
             self._cache[name] = kind, result
         return result
 
@@ -202,19 +204,7 @@ def _fitted(distribution: Distribution, name: str, parameter: Tensor) -> Distrib
         distribution = distribution.expand(parameter.shape)
     if distribution.batch_shape:
         distribution = distribution.to_event(len(distribution.batch_shape))  # type: ignore[attr-defined]
-    present = _first_tensor(distribution)
-    if present is not None and (present.dtype, present.device) != (parameter.dtype, parameter.device):
-        distribution = moved_like(distribution, parameter)
-    return distribution
-
-
-def _first_tensor(distribution: Distribution) -> Tensor | None:
-    for value in vars(distribution).values():
-        if isinstance(value, Distribution):
-            value = _first_tensor(value)
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return value
-    return None
+    return moved_like(distribution, parameter)
 
 
 @contextmanager

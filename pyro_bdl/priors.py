@@ -54,7 +54,11 @@ def hyperparameter_scope(scope: HyperparameterScope) -> Iterator[None]:
 
 
 def moved_like(distribution: Distribution, like: Tensor) -> Distribution:
-    """A copy of a distribution whose tensors have the device and floating dtype of ``like``."""
+    """The distribution with tensors of the device and floating dtype of ``like``; a copy where
+    they differ."""
+    present = _first_tensor(distribution)
+    if present is None or (present.dtype, present.device) == (like.dtype, like.device):
+        return distribution
 
     def move(value):
         if isinstance(value, Tensor):
@@ -68,6 +72,15 @@ def moved_like(distribution: Distribution, like: Tensor) -> Distribution:
     result = copy.copy(distribution)
     result.__dict__.update({key: move(value) for key, value in distribution.__dict__.items()})
     return result
+
+
+def _first_tensor(distribution: Distribution) -> Tensor | None:
+    for value in vars(distribution).values():
+        if isinstance(value, Distribution):
+            value = _first_tensor(value)
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value
+    return None
 
 
 def hyperparameter(value: Scale, name: str, like: Tensor) -> Tensor:
@@ -101,9 +114,7 @@ class Prior:
 
     @property
     def constant(self) -> bool:
-        return all(
-            not isinstance(value, PyroParam | Distribution) for value in vars(self).values()
-        )
+        return all(not isinstance(value, PyroParam | Distribution) for value in vars(self).values())
 
     def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution | None:
         raise NotImplementedError
@@ -185,9 +196,7 @@ class Horseshoe(Prior):
 
     def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution:
         scope = _scope.get()
-        tau = scope.sample(
-            f"{name}.global_scale", dist.HalfCauchy(self._value("scale", parameter))
-        )
+        tau = scope.sample(f"{name}.global_scale", dist.HalfCauchy(self._value("scale", parameter)))
         local = scope.sample(
             f"{name}.local_scale", _spread(dist.HalfCauchy(parameter.new_ones(())), parameter)
         )

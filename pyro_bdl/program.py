@@ -6,7 +6,8 @@ functions of the latents that survive ``torch.func.vmap``, ``grad``, ``jvp`` and
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -59,25 +60,34 @@ class Run:
     result: Any = None
 
     def log_prior(self) -> Tensor | float:
-        return sum((site.log_prob().sum() for site in self.latents.values()), 0.0)
+        return _total(self.latents.values())
 
     def log_likelihood(self) -> Tensor | float:
-        sites = [*self.observed.values(), *self.factors.values()]
-        return sum((site.log_prob().sum() for site in sites if site.value is not None), 0.0)
+        return _total((*self.observed.values(), *self.factors.values()))
+
+
+def _total(sites: Iterable[Site]) -> Tensor | float:
+    terms = [site.log_prob().sum() for site in sites if site.value is not None]
+    return functools.reduce(torch.add, terms) if terms else 0.0
 
 
 def without_validation(distribution: Distribution) -> Distribution:
     """The distribution, or a copy of it that does not validate: ``vmap`` forbids such checks."""
-    state = distribution.__dict__
-    changed = {
-        key: quiet
-        for key, part in state.items()
-        if isinstance(part, Distribution) and (quiet := without_validation(part)) is not part
-    }
-    if not changed and not state.get("_validate_args"):
-        return distribution
+    part = distribution
+    while part is not None:
+        state = part.__dict__
+        if state.get("_validate_args") or "_component_distribution" in state:
+            return _copy_without_validation(distribution)
+        part = state.get("base_dist")
+    return distribution
+
+
+def _copy_without_validation(distribution: Distribution) -> Distribution:
     result = copy.copy(distribution)
-    result.__dict__.update(changed, _validate_args=False)
+    for key, part in distribution.__dict__.items():
+        if isinstance(part, Distribution):
+            result.__dict__[key] = _copy_without_validation(part)
+    result._validate_args = False
     return result
 
 
@@ -292,7 +302,9 @@ class Program:
         """``log_density`` without the log-determinant, as one scalar per site."""
         run = self.run(self.constrain(vector)[0], *args, **kwargs)
         sites = run.latents | run.observed | run.factors
-        return {name: site.log_prob().sum() for name, site in sites.items() if site.value is not None}
+        return {
+            name: site.log_prob().sum() for name, site in sites.items() if site.value is not None
+        }
 
     def require_observed(self) -> None:
         """:raises UnsupportedProgramError: where the program conditions on nothing."""

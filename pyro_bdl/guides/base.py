@@ -1,7 +1,7 @@
 """What the guides share: a layout of the latents, unique parameters, draws and summaries."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pyro
@@ -15,14 +15,14 @@ from pyro_bdl.init import init_to_network
 from pyro_bdl.layout import Latent, Layout
 from pyro_bdl.modules import preserved_buffers
 from pyro_bdl.ownership import OwnParameters
-from pyro_bdl.program import Program
+from pyro_bdl.program import Program, Run
 
 
 class Guide(OwnParameters, AutoGuide):
     """Base of the guides: an ``AutoGuide`` over one flat unconstrained vector of the latents.
 
-    A subclass gives ``_create_parameters(start)``, ``forward``, ``sample_vectors`` and
-    ``location``, and ``vector_quantiles`` where its marginals are known.
+    A subclass gives ``_create_parameters(start)``, ``forward`` and the methods below that raise
+    here: draws, log density, centre and quantiles over the vector u with latents w = T(u).
 
     :param model: a Pyro program.
     :param init_loc_fn: a per-site initialisation, one of Pyro's or ``init_to_network``.
@@ -42,6 +42,7 @@ class Guide(OwnParameters, AutoGuide):
         self._take_name()
         self._program_model = (model,)
         self.layout = None
+        self.subsampled: set[str] = set()
 
     # Structure
 
@@ -94,11 +95,42 @@ class Guide(OwnParameters, AutoGuide):
             return None
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Inside, a parameter is read once, by a ``pyro.param`` statement for optimisers."""
+        with self._pyro_context:
+            self.__dict__["_read"] = {}
+            try:
+                yield
+            finally:
+                del self.__dict__["_read"]
+
+    def _parameter(self, name: str) -> Tensor:
+        read = self.__dict__.get("_read")
+        if read is None:
+            self._require_layout()
+            return getattr(self, name)
+        if name not in read:
+            read[name] = getattr(self, name)
+        return read[name]
+
     # Draws and summaries
 
     def sample_vectors(self, num_samples: int) -> Tensor:
         """Independent unconstrained draws (num_samples, P), differentiable where they can be."""
         raise NotImplementedError
+
+    def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
+        """log q(w), a scalar, at w = T(u) for u = ``vector`` (P,), log |det dT/du| given."""
+        raise NotImplementedError
+
+    def kl(self, vector: Tensor, log_det: Tensor, run: Run) -> Tensor:
+        """KL(q || p) from the prior of ``run``, a scalar; by default at the run's own draw."""
+        return self.log_density(vector, log_det) - run.log_prior()
+
+    def entropy(self, vector: Tensor, log_det: Tensor) -> Tensor:
+        """H(q), a scalar; by default -log q(w) at the draw."""
+        return -self.log_density(vector, log_det)
 
     def location(self) -> Tensor:
         """The guide's centre as an unconstrained vector (P,)."""
@@ -156,8 +188,7 @@ class Guide(OwnParameters, AutoGuide):
                     if name in self.subsampled:
                         dim = plates[plate].dim - latent.unconstrained_event_dim
                         values = [
-                            v if v.shape[dim] == 1 else v.index_select(dim, indices)
-                            for v in values
+                            v if v.shape[dim] == 1 else v.index_select(dim, indices) for v in values
                         ]
                 yield latent, values
 
@@ -198,4 +229,6 @@ def _at_full_size(program: Program, trace: Any) -> tuple[Tensor, list[Latent]]:
 
 def sample_site(latent: Latent, distribution: Any) -> Tensor:
     """A sample statement of a guide at a latent's own site."""
-    return pyro.sample(latent.name, distribution.to_event(latent.event_dim - distribution.event_dim))
+    return pyro.sample(
+        latent.name, distribution.to_event(latent.event_dim - distribution.event_dim)
+    )

@@ -8,11 +8,11 @@ import torch
 from pyro.distributions import constraints
 from pyro.nn import PyroParam
 from torch import Tensor, nn
-from torch.distributions.transforms import ExpTransform
 
+from pyro_bdl.divergence import diagonal_normal_kl, marginal
 from pyro_bdl.guides.base import Guide, sample_site
 from pyro_bdl.init import init_to_network
-from pyro_bdl.layout import Latent
+from pyro_bdl.program import Run
 
 
 class AutoMeanField(Guide):
@@ -53,36 +53,36 @@ class AutoMeanField(Guide):
         """Sample every site; returns site -> value."""
         self.prototype(*args, **kwargs)
         return {
-            latent.name: sample_site(latent, _marginal(latent, loc, scale))
+            latent.name: sample_site(latent, marginal(latent, loc, scale))
             for latent, (loc, scale) in self._sites(args, kwargs, self.loc, self.scale)
         }
 
     def get_posterior(self, *args: Any, **kwargs: Any) -> dist.TorchDistribution:
         """q over the unconstrained vector (P,), a diagonal Normal."""
         self._prototype_if_given(args, kwargs)
-        self._require_layout()
-        return dist.Normal(self.loc, self.scale).to_event(1)
+        return dist.Normal(*self._loc_and_scale()).to_event(1)
+
+    def _loc_and_scale(self) -> tuple[Tensor, Tensor]:
+        return self._parameter("loc"), self._parameter("scale")
 
     def location(self) -> Tensor:
-        self._require_layout()
-        return self.loc
+        return self._parameter("loc")
 
     def sample_vectors(self, num_samples: int) -> Tensor:
-        self._require_layout()
-        loc, scale = self.loc, self.scale
-        return loc + scale * torch.randn(
-            num_samples, *loc.shape, dtype=loc.dtype, device=loc.device
-        )
+        loc, scale = self._loc_and_scale()
+        noise = torch.randn(num_samples, len(loc), dtype=loc.dtype, device=loc.device)
+        return torch.addcmul(loc, scale, noise)
+
+    def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
+        return dist.Normal(*self._loc_and_scale()).log_prob(vector).sum(-1) - log_det
+
+    def kl(self, vector: Tensor, log_det: Tensor, run: Run) -> Tensor:
+        values = {name: site.value for name, site in run.latents.items()}
+        return diagonal_normal_kl(self.layout, *self._loc_and_scale(), values, run.latents)
+
+    def entropy(self, vector: Tensor, log_det: Tensor) -> Tensor:
+        return dist.Normal(*self._loc_and_scale()).entropy().sum() + log_det
 
     def vector_quantiles(self, levels: Tensor) -> Tensor:
-        self._require_layout()
-        standard = torch.special.ndtri(levels)[:, None]
-        return self.loc + self.scale * standard
-
-
-def _marginal(latent: Latent, loc: Tensor, scale: Tensor) -> dist.TorchDistribution:
-    if latent.transform is None:
-        return dist.Normal(loc, scale)
-    if isinstance(latent.transform, ExpTransform):
-        return dist.LogNormal(loc, scale)
-    return dist.TransformedDistribution(dist.Normal(loc, scale), [latent.transform])
+        loc, scale = self._loc_and_scale()
+        return loc + scale * torch.special.ndtri(levels)[:, None]

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pyro.distributions as dist
+import torch
 from torch import Tensor, nn
 
 from pyro_bdl.guides.base import Guide, sample_site
@@ -28,15 +29,17 @@ class AutoMAP(Guide):
         result = {}
         for latent, (loc,) in self._sites(args, kwargs, self.loc):
             value = loc if latent.transform is None else latent.transform(loc)
-            result[latent.name] = sample_site(latent, dist.Delta(value))
+            result[latent.name] = sample_site(latent, dist.Delta(value, event_dim=latent.event_dim))
         return result
 
     def location(self) -> Tensor:
-        self._require_layout()
-        return self.loc
+        return self._parameter("loc")
 
     def sample_vectors(self, num_samples: int) -> Tensor:
         return self.location().expand(num_samples, -1)
+
+    def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
+        return torch.zeros_like(log_det)
 
     def vector_quantiles(self, levels: Tensor) -> Tensor:
         return self.location().expand(len(levels), -1)

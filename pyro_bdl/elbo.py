@@ -1,0 +1,182 @@
+"""Tempered evidence lower bounds for ``pyro.infer.SVI`` and for torch's optimisers.
+
+L(eta) = E_q[log p(y | w)] - eta KL(q || p(w)), the sum over data scaled by N / B. Its optimum
+approximates the tempered posterior p(y | w)^(1/eta) p(w); eta = 1 is Bayes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from pyro import poutine
+from pyro.infer import Trace_ELBO
+from pyro.util import warn_if_nan
+from torch import Tensor
+
+from pyro_bdl.checks import check_finite
+from pyro_bdl.divergence import entropy, mean_field_kl, sampled_kl
+from pyro_bdl.guides.base import Guide
+from pyro_bdl.handlers import check_temperature
+from pyro_bdl.modules import preserved_buffers
+from pyro_bdl.program import Run, record
+from pyro_bdl.vectorize import map_draws
+
+Temperature = float | Callable[[int], float]
+
+
+class TemperedTrace_ELBO(Trace_ELBO):
+    """L(eta) = E_q[log p(y | w)] - eta E_q[log q(w) - log p(w)], both at draws of the guide.
+
+    ``pyro.factor`` terms count as likelihood. After each step ``expected_log_likelihood``,
+    ``kl`` (both in nats, detached scalars) and ``temperature`` hold the terms of that step.
+
+    :param temperature: eta, a number or a schedule ``step -> eta``.
+    :param cold_temperature: T of the cold mode instead: the target is the cold posterior
+        (p(y | w) p(w))^(1/T) and the bound E_q[log p(y, w)] + T H(q).
+    :param num_particles: draws per step, evaluated at once by ``vmap``.
+    :raises ValueError: for a temperature that is not positive, for data that are not finite.
+    """
+
+    def __init__(
+        self,
+        temperature: Temperature = 1.0,
+        num_particles: int = 1,
+        *,
+        cold_temperature: Temperature | None = None,
+    ) -> None:
+        super().__init__(num_particles=num_particles)
+        if num_particles < 1:
+            raise ValueError(f"num_particles must be at least 1, got {num_particles}")
+        if cold_temperature is not None and (callable(temperature) or temperature != 1.0):
+            raise ValueError("give either temperature or cold_temperature, not both")
+        self.is_cold = cold_temperature is not None
+        self.schedule = _as_schedule(temperature if cold_temperature is None else cold_temperature)
+        self.step = 0
+        self.temperature = self.schedule(0)
+        self.kl: Tensor | None = None
+        self.expected_log_likelihood: Tensor | None = None
+        self._checked: tuple[int, int] | None = None
+
+    def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
+        """-L(eta) at the present step's temperature; the step counter stays."""
+        with torch.no_grad():
+            loss = self._loss(model, guide, args, kwargs).item()
+        warn_if_nan(loss, "loss")
+        return loss
+
+    def differentiable_loss(
+        self, model: Callable, guide: Callable, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """-L(eta) as a tensor to differentiate; counts as one step of the schedule."""
+        loss = self._loss(model, guide, args, kwargs)
+        self.step += 1
+        return loss
+
+    def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
+        """-L(eta), its gradients added to the parameters'."""
+        loss = self.differentiable_loss(model, guide, *args, **kwargs)
+        if loss.requires_grad:
+            loss.backward(retain_graph=self.retain_graph)
+        value = loss.item()
+        warn_if_nan(value, "loss")
+        return value
+
+    def _loss(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Tensor:
+        if self._checked != (id(model), id(guide)):
+            _check(model, guide, args, kwargs)
+            self._checked = id(model), id(guide)
+        temperature = check_temperature(self.schedule(self.step))
+        likelihood, kl, disorder = self._terms(model, guide, args, kwargs)
+        self.temperature = temperature
+        self.expected_log_likelihood, self.kl = likelihood.detach(), kl.detach()
+        if self.is_cold:
+            return -(likelihood - kl + (temperature - 1.0) * disorder)
+        return temperature * kl - likelihood
+
+    def _terms(
+        self, model: Callable, guide: Callable, args: tuple, kwargs: dict
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """E_q[log p(y | w)], KL and (in cold mode) H(q), means over the particles."""
+        if isinstance(guide, Guide) and not guide.subsampled:
+            with guide.reading():
+                return self._flat_terms(model, guide, args, kwargs)
+        particles = []
+        for _ in range(self.num_particles):
+            q = record(guide, {}, args, kwargs)
+            values = {name: site.value for name, site in q.latents.items()}
+            p = record(model, values | q.subsamples, args, kwargs)
+            kl = self._site_kl(q, p)
+            disorder = entropy(q.latents) if self.is_cold else torch.zeros_like(kl)
+            particles.append((p.log_likelihood(), kl, disorder))
+        likelihood, kl, disorder = (torch.stack(t).mean() for t in zip(*particles, strict=True))
+        return likelihood, kl, disorder
+
+    def _flat_terms(
+        self, model: Callable, guide: Guide, args: tuple, kwargs: dict
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The same from the flat vectors of our guides, without their sample statements."""
+
+        def particle(draw: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+            vector = draw["u"]
+            latents, log_det = guide.layout.constrain(vector)
+            p = record(model, latents, args, kwargs)
+            kl = self._flat_kl(guide, vector, log_det, p)
+            disorder = guide.entropy(vector, log_det) if self.is_cold else torch.zeros_like(kl)
+            return p.log_likelihood(), kl, disorder
+
+        vectors = guide.sample_vectors(self.num_particles)
+        if self.num_particles == 1:
+            return particle({"u": vectors[0]})
+        likelihood, kl, disorder = (t.mean() for t in map_draws(particle, {"u": vectors}))
+        return likelihood, kl, disorder
+
+    def _site_kl(self, q: Run, p: Run) -> Tensor:
+        return sampled_kl(q.latents, p.latents)
+
+    def _flat_kl(self, guide: Guide, vector: Tensor, log_det: Tensor, p: Run) -> Tensor:
+        return guide.log_density(vector, log_det) - p.log_prior()
+
+
+class TemperedTraceMeanField_ELBO(TemperedTrace_ELBO):
+    """L(eta) with the KL in closed form, site by site, where there is one.
+
+    For guides that factorise over the sites, such as ``AutoMeanField``; sites without a closed
+    form, and guides that emit a Delta, are evaluated at the draw, log-determinants included.
+    """
+
+    def _site_kl(self, q: Run, p: Run) -> Tensor:
+        return mean_field_kl(q.latents, p.latents)
+
+    def _flat_kl(self, guide: Guide, vector: Tensor, log_det: Tensor, p: Run) -> Tensor:
+        return guide.kl(vector, log_det, p)
+
+
+def _as_schedule(temperature: Temperature) -> Callable[[int], float]:
+    if callable(temperature):
+        return temperature
+    check_temperature(temperature)
+    return lambda step: temperature
+
+
+def _check(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
+    """Pyro's own checks of a pair, once, since later runs do without validation."""
+    check_finite(model, args, kwargs)
+    with poutine.block(), torch.no_grad(), preserved_buffers():
+        Trace_ELBO().loss(model, guide, *args, **kwargs)
+        q = record(guide, {}, args, kwargs)
+        values = {name: site.value for name, site in q.latents.items()}
+        p = record(model, values | q.subsamples, args, kwargs)
+    for name, site in q.latents.items():
+        if not site.distribution.has_rsample:
+            raise ValueError(
+                f"the guide's distribution at site '{name}' cannot be reparameterised "
+                f"({type(site.distribution).__name__}): use pyro.infer.Trace_ELBO"
+            )
+    if not p.observed and not p.factors:
+        raise ValueError(
+            "the program has no observed site: pass the targets to the step, so that a sample "
+            "statement gets obs=..."
+        )
+    missing = [name for name in p.latents if name not in q.latents]
+    if missing:
+        raise ValueError(f"the guide has no value for the latent site '{missing[0]}'")

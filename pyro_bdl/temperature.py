@@ -1,0 +1,54 @@
+"""Temperatures over the steps of training: callables ``step -> temperature``."""
+
+import math
+from collections.abc import Callable
+
+from pyro_bdl.handlers import check_temperature
+
+Schedule = Callable[[int], float]
+
+
+def constant(value: float) -> Schedule:
+    """The same temperature at every step."""
+    check_temperature(value)
+    return lambda step: value
+
+
+def _ramp(start: float, stop: float, steps: int, shape: Callable[[float], float]) -> Schedule:
+    check_temperature(start, "start")
+    check_temperature(stop, "stop")
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
+    return lambda step: start + (stop - start) * shape(min(step / steps, 1.0))
+
+
+def linear(start: float, stop: float, steps: int) -> Schedule:
+    """From ``start`` to ``stop`` in a straight line over ``steps`` steps, then ``stop``."""
+    return _ramp(start, stop, steps, lambda t: t)
+
+
+def cosine(start: float, stop: float, steps: int) -> Schedule:
+    """From ``start`` to ``stop`` along half a cosine over ``steps`` steps, then ``stop``."""
+    return _ramp(start, stop, steps, lambda t: 0.5 * (1.0 - math.cos(math.pi * t)))
+
+
+def cyclical(start: float, stop: float, period: int, ramp: float = 0.5) -> Schedule:
+    """Every ``period`` steps again from ``start`` in a line to ``stop`` (Fu et al. 2019).
+
+    :param ramp: the part of a period after which ``stop`` is reached, in (0, 1].
+    """
+    if not 0 < ramp <= 1:
+        raise ValueError(f"ramp must lie in (0, 1], got {ramp}")
+    if period < 1:
+        raise ValueError(f"period must be at least 1, got {period}")
+    rise = _ramp(start, stop, 1, lambda t: t)
+    return lambda step: rise((step % period) / (ramp * period))
+
+
+def overparameterized(tau: float, num_data: int, num_neurons: int) -> float:
+    """eta = tau p / N for p data and N neurons (Huix et al. 2022): keeps the likelihood and the
+    KL in balance as the layer widens."""
+    check_temperature(tau, "tau")
+    if num_data < 1 or num_neurons < 1:
+        raise ValueError("num_data and num_neurons must be at least 1")
+    return tau * num_data / num_neurons
