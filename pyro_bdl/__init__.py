@@ -1,5 +1,26 @@
 """Bayesian deep learning as a plugin on Pyro."""
 
+from pyro_bdl import diagnostics, elbo, guides, handlers, mcmc, metrics, models, priors, temperature
 from pyro_bdl._version import __version__
+from pyro_bdl.nn import BayesianModule, bayesianize
+from pyro_bdl.predictive import Predictive
+from pyro_bdl.program import Program
+from pyro_bdl.samples import Samples
 
-__all__ = ["__version__"]
+__all__ = [
+    "BayesianModule",
+    "Predictive",
+    "Program",
+    "Samples",
+    "__version__",
+    "bayesianize",
+    "diagnostics",
+    "elbo",
+    "guides",
+    "handlers",
+    "mcmc",
+    "metrics",
+    "models",
+    "priors",
+    "temperature",
+]

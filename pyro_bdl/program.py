@@ -48,8 +48,9 @@ class Site(NamedTuple):
 class Run:
     """What one run of a program said, statement by statement.
 
-    ``observed`` also holds the sites that the program would observe but was given no value for;
-    ``subsamples`` the indices that its plates drew.
+    ``observed`` also holds open sites, which the program would observe but was given no value
+    for. ``open`` tells that there are such, ``followed`` that statements come after one of them
+    and may use its value. ``subsamples`` are the indices of the plates.
     """
 
     latents: dict[str, Site] = field(default_factory=dict)
@@ -57,6 +58,8 @@ class Run:
     factors: dict[str, Site] = field(default_factory=dict)
     deterministic: dict[str, Tensor] = field(default_factory=dict)
     subsamples: dict[str, Tensor] = field(default_factory=dict)
+    open: bool = False
+    followed: bool = False
     result: Any = None
 
     def log_prior(self) -> Tensor | float:
@@ -136,13 +139,18 @@ class _Recorder(Messenger):
                 f"two sample statements are named '{name}': give each its own name "
                 "(two networks in one program: bayesianize(net, prior, name=...))"
             )
-        site = Site(msg["fn"], msg["value"], msg["scale"], msg["mask"])
+        value = None if msg["infer"].get("_placeholder") else msg["value"]
+        site = Site(msg["fn"], value, msg["scale"], msg["mask"])
+        run.followed = run.followed or run.open
         if msg["infer"].get("_deterministic"):
             run.deterministic[name] = msg["value"]
         elif isinstance(msg["fn"], Unit):
             run.factors[name] = site
-        elif msg["is_observed"] or msg["infer"].get("_unobserved"):
+        elif msg["is_observed"]:
             run.observed[name] = site
+        elif msg["infer"].get("_open"):
+            run.observed[name] = site
+            run.open = True
         else:
             run.latents[name] = site
 
@@ -264,7 +272,7 @@ class Program:
         """Run the program at ``latents``; targets that are not given stay without a value."""
         if not args and not kwargs:
             args, kwargs = self.args, self.kwargs
-        return record(self.model, latents, args, kwargs, draw=self._leave_open)
+        return record(self.model, latents, args, kwargs, draw=self._open)
 
     def log_prior(self, latents: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """log p(w), a scalar; scaled where a latent stands in a subsampled plate."""
@@ -314,12 +322,22 @@ class Program:
                 "statement gets obs=..."
             )
 
-    def _leave_open(self, msg: Any) -> None:
+    def _open(self, msg: Any) -> None:
         if msg["name"] in self.latents:
             raise KeyError(f"no value for the latent site '{msg['name']}'")
-        msg["infer"]["_unobserved"] = True
-        msg["value"] = _placeholder(msg["fn"])
-        msg["done"] = True
+        leave_open(msg)
+
+
+def leave_open(msg: Any) -> None:
+    """Let the program go on from a site without a value, whose distribution alone is wanted."""
+    msg["infer"].update(_open=True, _placeholder=True)
+    msg["value"] = _placeholder(msg["fn"])
+    msg["done"] = True
+
+
+def sample_open(msg: Any) -> None:
+    """Sample a site without a value, and count it as one that would be observed."""
+    msg["infer"]["_open"] = True
 
 
 def trace_once(model: Callable, args: tuple, kwargs: dict) -> Any:

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.modules import vmappable
@@ -18,37 +19,92 @@ def number_of_draws(draws: Draws) -> int:
     return next(iter(draws.values())).shape[0]
 
 
-def map_draws(function: Callable[[Draws], Any], draws: Draws) -> Any:
+def map_draws(
+    function: Callable[[Draws], Any],
+    draws: Draws,
+    *,
+    chunk_size: int | None = None,
+    finish: Callable[[Any], Any] | None = None,
+) -> Any:
     """Stack function(draw) over the leading axis of ``draws``; random numbers differ by draw.
 
     Uses ``vmap``, or a loop where an operator of the network has no batching rule.
+
+    :param chunk_size: how many draws are evaluated at once; all by default.
+    :param finish: applied to each chunk's stacked results, outside ``vmap``.
     """
-    try:
-        with vmappable():
-            return torch.vmap(function, randomness="different")(draws)
-    except RuntimeError as error:
-        if not _is_vmap_failure(error):
-            raise
-        warnings.warn(
-            "the network cannot be vectorised over draws, which are taken one by one instead: "
-            f"{str(error).splitlines()[0]}",
-            BdlWarning,
-            stacklevel=3,
-        )
-        return loop_draws(function, draws)
+    total = number_of_draws(draws)
+    chunk_size = min(chunk_size or total, total)
+    evaluate = _vmapped
+    result = None
+    for start in range(0, total, chunk_size):
+        chunk = {name: value[start : start + chunk_size] for name, value in draws.items()}
+        try:
+            part = evaluate(function, chunk)
+        except RuntimeError as error:
+            if evaluate is _looped or not _is_vmap_failure(error):
+                raise
+            warnings.warn(
+                "the network cannot be vectorised over draws, which are taken one by one "
+                f"instead: {str(error).splitlines()[0]}",
+                BdlWarning,
+                stacklevel=2,
+            )
+            evaluate = _looped
+            part = evaluate(function, chunk)
+        part = part if finish is None else finish(part)
+        if chunk_size == total:
+            return part
+        if result is None:
+            result = tree_map(lambda leaf: leaf.new_empty(total, *leaf.shape[1:]), part)
+        for whole, leaf in zip(tree_leaves(result), tree_leaves(part), strict=True):
+            whole[start : start + chunk_size] = leaf
+    return result
 
 
-def loop_draws(function: Callable[[Draws], Any], draws: Draws) -> Any:
-    """Stack function(draw) over the leading axis of ``draws``, one draw after the other."""
+def _vmapped(function: Callable[[Draws], Any], draws: Draws) -> Any:
+    with vmappable():
+        return torch.vmap(function, randomness="different")(draws)
+
+
+def _looped(function: Callable[[Draws], Any], draws: Draws) -> Any:
     results = [
-        function({name: value[i] for name, value in draws.items()})
+        tree_flatten(function({name: value[i] for name, value in draws.items()}))
         for i in range(number_of_draws(draws))
     ]
-    flat = [tree_flatten(result) for result in results]
-    leaves = [torch.stack(leaf) for leaf in zip(*(leaves for leaves, _ in flat), strict=True)]
-    return tree_unflatten(leaves, flat[0][1])
+    columns = zip(*(leaves for leaves, _ in results), strict=True)
+    return tree_unflatten([torch.stack(column) for column in columns], results[0][1])
 
 
 def _is_vmap_failure(error: RuntimeError) -> bool:
     text = str(error).lower()
     return any(word in text for word in ("vmap", "batching rule", "functorch", "functionalize"))
+
+
+class _Allocations(TorchDispatchMode):
+    """Adds up the bytes of all tensors that operators make, views left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        inputs = {
+            leaf.untyped_storage().data_ptr()
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, Tensor)
+        }
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() not in inputs:
+                self.bytes += leaf.untyped_storage().nbytes()
+        return result
+
+
+def measured(function: Callable[[Draws], Any], draws: Draws) -> tuple[int, Any]:
+    """function(first draw), and the bytes of the tensors that it made on the way."""
+    with _Allocations() as allocations:
+        result = function({name: value[0] for name, value in draws.items()})
+    return max(1, allocations.bytes), result

@@ -1,0 +1,188 @@
+"""HMC and NUTS of NumPyro on the user's own Pyro program, translated to JAX."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from numpyro.infer import HMC, NUTS
+from torch import Tensor
+
+from pyro_bdl.errors import MissingOperatorError
+from pyro_bdl.mcmc.chains import Chains, Settings, Target, progress_bar, stack_chains
+from pyro_bdl.mcmc.to_jax import to_jax
+
+# Iterations between two looks at the clock and the keyboard are chosen to take about so long.
+_SECONDS_PER_BLOCK = 0.5
+_MOST_PER_BLOCK = 64
+
+
+def run(target: Target, start: Tensor, settings: Settings) -> Chains:
+    """Sample ``target`` from the starting vectors (chains, P)."""
+    with jax.enable_x64(start.dtype == torch.float64):
+        log_density = _translated(target, start[0])
+        kernel = _kernel(lambda vector: -log_density(vector), settings)
+        starts = jnp.asarray(start.detach().cpu().numpy())
+        keys = jax.random.split(jax.random.PRNGKey(settings.seed), len(start))
+        if settings.chain_method == "vectorized" and len(start) > 1:
+            chains = _Chain(kernel, keys, starts, settings).run()
+        else:
+            chains = _one_by_one(kernel, keys, starts, settings)
+    chains.vectors = chains.vectors.to(start)
+    chains.stats = {name: value.to(start.device) for name, value in chains.stats.items()}
+    return chains
+
+
+def _translated(target: Target, example: Tensor) -> Any:
+    try:
+        return to_jax(target.log_density, example)
+    except MissingOperatorError as error:
+        site = _site_of(error.op, target, example)
+        if site is None:
+            raise
+        raise MissingOperatorError(f"site '{site}': {error}", op=error.op, site=site) from error
+
+
+def _site_of(op: str, target: Target, example: Tensor) -> str | None:
+    """The first site whose own density needs the operator."""
+    for name in target.terms(example):
+        try:
+            to_jax(lambda vector, name=name: target.terms(vector)[name], example)
+        except MissingOperatorError as error:
+            if error.op == op:
+                return name
+    return None
+
+
+def _kernel(potential: Any, settings: Settings) -> HMC:
+    common = {
+        "potential_fn": potential,
+        "target_accept_prob": settings.target_accept,
+        "dense_mass": settings.dense_mass,
+    }
+    if settings.kernel == "nuts":
+        return NUTS(max_tree_depth=settings.max_tree_depth, **common)
+    return HMC(trajectory_length=settings.trajectory_length or 2 * np.pi, **common)
+
+
+class _Chain:
+    """One chain, or several in lockstep: blocks of iterations on the device, progress between.
+
+    The number of iterations of a block is an argument of one compiled function, so that warm-up
+    and sampling share it.
+    """
+
+    def __init__(self, kernel: HMC, keys: jax.Array, starts: jax.Array, settings: Settings) -> None:
+        self.settings = settings
+        self.batched = starts.ndim == 2
+        self.state = kernel.init(
+            keys, settings.num_warmup, init_params=starts, model_args=(), model_kwargs={}
+        )
+        self.advance = jax.jit(partial(_advance, kernel))
+        self.collected: list[dict[str, np.ndarray]] = []
+
+    def run(self, bar: Any = None) -> Chains:
+        settings = self.settings
+        own = bar is None
+        total = settings.num_warmup + settings.num_samples
+        bar = bar if bar is not None else progress_bar(settings, total, settings.kernel.upper())
+        interrupted = False
+        try:
+            self._iterate(settings.num_warmup, bar, keep=False)
+            self._iterate(settings.num_samples, bar, keep=True)
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            if own:
+                bar.close()
+        if not self.collected:
+            raise KeyboardInterrupt
+        return self._chains(interrupted)
+
+    def _iterate(self, count: int, bar: Any, *, keep: bool) -> None:
+        block = 1
+        while count > 0:
+            size = min(block, count)
+            started = time.perf_counter()
+            state, kept = self.advance(self.state, size)
+            jax.block_until_ready(state)
+            seconds = time.perf_counter() - started
+            self.state = state
+            if keep:
+                self.collected.append({k: np.asarray(v)[:size] for k, v in kept.items()})
+            bar.update(size)
+            count -= size
+            block = int(np.clip(size * _SECONDS_PER_BLOCK / seconds, 1, _MOST_PER_BLOCK))
+
+    def _chains(self, interrupted: bool) -> Chains:
+        joined = {
+            name: np.concatenate([block[name] for block in self.collected])
+            for name in self.collected[0]
+        }
+        if self.batched:
+            joined = {name: np.moveaxis(value, 1, 0) for name, value in joined.items()}
+        else:
+            joined = {name: value[None] for name, value in joined.items()}
+        tensors = {name: torch.from_numpy(np.array(value)) for name, value in joined.items()}
+        return Chains(tensors.pop("vector"), tensors, interrupted)
+
+
+def _advance(kernel: HMC, state: Any, count: Any) -> tuple[Any, dict[str, jax.Array]]:
+    """``count`` iterations; the first ``count`` rows of the result hold them."""
+    first = _kept(state)
+    buffer = jax.tree.map(lambda v: jnp.zeros((_MOST_PER_BLOCK, *v.shape), v.dtype), first)
+
+    def body(i: Any, carry: Any) -> Any:
+        state, buffer = carry
+        state = kernel.sample(state, (), {})
+        buffer = jax.tree.map(lambda rows, v: rows.at[i].set(v), buffer, _kept(state))
+        return state, buffer
+
+    return jax.lax.fori_loop(0, count, body, (state, buffer))
+
+
+def _kept(state: Any) -> dict[str, jax.Array]:
+    return {
+        "vector": state.z,
+        "potential_energy": state.potential_energy,
+        "energy": state.energy,
+        "num_steps": state.num_steps,
+        "accept_prob": state.accept_prob,
+        "step_size": state.adapt_state.step_size,
+        "diverging": state.diverging,
+    }
+
+
+def _one_by_one(kernel: HMC, keys: jax.Array, starts: jax.Array, settings: Settings) -> Chains:
+    """Chains that do not wait for each other: in turn, or in parallel on threads of their own."""
+    chains = [_Chain(kernel, key, start, settings) for key, start in zip(keys, starts, strict=True)]
+    for chain in chains[1:]:
+        chain.advance = chains[0].advance
+    total = len(chains) * (settings.num_warmup + settings.num_samples)
+    bar = progress_bar(settings, total, settings.kernel.upper())
+    try:
+        if settings.chain_method == "parallel" and len(chains) > 1:
+            return _in_threads(chains, bar, settings.seed)
+        results = []
+        for chain in chains:
+            results.append(chain.run(bar))
+            if results[-1].interrupted:
+                break
+        return stack_chains(results)
+    finally:
+        bar.close()
+
+
+def _in_threads(chains: list[_Chain], bar: Any, seed: int) -> Chains:
+    x64 = bool(jax.config.jax_enable_x64)
+
+    def run(chain: _Chain) -> Chains:
+        with jax.enable_x64(x64):
+            return chain.run(bar)
+
+    with ThreadPoolExecutor(len(chains)) as pool:
+        return stack_chains(list(pool.map(run, chains)))

@@ -1,0 +1,131 @@
+"""HMC and NUTS of Pyro: slower than NumPyro, but runs every program that torch can run."""
+
+import math
+from typing import Any
+
+import pyro
+import torch
+from pyro.infer.mcmc import HMC, MCMC, NUTS
+from torch import Tensor
+
+from pyro_bdl.mcmc.chains import Chains, Settings, Target, progress_bar, stack_chains
+
+
+def run(target: Target, start: Tensor, settings: Settings) -> Chains:
+    """Sample ``target`` from the starting vectors (chains, P), one chain after the other."""
+    total = len(start) * (settings.num_warmup + settings.num_samples)
+    bar = progress_bar(settings, total, settings.kernel.upper())
+    chains = []
+    with torch.random.fork_rng(devices=_cuda_devices(start)):
+        for i, vector in enumerate(start):
+            pyro.set_rng_seed(settings.seed + 7919 * i)
+            try:
+                chains.append(_run_chain(target, vector, settings, bar))
+            except KeyboardInterrupt:
+                if not chains:
+                    raise
+                chains[-1].interrupted = True
+            if chains[-1].interrupted:
+                break
+    bar.close()
+    return stack_chains(chains)
+
+
+class _Potential:
+    """-log p(u) that counts its evaluations."""
+
+    def __init__(self, target: Target) -> None:
+        self.target, self.count = target, 0
+
+    def __call__(self, parameters: dict[str, Tensor]) -> Tensor:
+        self.count += 1
+        return -self.target.log_density(parameters["u"])
+
+
+class _Collector:
+    """Pyro's hook after each iteration: keeps the draw and what the kernel says of it."""
+
+    def __init__(self, potential: _Potential, bar: Any) -> None:
+        self.potential, self.bar = potential, bar
+        self.vectors: list[Tensor] = []
+        self.stats: dict[str, list[float]] = {}
+        self.last_count, self.last_mean = 0, 0.0
+
+    def __call__(self, kernel: Any, parameters: dict[str, Tensor], stage: str, i: int) -> None:
+        self.bar.update(1)
+        steps = self.potential.count - self.last_count
+        self.last_count = self.potential.count
+        if "sample" not in stage.lower():
+            return
+        n = len(self.vectors) + 1
+        mean = float(kernel._mean_accept_prob)
+        previous, self.last_mean = self.last_mean, mean
+        self.vectors.append(parameters["u"].detach().clone())
+        said = {
+            "potential_energy": float(kernel._potential_energy_last),
+            "energy": float(kernel.energy_current),
+            "num_steps": steps,
+            "accept_prob": min(1.0, max(0.0, previous + n * (mean - previous))),
+            "step_size": float(kernel.step_size),
+            "diverging": bool(kernel._divergences) and kernel._divergences[-1] == n - 1,
+        }
+        for name, value in said.items():
+            self.stats.setdefault(name, []).append(value)
+
+
+def _run_chain(target: Target, start: Tensor, settings: Settings, bar: Any) -> Chains:
+    potential = _Potential(target)
+    kernel = _kernel(potential, settings)
+    collector = _Collector(potential, bar)
+    interrupted = False
+    try:
+        MCMC(
+            kernel,
+            num_samples=settings.num_samples,
+            warmup_steps=settings.num_warmup,
+            initial_params={"u": start.detach().clone()},
+            hook_fn=collector,
+            disable_progbar=True,
+        ).run()
+    except KeyboardInterrupt:
+        interrupted = True
+    if not collector.vectors:
+        raise KeyboardInterrupt
+    stats = {
+        name: torch.tensor(values, device=start.device)[None]
+        for name, values in collector.stats.items()
+    }
+    return Chains(torch.stack(collector.vectors)[None], stats, interrupted)
+
+
+def _kernel(potential: _Potential, settings: Settings) -> Any:
+    common = {
+        "potential_fn": potential,
+        "target_accept_prob": settings.target_accept,
+        "full_mass": settings.dense_mass,
+    }
+    if settings.kernel == "nuts":
+        return _recording_energy(NUTS)(max_tree_depth=settings.max_tree_depth, **common)
+    length = settings.trajectory_length or 2 * math.pi
+    return _recording_energy(HMC)(trajectory_length=length, **common)
+
+
+def _recording_energy(base: type) -> type:
+    """The kernel with the energy H(u, r) at which each iteration starts."""
+
+    class Recording(base):  # type: ignore[misc, valid-type]
+        energy_current = math.nan
+
+        def _sample_r(self, name: str) -> Any:
+            r, unscaled = super()._sample_r(name)
+            if name.startswith("r_t="):
+                potential = self._potential_energy_last
+                self.energy_current = float(self._kinetic_energy(unscaled) + potential)
+            return r, unscaled
+
+    Recording.__name__ = base.__name__
+    return Recording
+
+
+def _cuda_devices(start: Tensor) -> list[torch.device]:
+    return [start.device] if start.device.type == "cuda" else []

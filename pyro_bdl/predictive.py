@@ -1,0 +1,117 @@
+"""Posterior predictive draws, vectorised over the draws of the posterior."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.modules import evaluation_mode
+from pyro_bdl.observation import Structure, observation_mean, rebuild, take_apart
+from pyro_bdl.posterior import latent_draws
+from pyro_bdl.program import leave_open, record, sample_open
+from pyro_bdl.vectorize import Draws, map_draws, measured
+
+_MEMORY = 16 * 2**20  # about what a processor caches: larger chunks are slower
+
+
+class Predictive:
+    """Draws of a posterior pushed through the program.
+
+    ``Predictive(model, posterior)(x)`` gives, for each observed site and each deterministic one,
+    S draws: ``{"y": (S, N, ...), "f": (S, N, ...)}``, the same keys and shapes for every
+    posterior. It runs without gradients, in evaluation mode, and restores the mode.
+
+    :param model: the Pyro program; call the result with its arguments, without the targets.
+    :param posterior: a guide or ``Samples``.
+    :param num_samples: S; by default all of ``Samples``, 100 of a guide.
+    :param memory: bytes that the draws in work may take; the draws are taken in chunks.
+    """
+
+    def __init__(
+        self,
+        model: Callable,
+        posterior: Any,
+        num_samples: int | None = None,
+        *,
+        memory: int = _MEMORY,
+    ) -> None:
+        if memory < 1:
+            raise ValueError(f"memory must be at least 1 byte, got {memory}")
+        self.model, self.posterior = model, posterior
+        self.num_samples, self.memory = num_samples, memory
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Draws y ~ p(y | w_s, x) and the deterministic sites, each (S, ...)."""
+        structures: dict[str, Structure] = {}
+
+        def parameters(draw: Draws) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
+            run = record(self.model, draw, args, kwargs, draw=leave_open)
+            parts = {}
+            for name, site in run.observed.items():
+                structures[name], parts[name] = take_apart(site.distribution)
+            return parts, run.deterministic
+
+        def draw_observations(result: tuple) -> dict[str, Tensor]:
+            parts, values = result
+            drawn = {name: rebuild(structures[name], parts[name]).sample() for name in parts}
+            return drawn | values
+
+        def ancestral(draw: Draws) -> dict[str, Tensor]:
+            run = record(self.model, draw, args, kwargs, draw=sample_open)
+            return {name: site.value for name, site in run.observed.items()} | run.deterministic
+
+        def choose(draw: Draws) -> tuple[Callable, Callable | None]:
+            run = record(self.model, draw, args, kwargs, draw=leave_open)
+            known = all(take_apart(site.distribution) for site in run.observed.values())
+            return (
+                (parameters, draw_observations) if known and not run.followed else (ancestral, None)
+            )
+
+        return self._map(choose, args, kwargs)
+
+    def mean(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """E[y | w_s, x] for each observed site, (S, N, ...); for classes the probabilities
+        (S, N, C)."""
+
+        def function(draw: Draws) -> dict[str, Tensor]:
+            run = record(self.model, draw, args, kwargs, draw=leave_open)
+            return {name: observation_mean(s.distribution) for name, s in run.observed.items()}
+
+        return self._map(_always(function), args, kwargs)
+
+    def log_likelihood(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """log p(y_n | w_s, x_n) for each observed site, (S, N); the arguments include targets.
+
+        :raises ValueError: where no target is given.
+        """
+
+        def function(draw: Draws) -> dict[str, Tensor]:
+            run = record(self.model, draw, args, kwargs, draw=leave_open)
+            values = {
+                name: site.unscaled_log_prob()
+                for name, site in run.observed.items()
+                if site.value is not None
+            }
+            if not values:
+                raise ValueError("no site is observed: pass the targets as well")
+            return values
+
+        return self._map(_always(function), args, kwargs)
+
+    @torch.no_grad()
+    def _map(self, choose: Callable[[Draws], tuple], args: tuple, kwargs: dict) -> Any:
+        """``choose`` looks at one draw and says what to evaluate and how to finish a chunk."""
+        with evaluation_mode():
+            draws = latent_draws(self.posterior, self.num_samples, *args, **kwargs)
+            needed, (function, finish) = measured(choose, draws)
+            chunk_size = max(1, self.memory // needed)
+            return map_draws(function, draws, chunk_size=chunk_size, finish=finish)
+
+
+def _always(function: Callable[[Draws], Any]) -> Callable[[Draws], tuple]:
+    def choose(draw: Draws) -> tuple:
+        function(draw)
+        return function, None
+
+    return choose

@@ -1,0 +1,138 @@
+"""``Samples``: the draws of a Markov chain, or of several."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+_VERSION = "1"
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Draws from a posterior.
+
+    :param latents: site -> (chains, draws, *shape), in the site's support.
+    :param stats: name -> (chains, draws): ``potential_energy`` and ``energy`` (nats), ``num_steps``
+        (gradient evaluations), ``accept_prob``, ``step_size``, ``diverging``.
+    :param info: how the draws were made (kernel, backend, seed, seconds, ...); JSON types only.
+    """
+
+    latents: Mapping[str, Tensor]
+    stats: Mapping[str, Tensor] = field(default_factory=dict)
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        leading = {name: tuple(value.shape[:2]) for name, value in self.latents.items()}
+        if not leading:
+            raise ValueError("Samples needs at least one latent site")
+        if len(set(leading.values())) != 1 or any(len(shape) < 2 for shape in leading.values()):
+            raise ValueError(f"all latents must begin with the same (chains, draws), got {leading}")
+
+    @property
+    def num_chains(self) -> int:
+        return next(iter(self.latents.values())).shape[0]
+
+    @property
+    def num_draws(self) -> int:
+        """Draws per chain."""
+        return next(iter(self.latents.values())).shape[1]
+
+    def flat(self, num_samples: int | None = None) -> dict[str, Tensor]:
+        """All draws, chain after chain, site -> (chains * draws, *shape).
+
+        :param num_samples: take only so many, evenly spaced.
+        """
+        flat = {name: value.flatten(0, 1) for name, value in self.latents.items()}
+        total = self.num_chains * self.num_draws
+        if num_samples is None or num_samples == total:
+            return flat
+        if not 1 <= num_samples <= total:
+            raise ValueError(f"num_samples must lie between 1 and {total}, got {num_samples}")
+        first = next(iter(flat.values()))
+        chosen = (torch.arange(num_samples, device=first.device) * total) // num_samples
+        return {name: value[chosen] for name, value in flat.items()}
+
+    def to(self, *args: Any, **kwargs: Any) -> "Samples":
+        """The latents moved as by ``Tensor.to``; statistics follow the device only."""
+        latents = {name: value.to(*args, **kwargs) for name, value in self.latents.items()}
+        device = next(iter(latents.values())).device
+        stats = {name: value.to(device) for name, value in self.stats.items()}
+        return Samples(latents, stats, dict(self.info))
+
+    def save(self, path: str | Path) -> Path:
+        """Write to ``.safetensors`` or ``.npz``; neither format can hold code.
+
+        :raises ValueError: for another suffix.
+        """
+        path = Path(path)
+        tensors = {f"latents/{name}": value for name, value in self.latents.items()}
+        tensors |= {f"stats/{name}": value for name, value in self.stats.items()}
+        header = {
+            "version": _VERSION,
+            "sites": json.dumps(list(self.latents)),
+            "info": json.dumps(dict(self.info)),
+        }
+        if path.suffix == ".safetensors":
+            stored = {key: value.detach().contiguous().clone() for key, value in tensors.items()}
+            save_file(stored, str(path), header)
+        elif path.suffix == ".npz":
+            arrays = {key: _as_numpy(key, value) for key, value in tensors.items()}
+            with open(path, "wb") as file:
+                np.savez(file, __header__=np.array(json.dumps(header)), **arrays)
+        else:
+            raise ValueError(f"'{path}' must end in .safetensors or .npz")
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path, *, device: torch.device | str = "cpu") -> "Samples":
+        """Read what ``save`` wrote.
+
+        :raises FileNotFoundError: where there is no such file.
+        :raises ValueError: for another suffix, or a file that ``save`` did not write.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no file '{path}'")
+        if path.suffix == ".safetensors":
+            with safe_open(str(path), framework="pt", device=str(device)) as file:
+                header = file.metadata() or {}
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        elif path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as file:
+                header = json.loads(str(file["__header__"])) if "__header__" in file else {}
+                tensors = {
+                    key: torch.from_numpy(np.array(file[key])).to(device)
+                    for key in file.files
+                    if key != "__header__"
+                }
+        else:
+            raise ValueError(f"'{path}' must end in .safetensors or .npz")
+        if header.get("version") != _VERSION:
+            raise ValueError(f"'{path}' does not hold samples that Samples.save wrote")
+        latents = {name: tensors[f"latents/{name}"] for name in json.loads(header["sites"])}
+        stats = {
+            key.removeprefix("stats/"): value
+            for key, value in tensors.items()
+            if key.startswith("stats/")
+        }
+        return cls(latents, stats, json.loads(header["info"]))
+
+    def __repr__(self) -> str:
+        return (
+            f"Samples({self.num_chains} chains x {self.num_draws} draws, "
+            f"sites: {', '.join(self.latents)})"
+        )
+
+
+def _as_numpy(key: str, value: Tensor) -> np.ndarray:
+    if value.dtype == torch.bfloat16:
+        raise ValueError(f"{key} is bfloat16, which .npz cannot hold: use .safetensors")
+    return value.detach().cpu().numpy()
