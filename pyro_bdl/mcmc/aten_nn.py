@@ -282,8 +282,6 @@ OPERATORS[aten._native_batch_norm_legit.default] = _batch_norm
 
 # Linear algebra ---------------------------------------------------------------------------------
 
-_INFO = np.int32(0)
-
 
 @register(aten.linalg_cholesky_ex)
 def _cholesky_ex(x, *, upper=False, check_errors=False):

@@ -91,7 +91,7 @@ table({
     "igamma": special.gammainc, "igammac": special.gammaincc,
     "i0": special.i0, "special_i0e": special.i0e, "special_i1": special.i1,
     "special_i1e": special.i1e, "special_ndtri": special.ndtri, "special_entr": special.entr,
-    "special_log_ndtr": special.log_ndtr, "special_zeta": special.zeta,
+    "special_ndtr": special.ndtr, "special_zeta": special.zeta,
     "xlogy": _floating(special.xlogy), "special_xlog1py": _floating(special.xlog1py),
     "detach": lax.stop_gradient,
 })  # fmt: skip
@@ -148,14 +148,12 @@ def _polygamma(n, x):
     return special.digamma(x) if n == 0 else special.polygamma(n, x)
 
 
-@register(aten.special_erfcx)
-def _erfcx(x):
-    small = jnp.minimum(x, 5.0)
-    # A continued fraction where exp(x^2) erfc(x) would lose all digits.
-    fraction = tail = jnp.maximum(x, 5.0)
-    for k in range(40, 0, -1):
-        fraction = tail + 0.5 * k / fraction
-    return jnp.where(x > 5, 1 / (np.sqrt(np.pi) * fraction), jnp.exp(small**2) * lax.erfc(small))
+@register(aten.special_log_ndtr)
+def _log_ndtr(x):
+    # JAX loses the digits of the upper tail.
+    upper = x > 1
+    tail = special.ndtr(-jnp.where(upper, x, 1))
+    return jnp.where(upper, jnp.log1p(-tail), special.log_ndtr(jnp.where(upper, 1, x)))
 
 
 @register(aten.softplus)

@@ -339,7 +339,7 @@ def _numpy(tensor: Tensor) -> np.ndarray:
 
 def _missing(nodes: Sequence[fx.Node], what: str) -> MissingOperatorError:
     names = list(dict.fromkeys(str(node.target) for node in nodes))
-    return MissingOperatorError(f"{', '.join(names)} {what} {WAY_OUT}", op=names[0])
+    return MissingOperatorError(f"{', '.join(names)}: {what} {WAY_OUT}", op=names[0])
 
 
 def _refuse_randomness(graph: fx.GraphModule) -> None:
@@ -352,4 +352,4 @@ def _refuse_randomness(graph: fx.GraphModule) -> None:
 def _refuse_unknown(nodes: Sequence[fx.Node]) -> None:
     unknown = [n for n in nodes if n.target is not operator.getitem and lookup(n.target) is None]
     if unknown:
-        raise _missing(unknown, "has no JAX translation.")
+        raise _missing(unknown, "no JAX translation.")

@@ -14,6 +14,8 @@ from torch.distributions import biject_to, transform_to
 from pyro_bdl.mcmc.to_jax import to_jax
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
+# Compiling takes most of the time.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 
@@ -48,7 +50,7 @@ def assert_same(function, points):
     double = points.dtype == torch.float64
     with jax.enable_x64(double):
         both = jax.value_and_grad(to_jax(function, points[0]))
-        run = jax.jit(jax.vmap(both)) if double else jax.jit(both)
+        run = jax.jit(jax.vmap(both) if double else both, compiler_options=QUICK)
         actual = run(jnp.asarray(points.numpy() if double else points[0].numpy()))
     for part in range(2):
         stacked = np.stack([pair[part] for pair in expected]) if double else expected[0][part]
@@ -143,8 +145,8 @@ MODULES = {
         torch.randn(2, 3, 4),
     ),
     "RNN": lambda: (nn.RNN(3, 4), torch.randn(3, 2, 3)),
-    "GRU": lambda: (nn.GRU(3, 4, 2, bidirectional=True, batch_first=True), torch.randn(2, 3, 3)),
-    "LSTM": lambda: (nn.LSTM(3, 4, 2, bidirectional=True), torch.randn(3, 2, 3)),
+    "GRU": lambda: (nn.GRU(3, 2, 2, bidirectional=True, batch_first=True), torch.randn(2, 2, 3)),
+    "LSTM": lambda: (nn.LSTM(3, 2, 2, bidirectional=True), torch.randn(2, 2, 3)),
     "MaxPool1d": conv1d(nn.MaxPool1d(2)),
     "MaxPool2d": conv(nn.MaxPool2d(3, 2, padding=1, ceil_mode=True)),
     "AvgPool1d": conv1d(nn.AvgPool1d(2)),
@@ -324,6 +326,19 @@ def mixture(z):
     return dist.MixtureSameFamily(dist.Categorical(logits=z[4:6]), components).log_prob(z[:3])
 
 
+def from_all_over(z):
+    """Special functions, at arguments from 0.01 to 30."""
+    x = (0.01 + z.cumsum(0).abs()) ** 2
+    functions = [
+        torch.lgamma, torch.erfc, torch.special.entr, torch.special.ndtr, torch.special.log_ndtr,
+        torch.special.i0e, torch.special.i1e, lambda x: torch.special.log_ndtr(-x),
+        lambda x: torch.igamma(torch.full_like(x, 2), x), lambda x: torch.special.xlog1py(x, x),
+        lambda x: torch.logit(x / 100), lambda x: torch.mvlgamma(x + 1, 3), torch.digamma,
+        lambda x: torch.erfinv(x / 100), lambda x: torch.special.ndtri(x / 100), torch.sinc,
+    ]  # fmt: skip
+    return torch.cat([function(x) for function in functions])
+
+
 def in_place(z):
     out = torch.zeros(4)
     out[1] = z[0]
@@ -393,6 +408,7 @@ OBSERVATIONS = {
         + torch.zeros(6).scatter_add(0, torch.tensor([0, 0, 3]), z[:3])[0] * z.cumprod(0)[3]
         + torch.logcumsumexp(z, 0)[4] * z.index_select(0, COUNTS).var() * z[1::2].amax()),
     "in place": in_place,
+    "special functions": from_all_over,
 }  # fmt: skip
 
 
@@ -433,7 +449,7 @@ def test_edges(case):
     value, gradient = reference(lambda z: EDGES[case](z).sum(), point)
     assert np.isfinite(gradient).all()
     with jax.enable_x64(True):
-        f = to_jax(lambda z: EDGES[case](z).sum(), point)
-        actual = jax.value_and_grad(f)(jnp.asarray(point.numpy()))
+        both = jax.value_and_grad(to_jax(lambda z: EDGES[case](z).sum(), point))
+        actual = jax.jit(both, compiler_options=QUICK)(jnp.asarray(point.numpy()))
     assert_close(actual[0], value, 1e-10)
     assert_close(actual[1], gradient, 1e-10)

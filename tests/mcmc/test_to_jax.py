@@ -82,6 +82,19 @@ def test_what_constants_alone_determine_is_computed_once():
     assert "lgamma" not in program and "exp" not in program
 
 
+def test_equal_constants_are_stored_once():
+    first, second = torch.arange(3.0), torch.arange(3.0)
+    f = to_jax(lambda z: (z * first).sum() + (z - second).prod(), torch.ones(3))
+    assert len(jax.make_jaxpr(f)(jnp.ones(3)).consts) == 1
+
+
+@pytest.mark.filterwarnings("error")
+def test_double_precision_inside_a_float32_function_becomes_single_without_x64():
+    data = torch.arange(3, dtype=torch.float64)
+    f = to_jax(lambda z: (z * data).sum(dtype=torch.float64), torch.ones(3))
+    assert f(jnp.ones(3)).dtype == jnp.float32
+
+
 # Errors -----------------------------------------------------------------------------------------
 
 
