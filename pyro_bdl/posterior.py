@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.samples import Samples
 from pyro_bdl.program import record
+from pyro_bdl.samples import Samples
 
 DEFAULT_DRAWS = 100
 

@@ -1,6 +1,7 @@
 """HMC and NUTS of NumPyro on the user's own Pyro program, translated to JAX."""
 
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -51,11 +52,18 @@ def _site_of(op: str, target: Target, example: Tensor) -> str | None:
     """The first site whose own density needs the operator."""
     for name in target.terms(example):
         try:
-            to_jax(lambda vector, name=name: target.terms(vector)[name], example)
+            to_jax(_term(target, name), example)
         except MissingOperatorError as error:
             if error.op == op:
                 return name
     return None
+
+
+def _term(target: Target, name: str) -> Callable[[Tensor], Tensor]:
+    def density(vector: Tensor) -> Tensor:
+        return target.terms(vector)[name]
+
+    return density
 
 
 def _kernel(potential: Any, settings: Settings) -> HMC:

@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-import pyro
 import torch
 from pyro.infer.mcmc import HMC, MCMC, NUTS
 from torch import Tensor
@@ -16,17 +15,16 @@ def run(target: Target, start: Tensor, settings: Settings) -> Chains:
     total = len(start) * (settings.num_warmup + settings.num_samples)
     bar = progress_bar(settings, total, settings.kernel.upper())
     chains = []
-    with torch.random.fork_rng(devices=_cuda_devices(start)):
-        for i, vector in enumerate(start):
-            pyro.set_rng_seed(settings.seed + 7919 * i)
-            try:
-                chains.append(_run_chain(target, vector, settings, bar))
-            except KeyboardInterrupt:
-                if not chains:
-                    raise
-                chains[-1].interrupted = True
-            if chains[-1].interrupted:
-                break
+    for i, vector in enumerate(start):
+        torch.manual_seed(settings.seed + 7919 * i)
+        try:
+            chains.append(_run_chain(target, vector, settings, bar))
+        except KeyboardInterrupt:
+            if not chains:
+                raise
+            chains[-1].interrupted = True
+        if chains[-1].interrupted:
+            break
     bar.close()
     return stack_chains(chains)
 
@@ -125,7 +123,3 @@ def _recording_energy(base: type) -> type:
 
     Recording.__name__ = base.__name__
     return Recording
-
-
-def _cuda_devices(start: Tensor) -> list[torch.device]:
-    return [start.device] if start.device.type == "cuda" else []

@@ -2,7 +2,8 @@
 
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,10 +13,10 @@ from torch import Tensor
 from pyro_bdl.checks import check_finite
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.mcmc.chains import Chains, Settings, Target
-from pyro_bdl.samples import Samples
 from pyro_bdl.modules import evaluation_mode
 from pyro_bdl.posterior import latent_draws
 from pyro_bdl.program import Program, trace_once
+from pyro_bdl.samples import Samples
 
 _ATTEMPTS = 100
 
@@ -85,11 +86,11 @@ def sample(
     kwargs = dict(model_kwargs or {})
     check_finite(model, args, kwargs)
     started = time.perf_counter()
-    with evaluation_mode():
+    with evaluation_mode(), _seeded(seed):
         program = Program(model, *args, **kwargs)
         program.require_observed()
         _require_all_data(program)
-        start = _starting_vectors(program, init, num_chains, seed)
+        start = _starting_vectors(program, init, num_chains)
         target = Target(program.log_density, program.log_density_terms)
         chains = _runner(backend)(target, start, settings)
     if chains.interrupted:
@@ -108,6 +109,14 @@ def sample(
         "interrupted": chains.interrupted,
     }
     return _as_samples(program, chains, info)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Torch's random numbers follow ``seed`` inside; the caller's go on as before after."""
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        yield
 
 
 def _runner(backend: str) -> Callable[[Target, Tensor, Settings], Chains]:
@@ -137,22 +146,20 @@ def _require_all_data(program: Program) -> None:
             )
 
 
-def _starting_vectors(program: Program, init: Any, num_chains: int, seed: int) -> Tensor:
+def _starting_vectors(program: Program, init: Any, num_chains: int) -> Tensor:
     """Starting points (chains, P) at which the log density and its gradient are finite."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        vectors = []
-        for chain in range(num_chains):
-            for _ in range(_ATTEMPTS):
-                vector = _proposed_start(program, init, chain)
-                if _is_usable(program, vector):
-                    vectors.append(vector)
-                    break
-            else:
-                raise ValueError(
-                    f"no starting point with a finite log density was found from init={init!r}: "
-                    "start from a trained guide (init=guide), or check the program's data"
-                )
+    vectors = []
+    for chain in range(num_chains):
+        for _ in range(_ATTEMPTS):
+            vector = _proposed_start(program, init, chain)
+            if _is_usable(program, vector):
+                vectors.append(vector)
+                break
+        else:
+            raise ValueError(
+                f"no starting point with a finite log density was found from init={init!r}: "
+                "start from a trained guide (init=guide), or check the program's data"
+            )
     return torch.stack(vectors)
 
 

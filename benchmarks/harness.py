@@ -1,0 +1,63 @@
+"""What the benchmark scripts share: timing in turns, memory of a process, output."""
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(description=description)
+    result.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    result.add_argument("--threads", type=int, default=1, help="threads of torch (default 1)")
+    result.add_argument("--repeats", type=int, default=5, help="timed rounds (default 5)")
+    return result
+
+
+def in_turns(sides: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    """Median seconds of each side; the sides take turns, so that both see the same machine."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for function in sides.values():
+        function()
+    for _ in range(repeats):
+        for name, function in sides.items():
+            start = time.perf_counter()
+            function()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def reset_peak_memory() -> None:
+    """Start a new count of the peak of this process (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory_mb() -> float:
+    """The largest resident size of this process since the reset, in MB (Linux)."""
+    status = Path("/proc/self/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 1024
+
+
+def machine() -> str:
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
+    return f"{device or platform.machine()}, torch {torch.__version__}"
+
+
+def show(title: str, results: dict[str, Any], as_json: bool) -> None:
+    """Print results as JSON or as aligned lines."""
+    results = {"machine": machine()} | results
+    if as_json:
+        print(json.dumps({"benchmark": title} | results))
+        return
+    print(title)
+    width = max(map(len, results))
+    for name, value in results.items():
+        text = f"{value:.4g}" if isinstance(value, float) else value
+        print(f"  {name:<{width}}  {text}")
