@@ -5,8 +5,8 @@ functions of the latents that survive ``torch.func.vmap``, ``grad``, ``jvp`` and
 ``make_fx`` and ``torch.compile``. Everything else in the package is built on these.
 """
 
-import copy
 import functools
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,11 +17,13 @@ import torch
 from pyro import poutine
 from pyro.distributions import Unit
 from pyro.distributions.util import scale_and_mask
+from pyro.nn import PyroModule
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 from torch.distributions import Distribution
 
+from pyro_bdl.distributions import placeholder, without_validation
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.layout import Latent, Layout, transform_of
 from pyro_bdl.modules import preserved_buffers
@@ -74,26 +76,6 @@ def _total(sites: Iterable[Site]) -> Tensor | float:
     return functools.reduce(torch.add, terms) if terms else 0.0
 
 
-def without_validation(distribution: Distribution) -> Distribution:
-    """The distribution, or a copy of it that does not validate: ``vmap`` forbids such checks."""
-    part = distribution
-    while part is not None:
-        state = part.__dict__
-        if state.get("_validate_args") or "_component_distribution" in state:
-            return _copy_without_validation(distribution)
-        part = state.get("base_dist")
-    return distribution
-
-
-def _copy_without_validation(distribution: Distribution) -> Distribution:
-    result = copy.copy(distribution)
-    for key, part in distribution.__dict__.items():
-        if isinstance(part, Distribution):
-            result.__dict__[key] = _copy_without_validation(part)
-    result._validate_args = False
-    return result
-
-
 class _Recorder(Messenger):
     """Runs a program at given values and keeps what each sample statement says.
 
@@ -136,8 +118,7 @@ class _Recorder(Messenger):
             return
         if name in run.latents or name in run.observed or name in run.factors:
             raise UnsupportedProgramError(
-                f"two sample statements are named '{name}': give each its own name "
-                "(two networks in one program: bayesianize(net, prior, name=...))"
+                f"two sample statements are named '{name}': {_RENAME}"
             )
         value = None if msg["infer"].get("_placeholder") else msg["value"]
         site = Site(msg["fn"], value, msg["scale"], msg["mask"])
@@ -187,8 +168,9 @@ class Program:
 
     Latents are dicts from site to a tensor in the site's support; a vector is their unconstrained
     image in R^P, site after site in the program's order. Where a function takes ``*args,
-    **kwargs`` and none are given, those of the construction are used. All functions run the
-    program in the mode (training or evaluation) in which its modules are.
+    **kwargs`` and none are given, those of the construction are used, and with them the indices
+    that its plates drew then; ``latents`` may hold others under a plate's name. All functions run
+    the program in the mode (training or evaluation) in which its modules are.
 
     :param model: any Pyro program with continuous latents.
     :param args: the arguments of one run, targets included.
@@ -216,11 +198,13 @@ class Program:
         self.deterministic: tuple[str, ...] = ()
         self.plates: dict[str, tuple[int, int]] = {}
         self.initial: dict[str, Tensor] = {}
+        self._subsamples: dict[str, Tensor] = {}
         for name, node in trace.nodes.items():
             if node["type"] != "sample":
                 continue
             if isinstance(node["fn"], _Subsample):
                 self.plates[name] = (node["fn"].size, len(node["value"]))
+                self._subsamples[name] = node["value"]
             elif node["infer"].get("_deterministic"):
                 self.deterministic += (name,)
             elif isinstance(node["fn"], Unit):
@@ -272,6 +256,7 @@ class Program:
         """Run the program at ``latents``; targets that are not given stay without a value."""
         if not args and not kwargs:
             args, kwargs = self.args, self.kwargs
+            latents = {**self._subsamples, **latents}
         return record(self.model, latents, args, kwargs, draw=self._open)
 
     def log_prior(self, latents: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -331,51 +316,75 @@ class Program:
 def leave_open(msg: Any) -> None:
     """Let the program go on from a site without a value, whose distribution alone is wanted."""
     msg["infer"].update(_open=True, _placeholder=True)
-    msg["value"] = _placeholder(msg["fn"])
+    msg["value"] = placeholder(msg["fn"])
     msg["done"] = True
 
 
 def sample_open(msg: Any) -> None:
     """Sample a site without a value, and count it as one that would be observed."""
     msg["infer"]["_open"] = True
+    msg["value"] = msg["fn"].sample()  # not rsample, which vmap refuses
+    msg["done"] = True
 
 
-def trace_once(model: Callable, args: tuple, kwargs: dict) -> Any:
+def trace_once(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
     """The Pyro trace of one run that leaves buffers (BatchNorm statistics) as they were."""
     tracer = poutine.trace(model)
     try:
         with poutine.block(), torch.no_grad(), preserved_buffers():
             return tracer.get_trace(*args, **kwargs)
     except Exception as error:
-        inside = _weights_in_plate(tracer.trace)
-        if inside is None:
-            raise
-        site, plate = inside
-        raise UnsupportedProgramError(
-            f"the weights '{site}' are sampled inside the plate '{plate}', which gives every "
-            "datum its own copy: call the network outside the plate and observe inside it"
-        ) from error
+        if str(error).startswith("Multiple sample sites named"):
+            raise UnsupportedProgramError(f"{str(error).splitlines()[0]}: {_RENAME}") from error
+        inside = _sites_in_plates(tracer.trace)
+        weights = [name for name in _called_weights(error) if name in inside]
+        if weights:
+            raise UnsupportedProgramError(_inside(weights[0], inside[weights[0]])) from error
+        for name, plate in inside.items():
+            error.add_note(f"if '{name}' are weights: {_inside(name, plate)}")
+        raise
 
 
-def _weights_in_plate(trace: Any) -> tuple[str, str] | None:
-    for name, node in trace.nodes.items():
-        if (
-            node["type"] == "sample"
-            and not node["is_observed"]
-            and not isinstance(node["fn"], _Subsample)
-            and getattr(node["fn"], "event_dim", 0) >= 1
-            and node["cond_indep_stack"]
-        ):
-            return name, node["cond_indep_stack"][0].name
-    return None
+_RENAME = (
+    "give each its own name (two networks in one program: bayesianize(net, prior, name=...))"
+)
+
+
+def _inside(site: str, plate: str) -> str:
+    return (
+        f"the weights '{site}' are sampled inside the plate '{plate}', which gives every datum its "
+        "own copy: call the network outside the plate and observe inside it"
+    )
+
+
+def _sites_in_plates(trace: Any) -> dict[str, str]:
+    """The latent sites with event dimensions that stand in a plate, and its name."""
+    return {
+        name: node["cond_indep_stack"][0].name
+        for name, node in trace.nodes.items()
+        if node["type"] == "sample"
+        and not node["is_observed"]
+        and not isinstance(node["fn"], _Subsample)
+        and node["fn"].event_dim >= 1
+        and node["cond_indep_stack"]
+    }
+
+
+def _called_weights(error: BaseException) -> Iterator[str]:
+    """The sample sites of the PyroModules in whose calls an error was raised."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
+        if isinstance(module, PyroModule):
+            yield from map(module._pyro_get_fullname, module._pyro_samples)
 
 
 def _read_latent(name: str, node: Any) -> Latent:
     distribution, value = node["fn"], node["value"]
-    if getattr(distribution, "has_enumerate_support", False) or not torch.is_floating_point(value):
+    if distribution.support.is_discrete:
         raise UnsupportedProgramError(
             f"the latent site '{name}' is discrete ({type(distribution).__name__}): marginalise "
-            "it out of the program, or observe it; continuous latents are needed here"
+            "it out of the program, or observe it (were the targets passed?); continuous latents "
+            "are needed here"
         )
     plates = []
     for frame in node["cond_indep_stack"]:
@@ -407,9 +416,11 @@ def _check_supports(program: Program, latents: list[Latent]) -> None:
     bounded = [site for site in latents if _bounds(site.support)]
     if not bounded or len(latents) < 2:
         return
-    again = trace_once(program.model, program.args, program.kwargs)
+    with torch.no_grad(), poutine.block(), preserved_buffers():
+        elsewhere = program.constrain(program.unconstrain(program.initial) + 0.5)[0]
+        again = program.run(elsewhere).latents
     for site in bounded:
-        before, after = _bounds(site.support), _bounds(again.nodes[site.name]["fn"].support)
+        before, after = _bounds(site.support), _bounds(again[site.name].distribution.support)
         if any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)):
             raise UnsupportedProgramError(
                 f"the support of site '{site.name}' depends on other latents: sample it on a fixed "
@@ -425,12 +436,6 @@ def _bounds(support: Any) -> list[Tensor]:
         elif isinstance(value, torch.distributions.constraints.Constraint):
             bounds.extend(_bounds(value))
     return bounds
-
-
-def _placeholder(distribution: Distribution) -> Tensor:
-    parameters = [value for value in vars(distribution).values() if isinstance(value, Tensor)]
-    like = parameters[0] if parameters else torch.zeros(())
-    return like.new_zeros(distribution.shape())  # type: ignore[attr-defined]
 
 
 def _as_tensor(value: Tensor | float, latents: Mapping[str, Tensor]) -> Tensor:

@@ -1,0 +1,278 @@
+"""Predictive draws: exact moments, vectorised equals looped, one shape for all posteriors."""
+
+import warnings
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import AutoDelta, AutoMultivariateNormal, AutoNormal
+from torch import nn
+
+import pyro_bdl as bdl
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.observation import observation_mean, rebuild, take_apart
+from pyro_bdl.vectorize import map_draws
+
+
+def network(inputs=3, outputs=1):
+    return bdl.bayesianize(
+        nn.Sequential(nn.Linear(inputs, 6), nn.Tanh(), nn.Linear(6, outputs)),
+        bdl.priors.FanIn(1.0),
+    )
+
+
+def model_and_data(kind="Regression", rows=9):
+    outputs = {"Classification": 4, "HeteroscedasticRegression": 2}.get(kind, 1)
+    model = getattr(bdl.models, kind)(network(outputs=outputs))
+    x = torch.randn(rows, 3)
+    y = torch.randint(0, 2, (rows,)) if "Class" in kind or "Poisson" in kind else torch.randn(rows)
+    return model, x, y
+
+
+KINDS = (
+    "Regression",
+    "HeteroscedasticRegression",
+    "StudentTRegression",
+    "Classification",
+    "BinaryClassification",
+    "PoissonRegression",
+)
+
+
+def posteriors(model, x, y):
+    guides = [bdl.guides.AutoMeanField(model), bdl.guides.AutoMAP(model)]
+    theirs = [AutoNormal(model), AutoDelta(model), AutoMultivariateNormal(model)]
+    for guide in [*guides, *theirs]:
+        guide(x, y)
+    latents = guides[0].sample_latents(20)
+    samples = bdl.Samples({k: v.reshape(4, 5, *v.shape[1:]) for k, v in latents.items()})
+    return [*guides, *theirs, samples]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_keys_and_shapes_for_every_posterior(kind):
+    model, x, y = model_and_data(kind)
+    expected = {"y": (20, 9), "f": (20, 9)}
+    if kind == "Classification":
+        expected["f"] = (20, 9, 4)
+    if kind == "HeteroscedasticRegression":
+        expected["noise"] = (20, 9)
+    for posterior in posteriors(model, x, y):
+        draws = bdl.Predictive(model, posterior, 20)(x)
+        assert {name: tuple(value.shape) for name, value in draws.items()} == expected
+        assert not any(value.requires_grad for value in draws.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("memory", [1, 10_000, 2**30])
+def test_chunks_equal_the_program_conditioned_on_each_draw(kind, memory):
+    model, x, y = model_and_data(kind)
+    guide = bdl.guides.AutoMeanField(model, init_scale=0.5).prototype(x, y)
+    samples = bdl.Samples({k: v[None] for k, v in guide.sample_latents(7).items()})
+    predictive = bdl.Predictive(model, samples, memory=memory)
+    f, mean, likelihood = predictive(x)["f"], predictive.mean(x), predictive.log_likelihood(x, y)
+    for i in range(7):
+        latents = {name: value[0, i] for name, value in samples.latents.items()}
+        trace = pyro.poutine.trace(pyro.condition(model, latents)).get_trace(x, y)
+        trace.compute_log_prob()
+        torch.testing.assert_close(f[i], trace.nodes["f"]["value"])
+        torch.testing.assert_close(likelihood["y"][i], trace.nodes["y"]["log_prob"])
+        torch.testing.assert_close(mean["y"][i], observation_mean(trace.nodes["y"]["fn"]))
+
+
+def test_draws_have_the_predictive_moments_of_the_conjugate_model():
+    torch.manual_seed(0)
+    x = torch.randn(5, 2, dtype=torch.float64)
+    weights = dist.MultivariateNormal(
+        torch.tensor([1.0, -1.0]).double(), 0.3 * torch.eye(2).double()
+    )
+
+    def linear(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2).to(x), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(x @ w, 0.5), obs=y)
+
+    count = 40_000
+    samples = bdl.Samples({"w": weights.sample((1, count))})
+    y = bdl.Predictive(linear, samples)(x)["y"]
+    mean = x @ weights.loc
+    covariance = x @ weights.covariance_matrix @ x.T + 0.25 * torch.eye(5).double()
+    sd = covariance.diagonal().sqrt()
+    assert ((y.mean(0) - mean).abs() < 5 * sd / count**0.5).all()
+    assert ((torch.cov(y.T) - covariance).abs() < 0.05 * torch.outer(sd, sd)).all()
+
+
+@pytest.mark.parametrize(
+    "distribution",
+    [
+        dist.Normal(torch.tensor([1.0, -2.0]), 0.5),
+        dist.Normal(torch.zeros(2, 3), 0.5).to_event(1),
+        dist.StudentT(5.0, torch.tensor([1.0, 2.0]), 0.1),
+        dist.Gamma(torch.tensor([2.0, 3.0]), 4.0),
+        dist.LogNormal(torch.tensor([0.0, 0.2]), 0.3),
+        dist.Beta(torch.tensor([2.0, 3.0]), 1.5),
+        dist.Poisson(torch.tensor([3.0, 5.0])),
+        dist.NegativeBinomial(torch.tensor([5.0, 7.0]), probs=torch.tensor([0.3, 0.5])),
+        dist.Binomial(8, torch.tensor([0.3, 0.5])),
+        dist.Bernoulli(torch.tensor([0.3, 0.5])),
+        dist.Bernoulli(logits=torch.tensor([0.3, -0.5])),
+        dist.Categorical(torch.tensor([[0.2, 0.8], [0.5, 0.5]])),
+        dist.Categorical(logits=torch.tensor([[0.2, 0.8], [0.5, 0.5]])),
+        dist.OneHotCategorical(logits=torch.tensor([[0.2, 0.8], [0.5, 0.5]])),
+        dist.MultivariateNormal(torch.zeros(2), torch.tensor([[2.0, 0.3], [0.3, 1.0]])),
+        dist.Normal(torch.zeros(3), 1.0).mask(torch.tensor([True, False, True])),
+        dist.Exponential(torch.tensor([1.0, 2.0])),
+        dist.Laplace(torch.tensor([1.0, 2.0]), 0.3),
+    ],
+    ids=lambda d: type(d).__name__,
+)
+def test_distributions_taken_apart_are_rebuilt(distribution):
+    structure, tensors = take_apart(distribution)
+    again = rebuild(structure, tensors)
+    value = distribution.sample()
+    masked = hasattr(distribution, "_mask")
+    expected = (distribution.base_dist if masked else distribution).log_prob(value)
+    torch.testing.assert_close(again.log_prob(value), expected)
+    widened = {name: tensor.expand(6, *tensor.shape) for name, tensor in tensors.items()}
+    assert rebuild(structure, widened).sample().shape == (6, *distribution.shape())
+
+
+def chain_of_observations(x, first=None, second=None):
+    w = pyro.sample("w", dist.Normal(torch.tensor(2.0), 0.1))
+    with pyro.plate("data", len(x)):
+        first = pyro.sample("first", dist.Normal(w * x, 0.1), obs=first)
+        pyro.sample("second", dist.Normal(10 * first, 0.1), obs=second)
+
+
+def test_a_site_that_uses_a_predicted_one_follows_it():
+    samples = bdl.Samples({"w": torch.full((1, 500), 2.0)})
+    draws = bdl.Predictive(chain_of_observations, samples)(torch.ones(4))
+    assert (draws["first"].std(0) > 0.05).all()
+    residual = draws["second"] - 10 * draws["first"]
+    assert residual.std() < 0.12 and abs(residual.mean()) < 0.02
+
+
+def after_the_observation(x, y=None):
+    w = pyro.sample("w", dist.Normal(torch.tensor(0.0), 1.0))
+    with pyro.plate("data", len(x)):
+        y = pyro.sample("y", dist.Normal(w * x, 1.0), obs=y)
+    pyro.deterministic("twice", 2 * y)
+
+
+def test_a_deterministic_site_after_the_observation_uses_its_draw():
+    samples = bdl.Samples({"w": torch.randn(1, 50)})
+    draws = bdl.Predictive(after_the_observation, samples)(torch.ones(4))
+    torch.testing.assert_close(draws["twice"], 2 * draws["y"])
+
+
+def test_given_targets_are_predicted_not_returned():
+    model, x, y = model_and_data()
+    guide = bdl.guides.AutoMeanField(model).prototype(x, y)
+    draws = bdl.Predictive(model, guide, 10)(x, y)["y"]
+    assert draws.shape == (10, 9) and not (draws == y).any()
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.recurrent = kind(3, 4, num_layers=2, bidirectional=True, batch_first=True)
+        self.out = nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.out(self.recurrent(x)[0][:, -1])
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_networks_are_looped_over_and_it_is_said_once(kind):
+    model = bdl.models.Regression(bdl.bayesianize(Recurrent(kind)))
+    x, y = torch.randn(4, 5, 3), torch.randn(4)
+    guide = bdl.guides.AutoMeanField(model).prototype(x, y)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        draws = bdl.Predictive(model, guide, 6, memory=1)(x)
+    assert draws["f"].shape == (6, 4)
+    assert len([w for w in caught if issubclass(w.category, BdlWarning)]) == 1
+
+
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm, self.drop = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.out(self.drop(self.norm(self.linear(x))))
+
+
+def test_runs_in_evaluation_mode_and_restores_everything():
+    model = bdl.models.Regression(bdl.bayesianize(Noisy()))
+    x, y = torch.randn(8, 3), torch.randn(8)
+    guide = bdl.guides.AutoMAP(model).prototype(x, y)
+    model.train()
+    model.network.net.drop.eval()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    f = bdl.Predictive(model, guide, 3)(x)["f"]
+    assert torch.equal(f[0], f[1])
+    assert (
+        model.training and model.network.net.norm.training and not model.network.net.drop.training
+    )
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    with pytest.raises(RuntimeError):
+        bdl.Predictive(model, guide, 3)(torch.randn(8, 5))
+    assert (
+        model.training and model.network.net.norm.training and not model.network.net.drop.training
+    )
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
+def test_function_programs_have_their_closures_in_evaluation_mode_too():
+    net = bdl.bayesianize(Noisy())
+
+    def program(x, y=None):
+        f = pyro.deterministic("f", net(x).squeeze(-1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f, 1.0), obs=y)
+
+    x, y = torch.randn(8, 3), torch.randn(8)
+    guide = bdl.guides.AutoMAP(program).prototype(x, y)
+    f = bdl.Predictive(program, guide, 2)(x)["f"]
+    assert torch.equal(f[0], f[1]) and net.training
+
+
+def test_an_error_of_the_network_is_not_taken_for_a_vmap_failure():
+    def broken(draw):
+        raise RuntimeError("size mismatch")
+
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        map_draws(broken, {"w": torch.zeros(3)})
+
+
+def test_number_of_draws():
+    model, x, y = model_and_data()
+    guide = bdl.guides.AutoMeanField(model).prototype(x, y)
+    assert bdl.Predictive(model, guide)(x)["f"].shape[0] == 100
+    samples = bdl.Samples(
+        {k: v.reshape(2, 15, *v.shape[1:]) for k, v in guide.sample_latents(30).items()}
+    )
+    assert bdl.Predictive(model, samples)(x)["f"].shape[0] == 30
+    assert bdl.Predictive(model, samples, 4)(x)["f"].shape[0] == 4
+    for wrong in (0, 31):
+        with pytest.raises(ValueError, match="num_samples"):
+            bdl.Predictive(model, samples, wrong)(x)
+    with pytest.raises(TypeError, match="a posterior is a guide or Samples"):
+        bdl.Predictive(model, 3)(x)
+    with pytest.raises(ValueError, match="pass the targets"):
+        bdl.Predictive(model, samples).log_likelihood(x)
+    fresh = bdl.guides.AutoMeanField(model)
+    with pytest.raises(RuntimeError, match=r"call guide\.prototype"):
+        bdl.Predictive(model, fresh)(x)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda():
+    model, x, y = model_and_data()
+    model, x, y = model.cuda(), x.cuda(), y.cuda()
+    guide = bdl.guides.AutoMeanField(model).prototype(x, y)
+    assert bdl.Predictive(model, guide, 5)(x)["y"].is_cuda
