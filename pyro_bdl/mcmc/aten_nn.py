@@ -152,20 +152,18 @@ def _avg_pool(n):
         window = _windows(x, n, kernel, stride, padding, 1, ceil_mode)
         total = lax.reduce_window(x, 0.0, lax.add, *window)
         if divisor is None:
-            counts = [
-                _counts(*numbers, count_include_pad)
-                for numbers in zip(
-                    x.shape[-n:], *(w[-n:] for w in window[:3]), _each(padding, n),
-                    total.shape[-n:], strict=True,
-                )
-            ]  # fmt: skip
+            sizes, kernels, strides = x.shape[-n:], window[0][-n:], window[1][-n:]
+            settings = zip(
+                sizes, kernels, strides, _each(padding, n), total.shape[-n:], strict=True
+            )
+            counts = [_counts(*setting, count_include_pad) for setting in settings]
             divisor = math.prod(np.ix_(*counts))
         return total / jnp.asarray(divisor, x.dtype)
 
     return pool
 
 
-def _counts(size, kernel, stride, pads, padding, windows, include_pad):
+def _counts(size, kernel, stride, padding, windows, include_pad):
     """How many elements each window of one dimension averages."""
     start = np.arange(windows) * stride - padding
     low, high = (-padding, size + padding) if include_pad else (0, size)

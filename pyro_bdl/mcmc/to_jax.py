@@ -90,13 +90,12 @@ def trace(function: Callable, example: Tensor, *more_examples: Tensor) -> fx.Gra
     depends on the inputs or if a tensor from outside is changed in place.
     """
     examples = [e.detach() for e in (example, *more_examples)]
-    options = {"decomposition_table": _decompositions(), "_error_on_data_dependent_ops": False}
     with _plain_torch():
-        graph = make_fx(function, **options)(*examples)
+        graph = _operators(function, examples)
         _refuse_branches(graph)
         graph.graph.eliminate_dead_code(lambda node: _is_border(node) or _mutates(node))
         if any(map(_mutates, graph.graph.nodes)):
-            graph = _functional(graph, examples, options)
+            graph = _functional(graph, examples)
     for node in graph.graph.nodes:
         if _mutates(node):
             message = "changes a tensor that it did not make, in place (a module in train mode?)."
@@ -106,28 +105,37 @@ def trace(function: Callable, example: Tensor, *more_examples: Tensor) -> fx.Gra
     return graph
 
 
+def _operators(function: Callable, arguments: Sequence[Tensor]) -> fx.GraphModule:
+    make = make_fx(
+        function,
+        decomposition_table=_decompositions(),
+        # Where values may be read, and where not, is decided on the whole graph.
+        _error_on_data_dependent_ops=False,
+    )
+    return make(*arguments)
+
+
 class _Lifted(fx.Interpreter):
     """Runs a graph with its constants given from outside."""
 
-    def run(self, *arguments: Tensor) -> Any:
-        names = list(_attributes(self.module))
-        self.given = dict(zip(names, arguments[-len(names) :] if names else (), strict=True))
-        return super().run(*arguments[: len(arguments) - len(names)])
+    given: dict[str, Tensor]
 
-    def get_attr(self, target: str, args: Any, kwargs: Any) -> Tensor:
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Tensor:
         return self.given[target]
 
 
-def _attributes(graph: fx.GraphModule) -> dict[str, Tensor]:
-    nodes = graph.graph.find_nodes(op="get_attr")
-    return {node.target: getattr(graph, node.target) for node in nodes}
-
-
-def _functional(graph: fx.GraphModule, examples: list[Tensor], options: dict) -> fx.GraphModule:
+def _functional(graph: fx.GraphModule, examples: Sequence[Tensor]) -> fx.GraphModule:
     """The graph without in-place operators; functionalize asks for all its tensors as inputs."""
-    attributes = _attributes(graph)
-    lifted = torch.func.functionalize(_Lifted(graph).run)
-    functional = make_fx(lifted, **options)(*examples, *attributes.values())
+    nodes = graph.graph.find_nodes(op="get_attr")
+    attributes = {node.target: getattr(graph, node.target) for node in nodes}
+
+    def lifted(*arguments: Tensor) -> Any:
+        interpreter = _Lifted(graph)
+        interpreter.given = dict(zip(attributes, arguments[len(examples) :], strict=True))
+        return interpreter.run(*arguments[: len(examples)])
+
+    arguments = (*examples, *attributes.values())
+    functional = _operators(torch.func.functionalize(lifted), arguments)
     inputs = list(functional.graph.find_nodes(op="placeholder"))[len(examples) :]
     for node, (name, value) in zip(inputs, attributes.items(), strict=True):
         functional.register_buffer(f"lifted{name}", value.detach())
@@ -142,7 +150,7 @@ def _is_border(node: fx.Node) -> bool:
 
 
 def _schema(node: fx.Node) -> Any:
-    return getattr(node.target, "_schema", None) if node.op == "call_function" else None
+    return getattr(node.target, "_schema", None)
 
 
 def _mutates(node: fx.Node) -> bool:
@@ -151,7 +159,7 @@ def _mutates(node: fx.Node) -> bool:
 
 
 def _tagged(node: fx.Node, tag: torch.Tag) -> bool:
-    return _schema(node) is not None and tag in node.target.tags
+    return tag in getattr(node.target, "tags", ())
 
 
 def _refuse_branches(graph: fx.GraphModule) -> None:
@@ -177,7 +185,7 @@ class _Step(NamedTuple):
     """One operator: its node, its function, and its arguments, nodes among them."""
 
     node: fx.Node
-    function: Callable
+    function: Any
     args: Any
     kwargs: Any
 
@@ -228,7 +236,7 @@ def to_jax(function: Callable, example: Tensor, *more_examples: Tensor) -> Calla
     def evaluate(*arguments: jax.Array) -> Any:
         _check(arguments, examples)
         values: dict[fx.Node, Any] = dict(zip(inputs, arguments, strict=True))
-        held = arrays(jax.config.jax_enable_x64)
+        held = arrays(jax.config.read("jax_enable_x64"))
         for node, i in index.items():
             shape = constants[i].shape
             values[node] = held[i] if held[i].shape == shape else jnp.broadcast_to(held[i], shape)
