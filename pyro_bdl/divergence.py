@@ -1,8 +1,7 @@
 """KL divergences between the sites of a guide and of a program."""
 
-from collections.abc import Mapping
-
 import math
+from collections.abc import Mapping
 
 import pyro.distributions as dist
 import torch

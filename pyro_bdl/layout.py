@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from pyro.distributions import constraints
@@ -14,9 +15,13 @@ _BOUNDED_BELOW = (type(constraints.greater_than(0)), type(constraints.greater_th
 
 
 def transform_of(support: Constraint) -> Transform | None:
-    """The bijection from R^k onto ``support``, or None where it is the identity."""
-    base = support
-    while isinstance(base, constraints.independent):
+    """The bijection from R^k onto ``support``, or None where it is the identity.
+
+    A mixture has the support of its components.
+    """
+    base, event_dims = support, 0
+    while hasattr(base, "base_constraint"):
+        event_dims += getattr(base, "reinterpreted_batch_ndims", 0)
         base = base.base_constraint
     if base is constraints.real or base is constraints.real_vector:
         return None
@@ -24,7 +29,7 @@ def transform_of(support: Constraint) -> Transform | None:
         bound = base.lower_bound
         if isinstance(bound, int | float) and bound == 0:
             return ExpTransform()
-    return biject_to(support)
+    return biject_to(constraints.independent(base, event_dims) if event_dims else base)
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,7 @@ class Layout:
     def take(self, vector: Tensor, names: Sequence[str]) -> Tensor:
         """The entries (..., p) of a vector (..., P) that belong to the named sites, in order."""
         parts = [self.slices[name] for name in names]
-        if all(a.stop == b.start for a, b in zip(parts, parts[1:], strict=False)):
+        if all(a.stop == b.start for a, b in pairwise(parts)):
             return vector[..., parts[0].start : parts[-1].stop]
         return torch.cat([vector[..., part] for part in parts], -1)
 

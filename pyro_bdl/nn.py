@@ -12,17 +12,11 @@ from pyro.poutine.runtime import _PYRO_STACK
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
+from pyro_bdl.distributions import moved_like, without_validation
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.init import INIT_KEY
 from pyro_bdl.ownership import OwnParameters
-from pyro_bdl.priors import (
-    Normal,
-    PriorFunction,
-    hyperparameter_scope,
-    is_constant,
-    moved_like,
-)
-from pyro_bdl.program import without_validation
+from pyro_bdl.priors import Normal, PriorFunction, hyperparameter_scope, is_constant
 
 
 class BayesianModule(OwnParameters):

@@ -20,6 +20,8 @@ from pyro.nn import PyroParam
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
+from pyro_bdl.distributions import moved_like
+
 Scale = float | PyroParam | Distribution
 PriorFunction = Callable[[str, nn.Module, Tensor], Distribution | None]
 
@@ -51,36 +53,6 @@ def hyperparameter_scope(scope: HyperparameterScope) -> Iterator[None]:
         yield
     finally:
         _scope.reset(token)
-
-
-def moved_like(distribution: Distribution, like: Tensor) -> Distribution:
-    """The distribution with tensors of the device and floating dtype of ``like``; a copy where
-    they differ."""
-    present = _first_tensor(distribution)
-    if present is None or (present.dtype, present.device) == (like.dtype, like.device):
-        return distribution
-
-    def move(value):
-        if isinstance(value, Tensor):
-            return value.to(like) if value.is_floating_point() else value.to(like.device)
-        if isinstance(value, Distribution):
-            return moved_like(value, like)
-        if isinstance(value, list | tuple) and any(isinstance(v, Tensor) for v in value):
-            return type(value)(move(v) for v in value)
-        return value
-
-    result = copy.copy(distribution)
-    result.__dict__.update({key: move(value) for key, value in distribution.__dict__.items()})
-    return result
-
-
-def _first_tensor(distribution: Distribution) -> Tensor | None:
-    for value in vars(distribution).values():
-        if isinstance(value, Distribution):
-            value = _first_tensor(value)
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return value
-    return None
 
 
 def hyperparameter(value: Scale, name: str, like: Tensor) -> Tensor:

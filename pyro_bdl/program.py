@@ -117,9 +117,7 @@ class _Recorder(Messenger):
             run.subsamples[name] = msg["value"]
             return
         if name in run.latents or name in run.observed or name in run.factors:
-            raise UnsupportedProgramError(
-                f"two sample statements are named '{name}': {_RENAME}"
-            )
+            raise UnsupportedProgramError(f"two sample statements are named '{name}': {_RENAME}")
         value = None if msg["infer"].get("_placeholder") else msg["value"]
         site = Site(msg["fn"], value, msg["scale"], msg["mask"])
         run.followed = run.followed or run.open
@@ -345,9 +343,7 @@ def trace_once(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         raise
 
 
-_RENAME = (
-    "give each its own name (two networks in one program: bayesianize(net, prior, name=...))"
-)
+_RENAME = "give each its own name (two networks in one program: bayesianize(net, prior, name=...))"
 
 
 def _inside(site: str, plate: str) -> str:
