@@ -1,0 +1,227 @@
+"""The posteriors that ``pyro-bdl compare`` knows by name, registered here and nowhere else.
+
+To add one, write a function that fits it::
+
+    @register("my-posterior", title="my posterior", description="one sentence")
+    def _my_posterior(problem, options, progress):
+        ...
+        return Result(guide_or_samples, settings={"what": "it was made with"})
+"""
+
+import difflib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyro
+from torch import Tensor, nn
+
+from pyro_bdl import mcmc
+from pyro_bdl.guides import AutoMAP, AutoMeanField
+from pyro_bdl.guides.base import Guide
+from pyro_bdl.training import estimate_elbo, train
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a posterior is fitted to.
+
+    Attributes:
+        model: a program ``model(x, y)``; for minibatches its ``num_data`` is N.
+        x, y: ``(N, ...)``, the training data.
+    """
+
+    model: nn.Module
+    x: Tensor
+    y: Tensor
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to fit; each posterior reads what concerns it.
+
+    Attributes:
+        seed: of everything random.
+        steps: gradient steps of a guide; None for each guide's own number.
+        chains, warmup, draws: Markov chains, iterations before and draws after adaptation of each.
+        max_tree_depth: NUTS takes at most 2^depth gradient steps per draw.
+    """
+
+    seed: int = 0
+    steps: int | None = None
+    chains: int = 4
+    warmup: int = 500
+    draws: int = 500
+    max_tree_depth: int = 8
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a registered function returns: a guide or ``Samples``, and what it was made with."""
+
+    posterior: Any
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    interrupted: bool = False
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A fitted posterior.
+
+    Attributes:
+        name: its name in the registry.
+        posterior: a guide or ``Samples``.
+        seconds: wall-clock time of the fit.
+        elbo: the bound at temperature 1 in nats; None where the posterior has no density.
+        settings: what it was made with.
+        interrupted: whether Ctrl-C ended the fit early.
+    """
+
+    name: str
+    posterior: Any
+    seconds: float
+    elbo: float | None
+    settings: Mapping[str, Any]
+    interrupted: bool = False
+
+
+FitFunction = Callable[[Problem, Options, bool], Result]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the registry."""
+
+    name: str
+    title: str
+    description: str
+    function: FitFunction
+
+
+_registry: dict[str, Entry] = {}
+
+
+def register(name: str, *, title: str, description: str) -> Callable[[FitFunction], FitFunction]:
+    """Decorate ``function(problem, options, progress) -> Result`` to make it known by ``name``.
+
+    Args:
+        name: what users write, in lower case with hyphens.
+        title: a few words for tables and reports.
+        description: one sentence for help texts.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if name in _registry:
+        raise ValueError(f"a posterior named {name!r} is registered already")
+
+    def keep(function: FitFunction) -> FitFunction:
+        _registry[name] = Entry(name, title, description, function)
+        return function
+
+    return keep
+
+
+def entries() -> tuple[Entry, ...]:
+    """All registered posteriors, in the order in which they were."""
+    return tuple(_registry.values())
+
+
+def get(name: str) -> Entry:
+    """:raises ValueError: for a name that is not registered, with the names that are."""
+    if name in _registry:
+        return _registry[name]
+    near = difflib.get_close_matches(name, _registry, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ValueError(f"unknown posterior {name!r}; {hint}There are: {', '.join(_registry)}")
+
+
+def fit(
+    name: str, problem: Problem, options: Options | None = None, *, progress: bool = False
+) -> Fit:
+    """Fit a registered posterior, time it and estimate its ELBO.
+
+    Every fit starts from the options' seed, so that it does not depend on which were made before.
+
+    Raises:
+        ValueError: the name is not registered, or what the posterior's own function refuses.
+        KeyboardInterrupt: Ctrl-C before there was anything to keep.
+    """
+    entry, options = get(name), options or Options()
+    pyro.set_rng_seed(options.seed)
+    started = time.perf_counter()
+    result = entry.function(problem, options, progress)
+    seconds = time.perf_counter() - started
+    return Fit(
+        name=name,
+        posterior=result.posterior,
+        seconds=seconds,
+        elbo=_elbo(problem, result.posterior),
+        settings=result.settings,
+        interrupted=result.interrupted,
+    )
+
+
+def _elbo(problem: Problem, posterior: Any) -> float | None:
+    if not isinstance(posterior, Guide) or isinstance(posterior, AutoMAP):
+        return None
+    return estimate_elbo(problem.model, posterior, problem.x, problem.y)
+
+
+def _trained(
+    guide: Guide, problem: Problem, options: Options, label: str | None, **settings: Any
+) -> Result:
+    settings["steps"] = options.steps or settings["steps"]
+    run = train(problem.model, guide, problem.x, problem.y, progress=label, **settings)
+    return Result(guide, {**settings, "batch_size": run.batch_size}, run.interrupted)
+
+
+# ------------------------------------------------------------------------------- the posteriors
+
+
+@register("map", title="MAP", description="a point: the maximum of the posterior density")
+def _map(problem: Problem, options: Options, progress: bool) -> Result:
+    label = "map" if progress else None
+    return _trained(AutoMAP(problem.model), problem, options, label, steps=2000)
+
+
+def _mean_field(
+    name: str, temperature: float, problem: Problem, options: Options, progress: bool
+) -> Result:
+    guide, label = AutoMeanField(problem.model), name if progress else None
+    # Several draws a step cost little, since vmap takes them at once, and let Adam settle.
+    settings = {"steps": 4000, "num_particles": 4, "temperature": temperature}
+    return _trained(guide, problem, options, label, **settings)
+
+
+@register(
+    "mean-field",
+    title="mean-field VI",
+    description="independent Normals over the weights, maximising the ELBO",
+)
+def _bayes_mean_field(problem: Problem, options: Options, progress: bool) -> Result:
+    return _mean_field("mean-field", 1.0, problem, options, progress)
+
+
+@register(
+    "mean-field-tempered",
+    title="mean-field VI, tempered",
+    description="mean-field with the KL weighted by a temperature of 0.1",
+)
+def _tempered_mean_field(problem: Problem, options: Options, progress: bool) -> Result:
+    return _mean_field("mean-field-tempered", 0.1, problem, options, progress)
+
+
+@register("nuts", title="NUTS", description="Markov chains by the No-U-Turn sampler; the reference")
+def _nuts(problem: Problem, options: Options, progress: bool) -> Result:
+    settings = {
+        "num_chains": options.chains,
+        "num_warmup": options.warmup,
+        "num_samples": options.draws,
+        "max_tree_depth": options.max_tree_depth,
+    }
+    samples = mcmc.sample(
+        problem.model, problem.x, problem.y, seed=options.seed, progress=progress, **settings
+    )
+    return Result(samples, settings, bool(samples.info.get("interrupted")))

@@ -1,0 +1,92 @@
+"""Verdicts in words, computed from the numbers of a comparison."""
+
+import math
+from collections.abc import Mapping
+
+Row = Mapping[str, object]
+
+# Ratios of sds within these limits are told as agreement, R-hats below these as convergence.
+_NARROW, _WIDE = 0.8, 1.25
+_RHAT_GOOD, _RHAT_USABLE = 1.01, 1.05
+# A mean that is off by less than this share of the reference's sd is told as agreement.
+_OFF = 0.25
+
+
+def verdict(row: Row, *, reference: str | None, floor: Row | None, points: int) -> str:
+    """One sentence on a posterior.
+
+    Args:
+        row: its line of the table.
+        reference: name of the reference, None without one.
+        floor: the line of the reference's halves against each other.
+        points: number of test points, which the error of a coverage depends on.
+    """
+    parts = []
+    if reference is not None and row["posterior"] != reference:
+        parts += [_spread(row, reference), _centre(row, reference, floor or {})]
+    parts += [_coverage(row, points), _convergence(row)]
+    told = [part for part in parts if part]
+    return "; ".join(told) if told else "nothing stands out"
+
+
+def _spread(row: Row, reference: str) -> str:
+    ratio = _number(row, "sd_ratio")
+    if math.isnan(ratio):
+        return ""
+    if ratio < 1e-3:
+        return f"no spread at all where {reference} has some: overconfident"
+    text = f"sd is {ratio:.2f} of {reference}'s on average"
+    if ratio < _NARROW:
+        return f"{text}: overconfident"
+    if ratio > _WIDE:
+        return f"{text}: underconfident"
+    return f"{text}: like it"
+
+
+def _centre(row: Row, reference: str, floor: Row) -> str:
+    off = _number(row, "mean_shift")
+    if math.isnan(off):
+        return ""
+    noise = _number(floor, "mean_shift")
+    if off <= _OFF or (not math.isnan(noise) and off <= 1.5 * noise):
+        return "its mean agrees"
+    return f"its mean is off by {off:.2f} of {reference}'s sd"
+
+
+def _coverage(row: Row, points: int) -> str:
+    share = _number(row, "coverage")
+    if math.isnan(share):
+        return ""
+    error = 2 * math.sqrt(0.9 * 0.1 / points)
+    if abs(share - 0.9) <= error:
+        return ""
+    width = "narrow" if share < 0.9 else "wide"
+    return f"its 90 % interval holds {share:.0%} of the test targets: too {width}"
+
+
+def _convergence(row: Row) -> str:
+    rhat, divergences = _number(row, "rhat"), _number(row, "divergences")
+    if math.isnan(rhat) and math.isnan(divergences):
+        return ""
+    if math.isnan(rhat):
+        text = "R-hat needs two chains: convergence unknown"
+    elif rhat > _RHAT_USABLE:
+        text = f"not converged (R-hat {rhat:.2f} in function space): draw more before trusting it"
+    elif rhat > _RHAT_GOOD:
+        text = f"nearly converged (R-hat {rhat:.3f} in function space)"
+    else:
+        text = f"converged (R-hat {rhat:.3f} in function space)"
+    size = _number(row, "ess_min")
+    if not math.isnan(size):
+        text += f", ESS at least {size:.0f}"
+    if divergences == 0:
+        return f"{text}, no divergences"
+    if divergences > 0:
+        plural = "s" if divergences > 1 else ""
+        return f"{text}; {divergences:.0f} divergence{plural}: draws may miss parts"
+    return text
+
+
+def _number(row: Row, key: str) -> float:
+    value = row.get(key)
+    return float(value) if isinstance(value, (int, float)) else math.nan
