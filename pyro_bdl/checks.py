@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_bdl.handlers import Handled
+
 
 def check_finite(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> None:
     """:raises ValueError: naming argument, rows and columns, where a tensor is not finite."""
@@ -35,7 +37,7 @@ def _listed(numbers: list[int], most: int = 8) -> str:
 
 def _named_arguments(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     function = model
-    while hasattr(function, "model"):  # a program under one of our handlers
+    while isinstance(function, Handled):
         function = function.model
     if isinstance(function, torch.nn.Module):
         function = function.forward

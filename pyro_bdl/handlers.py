@@ -32,7 +32,7 @@ class _ScaleSites(Messenger):
             msg["scale"] = msg["scale"] * self.factor
 
 
-class _Handled(nn.Module):
+class Handled(nn.Module):
     """A program under a handler; its parameters and modules are the program's own."""
 
     def __init__(self, model: Callable, handler: Messenger) -> None:
@@ -52,7 +52,7 @@ def temper(model: Callable, temperature: float) -> nn.Module:
     :param temperature: eta > 0; eta = 1 is Bayes, eta < 1 trusts the data more.
     :raises ValueError: for a temperature that is not positive and finite.
     """
-    return _Handled(model, _ScaleSites(1.0 / check_temperature(temperature), True))
+    return Handled(model, _ScaleSites(1.0 / check_temperature(temperature), True))
 
 
 def cold(model: Callable, temperature: float) -> nn.Module:
@@ -62,4 +62,4 @@ def cold(model: Callable, temperature: float) -> nn.Module:
     :param temperature: T > 0; T = 1 is Bayes, T < 1 is colder.
     :raises ValueError: for a temperature that is not positive and finite.
     """
-    return _Handled(model, _ScaleSites(1.0 / check_temperature(temperature), False))
+    return Handled(model, _ScaleSites(1.0 / check_temperature(temperature), False))

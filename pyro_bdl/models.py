@@ -16,7 +16,7 @@ from torch.distributions import Distribution
 from torch.nn.functional import softplus
 
 from pyro_bdl.ownership import OwnParameters
-from pyro_bdl.priors import Scale, hyperparameter
+from pyro_bdl.priors import Scale, checked, hyperparameter
 
 
 class ObservationModel(OwnParameters):
@@ -73,21 +73,15 @@ class ObservationModel(OwnParameters):
 
     def _declare(self, name: str, value: Scale) -> None:
         """Keep a hyperparameter: a number, a PyroParam, or a distribution that is sampled."""
+        value = checked(value, name)
         if isinstance(value, PyroParam):
             setattr(self, name, value)
-        elif isinstance(value, int | float | Distribution):
-            if not isinstance(value, Distribution) and not value > 0:
-                raise ValueError(f"{name} must be positive, got {value}")
-            self.__dict__["_" + name] = value
         else:
-            raise TypeError(
-                f"{name} must be a number, a PyroParam or a distribution, "
-                f"got {type(value).__name__}"
-            )
+            self.__dict__["_" + name] = value
 
     def _hyperparameter(self, name: str, like: Tensor) -> Tensor:
         if name in self._pyro_params:
-            return getattr(self, name)
+            return getattr(self, name).to(like)
         return hyperparameter(self.__dict__["_" + name], name, like)
 
 

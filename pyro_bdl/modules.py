@@ -40,12 +40,12 @@ def preserved_buffers() -> Iterator[None]:
     saved: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
 
     def save(module: nn.Module, args: object) -> None:
-        if module.training and module not in saved:
-            saved[module] = [
-                (buffer, buffer.detach().clone())
-                for buffer in module.buffers(recurse=False)
-                if buffer is not None
-            ]
+        if module in saved:
+            return
+        # All parts at once, before the outermost call can put draws in the buffers' places.
+        for part in module.modules():
+            buffers = part.buffers(recurse=False) if part.training else ()
+            saved.setdefault(part, [(buffer, buffer.detach().clone()) for buffer in buffers])
 
     hook = register_module_forward_pre_hook(save)
     try:

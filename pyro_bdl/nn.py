@@ -31,6 +31,7 @@ class BayesianModule(OwnParameters):
     def __init__(self, network: nn.Module, prior: PriorFunction, *, name: str = "") -> None:
         super().__init__()
         self._modules["network"] = copy.deepcopy(network)
+        self.training = network.training
         self.prior = prior
         self.site_prefix = f"{name}." if name else ""
         self._cache: dict[str, tuple[Any, Distribution]] = {}
@@ -49,6 +50,7 @@ class BayesianModule(OwnParameters):
                 continue
             if self._distribution(name, parameter) is None:
                 self.learnable += (name,)
+                parameter.data = parameter.data.contiguous()  # pyro.param would copy it
                 continue
             self.sites += (name,)
             value = parameter.detach()
@@ -87,7 +89,8 @@ class BayesianModule(OwnParameters):
         for name in self.learnable:
             owner, key = self._places[name][0]
             parameter = owner._parameters[key]
-            values[name] = pyro.param(f"{self._own_name}.network.{name}", parameter)
+            if parameter.requires_grad:  # else frozen by now, which pyro.param would undo
+                values[name] = pyro.param(f"{self._own_name}.network.{name}", parameter)
         return values
 
     def _distribution(self, name: str, parameter: Tensor) -> Distribution | None:

@@ -16,6 +16,7 @@ from typing import Protocol
 
 import pyro
 import pyro.distributions as dist
+import torch
 from pyro.nn import PyroParam
 from torch import Tensor, nn
 from torch.distributions import Distribution
@@ -56,22 +57,30 @@ def hyperparameter_scope(scope: HyperparameterScope) -> Iterator[None]:
 
 
 def hyperparameter(value: Scale, name: str, like: Tensor) -> Tensor:
-    """The present value of a number, a PyroParam or a hyperprior, on the device of ``like``."""
+    """The present value of a number, a PyroParam or a hyperprior, of the dtype and on the device
+    of ``like``."""
     if isinstance(value, PyroParam):
-        return _scope.get().param(name, value)
+        return _scope.get().param(name, value).to(like)
     if isinstance(value, Distribution):
         return _scope.get().sample(name, moved_like(value, like))
     return like.new_tensor(value)
 
 
-def _checked(value: Scale, argument: str) -> Scale:
-    if isinstance(value, int | float) and not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{argument} must be a positive finite number, got {value}")
-    if not isinstance(value, int | float | PyroParam | Distribution):
+def checked(value: Scale, argument: str) -> Scale:
+    """A number, a PyroParam or a distribution, fit for ``hyperparameter``.
+
+    :raises ValueError: for a number that is not positive and finite.
+    """
+    if isinstance(value, PyroParam):
+        start = value.init_value
+        return value if callable(start) else value._replace(init_value=torch.as_tensor(start))
+    if not isinstance(value, int | float | Distribution):
         raise TypeError(
             f"{argument} must be a number, a PyroParam or a distribution, "
             f"got {type(value).__name__}"
         )
+    if not isinstance(value, Distribution) and not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{argument} must be a positive finite number, got {value}")
     return value
 
 
@@ -109,7 +118,7 @@ class Normal(Prior):
     """w ~ Normal(0, scale^2), independently for every weight."""
 
     def __init__(self, scale: Scale = 1.0) -> None:
-        self.scale = _checked(scale, "scale")
+        self.scale = checked(scale, "scale")
 
     def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution:
         scale = self._value("scale", parameter)
@@ -122,7 +131,7 @@ class FanIn(Prior):
     the width)."""
 
     def __init__(self, gain: Scale = 1.0) -> None:
-        self.gain = _checked(gain, "gain")
+        self.gain = checked(gain, "gain")
 
     def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution:
         scale = self._value("gain", parameter)
@@ -135,7 +144,7 @@ class Laplace(Prior):
     """w ~ Laplace(0, scale), independently for every weight."""
 
     def __init__(self, scale: Scale = 1.0) -> None:
-        self.scale = _checked(scale, "scale")
+        self.scale = checked(scale, "scale")
 
     def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution:
         scale = self._value("scale", parameter)
@@ -146,8 +155,8 @@ class StudentT(Prior):
     """w ~ StudentT(df, 0, scale), independently for every weight."""
 
     def __init__(self, df: Scale = 4.0, scale: Scale = 1.0) -> None:
-        self.df = _checked(df, "df")
-        self.scale = _checked(scale, "scale")
+        self.df = checked(df, "df")
+        self.scale = checked(scale, "scale")
 
     def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution:
         df, scale = self._value("df", parameter), self._value("scale", parameter)
@@ -164,7 +173,7 @@ class Horseshoe(Prior):
     constant = False
 
     def __init__(self, scale: Scale = 1.0) -> None:
-        self.scale = _checked(scale, "scale")
+        self.scale = checked(scale, "scale")
 
     def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution:
         scope = _scope.get()

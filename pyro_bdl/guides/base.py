@@ -6,6 +6,7 @@ from typing import Any
 
 import pyro
 import torch
+from pyro import poutine
 from pyro.infer.autoguide import AutoGuide
 from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.ops.tensor_utils import periodic_repeat
@@ -13,9 +14,8 @@ from torch import Tensor
 
 from pyro_bdl.init import init_to_network
 from pyro_bdl.layout import Latent, Layout
-from pyro_bdl.modules import preserved_buffers
 from pyro_bdl.ownership import OwnParameters
-from pyro_bdl.program import Program, Run
+from pyro_bdl.program import Program, Run, trace_once
 
 
 class Guide(OwnParameters, AutoGuide):
@@ -43,6 +43,7 @@ class Guide(OwnParameters, AutoGuide):
         self._program_model = (model,)
         self.layout = None
         self.subsampled: set[str] = set()
+        self._loaded: dict[str, Tensor] | None = None
 
     # Structure
 
@@ -56,23 +57,31 @@ class Guide(OwnParameters, AutoGuide):
         return self
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        with preserved_buffers(), torch.no_grad():
-            super()._setup_prototype(*args, **kwargs)
-        program = Program.from_trace(self.model, self.prototype_trace, args, kwargs)
-        start, full = _at_full_size(program, self.prototype_trace)
+        trace = trace_once(poutine.block(self.model, self._prototype_hide_fn), args, kwargs)
+        program = Program.from_trace(self.model, trace, args, kwargs)
+        start, full = _at_full_size(program, trace)
+        if self.master is not None:
+            self.master()._check_prototype(trace)
+        self._prototype_frames = {
+            frame.name: frame
+            for _, node in trace.iter_stochastic_nodes()
+            for frame in node["cond_indep_stack"]
+        }
         self.layout = Layout(full)
         self.subsampled = {
             name
             for name, latent in self.layout.latents.items()
             if latent.shape != program.latents[name].shape
         }
-        self._adopt_or_create(start)
-
-    def _adopt_or_create(self, start: Tensor) -> None:
-        loaded = self.__dict__.pop("_loaded", None)
         self._create_parameters(start)
-        if loaded is not None:
-            self.load_state_dict(loaded)
+        try:
+            if self._loaded is not None:
+                self.load_state_dict(self._loaded)
+        except Exception:
+            self.layout = None
+            raise
+        self._loaded = None
+        self.prototype_trace = trace
 
     def _create_parameters(self, start: Tensor) -> None:
         """:param start: the initial unconstrained vector (P,)."""
@@ -86,14 +95,18 @@ class Guide(OwnParameters, AutoGuide):
             )
         return self.layout
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """As torch's; before the first run the values wait until the parameters exist."""
-        if self.layout is None:
-            self.__dict__["_loaded"] = dict(state_dict)
-            return None
-        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Before the first run the values wait until the parameters exist."""
+        if self.layout is not None:
+            super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+            return
+        self._loaded = {
+            key.removeprefix(prefix): value.detach().clone()
+            for key, value in state_dict.items()
+            if key.startswith(prefix)
+        }
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -199,7 +212,7 @@ class Guide(OwnParameters, AutoGuide):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without the model, which stays in the original."""
-        state = self.__dict__.copy()
+        state = dict(super(AutoGuide, self).__getstate__())
         state.update(_model=None, _program_model=None, master=None)
         return state
 

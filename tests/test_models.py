@@ -1,0 +1,324 @@
+"""The ready-made programs say the densities that they claim."""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.nn import PyroModule, PyroParam
+from torch import nn
+from torch.distributions import constraints
+
+from pyro_bdl import Predictive, Program, bayesianize, handlers, models
+from pyro_bdl.elbo import TemperedTrace_ELBO
+from pyro_bdl.guides import AutoMAP, AutoMeanField
+from pyro_bdl.program import record
+
+D = torch.float64
+N = 6
+
+
+def _bnn(outputs, inputs=2):
+    net = nn.Sequential(nn.Linear(inputs, 3), nn.Tanh(), nn.Linear(3, outputs)).to(D)
+    return bayesianize(net)
+
+
+def _normal(y, f, s):
+    return (
+        -0.5 * ((y - f) / s) ** 2 - torch.as_tensor(s, dtype=D).log() - 0.5 * math.log(2 * math.pi)
+    )
+
+
+def _student(y, f, s, df):
+    constant = math.lgamma((df + 1) / 2) - math.lgamma(df / 2) - 0.5 * math.log(df * math.pi)
+    return constant - math.log(s) - (df + 1) / 2 * torch.log1p(((y - f) / s) ** 2 / df)
+
+
+def _heteroscedastic(y, out):
+    half = out.shape[-1] // 2
+    f, s = out[:, :half].squeeze(-1), nn.functional.softplus(out[:, half:]).squeeze(-1)
+    term = _normal(y, f, s)
+    return term.sum(-1) if term.dim() > 1 else term
+
+
+def _softmax(y, out):
+    return out.log_softmax(-1)[torch.arange(N), y]
+
+
+def _bernoulli(y, out):
+    f = out.squeeze(-1)
+    return y * f - torch.log1p(f.exp())
+
+
+def _poisson(y, out):
+    f = out.squeeze(-1)
+    return y * f - f.exp() - torch.lgamma(y + 1)
+
+
+REAL, COUNTS = torch.randn(N, dtype=D), torch.tensor([0.0, 1, 4, 2, 0, 7], dtype=D)
+PAIRS = torch.randn(N, 2, dtype=D)
+CLASSES, BITS = torch.tensor([0, 2, 1, 1, 0, 2]), torch.tensor([0, 1, 1, 0, 1, 0])
+CASES = {
+    "regression": (
+        lambda **k: models.Regression(_bnn(1), noise=0.3, **k),
+        REAL,
+        lambda y, out: _normal(y, out[:, 0], 0.3),
+    ),
+    "regression, two targets": (
+        lambda **k: models.Regression(_bnn(2), noise=0.3, **k),
+        PAIRS,
+        lambda y, out: _normal(y, out, 0.3).sum(-1),
+    ),
+    "heteroscedastic": (
+        lambda **k: models.HeteroscedasticRegression(_bnn(2), **k),
+        REAL,
+        _heteroscedastic,
+    ),
+    "heteroscedastic, two targets": (
+        lambda **k: models.HeteroscedasticRegression(_bnn(4), **k),
+        PAIRS,
+        _heteroscedastic,
+    ),
+    "student": (
+        lambda **k: models.StudentTRegression(_bnn(1), noise=0.3, df=3.0, **k),
+        REAL,
+        lambda y, out: _student(y, out[:, 0], 0.3, 3.0),
+    ),
+    "student, two targets": (
+        lambda **k: models.StudentTRegression(_bnn(2), noise=0.3, df=3.0, **k),
+        PAIRS,
+        lambda y, out: _student(y, out, 0.3, 3.0).sum(-1),
+    ),
+    "classification": (lambda **k: models.Classification(_bnn(3), **k), CLASSES, _softmax),
+    "binary": (lambda **k: models.BinaryClassification(_bnn(1), **k), BITS, _bernoulli),
+    "binary, booleans": (
+        lambda **k: models.BinaryClassification(_bnn(1), **k),
+        BITS.bool(),
+        lambda y, out: _bernoulli(y.to(D), out),
+    ),
+    "poisson": (lambda **k: models.PoissonRegression(_bnn(1), **k), COUNTS, _poisson),
+}
+
+
+@pytest.fixture(params=CASES.values(), ids=CASES.keys())
+def case(request):
+    return request.param
+
+
+def _output(model, latents, x):
+    bnn = model.network
+    return record(bnn, {name: latents[name] for name in bnn.sites}, (x,)).result
+
+
+def _draw(program):
+    return program.constrain(0.5 * torch.randn(program.size, dtype=D))[0]
+
+
+def test_the_log_likelihood_by_hand(case):
+    make, y, by_hand = case
+    model, x = make(), torch.randn(N, 2, dtype=D)
+    program = Program(model, x, y)
+    latents = _draw(program)
+    likelihood = program.log_likelihood(latents)["y"]
+    assert likelihood.shape == (N,)
+    expected = by_hand(y, _output(model, latents, x))
+    torch.testing.assert_close(likelihood, expected, rtol=1e-10, atol=1e-12)
+    f = program.run(latents).deterministic["f"]
+    assert f.shape[0] == N
+    assert torch.equal(f, program.run(latents, x).deterministic["f"])
+
+
+def test_targets_may_be_a_column(case):
+    make, y, _ = case
+    if y.dim() > 1:
+        return
+    model, x = make(), torch.randn(N, 2, dtype=D)
+    program = Program(model, x, y)
+    latents = _draw(program)
+    assert torch.equal(program.log_joint(latents), program.log_joint(latents, x, y[:, None]))
+
+
+def test_minibatches_count_for_all_data(case):
+    make, y, _ = case
+    model, x = make(num_data=3 * N), torch.randn(N, 2, dtype=D)
+    program = Program(model, x, y)
+    latents = _draw(program)
+    prior = program.log_prior(latents)
+    per_datum = program.log_likelihood(latents)["y"]
+    torch.testing.assert_close(program.log_joint(latents), prior + 3.0 * per_datum.sum())
+    halves = [program.log_joint(latents, x[i : i + 3], y[i : i + 3]) for i in (0, 3)]
+    torch.testing.assert_close(sum(halves) / 2, program.log_joint(latents))
+
+
+def test_a_batch_beyond_num_data(case):
+    make, y, _ = case
+    model = make(num_data=N - 1)
+    with pytest.raises(ValueError, match=f"num_data is {N - 1}.*{N} rows"):
+        model(torch.randn(N, 2, dtype=D), y)
+    with pytest.raises(ValueError, match="num_data"):
+        make(num_data=0)
+
+
+def test_shapes_without_targets(case):
+    make, y, _ = case
+    model, x = make(num_data=100), torch.randn(N, 2, dtype=D)
+    trace = poutine.trace(model).get_trace(x)
+    drawn = trace.nodes["y"]
+    assert not drawn["is_observed"]
+    assert drawn["value"].shape == y.shape
+    assert drawn["scale"] == 1.0
+    assert drawn["fn"].batch_shape == (N,)
+    support = drawn["fn"].support
+    assert support.check(drawn["value"]).all()
+    trace.nodes["y"]["fn"].log_prob(y.to(drawn["value"].dtype))  # a target that it would take
+
+
+def test_prior_predictive_shapes(case):
+    make, y, _ = case
+    model, x = make(), torch.randn(N, 2, dtype=D)
+    draws = pyro.infer.Predictive(model, num_samples=4)(x)
+    assert draws["y"].shape == (4, *y.shape)
+    guide = AutoMeanField(model).prototype(x, y)
+    mine = Predictive(model, guide, 5)(x[:4])
+    assert mine["y"].shape == (5, 4, *y.shape[1:])
+    assert mine["y"].dtype == draws["y"].dtype
+
+
+def test_wrong_target_shapes_name_both(case):
+    make, y, _ = case
+    model, x = make(), torch.randn(N, 2, dtype=D)
+    for wrong in (
+        y[:-1],
+        torch.stack([y, y, y], -1),
+        y[:, None, None].expand(N, 2, 2, *y.shape[1:]),
+    ):
+        with pytest.raises(ValueError, match="y has shape"):
+            model(x, wrong)
+
+
+def test_one_row_is_a_row(case):
+    make, y, _ = case
+    model, x = make(), torch.randn(1, 2, dtype=D)
+    program = Program(model, x, y[:1])
+    assert program.log_likelihood(_draw(program))["y"].shape == (1,)
+
+
+def test_a_broadcast_never_happens_in_silence():
+    model = models.Regression(_bnn(1), noise=0.3)
+    with pytest.raises(ValueError, match="y has shape"):
+        model(torch.randn(N, 2, dtype=D), torch.randn(1, dtype=D))
+
+
+# Hyperparameters
+
+
+def test_an_inferred_noise_by_hand():
+    model, x = models.Regression(_bnn(1), noise=dist.HalfNormal(2.0)), torch.randn(N, 2, dtype=D)
+    program = Program(model, x, REAL)
+    assert "noise" in program.latents
+    assert program.latents["noise"].dtype == D
+    latents = _draw(program)
+    weights = sum(_normal(latents[n], 0.0, 1.0).sum() for n in model.network.sites)
+    s = latents["noise"]
+    half_normal = math.log(2) + _normal(s, 0.0, torch.tensor(2.0, dtype=D))
+    torch.testing.assert_close(program.log_prior(latents), weights + half_normal)
+    expected = _normal(REAL, _output(model, latents, x)[:, 0], s)
+    torch.testing.assert_close(program.log_likelihood(latents)["y"], expected)
+
+
+def test_a_noise_prior_is_the_default():
+    for kind in (models.Regression, models.StudentTRegression):
+        program = Program(kind(_bnn(1)), torch.randn(N, 2, dtype=D), REAL)
+        fn = program.run(program.initial).latents["noise"].distribution
+        assert isinstance(fn, dist.HalfNormal)
+        assert fn.scale == 1.0
+
+
+@pytest.mark.parametrize("start", [0.7, torch.tensor(0.7)], ids=["number", "tensor"])
+def test_a_learned_noise(start):
+    noise = PyroParam(start, constraints.positive)
+    model = models.StudentTRegression(_bnn(1), noise=noise, df=dist.Gamma(4.0, 1.0))
+    x = torch.randn(N, 2, dtype=D)
+    program = Program(model, x, REAL)
+    assert {"df"} == set(program.latents) - set(model.network.sites)
+    latents = _draw(program)
+    expected = _student(REAL, _output(model, latents, x)[:, 0], 0.7, latents["df"].item())
+    torch.testing.assert_close(program.log_likelihood(latents)["y"], expected, rtol=1e-6, atol=1e-6)
+    program.log_joint(latents).backward()
+    assert model.noise_unconstrained.grad != 0
+    assert "noise_unconstrained" in model.state_dict()
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
+def test_bad_noise(bad):
+    with pytest.raises(ValueError, match="noise must be a positive"):
+        models.Regression(_bnn(1), noise=bad)
+    with pytest.raises(ValueError, match="df"):
+        models.StudentTRegression(_bnn(1), df=bad)
+    with pytest.raises(TypeError, match="noise"):
+        models.Regression(_bnn(1), noise="loud")
+
+
+# Errors that say what to do
+
+
+def test_outputs_that_do_not_fit():
+    x = torch.randn(N, 2, dtype=D)
+    with pytest.raises(ValueError, match="two outputs per target"):
+        models.HeteroscedasticRegression(_bnn(1))(x)
+    with pytest.raises(ValueError, match="two outputs per target"):
+        models.HeteroscedasticRegression(_bnn(3))(x)
+    with pytest.raises(ValueError, match="BinaryClassification"):
+        models.Classification(_bnn(1))(x)
+    with pytest.raises(ValueError, match="integers"):
+        models.Classification(_bnn(3))(x, CLASSES.to(D))
+    with pytest.raises(TypeError, match="tensor"):
+        models.Regression(_bnn(1), noise=1.0)(x, REAL.tolist())
+
+
+@pytest.mark.parametrize(
+    "model,y",
+    [
+        (lambda: models.Classification(_bnn(3)), CLASSES + 1),
+        (lambda: models.BinaryClassification(_bnn(1)), BITS + 1),
+        (lambda: models.PoissonRegression(_bnn(1)), COUNTS - 1),
+    ],
+    ids=["classes", "bits", "counts"],
+)
+def test_targets_outside_the_support_are_told_at_the_first_step(model, y):
+    model = model()
+    with pytest.raises(ValueError, match="support"):
+        TemperedTrace_ELBO()(model, AutoMAP(model))(torch.randn(N, 2, dtype=D), y)
+
+
+def test_a_sequence_of_outputs_per_row():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 3).to(D)
+
+        def forward(self, x):
+            return self.linear(x)
+
+    x, y = torch.randn(4, 5, 2, dtype=D), torch.randint(3, (4, 5))
+    model = models.Classification(bayesianize(Net()))
+    program = Program(model, x, y)
+    latents = _draw(program)
+    out = _output(model, latents, x)
+    expected = out.log_softmax(-1).gather(-1, y[..., None])[..., 0].sum(-1)
+    torch.testing.assert_close(program.log_likelihood(latents)["y"], expected)
+
+
+def test_a_hand_written_network_fits_too():
+    class Net(PyroModule):
+        def forward(self, x):
+            w = pyro.sample("w", dist.Normal(torch.zeros(2, dtype=D), 1.0).to_event(1))
+            return x @ w
+
+    x = torch.randn(N, 2, dtype=D)
+    program = Program(handlers.temper(models.Regression(Net(), noise=0.5), 0.5), x, REAL)
+    w = torch.randn(2, dtype=D)
+    expected = _normal(w, 0.0, 1.0).sum() + 2 * _normal(REAL, x @ w, 0.5).sum()
+    torch.testing.assert_close(program.log_joint({"w": w}), expected)

@@ -1,0 +1,436 @@
+"""A bayesianized network computes what the network computes, and leaves the user's alone."""
+
+import copy
+import io
+import pickle
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+from pyro.nn import PyroParam
+from torch import nn
+from torch.distributions import constraints
+
+from pyro_bdl import bayesianize, models, priors
+from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
+from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.guides import AutoMeanField
+from pyro_bdl.modules import vmappable
+from pyro_bdl.program import record
+
+
+class _First(nn.Module):
+    """The first of what a module returns."""
+
+    def __init__(self, inner, repeat=1):
+        super().__init__()
+        self.inner, self.repeat = inner, repeat
+
+    def forward(self, x):
+        return self.inner(*[x] * self.repeat)[0]
+
+
+class _Tied(nn.Module):
+    """An autoencoder of words whose decoder is its embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.out = nn.Linear(4, 7, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, x):
+        return self.out(self.embed(x).tanh())
+
+
+WORDS = torch.tensor([[0, 1, 6], [3, 3, 2]])
+NETS = {
+    "Linear": (lambda: nn.Linear(3, 2), (5, 3)),
+    "Conv1d": (lambda: nn.Conv1d(2, 4, 3, groups=2, padding=1), (5, 2, 6)),
+    "Conv2d": (lambda: nn.Conv2d(2, 3, 3, stride=2), (5, 2, 6, 6)),
+    "Conv3d": (lambda: nn.Conv3d(1, 2, 2), (3, 1, 3, 3, 3)),
+    "Embedding": (lambda: nn.Embedding(7, 4), None),
+    "LayerNorm": (lambda: nn.LayerNorm(4), (5, 4)),
+    "BatchNorm1d": (lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), (5, 3)),
+    "BatchNorm2d": (lambda: nn.Sequential(nn.Conv2d(2, 4, 2), nn.BatchNorm2d(4)), (5, 2, 4, 4)),
+    "GroupNorm": (lambda: nn.GroupNorm(2, 4), (5, 4, 3)),
+    "MultiheadAttention": (
+        lambda: _First(nn.MultiheadAttention(4, 2, batch_first=True), 3),
+        (2, 5, 4),
+    ),
+    "TransformerEncoderLayer": (
+        lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
+        (2, 5, 4),
+    ),
+    "GRU": (lambda: _First(nn.GRU(3, 4, 2, bidirectional=True, batch_first=True)), (2, 5, 3)),
+    "LSTM": (lambda: _First(nn.LSTM(3, 4, 2, bidirectional=True, batch_first=True)), (2, 5, 3)),
+    "tied": (_Tied, None),
+}
+RECURRENT = ("GRU", "LSTM")
+
+
+@pytest.fixture(params=NETS, ids=str)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def case(kind):
+    make, shape = NETS[kind]
+    net = make()
+    for parameter in net.parameters():  # norm layers start at constants
+        nn.init.normal_(parameter, std=0.5)
+    return net, WORDS if shape is None else torch.randn(shape)
+
+
+def _own_values(bnn):
+    return {name: bnn.get_buffer(f"network.{name}") for name in bnn.sites}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_at_the_networks_own_values_the_output_is_the_same(case, training):
+    net, x = case
+    net.train(training)
+    bnn = bayesianize(net)
+    assert bnn.training == training
+    expected = copy.deepcopy(net)(x)
+    torch.testing.assert_close(record(bnn, _own_values(bnn), (x,)).result, expected)
+    torch.testing.assert_close(copy.deepcopy(bnn.net)(x), expected)
+
+
+def test_every_parameter_is_a_site_of_its_shape(case):
+    net, x = case
+    run = record(bayesianize(net, name="net"), {}, (x,))
+    shapes = {name: site.value.shape for name, site in run.latents.items()}
+    assert shapes == {f"net.{name}": value.shape for name, value in net.named_parameters()}
+    for site in run.latents.values():
+        assert site.distribution.event_shape == site.value.shape
+
+
+def test_the_output_follows_the_draw(case):
+    """Each site moves the output: none is sampled in vain."""
+    net, x = case
+    bnn = bayesianize(net)
+    values = {name: value + torch.randn_like(value) for name, value in _own_values(bnn).items()}
+    expected_net = copy.deepcopy(net)
+    with torch.no_grad():
+        for name, parameter in expected_net.named_parameters():
+            parameter.copy_(values[name])
+    torch.testing.assert_close(record(bnn, values, (x,)).result, expected_net(x))
+
+
+def test_the_users_net_is_untouched(case):
+    net, x = case
+    calls = []
+    net.register_forward_hook(lambda *_: calls.append(1))
+    net.eval()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    identity = {name: id(value) for name, value in net.named_parameters()}
+    bnn = bayesianize(net)
+    bnn.train()
+    calls.clear()
+    values = {name: value.clone().requires_grad_() for name, value in _own_values(bnn).items()}
+    record(bnn, values, (x,)).result.sum().backward()
+    assert all(value.grad is not None for value in values.values())
+    assert not net.training and not any(part.training for part in net.modules())
+    assert {name: id(value) for name, value in net.named_parameters()} == identity
+    assert all(torch.equal(net.state_dict()[name], value) for name, value in before.items())
+    assert all(value.grad is None and value.requires_grad for value in net.parameters())
+    assert len(net._forward_hooks) == 1
+    net(x)
+    with torch.no_grad():
+        for value in bnn.network.state_dict().values():
+            value.zero_()
+    assert all(torch.equal(net.state_dict()[name], value) for name, value in before.items())
+
+
+def test_the_copy_is_whole_again_after_an_error(case):
+    net, x = case
+    bnn = bayesianize(net)
+    before = {name: (id(v), v.clone()) for name, v in bnn.state_dict(keep_vars=True).items()}
+
+    def fail(*_):
+        raise RuntimeError("midway")
+
+    handle = list(bnn.net.modules())[-1].register_forward_hook(fail)
+    handle_out = bnn.net.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="midway"):
+        record(bnn, {}, (x,))
+    handle.remove()
+    handle_out.remove()
+    after = bnn.state_dict(keep_vars=True)
+    assert list(after) == list(before)
+    for name, (identity, value) in before.items():
+        assert id(after[name]) == identity, name
+        if "running" not in name and "num_batches" not in name:
+            assert torch.equal(after[name], value)
+    for module in bnn.modules():
+        if isinstance(module, nn.RNNBase):
+            for name, value in zip(module._flat_weights_names, module._flat_weights, strict=True):
+                assert value is getattr(module, name)
+
+
+def test_vmap_over_draws_is_a_loop_over_draws(kind, case):
+    net, x = case
+    bnn = bayesianize(net.eval())
+    draws = {
+        name: value + 0.3 * torch.randn(3, *value.shape) for name, value in _own_values(bnn).items()
+    }
+
+    def output(draw):
+        return record(bnn, draw, (x,)).result
+
+    loop = torch.stack([output({n: v[i] for n, v in draws.items()}) for i in range(3)])
+    if kind in RECURRENT:  # torch has no batching rule for these
+        with pytest.raises(RuntimeError, match="Batching rule"):
+            torch.vmap(output)(draws)
+        return
+    with vmappable():
+        torch.testing.assert_close(torch.vmap(output)(draws), loop)
+
+
+@pytest.mark.parametrize("follow", [lambda m: m.double(), lambda m: m.to(torch.float64)])
+def test_dtype_is_followed(case, follow):
+    net, x = case
+    bnn = follow(bayesianize(net, priors.FanIn(1.5)))
+    x = x.double() if x.is_floating_point() else x
+    run = record(bnn, {}, (x,))
+    assert run.result.dtype == torch.float64
+    for name, site in run.latents.items():
+        assert site.value.dtype == torch.float64
+        assert site.log_prob().dtype == torch.float64, name
+
+
+def test_state_dict_has_the_nets_keys_and_travels(case):
+    net, x = case
+    bnn = bayesianize(net)
+    state = bnn.state_dict()
+    assert set(state) == {f"network.{name}" for name in net.state_dict()}
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    other = copy.deepcopy(net)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    fresh = bayesianize(other)
+    fresh.load_state_dict(torch.load(file, weights_only=True))
+    output = record(fresh.eval(), _own_values(fresh), (x,)).result
+    torch.testing.assert_close(output, net.eval()(x))
+    torch.testing.assert_close(fresh.net(x), net(x))
+    user = copy.deepcopy(other)
+    user.load_state_dict({k.removeprefix("network."): v for k, v in state.items()})
+    torch.testing.assert_close(user.eval()(x), net(x))
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_stand_alone(case, how):
+    net, x = case
+    bnn = bayesianize(net).eval()
+    record(bnn, {}, (x,))
+    clone = copy.deepcopy(bnn) if how == "deepcopy" else pickle.loads(pickle.dumps(bnn))
+    values = {n: v + 1.0 for n, v in _own_values(bnn).items()}
+    expected = record(bnn, values, (x,)).result
+    assert torch.equal(record(clone, values, (x,)).result, expected)
+    with torch.no_grad():
+        for value in clone.state_dict().values():
+            value.zero_()
+    torch.testing.assert_close(bnn.net(x), net.eval()(x))
+    torch.testing.assert_close(clone.net(x), record(clone, _own_values(clone), (x,)).result)
+
+
+# Which parameters become sites
+
+
+def _mlp():
+    return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def test_tied_weights_are_one_site_in_both_places():
+    net = _Tied()
+    bnn = bayesianize(net)
+    assert bnn.sites == ("embed.weight",)
+    value = torch.randn(7, 4)
+    expected = value[WORDS].tanh() @ value.T
+    torch.testing.assert_close(record(bnn, {"embed.weight": value}, (WORDS,)).result, expected)
+
+
+def test_frozen_parameters_stay_fixed():
+    net = _mlp()
+    net[0].requires_grad_(False)
+    bnn = bayesianize(net)
+    assert bnn.sites == ("2.weight", "2.bias")
+    assert bnn.learnable == ()
+    model = models.Regression(bnn, noise=0.5)
+    x, y = torch.randn(8, 2), torch.randn(8)
+    guide = AutoMeanField(model)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), TemperedTrace_ELBO())
+    svi.step(x, y)
+    svi.step(x, y)
+    assert torch.equal(bnn.net[0].weight, net[0].weight)
+    assert not bnn.net[0].weight.requires_grad
+    assert set(guide.layout.latents) == {"2.weight", "2.bias"}
+
+
+def test_a_parameter_frozen_later_stays_frozen():
+    bnn = bayesianize(_mlp(), priors.ByName({"*.weight": priors.Normal()}))
+    bias = bnn.net[0].bias.requires_grad_(False)
+    model = models.Regression(bnn, noise=0.5)
+    guide = AutoMeanField(model)
+    x, y = torch.randn(8, 2), torch.randn(8)
+    before = bias.clone()
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), TemperedTrace_ELBO())
+    svi.step(x, y)
+    svi.step(x, y)
+    assert torch.equal(bias, before)
+    assert not bias.requires_grad
+    assert bnn.net[2].bias.grad is not None or bnn.net[2].bias.requires_grad
+
+
+def _partly():
+    return bayesianize(_mlp(), priors.ByName({"*.weight": priors.Normal(), "2.bias": None}))
+
+
+@pytest.mark.parametrize("elbo", [TemperedTrace_ELBO, TemperedTraceMeanField_ELBO, None])
+def test_parameters_without_a_prior_are_learned_by_pyro(elbo):
+    bnn = _partly()
+    assert bnn.sites == ("0.weight", "2.weight")
+    assert bnn.learnable == ("0.bias", "2.bias")
+    model = models.Regression(bnn, noise=0.5)
+    guide = AutoMeanField(model)
+    before = bnn.net[2].bias.clone()
+    x = torch.randn(8, 2)
+    elbo = pyro.infer.Trace_ELBO() if elbo is None else elbo(num_particles=2)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), elbo)
+    for _ in range(100):
+        svi.step(x, torch.full((8,), 5.0))
+    assert (bnn.net[2].bias - before).item() > 1.0
+    assert pyro.get_param_store()[f"{bnn._own_name}.network.2.bias"] is bnn.net[2].bias
+
+
+def test_parameters_without_a_prior_are_learned_by_torch():
+    bnn = _partly()
+    model = models.Regression(bnn, noise=PyroParam(torch.tensor(1.0), constraints.positive))
+    x, y = torch.randn(8, 2), torch.full((8,), 5.0)
+    guide = AutoMeanField(model).prototype(x, y)
+    before = bnn.net[2].bias.clone()
+    loss = TemperedTraceMeanField_ELBO()(model, guide)
+    parameters = list(loss.parameters())
+    ids = {id(p) for p in parameters}
+    wanted = [bnn.net[0].bias, bnn.net[2].bias, guide.loc, guide.scale_unconstrained]
+    assert {id(p) for p in wanted} < ids
+    assert len(parameters) == 5
+    optimiser = torch.optim.Adam(parameters, lr=0.05)
+    for _ in range(100):
+        optimiser.zero_grad()
+        loss(x, y).backward()
+        assert all(p.grad is not None for p in parameters)
+        optimiser.step()
+    assert (bnn.net[2].bias - before).item() > 1.0
+
+
+def test_two_instances_share_nothing_in_the_store():
+    x, y = torch.randn(8, 2), torch.randn(8)
+    first = models.Regression(_partly(), noise=PyroParam(torch.tensor(1.0), constraints.positive))
+    second = copy.deepcopy(first)
+    third = models.Regression(_partly(), noise=PyroParam(torch.tensor(2.0), constraints.positive))
+    fourth = pickle.loads(pickle.dumps(first))
+    seen = set()
+    for model in (first, second, third, fourth):
+        before = set(pyro.get_param_store().keys())
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        guide = AutoMeanField(model)
+        svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), TemperedTrace_ELBO())
+        svi.step(x, y)
+        new = set(pyro.get_param_store().keys()) - before
+        assert len(new) == 5  # two biases, the noise, and the guide's two vectors
+        seen |= {model._own_name, model.network._own_name, guide._own_name}
+        moved = [n for n, v in model.state_dict().items() if not torch.equal(v, state[n])]
+        assert sorted(moved) == [
+            "network.network.0.bias",
+            "network.network.2.bias",
+            "noise_unconstrained",
+        ]
+        for other in (first, second, third, fourth):
+            if other is not model:
+                assert other.network.net[0].bias is not model.network.net[0].bias
+    assert len(seen) == 12
+
+
+def test_the_store_forgets_what_is_gone():
+    x, y = torch.randn(8, 2), torch.randn(8)
+
+    def fit():
+        model = models.Regression(_partly(), noise=1.0)
+        guide = AutoMeanField(model)
+        SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), TemperedTrace_ELBO()).step(x, y)
+
+    import gc
+
+    fit()
+    gc.collect()
+    assert list(pyro.get_param_store().keys()) == []
+
+
+def test_pretrained_values_are_where_the_guide_starts():
+    net = _mlp()
+    model = models.Regression(bayesianize(net), noise=dist.LogNormal(-1.0, 0.3))
+    guide = AutoMeanField(model).prototype(torch.randn(4, 2), torch.randn(4))
+    median = guide.median()
+    for name, value in net.named_parameters():
+        assert torch.equal(median[name], value)
+    assert median["noise"].item() == pytest.approx(0.37, abs=0.2)
+
+
+def test_an_old_state_loaded_later_is_the_starting_point():
+    net = _mlp()
+    bnn = bayesianize(_mlp())
+    bnn.net.load_state_dict(net.state_dict())
+    model = models.Regression(bnn, noise=0.5)
+    guide = AutoMeanField(model).prototype(torch.randn(4, 2), torch.randn(4))
+    for name, value in net.named_parameters():
+        assert torch.equal(guide.median()[name], value)
+
+
+def test_a_parametrised_module_keeps_its_parametrisation():
+    net = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
+    x = torch.randn(4, 3)
+    bnn = bayesianize(net)
+    assert bnn.sites == (
+        "bias",
+        "parametrizations.weight.original0",
+        "parametrizations.weight.original1",
+    )
+    torch.testing.assert_close(record(bnn, _own_values(bnn), (x,)).result, net(x))
+
+
+# What is refused
+
+
+def test_bad_arguments():
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
+        bayesianize(lambda x: x)
+    with pytest.raises(ValueError, match="no parameter"):
+        bayesianize(nn.Linear(1, 1), priors.ByName({"nothing": priors.Normal()}))
+    with pytest.raises(ValueError, match=r"'weight'.*\(4,\).*\(1, 3\)"):
+        bayesianize(nn.Linear(3, 1), lambda name, m, p: dist.Normal(torch.zeros(4), 1.0))
+
+
+def test_weights_in_a_plate_are_refused():
+    bnn = bayesianize(nn.Linear(3, 1))
+    with (
+        pytest.raises(UnsupportedProgramError, match=r"'weight'.*'data'.*outside the plate"),
+        pyro.plate("data", 4),
+    ):
+        bnn(torch.randn(4, 3))
+
+
+def test_two_networks_in_one_program_need_names():
+    a, b = bayesianize(nn.Linear(2, 1), name="a"), bayesianize(nn.Linear(2, 1), name="b")
+    run = record(lambda x: a(x) + b(x), {}, (torch.randn(3, 2),))
+    assert list(run.latents) == ["a.weight", "a.bias", "b.weight", "b.bias"]
+    c = bayesianize(nn.Linear(2, 1))
+    with pytest.raises(UnsupportedProgramError, match=r"'weight'.*name="):
+        record(lambda x: c(x) + c(x), {}, (torch.randn(3, 2),))

@@ -1,0 +1,280 @@
+"""Weight priors: closed forms, shapes, hyperparameters as sites or learned parameters."""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+from pyro.nn import PyroParam
+from torch import nn
+from torch.distributions import constraints
+
+from pyro_bdl import Program, bayesianize, models, priors
+from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
+from pyro_bdl.guides import AutoMeanField
+from pyro_bdl.program import record
+
+
+def _learned(value=2.0):
+    return PyroParam(torch.tensor(value), constraints.positive)
+
+
+def _net(dtype=torch.float32):
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
+
+
+def _log_student(w, df, scale):
+    constant = math.lgamma((df + 1) / 2) - math.lgamma(df / 2)
+    constant -= 0.5 * math.log(df * math.pi) + math.log(scale)
+    return constant - (df + 1) / 2 * torch.log1p((w / scale) ** 2 / df)
+
+
+def _log_normal(w, scale):
+    return -0.5 * (w / scale) ** 2 - math.log(scale) - 0.5 * math.log(2 * math.pi)
+
+
+CLOSED_FORMS = {
+    "normal": (priors.Normal(0.7), lambda w: _log_normal(w, 0.7)),
+    "fan-in": (
+        priors.FanIn(1.3),
+        lambda w: _log_normal(w, 1.3 / math.sqrt(w.shape[1]) if w.dim() > 1 else 1.3),
+    ),
+    "laplace": (priors.Laplace(0.4), lambda w: -w.abs() / 0.4 - math.log(0.8)),
+    "student": (priors.StudentT(3.0, 0.5), lambda w: _log_student(w, 3.0, 0.5)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", CLOSED_FORMS)
+def test_log_densities_are_the_closed_forms(kind, dtype):
+    prior, closed_form = CLOSED_FORMS[kind]
+    bnn = bayesianize(_net(dtype), prior)
+    run = record(bnn, {}, (torch.randn(5, 3, dtype=dtype),))
+    for name, value in _net().named_parameters():
+        site = run.latents[name]
+        assert site.value.shape == value.shape
+        assert site.value.dtype == dtype
+        assert site.distribution.event_shape == value.shape
+        torch.testing.assert_close(site.log_prob(), closed_form(site.value).sum())
+
+
+def test_fan_in_counts_what_a_unit_sees():
+    w = torch.zeros(6, 2, 3, 3)
+    conv, embedding = nn.Conv2d(4, 6, 3, groups=2), nn.Embedding(6, 8)
+    prior = priors.FanIn(2.0)
+    torch.testing.assert_close(prior("", conv, w).base_dist.scale[0, 0, 0, 0].item(), 2 / 18**0.5)
+    assert (prior("", embedding, embedding.weight).base_dist.scale == 2.0).all()
+
+
+def test_draws_have_the_priors_spread():
+    bnn = bayesianize(nn.Linear(50, 100), priors.FanIn(2.0))
+    weight = record(bnn, {}, (torch.zeros(1, 50),)).latents["weight"].value
+    assert weight.std().item() == pytest.approx(2 / 50**0.5, rel=0.05)
+
+
+SCALED = {
+    "Normal": priors.Normal,
+    "FanIn": priors.FanIn,
+    "Laplace": priors.Laplace,
+    "StudentT": lambda scale: priors.StudentT(4.0, scale),
+    "StudentT df": lambda df: priors.StudentT(df, 1.0),
+    "Horseshoe": priors.Horseshoe,
+}
+
+
+@pytest.fixture(params=SCALED.values(), ids=SCALED.keys())
+def scaled(request):
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_hyperprior_is_one_site_that_all_weights_share(scaled, dtype):
+    bnn = bayesianize(_net(dtype), scaled(dist.Gamma(2.0, 3.0)))
+    run = record(bnn, {}, (torch.randn(5, 3, dtype=dtype),))
+    (hyper,) = [name for name in run.latents if name.startswith("prior.")]
+    assert run.latents[hyper].value.dtype == dtype
+    assert run.latents[hyper].value.shape == ()
+    assert list(run.latents).index(hyper) == 0
+    values = {name: site.value for name, site in run.latents.items()}
+    moved = record(bnn, values | {hyper: values[hyper] * 2}, (torch.randn(5, 3, dtype=dtype),))
+    changed = {
+        name
+        for name, site in run.latents.items()
+        if not torch.equal(site.log_prob(), moved.latents[name].log_prob())
+    }
+    users = [name for name in run.latents if name.endswith("global_scale")] or [
+        name for name, _ in _net().named_parameters()
+    ]
+    assert changed == {hyper, *users}
+
+
+def test_the_hierarchical_density_by_hand():
+    bnn = bayesianize(nn.Linear(2, 1, bias=False), priors.Normal(dist.HalfNormal(2.0)))
+    program = Program(bnn, torch.zeros(1, 2))
+    w, s = torch.tensor([[0.3, -0.8]]), torch.tensor(0.6)
+    expected = _log_normal(w, 0.6).sum() + dist.HalfNormal(2.0).log_prob(s)
+    torch.testing.assert_close(program.log_prior({"weight": w, "prior.scale": s}), expected)
+
+
+def _regression(prior, dtype=torch.float32):
+    return models.Regression(bayesianize(_net(dtype), prior), noise=0.5)
+
+
+@pytest.mark.parametrize("elbo", [TemperedTrace_ELBO, TemperedTraceMeanField_ELBO])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_learned_scale_gets_a_gradient(scaled, dtype, elbo):
+    model = _regression(scaled(_learned()), dtype)
+    x, y = torch.randn(6, 3, dtype=dtype), torch.randn(6, 2, dtype=dtype)
+    guide = AutoMeanField(model).prototype(x, y)
+    loss = elbo()(model, guide)(x, y)
+    assert loss.dtype == dtype
+    loss.backward()
+    (hyper,) = [p for name, p in model.named_parameters() if "hyper" in name]
+    assert hyper.grad is not None and hyper.grad != 0
+
+
+def test_a_learned_scale_follows_the_module():
+    model = _regression(priors.Normal(_learned()))
+    model.double()
+    bnn = model.network
+    site = record(bnn, {}, (torch.randn(2, 3, dtype=torch.float64),)).latents["0.weight"]
+    assert site.distribution.base_dist.scale.dtype == torch.float64
+    assert site.value.dtype == torch.float64
+
+
+def test_the_learned_scale_is_the_maximum_of_the_evidence():
+    """One weight known exactly: the best prior scale is |w|."""
+    bnn = bayesianize(nn.Linear(1, 1, bias=False), priors.Normal(_learned(1.0)))
+    program = Program(bnn, torch.zeros(1, 1))
+    optimiser = torch.optim.Adam(bnn.parameters(), lr=0.05)
+    for _ in range(400):
+        optimiser.zero_grad()
+        (-program.log_prior({"weight": torch.full((1, 1), -3.0)})).backward()
+        optimiser.step()
+    scale = record(bnn, {}, (torch.zeros(1, 1),)).latents["weight"].distribution.base_dist.scale
+    assert scale.item() == pytest.approx(3.0, abs=1e-3)
+
+
+def test_pyro_learns_it_too():
+    model = _regression(priors.Normal(_learned(1.0)))
+    x, y = torch.randn(6, 3), 20 * torch.randn(6, 2)
+    guide = AutoMeanField(model)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), TemperedTrace_ELBO())
+    for _ in range(150):
+        svi.step(x, y)
+    scale = next(p for name, p in model.named_parameters() if "hyper" in name).exp()
+    assert scale > 1.5
+
+
+def test_per_layer_has_one_hyperparameter_per_layer():
+    x = torch.randn(2, 3)
+    bnn = bayesianize(_net(), priors.PerLayer(priors.Normal(dist.HalfNormal(1.0))))
+    run = record(bnn, {}, (x,))
+    assert [n for n in run.latents if "prior" in n] == ["0.prior.scale", "2.prior.scale"]
+    values = {name: site.value for name, site in run.latents.items()}
+    moved = record(bnn, values | {"0.prior.scale": values["0.prior.scale"] + 1}, (x,))
+    changed = {
+        name
+        for name in values
+        if not torch.equal(run.latents[name].log_prob(), moved.latents[name].log_prob())
+    }
+    assert changed == {"0.prior.scale", "0.weight", "0.bias"}
+    learned = bayesianize(_net(), priors.PerLayer(priors.Normal(_learned())))
+    assert len(list(learned.parameters())) == 2
+    assert list(record(learned, {}, (x,)).latents) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    with pytest.raises(TypeError, match="PerLayer"):
+        priors.PerLayer(lambda name, module, parameter: None)
+
+
+def test_by_name():
+    x = torch.randn(2, 3)
+    rules = {
+        "0.*": priors.Normal(dist.HalfNormal(1.0)),
+        "*.weight": priors.Laplace(dist.HalfNormal(2.0)),
+        "2.bias": None,
+    }
+    bnn = bayesianize(_net(), priors.ByName(rules))
+    run = record(bnn, {}, (x,))
+    assert list(run.latents) == [
+        "prior[0.*].scale",
+        "0.weight",
+        "0.bias",
+        "prior[*.weight].scale",
+        "2.weight",
+    ]
+    assert bnn.learnable == ("2.bias",)
+    assert isinstance(run.latents["2.weight"].distribution.base_dist, dist.Laplace)
+    with pytest.raises(ValueError, match="rule"):
+        priors.ByName({})
+
+
+def test_by_name_within_per_layer():
+    rule = priors.ByName({"*": priors.Normal(dist.HalfNormal(1.0))})
+    run = record(bayesianize(_net(), priors.PerLayer(rule)), {}, (torch.randn(2, 3),))
+    hypers = [name for name in run.latents if "scale" in name]
+    assert len(hypers) == 2
+
+
+def test_horseshoe_by_hand():
+    bnn = bayesianize(nn.Linear(2, 1, bias=False), priors.Horseshoe(0.5))
+    program = Program(bnn, torch.zeros(1, 2))
+    assert list(program.latents) == ["weight.global_scale", "weight.local_scale", "weight"]
+    assert program.latents["weight.local_scale"].shape == (1, 2)
+    tau, local, w = torch.tensor(0.3), torch.tensor([[1.0, 2.0]]), torch.tensor([[0.1, -0.7]])
+    expected = (
+        dist.HalfCauchy(0.5).log_prob(tau)
+        + dist.HalfCauchy(1.0).log_prob(local).sum()
+        + dist.Normal(0.0, tau * local).log_prob(w).sum()
+    )
+    values = {"weight.global_scale": tau, "weight.local_scale": local, "weight": w}
+    torch.testing.assert_close(program.log_prior(values), expected)
+
+
+def test_names_go_before_hyperparameters_too():
+    bnn = bayesianize(_net(), priors.Normal(dist.HalfNormal(1.0)), name="net")
+    assert next(iter(record(bnn, {}, (torch.randn(2, 3),)).latents)) == "net.prior.scale"
+
+
+def test_any_callable_is_a_prior():
+    def prior(name, module, parameter):
+        if name.endswith("bias"):
+            return None
+        assert isinstance(module, nn.Linear)
+        mixture = dist.Normal(torch.tensor([0.0, 0.0]), torch.tensor([1.0, 0.1]))
+        return dist.MixtureSameFamily(dist.Categorical(torch.ones(2)), mixture)
+
+    bnn = bayesianize(_net(torch.float64), prior)
+    assert bnn.sites == ("0.weight", "2.weight")
+    model = models.Regression(bnn, noise=0.5)
+    x, y = torch.randn(6, 3, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
+    program = Program(model, x, y)
+    vectors = torch.randn(3, program.size, dtype=torch.float64)
+    w = program.constrain(vectors[0])[0]["0.weight"]
+    by_hand = torch.logaddexp(_log_normal(w, 1.0), _log_normal(w, 0.1)) - math.log(2)
+    site = program.run(program.constrain(vectors[0])[0]).latents["0.weight"]
+    torch.testing.assert_close(site.log_prob(), by_hand.sum())
+    loop = torch.stack([program.log_density(vector) for vector in vectors])
+    torch.testing.assert_close(torch.vmap(program.log_density)(vectors), loop)
+    TemperedTraceMeanField_ELBO()(model, AutoMeanField(model))(x, y).backward()
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("prior", [priors.Normal, priors.FanIn, priors.Laplace, priors.Horseshoe])
+def test_bad_scales(prior, value):
+    with pytest.raises(ValueError, match="positive finite"):
+        prior(value)
+
+
+def test_bad_types():
+    with pytest.raises(TypeError, match="scale must be a number"):
+        priors.Normal("wide")
+    with pytest.raises(ValueError, match="df"):
+        priors.StudentT(df=0.0)
+
+
+def test_a_learned_scale_may_be_given_as_a_number():
+    model = _regression(priors.Normal(PyroParam(0.5, constraints.positive)))
+    site = record(model.network, {}, (torch.randn(2, 3),)).latents["0.weight"]
+    torch.testing.assert_close(site.distribution.base_dist.scale[0, 0].item(), 0.5)
