@@ -1,7 +1,9 @@
 """``compare``: posteriors of one program side by side, and how far each is from a reference."""
 
+import difflib
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +12,31 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from pyro_bdl import metrics, plots
+from pyro_bdl.checks import check_finite_tensor
+from pyro_bdl.columns import columns
 from pyro_bdl.evaluation import Evaluation, Test, Units, class_labels, evaluate
 from pyro_bdl.samples import Samples
-from pyro_bdl.table import Column, to_csv, to_text
+from pyro_bdl.table import Column, groups, to_csv, to_text
 from pyro_bdl.verdicts import verdict
 
 # Test points at which whole sets of draws are kept, and numbers that these may be in all.
-_POINTS = 400
+_POINTS = 1000
 _NUMBERS = 2**24
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What ``compare`` found; print it for the table.
+    """What ``compare`` found; print it for the table and the verdicts.
 
-    :param rows: a dict per posterior, and a last one for the reference's two halves against each
-        other, the floor of the distances.
-    :param columns: what the rows hold, with a sentence on each.
-    :param verdicts: posterior -> one sentence computed from its row.
+    Attributes:
+        task: ``"regression"`` or ``"classification"``.
+        reference: name of the reference, or None.
+        rows: a dict for each posterior, and a last one for the reference's two halves against
+            each other, the floor of the distances.
+        columns: what the rows hold, with a sentence on each.
+        verdicts: posterior to one sentence computed from its row.
+        evaluations: posterior to its draws at the test points that were kept.
+        inputs, y: these test points, the targets of a regression in their own units.
     """
 
     task: str
@@ -35,76 +44,109 @@ class Comparison:
     rows: tuple[dict[str, Any], ...]
     columns: tuple[Column, ...]
     verdicts: Mapping[str, str]
-    evaluations: Mapping[str, Evaluation]
-    inputs: tuple[Tensor, ...]
-    y: Tensor
+    evaluations: Mapping[str, Evaluation] = field(repr=False)
+    inputs: tuple[Tensor, ...] = field(repr=False)
+    y: Tensor = field(repr=False)
 
     def __str__(self) -> str:
-        lines = [to_text(self.rows, self.columns), ""]
-        width = max(map(len, self.verdicts))
-        lines += [f"{name.ljust(width)}  {text}" for name, text in self.verdicts.items()]
-        return "\n".join(lines)
+        return self.to_text()
+
+    def to_text(self, width: int | None = None) -> str:
+        """Table and verdicts, groups of columns below each other where they are wider than
+        ``width`` characters."""
+        longest = max(map(len, self.verdicts))
+        said = [f"{name.ljust(longest)}  {text}" for name, text in self.verdicts.items()]
+        blocks = [to_text(self.rows, block) for block in self._blocks(width)]
+        return "\n\n".join([*blocks, "\n".join(said)])
+
+    def _blocks(self, width: int | None) -> list[list[Column]]:
+        name, rest = self.columns[0], list(self.columns[1:])
+        blocks = [[name]]
+        for _, count in groups(rest):
+            group, rest = rest[:count], rest[count:]
+            lines = to_text(self.rows, [*blocks[-1], *group]).splitlines()
+            if width is None or len(blocks[-1]) == 1 or max(map(len, lines)) <= width:
+                blocks[-1] += group
+            else:
+                blocks.append([name, *group])
+        return blocks
 
     def to_csv(self, path: str | Path) -> Path:
-        """Write the rows as CSV, numbers unrounded."""
-        return to_csv(path, self.rows, self.columns)
+        """Write the rows, numbers unrounded, with the verdicts; returns the path."""
+        rows = [{**row, "verdict": self.verdicts.get(row["posterior"])} for row in self.rows]
+        return to_csv(path, rows, [*self.columns, Column("verdict", "verdict", style="text")])
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """The rows by posterior."""
+        """The rows and verdicts by posterior, in types that JSON knows; None for no number."""
         return {
-            row["posterior"]: {k: v for k, v in row.items() if k != "posterior"}
+            row["posterior"]: {
+                key: value if _is_known(value) else None
+                for key, value in row.items()
+                if key != "posterior"
+            }
+            | {"verdict": self.verdicts.get(row["posterior"])}
             for row in self.rows
         }
 
-    def figures(self, *, units: str = "") -> dict[str, Figure]:
-        """Pictures of the comparison, by caption.
+    def figures(self, *, target: str = "target", units: str = "") -> dict[str, Figure]:
+        """Pictures of the comparison, by a name that suits a file; see :data:`CAPTIONS`.
 
-        :param units: of the target, for the labels.
+        Args:
+            target: what the target is, for labels.
+            units: of the target, for labels.
         """
         found: dict[str, Figure] = {}
         functions = {name: said.function for name, said in self.evaluations.items()}
         x = self.inputs[0]
         if self.task == "regression":
-            drawn = {name: said.predictions for name, said in self.evaluations.items()}
-            caption = "Share of test targets inside central intervals of each level"
-            found[caption] = plots.calibration(
-                drawn, self.y, task=self.task, reference=self.reference
-            )
-            if x.dim() <= 2 and x[0].numel() == 1:
-                found["Mean and 90 % interval of the function"] = plots.predictive_bands(
-                    x, functions, reference=self.reference
+            if x[0].numel() == 1 and next(iter(functions.values())).dim() == 2:
+                found["bands"] = plots.predictive_bands(
+                    x.reshape(-1), functions, reference=self.reference, ylabel=target
                 )
+            drawn = {name: said.predictions for name, said in self.evaluations.items()}
+            y = self.y.reshape(next(iter(drawn.values())).shape[1:])
         else:
-            means = {name: said.mean for name, said in self.evaluations.items()}
-            labels = class_labels(self.y, next(iter(means.values())))
-            found["Share of right answers by confidence"] = plots.calibration(
-                means, labels, task=self.task, reference=self.reference
-            )
+            drawn = {name: said.function.mean(0) for name, said in self.evaluations.items()}
+            y = class_labels(self.y, next(iter(drawn.values())))
+        found["calibration"] = plots.calibration(drawn, y, task=self.task, reference=self.reference)
         if self.reference is None or len(functions) < 2:
             return found
-        quantity = "prediction" if self.task == "regression" else "probability"
-        found[f"Mean and sd of the {quantity} at each test point, against {self.reference}"] = (
-            plots.function_space(
-                functions, reference=self.reference, quantity=quantity, units=units
-            )
+        quantity = f"predicted {target}"
+        if self.task == "classification":
+            quantity = "class probabilities"
+            if functions[self.reference].shape[-1] == 2:  # the other class mirrors this one
+                functions = {name: draws[..., 1] for name, draws in functions.items()}
+        found["function_space"] = plots.function_space(
+            functions, reference=self.reference, quantity=quantity, units=units
         )
         return found | self._cost(units)
 
     def _cost(self, units: str) -> dict[str, Figure]:
         key = "wasserstein" if self.task == "regression" else "total_variation"
         *rows, floor = self.rows
-        known = [row for row in rows if row.get("seconds") and row.get(key) is not None]
-        reference = next(row for row in rows if row["posterior"] == self.reference)
-        if not known or not reference.get("seconds"):
+        known = [row for row in rows if _is_known(row.get("seconds"))]
+        others = [row for row in known if row["posterior"] != self.reference]
+        if not others:
             return {}
         figure = plots.cost_against_quality(
-            {row["posterior"]: row["seconds"] for row in [*known, reference]},
-            {row["posterior"]: row[key] for row in known},
+            {row["posterior"]: row["seconds"] for row in known},
+            {row["posterior"]: row[key] for row in others},
             reference=self.reference,
-            floor=floor[key],
-            units=units if self.task == "regression" else "",
+            floor=floor.get(key),
+            units=units if self.task == "regression" else "total variation",
         )
-        return {f"Seconds to fit against the distance to {self.reference}": figure}
+        return {"cost": figure}
+
+
+CAPTIONS = {
+    "bands": "Mean and 90 % interval of the function along the feature.",
+    "calibration": "Calibration on the test data: below the diagonal, a posterior is "
+    "overconfident.",
+    "function_space": "Mean and sd at each test point: on the diagonal, a posterior agrees with "
+    "the reference.",
+    "cost": "Time to fit against the distance to the reference. The dashed line is the distance "
+    "between two halves of the reference's own draws.",
+}
 
 
 def compare(
@@ -117,48 +159,50 @@ def compare(
     elbos: Mapping[str, float | None] | None = None,
     target_scale: float = 1.0,
     target_shift: float = 0.0,
+    seed: int = 0,
 ) -> Comparison:
     """Score posteriors of a program on test data, and measure their distance to a reference.
 
-    Distances are in function space: between the draws of the site ``f`` (or the mean of the
-    observation, or the class probabilities) at the test inputs.
+    Distances are in function space: between the draws of the site ``f`` (or of the observation's
+    mean where there is none, or of the class probabilities) at up to 1000 of the test inputs.
+    The same seed gives the same table.
 
-    :param model: a Pyro program with one observed site, called with ``*test``.
-    :param posteriors: name -> guide or ``Samples``.
-    :param test: the test inputs and, last, the targets; at least one row.
-    :param reference: the posterior that the others are held against, None for none.
-    :param num_samples: draws of each guide; of ``Samples`` all are taken.
-    :param seconds, elbos: training time and ELBO at temperature 1, by name, where known.
-    :param target_scale, target_shift: the target in its own units is y * scale + shift.
-    :raises ValueError: for no posteriors, an unknown reference, or test data that do not fit.
+    Args:
+        model: a Pyro program with one observed site, called with ``*test`` and, to predict, with
+            None for the targets.
+        posteriors: name to guide or ``Samples``; Pyro's own guides too.
+        test: the test inputs and, last, the targets, each ``(N, ...)``.
+        reference: the posterior that the others are held against; None for none.
+        num_samples: draws of each guide, at least 2; of ``Samples`` all are taken.
+        seconds, elbos: training time and ELBO at temperature 1, by name, where known. The seconds
+            of ``Samples`` are known.
+        target_scale, target_shift: the target in its own units is ``y * scale + shift``; a
+            regression is reported in these.
+        seed: of the guides' draws and the noise of predictions.
+
+    Raises:
+        TypeError: a posterior that is neither a guide nor ``Samples``, test data that are not
+            tensors.
+        ValueError: no posterior, an unknown reference, several observed sites, a posterior of
+            another program, test data that do not fit or are not finite.
     """
-    if not posteriors:
-        raise ValueError("posteriors is empty: give at least one guide or Samples by name")
-    if reference is not None and reference not in posteriors:
-        raise ValueError(
-            f"reference {reference!r} is not among the posteriors ({', '.join(posteriors)}); "
-            "reference=None compares without one"
-        )
-    if len(test) < 2 or not len(test[-1]):
-        raise ValueError("give the test inputs and the test targets, with at least one row")
-    if any(len(part) != len(test[-1]) for part in test):
-        rows = ", ".join(str(len(part)) for part in test)
-        raise ValueError(f"test inputs and targets must have the same number of rows, got {rows}")
-    data = Test(tuple(test[:-1]), test[-1])
+    _check_posteriors(posteriors, reference, seconds or {}, elbos or {})
+    data = _test_data(test)
+    if num_samples < 2:
+        raise ValueError(f"num_samples must be at least 2, got {num_samples}")
+    if not (math.isfinite(target_scale) and target_scale > 0):
+        raise ValueError(f"target_scale must be positive and finite, got {target_scale}")
     kept = _kept_rows(posteriors, data, num_samples)
     units = Units(target_scale, target_shift)
-    evaluations = {
-        name: evaluate(
-            name, model, posterior, data, num_samples=num_samples, kept=kept, units=units
-        )
-        for name, posterior in posteriors.items()
-    }
+    evaluations = {}
+    with torch.random.fork_rng(devices=[data.y.device] if data.y.is_cuda else []):
+        for name, posterior in posteriors.items():
+            torch.manual_seed(seed)
+            evaluations[name] = evaluate(
+                name, model, posterior, data, num_samples=num_samples, kept=kept, units=units
+            )
     task = next(iter(evaluations.values())).task
-    times = {
-        name: posterior.info["seconds"]
-        for name, posterior in posteriors.items()
-        if isinstance(posterior, Samples) and "seconds" in posterior.info
-    } | dict(seconds or {})
+    times = _sampling_times(posteriors) | dict(seconds or {})
     rows: list[dict[str, Any]] = []
     for name, said in evaluations.items():
         row = {"posterior": name, "seconds": times.get(name), "elbo": (elbos or {}).get(name)}
@@ -166,27 +210,63 @@ def compare(
         if reference is not None and name != reference:
             row |= _distances(task, said.function, evaluations[reference].function)
         rows.append(row)
-    floor = None
-    if reference is not None:
-        said = evaluations[reference]
-        floor = {"posterior": f"{reference}, its halves"} | _floor(task, said)
-        rows.append(floor)
+    floor = None if reference is None else _floor(task, reference, evaluations[reference])
     verdicts = {
         row["posterior"]: verdict(row, reference=reference, floor=floor, points=data.rows)
         for row in rows
-        if row is not floor
     }
-    y = data.y[kept] if task == "regression" else data.y
+    rows += [] if floor is None else [floor]
+    y = data.y[kept]
     return Comparison(
         task=task,
         reference=reference,
         rows=tuple(rows),
-        columns=_columns(task, reference, rows),
+        columns=tuple(
+            column
+            for column in columns(task, reference)
+            if any(_is_known(row.get(column.key)) for row in rows)
+        ),
         verdicts=verdicts,
         evaluations=evaluations,
         inputs=tuple(x[kept] for x in data.inputs),
         y=y * target_scale + target_shift if task == "regression" else y,
     )
+
+
+# --------------------------------------------------------------------------------------- rows
+
+
+def _distances(task: str, draws: Tensor, reference: Tensor) -> dict[str, float]:
+    """How far two sets of draws (S, N, ...) of a function are from each other.
+
+    ``mean_shift`` is the difference of the means in sds of the reference.
+    """
+    ours, theirs = _sd(draws), _sd(reference)
+    found = {
+        "mean_error": metrics.mean_error(draws, reference),
+        "sd_error": metrics.sd_error(draws, reference),
+        "wasserstein": metrics.wasserstein1(draws, reference),
+        "sd_ratio": ours.mean() / theirs.mean(),
+    }
+    found["mean_shift"] = found["mean_error"] / theirs.square().mean().sqrt()
+    if task == "classification":
+        found["agreement"] = metrics.agreement(draws, reference)
+        found["total_variation"] = metrics.total_variation(draws, reference)
+    return {key: value.item() for key, value in found.items()}
+
+
+def _sd(draws: Tensor) -> Tensor:
+    # Less the first draw: equal draws then have an sd of exactly zero.
+    return (draws - draws[0]).std(0, correction=0).double()
+
+
+def _floor(task: str, reference: str, said: Evaluation) -> dict[str, Any]:
+    """The distances between two halves of the reference's own draws."""
+    row: dict[str, Any] = {"posterior": f"{reference}, half to half"}
+    if len(said.function) >= 2:
+        first, second = metrics.halves(said.function, chains=said.chains)
+        row |= _distances(task, first, second)
+    return row
 
 
 def _kept_rows(posteriors: Mapping[str, Any], test: Test, num_samples: int) -> Tensor:
@@ -198,94 +278,61 @@ def _kept_rows(posteriors: Mapping[str, Any], test: Test, num_samples: int) -> T
     return (torch.arange(count, device=test.y.device) * test.rows) // count
 
 
-def _distances(task: str, draws: Tensor, reference: Tensor) -> dict[str, float]:
-    """How far two sets of draws (S, N, ...) of a function are from each other."""
-    ours, theirs = _sd(draws), _sd(reference)
-    shift = draws.mean(0) - reference.mean(0)
-    found = {
-        "mean_error": metrics.mean_error(draws, reference).item(),
-        "sd_error": metrics.sd_error(draws, reference).item(),
-        "sd_ratio": (ours.mean() / theirs.mean()).item(),
-        "mean_shift": (shift.square().mean() / theirs.square().mean()).sqrt().item(),
-    }
-    if task == "regression":
-        return found | {"wasserstein": metrics.wasserstein1(draws, reference).item()}
-    return found | {
-        "agreement": metrics.agreement(draws, reference).item(),
-        "total_variation": metrics.total_variation(draws, reference).item(),
+def _sampling_times(posteriors: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        name: posterior.info["seconds"]
+        for name, posterior in posteriors.items()
+        if isinstance(posterior, Samples) and "seconds" in posterior.info
     }
 
 
-def _sd(draws: Tensor) -> Tensor:
-    return draws.std(0, correction=0)
+def _is_known(value: object) -> bool:
+    return value is not None and not (isinstance(value, float) and math.isnan(value))
 
 
-def _floor(task: str, said: Evaluation) -> dict[str, float]:
-    """The distances between two halves of the reference's own draws."""
-    found: dict[str, float] = {}
-
-    def measure(a: Tensor, b: Tensor) -> Tensor:
-        found.update(_distances(task, a, b))
-        return a.new_tensor(0.0)
-
-    if len(said.function) >= 2:
-        metrics.split_half(said.function, measure, chains=said.chains)
-    return found
+# ------------------------------------------------------------------------------------- checks
 
 
-def _columns(task: str, reference: str | None, rows: list[dict[str, Any]]) -> tuple[Column, ...]:
-    fit, test = "training", "test data"
-    columns = [
-        Column("posterior", "posterior", style="text"),
-        Column("seconds", "seconds", fit, "wall-clock seconds of the fit"),
-        Column("elbo", "ELBO", fit, "bound on the log evidence at temperature 1, nats", digits=4),
-    ]
-    if task == "regression":
-        columns += [
-            Column("rmse", "RMSE", test, "root mean square error, in units of the target"),
-            Column("nlpd", "NLPD", test, "negative log predictive density per datum, nats"),
-            Column(
-                "crps", "CRPS", test, "continuous ranked probability score, in units of the target"
-            ),
-            Column(
-                "coverage", "90% cov.", test, "share of targets in the 90 % interval", "percent"
-            ),
-        ]
-    else:
-        columns += [
-            Column("accuracy", "accuracy", test, "share of right answers", "percent"),
-            Column("nlpd", "NLPD", test, "negative log predictive density per datum, nats"),
-            Column("brier", "Brier", test, "squared error of the class probabilities"),
-            Column("ece", "ECE", test, "expected calibration error, 15 bins"),
-        ]
-    if reference is not None:
-        group = f"distance to {reference}"
-        columns += [
-            Column("mean_error", "mean", group, "root mean square difference of the means of f"),
-            Column("sd_error", "sd", group, "root mean square difference of the sds of f"),
-        ]
-        if task == "regression":
-            text = "Wasserstein-1 distance of f, averaged over test points, in units of the target"
-            columns.append(Column("wasserstein", "W1", group, text))
-        else:
-            columns += [
-                Column(
-                    "agreement",
-                    "agree",
-                    group,
-                    "share of points with the same top class",
-                    "percent",
-                ),
-                Column("total_variation", "TV", group, "total variation of the mean probabilities"),
-            ]
-        columns.append(
-            Column("sd_ratio", "sd ratio", group, "mean sd of f, relative to the reference")
+def _check_posteriors(
+    posteriors: Mapping[str, Any],
+    reference: str | None,
+    seconds: Mapping[str, float],
+    elbos: Mapping[str, float | None],
+) -> None:
+    if not isinstance(posteriors, Mapping):
+        raise TypeError(
+            f"posteriors must be a mapping from names to guides or Samples, got "
+            f"{type(posteriors).__name__}"
         )
-    if any("divergences" in row for row in rows):
-        group = "convergence, f"
-        columns += [
-            Column("rhat", "R-hat", group, "largest rank-normalised split R-hat of f", digits=4),
-            Column("ess_min", "min ESS", group, "smallest bulk effective sample size of f"),
-            Column("divergences", "div.", group, "divergent transitions after warm-up"),
-        ]
-    return tuple(columns)
+    if not posteriors:
+        raise ValueError("posteriors is empty: give at least one guide or Samples by name")
+    there = ", ".join(map(repr, posteriors))
+    if reference is not None and reference not in posteriors:
+        near = difflib.get_close_matches(str(reference), posteriors, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(
+            f"reference {reference!r} is not among the posteriors; {hint}There are: {there}; "
+            f"reference=None compares without one"
+        )
+    for argument, values in (("seconds", seconds), ("elbos", elbos)):
+        unknown = [name for name in values if name not in posteriors]
+        if unknown:
+            raise ValueError(
+                f"{argument} has {unknown[0]!r}, which is not among the posteriors: {there}"
+            )
+
+
+def _test_data(test: tuple[Tensor, ...]) -> Test:
+    if len(test) < 2:
+        raise ValueError("give the test inputs and, last, the test targets")
+    for place, part in enumerate(test):
+        name = "y_test" if place == len(test) - 1 else "x_test"
+        if not isinstance(part, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(part).__name__}")
+        if part.dim() == 0 or not len(part):
+            raise ValueError(f"{name} must have at least one row")
+        check_finite_tensor(name, part)
+    if len({len(part) for part in test}) > 1:
+        shapes = ", ".join(str(tuple(part.shape)) for part in test)
+        raise ValueError(f"x_test and y_test must have the same number of rows, got {shapes}")
+    return Test(tuple(test[:-1]), test[-1])

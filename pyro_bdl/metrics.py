@@ -323,19 +323,31 @@ def split_half(
     Args:
         draws: ``(S, N, ...)``, chain after chain.
         distance: a distance of this module.
-        chains: how many chains of equal length the draws are. Half of the chains are compared
-            with the others; a single chain is cut in the middle.
+        chains: see :func:`halves`.
+
+    Raises:
+        ValueError: fewer than 2 draws, or S is no multiple of ``chains``.
+    """
+    return distance(*halves(draws, chains=chains))
+
+
+def halves(draws: Tensor, *, chains: int = 1) -> tuple[Tensor, Tensor]:
+    """Two halves of draws: half of the chains and the others, or both ends of a single chain.
+
+    Args:
+        draws: ``(S, N, ...)``, chain after chain.
+        chains: how many chains of equal length the draws are.
 
     Raises:
         ValueError: fewer than 2 draws, or S is no multiple of ``chains``.
     """
     size = draws.shape[0]
     if size < 2:
-        raise ValueError("split_half needs at least 2 draws, but draws has 1: draw more")
+        raise ValueError("two halves need at least 2 draws, but draws has 1: draw more")
     if chains < 1 or size % chains:
         raise ValueError(f"chains={chains} does not divide the {size} draws")
     middle = size // 2 if chains == 1 else chains // 2 * (size // chains)
-    return distance(draws[:middle], draws[middle:])
+    return draws[:middle], draws[middle:]
 
 
 # ------------------------------------------------------------------------------------ helpers
