@@ -29,7 +29,7 @@ def sampled_kl(q: Mapping[str, Site], p: Mapping[str, Site]) -> Tensor:
     """log q(w) - log p(w) at the draw w that the sites hold, a scalar."""
     terms = [site.log_prob().sum() for site in q.values()]
     terms += [-site.log_prob().sum() for site in p.values()]
-    return torch.stack(terms).sum()
+    return _sum(terms)
 
 
 def mean_field_kl(q: Mapping[str, Site], p: Mapping[str, Site]) -> Tensor:
@@ -44,7 +44,7 @@ def mean_field_kl(q: Mapping[str, Site], p: Mapping[str, Site]) -> Tensor:
         # an auxiliary site of the guide has no counterpart in the program
         terms.append(site.log_prob().sum() if prior is None else _site_kl(site, prior))
     terms += [-p[name].log_prob().sum() for name in p if name not in q]
-    return torch.stack(terms).sum()
+    return _sum(terms)
 
 
 def diagonal_normal_kl(
@@ -79,7 +79,7 @@ def diagonal_normal_kl(
         distance = (layout.take(loc, names) - prior_loc) / prior_scale
         quadratic = torch.dot(ratio, ratio) + torch.dot(distance, distance)
         terms.append(0.5 * (quadratic - len(ratio)) - ratio.log().sum())
-    return terms[0] if len(terms) == 1 else torch.stack(terms).sum()
+    return _sum(terms)
 
 
 def marginal(latent: Latent, loc: Tensor, scale: Tensor) -> TorchDistribution:
@@ -100,7 +100,13 @@ def entropy(q: Mapping[str, Site]) -> Tensor:
         except NotImplementedError:
             value = -site.distribution.log_prob(site.value)
         terms.append((value * site.scale).sum())
-    return torch.stack(terms).sum()
+    return _sum(terms)
+
+
+def _sum(terms: list[Tensor]) -> Tensor:
+    if len(terms) == 1:
+        return terms[0]
+    return torch.stack(terms).sum() if terms else torch.zeros(())
 
 
 def _alike(a: Site, b: Site) -> bool:

@@ -4,6 +4,7 @@ L(eta) = E_q[log p(y | w)] - eta KL(q || p(w)), the sum over data scaled by N / 
 approximates the tempered posterior p(y | w)^(1/eta) p(w); eta = 1 is Bayes.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from pyro_bdl.guides.base import Guide
 from pyro_bdl.handlers import check_temperature
 from pyro_bdl.modules import preserved_buffers
 from pyro_bdl.program import Run, record
-from pyro_bdl.vectorize import map_draws
+from pyro_bdl.vectorize import DrawMap
 
 Temperature = float | Callable[[int], float]
 
@@ -55,14 +56,14 @@ class TemperedTrace_ELBO(Trace_ELBO):
         self.temperature = self.schedule(0)
         self.kl: Tensor | None = None
         self.expected_log_likelihood: Tensor | None = None
+        self._map = DrawMap()
         self._checked: tuple[int, int] | None = None
 
     def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """-L(eta) at the present step's temperature; the step counter stays."""
         with torch.no_grad():
             loss = self._loss(model, guide, args, kwargs).item()
-        warn_if_nan(loss, "loss")
-        return loss
+        return _questioned(loss, model, args, kwargs)
 
     def differentiable_loss(
         self, model: Callable, guide: Callable, *args: Any, **kwargs: Any
@@ -75,10 +76,9 @@ class TemperedTrace_ELBO(Trace_ELBO):
     def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """-L(eta), its gradients added to the parameters'."""
         loss = self.differentiable_loss(model, guide, *args, **kwargs)
+        value = _questioned(loss.item(), model, args, kwargs)
         if loss.requires_grad:
             loss.backward(retain_graph=self.retain_graph)
-        value = loss.item()
-        warn_if_nan(value, "loss")
         return value
 
     def _loss(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Tensor:
@@ -105,7 +105,7 @@ class TemperedTrace_ELBO(Trace_ELBO):
             q = record(guide, {}, args, kwargs)
             values = {name: site.value for name, site in q.latents.items()}
             p = record(model, values | q.subsamples, args, kwargs)
-            kl = self._site_kl(q, p)
+            kl = self._site_kl(q, p) + q.log_likelihood()  # of the guide's own factors
             disorder = entropy(q.latents) if self.is_cold else torch.zeros_like(kl)
             particles.append((p.log_likelihood(), kl, disorder))
         likelihood, kl, disorder = (torch.stack(t).mean() for t in zip(*particles, strict=True))
@@ -127,7 +127,7 @@ class TemperedTrace_ELBO(Trace_ELBO):
         vectors = guide.sample_vectors(self.num_particles)
         if self.num_particles == 1:
             return particle({"u": vectors[0]})
-        likelihood, kl, disorder = (t.mean() for t in map_draws(particle, {"u": vectors}))
+        likelihood, kl, disorder = (t.mean() for t in self._map(particle, {"u": vectors}))
         return likelihood, kl, disorder
 
     def _site_kl(self, q: Run, p: Run) -> Tensor:
@@ -158,14 +158,26 @@ def _as_schedule(temperature: Temperature) -> Callable[[int], float]:
     return lambda step: temperature
 
 
+def _questioned(loss: float, model: Callable, args: tuple, kwargs: dict) -> float:
+    """The loss; where it is not finite for bad data, an error that names their rows."""
+    if not math.isfinite(loss):
+        check_finite(model, args, kwargs)
+        warn_if_nan(loss, "loss")
+    return loss
+
+
 def _check(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
-    """Pyro's own checks of a pair, once, since later runs do without validation."""
+    """What is asked of a pair, once: later runs do without Pyro's validation."""
     check_finite(model, args, kwargs)
     with poutine.block(), torch.no_grad(), preserved_buffers():
-        Trace_ELBO().loss(model, guide, *args, **kwargs)
         q = record(guide, {}, args, kwargs)
         values = {name: site.value for name, site in q.latents.items()}
         p = record(model, values | q.subsamples, args, kwargs)
+        _check_sites(q, p, isinstance(guide, Guide))
+        Trace_ELBO().loss(model, guide, *args, **kwargs)
+
+
+def _check_sites(q: Run, p: Run, complete: bool) -> None:
     for name, site in q.latents.items():
         if not site.distribution.has_rsample:
             raise ValueError(
@@ -180,3 +192,9 @@ def _check(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
     missing = [name for name in p.latents if name not in q.latents]
     if missing:
         raise ValueError(f"the guide has no value for the latent site '{missing[0]}'")
+    surplus = [name for name in q.latents if name not in p.latents] if complete else []
+    if surplus:
+        raise ValueError(
+            f"the guide has the site '{surplus[0]}', which is no latent of the program here: make "
+            "a new guide, and give prototype(...) the targets too"
+        )

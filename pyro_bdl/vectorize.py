@@ -19,47 +19,63 @@ def number_of_draws(draws: Draws) -> int:
     return next(iter(draws.values())).shape[0]
 
 
-def map_draws(
-    function: Callable[[Draws], Any],
-    draws: Draws,
-    *,
-    chunk_size: int | None = None,
-    finish: Callable[[Any], Any] | None = None,
-) -> Any:
-    """Stack function(draw) over the leading axis of ``draws``; random numbers differ by draw.
+class DrawMap:
+    """Stacks function(draw) over draws; random numbers differ by draw.
 
-    Uses ``vmap``, or a loop where an operator of the network has no batching rule.
-
-    :param chunk_size: how many draws are evaluated at once; all by default.
-    :param finish: applied to each chunk's stacked results, outside ``vmap``.
+    Uses ``vmap``; where an operator of the network has no batching rule it says so, once, and
+    loops over the draws from then on.
     """
-    total = number_of_draws(draws)
-    chunk_size = min(chunk_size or total, total)
-    evaluate = _vmapped
-    result = None
-    for start in range(0, total, chunk_size):
-        chunk = {name: value[start : start + chunk_size] for name, value in draws.items()}
+
+    def __init__(self) -> None:
+        self._evaluate = _vmapped
+
+    def __call__(
+        self,
+        function: Callable[[Draws], Any],
+        draws: Draws,
+        *,
+        chunk_size: int | None = None,
+        finish: Callable[[Any], Any] | None = None,
+    ) -> Any:
+        """Stack function(draw) over the leading axis of ``draws``.
+
+        :param chunk_size: how many draws are evaluated at once; all by default.
+        :param finish: applied to each chunk's stacked results, outside ``vmap``.
+        """
+        total = number_of_draws(draws)
+        chunk_size = min(chunk_size or total, total)
+        result = None
+        for start in range(0, total, chunk_size):
+            chunk = {name: value[start : start + chunk_size] for name, value in draws.items()}
+            part = self._chunk(function, chunk)
+            part = part if finish is None else finish(part)
+            if chunk_size == total:
+                return part
+            if result is None:
+                result = tree_map(lambda leaf: leaf.new_empty(total, *leaf.shape[1:]), part)
+            for whole, leaf in zip(tree_leaves(result), tree_leaves(part), strict=True):
+                whole[start : start + chunk_size] = leaf
+        return result
+
+    def _chunk(self, function: Callable[[Draws], Any], draws: Draws) -> Any:
         try:
-            part = evaluate(function, chunk)
+            return self._evaluate(function, draws)
         except RuntimeError as error:
-            if evaluate is _looped or not _is_vmap_failure(error):
+            if self._evaluate is _looped or not _is_vmap_failure(error):
                 raise
             warnings.warn(
                 "the network cannot be vectorised over draws, which are taken one by one "
                 f"instead: {str(error).splitlines()[0]}",
                 BdlWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
-            evaluate = _looped
-            part = evaluate(function, chunk)
-        part = part if finish is None else finish(part)
-        if chunk_size == total:
-            return part
-        if result is None:
-            result = tree_map(lambda leaf: leaf.new_empty(total, *leaf.shape[1:]), part)
-        for whole, leaf in zip(tree_leaves(result), tree_leaves(part), strict=True):
-            whole[start : start + chunk_size] = leaf
-    return result
+            self._evaluate = _looped
+            return _looped(function, draws)
+
+
+def map_draws(function: Callable[[Draws], Any], draws: Draws, **options: Any) -> Any:
+    """``DrawMap`` for one function, used once."""
+    return DrawMap()(function, draws, **options)
 
 
 def _vmapped(function: Callable[[Draws], Any], draws: Draws) -> Any:

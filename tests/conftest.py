@@ -1,8 +1,12 @@
 """Every test starts from the same seed, an empty parameter store and one thread."""
 
+import math
+
 import pyro
 import pytest
 import torch
+
+from pyro_bdl import bayesianize, models, priors
 
 
 @pytest.fixture(autouse=True)
@@ -12,3 +16,83 @@ def _fresh():
     pyro.clear_param_store()
     yield
     torch.set_default_dtype(torch.float32)
+
+
+class LinearGaussian:
+    """y ~ Normal(X w + b, 0.5^2) with w, b ~ Normal(0, 2^2): all in closed form.
+
+    The posterior of (w, b), tempered at eta, is Normal(mean(eta), precision(eta)^-1); the
+    mean-field optimum has that mean and the variances 1 / diag(precision).
+    """
+
+    noise, prior = 0.5, 2.0
+
+    def __init__(self) -> None:
+        torch.manual_seed(11)
+        self.x = torch.randn(8, 3, dtype=torch.float64)
+        self.x[:, 1] += 0.7 * self.x[:, 0]
+        self.y = self.x @ torch.tensor([1.0, -0.5, 0.3], dtype=torch.float64) + 0.4
+        self.y += 0.5 * torch.randn(8, dtype=torch.float64)
+        self.design = torch.cat([self.x, torch.ones(8, 1, dtype=torch.float64)], 1)
+        self.net = torch.nn.Linear(3, 1).double()
+        self.model = models.Regression(
+            bayesianize(self.net, priors.Normal(self.prior)), noise=self.noise
+        )
+        self.size = 4
+
+    def precision(self, eta=1.0):
+        gram = self.design.T @ self.design / self.noise**2
+        return gram / eta + torch.eye(4, dtype=torch.float64) / self.prior**2
+
+    def mean(self, eta=1.0):
+        right = self.design.T @ self.y / self.noise**2 / eta
+        return torch.linalg.solve(self.precision(eta), right)
+
+    def terms(self, loc, scale):
+        """E_q[log p(y | w)] and KL(q || p(w)) of q = Normal(loc, diag(scale^2))."""
+        residual = self.y - self.design @ loc
+        quadratic = residual.square().sum() + (self.design.square() @ scale.square()).sum()
+        likelihood = -0.5 * quadratic / self.noise**2
+        likelihood = likelihood - 8 * (math.log(self.noise) + 0.5 * math.log(2 * math.pi))
+        ratio = scale / self.prior
+        kl = 0.5 * (ratio.square() + (loc / self.prior).square() - 1).sum() - ratio.log().sum()
+        return likelihood, kl
+
+    def mean_field(self, guide, eta=1.0, cold=1.0):
+        """The guide, put at the optimum."""
+        guide.prototype(self.x, self.y)
+        with torch.no_grad():
+            guide.loc.copy_(self.mean(eta))
+            guide.scale = (self.precision(eta) / cold).diagonal().rsqrt()
+        return guide
+
+
+@pytest.fixture
+def conjugate():
+    return LinearGaussian()
+
+
+@pytest.fixture
+def exact_expectations(monkeypatch):
+    """Normal noise becomes 2 P points whose mean is 0 and covariance 1: a mean over 2 P particles
+    is then the exact expectation of any quadratic function."""
+
+    def install(size):
+        points = size**0.5 * torch.cat([torch.eye(size), -torch.eye(size)]).double().reshape(-1)
+        position = 0
+
+        def draw(*shape, dtype=torch.float64, **_):
+            nonlocal position
+            shape = torch.Size(shape)
+            index = torch.arange(position, position + shape.numel()) % len(points)
+            position += shape.numel()
+            return points[index].reshape(shape).to(dtype)
+
+        def standard_normal(shape, dtype, device):
+            return draw(*shape, dtype=dtype)
+
+        monkeypatch.setattr(torch, "randn", draw)
+        monkeypatch.setattr(torch.distributions.normal, "_standard_normal", standard_normal)
+        return 2 * size
+
+    return install

@@ -1,0 +1,533 @@
+"""Tempered bounds against closed forms on a conjugate model, and against Pyro's own."""
+
+import math
+import warnings
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
+from pyro.infer.autoguide import AutoDelta, AutoMultivariateNormal, AutoNormal
+from torch import nn
+
+from pyro_bdl import bayesianize, models, temperature
+from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.guides import AutoMAP, AutoMeanField
+from pyro_bdl.handlers import cold, temper
+
+ELBOS = [TemperedTrace_ELBO, TemperedTraceMeanField_ELBO]
+D = torch.float64
+
+
+@pytest.fixture(params=ELBOS)
+def kind(request):
+    return request.param
+
+
+def _gradients(loss, guide):
+    return torch.autograd.grad(loss, [guide.loc, guide.scale_unconstrained])
+
+
+def _close(a, b, tolerance=1e-9):
+    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+# Targets, exactly: expectations are finite sums (see conftest.exact_expectations)
+
+
+@pytest.mark.parametrize("eta", [1.0, 0.1, 4.0])
+def test_the_bound_and_its_terms_are_the_closed_form(kind, conjugate, exact_expectations, eta):
+    guide = AutoMeanField(conjugate.model).prototype(conjugate.x, conjugate.y)
+    elbo = kind(eta, num_particles=exact_expectations(4))
+    loss = elbo.loss(conjugate.model, guide, conjugate.x, conjugate.y)
+    with torch.no_grad():
+        likelihood, kl = conjugate.terms(guide.loc, guide.scale)
+    assert loss == pytest.approx((eta * kl - likelihood).item(), rel=1e-10)
+    _close(elbo.expected_log_likelihood, likelihood)
+    _close(elbo.kl, kl)
+    assert elbo.temperature == eta
+    assert not elbo.kl.requires_grad and elbo.kl.shape == ()
+    assert not elbo.expected_log_likelihood.requires_grad
+
+
+@pytest.mark.parametrize("eta", [1.0, 0.1])
+def test_the_tempered_posterior_is_the_target(kind, conjugate, exact_expectations, eta):
+    """At the tempered optimum the gradient vanishes, and nowhere near it."""
+    guide = conjugate.mean_field(AutoMeanField(conjugate.model), eta)
+    elbo = kind(eta, num_particles=exact_expectations(4))(conjugate.model, guide)
+    for gradient in _gradients(elbo(conjugate.x, conjugate.y), guide):
+        assert gradient.abs().max() < 1e-9
+    other = kind(2 * eta, num_particles=8)(conjugate.model, guide)
+    for gradient in _gradients(other(conjugate.x, conjugate.y), guide):
+        assert gradient.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("eta", [0.1, 3.0])
+@pytest.mark.parametrize(
+    "plain", [*ELBOS, Trace_ELBO, TraceMeanField_ELBO], ids=lambda kind: kind.__name__
+)
+def test_a_tempered_program_has_the_same_gradient(conjugate, exact_expectations, plain, eta):
+    """temper(model, eta) under a plain bound: the tempered bound divided by eta."""
+    particles = exact_expectations(4)
+    guide = AutoMeanField(conjugate.model).prototype(conjugate.x, conjugate.y)
+    tempered = TemperedTrace_ELBO(eta, particles)(conjugate.model, guide)
+    expected = _gradients(tempered(conjugate.x, conjugate.y), guide)
+    program = temper(conjugate.model, eta)
+    value = plain(num_particles=particles)(program, guide)(conjugate.x, conjugate.y)
+    for a, b in zip(_gradients(value, guide), expected, strict=True):
+        _close(a * eta, b)
+
+
+def test_the_cold_posterior_is_the_target(kind, conjugate, exact_expectations):
+    guide = conjugate.mean_field(AutoMeanField(conjugate.model), cold=0.1)
+    with torch.no_grad():
+        guide.scale = (conjugate.precision() / 0.1).diagonal().rsqrt()
+    particles = exact_expectations(4)
+    loss = kind(num_particles=particles, cold_temperature=0.1)(conjugate.model, guide)
+    value = loss(conjugate.x, conjugate.y)
+    for gradient in _gradients(value, guide):
+        assert gradient.abs().max() < 1e-9
+    likelihood, kl = conjugate.terms(guide.loc, guide.scale)
+    disorder = dist.Normal(guide.loc, guide.scale).entropy().sum()
+    _close(value, -(likelihood - kl) - (0.1 - 1) * disorder)
+    # and as a handler
+    program = cold(conjugate.model, 0.1)
+    handled = kind(num_particles=particles)(program, guide)(conjugate.x, conjugate.y)
+    _close(handled * 0.1, value)
+    for gradient in _gradients(handled, guide):
+        assert gradient.abs().max() < 1e-8
+
+
+@pytest.mark.parametrize("cold_temperature", [None, 0.2])
+def test_the_path_by_sites_gives_the_same(kind, conjugate, exact_expectations, cold_temperature):
+    """Guides of other packages, and ours inside others, go through their sample statements."""
+    guide = AutoMeanField(conjugate.model).prototype(conjugate.x, conjugate.y)
+    particles = exact_expectations(4)
+
+    def loss(posterior):
+        if cold_temperature:
+            elbo = kind(num_particles=particles, cold_temperature=cold_temperature)
+        else:
+            elbo = kind(0.3, particles)
+        value = elbo.differentiable_loss(conjugate.model, posterior, conjugate.x, conjugate.y)
+        return value, elbo.kl, *_gradients(value, guide)
+
+    for a, b in zip(loss(guide), loss(lambda *args: guide(*args)), strict=True):
+        _close(a, b)
+
+
+@pytest.mark.parametrize("optimiser", ["pyro", "torch"])
+def test_training_ends_at_the_optimum(kind, conjugate, exact_expectations, optimiser):
+    guide = AutoMeanField(conjugate.model).prototype(conjugate.x, conjugate.y)
+    elbo = kind(0.1, num_particles=exact_expectations(4))
+    steps = 400
+    if optimiser == "pyro":
+        adam = pyro.optim.ClippedAdam({"lr": 0.3, "lrd": 1e-4 ** (1 / steps)})
+        svi = SVI(conjugate.model, guide, adam, elbo)
+        for _ in range(steps):
+            svi.step(conjugate.x, conjugate.y)
+    else:
+        loss = elbo(conjugate.model, guide)
+        adam = torch.optim.Adam(loss.parameters(), 0.3)
+        decay = torch.optim.lr_scheduler.ExponentialLR(adam, 1e-4 ** (1 / steps))
+        for _ in range(steps):
+            adam.zero_grad()
+            loss(conjugate.x, conjugate.y).backward()
+            adam.step()
+            decay.step()
+    assert elbo.step == steps
+    posterior = guide.get_posterior()
+    _close(posterior.mean, conjugate.mean(0.1), 1e-4)
+    _close(posterior.variance, 1 / conjugate.precision(0.1).diagonal(), 1e-4)
+
+
+def test_minibatches_are_unbiased(kind, conjugate, exact_expectations):
+    whole = models.Regression(conjugate.model.network, noise=0.5, num_data=8)
+    guide = AutoMeanField(whole).prototype(conjugate.x, conjugate.y)
+    elbo = kind(0.1, num_particles=exact_expectations(4))
+    full = elbo.loss(whole, guide, conjugate.x, conjugate.y)
+    parts = [elbo.loss(whole, guide, conjugate.x[i::4], conjugate.y[i::4]) for i in range(4)]
+    assert sum(parts) / 4 == pytest.approx(full, rel=1e-10)
+
+
+def test_a_lognormal_site_has_its_exact_kl(kind, exact_expectations):
+    """Fact 1 of the design, in Pyro's mean-field bound too: q = LogNormal(0, 1) is the target."""
+
+    def model():
+        w = pyro.sample("w", dist.LogNormal(torch.zeros((), dtype=D), 1.0))
+        pyro.sample("y", dist.Normal(w.log(), 1.0), obs=torch.zeros((), dtype=D))
+
+    particles = exact_expectations(1)
+    guide = AutoMeanField(model).prototype()
+    with torch.no_grad():
+        guide.loc.fill_(0.8)
+        guide.scale = torch.tensor([0.6], dtype=D)
+    kl = -math.log(0.6) + (0.36 + 0.64) / 2 - 0.5
+    likelihood = -0.5 * (0.36 + 0.64) - 0.5 * math.log(2 * math.pi)
+    elbo = kind(num_particles=particles)
+    assert elbo.loss(model, guide) == pytest.approx(kl - likelihood, rel=1e-9)
+    assert elbo.kl.item() == pytest.approx(kl, rel=1e-9)
+    pyros = TraceMeanField_ELBO(num_particles=particles).loss(model, guide)
+    assert pyros == pytest.approx(kl - likelihood, rel=1e-9)
+
+
+# Against Pyro's own bounds
+
+
+def _network(outputs=1, **kwargs):
+    net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, outputs)).to(D)
+    return models.Regression(bayesianize(net), noise=dist.LogNormal(-1.0, 0.5), **kwargs)
+
+
+X, Y = torch.linspace(-1, 1, 10, dtype=D).reshape(5, 2), torch.linspace(0, 1, 5, dtype=D)
+
+
+@pytest.mark.parametrize("guide", [AutoNormal, AutoMultivariateNormal, AutoDelta, AutoMAP])
+def test_pyros_guides_give_pyros_loss(kind, guide):
+    model = _network(num_data=50)
+    guide = guide(model)
+    elbo = kind(num_particles=3)
+    elbo.loss(model, guide, X, Y)
+    pyro.set_rng_seed(5)
+    mine = elbo.loss(model, guide, X, Y)
+    pyro.set_rng_seed(5)
+    assert mine == pytest.approx(Trace_ELBO(num_particles=3).loss(model, guide, X, Y), rel=1e-10)
+
+
+def test_our_guide_gives_pyros_loss_and_gradient_in_expectation():
+    model = _network()
+    guide = AutoMeanField(model, init_scale=0.3).prototype(X, Y)
+    samples = 400
+
+    def gradients(elbo):
+        loss = elbo(model, guide)
+        return torch.stack([torch.cat(_gradients(loss(X, Y), guide)) for _ in range(samples)])
+
+    a = gradients(TemperedTraceMeanField_ELBO(num_particles=4))
+    for pyros in (Trace_ELBO, TraceMeanField_ELBO):
+        b = gradients(pyros())
+        error = (a.var(0) / samples + b.var(0) / samples).sqrt()
+        z = (a.mean(0) - b.mean(0)) / error
+        assert z.abs().max() < 4.5
+        assert z.square().mean() < 2.0
+
+
+def local(x, y):
+    scale = pyro.sample("scale", dist.LogNormal(torch.zeros((), dtype=D), 1.0))
+    with pyro.plate("data", 10, subsample_size=5) as i:
+        z = pyro.sample("z", dist.Normal(torch.zeros((), dtype=D), scale))
+        pyro.sample("y", dist.Normal(z, 0.3), obs=y[i])
+
+
+def _local_guide():
+    return AutoMeanField(
+        local, create_plates=lambda x, y: pyro.plate("data", 10, subsample_size=5, dim=-1)
+    )
+
+
+def test_local_latents_in_a_subsample_give_pyros_loss():
+    x, y = torch.randn(10, dtype=D), torch.randn(10, dtype=D)
+    guide = _local_guide().prototype(x, y)
+    assert guide.subsampled == {"z"}
+    assert guide.layout.size == 11
+    elbo = TemperedTrace_ELBO()
+    elbo.loss(local, guide, x, y)
+    pyro.set_rng_seed(2)
+    mine = elbo.loss(local, guide, x, y)
+    pyro.set_rng_seed(2)
+    assert mine == pytest.approx(Trace_ELBO().loss(local, guide, x, y), rel=1e-10)
+    svi = SVI(local, guide, pyro.optim.Adam({"lr": 0.03}), TemperedTraceMeanField_ELBO())
+    for _ in range(300):
+        svi.step(x, y)
+    location = guide.median()["z"]
+    assert location.shape == (10,)
+    assert (location - y).abs().mean() < 0.3 * y.abs().mean() + 0.1
+
+
+def test_factors_of_a_guide_count():
+    def model():
+        w = pyro.sample("w", dist.Normal(torch.zeros(()), 1.0))
+        pyro.sample("y", dist.Normal(w, 1.0), obs=torch.tensor(0.3))
+
+    def guide():
+        loc = pyro.param("loc", torch.tensor(0.2))
+        pyro.sample("w", dist.Normal(loc, 1.0))
+        pyro.factor("extra", torch.tensor(1.7), has_rsample=True)
+
+    elbo = TemperedTrace_ELBO()
+    elbo.loss(model, guide)
+    pyro.set_rng_seed(5)
+    mine = elbo.loss(model, guide)
+    pyro.set_rng_seed(5)
+    assert mine == pytest.approx(Trace_ELBO().loss(model, guide), rel=1e-6)
+
+
+# Particles
+
+
+def test_vectorised_particles_are_the_loop(kind):
+    """At the draws that the guide makes for several particles, one by one."""
+    model = _network()
+    guide = AutoMeanField(model, init_scale=0.3).prototype(X, Y)
+    pyro.set_rng_seed(3)
+    vectors = guide.sample_vectors(5)
+    elbo = kind(0.3, num_particles=5)
+    elbo.loss(model, guide, X, Y)
+    pyro.set_rng_seed(3)
+    value = elbo.differentiable_loss(model, guide, X, Y)
+    single = kind(0.3)
+    terms = []
+    for vector in vectors:
+        guide.sample_vectors = lambda n, v=vector: v[None]
+        terms.append(single.differentiable_loss(model, guide, X, Y))
+    _close(value, torch.stack(terms).mean())
+    for a, b in zip(
+        _gradients(value, guide), _gradients(torch.stack(terms).mean(), guide), strict=True
+    ):
+        _close(a, b)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(2, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.lstm(x)[0][:, -1, :1]
+
+
+def test_without_a_batching_rule_particles_are_looped_with_one_warning(kind):
+    model = models.Regression(bayesianize(Recurrent()), noise=0.5)
+    x, y = torch.randn(4, 3, 2), torch.randn(4)
+    guide = AutoMeanField(model)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), kind(num_particles=3))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            assert math.isfinite(svi.step(x, y))
+    told = [w for w in caught if issubclass(w.category, BdlWarning)]
+    assert len(told) == 1
+    assert "lstm" in str(told[0].message)
+
+
+def test_other_errors_under_vmap_stay_themselves():
+    calls = []
+
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        calls.append(1)
+        if len(calls) > 3:
+            raise RuntimeError("mine")
+        pyro.sample("y", dist.Normal(w.sum(), 1.0), obs=y[0])
+
+    guide = AutoMeanField(model).prototype(X, Y)
+    elbo = TemperedTrace_ELBO(num_particles=2)
+    with pytest.raises(RuntimeError, match="mine"):
+        for _ in range(5):
+            elbo.loss(model, guide, X, Y)
+
+
+def test_dropout_differs_between_particles(kind):
+    net = nn.Sequential(nn.Linear(2, 64), nn.Dropout(0.5), nn.Linear(64, 1)).to(D)
+    model = models.Regression(bayesianize(net), noise=1.0)
+    guide = AutoMAP(model).prototype(X, Y)
+    elbo = kind(num_particles=2)
+    elbo.loss(model, guide, X, Y)
+    pyro.set_rng_seed(1)
+    two = elbo.loss(model, guide, X, Y)
+    ones = [kind().loss(model, guide, X, Y) for _ in range(8)]
+    assert len(set(ones)) == 8
+    assert all(abs(two - one) > 1e-6 for one in ones)
+
+
+def test_random_subsamples_inside_vmap():
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2, dtype=D), 1.0).to_event(1))
+        with pyro.plate("data", 5, subsample_size=2) as i:
+            pyro.sample("y", dist.Normal(x[i] @ w, 1.0), obs=y[i])
+
+    guide = AutoMeanField(model).prototype(X, Y)
+    elbo = TemperedTraceMeanField_ELBO(num_particles=2000)
+    loss = elbo.loss(model, guide, X, Y)
+
+    def full(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2, dtype=D), 1.0).to_event(1))
+        with pyro.plate("data", 5):
+            pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+
+    exact = TemperedTraceMeanField_ELBO(num_particles=2000).loss(full, guide, X, Y)
+    assert loss == pytest.approx(exact, abs=0.1)
+
+
+# Schedules and steps
+
+
+def test_each_training_step_counts_and_a_look_does_not(kind):
+    model = _network()
+    guide = AutoMeanField(model)
+    elbo = kind(temperature.linear(0.2, 1.0, 4))
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), elbo)
+    seen = []
+    for _ in range(6):
+        svi.evaluate_loss(X, Y)
+        svi.step(X, Y)
+        seen.append(elbo.temperature)
+    assert seen == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
+    assert elbo.step == 6
+    elbo(model, guide)(X, Y)
+    assert elbo.step == 7
+
+
+def test_any_callable_is_a_schedule(kind, conjugate, exact_expectations):
+    guide = AutoMeanField(conjugate.model).prototype(conjugate.x, conjugate.y)
+    elbo = kind(lambda step: 1.0 / (1 + step), exact_expectations(4))
+    likelihood, kl = conjugate.terms(guide.loc, guide.scale)
+    for step in range(3):
+        value = elbo.differentiable_loss(conjugate.model, guide, conjugate.x, conjugate.y)
+        _close(value, kl / (1 + step) - likelihood)
+
+
+def test_the_overparameterised_scaling(conjugate, exact_expectations):
+    eta = temperature.overparameterized(1.0, num_data=8, num_neurons=80)
+    guide = conjugate.mean_field(AutoMeanField(conjugate.model), 0.1)
+    elbo = TemperedTrace_ELBO(eta, exact_expectations(4))(conjugate.model, guide)
+    for gradient in _gradients(elbo(conjugate.x, conjugate.y), guide):
+        assert gradient.abs().max() < 1e-9
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
+def test_bad_temperatures(kind, bad):
+    with pytest.raises(ValueError, match="positive finite"):
+        kind(bad)
+    with pytest.raises(ValueError, match="positive finite"):
+        kind(cold_temperature=bad)
+    model = _network()
+    later = kind(lambda step: 1.0 if step == 0 else bad)(model, AutoMeanField(model))
+    later(X, Y)
+    with pytest.raises(ValueError, match="positive finite"):
+        later(X, Y)
+
+
+def test_bad_options(kind):
+    with pytest.raises(ValueError, match="num_particles"):
+        kind(num_particles=0)
+    with pytest.raises(ValueError, match="not both"):
+        kind(0.5, cold_temperature=0.5)
+
+
+def _bad(x, places, value):
+    x = x.clone()
+    for place in places:
+        x[place] = value
+    return x
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("handler", [lambda m: m, lambda m: temper(m, 0.5)])
+def test_data_that_are_not_finite_are_named(kind, value, handler):
+    model = handler(_network())
+    x = _bad(X, [(1, 0), (3, 1)], value)
+    with pytest.raises(ValueError, match=r"x holds NaN or infinity in rows 1, 3, columns 0, 1:"):
+        kind()(model, AutoMeanField(model))(x, Y)
+    with pytest.raises(ValueError, match=r"y holds NaN or infinity in rows 2:"):
+        kind()(model, AutoMeanField(model))(X, y=_bad(Y, [2], value))
+
+
+def test_so_are_those_of_a_later_batch(kind):
+    model = _network()
+    guide = AutoMeanField(model)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), kind())
+    svi.step(X, Y)
+    before = guide.loc.clone()
+    with pytest.raises(ValueError, match=r"x holds NaN or infinity in rows 4, columns 0"):
+        svi.step(_bad(X, [(4, 0)], math.nan), Y)
+    with pytest.raises(ValueError, match="y holds"):
+        svi.evaluate_loss(X, _bad(Y, [0], math.inf))
+    assert torch.equal(guide.loc, before)
+    assert math.isfinite(svi.step(X, Y))
+
+
+def test_a_program_with_an_attribute_called_model_keeps_its_argument_names():
+    class Program(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = nn.Linear(2, 1)
+
+        def forward(self, features, targets):
+            w = pyro.sample("w", dist.Normal(0.0, 1.0))
+            pyro.sample("y", dist.Normal(w, 1.0), obs=targets[0])
+
+    program = Program()
+    with pytest.raises(ValueError, match="features holds"):
+        TemperedTrace_ELBO()(program, AutoMeanField(program))(_bad(X, [(0, 0)], math.nan), Y)
+
+
+def test_a_guide_that_cannot_be_reparameterised(kind):
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros((), dtype=D), 1.0))
+        pyro.sample("y", dist.Normal(w, 1.0), obs=y[0])
+
+    def guide(x, y):
+        p = pyro.param("p", torch.tensor(0.5, dtype=D))
+        pyro.sample("w", dist.Bernoulli(p))
+
+    with pytest.raises(ValueError, match=r"'w' cannot be reparameterised \(Bernoulli\)"):
+        kind()(model, guide)(X, Y)
+
+
+def test_no_targets(kind):
+    model = _network()
+    with pytest.raises(ValueError, match=r"no observed site.*targets"):
+        kind()(model, AutoMeanField(model))(X)
+    guide = AutoMeanField(model).prototype(X)
+    with pytest.raises(ValueError, match=r"'y'.*prototype.*targets"):
+        kind()(model, guide)(X, Y)
+
+
+def test_a_guide_without_a_latent(kind):
+    def guide(x, y):
+        pyro.sample("noise", dist.LogNormal(torch.zeros((), dtype=D), 1.0))
+
+    with pytest.raises(ValueError, match="no value for the latent site"):
+        kind()(_network(), guide)(X, Y)
+
+
+def test_num_data_smaller_than_the_batch(kind):
+    model = _network(num_data=4)
+    with pytest.raises(ValueError, match=r"num_data is 4.*5 rows"):
+        kind()(model, AutoMeanField(model))(X, Y)
+
+
+def test_pyros_checks_are_made_once():
+    """A batch dimension without a plate: validated in the first step, as Pyro does."""
+
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0))
+        pyro.sample("y", dist.Normal(w.sum(), 1.0), obs=torch.tensor(0.0))
+
+    with pytest.raises(ValueError, match='at site "w"'):
+        TemperedTrace_ELBO()(model, AutoMeanField(model))(X, Y)
+
+
+def test_programs_of_parameters_alone():
+    """Maximum likelihood: no latents, an empty guide."""
+
+    def model(x, y):
+        loc = pyro.param("loc", torch.zeros((), dtype=D))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(loc, 1.0), obs=y)
+
+    def guide(x, y):
+        pass
+
+    elbo = TemperedTraceMeanField_ELBO()
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), elbo)
+    for _ in range(200):
+        svi.step(X, Y)
+    assert pyro.param("loc").item() == pytest.approx(0.5, abs=1e-3)
+    assert elbo.kl == 0.0
