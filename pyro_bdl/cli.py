@@ -1,167 +1,341 @@
 """The command ``pyro-bdl``."""
 
 import argparse
+import itertools
+import shutil
 import sys
 import warnings
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import nn
 
 from pyro_bdl import models, posteriors
 from pyro_bdl._version import __version__
-from pyro_bdl.compare import Comparison, compare
+from pyro_bdl.compare import CAPTIONS, Comparison, compare
 from pyro_bdl.data import Dataset, load_csv, load_default
+from pyro_bdl.errors import BdlWarning
 from pyro_bdl.nn import bayesianize
+from pyro_bdl.posteriors import Fit, Options, Problem
 from pyro_bdl.priors import FanIn
 from pyro_bdl.report import write_report
 
 _ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 _REFERENCE = "nuts"
+_USUAL = {"steps": None, "chains": 4, "warmup": 500, "draws": 500}
+_QUICK = {"steps": 500, "chains": 2, "warmup": 100, "draws": 100}
+# A step over fewer numbers than this is no faster on several threads, and on cores that other
+# processes use as well it is many times slower, since the threads wait for each other.
+_WORTH_THREADS = 2**19
+
+BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code is 0, 2 for bad input, 130 after Ctrl-C without a result."""
+    """Run the command and return its exit code.
+
+    0: done. 1: a posterior could not be fitted, the table is of the others. 2: bad input, said in
+    one sentence on stderr. 130: Ctrl-C before there was anything to show.
+    """
     options = _parser().parse_args(arguments)
-    try:
-        return options.run(options)
-    except (ValueError, FileNotFoundError, OSError) as error:
-        print(f"pyro-bdl: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("pyro-bdl: interrupted", file=sys.stderr)
-        return 130
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", BdlWarning)
+        warnings.showwarning = _show_warning
+        try:
+            return options.run(options)
+        except _BadInput as error:
+            _say(str(error))
+            return BAD_INPUT
+        except KeyboardInterrupt:
+            _say("interrupted before there was anything to show")
+            return INTERRUPTED
+
+
+class _BadInput(Exception):
+    """What the user gave cannot be worked with; the message says why and what to do."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="pyro-bdl", description="Bayesian deep learning on Pyro programs."
-    )
+    parser = _Parser(prog="pyro-bdl", description="Bayesian deep learning on Pyro programs.")
     parser.add_argument("--version", action="version", version=f"pyro-bdl {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     command = commands.add_parser(
         "compare",
-        help="fit several posteriors of one network and hold them against NUTS",
-        description=(
-            "Fit several posteriors of a Bayesian neural network to a table of data, run NUTS on "
-            "the same program, and print one table; by default on scikit-learn's diabetes data."
-        ),
-        epilog="Posteriors:\n"
-        + "\n".join(f"  {e.name:<22}{e.description}" for e in posteriors.entries()),
+        help="fit several posteriors of one network, and hold them against NUTS",
+        description="Fit several posteriors of a Bayesian neural network to a table of data, run\n"
+        "NUTS on the same program as the reference, print one table, and write it with\n"
+        "figures and a report. By default on scikit-learn's diabetes data.",
+        epilog=_epilog(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.set_defaults(run=_compare)
-    data = command.add_argument_group("data")
-    data.add_argument("--data", metavar="FILE.csv", help="a CSV file with a header")
-    data.add_argument("--target", metavar="COLUMN", help="the column to predict")
-    data.add_argument("--task", choices=("regression", "classification"), help="default: found")
-    data.add_argument("--one-hot", action="store_true", help="turn text columns into indicators")
-    network = command.add_argument_group("network")
-    network.add_argument("--hidden", default="50", help="hidden units, such as 50 or 50,50")
-    network.add_argument("--activation", choices=tuple(_ACTIVATIONS), default="tanh")
-    fit = command.add_argument_group("posteriors")
+    add = command.add_argument_group("data").add_argument
+    add("--data", metavar="FILE", help="a CSV file with a header; every other column is a feature")
+    add("--target", metavar="COLUMN", help="the column to predict")
+    add("--task", choices=("regression", "classification"), help="default: found from the target")
+    add("--one-hot", action="store_true", help="turn columns of text into zeros and ones")
+    add("--test-fraction", type=float, default=0.2, metavar="SHARE", help="default: %(default)s")
+    add = command.add_argument_group("network").add_argument
+    add(
+        "--hidden",
+        default="50",
+        metavar="UNITS",
+        help="50, or 50,50 for two layers; default: %(default)s",
+    )
+    add("--activation", choices=tuple(_ACTIVATIONS), default="tanh", help="default: %(default)s")
+    add = command.add_argument_group("posteriors").add_argument
     names = ",".join(entry.name for entry in posteriors.entries())
-    fit.add_argument("--guides", default=names, help=f"comma-separated, default {names}")
-    fit.add_argument("--steps", type=int, help="gradient steps of each guide")
-    fit.add_argument("--chains", type=int, default=4, help="NUTS chains, default 4")
-    fit.add_argument("--warmup", type=int, default=300, help="adaptation per chain, default 300")
-    fit.add_argument("--draws", type=int, default=300, help="draws per chain, default 300")
-    fit.add_argument("--seed", type=int, default=0)
-    fit.add_argument("--device", default="cpu", help="such as cpu or cuda, default cpu")
-    command.add_argument("--out", default="pyro-bdl-out", metavar="DIR", help="default %(default)s")
+    add("--guides", default=names, metavar="NAMES", help="some of those below; default: all")
+    add("--steps", type=int, help="gradient steps of each guide; default: each guide's own")
+    for name, text in (
+        ("chains", "Markov chains"),
+        ("warmup", "iterations of each chain that adapt and are not kept"),
+        ("draws", "draws of each chain"),
+    ):
+        add(f"--{name}", type=int, help=f"{text}; default: {_USUAL[name]}")
+    add(
+        "--max-tree-depth",
+        type=int,
+        default=8,
+        metavar="DEPTH",
+        help="NUTS takes at most 2^DEPTH gradient steps per draw; default: %(default)s",
+    )
+    quick = ", ".join(f"--{name} {value}" for name, value in _QUICK.items())
+    add("--quick", action="store_true", help=f"a first look: {quick}")
+    add = command.add_argument_group("run").add_argument
+    add("--seed", type=int, default=0, help="of everything random; default: %(default)s")
+    add("--device", default="cpu", help="such as cpu or cuda; default: %(default)s")
+    add("--out", default="pyro-bdl-out", metavar="DIR", help="default: %(default)s")
     return parser
 
 
-def _compare(options: argparse.Namespace) -> int:
-    names = [name.strip() for name in options.guides.split(",") if name.strip()]
-    if not names:
-        raise ValueError("--guides is empty: name at least one posterior")
-    for name in names:
-        posteriors.get(name)
-    for option in ("steps", "chains", "draws"):
-        value = getattr(options, option)
-        if value is not None and value < 1:
-            raise ValueError(f"--{option} must be at least 1, got {value}")
-    if options.warmup < 0:
-        raise ValueError(f"--warmup must not be negative, got {options.warmup}")
-    device = _device(options.device)
-    sizes = _hidden(options.hidden)
-    data = _load(options).to(device)
-    torch.manual_seed(options.seed)
-    model = _model(data, sizes, _ACTIVATIONS[options.activation]).to(device)
-    print(
-        f"{data.target_name}: {data.task}, {len(data.x_train)} training and {len(data.x_test)} "
-        f"test rows, {data.x_train.shape[1]} features; hidden units {options.hidden}",
-        flush=True,
+def _epilog() -> str:
+    lines = [f"  {entry.name:<21} {entry.description}" for entry in posteriors.entries()]
+    return "\n".join(
+        [
+            "posteriors:",
+            *lines,
+            "",
+            "Ctrl-C ends the posterior at work, and shows the table for what there is.",
+        ]
     )
-    fits = _fit_all(names, posteriors.Problem(model, data.x_train, data.y_train), options)
-    if not fits:
-        raise KeyboardInterrupt
-    comparison = compare(
+
+
+# ---------------------------------------------------------------------------------- the command
+
+
+def _compare(options: argparse.Namespace) -> int:
+    with _bad_input():
+        names = _names(options.guides)
+        settings = _settings(options)
+        device = _device(options.device)
+        hidden = _hidden(options.hidden)
+        folder = _folder(options.out)
+        data = _load(options).to(device)
+    torch.manual_seed(options.seed)
+    model = _model(data, hidden, _ACTIVATIONS[options.activation]).to(device)
+    about = (
+        f"{data.target_name}: {data.task}"
+        + (f" into {len(data.class_names)} classes" if data.class_names else "")
+        + f", {data.x_train.shape[1]} features, {len(data.x_train)} training and "
+        f"{len(data.x_test)} test rows; {options.hidden} hidden units ({options.activation})"
+    )
+    print(about, flush=True)
+    with _threads(len(data.x_train) * max(hidden)):
+        fits, failed = _fit_all(names, Problem(model, data.x_train, data.y_train), settings)
+        if not fits:
+            return FAILED if failed else INTERRUPTED
+        comparison = _compared(model, fits, data, options.seed)
+    units = _units(data)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print(f"\n{comparison.to_text(width)}\n")
+    print(units)
+    made_with = {name: value for name, value in vars(options).items() if name not in _NOT_SHOWN}
+    made_with |= {name: getattr(settings, name) for name in ("chains", "warmup", "draws")}
+    made_with |= {fit.name: _shown(fit) for fit in fits}
+    written = _write(comparison, folder, data, [f"{about}. {units}"], made_with)
+    print(f"Written to {folder}: {', '.join(path.name for path in written)}")
+    return FAILED if failed else 0
+
+
+_NOT_SHOWN = ("command", "run", "out", "quick", "guides", "steps")
+
+
+def _fit_all(names: list[str], problem: Problem, options: Options) -> tuple[list[Fit], list[str]]:
+    """The fits one after the other; Ctrl-C ends them, a failure does not."""
+    fits: list[Fit] = []
+    failed: list[str] = []
+    width = max(map(len, names))
+    for place, name in enumerate(names):
+        try:
+            fit = posteriors.fit(name, problem, options, progress=True)
+        except KeyboardInterrupt:
+            left = names[place:]
+        except Exception as error:  # one posterior's failure must not lose the others
+            failed.append(name)
+            _say(f"{name} could not be fitted: {type(error).__name__}: {error}")
+            continue
+        else:
+            fits.append(fit)
+            elbo = "" if fit.elbo is None else f"   ELBO {fit.elbo:.1f}"
+            print(f"  {name.ljust(width)} {fit.seconds:7.1f} s{elbo}", flush=True)
+            if not fit.interrupted:
+                continue
+            left = names[place + 1 :]
+        _say(f"interrupted; not fitted: {', '.join(left) or 'none'}")
+        break
+    return fits, failed
+
+
+def _compared(model: nn.Module, fits: list[Fit], data: Dataset, seed: int) -> Comparison:
+    there = {fit.name: fit.posterior for fit in fits}
+    return compare(
         model,
-        {fit.name: fit.posterior for fit in fits},
+        there,
         data.x_test,
         data.y_test,
-        reference=_REFERENCE if any(fit.name == _REFERENCE for fit in fits) else None,
+        reference=_REFERENCE if _REFERENCE in there else None,
         seconds={fit.name: fit.seconds for fit in fits},
         elbos={fit.name: fit.elbo for fit in fits},
         target_scale=data.y_sd,
         target_shift=data.y_mean,
+        seed=seed,
     )
-    print(f"\n{comparison}\n")
-    written = _write(comparison, data, options)
-    print("written: " + ", ".join(map(str, written)))
-    return 0
 
 
-def _fit_all(
-    names: list[str], problem: posteriors.Problem, options: argparse.Namespace
-) -> list[posteriors.Fit]:
-    """Fit one posterior after the other; Ctrl-C ends it with those that there are."""
-    settings = posteriors.Options(
-        seed=options.seed,
-        steps=options.steps,
-        chains=options.chains,
-        warmup=options.warmup,
-        draws=options.draws,
+def _write(
+    comparison: Comparison,
+    folder: Path,
+    data: Dataset,
+    notes: list[str],
+    settings: dict[str, object],
+) -> list[Path]:
+    """The table, the figures and the report."""
+    written = [comparison.to_csv(folder / "table.csv")]
+    figures = comparison.figures(target=data.target_name)
+    for name, figure in figures.items():
+        written.append(folder / f"{name}.png")
+        figure.savefig(written[-1], dpi=200)
+    report = write_report(
+        folder / "report.html",
+        title=f"Posteriors of a neural network for {data.target_name}",
+        rows=comparison.rows,
+        columns=comparison.columns,
+        figures={CAPTIONS[name]: figure for name, figure in figures.items()},
+        notes=[*notes, *(f"{name}: {text}." for name, text in comparison.verdicts.items())],
+        settings=settings,
     )
-    fits: list[posteriors.Fit] = []
+    return [*written, report]
+
+
+def _units(data: Dataset) -> str:
+    if data.task == "classification":
+        return "NLPD and ELBO are in nats; distances are between class probabilities."
+    return (
+        f"RMSE, CRPS and distances are in units of {data.target_name}; NLPD is in nats for them, "
+        f"ELBO in nats for the standardised training targets."
+    )
+
+
+def _shown(fit: Fit) -> str:
+    settings = ", ".join(f"{name} {value}" for name, value in fit.settings.items())
+    return f"{settings}, interrupted" if fit.interrupted else settings
+
+
+def _model(data: Dataset, hidden: list[int], activation: Callable[[], nn.Module]) -> nn.Module:
+    outputs = len(data.class_names) if data.task == "classification" else 1
+    sizes = [data.x_train.shape[1], *hidden]
+    layers: list[nn.Module] = []
+    for before, after in itertools.pairwise(sizes):
+        layers += [nn.Linear(before, after), activation()]
+    network = bayesianize(nn.Sequential(*layers, nn.Linear(sizes[-1], outputs)), FanIn(1.0))
+    kind = models.Classification if data.task == "classification" else models.Regression
+    return kind(network, num_data=len(data.x_train))
+
+
+@contextmanager
+def _threads(numbers: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if numbers < _WORTH_THREADS else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# -------------------------------------------------------------------------------- what is given
+
+
+@contextmanager
+def _bad_input() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise _BadInput(" ".join(str(error).split())) from error
+
+
+def _names(text: str) -> list[str]:
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise ValueError("--guides is empty; name at least one posterior")
     for name in names:
         try:
-            fit = posteriors.fit(name, problem, settings, progress=True)
-        except KeyboardInterrupt:
-            break
-        fits.append(fit)
-        print(f"  {name}: {fit.seconds:.1f} s", flush=True)
-        if fit.interrupted:
-            break
-    if len(fits) < len(names):
-        missing = ", ".join(names[len(fits) :])
-        print(f"pyro-bdl: interrupted; not fitted: {missing or 'none'}", file=sys.stderr)
-    return fits
+            posteriors.get(name)
+        except ValueError as error:
+            raise ValueError(f"--guides: {error}") from None
+    return names
+
+
+def _settings(options: argparse.Namespace) -> Options:
+    usual = _QUICK if options.quick else _USUAL
+    chosen = {name: _first_given(getattr(options, name), usual[name]) for name in usual}
+    least = {"steps": 1, "chains": 1, "warmup": 0, "draws": 1, "max_tree_depth": 1, "seed": 0}
+    chosen |= {"max_tree_depth": options.max_tree_depth, "seed": options.seed}
+    for name, value in chosen.items():
+        if value is not None and value < least[name]:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} must be at least {least[name]}, got {value}")
+    if options.seed >= 2**32:
+        raise ValueError(f"--seed must be less than 2^32, got {options.seed}")
+    if not 0 < options.test_fraction < 1:
+        raise ValueError(f"--test-fraction must lie between 0 and 1, got {options.test_fraction:g}")
+    return Options(**chosen)
+
+
+def _first_given(value: int | None, usual: int | None) -> int | None:
+    return usual if value is None else value
 
 
 def _load(options: argparse.Namespace) -> Dataset:
+    split = {"test_fraction": options.test_fraction, "seed": options.seed}
     if options.data is None:
-        if options.target is not None:
-            raise ValueError("--target names a column of --data, which is missing")
-        return load_default(seed=options.seed)
+        for name in ("target", "task", "one_hot"):
+            if getattr(options, name):
+                option = name.replace("_", "-")
+                raise ValueError(f"--{option} is of use with --data only; name a CSV file")
+        return load_default(**split)
     if options.target is None:
         raise ValueError("--data needs --target, the name of the column to predict")
-    return load_csv(
-        options.data, options.target, options.task, one_hot=options.one_hot, seed=options.seed
-    )
+    return load_csv(options.data, options.target, options.task, one_hot=options.one_hot, **split)
 
 
 def _device(name: str) -> torch.device:
+    there = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    if torch.backends.mps.is_available():
+        there.append("mps")
     try:
         device = torch.device(name)
-        torch.zeros((), device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        there = "cpu" + (", cuda" if torch.cuda.is_available() else "")
-        raise ValueError(f"--device {name!r} is not there; there is: {there}") from error
+        torch.zeros((), device=device).cpu()
+    except Exception as error:  # torch raises many kinds here
+        raise ValueError(f"--device {name!r} is not there; there is: {', '.join(there)}") from error
     return device
 
 
@@ -171,41 +345,25 @@ def _hidden(text: str) -> list[int]:
     except ValueError:
         sizes = [0]
     if any(size < 1 for size in sizes):
-        raise ValueError(f"--hidden must be positive numbers such as 50 or 50,50, got {text!r}")
+        raise ValueError(f"--hidden must be numbers of units such as 50 or 50,50, got {text!r}")
     return sizes
 
 
-def _model(data: Dataset, hidden: list[int], activation: type[nn.Module]) -> nn.Module:
-    outputs = len(data.class_names) if data.task == "classification" else 1
-    sizes = [data.x_train.shape[1], *hidden]
-    layers: list[nn.Module] = []
-    for before, after in pairwise(sizes):
-        layers += [nn.Linear(before, after), activation()]
-    network = bayesianize(nn.Sequential(*layers, nn.Linear(sizes[-1], outputs)), FanIn(1.0))
-    kind = models.Classification if data.task == "classification" else models.Regression
-    return kind(network, num_data=len(data.x_train))
+def _folder(name: str) -> Path:
+    folder = Path(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".pyro-bdl"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"--out: cannot write to {name!r}: {error.strerror}") from error
+    return folder
 
 
-def _write(comparison: Comparison, data: Dataset, options: argparse.Namespace) -> list[Path]:
-    """The table, the figures and the report, in the folder of the results."""
-    folder = Path(options.out)
-    folder.mkdir(parents=True, exist_ok=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of matplotlib on fonts and layouts
-        figures = comparison.figures()
-        written = [comparison.to_csv(folder / "table.csv")]
-        for i, figure in enumerate(figures.values(), 1):
-            path = folder / f"figure-{i}.png"
-            figure.savefig(path, dpi=150)
-            written.append(path)
-        settings = {k: v for k, v in vars(options).items() if k not in ("run", "out")}
-        report = write_report(
-            folder / "report.html",
-            title=f"Posteriors of a network for {data.target_name}",
-            rows=comparison.rows,
-            columns=comparison.columns,
-            figures=figures,
-            notes=[f"{name}: {text}." for name, text in comparison.verdicts.items()],
-            settings=settings,
-        )
-    return [*written, report]
+def _say(text: str) -> None:
+    print(f"pyro-bdl: {text}", file=sys.stderr)
+
+
+def _show_warning(message: Warning | str, *args: object, **kwargs: object) -> None:
+    _say(f"warning: {message}")
