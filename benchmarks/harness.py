@@ -15,7 +15,8 @@ import torch
 def parser(description: str) -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=description)
     result.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    result.add_argument("--threads", type=int, default=1, help="threads of torch (default 1)")
+    cores = torch.get_num_threads()
+    result.add_argument("--threads", type=int, default=cores, help="of torch, default %(default)s")
     result.add_argument("--repeats", type=int, default=5, help="timed rounds (default 5)")
     return result
 

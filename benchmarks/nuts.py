@@ -102,6 +102,7 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=200)
     parser.add_argument("--depth", type=int, default=8, help="maximal tree depth")
     parser.add_argument("--pyro-draws", type=int, default=5, help="Pyro's warm-up and draws")
+    parser.set_defaults(threads=1)  # Pyro's side is slower on several
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)

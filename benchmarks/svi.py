@@ -60,6 +60,7 @@ def main() -> None:
     parser = harness.parser(__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200, help="steps per timed round")
     parser.add_argument("--device", default="cpu")
+    parser.set_defaults(threads=1)  # Pyro's side is slower on several
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from pyro_bdl.checks import check_finite
 from pyro_bdl.elbo import TemperedTraceMeanField_ELBO
@@ -98,12 +98,12 @@ def train(
                 bar.update()
         except KeyboardInterrupt:
             interrupted = True
-            warnings.warn(
-                f"interrupted after {len(losses)} of {steps} steps: what was learned so far is "
-                f"kept",
-                BdlWarning,
-                stacklevel=2,
-            )
+    if interrupted:
+        warnings.warn(
+            f"interrupted after {len(losses)} of {steps} steps: what was learned so far is kept",
+            BdlWarning,
+            stacklevel=2,
+        )
     kept = torch.stack(losses) if losses else torch.empty(0)
     return Training(kept, size, interrupted)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 STATS = ("potential_energy", "energy", "num_steps", "accept_prob", "step_size", "diverging")
 
@@ -53,13 +53,16 @@ def progress_bar(settings: Settings, total: int, description: str) -> tqdm:
 
 
 def stack_chains(chains: list[Chains]) -> Chains:
-    """Chains of one draw axis each, cut to the shortest where one was interrupted."""
-    draws = min(chain.vectors.shape[1] for chain in chains)
+    """Chains of one draw axis each. Where some were interrupted, the shortest are left out or the
+    longest cut, whichever keeps more draws."""
+    longest_first = sorted((chain.vectors.shape[1] for chain in chains), reverse=True)
+    draws = max(enumerate(longest_first, 1), key=lambda pair: pair[0] * pair[1])[1]
+    kept = [chain for chain in chains if chain.vectors.shape[1] >= draws]
     return Chains(
-        torch.cat([chain.vectors[:, :draws] for chain in chains]),
+        torch.cat([chain.vectors[:, :draws] for chain in kept]),
         {
-            name: torch.cat([chain.stats[name][:, :draws] for chain in chains])
-            for name in chains[0].stats
+            name: torch.cat([chain.stats[name][:, :draws] for chain in kept])
+            for name in kept[0].stats
         },
         any(chain.interrupted for chain in chains),
     )
