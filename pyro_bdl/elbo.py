@@ -57,7 +57,7 @@ class TemperedTrace_ELBO(Trace_ELBO):
         self.kl: Tensor | None = None
         self.expected_log_likelihood: Tensor | None = None
         self._map = DrawMap()
-        self._checked: tuple[int, int] | None = None
+        self._checked: tuple[Callable, Callable] | None = None
 
     def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """-L(eta) at the present step's temperature; the step counter stays."""
@@ -82,9 +82,9 @@ class TemperedTrace_ELBO(Trace_ELBO):
         return value
 
     def _loss(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Tensor:
-        if self._checked != (id(model), id(guide)):
+        if self._checked != (model, guide):
             _check(model, guide, args, kwargs)
-            self._checked = id(model), id(guide)
+            self._checked = model, guide
         temperature = check_temperature(self.schedule(self.step))
         likelihood, kl, disorder = self._terms(model, guide, args, kwargs)
         self.temperature = temperature

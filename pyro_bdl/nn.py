@@ -157,19 +157,21 @@ class _Declarations:
 
 
 class _Scope:
-    """Gives a prior its hyperparameters in one run; each is sampled once."""
+    """Gives a prior its hyperparameters in one run; each is sampled or read once."""
 
     def __init__(self, module: BayesianModule) -> None:
         self.module = module
-        self.drawn: dict[str, Tensor] = {}
+        self.values: dict[str, Tensor] = {}
 
     def sample(self, name: str, distribution: Distribution) -> Tensor:
-        if name not in self.drawn:
-            self.drawn[name] = pyro.sample(self.module.site_prefix + name, distribution)
-        return self.drawn[name]
+        if name not in self.values:
+            self.values[name] = pyro.sample(self.module.site_prefix + name, distribution)
+        return self.values[name]
 
     def param(self, name: str, declaration: PyroParam) -> Tensor:
-        return getattr(self.module, self.module._hyperparameters[name])
+        if name not in self.values:
+            self.values[name] = getattr(self.module, self.module._hyperparameters[name])
+        return self.values[name]
 
 
 Places = dict[str, list[tuple[nn.Module, str]]]

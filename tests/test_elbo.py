@@ -514,6 +514,13 @@ def test_pyros_checks_are_made_once():
         TemperedTrace_ELBO()(model, AutoMeanField(model))(X, Y)
 
 
+def test_one_bound_for_many_guides(kind):
+    """A new guide may be born where the last one died: it is checked all the same."""
+    model, elbo = _network(), kind()
+    for _ in range(20):
+        assert math.isfinite(elbo.loss(model, AutoMeanField(model), X, Y))
+
+
 def test_programs_of_parameters_alone():
     """Maximum likelihood: no latents, an empty guide."""
 

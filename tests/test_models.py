@@ -198,6 +198,22 @@ def test_wrong_target_shapes_name_both(case):
             model(x, wrong)
 
 
+def test_device_is_followed(case):
+    make, y, _ = case
+    model, x = make().to("meta"), torch.randn(N, 2, dtype=D, device="meta")
+    run = record(model, {}, (x, y.to("meta")))
+    assert run.observed["y"].log_prob().device.type == "meta"
+    assert {site.value.device.type for site in run.latents.values()} == {"meta"}
+
+
+@pytest.mark.parametrize("kind", [models.Regression, models.StudentTRegression])
+def test_inferred_and_learned_noise_follow_the_device(kind):
+    x = torch.randn(N, 2, dtype=D, device="meta")
+    for noise in (dist.HalfNormal(1.0), PyroParam(torch.tensor(1.0), constraints.positive)):
+        run = record(kind(_bnn(1), noise=noise).to("meta"), {}, (x, x[:, 0]))
+        assert run.observed["y"].distribution.scale.device.type == "meta"
+
+
 def test_one_row_is_a_row(case):
     make, y, _ = case
     model, x = make(), torch.randn(1, 2, dtype=D)

@@ -203,6 +203,17 @@ def test_dtype_is_followed(case, follow):
         assert site.log_prob().dtype == torch.float64, name
 
 
+def test_device_is_followed(case):
+    """On the meta device, which every machine has: a tensor left behind raises."""
+    net, x = case
+    model = bayesianize(net, priors.Normal(dist.HalfNormal(1.0))).to("meta")
+    run = record(model, {}, (x.to("meta"),))
+    assert run.result.device.type == "meta"
+    for site in run.latents.values():
+        assert site.value.device.type == "meta"
+        assert site.log_prob().device.type == "meta"
+
+
 def test_state_dict_has_the_nets_keys_and_travels(case):
     net, x = case
     bnn = bayesianize(net)

@@ -1,5 +1,6 @@
 """Mean-field variational inference: q(u) = prod_i Normal(u_i; m_i, s_i^2)."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ class AutoMeanField(Guide):
     :param init_loc_fn: where m starts; by default the network's own values.
     :param init_scale: where every s starts, in unconstrained units.
     :param create_plates: as in Pyro's autoguides.
-    :raises ValueError: for an ``init_scale`` that is not positive.
+    :raises ValueError: for an ``init_scale`` that is not positive and finite.
     """
 
     def __init__(
@@ -38,8 +39,8 @@ class AutoMeanField(Guide):
         init_scale: float = 0.05,
         create_plates: Callable | None = None,
     ) -> None:
-        if not init_scale > 0:
-            raise ValueError(f"init_scale must be positive, got {init_scale}")
+        if not 0 < init_scale < math.inf:
+            raise ValueError(f"init_scale must be positive and finite, got {init_scale}")
         super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
         self.init_scale = init_scale
 

@@ -1,0 +1,630 @@
+"""What every guide does, whatever its family."""
+
+import copy
+import io
+import math
+import pickle
+import warnings
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
+from pyro.infer.autoguide import (
+    AutoDelta,
+    AutoGuideList,
+    AutoNormal,
+    init_to_feasible,
+    init_to_mean,
+    init_to_value,
+)
+from torch import nn
+
+from pyro_bdl import Predictive, bayesianize, models
+from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
+from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.guides import AutoMAP, AutoMeanField
+from pyro_bdl.program import record
+
+GUIDES = [AutoMAP, AutoMeanField]
+ELBOS = [Trace_ELBO, TraceMeanField_ELBO, TemperedTrace_ELBO, TemperedTraceMeanField_ELBO]
+X = torch.linspace(-1, 1, 12).reshape(6, 2)
+Y = torch.tensor([0.1, -0.4, 0.3, 0.9, 0.2, -0.1])
+
+
+@pytest.fixture(params=GUIDES, ids=lambda kind: kind.__name__)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(params=ELBOS, ids=lambda elbo: elbo.__name__)
+def elbo(request):
+    return request.param
+
+
+def _net(dtype=torch.float32):
+    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).to(dtype)
+
+
+def _model(dtype=torch.float32, **kwargs):
+    kwargs.setdefault("noise", dist.HalfNormal(1.0))
+    return models.Regression(bayesianize(_net(dtype)), **kwargs)
+
+
+def constrained(x=None, y=None):
+    s = pyro.sample("positive", dist.HalfNormal(torch.tensor([1.0, 2.0])).to_event(1))
+    u = pyro.sample("unit", dist.Beta(2.0, torch.tensor(3.0)))
+    p = pyro.sample("simplex", dist.Dirichlet(torch.ones(3)))
+    chol = pyro.sample("chol", dist.LKJCholesky(2, torch.tensor(1.0)))
+    with pyro.plate("rows", 4):
+        z = pyro.sample("z", dist.LogNormal(0.0, torch.tensor(1.0)))
+    mean = s.sum() + u + p[0] + chol[1, 0] + z.sum()
+    pyro.sample("y", dist.Normal(mean, 1.0), obs=torch.tensor(2.0))
+
+
+SHAPES = {
+    "positive": (2,),
+    "unit": (),
+    "simplex": (3,),
+    "chol": (2, 2),
+    "z": (4,),
+}
+
+
+def _losses(guide, model, elbo, steps=20, lr=0.05, x=X, y=Y):
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": lr}), elbo)
+    return [svi.step(x, y) for _ in range(steps)]
+
+
+# Every optimiser and every bound
+
+
+def test_it_learns_under_every_bound(kind, elbo):
+    model = _model()
+    guide = kind(model)
+    losses = _losses(guide, model, elbo(), steps=150)
+    assert all(map(math.isfinite, losses))
+    assert sum(losses[-20:]) < sum(losses[:20])
+
+
+@pytest.mark.parametrize(
+    "optimiser",
+    [
+        pyro.optim.Adam({"lr": 0.05}),
+        pyro.optim.ClippedAdam({"lr": 0.05, "lrd": 0.999}),
+        pyro.optim.PyroOptim(torch.optim.SGD, {"lr": 1e-3}),
+    ],
+    ids=["Adam", "ClippedAdam", "SGD"],
+)
+def test_pyros_optimisers_move_every_parameter(kind, optimiser):
+    model = _model()
+    guide = kind(model).prototype(X, Y)
+    before = {name: p.clone() for name, p in guide.named_parameters()}
+    SVI(model, guide, optimiser, TemperedTraceMeanField_ELBO()).step(X, Y)
+    assert all((p != before[name]).all() for name, p in guide.named_parameters())
+
+
+def test_torchs_optimisers_see_the_parameters_after_prototype(kind, elbo):
+    model = _model()
+    guide = kind(model)
+    assert list(elbo()(model, guide).parameters()) == []
+    assert guide.prototype(X, Y) is guide
+    loss = elbo()(model, guide)
+    parameters = list(loss.parameters())
+    assert {id(p) for p in parameters} == {id(p) for p in guide.parameters()}
+    assert parameters
+    adam = torch.optim.Adam(parameters, lr=0.05)
+    values = []
+    for _ in range(150):
+        adam.zero_grad()
+        value = loss(X, Y)
+        value.backward()
+        adam.step()
+        values.append(value.item())
+    assert sum(values[-20:]) < sum(values[:20])
+
+
+def test_pyros_and_torchs_optimisers_change_the_same_tensors(kind):
+    model = _model()
+    guide = kind(model)
+    _losses(guide, model, TemperedTrace_ELBO(), steps=1)
+    for name, parameter in pyro.get_param_store().named_parameters():
+        assert any(parameter is p for p in guide.parameters()), name
+
+
+def test_the_parameters_are_flat_vectors(kind):
+    guide = kind(constrained).prototype()
+    assert guide.layout.size == 2 + 1 + 2 + 1 + 4
+    for parameter in guide.parameters():
+        assert parameter.shape == (10,)
+
+
+# Sample statements
+
+
+def test_the_sites_are_the_programs(kind):
+    guide = kind(constrained)
+    program = poutine.trace(constrained).get_trace()
+    trace = poutine.trace(guide).get_trace()
+    values = guide()
+    for name, shape in SHAPES.items():
+        mine, its = trace.nodes[name], program.nodes[name]
+        assert mine["fn"].batch_shape == its["fn"].batch_shape
+        assert mine["fn"].event_shape == its["fn"].event_shape
+        assert its["fn"].support.check(mine["value"]).all()
+        assert mine["cond_indep_stack"] == its["cond_indep_stack"]
+        assert values[name].shape == shape
+        assert mine["fn"].has_rsample
+    assert set(values) == set(SHAPES)
+
+
+def test_draws_all_at_once(kind):
+    guide = kind(constrained).prototype()
+    draws = guide.sample_latents(50)
+    for name, shape in SHAPES.items():
+        assert draws[name].shape == (50, *shape)
+        assert guide.layout.latents[name].support.check(draws[name]).all()
+    assert guide.sample_vectors(3).shape == (3, 10)
+
+
+def test_draws_have_the_distribution_of_the_sample_statements(kind):
+    guide = kind(constrained).prototype()
+    with torch.no_grad():
+        guide.loc.add_(0.3 * torch.randn(10))
+    draws = guide.sample_latents(4000)
+    statements = [guide() for _ in range(1000)]
+    for name in SHAPES:
+        a = draws[name].detach()
+        b = torch.stack([values[name] for values in statements]).detach()
+        error = (a.var(0) / len(a) + b.var(0) / len(b)).sqrt()
+        assert ((a.mean(0) - b.mean(0)).abs() <= 4.5 * error + 1e-6).all(), name
+        torch.testing.assert_close(a.std(0), b.std(0), rtol=0.15, atol=1e-6)
+
+
+def test_the_density_is_that_of_the_sample_statements(kind):
+    guide = kind(constrained).prototype()
+    vector = guide.sample_vectors(1)[0]
+    latents, log_det = guide.layout.constrain(vector)
+    trace = poutine.trace(poutine.condition(guide, latents)).get_trace()
+    total = trace.log_prob_sum()
+    torch.testing.assert_close(guide.log_density(vector, log_det), total, rtol=1e-4, atol=1e-3)
+
+
+# Summaries
+
+
+def test_median_and_quantiles(kind):
+    guide = kind(constrained).prototype()
+    median = guide.median()
+    assert {name: value.shape for name, value in median.items()} == SHAPES
+    quantiles = guide.quantiles([0.1, 0.5, 0.9])
+    for name, value in quantiles.items():
+        assert value.shape == (3, *SHAPES[name])
+        torch.testing.assert_close(value[1], median[name])
+        assert not value.requires_grad
+        if name in ("positive", "unit", "z"):
+            assert (value[0] <= value[1]).all() and (value[1] <= value[2]).all()
+    median["unit"].zero_()
+    assert guide.median()["unit"] > 0  # a copy
+    torch.testing.assert_close(guide.quantiles(torch.tensor([0.5]))["z"][0], median["z"])
+    for bad in ([-0.1], [0.5, 1.5]):
+        with pytest.raises(ValueError, match="between 0 and 1"):
+            guide.quantiles(bad)
+
+
+def test_summaries_make_the_parameters_where_arguments_are_given(kind):
+    assert kind(_model()).median(X, Y)["0.weight"].shape == (3, 2)
+    assert kind(_model()).quantiles([0.5], X, Y)["0.weight"].shape == (1, 3, 2)
+
+
+def test_before_the_first_run_it_says_what_to_do(kind):
+    for call in (
+        lambda guide: guide.median(),
+        lambda guide: guide.quantiles([0.5]),
+        lambda guide: guide.sample_latents(3),
+    ):
+        with pytest.raises(RuntimeError, match=r"prototype"):
+            call(kind(_model()))
+
+
+# Starting points
+
+
+def test_it_starts_from_the_network(kind):
+    model = _model()
+    median = kind(model).median(X, Y)
+    for name, value in model.network.net.named_buffers():
+        assert torch.equal(median[name], value)
+
+
+@pytest.mark.parametrize(
+    "init", [init_to_feasible, init_to_mean, init_to_value(values={"noise": torch.tensor(0.7)})]
+)
+def test_pyros_initialisations(kind, init):
+    guide = kind(_model(), init_loc_fn=init)
+    median = guide.median(X, Y)
+    assert median["noise"] > 0
+    if init is init_to_mean:
+        assert (median["0.weight"] == 0).all()
+        torch.testing.assert_close(median["noise"], torch.tensor((2 / math.pi) ** 0.5))
+    elif init is not init_to_feasible:
+        torch.testing.assert_close(median["noise"], torch.tensor(0.7))
+
+
+def test_hidden_units_of_a_hand_written_network_start_different(kind):
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(50, 4), 1.0).to_event(2))
+        b = pyro.sample("b", dist.Normal(torch.zeros(50), 1.0).to_event(1))
+        tight = pyro.sample("tight", dist.Normal(torch.zeros(5, 4), 1e-3).to_event(2))
+        pyro.sample("y", dist.Normal(w.sum() + b.sum() + tight.sum(), 1.0), obs=y[0])
+
+    median = kind(model).median(X, Y)
+    assert len(median["w"].unique()) == 200
+    assert median["w"].std().item() == pytest.approx(0.5, rel=0.25)  # 1 / sqrt(fan-in 4)
+    assert median["tight"].abs().max() < 1e-2
+
+
+# Saving, loading, copying
+
+
+def _trained(kind, model, steps=5):
+    guide = kind(model)
+    _losses(guide, model, TemperedTrace_ELBO(), steps)
+    return guide
+
+
+def _same(a, b):
+    return all(torch.equal(b.median()[name], value) for name, value in a.median().items())
+
+
+@pytest.mark.parametrize("prototyped", [True, False], ids=["made", "fresh"])
+def test_state_dict(kind, prototyped):
+    model = _model()
+    guide = _trained(kind, model)
+    file = io.BytesIO()
+    torch.save(guide.state_dict(), file)
+    file.seek(0)
+    fresh = kind(model)
+    if prototyped:
+        fresh.prototype(X, Y)
+    fresh.load_state_dict(torch.load(file, weights_only=True))
+    fresh.prototype(X, Y)
+    assert _same(guide, fresh)
+    saved = guide.median()
+    _losses(fresh, model, TemperedTrace_ELBO(), 2)
+    assert all(torch.equal(guide.median()[name], value) for name, value in saved.items())
+
+
+def test_a_loaded_state_is_a_copy(kind):
+    model = _model()
+    guide = _trained(kind, model)
+    saved = guide.median()
+    fresh = kind(model)
+    fresh.load_state_dict(guide.state_dict())
+    _losses(guide, model, TemperedTrace_ELBO(), 3)
+    fresh.prototype(X, Y)
+    assert all(torch.equal(fresh.median()[name], value) for name, value in saved.items())
+
+
+def test_a_state_inside_a_larger_one(kind):
+    model = _model()
+    loss = TemperedTrace_ELBO()(model, _trained(kind, model))
+    other = copy.deepcopy(model)
+    fresh = TemperedTrace_ELBO()(other, kind(other))
+    fresh.load_state_dict(loss.state_dict())
+    fresh(X, Y)
+    assert _same(loss.guide, fresh.guide)
+
+
+def test_a_state_that_does_not_fit_is_refused_and_can_be_replaced(kind):
+    small, large = _model(noise=1.0), _model()
+    fresh = kind(large)
+    fresh.load_state_dict(_trained(kind, small).state_dict())
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="size mismatch"):
+            fresh.prototype(X, Y)
+    right = _trained(kind, large)
+    fresh.load_state_dict(right.state_dict())
+    fresh.prototype(X, Y)
+    assert _same(right, fresh)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_stand_alone(kind, how):
+    model = _model()
+    guide = _trained(kind, model)
+    saved = guide.median()
+    if how == "deepcopy":
+        clone = copy.deepcopy(guide)
+        assert clone.model is guide.model
+    else:
+        clone = pickle.loads(pickle.dumps(guide))
+    assert _same(guide, clone)
+    assert clone.sample_latents(3)["0.weight"].shape == (3, 3, 2)
+    _losses(clone, model, TemperedTrace_ELBO(), 3)
+    assert not _same(guide, clone)
+    assert all(torch.equal(guide.median()[name], value) for name, value in saved.items())
+    _losses(guide, model, TemperedTrace_ELBO(), 1)  # the original still has its program
+    names = set(pyro.get_param_store().keys())
+    assert len(names) == 2 * len(list(guide.parameters()))
+
+
+def test_a_copy_before_the_first_run(kind):
+    model = _model()
+    clone = copy.deepcopy(kind(model))
+    assert clone.median(X, Y)["0.weight"].shape == (3, 2)
+
+
+def test_two_guides_share_nothing(kind):
+    model = _model()
+    first = _trained(kind, model)
+    saved = first.median()
+    second = _trained(kind, model, 1)
+    assert not _same(first, second)
+    assert all(torch.equal(first.median()[name], value) for name, value in saved.items())
+    assert len(set(pyro.get_param_store().keys())) == 2 * len(list(first.parameters()))
+
+
+def test_model_and_guide_travel_together(kind):
+    model = _model()
+    guide = _trained(kind, model)
+    pair = copy.deepcopy({"model": model, "guide": guide})
+    assert _same(guide, pair["guide"])
+    _losses(pair["guide"], pair["model"], TemperedTrace_ELBO(), 2)
+    assert not _same(guide, pair["guide"])
+
+
+# Reproducible, in either precision, and without a trace
+
+
+def test_seeds(kind, elbo):
+    def run():
+        pyro.clear_param_store()
+        pyro.set_rng_seed(4)
+        model = _model()
+        guide = kind(model)
+        losses = _losses(guide, model, elbo(), 5)
+        return losses, Predictive(model, guide, 3)(X)["y"]
+
+    (a, draws), (b, again) = run(), run()
+    assert a == b
+    assert torch.equal(draws, again)
+
+
+def test_double_precision(kind, elbo):
+    model = _model(torch.float64)
+    guide = kind(model)
+    _losses(guide, model, elbo(), 3, x=X.double(), y=Y.double())
+    assert {p.dtype for p in guide.parameters()} == {torch.float64}
+    assert {v.dtype for v in guide.sample_latents(2).values()} == {torch.float64}
+    assert {v.dtype for v in guide().values()} == {torch.float64}
+
+
+def test_a_guide_follows_double(kind):
+    model = _model()
+    guide = _trained(kind, model)
+    guide.double()
+    model.double()
+    assert math.isfinite(TemperedTrace_ELBO().loss(model, guide, X.double(), Y.double()))
+    assert guide.median()["0.weight"].dtype == torch.float64
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu(kind, elbo):
+    model = _model().to("cuda")
+    guide = kind(model)
+    losses = _losses(guide, model, elbo(), 50, x=X.cuda(), y=Y.cuda())
+    assert sum(losses[-10:]) < sum(losses[:10])
+    assert {v.device.type for v in guide.sample_latents(2).values()} == {"cuda"}
+    assert {v.device.type for v in guide.quantiles([0.5]).values()} == {"cuda"}
+    assert Predictive(model, guide, 3)(X.cuda())["y"].device.type == "cuda"
+
+
+def _with_batchnorm():
+    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Linear(3, 1))
+    return models.Regression(bayesianize(net), noise=0.5)
+
+
+def _buffers(model):
+    return {name: value.clone() for name, value in model.named_buffers()}
+
+
+def test_prototype_moves_nothing(kind):
+    model = _with_batchnorm()
+    before, modes = _buffers(model), [part.training for part in model.modules()]
+    guide = kind(model).prototype(X, Y)
+    assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
+    assert [part.training for part in model.modules()] == modes
+    for call in (guide.median, lambda: guide.sample_latents(2), lambda: guide.quantiles([0.5])):
+        call()
+    assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
+    _losses(guide, model, TemperedTrace_ELBO(), 3)
+    assert model.network.net[1].num_batches_tracked == 3  # the check of the first step left none
+
+
+def test_several_particles_move_batchnorm_as_they_would_one_by_one(kind):
+    model = _with_batchnorm()
+    guide = kind(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        losses = _losses(guide, model, TemperedTrace_ELBO(num_particles=2), 3)
+    assert all(map(math.isfinite, losses))
+    assert torch.isfinite(model.network.net[1].running_mean).all()
+    assert not torch._C._functorch.is_batchedtensor(model.network.net[1].running_mean)
+
+
+class Breaks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.linear = nn.Linear(2, 1)
+        self.broken = True
+
+    def forward(self, x):
+        x = self.norm(x)
+        if self.broken:
+            raise RuntimeError("midway")
+        return self.linear(x)
+
+
+def test_an_error_midway_leaves_no_trace(kind, elbo):
+    model = models.Regression(bayesianize(Breaks()), noise=0.5)
+    before = _buffers(model)
+    guide = kind(model)
+    for call in (lambda: guide.prototype(X, Y), lambda: elbo()(model, guide)(X, Y)):
+        with pytest.raises(RuntimeError, match="midway"):
+            call()
+    after = dict(model.named_buffers())
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert all(part.training for part in model.modules())
+    assert not poutine.runtime._PYRO_STACK
+    model.network.net.broken = False
+    assert math.isfinite(elbo()(model, guide)(X, Y).item())
+
+
+# In company
+
+
+def test_a_tempered_copy_of_the_program_takes_the_same_guide(kind):
+    from pyro_bdl.handlers import temper
+
+    model = _model()
+    guide = kind(temper(model, 0.1))
+    losses = _losses(guide, temper(model, 0.1), TemperedTrace_ELBO(), 100)
+    assert sum(losses[-10:]) < sum(losses[:10])
+
+
+@pytest.mark.parametrize("other", [AutoNormal, AutoDelta], ids=lambda guide: guide.__name__)
+@pytest.mark.parametrize("bound", [Trace_ELBO, TemperedTrace_ELBO, TemperedTraceMeanField_ELBO])
+def test_inside_a_guide_list(kind, other, bound):
+    model = _model()
+    guide = AutoGuideList(model)
+    guide.append(kind(poutine.block(model, hide=["noise", "2.weight"])))
+    guide.append(other(poutine.block(model, expose=["noise", "2.weight"])))
+    losses = _losses(guide, model, bound(), 100)
+    assert sum(losses[-20:]) < sum(losses[:20])
+    assert set(guide.median()) == {"noise", "0.weight", "0.bias", "2.weight", "2.bias"}
+    assert set(guide[0].layout.latents) == {"0.weight", "0.bias", "2.bias"}
+    if other is AutoNormal:  # AutoDelta has none
+        assert len(guide.quantiles([0.1, 0.9])["0.weight"]) == 2
+    predicted = Predictive(model, guide, 4)(X)
+    assert predicted["y"].shape == (4, 6)
+
+
+def local(x, y=None):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    with pyro.plate("groups", 2, dim=-2):
+        m = pyro.sample("m", dist.LogNormal(0.0, torch.tensor(1.0)))
+        with pyro.plate("data", 6, subsample_size=3, dim=-1) as i:
+            z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+            s = pyro.sample("s", dist.Dirichlet(torch.ones(3)))
+            mean = m * (z * w).sum(-1) + s[..., 0]
+            pyro.sample("y", dist.Normal(mean, 1.0), obs=None if y is None else y[i])
+
+
+def _plates(x, y=None):
+    return pyro.plate("data", 6, subsample_size=3, dim=-1)
+
+
+def test_local_latents_in_a_subsampled_plate(kind, elbo):
+    guide = kind(local, create_plates=_plates)
+    losses = _losses(guide, local, elbo(), 60)
+    assert all(map(math.isfinite, losses))
+    shapes = {name: value.shape for name, value in guide.median().items()}
+    assert shapes == {"w": (2,), "m": (2, 1), "z": (2, 6, 2), "s": (2, 6, 3)}
+    assert guide.layout.size == 2 + 2 + 24 + 24
+    draws = guide.sample_latents(5)
+    assert draws["z"].shape == (5, 2, 6, 2)
+    trace = poutine.trace(guide).get_trace(X, Y)
+    assert trace.nodes["z"]["value"].shape == (2, 3, 2)
+    assert trace.nodes["z"]["scale"] == 2.0
+    index = trace.nodes["data"]["value"]
+    if kind is AutoMAP:
+        torch.testing.assert_close(trace.nodes["s"]["value"], guide.median()["s"][:, index])
+
+
+def test_local_latents_without_plates_given(kind):
+    """As in Pyro's guides, plates are made with the program's own subsample size."""
+    guide = kind(local)
+    losses = _losses(guide, local, TemperedTrace_ELBO(), 5)
+    assert all(map(math.isfinite, losses))
+
+
+def test_only_what_was_drawn_is_moved(kind):
+    guide = kind(local, create_plates=_plates).prototype(X, Y)
+    elbo = TemperedTraceMeanField_ELBO()
+    elbo.loss(local, guide, X, Y)
+    loss = elbo.differentiable_loss(local, guide, X, Y)
+    loss.backward()
+    gradient = guide.layout.unflatten(guide.loc.grad)["z"]
+    moved = (gradient != 0).any(-1).any(0)
+    assert moved.sum() == 3
+
+
+# What is refused
+
+
+def test_an_unreadable_program_is_refused_every_time(kind):
+    def discrete(x, y):
+        k = pyro.sample("k", dist.Poisson(torch.tensor(3.0)))
+        pyro.sample("y", dist.Normal(k, 1.0), obs=y[0])
+
+    def moving(x, y):
+        top = pyro.sample("top", dist.HalfNormal(torch.tensor(1.0)))
+        w = pyro.sample("w", dist.Uniform(0.0, top))
+        pyro.sample("y", dist.Normal(w, 1.0), obs=y[0])
+
+    def sequential(x, y):
+        for i in pyro.plate("steps", 2):
+            pyro.sample(f"w{i}", dist.Normal(torch.tensor(0.0), 1.0))
+        pyro.sample("y", dist.Normal(0.0, 1.0), obs=y[0])
+
+    for model, word in ((discrete, "'k'"), (moving, "'w'"), (sequential, "'steps'")):
+        guide = kind(model, init_loc_fn=init_to_mean) if model is moving else kind(model)
+        for _ in range(2):
+            with pytest.raises(UnsupportedProgramError, match=word):
+                guide.prototype(X, Y)
+
+
+def test_weights_in_a_plate_are_named(kind):
+    from pyro.nn import PyroModule, PyroSample
+
+    class Inside(PyroModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = PyroModule[nn.Linear](2, 1)
+            self.layer.weight = PyroSample(dist.Normal(torch.zeros(1, 2), 1.0).to_event(2))
+
+        def forward(self, x, y):
+            with pyro.plate("data", len(x)):
+                pyro.sample("y", dist.Normal(self.layer(x)[:, 0], 1.0), obs=y)
+
+    model = Inside()
+    with pytest.raises(UnsupportedProgramError, match=r"'layer.weight'.*'data'.*outside"):
+        kind(model).prototype(X, Y)
+    bnn = bayesianize(_net())
+
+    def inside(x, y):
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(bnn(x)[:, 0], 1.0), obs=y)
+
+    with pytest.raises(UnsupportedProgramError, match=r"'0.weight'.*'data'.*outside"):
+        TemperedTrace_ELBO()(inside, kind(inside))(X, Y)
+
+
+def test_a_program_without_latents(kind):
+    with pytest.raises(ValueError, match="no latent site"):
+        kind(lambda: pyro.sample("y", dist.Normal(0.0, 1.0), obs=torch.tensor(0.0))).prototype()
+
+
+def test_an_unscaled_network_of_one_weight(kind):
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(torch.tensor(0.0), 1.0))
+        pyro.sample("y", dist.Normal(w, 1.0), obs=y[0])
+
+    guide = kind(model).prototype(X, Y)
+    assert guide.sample_latents(4)["w"].shape == (4,)
+    assert record(guide, {}, (X, Y)).latents["w"].value.shape == ()
