@@ -63,7 +63,7 @@ def diagonal_normal_kl(
     terms, names, priors = [], [], []
     for name, latent in layout.latents.items():
         prior = p[name]
-        normal = _normal(prior) if latent.transform is None else None
+        normal = _normal(prior)
         if normal is not None:
             names.append(name)
             priors.append(normal)

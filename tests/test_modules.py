@@ -54,6 +54,14 @@ def test_evaluation_mode_nests_and_reaches_closures():
     assert all(_modes(net))
 
 
+def test_a_part_called_before_its_whole_gets_its_own_mode_back():
+    net = _net()
+    with evaluation_mode():
+        net[2](torch.ones(3))
+        net(torch.randn(4, 2))
+    assert _modes(net) == [True] * 5
+
+
 @pytest.mark.parametrize("error", [False, True])
 def test_preserved_buffers(error):
     net = _net()

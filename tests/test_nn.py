@@ -263,6 +263,8 @@ def test_tied_weights_are_one_site_in_both_places():
     net = _Tied()
     bnn = bayesianize(net)
     assert bnn.sites == ("embed.weight",)
+    assert list(bnn.parameters()) == []
+    assert bnn.net.out.weight is bnn.net.embed.weight
     value = torch.randn(7, 4)
     expected = value[WORDS].tanh() @ value.T
     torch.testing.assert_close(record(bnn, {"embed.weight": value}, (WORDS,)).result, expected)

@@ -128,6 +128,9 @@ def test_a_learned_scale_gets_a_gradient(scaled, dtype, elbo):
     model = _regression(scaled(_learned()), dtype)
     x, y = torch.randn(6, 3, dtype=dtype), torch.randn(6, 2, dtype=dtype)
     guide = AutoMeanField(model).prototype(x, y)
+    for site in record(model.network, {}, (x,)).latents.values():
+        parts = [p for p in vars(site.distribution.base_dist).values() if torch.is_tensor(p)]
+        assert {part.dtype for part in parts} <= {dtype}
     loss = elbo()(model, guide)(x, y)
     assert loss.dtype == dtype
     loss.backward()
