@@ -5,6 +5,8 @@ against Pyro's ``AutoNormal`` with ``TraceMeanField_ELBO``. Once with the progra
 with ``PyroModule``, once with ``bayesianize``.
 """
 
+from itertools import pairwise
+
 import harness
 import pyro
 import pyro.distributions as dist
@@ -24,7 +26,7 @@ class HandWritten(PyroModule):
 
     def __init__(self) -> None:
         super().__init__()
-        pairs = list(zip(SIZES, SIZES[1:], strict=False))
+        pairs = list(pairwise(SIZES))
         self.layers = PyroModule[nn.ModuleList]([PyroModule[nn.Linear](a, b) for a, b in pairs])
         for layer in self.layers:
             for name in ("weight", "bias"):

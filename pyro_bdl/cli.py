@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -307,7 +307,7 @@ def _settings(options: argparse.Namespace) -> Options:
         raise ValueError(f"--seed must be less than 2^32, got {options.seed}")
     if not 0 < options.test_fraction < 1:
         raise ValueError(f"--test-fraction must lie between 0 and 1, got {options.test_fraction:g}")
-    return Options(**chosen)
+    return Options(**cast(Any, chosen))
 
 
 def _first_given(value: int | None, usual: int | None) -> int | None:

@@ -103,7 +103,9 @@ class Comparison:
                 found["bands"] = plots.predictive_bands(
                     x.reshape(-1), functions, reference=self.reference, ylabel=target
                 )
-            drawn = {name: said.predictions for name, said in self.evaluations.items()}
+            drawn: dict[str, Any] = {
+                name: said.predictions for name, said in self.evaluations.items()
+            }
             y = self.y.reshape(next(iter(drawn.values())).shape[1:])
         else:
             drawn = {name: said.function.mean(0) for name, said in self.evaluations.items()}

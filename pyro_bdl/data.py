@@ -95,7 +95,7 @@ def load_csv(
         near = difflib.get_close_matches(target, frame.columns, n=3, cutoff=0.5)
         hint = f"did you mean {_names(near, 'or')}?" if near else f"it has {_names(frame.columns)}"
         raise ValueError(f"target: {path} has no column {target!r}; {hint}")
-    features = _numeric_features(frame.drop(columns=target), path, one_hot)
+    features = _numeric_features(frame.drop(columns=target), Path(path), one_hot)
     return prepare(
         features.to_numpy(dtype=float),
         _target_values(frame[target], target, task),

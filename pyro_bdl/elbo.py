@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import pyro
 import torch
 from pyro import poutine
 from pyro.infer import Trace_ELBO
@@ -86,7 +87,8 @@ class TemperedTrace_ELBO(Trace_ELBO):
             _check(model, guide, args, kwargs)
             self._checked = model, guide
         temperature = check_temperature(self.schedule(self.step))
-        likelihood, kl, disorder = self._terms(model, guide, args, kwargs)
+        with pyro.validation_enabled(False):
+            likelihood, kl, disorder = self._terms(model, guide, args, kwargs)
         self.temperature = temperature
         self.expected_log_likelihood, self.kl = likelihood.detach(), kl.detach()
         if self.is_cold:
@@ -116,9 +118,11 @@ class TemperedTrace_ELBO(Trace_ELBO):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The same from the flat vectors of our guides, without their sample statements."""
 
-        def particle(draw: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        layout = guide.require_layout()
+
+        def particle(draw: dict[str, Tensor]) -> tuple[Any, Tensor, Tensor]:
             vector = draw["u"]
-            latents, log_det = guide.layout.constrain(vector)
+            latents, log_det = layout.constrain(vector)
             p = record(model, latents, args, kwargs)
             kl = self._flat_kl(guide, vector, log_det, p)
             disorder = guide.entropy(vector, log_det) if self.is_cold else torch.zeros_like(kl)
@@ -162,7 +166,7 @@ def _questioned(loss: float, model: Callable, args: tuple, kwargs: dict) -> floa
     """The loss; where it is not finite for bad data, an error that names their rows."""
     if not math.isfinite(loss):
         check_finite(model, args, kwargs)
-        warn_if_nan(loss, "loss")
+        warn_if_nan(torch.tensor(loss), "loss")
     return loss
 
 

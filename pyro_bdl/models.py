@@ -48,7 +48,7 @@ class ObservationModel(OwnParameters):
         if y is not None:
             y = self._checked_targets(output, _without_single_column(y))
             size = self._plate_size(output.shape[0])
-        likelihood = self.likelihood(output)
+        likelihood: Any = self.likelihood(output)
         with pyro.plate("data", size, subsample=torch.arange(len(output), device=output.device)):
             return pyro.sample("y", likelihood, obs=y)
 

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import pyro
 from pyro.nn import PyroParam
@@ -30,12 +30,13 @@ class BayesianModule(OwnParameters):
 
     def __init__(self, network: nn.Module, prior: PriorFunction, *, name: str = "") -> None:
         super().__init__()
-        self._modules["network"] = copy.deepcopy(network)
+        copied = copy.deepcopy(network)
+        self._modules["network"] = copied
         self.training = network.training
         self.prior = prior
         self.site_prefix = f"{name}." if name else ""
         self._cache: dict[str, tuple[Any, Distribution]] = {}
-        self._places = _places(self._modules["network"])
+        self._places = _places(copied)
         self._hyperparameters: dict[str, str] = {}
         with hyperparameter_scope(_Declarations(self)):
             self._find_sites()
@@ -45,7 +46,7 @@ class BayesianModule(OwnParameters):
         self.learnable: tuple[str, ...] = ()
         for name, places in self._places.items():
             owner, key = places[0]
-            parameter = owner._parameters[key]
+            parameter = getattr(owner, key)
             if not parameter.requires_grad:
                 continue
             if self._distribution(name, parameter) is None:
@@ -62,7 +63,7 @@ class BayesianModule(OwnParameters):
     @property
     def net(self) -> nn.Module:
         """The copied network, at its own values."""
-        return self._modules["network"]
+        return self.network
 
     def __getattr__(self, name: str) -> Any:
         if name == "network":  # not through PyroModule, which registers every parameter each time
@@ -73,27 +74,27 @@ class BayesianModule(OwnParameters):
         self._refuse_plates()
         values = self._sample()
         with _substituted(self._places, values):
-            return self._modules["network"](*args, **kwargs)
+            return self.network(*args, **kwargs)
 
     def _sample(self) -> dict[str, Tensor]:
         values = {}
         with hyperparameter_scope(_Scope(self)):
             for name in self.sites:
                 owner, key = self._places[name][0]
-                start = owner._buffers[key]
+                start = getattr(owner, key)
                 values[name] = pyro.sample(
                     self.site_prefix + name,
                     self._distribution(name, start),
-                    infer={INIT_KEY: start},
+                    infer=cast(Any, {INIT_KEY: start}),
                 )
         for name in self.learnable:
             owner, key = self._places[name][0]
-            parameter = owner._parameters[key]
+            parameter = getattr(owner, key)
             if parameter.requires_grad:  # else frozen by now, which pyro.param would undo
                 values[name] = pyro.param(f"{self._own_name}.network.{name}", parameter)
         return values
 
-    def _distribution(self, name: str, parameter: Tensor) -> Distribution | None:
+    def _distribution(self, name: str, parameter: Tensor) -> Any:
         kind = (parameter.dtype, parameter.device)
         if name in self._cache and self._cache[name][0] == kind:
             return self._cache[name][1]
@@ -163,7 +164,7 @@ class _Scope:
         self.module = module
         self.values: dict[str, Tensor] = {}
 
-    def sample(self, name: str, distribution: Distribution) -> Tensor:
+    def sample(self, name: str, distribution: Any) -> Tensor:
         if name not in self.values:
             self.values[name] = pyro.sample(self.module.site_prefix + name, distribution)
         return self.values[name]
@@ -214,7 +215,9 @@ def _substituted(places: Places, values: dict[str, Tensor]) -> Iterator[None]:
     try:
         for name, value in values.items():
             for module, key in places[name]:
-                table = module._buffers if key in module._buffers else module._parameters
+                table: dict[str, Any] = (
+                    module._buffers if key in module._buffers else module._parameters
+                )
                 saved.append((table, key, table[key]))
                 table[key] = value
                 if isinstance(module, nn.RNNBase):

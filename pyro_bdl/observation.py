@@ -1,6 +1,6 @@
 """Observation distributions taken apart into tensors, so that they may leave ``vmap``."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyro.distributions as dist
 from pyro.distributions.torch_distribution import MaskedDistribution
@@ -64,5 +64,5 @@ def rebuild(structure: Structure, tensors: dict[str, Tensor]) -> dist.TorchDistr
 
 def observation_mean(distribution: Distribution) -> Tensor:
     """E[y]; for a Categorical the probabilities of the classes, in one more dimension."""
-    base, _ = without_wrappers(distribution)
+    base: Any = without_wrappers(distribution)[0]
     return base.probs if type(base).__name__ == "Categorical" else base.mean

@@ -7,6 +7,7 @@ dark grey. Figures are five inches wide, so that their text can still be read on
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import matplotlib
 import numpy as np
@@ -165,6 +166,8 @@ def calibration(
     look = styles(predictions, reference)
     levels = np.arange(1, 20) / 20
     for name, values in predictions.items():
+        where: Any
+        found: Any
         if task == "regression":
             where = levels
             found = metrics.interval_coverage(values, y, level=levels.tolist()).cpu().numpy()
@@ -310,11 +313,11 @@ def _check(predictions: Mapping[str, Tensor], reference: str | None) -> None:
 
 def _panels(count: int, *, height: float, **shared: bool) -> tuple[Figure, list[Axes]]:
     """A white figure with panels below each other."""
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(cast(Any, _STYLE)):
         figure = Figure(figsize=(_WIDTH, height * count + 0.5), layout="constrained")
-        figure.get_layout_engine().set(h_pad=0.08, w_pad=0.06)
+        cast(Any, figure.get_layout_engine()).set(h_pad=0.08, w_pad=0.06)
         figure.set_facecolor("white")
-        axes = figure.subplots(count, 1, squeeze=False, **shared)[:, 0]
+        axes = figure.subplots(count, 1, squeeze=False, **cast(Any, shared))[:, 0]
     return figure, list(axes)
 
 
@@ -364,5 +367,5 @@ def _title(axis: Axes, text: str, colour: str = _INK) -> None:
 
 def _legend_below(figure: Figure, handles: Sequence[Artist], labels: Sequence[str]) -> None:
     columns = max(1, min(3, len(labels), 54 // (max(map(len, labels)) + 6)))
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(cast(Any, _STYLE)):
         figure.legend(handles, labels, loc="outside lower center", ncols=columns)

@@ -215,7 +215,7 @@ def _tempered_mean_field(problem: Problem, options: Options, progress: bool) -> 
 
 @register("nuts", title="NUTS", description="Markov chains by the No-U-Turn sampler; the reference")
 def _nuts(problem: Problem, options: Options, progress: bool) -> Result:
-    settings = {
+    settings: dict[str, Any] = {
         "num_chains": options.chains,
         "num_warmup": options.warmup,
         "num_samples": options.draws,

@@ -49,7 +49,8 @@ class Predictive:
             run = record(self.model, draw, args, kwargs, draw=leave_open)
             parts = {}
             for name, site in run.observed.items():
-                structures[name], parts[name] = take_apart(site.distribution)
+                taken: Any = take_apart(site.distribution)
+                structures[name], parts[name] = taken
             return parts, run.deterministic
 
         def draw_observations(result: tuple) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
-from typing import Protocol
+from typing import Any, Protocol
 
 import pyro
 import pyro.distributions as dist
@@ -36,7 +36,7 @@ class HyperparameterScope(Protocol):
 
 
 class _PlainScope:
-    def sample(self, name: str, distribution: Distribution) -> Tensor:
+    def sample(self, name: str, distribution: Any) -> Tensor:
         return pyro.sample(name, distribution)
 
     def param(self, name: str, declaration: PyroParam) -> Tensor:

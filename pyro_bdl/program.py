@@ -33,7 +33,7 @@ class Site(NamedTuple):
     """What one sample statement said in one run: p(value), its scale (N/B) and its mask."""
 
     distribution: Distribution
-    value: Tensor | None
+    value: Any  # a tensor; None at an open site
     scale: float | Tensor
     mask: bool | Tensor | None
 

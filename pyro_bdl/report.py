@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -81,7 +82,8 @@ def _table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
 
 
 def _cell(row: Row, column: Column, place: int) -> str:
-    text, value = escape(column.cell(row)), row.get(column.key)
+    text = escape(column.cell(row))
+    value: Any = row.get(column.key)
     if place == 0:
         return f'<th scope="row"{_class(column)}>{text}</th>'
     is_number = isinstance(value, (int, float)) and math.isfinite(value)

@@ -84,7 +84,7 @@ class Samples:
             stored = {key: value.detach().contiguous().clone() for key, value in tensors.items()}
             save_file(stored, str(path), header)
         elif path.suffix == ".npz":
-            arrays = {key: _as_numpy(key, value) for key, value in tensors.items()}
+            arrays: dict[str, Any] = {key: _as_numpy(key, value) for key, value in tensors.items()}
             with open(path, "wb") as file:
                 np.savez(file, __header__=np.array(json.dumps(header)), **arrays)
         else:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 Row = Mapping[str, object]
 
@@ -33,7 +34,7 @@ class Column:
 
     def cell(self, row: Row) -> str:
         """The row's value as text; a dash for None, NaN and what is not there."""
-        value = row.get(self.key)
+        value: Any = row.get(self.key)
         if value is None or (isinstance(value, float) and math.isnan(value)):
             return MISSING
         if self.style == "text" or isinstance(value, str):

@@ -41,8 +41,9 @@ def cyclical(start: float, stop: float, period: int, ramp: float = 0.5) -> Sched
         raise ValueError(f"ramp must lie in (0, 1], got {ramp}")
     if period < 1:
         raise ValueError(f"period must be at least 1, got {period}")
-    rise = _ramp(start, stop, 1, lambda t: t)
-    return lambda step: rise((step % period) / (ramp * period))
+    check_temperature(start, "start")
+    check_temperature(stop, "stop")
+    return lambda step: start + (stop - start) * min((step % period) / (ramp * period), 1.0)
 
 
 def overparameterized(tau: float, num_data: int, num_neurons: int) -> float:

@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from tqdm import tqdm
 from pyro_bdl.checks import check_finite
 from pyro_bdl.elbo import TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import BdlWarning
+from pyro_bdl.guides.base import Guide
 
 _MOST_FULL_BATCH = 1024
 _BATCH = 256
@@ -38,7 +40,7 @@ class Training:
 
 def train(
     model: nn.Module,
-    guide: nn.Module,
+    guide: Guide,
     x: Tensor,
     y: Tensor,
     *,
@@ -75,7 +77,7 @@ def train(
     size = _batch_size(model, len(x), batch_size)
     guide.prototype(x, y)
     elbo = TemperedTraceMeanField_ELBO(temperature=temperature, num_particles=num_particles)
-    objective = elbo(model, guide)
+    objective: Any = elbo(model, guide)
     optimizer = torch.optim.Adam(objective.parameters(), lr=learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     losses: list[Tensor] = []
@@ -110,7 +112,7 @@ def train(
 
 @torch.no_grad()
 def estimate_elbo(
-    model: nn.Module, guide: nn.Module, x: Tensor, y: Tensor, *, num_particles: int = 512
+    model: nn.Module, guide: Guide, x: Tensor, y: Tensor, *, num_particles: int = 512
 ) -> float:
     """ELBO at temperature 1, E_q[log p(y | w)] - KL(q || p), in nats, over all of the data.
 

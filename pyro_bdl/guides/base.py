@@ -87,7 +87,8 @@ class Guide(OwnParameters, AutoGuide):
         """:param start: the initial unconstrained vector (P,)."""
         raise NotImplementedError
 
-    def _require_layout(self) -> Layout:
+    def require_layout(self) -> Layout:
+        """:raises RuntimeError: before the first run, which finds the latents."""
         if self.layout is None:
             raise RuntimeError(
                 f"{type(self).__name__} has no parameters yet: call guide.prototype(*args) with "
@@ -121,7 +122,7 @@ class Guide(OwnParameters, AutoGuide):
     def _parameter(self, name: str) -> Tensor:
         read = self.__dict__.get("_read")
         if read is None:
-            self._require_layout()
+            self.require_layout()
             return getattr(self, name)
         if name not in read:
             read[name] = getattr(self, name)
@@ -155,14 +156,14 @@ class Guide(OwnParameters, AutoGuide):
 
     def sample_latents(self, num_samples: int) -> dict[str, Tensor]:
         """Independent draws as a dict site -> (num_samples, *shape)."""
-        layout = self._require_layout()
+        layout = self.require_layout()
         return layout.constrain(self.sample_vectors(num_samples))[0]
 
     @torch.no_grad()
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """The posterior median of each site; the guide's centre for a point mass."""
         self._prototype_if_given(args, kwargs)
-        values, _ = self._require_layout().constrain(self.location())
+        values, _ = self.require_layout().constrain(self.location())
         return {name: value.clone() for name, value in values.items()}
 
     @torch.no_grad()
@@ -171,7 +172,7 @@ class Guide(OwnParameters, AutoGuide):
     ) -> dict[str, Tensor]:
         """Marginal quantiles of each site, site -> (len(quantiles), *shape)."""
         self._prototype_if_given(args, kwargs)
-        layout = self._require_layout()
+        layout = self.require_layout()
         levels = torch.as_tensor(quantiles).to(self.location())
         if ((levels < 0) | (levels > 1)).any():
             raise ValueError(f"quantiles must lie between 0 and 1, got {levels.tolist()}")
@@ -187,7 +188,7 @@ class Guide(OwnParameters, AutoGuide):
         self, args: tuple, kwargs: dict, *vectors: Tensor
     ) -> Iterator[tuple[Latent, list[Tensor]]]:
         """For each site its parts of the vectors; the site's plates are open at the yield."""
-        layout = self._require_layout()
+        layout = self.require_layout()
         plates = self._create_plates(*args, **kwargs)
         parts = [layout.unflatten(vector) for vector in vectors]
         for name, latent in layout.latents.items():

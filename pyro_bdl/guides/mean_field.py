@@ -55,7 +55,7 @@ class AutoMeanField(Guide):
         self.prototype(*args, **kwargs)
         return {
             latent.name: sample_site(latent, marginal(latent, loc, scale))
-            for latent, (loc, scale) in self._sites(args, kwargs, self.loc, self.scale)
+            for latent, (loc, scale) in self._sites(args, kwargs, *self._loc_and_scale())
         }
 
     def get_posterior(self, *args: Any, **kwargs: Any) -> dist.TorchDistribution:
@@ -79,7 +79,9 @@ class AutoMeanField(Guide):
 
     def kl(self, vector: Tensor, log_det: Tensor, run: Run) -> Tensor:
         values = {name: site.value for name, site in run.latents.items()}
-        return diagonal_normal_kl(self.layout, *self._loc_and_scale(), values, run.latents)
+        return diagonal_normal_kl(
+            self.require_layout(), *self._loc_and_scale(), values, run.latents
+        )
 
     def entropy(self, vector: Tensor, log_det: Tensor) -> Tensor:
         return dist.Normal(*self._loc_and_scale()).entropy().sum() + log_det

@@ -1,8 +1,10 @@
 """HMC and NUTS of NumPyro on the user's own Pyro program, translated to JAX."""
 
+import contextlib
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
 
@@ -92,9 +94,12 @@ class _Chain:
         )
         self.advance = jax.jit(partial(_advance, kernel))
         self.collected: list[dict[str, np.ndarray]] = []
+        self.stop: threading.Event | None = None
 
-    def run(self, bar: Any = None) -> Chains:
+    def run(self, bar: Any = None, stop: threading.Event | None = None) -> Chains:
+        """Warm up and sample; Ctrl-C, or another thread by ``stop``, ends it with what there is."""
         settings = self.settings
+        self.stop = stop
         own = bar is None
         total = settings.num_warmup + settings.num_samples
         bar = bar if bar is not None else progress_bar(settings, total, settings.kernel.upper())
@@ -114,6 +119,8 @@ class _Chain:
     def _iterate(self, count: int, bar: Any, *, keep: bool) -> None:
         block = 1
         while count > 0:
+            if self.stop is not None and self.stop.is_set():
+                raise KeyboardInterrupt
             size = min(block, count)
             started = time.perf_counter()
             state, kept = self.advance(self.state, size)
@@ -174,23 +181,49 @@ def _one_by_one(kernel: HMC, keys: jax.Array, starts: jax.Array, settings: Setti
     bar = progress_bar(settings, total, settings.kernel.upper())
     try:
         if settings.chain_method == "parallel" and len(chains) > 1:
-            return _in_threads(chains, bar, settings.seed)
-        results = []
-        for chain in chains:
-            results.append(chain.run(bar))
-            if results[-1].interrupted:
-                break
-        return stack_chains(results)
+            return _in_threads(chains, bar)
+        return _in_turn(chains, bar)
     finally:
         bar.close()
 
 
-def _in_threads(chains: list[_Chain], bar: Any, seed: int) -> Chains:
-    x64 = bool(jax.config.jax_enable_x64)
+def _in_turn(chains: list[_Chain], bar: Any) -> Chains:
+    results: list[Chains] = []
+    for chain in chains:
+        try:
+            results.append(chain.run(bar))
+        except KeyboardInterrupt:
+            if not results:
+                raise
+            results[-1].interrupted = True
+        if results[-1].interrupted:
+            break
+    return stack_chains(results)
+
+
+def _in_threads(chains: list[_Chain], bar: Any) -> Chains:
+    x64 = bool(jax.config.read("jax_enable_x64"))
+    stop = threading.Event()
 
     def run(chain: _Chain) -> Chains:
         with jax.enable_x64(x64):
-            return chain.run(bar)
+            return chain.run(bar, stop)
 
     with ThreadPoolExecutor(len(chains)) as pool:
-        return stack_chains(list(pool.map(run, chains)))
+        running = [pool.submit(run, chain) for chain in chains]
+        # Ctrl-C reaches this thread only, and the error of one chain only its own.
+        with contextlib.suppress(KeyboardInterrupt):
+            wait(running, return_when=FIRST_EXCEPTION)
+        stop.set()
+        wait(running)
+    results = []
+    for each in running:
+        try:
+            results.append(each.result())
+        except KeyboardInterrupt:  # before its first draw
+            continue
+    if not results:
+        raise KeyboardInterrupt
+    joined = stack_chains(results)
+    joined.interrupted |= len(results) < len(chains)
+    return joined

@@ -164,6 +164,7 @@ def _starting_vectors(program: Program, init: Any, num_chains: int) -> Tensor:
 
 
 def _proposed_start(program: Program, init: Any, chain: int) -> Tensor:
+    latents: dict[str, Any]
     if isinstance(init, str):
         if init == "prior":
             trace = prune_subsample_sites(trace_once(program.model, program.args, program.kwargs))

@@ -1,0 +1,55 @@
+"""Ctrl-C while chains run in parallel, and what is kept of chains of different lengths."""
+
+import _thread
+import threading
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_bdl import mcmc
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.mcmc.chains import Chains, stack_chains
+
+
+def chain(draws, value, interrupted=False):
+    values = torch.full((1, draws, 2), float(value))
+    return Chains(values, {"diverging": values[..., 0]}, interrupted)
+
+
+@pytest.mark.parametrize(
+    "lengths, kept, draws",
+    [((5, 5, 5), (0, 1, 2), 5), ((5, 1, 5), (0, 2), 5), ((5, 4, 3), (0, 1, 2), 3)],
+)
+def test_as_many_draws_as_possible_are_kept(lengths, kept, draws):
+    joined = stack_chains([chain(length, i, length < 5) for i, length in enumerate(lengths)])
+    assert joined.vectors[:, 0, 0].tolist() == list(kept)
+    assert joined.vectors.shape == (len(kept), draws, 2)
+    assert joined.stats["diverging"].shape == (len(kept), draws)
+    assert joined.interrupted == (min(lengths) < 5)
+
+
+def test_ctrl_c_ends_parallel_chains_and_keeps_their_draws():
+    def program(y):
+        mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+    timer = threading.Timer(6.0, _thread.interrupt_main)
+    timer.start()
+    try:
+        with pytest.warns(BdlWarning, match="interrupted"):
+            samples = mcmc.sample(
+                program,
+                torch.tensor(0.5),
+                num_chains=2,
+                num_warmup=20,
+                num_samples=10**8,
+                chain_method="parallel",
+                progress=False,
+            )
+    finally:
+        timer.cancel()
+    assert samples.info["interrupted"]
+    assert 0 < samples.num_draws < 10**8
+    assert samples.latents["mean"].isfinite().all()
