@@ -1,7 +1,7 @@
 """Ctrl-C while chains run in parallel, and what is kept of chains of different lengths."""
 
-import _thread
-import threading
+import time
+from concurrent.futures import wait
 
 import pyro
 import pyro.distributions as dist
@@ -10,6 +10,7 @@ import torch
 
 from pyro_bdl import mcmc
 from pyro_bdl.errors import BdlWarning
+from pyro_bdl.mcmc import numpyro_backend
 from pyro_bdl.mcmc.chains import Chains, stack_chains
 
 
@@ -30,26 +31,42 @@ def test_as_many_draws_as_possible_are_kept(lengths, kept, draws):
     assert joined.interrupted == (min(lengths) < 5)
 
 
-def test_ctrl_c_ends_parallel_chains_and_keeps_their_draws():
+def test_ctrl_c_ends_parallel_chains_and_keeps_their_draws(monkeypatch):
     def program(y):
         mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
         pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
 
-    timer = threading.Timer(6.0, _thread.interrupt_main)
-    timer.start()
-    try:
-        with pytest.warns(BdlWarning, match="interrupted"):
-            samples = mcmc.sample(
-                program,
-                torch.tensor(0.5),
-                num_chains=2,
-                num_warmup=20,
-                num_samples=10**8,
-                chain_method="parallel",
-                progress=False,
-            )
-    finally:
-        timer.cancel()
+    chains = []
+
+    class Watched(numpyro_backend._Chain):
+        def __init__(self, *args):
+            super().__init__(*args)
+            chains.append(self)
+
+    calls = []
+
+    def interrupted_once(running, **options):
+        """Ctrl-C reaches the waiting thread as soon as each chain has a draw."""
+        calls.append(options)
+        if len(calls) > 1:
+            return wait(running, **options)
+        while not all(chain.collected for chain in chains) and not all(f.done() for f in running):
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(numpyro_backend, "_Chain", Watched)
+    monkeypatch.setattr(numpyro_backend, "_MOST_PER_BLOCK", 4)
+    monkeypatch.setattr(numpyro_backend, "wait", interrupted_once)
+    with pytest.warns(BdlWarning, match="interrupted"):
+        samples = mcmc.sample(
+            program,
+            torch.tensor(0.5),
+            num_chains=2,
+            num_warmup=20,
+            num_samples=20_000,
+            chain_method="parallel",
+            progress=False,
+        )
     assert samples.info["interrupted"]
-    assert 0 < samples.num_draws < 10**8
+    assert 0 < samples.num_draws < 20_000
     assert samples.latents["mean"].isfinite().all()
