@@ -1,6 +1,5 @@
 """``compare``: posteriors of one program side by side, and how far each is from a reference."""
 
-import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -113,7 +112,7 @@ class Comparison:
         found["calibration"] = plots.calibration(drawn, y, task=self.task, reference=self.reference)
         if self.reference is None or len(functions) < 2:
             return found
-        quantity = f"predicted {target}"
+        quantity = "prediction"
         if self.task == "classification":
             quantity = "class probabilities"
             if functions[self.reference].shape[-1] == 2:  # the other class mirrors this one
@@ -258,8 +257,10 @@ def _distances(task: str, draws: Tensor, reference: Tensor) -> dict[str, float]:
 
 
 def _sd(draws: Tensor) -> Tensor:
-    # Less the first draw: equal draws then have an sd of exactly zero.
-    return (draws - draws[0]).std(0, correction=0).double()
+    """The sd at each test point, zero where it is no more than rounding."""
+    sd = (draws - draws[0]).double().std(0, correction=0)
+    rounding = 4 * torch.finfo(draws.dtype).eps * draws.abs().max()
+    return torch.where(sd > rounding, sd, 0.0)
 
 
 def _floor(task: str, reference: str, said: Evaluation) -> dict[str, Any]:
@@ -310,11 +311,9 @@ def _check_posteriors(
         raise ValueError("posteriors is empty: give at least one guide or Samples by name")
     there = ", ".join(map(repr, posteriors))
     if reference is not None and reference not in posteriors:
-        near = difflib.get_close_matches(str(reference), posteriors, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(
-            f"reference {reference!r} is not among the posteriors; {hint}There are: {there}; "
-            f"reference=None compares without one"
+            f"reference {reference!r} is not among the posteriors ({there}); name one of them, or "
+            f"say reference=None to compare without"
         )
     for argument, values in (("seconds", seconds), ("elbos", elbos)):
         unknown = [name for name in values if name not in posteriors]

@@ -133,8 +133,8 @@ def get(name: str) -> Entry:
     if name in _registry:
         return _registry[name]
     near = difflib.get_close_matches(name, _registry, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ValueError(f"unknown posterior {name!r}; {hint}There are: {', '.join(_registry)}")
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"unknown posterior {name!r} (there are {', '.join(_registry)}){hint}")
 
 
 def fit(

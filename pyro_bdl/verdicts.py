@@ -26,7 +26,7 @@ def verdict(row: Row, *, reference: str | None, floor: Row | None, points: int) 
         parts += [_spread(row, reference), _centre(row, reference, floor or {})]
     parts += [_coverage(row, points), _convergence(row)]
     told = [part for part in parts if part]
-    return "; ".join(told) if told else "nothing stands out"
+    return "; ".join(told) if told else _calibrated(row)
 
 
 def _spread(row: Row, reference: str) -> str:
@@ -35,12 +35,12 @@ def _spread(row: Row, reference: str) -> str:
         return ""
     if ratio < 1e-3:
         return f"no spread at all where {reference} has some: overconfident"
-    text = f"sd is {ratio:.2f} of {reference}'s on average"
+    text = f"sd is {_times(ratio)} {reference}'s on average"
     if ratio < _NARROW:
         return f"{text}: overconfident"
     if ratio > _WIDE:
         return f"{text}: underconfident"
-    return f"{text}: like it"
+    return f"{text}: much alike"
 
 
 def _centre(row: Row, reference: str, floor: Row) -> str:
@@ -50,7 +50,7 @@ def _centre(row: Row, reference: str, floor: Row) -> str:
     noise = _number(floor, "mean_shift")
     if off <= _OFF or (not math.isnan(noise) and off <= 1.5 * noise):
         return "its mean agrees"
-    return f"its mean is off by {off:.2f} of {reference}'s sd"
+    return f"its mean is off by {_times(off)} {reference}'s sd"
 
 
 def _coverage(row: Row, points: int) -> str:
@@ -62,6 +62,13 @@ def _coverage(row: Row, points: int) -> str:
         return ""
     width = "narrow" if share < 0.9 else "wide"
     return f"its 90 % interval holds {share:.0%} of the test targets: too {width}"
+
+
+def _calibrated(row: Row) -> str:
+    share = _number(row, "coverage")
+    if math.isnan(share):
+        return "nothing to hold it against"
+    return f"its 90 % interval holds {share:.0%} of the test targets, as it should"
 
 
 def _convergence(row: Row) -> str:
@@ -85,6 +92,10 @@ def _convergence(row: Row) -> str:
         plural = "s" if divergences > 1 else ""
         return f"{text}; {divergences:.0f} divergence{plural}: draws may miss parts"
     return text
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f} of" if ratio < 2 else f"{ratio:.1f} times"
 
 
 def _number(row: Row, key: str) -> float:
