@@ -142,10 +142,11 @@ def _compare(options: argparse.Namespace) -> int:
         data = _load(options).to(device)
     torch.manual_seed(options.seed)
     model = _model(data, hidden, _ACTIVATIONS[options.activation]).to(device)
+    features = data.x_train.shape[1]
     about = (
         f"{data.target_name}: {data.task}"
         + (f" into {len(data.class_names)} classes" if data.class_names else "")
-        + f", {data.x_train.shape[1]} features, {len(data.x_train)} training and "
+        + f", {features} feature{'s' * (features > 1)}, {len(data.x_train)} training and "
         f"{len(data.x_test)} test rows; {options.hidden} hidden units ({options.activation})"
     )
     print(about, flush=True)
@@ -158,7 +159,12 @@ def _compare(options: argparse.Namespace) -> int:
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     print(f"\n{comparison.to_text(width)}\n")
     print(units)
-    made_with = {name: value for name, value in vars(options).items() if name not in _NOT_SHOWN}
+    made_with: dict[str, object] = {"data": "scikit-learn's diabetes data"}
+    made_with |= {
+        name.replace("_", " "): value
+        for name, value in vars(options).items()
+        if name not in _NOT_SHOWN and value is not None and value is not False
+    }
     made_with |= {name: getattr(settings, name) for name in ("chains", "warmup", "draws")}
     made_with |= {fit.name: _shown(fit) for fit in fits}
     written = _write(comparison, folder, data, [f"{about}. {units}"], made_with)

@@ -117,10 +117,11 @@ class Comparison:
             quantity = "class probabilities"
             if functions[self.reference].shape[-1] == 2:  # the other class mirrors this one
                 functions = {name: draws[..., 1] for name, draws in functions.items()}
+        found |= self._cost(units)
         found["function_space"] = plots.function_space(
             functions, reference=self.reference, quantity=quantity, units=units
         )
-        return found | self._cost(units)
+        return found
 
     def _cost(self, units: str) -> dict[str, Figure]:
         key = "wasserstein" if self.task == "regression" else "total_variation"

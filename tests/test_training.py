@@ -1,0 +1,89 @@
+"""Training reaches the known optimum, in full and small batches; Ctrl-C keeps what is there."""
+
+import pytest
+import torch
+
+from pyro_bdl import bayesianize, guides, models, priors, training
+from pyro_bdl.errors import BdlWarning
+
+
+@pytest.mark.parametrize("eta", [1.0, 0.1])
+def test_mean_field_reaches_its_optimum(conjugate, eta):
+    guide = guides.AutoMeanField(conjugate.model)
+    run = training.train(
+        conjugate.model,
+        guide,
+        conjugate.x,
+        conjugate.y,
+        steps=1500,
+        learning_rate=0.05,
+        temperature=eta,
+        num_particles=4,
+    )
+    sd = conjugate.precision(eta).diagonal().rsqrt()
+    assert run.losses.shape == (1500,) and run.batch_size == 8 and not run.interrupted
+    assert ((guide.loc - conjugate.mean(eta)).abs() / sd).max() < 0.1
+    assert ((guide.scale / sd).log().abs()).max() < 0.05
+
+
+def test_elbo_estimate_is_the_exact_one(conjugate):
+    guide = conjugate.mean_field(guides.AutoMeanField(conjugate.model))
+    likelihood, kl = conjugate.terms(guide.loc.detach(), guide.scale.detach())
+    found = training.estimate_elbo(
+        conjugate.model, guide, conjugate.x, conjugate.y, num_particles=4000
+    )
+    assert found == pytest.approx((likelihood - kl).item(), abs=0.2)
+
+
+def straight_line(rows, **options):
+    x = torch.linspace(-1, 1, rows)[:, None]
+    y = 0.7 * x[:, 0] + 0.1 * torch.randn(rows)
+    network = bayesianize(torch.nn.Linear(1, 1), priors.Normal(1.0))
+    return models.Regression(network, noise=2.0, **options), x, y
+
+
+def test_minibatches_of_many_rows_reach_the_same_posterior():
+    model, x, y = straight_line(3000, num_data=3000)
+    guide = guides.AutoMeanField(model)
+    run = training.train(model, guide, x, y, steps=800, learning_rate=0.02)
+    assert run.batch_size == 256
+    precision = torch.stack([x.square().sum(), torch.tensor(3000.0)]) / 4 + 1
+    assert torch.allclose(guide.scale.detach(), precision.rsqrt(), rtol=0.1)
+
+
+def test_elbo_of_many_rows_is_taken_in_parts(monkeypatch):
+    model, x, y = straight_line(100, num_data=100)
+    guide = guides.AutoMeanField(model, init_scale=1e-4).prototype(x, y)
+    whole = training.estimate_elbo(model, guide, x, y)
+    monkeypatch.setattr(training, "_ROWS_AT_ONCE", 30)
+    assert training.estimate_elbo(model, guide, x, y) == pytest.approx(whole, rel=1e-3)
+
+
+def test_ctrl_c_keeps_what_was_learned(monkeypatch):
+    model, x, y = straight_line(20)
+    guide = guides.AutoMeanField(model)
+    step, calls = torch.optim.Adam.step, []
+
+    def interrupted(self, *args):
+        calls.append(step(self, *args))
+        if len(calls) == 30:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.optim.Adam, "step", interrupted)
+    with pytest.warns(BdlWarning, match="interrupted after 29 of 100 steps"):
+        run = training.train(model, guide, x, y, steps=100)
+    assert run.interrupted and len(run.losses) == 29
+    assert guide.loc.isfinite().all()
+
+
+def test_bad_input_is_told():
+    model, x, y = straight_line(20)
+    guide = guides.AutoMeanField(model)
+    with pytest.raises(ValueError, match="num_data=20"):
+        training.train(model, guide, x, y, steps=1, batch_size=5)
+    with pytest.raises(ValueError, match="batch_size must be at least 1"):
+        training.train(model, guide, x, y, steps=1, batch_size=0)
+    with pytest.raises(ValueError, match="steps must be at least 1"):
+        training.train(model, guide, x, y, steps=0)
+    with pytest.raises(ValueError, match="rows 3"):
+        training.train(model, guide, x, y.index_fill(0, torch.tensor(3), torch.nan), steps=1)
