@@ -22,8 +22,8 @@ def number_of_draws(draws: Draws) -> int:
 class DrawMap:
     """Stacks function(draw) over draws; random numbers differ by draw.
 
-    Uses ``vmap``; where an operator of the network has no batching rule it says so, once, and
-    loops over the draws from then on.
+    Uses ``vmap`` for chunks of several draws; where an operator of the network has no batching
+    rule it says so, once, and loops over the draws from then on.
     """
 
     def __init__(self) -> None:
@@ -58,6 +58,8 @@ class DrawMap:
         return result
 
     def _chunk(self, function: Callable[[Draws], Any], draws: Draws) -> Any:
+        if number_of_draws(draws) == 1:  # nothing to gain, and batched convolutions are slower
+            return _looped(function, draws)
         try:
             return self._evaluate(function, draws)
         except RuntimeError as error:

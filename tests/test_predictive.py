@@ -190,9 +190,39 @@ def test_recurrent_networks_are_looped_over_and_it_is_said_once(kind):
     guide = bdl.guides.AutoMeanField(model).prototype(x, y)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        draws = bdl.Predictive(model, guide, 6, memory=1)(x)
+        draws = bdl.Predictive(model, guide, 6)(x)
     assert draws["f"].shape == (6, 4)
     assert len([w for w in caught if issubclass(w.category, BdlWarning)]) == 1
+
+
+def test_a_function_that_cannot_be_vectorised_is_told_of_once_for_all_chunks():
+    draws = {"w": torch.arange(5.0)}
+    with pytest.warns(BdlWarning, match="cannot be vectorised") as caught:
+        result = map_draws(lambda d: d["w"] * d["w"].item(), draws, chunk_size=2)
+    assert torch.equal(result, draws["w"] ** 2) and len(caught) == 1
+
+
+def test_draws_that_fill_the_memory_are_evaluated_without_vmap():
+    """A network that runs once per draw sees plain tensors; results equal the vectorised ones."""
+    seen = []
+
+    class Spy(nn.Conv2d):
+        def forward(self, x):
+            seen.append(torch._C._functorch.is_batchedtensor(self.weight))
+            return super().forward(x)
+
+    net = nn.Sequential(Spy(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(2 * 4 * 4, 3))
+    model = bdl.models.Classification(bdl.bayesianize(net, bdl.priors.FanIn(1.0)))
+    x, y = torch.randn(5, 1, 6, 6), torch.randint(3, (5,))
+    guide = bdl.guides.AutoMeanField(model, init_scale=0.5).prototype(x, y)
+    samples = bdl.Samples({k: v[None] for k, v in guide.sample_latents(7).items()})
+    results = {}
+    for memory, vectorised in ((1, False), (2**30, True)):
+        seen.clear()
+        results[memory] = bdl.Predictive(model, samples, memory=memory)(x)
+        assert seen[1:] == ([True] if vectorised else 7 * [False])
+    torch.testing.assert_close(results[1]["f"], results[2**30]["f"])
+    assert results[1]["y"].shape == results[2**30]["y"].shape == (7, 5)
 
 
 class Noisy(nn.Module):
