@@ -43,15 +43,33 @@ def without_wrappers(distribution: Distribution) -> tuple[Distribution, int]:
     return distribution, event_dims
 
 
+def parameters_of(base: Distribution) -> dict[str, Tensor]:
+    """The tensors that a distribution without wrappers is made of, by argument.
+
+    They are those that it was given, broadcast; of probabilities and logits the one given.
+    """
+    names = _argument_names(base)
+    if names:
+        values = {name: getattr(base, name) for name in names}
+    else:
+        values = {name: vars(base).get(name) for name in base.arg_constraints}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def _argument_names(base: Distribution) -> tuple[str, ...]:
+    kind = type(base).__name__
+    if kind in _PROBS_OR_LOGITS:
+        # Categorical keeps what it was given in _param; the other of the two is derived
+        return ("logits",) if "logits" in vars(base) else ("probs",)
+    return _ARGUMENTS.get(kind, ())
+
+
 def take_apart(distribution: Distribution) -> tuple[Structure, dict[str, Tensor]] | None:
     """A distribution's structure and its tensors; None for a kind that is not known."""
     base, event_dims = without_wrappers(distribution)
     kind = type(base).__name__
-    names = _ARGUMENTS.get(kind)
-    if kind in _PROBS_OR_LOGITS:
-        # Categorical keeps what it was given in _param; the other of the two is derived
-        names = ("logits",) if "logits" in vars(base) else ("probs",)
-    if names is None or not hasattr(dist, kind):
+    names = _argument_names(base)
+    if not names or not hasattr(dist, kind):
         return None
     return Structure(kind, event_dims), {name: getattr(base, name) for name in names}
 

@@ -6,6 +6,7 @@ functions of the latents that survive ``torch.func.vmap``, ``grad``, ``jvp`` and
 """
 
 import functools
+import math
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,12 +31,17 @@ from pyro_bdl.modules import preserved_buffers
 
 
 class Site(NamedTuple):
-    """What one sample statement said in one run: p(value), its scale (N/B) and its mask."""
+    """What one sample statement said in one run: p(value), its scale and its mask.
+
+    ``subsampling`` is the part N/B of the scale that its plates account for; the rest of the
+    scale is tempering.
+    """
 
     distribution: Distribution
     value: Any  # a tensor; None at an open site
     scale: float | Tensor
     mask: bool | Tensor | None
+    subsampling: float = 1.0
 
     def log_prob(self) -> Tensor:
         """log p(value), scaled and masked, of the distribution's batch shape."""
@@ -119,7 +125,9 @@ class _Recorder(Messenger):
         if name in run.latents or name in run.observed or name in run.factors:
             raise UnsupportedProgramError(f"two sample statements are named '{name}': {_RENAME}")
         value = None if msg["infer"].get("_placeholder") else msg["value"]
-        site = Site(msg["fn"], value, msg["scale"], msg["mask"])
+        frames = msg["cond_indep_stack"]
+        subsampling = math.prod((f.full_size or f.size) / f.size for f in frames)
+        site = Site(msg["fn"], value, msg["scale"], msg["mask"], subsampling)
         run.followed = run.followed or run.open
         if msg["infer"].get("_deterministic"):
             run.deterministic[name] = msg["value"]

@@ -1,0 +1,322 @@
+"""Fisher information of observation distributions in their own parameters, as square roots.
+
+For one datum with parameters theta, F = E[s s'] with the score s = d log p(y | theta) / d theta.
+The generalised Gauss-Newton matrix is sum_n J_n' F_n J_n, with J the Jacobian of theta in the
+latents; since F is covariant, any parametrisation gives the same matrix. F = S S', and each
+column of S is a cotangent that is sent back through the network.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from pyro.distributions.torch_distribution import MaskedDistribution
+from torch import Tensor
+from torch.distributions import Distribution
+
+from pyro_bdl.observation import parameters_of, without_wrappers
+from pyro_bdl.program import Site
+
+Cotangent = dict[str, Tensor]
+Roots = list[Cotangent]
+
+_ESTIMATION_DRAWS = 512
+
+
+def site_parameters(site: Site) -> dict[str, Tensor]:
+    """The distribution's tensors through which the latents act, name -> (batch, *event)."""
+    base, _ = without_wrappers(site.distribution)
+    return {name: value for name, value in parameters_of(base).items() if value.requires_grad}
+
+
+def num_data(site: Site) -> int:
+    """The size of the leading dimension of an observed site; 1 where there is none."""
+    shape = without_wrappers(site.distribution)[0].batch_shape
+    return shape[0] if shape else 1
+
+
+def exact_columns(site: Site) -> Iterator[Cotangent]:
+    """The columns of S for every datum at once, F being exact.
+
+    Where a datum has several cells (outputs, pixels), independent given the parameters, each
+    cell has columns of its own.
+    """
+    base, _ = without_wrappers(site.distribution)
+    parameters = {name: value.detach() for name, value in site_parameters(site).items()}
+    roots = cell_roots(base, parameters)
+    weight = cell_weights(site)
+    cells = base.batch_shape[1:]
+    for mask in _one_cell_at_a_time(base.batch_shape, next(iter(parameters.values()))):
+        for root in roots:
+            factor = weight if cells.numel() == 1 else weight * mask
+            yield {name: _scaled(value, factor) for name, value in root.items()}
+
+
+def sampled_columns(site: Site, num_draws: int) -> Iterator[Cotangent]:
+    """Scores of drawn observations, one column for each draw: E[S S'] = F."""
+    weight = cell_weights(site) / math.sqrt(num_draws)
+    base, _ = without_wrappers(site.distribution)
+    for _ in range(num_draws):
+        yield {k: _scaled(v, weight) for k, v in _score(site, base.sample()).items()}
+
+
+def empirical_columns(site: Site) -> Iterator[Cotangent]:
+    """The score of what was observed: the empirical Fisher."""
+    weight = cell_weights(site)
+    yield {name: _scaled(v, weight) for name, v in _score(site, site.value).items()}
+
+
+def cell_weights(site: Site) -> Tensor:
+    """Square roots of the cells' weights, of the batch shape: temperatures and masks."""
+    base, _ = without_wrappers(site.distribution)
+    like = next(iter(parameters_of(base).values()))
+    weight = torch.as_tensor(site.scale, dtype=like.dtype, device=like.device) / site.subsampling
+    for mask in _masks(site):
+        weight = weight * torch.as_tensor(mask, device=like.device)
+    weight = weight.detach().sqrt()
+    missing = len(base.batch_shape) - weight.dim()
+    if weight.dim() and missing > 0 and weight.shape != base.batch_shape[missing:]:
+        weight = weight.reshape(*weight.shape, *(1,) * missing)
+    return weight.expand(base.batch_shape)
+
+
+def _masks(site: Site) -> Iterator[Any]:
+    if site.mask is not None:
+        yield site.mask
+    distribution: Any = site.distribution
+    while hasattr(distribution, "base_dist"):
+        if isinstance(distribution, MaskedDistribution) and distribution._mask is not None:
+            yield distribution._mask
+        distribution = distribution.base_dist
+
+
+def _scaled(value: Tensor, factor: Tensor) -> Tensor:
+    return value * factor.reshape(factor.shape + (1,) * (value.dim() - factor.dim()))
+
+
+def _one_cell_at_a_time(batch_shape: torch.Size, like: Tensor) -> Iterator[Tensor]:
+    cells = batch_shape[1:]
+    for number in range(cells.numel()):
+        mask = torch.zeros(cells.numel(), dtype=like.dtype, device=like.device)
+        mask[number] = 1.0
+        yield mask.reshape(cells).expand(batch_shape)
+
+
+def _score(site: Site, value: Tensor) -> Cotangent:
+    base, _ = without_wrappers(site.distribution)
+    used = site_parameters(site)
+    everything = {name: v.detach() for name, v in parameters_of(base).items()}
+    with torch.enable_grad():
+        leaves = {name: everything[name].clone().requires_grad_() for name in used}
+        again = rebuilt(base, everything | leaves)
+        total = again.log_prob(value).sum()
+        gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+    return {
+        name: torch.zeros_like(leaf) if gradient is None else gradient
+        for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True)
+    }
+
+
+def rebuilt(base: Distribution, parameters: dict[str, Tensor]) -> Any:
+    """A distribution of the same kind with other parameters."""
+    kind: Any = type(base)
+    extra = {"total_count": base.total_count} if type(base).__name__ == "Multinomial" else {}
+    return kind(**extra, **parameters, validate_args=False)
+
+
+# ------------------------------------------------------------------------------- closed forms
+
+
+def cell_roots(base: Distribution, parameters: dict[str, Tensor]) -> Roots:
+    """Columns of S with S S' = F for each cell of a distribution.
+
+    :param base: the distribution, without ``to_event`` and masks.
+    :param parameters: those of its tensors that matter; the others count as known.
+    """
+    function = _CLOSED_FORMS.get(type(base).__name__)
+    roots = function(base, parameters) if function else None
+    if roots is None:
+        return _estimated_roots(base, parameters)
+    return roots
+
+
+def _diagonal(information: dict[str, Tensor], parameters: dict[str, Tensor]) -> Roots:
+    return [{name: information[name].sqrt()} for name in information if name in parameters]
+
+
+def _pair(
+    first: tuple[str, Tensor], second: tuple[str, Tensor], cross: Tensor, parameters: dict
+) -> Roots:
+    """[[a, c], [c, b]] = S S', or only the known part of it."""
+    (x, a), (y, b) = first, second
+    if x not in parameters or y not in parameters:
+        return _diagonal({x: a, y: b}, parameters)
+    root = a.sqrt()
+    return [{x: root, y: cross / root}, {y: (b - cross.square() / a).clamp(min=0.0).sqrt()}]
+
+
+def _normal(base: Any, parameters: dict[str, Tensor]) -> Roots:
+    precision = base.scale.detach().square().reciprocal()
+    return _diagonal({"loc": precision, "scale": 2.0 * precision}, parameters)
+
+
+def _laplace(base: Any, parameters: dict[str, Tensor]) -> Roots:
+    precision = base.scale.detach().square().reciprocal()
+    return _diagonal({"loc": precision, "scale": precision}, parameters)
+
+
+def _cauchy(base: Any, parameters: dict[str, Tensor]) -> Roots:
+    half = 0.5 * base.scale.detach().square().reciprocal()
+    return _diagonal({"loc": half, "scale": half}, parameters)
+
+
+def _gumbel(base: Any, parameters: dict[str, Tensor]) -> Roots:
+    precision = base.scale.detach().square().reciprocal()
+    rest = 1.0 - 0.5772156649015329
+    scale = precision * (math.pi**2 / 6 + rest**2)
+    return _pair(("loc", precision), ("scale", scale), -rest * precision, parameters)
+
+
+def _student_t(base: Any, parameters: dict[str, Tensor]) -> Roots:
+    """Lange, Little & Taylor 1989, appendix B."""
+    df, scale = base.df.detach(), base.scale.detach()
+    precision = scale.square().reciprocal()
+    loc = (df + 1) / (df + 3) * precision
+    trigamma = torch.special.polygamma
+    of_df = 0.25 * (trigamma(1, df / 2) - trigamma(1, (df + 1) / 2))
+    of_df = of_df - (df + 5) / (2 * df * (df + 1) * (df + 3))
+    of_scale = 2 * df / (df + 3) * precision
+    cross = -2 / ((df + 1) * (df + 3) * scale)
+    roots = _diagonal({"loc": loc}, parameters)
+    return roots + _pair(("scale", of_scale), ("df", of_df.clamp(min=0.0)), cross, parameters)
+
+
+def _gamma(base: Any, parameters: dict[str, Tensor]) -> Roots:
+    shape, rate = base.concentration.detach(), base.rate.detach()
+    first = ("rate", shape / rate.square())
+    second = ("concentration", torch.special.polygamma(1, shape))
+    return _pair(first, second, -1.0 / rate, parameters)
+
+
+def _beta(base: Any, parameters: dict[str, Tensor]) -> Roots:
+    a, b = base.concentration1.detach(), base.concentration0.detach()
+    both = torch.special.polygamma(1, a + b)
+    first = ("concentration1", torch.special.polygamma(1, a) - both)
+    second = ("concentration0", torch.special.polygamma(1, b) - both)
+    return _pair(first, second, -both, parameters)
+
+
+def _exponential(base: Any, parameters: dict[str, Tensor]) -> Roots:
+    return _diagonal({"rate": base.rate.detach().square().reciprocal()}, parameters)
+
+
+def _half_normal(base: Any, parameters: dict[str, Tensor]) -> Roots:
+    return _diagonal({"scale": 2.0 * base.scale.detach().square().reciprocal()}, parameters)
+
+
+def _poisson(base: Any, parameters: dict[str, Tensor]) -> Roots:
+    rate = base.rate.detach()
+    tiny = torch.finfo(rate.dtype).tiny
+    return _diagonal({"rate": rate.clamp(min=tiny).reciprocal()}, parameters)
+
+
+def _bernoulli(base: Any, parameters: dict[str, Tensor]) -> Roots:
+    if "probs" in parameters:
+        p = base.probs.detach()
+        tiny = torch.finfo(p.dtype).tiny
+        return _diagonal({"probs": (p * (1 - p)).clamp(min=tiny).reciprocal()}, parameters)
+    return _diagonal({"logits": _logistic_variance(base.logits.detach())}, parameters)
+
+
+def _binomial(base: Any, parameters: dict[str, Tensor]) -> Roots | None:
+    if "total_count" in parameters:
+        return None
+    variance = _logistic_variance(base.logits.detach())
+    return _diagonal({"logits": base.total_count.detach() * variance}, parameters)
+
+
+def _negative_binomial(base: Any, parameters: dict[str, Tensor]) -> Roots | None:
+    if "total_count" in parameters:
+        return None
+    information = base.total_count.detach() * torch.sigmoid(base.logits.detach())
+    return _diagonal({"logits": information}, parameters)
+
+
+def _logistic_variance(logits: Tensor) -> Tensor:
+    return torch.sigmoid(logits) * torch.sigmoid(-logits)
+
+
+def _categorical(base: Any, parameters: dict[str, Tensor]) -> Roots:
+    """Columns sqrt(p_k) (e_k - p) for logits, e_k / sqrt(p_k) for probabilities."""
+    p = base.probs.detach()
+    roots = []
+    for k in range(p.shape[-1]):
+        if "probs" in parameters:
+            root = torch.zeros_like(p)
+            root[..., k] = p[..., k].clamp(min=torch.finfo(p.dtype).tiny).rsqrt()
+            roots.append({"probs": root})
+        else:
+            root = -p * p[..., k : k + 1].sqrt()
+            root[..., k] += p[..., k].sqrt()
+            roots.append({"logits": root})
+    return roots
+
+
+def _multivariate_normal(base: Any, parameters: dict[str, Tensor]) -> Roots | None:
+    if "scale_tril" in parameters:
+        return None
+    inverse = torch.linalg.inv(base.scale_tril.detach())  # F = L^-T L^-1
+    inverse = inverse.expand(*base.batch_shape, *inverse.shape[-2:])
+    return [{"loc": inverse[..., k, :]} for k in range(inverse.shape[-1])]
+
+
+_CLOSED_FORMS: dict[str, Callable[[Any, dict[str, Tensor]], Roots | None]] = {
+    "Normal": _normal,
+    "LogNormal": _normal,
+    "Laplace": _laplace,
+    "Cauchy": _cauchy,
+    "Gumbel": _gumbel,
+    "StudentT": _student_t,
+    "Gamma": _gamma,
+    "Beta": _beta,
+    "Exponential": _exponential,
+    "HalfNormal": _half_normal,
+    "Poisson": _poisson,
+    "Bernoulli": _bernoulli,
+    "Binomial": _binomial,
+    "NegativeBinomial": _negative_binomial,
+    "Categorical": _categorical,
+    "OneHotCategorical": _categorical,
+    "MultivariateNormal": _multivariate_normal,
+}
+
+
+def _estimated_roots(base: Distribution, parameters: dict[str, Tensor]) -> Roots:
+    """S from F = mean of s s' over many draws, for distributions without a closed form.
+
+    The estimate is positive semi-definite by construction. Nothing goes through the network.
+    """
+    everything = {name: v.detach() for name, v in parameters_of(base).items()}
+    shapes = {name: v.shape[len(base.batch_shape) :] for name, v in parameters.items()}
+    total: Any = 0.0
+    for _ in range(_ESTIMATION_DRAWS):
+        value = base.sample()
+        with torch.enable_grad():
+            leaves = {name: everything[name].clone().requires_grad_() for name in parameters}
+            log_prob = rebuilt(base, everything | leaves).log_prob(value).sum()
+            scores = torch.autograd.grad(log_prob, list(leaves.values()))
+        flat = torch.cat([s.reshape(*base.batch_shape, -1) for s in scores], -1)
+        total = total + flat[..., :, None] * flat[..., None, :]
+    values, vectors = torch.linalg.eigh(total / _ESTIMATION_DRAWS)
+    columns = vectors * values.clamp(min=0.0).sqrt()[..., None, :]
+    roots = []
+    for k in range(columns.shape[-1]):
+        parts = columns[..., k].split([shape.numel() for shape in shapes.values()], -1)
+        roots.append(
+            {
+                name: part.reshape(*base.batch_shape, *shape)
+                for (name, shape), part in zip(shapes.items(), parts, strict=True)
+            }
+        )
+    return roots

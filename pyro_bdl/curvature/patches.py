@@ -1,0 +1,59 @@
+"""Convolution as a matrix product: the patches of an image that meet the kernel."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def patches(
+    images: Tensor,
+    *,
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    dilation: tuple[int, ...],
+    padding: str | int | tuple[int, ...],
+    groups: int,
+) -> Tensor:
+    """The inputs of every output position, (n, positions, groups, channels/groups * kernel).
+
+    :param images: (n, channels, *spatial), of any number of spatial dimensions.
+    :param padding: as in ``torch.nn.functional.conv2d``, "same" and "valid" included.
+    """
+    dims = len(kernel)
+    images = F.pad(images, _padding(padding, kernel, dilation))
+    for d in range(dims):
+        reach = dilation[d] * (kernel[d] - 1) + 1
+        images = images.unfold(2 + d, reach, stride[d])
+        if dilation[d] > 1:
+            images = images[..., :: dilation[d]]
+    n, channels = images.shape[:2]
+    images = images.unflatten(1, (groups, channels // groups))
+    # (n, groups, channels, *positions, *kernel)
+    positions = tuple(range(3, 3 + dims))
+    window = tuple(range(3 + dims, 3 + 2 * dims))
+    images = images.permute(0, *positions, 1, 2, *window)
+    return images.reshape(n, -1, groups, channels // groups * _product(kernel))
+
+
+def _padding(
+    padding: str | int | tuple[int, ...], kernel: tuple[int, ...], dilation: tuple[int, ...]
+) -> list[int]:
+    """In the order of ``F.pad``: the last dimension first, left and right."""
+    result: list[int] = []
+    for d in reversed(range(len(kernel))):
+        if padding == "valid":
+            result += [0, 0]
+        elif padding == "same":
+            total = dilation[d] * (kernel[d] - 1)
+            result += [total // 2, total - total // 2]
+        else:
+            assert not isinstance(padding, str)
+            size = padding if isinstance(padding, int) else padding[d % len(padding)]
+            result += [size, size]
+    return result
+
+
+def _product(numbers: tuple[int, ...]) -> int:
+    result = 1
+    for number in numbers:
+        result *= number
+    return result
