@@ -48,6 +48,12 @@ class Place:
             return self.positions.stop - self.positions.start
         return len(self.positions)
 
+    def numbers(self, device: torch.device) -> Tensor:
+        """The positions as integers (m,)."""
+        if isinstance(self.positions, slice):
+            return torch.arange(self.positions.start, self.positions.stop, device=device)
+        return self.positions.to(device)
+
 
 @dataclass
 class Product:
@@ -238,6 +244,10 @@ class Jacobian:
             result[..., block.place.positions] = block.rows()
         return result
 
+    def joint_zeros(self) -> Tensor:
+        total = self.num_data * self.num_columns
+        return self.like.new_zeros(total, total)
+
     def apply(self, vectors: Tensor) -> Tensor:
         """J v for vectors (S, p): (S, n, K)."""
         result = self.like.new_zeros(len(vectors), self.num_data, self.num_columns)
@@ -308,15 +318,10 @@ def _overlap(entries: list[Tensor | None]) -> bool:
 
 def _added(blocks: list[Block]) -> Dense:
     first = blocks[0].rows()
-    positions = [_numbers(block.place, first.device) for block in blocks]
+    positions = [block.place.numbers(first.device) for block in blocks]
     union, inverse = torch.cat(positions).unique(return_inverse=True)
     values = first.new_zeros(*first.shape[:2], len(union))
     for block, where in zip(blocks, inverse.split([len(p) for p in positions]), strict=True):
         values.index_add_(2, where, block.rows())
     return Dense(Place(blocks[0].place.key, union), values)
 
-
-def _numbers(place: Place, device: torch.device) -> Tensor:
-    if isinstance(place.positions, slice):
-        return torch.arange(place.positions.start, place.positions.stop, device=device)
-    return place.positions.to(device)

@@ -1,6 +1,7 @@
 """Posterior families, all of them ``pyro.infer.autoguide.AutoGuide``s."""
 
+from pyro_bdl.guides.laplace import AutoLaplaceGGN, LaplaceGuide
 from pyro_bdl.guides.mean_field import AutoMeanField
 from pyro_bdl.guides.point import AutoMAP
 
-__all__ = ["AutoMAP", "AutoMeanField"]
+__all__ = ["AutoLaplaceGGN", "AutoMAP", "AutoMeanField", "LaplaceGuide"]

@@ -1,0 +1,107 @@
+"""Data for a pass: one batch or an iterable of batches, in parts that fit in memory."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+Batch = tuple[tuple, dict[str, Any]]
+
+
+class Batches:
+    """The arguments of a program, batch after batch, as often as asked.
+
+    :param data: a tuple ``(x, y)`` of arguments, a dict of keyword arguments, one tensor, or an
+        iterable of any of these (a list, a ``DataLoader``); an iterator is read once and kept.
+    :raises ValueError: where there is no batch.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self.source: Iterable[Any]
+        if _is_batch(data):
+            self.source = [data]
+        elif isinstance(data, Iterator):
+            self.source = list(data)
+        elif isinstance(data, Iterable):
+            self.source = data
+        else:
+            raise TypeError(
+                "data must be the program's arguments, such as (x, y), or an iterable of such "
+                f"batches, got {type(data).__name__}"
+            )
+
+    def __iter__(self) -> Iterator[Batch]:
+        empty = True
+        for batch in self.source:
+            empty = False
+            yield _arguments(batch)
+        if empty:
+            raise ValueError("data holds no batch: pass (x, y) or an iterable of such batches")
+
+    def first(self) -> Batch:
+        return next(iter(self))
+
+
+def _is_batch(data: Any) -> bool:
+    if isinstance(data, Tensor | Mapping):
+        return True
+    return (
+        isinstance(data, tuple | list)
+        and len(data) > 0
+        and not any(isinstance(part, tuple | list | Mapping) for part in data)
+    )
+
+
+def _arguments(batch: Any) -> Batch:
+    if isinstance(batch, Tensor):
+        return (batch,), {}
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, tuple | list):
+        return tuple(batch), {}
+    raise TypeError(
+        f"a batch must be the program's arguments, such as (x, y), got {type(batch).__name__}"
+    )
+
+
+def rows(batch: Batch, start: int, stop: int, num_data: int) -> Batch:
+    """The rows from start to stop of every tensor that has ``num_data`` of them."""
+
+    def part(value: Any) -> Any:
+        is_data = isinstance(value, Tensor) and value.dim() > 0 and len(value) == num_data
+        return value[start:stop] if is_data else value
+
+    args, kwargs = batch
+    return tree_map(part, args), tree_map(part, kwargs)
+
+
+def leading_size(batch: Batch) -> int:
+    """How many rows the first tensor among the arguments has."""
+    return next(len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+
+
+def has_rows(batch: Batch, num_data: int) -> bool:
+    """Whether every tensor among the arguments has ``num_data`` rows."""
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    return bool(tensors) and all(t.dim() > 0 and len(t) == num_data for t in tensors)
+
+
+def available_memory(device: torch.device) -> int | None:
+    """Bytes that can still be taken on a device; None where that cannot be told."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free
+    return _memory_of_machine()
+
+
+def _memory_of_machine() -> int | None:
+    try:
+        with open("/proc/meminfo") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None

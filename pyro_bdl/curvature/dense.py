@@ -1,0 +1,74 @@
+"""Full and diagonal curvature: sum_n J_n' J_n as a matrix, or only its diagonal."""
+
+import torch
+from torch import Tensor, nn
+
+from pyro_bdl.curvature.gaussian import DiagonalPrecision, FullPrecision
+from pyro_bdl.curvature.jacobian import Jacobian
+from pyro_bdl.curvature.prior import PriorPrecision
+
+
+class FullCurvature(nn.Module):
+    """The matrix sum_n J_n' J_n, (p, p)."""
+
+    passes = 1
+    matrix: Tensor
+
+    def __init__(self, size: int, like: Tensor) -> None:
+        super().__init__()
+        self.size = size
+        self.register_buffer("matrix", like.new_zeros(size, size))
+
+    def add(self, jacobian: Jacobian) -> None:
+        covered = sum(block.place.size for block in jacobian.blocks)
+        if 2 * covered < self.size:
+            positions = [block.place.numbers(self.matrix.device) for block in jacobian.blocks]
+            if positions:
+                where = torch.cat(positions)
+                rows = torch.cat([block.rows() for block in jacobian.blocks], -1).flatten(0, 1)
+                self.matrix[where[:, None], where] += rows.mT @ rows
+            return
+        rows = jacobian.rows().flatten(0, 1)
+        self.matrix.addmm_(rows.mT, rows)
+
+    def scale(self, factor: float) -> None:
+        self.matrix *= factor
+
+    def merge(self, other: "FullCurvature") -> None:
+        self.matrix += other.matrix
+
+    def diagonal(self) -> Tensor:
+        return self.matrix.diagonal()
+
+    def with_prior(self, prior: PriorPrecision, factor: Tensor | float = 1.0) -> FullPrecision:
+        """factor times this curvature, plus the prior's."""
+        return FullPrecision(prior.added_to(self.matrix * factor))
+
+
+class DiagonalCurvature(nn.Module):
+    """The diagonal of sum_n J_n' J_n, (p,)."""
+
+    passes = 1
+    values: Tensor
+
+    def __init__(self, size: int, like: Tensor) -> None:
+        super().__init__()
+        self.size = size
+        self.register_buffer("values", like.new_zeros(size))
+
+    def add(self, jacobian: Jacobian) -> None:
+        for block in jacobian.blocks:
+            self.values[block.place.positions] += block.place.take(block.squares().flatten())
+
+    def scale(self, factor: float) -> None:
+        self.values *= factor
+
+    def merge(self, other: "DiagonalCurvature") -> None:
+        self.values += other.values
+
+    def diagonal(self) -> Tensor:
+        return self.values
+
+    def with_prior(self, prior: PriorPrecision, factor: Tensor | float = 1.0) -> DiagonalPrecision:
+        """factor times this curvature, plus the prior's."""
+        return DiagonalPrecision(self.values * factor + prior.diagonal)

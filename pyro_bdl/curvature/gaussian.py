@@ -1,0 +1,159 @@
+"""Gaussians with mean zero in R^p given by their precision: the algebra that structures share.
+
+Every precision has
+
+- ``logdet()``: log det of the precision, a scalar;
+- ``sample(S)``: draws (S, p);
+- ``quadratic(x)``: x' precision x for x (..., p);
+- ``variances()``: the marginal variances (p,);
+- ``covariance(jacobian)``: J_n C J_n' for every datum, (n, K, K);
+- ``joint_covariance(jacobian)``: J C J' over all data, (n K, n K), data before columns.
+"""
+
+import math
+import warnings
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.curvature.jacobian import Jacobian
+from pyro_bdl.errors import BdlWarning
+
+_DOUBLE_UP_TO = 4096
+
+
+class Precision(Protocol):
+    """A positive definite matrix as the precision of a Gaussian."""
+
+    size: int
+
+    def logdet(self) -> Tensor: ...
+
+    def sample(self, num_samples: int) -> Tensor: ...
+
+    def quadratic(self, x: Tensor) -> Tensor: ...
+
+    def variances(self) -> Tensor: ...
+
+    def covariance(self, jacobian: Jacobian) -> Tensor: ...
+
+    def joint_covariance(self, jacobian: Jacobian) -> Tensor: ...
+
+
+def log_prob(precision: Precision, x: Tensor) -> Tensor:
+    """log N(x; 0, precision^-1) for x (..., p)."""
+    constant = precision.size * math.log(2 * math.pi)
+    return 0.5 * (precision.logdet() - precision.quadratic(x) - constant)
+
+
+def cholesky(matrix: Tensor, what: str) -> Tensor:
+    """The lower Cholesky factor, in float64 where the matrix is small enough.
+
+    Jitter is added to the diagonal only after a failure, and told in a warning.
+
+    :raises ValueError: where even large jitter does not help, or entries are not finite.
+    """
+    if len(matrix) <= _DOUBLE_UP_TO:
+        matrix = matrix.double()
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    if not info:
+        return factor
+    if not torch.isfinite(matrix).all():
+        raise ValueError(f"{what} holds NaN or infinity: the network's output overflows somewhere")
+    scale = matrix.diagonal().detach().abs().mean().clamp(min=1e-30)
+    jitter = 10 * torch.finfo(matrix.dtype).eps
+    eye = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+    while jitter <= 1e-2:
+        factor, info = torch.linalg.cholesky_ex(matrix + jitter * scale * eye)
+        if not info:
+            warnings.warn(
+                f"{what} is not positive definite in {str(matrix.dtype).removeprefix('torch.')}: "
+                f"{float(jitter * scale):.3g} was added to its diagonal "
+                f"({jitter:.0e} of the diagonal's mean)",
+                BdlWarning,
+                stacklevel=3,
+            )
+            return factor
+        jitter *= 10
+    lowest = torch.linalg.eigvalsh(matrix)[0]
+    raise ValueError(
+        f"{what} is not positive definite (lowest eigenvalue {float(lowest):.3g}): train longer "
+        "until the MAP is a maximum, or use the Gauss-Newton curvature, which cannot be indefinite"
+    )
+
+
+class FullPrecision:
+    """A dense precision matrix (p, p)."""
+
+    def __init__(self, matrix: Tensor, *, what: str = "the posterior precision") -> None:
+        self.size, self.dtype = len(matrix), matrix.dtype
+        self.factor = cholesky(matrix, what)
+
+    def logdet(self) -> Tensor:
+        return 2.0 * self.factor.diagonal().log().sum().to(self.dtype)
+
+    def sample(self, num_samples: int) -> Tensor:
+        like = self.factor
+        noise = torch.randn(self.size, num_samples, dtype=like.dtype, device=like.device)
+        return torch.linalg.solve_triangular(like.mT, noise, upper=True).mT.to(self.dtype)
+
+    def quadratic(self, x: Tensor) -> Tensor:
+        return (x.to(self.factor) @ self.factor).square().sum(-1).to(self.dtype)
+
+    def variances(self) -> Tensor:
+        return torch.cholesky_inverse(self.factor).diagonal().to(self.dtype)
+
+    def _whitened(self, jacobian: Jacobian) -> Tensor:
+        """L^-1 J' as (n, K, p)."""
+        rows = jacobian.rows().transpose(0, 1).to(self.factor)
+        flat = torch.linalg.solve_triangular(self.factor, rows.reshape(-1, self.size).mT, upper=False)
+        return flat.mT.reshape(rows.shape)
+
+    def covariance(self, jacobian: Jacobian) -> Tensor:
+        rows = self._whitened(jacobian)
+        return (rows @ rows.mT).to(self.dtype)
+
+    def joint_covariance(self, jacobian: Jacobian) -> Tensor:
+        rows = self._whitened(jacobian).flatten(0, 1)
+        return (rows @ rows.mT).to(self.dtype)
+
+
+class DiagonalPrecision:
+    """Independent Gaussians with precisions (p,)."""
+
+    def __init__(self, diagonal: Tensor, *, what: str = "the posterior precision") -> None:
+        if not (diagonal > 0).all():
+            lowest = float(diagonal.min())
+            raise ValueError(
+                f"{what} is not positive (lowest entry {lowest:.3g}): directions without "
+                "curvature need a prior with a finite variance"
+            )
+        self.diagonal, self.size = diagonal, len(diagonal)
+
+    def logdet(self) -> Tensor:
+        return self.diagonal.log().sum()
+
+    def sample(self, num_samples: int) -> Tensor:
+        like = self.diagonal
+        noise = torch.randn(num_samples, self.size, dtype=like.dtype, device=like.device)
+        return noise * like.rsqrt()
+
+    def quadratic(self, x: Tensor) -> Tensor:
+        return (x.square() * self.diagonal).sum(-1)
+
+    def variances(self) -> Tensor:
+        return self.diagonal.reciprocal()
+
+    def covariance(self, jacobian: Jacobian) -> Tensor:
+        return jacobian.gram(self.variances())
+
+    def joint_covariance(self, jacobian: Jacobian) -> Tensor:
+        result = 0.0
+        root = self.diagonal.rsqrt()
+        for block in jacobian.blocks:
+            rows = (block.rows() * root[block.place.positions]).transpose(0, 1).flatten(0, 1)
+            result = result + rows @ rows.mT
+        return jacobian.joint_zeros() + result
+
+

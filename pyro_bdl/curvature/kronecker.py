@@ -1,0 +1,420 @@
+"""Kronecker-factored curvature: KFAC, and its eigenvalue-corrected form EKFAC.
+
+For a product z_t = W a_t the block of W in sum_n J_n' J_n is approximated by
+(1/R) (sum a a') kron (sum g g') with sums over data, positions t and columns, R the number of
+data times positions ("expand"); or, with a averaged and g summed over the positions, R the number
+of data ("reduce"). Both are exact for one datum with one position. Sources: Martens & Grosse 2015;
+Grosse & Martens 2016 for convolutions; Eschenhagen et al. 2023 for expand and reduce; George et
+al. 2018 for EKFAC. Latents outside products have exact blocks of their own, dense up to 1024
+numbers and diagonal beyond; blocks of different sites are independent.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyro_bdl.curvature.gaussian import DiagonalPrecision, FullPrecision, Precision
+from pyro_bdl.curvature.jacobian import Block, Dense, Jacobian, Lookup, Place, Product
+from pyro_bdl.curvature.prior import PriorPrecision
+
+_DENSE_UP_TO = 1024
+_DOUBLE_UP_TO = 2048
+
+
+class ProductFactors(nn.Module):
+    """A = sum a a' and B = sum g g' of one weight, (groups, in, in) and (groups, out, out).
+
+    A look-up has a diagonal A: how many data look up each row, (rows,).
+    """
+
+    inputs: Tensor
+    outputs: Tensor
+    count: Tensor
+    values: Tensor | None
+    inputs_basis: Tensor | None
+    outputs_basis: Tensor | None
+
+    def __init__(self, place: Place, shape: torch.Size, like: Tensor, *, lookup: bool) -> None:
+        super().__init__()
+        self.place, self.shape = place, shape
+        groups, out, into = shape
+        inputs = like.new_zeros(into) if lookup else like.new_zeros(groups, into, into)
+        self.register_buffer("inputs", inputs)
+        self.register_buffer("outputs", like.new_zeros(groups, out, out))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64, device=like.device))
+        for name in ("values", "inputs_basis", "outputs_basis"):
+            self.register_buffer(name, None)
+
+    def add_inputs(self, block: Product | Lookup, *, reduce: bool) -> None:
+        if isinstance(block, Lookup):
+            self.inputs += torch.bincount(block.rows_of, minlength=block.num_rows)
+            self.count += block.num_data
+            return
+        positions = 1 if reduce else block.gradients.shape[2]
+        self.count += block.gradients.shape[1] * positions
+        if block.inputs is None:
+            self.inputs += float(block.gradients.shape[1] * positions)
+            return
+        a = block.inputs.mean(1, keepdim=True) if reduce else block.inputs
+        a = a.flatten(0, 1).transpose(0, 1)  # (groups, rows, in)
+        self.inputs += a.mT @ a
+
+    def add_outputs(self, block: Product | Lookup, *, reduce: bool) -> None:
+        if isinstance(block, Lookup):
+            g = block.gradients.flatten(0, 1)[None]
+        else:
+            g = block.gradients.sum(2, keepdim=True) if reduce else block.gradients
+            g = g.flatten(0, 2).transpose(0, 1)
+        self.outputs += g.mT @ g
+
+    def decompose(self) -> None:
+        """Eigenvectors of both factors, and the products of their eigenvalues (groups, out, in)."""
+        outputs, self.outputs_basis = _eigen(self.outputs)
+        if self.inputs.dim() == 1:
+            inputs = self.inputs[None]
+        else:
+            inputs, self.inputs_basis = _eigen(self.inputs)
+        count = self.count.to(inputs.dtype).clamp(min=1.0)
+        self.values = outputs[:, :, None] * (inputs / count)[:, None, :]
+
+    def rotated(self, block: Any) -> Any:
+        return block.rotated(self.inputs_basis, self.outputs_basis)
+
+    def diagonal(self) -> Tensor:
+        """The block's diagonal, (groups * out * in,)."""
+        assert self.values is not None
+        return spread_values(self, self.values).flatten()
+
+
+def _eigen(factor: Tensor) -> tuple[Tensor, Tensor]:
+    precise = factor.double() if factor.shape[-1] <= _DOUBLE_UP_TO else factor
+    values, vectors = torch.linalg.eigh(precise)
+    return values.clamp(min=0.0).to(factor.dtype), vectors.to(factor.dtype)
+
+
+def spread_values(factors: ProductFactors, values: Tensor) -> Tensor:
+    """diag(Q diag(values) Q') in the weight's own entries, (groups, out, in)."""
+    if factors.inputs_basis is not None:
+        values = torch.einsum("goj,gij->goi", values, factors.inputs_basis.square())
+    if factors.outputs_basis is not None:
+        values = torch.einsum("gpi,gop->goi", values, factors.outputs_basis.square())
+    return values
+
+
+class EigenPrecision:
+    """The precision Q diag(values) Q' of one weight, Q a Kronecker product."""
+
+    def __init__(self, factors: ProductFactors, values: Tensor) -> None:
+        if not (values > 0).all():
+            raise ValueError(
+                f"the posterior precision of '{factors.place.key[0]}' is not positive: directions "
+                "without curvature need a prior with a finite variance"
+            )
+        self.factors, self.values = factors, values
+        self.size = values.numel()
+
+    def logdet(self) -> Tensor:
+        return self.values.log().sum()
+
+    def sample(self, num_samples: int) -> Tensor:
+        like = self.values
+        x = torch.randn(num_samples, *like.shape, dtype=like.dtype, device=like.device)
+        x = x * like.rsqrt()
+        if self.factors.outputs_basis is not None:
+            x = torch.einsum("gop,sgpi->sgoi", self.factors.outputs_basis, x)
+        if self.factors.inputs_basis is not None:
+            x = torch.einsum("gij,sgoj->sgoi", self.factors.inputs_basis, x)
+        return x.flatten(1)
+
+    def quadratic(self, x: Tensor) -> Tensor:
+        x = x.reshape(*x.shape[:-1], *self.values.shape)
+        if self.factors.outputs_basis is not None:
+            x = torch.einsum("gop,...goi->...gpi", self.factors.outputs_basis, x)
+        if self.factors.inputs_basis is not None:
+            x = torch.einsum("gij,...goi->...goj", self.factors.inputs_basis, x)
+        return (x.square() * self.values).sum((-3, -2, -1))
+
+    def variances(self) -> Tensor:
+        return spread_values(self.factors, self.values.reciprocal()).flatten()
+
+    def block_covariance(self, block: Any) -> Tensor:
+        return self.factors.rotated(block).gram(self.values.reciprocal())
+
+    def block_rows(self, block: Any) -> Tensor:
+        """Whitened gradients (K, n, m), so that their inner products are covariances."""
+        rotated = self.factors.rotated(block)
+        entries = rotated.entries().flatten(2) if isinstance(rotated, Product) else rotated.rows()
+        return entries * self.values.rsqrt().flatten()
+
+
+class KroneckerPrecision:
+    """Independent blocks, each with a precision of its own.
+
+    :param parts: for each block its place and precision; together they cover all of (p,).
+    """
+
+    def __init__(self, size: int, parts: list[tuple[Place, Any]], like: Tensor) -> None:
+        self.size, self.parts, self.like = size, parts, like
+        self._by_key = {place.key: precision for place, precision in parts}
+
+    def logdet(self) -> Tensor:
+        return torch.stack([precision.logdet() for _, precision in self.parts]).sum()
+
+    def sample(self, num_samples: int) -> Tensor:
+        result = self.like.new_empty(num_samples, self.size)
+        for place, precision in self.parts:
+            result[:, place.positions] = precision.sample(num_samples)
+        return result
+
+    def quadratic(self, x: Tensor) -> Tensor:
+        terms = [precision.quadratic(x[..., place.positions]) for place, precision in self.parts]
+        return torch.stack(terms).sum(0)
+
+    def variances(self) -> Tensor:
+        result = self.like.new_zeros(self.size)
+        for place, precision in self.parts:
+            values = precision.variances()
+            result = result.index_put((place.numbers(result.device),), values)
+        return result
+
+    def covariance(self, jacobian: Jacobian) -> Tensor:
+        n, columns = jacobian.num_data, jacobian.num_columns
+        result = jacobian.like.new_zeros(n, columns, columns)
+        for block in jacobian.blocks:
+            precision = self._of(block)
+            if isinstance(precision, EigenPrecision):
+                result += precision.block_covariance(block)
+            elif precision is not None:
+                result += precision.covariance(_alone(block, jacobian))
+            else:
+                rows = block.rows().transpose(0, 1)
+                variances = self._unmatched_variances()[block.place.positions]
+                result += (rows * variances) @ rows.mT
+        return result
+
+    def joint_covariance(self, jacobian: Jacobian) -> Tensor:
+        result = jacobian.joint_zeros()
+        for block in jacobian.blocks:
+            precision = self._of(block)
+            if isinstance(precision, EigenPrecision):
+                rows = precision.block_rows(block).transpose(0, 1).flatten(0, 1)
+                result += rows @ rows.mT
+            elif precision is not None:
+                result += precision.joint_covariance(_alone(block, jacobian))
+            else:
+                rows = block.rows() * self._unmatched_variances()[block.place.positions].sqrt()
+                rows = rows.transpose(0, 1).flatten(0, 1)
+                result += rows @ rows.mT
+        return result
+
+    def _of(self, block: Block) -> Any:
+        precision = self._by_key.get(block.place.key)
+        fits = precision is not None and precision.size == block.shape.numel()
+        return precision if fits else None
+
+    def _unmatched_variances(self) -> Tensor:
+        return self.variances()
+
+
+def _alone(block: Block, jacobian: Jacobian) -> Jacobian:
+    """One block as a Jacobian of its own latents."""
+    size = block.place.size
+    place = Place(block.place.key, slice(0, size))
+    alone = Dense(place, block.rows())
+    return Jacobian([alone], jacobian.num_columns, jacobian.num_data, size, jacobian.like)
+
+
+class DenseBlock(nn.Module):
+    """Exact curvature of latents outside products: a matrix, or its diagonal if it is large."""
+
+    values: Tensor
+
+    def __init__(self, place: Place, size: int, like: Tensor) -> None:
+        super().__init__()
+        self.place = place
+        shape = (size, size) if size <= _DENSE_UP_TO else (size,)
+        self.register_buffer("values", like.new_zeros(shape))
+
+    def add(self, block: Block) -> None:
+        rows = block.rows().flatten(0, 1)
+        self.values += rows.mT @ rows if self.values.dim() == 2 else rows.square().sum(0)
+
+    def diagonal(self) -> Tensor:
+        return self.values.diagonal() if self.values.dim() == 2 else self.values
+
+
+class KroneckerCurvature(nn.Module):
+    """Kronecker factors of every product, exact blocks of the rest.
+
+    :param reduce: average inputs and add gradients over positions, instead of taking every
+        position as a datum of its own.
+    :param corrected: a second pass over the data replaces the products of eigenvalues by the
+        second moments of the gradients in the eigenbasis (EKFAC).
+    """
+
+    def __init__(
+        self, size: int, like: Tensor, *, reduce: bool = False, corrected: bool = False
+    ) -> None:
+        super().__init__()
+        self.size, self.reduce, self.corrected = size, reduce, corrected
+        self.passes = 2 if corrected else 1
+        self.register_buffer("like", like.new_zeros(0), persistent=False)
+        self.products = nn.ModuleDict()
+        self.rest = nn.ModuleDict()
+        self._names: dict[tuple[str, int], str] = {}
+        self._seen: set[tuple[str, int]] = set()
+        self._pass = 0
+        self._decomposed = False
+
+    # Accumulation
+
+    def start_pass(self, number: int) -> None:
+        self._pass = number
+        if number == 1:
+            self._decompose()
+            for factors in self.products.values():
+                factors.values = torch.zeros_like(factors.values)
+
+    def start_batch(self) -> None:
+        self._seen.clear()
+
+    def add(self, jacobian: Jacobian) -> None:
+        for block in jacobian.blocks:
+            if block.place.chosen is not None:
+                raise ValueError(
+                    f"a part of the entries of site '{block.place.key[0]}' has no Kronecker "
+                    'factors: choose whole sites, or structure="full", "diag" or "low_rank"'
+                )
+            if isinstance(block, Dense):
+                if self._pass == 0:
+                    self._rest(block).add(block)
+                continue
+            factors = self._factors(block)
+            if self._pass == 1:
+                factors.values += factors.rotated(block).squares()
+                continue
+            if block.place.key not in self._seen:
+                self._seen.add(block.place.key)
+                factors.add_inputs(block, reduce=self.reduce)
+            factors.add_outputs(block, reduce=self.reduce)
+
+    def _factors(self, block: Product | Lookup) -> Any:
+        key = block.place.key
+        if key not in self._names:
+            self._names[key] = f"product{len(self.products)}"
+            self.products[self._names[key]] = ProductFactors(
+                block.place, block.shape, self.like, lookup=isinstance(block, Lookup)
+            )
+        return self.products[self._names[key]]
+
+    def _rest(self, block: Dense) -> Any:
+        key = block.place.key
+        if key not in self._names:
+            self._names[key] = f"rest{len(self.rest)}"
+            self.rest[self._names[key]] = DenseBlock(block.place, block.place.size, self.like)
+        return self.rest[self._names[key]]
+
+    def scale(self, factor: float) -> None:
+        for factors in self.products.values():
+            factors.outputs *= factor
+            if factors.values is not None:
+                factors.values *= factor
+        for block in self.rest.values():
+            block.values *= factor
+
+    def merge(self, other: "KroneckerCurvature") -> None:
+        """Add a curvature of more data. Eigenvalue corrections are added in this one's basis."""
+        for key, name in other._names.items():
+            theirs: Any = (other.products if name in other.products else other.rest)[name]
+            if key not in self._names:
+                kind = "product" if name in other.products else "rest"
+                table = self.products if kind == "product" else self.rest
+                self._names[key] = f"{kind}{len(table)}"
+                table[self._names[key]] = theirs
+                continue
+            mine: Any = (self.products if name in other.products else self.rest)[self._names[key]]
+            if isinstance(mine, DenseBlock):
+                mine.values += theirs.values
+                continue
+            if self.corrected:
+                basis = _change_of_basis(theirs, mine)
+                mine.values = mine.values + basis
+            mine.inputs += theirs.inputs
+            mine.outputs += theirs.outputs
+            mine.count += theirs.count
+        self._decomposed = self.corrected
+
+    def _decompose(self) -> None:
+        for factors in self.products.values():
+            factors.decompose()
+        self._decomposed = True
+
+    # Algebra
+
+    def with_prior(
+        self, prior: PriorPrecision, factor: Tensor | float = 1.0
+    ) -> KroneckerPrecision:
+        """factor times this curvature, plus the prior's; a prior that varies within a product
+        enters by its diagonal in the product's eigenbasis."""
+        if not self._decomposed:
+            self._decompose()
+        parts: list[tuple[Place, Any]] = []
+        covered = torch.zeros(self.size, dtype=torch.bool)
+        for factors in self.products.values():
+            place = factors.place
+            added = prior.diagonal[place.positions].reshape(factors.shape)
+            if _varies(added):
+                added = _in_basis(factors, added)
+            parts.append((place, EigenPrecision(factors, factors.values * factor + added)))
+            covered[place.numbers(covered.device)] = True
+        for block in self.rest.values():
+            where = block.place.numbers(block.values.device)
+            parts.append((block.place, _rest_precision(block.values * factor, prior, where)))
+            covered[where.cpu()] = True
+        left = (~covered).nonzero()[:, 0].to(self.like.device)
+        if len(left):
+            zero = self.like.new_zeros(len(left))
+            parts.append((Place(("", 0), left), DiagonalPrecision(zero + prior.diagonal[left])))
+        return KroneckerPrecision(self.size, parts, self.like)
+
+    def diagonal(self) -> Tensor:
+        if not self._decomposed:
+            self._decompose()
+        result = self.like.new_zeros(self.size)
+        for block in (*self.products.values(), *self.rest.values()):
+            result[block.place.positions] = block.diagonal()
+        return result
+
+
+def _varies(values: Tensor) -> bool:
+    return bool((values.detach() != values.detach().flatten()[0]).any())
+
+
+def _in_basis(factors: ProductFactors, diagonal: Tensor) -> Tensor:
+    """diag(Q' diag(d) Q) for d (groups, out, in)."""
+    if factors.inputs_basis is not None:
+        diagonal = torch.einsum("goi,gij->goj", diagonal, factors.inputs_basis.square())
+    if factors.outputs_basis is not None:
+        diagonal = torch.einsum("goi,gop->gpi", diagonal, factors.outputs_basis.square())
+    return diagonal
+
+
+def _rest_precision(values: Tensor, prior: PriorPrecision, where: Tensor) -> Precision:
+    added = prior.diagonal[where]
+    if values.dim() == 1:
+        return DiagonalPrecision(values + added)
+    return FullPrecision(values + torch.diag(added))
+
+
+def _change_of_basis(theirs: ProductFactors, mine: ProductFactors) -> Tensor:
+    """The diagonal, in my basis, of Q diag(values) Q' in theirs."""
+    assert theirs.values is not None
+    values = theirs.values
+    if mine.inputs_basis is not None and theirs.inputs_basis is not None:
+        turn = (mine.inputs_basis.mT @ theirs.inputs_basis).square()
+        values = torch.einsum("goj,gij->goi", values, turn)
+    if mine.outputs_basis is not None and theirs.outputs_basis is not None:
+        turn = (mine.outputs_basis.mT @ theirs.outputs_basis).square()
+        values = torch.einsum("gpi,gop->goi", values, turn)
+    return values

@@ -1,0 +1,202 @@
+"""The precision that the prior contributes at a point: minus the Hessian of its log density."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.curvature.linearize import constrained
+from pyro_bdl.curvature.subset import Subset
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.modules import evaluation_mode, preserved_buffers
+from pyro_bdl.observation import without_wrappers
+from pyro_bdl.program import Run, Site, leave_open, record
+
+_DENSE_UP_TO = 2048
+
+
+class PriorPrecision(NamedTuple):
+    """Minus the Hessian of log p(T(u)) + log |det dT/du| in the subset's p numbers.
+
+    :param diagonal: its diagonal (p,).
+    :param indices: the numbers that other numbers' priors depend on, or whose own prior is no
+        Normal, (r,); None where there are none, or too many for a dense matrix.
+    :param dense: the matrix (r, r) over them.
+    """
+
+    diagonal: Tensor
+    indices: Tensor | None = None
+    dense: Tensor | None = None
+
+    def added_to(self, matrix: Tensor) -> Tensor:
+        """A matrix (p, p) plus this one."""
+        if self.indices is None or self.dense is None:
+            return matrix + torch.diag(self.diagonal)
+        plain = torch.ones_like(self.diagonal)
+        plain[self.indices] = 0.0
+        matrix = matrix + torch.diag(self.diagonal * plain)
+        where = (self.indices[:, None].expand_as(self.dense), self.indices.expand_as(self.dense))
+        return matrix.index_put(where, self.dense, accumulate=True)
+
+
+def run_at(
+    model: Callable, subset: Subset, vector: Tensor, args: tuple, kwargs: Mapping[str, Any]
+) -> tuple[Run, dict[str, Tensor]]:
+    """The program run at a vector (P,), and the unconstrained leaves of the graph."""
+    leaves = {n: v.clone().requires_grad_() for n, v in subset.layout.unflatten(vector).items()}
+    with torch.enable_grad(), evaluation_mode(), preserved_buffers():
+        values = constrained(subset.layout, leaves)
+        return record(model, values, args, kwargs, draw=leave_open), leaves
+
+
+def prior_precision(
+    run: Run, leaves: Mapping[str, Tensor], subset: Subset, *, create_graph: bool = False
+) -> PriorPrecision:
+    """The prior's precision at the point of a run.
+
+    Where the log density is not concave (heavy tails, a Laplace density), the prior's own
+    precision 1 / variance stands in, and a warning says where.
+
+    :param run: the program run at ``leaves``, with their graph (``run_at``).
+    :param create_graph: keep it differentiable in the program's parameters.
+    """
+    layout = subset.layout
+    like = next(iter(leaves.values()))
+    diagonal = like.new_zeros(layout.size)
+    rest = []
+    for name, site in run.latents.items():
+        closed = _normal_precision(site, layout.latents[name].transform, leaves)
+        if closed is None:
+            rest.append(name)
+            continue
+        where = layout.slices[name]
+        diagonal = _placed(diagonal, where, closed if create_graph else closed.detach())
+    rest = [name for name in layout.latents if name in rest and name in subset.parts]
+    if not rest:
+        return PriorPrecision(subset.take(diagonal))
+    total = _log_density(run, leaves, layout)
+    sizes = [layout.latents[name].size for name in rest]
+    inputs = [leaves[name] for name in rest]
+    gradients = torch.autograd.grad(total, inputs, create_graph=True)
+    dense = None
+    if sum(sizes) <= _DENSE_UP_TO and subset.complete:
+        dense = -_hessian(gradients, inputs, create_graph)
+        parts = dense.diagonal().split(sizes)
+    else:
+        parts = tuple(
+            -_own_diagonal(gradient, leaf, create_graph)
+            for gradient, leaf in zip(gradients, inputs, strict=True)
+        )
+    fixed = [_concave(name, part, run.latents[name]) for name, part in zip(rest, parts, strict=True)]
+    for name, part in zip(rest, fixed, strict=True):
+        diagonal = _placed(diagonal, layout.slices[name], part)
+    if dense is None:
+        return PriorPrecision(subset.take(diagonal))
+    dense = dense + torch.diag(torch.cat(fixed) - dense.diagonal())
+    indices = torch.cat(
+        [torch.arange(layout.slices[n].start, layout.slices[n].stop) for n in rest]
+    )
+    return PriorPrecision(diagonal, indices.to(like.device), dense)
+
+
+def _placed(vector: Tensor, where: slice, values: Tensor) -> Tensor:
+    return torch.cat([vector[: where.start], values.to(vector), vector[where.stop :]])
+
+
+def _normal_precision(
+    site: Site, transform: Any, leaves: Mapping[str, Tensor]
+) -> Tensor | None:
+    """scale / sd^2 for independent Normals that depend on no other latent, else None."""
+    base, _ = without_wrappers(site.distribution)
+    if transform is not None or type(base).__name__ != "Normal" or site.mask is not None:
+        return None
+    normal: Any = base
+    for tensor in (normal.loc, normal.scale):
+        if tensor.requires_grad and _depends(tensor, leaves):
+            return None
+    return (site.scale / normal.scale.square()).expand(site.value.shape).reshape(-1)
+
+
+def _depends(tensor: Tensor, leaves: Mapping[str, Tensor]) -> bool:
+    found = torch.autograd.grad(
+        tensor.sum(), list(leaves.values()), allow_unused=True, retain_graph=True
+    )
+    return any(gradient is not None for gradient in found)
+
+
+def _log_density(run: Run, leaves: Mapping[str, Tensor], layout: Any) -> Tensor:
+    """log p(T(u)) + log |det dT/du|."""
+    total = next(iter(leaves.values())).new_zeros(())
+    for name, site in run.latents.items():
+        total = total + site.log_prob().sum()
+        transform = layout.latents[name].transform
+        if transform is not None:
+            total = total + transform.log_abs_det_jacobian(leaves[name], site.value).sum()
+    return total
+
+
+def _own_diagonal(gradient: Tensor, leaf: Tensor, create_graph: bool) -> Tensor:
+    """The diagonal of d gradient / d leaf, (m,)."""
+
+    def product(vector: Tensor) -> Tensor:
+        if not gradient.requires_grad:
+            return torch.zeros_like(leaf)
+        (result,) = torch.autograd.grad(
+            (gradient * vector).sum(), leaf, allow_unused=True, retain_graph=True,
+            create_graph=create_graph,
+        )  # fmt: skip
+        return torch.zeros_like(leaf) if result is None else result
+
+    ones = torch.ones_like(leaf)
+    diagonal = product(ones)
+    generator = torch.Generator().manual_seed(0)
+    signs = (2.0 * torch.randint(0, 2, leaf.shape, generator=generator) - 1.0).to(leaf)
+    if torch.allclose(signs * product(signs), diagonal, rtol=1e-4, atol=1e-6):
+        return diagonal.reshape(-1)
+    entries = []
+    for i in range(leaf.numel()):  # the prior couples the entries of this site
+        unit = torch.zeros_like(leaf)
+        unit.view(-1)[i] = 1.0
+        entries.append(product(unit).reshape(-1)[i])
+    return torch.stack(entries)
+
+
+def _hessian(gradients: Any, inputs: list[Tensor], create_graph: bool) -> Tensor:
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    zeros = [torch.zeros_like(leaf) for leaf in inputs]
+    rows = []
+    for entry in flat:
+        found: Any = [None] * len(inputs)
+        if entry.requires_grad:
+            found = torch.autograd.grad(
+                entry, inputs, allow_unused=True, retain_graph=True, create_graph=create_graph
+            )
+        row = [z if g is None else g for z, g in zip(zeros, found, strict=True)]
+        rows.append(torch.cat([part.reshape(-1) for part in row]))
+    return torch.stack(rows)
+
+
+def _concave(name: str, diagonal: Tensor, site: Site) -> Tensor:
+    """The diagonal, with 1 / variance of the prior where it is not positive."""
+    bad = ~(diagonal.detach() > 0)
+    if not bad.any():
+        return diagonal
+    try:
+        variance = site.distribution.variance.detach().expand(site.value.shape).reshape(-1)
+    except NotImplementedError:
+        variance = torch.full_like(diagonal, float("nan"))
+    usable = torch.isfinite(variance) & (variance > 0)
+    if variance.shape != diagonal.shape or not usable[bad].all():
+        raise ValueError(
+            f"the prior of site '{name}' has no positive curvature at the MAP in {int(bad.sum())} "
+            "of its entries and no finite variance to stand in for it: use a Normal prior there"
+        )
+    warnings.warn(
+        f"the log prior of site '{name}' is not concave at the MAP in {int(bad.sum())} of "
+        f"{bad.numel()} entries; the prior's 1 / variance is used for its precision there",
+        BdlWarning,
+        stacklevel=4,
+    )
+    return torch.where(bad, variance.reciprocal(), diagonal)

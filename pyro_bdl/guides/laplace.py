@@ -1,0 +1,293 @@
+"""The Laplace approximation: a Gaussian at the maximum a posteriori, from curvature."""
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from torch import Tensor, nn
+
+
+from pyro_bdl.curvature.data import Batches
+from pyro_bdl.curvature.fit import Recipe, check_factors, fit_curvature
+from pyro_bdl.curvature.gaussian import Precision, log_prob
+from pyro_bdl.curvature.prior import PriorPrecision, prior_precision, run_at
+from pyro_bdl.curvature.subset import Subset, select
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.guides.base import Guide, sample_site
+from pyro_bdl.init import init_to_network
+
+
+class AutoLaplaceGGN(Guide):
+    """Trains as MAP; ``laplace_approximation(data)`` then returns a Gaussian guide around it.
+
+    The MAP is that of the unconstrained vector u, whose density log p(T(u), y) + log |det dT/du|
+    the Gaussian approximates: N(u*, (sum_n J_n' F_n J_n + prior precision)^-1), with J_n the
+    Jacobian of the observation distribution's parameters and F_n their Fisher information
+    (MacKay 1992; Martens & Grosse 2015; Immer et al. 2021, section 3).
+
+    :param model: a Pyro program with continuous latents.
+    :param structure: "kron" (KFAC), "ekfac", "full", "diag" or "low_rank".
+    :param curvature: "ggn"; "ggn-mc", from ``num_draws`` drawn observations per datum;
+        "empirical-fisher"; or "hessian" (for "full" only).
+    :param subset: which latents get a covariance, the others staying at the MAP: names or
+        patterns, modules of the network, a predicate ``(name, latent) -> bool``, positions in the
+        flat vector, or "last-layer"; None for all.
+    :param num_draws: of "ggn-mc".
+    :param rank: eigenpairs of "low_rank".
+    :param reduce: how "kron" and "ekfac" treat weight sharing, see ``KroneckerCurvature``.
+    :param init_loc_fn: where u starts; by default the network's own values.
+    :param create_plates: as in Pyro's autoguides.
+    :raises ValueError: for an unknown structure or curvature.
+    """
+
+    def __init__(
+        self,
+        model: Callable,
+        *,
+        structure: str = "kron",
+        curvature: str = "ggn",
+        subset: Any = None,
+        num_draws: int = 1,
+        rank: int = 50,
+        reduce: bool = False,
+        init_loc_fn: Callable = init_to_network,
+        create_plates: Callable | None = None,
+    ) -> None:
+        self.__dict__["recipe"] = Recipe(structure, curvature, num_draws, rank, reduce)
+        super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
+        self.__dict__["subset"] = subset
+
+    def _create_parameters(self, start: Tensor) -> None:
+        self.loc = nn.Parameter(start.clone())
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Emit a Delta at every site, its log density minus log |det dT/du|."""
+        self.prototype(*args, **kwargs)
+        result = {}
+        for latent, (loc,) in self._sites(args, kwargs, self._parameter("loc")):
+            value, density = loc, torch.zeros_like(loc)
+            if latent.transform is not None:
+                value = latent.transform(loc)
+                density = -latent.transform.log_abs_det_jacobian(loc, value)
+            dims = latent.event_dim
+            density = density.sum(tuple(range(-dims, 0))) if dims and density.dim() else density
+            result[latent.name] = sample_site(
+                latent, dist.Delta(value, log_density=density, event_dim=dims)
+            )
+        return result
+
+    def location(self) -> Tensor:
+        return self._parameter("loc")
+
+    def sample_vectors(self, num_samples: int) -> Tensor:
+        return self.location().expand(num_samples, -1)
+
+    def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
+        return -log_det
+
+    def vector_quantiles(self, levels: Tensor) -> Tensor:
+        return self.location().expand(len(levels), -1)
+
+    def laplace_approximation(
+        self, data: Any, *, progress: bool = False, **changes: Any
+    ) -> "LaplaceGuide":
+        """The Gaussian posterior around the present value; nothing of the model is changed.
+
+        :param data: the program's arguments ``(x, y)``, or an iterable of batches of them; each
+            datum counts once.
+        :param progress: show a bar over batches.
+        :param changes: ``structure``, ``curvature``, ``subset``, ``num_draws``, ``rank`` or
+            ``reduce`` for this approximation alone.
+        :raises MemoryError: where the structure cannot fit in memory.
+        :raises ValueError: for an empty iterable, a missing target, a singular precision.
+        """
+        subset = changes.pop("subset", self.subset)
+        recipe = replace(self.recipe, **changes)
+        batches = Batches(data)
+        args, kwargs = batches.first()
+        self.prototype(*args, **kwargs)
+        return LaplaceGuide(self, recipe, subset, batches, progress=progress)
+
+
+class LaplaceGuide(Guide):
+    """A Gaussian over the unconstrained latents: N(loc, precision^-1) on a subset of them, the
+    others fixed at ``loc``.
+
+    ``AutoLaplaceGGN.laplace_approximation`` makes it. ``curvature`` holds the likelihood's part of
+    the precision, ``prior`` the prior's; ``refresh()`` follows changes of the program's
+    hyperparameters and ``update(data)`` adds data.
+    """
+
+    def __init__(
+        self,
+        source: Guide,
+        recipe: Recipe,
+        selection: Any,
+        batches: Batches,
+        *,
+        progress: bool = False,
+    ) -> None:
+        (model,) = source._program_model
+        super().__init__(model, create_plates=source.create_plates)
+        self.layout = source.require_layout()
+        self.subsampled = source.subsampled
+        self.prototype_trace = source.prototype_trace
+        self._prototype_frames = source._prototype_frames
+        self.recipe = recipe
+        self.__dict__["_first"] = batches.first()
+        self.register_buffer("loc", source.location().detach().clone())
+        if isinstance(selection, str) and selection == "last-layer":
+            selection = last_layer(model, self.layout, self.loc, *self._first)
+        self.__dict__["subset"] = select(self.layout, selection, model=model)
+        self._fit(batches, None, progress)
+
+    def _fit(self, batches: Batches, before: Any, progress: bool) -> None:
+        (model,) = self._program_model
+        fitted = fit_curvature(
+            model, self.subset, self.loc, batches, self.recipe,
+            before=before, progress=progress,
+        )  # fmt: skip
+        self.curvature = fitted.curvature
+        self.num_data = fitted.num_data + (self.num_data if before is not None else 0)
+        earlier = self.log_likelihood if before is not None else 0.0
+        self.register_buffer("log_likelihood", fitted.log_likelihood.to(self.loc.device) + earlier)
+        self.__dict__["batches"] = batches
+        gradient = self.refresh()
+        if before is None:
+            self._check_maximum(fitted.gradient + gradient)
+
+    def update(self, data: Any, *, progress: bool = False) -> "LaplaceGuide":
+        """Add the curvature of more data, at the same point; returns itself.
+
+        :param data: as in ``laplace_approximation``.
+        """
+        self._fit(Batches(data), self.curvature, progress)
+        return self
+
+    def refresh(self) -> Tensor:
+        """Take the prior's precision at the program's present hyperparameters; returns the
+        gradient of the log prior in the subset (p,)."""
+        (model,) = self._program_model
+        run, leaves = run_at(model, self.subset, self.loc, *self._first)
+        check_factors(run, self.recipe)
+        prior = prior_precision(run, leaves, self.subset)
+        self._keep_prior(prior)
+        total = run.log_prior()
+        found: list[Tensor | None] = [None] * len(leaves)
+        if isinstance(total, Tensor) and total.requires_grad:
+            log_det = self.require_layout().constrain(
+                torch.cat([leaf.reshape(-1) for leaf in leaves.values()])
+            )[1]
+            found = list(
+                torch.autograd.grad(total + log_det, list(leaves.values()), allow_unused=True)
+            )
+        flat = [
+            (torch.zeros_like(leaf) if g is None else g).reshape(-1)
+            for g, leaf in zip(found, leaves.values(), strict=True)
+        ]
+        return self.subset.take(torch.cat(flat))
+
+    def _keep_prior(self, prior: PriorPrecision) -> None:
+        self.register_buffer("prior_diagonal", prior.diagonal.detach())
+        for name, value in (("prior_indices", prior.indices), ("prior_dense", prior.dense)):
+            self.register_buffer(name, None if value is None else value.detach())
+        self._forget()
+
+    @property
+    def prior(self) -> PriorPrecision:
+        """The prior's precision that the posterior holds."""
+        return PriorPrecision(self.prior_diagonal, self.prior_indices, self.prior_dense)
+
+    @property
+    def precision(self) -> Precision:
+        """The posterior precision in the subset: curvature plus prior."""
+        if "_precision" not in self.__dict__:
+            with torch.no_grad():
+                self.__dict__["_precision"] = self.curvature.with_prior(self.prior)
+        return self.__dict__["_precision"]
+
+    def _forget(self) -> None:
+        self.__dict__.pop("_precision", None)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._forget()
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def _apply(self, function: Callable, recurse: bool = True) -> Any:
+        self._forget()
+        return super()._apply(function, recurse)
+
+    def _check_maximum(self, gradient: Tensor) -> None:
+        """Warn where a Newton step would still gain a lot."""
+        values = self.precision.variances()
+        gain = 0.5 * float((gradient.square() * values.to(gradient)).sum())
+        if gain > 1.0 + 0.1 * self.subset.size:
+            warnings.warn(
+                f"the guide is not at a maximum: the gradient's norm is {float(gradient.norm()):.3g} "
+                f"and a step would gain about {gain:.3g} nats; train longer, with a learning rate "
+                "that falls to zero, before the Laplace approximation",
+                BdlWarning,
+                stacklevel=5,
+            )
+
+    # The guide
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Emit a joint draw; the first site's Delta carries the joint log density."""
+        vector = self.sample_vectors(1)[0]
+        log_det = self.require_layout().constrain(vector)[1]
+        log_q = self.log_density(vector, log_det)
+        result = {}
+        for latent, (part,) in self._sites(args, kwargs, vector):
+            value = part if latent.transform is None else latent.transform(part)
+            shape = value.shape[: value.dim() - latent.event_dim]
+            density = log_q.expand(shape) / max(1, math.prod(shape)) if not result else 0.0
+            result[latent.name] = sample_site(
+                latent, dist.Delta(value, log_density=density, event_dim=latent.event_dim)
+            )
+        return result
+
+    def location(self) -> Tensor:
+        return self.loc
+
+    def sample_vectors(self, num_samples: int) -> Tensor:
+        draws = self.precision.sample(num_samples).to(self.loc)
+        return self.subset.put(self.loc, self.subset.take(self.loc) + draws)
+
+    def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
+        """log q(w) of the subset's latents, given the others."""
+        offset = self.subset.take(vector - self.loc)
+        return log_prob(self.precision, offset).to(vector) - log_det
+
+    def entropy(self, vector: Tensor, log_det: Tensor) -> Tensor:
+        constant = self.subset.size * (1.0 + math.log(2 * math.pi))
+        return (0.5 * (constant - self.precision.logdet())).to(log_det) + log_det
+
+    def variances(self) -> Tensor:
+        """The marginal variances of the unconstrained vector (P,), zero outside the subset."""
+        variances = self.precision.variances().to(self.loc)
+        return self.subset.put(torch.zeros_like(self.loc), variances)
+
+    def vector_quantiles(self, levels: Tensor) -> Tensor:
+        return self.loc + self.variances().sqrt() * torch.special.ndtri(levels)[:, None]
+
+
+def last_layer(
+    model: Callable, layout: Any, vector: Tensor, args: tuple, kwargs: Any
+) -> list[str]:
+    """The sites of the last linear operation of a program.
+
+    :raises ValueError: where no latent enters a linear operation.
+    """
+    from pyro_bdl.curvature.linearize import Linearization
+
+    uses = Linearization(model, Subset(layout), vector, args, kwargs).uses
+    weights = [use for use in uses if use.kind == "product" and use.inputs is not None]
+    if not weights:
+        raise ValueError('subset="last-layer" needs a program in which a latent is a weight matrix')
+    last = weights[-1]
+    return list(dict.fromkeys(use.site for use in uses if use.edge == last.edge))
