@@ -27,15 +27,15 @@ _NUMBERS = 2**24
 class Comparison:
     """What ``compare`` found; print it for the table and the verdicts.
 
-    Attributes:
-        task: ``"regression"`` or ``"classification"``.
-        reference: name of the reference, or None.
-        rows: a dict for each posterior, and a last one for the reference's two halves against
-            each other, the floor of the distances.
-        columns: what the rows hold, with a sentence on each.
-        verdicts: posterior to one sentence computed from its row.
-        evaluations: posterior to its draws at the test points that were kept.
-        inputs, y: these test points, the targets of a regression in their own units.
+    :param task: ``"regression"`` or ``"classification"``.
+    :param reference: name of the reference, or None.
+    :param rows: a dict for each posterior, and a last one for the reference's two halves against
+        each other, the floor of the distances.
+    :param columns: what the rows hold, with a sentence on each.
+    :param verdicts: posterior to one sentence computed from its row.
+    :param evaluations: posterior to its draws at the test points that were kept.
+    :param inputs: these test points.
+    :param y: their targets, those of a regression in their own units.
     """
 
     task: str
@@ -90,9 +90,8 @@ class Comparison:
     def figures(self, *, target: str = "target", units: str = "") -> dict[str, Figure]:
         """Pictures of the comparison, by a name that suits a file; see :data:`CAPTIONS`.
 
-        Args:
-            target: what the target is, for labels.
-            units: of the target, for labels.
+        :param target: what the target is, for labels.
+        :param units: of the target, for labels.
         """
         found: dict[str, Figure] = {}
         functions = {name: said.function for name, said in self.evaluations.items()}
@@ -169,24 +168,22 @@ def compare(
     mean where there is none, or of the class probabilities) at up to 1000 of the test inputs.
     The same seed gives the same table.
 
-    Args:
-        model: a Pyro program with one observed site, called with ``*test`` and, to predict, with
-            None for the targets.
-        posteriors: name to guide or ``Samples``; Pyro's own guides too.
-        test: the test inputs and, last, the targets, each ``(N, ...)``.
-        reference: the posterior that the others are held against; None for none.
-        num_samples: draws of each guide, at least 2; of ``Samples`` all are taken.
-        seconds, elbos: training time and ELBO at temperature 1, by name, where known. The seconds
-            of ``Samples`` are known.
-        target_scale, target_shift: the target in its own units is ``y * scale + shift``; a
-            regression is reported in these.
-        seed: of the guides' draws and the noise of predictions.
-
-    Raises:
-        TypeError: a posterior that is neither a guide nor ``Samples``, test data that are not
-            tensors.
-        ValueError: no posterior, an unknown reference, several observed sites, a posterior of
-            another program, test data that do not fit or are not finite.
+    :param model: a Pyro program with one observed site, called with ``*test`` and, to predict, with
+        None for the targets.
+    :param posteriors: name to guide or ``Samples``; Pyro's own guides too.
+    :param test: the test inputs and, last, the targets, each ``(N, ...)``.
+    :param reference: the posterior that the others are held against; None for none.
+    :param num_samples: draws of each guide, at least 2; of ``Samples`` all are taken.
+    :param seconds: training time by name, where known; that of ``Samples`` is.
+    :param elbos: ELBO at temperature 1 by name, where known.
+    :param target_scale: the target in its own units is ``y * target_scale + target_shift``; a
+        regression is reported in these.
+    :param target_shift: see ``target_scale``.
+    :param seed: of the guides' draws and the noise of predictions.
+    :raises TypeError: for a posterior that is neither a guide nor ``Samples``, test data that are
+        not tensors.
+    :raises ValueError: for no posterior, an unknown reference, several observed sites, a posterior
+        of another program, test data that do not fit or are not finite.
     """
     _check_posteriors(posteriors, reference, seconds or {}, elbos or {})
     data = _test_data(test)

@@ -26,15 +26,17 @@ _MIN_ROWS = 10
 class Dataset:
     """A supervised task, split and standardised.
 
-    Attributes:
-        x_train, x_test: ``(N, D)``, standardised with the mean and sd of the training part.
-        y_train, y_test: ``(N,)``. Regression: standardised, see :meth:`in_units`. Classification:
-            int64 indices into ``class_names``.
-        feature_names: names of the D columns.
-        target_name: name of the target.
-        task: ``"regression"`` or ``"classification"``.
-        class_names: names of the classes, empty for regression.
-        y_mean, y_sd: what the regression target was standardised with, in its units.
+    :param x_train: ``(N, D)``, standardised with its mean and sd.
+    :param y_train: ``(N,)``. Regression: standardised, see :meth:`in_units`. Classification: int64
+        indices into ``class_names``.
+    :param x_test: ``(N, D)``, standardised with the mean and sd of the training part.
+    :param y_test: ``(N,)``, as ``y_train``.
+    :param feature_names: names of the D columns.
+    :param target_name: name of the target.
+    :param task: ``"regression"`` or ``"classification"``.
+    :param class_names: names of the classes, empty for regression.
+    :param y_mean: what was taken from the regression target, in its units.
+    :param y_sd: what it was then divided by, in its units.
     """
 
     x_train: Tensor
@@ -75,20 +77,18 @@ def load_csv(
 ) -> Dataset:
     """Read a CSV file with a header; every column but the target is a feature.
 
-    Args:
-        path: the file. The separator (comma, semicolon, tab or bar) is found from the header.
-        target: name of the target column.
-        task: ``"regression"`` or ``"classification"``; found from the target if None: text, or
-            whole numbers with at most 10 distinct values, are classes.
-        one_hot: turn each column of text into one column of zeros and ones for each of its values,
-            named ``column=value``.
-        test_fraction, seed: see :func:`prepare`.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is empty, has only a header, ragged rows, unnamed or repeated columns;
-            the target is not among them; a feature is not numeric; and all that :func:`prepare`
-            refuses.
+    :param path: the file. The separator (comma, semicolon, tab or bar) is found from the header.
+    :param target: name of the target column.
+    :param task: ``"regression"`` or ``"classification"``; found from the target if None: text, or
+        whole numbers with at most 10 distinct values, are classes.
+    :param one_hot: turn each column of text into one column of zeros and ones for each of its
+        values, named ``column=value``.
+    :param test_fraction: see :func:`prepare`.
+    :param seed: see :func:`prepare`.
+    :raises FileNotFoundError: where there is no such file.
+    :raises ValueError: where the file is empty, has only a header, ragged rows, unnamed or repeated
+        columns; the target is not among them; a feature is not numeric; and all that
+        :func:`prepare` refuses.
     """
     frame = _read_csv(Path(path))
     if target not in frame.columns:
@@ -131,13 +131,10 @@ def two_clusters(n: int = 100, seed: int = 0, *, noise: float = 0.1) -> Dataset:
     Half of the inputs are uniform on [-1, -0.7], half on [0.5, 1]. The test inputs are 200 evenly
     spaced points on [-1.5, 1.5]. Nothing is standardised.
 
-    Args:
-        n: number of training points, at least 2.
-        seed: of the inputs and the noise.
-        noise: sd of the noise on the training and the test targets.
-
-    Raises:
-        ValueError: ``n`` is smaller than 2 or ``noise`` is negative.
+    :param n: number of training points, at least 2.
+    :param seed: of the inputs and the noise.
+    :param noise: sd of the noise on the training and the test targets.
+    :raises ValueError: where ``n`` is smaller than 2 or ``noise`` is negative.
 
     Source: Foong et al. (2019), "In-between" uncertainty in Bayesian neural networks, section 4.
     """
@@ -175,19 +172,16 @@ def prepare(
     row in the training part. Columns that are constant in the training part become zeros, with a
     warning that names them.
 
-    Args:
-        x: ``(N, D)``, numbers.
-        y: ``(N,)``, numbers or, for classes, text.
-        feature_names: D names, used in messages.
-        target_name: name of the target, used in messages.
-        task: ``"regression"``, ``"classification"``, or None to find it from ``y``.
-        test_fraction: share of the rows in the test part, between 0 and 1.
-        seed: of the split.
-
-    Raises:
-        ValueError: shapes that do not fit; fewer than 10 rows; NaN or infinity (rows and columns
-            are named); a constant target; fewer than two classes; too few rows of each class to
-            have any in the test part; an unknown task or a test fraction outside (0, 1).
+    :param x: ``(N, D)``, numbers.
+    :param y: ``(N,)``, numbers or, for classes, text.
+    :param feature_names: D names, used in messages.
+    :param target_name: name of the target, used in messages.
+    :param task: ``"regression"``, ``"classification"``, or None to find it from ``y``.
+    :param test_fraction: share of the rows in the test part, between 0 and 1.
+    :param seed: of the split.
+    :raises ValueError: for shapes that do not fit; fewer than 10 rows; NaN or infinity (rows and
+        columns are named); a constant target; fewer than two classes; too few rows of each class to
+        have any in the test part; an unknown task or a test fraction outside (0, 1).
     """
     x, y = np.asarray(x, dtype=float), np.asarray(y)
     _check_arguments(x, y, feature_names, task, test_fraction)

@@ -51,15 +51,14 @@ class Test:
 class Evaluation:
     """One posterior at the test inputs.
 
-    Attributes:
-        task: ``"regression"`` or ``"classification"``.
-        chains: how many Markov chains the draws are of, one after the other; 1 for a guide.
-        function: ``(S, N, ...)``, draws of f in the target's units, or of class probabilities, at
-            the points that were kept.
-        mean: ``(N, ...)``, the mean prediction, or the mean class probabilities, at all points.
-        predictions: ``(S, N)``, draws of the target, noise included, at the points that were
-            kept; of classes None.
-        scores: what the table says of the posterior alone, by key.
+    :param task: ``"regression"`` or ``"classification"``.
+    :param chains: how many Markov chains the draws are of, one after the other; 1 for a guide.
+    :param function: ``(S, N, ...)``, draws of f in the target's units, or of class probabilities,
+        at the points that were kept.
+    :param mean: ``(N, ...)``, the mean prediction, or the mean class probabilities, at all points.
+    :param predictions: ``(S, N)``, draws of the target, noise included, at the points that were
+        kept; of classes None.
+    :param scores: what the table says of the posterior alone, by key.
     """
 
     task: str
@@ -82,19 +81,16 @@ def evaluate(
 ) -> Evaluation:
     """Push one set of draws of the posterior through the program, and score them.
 
-    Args:
-        name: of the posterior, for messages.
-        model: a program with one observed site, called with the inputs and the target.
-        posterior: a guide or ``Samples``, of which all draws are taken.
-        test: the test data.
-        num_samples: draws of a guide.
-        kept: row numbers at which the draws are kept.
-        units: of the target; of no effect for classes.
-
-    Raises:
-        TypeError: the posterior is neither a guide nor ``Samples``.
-        ValueError: a latent site has no value, the program has no or several observed sites, or
-            the targets do not fit the predictions.
+    :param name: of the posterior, for messages.
+    :param model: a program with one observed site, called with the inputs and the target.
+    :param posterior: a guide or ``Samples``, of which all draws are taken.
+    :param test: the test data.
+    :param num_samples: draws of a guide.
+    :param kept: row numbers at which the draws are kept.
+    :param units: of the target; of no effect for classes.
+    :raises TypeError: where the posterior is neither a guide nor ``Samples``.
+    :raises ValueError: where a latent site has no value, the program has no or several observed
+        sites, or the targets do not fit the predictions.
     """
     samples = _as_samples(name, posterior, num_samples, test)
     observation = _observation(name, model, samples, test)

@@ -24,12 +24,9 @@ _BLOCK_NUMBERS = 2**22
 def rmse(mean: Tensor, y: Tensor) -> Tensor:
     """Root mean square error, sqrt(mean_n (mean_n - y_n)^2).
 
-    Args:
-        mean: ``(N, ...)``, the predictive mean, in the units of the target.
-        y: ``(N, ...)``, the observed targets.
-
-    Raises:
-        ValueError: the shapes differ.
+    :param mean: ``(N, ...)``, the predictive mean, in the units of the target.
+    :param y: ``(N, ...)``, the observed targets.
+    :raises ValueError: where the shapes differ.
     """
     _same_shape("mean", mean, "y", y)
     return (mean.double() - y.double()).square().mean().sqrt()
@@ -38,12 +35,9 @@ def rmse(mean: Tensor, y: Tensor) -> Tensor:
 def accuracy(probabilities: Tensor, y: Tensor) -> Tensor:
     """Share of test points whose most probable class is the observed one, from 0 to 1.
 
-    Args:
-        probabilities: ``(N, C)``.
-        y: ``(N,)``, class indices.
-
-    Raises:
-        ValueError: the shapes do not fit, or a label is not in 0 ... C - 1.
+    :param probabilities: ``(N, C)``.
+    :param y: ``(N,)``, class indices.
+    :raises ValueError: where the shapes do not fit, or a label is not in 0 ... C - 1.
     """
     labels = _labels(probabilities, y)
     return (probabilities.argmax(-1) == labels).double().mean()
@@ -52,11 +46,8 @@ def accuracy(probabilities: Tensor, y: Tensor) -> Tensor:
 def negative_log_predictive_density(log_likelihood: Tensor) -> Tensor:
     """Mean negative log predictive density, -1/N sum_n log(1/S sum_s p(y_n | w_s)), in nats.
 
-    Args:
-        log_likelihood: ``(S, N)``, log p(y_n | w_s) of each test point under each draw.
-
-    Raises:
-        ValueError: not two axes.
+    :param log_likelihood: ``(S, N)``, log p(y_n | w_s) of each test point under each draw.
+    :raises ValueError: for other than two axes.
 
     Source: Gelman, Hwang, Vehtari (2014), Understanding predictive information criteria for
     Bayesian models.
@@ -80,15 +71,10 @@ def crps(draws: Tensor, y: Tensor) -> Tensor:
 
     with x_(1) <= ... <= x_(S).
 
-    Args:
-        draws: ``(S, N, ...)``, draws of the target (noise included), S at least 2.
-        y: ``(N, ...)``.
-
-    Returns:
-        A scalar, in the units of the target.
-
-    Raises:
-        ValueError: the shapes do not fit, or there is a single draw.
+    :param draws: ``(S, N, ...)``, draws of the target (noise included), S at least 2.
+    :param y: ``(N, ...)``.
+    :returns: a scalar, in the units of the target.
+    :raises ValueError: where the shapes do not fit, or there is a single draw.
 
     Source: Gneiting & Raftery (2007), Strictly proper scoring rules, section 4.2; Ferro (2014),
     Fair scores for ensemble forecasts.
@@ -109,12 +95,9 @@ def crps(draws: Tensor, y: Tensor) -> Tensor:
 def brier(probabilities: Tensor, y: Tensor) -> Tensor:
     """Brier score, 1/N sum_n sum_c (p_nc - [y_n = c])^2, from 0 (best) to 2.
 
-    Args:
-        probabilities: ``(N, C)``.
-        y: ``(N,)``, class indices.
-
-    Raises:
-        ValueError: the shapes do not fit, or a label is not in 0 ... C - 1.
+    :param probabilities: ``(N, C)``.
+    :param y: ``(N,)``, class indices.
+    :raises ValueError: where the shapes do not fit, or a label is not in 0 ... C - 1.
 
     Source: Brier (1950), Verification of forecasts expressed in terms of probability.
     """
@@ -132,16 +115,11 @@ def interval_coverage(draws: Tensor, y: Tensor, *, level: float | Sequence[float
     The interval at level l runs from the (1 - l)/2 to the (1 + l)/2 quantile of the draws at each
     point (type 7), ends included.
 
-    Args:
-        draws: ``(S, N, ...)``, draws of the target (noise included).
-        y: ``(N, ...)``.
-        level: one level or several, each between 0 and 1.
-
-    Returns:
-        A scalar, or one number for each level.
-
-    Raises:
-        ValueError: the shapes do not fit, a single draw, or a level outside 0 ... 1.
+    :param draws: ``(S, N, ...)``, draws of the target (noise included).
+    :param y: ``(N, ...)``.
+    :param level: one level or several, each between 0 and 1.
+    :returns: a scalar, or one number for each level.
+    :raises ValueError: where the shapes do not fit, for a single draw or a level outside 0 ... 1.
     """
     _same_points(draws, y)
     levels = [level] if isinstance(level, (int, float)) else [float(l) for l in level]
@@ -166,17 +144,12 @@ def reliability(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Confidence and accuracy of the predicted class, in bins of equal width of the confidence.
 
-    Args:
-        probabilities: ``(N, C)``.
-        y: ``(N,)``, class indices.
-        bins: number of bins between 0 and 1; bin i holds (i / bins, (i + 1) / bins].
-
-    Returns:
-        Mean confidence, accuracy and share of the points of each bin, ``(bins,)`` each; the first
-        two are NaN for an empty bin.
-
-    Raises:
-        ValueError: the shapes do not fit, or a label is not in 0 ... C - 1.
+    :param probabilities: ``(N, C)``.
+    :param y: ``(N,)``, class indices.
+    :param bins: number of bins between 0 and 1; bin i holds (i / bins, (i + 1) / bins].
+    :returns: mean confidence, accuracy and share of the points of each bin, ``(bins,)`` each; the
+        first two are NaN for an empty bin.
+    :raises ValueError: where the shapes do not fit, or a label is not in 0 ... C - 1.
 
     Source: Guo et al. (2017), On calibration of modern neural networks, section 2.
     """
@@ -192,13 +165,10 @@ def reliability(
 def expected_calibration_error(probabilities: Tensor, y: Tensor, *, bins: int = 15) -> Tensor:
     """Expected calibration error, sum_b share_b |accuracy_b - confidence_b|, from 0 (best) to 1.
 
-    Args:
-        probabilities: ``(N, C)``.
-        y: ``(N,)``, class indices.
-        bins: see :func:`reliability`.
-
-    Raises:
-        ValueError: the shapes do not fit, or a label is not in 0 ... C - 1.
+    :param probabilities: ``(N, C)``.
+    :param y: ``(N,)``, class indices.
+    :param bins: see :func:`reliability`.
+    :raises ValueError: where the shapes do not fit, or a label is not in 0 ... C - 1.
 
     Source: Guo et al. (2017), On calibration of modern neural networks, eq. 3.
     """
@@ -212,18 +182,12 @@ def expected_calibration_error(probabilities: Tensor, y: Tensor, *, bins: int = 
 def mean_error(a: Tensor, b: Tensor) -> Tensor:
     """Root mean square, over the test points, of the difference of the means of the draws.
 
-    Args:
-        a: ``(S1, N, ...)``, draws of a function at the test points.
-        b: ``(S2, N, ...)``, draws of the reference.
-
-    Returns:
-        A scalar, in the units of the draws.
-
-    Raises:
-        ValueError: the test points differ in shape.
+    :param a: ``(S1, N, ...)``, draws of a function at the test points.
+    :param b: ``(S2, N, ...)``, draws of the reference.
+    :returns: a scalar, in the units of the draws.
+    :raises ValueError: where the test points differ in shape.
     """
-    _same_functions(a, b)
-    return _root_mean_square(p.mean(-1) - q.mean(-1) for p, q in _double_blocks(a, b))
+    return _root_mean_square_difference(_mean, a, b)
 
 
 def sd_error(a: Tensor, b: Tensor) -> Tensor:
@@ -231,18 +195,12 @@ def sd_error(a: Tensor, b: Tensor) -> Tensor:
 
     The sd of a single draw is zero: a point estimate.
 
-    Args:
-        a: ``(S1, N, ...)``, draws of a function at the test points.
-        b: ``(S2, N, ...)``, draws of the reference.
-
-    Returns:
-        A scalar, in the units of the draws.
-
-    Raises:
-        ValueError: the test points differ in shape.
+    :param a: ``(S1, N, ...)``, draws of a function at the test points.
+    :param b: ``(S2, N, ...)``, draws of the reference.
+    :returns: a scalar, in the units of the draws.
+    :raises ValueError: where the test points differ in shape.
     """
-    _same_functions(a, b)
-    return _root_mean_square(_sd(p) - _sd(q) for p, q in _double_blocks(a, b))
+    return _root_mean_square_difference(_sd, a, b)
 
 
 def wasserstein1(a: Tensor, b: Tensor) -> Tensor:
@@ -252,15 +210,10 @@ def wasserstein1(a: Tensor, b: Tensor) -> Tensor:
 
         W1 = int_0^1 |F_a^-1(u) - F_b^-1(u)| du
 
-    Args:
-        a: ``(S1, N, ...)``, draws of a function at the test points.
-        b: ``(S2, N, ...)``, draws of the reference.
-
-    Returns:
-        A scalar, in the units of the draws.
-
-    Raises:
-        ValueError: the test points differ in shape.
+    :param a: ``(S1, N, ...)``, draws of a function at the test points.
+    :param b: ``(S2, N, ...)``, draws of the reference.
+    :returns: a scalar, in the units of the draws.
+    :raises ValueError: where the test points differ in shape.
 
     Source: Villani (2003), Topics in Optimal Transportation, section 2.2.
     """
@@ -279,12 +232,9 @@ def wasserstein1(a: Tensor, b: Tensor) -> Tensor:
 def agreement(a: Tensor, b: Tensor) -> Tensor:
     """Share of the test points at which both posteriors predict the same class, from 0 to 1.
 
-    Args:
-        a: ``(S1, N, C)``, draws of class probabilities; their mean over the draws predicts.
-        b: ``(S2, N, C)``, draws of the reference.
-
-    Raises:
-        ValueError: the test points differ in shape.
+    :param a: ``(S1, N, C)``, draws of class probabilities; their mean over the draws predicts.
+    :param b: ``(S2, N, C)``, draws of the reference.
+    :raises ValueError: where the test points differ in shape.
 
     Source: Izmailov et al. (2021), What are Bayesian neural network posteriors really like?
     """
@@ -296,15 +246,10 @@ def agreement(a: Tensor, b: Tensor) -> Tensor:
 def total_variation(a: Tensor, b: Tensor) -> Tensor:
     """Total variation distance of the predictive distributions, 1/N sum_n 1/2 sum_c |p_nc - q_nc|.
 
-    Args:
-        a: ``(S1, N, C)``, draws of class probabilities, averaged over the draws.
-        b: ``(S2, N, C)``, draws of the reference.
-
-    Returns:
-        A scalar from 0 (equal) to 1.
-
-    Raises:
-        ValueError: the test points differ in shape.
+    :param a: ``(S1, N, C)``, draws of class probabilities, averaged over the draws.
+    :param b: ``(S2, N, C)``, draws of the reference.
+    :returns: a scalar from 0 (equal) to 1.
+    :raises ValueError: where the test points differ in shape.
 
     Source: Izmailov et al. (2021), What are Bayesian neural network posteriors really like?
     """
@@ -320,13 +265,10 @@ def split_half(
     A floor for the distances of other posteriors to this one. It is a high one, since each half
     has half the draws.
 
-    Args:
-        draws: ``(S, N, ...)``, chain after chain.
-        distance: a distance of this module.
-        chains: see :func:`halves`.
-
-    Raises:
-        ValueError: fewer than 2 draws, or S is no multiple of ``chains``.
+    :param draws: ``(S, N, ...)``, chain after chain.
+    :param distance: a distance of this module.
+    :param chains: see :func:`halves`.
+    :raises ValueError: for fewer than 2 draws, or where S is no multiple of ``chains``.
     """
     return distance(*halves(draws, chains=chains))
 
@@ -334,12 +276,9 @@ def split_half(
 def halves(draws: Tensor, *, chains: int = 1) -> tuple[Tensor, Tensor]:
     """Two halves of draws: half of the chains and the others, or both ends of a single chain.
 
-    Args:
-        draws: ``(S, N, ...)``, chain after chain.
-        chains: how many chains of equal length the draws are.
-
-    Raises:
-        ValueError: fewer than 2 draws, or S is no multiple of ``chains``.
+    :param draws: ``(S, N, ...)``, chain after chain.
+    :param chains: how many chains of equal length the draws are.
+    :raises ValueError: for fewer than 2 draws, or where S is no multiple of ``chains``.
     """
     size = draws.shape[0]
     if size < 2:
@@ -366,8 +305,17 @@ def _double_blocks(*tensors: Tensor) -> Iterator[list[Tensor]]:
         yield [part.double() for part in parts]
 
 
-def _root_mean_square(blocks: Iterator[Tensor]) -> Tensor:
-    return torch.cat(list(blocks)).square().mean().sqrt()
+def _root_mean_square_difference(
+    statistic: Callable[[Tensor], Tensor], a: Tensor, b: Tensor
+) -> Tensor:
+    """Of a statistic of the draws, over the test points."""
+    _same_functions(a, b)
+    differences = [statistic(p) - statistic(q) for p, q in _double_blocks(a, b)]
+    return torch.cat(differences).square().mean().sqrt()
+
+
+def _mean(x: Tensor) -> Tensor:
+    return x.mean(-1)
 
 
 def _sd(x: Tensor) -> Tensor:
@@ -375,7 +323,7 @@ def _sd(x: Tensor) -> Tensor:
 
 
 def _mean_of_draws(draws: Tensor) -> Tensor:
-    means = torch.cat([part.mean(-1) for (part,) in _double_blocks(draws)])
+    means = torch.cat([_mean(part) for (part,) in _double_blocks(draws)])
     return means.reshape(draws.shape[1:])
 
 

@@ -79,16 +79,16 @@ def predictive_bands(
 
     The reference is drawn into each panel as dashed lines.
 
-    Args:
-        x: ``(N,)`` or ``(N, 1)``, inputs in any order.
-        draws: ``(S, N)`` for each posterior, of the function or the target at ``x``.
-        reference: name of the one the others are held against; None for no reference.
-        x_train, y_train: ``(M,)`` or ``(M, 1)``, training data to show as dots.
-        level: share of the draws within the band.
-        xlabel, ylabel: what is on the axes, with units.
-
-    Raises:
-        ValueError: no posterior, a reference that is not among them, or draws that do not fit x.
+    :param x: ``(N,)`` or ``(N, 1)``, inputs in any order.
+    :param draws: ``(S, N)`` for each posterior, of the function or the target at ``x``.
+    :param reference: name of the one the others are held against; None for no reference.
+    :param x_train: ``(M,)`` or ``(M, 1)``, training data to show as dots.
+    :param y_train: ``(M,)`` or ``(M, 1)``, their targets.
+    :param level: share of the draws within the band.
+    :param xlabel: what is on the horizontal axis, with units.
+    :param ylabel: what is on the vertical axis, with units.
+    :raises ValueError: for no posterior, a reference that is not among them, or draws that do not
+        fit x.
     """
     _check(draws, reference)
     grid = x.detach().reshape(-1).cpu()
@@ -147,16 +147,13 @@ def calibration(
 
     On the diagonal a posterior is calibrated, below it overconfident.
 
-    Args:
-        predictions: regression: draws ``(S, N, ...)`` of the target, noise included;
-            classification: probabilities ``(N, C)``.
-        y: ``(N, ...)`` targets or ``(N,)`` class indices.
-        task: ``"regression"`` or ``"classification"``.
-        reference: name of the reference, drawn in dark grey.
-        bins: number of bins of the confidence in a reliability diagram; empty ones are left out.
-
-    Raises:
-        ValueError: no posterior, an unknown task or reference, or shapes that do not fit.
+    :param predictions: regression: draws ``(S, N, ...)`` of the target, noise included;
+        classification: probabilities ``(N, C)``.
+    :param y: ``(N, ...)`` targets or ``(N,)`` class indices.
+    :param task: ``"regression"`` or ``"classification"``.
+    :param reference: name of the reference, drawn in dark grey.
+    :param bins: number of bins of the confidence in a reliability diagram; empty ones are left out.
+    :raises ValueError: for no posterior, an unknown task or reference, or shapes that do not fit.
     """
     _check(predictions, reference)
     if task not in ("regression", "classification"):
@@ -200,15 +197,13 @@ def function_space(
 ) -> Figure:
     """Mean and sd of the function at each test point against those of the reference.
 
-    Args:
-        draws: ``(S, N, ...)`` for each posterior; of more than 400 numbers at the test points
-            evenly spaced ones are shown.
-        reference: name of the one on the horizontal axis.
-        quantity: what the draws are, for the labels.
-        units: units of the draws, for the labels.
-
-    Raises:
-        ValueError: no other posterior than the reference, or test points that differ in shape.
+    :param draws: ``(S, N, ...)`` for each posterior; of more than 400 numbers at the test points
+        evenly spaced ones are shown.
+    :param reference: name of the one on the horizontal axis.
+    :param quantity: what the draws are, for the labels.
+    :param units: units of the draws, for the labels.
+    :raises ValueError: for no other posterior than the reference, or test points that differ in
+        shape.
     """
     _check(draws, reference)
     others = [name for name in draws if name != reference]
@@ -255,15 +250,12 @@ def cost_against_quality(
 ) -> Figure:
     """Seconds to fit against the Wasserstein-1 distance to the reference, on log axes.
 
-    Args:
-        seconds: wall-clock seconds of each posterior's fit.
-        distance: distance of each to the reference; the reference itself needs none.
-        reference: name of the reference, drawn at the floor.
-        floor: distance between two halves of the reference, drawn as a line.
-        units: units of the distance.
-
-    Raises:
-        ValueError: a posterior with seconds but no distance that is not the reference.
+    :param seconds: wall-clock seconds of each posterior's fit.
+    :param distance: distance of each to the reference; the reference itself needs none.
+    :param reference: name of the reference, drawn at the floor.
+    :param floor: distance between two halves of the reference, drawn as a line.
+    :param units: units of the distance.
+    :raises ValueError: for a posterior with seconds but no distance that is not the reference.
     """
     missing = [name for name in seconds if name not in distance and name != reference]
     if missing or not seconds:

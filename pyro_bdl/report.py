@@ -31,14 +31,13 @@ def write_report(
 ) -> Path:
     """Write the report and return its path; missing folders are made.
 
-    Args:
-        path: the HTML file.
-        title: heading of the page.
-        rows: one mapping for each line of the table.
-        columns: what the table shows; their ``help`` becomes the key below it.
-        figures: caption to figure; embedded as SVG.
-        notes: paragraphs above the table, the most important first.
-        settings: what the run was made with, listed at the end.
+    :param path: the HTML file.
+    :param title: heading of the page.
+    :param rows: one mapping for each line of the table.
+    :param columns: what the table shows; their ``help`` becomes the key below it.
+    :param figures: caption to figure; embedded as SVG.
+    :param notes: paragraphs above the table, the most important first.
+    :param settings: what the run was made with, listed at the end.
     """
     sections = [
         "".join(f"<p>{escape(note)}</p>" for note in notes),

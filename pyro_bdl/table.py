@@ -16,13 +16,12 @@ MISSING = "–"
 class Column:
     """One column of a table.
 
-    Attributes:
-        key: where the rows hold its values.
-        title: its heading, short.
-        group: heading that it shares with its neighbours.
-        help: one sentence that says what the numbers are, and in which units.
-        style: ``"number"``, ``"percent"`` or ``"text"``.
-        digits: significant digits of a number.
+    :param key: where the rows hold its values.
+    :param title: its heading, short.
+    :param group: heading that it shares with its neighbours.
+    :param help: one sentence that says what the numbers are, and in which units.
+    :param style: ``"number"``, ``"percent"`` or ``"text"``.
+    :param digits: significant digits of a number.
     """
 
     key: str

@@ -27,10 +27,9 @@ _REFRESH = 0.5  # seconds
 class Training:
     """What a training run did.
 
-    Attributes:
-        losses: ``(steps,)``, the negative ELBO of each step taken, in nats.
-        batch_size: rows in each step.
-        interrupted: whether Ctrl-C ended it early.
+    :param losses: ``(steps,)``, the negative ELBO of each step taken, in nats.
+    :param batch_size: rows in each step.
+    :param interrupted: whether Ctrl-C ended it early.
     """
 
     losses: Tensor
@@ -55,21 +54,19 @@ def train(
 
     Ctrl-C ends the training with a warning and keeps what was learned.
 
-    Args:
-        model: a program ``model(x, y)``.
-        guide: trained in place.
-        x, y: ``(N, ...)``, all training data.
-        steps: number of gradient steps, at least 1.
-        learning_rate: Adam's, at the start.
-        temperature: eta, see :mod:`pyro_bdl.elbo`.
-        num_particles: draws of the guide in each step.
-        batch_size: rows in each step. By default all of up to 1024; of more rows 256, where the
-            program knows by its ``num_data`` that there are N.
-        progress: description of the progress bar; None for no bar.
-
-    Raises:
-        ValueError: data that are not finite; fewer than one step; a minibatch for a program whose
-            ``num_data`` is not N, so that its log likelihood would count too little.
+    :param model: a program ``model(x, y)``.
+    :param guide: trained in place.
+    :param x: ``(N, ...)``, all training inputs.
+    :param y: ``(N, ...)``, their targets.
+    :param steps: number of gradient steps, at least 1.
+    :param learning_rate: Adam's, at the start.
+    :param temperature: eta, see :mod:`pyro_bdl.elbo`.
+    :param num_particles: draws of the guide in each step.
+    :param batch_size: rows in each step. By default all of up to 1024; of more rows 256, where the
+        program knows by its ``num_data`` that there are N.
+    :param progress: description of the progress bar; None for no bar.
+    :raises ValueError: for data that are not finite; fewer than one step; a minibatch for a program
+        whose ``num_data`` is not N, so that its log likelihood would count too little.
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
@@ -118,11 +115,11 @@ def estimate_elbo(
 
     Many rows are taken in parts, which needs a program whose ``num_data`` is N.
 
-    Args:
-        model: a program ``model(x, y)``.
-        guide: a guide with a density; for a point mass the number is log p(y, w) instead.
-        x, y: ``(N, ...)``, the training data.
-        num_particles: draws of the guide that the expectation is averaged over.
+    :param model: a program ``model(x, y)``.
+    :param guide: a guide with a density; for a point mass the number is log p(y, w) instead.
+    :param x: ``(N, ...)``, the training inputs.
+    :param y: ``(N, ...)``, their targets.
+    :param num_particles: draws of the guide that the expectation is averaged over.
     """
     elbo = TemperedTraceMeanField_ELBO(num_particles=_PARTICLES_AT_ONCE)
     in_parts = len(x) > _ROWS_AT_ONCE and getattr(model, "num_data", None) == len(x)

@@ -15,11 +15,10 @@ _OFF = 0.25
 def verdict(row: Row, *, reference: str | None, floor: Row | None, points: int) -> str:
     """One sentence on a posterior.
 
-    Args:
-        row: its line of the table.
-        reference: name of the reference, None without one.
-        floor: the line of the reference's halves against each other.
-        points: number of test points, which the error of a coverage depends on.
+    :param row: its line of the table.
+    :param reference: name of the reference, None without one.
+    :param floor: the line of the reference's halves against each other.
+    :param points: number of test points, which the error of a coverage depends on.
     """
     parts = []
     if reference is not None and row["posterior"] != reference:

@@ -14,17 +14,12 @@ def map_blocks(
 ) -> Tensor:
     """Apply a statistic of chains to every quantity behind the first two axes.
 
-    Args:
-        statistic: maps a contiguous float64 tensor ``(block, chains, draws)`` to ``(block,)``.
-        draws: ``(chains, draws, ...)``, any real dtype, on any device.
-        block_numbers: how many numbers of ``draws`` are worked on at once; bounds the memory.
-
-    Returns:
-        float64 tensor of the trailing shape ``(...)``, on the device of ``draws``.
-
-    Raises:
-        TypeError: ``draws`` is no real tensor.
-        ValueError: fewer than two axes, no chain, or fewer than 4 draws a chain.
+    :param statistic: maps a contiguous float64 tensor ``(block, chains, draws)`` to ``(block,)``.
+    :param draws: ``(chains, draws, ...)``, any real dtype, on any device.
+    :param block_numbers: how many numbers of ``draws`` are worked on at once; bounds the memory.
+    :returns: float64 tensor of the trailing shape ``(...)``, on the device of ``draws``.
+    :raises TypeError: where ``draws`` is no real tensor.
+    :raises ValueError: for fewer than two axes, no chain, or fewer than 4 draws a chain.
     """
     check_draws(draws)
     chains, length, *trailing = draws.shape

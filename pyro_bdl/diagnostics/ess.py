@@ -20,17 +20,13 @@ def ess(draws: Tensor, *, kind: str = "bulk") -> Tensor:
     The sum ends before the first P_k <= 0 and the P_k are made non-increasing (Geyer's initial
     monotone sequence); tau is at least 1 / log10(M n).
 
-    Args:
-        draws: ``(chains, draws, ...)``, any real dtype and device.
-        kind: ``"bulk"``: of the rank-normalised split chains; ``"tail"``: the smaller one for the
-            5 % and the 95 % quantile; ``"mean"``: of the split chains as they are.
-
-    Returns:
-        float64 ``(...)``, in draws. The number of draws for a constant, NaN where there is a NaN.
-
-    Raises:
-        TypeError: ``draws`` is no real tensor.
-        ValueError: an unknown ``kind``; fewer than two axes or 4 draws a chain.
+    :param draws: ``(chains, draws, ...)``, any real dtype and device.
+    :param kind: ``"bulk"``: of the rank-normalised split chains; ``"tail"``: the smaller one for
+        the 5 % and the 95 % quantile; ``"mean"``: of the split chains as they are.
+    :returns: float64 ``(...)``, in draws. The number of draws for a constant, NaN where there is a
+        NaN.
+    :raises TypeError: where ``draws`` is no real tensor.
+    :raises ValueError: for an unknown ``kind``; fewer than two axes or 4 draws a chain.
 
     Source: Vehtari et al. (2021), Rank-normalization, folding, and localization, section 3 and
     4.3; Geyer (1992), Practical Markov chain Monte Carlo. Equal to ``arviz.ess`` 0.23.
@@ -82,11 +78,8 @@ def mean_autocovariance(x: Tensor) -> Tensor:
 def ess_of_chains(x: Tensor) -> Tensor:
     """Effective sample size of chains as they are.
 
-    Args:
-        x: float64 ``(block, chains, n)``, at least two chains.
-
-    Returns:
-        float64 ``(block,)``; the number of draws for a constant.
+    :param x: float64 ``(block, chains, n)``, at least two chains.
+    :returns: float64 ``(block,)``; the number of draws for a constant.
     """
     chains, n = x.shape[-2:]
     size = chains * n

@@ -9,15 +9,10 @@ from pyro_bdl.diagnostics.ess import ess_of_chains
 def mcse(draws: Tensor) -> Tensor:
     """Standard error of the mean of each quantity, sd / sqrt(ESS of the mean).
 
-    Args:
-        draws: ``(chains, draws, ...)``, any real dtype and device.
-
-    Returns:
-        float64 ``(...)``, in the units of the draws. NaN where there is a NaN.
-
-    Raises:
-        TypeError: ``draws`` is no real tensor.
-        ValueError: ``draws`` has fewer than two axes or 4 draws a chain.
+    :param draws: ``(chains, draws, ...)``, any real dtype and device.
+    :returns: float64 ``(...)``, in the units of the draws. NaN where there is a NaN.
+    :raises TypeError: where ``draws`` is no real tensor.
+    :raises ValueError: where ``draws`` has fewer than two axes or 4 draws a chain.
 
     Source: Vehtari et al. (2021), Rank-normalization, folding, and localization, section 3. Equal
     to ``arviz.mcse`` 0.23.

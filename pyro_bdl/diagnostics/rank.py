@@ -26,11 +26,8 @@ def sort(x: Tensor) -> Tensor:
 def average_ranks(x: Tensor) -> Tensor:
     """Ranks 1 to n along the last axis, ties sharing the mean of their ranks.
 
-    Args:
-        x: float64 ``(..., n)`` without NaN.
-
-    Returns:
-        float64 ``(..., n)``, equal to ``scipy.stats.rankdata(x, axis=-1)``.
+    :param x: float64 ``(..., n)`` without NaN.
+    :returns: float64 ``(..., n)``, equal to ``scipy.stats.rankdata(x, axis=-1)``.
     """
     halves = torch.arange(2 * x.shape[-1] + 1, dtype=torch.float64, device=x.device)
     return _at_twice_the_rank(x, halves / 2)
@@ -39,11 +36,8 @@ def average_ranks(x: Tensor) -> Tensor:
 def normal_scores(x: Tensor) -> Tensor:
     """Rank-normalised values, z = Phi^-1((r - 3/8) / (n + 1/4)), with r the average rank.
 
-    Args:
-        x: float64 ``(..., n)`` without NaN.
-
-    Returns:
-        float64 ``(..., n)``.
+    :param x: float64 ``(..., n)`` without NaN.
+    :returns: float64 ``(..., n)``.
 
     Source: Vehtari et al. (2021), Rank-normalization, folding, and localization, section 4.1;
     the offset 3/8 is Blom's (1958).

@@ -16,16 +16,11 @@ def rhat(draws: Tensor) -> Tensor:
 
         Rhat = sqrt((B / W + n - 1) / n)
 
-    Args:
-        draws: ``(chains, draws, ...)``, any real dtype and device.
-
-    Returns:
-        float64 ``(...)``. NaN for a quantity that is constant or holds a NaN, and for a single
-        chain.
-
-    Raises:
-        TypeError: ``draws`` is no real tensor.
-        ValueError: ``draws`` has fewer than two axes or 4 draws a chain.
+    :param draws: ``(chains, draws, ...)``, any real dtype and device.
+    :returns: float64 ``(...)``. NaN for a quantity that is constant or holds a NaN, and for a
+        single chain.
+    :raises TypeError: where ``draws`` is no real tensor.
+    :raises ValueError: where ``draws`` has fewer than two axes or 4 draws a chain.
 
     Source: Vehtari, Gelman, Simpson, Carpenter, Bürkner (2021), Rank-normalization, folding, and
     localization: an improved R-hat, sections 3 and 4. Equal to ``arviz.rhat`` 0.23.
