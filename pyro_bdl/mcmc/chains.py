@@ -1,7 +1,9 @@
 """What the backends have in common: the density they sample, settings, draws, progress."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +26,13 @@ class Settings:
     dense_mass: bool
     chain_method: str
     progress: bool
+
+    def kernel_options(self) -> dict[str, Any]:
+        """The options that Pyro's and NumPyro's HMC or NUTS call alike."""
+        options: dict[str, Any] = {"target_accept_prob": self.target_accept}
+        if self.kernel == "nuts":
+            return options | {"max_tree_depth": self.max_tree_depth}
+        return options | {"trajectory_length": self.trajectory_length or 2 * math.pi}
 
 
 @dataclass(frozen=True)

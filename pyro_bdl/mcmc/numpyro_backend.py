@@ -69,14 +69,10 @@ def _term(target: Target, name: str) -> Callable[[Tensor], Tensor]:
 
 
 def _kernel(potential: Any, settings: Settings) -> HMC:
-    common = {
-        "potential_fn": potential,
-        "target_accept_prob": settings.target_accept,
-        "dense_mass": settings.dense_mass,
-    }
-    if settings.kernel == "nuts":
-        return NUTS(max_tree_depth=settings.max_tree_depth, **common)
-    return HMC(trajectory_length=settings.trajectory_length or 2 * np.pi, **common)
+    kernel = NUTS if settings.kernel == "nuts" else HMC
+    return kernel(
+        potential_fn=potential, dense_mass=settings.dense_mass, **settings.kernel_options()
+    )
 
 
 class _Chain:

@@ -97,15 +97,10 @@ def _run_chain(target: Target, start: Tensor, settings: Settings, bar: Any) -> C
 
 
 def _kernel(potential: _Potential, settings: Settings) -> Any:
-    common = {
-        "potential_fn": potential,
-        "target_accept_prob": settings.target_accept,
-        "full_mass": settings.dense_mass,
-    }
-    if settings.kernel == "nuts":
-        return _recording_energy(NUTS)(max_tree_depth=settings.max_tree_depth, **common)
-    length = settings.trajectory_length or 2 * math.pi
-    return _recording_energy(HMC)(trajectory_length=length, **common)
+    kernel = _recording_energy(NUTS if settings.kernel == "nuts" else HMC)
+    return kernel(
+        potential_fn=potential, full_mass=settings.dense_mass, **settings.kernel_options()
+    )
 
 
 def _recording_energy(base: type) -> type:
