@@ -21,6 +21,13 @@ def parser(description: str) -> argparse.ArgumentParser:
     return result
 
 
+def set_device(device: str) -> None:
+    """Make new tensors on ``device``; on the CPU leave torch's default, since any
+    ``set_default_device`` puts a Python call around every operation, which slows Pyro most."""
+    if device != "cpu":
+        torch.set_default_device(device)
+
+
 def in_turns(sides: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
     """Median seconds of each side; the sides take turns, so that both see the same machine."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}

@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--memory-of", type=int, help="only measure the memory of so many draws")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    torch.set_default_device(options.device)
+    harness.set_device(options.device)
     torch.manual_seed(0)
     if options.memory_of:
         measure_memory(options.memory_of)

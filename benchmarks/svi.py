@@ -66,7 +66,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    torch.set_default_device(options.device)
+    harness.set_device(options.device)
     x = torch.randn(128, 8)
     y = x[:, 0].sin() + 0.1 * torch.randn(128)
     hand, other = HandWritten(), HandWritten()
