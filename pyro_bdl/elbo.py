@@ -4,6 +4,7 @@ L(eta) = E_q[log p(y | w)] - eta KL(q || p(w)), the sum over data scaled by N / 
 approximates the tempered posterior p(y | w)^(1/eta) p(w); eta = 1 is Bayes.
 """
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from pyro.infer import Trace_ELBO
 from pyro.util import warn_if_nan
 from torch import Tensor
 
-from pyro_bdl.checks import check_finite
+from pyro_bdl.checks import check_finite, check_support
 from pyro_bdl.divergence import entropy, mean_field_kl, sampled_kl
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.handlers import check_temperature
@@ -64,7 +65,7 @@ class TemperedTrace_ELBO(Trace_ELBO):
         """-L(eta) at the present step's temperature; the step counter stays."""
         with torch.no_grad():
             loss = self._loss(model, guide, args, kwargs).item()
-        return _questioned(loss, model, args, kwargs)
+        return _questioned(loss, model, guide, args, kwargs)
 
     def differentiable_loss(
         self, model: Callable, guide: Callable, *args: Any, **kwargs: Any
@@ -77,7 +78,7 @@ class TemperedTrace_ELBO(Trace_ELBO):
     def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """-L(eta), its gradients added to the parameters'."""
         loss = self.differentiable_loss(model, guide, *args, **kwargs)
-        value = _questioned(loss.item(), model, args, kwargs)
+        value = _questioned(loss.item(), model, guide, args, kwargs)
         if loss.requires_grad:
             loss.backward(retain_graph=self.retain_graph)
         return value
@@ -87,8 +88,13 @@ class TemperedTrace_ELBO(Trace_ELBO):
             _check(model, guide, args, kwargs)
             self._checked = model, guide
         temperature = check_temperature(self.schedule(self.step))
-        with pyro.validation_enabled(False):
-            likelihood, kl, disorder = self._terms(model, guide, args, kwargs)
+        try:
+            with pyro.validation_enabled(False):
+                likelihood, kl, disorder = self._terms(model, guide, args, kwargs)
+        except RuntimeError:
+            with contextlib.suppress(RuntimeError):
+                check_data(model, guide, args, kwargs)  # tells of a class that does not exist
+            raise
         self.temperature = temperature
         self.expected_log_likelihood, self.kl = likelihood.detach(), kl.detach()
         if self.is_cold:
@@ -104,9 +110,7 @@ class TemperedTrace_ELBO(Trace_ELBO):
                 return self._flat_terms(model, guide, args, kwargs)
         particles = []
         for _ in range(self.num_particles):
-            q = record(guide, {}, args, kwargs)
-            values = {name: site.value for name, site in q.latents.items()}
-            p = record(model, values | q.subsamples, args, kwargs)
+            q, p = _draw(model, guide, args, kwargs)
             kl = self._site_kl(q, p) + q.log_likelihood()  # of the guide's own factors
             disorder = entropy(q.latents) if self.is_cold else torch.zeros_like(kl)
             particles.append((p.log_likelihood(), kl, disorder))
@@ -162,23 +166,36 @@ def _as_schedule(temperature: Temperature) -> Callable[[int], float]:
     return lambda step: temperature
 
 
-def _questioned(loss: float, model: Callable, args: tuple, kwargs: dict) -> float:
+def _questioned(loss: float, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> float:
     """The loss; where it is not finite for bad data, an error that names their rows."""
     if not math.isfinite(loss):
-        check_finite(model, args, kwargs)
+        check_data(model, guide, args, kwargs)
         warn_if_nan(torch.tensor(loss), "loss")
     return loss
+
+
+def check_data(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
+    """:raises ValueError: where the data are not finite, or targets outside of their support."""
+    check_finite(model, args, kwargs)
+    with poutine.block(), torch.no_grad(), preserved_buffers():
+        check_support(_draw(model, guide, args, kwargs)[1])
 
 
 def _check(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
     """What is asked of a pair, once: later runs do without Pyro's validation."""
     check_finite(model, args, kwargs)
     with poutine.block(), torch.no_grad(), preserved_buffers():
-        q = record(guide, {}, args, kwargs)
-        values = {name: site.value for name, site in q.latents.items()}
-        p = record(model, values | q.subsamples, args, kwargs)
+        q, p = _draw(model, guide, args, kwargs)
         _check_sites(q, p, isinstance(guide, Guide))
+        check_support(p)
         Trace_ELBO().loss(model, guide, *args, **kwargs)
+
+
+def _draw(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> tuple[Run, Run]:
+    """A run of the guide, and one of the program at the guide's draw."""
+    q = record(guide, {}, args, kwargs)
+    values = {name: site.value for name, site in q.latents.items()}
+    return q, record(model, values | q.subsamples, args, kwargs)
 
 
 def _check_sites(q: Run, p: Run, complete: bool) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from pyro_bdl.checks import check_finite
-from pyro_bdl.elbo import TemperedTraceMeanField_ELBO
+from pyro_bdl.elbo import TemperedTraceMeanField_ELBO, check_data
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide
 
@@ -65,14 +65,18 @@ def train(
     :param batch_size: rows in each step. By default all of up to 1024; of more rows 256, where the
         program knows by its ``num_data`` that there are N.
     :param progress: description of the progress bar; None for no bar.
-    :raises ValueError: for data that are not finite; fewer than one step; a minibatch for a program
-        whose ``num_data`` is not N, so that its log likelihood would count too little.
+    :raises ValueError: for data that are not finite, targets outside of their support; fewer than
+        one step; a minibatch for a program whose ``num_data`` is not N, so that its log likelihood
+        would count too little.
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
     check_finite(model, (x, y), {})
     size = _batch_size(model, len(x), batch_size)
     guide.prototype(x, y)
+    if size < len(x):  # a full batch is checked at the first step, as the first minibatch is
+        for rows in torch.arange(len(x), device=x.device).split(_ROWS_AT_ONCE):
+            check_data(model, guide, (x[rows], y[rows]), {})
     elbo = TemperedTraceMeanField_ELBO(temperature=temperature, num_particles=num_particles)
     objective: Any = elbo(model, guide)
     optimizer = torch.optim.Adam(objective.parameters(), lr=learning_rate)

@@ -452,6 +452,24 @@ def test_so_are_those_of_a_later_batch(kind):
     assert math.isfinite(svi.step(X, Y))
 
 
+@pytest.mark.parametrize("particles", [1, 3])
+@pytest.mark.parametrize(
+    "program,outputs,bad",
+    [(models.Classification, 3, 3), (models.PoissonRegression, 1, -1)],
+)
+def test_targets_outside_the_support_are_named_in_a_later_batch(
+    kind, program, outputs, bad, particles
+):
+    model = program(bayesianize(nn.Linear(2, outputs).to(X.dtype)))
+    guide = AutoMeanField(model)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), kind(num_particles=particles))
+    y = torch.arange(len(X)) % 3
+    svi.step(X, y)
+    with pytest.raises(ValueError, match=r"site 'y' hold values outside the support.*in rows 1, 4"):
+        svi.step(X, y.index_fill(0, torch.tensor([1, 4]), bad))
+    assert math.isfinite(svi.step(X, y))
+
+
 def test_a_program_with_an_attribute_called_model_keeps_its_argument_names():
     class Program(nn.Module):
         def __init__(self):

@@ -85,5 +85,9 @@ def test_bad_input_is_told():
         training.train(model, guide, x, y, steps=1, batch_size=0)
     with pytest.raises(ValueError, match="steps must be at least 1"):
         training.train(model, guide, x, y, steps=0)
+    bits = models.BinaryClassification(model.network, num_data=20)
+    wrong = (y > 0).long().index_fill(0, torch.tensor([2, 17]), 2)
+    with pytest.raises(ValueError, match=r"support.* in rows 2, 17"):
+        training.train(bits, guides.AutoMeanField(bits), x, wrong, steps=1, batch_size=5)
     with pytest.raises(ValueError, match="rows 3"):
         training.train(model, guide, x, y.index_fill(0, torch.tensor(3), torch.nan), steps=1)

@@ -10,7 +10,7 @@ import torch
 from pyro.poutine.util import prune_subsample_sites
 from torch import Tensor
 
-from pyro_bdl.checks import check_finite
+from pyro_bdl.checks import check_finite, check_support
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.mcmc.chains import Chains, Settings, Target
 from pyro_bdl.modules import evaluation_mode
@@ -63,7 +63,8 @@ def sample(
     :returns: draws in the latents' supports, on the program's device, with statistics.
     :raises UnsupportedProgramError: for a program without observed sites or with discrete latents.
     :raises MissingOperatorError: where an operator has no translation to JAX.
-    :raises ValueError: for data that are not finite or a plate that holds a part of its data.
+    :raises ValueError: for data that are not finite, targets outside of their support, or a plate
+        that holds a part of its data.
     """
     settings = Settings(
         kernel=_one_of("kernel", kernel, ("nuts", "hmc")),
@@ -90,6 +91,8 @@ def sample(
         program = Program(model, *args, **kwargs)
         program.require_observed()
         _require_all_data(program)
+        with torch.no_grad():
+            check_support(program.run(program.initial))
         start = _starting_vectors(program, init, num_chains)
         target = Target(program.log_density, program.log_density_terms)
         chains = _runner(backend)(target, start, settings)

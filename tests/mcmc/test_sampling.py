@@ -338,6 +338,9 @@ def test_bad_programs_and_arguments():
     broken[4, 1] = math.nan
     with pytest.raises(ValueError, match=r"x holds NaN or infinity in rows 4, columns 1"):
         bdl.mcmc.sample(linear_model, broken, y, **QUICK)
+    bits = bdl.models.BinaryClassification(bdl.bayesianize(nn.Linear(2, 1)))
+    with pytest.raises(ValueError, match=r"outside the support.* in rows 0, 1"):
+        bdl.mcmc.sample(bits, torch.randn(3, 2), torch.tensor([2, -1, 1]), **QUICK)
     model, inputs, targets = regression()
     model.num_data = 100
     with pytest.raises(ValueError, match="'data' stands for 100 data but holds 12"):
