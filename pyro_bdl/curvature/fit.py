@@ -41,7 +41,8 @@ from pyro_bdl.vectorize import _Allocations as Allocations
 STRUCTURES = ("kron", "ekfac", "full", "diag", "low_rank")
 CURVATURES = ("ggn", "ggn-mc", "empirical-fisher", "hessian")
 
-_BUDGET = 96 * 2**20  # bytes of gradients in work at once
+_BUDGET = 96 * 2**20  # bytes of a part's activations and gradients
+_COLUMNS_BUDGET = 8 * 2**20  # bytes of columns that are stacked, which costs a copy
 
 
 @dataclass(frozen=True)
@@ -287,7 +288,7 @@ def _part_size(
         return 0
     per_datum = 2.0 * allocations.bytes / count
     item = vector.element_size()
-    if recipe is not None and recipe.structure == "full":
+    if recipe is not None and recipe.structure in ("full", "low_rank"):
         per_datum += item * subset.size
     else:
         shared = [s.size for s in subset.layout.latents.values() if len(s.shape) > 2]
@@ -355,12 +356,12 @@ def _jacobian(
 def _columns_at_once(linearization: Linearization, count: int, recipe: Recipe) -> int:
     item = linearization.vector.element_size()
     per_column = item * sum(math.prod(use.output_shape) for use in linearization.uses)
-    if recipe.structure == "full":
+    if recipe.structure in ("full", "low_rank"):
         per_column += item * linearization.subset.size * count
     else:
         shared = [math.prod(u.shape) for u in linearization.uses if u.unfold is not None]
         per_column += item * max(shared, default=0) * count
-    return max(1, int(_BUDGET / max(1, per_column)))
+    return max(1, int(_COLUMNS_BUDGET / max(1, per_column)))
 
 
 # ------------------------------------------------------------------------------- Hessian, memory

@@ -5,7 +5,7 @@ the latents and never form rows of length P unless asked to: a product z_t = W a
 sum_t g_t a_t', and squares, weighted inner products and Kronecker factors follow from (a, g).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,11 +22,13 @@ class Place:
     :param key: names the block: the site, and which use of it.
     :param positions: in the vector of the subset, one for each chosen entry.
     :param chosen: which of the block's flattened entries are in the subset; None: all.
+    :param uses: the numbers of the site's uses that the block is made of.
     """
 
     key: tuple[str, int]
     positions: Positions
     chosen: Tensor | None = None
+    uses: tuple[int, ...] = ()
 
     def take(self, entries: Tensor) -> Tensor:
         """Entries (..., m) of the whole block that are in the subset."""
@@ -59,27 +61,29 @@ class Place:
 class Product:
     """Gradients sum_t g_t a_t' in a weight (groups, out, in).
 
-    :param inputs: a, (n, T, groups, in); None: ones, with in = 1 (a bias).
+    :param source: gives a, (n, T, groups, in), when it is needed; None: ones, with in = 1 (a
+        bias).
     :param gradients: g, (K, n, T, groups, out).
+    :param shape: of the weight.
     """
 
     place: Place
-    inputs: Tensor | None
+    source: Callable[[], Tensor] | None
     gradients: Tensor
+    shape: torch.Size
 
     @property
-    def shape(self) -> torch.Size:
-        into = 1 if self.inputs is None else self.inputs.shape[-1]
-        return torch.Size((*self.gradients.shape[-2:], into))
+    def inputs(self) -> Tensor | None:
+        return None if self.source is None else self.source()
 
     def entries(self) -> Tensor:
         """Gradients in all entries of the weight, (K, n, groups, out, in)."""
-        g = self.gradients
-        if self.inputs is None:
+        g, a = self.gradients, self.inputs
+        if a is None:
             return g.sum(2)[..., None]
         if g.shape[2] == 1:
-            return g[:, :, 0, :, :, None] * self.inputs[:, 0, :, None, :]
-        return torch.matmul(g.permute(0, 1, 3, 4, 2), self.inputs.transpose(1, 2))
+            return g[:, :, 0, :, :, None] * a[:, 0, :, None, :]
+        return torch.matmul(g.permute(0, 1, 3, 4, 2), a.transpose(1, 2))
 
     def rows(self) -> Tensor:
         """Gradients in the chosen entries, (K, n, m)."""
@@ -88,26 +92,27 @@ class Product:
             return self.entries().flatten(2)
         _, out, into = self.shape
         group, o, i = chosen // (out * into), chosen // into % out, chosen % into
-        if self.inputs is None:
+        a = self.inputs
+        if a is None:
             return g[..., group, o].sum(2)
         rows = g.new_zeros(*g.shape[:2], len(chosen))
         for t in range(g.shape[2]):
-            rows += g[:, :, t, group, o] * self.inputs[:, t, group, i]
+            rows += g[:, :, t, group, o] * a[:, t, group, i]
         return rows
 
     def squares(self) -> Tensor:
         """Sums over columns and data of the squared gradients, (groups, out, in)."""
-        if self.gradients.shape[2] == 1 and self.inputs is not None:
+        if self.gradients.shape[2] == 1 and self.source is not None:
             squares = self.gradients[:, :, 0].square().sum(0)  # (n, groups, out)
-            return torch.einsum("ngo,ngi->goi", squares, self.inputs[:, 0].square())
+            return torch.einsum("ngo,ngi->goi", squares, self.source()[:, 0].square())
         return self.entries().square_().sum((0, 1))
 
     def gram(self, weights: Tensor) -> Tensor:
         """Inner products of the columns weighted by (groups, out, in): (n, K, K) of
         sum_e w_e G_ke G_le."""
         g = self.gradients
-        if g.shape[2] == 1 and self.inputs is not None:
-            scaled = torch.einsum("ngi,goi->ngo", self.inputs[:, 0].square(), weights)
+        if g.shape[2] == 1 and self.source is not None:
+            scaled = torch.einsum("ngi,goi->ngo", self.source()[:, 0].square(), weights)
             g = g[:, :, 0].permute(1, 0, 2, 3).flatten(2)
             return torch.matmul(g * scaled.flatten(1)[:, None], g.mT)
         rows = self.entries().flatten(2).transpose(0, 1)
@@ -116,17 +121,23 @@ class Product:
     def apply(self, weight: Tensor) -> Tensor:
         """Inner products of the gradients with weights (S, groups, out, in): (S, n, K)."""
         g = self.gradients
-        if self.inputs is None:
+        if g.shape[2] > 1:
+            return torch.einsum("knm,sm->snk", self.entries().flatten(2), weight.flatten(1))
+        if self.source is None:
             return torch.einsum("kntgo,sgo->snk", g, weight[..., 0])
-        outputs = torch.einsum("ntgi,sgoi->sntgo", self.inputs, weight)
-        return torch.einsum("kntgo,sntgo->snk", g, outputs)
+        outputs = torch.einsum("ngi,sgoi->sngo", self.source()[:, 0], weight)
+        return torch.einsum("kngo,sngo->snk", g[:, :, 0], outputs)
 
-    def pull(self, values: Tensor) -> Tensor:
-        """Sums over data and columns of values (S, n, K) times gradients: (S, *shape)."""
-        g = torch.einsum("snk,kntgo->sntgo", values, self.gradients)
-        if self.inputs is None:
-            return g.sum((1, 2))[..., None]
-        return torch.einsum("sntgo,ntgi->sgoi", g, self.inputs)
+    def total(self) -> Tensor:
+        """Sums over columns and data of the gradients, (groups, out, in)."""
+        g, a = self.gradients.sum(0), self.inputs
+        return g.sum((0, 1))[..., None] if a is None else torch.einsum("ntgo,ntgi->goi", g, a)
+
+    def bound(self) -> Tensor:
+        """No entry of ``total`` is larger, whatever cancels in it."""
+        a = self.inputs
+        size = self.gradients[0, ..., 0].numel() if a is None else a.square().sum()
+        return (self.gradients.sum(0).square().sum() * size).sqrt()
 
     def rotated(self, inputs: Tensor | None, outputs: Tensor | None) -> "Product":
         """The gradients in other bases: g Q_out and a Q_in, (groups, dim, dim) each."""
@@ -135,7 +146,7 @@ class Product:
             g = torch.einsum("kntgo,gop->kntgp", g, outputs)
         if inputs is not None and a is not None:
             a = torch.einsum("ntgi,gij->ntgj", a, inputs)
-        return replace(self, gradients=g, inputs=a)
+        return replace(self, gradients=g, source=None if a is None else lambda: a)
 
 
 @dataclass
@@ -179,10 +190,12 @@ class Lookup:
         sums = values.new_zeros(len(weight), self.num_data, values.shape[-1])
         return sums.index_add(1, self.data, values)
 
-    def pull(self, values: Tensor) -> Tensor:
-        sums = torch.einsum("suk,kud->sud", values[:, self.data], self.gradients)
-        result = sums.new_zeros(len(values), self.num_rows, sums.shape[-1])
-        return result.index_add(1, self.rows_of, sums)[:, None]
+    def total(self) -> Tensor:
+        sums = self.gradients.new_zeros(self.num_rows, self.gradients.shape[-1])
+        return sums.index_add(0, self.rows_of, self.gradients.sum(0))[None]
+
+    def bound(self) -> Tensor:
+        return self.gradients.abs().sum()
 
     def rotated(self, inputs: Tensor | None, outputs: Tensor | None) -> "Lookup":
         if outputs is None:
@@ -210,15 +223,18 @@ class Dense:
     def squares(self) -> Tensor:
         return self.values.square().sum((0, 1))
 
+    def total(self) -> Tensor:
+        return self.values.sum((0, 1))
+
+    def bound(self) -> Tensor:
+        return self.values.abs().sum()
+
     def gram(self, weights: Tensor) -> Tensor:
         rows = self.values.transpose(0, 1)
         return torch.matmul(rows * weights, rows.mT)
 
     def apply(self, weight: Tensor) -> Tensor:
         return torch.einsum("knm,sm->snk", self.values, weight)
-
-    def pull(self, values: Tensor) -> Tensor:
-        return torch.einsum("snk,knm->sm", values, self.values)
 
 
 Block = Product | Lookup | Dense
@@ -255,16 +271,6 @@ class Jacobian:
             result += block.apply(block.place.spread(vectors, block.shape))
         return result
 
-    def pull(self, values: Tensor) -> Tensor:
-        """J' v for values (S, n, K): (S, p)."""
-        result = self.like.new_zeros(len(values), self.size)
-        for block in self.blocks:
-            entries = block.pull(values).flatten(1)
-            if not isinstance(block, Dense):
-                entries = block.place.take(entries)
-            result[:, block.place.positions] = entries
-        return result
-
     def gram(self, weights: Tensor) -> Tensor:
         """Inner products of a datum's columns weighted by (p,): (n, K, K)."""
         result = self.like.new_zeros(self.num_data, self.num_columns, self.num_columns)
@@ -273,40 +279,50 @@ class Jacobian:
         return result
 
 
-def merged(blocks: Sequence[Block], entries: Sequence[Tensor | None]) -> list[Block]:
+def merged(
+    blocks: Sequence[Block], entries: Sequence[Tensor | None], part: slice
+) -> list[Block]:
     """The blocks of one site with shared parts made one.
 
     Uses of the very same entries (tied weights) are positions of one product; uses that overlap
     otherwise are added as rows.
 
     :param entries: for each block which entries of the site its own are; None: all, in order.
+    :param part: where the site lies in the subset's vector.
     """
     groups: list[tuple[list[Any], Tensor | None]] = []
     for block, own in zip(blocks, entries, strict=True):
         for members, theirs in groups:
-            same = (own is None and theirs is None) or (
-                own is not None and theirs is not None and torch.equal(own, theirs)
-            )
             alike = isinstance(block, Product) and isinstance(members[0], Product)
-            if same and alike and block.shape == members[0].shape:
+            alike = alike and (block.source is None) == (members[0].source is None)
+            if alike and same_entries(own, theirs) and block.shape == members[0].shape:
                 members.append(block)
                 break
         else:
             groups.append(([block], own))
     joined = [_joined(members) for members, _ in groups]
     if len(joined) > 1 and _overlap([own for _, own in groups]):
-        return [_added(joined)]
+        return [_added(joined, part)]
     return joined
+
+
+def same_entries(own: Tensor | None, other: Tensor | None) -> bool:
+    if own is None or other is None:
+        return own is other
+    return own.shape == other.shape and torch.equal(own, other)
 
 
 def _joined(members: list[Any]) -> Any:
     if len(members) == 1:
         return members[0]
-    inputs = None
-    if members[0].inputs is not None:
-        inputs = torch.cat([block.inputs for block in members], 1)
+    source = None
+    if members[0].source is not None:
+        inputs = torch.cat([block.source() for block in members], 1)
+        source = lambda: inputs  # noqa: E731
     gradients = torch.cat([block.gradients for block in members], 2)
-    return replace(members[0], inputs=inputs, gradients=gradients)
+    uses = tuple(number for block in members for number in block.place.uses)
+    place = replace(members[0].place, uses=uses)
+    return replace(members[0], place=place, source=source, gradients=gradients)
 
 
 def _overlap(entries: list[Tensor | None]) -> bool:
@@ -316,12 +332,11 @@ def _overlap(entries: list[Tensor | None]) -> bool:
     return len(numbers.unique()) < len(numbers)
 
 
-def _added(blocks: list[Block]) -> Dense:
+def _added(blocks: list[Block], part: slice) -> Dense:
+    """Rows over the whole part of a site."""
     first = blocks[0].rows()
-    positions = [block.place.numbers(first.device) for block in blocks]
-    union, inverse = torch.cat(positions).unique(return_inverse=True)
-    values = first.new_zeros(*first.shape[:2], len(union))
-    for block, where in zip(blocks, inverse.split([len(p) for p in positions]), strict=True):
-        values.index_add_(2, where, block.rows())
-    return Dense(Place(blocks[0].place.key, union), values)
-
+    values = first.new_zeros(*first.shape[:2], part.stop - part.start)
+    for block in blocks:
+        where = block.place.numbers(first.device) - part.start
+        values.index_add_(2, where, block.rows().to(values))
+    return Dense(Place((blocks[0].place.key[0], -1), part), values)

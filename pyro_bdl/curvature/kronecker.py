@@ -53,20 +53,19 @@ class ProductFactors(nn.Module):
             return
         positions = 1 if reduce else block.gradients.shape[2]
         self.count += block.gradients.shape[1] * positions
-        if block.inputs is None:
+        if block.source is None:
             self.inputs += float(block.gradients.shape[1] * positions)
             return
-        a = block.inputs.mean(1, keepdim=True) if reduce else block.inputs
-        a = a.flatten(0, 1).transpose(0, 1)  # (groups, rows, in)
-        self.inputs += a.mT @ a
+        a = block.source()
+        self.inputs += _moments(a.mean(1, keepdim=True) if reduce else a)
 
     def add_outputs(self, block: Product | Lookup, *, reduce: bool) -> None:
         if isinstance(block, Lookup):
-            g = block.gradients.flatten(0, 1)[None]
-        else:
-            g = block.gradients.sum(2, keepdim=True) if reduce else block.gradients
-            g = g.flatten(0, 2).transpose(0, 1)
-        self.outputs += g.mT @ g
+            g = block.gradients[:, :, None]
+            self.outputs += _moments(g.flatten(0, 1)[:, None])
+            return
+        for g in block.gradients:
+            self.outputs += _moments(g.sum(1, keepdim=True) if reduce else g)
 
     def decompose(self) -> None:
         """Eigenvectors of both factors, and the products of their eigenvalues (groups, out, in)."""
@@ -79,12 +78,23 @@ class ProductFactors(nn.Module):
         self.values = outputs[:, :, None] * (inputs / count)[:, None, :]
 
     def rotated(self, block: Any) -> Any:
+        """A block's gradients in the eigenbases."""
         return block.rotated(self.inputs_basis, self.outputs_basis)
 
     def diagonal(self) -> Tensor:
         """The block's diagonal, (groups * out * in,)."""
         assert self.values is not None
         return spread_values(self, self.values).flatten()
+
+
+def _moments(x: Tensor) -> Tensor:
+    """sum x x' over data and positions for x (n, T, groups, m): (groups, m, m)."""
+    n, positions, groups, size = x.shape
+    if positions > 1 and size <= 2 * positions:  # without copies of what lies features first
+        x = x.permute(2, 0, 1, 3)
+        return torch.stack([(part.mT @ part).sum(0) for part in x])
+    x = x.reshape(n * positions, groups, size).transpose(0, 1)
+    return x.mT @ x
 
 
 def _eigen(factor: Tensor) -> tuple[Tensor, Tensor]:

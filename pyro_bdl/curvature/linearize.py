@@ -1,12 +1,24 @@
 """A batch of data run through a program once, ready for any column of its Jacobian."""
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.jacobian import Block, Dense, Jacobian, Lookup, Place, Product, merged
+from pyro_bdl.curvature.jacobian import (
+    Block,
+    Dense,
+    Jacobian,
+    Lookup,
+    Place,
+    Product,
+    merged,
+    same_entries,
+)
 from pyro_bdl.curvature.operations import LinearOperations, Use
 from pyro_bdl.curvature.subset import Subset
 from pyro_bdl.layout import Layout
@@ -82,6 +94,8 @@ class Linearization:
             with LinearOperations(seen) as operations:
                 self.run: Run = record(model, values, args, kwargs, draw=leave_open)
         self.uses = operations.uses
+        self.numbers = [_first_alike(use, self.uses) for use in self.uses]
+        self.unfolded: dict[Any, Tensor] = {}
         self.unmatched = operations.unmatched | {
             use.site for use in self.uses if _repeats(use.indices)
         }
@@ -103,10 +117,11 @@ class Pullback:
     ) -> None:
         self.at, self.read, self.num_data = linearization, outputs, num_data
         self.outputs = list(outputs(linearization.run))
-        known = linearization.known.get(label) if label is not None else None
+        kinds = tuple((use.site, use.kind, len(use.output_shape)) for use in linearization.uses)
+        known = linearization.known.get((label, kinds)) if label is not None else None
         self.alignment = known if known is not None else self._align()
         if label is not None and num_data > 1:
-            linearization.known[label] = self.alignment
+            linearization.known[label, kinds] = self.alignment
 
     def gradients(
         self, cotangents: Sequence[Tensor], inputs: Sequence[Any]
@@ -120,64 +135,128 @@ class Pullback:
 
         :param columns: K cotangents, each with a tensor for every output.
         """
-        at = self.at
-        aligned = [
-            (use, axis)
-            for use, axis in zip(at.uses, self.alignment.axes, strict=True)
-            if axis is not None and use.site not in self.alignment.others
-        ]
-        edges = [use.edge for use, _ in aligned]
-        pulled = [self.gradients(column, edges) for column in columns] if edges else []
-        by_site: dict[str, list[tuple[Block, Tensor | None]]] = {}
-        for number, (use, axis) in enumerate(aligned):
-            place = _place(use, at.subset, (use.site, use.number))
-            if place is not None:
-                found = [_rows(use, axis, g[number], self.num_data, at.vector) for g in pulled]
-                block = _block(use, axis, torch.stack(found), self.num_data, place)
-                by_site.setdefault(use.site, []).append((block, use.indices))
-        blocks: list[Block] = []
-        for members in by_site.values():
-            blocks += merged([block for block, _ in members], [own for _, own in members])
+        blocks = self._aligned_blocks(columns, self.alignment)
         if self.alignment.others:
             blocks += self._dense(columns)
+        at = self.at
         like = at.vector.new_empty(0, dtype=_working(at.vector.dtype))
         return Jacobian(blocks, len(columns), self.num_data, at.subset.size, like)
+
+    def _aligned_blocks(
+        self, columns: Sequence[Sequence[Tensor]], alignment: Alignment
+    ) -> list[Block]:
+        at = self.at
+        aligned = [
+            (use, number, axis)
+            for use, number, axis in zip(at.uses, at.numbers, alignment.axes, strict=True)
+            if axis is not None and use.site not in alignment.others
+        ]
+        edges = [use.edge for use, _, _ in aligned]
+        pulled = [self.gradients(column, edges) for column in columns] if edges else []
+        by_site: dict[str, list[tuple[Block, Tensor | None]]] = {}
+        for i, (use, number, axis) in enumerate(aligned):
+            place = _place(use, at.subset, (use.site, number))
+            if place is not None:
+                found = [_rows(use, axis, g[i], self.num_data, at.vector) for g in pulled]
+                stacked = found[0][None] if len(found) == 1 else torch.stack(found)
+                block = self._block(use, axis, stacked, place)
+                by_site.setdefault(use.site, []).append((block, use.indices))
+        blocks: list[Block] = []
+        for site, members in by_site.items():
+            part = at.subset.parts[site]
+            blocks += merged([block for block, _ in members], [own for _, own in members], part)
+        return blocks
+
+    def _block(self, use: Use, axis: DatumAxis, stacked: Tensor, place: Place) -> Block:
+        if use.kind == "scale":
+            return Dense(replace(place, chosen=None), place.take(stacked))
+        if use.kind == "lookup":
+            assert use.inputs is not None
+            return _lookup(axis.first(use.inputs, self.num_data), stacked, use.shape, place)
+        if use.inputs is None:
+            return Product(place, None, stacked, use.shape)
+        return Product(place, partial(self._inputs, use, axis), stacked, use.shape)
+
+    def _inputs(self, use: Use, axis: DatumAxis) -> Tensor:
+        """a of a product as (n, T, groups, in); patches of images are kept for other columns."""
+        kept = self.at.unfolded.get((use.edge, use.number, axis))
+        if kept is not None:
+            return kept
+        assert use.inputs is not None
+        inputs = use.inputs.to(_working(use.inputs.dtype))
+        inputs = inputs[..., None, :] if use.unfold is None else use.unfold(inputs)
+        inputs = axis.first(inputs, self.num_data).flatten(1, -3)
+        self.at.unfolded[use.edge, use.number, axis] = inputs
+        return inputs
 
     # Which rows belong to which datum
 
     def _align(self) -> Alignment:
-        """Send noise back from some of the data only, and see where it arrives."""
+        """Send noise back from some of the data only, and see where it arrives.
+
+        Every datum is told from every other by one bit of its number, so that a row which two
+        data reach is found out, whatever the sizes of the axes. At last the sums over the data
+        are compared with the gradients themselves: what entered in ways that the mode did not
+        see is found out too.
+        """
         at = self.at
         generator = torch.Generator().manual_seed(0)
-        mask = torch.randperm(self.num_data, generator=generator) < max(1, self.num_data // 2)
-        mask = mask.to(at.vector.device)
-        noise = []
-        for output in self.outputs:
-            drawn = torch.randn(output.shape, generator=generator).to(output)
-            noise.append(drawn * _aligned_with(mask, output))
+        noise = [torch.randn(o.shape, generator=generator).to(o) for o in self.outputs]
         names = list(at.subset.parts)
-        inputs = [*(use.edge for use in at.uses), *(at.leaves[name] for name in names)]
-        found = self.gradients(noise, inputs)
-        arrived, of_sites = found[: len(at.uses)], found[len(at.uses) :]
-        axes = tuple(
-            None if gradient is None else _datum_axis(use, gradient, mask)
-            for use, gradient in zip(at.uses, arrived, strict=True)
-        )
-        lost = {
-            use.site
-            for use, axis, gradient in zip(at.uses, axes, arrived, strict=True)
-            if axis is None and gradient is not None
-        }
-        by_use = {
-            use.site for use, axis in zip(at.uses, axes, strict=True) if axis is not None
-        }
+        edges = [use.edge for use in at.uses]
+        found = self.gradients(noise, [*edges, *(at.leaves[name] for name in names)])
+        arrived, of_sites = found[: len(edges)], found[len(edges) :]
+        candidates = [
+            [] if g is None else _datum_axes(use, self.num_data)
+            for use, g in zip(at.uses, arrived, strict=True)
+        ]
+        for mask in _masks(self.num_data, at.vector.device):
+            if not edges:
+                break
+            some = [n * _aligned_with(mask, n) for n in noise]
+            for i, gradient in enumerate(self.gradients(some, edges)):
+                if gradient is not None and candidates[i]:
+                    rows = _as_rows(at.uses[i], gradient) != 0
+                    candidates[i] = [axis for axis in candidates[i] if _stays(rows, axis, mask)]
+        axes = tuple(found[0] if found else None for found in candidates)
+        used = list(zip(at.uses, axes, arrived, strict=True))
+        lost = {use.site for use, axis, g in used if axis is None and g is not None}
+        by_use = {use.site for use, axis, _ in used if axis is not None}
         others = tuple(
             name
             for name, gradient in zip(names, of_sites, strict=True)
-            if gradient is not None
-            and (name in at.unmatched or name in lost or name not in by_use)
+            if gradient is not None and (name in at.unmatched or name in lost or name not in by_use)
         )
-        return Alignment(axes, others)
+        wrong = self._incomplete(Alignment(axes, others), noise, dict(zip(names, of_sites)))
+        return Alignment(axes, tuple(name for name in names if name in wrong or name in others))
+
+    def _incomplete(
+        self, alignment: Alignment, noise: Sequence[Tensor], gradients: Mapping[str, Tensor | None]
+    ) -> set[str]:
+        """The sites whose gradients are not the sums of their uses'."""
+        subset, totals, bounds = self.at.subset, {}, {}
+        for block in self._aligned_blocks([noise], alignment):
+            site = block.place.key[0]
+            if site not in totals:
+                size = subset.parts[site].stop - subset.parts[site].start
+                totals[site], bounds[site] = block.total().new_zeros(size), 0.0
+            total = block.total().flatten()
+            if not isinstance(block, Dense):
+                total = block.place.take(total)
+            where = block.place.numbers(total.device) - subset.parts[site].start
+            totals[site].index_add_(0, where, total)
+            bounds[site] = bounds[site] + float(block.bound())
+        wrong = set()
+        for site, total in totals.items():
+            gradient = gradients[site]
+            expected = torch.zeros_like(total) if gradient is None else gradient.reshape(-1)
+            chosen = subset.chosen[site]
+            if gradient is not None and chosen is not None:
+                expected = expected[chosen.to(expected.device)]
+            slack = _slack(self.at.vector) * bounds[site]
+            if not ((total - expected).abs() <= slack).all() and math.isfinite(slack):
+                wrong.add(site)
+        return wrong
 
     # Latents outside linear operations
 
@@ -192,7 +271,7 @@ class Pullback:
             rows = self._backward_rows(columns)
         rows = rows.to(_working(rows.dtype))
         return [
-            Dense(Place((site, 0), part), values)
+            Dense(Place((site, -1), part), values)
             for site, part, values in zip(
                 self.alignment.others, parts, rows.split(sizes, -1), strict=True
             )
@@ -208,7 +287,7 @@ class Pullback:
             where = at.subset.indices.cpu()[where]
 
         def outputs(vector: Tensor) -> tuple[Tensor, ...]:
-            values = constrained(layout, layout.unflatten(vector))
+            values = {**at.run.subsamples, **constrained(layout, layout.unflatten(vector))}
             run = record(at.model, values, at.args, at.kwargs, draw=leave_open)
             return tuple(self.read(run))
 
@@ -272,25 +351,59 @@ def _as_rows(use: Use, output: Tensor) -> Tensor:
     return output if use.to_rows is None else use.to_rows(output)
 
 
-def _datum_axis(use: Use, gradient: Tensor, mask: Tensor) -> DatumAxis | None:
-    """The axis along which the gradient is zero outside of the data in ``mask``."""
-    rows = _as_rows(use, gradient) != 0
-    dims = range(rows.dim()) if use.kind == "scale" else range(rows.dim() - 1)
-    count = len(mask)
-    candidates = [d for d in dims if rows.shape[d] and rows.shape[d] % count == 0]
+def _first_alike(use: Use, uses: Sequence[Use]) -> int:
+    """The number of the first use of the very same entries in the same way."""
+    for other in uses:
+        alike = other.site == use.site and other.kind == use.kind and other.shape == use.shape
+        alike = alike and (other.inputs is None) == (use.inputs is None)
+        if alike and same_entries(other.indices, use.indices):
+            return other.number
+    return use.number
+
+
+def _masks(num_data: int, device: torch.device) -> Iterator[Tensor]:
+    """Masks over the data, of which for any two data one holds the first but not the second."""
+    numbers = torch.arange(num_data, device=device)
+    for bit in range((num_data - 1).bit_length()):
+        mask = (numbers >> bit) % 2 == 1
+        yield mask
+        yield ~mask
+
+
+def _datum_axes(use: Use, num_data: int) -> list[DatumAxis]:
+    """The axes of an operation's output that may number the data, the likely ones first."""
+    dims = len(use.output_shape)
     if use.kind == "scale":
-        candidates = [d for d in candidates if d in use.reduce_dims]
+        candidates = list(use.reduce_dims)
+    else:
+        candidates = list(range(dims - 1))
+    shape = _as_rows(use, torch.empty(use.output_shape, device="meta")).shape
+    axes = []
     for repeated in (False, True):
         for d in candidates:
-            repeat = rows.shape[d] // count
-            if (repeat > 1) != repeated:
+            if shape[d] == 0 or shape[d] % num_data or (shape[d] > num_data) != repeated:
                 continue
-            arrived = rows.movedim(d, 0).flatten(1).any(1) if rows.dim() > 1 else rows
-            if not (arrived & ~mask.repeat_interleave(repeat)).any():
-                return DatumAxis(d, True)
-            if not (arrived & ~mask.repeat(repeat)).any():
-                return DatumAxis(d, False)
-    return None
+            axes.append(DatumAxis(d, True))
+            if repeated and num_data > 1:
+                axes.append(DatumAxis(d, False))
+    return axes
+
+
+def _stays(rows: Tensor, axis: DatumAxis, mask: Tensor) -> bool:
+    """Whether nothing arrived in the rows of data outside of the mask."""
+    repeat = rows.shape[axis.dim] // len(mask)
+    arrived = rows.movedim(axis.dim, 0).reshape(rows.shape[axis.dim], -1).any(1)
+    inside = mask.repeat_interleave(repeat) if axis.contiguous else mask.repeat(repeat)
+    return not bool((arrived & ~inside).any())
+
+
+def _slack(like: Tensor) -> float:
+    """How far sums may lie apart, relative to the sum of their terms' sizes."""
+    if like.dtype == torch.float64:
+        return 1e-9
+    if like.dtype != torch.float32:
+        return 3e-2
+    return 3e-3 if like.is_cuda else 1e-5  # TF32
 
 
 def _place(use: Use, subset: Subset, key: tuple[str, int]) -> Place | None:
@@ -298,8 +411,8 @@ def _place(use: Use, subset: Subset, key: tuple[str, int]) -> Place | None:
     part, chosen = subset.parts[use.site], subset.chosen[use.site]
     if chosen is None:
         if use.indices is None:
-            return Place(key, part)
-        return Place(key, use.indices.reshape(-1) + part.start)
+            return Place(key, part, uses=(use.number,))
+        return Place(key, use.indices.reshape(-1) + part.start, uses=(use.number,))
     entries = subset.layout.latents[use.site].size
     table = torch.full((entries,), -1, dtype=torch.long)
     table[chosen.cpu()] = torch.arange(part.start, part.stop)
@@ -308,7 +421,7 @@ def _place(use: Use, subset: Subset, key: tuple[str, int]) -> Place | None:
     if not len(inside):
         return None
     device = chosen.device if use.inputs is None else use.inputs.device
-    return Place(key, positions[inside].to(device), inside.to(device))
+    return Place(key, positions[inside].to(device), inside.to(device), (use.number,))
 
 
 def _rows(
@@ -326,21 +439,7 @@ def _rows(
         summed = [1] + [2 + i for i, d in enumerate(rest) if d in use.reduce_dims]
         return rows.sum(summed).reshape(num_data, -1)
     rows = axis.first(_as_rows(use, gradient), num_data)
-    return rows.reshape(num_data, -1, use.groups, rows.shape[-1] // use.groups)
-
-
-def _block(use: Use, axis: DatumAxis, stacked: Tensor, num_data: int, place: Place) -> Block:
-    if use.kind == "scale":
-        return Dense(Place(place.key, place.positions), place.take(stacked))
-    if use.kind == "lookup":
-        assert use.inputs is not None
-        return _lookup(axis.first(use.inputs, num_data), stacked, use.shape, place)
-    if use.inputs is None:
-        return Product(place, None, stacked)
-    inputs = use.inputs.to(_working(use.inputs.dtype))
-    inputs = inputs[..., None, :] if use.unfold is None else use.unfold(inputs)
-    inputs = axis.first(inputs, num_data).reshape(num_data, -1, *inputs.shape[-2:])
-    return Product(place, inputs, stacked)
+    return rows.flatten(1, -2).unflatten(-1, (use.groups, -1))
 
 
 def _lookup(rows_of: Tensor, stacked: Tensor, shape: torch.Size, place: Place) -> Lookup:

@@ -12,7 +12,7 @@ from pyro_bdl.curvature.jacobian import Jacobian
 from pyro_bdl.curvature.prior import PriorPrecision
 
 _OVERSAMPLING = 10
-_ITERATIONS = 3
+_ITERATIONS = 2
 
 
 class LowRankCurvature(nn.Module):
@@ -43,8 +43,8 @@ class LowRankCurvature(nn.Module):
         self._product = torch.zeros_like(self._basis)
 
     def add(self, jacobian: Jacobian) -> None:
-        values = jacobian.apply(self._basis.mT)
-        self._product += jacobian.pull(values).mT
+        rows = jacobian.rows().flatten(0, 1)
+        self._product.addmm_(rows.mT, rows @ self._basis)
 
     def _total(self) -> Tensor:
         """The matrix times the basis, earlier curvature included."""

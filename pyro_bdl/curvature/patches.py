@@ -20,6 +20,8 @@ def patches(
     """
     dims = len(kernel)
     images = F.pad(images, _padding(padding, kernel, dilation))
+    if dims <= 2:
+        return _image_patches(images, kernel, stride, dilation, groups)
     for d in range(dims):
         reach = dilation[d] * (kernel[d] - 1) + 1
         images = images.unfold(2 + d, reach, stride[d])
@@ -32,6 +34,21 @@ def patches(
     window = tuple(range(3 + dims, 3 + 2 * dims))
     images = images.permute(0, *positions, 1, 2, *window)
     return images.reshape(n, -1, groups, channels // groups * _product(kernel))
+
+
+def _image_patches(
+    images: Tensor,
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    dilation: tuple[int, ...],
+    groups: int,
+) -> Tensor:
+    """By torch's own kernel, which is faster; sequences count as images of height 1."""
+    if len(kernel) == 1:
+        images, kernel = images[:, :, None], (1, *kernel)
+        stride, dilation = (1, *stride), (1, *dilation)
+    columns = F.unfold(images, kernel, dilation=dilation, stride=stride)  # (n, in, positions)
+    return columns.mT.unflatten(-1, (groups, -1))
 
 
 def _padding(
