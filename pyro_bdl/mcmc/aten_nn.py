@@ -286,9 +286,12 @@ def _cholesky_ex(x, *, upper=False, check_errors=False):
     return jnp.linalg.cholesky(x, upper=upper), jnp.zeros(x.shape[:-2], jnp.int32)
 
 
-@register(aten.cholesky)
 def _cholesky(x, upper=False):
     return jnp.linalg.cholesky(x, upper=upper)
+
+
+if hasattr(aten, "cholesky"):  # gone since torch 2.15
+    register(aten.cholesky)(_cholesky)
 
 
 @register(aten.linalg_solve_triangular)
