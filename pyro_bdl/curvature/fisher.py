@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from pyro.distributions.torch_distribution import MaskedDistribution
 from torch import Tensor
-from torch.distributions import Distribution
+from torch.distributions import Distribution, Independent
 
 from pyro_bdl.observation import parameters_of, without_wrappers
 from pyro_bdl.program import Site
@@ -27,7 +27,20 @@ _ESTIMATION_DRAWS = 512
 def site_parameters(site: Site) -> dict[str, Tensor]:
     """The distribution's tensors through which the latents act, name -> (batch, *event)."""
     base, _ = without_wrappers(site.distribution)
-    return {name: value for name, value in parameters_of(base).items() if value.requires_grad}
+    return {name: value for name, value in parameters_of_any(base).items() if value.requires_grad}
+
+
+def parameters_of_any(base: Any) -> dict[str, Tensor]:
+    """The tensors that a distribution without wrappers is made of, by argument."""
+    values = parameters_of(base)
+    given = getattr(base, "_param", None)  # torch keeps here which of the two was given
+    if isinstance(given, Tensor) and {*values} == {"logits"} and given is vars(base).get("probs"):
+        values = {"probs": given}  # the logits were derived from them since
+    if not values:  # of distributions made by a transform, which hold another one
+        names = [name for name in base.arg_constraints if hasattr(base, name)]
+        names = [name for name in names if name != "logits" or "probs" not in names]
+        values = {name: getattr(base, name) for name in names}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def num_data(site: Site) -> int:
@@ -43,11 +56,11 @@ def exact_columns(site: Site) -> Iterator[Cotangent]:
     cell has columns of its own.
     """
     base, _ = without_wrappers(site.distribution)
-    parameters = {name: value.detach() for name, value in site_parameters(site).items()}
-    roots = cell_roots(base, parameters)
+    used = {name: value.detach() for name, value in site_parameters(site).items()}
+    roots = cell_roots(base, used)
     weight = cell_weights(site)
     cells = base.batch_shape[1:]
-    for mask in _one_cell_at_a_time(base.batch_shape, next(iter(parameters.values()))):
+    for mask in _one_cell_at_a_time(base.batch_shape, next(iter(used.values()))):
         for root in roots:
             factor = weight if cells.numel() == 1 else weight * mask
             yield {name: _scaled(value, factor) for name, value in root.items()}
@@ -70,25 +83,19 @@ def empirical_columns(site: Site) -> Iterator[Cotangent]:
 def cell_weights(site: Site) -> Tensor:
     """Square roots of the cells' weights, of the batch shape: temperatures and masks."""
     base, _ = without_wrappers(site.distribution)
-    like = next(iter(parameters_of(base).values()))
-    weight = torch.as_tensor(site.scale, dtype=like.dtype, device=like.device) / site.subsampling
-    for mask in _masks(site):
-        weight = weight * torch.as_tensor(mask, device=like.device)
-    weight = weight.detach().sqrt()
-    missing = len(base.batch_shape) - weight.dim()
-    if weight.dim() and missing > 0 and weight.shape != base.batch_shape[missing:]:
-        weight = weight.reshape(*weight.shape, *(1,) * missing)
-    return weight.expand(base.batch_shape)
-
-
-def _masks(site: Site) -> Iterator[Any]:
-    if site.mask is not None:
-        yield site.mask
-    distribution: Any = site.distribution
-    while hasattr(distribution, "base_dist"):
-        if isinstance(distribution, MaskedDistribution) and distribution._mask is not None:
-            yield distribution._mask
-        distribution = distribution.base_dist
+    like = next(iter(parameters_of_any(base).values()))
+    outer: Any = site.distribution
+    factors = [(site.scale, outer.batch_shape), (1.0 / site.subsampling, outer.batch_shape)]
+    factors += [] if site.mask is None else [(site.mask, outer.batch_shape)]
+    while isinstance(outer, Independent | MaskedDistribution):
+        if isinstance(outer, MaskedDistribution) and outer._mask is not None:
+            factors.append((outer._mask, outer.batch_shape))
+        outer = outer.base_dist
+    weight = torch.ones(base.batch_shape, dtype=like.dtype, device=like.device)
+    for factor, shape in factors:
+        value = torch.as_tensor(factor, device=like.device).to(like.dtype).detach().expand(shape)
+        weight = weight * value.reshape(*shape, *(1,) * (weight.dim() - len(shape)))
+    return weight.sqrt()
 
 
 def _scaled(value: Tensor, factor: Tensor) -> Tensor:
@@ -106,7 +113,7 @@ def _one_cell_at_a_time(batch_shape: torch.Size, like: Tensor) -> Iterator[Tenso
 def _score(site: Site, value: Tensor) -> Cotangent:
     base, _ = without_wrappers(site.distribution)
     used = site_parameters(site)
-    everything = {name: v.detach() for name, v in parameters_of(base).items()}
+    everything = {name: v.detach() for name, v in parameters_of_any(base).items()}
     with torch.enable_grad():
         leaves = {name: everything[name].clone().requires_grad_() for name in used}
         again = rebuilt(base, everything | leaves)
@@ -118,7 +125,7 @@ def _score(site: Site, value: Tensor) -> Cotangent:
     }
 
 
-def rebuilt(base: Distribution, parameters: dict[str, Tensor]) -> Any:
+def rebuilt(base: Any, parameters: dict[str, Tensor]) -> Any:
     """A distribution of the same kind with other parameters."""
     kind: Any = type(base)
     extra = {"total_count": base.total_count} if type(base).__name__ == "Multinomial" else {}
@@ -297,7 +304,7 @@ def _estimated_roots(base: Distribution, parameters: dict[str, Tensor]) -> Roots
 
     The estimate is positive semi-definite by construction. Nothing goes through the network.
     """
-    everything = {name: v.detach() for name, v in parameters_of(base).items()}
+    everything = {name: v.detach() for name, v in parameters_of_any(base).items()}
     shapes = {name: v.shape[len(base.batch_shape) :] for name, v in parameters.items()}
     total: Any = 0.0
     for _ in range(_ESTIMATION_DRAWS):

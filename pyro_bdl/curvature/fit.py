@@ -24,6 +24,7 @@ from pyro_bdl.curvature.fisher import (
     empirical_columns,
     exact_columns,
     num_data,
+    parameters_of_any,
     sampled_columns,
     site_parameters,
 )
@@ -34,13 +35,14 @@ from pyro_bdl.curvature.low_rank import LowRankCurvature
 from pyro_bdl.curvature.subset import Subset
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.modules import evaluation_mode, preserved_buffers
-from pyro_bdl.observation import parameters_of, without_wrappers
+from pyro_bdl.observation import without_wrappers
 from pyro_bdl.program import Run, Site, leave_open, record
 from pyro_bdl.vectorize import _Allocations as Allocations
 
 STRUCTURES = ("kron", "ekfac", "full", "diag", "low_rank")
 CURVATURES = ("ggn", "ggn-mc", "empirical-fisher", "hessian")
 
+_PROBED = 16
 _BUDGET = 96 * 2**20  # bytes of a part's activations and gradients
 _COLUMNS_BUDGET = 8 * 2**20  # bytes of columns that are stacked, which costs a copy
 
@@ -114,6 +116,7 @@ class Fitted:
     gradient: Tensor
 
 
+@torch.enable_grad()
 def fit_curvature(
     model: Callable,
     subset: Subset,
@@ -166,7 +169,10 @@ def _accumulated(
     curvature = recipe.empty(subset.size, like, before)
     known: dict[Any, Alignment] = {}
     seen = _Seen(vector)
+    states = _random_states(vector.device)
     for number in range(curvature.passes):
+        if number:  # the same draws, so that all passes are about one matrix
+            _set_random_states(states)
         if hasattr(curvature, "start_pass"):
             curvature.start_pass(number)
         parts = tqdm(
@@ -185,6 +191,28 @@ def _accumulated(
     return curvature, seen
 
 
+def _random_states(device: torch.device) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    return states + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+
+
+def _set_random_states(states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1])
+
+
+def _check_shape(name: str, site: Site) -> None:
+    """:raises ValueError: where values broadcast against a distribution, which hides data."""
+    distribution: Any = site.distribution
+    if site.log_prob().shape != distribution.batch_shape:
+        raise ValueError(
+            f"site '{name}' observes values of shape {tuple(site.value.shape)} under a "
+            f"distribution of shape {tuple(distribution.shape())}: put it into a plate over "
+            "the data, or expand the distribution"
+        )
+
+
 class _Seen:
     """Counts data and adds up their log likelihood and its gradient in a pass."""
 
@@ -195,8 +223,13 @@ class _Seen:
         self.stated: float = 0.0
 
     def add(self, linearization: Linearization) -> None:
-        run, part = linearization.run, 0.0
-        largest = 0
+        run = linearization.run
+        if not run.observed:
+            raise ValueError(
+                "the program has no observed site: pass the targets, so that a sample statement "
+                "gets obs=..."
+            )
+        part, largest = linearization.vector.new_zeros(()), 0
         for name, site in run.observed.items():
             if site.value is None:
                 raise ValueError(
@@ -204,10 +237,11 @@ class _Seen:
                     "laplace_approximation((x, y))"
                 )
             count = num_data(site)
+            _check_shape(name, site)
             largest = max(largest, count)
             self.stated = max(self.stated, count * site.subsampling)
             part = part + (site.log_prob() / site.subsampling).sum()
-        if not isinstance(part, Tensor) or not torch.isfinite(part):
+        if not torch.isfinite(part):
             raise ValueError(
                 f"the log likelihood at the MAP is {float(part)}: the data or the network's "
                 "outputs are not finite"
@@ -275,41 +309,36 @@ def _part_size(
 
     A batch is cut only where a part of it gives the same outputs as the whole.
     """
-    with Allocations() as allocations:
-        whole = _outputs(model, subset, vector, batch)
-    if not whole.observed:
-        raise ValueError(
-            "the program has no observed site: pass the targets, so that a sample statement gets "
-            "obs=..."
-        )
-    counts = {num_data(site) for site in whole.observed.values()}
-    count = counts.pop()
-    if counts or count < 2 or not has_rows(batch, count):
+    count = leading_size(batch)
+    if count < 2 or not has_rows(batch, count):
         return 0
-    per_datum = 2.0 * allocations.bytes / count
+    some = min(count, _PROBED)
+    try:
+        with Allocations() as allocations:
+            whole = _outputs(model, subset, vector, rows(batch, 0, some, count))
+        part = _outputs(model, subset, vector, rows(batch, 0, (some + 1) // 2, count))
+    except Exception:
+        return 0  # the program wants all of its data; the run over them tells what is wrong
+    if whole.factors or not _agree(part, whole):
+        return 0
+    per_datum = 2.0 * allocations.bytes / some
     item = vector.element_size()
     if recipe is not None and recipe.structure in ("full", "low_rank"):
         per_datum += item * subset.size
     else:
         shared = [s.size for s in subset.layout.latents.values() if len(s.shape) > 2]
         per_datum += item * max(shared, default=0)
-    size = max(1, int(_BUDGET / per_datum))
-    few = min(count - 1, max(1, min(size, count // 2)))
-    try:
-        part = _outputs(model, subset, vector, rows(batch, 0, few, count))
-    except Exception:
-        return 0
-    if not _agree(part, whole, few):
-        return 0
-    return size
+    return max(1, int(_BUDGET / per_datum))
 
 
-def _agree(part: Run, whole: Run, size: int) -> bool:
+def _agree(part: Run, whole: Run) -> bool:
+    """Whether a run over the first rows gives the first rows of a longer run."""
     for name, site in whole.observed.items():
-        if name not in part.observed or num_data(part.observed[name]) != size:
+        if name not in part.observed:
             return False
-        first = parameters_of(without_wrappers(part.observed[name].distribution)[0])
-        second = parameters_of(without_wrappers(site.distribution)[0])
+        size = num_data(part.observed[name])
+        first = parameters_of_any(without_wrappers(part.observed[name].distribution)[0])
+        second = parameters_of_any(without_wrappers(site.distribution)[0])
         for key, value in first.items():
             ahead = second[key][:size] if second[key].dim() else second[key]
             if value.shape != ahead.shape:
@@ -327,6 +356,7 @@ def fisher_jacobians(linearization: Linearization, recipe: Recipe) -> Iterator[J
     """Jacobians whose rows' outer products add up to the batch's curvature."""
     for name, site in linearization.run.observed.items():
         if not site_parameters(site):
+            _check_readable(linearization, name, site)
             continue
         groups: dict[tuple[str, ...], list[Cotangent]] = {}
         most = _columns_at_once(linearization, num_data(site), recipe)
@@ -341,11 +371,27 @@ def fisher_jacobians(linearization: Linearization, recipe: Recipe) -> Iterator[J
             yield _jacobian(linearization, name, touched, columns)
 
 
+def _check_readable(linearization: Linearization, name: str, site: Site) -> None:
+    """:raises ValueError: where latents enter a distribution in ways that are not understood."""
+    total = site.log_prob().sum()
+    leaves = [linearization.leaves[part] for part in linearization.subset.parts]
+    if not total.requires_grad:
+        return
+    found = torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True)
+    if any(gradient is not None for gradient in found):
+        kind = type(without_wrappers(site.distribution)[0]).__name__
+        raise ValueError(
+            f"the Fisher information of site '{name}' is not known: its {kind} is not made of "
+            'tensors that can be read off it; use structure="full" with curvature="hessian", or '
+            "observe a distribution with parameters"
+        )
+
+
 def _jacobian(
     linearization: Linearization, name: str, keys: tuple[str, ...], columns: list[Cotangent]
 ) -> Jacobian:
     def outputs(run: Run) -> Sequence[Tensor]:
-        parameters = parameters_of(without_wrappers(run.observed[name].distribution)[0])
+        parameters = parameters_of_any(without_wrappers(run.observed[name].distribution)[0])
         return [parameters[key] for key in keys]
 
     site = linearization.run.observed[name]
@@ -409,10 +455,13 @@ def check_memory(recipe: Recipe, size: int, like: Tensor) -> None:
     available = available_memory(like.device)
     if available is None or needed <= available:
         return
-    others = '"kron" or "diag"' if recipe.structure == "low_rank" else '"kron", "low_rank" or "diag"'
+    others = (
+        '"kron" or "diag"' if recipe.structure == "low_rank" else '"kron", "low_rank" or "diag"'
+    )
     raise MemoryError(
-        f'structure="{recipe.structure}" over {size:,} latents needs about {needed / 2**30:.1f} GiB, '
-        f"{available / 2**30:.1f} GiB are free: use structure={others}, or a subset of the latents"
+        f'structure="{recipe.structure}" over {size:,} latents needs about '
+        f"{needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free: use structure={others}, "
+        "or a subset of the latents"
     )
 
 
@@ -425,4 +474,3 @@ def check_factors(run: Run, recipe: Recipe) -> None:
             BdlWarning,
             stacklevel=4,
         )
-

@@ -107,7 +107,9 @@ class FullPrecision:
     def _whitened(self, jacobian: Jacobian) -> Tensor:
         """L^-1 J' as (n, K, p)."""
         rows = jacobian.rows().transpose(0, 1).to(self.factor)
-        flat = torch.linalg.solve_triangular(self.factor, rows.reshape(-1, self.size).mT, upper=False)
+        flat = torch.linalg.solve_triangular(
+            self.factor, rows.reshape(-1, self.size).mT, upper=False
+        )
         return flat.mT.reshape(rows.shape)
 
     def covariance(self, jacobian: Jacobian) -> Tensor:
@@ -149,11 +151,9 @@ class DiagonalPrecision:
         return jacobian.gram(self.variances())
 
     def joint_covariance(self, jacobian: Jacobian) -> Tensor:
-        result = 0.0
+        result = jacobian.joint_zeros()
         root = self.diagonal.rsqrt()
         for block in jacobian.blocks:
             rows = (block.rows() * root[block.place.positions]).transpose(0, 1).flatten(0, 1)
             result = result + rows @ rows.mT
-        return jacobian.joint_zeros() + result
-
-
+        return result

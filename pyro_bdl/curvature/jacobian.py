@@ -279,9 +279,7 @@ class Jacobian:
         return result
 
 
-def merged(
-    blocks: Sequence[Block], entries: Sequence[Tensor | None], part: slice
-) -> list[Block]:
+def merged(blocks: Sequence[Block], entries: Sequence[Tensor | None], part: slice) -> list[Block]:
     """The blocks of one site with shared parts made one.
 
     Uses of the very same entries (tied weights) are positions of one product; uses that overlap
@@ -293,9 +291,13 @@ def merged(
     groups: list[tuple[list[Any], Tensor | None]] = []
     for block, own in zip(blocks, entries, strict=True):
         for members, theirs in groups:
-            alike = isinstance(block, Product) and isinstance(members[0], Product)
-            alike = alike and (block.source is None) == (members[0].source is None)
-            if alike and same_entries(own, theirs) and block.shape == members[0].shape:
+            if (
+                isinstance(block, Product)
+                and isinstance(members[0], Product)
+                and (block.source is None) == (members[0].source is None)
+                and block.shape == members[0].shape
+                and same_entries(own, theirs)
+            ):
                 members.append(block)
                 break
         else:

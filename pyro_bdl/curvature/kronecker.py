@@ -9,13 +9,23 @@ al. 2018 for EKFAC. Latents outside products have exact blocks of their own, den
 numbers and diagonal beyond; blocks of different sites are independent.
 """
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pyro_bdl.curvature.gaussian import DiagonalPrecision, FullPrecision, Precision
-from pyro_bdl.curvature.jacobian import Block, Dense, Jacobian, Lookup, Place, Product
+from pyro_bdl.curvature.jacobian import (
+    Block,
+    Dense,
+    Jacobian,
+    Lookup,
+    Place,
+    Product,
+    same_entries,
+)
 from pyro_bdl.curvature.prior import PriorPrecision
 
 _DENSE_UP_TO = 1024
@@ -76,6 +86,20 @@ class ProductFactors(nn.Module):
             inputs, self.inputs_basis = _eigen(self.inputs)
         count = self.count.to(inputs.dtype).clamp(min=1.0)
         self.values = outputs[:, :, None] * (inputs / count)[:, None, :]
+
+    def matrix(self) -> Tensor:
+        """The block as a matrix over the flattened weight."""
+        assert self.values is not None
+        groups, out, into = self.shape
+        inputs, outputs = self.inputs_basis, self.outputs_basis
+        if inputs is None:
+            inputs = torch.eye(into, dtype=self.values.dtype, device=self.values.device)[None]
+        assert outputs is not None
+        inputs = inputs.expand(groups, into, into)
+        blocks = torch.einsum(
+            "gop,gij,gpj,gqp,gkj->goiqk", outputs, inputs, self.values, outputs, inputs
+        )
+        return torch.block_diag(*blocks.reshape(groups, out * into, out * into))
 
     def rotated(self, block: Any) -> Any:
         """A block's gradients in the eigenbases."""
@@ -138,21 +162,30 @@ class EigenPrecision:
         return x.flatten(1)
 
     def quadratic(self, x: Tensor) -> Tensor:
+        return (self._rotated(x).square() * self.values).sum((-3, -2, -1))
+
+    def _rotated(self, x: Tensor) -> Tensor:
+        """Flat weights (..., m) in the eigenbasis, (..., groups, out, in)."""
         x = x.reshape(*x.shape[:-1], *self.values.shape)
         if self.factors.outputs_basis is not None:
             x = torch.einsum("gop,...goi->...gpi", self.factors.outputs_basis, x)
         if self.factors.inputs_basis is not None:
             x = torch.einsum("gij,...goi->...goj", self.factors.inputs_basis, x)
-        return (x.square() * self.values).sum((-3, -2, -1))
+        return x
 
     def variances(self) -> Tensor:
         return spread_values(self.factors, self.values.reciprocal()).flatten()
 
     def block_covariance(self, block: Any) -> Tensor:
+        if isinstance(block, Dense):
+            rows = self.block_rows(block).transpose(0, 1)
+            return rows @ rows.mT
         return self.factors.rotated(block).gram(self.values.reciprocal())
 
     def block_rows(self, block: Any) -> Tensor:
         """Whitened gradients (K, n, m), so that their inner products are covariances."""
+        if isinstance(block, Dense):
+            return (self._rotated(block.values) * self.values.rsqrt()).flatten(-3)
         rotated = self.factors.rotated(block)
         entries = rotated.entries().flatten(2) if isinstance(rotated, Product) else rotated.rows()
         return entries * self.values.rsqrt().flatten()
@@ -166,7 +199,7 @@ class KroneckerPrecision:
 
     def __init__(self, size: int, parts: list[tuple[Place, Any]], like: Tensor) -> None:
         self.size, self.parts, self.like = size, parts, like
-        self._by_key = {place.key: precision for place, precision in parts}
+        self._by_key = {place.key: (place, precision) for place, precision in parts}
 
     def logdet(self) -> Tensor:
         return torch.stack([precision.logdet() for _, precision in self.parts]).sum()
@@ -191,40 +224,51 @@ class KroneckerPrecision:
     def covariance(self, jacobian: Jacobian) -> Tensor:
         n, columns = jacobian.num_data, jacobian.num_columns
         result = jacobian.like.new_zeros(n, columns, columns)
-        for block in jacobian.blocks:
-            precision = self._of(block)
+        for precision, block in self._met(jacobian):
             if isinstance(precision, EigenPrecision):
                 result += precision.block_covariance(block)
-            elif precision is not None:
-                result += precision.covariance(_alone(block, jacobian))
             else:
-                rows = block.rows().transpose(0, 1)
-                variances = self._unmatched_variances()[block.place.positions]
-                result += (rows * variances) @ rows.mT
+                result += precision.covariance(_alone(block, jacobian))
         return result
 
     def joint_covariance(self, jacobian: Jacobian) -> Tensor:
         result = jacobian.joint_zeros()
-        for block in jacobian.blocks:
-            precision = self._of(block)
+        for precision, block in self._met(jacobian):
             if isinstance(precision, EigenPrecision):
                 rows = precision.block_rows(block).transpose(0, 1).flatten(0, 1)
                 result += rows @ rows.mT
-            elif precision is not None:
-                result += precision.joint_covariance(_alone(block, jacobian))
             else:
-                rows = block.rows() * self._unmatched_variances()[block.place.positions].sqrt()
-                rows = rows.transpose(0, 1).flatten(0, 1)
-                result += rows @ rows.mT
+                result += precision.joint_covariance(_alone(block, jacobian))
         return result
 
-    def _of(self, block: Block) -> Any:
-        precision = self._by_key.get(block.place.key)
-        fits = precision is not None and precision.size == block.shape.numel()
-        return precision if fits else None
+    def _met(self, jacobian: Jacobian) -> Iterator[tuple[Any, Block]]:
+        """The precisions and what of the Jacobian lies in each; rows where they are not blocks
+        of the same latents."""
+        others: list[Block] = []
+        met = set()
+        for block in jacobian.blocks:
+            found = self._by_key.get(block.place.key)
+            if found is not None and _same_place(found[0], block.place):
+                met.add(block.place.key)
+                yield found[1], block
+            else:
+                others.append(block)
+        if not others:
+            return
+        rows = replace(jacobian, blocks=others).rows()
+        touched = torch.zeros(self.size, dtype=torch.bool, device=rows.device)
+        for block in others:
+            touched[block.place.positions] = True
+        for place, precision in self.parts:
+            if place.key not in met and touched[place.positions].any():
+                yield precision, Dense(place, rows[..., place.positions])
 
-    def _unmatched_variances(self) -> Tensor:
-        return self.variances()
+
+def _same_place(place: Place, other: Place) -> bool:
+    mine, theirs = place.positions, other.positions
+    if isinstance(mine, slice) or isinstance(theirs, slice):
+        return isinstance(mine, slice) and mine == theirs
+    return same_entries(mine, theirs)
 
 
 def _alone(block: Block, jacobian: Jacobian) -> Jacobian:
@@ -263,6 +307,8 @@ class KroneckerCurvature(nn.Module):
         second moments of the gradients in the eigenbasis (EKFAC).
     """
 
+    like: Tensor
+
     def __init__(
         self, size: int, like: Tensor, *, reduce: bool = False, corrected: bool = False
     ) -> None:
@@ -270,10 +316,10 @@ class KroneckerCurvature(nn.Module):
         self.size, self.reduce, self.corrected = size, reduce, corrected
         self.passes = 2 if corrected else 1
         self.register_buffer("like", like.new_zeros(0), persistent=False)
-        self.products = nn.ModuleDict()
-        self.rest = nn.ModuleDict()
+        self.products: Any = nn.ModuleDict()
+        self.rest: Any = nn.ModuleDict()
         self._names: dict[tuple[str, int], str] = {}
-        self._seen: set[tuple[str, int]] = set()
+        self._seen: set[tuple[tuple[str, int], tuple[int, ...]]] = set()
         self._pass = 0
         self._decomposed = False
 
@@ -304,8 +350,9 @@ class KroneckerCurvature(nn.Module):
             if self._pass == 1:
                 factors.values += factors.rotated(block).squares()
                 continue
-            if block.place.key not in self._seen:
-                self._seen.add(block.place.key)
+            origin = block.place.key, block.place.uses
+            if origin not in self._seen:
+                self._seen.add(origin)
                 factors.add_inputs(block, reduce=self.reduce)
             factors.add_outputs(block, reduce=self.reduce)
 
@@ -362,38 +409,70 @@ class KroneckerCurvature(nn.Module):
 
     # Algebra
 
-    def with_prior(
-        self, prior: PriorPrecision, factor: Tensor | float = 1.0
-    ) -> KroneckerPrecision:
+    def with_prior(self, prior: PriorPrecision, factor: Tensor | float = 1.0) -> KroneckerPrecision:
         """factor times this curvature, plus the prior's; a prior that varies within a product
         enters by its diagonal in the product's eigenbasis."""
         if not self._decomposed:
             self._decompose()
         parts: list[tuple[Place, Any]] = []
         covered = torch.zeros(self.size, dtype=torch.bool)
-        for factors in self.products.values():
-            place = factors.place
-            added = prior.diagonal[place.positions].reshape(factors.shape)
-            if _varies(added):
-                added = _in_basis(factors, added)
-            parts.append((place, EigenPrecision(factors, factors.values * factor + added)))
+        for place, block in self._blocks():
             covered[place.numbers(covered.device)] = True
-        for block in self.rest.values():
-            where = block.place.numbers(block.values.device)
-            parts.append((block.place, _rest_precision(block.values * factor, prior, where)))
-            covered[where.cpu()] = True
+            if isinstance(block, Tensor):
+                parts.append((place, _rest_precision(block * factor, prior, place)))
+                continue
+            added = prior.diagonal[place.positions].to(self.like).reshape(block.shape)
+            if _varies(added):
+                added = _in_basis(block, added)
+            parts.append((place, EigenPrecision(block, block.values * factor + added)))
         left = (~covered).nonzero()[:, 0].to(self.like.device)
         if len(left):
             zero = self.like.new_zeros(len(left))
-            parts.append((Place(("", 0), left), DiagonalPrecision(zero + prior.diagonal[left])))
+            parts.append((Place(("", 0), left), _rest_precision(zero, prior, Place(("", 0), left))))
         return KroneckerPrecision(self.size, parts, self.like)
+
+    def _blocks(self) -> list[tuple[Place, Any]]:
+        """Blocks over disjoint latents: products, and exact matrices or diagonals.
+
+        Where blocks of a site share entries, which outputs that use it differently give, they
+        are added up in one.
+        """
+        by_site: dict[str, list[tuple[Place, Any]]] = {}
+        for module in (*self.products.values(), *self.rest.values()):
+            block: Any = module
+            value = block.values if isinstance(block, DenseBlock) else block
+            by_site.setdefault(block.place.key[0], []).append((block.place, value))
+        result = []
+        for site, members in by_site.items():
+            numbers = [place.numbers(self.like.device) for place, _ in members]
+            union, inverse = torch.cat(numbers).unique(return_inverse=True)
+            if len(union) == len(inverse):
+                result += members
+                continue
+            whole = self.like.new_zeros(len(union), len(union))
+            dense = len(union) <= _DENSE_UP_TO
+            whole = whole if dense else whole.new_zeros(len(union))
+            parts = inverse.split([len(own) for own in numbers])
+            for (_, block), where in zip(members, parts, strict=True):
+                if isinstance(block, Tensor):
+                    square = block if block.dim() == 2 else torch.diag(block)
+                    part = square if dense else square.diagonal()
+                else:
+                    part = block.matrix() if dense else block.diagonal()
+                if dense:
+                    whole[where[:, None], where] += part
+                else:
+                    whole[where] += part
+            result.append((Place((site, -2), union), whole))
+        return result
 
     def diagonal(self) -> Tensor:
         if not self._decomposed:
             self._decompose()
         result = self.like.new_zeros(self.size)
-        for block in (*self.products.values(), *self.rest.values()):
-            result[block.place.positions] = block.diagonal()
+        for module in (*self.products.values(), *self.rest.values()):
+            block: Any = module
+            result[block.place.positions] += block.diagonal()
         return result
 
 
@@ -410,8 +489,8 @@ def _in_basis(factors: ProductFactors, diagonal: Tensor) -> Tensor:
     return diagonal
 
 
-def _rest_precision(values: Tensor, prior: PriorPrecision, where: Tensor) -> Precision:
-    added = prior.diagonal[where]
+def _rest_precision(values: Tensor, prior: PriorPrecision, place: Place) -> Precision:
+    added = prior.diagonal[place.positions].to(values)
     if values.dim() == 1:
         return DiagonalPrecision(values + added)
     return FullPrecision(values + torch.diag(added))

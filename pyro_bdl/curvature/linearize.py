@@ -227,7 +227,9 @@ class Pullback:
             for name, gradient in zip(names, of_sites, strict=True)
             if gradient is not None and (name in at.unmatched or name in lost or name not in by_use)
         )
-        wrong = self._incomplete(Alignment(axes, others), noise, dict(zip(names, of_sites)))
+        wrong = self._incomplete(
+            Alignment(axes, others), noise, dict(zip(names, of_sites, strict=True))
+        )
         return Alignment(axes, tuple(name for name in names if name in wrong or name in others))
 
     def _incomplete(
@@ -321,9 +323,7 @@ class Pullback:
                 only = [c * _aligned_with(data == datum, c) for c in column]
                 parts = []
                 found = self.gradients(only, leaves)
-                for name, leaf, gradient in zip(
-                    self.alignment.others, leaves, found, strict=True
-                ):
+                for name, leaf, gradient in zip(self.alignment.others, leaves, found, strict=True):
                     flat = torch.zeros_like(leaf) if gradient is None else gradient
                     chosen = subset.chosen[name]
                     flat = flat.reshape(-1)
@@ -373,10 +373,7 @@ def _masks(num_data: int, device: torch.device) -> Iterator[Tensor]:
 def _datum_axes(use: Use, num_data: int) -> list[DatumAxis]:
     """The axes of an operation's output that may number the data, the likely ones first."""
     dims = len(use.output_shape)
-    if use.kind == "scale":
-        candidates = list(use.reduce_dims)
-    else:
-        candidates = list(range(dims - 1))
+    candidates = use.reduce_dims if use.kind == "scale" else range(dims - 1)
     shape = _as_rows(use, torch.empty(use.output_shape, device="meta")).shape
     axes = []
     for repeated in (False, True):
@@ -421,7 +418,8 @@ def _place(use: Use, subset: Subset, key: tuple[str, int]) -> Place | None:
     if not len(inside):
         return None
     device = chosen.device if use.inputs is None else use.inputs.device
-    return Place(key, positions[inside].to(device), inside.to(device), (use.number,))
+    some = None if len(inside) == len(positions) else inside.to(device)
+    return Place(key, positions[inside].to(device), some, (use.number,))
 
 
 def _rows(
@@ -448,7 +446,8 @@ def _lookup(rows_of: Tensor, stacked: Tensor, shape: torch.Size, place: Place) -
     num_data = len(rows_of)
     rows_of = rows_of.reshape(num_data, -1)
     keys = torch.arange(num_data, device=rows_of.device)[:, None] * num_rows + rows_of
-    unique, inverse = keys.reshape(-1).unique(return_inverse=True)
-    flat = stacked.reshape(len(stacked), -1, features)
+    looked_up = rows_of.reshape(-1) >= 0
+    unique, inverse = keys.reshape(-1)[looked_up].unique(return_inverse=True)
+    flat = stacked.reshape(len(stacked), -1, features)[:, looked_up]
     sums = flat.new_zeros(len(stacked), len(unique), features).index_add(1, inverse, flat)
     return Lookup(place, unique // num_rows, unique % num_rows, sums, num_data, num_rows)

@@ -52,7 +52,7 @@ class Use:
         product, (rows, features) for a look-up, flat for a scale; None: all, in order.
     :param shape: the weight's shape in that form.
     :param inputs: a as given to the operation: (*lead, in), an image for a convolution, indices
-        for a look-up, the multiplier for a scale (None: 1).
+        for a look-up (-1: none), the multiplier for a scale (None: 1).
     :param to_rows: brings z or its gradient to (*lead, features).
     :param unfold: brings the inputs, their datum axis first and their other axes flattened, to
         (n, T, groups, in); None for plain products.
@@ -116,6 +116,9 @@ class LinearOperations(TorchFunctionMode):
         tagged = [tags[id(leaf)] for leaf in tree_leaves((args, kwargs)) if id(leaf) in tags]
         if not tagged:
             return func(*args, **kwargs)
+        if func is Tensor.__iter__:
+            with self:
+                return iter(args[0].unbind(0))
         if func in _COMPOSITES:
             with self:
                 return _COMPOSITES[func](*args, **kwargs)
@@ -169,9 +172,7 @@ class LinearOperations(TorchFunctionMode):
         )
 
 
-def _record(
-    func: Any, args: tuple, kwargs: dict, result: Any, mode: LinearOperations
-) -> set[int]:
+def _record(func: Any, args: tuple, kwargs: dict, result: Any, mode: LinearOperations) -> set[int]:
     """Record the uses of one operation; returns the ids of the tensors that were understood."""
     handler = _HANDLERS.get(func)
     if handler is None or not isinstance(result, Tensor):
@@ -326,8 +327,8 @@ def _embedding(mode: LinearOperations, named: dict, output: Tensor) -> set[int]:
         return set()
     inputs = named["input"]
     padding = named.get("padding_idx")
-    if padding is not None and padding != -1:
-        return set()  # its gradient is not that of the value: no look-up in the sense used here
+    if padding is not None:  # that row has no gradient, as in autograd
+        inputs = inputs.masked_fill(inputs == padding % len(tag.tensor), -1)
     mode.add(
         tag, "lookup", output, indices=tag.indices, shape=tag.tensor.shape, inputs=inputs.detach()
     )
@@ -447,7 +448,14 @@ def _multiply(mode: LinearOperations, named: dict, output: Tensor) -> set[int]:
 _CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _PAIR = ("input", "other")
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
-_BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training")
+_BATCH_NORM: tuple[str, ...] = (
+    "input",
+    "running_mean",
+    "running_var",
+    "weight",
+    "bias",
+    "training",
+)
 _BATCH_NORM += ("momentum", "eps")
 
 _HANDLERS: dict[Any, tuple[tuple[str, ...], Callable]] = {

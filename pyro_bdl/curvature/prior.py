@@ -64,7 +64,8 @@ def prior_precision(
     """
     layout = subset.layout
     like = next(iter(leaves.values()))
-    diagonal = like.new_zeros(layout.size)
+    working = torch.promote_types(like.dtype, torch.float32)
+    diagonal = like.new_zeros(layout.size, dtype=working)
     rest = []
     for name, site in run.latents.items():
         closed = _normal_precision(site, layout.latents[name].transform, leaves)
@@ -79,35 +80,49 @@ def prior_precision(
     total = _log_density(run, leaves, layout)
     sizes = [layout.latents[name].size for name in rest]
     inputs = [leaves[name] for name in rest]
-    gradients = torch.autograd.grad(total, inputs, create_graph=True)
-    dense = None
-    if sum(sizes) <= _DENSE_UP_TO and subset.complete:
-        dense = -_hessian(gradients, inputs, create_graph)
+    gradients = [
+        torch.zeros_like(leaf) if gradient is None else gradient
+        for gradient, leaf in zip(
+            torch.autograd.grad(total, inputs, create_graph=True, allow_unused=True)
+            if total.requires_grad
+            else [None] * len(inputs),
+            inputs,
+            strict=True,
+        )
+    ]
+    dense: Tensor | None = None
+    parts: tuple[Tensor, ...]
+    if sum(sizes) <= _DENSE_UP_TO:
+        dense = -_hessian(gradients, inputs, create_graph).to(working)
         parts = dense.diagonal().split(sizes)
     else:
         parts = tuple(
             -_own_diagonal(gradient, leaf, create_graph)
             for gradient, leaf in zip(gradients, inputs, strict=True)
         )
-    fixed = [_concave(name, part, run.latents[name]) for name, part in zip(rest, parts, strict=True)]
+    fixed = [
+        _concave(name, part, run.latents[name]) for name, part in zip(rest, parts, strict=True)
+    ]
     for name, part in zip(rest, fixed, strict=True):
         diagonal = _placed(diagonal, layout.slices[name], part)
     if dense is None:
         return PriorPrecision(subset.take(diagonal))
     dense = dense + torch.diag(torch.cat(fixed) - dense.diagonal())
-    indices = torch.cat(
-        [torch.arange(layout.slices[n].start, layout.slices[n].stop) for n in rest]
-    )
-    return PriorPrecision(diagonal, indices.to(like.device), dense)
+    numbers = [torch.arange(layout.slices[n].start, layout.slices[n].stop) for n in rest]
+    table = torch.full((layout.size,), -1)
+    chosen = torch.arange(layout.size) if subset.indices is None else subset.indices.cpu()
+    table[chosen] = torch.arange(subset.size)
+    indices = table[torch.cat(numbers)]
+    kept = (indices >= 0).nonzero()[:, 0].to(like.device)
+    dense = dense[kept[:, None], kept]
+    return PriorPrecision(subset.take(diagonal), indices.to(like.device)[kept], dense)
 
 
 def _placed(vector: Tensor, where: slice, values: Tensor) -> Tensor:
     return torch.cat([vector[: where.start], values.to(vector), vector[where.stop :]])
 
 
-def _normal_precision(
-    site: Site, transform: Any, leaves: Mapping[str, Tensor]
-) -> Tensor | None:
+def _normal_precision(site: Site, transform: Any, leaves: Mapping[str, Tensor]) -> Tensor | None:
     """scale / sd^2 for independent Normals that depend on no other latent, else None."""
     base, _ = without_wrappers(site.distribution)
     if transform is not None or type(base).__name__ != "Normal" or site.mask is not None:

@@ -9,7 +9,7 @@ from typing import Any
 import pyro.distributions as dist
 import torch
 from torch import Tensor, nn
-
+from torch.utils._pytree import tree_map_only
 
 from pyro_bdl.curvature.data import Batches
 from pyro_bdl.curvature.fit import Recipe, check_factors, fit_curvature
@@ -63,6 +63,9 @@ class AutoLaplaceGGN(Guide):
 
     def _create_parameters(self, start: Tensor) -> None:
         self.loc = nn.Parameter(start.clone())
+
+    def _shared_on_copy(self) -> tuple[str, ...]:
+        return (*super()._shared_on_copy(), "subset")  # modules in it are the program's own
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Emit a Delta at every site, its log density minus log |det dT/du|."""
@@ -145,6 +148,8 @@ class LaplaceGuide(Guide):
         self.__dict__["subset"] = select(self.layout, selection, model=model)
         self._fit(batches, None, progress)
 
+    num_data: int
+
     def _fit(self, batches: Batches, before: Any, progress: bool) -> None:
         (model,) = self._program_model
         fitted = fit_curvature(
@@ -168,6 +173,7 @@ class LaplaceGuide(Guide):
         self._fit(Batches(data), self.curvature, progress)
         return self
 
+    @torch.enable_grad()
     def refresh(self) -> Tensor:
         """Take the prior's precision at the program's present hyperparameters; returns the
         gradient of the log prior in the subset (p,)."""
@@ -178,18 +184,15 @@ class LaplaceGuide(Guide):
         self._keep_prior(prior)
         total = run.log_prior()
         found: list[Tensor | None] = [None] * len(leaves)
-        if isinstance(total, Tensor) and total.requires_grad:
-            log_det = self.require_layout().constrain(
-                torch.cat([leaf.reshape(-1) for leaf in leaves.values()])
-            )[1]
-            found = list(
-                torch.autograd.grad(total + log_det, list(leaves.values()), allow_unused=True)
-            )
-        flat = [
+        flat = torch.cat([leaf.reshape(-1) for leaf in leaves.values()])
+        total = total + self.require_layout().constrain(flat)[1]
+        if total.requires_grad:
+            found = list(torch.autograd.grad(total, list(leaves.values()), allow_unused=True))
+        gradients = [
             (torch.zeros_like(leaf) if g is None else g).reshape(-1)
             for g, leaf in zip(found, leaves.values(), strict=True)
         ]
-        return self.subset.take(torch.cat(flat))
+        return self.subset.take(torch.cat(gradients))
 
     def _keep_prior(self, prior: PriorPrecision) -> None:
         self.register_buffer("prior_diagonal", prior.diagonal.detach())
@@ -219,7 +222,11 @@ class LaplaceGuide(Guide):
 
     def _apply(self, function: Callable, recurse: bool = True) -> Any:
         self._forget()
+        self.__dict__["_first"] = tree_map_only(Tensor, function, self._first)
         return super()._apply(function, recurse)
+
+    def _shared_on_copy(self) -> tuple[str, ...]:
+        return (*super()._shared_on_copy(), "_first", "batches")
 
     def _check_maximum(self, gradient: Tensor) -> None:
         """Warn where a Newton step would still gain a lot."""
@@ -227,9 +234,9 @@ class LaplaceGuide(Guide):
         gain = 0.5 * float((gradient.square() * values.to(gradient)).sum())
         if gain > 1.0 + 0.1 * self.subset.size:
             warnings.warn(
-                f"the guide is not at a maximum: the gradient's norm is {float(gradient.norm()):.3g} "
-                f"and a step would gain about {gain:.3g} nats; train longer, with a learning rate "
-                "that falls to zero, before the Laplace approximation",
+                "the guide is not at a maximum: the gradient's norm is "
+                f"{float(gradient.norm()):.3g} and a step would gain about {gain:.3g} nats; train "
+                "longer, with a learning rate that falls to zero, before the Laplace approximation",
                 BdlWarning,
                 stacklevel=5,
             )
@@ -241,7 +248,7 @@ class LaplaceGuide(Guide):
         vector = self.sample_vectors(1)[0]
         log_det = self.require_layout().constrain(vector)[1]
         log_q = self.log_density(vector, log_det)
-        result = {}
+        result: dict[str, Tensor] = {}
         for latent, (part,) in self._sites(args, kwargs, vector):
             value = part if latent.transform is None else latent.transform(part)
             shape = value.shape[: value.dim() - latent.event_dim]
@@ -273,12 +280,12 @@ class LaplaceGuide(Guide):
         return self.subset.put(torch.zeros_like(self.loc), variances)
 
     def vector_quantiles(self, levels: Tensor) -> Tensor:
-        return self.loc + self.variances().sqrt() * torch.special.ndtri(levels)[:, None]
+        scale = self.variances().sqrt()
+        offsets = scale * torch.special.ndtri(levels)[:, None]
+        return self.loc + torch.where(scale > 0, offsets, torch.zeros_like(offsets))
 
 
-def last_layer(
-    model: Callable, layout: Any, vector: Tensor, args: tuple, kwargs: Any
-) -> list[str]:
+def last_layer(model: Callable, layout: Any, vector: Tensor, args: tuple, kwargs: Any) -> list[str]:
     """The sites of the last linear operation of a program.
 
     :raises ValueError: where no latent enters a linear operation.
