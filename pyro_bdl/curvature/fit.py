@@ -43,7 +43,7 @@ STRUCTURES = ("kron", "ekfac", "full", "diag", "low_rank")
 CURVATURES = ("ggn", "ggn-mc", "empirical-fisher", "hessian")
 
 _PROBED = 16
-_BUDGET = 96 * 2**20  # bytes of a part's activations and gradients
+_BUDGET = 24 * 2**20  # bytes of a part's activations and gradients
 _COLUMNS_BUDGET = 8 * 2**20  # bytes of columns that are stacked, which costs a copy
 
 
