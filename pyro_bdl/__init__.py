@@ -3,6 +3,7 @@
 from pyro_bdl import diagnostics, elbo, guides, handlers, mcmc, metrics, models, priors, temperature
 from pyro_bdl._version import __version__
 from pyro_bdl.compare import Comparison, compare
+from pyro_bdl.linearized import LinearizedPredictive
 from pyro_bdl.nn import BayesianModule, bayesianize
 from pyro_bdl.predictive import Predictive
 from pyro_bdl.program import Program
@@ -11,6 +12,7 @@ from pyro_bdl.samples import Samples
 __all__ = [
     "BayesianModule",
     "Comparison",
+    "LinearizedPredictive",
     "Predictive",
     "Program",
     "Samples",

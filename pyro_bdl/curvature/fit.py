@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -275,17 +275,21 @@ def linearizations(
     model: Callable,
     subset: Subset,
     vector: Tensor,
-    batches: Batches,
+    batches: Iterable[Batch],
     recipe: Recipe | None,
     *,
     known: dict[Any, Alignment] | None = None,
+    every_output: bool = False,
 ) -> Iterator[Linearization]:
-    """Each batch of the data at the vector, cut into parts where it is large."""
+    """Each batch of the data at the vector, cut into parts where it is large.
+
+    :param every_output: size the parts for Jacobians of all outputs at once.
+    """
     known = {} if known is None else known
     size = None
     for batch in batches:
         if size is None:
-            size = _part_size(model, subset, vector, batch, recipe)
+            size = _part_size(model, subset, vector, batch, recipe, every_output)
         count = leading_size(batch) if size else 0
         if not size or count <= size:
             yield Linearization(model, subset, vector, *batch, known=known)
@@ -303,7 +307,12 @@ def _outputs(model: Callable, subset: Subset, vector: Tensor, batch: Batch) -> R
 
 
 def _part_size(
-    model: Callable, subset: Subset, vector: Tensor, batch: Batch, recipe: Recipe | None
+    model: Callable,
+    subset: Subset,
+    vector: Tensor,
+    batch: Batch,
+    recipe: Recipe | None,
+    every_output: bool,
 ) -> int:
     """How many rows to take at once; 0 for all of a batch.
 
@@ -323,6 +332,10 @@ def _part_size(
         return 0
     per_datum = 2.0 * allocations.bytes / some
     item = vector.element_size()
+    if every_output:
+        bases = [without_wrappers(site.distribution)[0] for site in whole.observed.values()]
+        outputs = sum(v.numel() for base in bases for v in parameters_of_any(base).values()) / some
+        per_datum *= 1.0 + 0.5 * outputs
     if recipe is not None and recipe.structure in ("full", "low_rank"):
         per_datum += item * subset.size
     else:
