@@ -425,7 +425,6 @@ EDGES = {
     "relu": lambda z: F.relu(z),
     "relu6": lambda z: F.relu6(z),
     "hardtanh": lambda z: F.hardtanh(z),
-    "clamp": lambda z: z.clamp(-1, 0),
     "norm": lambda z: z[:2].norm() + z.norm(p=1),
     "square root": lambda z: torch.where(z > 0, torch.where(z > 0, z, 1).sqrt(), 0),
     "logarithm": lambda z: torch.where(z > 0, torch.where(z > 0, z, 1).log(), z),
@@ -453,3 +452,10 @@ def test_edges(case):
         actual = jax.jit(both, compiler_options=QUICK)(jnp.asarray(point.numpy()))
     assert_close(actual[0], value, 1e-10)
     assert_close(actual[1], gradient, 1e-10)
+
+
+def test_clamp_has_a_subgradient_at_its_bounds():
+    """1 as in torch 2.13; torch 2.15 has 0 there."""
+    point = torch.tensor([0.0, -0.5, 1.0, -1.0])
+    gradient = jax.grad(to_jax(lambda z: z.clamp(-1, 0).sum(), point))(jnp.asarray(point.numpy()))
+    np.testing.assert_array_equal(gradient, [1, 1, 0, 1])
