@@ -33,9 +33,10 @@ def site_parameters(site: Site) -> dict[str, Tensor]:
 def parameters_of_any(base: Any) -> dict[str, Tensor]:
     """The tensors that a distribution without wrappers is made of, by argument."""
     values = parameters_of(base)
-    given = getattr(base, "_param", None)  # torch keeps here which of the two was given
-    if isinstance(given, Tensor) and {*values} == {"logits"} and given is vars(base).get("probs"):
-        values = {"probs": given}  # the logits were derived from them since
+    both = [name for name in vars(base) if name in ("probs", "logits")]
+    if len(both) == 2:  # the second was derived from the first since
+        values = {**values, both[0]: getattr(base, both[0])}
+        values.pop(both[1], None)
     if not values:  # of distributions made by a transform, which hold another one
         names = [name for name in base.arg_constraints if hasattr(base, name)]
         names = [name for name in names if name != "logits" or "probs" not in names]
@@ -94,7 +95,7 @@ def cell_weights(site: Site) -> Tensor:
     weight = torch.ones(base.batch_shape, dtype=like.dtype, device=like.device)
     for factor, shape in factors:
         value = torch.as_tensor(factor, device=like.device).to(like.dtype).detach().expand(shape)
-        weight = weight * value.reshape(*shape, *(1,) * (weight.dim() - len(shape)))
+        weight = weight * value.reshape((*shape, *(1,) * (weight.dim() - len(shape))))
     return weight.sqrt()
 
 
@@ -322,7 +323,7 @@ def _estimated_roots(base: Distribution, parameters: dict[str, Tensor]) -> Roots
         parts = columns[..., k].split([shape.numel() for shape in shapes.values()], -1)
         roots.append(
             {
-                name: part.reshape(*base.batch_shape, *shape)
+                name: part.reshape((*base.batch_shape, *shape))
                 for (name, shape), part in zip(shapes.items(), parts, strict=True)
             }
         )

@@ -372,9 +372,8 @@ def _masks(num_data: int, device: torch.device) -> Iterator[Tensor]:
 
 def _datum_axes(use: Use, num_data: int) -> list[DatumAxis]:
     """The axes of an operation's output that may number the data, the likely ones first."""
-    dims = len(use.output_shape)
-    candidates = use.reduce_dims if use.kind == "scale" else range(dims - 1)
     shape = _as_rows(use, torch.empty(use.output_shape, device="meta")).shape
+    candidates = use.reduce_dims if use.kind == "scale" else range(len(shape) - 1)
     axes = []
     for repeated in (False, True):
         for d in candidates:

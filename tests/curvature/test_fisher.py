@@ -1,0 +1,241 @@
+"""Square roots of Fisher information against Monte Carlo with error bars, and exact sums."""
+
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import tensor
+
+from pyro_bdl.curvature.fisher import (
+    cell_roots,
+    cell_weights,
+    empirical_columns,
+    exact_columns,
+    num_data,
+    parameters_of_any,
+    rebuilt,
+    sampled_columns,
+    site_parameters,
+)
+from pyro_bdl.program import Site
+
+
+def T(value):
+    return tensor(value, dtype=torch.float64)
+
+
+LOGITS = T([0.3, -1.2, 2.0])
+TRIL = T([[1.0, 0.0], [0.5, 0.7]])
+CLOSED = {
+    "Normal": lambda: dist.Normal(T(0.4), T(1.7)),
+    "LogNormal": lambda: dist.LogNormal(T(0.4), T(0.6)),
+    "Laplace": lambda: dist.Laplace(T(0.4), T(1.7)),
+    "Cauchy": lambda: dist.Cauchy(T(0.4), T(1.7)),
+    "Gumbel": lambda: dist.Gumbel(T(0.4), T(1.7)),
+    "StudentT": lambda: dist.StudentT(T(3.5), T(0.4), T(1.7)),
+    "StudentT, heavy": lambda: dist.StudentT(T(1.2), T(0.4), T(0.3)),
+    "Gamma": lambda: dist.Gamma(T(2.5), T(1.7)),
+    "Beta": lambda: dist.Beta(T(2.5), T(0.7)),
+    "Exponential": lambda: dist.Exponential(T(1.7)),
+    "HalfNormal": lambda: dist.HalfNormal(T(1.7)),
+    "Poisson": lambda: dist.Poisson(T(1.7)),
+    "Bernoulli, logits": lambda: dist.Bernoulli(logits=T(1.2)),
+    "Bernoulli, probs": lambda: dist.Bernoulli(probs=T(0.3)),
+    "Binomial": lambda: dist.Binomial(T(4.0), logits=T(1.2)),
+    "NegativeBinomial": lambda: dist.NegativeBinomial(T(2.5), logits=T(0.4)),
+    "Categorical, logits": lambda: dist.Categorical(logits=LOGITS),
+    "MultivariateNormal": lambda: dist.MultivariateNormal(T([0.4, -1.0]), scale_tril=TRIL),
+}
+FIXED = {
+    "Binomial": ["logits"],
+    "NegativeBinomial": ["logits"],
+    "MultivariateNormal": ["loc"],
+}
+ESTIMATED = {
+    "Dirichlet": (lambda: dist.Dirichlet(T([1.5, 0.7, 2.0])), None),
+    "VonMises": (lambda: dist.VonMises(T(0.4), T(1.7)), None),
+    "Weibull": (lambda: dist.Weibull(T(1.3), T(2.7)), None),
+    "InverseGamma": (lambda: dist.InverseGamma(T(2.5), T(1.7)), None),
+    "Geometric": (lambda: dist.Geometric(logits=T(0.4)), None),
+    "MultivariateNormal, scale": (CLOSED["MultivariateNormal"], ["loc", "scale_tril"]),
+}
+DRAWS = 100_000
+
+
+def information(base, names):
+    """S S' of all the parameters together, flattened."""
+    used = {name: value for name, value in parameters_of_any(base).items() if name in names}
+    roots = cell_roots(base, used)
+    zeros = {name: torch.zeros_like(value) for name, value in used.items()}
+    columns = [torch.cat([{**zeros, **r}[name].reshape(-1) for name in used]) for r in roots]
+    root = torch.stack(columns, 1)
+    return root @ root.T, list(used)
+
+
+def scores(base, names, draws=DRAWS):
+    """d log p(y) / d theta for draws of y, (draws, parameters)."""
+    every = {name: v.expand(draws, *v.shape) for name, v in parameters_of_any(base).items()}
+    leaves = {name: every[name].clone().requires_grad_() for name in names}
+    value = base.sample((draws,))
+    rebuilt(base, every | leaves).log_prob(value).sum().backward()
+    return torch.cat([leaves[name].grad.reshape(draws, -1) for name in names], 1)
+
+
+def estimate(base, names):
+    """The Fisher information by Monte Carlo, and its standard error."""
+    s = scores(base, names)
+    products = s[:, :, None] * s[:, None, :]
+    return products.mean(0), products.std(0) / DRAWS**0.5
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_closed_forms_within_monte_carlo_error(name):
+    torch.manual_seed(1)
+    base = CLOSED[name]()
+    names = FIXED.get(name, list(parameters_of_any(base)))
+    found, order = information(base, names)
+    mean, error = estimate(base, order)
+    assert ((found - mean).abs() <= 5 * error + 1e-12).all(), (found, mean, error)
+    assert (error <= 0.05 * mean.diagonal().max()).all()  # the bar is one that can fail
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_a_known_parameter_drops_out(name):
+    base = CLOSED[name]()
+    names = FIXED.get(name, list(parameters_of_any(base)))
+    if len(names) < 2:
+        return
+    whole, order = information(base, names)
+    for i, one in enumerate(order):
+        torch.testing.assert_close(information(base, [one])[0], whole[i : i + 1, i : i + 1])
+
+
+def test_categorical():
+    p = LOGITS.softmax(-1)
+    given_logits = information(dist.Categorical(logits=LOGITS), ["logits"])[0]
+    torch.testing.assert_close(given_logits, torch.diag(p) - p.outer(p))
+    for base in (dist.Categorical(probs=p), dist.OneHotCategorical(probs=p)):
+        torch.testing.assert_close(information(base, ["probs"])[0], torch.diag(1 / p))
+
+
+def test_logits_and_probabilities_are_one_information():
+    """J' F J is the same in both parametrisations, also after log_prob has derived the other."""
+    logits = LOGITS.expand(4, 3).clone().requires_grad_()
+    for first, second in (
+        (dist.Categorical(logits=logits), dist.Categorical(probs=logits.softmax(-1))),
+        (dist.Bernoulli(logits=logits), dist.Bernoulli(probs=logits.sigmoid())),
+        (dist.Categorical(logits=logits), dist.OneHotCategorical(logits=logits)),
+    ):
+        found = []
+        for base in (first, second):
+            base.log_prob(base.sample())  # derives logits and keeps them
+            site = Site(base, None, 1.0, None)
+            (name,) = site_parameters(site)
+            assert name == ("logits" if base is first else "probs"), base
+            rows = [
+                torch.autograd.grad(getattr(base, name), logits, column[name], retain_graph=True)[0]
+                for column in exact_columns(site)
+            ]
+            found.append(sum(r.reshape(-1)[:, None] * r.reshape(-1)[None, :] for r in rows))
+        torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("name", ESTIMATED)
+def test_other_distributions_are_estimated(name):
+    torch.manual_seed(2)
+    make, names = ESTIMATED[name]
+    base = make()
+    names = names or list(parameters_of_any(base))
+    found, order = information(base, names)
+    mean, error = estimate(base, order)
+    error = error * (DRAWS / 512) ** 0.5  # the estimate is made of 512 draws
+    assert ((found - mean).abs() <= 5 * error + 1e-12).all(), (found, mean, error)
+
+
+@pytest.mark.parametrize("logits", [-100.0, 100.0, 800.0])
+def test_saturated_outputs_have_finite_roots(logits):
+    for dtype in (torch.float32, torch.float64):
+        value = torch.tensor([logits, 0.0], dtype=dtype)
+        for base in (
+            dist.Categorical(logits=value),
+            dist.Categorical(probs=value.softmax(-1)),
+            dist.Bernoulli(logits=value),
+            dist.Bernoulli(probs=value.sigmoid()),
+            dist.Poisson(value.clamp(max=50).exp()),
+        ):
+            for root in cell_roots(base, parameters_of_any(base)):
+                assert all(torch.isfinite(part).all() for part in root.values())
+
+
+# Sites
+
+
+def outer(columns, name="loc"):
+    """sum over columns of c c' for each datum, over its cells: (n, cells, cells)."""
+    columns = torch.stack([column[name].flatten(1) for column in columns])
+    return torch.einsum("kni,knj->nij", columns, columns)
+
+
+def site(distribution, scale=1.0, mask=None, subsampling=1.0, value=None):
+    return Site(distribution, value, scale, mask, subsampling)
+
+
+def grad(*shape):
+    return torch.randn(*shape, requires_grad=True)
+
+
+def test_every_cell_has_columns_of_its_own():
+    loc, scale = grad(4, 2, 3), torch.rand(4, 2, 3) + 0.5
+    found = outer(exact_columns(site(dist.Normal(loc, scale).to_event(2))))
+    torch.testing.assert_close(found, torch.diag_embed(scale.flatten(1) ** -2))
+
+
+def test_a_single_number_is_one_datum():
+    s = site(dist.Normal(torch.tensor(0.3, requires_grad=True), 2.0))
+    assert num_data(s) == 1
+    (column,) = exact_columns(s)
+    torch.testing.assert_close(column["loc"], torch.tensor(0.5))
+
+
+@pytest.mark.parametrize("cells", [3, 4])  # as many as data, too
+def test_masks_and_temperatures_weigh_their_own_axes(cells):
+    loc = grad(4, cells)
+    normal = dist.Normal(loc, 1.0)
+    per_datum = torch.tensor([True, False, True, True])
+    per_cell = torch.rand(4, cells) > 0.5
+    row = torch.rand(cells) > 0.3
+    scales = torch.tensor([0.5, 1.0, 2.0, 3.0])
+    close = torch.testing.assert_close
+    event = normal.to_event(1)
+    expected = per_datum.double()[:, None].expand(4, cells)
+    close(cell_weights(site(event, mask=per_datum)) ** 2, expected)
+    close(cell_weights(site(event.mask(per_datum))) ** 2, expected)
+    close(cell_weights(site(normal.mask(per_cell).to_event(1))) ** 2, per_cell.double())
+    close(cell_weights(site(normal.mask(row).to_event(1))) ** 2, row.double().expand(4, cells))
+    close(cell_weights(site(event, scale=scales)) ** 2, scales[:, None].expand(4, cells))
+    close(cell_weights(site(normal, scale=6.0, subsampling=3.0)) ** 2, torch.full((4, cells), 2.0))
+    both = cell_weights(site(normal.mask(per_cell).to_event(1), scale=2.0, mask=per_datum)) ** 2
+    close(both, 2.0 * per_cell * per_datum[:, None])
+    close(cell_weights(site(normal, mask=False)), torch.zeros(4, cells))
+    weights = cell_weights(site(event, mask=per_datum)) ** 2
+    close(outer(exact_columns(site(event, mask=per_datum))), torch.diag_embed(weights))
+
+
+def test_the_empirical_columns_are_scores():
+    loc, y = grad(5, 2), torch.randn(5, 2)
+    s = site(dist.Normal(loc, 0.5).to_event(1), scale=4.0, value=y)
+    (column,) = empirical_columns(s)
+    torch.testing.assert_close(column["loc"], 2.0 * (y - loc.detach()) / 0.25)
+
+
+def test_sampled_columns_converge():
+    torch.manual_seed(0)
+    logits = grad(3, 4)
+    s = site(dist.Categorical(logits=logits), scale=2.0)
+    draws = 20_000
+    columns = torch.stack([c["logits"] for c in sampled_columns(s, draws)])
+    products = draws * torch.einsum("kni,knj->knij", columns, columns)
+    p = logits.detach().softmax(-1)
+    expected = 2.0 * (torch.diag_embed(p) - p[..., :, None] * p[..., None, :])
+    error = products.std(0) / draws**0.5
+    assert ((products.mean(0) - expected).abs() < 5 * error).all()
+    assert (error < 0.02).all()
