@@ -78,8 +78,9 @@ def rows(batch: Batch, start: int, stop: int, num_data: int) -> Batch:
 
 
 def leading_size(batch: Batch) -> int:
-    """How many rows the first tensor among the arguments has."""
-    return next(len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+    """How many rows the first tensor among the arguments has; 0 where it has none."""
+    leaves = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+    return next((len(leaf) if leaf.dim() else 0 for leaf in leaves), 0)
 
 
 def has_rows(batch: Batch, num_data: int) -> bool:

@@ -114,6 +114,8 @@ def _named(layout: Layout, part: Any, model: Any) -> set[str]:
             "a subset is given by names, modules, a predicate or indices, got "
             f"{type(part).__name__}"
         )
+    if part in layout.latents:  # also a name with brackets in it
+        return {part}
     names = {name for name in layout.latents if fnmatchcase(name, part)}
     if not names:
         raise ValueError(

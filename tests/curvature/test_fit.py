@@ -1,0 +1,589 @@
+"""Curvature over data: against dense sums by formula, in batches and parts, tempered and masked."""
+
+import warnings
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pyro_bdl import bayesianize, handlers, models
+from pyro_bdl.curvature import fit as fit_module
+from pyro_bdl.curvature.fit import Recipe, check_memory
+from pyro_bdl.curvature.fit import fit_curvature
+from pyro_bdl.curvature.subset import Subset
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.nn import _substituted
+from pyro_bdl.program import Program, record
+
+STRUCTURES = ["full", "diag", "kron", "ekfac", "low_rank"]
+
+
+def net(out=2):
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, out))
+
+
+def observations(kind):
+    """A program over an MLP, with x and y."""
+    torch.manual_seed(2)
+    x = torch.randn(6, 3)
+    if kind == "normal":
+        return models.Regression(bayesianize(net()), noise=0.4), x, torch.randn(6, 2)
+    if kind == "noise":
+        return models.Regression(bayesianize(net())), x, torch.randn(6, 2)
+    if kind == "heteroscedastic":
+        return models.HeteroscedasticRegression(bayesianize(net())), x, torch.randn(6)
+    if kind == "categorical":
+        return models.Classification(bayesianize(net(3))), x, torch.randint(0, 3, (6,))
+    if kind == "pixels":
+        conv = nn.Sequential(
+            nn.Linear(3, 8), nn.Tanh(), nn.Unflatten(1, (1, 8)), nn.Conv1d(1, 3, 3)
+        )
+        bnn = bayesianize(nn.Sequential(*conv, Transposed()))
+        return models.Classification(bnn), x, torch.randint(0, 3, (6, 6))
+    if kind == "bernoulli":
+        return models.BinaryClassification(bayesianize(net(1))), x, torch.randint(0, 2, (6,))
+    assert kind == "poisson"
+    return models.PoissonRegression(bayesianize(net())), x, torch.poisson(torch.ones(6, 2))
+
+
+class Transposed(nn.Module):
+    def forward(self, x):
+        return x.mT
+
+
+KINDS = ["normal", "noise", "heteroscedastic", "categorical", "pixels", "bernoulli", "poisson"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_full_and_diagonal_by_formula(oracle, kind):
+    model, x, y = observations(kind)
+    program, vector = oracle.program(model, x, y)
+    expected = oracle.ggn(program, vector)
+    found = oracle.fit(program, vector, (x, y), structure="full")
+    torch.testing.assert_close(found.curvature.matrix, expected, rtol=1e-10, atol=1e-10)
+    diagonal = oracle.fit(program, vector, (x, y), structure="diag").curvature.values
+    torch.testing.assert_close(diagonal, expected.diagonal(), rtol=1e-10, atol=1e-10)
+    assert found.num_data == 6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_low_rank_of_full_rank_is_full(oracle, kind):
+    model, x, y = observations(kind)
+    program, vector = oracle.program(model, x, y)
+    expected = oracle.ggn(program, vector)
+    curvature = oracle.fit(program, vector, (x, y), structure="low_rank", rank=999).curvature
+    found = curvature.vectors * curvature.values @ curvature.vectors.T
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kron_of_one_datum_is_the_block_diagonal(oracle, kind):
+    if kind == "pixels":
+        pytest.skip("a convolution has several positions")
+    model, x, y = observations(kind)
+    program, vector = oracle.program(model, x[:1], y[:1])
+    expected = oracle.ggn(program, vector)
+    for structure in ("kron", "ekfac"):
+        curvature = oracle.fit(program, vector, (x[:1], y[:1]), structure=structure).curvature
+        curvature.diagonal()
+        seen = set()
+        for place, block in curvature._blocks():
+            block = block if isinstance(block, torch.Tensor) else block.matrix()
+            where = place.numbers(torch.device("cpu"))
+            torch.testing.assert_close(block, expected[where][:, where], rtol=1e-9, atol=1e-10)
+            seen |= set(where.tolist())
+        assert seen == set(expected.diagonal().nonzero()[:, 0].tolist())
+
+
+def test_kron_of_deep_linear_networks_is_the_block_diagonal(oracle):
+    """With Gaussian noise and one output the back-propagated g are the same for every datum."""
+    torch.manual_seed(0)
+    deep = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(2, 1))
+    model, data = oracle.regression(deep, torch.randn(7, 3))
+    program, vector = oracle.program(model, *data)
+    expected = oracle.ggn(program, vector)
+    for structure in ("kron", "ekfac"):
+        curvature = oracle.fit(program, vector, data, structure=structure).curvature
+        curvature.diagonal()
+        assert len(curvature._blocks()) == 6
+        for place, block in curvature._blocks():
+            where = place.numbers(torch.device("cpu"))
+            torch.testing.assert_close(block.matrix(), expected[where][:, where])
+
+
+# Data
+
+
+def total(curvature):
+    """A curvature as a matrix."""
+    if hasattr(curvature, "matrix"):
+        return curvature.matrix
+    if hasattr(curvature, "vectors"):
+        return curvature.vectors * curvature.values @ curvature.vectors.T
+    if hasattr(curvature, "products"):
+        curvature.diagonal()
+        result = torch.zeros(curvature.size, curvature.size)
+        for place, block in curvature._blocks():
+            where = place.numbers(torch.device("cpu"))
+            block = block if isinstance(block, torch.Tensor) else block.matrix()
+            result[where[:, None], where] = block
+        return result
+    return torch.diag(curvature.values)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_batches_add_up(oracle, structure):
+    model, x, y = observations("categorical")
+    program, vector = oracle.program(model, x, y)
+    whole = oracle.fit(program, vector, (x, y), structure=structure, rank=99)
+    for sizes in ([6], [2, 4], [1, 1, 1, 3]):
+        batches = list(zip(x.split(sizes), y.split(sizes), strict=True))
+        split = oracle.fit(program, vector, batches, structure=structure, rank=99)
+        torch.testing.assert_close(
+            total(split.curvature), total(whole.curvature), rtol=1e-10, atol=1e-10
+        )
+        torch.testing.assert_close(split.log_likelihood, whole.log_likelihood)
+        torch.testing.assert_close(split.gradient, whole.gradient)
+        assert split.num_data == 6
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_copies_of_the_data(oracle, structure):
+    model, x, y = observations("noise")
+    program, vector = oracle.program(model, x, y)
+    once = oracle.fit(program, vector, (x, y), structure=structure, rank=99)
+    data = (x.repeat(3, 1), y.repeat(3, 1))
+    thrice = oracle.fit(program, vector, data, structure=structure, rank=99)
+    torch.testing.assert_close(
+        total(thrice.curvature), 3 * total(once.curvature), rtol=1e-10, atol=1e-10
+    )
+    torch.testing.assert_close(thrice.log_likelihood, 3 * once.log_likelihood)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("kind", ["categorical", "pixels"])
+def test_parts_that_fit_in_memory_add_up(oracle, structure, kind, monkeypatch):
+    model, x, y = observations(kind)
+    x, y = x.repeat(3, 1), y.repeat(3, *(1,) * (y.dim() - 1))
+    program, vector = oracle.program(model, x, y)
+    whole = oracle.fit(program, vector, (x, y), structure=structure, rank=99)
+    monkeypatch.setattr(fit_module, "_BUDGET", 600)
+    monkeypatch.setattr(fit_module, "_COLUMNS_BUDGET", 600)
+    parts = []
+    original = fit_module.Linearization
+
+    def counted(model, subset, vector, *args, **kwargs):
+        parts.append(len(args[0][0]))
+        return original(model, subset, vector, *args, **kwargs)
+
+    monkeypatch.setattr(fit_module, "Linearization", counted)
+    split = oracle.fit(program, vector, (x, y), structure=structure, rank=99)
+    assert max(parts) < 18
+    torch.testing.assert_close(total(split.curvature), total(whole.curvature), rtol=1e-9, atol=1e-9)
+
+
+def test_a_program_that_needs_all_of_its_data_is_not_cut(oracle, monkeypatch):
+    """Rows that look at each other, and a factor, which stands once for all data."""
+
+    def centred(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal((x - x.mean(0)) @ w, 1.0), obs=y)
+
+    def with_factor(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        pyro.factor("constraint", -10 * w.sum() ** 2)
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+
+    monkeypatch.setattr(fit_module, "_BUDGET", 1)
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 3), torch.randn(8)
+    program, vector = oracle.program(centred, x, y)
+    found = oracle.fit(program, vector, (x, y), structure="full").curvature.matrix
+    torch.testing.assert_close(found, torch.cov(x.T, correction=0) * 8)
+    program, vector = oracle.program(with_factor, x, y)
+    found = oracle.fit(program, vector, (x, y), structure="full", curvature="hessian")
+    torch.testing.assert_close(found.curvature.matrix, x.T @ x + 20 * torch.ones(3, 3))
+
+
+def test_two_sites_with_different_numbers_of_data(oracle):
+    """One network, called twice: its weights are one block, whatever each site sees of them."""
+    bnn = bayesianize(net(1))
+
+    def model(x, y=None, z=None):
+        f, g = once(bnn, (x, x[:4] + 1.0))
+        with pyro.plate("first", 6):
+            pyro.sample("y", dist.Normal(f[:, 0], 0.5), obs=y)
+        with pyro.plate("second", 4):
+            pyro.sample("z", dist.Poisson(g[:, 0].exp()), obs=z)
+
+    torch.manual_seed(0)
+    data = torch.randn(6, 3), torch.randn(6), torch.poisson(torch.ones(4))
+    program, vector = oracle.program(model, *data)
+    expected = oracle.ggn(program, vector)
+    for structure in STRUCTURES:
+        found = oracle.fit(program, vector, data, structure=structure, rank=99)
+        matrix = total(found.curvature)
+        if structure in ("full", "low_rank"):
+            torch.testing.assert_close(matrix, expected)
+        elif structure == "diag":
+            torch.testing.assert_close(matrix.diagonal(), expected.diagonal())
+        else:
+            places = [place for place, _ in found.curvature._blocks()]
+            assert sum(place.size for place in places) == program.size
+            assert len(found.curvature.products) == 4
+            if structure == "ekfac":
+                torch.testing.assert_close(matrix.trace(), expected.trace())
+            counts = {int(factors.count) for factors in found.curvature.products.values()}
+            assert counts == {10}
+
+
+def once(bnn, inputs):
+    """The network at several inputs, its weights sampled once."""
+    values = bnn._sample()
+    with _substituted(bnn._places, values):
+        return [bnn.network(x) for x in inputs]
+
+
+def test_sites_that_use_the_same_entries_differently(oracle):
+    """A matrix as a product for one site, as a product and a scale for the other."""
+
+    def model(x, y=None, z=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2, 3), 1.0).to_event(2))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(F.linear(x, w), 1.0).to_event(1), obs=y)
+            other = (F.linear(x, w)[:, :, None] * w).sum((1, 2))
+            pyro.sample("z", dist.Normal(other, 1.0), obs=z)
+
+    torch.manual_seed(0)
+    data = torch.randn(5, 3), torch.randn(5, 2), torch.randn(5)
+    program, vector = oracle.program(model, *data)
+    expected = oracle.ggn(program, vector)
+    for structure in STRUCTURES:
+        curvature = oracle.fit(program, vector, data, structure=structure, rank=99).curvature
+        matrix = total(curvature)
+        if structure in ("kron", "ekfac"):
+            assert [place.size for place, _ in curvature._blocks()] == [6]
+        elif structure == "diag":
+            torch.testing.assert_close(matrix.diagonal(), expected.diagonal())
+        else:
+            torch.testing.assert_close(matrix, expected)
+
+
+@pytest.mark.parametrize("structure", ["full", "diag"])
+def test_masks_and_temperatures(oracle, structure):
+    torch.manual_seed(0)
+    bnn = bayesianize(net(3))
+    rows = torch.tensor([True, False, True])
+    cells = torch.rand(3, 3) > 0.4
+
+    def model(x, y=None):
+        f = bnn(x)
+        with pyro.plate("data", 3), pyro.poutine.mask(mask=rows):
+            pyro.sample("y", dist.Normal(f, 1.0).mask(cells).to_event(1), obs=y)
+
+    data = torch.randn(3, 3), torch.randn(3, 3)
+    tempered = handlers.temper(model, 0.1)
+    program, vector = oracle.program(tempered, *data)
+    weights = {"y": 10.0 * cells * rows[:, None]}
+    expected = oracle.ggn(program, vector, weights)
+    found = oracle.fit(program, vector, data, structure=structure)
+    expected = expected if structure == "full" else torch.diag(expected.diagonal())
+    torch.testing.assert_close(total(found.curvature), expected)
+    torch.testing.assert_close(
+        found.log_likelihood, program.run(program.constrain(vector)[0]).log_likelihood()
+    )
+
+
+def test_minibatches_of_a_program_that_says_how_many_data_there_are(oracle):
+    """All batches: each datum once. Some: scaled up, and said."""
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 3), torch.randn(6, 2)
+    bnn = bayesianize(net())
+    model = models.Regression(bnn, noise=0.4, num_data=6)
+    plain = models.Regression(bnn, noise=0.4)
+    program, vector = oracle.program(plain, x, y)
+    expected = oracle.fit(program, vector, (x, y), structure="full")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        program = Program(model, x[:2], y[:2])
+        batches = list(zip(x.split(2), y.split(2), strict=True))
+        found = oracle.fit(program, vector, batches, structure="full")
+    torch.testing.assert_close(found.curvature.matrix, expected.curvature.matrix)
+    torch.testing.assert_close(found.log_likelihood, expected.log_likelihood)
+    torch.testing.assert_close(found.gradient, expected.gradient)
+    half = oracle.fit(Program(plain, x[:3], y[:3]), vector, (x[:3], y[:3]), structure="full")
+    for structure in STRUCTURES:
+        with pytest.warns(BdlWarning, match="speaks of 6 data, 3 were passed"):
+            part = oracle.fit(program, vector, (x[:3], y[:3]), structure=structure, rank=99)
+        torch.testing.assert_close(part.log_likelihood, 2 * half.log_likelihood)
+        torch.testing.assert_close(part.gradient, 2 * half.gradient)
+        if structure in ("full", "low_rank"):
+            torch.testing.assert_close(total(part.curvature), 2 * half.curvature.matrix)
+        elif structure == "diag":
+            torch.testing.assert_close(part.curvature.values, 2 * half.curvature.matrix.diagonal())
+        else:
+            one = oracle.fit(
+                Program(plain, x[:3], y[:3]), vector, (x[:3], y[:3]), structure=structure
+            )
+            torch.testing.assert_close(total(part.curvature), 2 * total(one.curvature))
+
+
+def test_a_plate_that_draws_its_own_subsample(oracle):
+    """Every pass, and every derivative within one, is about the same draw."""
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 3), torch.randn(8)
+
+    def model():
+        w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        with pyro.plate("data", 8, subsample_size=4) as index:
+            pyro.sample("y", dist.Normal((x[index] * w.exp()).sum(1), 1.0), obs=y[index])
+
+    program, vector = oracle.program(model)
+    found = []
+    for structure in ("full", "low_rank"):
+        pyro.set_rng_seed(3)
+        with pytest.warns(BdlWarning, match="speaks of 8 data, 4 were passed"):
+            found.append(oracle.fit(program, vector, [()], structure=structure, rank=3))
+    pyro.set_rng_seed(3)
+    index = record(model, program.constrain(vector)[0]).subsamples["data"]
+    rows = x[index] * vector.exp()
+    torch.testing.assert_close(found[0].curvature.matrix, 2 * rows.T @ rows)
+    torch.testing.assert_close(total(found[1].curvature), 2 * rows.T @ rows)
+
+
+# Kinds of curvature
+
+
+def test_the_monte_carlo_fisher_converges(oracle):
+    model, x, y = observations("categorical")
+    program, vector = oracle.program(model, x, y)
+    expected = oracle.fit(program, vector, (x, y), structure="full").curvature.matrix
+    options = {"structure": "full", "curvature": "ggn-mc"}
+    small = [
+        oracle.fit(program, vector, (x, y), num_draws=50, **options).curvature.matrix
+        for _ in range(10)
+    ]
+    small = torch.stack(small)
+    error = small.std(0) / 10**0.5
+    assert ((small.mean(0) - expected).abs() <= 6 * error + 1e-12).all()
+    far = (small[0] - expected).norm()
+    large = oracle.fit(program, vector, (x, y), num_draws=5000, **options).curvature.matrix
+    assert (large - expected).norm() < 0.4 * far
+
+
+@pytest.mark.parametrize("structure", ["diag", "ekfac", "low_rank"])
+def test_passes_share_their_draws(oracle, structure):
+    model, x, y = observations("categorical")
+    program, vector = oracle.program(model, x, y)
+    torch.manual_seed(5)
+    expected = oracle.fit(program, vector, (x, y), structure="full", curvature="ggn-mc")
+    torch.manual_seed(5)
+    found = oracle.fit(
+        program, vector, (x, y), structure=structure, curvature="ggn-mc", rank=99
+    ).curvature
+    full = expected.curvature.matrix
+    if structure == "low_rank":
+        torch.testing.assert_close(total(found), full)
+    else:
+        torch.testing.assert_close(found.diagonal().sum(), full.trace())
+
+
+def test_the_empirical_fisher_is_the_outer_product_of_scores(oracle):
+    model, x, y = observations("noise")
+    program, vector = oracle.program(model, x, y)
+
+    def likelihood(u):
+        return program.log_likelihood(program.constrain(u)[0])["y"]
+
+    scores = torch.autograd.functional.jacobian(likelihood, vector)
+    found = oracle.fit(program, vector, (x, y), structure="full", curvature="empirical-fisher")
+    torch.testing.assert_close(found.curvature.matrix, scores.T @ scores)
+    torch.testing.assert_close(found.gradient, scores.sum(0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_hessian(oracle, kind):
+    model, x, y = observations(kind)
+    program, vector = oracle.program(model, x, y)
+
+    def likelihood(u):
+        return sum(v.sum() for v in program.log_likelihood(program.constrain(u)[0]).values())
+
+    expected = -torch.autograd.functional.hessian(likelihood, vector)
+    options = {"structure": "full", "curvature": "hessian"}
+    batches = list(zip(x.split(4), y.split(4), strict=True))
+    for data in ((x, y), batches):
+        found = oracle.fit(program, vector, data, **options).curvature.matrix
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    some = torch.tensor([0, 3, 7, program.size - 1])
+    found = oracle.fit(program, vector, (x, y), some, **options).curvature.matrix
+    torch.testing.assert_close(found, expected[some][:, some], rtol=1e-9, atol=1e-9)
+
+
+def test_the_hessian_is_the_ggn_for_a_linear_gaussian(oracle):
+    model, data = oracle.regression(nn.Linear(3, 2), torch.randn(5, 3), 2)
+    program, vector = oracle.program(model, *data)
+    hessian = oracle.fit(program, vector, data, structure="full", curvature="hessian")
+    ggn = oracle.fit(program, vector, data, structure="full")
+    torch.testing.assert_close(hessian.curvature.matrix, ggn.curvature.matrix)
+
+
+# Subsets
+
+
+@pytest.mark.parametrize("structure", ["full", "diag", "low_rank"])
+def test_a_part_of_the_latents(oracle, structure):
+    model, x, y = observations("noise")
+    program, vector = oracle.program(model, x, y)
+    expected = oracle.ggn(program, vector)
+    some = torch.randperm(program.size)[:11].sort().values
+    found = total(oracle.fit(program, vector, (x, y), some, structure=structure, rank=99).curvature)
+    expected = expected[some][:, some]
+    expected = torch.diag(expected.diagonal()) if structure == "diag" else expected
+    torch.testing.assert_close(found, expected)
+    every = torch.arange(program.size)
+    a = total(oracle.fit(program, vector, (x, y), every, structure=structure, rank=99).curvature)
+    b = total(oracle.fit(program, vector, (x, y), structure=structure, rank=99).curvature)
+    torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("structure", ["kron", "ekfac"])
+def test_kronecker_factors_want_whole_sites(oracle, structure):
+    model, x, y = observations("normal")
+    program, vector = oracle.program(model, x, y)
+    whole = oracle.fit(program, vector, (x, y), structure=structure).curvature
+    sites = torch.cat(
+        [torch.arange(program.size)[program.slices[n]] for n in ("0.bias", "2.weight")]
+    )
+    some = oracle.fit(program, vector, (x, y), sites, structure=structure).curvature
+    torch.testing.assert_close(total(some), total(whole)[sites][:, sites])
+    every = torch.arange(program.size)
+    same = oracle.fit(program, vector, (x, y), every, structure=structure).curvature
+    torch.testing.assert_close(total(same), total(whole))
+    with pytest.raises(ValueError, match=r"'0.weight' has no Kronecker factors.*whole sites"):
+        oracle.fit(program, vector, (x, y), torch.tensor([0, 1]), structure=structure)
+
+
+# What is refused
+
+
+def test_recipes():
+    with pytest.raises(ValueError, match=r"unknown structure 'kfac' \(there are kron"):
+        Recipe("kfac")
+    with pytest.raises(ValueError, match="unknown curvature 'fisher'"):
+        Recipe(curvature="fisher")
+    with pytest.raises(ValueError, match='needs structure="full"'):
+        Recipe("kron", "hessian")
+    with pytest.raises(ValueError, match="num_draws must be at least 1"):
+        Recipe(num_draws=0)
+    with pytest.raises(ValueError, match="rank must be at least 1"):
+        Recipe(rank=0)
+
+
+def test_missing_targets(oracle):
+    model, x, y = observations("normal")
+    program, vector = oracle.program(model, x, y)
+    with pytest.raises(ValueError, match=r"site 'y' has no observation.*targets"):
+        oracle.fit(program, vector, x, structure="full")
+
+
+def test_a_program_without_observations(oracle):
+    def model(x):
+        pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+
+    program, vector = oracle.program(model, torch.zeros(3))
+    for structure in STRUCTURES:
+        with pytest.raises(ValueError, match="no observed site"):
+            oracle.fit(program, vector, torch.zeros(3), structure=structure)
+
+
+def test_outputs_that_are_not_finite(oracle):
+    model, x, y = observations("normal")
+    program, vector = oracle.program(model, x, y)
+    x = x.clone()
+    x[1, 1] = float("nan")
+    with pytest.raises(ValueError, match=r"log likelihood at the MAP is nan.*not finite"):
+        oracle.fit(program, vector, (x, y), structure="full")
+
+
+def test_values_that_broadcast_against_their_distribution(oracle):
+    def model(y=None):
+        m = pyro.sample("m", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(m, 1.0), obs=y)
+
+    program, vector = oracle.program(model, torch.randn(4))
+    with pytest.raises(ValueError, match=r"'y' observes values of shape \(4,\).*plate"):
+        oracle.fit(program, vector, (torch.randn(4),), structure="full")
+
+
+def test_distributions_that_cannot_be_read(oracle):
+    def mixture(y=None):
+        m = pyro.sample("m", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        weights = dist.Categorical(logits=torch.zeros(4, 2))
+        with pyro.plate("data", 4):
+            parts = dist.Normal(m.expand(4, 2), 1.0)
+            pyro.sample("y", dist.MixtureSameFamily(weights, parts), obs=y)
+
+    program, vector = oracle.program(mixture, torch.randn(4))
+    y = torch.randn(4)
+    with pytest.raises(ValueError, match=r"'y' is not known.*MixtureSameFamily.*hessian"):
+        oracle.fit(program, vector, (y,), structure="full")
+    found = oracle.fit(program, vector, (y,), structure="full", curvature="hessian")
+    assert torch.isfinite(found.curvature.matrix).all()
+
+
+def test_a_distribution_made_by_a_transform(oracle):
+    """InverseGamma holds a Gamma; its parameters are read all the same."""
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.InverseGamma(torch.tensor(3.0), (w * x).exp()), obs=y)
+
+    x, y = torch.randn(5), torch.rand(5) + 0.5
+    program, vector = oracle.program(model, x, y)
+    torch.manual_seed(0)
+    found = oracle.fit(program, vector, (x, y), structure="full").curvature.matrix
+    expected = 3.0 * x.square().sum()  # of log rate, Fisher = concentration
+    assert abs(float(found) - float(expected)) < 0.25 * float(expected)
+
+
+def test_memory_is_checked_before_it_is_taken(monkeypatch):
+    monkeypatch.setattr(fit_module, "available_memory", lambda device: 2**20)
+    like = torch.zeros(0)
+    check_memory(Recipe("kron"), 10**9, like)
+    check_memory(Recipe("diag"), 10**4, like)
+    check_memory(Recipe("full"), 100, like)
+    with pytest.raises(MemoryError, match=r'"full" over 10,000 latents.*"kron", "low_rank"'):
+        check_memory(Recipe("full"), 10_000, like)
+    with pytest.raises(MemoryError, match=r'"low_rank".*"kron" or "diag"'):
+        check_memory(Recipe("low_rank"), 10_000, like)
+    monkeypatch.setattr(fit_module, "available_memory", lambda device: None)
+    check_memory(Recipe("full"), 10**6, like)
+
+
+def test_under_no_grad(oracle):
+    model, x, y = observations("noise")
+    program, vector = oracle.program(model, x, y)
+    for curvature in ("ggn", "hessian", "empirical-fisher"):
+        options = {"structure": "full", "curvature": curvature}
+        expected = oracle.fit(program, vector, (x, y), **options)
+        with torch.no_grad():
+            found = oracle.fit(program, vector, (x, y), **options)
+        torch.testing.assert_close(found.curvature.matrix, expected.curvature.matrix)
+        torch.testing.assert_close(found.gradient, expected.gradient)
+
+
+def test_progress(oracle, capsys):
+    model, x, y = observations("normal")
+    program, vector = oracle.program(model, x, y)
+    recipe = Recipe("ekfac")
+    fit_curvature(model, Subset(program.layout), vector, (x, y), recipe, progress=True)
+    assert "curvature, pass 2 of 2" in capsys.readouterr().err
+    oracle.fit(program, vector, (x, y), structure="ekfac")
+    assert capsys.readouterr().err == ""
