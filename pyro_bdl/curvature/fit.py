@@ -20,6 +20,7 @@ from pyro_bdl.curvature.data import (
 )
 from pyro_bdl.curvature.dense import DiagonalCurvature, FullCurvature
 from pyro_bdl.curvature.fisher import (
+    cell_weights,
     Cotangent,
     empirical_columns,
     exact_columns,
@@ -108,12 +109,16 @@ class Fitted:
     :param log_likelihood: the tempered log likelihood of the data, a scalar.
     :param num_data: how many data, counted along the leading axes of the observed sites.
     :param gradient: of the tempered log likelihood in the subset, (p,).
+    :param squares: of Normal sites the sum of ((y - loc) / scale)^2, each times its tempering.
+    :param cells: of Normal sites how many terms that sum has, each times its tempering.
     """
 
     curvature: Any
     log_likelihood: Tensor
     num_data: int
     gradient: Tensor
+    squares: Tensor
+    cells: Tensor
 
 
 @torch.enable_grad()
@@ -153,7 +158,8 @@ def fit_curvature(
         curvature = before
     total = torch.as_tensor(seen.log_likelihood * factor)
     gradient = subset.take(seen.gradient) * factor
-    return Fitted(curvature, total, seen.num_data, gradient)
+    squares, cells = seen.squares * factor, seen.cells * factor
+    return Fitted(curvature, total, seen.num_data, gradient, squares, cells)
 
 
 def _accumulated(
@@ -220,6 +226,7 @@ class _Seen:
         self.log_likelihood: Any = 0.0
         self.num_data = 0
         self.gradient = torch.zeros_like(vector)
+        self.squares = self.cells = torch.zeros((), dtype=torch.float64, device=vector.device)
         self.stated: float = 0.0
 
     def add(self, linearization: Linearization) -> None:
@@ -238,6 +245,7 @@ class _Seen:
                 )
             count = num_data(site)
             _check_shape(name, site)
+            self._add_squares(site)
             largest = max(largest, count)
             self.stated = max(self.stated, count * site.subsampling)
             part = part + (site.log_prob() / site.subsampling).sum()
@@ -255,6 +263,14 @@ class _Seen:
                     self.gradient[where] += gradient.reshape(-1)
         self.log_likelihood = self.log_likelihood + part.detach().double()
         self.num_data += largest
+
+    def _add_squares(self, site: Site) -> None:
+        base: Any = without_wrappers(site.distribution)[0]
+        if type(base).__name__ == "Normal":
+            weights = cell_weights(site).square()
+            offsets = ((site.value - base.loc) / base.scale).detach()
+            self.squares = self.squares + (weights * offsets.square()).sum().double()
+            self.cells = self.cells + weights.sum().double()
 
     def factor(self) -> float:
         if self.stated <= self.num_data or not self.num_data:
@@ -357,7 +373,9 @@ def _agree(part: Run, whole: Run) -> bool:
             if value.shape != ahead.shape:
                 return False
             slack = 1e-3 * float(ahead.abs().max()) if ahead.is_floating_point() else 0.0
-            if not torch.allclose(value, ahead, rtol=1e-3, atol=slack, equal_nan=True):
+            if not math.isfinite(slack) or not torch.allclose(
+                value, ahead, rtol=1e-3, atol=slack, equal_nan=True
+            ):
                 return False
     return True
 

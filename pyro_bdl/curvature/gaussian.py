@@ -5,6 +5,7 @@ Every precision has
 - ``logdet()``: log det of the precision, a scalar;
 - ``sample(S)``: draws (S, p);
 - ``quadratic(x)``: x' precision x for x (..., p);
+- ``solve(x)``: precision^-1 x for x (..., p);
 - ``variances()``: the marginal variances (p,);
 - ``covariance(jacobian)``: J_n C J_n' for every datum, (n, K, K);
 - ``joint_covariance(jacobian)``: J C J' over all data, (n K, n K), data before columns.
@@ -33,6 +34,8 @@ class Precision(Protocol):
     def sample(self, num_samples: int) -> Tensor: ...
 
     def quadratic(self, x: Tensor) -> Tensor: ...
+
+    def solve(self, x: Tensor) -> Tensor: ...
 
     def variances(self) -> Tensor: ...
 
@@ -101,6 +104,10 @@ class FullPrecision:
     def quadratic(self, x: Tensor) -> Tensor:
         return (x.to(self.factor) @ self.factor).square().sum(-1).to(self.dtype)
 
+    def solve(self, x: Tensor) -> Tensor:
+        columns = x.to(self.factor).reshape(-1, self.size).mT
+        return torch.cholesky_solve(columns, self.factor).mT.reshape(x.shape).to(self.dtype)
+
     def variances(self) -> Tensor:
         return torch.cholesky_inverse(self.factor).diagonal().to(self.dtype)
 
@@ -143,6 +150,9 @@ class DiagonalPrecision:
 
     def quadratic(self, x: Tensor) -> Tensor:
         return (x.square() * self.diagonal).sum(-1)
+
+    def solve(self, x: Tensor) -> Tensor:
+        return x / self.diagonal
 
     def variances(self) -> Tensor:
         return self.diagonal.reciprocal()

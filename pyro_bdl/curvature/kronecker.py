@@ -154,23 +154,29 @@ class EigenPrecision:
     def sample(self, num_samples: int) -> Tensor:
         like = self.values
         x = torch.randn(num_samples, *like.shape, dtype=like.dtype, device=like.device)
-        x = x * like.rsqrt()
-        if self.factors.outputs_basis is not None:
-            x = torch.einsum("gop,sgpi->sgoi", self.factors.outputs_basis, x)
-        if self.factors.inputs_basis is not None:
-            x = torch.einsum("gij,sgoj->sgoi", self.factors.inputs_basis, x)
-        return x.flatten(1)
+        return self._back(x * like.rsqrt()).flatten(1)
 
     def quadratic(self, x: Tensor) -> Tensor:
-        return (self._rotated(x).square() * self.values).sum((-3, -2, -1))
+        return (self._rotate(x).square() * self.values).sum((-3, -2, -1))
 
-    def _rotated(self, x: Tensor) -> Tensor:
-        """Flat weights (..., m) in the eigenbasis, (..., groups, out, in)."""
+    def solve(self, x: Tensor) -> Tensor:
+        return self._back(self._rotate(x) / self.values).reshape(x.shape)
+
+    def _rotate(self, x: Tensor) -> Tensor:
+        """Q' x for x (..., m), as (..., groups, out, in)."""
         x = x.reshape(*x.shape[:-1], *self.values.shape)
         if self.factors.outputs_basis is not None:
             x = torch.einsum("gop,...goi->...gpi", self.factors.outputs_basis, x)
         if self.factors.inputs_basis is not None:
             x = torch.einsum("gij,...goi->...goj", self.factors.inputs_basis, x)
+        return x
+
+    def _back(self, x: Tensor) -> Tensor:
+        """Q x for x (..., groups, out, in)."""
+        if self.factors.outputs_basis is not None:
+            x = torch.einsum("gop,...gpi->...goi", self.factors.outputs_basis, x)
+        if self.factors.inputs_basis is not None:
+            x = torch.einsum("gij,...goj->...goi", self.factors.inputs_basis, x)
         return x
 
     def variances(self) -> Tensor:
@@ -213,6 +219,12 @@ class KroneckerPrecision:
     def quadratic(self, x: Tensor) -> Tensor:
         terms = [precision.quadratic(x[..., place.positions]) for place, precision in self.parts]
         return torch.stack(terms).sum(0)
+
+    def solve(self, x: Tensor) -> Tensor:
+        result = torch.empty_like(x)
+        for place, precision in self.parts:
+            result[..., place.positions] = precision.solve(x[..., place.positions])
+        return result
 
     def variances(self) -> Tensor:
         result = self.like.new_zeros(self.size)

@@ -109,6 +109,11 @@ class LowRankPrecision:
         x = x * self.diagonal.sqrt()
         return x.square().sum(-1) + ((x @ self.vectors).square() * self.spectrum).sum(-1)
 
+    def solve(self, x: Tensor) -> Tensor:
+        x = x * self.diagonal.rsqrt()
+        x = x - ((x @ self.vectors) * self._shrinkage()) @ self.vectors.mT
+        return x * self.diagonal.rsqrt()
+
     def _shrinkage(self) -> Tensor:
         """C = D^-1/2 (1 - V diag(shrinkage) V') D^-1/2."""
         return self.spectrum / (1.0 + self.spectrum)

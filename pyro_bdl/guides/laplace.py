@@ -158,8 +158,11 @@ class LaplaceGuide(Guide):
         )  # fmt: skip
         self.curvature = fitted.curvature
         self.num_data = fitted.num_data + (self.num_data if before is not None else 0)
-        earlier = self.log_likelihood if before is not None else 0.0
-        self.register_buffer("log_likelihood", fitted.log_likelihood.to(self.loc.device) + earlier)
+        for name in ("log_likelihood", "squares", "cells"):
+            earlier = getattr(self, name) if before is not None else 0.0
+            self.register_buffer(name, getattr(fitted, name).to(self.loc.device) + earlier)
+        if before is None:
+            self.register_buffer("noise_factor", torch.ones_like(self.squares))
         self.__dict__["batches"] = batches
         gradient = self.refresh()
         if before is None:
@@ -210,7 +213,8 @@ class LaplaceGuide(Guide):
         """The posterior precision in the subset: curvature plus prior."""
         if "_precision" not in self.__dict__:
             with torch.no_grad():
-                self.__dict__["_precision"] = self.curvature.with_prior(self.prior)
+                factor = self.noise_factor.to(self.prior_diagonal)
+                self.__dict__["_precision"] = self.curvature.with_prior(self.prior, factor)
         return self.__dict__["_precision"]
 
     def _forget(self) -> None:
