@@ -20,8 +20,8 @@ from pyro_bdl.curvature.data import (
 )
 from pyro_bdl.curvature.dense import DiagonalCurvature, FullCurvature
 from pyro_bdl.curvature.fisher import (
-    cell_weights,
     Cotangent,
+    cell_weights,
     empirical_columns,
     exact_columns,
     num_data,
@@ -96,8 +96,9 @@ class Recipe:
             return DiagonalCurvature(size, like)
         if self.structure == "low_rank":
             return LowRankCurvature(size, like, rank=self.rank, start=before)
+        corrected = self.structure == "ekfac"
         return KroneckerCurvature(
-            size, like, reduce=self.reduce, corrected=self.structure == "ekfac"
+            size, like, reduce=self.reduce, corrected=corrected, start=before if corrected else None
         )
 
 
@@ -110,6 +111,7 @@ class Fitted:
     :param num_data: how many data, counted along the leading axes of the observed sites.
     :param gradient: of the tempered log likelihood in the subset, (p,).
     :param squares: of Normal sites the sum of ((y - loc) / scale)^2, each times its tempering.
+    :param factor: by which the sums over the data passed were multiplied.
     :param cells: of Normal sites how many terms that sum has, each times its tempering.
     """
 
@@ -119,6 +121,7 @@ class Fitted:
     gradient: Tensor
     squares: Tensor
     cells: Tensor
+    factor: float
 
 
 @torch.enable_grad()
@@ -159,7 +162,7 @@ def fit_curvature(
     total = torch.as_tensor(seen.log_likelihood * factor)
     gradient = subset.take(seen.gradient) * factor
     squares, cells = seen.squares * factor, seen.cells * factor
-    return Fitted(curvature, total, seen.num_data, gradient, squares, cells)
+    return Fitted(curvature, total, seen.num_data, gradient, squares, cells, factor)
 
 
 def _accumulated(

@@ -198,9 +198,9 @@ class Lookup:
         return self.gradients.abs().sum()
 
     def rotated(self, inputs: Tensor | None, outputs: Tensor | None) -> "Lookup":
-        if outputs is None:
+        if inputs is None:
             return self
-        return replace(self, gradients=torch.matmul(self.gradients, outputs[0]))
+        return replace(self, gradients=torch.matmul(self.gradients, inputs[0]))
 
 
 @dataclass

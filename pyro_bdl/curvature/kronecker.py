@@ -35,7 +35,8 @@ _DOUBLE_UP_TO = 2048
 class ProductFactors(nn.Module):
     """A = sum a a' and B = sum g g' of one weight, (groups, in, in) and (groups, out, out).
 
-    A look-up has a diagonal A: how many data look up each row, (rows,).
+    A look-up of rows v in a table (rows, features) has a diagonal A, how many data look up each
+    row, (rows,), and B over the features.
     """
 
     inputs: Tensor
@@ -49,9 +50,10 @@ class ProductFactors(nn.Module):
         super().__init__()
         self.place, self.shape = place, shape
         groups, out, into = shape
-        inputs = like.new_zeros(into) if lookup else like.new_zeros(groups, into, into)
+        inputs = like.new_zeros(out) if lookup else like.new_zeros(groups, into, into)
+        features = into if lookup else out
         self.register_buffer("inputs", inputs)
-        self.register_buffer("outputs", like.new_zeros(groups, out, out))
+        self.register_buffer("outputs", like.new_zeros(groups, features, features))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64, device=like.device))
         for name in ("values", "inputs_basis", "outputs_basis"):
             self.register_buffer(name, None)
@@ -79,12 +81,13 @@ class ProductFactors(nn.Module):
 
     def decompose(self) -> None:
         """Eigenvectors of both factors, and the products of their eigenvalues (groups, out, in)."""
+        count = self.count.to(self.inputs.dtype).clamp(min=1.0)
+        if self.inputs.dim() == 1:  # rows by features, and it is the features that have a basis
+            outputs, self.inputs_basis = _eigen(self.outputs)
+            self.values = (self.inputs / count)[None, :, None] * outputs[:, None, :]
+            return
+        inputs, self.inputs_basis = _eigen(self.inputs)
         outputs, self.outputs_basis = _eigen(self.outputs)
-        if self.inputs.dim() == 1:
-            inputs = self.inputs[None]
-        else:
-            inputs, self.inputs_basis = _eigen(self.inputs)
-        count = self.count.to(inputs.dtype).clamp(min=1.0)
         self.values = outputs[:, :, None] * (inputs / count)[:, None, :]
 
     def matrix(self) -> Tensor:
@@ -92,10 +95,9 @@ class ProductFactors(nn.Module):
         assert self.values is not None
         groups, out, into = self.shape
         inputs, outputs = self.inputs_basis, self.outputs_basis
-        if inputs is None:
-            inputs = torch.eye(into, dtype=self.values.dtype, device=self.values.device)[None]
-        assert outputs is not None
-        inputs = inputs.expand(groups, into, into)
+        assert inputs is not None
+        if outputs is None:
+            outputs = torch.eye(out).to(self.values)[None]
         blocks = torch.einsum(
             "gop,gij,gpj,gqp,gkj->goiqk", outputs, inputs, self.values, outputs, inputs
         )
@@ -191,7 +193,7 @@ class EigenPrecision:
     def block_rows(self, block: Any) -> Tensor:
         """Whitened gradients (K, n, m), so that their inner products are covariances."""
         if isinstance(block, Dense):
-            return (self._rotated(block.values) * self.values.rsqrt()).flatten(-3)
+            return (self._rotate(block.values) * self.values.rsqrt()).flatten(-3)
         rotated = self.factors.rotated(block)
         entries = rotated.entries().flatten(2) if isinstance(rotated, Product) else rotated.rows()
         return entries * self.values.rsqrt().flatten()
@@ -317,14 +319,23 @@ class KroneckerCurvature(nn.Module):
         position as a datum of its own.
     :param corrected: a second pass over the data replaces the products of eigenvalues by the
         second moments of the gradients in the eigenbasis (EKFAC).
+    :param start: a curvature of earlier data that this one will be merged into; its eigenbases
+        are then used.
     """
 
     like: Tensor
 
     def __init__(
-        self, size: int, like: Tensor, *, reduce: bool = False, corrected: bool = False
+        self,
+        size: int,
+        like: Tensor,
+        *,
+        reduce: bool = False,
+        corrected: bool = False,
+        start: "KroneckerCurvature | None" = None,
     ) -> None:
         super().__init__()
+        self.__dict__["_start"] = start
         self.size, self.reduce, self.corrected = size, reduce, corrected
         self.passes = 2 if corrected else 1
         self.register_buffer("like", like.new_zeros(0), persistent=False)
@@ -341,8 +352,19 @@ class KroneckerCurvature(nn.Module):
         self._pass = number
         if number == 1:
             self._decompose()
-            for factors in self.products.values():
-                factors.values = torch.zeros_like(factors.values)
+            for key, name in self._names.items():
+                if name in self.products:
+                    self._prepare(self.products[name], key)
+            self.__dict__["_start"] = None
+
+    def _prepare(self, factors: Any, key: tuple[str, int]) -> None:
+        """No second moments yet, in the basis of earlier data if there is one."""
+        factors.values = torch.zeros_like(factors.values)
+        start = self.__dict__["_start"]
+        if start is not None and start._names.get(key) in start.products:
+            earlier = start.products[start._names[key]]
+            factors.inputs_basis = earlier.inputs_basis
+            factors.outputs_basis = earlier.outputs_basis
 
     def start_batch(self) -> None:
         self._seen.clear()
@@ -393,7 +415,7 @@ class KroneckerCurvature(nn.Module):
             block.values *= factor
 
     def merge(self, other: "KroneckerCurvature") -> None:
-        """Add a curvature of more data. Eigenvalue corrections are added in this one's basis."""
+        """Add a curvature of more data, whose eigenvalue corrections are in this one's bases."""
         for key, name in other._names.items():
             theirs: Any = (other.products if name in other.products else other.rest)[name]
             if key not in self._names:
@@ -407,8 +429,7 @@ class KroneckerCurvature(nn.Module):
                 mine.values += theirs.values
                 continue
             if self.corrected:
-                basis = _change_of_basis(theirs, mine)
-                mine.values = mine.values + basis
+                mine.values = mine.values + theirs.values
             mine.inputs += theirs.inputs
             mine.outputs += theirs.outputs
             mine.count += theirs.count
@@ -506,16 +527,3 @@ def _rest_precision(values: Tensor, prior: PriorPrecision, place: Place) -> Prec
     if values.dim() == 1:
         return DiagonalPrecision(values + added)
     return FullPrecision(values + torch.diag(added))
-
-
-def _change_of_basis(theirs: ProductFactors, mine: ProductFactors) -> Tensor:
-    """The diagonal, in my basis, of Q diag(values) Q' in theirs."""
-    assert theirs.values is not None
-    values = theirs.values
-    if mine.inputs_basis is not None and theirs.inputs_basis is not None:
-        turn = (mine.inputs_basis.mT @ theirs.inputs_basis).square()
-        values = torch.einsum("goj,gij->goi", values, turn)
-    if mine.outputs_basis is not None and theirs.outputs_basis is not None:
-        turn = (mine.outputs_basis.mT @ theirs.outputs_basis).square()
-        values = torch.einsum("gpi,gop->goi", values, turn)
-    return values

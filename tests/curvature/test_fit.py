@@ -11,8 +11,7 @@ from torch import nn
 
 from pyro_bdl import bayesianize, handlers, models
 from pyro_bdl.curvature import fit as fit_module
-from pyro_bdl.curvature.fit import Recipe, check_memory
-from pyro_bdl.curvature.fit import fit_curvature
+from pyro_bdl.curvature.fit import Recipe, check_memory, fit_curvature
 from pyro_bdl.curvature.subset import Subset
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.nn import _substituted
@@ -372,8 +371,8 @@ def test_the_monte_carlo_fisher_converges(oracle):
     error = small.std(0) / 10**0.5
     assert ((small.mean(0) - expected).abs() <= 6 * error + 1e-12).all()
     far = (small[0] - expected).norm()
-    large = oracle.fit(program, vector, (x, y), num_draws=5000, **options).curvature.matrix
-    assert (large - expected).norm() < 0.4 * far
+    large = oracle.fit(program, vector, (x, y), num_draws=1000, **options).curvature.matrix
+    assert (large - expected).norm() < 0.5 * far
 
 
 @pytest.mark.parametrize("structure", ["diag", "ekfac", "low_rank"])

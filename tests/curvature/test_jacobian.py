@@ -408,7 +408,7 @@ def test_look_ups_in_another_basis(oracle):
     (block,) = [block for block in found.blocks if isinstance(block, Lookup)]
     basis = torch.linalg.qr(torch.randn(1, 4, 4))[0]
     expected = (block.rows().unflatten(-1, (7, 4)) @ basis[0]).flatten(2)
-    torch.testing.assert_close(block.rotated(None, basis).rows(), expected)
+    torch.testing.assert_close(block.rotated(basis, None).rows(), expected)
     assert block.rotated(None, None) is block
 
 
