@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributions import Distribution, biject_to
+from torch.distributions import Distribution
 
 from pyro_bdl.curvature.fisher import num_data
 from pyro_bdl.curvature.fit import linearizations
 from pyro_bdl.curvature.jacobian import Jacobian
 from pyro_bdl.curvature.linearize import Alignment, Linearization
 from pyro_bdl.guides.laplace import LaplaceGuide
+from pyro_bdl.natural import constrained_parameters, natural_parameters, natural_value
 from pyro_bdl.observation import (
     Structure,
     observation_mean,
@@ -309,7 +310,7 @@ class _Outputs:
         self.name = name
         self.structure, self.given = _taken(site.distribution)
         self.num_data = num_data(site)
-        natural = _natural(site.distribution, run)
+        natural = natural_parameters(site.distribution, run)
         self.moving = {key: value for key, value in natural.items() if value.requires_grad}
         self.fixed = {key: value for key, value in natural.items() if key not in self.moving}
         self.shapes = {key: value.shape[1:] if value.dim() else value.shape for key, value in
@@ -328,7 +329,7 @@ class _Outputs:
     def read(self, run: Run) -> list[Tensor]:
         if self.label[0] == "deterministic":
             return [run.deterministic[self.name]]
-        natural = _natural(run.observed[self.name].distribution, run)
+        natural = natural_parameters(run.observed[self.name].distribution, run)
         return [natural[key] for key in self.moving]
 
     def flat(self, run: Run) -> Tensor:
@@ -355,7 +356,7 @@ class _Outputs:
         draws = moved.shape[0]
         for key, value in self.fixed.items():
             values[key] = value.expand(draws, *value.shape)
-        return {key: _constrained(self.structure.kind, key, v) for key, v in values.items()}
+        return constrained_parameters(self.structure.kind, values)
 
 
 @dataclass
@@ -402,51 +403,6 @@ def _taken(distribution: Distribution) -> tuple[Structure, dict[str, Tensor]]:
     return structure, tensors
 
 
-def _natural(distribution: Distribution, run: Run) -> dict[str, Tensor]:
-    """The parameters on an unbounded scale, by constructor argument; probabilities as logits."""
-    base: Any = without_wrappers(distribution)[0]
-    kind, result = type(base).__name__, {}
-    for key, value in parameters_of(base).items():
-        if key == "probs":
-            tiny = torch.finfo(value.dtype).tiny
-            if kind == "Bernoulli":
-                result["logits"] = torch.logit(value)
-            else:
-                result["logits"] = value.clamp(min=tiny).log()
-        elif key == "logits":
-            result[key] = _as_given(value, run) if kind != "Bernoulli" else value
-        elif key == "total_count":
-            result[key] = value
-        else:
-            result[key] = _transform(kind, key, base).inv(value)
-    return result
-
-
-def _as_given(logits: Tensor, run: Run) -> Tensor:
-    """The network's own output behind normalised logits, where the program recorded it: the
-    approximations of class probabilities use its variances."""
-    for value in run.deterministic.values():
-        if isinstance(value, Tensor) and value.shape == logits.shape and value.requires_grad:
-            if torch.equal(torch.log_softmax(value.detach(), -1), logits.detach()) or (
-                torch.allclose(torch.log_softmax(value.detach(), -1), logits.detach(), atol=1e-5)
-            ):
-                return value
-    return logits
-
-
-def _transform(kind: str, key: str, base: Any = None) -> Any:
-    import pyro.distributions as dist
-
-    constraint = getattr(dist, kind).arg_constraints[key]
-    return biject_to(constraint)
-
-
-def _constrained(kind: str, key: str, value: Tensor) -> Tensor:
-    if key in ("logits", "total_count"):
-        return value
-    return _transform(kind, key)(value)
-
-
 def _jacobian(at: Linearization, outputs: _Outputs) -> Jacobian:
     """The K unconstrained parameters as K columns."""
     pullback = at.pullback(outputs.read, outputs.num_data, label=outputs.label)
@@ -464,16 +420,14 @@ def _reused(value: Tensor, run: Run, values: dict[str, Any]) -> Tensor | None:
     """Draws of a deterministic site that is a parameter of an observed site."""
     for name, site in run.observed.items():
         drawn = values.get(name)
-        natural = _natural(site.distribution, run)
+        natural = natural_parameters(site.distribution, run)
         given = parameters_of(without_wrappers(site.distribution)[0])
         kind = type(without_wrappers(site.distribution)[0]).__name__
         for key, parameter in natural.items():
             if drawn is None or key not in drawn:
                 continue
             if parameter.shape == value.shape and torch.equal(parameter, value):
-                if key in ("logits", "total_count"):
-                    return drawn[key]
-                return _transform(kind, key).inv(drawn[key])
+                return natural_value(kind, key, drawn[key])
             plain = given.get(key)
             if plain is not None and plain.shape == value.shape and torch.equal(plain, value):
                 return drawn[key]

@@ -66,15 +66,17 @@ def prior_precision(
     like = next(iter(leaves.values()))
     working = torch.promote_types(like.dtype, torch.float32)
     diagonal = like.new_zeros(layout.size, dtype=working)
-    rest = []
-    for name, site in run.latents.items():
-        closed = _normal_precision(site, layout.latents[name].transform, leaves)
-        if closed is None:
-            rest.append(name)
-            continue
-        where = layout.slices[name]
-        diagonal = _placed(diagonal, where, closed if create_graph else closed.detach())
-    rest = [name for name in layout.latents if name in rest and name in subset.parts]
+    closed = {
+        name: _normal_precision(site, layout.latents[name].transform, leaves)
+        for name, site in run.latents.items()
+    }
+    joint = {name for name, precision in closed.items() if precision is None}
+    joint |= _parents(run, leaves, joint)
+    for name, precision in closed.items():
+        if name not in joint and precision is not None:
+            precision = precision if create_graph else precision.detach()
+            diagonal = _placed(diagonal, layout.slices[name], precision)
+    rest = [name for name in layout.latents if name in joint and name in subset.parts]
     if not rest:
         return PriorPrecision(subset.take(diagonal))
     total = _log_density(run, leaves, layout)
@@ -122,16 +124,34 @@ def _placed(vector: Tensor, where: slice, values: Tensor) -> Tensor:
     return torch.cat([vector[: where.start], values.to(vector), vector[where.stop :]])
 
 
-def _normal_precision(site: Site, transform: Any, leaves: Mapping[str, Tensor]) -> Tensor | None:
-    """scale / sd^2 for independent Normals that depend on no other latent, else None."""
-    base, _ = without_wrappers(site.distribution)
+def independent_normal(site: Site, transform: Any, leaves: Mapping[str, Tensor]) -> Any:
+    """The Normal of a site of independent Normals that depend on no other latent, else None."""
+    base: Any = without_wrappers(site.distribution)[0]
     if transform is not None or type(base).__name__ != "Normal" or site.mask is not None:
         return None
-    normal: Any = base
-    for tensor in (normal.loc, normal.scale):
+    for tensor in (base.loc, base.scale):
         if tensor.requires_grad and _depends(tensor, leaves):
             return None
+    return base
+
+
+def _normal_precision(site: Site, transform: Any, leaves: Mapping[str, Tensor]) -> Tensor | None:
+    """scale / sd^2 for independent Normals, else None."""
+    normal = independent_normal(site, transform, leaves)
+    if normal is None:
+        return None
     return (site.scale / normal.scale.square()).expand(site.value.shape).reshape(-1)
+
+
+def _parents(run: Run, leaves: Mapping[str, Tensor], names: set[str]) -> set[str]:
+    """The sites on which the priors of the named sites depend."""
+    terms = [run.latents[name].log_prob().sum() for name in names]
+    terms = [term for term in terms if term.requires_grad]
+    if not terms:
+        return set()
+    total = torch.stack(terms).sum()
+    found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, retain_graph=True)
+    return {name for name, gradient in zip(leaves, found, strict=True) if gradient is not None}
 
 
 def _depends(tensor: Tensor, leaves: Mapping[str, Tensor]) -> bool:

@@ -14,11 +14,13 @@ from torch.utils._pytree import tree_map_only
 from pyro_bdl.curvature.data import Batches
 from pyro_bdl.curvature.fit import Recipe, check_factors, fit_curvature
 from pyro_bdl.curvature.gaussian import Precision, log_prob
-from pyro_bdl.curvature.prior import PriorPrecision, prior_precision, run_at
+from pyro_bdl.curvature.prior import PriorPrecision, prior_precision
 from pyro_bdl.curvature.subset import Subset, select
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide, sample_site
+from pyro_bdl.hyperparameters import Reading, few_rows, noise_site, read
 from pyro_bdl.init import init_to_network
+from pyro_bdl.observation import without_wrappers
 
 
 class AutoLaplaceGGN(Guide):
@@ -141,10 +143,10 @@ class LaplaceGuide(Guide):
         self.prototype_trace = source.prototype_trace
         self._prototype_frames = source._prototype_frames
         self.recipe = recipe
-        self.__dict__["_first"] = batches.first()
+        self.__dict__["few"] = batches.first()
         self.register_buffer("loc", source.location().detach().clone())
         if isinstance(selection, str) and selection == "last-layer":
-            selection = last_layer(model, self.layout, self.loc, *self._first)
+            selection = last_layer(model, self.layout, self.loc, *self.few)
         self.__dict__["subset"] = select(self.layout, selection, model=model)
         self._fit(batches, None, progress)
 
@@ -161,9 +163,12 @@ class LaplaceGuide(Guide):
         for name in ("log_likelihood", "squares", "cells"):
             earlier = getattr(self, name) if before is not None else 0.0
             self.register_buffer(name, getattr(fitted, name).to(self.loc.device) + earlier)
+        self.__dict__["batches"], self.data_factor = batches, fitted.factor
         if before is None:
+            self.__dict__["few"] = few_rows(model, self.require_layout(), self.loc, self.few)
             self.register_buffer("noise_factor", torch.ones_like(self.squares))
-        self.__dict__["batches"] = batches
+            self.register_buffer("reference_noise", None)
+            self.reference_noise = self._noise()
         gradient = self.refresh()
         if before is None:
             self._check_maximum(fitted.gradient + gradient)
@@ -176,15 +181,30 @@ class LaplaceGuide(Guide):
         self._fit(Batches(data), self.curvature, progress)
         return self
 
+    def _read(self) -> Reading:
+        (model,) = self._program_model
+        return read(model, self.subset, self.loc, *self.few)
+
+    def _noise(self) -> Tensor | None:
+        """The noise of the program's only observed site, where it is a parameter."""
+        site = noise_site(self._read())
+        if site is None:
+            return None
+        scale: Any = without_wrappers(site.distribution)[0]
+        return scale.scale.detach() if scale.scale.requires_grad else None
+
     @torch.enable_grad()
     def refresh(self) -> Tensor:
-        """Take the prior's precision at the program's present hyperparameters; returns the
-        gradient of the log prior in the subset (p,)."""
-        (model,) = self._program_model
-        run, leaves = run_at(model, self.subset, self.loc, *self._first)
+        """Follow the program's present hyperparameters: the prior's precision, and the noise of a
+        Normal observation; returns the gradient of the log prior in the subset (p,)."""
+        reading = self._read()
+        run, leaves = reading.run, reading.leaves
         check_factors(run, self.recipe)
-        prior = prior_precision(run, leaves, self.subset)
-        self._keep_prior(prior)
+        self._keep_prior(prior_precision(run, leaves, self.subset))
+        if self.reference_noise is not None:
+            noise = self._noise()
+            assert noise is not None
+            self.noise_factor = (self.reference_noise / noise).square().mean().to(self.squares)
         total = run.log_prior()
         found: list[Tensor | None] = [None] * len(leaves)
         flat = torch.cat([leaf.reshape(-1) for leaf in leaves.values()])
@@ -226,11 +246,11 @@ class LaplaceGuide(Guide):
 
     def _apply(self, function: Callable, recurse: bool = True) -> Any:
         self._forget()
-        self.__dict__["_first"] = tree_map_only(Tensor, function, self._first)
+        self.__dict__["few"] = tree_map_only(Tensor, function, self.few)
         return super()._apply(function, recurse)
 
     def _shared_on_copy(self) -> tuple[str, ...]:
-        return (*super()._shared_on_copy(), "_first", "batches")
+        return (*super()._shared_on_copy(), "few", "batches")
 
     def _check_maximum(self, gradient: Tensor) -> None:
         """Warn where a Newton step would still gain a lot."""

@@ -1,0 +1,152 @@
+"""The log marginal likelihood of a Laplace approximation, as a function of hyperparameters."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.curvature.prior import PriorPrecision, prior_precision
+from pyro_bdl.hyperparameters import Reading, noise_site, read
+from pyro_bdl.guides.laplace import LaplaceGuide
+from pyro_bdl.modules import evaluation_mode, preserved_buffers
+from pyro_bdl.observation import without_wrappers
+from pyro_bdl.program import record
+
+
+class Terms(NamedTuple):
+    """log p(y) = log_likelihood + log_prior + p/2 log 2 pi - 1/2 log det precision.
+
+    The terms are scalars, differentiable in the program's parameters.
+    """
+
+    log_likelihood: Tensor
+    log_prior: Tensor
+    log_determinant: Tensor
+    size: int
+
+    def total(self) -> Tensor:
+        constant = 0.5 * self.size * math.log(2 * math.pi)
+        return self.log_likelihood + self.log_prior + constant - 0.5 * self.log_determinant
+
+
+def log_marginal_likelihood(guide: LaplaceGuide, *, offset: Tensor | None = None) -> Tensor:
+    """log p(y | hyperparameters) about log p(y, u*) + p/2 log 2 pi - 1/2 log det(precision)
+    (MacKay 1992, equation 2.3; Immer et al. 2021a, equation 6), a scalar.
+
+    It is differentiable in every ``PyroParam`` of the priors, and of the noise of a Normal
+    observation, through both the fit and the determinant; ``backward()`` fills the gradients of the
+    unconstrained parameters. Where only a subset of the latents has a covariance, it is the
+    evidence given the others.
+
+    :param guide: of ``laplace_approximation``.
+    :param offset: u - u* in the subset (p,), to evaluate at the linearised model's optimum
+        (``linearised_optimum``) instead of at u* (Antoran et al. 2022, section 3).
+    """
+    with torch.enable_grad():
+        reading = read_guide(guide)
+        return terms(guide, reading, offset=offset).total()
+
+
+def read_guide(guide: LaplaceGuide) -> Reading:
+    """A run of the guide's program on a few of its data, at the present hyperparameters."""
+    return guide._read()
+
+
+def terms(guide: LaplaceGuide, reading: Reading, *, offset: Tensor | None = None) -> Terms:
+    """The terms of the evidence at the hyperparameters of a reading."""
+    prior = prior_precision(reading.run, reading.leaves, guide.subset, create_graph=True)
+    factor = noise_factor(guide, reading)
+    posterior = guide.curvature.with_prior(prior, 1.0 if factor is None else factor)
+    likelihood = _log_likelihood(guide, reading, factor, offset)
+    log_prior = _log_prior(guide, reading, offset)
+    return Terms(likelihood, log_prior, posterior.logdet(), guide.subset.size)
+
+
+def noise_factor(guide: LaplaceGuide, reading: Reading) -> Tensor | None:
+    """By how much the present noise of a Normal observation multiplies the curvature as it was
+    fitted: (reference / noise)^2; None where the noise is no parameter of the program."""
+    site = noise_site(reading)
+    if site is None or guide.reference_noise is None:
+        return None
+    scale: Any = without_wrappers(site.distribution)[0]
+    if not scale.scale.requires_grad:
+        return None
+    ratios = (guide.reference_noise / scale.scale).square()
+    return ratios.mean().to(guide.squares)
+
+
+def _log_likelihood(
+    guide: LaplaceGuide, reading: Reading, factor: Tensor | None, offset: Tensor | None
+) -> Tensor:
+    if offset is not None:
+        from pyro_bdl.evidence.linearised import linearised_log_likelihood
+
+        return linearised_log_likelihood(guide, offset)
+    if factor is not None:
+        # of a Normal: -1/2 c sum r^2 + 1/2 n log c + constant, r in units of the reference noise
+        squares, cells = guide.squares, guide.cells
+        return guide.log_likelihood - 0.5 * (factor - 1.0) * squares + 0.5 * cells * factor.log()
+    if not _moves(reading):
+        return guide.log_likelihood
+    return _passed(guide)
+
+
+def _moves(reading: Reading) -> bool:
+    """Whether the likelihood depends on a parameter of the program."""
+    leaves = [parameter.leaf for parameter in reading.parameters.values()]
+    total: Any = 0.0
+    for site in reading.run.observed.values():
+        if site.value is not None:
+            total = total + site.log_prob().sum()
+    if not leaves or not isinstance(total, Tensor) or not total.requires_grad:
+        return False
+    found = torch.autograd.grad(total, leaves, allow_unused=True, retain_graph=True)
+    return any(gradient is not None for gradient in found)
+
+
+def _passed(guide: LaplaceGuide) -> Tensor:
+    """The log likelihood by a pass over the data."""
+    (model,) = guide._program_model
+    latents = guide.require_layout().constrain(guide.loc)[0]
+    total = guide.loc.new_zeros((), dtype=torch.float64)
+    with evaluation_mode(), preserved_buffers():
+        for args, kwargs in guide.batches:
+            for site in record(model, latents, args, kwargs).observed.values():
+                total = total + (site.log_prob() / site.subsampling).sum().double()
+    return total * guide.data_factor
+
+
+def _log_prior(guide: LaplaceGuide, reading: Reading, offset: Tensor | None) -> Tensor:
+    """log p(T(u)) + log |det dT/du| of the subset's latents."""
+    subset, layout = guide.subset, guide.require_layout()
+    if offset is not None:
+        (model,) = guide._program_model
+        vector = subset.put(guide.loc, subset.take(guide.loc) + offset.to(guide.loc))
+        reading = read(model, subset, vector, *guide.few)
+    total = guide.loc.new_zeros((), dtype=torch.float64)
+    for name, chosen in subset.chosen.items():
+        site, latent = reading.run.latents[name], layout.latents[name]
+        if chosen is None:
+            total = total + site.log_prob().sum().double()
+        else:
+            base: Any = without_wrappers(site.distribution)[0]
+            density = base.log_prob(site.value).reshape(-1)
+            if density.numel() != latent.size:
+                raise ValueError(
+                    f"the prior of site '{name}' couples its entries: choose all or none of them"
+                )
+            total = total + (site.scale * density[chosen.to(density.device)]).sum().double()
+        if latent.transform is not None:
+            leaf = reading.leaves[name]
+            volume = latent.transform.log_abs_det_jacobian(leaf, site.value).reshape(-1)
+            kept = volume if chosen is None else volume[chosen.to(volume.device)]
+            total = total + kept.sum().double()
+    return total
+
+
+def effective_parameters(guide: LaplaceGuide, prior: PriorPrecision | None = None) -> Tensor:
+    """gamma = sum_i (1 - prior precision_i * posterior variance_i), how many parameters the data
+    determine (MacKay 1992, equation 3.2), a scalar between 0 and p."""
+    prior = guide.prior if prior is None else prior
+    return (1.0 - prior.diagonal * guide.precision.variances()).sum()

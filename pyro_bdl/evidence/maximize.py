@@ -1,0 +1,212 @@
+"""Hyperparameters that maximise the evidence of a Laplace approximation."""
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.hyperparameters import (
+    Hyperparameter,
+    Reading,
+    group_sum,
+    noise_owner,
+    owners,
+    prior_locations,
+    restored_on_error,
+)
+from pyro_bdl.evidence.linearised import linearised_optimum
+from pyro_bdl.evidence.marginal import (
+    effective_parameters,
+    log_marginal_likelihood,
+    read_guide,
+)
+from pyro_bdl.guides.laplace import LaplaceGuide
+
+METHODS = ("mackay", "gradient")
+
+_SMALLEST = 1e-8  # of gamma and of squared weights
+
+
+@dataclass
+class Evidence:
+    """What a maximisation reached.
+
+    :param log_evidence: log p(y) at the hyperparameters found, in nats.
+    :param gamma: the effective number of parameters.
+    :param hyperparameters: name -> value.
+    :param history: log p(y) after each step.
+    """
+
+    log_evidence: float
+    gamma: float
+    hyperparameters: dict[str, Tensor]
+    history: list[float] = field(default_factory=list)
+
+
+def maximize(
+    guide: LaplaceGuide,
+    *,
+    method: str = "mackay",
+    steps: int = 100,
+    learning_rate: float = 0.1,
+    tolerance: float = 1e-4,
+    linearised: bool = False,
+) -> Evidence:
+    """Set the program's hyperparameters to the maximum of the evidence, the MAP held fixed.
+
+    "mackay" repeats the fixed point, for every positive ``PyroParam`` theta to which the scales
+    of some Normal priors are proportional, s_i = c_i theta, and for one that the noise of a Normal
+    observation is proportional to:
+
+        theta^2 = sum_i (w_i / c_i)^2 / gamma,  gamma = sum_i (1 - C_ii / s_i^2)
+        noise^2 = sum of squared residuals / (N - gamma of all latents)
+
+    (MacKay 1992, section 3; alpha = gamma / w'w, beta = (N - gamma) / residuals). "gradient"
+    ascends the log evidence in all parameters of the program by Adam.
+
+    The parameters change in place, and the guide follows. Retrain the MAP afterwards, or use
+    ``MarginalLikelihoodTraining``, which alternates.
+
+    :param steps: at most so many.
+    :param learning_rate: of "gradient", in unconstrained units.
+    :param tolerance: "mackay" ends when no parameter changes by more than this fraction.
+    :param linearised: evaluate at the optimum of the linearised model, which is found anew at
+        every step (Antoran et al. 2022, recommendation 1).
+    :raises ValueError: for an unknown method, or a program without hyperparameters.
+    """
+    if method not in METHODS:
+        raise ValueError(f"unknown method {method!r} (there are {', '.join(METHODS)})")
+    reading = read_guide(guide)
+    if not reading.parameters:
+        raise ValueError(
+            "the program has no PyroParam to tune: make a prior's scale or the noise one, as in "
+            "priors.Normal(PyroParam(torch.tensor(1.0), constraint=constraints.positive))"
+        )
+    with restored_on_error(reading.parameters):
+        if method == "mackay":
+            history = _fixed_point(guide, steps, tolerance, linearised)
+        else:
+            history = _ascend(guide, steps, learning_rate, linearised)
+    guide.refresh()
+    offset = linearised_optimum(guide) if linearised else None
+    values = {name: p.value.detach().clone() for name, p in read_guide(guide).parameters.items()}
+    return Evidence(
+        float(log_marginal_likelihood(guide, offset=offset)),
+        float(effective_parameters(guide)),
+        values,
+        history,
+    )
+
+
+def _fixed_point(
+    guide: LaplaceGuide, steps: int, tolerance: float, linearised: bool
+) -> list[float]:
+    history = []
+    for step in range(steps):
+        reading = read_guide(guide)
+        offset = linearised_optimum(guide) if linearised else None
+        changes = mackay_update(guide, reading, offset)
+        if not changes:
+            raise ValueError(
+                "no hyperparameter of the program is the scale of Normal priors or of a Normal "
+                'observation: use method="gradient"'
+            )
+        largest = 0.0
+        for parameter, value in changes:
+            before = parameter.value.detach()
+            largest = max(largest, float((value / before).log().abs().max()))
+            parameter.set(value)
+        guide.refresh()
+        if linearised or step % 10 == 0 or largest < tolerance:
+            history.append(float(log_marginal_likelihood(guide, offset=offset)))
+        if largest < tolerance:
+            break
+    return history
+
+
+@torch.enable_grad()
+def mackay_update(
+    guide: LaplaceGuide, reading: Reading, offset: Tensor | None = None
+) -> list[tuple[Hyperparameter, Tensor]]:
+    """One step of the fixed point: new values for the hyperparameters that it covers."""
+    subset = guide.subset
+    vector = subset.take(guide.loc)
+    if offset is not None:
+        vector = vector + offset.to(vector)
+    variances = guide.precision.variances().to(vector)
+    changes: list[tuple[Hyperparameter, Tensor]] = []
+    for name, sites in owners(reading, subset).items():
+        parameter = reading.parameters[name]
+        gamma, squares = torch.zeros_like(parameter.value), torch.zeros_like(parameter.value)
+        for site, scale in sites:
+            part = subset.parts[site]
+            weights = vector[part] - prior_locations(reading, subset, site)
+            precision = scale.detach().square().reciprocal()
+            gamma += group_sum(scale, 1.0 - variances[part] * precision, parameter)
+            squares += group_sum(scale, weights.square() * precision, parameter)
+        ratio = squares.clamp(min=_SMALLEST) / gamma.clamp(min=_SMALLEST)
+        changes.append((parameter, parameter.value.detach() * ratio.detach().sqrt()))
+    noise = noise_owner(reading, subset)
+    if noise is not None:
+        parameter, _ = noise
+        gamma = effective_parameters(guide)
+        free = guide.cells - gamma
+        if free <= 0:
+            warnings.warn(
+                f"the effective number of parameters ({float(gamma):.1f}) is not below the number "
+                f"of observations ({float(guide.cells):.0f}): the noise is left as it is",
+                BdlWarning,
+                stacklevel=4,
+            )
+        else:
+            squares = guide.squares if offset is None else _linearised_squares(guide, offset)
+            factor = guide.noise_factor
+            ratio = (squares * factor / free).clamp(min=_SMALLEST).sqrt()
+            changes.append((parameter, (parameter.value * ratio.to(parameter.value)).detach()))
+    return changes
+
+
+def _linearised_squares(guide: LaplaceGuide, offset: Tensor) -> Tensor:
+    """Squared residuals of the linearised model in units of the reference noise."""
+    from pyro_bdl.evidence.linearised import linearised_log_likelihood
+
+    # log lik = -1/2 c Q + 1/2 n log c + constant, at both points with the same c
+    now = linearised_log_likelihood(guide, offset)
+    here = linearised_log_likelihood(guide, torch.zeros_like(offset))
+    return guide.squares - 2.0 * (now - here) / guide.noise_factor
+
+
+def _ascend(
+    guide: LaplaceGuide, steps: int, learning_rate: float, linearised: bool
+) -> list[float]:
+    leaves = [parameter.leaf for parameter in read_guide(guide).parameters.values()]
+    gradients = [leaf.grad for leaf in leaves]
+    optimiser = torch.optim.Adam(leaves, lr=learning_rate)
+    history: list[float] = []
+    best: tuple[float, list[Tensor]] | None = None
+    try:
+        for _ in range(steps):
+            offset = linearised_optimum(guide) if linearised else None
+            for leaf in leaves:
+                leaf.grad = None
+            value = log_marginal_likelihood(guide, offset=offset)
+            found: Any = torch.autograd.grad(-value, leaves, allow_unused=True)
+            history.append(float(value))
+            if best is None or history[-1] > best[0]:
+                best = history[-1], [leaf.detach().clone() for leaf in leaves]
+            for leaf, gradient in zip(leaves, found, strict=True):
+                leaf.grad = gradient
+            optimiser.step()
+            if linearised:
+                guide.refresh()
+    finally:
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            leaf.grad = gradient
+    if best is not None:
+        with torch.no_grad():
+            for leaf, value in zip(leaves, best[1], strict=True):
+                leaf.copy_(value)
+    return history
