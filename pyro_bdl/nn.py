@@ -108,6 +108,24 @@ class BayesianModule(OwnParameters):
             self._cache[name] = kind, result
         return result
 
+    def with_prior(self, prior: PriorFunction) -> "BayesianModule":
+        """A copy, at the same values, with another prior on the weights that have one.
+
+        :raises ValueError: where the new prior leaves one of them without a distribution.
+        """
+        result = copy.deepcopy(self)
+        result.prior = prior
+        for attribute in result._hyperparameters.values():
+            delattr(result, attribute)
+        result._hyperparameters, result._cache = {}, {}
+        with hyperparameter_scope(_Declarations(result)):
+            for name in result.sites:
+                owner, key = result._places[name][0]
+                if result._distribution(name, getattr(owner, key)) is None:
+                    raise ValueError(f"the new prior gives no distribution for '{name}'")
+        result._cache.clear()
+        return result
+
     def _refuse_plates(self) -> None:
         for frame in _PYRO_STACK:
             if isinstance(frame, IndepMessenger) and self.sites:
@@ -137,6 +155,26 @@ def bayesianize(
             "no parameter of the network has a prior: let the prior return a distribution for at "
             "least one parameter that requires a gradient"
         )
+    return result
+
+
+def with_prior(model: nn.Module, prior: PriorFunction) -> nn.Module:
+    """A copy of a program whose networks of ``bayesianize`` have another prior.
+
+    :param model: a module that holds such networks; it is not changed.
+    :raises ValueError: where it holds none.
+    """
+    if isinstance(model, BayesianModule):
+        return model.with_prior(prior)
+    result = copy.deepcopy(model)
+    found = False
+    for module in list(result.modules()):
+        for name, child in list(module._modules.items()):
+            if isinstance(child, BayesianModule):
+                setattr(module, name, child.with_prior(prior))
+                found = True
+    if not found:
+        raise ValueError("the program holds no network of bayesianize, whose prior could change")
     return result
 
 

@@ -240,6 +240,64 @@ class PerLayer(Prior):
         return self.prior.labelled(label)(name, module, parameter)
 
 
+class PerNormalizedGroup(Prior):
+    """The same prior for every weight, with hyperparameters of its own for each layer whose scale
+    the network does not notice, and one set for the rest.
+
+    A layer that a normalisation follows can be scaled without any change of the outputs; its
+    weights' size is arbitrary, and a precision shared with others would be set by chance (Antoran
+    et al. 2022, recommendation 2). Such layers are found by scaling each one's parameters and
+    looking at the outputs, normalisation layers computing with the batch's statistics.
+
+    :param prior: one of the priors of this module, with a PyroParam or a hyperprior.
+    :param network: whose layers are looked at; it is not changed.
+    :param inputs: its arguments, some data.
+    """
+
+    def __init__(self, prior: Prior, network: nn.Module, *inputs: Any) -> None:
+        if not isinstance(prior, Prior):
+            raise TypeError("PerNormalizedGroup takes one of the priors of pyro_bdl.priors")
+        if not inputs:
+            raise ValueError("PerNormalizedGroup needs some inputs of the network, as in (.., x)")
+        self.prior = prior
+        self.groups = normalized_layers(network, *inputs)
+
+    @property
+    def constant(self) -> bool:
+        return self.prior.constant
+
+    def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution | None:
+        layer = name.rpartition(".")[0]
+        label = f"{layer}.{self.prior.label}" if layer in self.groups else self.prior.label
+        return self.prior.labelled(label)(name, module, parameter)
+
+
+@torch.no_grad()
+def normalized_layers(network: nn.Module, *inputs: Any) -> tuple[str, ...]:
+    """The names of the layers whose scale does not change a network's outputs."""
+    copied = copy.deepcopy(network).eval()
+    for module in copied.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.train()
+    before = copied(*inputs)
+    found = []
+    for name, module in copied.named_modules():
+        own = list(module.parameters(recurse=False))
+        if not own or isinstance(module, _NORMS):
+            continue
+        for parameter in own:
+            parameter.mul_(2.0)
+        after = copied(*inputs)
+        for parameter in own:
+            parameter.mul_(0.5)
+        if torch.allclose(before, after, rtol=1e-3, atol=1e-3 * float(before.abs().max())):
+            found.append(name)
+    return tuple(found)
+
+
+_NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
 def is_constant(prior: PriorFunction) -> bool:
     """Whether a prior's distributions may be kept from one run to the next."""
     return isinstance(prior, Prior) and prior.constant

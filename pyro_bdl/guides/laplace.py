@@ -134,6 +134,7 @@ class LaplaceGuide(Guide):
         selection: Any,
         batches: Batches,
         *,
+        check: bool = True,
         progress: bool = False,
     ) -> None:
         (model,) = source._program_model
@@ -148,11 +149,14 @@ class LaplaceGuide(Guide):
         if isinstance(selection, str) and selection == "last-layer":
             selection = last_layer(model, self.layout, self.loc, *self.few)
         self.__dict__["subset"] = select(self.layout, selection, model=model)
-        self._fit(batches, None, progress)
+        gradient = self._fit(batches, None, progress)
+        if check:
+            self._check_maximum(gradient)
 
     num_data: int
 
-    def _fit(self, batches: Batches, before: Any, progress: bool) -> None:
+    def _fit(self, batches: Batches, before: Any, progress: bool) -> Tensor:
+        """Take up data; returns the gradient of the log joint density in the subset (p,)."""
         (model,) = self._program_model
         fitted = fit_curvature(
             model, self.subset, self.loc, batches, self.recipe,
@@ -169,9 +173,7 @@ class LaplaceGuide(Guide):
             self.register_buffer("noise_factor", torch.ones_like(self.squares))
             self.register_buffer("reference_noise", None)
             self.reference_noise = self._noise()
-        gradient = self.refresh()
-        if before is None:
-            self._check_maximum(fitted.gradient + gradient)
+        return fitted.gradient + self.refresh()
 
     def update(self, data: Any, *, progress: bool = False) -> "LaplaceGuide":
         """Add the curvature of more data, at the same point; returns itself.
@@ -262,7 +264,7 @@ class LaplaceGuide(Guide):
                 f"{float(gradient.norm()):.3g} and a step would gain about {gain:.3g} nats; train "
                 "longer, with a learning rate that falls to zero, before the Laplace approximation",
                 BdlWarning,
-                stacklevel=5,
+                stacklevel=4,
             )
 
     # The guide

@@ -86,6 +86,10 @@ class AutoMeanField(Guide):
     def entropy(self, vector: Tensor, log_det: Tensor) -> Tensor:
         return dist.Normal(*self._loc_and_scale()).entropy().sum() + log_det
 
+    def variances(self) -> Tensor:
+        """The marginal variances of the unconstrained vector (P,)."""
+        return self._parameter("scale").square()
+
     def vector_quantiles(self, levels: Tensor) -> Tensor:
         loc, scale = self._loc_and_scale()
         return loc + scale * torch.special.ndtri(levels)[:, None]

@@ -41,5 +41,9 @@ class AutoMAP(Guide):
     def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
         return torch.zeros_like(log_det)
 
+    def variances(self) -> Tensor:
+        """Zeros (P,)."""
+        return torch.zeros_like(self.location())
+
     def vector_quantiles(self, levels: Tensor) -> Tensor:
         return self.location().expand(len(levels), -1)

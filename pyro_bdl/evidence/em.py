@@ -1,0 +1,163 @@
+"""Hyperparameters under any guide, by variational expectation maximisation."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import trange
+
+from pyro_bdl.curvature.data import Batches
+from pyro_bdl.curvature.fisher import cell_weights
+from pyro_bdl.curvature.subset import Subset
+from pyro_bdl.elbo import TemperedTraceMeanField_ELBO
+from pyro_bdl.guides.base import Guide
+from pyro_bdl.hyperparameters import (
+    Hyperparameter,
+    Reading,
+    few_rows,
+    group_sum,
+    noise_owner,
+    owners,
+    prior_locations,
+    read,
+)
+from pyro_bdl.modules import evaluation_mode, preserved_buffers
+from pyro_bdl.observation import without_wrappers
+from pyro_bdl.program import record
+from pyro_bdl.vectorize import map_draws
+
+_DRAWS = 32
+_CHUNK = 8
+
+
+def variational_em(
+    model: Callable,
+    guide: Guide,
+    data: Any,
+    *,
+    rounds: int = 20,
+    steps: int = 200,
+    learning_rate: float = 0.01,
+    elbo: Any = None,
+    progress: bool = False,
+) -> list[dict[str, Tensor]]:
+    """Alternate SVI on the guide with closed-form updates of the program's hyperparameters.
+
+    The E-step maximises the ELBO in the guide's parameters alone. The M-step maximises it in every
+    positive ``PyroParam`` theta that scales Normal priors, s_i = c_i theta, and in the noise of a
+    Normal observation:
+
+        theta^2 = mean_i E_q[(w_i / c_i)^2],  noise^2 = mean_n E_q[(y_n - f(x_n))^2]
+
+    :param model: the program; its hyperparameters change in place.
+    :param guide: a guide of this package for it; trained in place.
+    :param data: ``(x, y)`` or an iterable of batches.
+    :param rounds: how many times both steps are taken.
+    :param steps: gradient steps of an E-step, batch after batch.
+    :param learning_rate: of Adam, which is kept from round to round.
+    :param elbo: ``TemperedTraceMeanField_ELBO()`` by default.
+    :returns: the hyperparameters after each round, name -> value.
+    :raises ValueError: where no hyperparameter has a closed form.
+    """
+    batches, elbo = Batches(data), elbo or TemperedTraceMeanField_ELBO()
+    args, kwargs = batches.first()
+    guide.prototype(*args, **kwargs)
+    subset = Subset(guide.require_layout())
+    few = few_rows(model, subset.layout, guide.location().detach(), (args, kwargs))
+    parameters = [p for p in guide.parameters() if p.requires_grad]
+    optimiser = torch.optim.Adam(parameters, lr=learning_rate)
+    history = []
+    for _ in trange(rounds, desc="variational EM", disable=not progress):
+        _train(model, guide, batches, elbo, optimiser, parameters, steps)
+        reading = read(model, subset, guide.location().detach(), *few)
+        changes = _maximise(model, guide, subset, reading, batches)
+        if not changes:
+            raise ValueError(
+                "no hyperparameter of the program is the scale of Normal priors or of a Normal "
+                "observation: leave it to the optimiser of SVI"
+            )
+        for parameter, value in changes:
+            parameter.set(value)
+        history.append({parameter.name: value.clone() for parameter, value in changes})
+    return history
+
+
+def _train(
+    model: Callable,
+    guide: Guide,
+    batches: Batches,
+    elbo: Any,
+    optimiser: torch.optim.Optimizer,
+    parameters: list[Any],
+    steps: int,
+) -> None:
+    taken = 0
+    while taken < steps:
+        for args, kwargs in batches:
+            loss = elbo.differentiable_loss(model, guide, *args, **kwargs)
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            optimiser.step()
+            taken += 1
+            if taken == steps:
+                break
+    optimiser.zero_grad()
+
+
+@torch.enable_grad()
+def _maximise(
+    model: Callable, guide: Guide, subset: Subset, reading: Reading, batches: Batches
+) -> list[tuple[Hyperparameter, Tensor]]:
+    mean, variance = vector_moments(guide)
+    changes: list[tuple[Hyperparameter, Tensor]] = []
+    for name, sites in owners(reading, subset).items():
+        parameter = reading.parameters[name]
+        count, squares = torch.zeros_like(parameter.value), torch.zeros_like(parameter.value)
+        for site, scale in sites:
+            part = subset.parts[site]
+            offset = mean[part] - prior_locations(reading, subset, site)
+            second = (offset.square() + variance[part]) / scale.detach().square()
+            count += group_sum(scale, torch.ones_like(second), parameter)
+            squares += group_sum(scale, second, parameter)
+        value = parameter.value * (squares / count).sqrt()
+        changes.append((parameter, value.detach()))
+    noise = noise_owner(reading, subset)
+    if noise is not None:
+        parameter, _ = noise
+        ratio = _mean_square(model, guide, batches)
+        changes.append((parameter, (parameter.value * ratio.sqrt()).detach()))
+    return changes
+
+
+@torch.no_grad()
+def vector_moments(guide: Guide) -> tuple[Tensor, Tensor]:
+    """Mean and variance (P,) of a guide's unconstrained vector, from draws unless it knows."""
+    variances = getattr(guide, "variances", None)
+    if variances is not None:
+        return guide.location(), variances()
+    draws = guide.sample_vectors(256)
+    return draws.mean(0), draws.var(0)
+
+
+@torch.no_grad()
+def _mean_square(model: Callable, guide: Guide, batches: Batches) -> Tensor:
+    """E_q[((y - f) / noise)^2], averaged over the data."""
+    layout = guide.require_layout()
+    vectors = guide.sample_vectors(_DRAWS)
+    squares = cells = vectors.new_zeros(())
+    with evaluation_mode(), preserved_buffers():
+        for args, kwargs in batches:
+
+            def residuals(draw: dict[str, Tensor], args: Any = args, kwargs: Any = kwargs) -> Any:
+                run = record(model, layout.constrain(draw["u"])[0], args, kwargs)
+                (site,) = run.observed.values()
+                base: Any = without_wrappers(site.distribution)[0]
+                weights = cell_weights(site).square()
+                offsets = (site.value - base.loc) / base.scale
+                return (weights * offsets.square()).sum(), weights.sum()
+
+            total, count = map_draws(residuals, {"u": vectors}, chunk_size=_CHUNK)
+            squares, cells = squares + total.mean(), cells + count.mean()
+    return squares / cells

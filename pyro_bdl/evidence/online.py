@@ -1,0 +1,129 @@
+"""Hyperparameters by the evidence while the network trains (Immer et al. 2021a)."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.curvature.data import Batches
+from pyro_bdl.evidence.maximize import Evidence, maximize
+from pyro_bdl.guides.laplace import AutoLaplaceGGN, LaplaceGuide
+
+
+@dataclass
+class _Best:
+    epoch: int
+    evidence: Evidence
+    loc: Tensor
+
+
+class MarginalLikelihoodTraining:
+    """Alternates training of the MAP, in the user's own SVI loop, with steps on the evidence::
+
+        online = MarginalLikelihoodTraining(guide, data, every=5, burn_in=20)
+        for epoch in range(1000):
+            for x, y in loader:
+                svi.step(x, y)
+            if not online.step():
+                break
+        posterior = online.finish()
+
+    Every ``every`` epochs after ``burn_in`` epochs a Laplace approximation is made at the present
+    weights, and the program's hyperparameters take steps of ``maximize`` on its evidence (Immer
+    et al. 2021a, algorithm 1). Where the optimiser of the loop also holds the hyperparameters, it
+    undoes this: give it the guide's parameters alone.
+
+    :param guide: trained by the loop.
+    :param data: ``(x, y)`` or an iterable of batches; what the evidence is about.
+    :param every: epochs between updates.
+    :param burn_in: epochs before the first update.
+    :param method: of ``maximize``.
+    :param steps: of ``maximize``, in each update.
+    :param patience: stop after so many updates without a better evidence; None: never.
+    :param linearised: evaluate at the linearised model's optimum, see ``maximize``.
+    :param changes: ``structure`` and the like for the Laplace approximations.
+    :raises ValueError: for counts that are not positive.
+    """
+
+    def __init__(
+        self,
+        guide: AutoLaplaceGGN,
+        data: Any,
+        *,
+        every: int = 5,
+        burn_in: int = 20,
+        method: str = "mackay",
+        steps: int = 10,
+        patience: int | None = 10,
+        linearised: bool = False,
+        **changes: Any,
+    ) -> None:
+        for name, value in (("every", every), ("steps", steps), ("patience", patience)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if burn_in < 0:
+            raise ValueError(f"burn_in must not be negative, got {burn_in}")
+        self.guide, self.batches = guide, Batches(data)
+        self.every, self.burn_in, self.patience = every, burn_in, patience
+        self.method, self.steps, self.linearised = method, steps, linearised
+        self.subset = changes.pop("subset", guide.subset)
+        self.recipe = replace(guide.recipe, **changes)
+        self.epoch = 0
+        self.history: list[tuple[int, Evidence]] = []
+        self._best: _Best | None = None
+
+    def step(self) -> bool:
+        """Count an epoch, and update the hyperparameters when it is time; False when the evidence
+        has stopped improving."""
+        self.epoch += 1
+        since = self.epoch - self.burn_in
+        if since <= 0 or (since - 1) % self.every:
+            return True
+        evidence = self._update()
+        self.history.append((self.epoch, evidence))
+        if self._best is None or evidence.log_evidence > self._best.evidence.log_evidence:
+            loc = self.guide.location().detach().clone()
+            self._best = _Best(len(self.history), evidence, loc)
+        stale = len(self.history) - self._best.epoch
+        return self.patience is None or stale < self.patience
+
+    def _update(self) -> Evidence:
+        return maximize(
+            self._laplace(), method=self.method, steps=self.steps, linearised=self.linearised
+        )
+
+    def _laplace(self, *, check: bool = False) -> LaplaceGuide:
+        args, kwargs = self.batches.first()
+        self.guide.prototype(*args, **kwargs)
+        return LaplaceGuide(self.guide, self.recipe, self.subset, self.batches, check=check)
+
+    @property
+    def best(self) -> Evidence:
+        """The best evidence so far.
+
+        :raises RuntimeError: before the first update.
+        """
+        if self._best is None:
+            raise RuntimeError(
+                f"no update has been made after {self.epoch} epochs (burn_in={self.burn_in}): "
+                "call step() once after every epoch, or make burn_in shorter"
+            )
+        return self._best.evidence
+
+    def finish(self) -> LaplaceGuide:
+        """Put the guide and the hyperparameters back to where the evidence was best, and return
+        the Laplace approximation there.
+
+        The weights are those at which the update began, the hyperparameters those it ended with.
+
+        :raises RuntimeError: before the first update.
+        """
+        best = self.best
+        assert self._best is not None
+        with torch.no_grad():
+            self.guide.loc.copy_(self._best.loc)
+        result = self._laplace()
+        for name, parameter in result._read().parameters.items():
+            parameter.set(best.hyperparameters[name])
+        return self._laplace()

@@ -1,0 +1,71 @@
+"""Hyperparameters by a validation set: the simple alternative to the evidence."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from pyro_bdl.guides.laplace import LaplaceGuide
+from pyro_bdl.hyperparameters import restored_on_error
+from pyro_bdl.linearized import LinearizedPredictive
+
+DEFAULT_VALUES = tuple(10.0 ** (exponent / 4) for exponent in range(-12, 9))
+
+
+class Grid(NamedTuple):
+    """:param values: tried; ``scores``: of each, higher is better; ``best``: the value chosen."""
+
+    values: tuple[float, ...]
+    scores: tuple[float, ...]
+    best: float
+
+
+def tune_on_validation(
+    guide: LaplaceGuide,
+    *args: Any,
+    parameter: str | None = None,
+    values: Sequence[float] = DEFAULT_VALUES,
+    score: Callable[[LaplaceGuide], float] | None = None,
+) -> Grid:
+    """Set one hyperparameter to the value of a grid that predicts held-out data best.
+
+    At every value the guide takes the new prior and the score is computed afresh; the MAP stays.
+
+    :param guide: of ``laplace_approximation``; it follows the best value in the end.
+    :param args: the held-out arguments of the program, ``x, y``.
+    :param parameter: the hyperparameter's name, or a part of it; by default the only one.
+    :param values: tried, by default 10^-3 to 10^2 in quarter decades.
+    :param score: higher is better; by default the mean log density of the held-out data under the
+        linearised predictive.
+    :raises ValueError: where the parameter is not found, or not the only one.
+    """
+    (model,) = guide._program_model
+    parameters = guide._read().parameters
+    found = [name for name in parameters if parameter is None or parameter in name]
+    if len(found) != 1:
+        raise ValueError(
+            f"name one hyperparameter of the program (there are {', '.join(parameters) or 'none'})"
+        )
+    if not values:
+        raise ValueError("values must hold at least one number")
+
+    def log_density(posterior: LaplaceGuide) -> float:
+        densities = LinearizedPredictive(model, posterior).log_density(*args)
+        return float(torch.stack([value.mean() for value in densities.values()]).sum())
+
+    score = score or log_density
+    scores = []
+    with restored_on_error(parameters):
+        for value in values:
+            _set(guide, found[0], value)
+            scores.append(float(score(guide)))
+        best = float(values[max(range(len(scores)), key=scores.__getitem__)])
+        _set(guide, found[0], best)
+    return Grid(tuple(map(float, values)), tuple(scores), best)
+
+
+def _set(guide: LaplaceGuide, name: str, value: float) -> None:
+    parameter = guide._read().parameters[name]
+    parameter.set(torch.full_like(parameter.value, value))
+    guide.refresh()
+
