@@ -1,0 +1,299 @@
+"""The prior's precision is minus the Hessian of its log density in the unconstrained vector."""
+
+import warnings
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.nn import PyroParam
+from torch import nn
+from torch.distributions import constraints
+
+from pyro_bdl import bayesianize, handlers, models, priors
+from pyro_bdl.curvature import prior as prior_module
+from pyro_bdl.curvature.prior import PriorPrecision, prior_precision, run_at
+from pyro_bdl.curvature.subset import Subset
+from pyro_bdl.errors import BdlWarning
+
+
+def network(prior, noise=1.0):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    model = models.Regression(bayesianize(net, prior), noise=noise)
+    return model, torch.randn(5, 3), torch.randn(5)
+
+
+def found(model, program, vector, args, indices=None, **options):
+    subset = Subset(program.layout, indices)
+    run, leaves = run_at(model, subset, vector, args, {})
+    return prior_precision(run, leaves, subset, **options)
+
+
+def hessian(program, vector):
+    def density(u):
+        values, log_det = program.constrain(u)
+        return program.log_prior(values) + log_det
+
+    return -torch.autograd.functional.hessian(density, vector)
+
+
+def check(oracle, model, *args, exact=True):
+    """The matrix, whole and for some entries; warnings are errors."""
+    program, vector = oracle.program(model, *args)
+    expected = hessian(program, vector)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        precision = found(model, program, vector, args)
+        some = torch.arange(0, program.size, 2)
+        part = found(model, program, vector, args, some)
+    size = program.size
+    torch.testing.assert_close(precision.diagonal, expected.diagonal())
+    torch.testing.assert_close(precision.added_to(torch.eye(size)), torch.eye(size) + expected)
+    half = len(some)
+    torch.testing.assert_close(
+        part.added_to(torch.eye(half)), torch.eye(half) + expected[some][:, some]
+    )
+    return precision, expected
+
+
+@pytest.mark.parametrize(
+    "prior",
+    [
+        priors.Normal(0.7),
+        priors.FanIn(1.3),
+        priors.ByName({"*.weight": priors.FanIn(2.0), "*": priors.Normal(0.5)}),
+        priors.Normal(PyroParam(torch.tensor(0.6), constraints.positive)),
+    ],
+    ids=["Normal", "FanIn", "ByName", "learned"],
+)
+def test_independent_normals(oracle, prior):
+    model, x, y = network(prior)
+    precision, expected = check(oracle, model, x, y)
+    assert precision.indices is None and precision.dense is None
+    assert torch.equal(expected, torch.diag(expected.diagonal()))
+
+
+@pytest.mark.parametrize(
+    "prior",
+    [
+        priors.Normal(dist.HalfNormal(1.0)),
+        priors.FanIn(dist.LogNormal(0.0, 1.0)),
+        priors.PerLayer(priors.Normal(dist.HalfNormal(1.0))),
+    ],
+    ids=["HalfNormal", "LogNormal", "PerLayer"],
+)
+def test_a_hierarchical_scale(oracle, prior):
+    """The scale is coupled to every weight: cross terms 2 w / s^2 for u = log s."""
+    model, x, y = network(prior)
+    precision, expected = check(oracle, model, x, y)
+    assert precision.dense is not None
+    assert (expected - torch.diag(expected.diagonal())).abs().max() > 0.01
+
+
+def test_the_cross_terms_of_a_scale_by_hand(oracle):
+    def model(y):
+        s = pyro.sample("s", dist.HalfNormal(2.0))
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), s).to_event(1))
+        with pyro.plate("data", 2):
+            pyro.sample("y", dist.Normal(w, 1.0), obs=y)
+
+    y = torch.zeros(2)
+    program, _ = oracle.program(model, y)
+    u, w = torch.tensor(0.3), torch.tensor([0.4, -0.9])
+    s = u.exp()
+    vector = torch.cat([u[None], w])
+    expected = torch.zeros(3, 3)
+    expected[0, 0] = 2 * s**2 / 4 + 2 * w.square().sum() / s**2
+    expected[0, 1:] = expected[1:, 0] = -2 * w / s**2
+    expected[1:, 1:] = torch.eye(2) / s**2
+    precision = found(model, program, vector, (y,))
+    torch.testing.assert_close(precision.added_to(torch.zeros(3, 3)), expected)
+
+
+def test_constrained_latents(oracle):
+    """Minus the second derivative in u of log p(T(u)) + log |dT/du|."""
+
+    def model(y):
+        a = pyro.sample("a", dist.HalfNormal(2.0))
+        b = pyro.sample("b", dist.LogNormal(0.3, 0.5))
+        c = pyro.sample("c", dist.Beta(2.0, 3.0))
+        d = pyro.sample("d", dist.Gamma(2.0, 3.0))
+        e = pyro.sample("e", dist.Dirichlet(torch.tensor([2.0, 3.0, 1.5])))
+        pyro.sample("y", dist.Normal(a + b + c + d + e[0], 1.0), obs=y)
+
+    y = torch.tensor(0.0)
+    precision, expected = check(oracle, model, y)
+    program, vector = oracle.program(model, y)
+    values = program.constrain(vector)[0]
+    diagonal = found(model, program, vector, (y,)).diagonal
+    torch.testing.assert_close(diagonal[0], 2 * values["a"] ** 2 / 4)
+    torch.testing.assert_close(diagonal[1], torch.tensor(4.0))
+    torch.testing.assert_close(diagonal[2], 5 * values["c"] * (1 - values["c"]))
+    torch.testing.assert_close(diagonal[3], 3 * values["d"])
+    assert precision.diagonal.shape == (6,) and expected.shape == (6, 6)
+
+
+def test_a_uniform_latent(oracle):
+    """Its density says nothing, its transform does."""
+
+    def model(y):
+        c = pyro.sample("c", dist.Uniform(-1.0, 3.0))
+        pyro.sample("y", dist.Normal(c, 1.0), obs=y)
+
+    precision, _ = check(oracle, model, torch.tensor(0.0))
+    assert precision.diagonal > 0
+
+
+def test_a_correlated_normal(oracle):
+    tril = torch.tensor([[1.0, 0.0], [0.8, 0.5]])
+
+    def model(y):
+        w = pyro.sample("w", dist.MultivariateNormal(torch.zeros(2), scale_tril=tril))
+        pyro.sample("y", dist.Normal(w.sum(), 1.0), obs=y)
+
+    precision, _ = check(oracle, model, torch.tensor(0.0))
+    torch.testing.assert_close(precision.dense, torch.linalg.inv(tril @ tril.T))
+
+
+def test_a_random_walk(oracle):
+    """Latents whose prior means are other latents."""
+
+    def model(y):
+        a = pyro.sample("a", dist.Normal(0.0, 1.0))
+        b = pyro.sample("b", dist.Normal(a, 0.5))
+        pyro.sample("y", dist.Normal(b, 1.0), obs=y)
+
+    precision, _ = check(oracle, model, torch.tensor(0.0))
+    torch.testing.assert_close(
+        precision.added_to(torch.zeros(2, 2)), torch.tensor([[5.0, -4.0], [-4.0, 4.0]])
+    )
+
+
+def test_horseshoe(oracle):
+    model, x, y = network(priors.Horseshoe(0.5))
+    precision, _ = check(oracle, model, x, y)
+    assert precision.dense is not None and (precision.diagonal > 0).all()
+
+
+def test_laplace_has_no_curvature_of_its_own(oracle):
+    model, x, y = network(priors.Laplace(0.7))
+    program, vector = oracle.program(model, x, y)
+    with pytest.warns(BdlWarning, match=r"'0.weight' is not concave.*12 of 12.*1 / variance"):
+        precision = found(model, program, vector, (x, y))
+    torch.testing.assert_close(precision.diagonal, torch.full((21,), 1 / (2 * 0.49)))
+
+
+def test_student_t_is_concave_near_its_centre_only(oracle):
+    model, x, y = network(priors.StudentT(4.0, 0.5))
+    program, vector = oracle.program(model, x, y)
+    vector = 0.1 * torch.randn(program.size)
+    expected = hessian(program, vector).diagonal()
+    precision = found(model, program, vector, (x, y))
+    torch.testing.assert_close(precision.diagonal, expected)
+    vector[3] = 2.0
+    with pytest.warns(BdlWarning, match="1 of 12 entries"):
+        precision = found(model, program, vector, (x, y))
+    expected = hessian(program, vector).diagonal()
+    assert expected[3] < 0
+    expected[3] = 1 / (2 * 0.25)
+    torch.testing.assert_close(precision.diagonal, expected)
+    added = precision.added_to(torch.zeros(21, 21))
+    torch.testing.assert_close(added, torch.diag(expected))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: dist.Cauchy(0.0, 0.1).expand([2]).to_event(1),
+        lambda: dist.ImproperUniform(constraints.real_vector, (), (2,)),
+    ],
+    ids=["Cauchy", "flat"],
+)
+def test_no_curvature_and_no_variance(oracle, make):
+    def model(y):
+        w = pyro.sample("w", make())
+        pyro.sample("y", dist.Normal(w.sum(), 1.0), obs=y)
+
+    y = torch.tensor(0.0)
+    program = oracle.program(
+        lambda y: pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1)), y
+    )[0]
+    vector = torch.tensor([2.0, 3.0])
+    with pytest.raises(
+        ValueError, match=r"'w' has no positive curvature.*2 of its entries.*Normal"
+    ):
+        found(model, program, vector, (y,))
+
+
+def test_tempering_leaves_the_prior_and_cooling_does_not(oracle):
+    model, x, y = network(priors.Normal(0.5))
+    program, vector = oracle.program(model, x, y)
+    tempered, cold = handlers.temper(model, 0.1), handlers.cold(model, 0.1)
+    for handled, factor in ((tempered, 1.0), (cold, 10.0)):
+        precision = found(handled, program, vector, (x, y))
+        torch.testing.assert_close(precision.diagonal, torch.full((21,), 4.0 * factor))
+    hierarchical, x, y = network(priors.Normal(dist.HalfNormal(1.0)))
+    check(oracle, handlers.temper(hierarchical, 0.1), x, y)
+
+
+def test_too_many_numbers_for_a_matrix(oracle, monkeypatch):
+    """The diagonal alone, exact also where a prior couples the entries of one site."""
+    monkeypatch.setattr(prior_module, "_DENSE_UP_TO", 1)
+    tril = torch.tensor([[1.0, 0.0], [0.8, 0.5]])
+
+    def model(y):
+        s = pyro.sample("s", dist.HalfNormal(1.0))
+        v = pyro.sample("v", dist.Normal(torch.zeros(3), s).to_event(1))
+        w = pyro.sample("w", dist.MultivariateNormal(torch.zeros(2), scale_tril=tril))
+        pyro.sample("y", dist.Normal(w.sum() + v.sum(), 1.0), obs=y)
+
+    y = torch.tensor(0.0)
+    program, vector = oracle.program(model, y)
+    precision = found(model, program, vector, (y,))
+    assert precision.dense is None
+    torch.testing.assert_close(precision.diagonal, hessian(program, vector).diagonal())
+    some = torch.tensor([0, 2, 5])
+    part = found(model, program, vector, (y,), some)
+    torch.testing.assert_close(part.diagonal, precision.diagonal[some])
+
+
+@pytest.mark.parametrize("hierarchical", [False, True])
+def test_gradients_in_hyperparameters(oracle, hierarchical):
+    scale = torch.tensor(0.6, requires_grad=True)
+
+    def model(y):
+        t = pyro.sample("t", dist.HalfNormal(scale)) if hierarchical else 1.0
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), scale * t).to_event(1))
+        pyro.sample("y", dist.Normal(w.sum(), 1.0), obs=y)
+
+    y = torch.tensor(0.0)
+    program, vector = oracle.program(model, y)
+
+    def total():
+        precision = found(model, program, vector, (y,), create_graph=True)
+        return precision.added_to(torch.eye(program.size)).logdet()
+
+    (gradient,) = torch.autograd.grad(total(), scale)
+    step = 1e-5
+    values = []
+    for sign in (1, -1):
+        scale.data += sign * step
+        values.append(float(total()))
+        scale.data -= sign * step
+    assert float(gradient) == pytest.approx((values[0] - values[1]) / (2 * step), rel=1e-6)
+
+
+def test_half_precision_is_worked_on_in_single(oracle):
+    torch.set_default_dtype(torch.bfloat16)
+    model, x, y = network(priors.Normal(dist.HalfNormal(1.0)))
+    program, vector = oracle.program(model, x, y)
+    precision = found(model, program, vector, (x, y))
+    assert precision.diagonal.dtype == precision.dense.dtype == torch.float32
+
+
+def test_adding():
+    matrix = torch.ones(3, 3)
+    plain = PriorPrecision(torch.tensor([1.0, 2.0, 3.0]))
+    torch.testing.assert_close(plain.added_to(matrix), matrix + torch.diag(plain.diagonal))
+    assert torch.equal(matrix, torch.ones(3, 3))
