@@ -107,7 +107,7 @@ class Fitted:
     """A curvature over data, and what was met on the way.
 
     :param curvature: of minus the tempered log likelihood in the subset.
-    :param log_likelihood: the tempered log likelihood of the data, a scalar.
+    :param log_likelihood: the tempered log likelihood of the data, factors included, a scalar.
     :param num_data: how many data, counted along the leading axes of the observed sites.
     :param gradient: of the tempered log likelihood in the subset, (p,).
     :param squares: of Normal sites the sum of ((y - loc) / scale)^2, each times its tempering.
@@ -252,9 +252,11 @@ class _Seen:
             largest = max(largest, count)
             self.stated = max(self.stated, count * site.subsampling)
             part = part + (site.log_prob() / site.subsampling).sum()
+        for factor in run.factors.values():
+            part = part + (factor.log_prob() / factor.subsampling).sum()
         if not torch.isfinite(part):
             raise ValueError(
-                f"the log likelihood at the MAP is {float(part)}: the data or the network's "
+                f"the log likelihood at the MAP is {float(part.detach())}: the data or the network's "
                 "outputs are not finite"
             )
         leaves = [linearization.leaves[name] for name in linearization.subset.parts]

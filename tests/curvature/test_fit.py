@@ -308,7 +308,7 @@ def test_minibatches_of_a_program_that_says_how_many_data_there_are(oracle):
     program, vector = oracle.program(plain, x, y)
     expected = oracle.fit(program, vector, (x, y), structure="full")
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", BdlWarning)
         program = Program(model, x[:2], y[:2])
         batches = list(zip(x.split(2), y.split(2), strict=True))
         found = oracle.fit(program, vector, batches, structure="full")

@@ -1,0 +1,729 @@
+"""The Laplace approximation: exact where the posterior is Gaussian, and what it refuses."""
+
+import copy
+import io
+import math
+import pickle
+import warnings
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI, Trace_ELBO
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from pyro_bdl import Predictive, bayesianize, handlers, models, priors
+from pyro_bdl.curvature import fit as fit_module
+from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.guides import AutoLaplaceGGN
+from pyro_bdl.program import Program
+
+STRUCTURES = ["full", "diag", "kron", "ekfac", "low_rank"]
+D = torch.float64
+
+
+@pytest.fixture(params=STRUCTURES)
+def structure(request):
+    return request.param
+
+
+def at_mode(conjugate, model=None, eta=1.0, **options):
+    """The guide at the exact maximum of the conjugate model."""
+    guide = AutoLaplaceGGN(model or conjugate.model, **options)
+    guide.prototype(conjugate.x, conjugate.y)
+    with torch.no_grad():
+        guide.loc.copy_(conjugate.mean(eta))
+    return guide
+
+
+def data(conjugate):
+    return conjugate.x, conjugate.y
+
+
+def covariance(guide):
+    """The exact covariance of a Laplace guide, from its quadratic form."""
+    eye = torch.eye(guide.precision.size, dtype=guide.loc.dtype)
+    single = guide.precision.quadratic(eye)
+    pairs = guide.precision.quadratic(eye[:, None] + eye[None])
+    return torch.linalg.inv(0.5 * (pairs - single[:, None] - single[None]))
+
+
+# Exact posteriors
+
+
+@pytest.mark.parametrize("eta", [1.0, 0.1])
+def test_full_is_the_posterior_of_a_linear_gaussian(conjugate, eta):
+    model = handlers.temper(conjugate.model, eta)
+    for options in (
+        {"structure": "full"},
+        {"structure": "full", "curvature": "hessian"},
+        {"structure": "low_rank"},
+    ):
+        guide = at_mode(conjugate, model, eta, **options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", BdlWarning)
+            laplace = guide.laplace_approximation(data(conjugate))
+        expected = torch.linalg.inv(conjugate.precision(eta))
+        torch.testing.assert_close(covariance(laplace), expected, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(laplace.variances(), expected.diagonal())
+        assert torch.equal(laplace.location(), guide.loc)
+
+
+def test_diagonal_and_kron_of_a_linear_gaussian(conjugate):
+    precision = conjugate.precision()
+    diagonal = at_mode(conjugate, structure="diag").laplace_approximation(data(conjugate))
+    torch.testing.assert_close(diagonal.variances(), 1 / precision.diagonal())
+    blocks = precision.clone()
+    blocks[:3, 3] = blocks[3, :3] = 0.0
+    for structure in ("kron", "ekfac"):
+        kron = at_mode(conjugate, structure=structure).laplace_approximation(data(conjugate))
+        torch.testing.assert_close(covariance(kron), torch.linalg.inv(blocks))
+
+
+def test_the_elbo_of_the_exact_posterior_is_the_evidence(conjugate):
+    """log p(y) of every draw, whatever the bound."""
+    guide = at_mode(conjugate, structure="full").laplace_approximation(data(conjugate))
+    design = conjugate.design
+    marginal = dist.MultivariateNormal(
+        torch.zeros(8, dtype=D),
+        design @ design.T * conjugate.prior**2 + conjugate.noise**2 * torch.eye(8, dtype=D),
+    )
+    expected = -marginal.log_prob(conjugate.y).item()
+    for elbo in (Trace_ELBO(), TemperedTrace_ELBO(num_particles=3), TemperedTraceMeanField_ELBO()):
+        for _ in range(3):
+            loss = elbo.loss(conjugate.model, guide, *data(conjugate))
+            assert loss == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize("elbo", [Trace_ELBO, TemperedTraceMeanField_ELBO])
+def test_training_finds_the_maximum_in_the_unconstrained_vector(elbo):
+    """The noise's log |ds/du| counts: u* maximises log p(y, T(u)) + u."""
+    torch.manual_seed(0)
+    x = torch.randn(20, 1, dtype=D)
+    y = 1.5 * x[:, 0] + 0.3 * torch.randn(20, dtype=D)
+    model = models.Regression(bayesianize(nn.Linear(1, 1).double()), noise=dist.HalfNormal(1.0))
+    guide = AutoLaplaceGGN(model, structure="full")
+    schedule = pyro.optim.ExponentialLR(
+        {"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.2}, "gamma": 0.99}
+    )
+    svi = SVI(model, guide, schedule, elbo())
+    for _ in range(900):
+        svi.step(x, y)
+        schedule.step()
+    program = Program(model, x, y)
+    u = guide.loc.detach().clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(program.log_density(u), u)
+    assert gradient.abs().max() < 0.05
+    without = program.log_joint(program.constrain(u)[0])
+    assert torch.autograd.grad(without, u)[0][program.slices["noise"]].abs() > 0.9
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BdlWarning)
+        laplace = guide.laplace_approximation((x, y))
+    assert laplace.layout.slices["noise"].stop <= 3
+
+
+def test_the_hessian_is_that_of_the_whole_density():
+    """With inferred noise and other constrained latents, in the unconstrained vector."""
+    torch.manual_seed(0)
+    x, y = torch.randn(9, 2, dtype=D), torch.randn(9, dtype=D)
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2, dtype=D), 1.0).to_event(1))
+        a = pyro.sample("a", dist.Gamma(torch.tensor(3.0, dtype=D), 2.0))
+        s = pyro.sample("s", dist.HalfNormal(torch.tensor(1.0, dtype=D)))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal((x * a) @ w.sin(), s), obs=y)
+
+    guide = AutoLaplaceGGN(model, structure="full", curvature="hessian").prototype(x, y)
+    program = Program(model, x, y)
+    optimiser = torch.optim.LBFGS(guide.parameters(), max_iter=200, line_search_fn="strong_wolfe")
+
+    def closure():
+        optimiser.zero_grad()
+        loss = Trace_ELBO().differentiable_loss(model, guide, x, y)
+        loss.backward()
+        return loss
+
+    optimiser.step(closure)
+    u = guide.loc.detach()
+    expected = -torch.autograd.functional.hessian(program.log_density, u)
+    laplace = guide.laplace_approximation((x, y))
+    torch.testing.assert_close(torch.linalg.inv(covariance(laplace)), expected)
+
+
+# The guide's own distribution
+
+
+def classifier(dtype=D, n=30):
+    torch.manual_seed(3)
+    x = torch.randn(n, 2, dtype=dtype)
+    y = (x[:, 0] > 0).long() + (x[:, 1] > 0.5).long()
+    net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).to(dtype)
+    return models.Classification(bayesianize(net)), x, y
+
+
+def trained(model, x, y, steps=300, **options):
+    guide = AutoLaplaceGGN(model, **options)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), TemperedTraceMeanField_ELBO())
+    for _ in range(steps):
+        svi.step(x, y)
+    return guide
+
+
+@pytest.fixture
+def fitted(structure):
+    model, x, y = classifier()
+    guide = trained(model, x, y, structure=structure, rank=10)
+    return model, x, y, guide, guide.laplace_approximation((x, y))
+
+
+def test_draws_density_and_summaries(fitted):
+    _, x, y, _, laplace = fitted
+    expected = covariance(laplace)
+    torch.testing.assert_close(laplace.variances(), expected.diagonal())
+    draws = laplace.sample_vectors(50_000) - laplace.loc
+    variances = expected.diagonal()
+    error = ((variances[:, None] * variances + expected.square()) / len(draws)).sqrt()
+    assert ((draws.T @ draws / len(draws) - expected).abs() <= 5.5 * error).all()
+    normal = dist.MultivariateNormal(laplace.loc, expected)
+    vector = laplace.sample_vectors(1)[0]
+    zero = torch.zeros((), dtype=D)
+    torch.testing.assert_close(laplace.log_density(vector, zero), normal.log_prob(vector))
+    torch.testing.assert_close(laplace.entropy(vector, zero), normal.entropy())
+    quantiles = laplace.quantiles([0.1, 0.5])
+    z = torch.special.ndtri(torch.tensor(0.1, dtype=D))
+    expected = laplace.layout.unflatten(laplace.loc + z * laplace.variances().sqrt())
+    torch.testing.assert_close(quantiles["0.weight"][0], expected["0.weight"])
+    torch.testing.assert_close(quantiles["0.weight"][1], laplace.median()["0.weight"])
+    assert laplace.sample_latents(4)["2.weight"].shape == (4, 3, 4)
+    assert Predictive(fitted[0], laplace, 5)(x)["y"].shape == (5, len(y))
+
+
+def test_the_trace_of_a_draw(fitted):
+    """The joint log density is in the trace, whatever the sites."""
+    _, x, y, _, laplace = fitted
+    trace = pyro.poutine.trace(laplace).get_trace(x, y)
+    values = {name: trace.nodes[name]["value"] for name in laplace.layout.latents}
+    vector = laplace.layout.unconstrain(values)
+    expected = dist.MultivariateNormal(laplace.loc, covariance(laplace)).log_prob(vector)
+    torch.testing.assert_close(trace.log_prob_sum(), expected)
+
+
+def test_constrained_latents_and_plates():
+    """log q of the constrained values, also where the first site has a batch shape."""
+
+    def model(y):
+        with pyro.plate("groups", 3):
+            s = pyro.sample("s", dist.LogNormal(torch.zeros((), dtype=D), 1.0))
+        w = pyro.sample("w", dist.Beta(torch.tensor(2.0, dtype=D), 2.0))
+        with pyro.plate("data", 6):
+            pyro.sample("y", dist.Normal(w * s.repeat(2), 0.3), obs=y)
+
+    torch.manual_seed(0)
+    y = torch.rand(6, dtype=D)
+    guide = AutoLaplaceGGN(model, structure="full")
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), Trace_ELBO())
+    for _ in range(300):
+        svi.step(y)
+    laplace = guide.laplace_approximation((y,))
+    trace = pyro.poutine.trace(laplace).get_trace(y)
+    values = {name: trace.nodes[name]["value"] for name in ("s", "w")}
+    vector = torch.cat([values["s"].log(), values["w"].logit()[None]])
+    normal = dist.MultivariateNormal(laplace.loc, covariance(laplace))
+    w = values["w"]
+    expected = normal.log_prob(vector) - values["s"].log().sum() - (w * (1 - w)).log()
+    torch.testing.assert_close(trace.log_prob_sum(), expected)
+    median = laplace.median()
+    torch.testing.assert_close(median["s"], laplace.loc[:3].exp())
+    low, high = laplace.quantiles([0.0, 1.0])["w"]
+    assert low < 1e-300 and high > 1 - 1e-15
+
+
+@pytest.mark.parametrize("batches", ["one", "many", "loader", "iterator"])
+def test_forms_of_data(conjugate, structure, batches):
+    guide = at_mode(conjugate, structure=structure)
+    expected = guide.laplace_approximation(data(conjugate))
+    x, y = data(conjugate)
+    made = {
+        "one": [(x, y)],
+        "many": [(x[:3], y[:3]), (x[3:], y[3:])],
+        "loader": DataLoader(TensorDataset(x, y), batch_size=3, shuffle=True),
+        "iterator": zip(x.split(2), y.split(2), strict=True),
+    }[batches]
+    found = guide.laplace_approximation(made)
+    torch.testing.assert_close(covariance(found), covariance(expected))
+    torch.testing.assert_close(found.log_likelihood, expected.log_likelihood)
+    assert found.num_data == 8
+
+
+def test_update_adds_data(conjugate, structure):
+    x, y = data(conjugate)
+    guide = at_mode(conjugate, structure=structure)
+    whole = guide.laplace_approximation((x, y))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        part = guide.laplace_approximation((x[:5], y[:5]))
+    before = covariance(part)
+    assert part.update((x[5:], y[5:])) is part
+    assert (covariance(part) - before).abs().max() > 1e-3
+    tolerance = 0.3 if structure == "ekfac" else 1e-10
+    torch.testing.assert_close(
+        covariance(part), covariance(whole), rtol=tolerance, atol=tolerance / 5
+    )
+    torch.testing.assert_close(part.log_likelihood, whole.log_likelihood)
+    assert part.num_data == 8
+
+
+def test_changes_for_one_approximation(conjugate):
+    guide = at_mode(conjugate)
+    assert guide.recipe.structure == "kron"
+    laplace = guide.laplace_approximation(data(conjugate), structure="full", subset="b*")
+    assert laplace.recipe.structure == "full" and laplace.subset.size == 1
+    assert guide.recipe.structure == "kron"
+    with pytest.raises(ValueError, match="unknown structure"):
+        guide.laplace_approximation(data(conjugate), structure="half")
+    with pytest.raises(TypeError, match="colour"):
+        guide.laplace_approximation(data(conjugate), colour=1)
+    with pytest.raises(ValueError, match="unknown structure"):
+        AutoLaplaceGGN(conjugate.model, structure="half")
+
+
+# Subsets
+
+
+def test_subsets_are_conditionals(conjugate):
+    """The others stay at the mode: the precision is a block of the whole one."""
+    precision = conjugate.precision()
+    for chosen, selection in (
+        ([0, 1, 2], "weight"),
+        ([3], ["bias"]),
+        ([0, 3], torch.tensor([3, 0])),
+        ([1, 2], lambda name, latent: False),
+        ([0, 1, 2, 3], "last-layer"),
+        ([0, 1, 2, 3], torch.arange(4)),
+    ):
+        if callable(selection):
+            selection = torch.tensor([False, True, True, False])
+        guide = at_mode(conjugate, structure="full", subset=selection)
+        laplace = guide.laplace_approximation(data(conjugate))
+        expected = torch.linalg.inv(precision[chosen][:, chosen])
+        torch.testing.assert_close(covariance(laplace), expected)
+        variances = torch.zeros(4, dtype=D)
+        variances[chosen] = expected.diagonal()
+        torch.testing.assert_close(laplace.variances(), variances)
+        draws = laplace.sample_vectors(5)
+        fixed = [i for i in range(4) if i not in chosen]
+        assert torch.equal(draws[:, fixed], laplace.loc[fixed].expand(5, -1))
+        assert (draws[:, chosen] != laplace.loc[chosen]).all()
+        quantiles = laplace.vector_quantiles(torch.tensor([0.0, 0.5, 1.0], dtype=D))
+        assert torch.equal(quantiles[:, fixed], laplace.loc[fixed].expand(3, -1))
+        torch.testing.assert_close(quantiles[1], laplace.loc)
+
+
+def test_last_layers(structure):
+    model, x, y = classifier()
+    guide = trained(model, x, y, structure=structure, subset="last-layer")
+    laplace = guide.laplace_approximation((x, y))
+    assert set(laplace.subset.sites) == {"2.weight", "2.bias"}
+    module = model.network.network[2]
+    again = guide.laplace_approximation((x, y), subset=module)
+    torch.testing.assert_close(again.variances(), laplace.variances())
+
+    def no_layer(y):
+        m = pyro.sample("m", dist.Normal(torch.zeros((), dtype=D), 1.0))
+        pyro.sample("y", dist.Normal(m, 1.0), obs=y)
+
+    guide = AutoLaplaceGGN(no_layer, subset="last-layer")
+    with pytest.raises(ValueError, match="weight matrix"):
+        guide.laplace_approximation((torch.tensor(0.0, dtype=D),))
+
+
+def test_a_copy_keeps_modules_of_its_subset():
+    model, x, y = classifier()
+    guide = AutoLaplaceGGN(model, subset=model.network.network[2])
+    clone = copy.deepcopy(guide).prototype(x, y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert clone.laplace_approximation((x, y)).subset.sites == ("2.weight", "2.bias")
+
+
+# Saving, copying, moving
+
+
+def test_state(fitted):
+    _, x, y, guide, laplace = fitted
+    file = io.BytesIO()
+    torch.save(laplace.state_dict(), file)
+    file.seek(0)
+    expected = laplace.variances()
+    with torch.no_grad():
+        guide.loc.add_(0.3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        other = guide.laplace_approximation((x, y))
+    assert not torch.allclose(other.variances(), expected)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(other.loc, laplace.loc)
+    torch.testing.assert_close(other.variances(), expected)
+    torch.testing.assert_close(covariance(other), covariance(laplace))
+
+
+def test_copies(fitted):
+    _, x, y, _, laplace = fitted
+    expected = covariance(laplace)
+    clone = copy.deepcopy(laplace)
+    torch.testing.assert_close(covariance(clone), expected)
+    assert clone.few is laplace.few and clone.model is laplace.model
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        clone.update((x, y))
+    assert (covariance(clone) - expected).abs().max() > 1e-6
+    torch.testing.assert_close(covariance(laplace), expected)
+    pickled = pickle.loads(pickle.dumps(laplace))
+    torch.testing.assert_close(covariance(pickled), expected)
+    assert pickled.sample_latents(2)["0.bias"].shape == (2, 4)
+
+
+def test_precision_may_change(structure):
+    model, x, y = classifier(torch.float32)
+    guide = trained(model, x, y, structure=structure, rank=10)
+    laplace = guide.laplace_approximation((x, y))
+    assert laplace.sample_vectors(2).dtype == torch.float32
+    expected = laplace.variances()
+    laplace.double()
+    model.double()
+    assert laplace.sample_vectors(2).dtype == laplace.variances().dtype == D
+    torch.testing.assert_close(laplace.variances().float(), expected, rtol=1e-3, atol=1e-5)
+    laplace.refresh()
+    loss = TemperedTrace_ELBO().loss(model, laplace, x.double(), y)
+    assert math.isfinite(loss)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_dtypes(structure, dtype):
+    """Of half precision the curvature is in single, the draws are in half."""
+    model, x, y = classifier(dtype)
+    guide = AutoLaplaceGGN(model, structure=structure, rank=10).prototype(x, y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        laplace = guide.laplace_approximation((x, y))
+    working = torch.promote_types(dtype, torch.float32)
+    assert laplace.curvature.diagonal().dtype == working
+    assert laplace.sample_vectors(2).dtype == laplace.variances().dtype == dtype
+    assert laplace.sample_latents(2)["0.weight"].dtype == dtype
+    exact, exact_x, _ = classifier(D)
+    reference = AutoLaplaceGGN(exact, structure=structure, rank=10).prototype(exact_x, y)
+    with torch.no_grad():
+        reference.loc.copy_(guide.loc)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = reference.laplace_approximation((x.double(), y)).variances()
+    rtol = 1e-3 if dtype != torch.bfloat16 else 0.15
+    torch.testing.assert_close(laplace.variances().double(), expected, rtol=rtol, atol=rtol / 10)
+
+
+def test_hyperparameters_are_followed():
+    """refresh() takes the prior's precision anew; the curvature stays."""
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 2, dtype=D), torch.randn(6, dtype=D)
+    scale = pyro.nn.PyroParam(torch.tensor(0.7, dtype=D), dist.constraints.positive)
+    bnn = bayesianize(nn.Linear(2, 1).double(), priors.Normal(scale))
+    model = models.Regression(bnn, noise=0.5)
+    guide = AutoLaplaceGGN(model, structure="full").prototype(x, y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        laplace = guide.laplace_approximation((x, y))
+    before = torch.linalg.inv(covariance(laplace))
+    store = pyro.get_param_store()
+    (name,) = [n for n in store.keys() if "scale" in n]  # noqa: SIM118
+    with torch.no_grad():
+        store[name].unconstrained().copy_(torch.tensor(0.2, dtype=D).log())
+    laplace.refresh()
+    after = torch.linalg.inv(covariance(laplace))
+    torch.testing.assert_close(after - before, (25 - 1 / 0.49) * torch.eye(3, dtype=D))
+
+
+# Warnings and errors
+
+
+def test_away_from_a_maximum(conjugate):
+    guide = at_mode(conjugate, structure="full")
+    with torch.no_grad():
+        guide.loc.add_(3.0)
+    with pytest.warns(BdlWarning, match=r"not at a maximum.*nats; train longer"):
+        guide.laplace_approximation(data(conjugate))
+
+
+def test_what_is_missing(conjugate):
+    guide = at_mode(conjugate)
+    with pytest.raises(ValueError, match="no batch"):
+        guide.laplace_approximation([])
+    with pytest.raises(ValueError, match="no batch"):
+        guide.laplace_approximation(iter([]))
+    with pytest.raises(ValueError, match=r"site 'y' has no observation"):
+        guide.laplace_approximation(conjugate.x)
+    with pytest.raises(ValueError, match=r"site 'y' has no observation"):
+        guide.laplace_approximation((conjugate.x, None))
+    with pytest.raises(ValueError, match="not finite"):
+        guide.laplace_approximation((conjugate.x * math.inf, conjugate.y))
+
+
+def test_memory(conjugate, monkeypatch, structure):
+    guide = at_mode(conjugate, structure=structure)
+    monkeypatch.setattr(fit_module, "available_memory", lambda device: 64)
+    if structure in ("kron", "ekfac"):
+        guide.laplace_approximation(data(conjugate))
+        return
+    fits = '"kron" or "diag"' if structure == "low_rank" else '"kron", "low_rank" or "diag"'
+    with pytest.raises(MemoryError, match=f'structure="{structure}" over 4 latents.*{fits}'):
+        guide.laplace_approximation(data(conjugate))
+
+
+def test_an_indefinite_hessian():
+    """At a saddle of a mixture-like density."""
+
+    def model(y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2, dtype=D), 2.0).to_event(1))
+        pyro.sample("y", dist.Normal(w.prod(), 0.1), obs=y)
+
+    y = torch.tensor(1.0, dtype=D)
+    guide = AutoLaplaceGGN(model, structure="full", curvature="hessian").prototype(y)
+    with torch.no_grad():
+        guide.loc.zero_()
+    with pytest.raises(ValueError, match=r"not positive definite \(lowest eigenvalue -"):
+        guide.laplace_approximation((y,))
+    ggn = guide.laplace_approximation((y,), curvature="ggn")
+    torch.testing.assert_close(ggn.variances(), torch.full((2,), 4.0, dtype=D))
+
+
+@pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
+def test_one_datum(structure):
+    model, x, y = classifier()
+    laplace = AutoLaplaceGGN(model, structure=structure).laplace_approximation((x[:1], y[:1]))
+    assert laplace.num_data == 1
+    assert torch.isfinite(laplace.sample_vectors(3)).all()
+
+
+@pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
+def test_an_input_that_is_always_zero(structure):
+    """Its weights keep the prior's variance."""
+    model, x, y = classifier()
+    x = torch.cat([x[:, :1], torch.zeros_like(x[:, 1:])], 1)
+    laplace = AutoLaplaceGGN(model, structure=structure).laplace_approximation((x, y))
+    variances = laplace.layout.unflatten(laplace.variances())["0.weight"]
+    torch.testing.assert_close(variances[:, 1], torch.ones(4, dtype=D))
+    assert (variances[:, 0] < 1).all()
+
+
+@pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("binary", [False, True])
+def test_saturated_outputs(structure, dtype, binary):
+    net = nn.Linear(1, 1 if binary else 2, bias=False).to(dtype)
+    with torch.no_grad():
+        net.weight.copy_(torch.tensor([[100.0]] if binary else [[100.0], [-100.0]]))
+    kind = models.BinaryClassification if binary else models.Classification
+    model = kind(bayesianize(net, priors.Normal(100.0)))
+    x = torch.tensor([[1.0], [-1.0], [0.01]], dtype=dtype)
+    y = torch.tensor([1, 0, 1]) if binary else torch.tensor([0, 1, 0])
+    laplace = AutoLaplaceGGN(model, structure=structure).laplace_approximation((x, y))
+    assert torch.isfinite(laplace.sample_vectors(3)).all()
+    assert torch.isfinite(laplace.precision.logdet())
+    assert (laplace.variances() <= 1e4 * 1.001).all() and (laplace.variances() > 0).all()
+
+
+# Nothing of the user's is changed
+
+
+class Counting(nn.Module):
+    """BatchNorm, dropout, a hook's victim, and a switch that breaks it."""
+
+    def __init__(self, **norm):
+        super().__init__()
+        self.first = nn.Linear(2, 4)
+        self.norm = nn.BatchNorm1d(4, **norm)
+        self.drop = nn.Dropout(0.5)
+        self.second = nn.Linear(4, 1)
+        self.calls, self.limit = 0, math.inf
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls > self.limit:
+            raise RuntimeError("midway")
+        return self.second(self.drop(torch.relu(self.norm(self.first(x)))))
+
+
+def unchanged(model):
+    """A check that everything in a model is as it was."""
+    modes = [part.training for part in model.modules()]
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    hooks = [(len(part._forward_hooks), len(part._forward_pre_hooks)) for part in model.modules()]
+    every = len(nn.modules.module._global_forward_pre_hooks)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 7.0)
+    names = [name for name, _ in model.named_parameters()]
+    requires = [value.requires_grad for value in (*model.parameters(), *model.buffers())]
+
+    def check():
+        assert [part.training for part in model.modules()] == modes
+        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+        assert hooks == [
+            (len(part._forward_hooks), len(part._forward_pre_hooks)) for part in model.modules()
+        ]
+        assert len(nn.modules.module._global_forward_pre_hooks) == every
+        assert all((parameter.grad == 7.0).all() for parameter in model.parameters())
+        assert [name for name, _ in model.named_parameters()] == names
+        assert requires == [v.requires_grad for v in (*model.parameters(), *model.buffers())]
+        assert not pyro.poutine.runtime._PYRO_STACK
+        assert not torch.overrides._get_current_function_mode_stack()
+
+    return check
+
+
+def noisy_model(noise=0.5, **norm):
+    torch.manual_seed(0)
+    net = Counting(**norm).double().train()
+    x, y = torch.randn(8, 2, dtype=D), torch.randn(8, dtype=D)
+    with torch.no_grad():
+        net(3 * x + 1)  # running statistics of their own
+    learnable = priors.ByName({"norm.*": None, "*": priors.Normal(1.0)})
+    return models.Regression(bayesianize(net, learnable), noise=noise), x, y
+
+
+@pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
+@pytest.mark.parametrize("curvature", ["ggn", "hessian"])
+def test_layers_in_training_mode_are_evaluated(structure, curvature):
+    if curvature == "hessian" and structure != "full":
+        return
+    model, x, y = noisy_model(noise=10.0)
+    guide = AutoLaplaceGGN(model, structure=structure, curvature=curvature).prototype(x, y)
+    check = unchanged(model)
+    options = {"structure": structure, "curvature": curvature}
+    laplace = guide.laplace_approximation((x, y), **options)
+    check()
+    laplace.refresh()
+    check()
+    again = guide.laplace_approximation((x, y), **options)  # no dropout masks
+    torch.testing.assert_close(again.variances(), laplace.variances(), rtol=0, atol=0)
+    model.eval()
+    torch.testing.assert_close(
+        guide.laplace_approximation((x, y), **options).variances(), laplace.variances()
+    )
+
+
+@pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
+def test_an_error_midway_leaves_no_trace(structure):
+    model, x, y = noisy_model()
+    guide = AutoLaplaceGGN(model, structure=structure).prototype(x, y)
+    net = model.network.network
+    net.calls = 0
+    guide.laplace_approximation([(x, y)] * 2)
+    needed = net.calls
+    check = unchanged(model)
+    for limit in range(needed):
+        net.calls, net.limit = 0, limit
+        if limit == 0 or limit == needed - 1 or limit == needed // 2:
+            with pytest.raises(RuntimeError, match="midway"):
+                guide.laplace_approximation([(x, y)] * 2)
+        check()
+    net.limit = math.inf
+    guide.laplace_approximation((x, y))
+    check()
+
+
+def test_batch_statistics_by_function_are_refused():
+    class Functional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 1)
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def forward(self, x):
+            x = nn.functional.batch_norm(x, None, None, self.weight, training=True)
+            return self.linear(x)
+
+    model = models.Regression(bayesianize(Functional().double()), noise=0.5)
+    x, y = torch.randn(5, 2, dtype=D), torch.randn(5, dtype=D)
+    guide = AutoLaplaceGGN(model).prototype(x, y)
+    check = unchanged(model)
+    with pytest.raises(ValueError, match="batch's own statistics"):
+        guide.laplace_approximation((x, y))
+    check()
+
+
+def test_batchnorm_without_running_statistics_is_refused():
+    _, x, y = noisy_model()
+    net = Counting(track_running_stats=False).double()
+    model = models.Regression(bayesianize(net), noise=0.5)
+    with pytest.raises(ValueError, match="track_running_stats=True"):
+        AutoLaplaceGGN(model).laplace_approximation((x, y))
+
+
+def test_before_the_first_run():
+    model, x, y = classifier()
+    guide = AutoLaplaceGGN(model)
+    with pytest.raises(RuntimeError, match="prototype"):
+        guide.sample_latents(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        laplace = guide.laplace_approximation((x, y))  # makes the parameters itself
+    assert torch.equal(laplace.loc, guide.loc)
+
+
+def test_factors_are_left_out_and_said(conjugate):
+    def model(x, y=None):
+        conjugate_w = pyro.sample("w", dist.Normal(torch.zeros(3, dtype=D), 1.0).to_event(1))
+        pyro.factor("penalty", -(conjugate_w.sum() ** 2))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ conjugate_w, 1.0), obs=y)
+
+    guide = AutoLaplaceGGN(model, structure="full").prototype(*data(conjugate))
+    x, y = data(conjugate)
+    curvature = x.T @ x + torch.eye(3, dtype=D) + 2.0
+    with torch.no_grad():
+        guide.loc.copy_(torch.linalg.solve(curvature, x.T @ y))
+    with pytest.warns(BdlWarning, match="factor 'penalty' has no Fisher information") as caught:
+        ggn = guide.laplace_approximation(data(conjugate))
+    assert len(caught) == 1  # and it is at the maximum, penalty included
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BdlWarning)
+        hessian = guide.laplace_approximation(data(conjugate), curvature="hessian")
+    torch.testing.assert_close(torch.linalg.inv(covariance(hessian)), curvature)
+    torch.testing.assert_close(
+        hessian.log_likelihood, Program(model, x, y).run(hessian.median()).log_likelihood()
+    )
+    difference = torch.linalg.inv(covariance(hessian)) - torch.linalg.inv(covariance(ggn))
+    torch.testing.assert_close(difference, 2 * torch.ones(3, 3, dtype=D))
+
+
+def test_it_is_a_guide_for_svi_too(conjugate):
+    """A LaplaceGuide has no parameters; it may be scored, and drawn in minibatches."""
+    laplace = at_mode(conjugate, structure="full").laplace_approximation(data(conjugate))
+    assert list(laplace.parameters()) == []
+    assert math.isfinite(Trace_ELBO().loss(conjugate.model, laplace, *data(conjugate)))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu(structure):
+    model, x, y = classifier(torch.float32)
+    model, x, y = model.cuda(), x.cuda(), y.cuda()
+    guide = trained(model, x, y, structure=structure, rank=10)
+    laplace = guide.laplace_approximation((x, y))
+    assert laplace.sample_vectors(3).is_cuda
+    exact, exact_x, _ = classifier(D)
+    reference = AutoLaplaceGGN(exact, structure=structure, rank=10).prototype(exact_x, y.cpu())
+    with torch.no_grad():
+        reference.loc.copy_(guide.loc)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = reference.laplace_approximation((x.cpu().double(), y.cpu())).variances()
+    torch.testing.assert_close(laplace.variances().cpu().double(), expected, rtol=1e-2, atol=1e-3)
+    assert {v.device.type for v in laplace.quantiles([0.5]).values()} == {"cuda"}
+    assert Predictive(model, laplace, 3)(x)["y"].is_cuda
+    half = guide.laplace_approximation([(x[:20], y[:20])]).update((x[20:], y[20:]))
+    if structure != "ekfac":
+        torch.testing.assert_close(half.variances(), laplace.variances(), rtol=1e-2, atol=1e-3)
