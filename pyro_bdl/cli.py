@@ -185,6 +185,9 @@ def _fit_all(names: list[str], problem: Problem, options: Options) -> tuple[list
             fit = posteriors.fit(name, problem, options, progress=True)
         except KeyboardInterrupt:
             left = names[place:]
+        except MemoryError as error:
+            _say(f"{name} is left out: {error}")
+            continue
         except Exception as error:  # one posterior's failure must not lose the others
             failed.append(name)
             _say(f"{name} could not be fitted: {type(error).__name__}: {error}")
@@ -211,6 +214,7 @@ def _compared(model: nn.Module, fits: list[Fit], data: Dataset, seed: int) -> Co
         reference=_REFERENCE if _REFERENCE in there else None,
         seconds={fit.name: fit.seconds for fit in fits},
         elbos={fit.name: fit.elbo for fit in fits},
+        log_evidences={fit.name: fit.log_evidence for fit in fits},
         target_scale=data.y_sd,
         target_shift=data.y_mean,
         seed=seed,

@@ -32,6 +32,13 @@ _COST = (
         help="Evidence lower bound at temperature 1, in nats, on the training data as the program "
         "sees them; larger is better.",
     ),
+    Column(
+        "log_evidence",
+        "log evid.",
+        digits=4,
+        help="Log evidence of a Laplace approximation, in nats, at its own prior scale; of a part "
+        "of the weights, given the others. Larger is better.",
+    ),
 )
 _NLPD = Column(
     "nlpd",

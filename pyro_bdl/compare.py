@@ -158,6 +158,7 @@ def compare(
     num_samples: int = 1000,
     seconds: Mapping[str, float] | None = None,
     elbos: Mapping[str, float | None] | None = None,
+    log_evidences: Mapping[str, float | None] | None = None,
     target_scale: float = 1.0,
     target_shift: float = 0.0,
     seed: int = 0,
@@ -176,6 +177,7 @@ def compare(
     :param num_samples: draws of each guide, at least 2; of ``Samples`` all are taken.
     :param seconds: training time by name, where known; that of ``Samples`` is.
     :param elbos: ELBO at temperature 1 by name, where known.
+    :param log_evidences: log marginal likelihood by name, where known.
     :param target_scale: the target in its own units is ``y * target_scale + target_shift``; a
         regression is reported in these.
     :param target_shift: see ``target_scale``.
@@ -185,7 +187,8 @@ def compare(
     :raises ValueError: for no posterior, an unknown reference, several observed sites, a posterior
         of another program, test data that do not fit or are not finite.
     """
-    _check_posteriors(posteriors, reference, seconds or {}, elbos or {})
+    given = {"seconds": seconds, "elbos": elbos, "log_evidences": log_evidences}
+    _check_posteriors(posteriors, reference, {k: v or {} for k, v in given.items()})
     data = _test_data(test)
     if num_samples < 2:
         raise ValueError(f"num_samples must be at least 2, got {num_samples}")
@@ -205,6 +208,7 @@ def compare(
     rows: list[dict[str, Any]] = []
     for name, said in evaluations.items():
         row = {"posterior": name, "seconds": times.get(name), "elbo": (elbos or {}).get(name)}
+        row["log_evidence"] = (log_evidences or {}).get(name)
         row |= said.scores
         if reference is not None and name != reference:
             row |= _distances(task, said.function, evaluations[reference].function)
@@ -297,8 +301,7 @@ def _is_known(value: object) -> bool:
 def _check_posteriors(
     posteriors: Mapping[str, Any],
     reference: str | None,
-    seconds: Mapping[str, float],
-    elbos: Mapping[str, float | None],
+    given: Mapping[str, Mapping[str, Any]],
 ) -> None:
     if not isinstance(posteriors, Mapping):
         raise TypeError(
@@ -313,7 +316,7 @@ def _check_posteriors(
             f"reference {reference!r} is not among the posteriors ({there}); name one of them, or "
             f"say reference=None to compare without"
         )
-    for argument, values in (("seconds", seconds), ("elbos", elbos)):
+    for argument, values in given.items():
         unknown = [name for name in values if name not in posteriors]
         if unknown:
             raise ValueError(

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from pyro_bdl import diagnostics, metrics
+from pyro_bdl.guides.laplace import LaplaceGuide
+from pyro_bdl.linearized import LinearizedPredictive
 from pyro_bdl.modules import evaluation_mode
 from pyro_bdl.observation import without_wrappers
 from pyro_bdl.posterior import latent_draws
@@ -92,9 +94,14 @@ def evaluate(
     :raises ValueError: where a latent site has no value, the program has no or several observed
         sites, or the targets do not fit the predictions.
     """
-    samples = _as_samples(name, posterior, num_samples, test)
+    predictive: Any
+    if isinstance(posterior, LaplaceGuide):  # a Gauss-Newton posterior is of the linear model
+        samples = _as_samples(name, posterior, 1, test)
+        predictive = LinearizedPredictive(model, posterior, num_samples)
+    else:
+        samples = _as_samples(name, posterior, num_samples, test)
+        predictive = Predictive(model, samples)
     observation = _observation(name, model, samples, test)
-    predictive = Predictive(model, samples)
     score = _score_classes if observation.is_class else _score_numbers
     mean, scores = score(predictive, observation, test, units)
     function, predictions = _at(predictive, observation, test.part(kept), units)
@@ -259,8 +266,9 @@ def _fitting(y: Tensor, mean: Tensor) -> Tensor:
 
 def _parts(test: Test, predictive: Predictive) -> Iterator[Test]:
     """The test rows in parts that bound the memory of their draws."""
-    samples = predictive.posterior
-    draws = samples.num_chains * samples.num_draws
+    draws = predictive.num_samples
+    if draws is None:
+        draws = predictive.posterior.num_chains * predictive.posterior.num_draws
     size = max(1, _NUMBERS_AT_ONCE // (draws * max(1, test.y[0].numel())))
     num_data = _num_data(predictive.model)
     if num_data is not None:

@@ -16,7 +16,13 @@ from pyro_bdl.distributions import moved_like, without_validation
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.init import INIT_KEY
 from pyro_bdl.ownership import OwnParameters
-from pyro_bdl.priors import Normal, PriorFunction, hyperparameter_scope, is_constant
+from pyro_bdl.priors import (
+    Normal,
+    PriorFunction,
+    hyperparameter_scope,
+    is_constant,
+    learnable,
+)
 
 
 class BayesianModule(OwnParameters):
@@ -176,6 +182,18 @@ def with_prior(model: nn.Module, prior: PriorFunction) -> nn.Module:
     if not found:
         raise ValueError("the program holds no network of bayesianize, whose prior could change")
     return result
+
+
+def with_learnable_prior(model: nn.Module) -> nn.Module:
+    """A copy of a program whose networks' prior scales are PyroParams (``priors.learnable``).
+
+    :raises ValueError: where the program holds no network of ``bayesianize``.
+    :raises TypeError: where a prior has no scale that is a number.
+    """
+    networks = [m for m in model.modules() if isinstance(m, BayesianModule)]
+    if not networks:
+        raise ValueError("the program holds no network of bayesianize, whose prior could change")
+    return with_prior(model, learnable(networks[0].prior))
 
 
 class _Declarations:

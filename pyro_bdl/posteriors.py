@@ -10,16 +10,20 @@ To add one, write a function that fits it::
 
 import difflib
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import pyro
+import torch
 from torch import Tensor, nn
 
-from pyro_bdl import mcmc
-from pyro_bdl.guides import AutoMAP, AutoMeanField
+from pyro_bdl import evidence, mcmc
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.guides import AutoLaplaceGGN, AutoMAP, AutoMeanField, LaplaceGuide
 from pyro_bdl.guides.base import Guide
+from pyro_bdl.nn import with_learnable_prior
 from pyro_bdl.training import estimate_elbo, train
 
 
@@ -74,6 +78,7 @@ class Fit:
         posterior: a guide or ``Samples``.
         seconds: wall-clock time of the fit.
         elbo: the bound at temperature 1 in nats; None where the posterior has no density.
+        log_evidence: the log marginal likelihood of a Laplace approximation, in nats.
         settings: what it was made with.
         interrupted: whether Ctrl-C ended the fit early.
     """
@@ -84,6 +89,7 @@ class Fit:
     elbo: float | None
     settings: Mapping[str, Any]
     interrupted: bool = False
+    log_evidence: float | None = None
 
 
 FitFunction = Callable[[Problem, Options, bool], Result]
@@ -160,11 +166,21 @@ def fit(
         elbo=_elbo(problem, result.posterior),
         settings=result.settings,
         interrupted=result.interrupted,
+        log_evidence=_log_evidence(result.posterior),
     )
 
 
+def _log_evidence(posterior: Any) -> float | None:
+    if not isinstance(posterior, LaplaceGuide):
+        return None
+    with torch.no_grad():
+        return float(evidence.log_marginal_likelihood(posterior))
+
+
 def _elbo(problem: Problem, posterior: Any) -> float | None:
-    if not isinstance(posterior, Guide) or isinstance(posterior, AutoMAP):
+    if not isinstance(posterior, Guide) or isinstance(posterior, AutoMAP | AutoLaplaceGGN):
+        return None
+    if isinstance(posterior, LaplaceGuide) and not posterior.subset.complete:
         return None
     return estimate_elbo(problem.model, posterior, problem.x, problem.y)
 
@@ -211,6 +227,83 @@ def _bayes_mean_field(problem: Problem, options: Options, progress: bool) -> Res
 )
 def _tempered_mean_field(problem: Problem, options: Options, progress: bool) -> Result:
     return _mean_field("mean-field-tempered", 0.1, problem, options, progress)
+
+
+def _laplace(
+    name: str, subset: Any, problem: Problem, options: Options, progress: bool, **structure: str
+) -> Result:
+    """MAP and prior scale by turns, the latter by the evidence."""
+    model, tuned = problem.model, True
+    try:
+        model = with_learnable_prior(problem.model)
+    except (TypeError, ValueError):  # a program of its own, or a prior without a scale
+        tuned = False
+    guide = AutoLaplaceGGN(model, subset=subset, **structure).prototype(problem.x, problem.y)
+    label, steps = name if progress else None, options.steps or 2000
+    rounds = 1 if subset is not None or not tuned else _EVIDENCE_ROUNDS
+    interrupted = False
+    for number in range(rounds):
+        run = train(
+            model, guide, problem.x, problem.y, parameters=guide.parameters(), progress=label,
+            steps=steps if number == 0 else max(1, steps // 2),
+        )  # fmt: skip
+        interrupted = run.interrupted
+        if interrupted or number == rounds - 1:
+            break
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", BdlWarning)  # the MAP moves on
+            evidence.maximize(guide.laplace_approximation((problem.x, problem.y)))
+    posterior = guide.laplace_approximation((problem.x, problem.y))
+    if subset is not None and tuned:  # the other layers' prior stays as it was in training
+        evidence.maximize(posterior)
+    settings: dict[str, Any] = {"steps": steps, **structure}
+    if subset is not None:
+        settings["subset"] = subset
+    for key, value in posterior._read().parameters.items():
+        settings[key.rpartition(".")[2].removeprefix("hyper_").replace("_", " ")] = (
+            f"{float(value.value.detach().mean()):.3g}"
+        )
+    return Result(posterior, settings, interrupted)
+
+
+_EVIDENCE_ROUNDS = 4
+
+
+@register(
+    "laplace-kron",
+    title="Laplace, Kronecker",
+    description="Kronecker-factored Laplace, linearised, prior scale by the evidence",
+)
+def _laplace_kron(problem: Problem, options: Options, progress: bool) -> Result:
+    return _laplace("laplace-kron", None, problem, options, progress, structure="kron")
+
+
+@register(
+    "laplace-full",
+    title="Laplace, full",
+    description="Laplace with the full Gauss-Newton matrix, linearised, where it fits in memory",
+)
+def _laplace_full(problem: Problem, options: Options, progress: bool) -> Result:
+    return _laplace("laplace-full", None, problem, options, progress, structure="full")
+
+
+@register(
+    "laplace-diag",
+    title="Laplace, diagonal",
+    description="Laplace with the diagonal of the Gauss-Newton matrix, linearised",
+)
+def _laplace_diag(problem: Problem, options: Options, progress: bool) -> Result:
+    return _laplace("laplace-diag", None, problem, options, progress, structure="diag")
+
+
+@register(
+    "laplace-last-layer",
+    title="Laplace, last layer",
+    description="full Laplace over the last layer, the rest at the MAP",
+)
+def _laplace_last_layer(problem: Problem, options: Options, progress: bool) -> Result:
+    name, subset = "laplace-last-layer", "last-layer"
+    return _laplace(name, subset, problem, options, progress, structure="full")
 
 
 @register("nuts", title="NUTS", description="Markov chains by the No-U-Turn sampler; the reference")

@@ -298,6 +298,29 @@ def normalized_layers(network: nn.Module, *inputs: Any) -> tuple[str, ...]:
 _NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
+def learnable(prior: Any) -> Any:
+    """The same prior with a ``PyroParam`` in place of the number that is its scale (or gain), for
+    evidence and empirical Bayes to set.
+
+    :raises TypeError: for a prior that has no such number.
+    """
+    if isinstance(prior, PerLayer | PerNormalizedGroup):
+        result = copy.copy(prior)
+        result.prior = learnable(prior.prior)
+        return result
+    if isinstance(prior, ByName):
+        rules = {k: None if rule is None else learnable(rule) for k, rule in prior.rules.items()}
+        return ByName(rules)
+    for name in ("scale", "gain"):
+        value = getattr(prior, name, None)
+        if isinstance(value, int | float):
+            result = copy.copy(prior)
+            start = torch.tensor(float(value))
+            setattr(result, name, PyroParam(start, constraint=dist.constraints.positive))
+            return result
+    raise TypeError(f"{type(prior).__name__} has no scale or gain that is a number")
+
+
 def is_constant(prior: PriorFunction) -> bool:
     """Whether a prior's distributions may be kept from one run to the next."""
     return isinstance(prior, Prior) and prior.constant

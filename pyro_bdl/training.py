@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,7 @@ def train(
     temperature: float = 1.0,
     num_particles: int = 1,
     batch_size: int | None = None,
+    parameters: Iterable[Tensor] | None = None,
     progress: str | None = None,
 ) -> Training:
     """Maximise the tempered ELBO by Adam, whose learning rate falls to zero along half a cosine.
@@ -64,6 +65,7 @@ def train(
     :param num_particles: draws of the guide in each step.
     :param batch_size: rows in each step. By default all of up to 1024; of more rows 256, where the
         program knows by its ``num_data`` that there are N.
+    :param parameters: which to train; by default the guide's and the program's.
     :param progress: description of the progress bar; None for no bar.
     :raises ValueError: for data that are not finite, targets outside of their support; fewer than
         one step; a minibatch for a program whose ``num_data`` is not N, so that its log likelihood
@@ -79,7 +81,8 @@ def train(
             check_data(model, guide, (x[rows], y[rows]), {})
     elbo = TemperedTraceMeanField_ELBO(temperature=temperature, num_particles=num_particles)
     objective: Any = elbo(model, guide)
-    optimizer = torch.optim.Adam(objective.parameters(), lr=learning_rate)
+    trained = list(objective.parameters() if parameters is None else parameters)
+    optimizer = torch.optim.Adam(trained, lr=learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     losses: list[Tensor] = []
     interrupted = False

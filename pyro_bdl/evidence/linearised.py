@@ -69,7 +69,7 @@ def linearised_optimum(
         with torch.enable_grad():
             value = linearised_log_likelihood(guide, at) + log_prior(at)
             (gradient,) = torch.autograd.grad(value, at)
-        return float(value), gradient
+        return value.item(), gradient
 
     value, gradient = value_and_gradient(offset)
     for _ in range(steps):

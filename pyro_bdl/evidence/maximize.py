@@ -94,7 +94,7 @@ def maximize(
     offset = linearised_optimum(guide) if linearised else None
     values = {name: p.value.detach().clone() for name, p in read_guide(guide).parameters.items()}
     return Evidence(
-        float(log_marginal_likelihood(guide, offset=offset)),
+        log_marginal_likelihood(guide, offset=offset).item(),
         float(effective_parameters(guide)),
         values,
         history,
@@ -121,7 +121,7 @@ def _fixed_point(
             parameter.set(value)
         guide.refresh()
         if linearised or step % 10 == 0 or largest < tolerance:
-            history.append(float(log_marginal_likelihood(guide, offset=offset)))
+            history.append(log_marginal_likelihood(guide, offset=offset).item())
         if largest < tolerance:
             break
     return history
@@ -194,7 +194,7 @@ def _ascend(
                 leaf.grad = None
             value = log_marginal_likelihood(guide, offset=offset)
             found: Any = torch.autograd.grad(-value, leaves, allow_unused=True)
-            history.append(float(value))
+            history.append(value.item())
             if best is None or history[-1] > best[0]:
                 best = history[-1], [leaf.detach().clone() for leaf in leaves]
             for leaf, gradient in zip(leaves, found, strict=True):

@@ -78,10 +78,10 @@ class AutoLaplaceGGN(Guide):
             if latent.transform is not None:
                 value = latent.transform(loc)
                 density = -latent.transform.log_abs_det_jacobian(loc, value)
-            dims = latent.event_dim
-            density = density.sum(tuple(range(-dims, 0))) if dims and density.dim() else density
+            batch = value.dim() - latent.event_dim
+            density = density.reshape(*density.shape[:batch], -1).sum(-1)
             result[latent.name] = sample_site(
-                latent, dist.Delta(value, log_density=density, event_dim=dims)
+                latent, dist.Delta(value, log_density=density, event_dim=latent.event_dim)
             )
         return result
 
