@@ -256,8 +256,8 @@ class _Seen:
             part = part + (factor.log_prob() / factor.subsampling).sum()
         if not torch.isfinite(part):
             raise ValueError(
-                f"the log likelihood at the MAP is {float(part.detach())}: the data or the network's "
-                "outputs are not finite"
+                f"the log likelihood at the MAP is {float(part.detach())}: the data or the "
+                "network's outputs are not finite"
             )
         leaves = [linearization.leaves[name] for name in linearization.subset.parts]
         if part.requires_grad:

@@ -16,7 +16,7 @@ from pyro_bdl.curvature.fit import Recipe, check_factors, fit_curvature
 from pyro_bdl.curvature.gaussian import Precision, log_prob
 from pyro_bdl.curvature.prior import PriorPrecision, prior_precision
 from pyro_bdl.curvature.subset import Subset, select
-from pyro_bdl.errors import BdlWarning
+from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.guides.base import Guide, sample_site
 from pyro_bdl.hyperparameters import Reading, few_rows, noise_site, read
 from pyro_bdl.init import init_to_network
@@ -108,6 +108,7 @@ class AutoLaplaceGGN(Guide):
         :param changes: ``structure``, ``curvature``, ``subset``, ``num_draws``, ``rank`` or
             ``reduce`` for this approximation alone.
         :raises MemoryError: where the structure cannot fit in memory.
+        :raises UnsupportedProgramError: where latents stand in subsampled plates.
         :raises ValueError: for an empty iterable, a missing target, a singular precision.
         """
         subset = changes.pop("subset", self.subset)
@@ -115,6 +116,12 @@ class AutoLaplaceGGN(Guide):
         batches = Batches(data)
         args, kwargs = batches.first()
         self.prototype(*args, **kwargs)
+        if self.subsampled:
+            raise UnsupportedProgramError(
+                f"the latent site '{min(self.subsampled)}' stands in a subsampled plate, so that "
+                "no run of the program holds all latents: call the program with all of its data, "
+                "or use AutoMeanField"
+            )
         return LaplaceGuide(self, recipe, subset, batches, progress=progress)
 
 

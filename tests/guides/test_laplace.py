@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from pyro_bdl import Predictive, bayesianize, handlers, models, priors
 from pyro_bdl.curvature import fit as fit_module
 from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
-from pyro_bdl.errors import BdlWarning
+from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.guides import AutoLaplaceGGN
 from pyro_bdl.program import Program
 
@@ -240,6 +240,38 @@ def test_constrained_latents_and_plates():
     torch.testing.assert_close(median["s"], laplace.loc[:3].exp())
     low, high = laplace.quantiles([0.0, 1.0])["w"]
     assert low < 1e-300 and high > 1 - 1e-15
+
+
+def grouped(y):
+    """Constrained latents inside a plate, with and without event dimensions."""
+    with pyro.plate("groups", 2):
+        p = pyro.sample("p", dist.Dirichlet(torch.ones(3, dtype=D)))
+        s = pyro.sample("s", dist.HalfNormal(torch.ones(4, dtype=D)).to_event(1))
+        pyro.sample("y", dist.Normal(p[:, 0] + s.sum(-1), 1.0), obs=y)
+
+
+def test_the_point_guide_scores_its_log_determinant():
+    y = torch.zeros(2, dtype=D)
+    guide = AutoLaplaceGGN(grouped).prototype(y)
+    with torch.no_grad():
+        guide.loc.copy_(torch.randn(12, dtype=D))
+    log_det = guide.layout.constrain(guide.loc)[1]
+    trace = pyro.poutine.trace(guide).get_trace(y)
+    torch.testing.assert_close(trace.log_prob_sum(), -log_det)
+    loss = Trace_ELBO().loss(grouped, guide, y)
+    assert loss == pytest.approx(-float(Program(grouped, y).log_density(guide.loc.detach())))
+
+
+def test_latents_in_subsampled_plates_are_refused():
+    def model(y):
+        with pyro.plate("data", 6, subsample_size=3) as index:
+            z = pyro.sample("z", dist.Normal(torch.zeros((), dtype=D), 1.0))
+            pyro.sample("y", dist.Normal(z, 1.0), obs=y[index])
+
+    y = torch.zeros(6, dtype=D)
+    guide = AutoLaplaceGGN(model)
+    with pytest.raises(UnsupportedProgramError, match=r"'z' stands in a subsampled plate.*all of"):
+        guide.laplace_approximation((y,))
 
 
 @pytest.mark.parametrize("batches", ["one", "many", "loader", "iterator"])
