@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import platform
 import statistics
 import time
@@ -28,17 +29,33 @@ def set_device(device: str) -> None:
         torch.set_default_device(device)
 
 
-def in_turns(sides: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Median seconds of each side; the sides take turns, so that both see the same machine."""
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for function in sides.values():
-        function()
+def in_turns(
+    sides: dict[str, Callable[[], Any]], repeats: int, *, slow: float = math.inf
+) -> dict[str, float]:
+    """Median seconds of each side; the sides take turns, so that both see the same machine.
+
+    :param slow: a side whose first call, which does not count otherwise, takes longer than so
+        many seconds is not called again.
+    """
+    seconds: dict[str, list[float]] = {}
+    once: dict[str, float] = {}
+    for name, function in sides.items():
+        first = _seconds(function)
+        if first > slow:
+            once[name] = first
+        else:
+            seconds[name] = []
     for _ in range(repeats):
-        for name, function in sides.items():
-            start = time.perf_counter()
-            function()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+        for name, values in seconds.items():
+            values.append(_seconds(sides[name]))
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    return once | medians
+
+
+def _seconds(function: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
 
 
 def reset_peak_memory() -> None:
@@ -51,6 +68,14 @@ def peak_memory_mb() -> float:
     status = Path("/proc/self/status").read_text()
     line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) / 1024
+
+
+def memory_of(function: Callable[[], Any]) -> float:
+    """How far a call's peak lies above what this process held before, in MB (Linux)."""
+    reset_peak_memory()
+    before = peak_memory_mb()
+    function()
+    return peak_memory_mb() - before
 
 
 def machine() -> str:

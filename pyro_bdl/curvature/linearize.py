@@ -192,12 +192,13 @@ class Pullback:
     # Which rows belong to which datum
 
     def _align(self) -> Alignment:
-        """Send noise back from some of the data only, and see where it arrives.
+        """Send noise back, and again with each datum's noise times a power of two of its own.
 
-        Every datum is told from every other by one bit of its number, so that a row which two
-        data reach is found out, whatever the sizes of the axes. At last the sums over the data
-        are compared with the gradients themselves: what entered in ways that the mode did not
-        see is found out too.
+        A row of an operation's output belongs to a datum if what arrives there is multiplied by
+        that datum's factor, and rows that several data reach belong to none. Scaling by powers of
+        two is exact, and two data have different ones in at least one pass. At last the sums
+        over the data are compared with the gradients themselves, which finds out what entered in
+        ways that the mode did not see.
         """
         at = self.at
         generator = torch.Generator().manual_seed(0)
@@ -210,14 +211,14 @@ class Pullback:
             [] if g is None else _datum_axes(use, self.num_data)
             for use, g in zip(at.uses, arrived, strict=True)
         ]
-        for mask in _masks(self.num_data, at.vector.device):
+        for levels in _levels(self.num_data, at.vector.device):
             if not edges:
                 break
-            some = [n * _aligned_with(mask, n) for n in noise]
-            for i, gradient in enumerate(self.gradients(some, edges)):
-                if gradient is not None and candidates[i]:
-                    rows = _as_rows(at.uses[i], gradient) != 0
-                    candidates[i] = [axis for axis in candidates[i] if _stays(rows, axis, mask)]
+            scaled = self.gradients([n * _aligned_with(levels, n) for n in noise], edges)
+            for i, (use, before, after) in enumerate(zip(at.uses, arrived, scaled, strict=True)):
+                if before is not None and after is not None:
+                    pair = _as_rows(use, before), _as_rows(use, after)
+                    candidates[i] = [a for a in candidates[i] if _scales(*pair, a, levels)]
         axes = tuple(found[0] if found else None for found in candidates)
         used = list(zip(at.uses, axes, arrived, strict=True))
         lost = {use.site for use, axis, g in used if axis is None and g is not None}
@@ -361,13 +362,12 @@ def _first_alike(use: Use, uses: Sequence[Use]) -> int:
     return use.number
 
 
-def _masks(num_data: int, device: torch.device) -> Iterator[Tensor]:
-    """Masks over the data, of which for any two data one holds the first but not the second."""
+def _levels(num_data: int, device: torch.device) -> Iterator[Tensor]:
+    """Powers of two for the data (n,); any two data have different ones at least once."""
     numbers = torch.arange(num_data, device=device)
-    for bit in range((num_data - 1).bit_length()):
-        mask = (numbers >> bit) % 2 == 1
-        yield mask
-        yield ~mask
+    while numbers.any():
+        yield torch.exp2((numbers % 16 - 8).to(torch.float32))
+        numbers = numbers // 16
 
 
 def _datum_axes(use: Use, num_data: int) -> list[DatumAxis]:
@@ -385,16 +385,20 @@ def _datum_axes(use: Use, num_data: int) -> list[DatumAxis]:
     return axes
 
 
-def _stays(rows: Tensor, axis: DatumAxis, mask: Tensor) -> bool:
-    """Whether nothing arrived in the rows of data outside of the mask."""
-    repeat = rows.shape[axis.dim] // len(mask)
-    arrived = rows.movedim(axis.dim, 0).reshape(rows.shape[axis.dim], -1).any(1)
-    inside = mask.repeat_interleave(repeat) if axis.contiguous else mask.repeat(repeat)
-    return not bool((arrived & ~inside).any())
+def _scales(before: Tensor, after: Tensor, axis: DatumAxis, levels: Tensor) -> bool:
+    """Whether the rows of every datum along the axis were multiplied by its level."""
+    count = before.shape[axis.dim]
+    repeat = count // len(levels)
+    factor = levels.repeat_interleave(repeat) if axis.contiguous else levels.repeat(repeat)
+    before = before.movedim(axis.dim, 0).reshape(count, -1)
+    after = after.movedim(axis.dim, 0).reshape(count, -1)
+    expected = before * factor.to(before.dtype)[:, None]
+    slack = _slack(before) * expected.abs().amax(1)
+    return bool(((after - expected).abs().amax(1) <= slack).all())
 
 
 def _slack(like: Tensor) -> float:
-    """How far sums may lie apart, relative to the sum of their terms' sizes."""
+    """How far equal numbers may lie apart by rounding, relative to their terms' sizes."""
     if like.dtype == torch.float64:
         return 1e-9
     if like.dtype != torch.float32:
