@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from pyro_bdl import bayesianize, models
 from pyro_bdl.curvature.fit import Recipe, fit_curvature
 from pyro_bdl.curvature.gaussian import DiagonalPrecision, FullPrecision, cholesky, log_prob
+from pyro_bdl.curvature.jacobian import Dense, Place
 from pyro_bdl.curvature.linearize import Linearization
 from pyro_bdl.curvature.prior import PriorPrecision
 from pyro_bdl.curvature.subset import Subset
@@ -65,7 +67,7 @@ class Case:
         diagonal = torch.rand(program.size) + 0.5 if varied else torch.full((program.size,), 0.7)
         self.prior = PriorPrecision(diagonal)
         self.precision = self.curvature.with_prior(self.prior)
-        self.size = program.size
+        self.size, self.sites = program.size, program.slices
         self.matrix = self.by_quadratic()
         linearization = Linearization(model, subset, vector, (x, y), {})
         pullback = linearization.pullback(lambda run: [run.deterministic["f"]], len(x))
@@ -108,6 +110,16 @@ def test_covariances_of_functions(case):
     flat = rows.flatten(0, 1)
     joint = case.precision.joint_covariance(case.jacobian)
     torch.testing.assert_close(joint, flat @ covariance @ flat.T, rtol=1e-9, atol=1e-10)
+
+
+def test_covariances_of_functions_whose_blocks_are_others(case):
+    """The same Jacobian as rows over whole sites, as other programs may give it."""
+    rows = case.jacobian.rows()
+    blocks = [Dense(Place((name, -1), part), rows[..., part]) for name, part in case.sites.items()]
+    other = replace(case.jacobian, blocks=blocks)
+    close = torch.testing.assert_close
+    close(case.precision.covariance(other), case.precision.covariance(case.jacobian))
+    close(case.precision.joint_covariance(other), case.precision.joint_covariance(case.jacobian))
 
 
 def test_precision_is_curvature_plus_prior(case):
