@@ -94,7 +94,7 @@ class Linearization:
             with LinearOperations(seen) as operations:
                 self.run: Run = record(model, values, args, kwargs, draw=leave_open)
         self.uses = operations.uses
-        self.numbers = [_first_alike(use, self.uses) for use in self.uses]
+        self.numbers = _numbers_of_entries(self.uses)
         self.unfolded: dict[Any, Tensor] = {}
         self.unmatched = operations.unmatched | {
             use.site for use in self.uses if _repeats(use.indices)
@@ -352,14 +352,18 @@ def _as_rows(use: Use, output: Tensor) -> Tensor:
     return output if use.to_rows is None else use.to_rows(output)
 
 
-def _first_alike(use: Use, uses: Sequence[Use]) -> int:
-    """The number of the first use of the very same entries in the same way."""
-    for other in uses:
-        alike = other.site == use.site and other.kind == use.kind and other.shape == use.shape
-        alike = alike and (other.inputs is None) == (use.inputs is None)
-        if alike and same_entries(other.indices, use.indices):
-            return other.number
-    return use.number
+def _numbers_of_entries(uses: Sequence[Use]) -> list[int]:
+    """For each use the number of the first use of the very same entries in the same way."""
+    numbers: list[int] = []
+    alike: dict[Any, list[Use]] = {}
+    for use in uses:
+        key = use.site, use.kind, use.shape, use.inputs is None, use.indices is None
+        others = alike.setdefault(key, [])
+        first = next((o for o in others if same_entries(o.indices, use.indices)), use)
+        if first is use:
+            others.append(use)
+        numbers.append(first.number)
+    return numbers
 
 
 def _levels(num_data: int, device: torch.device) -> Iterator[Tensor]:

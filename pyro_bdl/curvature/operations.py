@@ -8,6 +8,7 @@ any other operation is listed in ``unmatched``.
 """
 
 import types
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -106,6 +107,7 @@ class LinearOperations(TorchFunctionMode):
         super().__init__()
         self.tags = {id(value): Tag(name, None, value) for name, value in latents.items()}
         self.uses: list[Use] = []
+        self._counts: Counter[str] = Counter()
         self.unmatched: set[str] = set()
 
     def __torch_function__(
@@ -163,13 +165,14 @@ class LinearOperations(TorchFunctionMode):
         self.uses.append(
             Use(
                 site=tag.site,
-                number=sum(use.site == tag.site for use in self.uses),
+                number=self._counts[tag.site],
                 kind=kind,
                 edge=get_gradient_edge(output),
                 output_shape=output.shape,
                 **options,
             )
         )
+        self._counts[tag.site] += 1
 
 
 def _record(func: Any, args: tuple, kwargs: dict, result: Any, mode: LinearOperations) -> set[int]:
