@@ -4,13 +4,16 @@ from typing import Any
 
 import pyro.distributions as dist
 import torch
+from pyro.distributions.torch_distribution import MaskedDistribution
 from torch import Tensor
-from torch.distributions import Distribution, biject_to
+from torch.distributions import Distribution, Independent, biject_to
+from torch.distributions.transforms import identity_transform
+from torch.distributions.utils import probs_to_logits
 
-from pyro_bdl.observation import parameters_of, without_wrappers
-from pyro_bdl.program import Run
+from pyro_bdl.observation import parameters_of, take_apart, without_wrappers
+from pyro_bdl.program import Run, Site
 
-_KEPT = ("logits", "total_count")
+SEVERAL_CLASSES = ("Categorical", "OneHotCategorical")
 
 
 def natural_parameters(distribution: Distribution, run: Run | None = None) -> dict[str, Tensor]:
@@ -25,30 +28,58 @@ def natural_parameters(distribution: Distribution, run: Run | None = None) -> di
     kind, result = type(base).__name__, {}
     for key, value in parameters_of(base).items():
         if key == "probs":
-            tiny = torch.finfo(value.dtype).tiny
-            binary = kind == "Bernoulli"
-            result["logits"] = torch.logit(value) if binary else value.clamp(min=tiny).log()
-        elif key == "logits" and kind != "Bernoulli" and run is not None:
-            result[key] = _as_given(value, run)
-        else:
-            result[key] = natural_value(kind, key, value)
+            key, value = "logits", probs_to_logits(value, is_binary=kind == "Bernoulli")
+        if kind in SEVERAL_CLASSES and run is not None:
+            value = _as_given(value, run)
+        result[key] = natural_value(kind, key, value)
     return result
 
 
-def constrained_parameters(kind: str, natural: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Constructor arguments from unbounded ones."""
-    return {
-        key: value if key in _KEPT else _bijection(kind, key)(value)
-        for key, value in natural.items()
-    }
+def constrained_value(kind: str, key: str, natural: Tensor) -> Tensor:
+    """One constructor argument from its unbounded value."""
+    return _bijection(kind, key)(natural)
 
 
 def natural_value(kind: str, key: str, value: Tensor) -> Tensor:
     """One constructor argument on its unbounded scale."""
-    return value if key in _KEPT else _bijection(kind, key).inv(value)
+    return _bijection(kind, key).inv(value)
+
+
+def with_natural(site: Site, natural: dict[str, Tensor]) -> Site:
+    """The site with other unbounded parameters, which may have more leading dimensions."""
+    kind = known_kind(site)
+    arguments = {key: constrained_value(kind, key, value) for key, value in natural.items()}
+    base = getattr(dist, kind)(**arguments, validate_args=False)
+    return site._replace(distribution=_wrapped_like(site.distribution, base))
+
+
+def known_kind(site: Site) -> str:
+    """The name of the site's distribution without wrappers.
+
+    :raises NotImplementedError: where it is not made of tensors that can be moved.
+    """
+    kind = type(without_wrappers(site.distribution)[0]).__name__
+    if take_apart(site.distribution) is None:
+        raise NotImplementedError(
+            f"the linearised model does not know {kind} observations: use Predictive"
+        )
+    return kind
+
+
+def _wrapped_like(outer: Distribution, base: Any) -> Any:
+    """``base`` with the masks and event dimensions of another distribution."""
+    if isinstance(outer, Independent):
+        inner = _wrapped_like(outer.base_dist, base)
+        return inner.to_event(outer.reinterpreted_batch_ndims)
+    if isinstance(outer, MaskedDistribution):
+        inner = _wrapped_like(outer.base_dist, base)
+        return inner if outer._mask is None else inner.mask(outer._mask)
+    return base
 
 
 def _bijection(kind: str, key: str) -> Any:
+    if key == "logits" or (kind, key) == ("Binomial", "total_count"):
+        return identity_transform
     return biject_to(getattr(dist, kind).arg_constraints[key])
 
 
@@ -56,7 +87,7 @@ def _as_given(logits: Tensor, run: Run) -> Tensor:
     for value in run.deterministic.values():
         if not isinstance(value, Tensor) or value.shape != logits.shape:
             continue
-        normalised = torch.log_softmax(value.detach(), -1)
-        if torch.allclose(normalised, logits.detach(), rtol=1e-4, atol=1e-5):
+        ours, theirs = (torch.log_softmax(v.detach(), -1) for v in (value, logits))
+        if torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5):
             return value
     return logits

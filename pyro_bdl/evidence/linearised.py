@@ -13,9 +13,8 @@ from torch import Tensor
 
 from pyro_bdl.guides.laplace import LaplaceGuide
 from pyro_bdl.modules import evaluation_mode, preserved_buffers, vmappable
-from pyro_bdl.natural import constrained_parameters, natural_parameters
-from pyro_bdl.observation import rebuild, take_apart
-from pyro_bdl.program import Site, leave_open, record
+from pyro_bdl.natural import natural_parameters, with_natural
+from pyro_bdl.program import leave_open, record
 
 _STEPS = 20
 _HALVINGS = 8
@@ -38,18 +37,13 @@ def linearised_log_likelihood(guide: LaplaceGuide, offset: Tensor) -> Tensor:
             return {name: natural_parameters(s.distribution) for name, s in run.observed.items()}
 
         with evaluation_mode(), preserved_buffers(), vmappable():
-            start, slope = torch.func.jvp(natural, (guide.loc,), (direction,))
+            start, slope = torch.func.jvp(natural, (guide.loc,), (direction,))[:2]
             sites = record(model, layout.constrain(guide.loc)[0], args, kwargs).observed
         for name, site in sites.items():
             moved = {key: start[name][key] + slope[name][key] for key in start[name]}
-            total = total + _log_likelihood(site, moved).double()
+            part = with_natural(site, moved).log_prob() / site.subsampling
+            total = total + part.sum().double()
     return total * guide.data_factor
-
-
-def _log_likelihood(site: Site, natural: dict[str, Tensor]) -> Tensor:
-    structure, _ = take_apart(site.distribution)  # type: ignore[misc]
-    moved = rebuild(structure, constrained_parameters(structure.kind, natural))
-    return (site._replace(distribution=moved).log_prob() / site.subsampling).sum()
 
 
 def linearised_optimum(

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.prior import PriorPrecision, prior_precision
-from pyro_bdl.hyperparameters import Reading, noise_site, read
 from pyro_bdl.guides.laplace import LaplaceGuide
+from pyro_bdl.hyperparameters import Reading, noise_site, read
 from pyro_bdl.modules import evaluation_mode, preserved_buffers
 from pyro_bdl.observation import without_wrappers
 from pyro_bdl.program import record

@@ -8,6 +8,13 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.errors import BdlWarning
+from pyro_bdl.evidence.linearised import linearised_optimum
+from pyro_bdl.evidence.marginal import (
+    effective_parameters,
+    log_marginal_likelihood,
+    read_guide,
+)
+from pyro_bdl.guides.laplace import LaplaceGuide
 from pyro_bdl.hyperparameters import (
     Hyperparameter,
     Reading,
@@ -17,13 +24,6 @@ from pyro_bdl.hyperparameters import (
     prior_locations,
     restored_on_error,
 )
-from pyro_bdl.evidence.linearised import linearised_optimum
-from pyro_bdl.evidence.marginal import (
-    effective_parameters,
-    log_marginal_likelihood,
-    read_guide,
-)
-from pyro_bdl.guides.laplace import LaplaceGuide
 
 METHODS = ("mackay", "gradient")
 
@@ -179,9 +179,7 @@ def _linearised_squares(guide: LaplaceGuide, offset: Tensor) -> Tensor:
     return guide.squares - 2.0 * (now - here) / guide.noise_factor
 
 
-def _ascend(
-    guide: LaplaceGuide, steps: int, learning_rate: float, linearised: bool
-) -> list[float]:
+def _ascend(guide: LaplaceGuide, steps: int, learning_rate: float, linearised: bool) -> list[float]:
     leaves = [parameter.leaf for parameter in read_guide(guide).parameters.values()]
     gradients = [leaf.grad for leaf in leaves]
     optimiser = torch.optim.Adam(leaves, lr=learning_rate)

@@ -68,4 +68,3 @@ def _set(guide: LaplaceGuide, name: str, value: float) -> None:
     parameter = guide._read().parameters[name]
     parameter.set(torch.full_like(parameter.value, value))
     guide.refresh()
-
