@@ -13,6 +13,8 @@ def without_validation(distribution: Distribution) -> Distribution:
     ``vmap`` and ``make_fx`` forbid such checks, and they cost more than the densities.
     """
     state = distribution.__dict__
+    if _CHECKED in state:
+        return distribution
     changes: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, Distribution):
@@ -21,7 +23,14 @@ def without_validation(distribution: Distribution) -> Distribution:
                 changes[key] = part
     if state.get("_validate_args") is not False:
         changes["_validate_args"] = False
-    return _changed(distribution, changes) if changes else distribution
+    if not changes:
+        return distribution
+    result = _changed(distribution, changes)
+    result.__dict__[_CHECKED] = True
+    return result
+
+
+_CHECKED = "_pyro_bdl_unvalidated"  # marks copies of ours, which need no second look
 
 
 def moved_like(distribution: Distribution, like: Tensor) -> Distribution:

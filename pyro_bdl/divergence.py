@@ -73,13 +73,29 @@ def diagonal_normal_kl(
             q = q.to_event(latent.event_dim - q.event_dim)
             terms.append(_site_kl(Site(q, values[name], 1.0, None), prior))
     if names:
-        prior_loc = torch.cat([normal.loc.reshape(-1) for normal in priors])
-        prior_scale = torch.cat([normal.scale.reshape(-1) for normal in priors])
+        prior_loc, prior_scale = _side_by_side(layout, priors)
         ratio = layout.take(scale, names) / prior_scale
         distance = (layout.take(loc, names) - prior_loc) / prior_scale
         quadratic = torch.dot(ratio, ratio) + torch.dot(distance, distance)
         terms.append(0.5 * (quadratic - len(ratio)) - ratio.log().sum())
     return _sum(terms)
+
+
+def _side_by_side(layout: Layout, normals: list[Normal]) -> tuple[Tensor, Tensor]:
+    """Locations and scales as two vectors, which are kept while the tensors are the same."""
+    tensors = [tensor for normal in normals for tensor in (normal.loc, normal.scale)]
+    if layout.kept is not None:
+        before, versions, vectors = layout.kept
+        if len(before) == len(tensors) and all(
+            old is new and version == new._version
+            for old, new, version in zip(before, tensors, versions, strict=True)
+        ):
+            return vectors
+    locs = torch.cat([normal.loc.reshape(-1) for normal in normals])
+    scales = torch.cat([normal.scale.reshape(-1) for normal in normals])
+    if not (locs.requires_grad or scales.requires_grad):
+        layout.kept = tensors, [tensor._version for tensor in tensors], (locs, scales)
+    return locs, scales
 
 
 def marginal(latent: Latent, loc: Tensor, scale: Tensor) -> TorchDistribution:

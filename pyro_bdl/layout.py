@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from pyro.distributions import constraints
@@ -70,6 +71,7 @@ class Layout:
         self.latents = {latent.name: latent for latent in latents}
         self._sizes = [latent.size for latent in latents]
         self.size = sum(self._sizes)
+        self.kept: Any = None  # what a function of the latents' priors keeps from step to step
         ends = torch.tensor([0, *self._sizes]).cumsum(0).tolist()
         self.slices = {
             latent.name: slice(start, stop)
