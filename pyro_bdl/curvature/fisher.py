@@ -130,7 +130,14 @@ def rebuilt(base: Any, parameters: dict[str, Tensor]) -> Any:
     """A distribution of the same kind with other parameters."""
     kind: Any = type(base)
     extra = {"total_count": base.total_count} if type(base).__name__ == "Multinomial" else {}
-    return kind(**extra, **parameters, validate_args=False)
+    try:
+        return kind(**extra, **parameters, validate_args=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"the Fisher information of {kind.__name__} has no closed form here, and it cannot be "
+            f"made again from its parameters ({', '.join(parameters)}) to estimate it; use "
+            'structure="full" with curvature="hessian"'
+        ) from error
 
 
 # ------------------------------------------------------------------------------- closed forms

@@ -82,7 +82,9 @@ def cholesky(matrix: Tensor, what: str) -> Tensor:
     lowest = torch.linalg.eigvalsh(matrix)[0]
     raise ValueError(
         f"{what} is not positive definite (lowest eigenvalue {float(lowest):.3g}): train longer "
-        "until the MAP is a maximum, or use the Gauss-Newton curvature, which cannot be indefinite"
+        "until the MAP is a maximum, or use the Gauss-Newton curvature, which cannot be "
+        'indefinite; where a hierarchical prior is the cause, structure="kron" or "diag", which '
+        "leave out how its scales and weights are coupled"
     )
 
 

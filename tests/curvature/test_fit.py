@@ -536,6 +536,30 @@ def test_distributions_that_cannot_be_read(oracle):
     assert torch.isfinite(found.curvature.matrix).all()
 
 
+class Around(dist.Normal):
+    """A distribution of a user's own, with other arguments."""
+
+    def __init__(self, where):
+        super().__init__(where, 1.0)
+
+    def expand(self, batch_shape, _instance=None):
+        return Around(self.loc.expand(batch_shape))
+
+
+def test_distributions_that_cannot_be_made_again(oracle):
+    def model(y=None):
+        m = pyro.sample("m", dist.Normal(torch.zeros(4), 1.0).to_event(1))
+        with pyro.plate("data", 4):
+            pyro.sample("y", Around(m), obs=y)
+
+    program, vector = oracle.program(model, torch.ones(4))
+    with pytest.raises(ValueError, match=r"Fisher information of Around.*loc, scale.*hessian"):
+        oracle.fit(program, vector, (torch.ones(4),), structure="diag")
+    hessian = {"structure": "full", "curvature": "hessian"}
+    found = oracle.fit(program, vector, (torch.ones(4),), **hessian)
+    torch.testing.assert_close(found.curvature.matrix, torch.eye(4))
+
+
 def test_a_distribution_made_by_a_transform(oracle):
     """InverseGamma holds a Gamma; its parameters are read all the same."""
 
