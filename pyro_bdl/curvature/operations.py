@@ -118,9 +118,6 @@ class LinearOperations(TorchFunctionMode):
         tagged = [tags[id(leaf)] for leaf in tree_leaves((args, kwargs)) if id(leaf) in tags]
         if not tagged:
             return func(*args, **kwargs)
-        if func is Tensor.__iter__:
-            with self:
-                return iter(args[0].unbind(0))
         if func in _COMPOSITES:
             with self:
                 return _COMPOSITES[func](*args, **kwargs)

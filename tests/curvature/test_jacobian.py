@@ -9,7 +9,7 @@ from torch import nn
 
 from pyro_bdl import bayesianize, models
 from pyro_bdl.curvature.jacobian import Dense, Lookup, Product
-from pyro_bdl.curvature.linearize import Linearization
+from pyro_bdl.curvature.linearize import Linearization, _levels
 from pyro_bdl.curvature.subset import Subset
 from pyro_bdl.program import Program
 
@@ -443,6 +443,13 @@ def test_data_are_told_from_steps_whatever_their_numbers(oracle, name, n):
     for length in {1, 2, n}:
         found, expected, _ = jacobian(oracle, net, x[:, :length])
         torch.testing.assert_close(found.rows(), expected)
+
+
+@pytest.mark.parametrize("n", [1, 2, 16, 17, 300])
+def test_any_two_data_are_told_apart(n):
+    codes = torch.stack([torch.ones(n), *_levels(n, torch.device("cpu"))], 1)
+    assert len(codes.unique(dim=0)) == n
+    assert torch.equal(codes.log2().round().exp2(), codes)
 
 
 def test_one_number_for_all_data(oracle):

@@ -150,6 +150,7 @@ def test_statistics_of_the_batch_are_refused():
         {},
         {"stride": 2},
         {"dilation": 2, "padding": 1},
+        {"padding": "same"},
         {"padding": "same", "dilation": 2},
         {"padding": "valid"},
         {"stride": (1, 2, 3), "padding": (2, 1, 0), "dilation": (2, 1, 2)},
