@@ -1,6 +1,17 @@
 """Bayesian deep learning as a plugin on Pyro."""
 
-from pyro_bdl import diagnostics, elbo, evidence, guides, handlers, mcmc, metrics, models, priors, temperature
+from pyro_bdl import (
+    diagnostics,
+    elbo,
+    evidence,
+    guides,
+    handlers,
+    mcmc,
+    metrics,
+    models,
+    priors,
+    temperature,
+)
 from pyro_bdl._version import __version__
 from pyro_bdl.compare import Comparison, compare
 from pyro_bdl.linearized import LinearizedPredictive

@@ -34,8 +34,21 @@ class Hyperparameter:
 
     @torch.no_grad()
     def set(self, value: Tensor) -> None:
-        """Give it another value, in place, for all who hold it."""
-        self.leaf.copy_(transform_to(self.constraint).inv(value.to(self.leaf)))
+        """Give it another value, in place, for all who hold it; out of its bounds, the bound."""
+        inside = _inside(value.to(self.leaf), self.constraint)
+        self.leaf.copy_(transform_to(self.constraint).inv(inside))
+
+
+def _inside(value: Tensor, constraint: Any) -> Tensor:
+    lower, upper = (getattr(constraint, f"{end}_bound", None) for end in ("lower", "upper"))
+    limits = torch.finfo(value.dtype)
+    if lower is not None:
+        lower = float(lower)
+        value = value.clamp(min=lower + (limits.eps * abs(lower) if lower else limits.tiny))
+    if upper is not None:
+        upper = float(upper)
+        value = value.clamp(max=upper - (limits.eps * abs(upper) if upper else limits.tiny))
+    return value
 
 
 class _Parameters(Messenger):
@@ -55,6 +68,12 @@ class Reading:
     run: Run
     leaves: dict[str, Tensor]
     parameters: dict[str, Hyperparameter]
+
+
+def read_at_centre(model: Callable, guide: Any, args: tuple, kwargs: dict[str, Any]) -> Reading:
+    """The program at a guide's centre, on a few of its data."""
+    subset, vector = Subset(guide.require_layout()), guide.location().detach()
+    return read(model, subset, vector, *few_rows(model, subset.layout, vector, (args, kwargs)))
 
 
 def read(
@@ -123,9 +142,7 @@ def prior_locations(reading: Reading, subset: Subset, name: str) -> Tensor:
     return loc if chosen is None else loc[chosen.to(loc.device)]
 
 
-def owners(
-    reading: Reading, subset: Subset
-) -> dict[str, list[tuple[str, Tensor]]]:
+def owners(reading: Reading, subset: Subset) -> dict[str, list[tuple[str, Tensor]]]:
     """For each hyperparameter the sites whose prior scales are proportional to it, and these."""
     result: dict[str, list[tuple[str, Tensor]]] = {}
     for site, scale in prior_scales(reading, subset).items():
@@ -163,7 +180,8 @@ def noise_owner(reading: Reading, subset: Subset) -> tuple[Hyperparameter, Site]
 
 
 def noise_site(reading: Reading) -> Site | None:
-    """The only observed site, if it is a Normal whose scale no latent moves."""
+    """The only observed site, if it is a Normal whose scale no latent moves, and the program's
+    parameters only as a whole."""
     if len(reading.run.observed) != 1 or reading.run.factors:
         return None
     (site,) = reading.run.observed.values()
@@ -176,12 +194,64 @@ def noise_site(reading: Reading) -> Site | None:
         )
         if any(gradient is not None for gradient in found):
             return None
+        if not _moves_as_a_whole(normal.scale, reading.parameters):
+            return None
     return site
 
 
+def _moves_as_a_whole(scale: Tensor, parameters: Mapping[str, Hyperparameter]) -> bool:
+    """Whether d log scale / d parameter is the same for all entries of the scale."""
+    logs = scale.log().reshape(-1)
+    weights = torch.linspace(-1.0, 1.0, len(logs)).to(logs)  # any that add up to zero
+    for parameter in parameters.values():
+        slopes = [
+            torch.autograd.grad(total, parameter.value, allow_unused=True, retain_graph=True)[0]
+            for total in (logs.abs().sum(), (weights * logs).sum())
+        ]
+        if slopes[1] is not None and not torch.allclose(
+            slopes[1], torch.zeros_like(slopes[1]), atol=1e-4 * float(slopes[0].abs().max()) + 1e-6
+        ):
+            return False
+    return True
+
+
+@torch.enable_grad()
+def in_likelihood(reading: Reading) -> list[str]:
+    """The parameters of the program on which its likelihood depends, other than by the scale of
+    ``noise_site``."""
+    if not reading.parameters:
+        return []
+    noise = noise_site(reading)
+    if noise is not None:
+        normal: Any = without_wrappers(noise.distribution)[0]
+        totals = [normal.loc.sum()]
+    else:
+        sites = (*reading.run.observed.values(), *reading.run.factors.values())
+        totals = [site.log_prob().sum() for site in sites if site.value is not None]
+    total: Any = sum(totals)
+    if not isinstance(total, Tensor) or not total.requires_grad:
+        return []
+    values = [parameter.value for parameter in reading.parameters.values()]
+    found = torch.autograd.grad(total, values, allow_unused=True, retain_graph=True)
+    pairs = zip(reading.parameters, found, strict=True)
+    return [name for name, gradient in pairs if gradient is not None]
+
+
+def followed(reading: Reading) -> dict[str, Hyperparameter]:
+    """The hyperparameters whose every effect on the evidence is known without another fit: those
+    of the priors, and of a Normal's noise."""
+    others = in_likelihood(reading)
+    return {name: p for name, p in reading.parameters.items() if name not in others}
+
+
 @contextmanager
-def restored_on_error(parameters: Mapping[str, Hyperparameter]) -> Iterator[None]:
-    """Hyperparameters get their values back where an error is raised inside."""
+def restored_on_error(
+    parameters: Mapping[str, Hyperparameter], refresh: Callable[[], Any]
+) -> Iterator[None]:
+    """Hyperparameters get their values back where an error is raised inside.
+
+    :param refresh: called then, for those who follow them.
+    """
     before = {name: p.leaf.detach().clone() for name, p in parameters.items()}
     try:
         yield
@@ -189,4 +259,5 @@ def restored_on_error(parameters: Mapping[str, Hyperparameter]) -> Iterator[None
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.leaf.copy_(before[name])
+        refresh()
         raise

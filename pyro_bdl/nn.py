@@ -1,7 +1,7 @@
 """``bayesianize``: a copy of a torch network as a Pyro program with priors on its weights."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -170,16 +170,21 @@ def with_prior(model: nn.Module, prior: PriorFunction) -> nn.Module:
     :param model: a module that holds such networks; it is not changed.
     :raises ValueError: where it holds none.
     """
+    return _with_priors(model, lambda network: prior)
+
+
+def _with_priors(model: nn.Module, choose: Callable[[BayesianModule], PriorFunction]) -> nn.Module:
     if isinstance(model, BayesianModule):
-        return model.with_prior(prior)
+        return model.with_prior(choose(model))
     result = copy.deepcopy(model)
-    found = False
+    changed: dict[nn.Module, BayesianModule] = {}  # a network may be held in several places
     for module in list(result.modules()):
         for name, child in list(module._modules.items()):
             if isinstance(child, BayesianModule):
-                setattr(module, name, child.with_prior(prior))
-                found = True
-    if not found:
+                if child not in changed:
+                    changed[child] = child.with_prior(choose(child))
+                setattr(module, name, changed[child])
+    if not changed:
         raise ValueError("the program holds no network of bayesianize, whose prior could change")
     return result
 
@@ -190,10 +195,7 @@ def with_learnable_prior(model: nn.Module) -> nn.Module:
     :raises ValueError: where the program holds no network of ``bayesianize``.
     :raises TypeError: where a prior has no scale that is a number.
     """
-    networks = [m for m in model.modules() if isinstance(m, BayesianModule)]
-    if not networks:
-        raise ValueError("the program holds no network of bayesianize, whose prior could change")
-    return with_prior(model, learnable(networks[0].prior))
+    return _with_priors(model, lambda network: learnable(network.prior))
 
 
 class _Declarations:

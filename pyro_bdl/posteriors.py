@@ -10,7 +10,6 @@ To add one, write a function that fits it::
 
 import difflib
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from pyro_bdl import evidence, mcmc
-from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides import AutoLaplaceGGN, AutoMAP, AutoMeanField, LaplaceGuide
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.nn import with_learnable_prior
@@ -31,9 +29,9 @@ from pyro_bdl.training import estimate_elbo, train
 class Problem:
     """What a posterior is fitted to.
 
-    Attributes:
-        model: a program ``model(x, y)``; for minibatches its ``num_data`` is N.
-        x, y: ``(N, ...)``, the training data.
+    :param model: a program ``model(x, y)``; for minibatches its ``num_data`` is N.
+    :param x: ``(N, ...)``, the training inputs.
+    :param y: ``(N, ...)``, their targets.
     """
 
     model: nn.Module
@@ -45,11 +43,12 @@ class Problem:
 class Options:
     """How to fit; each posterior reads what concerns it.
 
-    Attributes:
-        seed: of everything random.
-        steps: gradient steps of a guide; None for each guide's own number.
-        chains, warmup, draws: Markov chains, iterations before and draws after adaptation of each.
-        max_tree_depth: NUTS takes at most 2^depth gradient steps per draw.
+    :param seed: of everything random.
+    :param steps: gradient steps of a guide; None for each guide's own number.
+    :param chains: Markov chains.
+    :param warmup: iterations of each chain that adapt and are not kept.
+    :param draws: draws of each chain after them.
+    :param max_tree_depth: NUTS takes at most 2^depth gradient steps per draw.
     """
 
     seed: int = 0
@@ -62,7 +61,12 @@ class Options:
 
 @dataclass(frozen=True)
 class Result:
-    """What a registered function returns: a guide or ``Samples``, and what it was made with."""
+    """What a registered function returns.
+
+    :param posterior: a guide or ``Samples``.
+    :param settings: what it was made with.
+    :param interrupted: whether Ctrl-C ended the fit early.
+    """
 
     posterior: Any
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -73,14 +77,13 @@ class Result:
 class Fit:
     """A fitted posterior.
 
-    Attributes:
-        name: its name in the registry.
-        posterior: a guide or ``Samples``.
-        seconds: wall-clock time of the fit.
-        elbo: the bound at temperature 1 in nats; None where the posterior has no density.
-        log_evidence: the log marginal likelihood of a Laplace approximation, in nats.
-        settings: what it was made with.
-        interrupted: whether Ctrl-C ended the fit early.
+    :param name: its name in the registry.
+    :param posterior: a guide or ``Samples``.
+    :param seconds: wall-clock time of the fit.
+    :param elbo: the bound at temperature 1 in nats; None where the posterior has no density.
+    :param settings: what it was made with.
+    :param interrupted: whether Ctrl-C ended the fit early.
+    :param log_evidence: the log marginal likelihood of a Laplace approximation, in nats.
     """
 
     name: str
@@ -97,7 +100,7 @@ FitFunction = Callable[[Problem, Options, bool], Result]
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of the registry."""
+    """One line of the registry; see ``register``."""
 
     name: str
     title: str
@@ -111,13 +114,10 @@ _registry: dict[str, Entry] = {}
 def register(name: str, *, title: str, description: str) -> Callable[[FitFunction], FitFunction]:
     """Decorate ``function(problem, options, progress) -> Result`` to make it known by ``name``.
 
-    Args:
-        name: what users write, in lower case with hyphens.
-        title: a few words for tables and reports.
-        description: one sentence for help texts.
-
-    Raises:
-        ValueError: the name is taken.
+    :param name: what users write, in lower case with hyphens.
+    :param title: a few words for tables and reports.
+    :param description: one sentence for help texts.
+    :raises ValueError: where the name is taken.
     """
     if name in _registry:
         raise ValueError(f"a posterior named {name!r} is registered already")
@@ -150,9 +150,9 @@ def fit(
 
     Every fit starts from the options' seed, so that it does not depend on which were made before.
 
-    Raises:
-        ValueError: the name is not registered, or what the posterior's own function refuses.
-        KeyboardInterrupt: Ctrl-C before there was anything to keep.
+    :raises ValueError: for a name that is not registered, or what the posterior's own function
+        refuses.
+    :raises KeyboardInterrupt: for Ctrl-C before there was anything to keep.
     """
     entry, options = get(name), options or Options()
     pyro.set_rng_seed(options.seed)
@@ -230,43 +230,24 @@ def _tempered_mean_field(problem: Problem, options: Options, progress: bool) -> 
 
 
 def _laplace(
-    name: str, subset: Any, problem: Problem, options: Options, progress: bool, **structure: str
+    name: str, problem: Problem, options: Options, progress: bool, **choice: Any
 ) -> Result:
     """MAP and prior scale by turns, the latter by the evidence."""
-    model, tuned = problem.model, True
     try:
         model = with_learnable_prior(problem.model)
     except (TypeError, ValueError):  # a program of its own, or a prior without a scale
-        tuned = False
-    guide = AutoLaplaceGGN(model, subset=subset, **structure).prototype(problem.x, problem.y)
-    label, steps = name if progress else None, options.steps or 2000
-    rounds = 1 if subset is not None or not tuned else _EVIDENCE_ROUNDS
-    interrupted = False
-    for number in range(rounds):
-        run = train(
-            model, guide, problem.x, problem.y, parameters=guide.parameters(), progress=label,
-            steps=steps if number == 0 else max(1, steps // 2),
-        )  # fmt: skip
-        interrupted = run.interrupted
-        if interrupted or number == rounds - 1:
-            break
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", BdlWarning)  # the MAP moves on
-            evidence.maximize(guide.laplace_approximation((problem.x, problem.y)))
-    posterior = guide.laplace_approximation((problem.x, problem.y))
-    if subset is not None and tuned:  # the other layers' prior stays as it was in training
-        evidence.maximize(posterior)
-    settings: dict[str, Any] = {"steps": steps, **structure}
-    if subset is not None:
-        settings["subset"] = subset
-    for key, value in posterior._read().parameters.items():
-        settings[key.rpartition(".")[2].removeprefix("hyper_").replace("_", " ")] = (
-            f"{float(value.value.detach().mean()):.3g}"
-        )
-    return Result(posterior, settings, interrupted)
-
-
-_EVIDENCE_ROUNDS = 4
+        model = problem.model
+    guide = AutoLaplaceGGN(model, **choice)
+    steps = options.steps or 2000
+    posterior, interrupted = evidence.train_by_evidence(
+        model, guide, problem.x, problem.y, steps=steps, progress=name if progress else None
+    )
+    tuned = {
+        key.rpartition(".")[2].removeprefix("hyper_").replace("_", " "): f"{value:.3g}"
+        for key, value in evidence.hyperparameters(posterior).items()
+        if value.numel() == 1
+    }
+    return Result(posterior, {"steps": steps, **choice, **tuned}, interrupted)
 
 
 @register(
@@ -275,7 +256,7 @@ _EVIDENCE_ROUNDS = 4
     description="Kronecker-factored Laplace, linearised, prior scale by the evidence",
 )
 def _laplace_kron(problem: Problem, options: Options, progress: bool) -> Result:
-    return _laplace("laplace-kron", None, problem, options, progress, structure="kron")
+    return _laplace("laplace-kron", problem, options, progress, structure="kron")
 
 
 @register(
@@ -284,7 +265,7 @@ def _laplace_kron(problem: Problem, options: Options, progress: bool) -> Result:
     description="Laplace with the full Gauss-Newton matrix, linearised, where it fits in memory",
 )
 def _laplace_full(problem: Problem, options: Options, progress: bool) -> Result:
-    return _laplace("laplace-full", None, problem, options, progress, structure="full")
+    return _laplace("laplace-full", problem, options, progress, structure="full")
 
 
 @register(
@@ -293,7 +274,7 @@ def _laplace_full(problem: Problem, options: Options, progress: bool) -> Result:
     description="Laplace with the diagonal of the Gauss-Newton matrix, linearised",
 )
 def _laplace_diag(problem: Problem, options: Options, progress: bool) -> Result:
-    return _laplace("laplace-diag", None, problem, options, progress, structure="diag")
+    return _laplace("laplace-diag", problem, options, progress, structure="diag")
 
 
 @register(
@@ -302,8 +283,8 @@ def _laplace_diag(problem: Problem, options: Options, progress: bool) -> Result:
     description="full Laplace over the last layer, the rest at the MAP",
 )
 def _laplace_last_layer(problem: Problem, options: Options, progress: bool) -> Result:
-    name, subset = "laplace-last-layer", "last-layer"
-    return _laplace(name, subset, problem, options, progress, structure="full")
+    choice = {"structure": "full", "subset": "last-layer"}
+    return _laplace("laplace-last-layer", problem, options, progress, **choice)
 
 
 @register("nuts", title="NUTS", description="Markov chains by the No-U-Turn sampler; the reference")

@@ -300,7 +300,7 @@ _NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNor
 
 def learnable(prior: Any) -> Any:
     """The same prior with a ``PyroParam`` in place of the number that is its scale (or gain), for
-    evidence and empirical Bayes to set.
+    evidence and empirical Bayes to set; a PyroParam that is there already stays.
 
     :raises TypeError: for a prior that has no such number.
     """
@@ -313,6 +313,8 @@ def learnable(prior: Any) -> Any:
         return ByName(rules)
     for name in ("scale", "gain"):
         value = getattr(prior, name, None)
+        if isinstance(value, PyroParam):
+            return prior
         if isinstance(value, int | float):
             result = copy.copy(prior)
             start = torch.tensor(float(value))

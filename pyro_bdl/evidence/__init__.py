@@ -1,9 +1,10 @@
 """The evidence of a Laplace approximation, and hyperparameters that maximise it."""
 
+from pyro_bdl.evidence.alternate import train_by_evidence
 from pyro_bdl.evidence.em import variational_em
 from pyro_bdl.evidence.linearised import linearised_log_likelihood, linearised_optimum
 from pyro_bdl.evidence.marginal import effective_parameters, log_marginal_likelihood
-from pyro_bdl.evidence.maximize import Evidence, maximize
+from pyro_bdl.evidence.maximize import Evidence, hyperparameters, maximize
 from pyro_bdl.evidence.online import MarginalLikelihoodTraining
 from pyro_bdl.evidence.validation import Grid, tune_on_validation
 
@@ -12,10 +13,12 @@ __all__ = [
     "Grid",
     "MarginalLikelihoodTraining",
     "effective_parameters",
+    "hyperparameters",
     "linearised_log_likelihood",
     "linearised_optimum",
     "log_marginal_likelihood",
     "maximize",
+    "train_by_evidence",
     "tune_on_validation",
     "variational_em",
 ]

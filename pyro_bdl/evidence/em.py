@@ -15,12 +15,11 @@ from pyro_bdl.guides.base import Guide
 from pyro_bdl.hyperparameters import (
     Hyperparameter,
     Reading,
-    few_rows,
     group_sum,
     noise_owner,
     owners,
     prior_locations,
-    read,
+    read_at_centre,
 )
 from pyro_bdl.modules import evaluation_mode, preserved_buffers
 from pyro_bdl.observation import without_wrappers
@@ -64,13 +63,12 @@ def variational_em(
     args, kwargs = batches.first()
     guide.prototype(*args, **kwargs)
     subset = Subset(guide.require_layout())
-    few = few_rows(model, subset.layout, guide.location().detach(), (args, kwargs))
     parameters = [p for p in guide.parameters() if p.requires_grad]
     optimiser = torch.optim.Adam(parameters, lr=learning_rate)
     history = []
     for _ in trange(rounds, desc="variational EM", disable=not progress):
         _train(model, guide, batches, elbo, optimiser, parameters, steps)
-        reading = read(model, subset, guide.location().detach(), *few)
+        reading = read_at_centre(model, guide, args, kwargs)
         changes = _maximise(model, guide, subset, reading, batches)
         if not changes:
             raise ValueError(

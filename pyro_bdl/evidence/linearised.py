@@ -5,7 +5,7 @@ model under the prior is the point where its evidence is exact for Normal observ
 better point of evaluation than a u* that stopped early (Antoran et al. 2022, section 3).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ def linearised_log_likelihood(guide: LaplaceGuide, offset: Tensor) -> Tensor:
     subset, layout = guide.subset, guide.require_layout()
     direction = subset.put(torch.zeros_like(guide.loc), offset.to(guide.loc))
     total = guide.loc.new_zeros((), dtype=torch.float64)
-    for args, kwargs in guide.batches:
+    for args, kwargs, count in _data(guide):
 
         def natural(vector: Tensor, args: Any = args, kwargs: Any = kwargs) -> Any:
             latents = layout.constrain(vector)[0]
@@ -42,8 +42,15 @@ def linearised_log_likelihood(guide: LaplaceGuide, offset: Tensor) -> Tensor:
         for name, site in sites.items():
             moved = {key: start[name][key] + slope[name][key] for key in start[name]}
             part = with_natural(site, moved).log_prob() / site.subsampling
-            total = total + part.sum().double()
-    return total * guide.data_factor
+            total = total + count * part.sum().double()
+    return total
+
+
+def _data(guide: LaplaceGuide) -> Iterator[tuple[tuple, dict, float]]:
+    """Every batch that the guide has seen, and by what its log likelihood counts."""
+    for batches, count in guide.passes:
+        for args, kwargs in batches:
+            yield args, kwargs, count
 
 
 def linearised_optimum(

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.prior import PriorPrecision, prior_precision
+from pyro_bdl.evidence.linearised import linearised_log_likelihood
 from pyro_bdl.guides.laplace import LaplaceGuide
-from pyro_bdl.hyperparameters import Reading, noise_site, read
+from pyro_bdl.hyperparameters import Reading, in_likelihood, noise_site, read
 from pyro_bdl.modules import evaluation_mode, preserved_buffers
 from pyro_bdl.observation import without_wrappers
 from pyro_bdl.program import record
@@ -36,8 +37,9 @@ def log_marginal_likelihood(guide: LaplaceGuide, *, offset: Tensor | None = None
 
     It is differentiable in every ``PyroParam`` of the priors, and of the noise of a Normal
     observation, through both the fit and the determinant; ``backward()`` fills the gradients of the
-    unconstrained parameters. Where only a subset of the latents has a covariance, it is the
-    evidence given the others.
+    unconstrained parameters. Of other parameters of the likelihood the curvature, and with it the
+    determinant, is that of the approximation. Where only a subset of the latents has a covariance,
+    it is the evidence given the others.
 
     :param guide: of ``laplace_approximation``.
     :param offset: u - u* in the subset (p,), to evaluate at the linearised model's optimum
@@ -57,7 +59,8 @@ def terms(guide: LaplaceGuide, reading: Reading, *, offset: Tensor | None = None
     """The terms of the evidence at the hyperparameters of a reading."""
     prior = prior_precision(reading.run, reading.leaves, guide.subset, create_graph=True)
     factor = noise_factor(guide, reading)
-    posterior = guide.curvature.with_prior(prior, 1.0 if factor is None else factor)
+    scaled = 1.0 if factor is None else guide.curvature_factor(factor)
+    posterior = guide.curvature.with_prior(prior, scaled)
     likelihood = _log_likelihood(guide, reading, factor, offset)
     log_prior = _log_prior(guide, reading, offset)
     return Terms(likelihood, log_prior, posterior.logdet(), guide.subset.size)
@@ -80,29 +83,14 @@ def _log_likelihood(
     guide: LaplaceGuide, reading: Reading, factor: Tensor | None, offset: Tensor | None
 ) -> Tensor:
     if offset is not None:
-        from pyro_bdl.evidence.linearised import linearised_log_likelihood
-
         return linearised_log_likelihood(guide, offset)
     if factor is not None:
         # of a Normal: -1/2 c sum r^2 + 1/2 n log c + constant, r in units of the reference noise
         squares, cells = guide.squares, guide.cells
         return guide.log_likelihood - 0.5 * (factor - 1.0) * squares + 0.5 * cells * factor.log()
-    if not _moves(reading):
+    if not in_likelihood(reading):
         return guide.log_likelihood
     return _passed(guide)
-
-
-def _moves(reading: Reading) -> bool:
-    """Whether the likelihood depends on a parameter of the program."""
-    leaves = [parameter.leaf for parameter in reading.parameters.values()]
-    total: Any = 0.0
-    for site in reading.run.observed.values():
-        if site.value is not None:
-            total = total + site.log_prob().sum()
-    if not leaves or not isinstance(total, Tensor) or not total.requires_grad:
-        return False
-    found = torch.autograd.grad(total, leaves, allow_unused=True, retain_graph=True)
-    return any(gradient is not None for gradient in found)
 
 
 def _passed(guide: LaplaceGuide) -> Tensor:
@@ -111,10 +99,12 @@ def _passed(guide: LaplaceGuide) -> Tensor:
     latents = guide.require_layout().constrain(guide.loc)[0]
     total = guide.loc.new_zeros((), dtype=torch.float64)
     with evaluation_mode(), preserved_buffers():
-        for args, kwargs in guide.batches:
-            for site in record(model, latents, args, kwargs).observed.values():
-                total = total + (site.log_prob() / site.subsampling).sum().double()
-    return total * guide.data_factor
+        for batches, count in guide.passes:
+            for args, kwargs in batches:
+                run = record(model, latents, args, kwargs)
+                for site in (*run.observed.values(), *run.factors.values()):
+                    total = total + count * (site.log_prob() / site.subsampling).sum().double()
+    return total
 
 
 def _log_prior(guide: LaplaceGuide, reading: Reading, offset: Tensor | None) -> Tensor:

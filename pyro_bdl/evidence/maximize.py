@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.evidence.linearised import linearised_optimum
+from pyro_bdl.evidence.linearised import linearised_log_likelihood, linearised_optimum
 from pyro_bdl.evidence.marginal import (
     effective_parameters,
     log_marginal_likelihood,
@@ -18,6 +18,7 @@ from pyro_bdl.guides.laplace import LaplaceGuide
 from pyro_bdl.hyperparameters import (
     Hyperparameter,
     Reading,
+    followed,
     group_sum,
     noise_owner,
     owners,
@@ -37,7 +38,7 @@ class Evidence:
     :param log_evidence: log p(y) at the hyperparameters found, in nats.
     :param gamma: the effective number of parameters.
     :param hyperparameters: name -> value.
-    :param history: log p(y) after each step.
+    :param history: log p(y) on the way, step by step or every tenth one.
     """
 
     log_evidence: float
@@ -65,7 +66,7 @@ def maximize(
         noise^2 = sum of squared residuals / (N - gamma of all latents)
 
     (MacKay 1992, section 3; alpha = gamma / w'w, beta = (N - gamma) / residuals). "gradient"
-    ascends the log evidence in all parameters of the program by Adam.
+    ascends the log evidence by Adam in all parameters of the priors and of a Normal's noise.
 
     The parameters change in place, and the guide follows. Retrain the MAP afterwards, or use
     ``MarginalLikelihoodTraining``, which alternates.
@@ -80,25 +81,32 @@ def maximize(
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r} (there are {', '.join(METHODS)})")
     reading = read_guide(guide)
-    if not reading.parameters:
+    if not followed(reading):
         raise ValueError(
-            "the program has no PyroParam to tune: make a prior's scale or the noise one, as in "
+            "the priors and the noise have no PyroParam to tune: make a prior's scale one, as in "
             "priors.Normal(PyroParam(torch.tensor(1.0), constraint=constraints.positive))"
         )
-    with restored_on_error(reading.parameters):
+    with restored_on_error(reading.parameters, guide.refresh):
+        guide.refresh()
         if method == "mackay":
             history = _fixed_point(guide, steps, tolerance, linearised)
         else:
             history = _ascend(guide, steps, learning_rate, linearised)
-    guide.refresh()
+        guide.refresh()
     offset = linearised_optimum(guide) if linearised else None
-    values = {name: p.value.detach().clone() for name, p in read_guide(guide).parameters.items()}
+    values = hyperparameters(guide)
     return Evidence(
         log_marginal_likelihood(guide, offset=offset).item(),
         float(effective_parameters(guide)),
         values,
         history,
     )
+
+
+def hyperparameters(guide: LaplaceGuide) -> dict[str, Tensor]:
+    """The present values of the hyperparameters that the evidence can set, by name."""
+    found = followed(read_guide(guide))
+    return {name: parameter.value.detach().clone() for name, parameter in found.items()}
 
 
 def _fixed_point(
@@ -171,8 +179,6 @@ def mackay_update(
 
 def _linearised_squares(guide: LaplaceGuide, offset: Tensor) -> Tensor:
     """Squared residuals of the linearised model in units of the reference noise."""
-    from pyro_bdl.evidence.linearised import linearised_log_likelihood
-
     # log lik = -1/2 c Q + 1/2 n log c + constant, at both points with the same c
     now = linearised_log_likelihood(guide, offset)
     here = linearised_log_likelihood(guide, torch.zeros_like(offset))
@@ -180,7 +186,7 @@ def _linearised_squares(guide: LaplaceGuide, offset: Tensor) -> Tensor:
 
 
 def _ascend(guide: LaplaceGuide, steps: int, learning_rate: float, linearised: bool) -> list[float]:
-    leaves = [parameter.leaf for parameter in read_guide(guide).parameters.values()]
+    leaves = [parameter.leaf for parameter in followed(read_guide(guide)).values()]
     gradients = [leaf.grad for leaf in leaves]
     optimiser = torch.optim.Adam(leaves, lr=learning_rate)
     history: list[float] = []

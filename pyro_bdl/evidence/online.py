@@ -9,6 +9,7 @@ from torch import Tensor
 from pyro_bdl.curvature.data import Batches
 from pyro_bdl.evidence.maximize import Evidence, maximize
 from pyro_bdl.guides.laplace import AutoLaplaceGGN, LaplaceGuide
+from pyro_bdl.hyperparameters import read_at_centre
 
 
 @dataclass
@@ -123,7 +124,8 @@ class MarginalLikelihoodTraining:
         assert self._best is not None
         with torch.no_grad():
             self.guide.loc.copy_(self._best.loc)
-        result = self._laplace()
-        for name, parameter in result._read().parameters.items():
-            parameter.set(best.hyperparameters[name])
+        (model,) = self.guide._program_model
+        reading = read_at_centre(model, self.guide, *self.batches.first())
+        for name, value in best.hyperparameters.items():
+            reading.parameters[name].set(value)
         return self._laplace()

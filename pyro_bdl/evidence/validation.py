@@ -1,5 +1,6 @@
 """Hyperparameters by a validation set: the simple alternative to the evidence."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -42,6 +43,7 @@ def tune_on_validation(
     (model,) = guide._program_model
     parameters = guide._read().parameters
     found = [name for name in parameters if parameter is None or parameter in name]
+    found = [parameter] if parameter in found else found
     if len(found) != 1:
         raise ValueError(
             f"name one hyperparameter of the program (there are {', '.join(parameters) or 'none'})"
@@ -55,11 +57,14 @@ def tune_on_validation(
 
     score = score or log_density
     scores = []
-    with restored_on_error(parameters):
+    with restored_on_error(parameters, guide.refresh):
         for value in values:
             _set(guide, found[0], value)
             scores.append(float(score(guide)))
-        best = float(values[max(range(len(scores)), key=scores.__getitem__)])
+        known = [number for number, found in enumerate(scores) if not math.isnan(found)]
+        if not known:
+            raise ValueError("the score is NaN at every value of the grid")
+        best = float(values[max(known, key=scores.__getitem__)])
         _set(guide, found[0], best)
     return Grid(tuple(map(float, values)), tuple(scores), best)
 

@@ -161,6 +161,7 @@ class LaplaceGuide(Guide):
             self._check_maximum(gradient)
 
     num_data: int
+    passes: list[tuple[Batches, float]]  # the data, and by what the sums over them count
 
     def _fit(self, batches: Batches, before: Any, progress: bool) -> Tensor:
         """Take up data; returns the gradient of the log joint density in the subset (p,)."""
@@ -174,7 +175,8 @@ class LaplaceGuide(Guide):
         for name in ("log_likelihood", "squares", "cells"):
             earlier = getattr(self, name) if before is not None else 0.0
             self.register_buffer(name, getattr(fitted, name).to(self.loc.device) + earlier)
-        self.__dict__["batches"], self.data_factor = batches, fitted.factor
+        earlier = self.passes if before is not None else []
+        self.__dict__["passes"] = [*earlier, (batches, fitted.factor)]
         if before is None:
             self.__dict__["few"] = few_rows(model, self.require_layout(), self.loc, self.few)
             self.register_buffer("noise_factor", torch.ones_like(self.squares))
@@ -186,7 +188,14 @@ class LaplaceGuide(Guide):
         """Add the curvature of more data, at the same point; returns itself.
 
         :param data: as in ``laplace_approximation``.
+        :raises ValueError: where the noise of a Normal observation is not what it was in the fit.
         """
+        before, noise = self.reference_noise, self._noise()
+        if before is not None and noise is not None and not torch.allclose(noise, before):
+            raise ValueError(
+                "the noise has changed since the curvature was computed, and that of more data "
+                "would not fit to it: call laplace_approximation with all data"
+            )
         self._fit(Batches(data), self.curvature, progress)
         return self
 
@@ -242,9 +251,14 @@ class LaplaceGuide(Guide):
         """The posterior precision in the subset: curvature plus prior."""
         if "_precision" not in self.__dict__:
             with torch.no_grad():
-                factor = self.noise_factor.to(self.prior_diagonal)
+                factor = self.curvature_factor(self.noise_factor).to(self.prior_diagonal)
                 self.__dict__["_precision"] = self.curvature.with_prior(self.prior, factor)
         return self.__dict__["_precision"]
+
+    def curvature_factor(self, noise_factor: Tensor) -> Tensor:
+        """By how much a change of the noise multiplies the curvature: scores are r / noise^2."""
+        empirical = self.recipe.curvature == "empirical-fisher"
+        return noise_factor.square() if empirical else noise_factor
 
     def _forget(self) -> None:
         self.__dict__.pop("_precision", None)
@@ -259,7 +273,7 @@ class LaplaceGuide(Guide):
         return super()._apply(function, recurse)
 
     def _shared_on_copy(self) -> tuple[str, ...]:
-        return (*super()._shared_on_copy(), "few", "batches")
+        return (*super()._shared_on_copy(), "few", "passes")
 
     def _check_maximum(self, gradient: Tensor) -> None:
         """Warn where a Newton step would still gain a lot."""
