@@ -6,7 +6,7 @@ import pyro.distributions as dist
 import torch
 from pyro.distributions.torch_distribution import MaskedDistribution
 from torch import Tensor
-from torch.distributions import Distribution, Independent, biject_to
+from torch.distributions import Distribution, Independent, transform_to
 from torch.distributions.transforms import identity_transform
 from torch.distributions.utils import probs_to_logits
 
@@ -80,7 +80,7 @@ def _wrapped_like(outer: Distribution, base: Any) -> Any:
 def _bijection(kind: str, key: str) -> Any:
     if key == "logits" or (kind, key) == ("Binomial", "total_count"):
         return identity_transform
-    return biject_to(getattr(dist, kind).arg_constraints[key])
+    return transform_to(getattr(dist, kind).arg_constraints[key])
 
 
 def _as_given(logits: Tensor, run: Run) -> Tensor:

@@ -97,7 +97,7 @@ class Outputs:
         shapes = [self.values[key].shape for key in self.moving]
         sizes = [shape.numel() // self.num_data for shape in shapes]
         return {
-            key: part.reshape(*part.shape[:-2], *shape)
+            key: part.reshape(part.shape[:-2] + shape)
             for key, shape, part in zip(self.moving, shapes, flat.split(sizes, -1), strict=True)
         }
 
