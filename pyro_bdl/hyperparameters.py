@@ -115,7 +115,7 @@ def scales(tensor: Tensor, parameter: Hyperparameter) -> Tensor | None:
     if slope is None:
         return None
     whole, part = tensor.detach().sum(), (slope * parameter.value.detach()).sum()
-    return slope if torch.allclose(whole, part, rtol=1e-4) else None
+    return slope if torch.allclose(whole, part.to(whole), rtol=1e-4) else None
 
 
 def prior_scales(reading: Reading, subset: Subset) -> dict[str, Tensor]:
