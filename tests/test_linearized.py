@@ -586,10 +586,7 @@ def test_masked_data_count_nothing(how):
     def model(x, y=None):
         outputs = bnn(x)
         normal = dist.Normal(outputs, 0.4)
-        if how == "event":
-            normal = normal.mask(cells).to_event(1)
-        else:
-            normal = normal.to_event(1)
+        normal = normal.mask(cells).to_event(1) if how == "event" else normal.to_event(1)
         if how == "distribution":
             normal = normal.mask(mask)
         with pyro.plate("data", len(x)), poutine.mask(mask=mask if how == "handler" else True):
@@ -747,7 +744,7 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match="num_samples must be at least 1, got 0"):
         LinearizedPredictive(model, guide, 0)
     predictive = LinearizedPredictive(model, guide)
-    with pytest.raises(ValueError, match="unknown method 'exact' .there are probit"):
+    with pytest.raises(ValueError, match=r"unknown method 'exact' .there are probit"):
         predictive.probabilities(x, method="exact")
     for method in ("probit", "laplace-bridge", "monte-carlo"):
         with pytest.raises(ValueError, match="no observed site is Categorical or Bernoulli"):
@@ -762,7 +759,7 @@ def test_what_has_no_closed_form_is_told():
     model, x, y = case("bernoulli")
     guide = approximate(model, (x, y))
     predictive = LinearizedPredictive(model, guide)
-    with pytest.raises(ValueError, match="is for several classes: use .probit. for two"):
+    with pytest.raises(ValueError, match=r"is for several classes: use .probit. for two"):
         predictive.probabilities(x, method="laplace-bridge")
     with pytest.raises(ValueError, match="only a Normal observation has a predictive variance"):
         _ = predictive.moments(x)["y"].predictive_variance

@@ -1,0 +1,115 @@
+"""Bayesian linear regression with a learned prior scale and noise: the evidence in closed form."""
+
+import warnings
+
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.nn import PyroParam
+from scipy.optimize import minimize
+from torch import nn
+
+from pyro_bdl import bayesianize, models, priors
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.guides import AutoLaplaceGGN
+
+
+@pytest.fixture(autouse=True)
+def _double(_fresh):
+    torch.set_default_dtype(torch.float64)
+
+
+def learned(value):
+    return PyroParam(torch.as_tensor(value), constraint=dist.constraints.positive)
+
+
+class Line:
+    """y ~ Normal(X w + b, s^2) with w, b ~ Normal(0, a^2)."""
+
+    def __init__(self, size=12, features=3, noise=0.5, prior=0.7, learn_noise=True, **options):
+        torch.manual_seed(7)
+        self.x = torch.randn(size, features)
+        self.y = self.x @ torch.linspace(1.0, -2.0, features) + 0.3 + 0.4 * torch.randn(size)
+        self.design = torch.cat([self.x, torch.ones(size, 1)], 1)
+        self.prior, self.noise = prior, noise
+        self.bnn = bayesianize(nn.Linear(features, 1), priors.Normal(learned(prior)))
+        noise = learned(noise) if learn_noise else noise
+        self.model = models.Regression(self.bnn, noise=noise, **options)
+
+    @property
+    def data(self):
+        return self.x, self.y
+
+    def exact(self, a=None, s=None):
+        """log p(y | a, s)."""
+        a = torch.as_tensor(self.prior if a is None else a)
+        s = torch.as_tensor(self.noise if s is None else s)
+        size = len(self.y)
+        total = self.design @ torch.diag(a.square().expand(self.design.shape[1])) @ self.design.T
+        total = total + s.square() * torch.eye(size)
+        return dist.MultivariateNormal(torch.zeros(size), total).log_prob(self.y)
+
+    def precision(self, a=None, s=None, eta=1.0):
+        a, s = self.prior if a is None else a, self.noise if s is None else s
+        return self.design.T @ self.design / s**2 / eta + torch.eye(self.design.shape[1]) / a**2
+
+    def mode(self, a=None, s=None, eta=1.0):
+        s = self.noise if s is None else s
+        right = self.design.T @ self.y / s**2 / eta
+        return torch.linalg.solve(self.precision(a, s, eta), right)
+
+    def best(self):
+        """The maximum of the evidence in both, and where it is."""
+        found = minimize(
+            lambda t: -self.exact(*torch.tensor(t).exp()).item(), [0.0, -0.7], tol=1e-10
+        )
+        return -found.fun, *torch.tensor(found.x).exp()
+
+    def laplace(self, data=None, loc=None, model=None, **options):
+        """The Laplace guide at the mode, or elsewhere."""
+        guide = AutoLaplaceGGN(model or self.model, **{"structure": "full", **options})
+        guide.prototype(*self.data)
+        with torch.no_grad():
+            guide.loc.copy_(self.mode() if loc is None else loc)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", BdlWarning)
+            return guide.laplace_approximation(self.data if data is None else data)
+
+
+@pytest.fixture
+def line():
+    return Line()
+
+
+@pytest.fixture
+def make_line():
+    return Line
+
+
+@pytest.fixture
+def learn():
+    return learned
+
+
+@pytest.fixture
+def values():
+    """The present values of a guide's hyperparameters, prior scale and noise."""
+
+    def values(guide):
+        found = guide._read().parameters
+        return {name.rpartition(".")[2]: p.value.detach() for name, p in found.items()}
+
+    return values
+
+
+@pytest.fixture
+def put():
+    """Set a guide's hyperparameters."""
+
+    def put(guide, **chosen):
+        for name, parameter in guide._read().parameters.items():
+            for key, value in chosen.items():
+                if key in name:
+                    parameter.set(torch.as_tensor(value).expand_as(parameter.value))
+
+    return put
