@@ -44,7 +44,8 @@ STRUCTURES = ("kron", "ekfac", "full", "diag", "low_rank")
 CURVATURES = ("ggn", "ggn-mc", "empirical-fisher", "hessian")
 
 _PROBED = 16
-_BUDGET = 24 * 2**20  # bytes of a part's activations and gradients
+_BUDGET = 24 * 2**20  # bytes of a part's activations and gradients, at least
+_PER_WEIGHT = 8  # or so many times the bytes of the weights, which every part reads and adds to
 _COLUMNS_BUDGET = 8 * 2**20  # bytes of columns that are stacked, which costs a copy
 
 
@@ -359,10 +360,11 @@ def _part_size(
         per_datum *= 1.0 + 0.5 * outputs
     if recipe is not None and recipe.structure in ("full", "low_rank"):
         per_datum += item * subset.size
-    else:
+    elif recipe is None or recipe.structure != "kron":
         shared = [s.size for s in subset.layout.latents.values() if len(s.shape) > 2]
         per_datum += item * max(shared, default=0)
-    return max(1, int(_BUDGET / per_datum))
+    budget = max(_BUDGET, _PER_WEIGHT * item * subset.layout.size)
+    return max(1, int(budget / per_datum))
 
 
 def _agree(part: Run, whole: Run) -> bool:
@@ -440,7 +442,7 @@ def _columns_at_once(linearization: Linearization, count: int, recipe: Recipe) -
     per_column = item * sum(math.prod(use.output_shape) for use in linearization.uses)
     if recipe.structure in ("full", "low_rank"):
         per_column += item * linearization.subset.size * count
-    else:
+    elif recipe.structure != "kron":
         shared = [math.prod(u.shape) for u in linearization.uses if u.unfold is not None]
         per_column += item * max(shared, default=0) * count
     return max(1, int(_COLUMNS_BUDGET / max(1, per_column)))

@@ -7,6 +7,7 @@ sum_t g_t a_t', and squares, weighted inner products and Kronecker factors follo
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -141,12 +142,13 @@ class Product:
 
     def rotated(self, inputs: Tensor | None, outputs: Tensor | None) -> "Product":
         """The gradients in other bases: g Q_out and a Q_in, (groups, dim, dim) each."""
-        g, a = self.gradients, self.inputs
+        g, source = self.gradients, self.source
         if outputs is not None:
             g = torch.einsum("kntgo,gop->kntgp", g, outputs)
-        if inputs is not None and a is not None:
-            a = torch.einsum("ntgi,gij->ntgj", a, inputs)
-        return replace(self, gradients=g, source=None if a is None else lambda: a)
+        if inputs is not None and source is not None:
+            given = source
+            source = cache(lambda: torch.einsum("ntgi,gij->ntgj", given(), inputs))
+        return replace(self, gradients=g, source=source)
 
 
 @dataclass

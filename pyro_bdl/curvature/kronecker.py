@@ -30,6 +30,7 @@ from pyro_bdl.curvature.prior import PriorPrecision
 
 _DENSE_UP_TO = 1024
 _DOUBLE_UP_TO = 2048
+_HALVED_FROM = 256
 
 
 class ProductFactors(nn.Module):
@@ -71,14 +72,6 @@ class ProductFactors(nn.Module):
         a = block.source()
         self.inputs += _moments(a.mean(1, keepdim=True) if reduce else a)
 
-    def add_outputs(self, block: Product | Lookup, *, reduce: bool) -> None:
-        if isinstance(block, Lookup):
-            g = block.gradients[:, :, None]
-            self.outputs += _moments(g.flatten(0, 1)[:, None])
-            return
-        for g in block.gradients:
-            self.outputs += _moments(g.sum(1, keepdim=True) if reduce else g)
-
     def decompose(self) -> None:
         """Eigenvectors of both factors, and the products of their eigenvalues (groups, out, in)."""
         count = self.count.to(self.inputs.dtype).clamp(min=1.0)
@@ -113,14 +106,36 @@ class ProductFactors(nn.Module):
         return spread_values(self, self.values).flatten()
 
 
+def _outputs(block: Product | Lookup, *, reduce: bool) -> Tensor:
+    """B of a block, (groups, out, out)."""
+    if isinstance(block, Lookup):
+        return _moments(block.gradients.flatten(0, 1)[:, None, None])
+    parts = [_moments(g.sum(1, keepdim=True) if reduce else g) for g in block.gradients]
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+
 def _moments(x: Tensor) -> Tensor:
     """sum x x' over data and positions for x (n, T, groups, m): (groups, m, m)."""
     n, positions, groups, size = x.shape
     if positions > 1 and size <= 2 * positions:  # without copies of what lies features first
         x = x.permute(2, 0, 1, 3)
-        return torch.stack([(part.mT @ part).sum(0) for part in x])
-    x = x.reshape(n * positions, groups, size).transpose(0, 1)
-    return x.mT @ x
+        return torch.stack([_products(part).sum(0) for part in x])
+    return _products(x.reshape(n * positions, groups, size).transpose(0, 1))
+
+
+def _products(x: Tensor) -> Tensor:
+    """x' x for x (..., rows, m); of a large one the half above the diagonal is multiplied."""
+    size = x.shape[-1]
+    if size < _HALVED_FROM:
+        return x.mT @ x
+    left, right = x.tensor_split(2, -1)
+    half = left.shape[-1]
+    result = x.new_empty(*x.shape[:-2], size, size)
+    result[..., :half, :half] = _products(left)
+    result[..., half:, half:] = _products(right)
+    result[..., :half, half:] = cross = left.mT @ right
+    result[..., half:, :half] = cross.mT
+    return result
 
 
 def _eigen(factor: Tensor) -> tuple[Tensor, Tensor]:
@@ -343,6 +358,7 @@ class KroneckerCurvature(nn.Module):
         self.rest: Any = nn.ModuleDict()
         self._names: dict[tuple[str, int], str] = {}
         self._seen: set[tuple[tuple[str, int], tuple[int, ...]]] = set()
+        self._rotated: dict[Any, Any] = {}
         self._pass = 0
         self._decomposed = False
 
@@ -368,8 +384,10 @@ class KroneckerCurvature(nn.Module):
 
     def start_batch(self) -> None:
         self._seen.clear()
+        self._rotated.clear()
 
     def add(self, jacobian: Jacobian) -> None:
+        outputs: dict[int, Tensor] = {}  # of gradients that a weight and a bias share
         for block in jacobian.blocks:
             if block.place.chosen is not None:
                 raise ValueError(
@@ -381,14 +399,21 @@ class KroneckerCurvature(nn.Module):
                     self._rest(block).add(block)
                 continue
             factors = self._factors(block)
-            if self._pass == 1:
-                factors.values += factors.rotated(block).squares()
-                continue
             origin = block.place.key, block.place.uses
+            if self._pass == 1:
+                rotated = factors.rotated(block)
+                if isinstance(rotated, Product):  # its inputs are the same for other columns
+                    rotated = replace(
+                        rotated, source=self._rotated.setdefault(origin, rotated.source)
+                    )
+                factors.values += rotated.squares()
+                continue
             if origin not in self._seen:
                 self._seen.add(origin)
                 factors.add_inputs(block, reduce=self.reduce)
-            factors.add_outputs(block, reduce=self.reduce)
+            if id(block.gradients) not in outputs:
+                outputs[id(block.gradients)] = _outputs(block, reduce=self.reduce)
+            factors.outputs += outputs[id(block.gradients)]
 
     def _factors(self, block: Product | Lookup) -> Any:
         key = block.place.key

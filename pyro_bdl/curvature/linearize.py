@@ -154,12 +154,15 @@ class Pullback:
         edges = [use.edge for use, _, _ in aligned]
         pulled = [self.gradients(column, edges) for column in columns] if edges else []
         by_site: dict[str, list[tuple[Block, Tensor | None]]] = {}
+        stacks: dict[Any, Tensor] = {}  # one for the weight and the bias of an operation
         for i, (use, number, axis) in enumerate(aligned):
             place = _place(use, at.subset, (use.site, number))
             if place is not None:
-                found = [_rows(use, axis, g[i], self.num_data, at.vector) for g in pulled]
-                stacked = found[0][None] if len(found) == 1 else torch.stack(found)
-                block = self._block(use, axis, stacked, place)
+                key = (use.edge, axis, use.groups) if use.kind == "product" else i
+                if key not in stacks:
+                    found = [_rows(use, axis, g[i], self.num_data, at.vector) for g in pulled]
+                    stacks[key] = found[0][None] if len(found) == 1 else torch.stack(found)
+                block = self._block(use, axis, stacks[key], place)
                 by_site.setdefault(use.site, []).append((block, use.indices))
         blocks: list[Block] = []
         for site, members in by_site.items():
