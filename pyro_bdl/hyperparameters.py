@@ -179,6 +179,7 @@ def noise_owner(reading: Reading, subset: Subset) -> tuple[Hyperparameter, Site]
     return None
 
 
+@torch.enable_grad()
 def noise_site(reading: Reading) -> Site | None:
     """The only observed site, if it is a Normal whose scale no latent moves, and the program's
     parameters only as a whole."""

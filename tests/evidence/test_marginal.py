@@ -40,6 +40,16 @@ def test_value_and_gradients_are_exact(line):
     torch.testing.assert_close(grads["noise"], slopes[1], **EXACTLY)
 
 
+def test_without_gradients_it_is_the_same_number(line):
+    with torch.no_grad():
+        guide = line.laplace()
+        torch.testing.assert_close(log_marginal_likelihood(guide), line.exact(), **EXACTLY)
+        offset = evidence.linearised_optimum(guide)
+        found = log_marginal_likelihood(guide, offset=offset)
+        torch.testing.assert_close(found, line.exact(), **EXACTLY)
+        assert torch.allclose(guide.reference_noise, torch.tensor(line.noise))
+
+
 @pytest.mark.parametrize("structure", ["full", "low_rank"])
 def test_it_follows_the_hyperparameters(line, structure, put):
     """The MAP stays; at the linearised optimum the evidence is exact at other values too."""
@@ -114,9 +124,7 @@ def test_a_program_that_speaks_of_more_data(make_line):
             guide.loc.copy_(line.mode())
         guide = guide.laplace_approximation(line.data)
     twice = make_line(size=12)
-    doubled = twice.laplace(
-        data=(torch.cat([line.x] * 2), torch.cat([line.y] * 2)), loc=guide.loc
-    )
+    doubled = twice.laplace(data=(torch.cat([line.x] * 2), torch.cat([line.y] * 2)), loc=guide.loc)
     for offset in (None, torch.full((4,), 0.1)):
         torch.testing.assert_close(
             log_marginal_likelihood(guide, offset=offset),

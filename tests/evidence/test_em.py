@@ -1,0 +1,142 @@
+"""Variational EM: exact where the guide's posterior is."""
+
+import itertools
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from pyro_bdl import bayesianize, models, priors
+from pyro_bdl.elbo import TemperedTraceMeanField_ELBO
+from pyro_bdl.evidence import variational_em
+from pyro_bdl.guides import AutoMeanField
+
+em = sys.modules["pyro_bdl.evidence.em"]
+
+
+class FullRank(AutoMeanField):
+    """A Normal with any covariance, for the M-step."""
+
+    factor = None
+
+    def sample_vectors(self, num_samples):
+        noise = torch.randn(num_samples, len(self.loc))
+        return self.loc + noise @ self.factor.mT
+
+    def variances(self):
+        return (self.factor @ self.factor.mT).diagonal()
+
+
+@pytest.fixture
+def exact_posterior(monkeypatch, line, values):
+    """An E-step that puts a guide to the exact posterior of the present hyperparameters."""
+
+    def train(model, guide, batches, *rest):
+        with torch.no_grad():
+            now = {
+                name.rpartition(".")[2]: p.value
+                for name, p in em.read_at_centre(model, guide, *batches.first()).parameters.items()
+            }
+            a, s = now["hyper_prior_scale"], now["noise"]
+            guide.loc.copy_(line.mode(a, s))
+            covariance = torch.linalg.inv(line.precision(a, s))
+            if isinstance(guide, FullRank):
+                guide.__dict__["factor"] = torch.linalg.cholesky(covariance)
+            else:
+                guide.scale = covariance.diagonal().sqrt()
+
+    monkeypatch.setattr(em, "_train", train)
+
+
+def orthogonal(line):
+    """The same, with a design whose columns are orthogonal: the posterior is mean-field."""
+    columns = torch.linalg.qr(torch.cat([torch.ones(12, 1), line.x], 1))[0]
+    line.x = columns[:, 1:] * 3.0
+    line.design = torch.cat([line.x, torch.ones(12, 1)], 1)
+    return line
+
+
+def exact_steps(line, rounds):
+    """a^2 = mean E[w^2], s^2 = mean E[(y - f)^2], each under the posterior before."""
+    a, s, found = torch.tensor(line.prior), torch.tensor(line.noise), []
+    for _ in range(rounds):
+        mean, covariance = line.mode(a, s), torch.linalg.inv(line.precision(a, s))
+        a = ((mean.square() + covariance.diagonal()).mean()).sqrt()
+        rest = (line.y - line.design @ mean).square().sum()
+        spread = torch.einsum("np,pq,nq->", line.design, covariance, line.design)
+        s = ((rest + spread) / len(line.y)).sqrt()
+        found.append((a, s))
+    return found
+
+
+def short(history):
+    return [tuple(round_.values()) for round_ in history]
+
+
+@pytest.mark.parametrize("batches", [1, 3])
+def test_the_exact_posterior_gives_exact_em(line, exact_posterior, exact_expectations, batches):
+    exact_expectations(4)
+    size = 12 // batches
+    data = [(line.x[i : i + size], line.y[i : i + size]) for i in range(0, 12, size)]
+    history = variational_em(line.model, FullRank(line.model), data, rounds=4)
+    torch.testing.assert_close(short(history), exact_steps(line, 4), rtol=1e-9, atol=1e-9)
+
+
+def test_mean_field_is_exact_on_an_orthogonal_design(line, exact_posterior, exact_expectations):
+    line = orthogonal(line)
+    exact_expectations(4)
+    history = variational_em(line.model, AutoMeanField(line.model), line.data, rounds=4)
+    torch.testing.assert_close(short(history), exact_steps(line, 4), rtol=1e-9, atol=1e-9)
+
+
+def test_rounds_climb_to_the_maximum_of_the_evidence(line, exact_posterior, exact_expectations):
+    best, _prior, _noise = line.best()
+    exact_expectations(4)
+    history = variational_em(line.model, FullRank(line.model), line.data, rounds=80)
+    evidences = [line.exact(*pair).item() for pair in short(history)]
+    assert all(a <= b + 1e-9 for a, b in itertools.pairwise(evidences))
+    assert evidences[-1] == pytest.approx(best, abs=1e-4)
+
+
+def test_with_a_trained_e_step(line, exact_expectations):
+    """Adam finds the mean-field posterior; expectations are exact, so that no noise is left."""
+    line = orthogonal(line)
+    draws = exact_expectations(4)
+    guide = AutoMeanField(line.model, init_scale=0.2)
+    elbo = TemperedTraceMeanField_ELBO(num_particles=draws)
+    history = variational_em(
+        line.model, guide, line.data, rounds=3, steps=250, learning_rate=0.05, elbo=elbo
+    )
+    torch.testing.assert_close(short(history), exact_steps(line, 3), rtol=0.02, atol=0.0)
+    assert all(parameter.grad is None for parameter in guide.parameters())
+
+
+def test_only_the_guide_is_trained_in_the_e_step(line):
+    """Weights without a prior, and a StudentT's scale, stay for SVI."""
+    torch.manual_seed(0)
+    prior = priors.ByName({"weight": priors.Normal(line.bnn.prior.scale)})
+    model = models.Regression(bayesianize(nn.Linear(3, 1), prior), noise=0.5)
+    bias = dict(model.named_parameters())["network.network.bias"]
+    before = bias.detach().clone()
+    history = variational_em(model, AutoMeanField(model), line.data, rounds=2, steps=3)
+    assert torch.equal(bias, before) and bias.grad is None
+    assert [len(found) for found in history] == [1, 1]
+
+
+def test_one_number_for_each_weight(line, learn, exact_expectations, monkeypatch):
+    """theta_i^2 = E[w_i^2] for a scale of the weights' own shape."""
+    rules = {"weight": priors.Normal(learn([0.4, 0.9, 1.5])), "bias": priors.Normal(0.6)}
+    model = models.Regression(bayesianize(nn.Linear(3, 1), priors.ByName(rules)), noise=0.5)
+    guide = AutoMeanField(model).prototype(*line.data)
+    monkeypatch.setattr(em, "_train", lambda *a: None)
+    (found,) = variational_em(model, guide, line.data, rounds=1)
+    (value,) = found.values()
+    expected = (guide.loc.square() + guide.scale.square())[:3].sqrt()
+    torch.testing.assert_close(value, expected.detach())
+
+
+def test_nothing_to_maximise(line, learn):
+    model = models.Regression(bayesianize(nn.Linear(3, 1)), noise=0.5)
+    with pytest.raises(ValueError, match="no hyperparameter of the program is the scale of Normal"):
+        variational_em(model, AutoMeanField(model), line.data, rounds=1, steps=1)

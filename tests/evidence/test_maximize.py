@@ -1,0 +1,249 @@
+"""The fixed point and the ascent, against the maximum of the exact evidence."""
+
+import warnings
+
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.nn import PyroParam
+from scipy.optimize import minimize
+from torch import nn
+
+from pyro_bdl import bayesianize, evidence, handlers, models, priors
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.evidence import maximize
+from pyro_bdl.evidence import maximize as function
+from pyro_bdl.evidence.maximize import mackay_update
+from pyro_bdl.guides import AutoLaplaceGGN
+
+
+@pytest.mark.parametrize("method", ["mackay", "gradient"])
+def test_both_reach_the_maximum_of_the_exact_evidence(line, method, values, put):
+    best, prior, noise = line.best()
+    guide = line.laplace()
+    put(guide, prior=1.0, noise=1.0)
+    found = maximize(guide, method=method, linearised=True, steps=120, tolerance=1e-9)
+    assert found.log_evidence == pytest.approx(best, abs=1e-7)
+    assert found.log_evidence == pytest.approx(max(found.history), abs=1e-6)
+    assert len(found.history) > 2 and found.history[0] < best
+    now = values(guide)
+    assert now["hyper_prior_scale"].item() == pytest.approx(prior.item(), rel=1e-3)
+    assert now["noise"].item() == pytest.approx(noise.item(), rel=1e-3)
+    assert set(found.hyperparameters) == set(guide._read().parameters)
+    for name, parameter in guide._read().parameters.items():
+        assert torch.equal(found.hyperparameters[name], parameter.value.detach())
+    curvature = line.design.T @ line.design / noise**2
+    gamma = torch.linalg.solve(line.precision(prior, noise), curvature).trace()
+    assert found.gamma == pytest.approx(gamma.item(), rel=1e-3)
+    torch.testing.assert_close(guide.precision.logdet(), line.precision(**{
+        "a": now["hyper_prior_scale"], "s": now["noise"]}).logdet())  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["mackay", "gradient"])
+def test_with_the_map_held_fixed(line, method, values):
+    """The maximum of log p(y, u*) - 1/2 log det in both parameters."""
+    guide = line.laplace()
+    loc = guide.loc.clone()
+
+    def negative(t):
+        a, s = torch.tensor(t).exp()
+        joint = dist.Normal(line.design @ loc, s).log_prob(line.y).sum()
+        joint = joint + dist.Normal(0.0, a).log_prob(loc).sum()
+        return (0.5 * line.precision(a, s).logdet() - joint).item()
+
+    a, s = torch.tensor(minimize(negative, [0.0, -0.7], tol=1e-10).x).exp()
+    maximize(guide, method=method, steps=400, tolerance=1e-9)
+    assert torch.equal(guide.loc, loc)
+    assert values(guide)["hyper_prior_scale"].item() == pytest.approx(a.item(), rel=1e-3)
+    assert values(guide)["noise"].item() == pytest.approx(s.item(), rel=1e-3)
+
+
+def test_one_step_of_the_fixed_point_by_hand(line):
+    guide = line.laplace()
+    (prior, new_prior), (noise, new_noise) = mackay_update(guide, guide._read())
+    variances = torch.linalg.inv(line.precision()).diagonal()
+    gamma = (1 - variances / line.prior**2).sum()
+    torch.testing.assert_close(new_prior, (guide.loc.square().sum() / gamma).sqrt())
+    rest = (line.y - line.design @ guide.loc).square().sum()
+    torch.testing.assert_close(new_noise, (rest / (12 - gamma)).sqrt())
+    assert "prior" in prior.name and "noise" in noise.name
+
+
+@pytest.mark.parametrize("eta", [0.5, 3.0])
+def test_the_tempered_noise(line, eta, values, put):
+    """At the fixed point c Q / eta = N / eta - gamma."""
+    model = handlers.temper(line.model, eta)
+    guide = line.laplace(model=model, loc=line.mode(eta=eta))
+    maximize(guide, steps=300, tolerance=1e-10)
+    a, s = values(guide)["hyper_prior_scale"], values(guide)["noise"]
+    variances = torch.linalg.inv(line.precision(a, s, eta)).diagonal()
+    gamma = (1 - variances / a**2).sum()
+    rest = (line.y - line.design @ guide.loc).square().sum()
+    torch.testing.assert_close(rest / s**2 / eta, 12 / eta - gamma, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(guide.loc.square().sum() / a**2, gamma, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["ard", "per layer", "by name", "fan-in"])
+def test_every_scale_at_its_own_fixed_point(line, kind, learn):
+    """theta^2 gamma = sum of (w / c)^2, for each number theta and the weights that it scales."""
+    if kind == "ard":
+        rules = {"weight": priors.Normal(learn([0.4, 0.9, 1.5])), "bias": priors.Normal(0.6)}
+        prior, groups, fans = priors.ByName(rules), [[0], [1], [2]], [1.0, 1.0, 1.0]
+    elif kind == "per layer":
+        prior, groups, fans = priors.PerLayer(priors.Normal(learn(0.8))), [[0, 1, 2, 3]], [1.0]
+    elif kind == "by name":
+        rules = {"weight": priors.Normal(learn(0.4)), "bias": priors.Normal(learn(0.6))}
+        prior, groups, fans = priors.ByName(rules), [[0, 1, 2], [3]], [1.0, 1.0]
+    else:
+        prior, groups, fans = priors.FanIn(learn(0.8)), [[0, 1, 2, 3]], None
+    model = models.Regression(bayesianize(nn.Linear(3, 1), prior), noise=0.5)
+    guide = line.laplace(model=model, loc=torch.tensor([0.8, -0.5, -1.2, 0.4]))
+    found = maximize(guide, steps=500, tolerance=1e-10)
+    thetas = torch.cat([v.reshape(-1) for v in found.hyperparameters.values()])
+    assert len(thetas) == len(groups)
+    factors = torch.tensor([3**-0.5] * 3 + [1.0]) if fans is None else torch.ones(4)
+    precision = guide.prior.diagonal
+    for theta, group in zip(thetas, groups, strict=True):
+        scale = theta * factors[group]
+        torch.testing.assert_close(precision[group], scale.square().reciprocal())
+        gamma = (1 - guide.precision.variances()[group] / scale.square()).sum()
+        squares = (guide.loc[group] / factors[group]).square().sum()
+        torch.testing.assert_close(theta.square() * gamma, squares, rtol=1e-6, atol=1e-6)
+
+
+def test_a_prior_around_another_mean_and_a_tied_noise(learn):
+    """w ~ Normal(1, theta^2), noise = 2 theta': both are found by how they scale."""
+    torch.manual_seed(0)
+    net = bayesianize(nn.Linear(2, 1, bias=False), AroundOne(learn(0.5)))
+
+    class Scaled(models.Regression):
+        def _hyperparameter(self, name, like):
+            return 2.0 * super()._hyperparameter(name, like)
+
+    model = Scaled(net, noise=learn(0.3))
+    x = torch.randn(10, 2)
+    y = x.sum(-1) + 0.1 * torch.randn(10)
+    guide = AutoLaplaceGGN(model, structure="full").prototype(x, y)
+    guide = AutoLaplaceGGN(model, structure="full").prototype(x, y)
+    with torch.no_grad():
+        guide.loc.copy_(torch.tensor([1.4, 0.8]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BdlWarning)
+        laplace = guide.laplace_approximation((x, y))
+    changes = {p.name.rpartition(".")[2]: v for p, v in mackay_update(laplace, laplace._read())}
+    precision = x.T @ x / 0.36 + torch.eye(2) / 0.25
+    gamma = 2 - torch.linalg.inv(precision).trace() / 0.25
+    torch.testing.assert_close(changes["hyper_prior_scale"], (0.2 / gamma).sqrt())
+    rest = (y - x @ laplace.loc).square().sum()
+    torch.testing.assert_close(changes["noise"], (rest / (10 - gamma)).sqrt() / 2)
+
+
+class AroundOne(priors.Prior):
+    def __init__(self, scale):
+        self.scale = scale
+
+    def __call__(self, name, module, parameter):
+        base = dist.Normal(parameter.new_ones(()), self._value("scale", parameter))
+        return base.expand(parameter.shape).to_event(parameter.dim())
+
+
+def test_a_value_out_of_bounds_stays_at_the_bound(line):
+    """The exact maximum has a larger prior scale and a smaller noise than are allowed."""
+    prior = PyroParam(torch.tensor(0.5), constraint=dist.constraints.interval(0.1, 0.6))
+    noise = PyroParam(torch.tensor(1.0), constraint=dist.constraints.greater_than(0.8))
+    model = models.Regression(bayesianize(nn.Linear(3, 1), priors.Normal(prior)), noise=noise)
+    guide = line.laplace(model=model)
+    found = maximize(guide)
+    first, second = found.hyperparameters.values()
+    assert first.item() == pytest.approx(0.6) and second.item() == pytest.approx(0.8)
+    assert first < 0.6 and second > 0.8 and torch.isfinite(torch.tensor(found.log_evidence))
+    assert torch.isfinite(torch.tensor(maximize(guide, method="gradient").log_evidence))
+
+
+def test_noise_of_each_output_is_not_guessed(learn, values):
+    """Two noises scale parts of the curvature differently: the evidence leaves them alone."""
+    torch.manual_seed(0)
+    x, y = torch.randn(9, 2), torch.randn(9, 2)
+    bnn = bayesianize(nn.Linear(2, 2), priors.Normal(learn(0.7)))
+    model = models.Regression(bnn, noise=learn([0.5, 1.5]))
+    guide = AutoLaplaceGGN(model, structure="full").prototype(x, y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BdlWarning)
+        laplace = guide.laplace_approximation((x, y))
+    for method in ("mackay", "gradient"):
+        found = maximize(laplace, method=method, steps=20)
+        assert [name.rpartition(".")[2] for name in found.hyperparameters] == ["hyper_prior_scale"]
+        assert torch.allclose(values(laplace)["noise"], torch.tensor([0.5, 1.5]))
+
+
+def test_weights_without_a_prior_are_left_to_the_optimiser(learn):
+    torch.manual_seed(0)
+    x, y = torch.randn(9, 2), torch.randn(9)
+    prior = priors.ByName({"weight": priors.Normal(learn(0.7))})
+    model = models.Regression(bayesianize(nn.Linear(2, 1), prior), noise=learn(0.5))
+    guide = AutoLaplaceGGN(model, structure="full").prototype(x, y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BdlWarning)
+        laplace = guide.laplace_approximation((x, y))
+    bias = dict(model.named_parameters())["network.network.bias"]
+    before = bias.detach().clone()
+    found = maximize(laplace, method="gradient", steps=20)
+    assert torch.equal(bias, before)
+    names = [name.rpartition(".")[2] for name in found.hyperparameters]
+    assert names == ["hyper_prior_weight__scale", "noise"]
+
+
+def test_a_noise_that_cannot_be_told_is_left_with_a_warning(make_line, values):
+    """As many parameters as data: N - gamma is not positive when tempered."""
+    line = make_line(size=4, prior=50.0, noise=0.01)
+    guide = line.laplace(model=handlers.temper(line.model, 4.0), loc=line.mode(eta=4.0))
+    with pytest.warns(BdlWarning, match="is not below the number of observations .1.: the noise"):
+        maximize(guide, steps=1)
+    assert values(guide)["noise"].item() == pytest.approx(0.01)
+
+
+def test_gradients_of_the_users_parameters_are_kept(line):
+    guide = line.laplace()
+    leaves = [p.leaf for p in guide._read().parameters.values()]
+    leaves[0].grad = torch.tensor(3.0)
+    maximize(guide, method="gradient", steps=3)
+    assert leaves[0].grad == 3.0 and leaves[1].grad is None
+
+
+@pytest.mark.parametrize("method", ["mackay", "gradient"])
+def test_an_error_restores_everything(line, method, values, monkeypatch):
+    guide = line.laplace()
+    before, logdet = values(guide), guide.precision.logdet()
+    calls = []
+    whole = function.__globals__["log_marginal_likelihood"]
+
+    def failing(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("no luck today")
+        return whole(*args, **kwargs)
+
+    monkeypatch.setitem(function.__globals__, "log_marginal_likelihood", failing)
+    with pytest.raises(RuntimeError, match="no luck today"):
+        maximize(guide, method=method, linearised=True)
+    after = values(guide)
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+    torch.testing.assert_close(guide.precision.logdet(), logdet)
+    assert guide.noise_factor == 1.0
+
+
+def test_bad_arguments(line, learn):
+    guide = line.laplace()
+    with pytest.raises(ValueError, match=r"unknown method 'adam' \(there are mackay, gradient\)"):
+        maximize(guide, method="adam")
+    model = models.Regression(bayesianize(nn.Linear(3, 1)), noise=0.5)
+    with pytest.raises(ValueError, match="have no PyroParam to tune: make a prior's scale one"):
+        maximize(line.laplace(model=model))
+    heavy = models.Regression(bayesianize(nn.Linear(3, 1), priors.Laplace(learn(1.0))), noise=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BdlWarning)
+        guide = line.laplace(model=heavy)
+        with pytest.raises(ValueError, match="is the scale of Normal priors .* method=.gradient."):
+            maximize(guide)
+        before = evidence.log_marginal_likelihood(guide)
+        assert maximize(guide, method="gradient", steps=30).log_evidence > before
