@@ -39,5 +39,6 @@ __all__ = [
     "metrics",
     "models",
     "priors",
+    "selectors",
     "temperature",
 ]

@@ -20,7 +20,9 @@ class Batches:
 
     def __init__(self, data: Any) -> None:
         self.source: Iterable[Any]
-        if _is_batch(data):
+        if isinstance(data, Batches):
+            self.source = data.source
+        elif _is_batch(data):
             self.source = [data]
         elif isinstance(data, Iterator):
             self.source = list(data)

@@ -3,5 +3,6 @@
 from pyro_bdl.guides.laplace import AutoLaplaceGGN, LaplaceGuide
 from pyro_bdl.guides.mean_field import AutoMeanField
 from pyro_bdl.guides.point import AutoMAP
+from pyro_bdl.guides.subnetwork import AutoSubnetwork, SubsetNormal
 
-__all__ = ["AutoLaplaceGGN", "AutoMAP", "AutoMeanField", "LaplaceGuide"]
+__all__ = ["AutoLaplaceGGN", "AutoMAP", "AutoMeanField", "AutoSubnetwork", "LaplaceGuide", "SubsetNormal"]

@@ -18,6 +18,7 @@ from pyro_bdl.curvature.prior import PriorPrecision, prior_precision
 from pyro_bdl.curvature.subset import Subset, select
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.guides.base import Guide, sample_site
+from pyro_bdl.guides.joint import JointGuide
 from pyro_bdl.hyperparameters import Reading, few_rows, noise_site, read
 from pyro_bdl.init import init_to_network
 from pyro_bdl.observation import without_wrappers
@@ -125,7 +126,7 @@ class AutoLaplaceGGN(Guide):
         return LaplaceGuide(self, recipe, subset, batches, progress=progress)
 
 
-class LaplaceGuide(Guide):
+class LaplaceGuide(JointGuide):
     """A Gaussian over the unconstrained latents: N(loc, precision^-1) on a subset of them, the
     others fixed at ``loc``.
 
@@ -144,18 +145,14 @@ class LaplaceGuide(Guide):
         check: bool = True,
         progress: bool = False,
     ) -> None:
-        (model,) = source._program_model
-        super().__init__(model, create_plates=source.create_plates)
-        self.layout = source.require_layout()
-        self.subsampled = source.subsampled
-        self.prototype_trace = source.prototype_trace
-        self._prototype_frames = source._prototype_frames
+        super().__init__(source)
+        (model,), layout = source._program_model, source.require_layout()
         self.recipe = recipe
         self.__dict__["few"] = batches.first()
         self.register_buffer("loc", source.location().detach().clone())
         if isinstance(selection, str) and selection == "last-layer":
-            selection = last_layer(model, self.layout, self.loc, *self.few)
-        self.__dict__["subset"] = select(self.layout, selection, model=model)
+            selection = last_layer(model, layout, self.loc, *self.few)
+        self.__dict__["subset"] = select(layout, selection, model=model)
         gradient = self._fit(batches, None, progress)
         if check:
             self._check_maximum(gradient)
@@ -290,21 +287,6 @@ class LaplaceGuide(Guide):
 
     # The guide
 
-    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Emit a joint draw; the first site's Delta carries the joint log density."""
-        vector = self.sample_vectors(1)[0]
-        log_det = self.require_layout().constrain(vector)[1]
-        log_q = self.log_density(vector, log_det)
-        result: dict[str, Tensor] = {}
-        for latent, (part,) in self._sites(args, kwargs, vector):
-            value = part if latent.transform is None else latent.transform(part)
-            shape = value.shape[: value.dim() - latent.event_dim]
-            density = log_q.expand(shape) / max(1, math.prod(shape)) if not result else 0.0
-            result[latent.name] = sample_site(
-                latent, dist.Delta(value, log_density=density, event_dim=latent.event_dim)
-            )
-        return result
-
     def location(self) -> Tensor:
         return self.loc
 
@@ -325,11 +307,6 @@ class LaplaceGuide(Guide):
         """The marginal variances of the unconstrained vector (P,), zero outside the subset."""
         variances = self.precision.variances().to(self.loc)
         return self.subset.put(torch.zeros_like(self.loc), variances)
-
-    def vector_quantiles(self, levels: Tensor) -> Tensor:
-        scale = self.variances().sqrt()
-        offsets = scale * torch.special.ndtri(levels)[:, None]
-        return self.loc + torch.where(scale > 0, offsets, torch.zeros_like(offsets))
 
 
 def last_layer(model: Callable, layout: Any, vector: Tensor, args: tuple, kwargs: Any) -> list[str]:

@@ -10,6 +10,7 @@ import torch
 from pyro.poutine.util import prune_subsample_sites
 from torch import Tensor
 
+from pyro_bdl.curvature.subset import Subset
 from pyro_bdl.checks import check_finite, check_support
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.mcmc.chains import Chains, Settings, Target
@@ -36,6 +37,8 @@ def sample(
     trajectory_length: float | None = None,
     dense_mass: bool = False,
     chain_method: str = "parallel",
+    subset: Subset | None = None,
+    at: Tensor | None = None,
     progress: bool = True,
     model_kwargs: Mapping[str, Any] | None = None,
 ) -> Samples:
@@ -59,6 +62,8 @@ def sample(
     :param dense_mass: adapt a full mass matrix (P x P) instead of its diagonal.
     :param chain_method: "parallel" (on threads of their own), "vectorized" (in lockstep) or
         "sequential"; of NumPyro, Pyro's chains are sequential.
+    :param subset: draw only these of the latents' unconstrained numbers, the others staying ``at``
+        an unconstrained vector (P,).
     :param progress: show a progress bar.
     :returns: draws in the latents' supports, on the program's device, with statistics.
     :raises UnsupportedProgramError: for a program without observed sites or with discrete latents.
@@ -93,8 +98,12 @@ def sample(
         _require_all_data(program)
         with torch.no_grad():
             check_support(program.run(program.initial))
-        start = _starting_vectors(program, init, num_chains)
-        target = Target(program.log_density, program.log_density_terms)
+        restriction = _Restriction(program, subset, at)
+        start = _starting_vectors(restriction, init, num_chains)
+        target = Target(
+            lambda vector: restriction.log_density(vector),  # make_fx counts a method's self
+            restriction.log_density_terms,
+        )
         chains = _runner(backend)(target, start, settings)
     if chains.interrupted:
         warnings.warn(
@@ -111,7 +120,52 @@ def sample(
         "seconds": time.perf_counter() - started,
         "interrupted": chains.interrupted,
     }
-    return _as_samples(program, chains, info)
+    return _as_samples(restriction, chains, info)
+
+
+class _Restriction:
+    """A program's log density as a function of some of its latents' numbers (p,)."""
+
+    def __init__(self, program: Program, subset: Subset | None, at: Tensor | None) -> None:
+        if (subset is None) != (at is None):
+            raise ValueError("give both subset and at, or neither")
+        if at is not None and at.shape != (program.size,):
+            raise ValueError(f"at must have shape ({program.size},), got {tuple(at.shape)}")
+        self.program, self.subset, self.at = program, subset, at
+
+    def whole(self, vector: Tensor) -> Tensor:
+        """The vector (..., P) with ``vector`` (..., p) at the chosen numbers."""
+        if self.subset is None or self.at is None:
+            return vector
+        return self.subset.put(self.at.to(vector), vector)
+
+    def chosen(self, vector: Tensor) -> Tensor:
+        return vector if self.subset is None else self.subset.take(vector)
+
+    def log_density(self, vector: Tensor) -> Tensor:
+        return self.program.log_density(self.whole(vector))
+
+    def log_density_terms(self, vector: Tensor) -> dict[str, Tensor]:
+        return self.program.log_density_terms(self.whole(vector))
+
+    def constrain(self, vectors: Tensor) -> dict[str, Tensor]:
+        """Latents at vectors (..., p); sites that are fixed are expanded, not copied."""
+        layout = self.program.layout
+        if self.subset is None or self.at is None:
+            return layout.constrain(vectors)[0]
+        fixed = layout.unflatten(self.at.to(vectors))
+        result = {}
+        for name, latent in layout.latents.items():
+            value = fixed[name].expand(*vectors.shape[:-1], *fixed[name].shape)
+            if name in self.subset.parts:
+                part, entries = vectors[..., self.subset.parts[name]], self.subset.chosen[name]
+                if entries is not None:
+                    flat = fixed[name].reshape(-1).expand(*vectors.shape[:-1], -1).clone()
+                    flat[..., entries.to(flat.device)] = part
+                    part = flat
+                value = part.reshape(value.shape)
+            result[name] = value if latent.transform is None else latent.transform(value)
+        return result
 
 
 @contextmanager
@@ -133,8 +187,8 @@ def _runner(backend: str) -> Callable[[Target, Tensor, Settings], Chains]:
 
 
 @torch.no_grad()
-def _as_samples(program: Program, chains: Chains, info: dict[str, Any]) -> Samples:
-    latents, _ = program.constrain(chains.vectors)
+def _as_samples(restriction: _Restriction, chains: Chains, info: dict[str, Any]) -> Samples:
+    latents = restriction.constrain(chains.vectors)
     stats = dict(chains.stats)
     stats["diverging"] = stats["diverging"].bool()
     return Samples(latents, stats, info)
@@ -149,13 +203,13 @@ def _require_all_data(program: Program) -> None:
             )
 
 
-def _starting_vectors(program: Program, init: Any, num_chains: int) -> Tensor:
-    """Starting points (chains, P) at which the log density and its gradient are finite."""
+def _starting_vectors(restriction: _Restriction, init: Any, num_chains: int) -> Tensor:
+    """Starting points (chains, p) at which the log density and its gradient are finite."""
     vectors = []
     for chain in range(num_chains):
         for _ in range(_ATTEMPTS):
-            vector = _proposed_start(program, init, chain)
-            if _is_usable(program, vector):
+            vector = restriction.chosen(_proposed_start(restriction.program, init, chain))
+            if _is_usable(restriction, vector):
                 vectors.append(vector)
                 break
         else:
@@ -195,8 +249,8 @@ def _proposed_start(program: Program, init: Any, chain: int) -> Tensor:
     return program.unconstrain(latents).detach().to(reference.device, reference.dtype)
 
 
-def _is_usable(program: Program, vector: Tensor) -> bool:
-    gradient, value = torch.func.grad_and_value(program.log_density)(vector)
+def _is_usable(restriction: _Restriction, vector: Tensor) -> bool:
+    gradient, value = torch.func.grad_and_value(restriction.log_density)(vector)
     return bool(torch.isfinite(value) & torch.isfinite(gradient).all())
 
 

@@ -1,0 +1,53 @@
+"""Guides with one joint distribution over the flat vector, around a trained guide."""
+
+import math
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+
+from pyro_bdl.guides.base import Guide, sample_site
+
+
+class JointGuide(Guide):
+    """Base of guides whose sites are not independent of each other.
+
+    A subclass gives ``sample_vectors``, ``log_density``, ``location`` and ``variances``.
+
+    :param source: a guide with parameters, for the same program; it is not changed.
+    """
+
+    def __init__(self, source: Guide) -> None:
+        (model,) = source._program_model
+        super().__init__(model, create_plates=source.create_plates)
+        self.layout = source.require_layout()
+        self.subsampled = source.subsampled
+        self.prototype_trace = source.prototype_trace
+        self._prototype_frames = source._prototype_frames
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Emit a joint draw; the first site's Delta carries the joint log density."""
+        with self.reading():
+            vector = self.sample_vectors(1)[0]
+            log_det = self.require_layout().constrain(vector)[1]
+            log_q = self.log_density(vector, log_det)
+        result: dict[str, Tensor] = {}
+        for latent, (part,) in self._sites(args, kwargs, vector):
+            value = part if latent.transform is None else latent.transform(part)
+            shape = value.shape[: value.dim() - latent.event_dim]
+            density = log_q.expand(shape) / max(1, math.prod(shape)) if not result else 0.0
+            result[latent.name] = sample_site(
+                latent, dist.Delta(value, log_density=density, event_dim=latent.event_dim)
+            )
+        return result
+
+    def variances(self) -> Tensor:
+        """The marginal variances of the unconstrained vector (P,)."""
+        raise NotImplementedError
+
+    def vector_quantiles(self, levels: Tensor) -> Tensor:
+        """Those of Normal marginals."""
+        scale = self.variances().sqrt()
+        offsets = scale * torch.special.ndtri(levels)[:, None]
+        return self.location() + torch.where(scale > 0, offsets, torch.zeros_like(offsets))

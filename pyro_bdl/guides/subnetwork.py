@@ -1,0 +1,145 @@
+"""Subnetwork inference: full covariance over a few weights, the others at the MAP."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from pyro.distributions import constraints
+from pyro.nn import PyroParam
+from torch import Tensor, nn
+
+from pyro_bdl.curvature.data import Batches
+from pyro_bdl.curvature.subset import Subset
+from pyro_bdl.guides.joint import JointGuide
+from pyro_bdl.guides.laplace import AutoLaplaceGGN, LaplaceGuide
+from pyro_bdl.init import init_to_network
+from pyro_bdl.samples import Samples
+from pyro_bdl.selectors import LargestVariance, Selector, Size, Trained
+
+
+class AutoSubnetwork(AutoLaplaceGGN):
+    """Trains as MAP; then a few weights get a posterior of full covariance, the others stay.
+
+    Three posteriors over the chosen weights: ``laplace_approximation(data)``, a Gaussian guide
+    with the full Gauss-Newton matrix; ``variational(data)``, a guide with a full covariance to be
+    trained by SVI; ``sample(*args)``, HMC or NUTS (Daxberger et al. 2021).
+
+    :param model: a Pyro program with continuous latents.
+    :param select: which weights, see ``pyro_bdl.selectors``; by default those of the largest
+        variance under a diagonal Laplace approximation.
+    :param size: how many: a count, a fraction of all, or as many as fit in memory ("4 GB").
+    :param curvature: as for ``AutoLaplaceGGN``, as are ``num_draws``, ``init_loc_fn`` and
+        ``create_plates``.
+    """
+
+    def __init__(
+        self,
+        model: Callable,
+        *,
+        select: Selector | None = None,
+        size: Size = None,
+        curvature: str = "ggn",
+        num_draws: int = 1,
+        init_loc_fn: Callable = init_to_network,
+        create_plates: Callable | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            structure="full",
+            curvature=curvature,
+            num_draws=num_draws,
+            init_loc_fn=init_loc_fn,
+            create_plates=create_plates,
+        )
+        self.__dict__["select"] = LargestVariance() if select is None else select
+        self.__dict__["size"] = size
+        if not isinstance(self.select, Selector):
+            raise TypeError(
+                "select must be a selector, such as pyro_bdl.selectors.LargestVariance(), got "
+                f"{type(select).__name__}"
+            )
+
+    def choose(self, data: Any) -> Tensor:
+        """The chosen positions in the flat vector, sorted.
+
+        :param data: ``(x, y)`` or an iterable of batches.
+        :raises ValueError: for a size that does not fit, a selector that chooses nothing.
+        """
+        batches = Batches(data)
+        args, kwargs = batches.first()
+        self.prototype(*args, **kwargs)
+        return self.select(Trained(self, batches), self.size)
+
+    def laplace_approximation(
+        self, data: Any, *, progress: bool = False, **changes: Any
+    ) -> LaplaceGuide:
+        """A Gaussian with the full Gauss-Newton matrix over the chosen weights.
+
+        :param data: as in ``AutoLaplaceGGN.laplace_approximation``.
+        :raises MemoryError: where the matrix cannot fit.
+        """
+        batches = Batches(data)
+        recipe = replace(self.recipe, **changes)
+        return LaplaceGuide(self, recipe, self.choose(batches), batches, progress=progress)
+
+    def variational(self, data: Any, *, init_scale: float = 0.05) -> "SubsetNormal":
+        """A Normal of full covariance over the chosen weights, to be trained by SVI.
+
+        :param init_scale: the standard deviations at the start, in unconstrained units.
+        """
+        indices = self.choose(data)
+        return SubsetNormal(self, Subset(self.require_layout(), indices.cpu()), init_scale)
+
+    def sample(self, *args: Any, init: Any = None, **options: Any) -> Samples:
+        """Draws of the chosen weights by ``mcmc.sample``, the others held at the MAP.
+
+        :param args: the program's arguments, targets included.
+        :param init: where the chains start; by default draws of the Laplace approximation.
+        :param options: of ``mcmc.sample``.
+        """
+        from pyro_bdl import mcmc
+
+        (model,) = self._program_model
+        start = self.laplace_approximation(args) if init is None else init
+        subset = Subset(self.require_layout(), self.choose(args).cpu())
+        at = self.location().detach()
+        return mcmc.sample(model, *args, init=start, subset=subset, at=at, **options)
+
+
+class SubsetNormal(JointGuide):
+    """u = loc + L eps on a subset of the latents, the others fixed where they were.
+
+    Its parameters are ``loc`` (k,) and ``scale_tril`` (k, k), lower triangular.
+    """
+
+    def __init__(self, source: AutoLaplaceGGN, subset: Subset, init_scale: float) -> None:
+        if not init_scale > 0:
+            raise ValueError(f"init_scale must be positive, got {init_scale}")
+        super().__init__(source)
+        self.__dict__["subset"] = subset
+        self.register_buffer("fixed", source.location().detach().clone())
+        start = subset.take(self.fixed)
+        self.loc = nn.Parameter(start.clone())
+        eye = torch.eye(len(start), dtype=start.dtype, device=start.device)
+        self.scale_tril = PyroParam(init_scale * eye, constraints.lower_cholesky)
+
+    def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
+        """log q(w) of the subset's latents, given the others."""
+        normal = torch.distributions.MultivariateNormal(
+            self._parameter("loc"), scale_tril=self._parameter("scale_tril"), validate_args=False
+        )
+        return normal.log_prob(self.subset.take(vector)) - log_det
+
+    def location(self) -> Tensor:
+        return self.subset.put(self.fixed, self._parameter("loc"))
+
+    def sample_vectors(self, num_samples: int) -> Tensor:
+        loc, factor = self._parameter("loc"), self._parameter("scale_tril")
+        noise = torch.randn(num_samples, len(loc), dtype=loc.dtype, device=loc.device)
+        return self.subset.put(self.fixed, loc + noise @ factor.mT)
+
+    def variances(self) -> Tensor:
+        """The marginal variances of the unconstrained vector (P,), zero outside the subset."""
+        variances = self._parameter("scale_tril").square().sum(-1)
+        return self.subset.put(torch.zeros_like(self.fixed), variances)
