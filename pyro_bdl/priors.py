@@ -234,6 +234,11 @@ class PerLayer(Prior):
     def constant(self) -> bool:
         return self.prior.constant
 
+    def labelled(self, label: str) -> "PerLayer":
+        result = copy.copy(self)
+        result.prior = self.prior.labelled(label)
+        return result
+
     def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution | None:
         layer = name.rpartition(".")[0]
         label = f"{layer}.{self.prior.label}" if layer else self.prior.label
@@ -265,6 +270,11 @@ class PerNormalizedGroup(Prior):
     @property
     def constant(self) -> bool:
         return self.prior.constant
+
+    def labelled(self, label: str) -> "PerNormalizedGroup":
+        result = copy.copy(self)
+        result.prior = self.prior.labelled(label)
+        return result
 
     def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution | None:
         layer = name.rpartition(".")[0]

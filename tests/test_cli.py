@@ -9,6 +9,7 @@ import torch
 from matplotlib.image import imread
 
 from pyro_bdl import cli, posteriors
+from pyro_bdl.curvature import fit as curvature_fit
 from pyro_bdl.errors import BdlWarning
 
 TINY = ["--steps", "20", "--chains", "2", "--warmup", "20", "--draws", "20", "--hidden", "4"]
@@ -160,6 +161,28 @@ def test_a_posterior_that_fails_loses_no_other(run, tmp_path, monkeypatch):
     assert list(rows_of(tmp_path / "out")) == ["map", "mean-field-tempered"] and "RMSE" in out
 
 
+def test_a_posterior_that_does_not_fit_in_memory_is_left_out(run, tmp_path, monkeypatch):
+    """By the very error that the matrix of a large network raises; the exit code stays 0."""
+    monkeypatch.setattr(curvature_fit, "available_memory", lambda device: 5000)
+    code, out, err = run(*TINY, "--guides", "map,laplace-full,laplace-diag")
+    assert code == 0, err
+    assert 'laplace-full is left out: structure="full" over' in err and "GiB are free" in err
+    assert "laplace-full:" not in err  # before any training
+    rows = rows_of(tmp_path / "out")
+    assert list(rows) == ["map", "laplace-diag"] and "RMSE" in out
+
+
+def test_laplace_says_its_evidence_and_its_scale(table, run, tmp_path):
+    given = ["--data", table, "--target", "price", "--one-hot"]
+    code, out, _ = run(*TINY, *given, "--guides", "map,laplace-kron,laplace-last-layer")
+    assert code == 0 and "log evid." in out
+    rows = rows_of(tmp_path / "out")
+    assert rows["map"]["log_evidence"] == "" == rows["laplace-last-layer"]["elbo"]
+    assert all(float(rows[name]["log_evidence"]) < 0 for name in list(rows)[1:])
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "prior gain" in page and "subset last-layer" in page
+
+
 def test_ctrl_c_shows_what_there_is(run, tmp_path, monkeypatch):
     fit = posteriors.fit
 
@@ -171,7 +194,8 @@ def test_ctrl_c_shows_what_there_is(run, tmp_path, monkeypatch):
     monkeypatch.setattr(posteriors, "fit", interrupted)
     code, _, err = run(*TINY)
     assert code == 0
-    assert "interrupted; not fitted: mean-field, mean-field-tempered, nuts" in err
+    names = [entry.name for entry in posteriors.entries()]
+    assert f"interrupted; not fitted: {', '.join(names[1:])}" in err
     assert list(rows_of(tmp_path / "out")) == ["map"]
     code, _, err = run(*TINY, "--guides", "mean-field")
     assert code == 130 and "Traceback" not in err

@@ -88,6 +88,44 @@ def test_guides_of_both_houses_and_classes(tmp_path):
     assert "a" in str(found)
 
 
+def test_log_evidences_are_a_column_where_they_are_known(tmp_path):
+    x, y = torch.zeros(3, 1), torch.zeros(3)
+    draws = {"a": normal_samples(0.0, 1.0), "b": normal_samples(0.0, 1.0)}
+    plain = bdl.compare(shift, draws, x, y, reference=None)
+    assert "log evid." not in str(plain) and "log_evidence" not in [c.key for c in plain.columns]
+    found = bdl.compare(shift, draws, x, y, reference=None, log_evidences={"a": -12.345, "b": None})
+    assert "log evid." in str(found) and "-12.3" in str(found)
+    table = found.to_dict()
+    assert table["a"]["log_evidence"] == -12.345 and table["b"]["log_evidence"] is None
+    with open(found.to_csv(tmp_path / "table.csv"), newline="") as file:
+        rows = {row["posterior"]: row for row in csv.DictReader(file)}
+    assert float(rows["a"]["log_evidence"]) == -12.345 and rows["b"]["log_evidence"] == ""
+    with pytest.raises(ValueError, match="log_evidences has 'c', which is not among"):
+        bdl.compare(shift, draws, x, y, reference=None, log_evidences={"c": 0.0})
+
+
+def test_laplace_beside_the_others():
+    """A guide of another prior than the program's, as evidence leaves it."""
+    torch.manual_seed(0)
+    x, y = torch.randn(10, 2), torch.randn(10)
+    model = bdl.models.Regression(bdl.bayesianize(torch.nn.Linear(2, 1)), noise=0.5)
+    fits = {
+        name: posteriors.fit(name, posteriors.Problem(model, x, y), posteriors.Options(steps=300))
+        for name in ("mean-field", "laplace-full")
+    }
+    found = bdl.compare(
+        model,
+        {name: fit.posterior for name, fit in fits.items()},
+        x,
+        y,
+        reference="mean-field",
+        log_evidences={name: fit.log_evidence for name, fit in fits.items()},
+    ).to_dict()
+    assert found["mean-field"]["log_evidence"] is None
+    assert found["laplace-full"]["log_evidence"] == fits["laplace-full"].log_evidence < 0
+    assert 0 < found["laplace-full"]["wasserstein"] < 0.5
+
+
 def test_bad_input_is_told():
     x, y = torch.zeros(3, 1), torch.zeros(3)
     with pytest.raises(ValueError, match="nuts"):
@@ -99,12 +137,16 @@ def test_bad_input_is_told():
 
 
 def test_registry_names_what_there_is():
-    assert [entry.name for entry in posteriors.entries()][:4] == [
+    assert {entry.name for entry in posteriors.entries()} >= {
         "map",
         "mean-field",
         "mean-field-tempered",
+        "laplace-kron",
+        "laplace-full",
+        "laplace-diag",
+        "laplace-last-layer",
         "nuts",
-    ]
+    }
     with pytest.raises(ValueError, match="mean-field"):
         posteriors.get("mean-feild")
 

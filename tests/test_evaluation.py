@@ -1,14 +1,26 @@
 """Units, kinds of observations and of programs, test data of any size, and sampler diagnostics."""
 
 import math
+import warnings
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_bdl import Samples, bayesianize, compare, evaluation, handlers, models, priors
+from pyro_bdl import (
+    LinearizedPredictive,
+    Samples,
+    bayesianize,
+    compare,
+    evaluation,
+    guides,
+    handlers,
+    models,
+    priors,
+)
 from pyro_bdl.compare import CAPTIONS
+from pyro_bdl.errors import BdlWarning
 
 X = torch.linspace(-1, 1, 9)[:, None]
 CLASSES = torch.arange(9) % 2
@@ -179,3 +191,68 @@ def test_a_program_with_two_observed_sites_is_told():
 
     with pytest.raises(ValueError, match="one observed site, but it has: 'y', 'z'"):
         compare(program, {"a": normal_draws(w=(2,))}, X, X[:, 0], reference=None)
+
+
+# Laplace: the linearised program
+
+
+def _laplace(model, x, y, **options):
+    guide = guides.AutoLaplaceGGN(model, structure="full").prototype(x, y)
+    with torch.no_grad():
+        guide.loc += 0.2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BdlWarning)
+        return guide.laplace_approximation((x, y), **options)
+
+
+def test_laplace_is_scored_as_the_linear_model():
+    """A wide posterior: f is Gaussian, which the network at its draws is not."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    model = models.Regression(bayesianize(net), noise=0.3)
+    y = X[:, 0]
+    posterior = _laplace(model, X[:3], y[:3])
+    found = compare(model, {"laplace": posterior}, X, y, reference=None, num_samples=20000)
+    moments = LinearizedPredictive(model, posterior).moments(X)["y"]
+    mean, variance = moments.mean["loc"], moments.predictive_variance
+    said = found.evaluations["laplace"]
+    error = (variance / 20000).sqrt()
+    assert ((said.mean - mean).abs() < 6 * error).all()
+    assert said.function.shape == (20000, 9) == said.predictions.shape
+    assert ((said.function.var(0) / moments.variance["loc"] - 1).abs() < 0.1).all()
+    assert ((said.predictions.var(0) / variance - 1).abs() < 0.1).all()
+    row = found.to_dict()["laplace"]
+    exact = -dist.Normal(mean, variance.sqrt()).log_prob(y).mean()
+    assert row["nlpd"] == pytest.approx(exact.item(), abs=0.02)
+    assert row["rmse"] == pytest.approx((mean - y).square().mean().sqrt().item(), abs=0.02)
+
+
+@pytest.mark.parametrize("kind", ["bernoulli", "categorical", "one-hot"])
+def test_laplace_of_classes(kind):
+    observe = {
+        "bernoulli": lambda logits: dist.Bernoulli(logits=logits[:, 1]),
+        "categorical": lambda logits: dist.Categorical(logits=logits),
+        "one-hot": lambda logits: dist.OneHotCategorical(logits=logits),
+    }[kind]
+    y = {"bernoulli": CLASSES.float(), "categorical": CLASSES, "one-hot": torch.eye(2)[CLASSES]}
+    program = labels(observe)
+    posterior = _laplace(program, X, y[kind])
+    found = compare(program, {"a": posterior}, X, y[kind], reference=None, num_samples=4000)
+    said, row = found.evaluations["a"], found.to_dict()["a"]
+    probit = LinearizedPredictive(program, posterior).probabilities(X)["y"]
+    ones = probit if kind == "bernoulli" else probit[:, 1]
+    assert said.mean.shape == (9, 2) and (said.mean[:, 1] - ones).abs().max() < 0.05
+    assert 0 <= row["accuracy"] <= 1 and row["nlpd"] > 0 and "ece" in row
+
+
+def test_laplace_of_a_part_of_the_latents(monkeypatch):
+    """The others stay at the MAP; parts of the test data say what all say."""
+    posterior = _laplace(line, X, X[:, 0], subset=torch.tensor([1]))
+    found = [compare(line, {"a": posterior}, X, X[:, 0], reference=None, num_samples=3000)]
+    monkeypatch.setattr(evaluation, "_NUMBERS_AT_ONCE", 3000 * 2)
+    found.append(compare(line, {"a": posterior}, X, X[:, 0], reference=None, num_samples=3000))
+    spread = found[0].evaluations["a"].function.std(0)
+    torch.testing.assert_close(spread, spread[-1] * X[:, 0].abs(), rtol=1e-4, atol=1e-5)
+    first, second = (table.to_dict()["a"] for table in found)
+    for key in ("rmse", "nlpd", "crps"):
+        assert first[key] == pytest.approx(second[key], rel=0.05)

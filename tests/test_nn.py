@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 import pickle
 
 import pyro
@@ -9,7 +10,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import SVI
-from pyro.nn import PyroParam
+from pyro.nn import PyroModule, PyroParam
 from torch import nn
 from torch.distributions import constraints
 
@@ -18,6 +19,7 @@ from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides import AutoMeanField
 from pyro_bdl.modules import vmappable
+from pyro_bdl.nn import with_learnable_prior, with_prior
 from pyro_bdl.program import record
 
 
@@ -447,3 +449,92 @@ def test_two_networks_in_one_program_need_names():
     c = bayesianize(nn.Linear(2, 1))
     with pytest.raises(UnsupportedProgramError, match=r"'weight'.*name="):
         record(lambda x: c(x) + c(x), {}, (torch.randn(3, 2),))
+
+
+# Another prior
+
+
+def _scales(model, *args):
+    found = record(model, {}, args).latents
+    return {name: site.distribution.base_dist.scale.mean().item() for name, site in found.items()}
+
+
+def _learned(value):
+    return PyroParam(torch.tensor(value), constraint=dist.constraints.positive)
+
+
+def test_with_prior_is_a_copy_with_the_same_values():
+    x = torch.randn(4, 2)
+    model = models.Regression(
+        bayesianize(_mlp(), priors.Normal(_learned(0.7))), noise=_learned(0.5)
+    )
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    found = with_prior(model, priors.FanIn(_learned(2.0)))
+    names = {name.rpartition(".")[2] for name, _ in found.named_parameters()}
+    assert names == {"hyper_prior_gain_unconstrained", "noise_unconstrained"}
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
+    ours, theirs = found.network.network.state_dict(), model.network.network.state_dict()
+    assert all(torch.equal(ours[key], value) for key, value in theirs.items())
+    assert _scales(model.network, x)["0.bias"] == pytest.approx(0.7)
+    assert _scales(found.network, x)["0.bias"] == pytest.approx(2.0)
+    with torch.no_grad():
+        for parameter in found.parameters():
+            parameter += 1.0
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
+    pyro.clear_param_store()
+    assert _scales(found.network, x)["0.bias"] == pytest.approx(2.0 * math.e)
+
+
+def test_with_prior_of_a_network_alone_and_of_constants():
+    bnn = bayesianize(_mlp(), priors.Normal(0.7))
+    x = torch.randn(4, 2)
+    _scales(bnn, x)  # its constant prior is kept
+    found = with_prior(bnn, priors.Normal(0.2))
+    assert list(_scales(found, x).values()) == pytest.approx([0.2] * 4)
+    assert list(_scales(bnn, x).values()) == pytest.approx([0.7] * 4)
+    assert found.sites == bnn.sites and type(found) is type(bnn)
+    with pytest.raises(ValueError, match=r"gives no distribution for '0.bias'"):
+        with_prior(bnn, priors.ByName({"*.weight": priors.Normal(1.0)}))
+    with pytest.raises(ValueError, match="holds no network of bayesianize"):
+        with_prior(nn.Linear(2, 2), priors.Normal(1.0))
+    with pytest.raises(ValueError, match="holds no network of bayesianize"):
+        with_learnable_prior(nn.Linear(2, 2))
+
+
+class _Two(PyroModule):
+    """Two networks, one of which is held in two places."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = bayesianize(_mlp(), priors.Normal(0.5), name="first")
+        self.second = bayesianize(_mlp(), priors.FanIn(2.0), name="second")
+        self.again = self.first
+
+    def forward(self, x):
+        return self.first(x) + self.second(x)
+
+
+def test_each_network_learns_from_its_own_prior():
+    model, x = _Two(), torch.randn(4, 2)
+    found = with_learnable_prior(model)
+    assert found.again is found.first and found.first is not model.first
+    scales = _scales(found, x)
+    assert scales["first.0.bias"] == pytest.approx(0.5)
+    assert scales["second.0.bias"] == pytest.approx(2.0)
+    names = {name for name, _ in found.named_parameters()}
+    assert names == {
+        "first.hyper_prior_scale_unconstrained", "second.hyper_prior_gain_unconstrained"
+    }  # fmt: skip
+    other = with_prior(model, priors.Normal(_learned(3.0)))
+    assert list(_scales(other, x).values()) == pytest.approx([3.0] * 8)
+
+
+def test_guides_find_the_other_prior():
+    model = models.Regression(bayesianize(_mlp()), noise=0.5)
+    found = with_learnable_prior(model)
+    x, y = torch.randn(4, 2), torch.randn(4)
+    guide = AutoMeanField(found)
+    loss = TemperedTraceMeanField_ELBO()(found, guide)(x, y)
+    loss.backward()
+    (scale,) = found.parameters()
+    assert scale.grad is not None and scale.grad.abs() > 0

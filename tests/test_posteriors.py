@@ -1,9 +1,14 @@
 """The registry, and that each posterior in it fits a small problem and can be repeated."""
 
+import warnings
+
+import pyro.distributions as dist
 import pytest
 import torch
+from pyro.nn import PyroParam
 
-from pyro_bdl import Samples, bayesianize, models, posteriors, priors
+from pyro_bdl import Samples, bayesianize, evidence, models, posteriors, priors
+from pyro_bdl.errors import BdlWarning
 from pyro_bdl.posteriors import Options, Problem, Result
 
 OPTIONS = Options(steps=30, chains=2, warmup=20, draws=20, max_tree_depth=4)
@@ -36,8 +41,9 @@ def test_each_fits_and_can_be_repeated(entry, problem):
     else:
         assert torch.equal(first.posterior.loc, again.posterior.loc)
         assert first.settings["steps"] == 30
-        assert first.elbo == again.elbo
-        assert (first.elbo is None) == (entry.name == "map")
+        assert first.elbo == again.elbo and first.log_evidence == again.log_evidence
+        assert (first.elbo is None) == (entry.name in ("map", "laplace-last-layer"))
+        assert (first.log_evidence is None) != entry.name.startswith("laplace")
 
 
 def test_tempering_narrows_the_posterior(problem):
@@ -64,3 +70,88 @@ def test_one_function_adds_a_posterior(registry, problem):
 def test_unknown_name_is_told_what_there_is(problem):
     with pytest.raises(ValueError, match=r"'nutz' \(there are map, .*did you mean 'nuts'"):
         posteriors.fit("nutz", problem)
+
+
+# Laplace
+
+LAPLACE = ["laplace-kron", "laplace-full", "laplace-diag", "laplace-last-layer"]
+
+
+@pytest.fixture
+def quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BdlWarning)
+        yield
+
+
+@pytest.mark.parametrize("name", LAPLACE)
+def test_laplace_tells_what_it_was_made_with(name, problem, quiet):
+    found = posteriors.fit(name, problem, OPTIONS)
+    structure = {"laplace-kron": "kron", "laplace-diag": "diag"}.get(name, "full")
+    assert found.settings["structure"] == structure == found.posterior.recipe.structure
+    assert found.settings["steps"] == 30
+    tuned = evidence.hyperparameters(found.posterior)
+    (value,) = tuned.values()
+    assert found.settings["prior scale"] == f"{value:.3g}" != "1"
+    with torch.no_grad():
+        expected = evidence.log_marginal_likelihood(found.posterior).item()
+    assert found.log_evidence == expected
+    if name == "laplace-last-layer":
+        assert found.settings["subset"] == "last-layer"
+        assert set(found.posterior.subset.sites) == {"weight", "bias"}
+
+
+def test_evidence_of_the_full_posterior_is_exact():
+    """A line with a known noise: the maximum over the prior's scale of the exact evidence."""
+    torch.manual_seed(0)
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64)[:, None]
+    y = 2 * x[:, 0] + 0.3 * torch.randn(12, dtype=torch.float64)
+    bnn = bayesianize(torch.nn.Linear(1, 1).double(), priors.Normal(0.8))
+    problem = Problem(models.Regression(bnn, noise=0.3, num_data=12), x, y)
+    found = posteriors.fit("laplace-full", problem, Options(steps=600))
+    design = torch.cat([x, torch.ones_like(x)], 1)
+
+    def exact(scale):
+        total = scale**2 * design @ design.T + 0.09 * torch.eye(12)
+        return dist.MultivariateNormal(torch.zeros(12).double(), total).log_prob(y).item()
+
+    best = max(exact(scale) for scale in torch.linspace(0.5, 3.0, 200))
+    assert found.log_evidence == pytest.approx(best, abs=0.02)
+    assert found.elbo < exact(0.8) + 0.05 < best  # of the problem's own prior
+    assert problem.model.network.prior.scale == 0.8
+
+
+@pytest.mark.parametrize(
+    ("prior", "tuned"),
+    [
+        (priors.FanIn(1.0), ["prior gain"]),
+        (priors.PerLayer(priors.Normal(1.0)), ["prior scale"]),
+        (priors.StudentT(4.0, 1.0), ["prior scale"]),
+        (priors.Normal(PyroParam(torch.tensor(1.0), constraint=dist.constraints.positive)),
+         ["prior scale"]),
+        (priors.Normal(dist.HalfNormal(1.0)), []),
+    ],
+    ids=["fan-in", "per layer", "heavy tails", "already learned", "hyperprior"],
+)  # fmt: skip
+def test_laplace_of_every_prior(prior, tuned, quiet):
+    x = torch.linspace(-1, 1, 12)[:, None]
+    model = models.Regression(bayesianize(torch.nn.Linear(1, 1), prior), num_data=12)
+    found = posteriors.fit("laplace-full", Problem(model, x, x[:, 0].clone()), OPTIONS)
+    assert [key for key in found.settings if key not in ("steps", "structure")] == tuned
+    assert found.log_evidence is not None
+
+
+def test_laplace_of_classes_and_of_a_program_of_ones_own(quiet):
+    x = torch.randn(12, 2)
+    model = models.Classification(bayesianize(torch.nn.Linear(2, 3)), num_data=12)
+    found = posteriors.fit("laplace-kron", Problem(model, x, torch.arange(12) % 3), OPTIONS)
+    assert found.settings["prior scale"]
+
+    class Own(torch.nn.Module):
+        def forward(self, x, y=None):
+            w = posteriors.pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+            with posteriors.pyro.plate("data", len(x)):
+                posteriors.pyro.sample("y", dist.Normal(x @ w, 0.3), obs=y)
+
+    found = posteriors.fit("laplace-full", Problem(Own(), x, x.sum(-1)), OPTIONS)
+    assert found.settings == {"steps": 30, "structure": "full"}

@@ -281,3 +281,162 @@ def test_a_learned_scale_may_be_given_as_a_number():
     model = _regression(priors.Normal(PyroParam(0.5, constraints.positive)))
     site = record(model.network, {}, (torch.randn(2, 3),)).latents["0.weight"]
     torch.testing.assert_close(site.distribution.base_dist.scale[0, 0].item(), 0.5)
+
+
+def test_rules_of_layers_share_nothing():
+    """Two PerLayer rules for the same layers: each with a scale of its own."""
+    rules = {"*.weight": priors.PerLayer(priors.Normal(_learned(0.5)))}
+    rules["*.bias"] = priors.PerLayer(priors.Normal(_learned(3.0)))
+    model = _regression(priors.ByName(rules))
+    latents = record(model.network, {}, (torch.randn(2, 3),)).latents
+    scales = {
+        name: site.distribution.base_dist.scale.mean().item() for name, site in latents.items()
+    }
+    expected = {"0.weight": 0.5, "0.bias": 3.0, "2.weight": 0.5, "2.bias": 3.0}
+    assert scales == pytest.approx(expected)
+    names = [name for name, _ in model.named_parameters() if "hyper" in name]
+    assert len(names) == 4
+
+
+# Layers whose scale does not matter
+
+
+class _Residual(nn.Module):
+    """x + norm(inner(x)): ``inner`` is normalised, ``outer`` is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.outer, self.inner, self.norm = nn.Linear(3, 3), nn.Linear(3, 3), nn.LayerNorm(3)
+
+    def forward(self, x):
+        x = self.outer(x)
+        return x + self.norm(self.inner(x))
+
+
+NORMALISED = {
+    "convolution": (
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2)
+        ),
+        (8, 1, 6, 6),
+        ("0",),
+    ),
+    "linear": (
+        lambda: nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 2)),
+        (8, 3),
+        ("0",),
+    ),
+    "behind an activation": (
+        lambda: nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.RMSNorm(6), nn.Linear(6, 2)),
+        (8, 3),
+        ("0",),
+    ),
+    "groups": (
+        lambda: nn.Sequential(nn.Conv1d(2, 4, 3), nn.GroupNorm(2, 4), nn.Conv1d(4, 1, 1)),
+        (8, 2, 7),
+        ("0",),
+    ),
+    "two": (
+        lambda: nn.Sequential(
+            nn.Linear(3, 5),
+            nn.BatchNorm1d(5),
+            nn.ReLU(),
+            nn.Dropout(0.5),
+            nn.Linear(5, 5),
+            nn.LayerNorm(5),
+            nn.Linear(5, 2),
+        ),
+        (8, 3),
+        ("0", "4"),
+    ),
+    "tanh in between": (
+        lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 2)),
+        (8, 3),
+        (),
+    ),
+    "none": (lambda: _net(), (8, 3), ()),
+    "residual": (_Residual, (8, 3), ("inner",)),
+}
+
+
+@pytest.mark.parametrize("kind", NORMALISED)
+def test_layers_before_a_normalisation_are_found(kind):
+    make, shape, expected = NORMALISED[kind]
+    torch.manual_seed(0)
+    net, x = make(), torch.randn(shape)
+    state = {key: value.clone() for key, value in net.state_dict().items()}
+    found = priors.PerNormalizedGroup(priors.Normal(_learned(0.5)), net, x)
+    assert found.groups == expected
+    assert all(torch.equal(net.state_dict()[key], value) for key, value in state.items())
+    assert all(module.training for module in net.modules())
+    model = models.Regression(bayesianize(net, found))
+    names = {name for name, _ in model.named_parameters() if "hyper" in name}
+    kept = {f"network.hyper_{group}_prior_scale_unconstrained" for group in expected}
+    assert names == kept | {"network.hyper_prior_scale_unconstrained"}
+
+
+def test_a_group_has_its_own_scale():
+    make, shape, _ = NORMALISED["linear"]
+    net, x = make(), torch.randn(shape)
+    prior = priors.PerNormalizedGroup(priors.Normal(_learned(0.5)), net, x)
+    bnn = bayesianize(net, prior)
+    with torch.no_grad():
+        bnn.hyper_0_prior_scale_unconstrained.fill_(math.log(3.0))
+    latents = record(bnn, {}, (x,)).latents
+    for name, site in latents.items():
+        expected = 3.0 if name.startswith("0.") else 0.5
+        assert site.distribution.base_dist.scale.mean().item() == pytest.approx(expected)
+    assert not prior.constant
+    assert priors.PerNormalizedGroup(priors.Normal(0.5), net, x).constant
+
+
+def test_what_a_normalised_group_needs():
+    net = _net()
+    with pytest.raises(TypeError, match="takes one of the priors"):
+        priors.PerNormalizedGroup(lambda *a: None, net, torch.randn(2, 3))
+    with pytest.raises(ValueError, match="needs some inputs of the network"):
+        priors.PerNormalizedGroup(priors.Normal(1.0), net)
+
+
+# Numbers made learnable
+
+
+@pytest.mark.parametrize(
+    ("prior", "name"),
+    [
+        (priors.Normal(0.7), "scale"),
+        (priors.FanIn(0.7), "gain"),
+        (priors.Laplace(0.7), "scale"),
+        (priors.StudentT(3.0, 0.7), "scale"),
+        (priors.Horseshoe(0.7), "scale"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_learnable(prior, name):
+    found = priors.learnable(prior)
+    declared = getattr(found, name)
+    assert type(found) is type(prior) and isinstance(declared, PyroParam)
+    assert declared.init_value.item() == pytest.approx(0.7)
+    assert declared.constraint is constraints.positive
+    assert getattr(prior, name) == 0.7 and not found.constant
+    assert priors.learnable(found) is found
+
+
+def test_learnable_inside_others():
+    rules = {"*.weight": priors.FanIn(0.7), "*.bias": priors.Normal(0.2), "*": None}
+    found = priors.learnable(priors.ByName(rules))
+    assert list(found.rules) == list(rules) and found.rules["*"] is None
+    assert found.rules["*.bias"].scale.init_value.item() == pytest.approx(0.2)
+    labels = {rule.label for rule in found.rules.values() if rule is not None}
+    assert labels == {"prior[*.weight]", "prior[*.bias]"}
+    layers = priors.learnable(priors.PerLayer(priors.Normal(0.3)))
+    assert isinstance(layers.prior.scale, PyroParam)
+    net, x = NORMALISED["linear"][0](), torch.randn(8, 3)
+    groups = priors.learnable(priors.PerNormalizedGroup(priors.Normal(0.3), net, x))
+    assert isinstance(groups.prior.scale, PyroParam) and groups.groups == ("0",)
+
+
+@pytest.mark.parametrize("prior", [priors.Normal(dist.HalfNormal(1.0)), lambda *a: None])
+def test_what_cannot_be_learned(prior):
+    with pytest.raises(TypeError, match="has no scale or gain that is a number"):
+        priors.learnable(prior)

@@ -4,6 +4,7 @@ import warnings
 
 from torch import Tensor, nn
 
+from pyro_bdl.curvature.fit import check_memory
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.evidence.marginal import read_guide
 from pyro_bdl.evidence.maximize import mackay_update, maximize
@@ -38,10 +39,13 @@ def train_by_evidence(
     :param rounds: how often the MAP is trained.
     :param progress: description of the progress bar; None for no bar.
     :returns: the posterior, and whether Ctrl-C ended the training early.
+    :raises MemoryError: where the guide's structure cannot fit in memory.
     """
     guide.prototype(x, y)
     tuned = followed(read_at_centre(model, guide, (x, y), {}))
     partial = guide.subset is not None
+    if not partial:  # said before the training, not after it
+        check_memory(guide.recipe, guide.require_layout().size, guide.location())
     leaves = {id(parameter.leaf) for parameter in tuned.values()}
     trained = [p for p in (*guide.parameters(), *model.parameters()) if id(p) not in leaves]
     rounds = rounds if tuned and not partial else 1

@@ -243,7 +243,7 @@ def test_bad_arguments(line, learn):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BdlWarning)
         guide = line.laplace(model=heavy)
-        with pytest.raises(ValueError, match="is the scale of Normal priors .* method=.gradient."):
+        with pytest.raises(ValueError, match=r"is the scale of Normal priors .* method=.gradient."):
             maximize(guide)
         before = evidence.log_marginal_likelihood(guide)
         assert maximize(guide, method="gradient", steps=30).log_evidence > before

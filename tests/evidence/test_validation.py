@@ -91,7 +91,9 @@ def test_bad_arguments(line):
     with pytest.raises(ValueError, match="the score is NaN at every value"):
         tune_on_validation(guide, parameter="noise", values=VALUES, score=lambda q: float("nan"))
     model = models.Regression(bayesianize(torch.nn.Linear(3, 1)), noise=0.5)
-    with pytest.raises(ValueError, match="name one hyperparameter of the program .there are none."):
+    with pytest.raises(
+        ValueError, match=r"name one hyperparameter of the program .there are none."
+    ):
         tune_on_validation(line.laplace(model=model), x, y)
 
 
