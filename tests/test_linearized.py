@@ -400,7 +400,7 @@ def test_the_budget_cuts_batches(monkeypatch):
     whole = predictive.log_density(x, y)
     monkeypatch.setattr(fit_module, "_BUDGET", 1)
     torch.testing.assert_close(predictive.log_density(x, y), whole)
-    assert sum(1 for _ in predictive._parts((x, y), {})) == N
+    assert sum(1 for _ in predictive._parts((x, y), {})) > 1
 
 
 def test_draws_come_in_chunks(monkeypatch):

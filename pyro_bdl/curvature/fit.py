@@ -373,6 +373,8 @@ def _agree(part: Run, whole: Run) -> bool:
         if name not in part.observed:
             return False
         size = num_data(part.observed[name])
+        if size == num_data(site):  # of no datum: parts would count it again and again
+            return False
         first = parameters_of_any(without_wrappers(part.observed[name].distribution)[0])
         second = parameters_of_any(without_wrappers(site.distribution)[0])
         for key, value in first.items():

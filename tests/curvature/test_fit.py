@@ -610,3 +610,22 @@ def test_progress(oracle, capsys):
     assert "curvature, pass 2 of 2" in capsys.readouterr().err
     oracle.fit(program, vector, (x, y), structure="ekfac")
     assert capsys.readouterr().err == ""
+
+
+def test_an_observation_of_no_datum_counts_once(monkeypatch):
+    """Parts of a batch would each say it again."""
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        pyro.sample("z", dist.Normal(w, 0.5), obs=torch.tensor(0.3))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(w * x, 1.0), obs=y)
+
+    x, y = torch.randn(8), torch.randn(8)
+    program = Program(model, x, y)
+    monkeypatch.setattr(fit_module, "_BUDGET", 1)
+    fitted = fit_curvature(
+        model, Subset(program.layout), torch.zeros(1), (x, y), Recipe(structure="full")
+    )
+    expected = x.square().sum()[None, None] + 4.0
+    torch.testing.assert_close(fitted.curvature.matrix, expected)
