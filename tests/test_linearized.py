@@ -771,3 +771,22 @@ def test_unknown_distributions_are_told():
     guide = approximate(model, (x, y))
     with pytest.raises(NotImplementedError, match="does not know VonMises observations"):
         LinearizedPredictive(model, guide)(x)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("kind", ["latent noise", "heteroscedastic", "categorical"])
+def test_a_gpu_says_the_same(kind):
+    found = []
+    for device in ("cpu", "cuda"):
+        model, *args = case(kind)
+        model, args = model.to(device), tuple(value.to(device) for value in args)
+        guide = AutoLaplaceGGN(model, structure="full").prototype(*args)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", BdlWarning)
+            predictive = LinearizedPredictive(model, guide.laplace_approximation(args), 3)
+        found.append([predictive.covariance(*args)["y"], predictive.log_density(*args)["y"]])
+        drawn = predictive(*args)
+        assert all(value.device.type == device for value in drawn.values())
+    second = [tuple(v.cpu() for v in found[1][0]), found[1][1].cpu()]
+    torch.testing.assert_close(second, found[0])

@@ -69,6 +69,20 @@ def test_one_step_of_the_fixed_point_by_hand(line):
     assert "prior" in prior.name and "noise" in noise.name
 
 
+@pytest.mark.parametrize("method", ["mackay", "gradient"])
+def test_the_first_step_is_from_the_present_hyperparameters(line, method, put):
+    """Whether or not the guide was told that they have changed."""
+    found = []
+    for refreshed in (True, False):
+        guide = line.laplace()
+        put(guide, prior=1.6, noise=0.9)
+        if refreshed:
+            guide.refresh()
+        found.append(maximize(guide, method=method, steps=1, linearised=True).hyperparameters)
+        put(guide, prior=line.prior, noise=line.noise)
+    torch.testing.assert_close(*(list(values.values()) for values in found))
+
+
 @pytest.mark.parametrize("eta", [0.5, 3.0])
 def test_the_tempered_noise(line, eta, values, put):
     """At the fixed point c Q / eta = N / eta - gamma."""
