@@ -35,6 +35,10 @@ class MarginalLikelihoodTraining:
     et al. 2021a, algorithm 1). Where the optimiser of the loop also holds the hyperparameters, it
     undoes this: give it the guide's parameters alone.
 
+    Evidences away from a maximum are compared as they are, so let ``burn_in`` last until the
+    training has settled. After ``finish()`` the weights may be trained on at the hyperparameters
+    found, with a falling learning rate, before the final ``laplace_approximation``.
+
     :param guide: trained by the loop.
     :param data: ``(x, y)`` or an iterable of batches; what the evidence is about.
     :param every: epochs between updates.

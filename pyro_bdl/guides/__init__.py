@@ -5,4 +5,11 @@ from pyro_bdl.guides.mean_field import AutoMeanField
 from pyro_bdl.guides.point import AutoMAP
 from pyro_bdl.guides.subnetwork import AutoSubnetwork, SubsetNormal
 
-__all__ = ["AutoLaplaceGGN", "AutoMAP", "AutoMeanField", "AutoSubnetwork", "LaplaceGuide", "SubsetNormal"]
+__all__ = [
+    "AutoLaplaceGGN",
+    "AutoMAP",
+    "AutoMeanField",
+    "AutoSubnetwork",
+    "LaplaceGuide",
+    "SubsetNormal",
+]

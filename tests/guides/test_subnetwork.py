@@ -1,0 +1,139 @@
+"""Subnetworks: all indices is full Laplace, NUTS and VI on a conjugate part."""
+
+import pyro
+import pytest
+import torch
+from torch import nn
+
+import pyro_bdl as bdl
+from pyro_bdl import selectors
+
+NOISE, SCALE = 0.4, 0.8
+
+
+@pytest.fixture
+def data():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(30, 3, generator=generator, dtype=torch.float64)
+    y = x @ torch.tensor([1.0, -0.5, 0.2], dtype=torch.float64) + 0.3
+    return x, y + NOISE * torch.randn(30, generator=generator, dtype=torch.float64)
+
+
+def linear(data):
+    """Linear regression, its guide at the exact mode, its design and exact precision."""
+    x, y = data
+    net = nn.Linear(3, 1).double()
+    model = bdl.models.Regression(bdl.bayesianize(net, bdl.priors.Normal(SCALE)), noise=NOISE)
+    design = torch.cat([x, torch.ones(30, 1, dtype=x.dtype)], 1)
+    precision = design.T @ design / NOISE**2 + torch.eye(4, dtype=x.dtype) / SCALE**2
+    mean = torch.linalg.solve(precision, design.T @ y / NOISE**2)
+    return model, mean, precision
+
+
+def at_mode(model, mean, data, **options):
+    guide = bdl.guides.AutoSubnetwork(model, **options).prototype(*data)
+    guide.loc.data.copy_(mean)
+    return guide
+
+
+def test_all_indices_is_full_laplace(data):
+    model, mean, precision = linear(data)
+    guide = at_mode(model, mean, data, select=selectors.LargestMagnitude(), size=1.0)
+    posterior = guide.laplace_approximation(data)
+    torch.testing.assert_close(posterior.precision.logdet(), precision.logdet())
+    torch.testing.assert_close(posterior.variances(), torch.linalg.inv(precision).diagonal())
+
+
+def test_a_part_has_the_precision_given_the_others(data):
+    model, mean, precision = linear(data)
+    guide = at_mode(model, mean, data, select=selectors.Random(3), size=2)
+    chosen = guide.choose(data)
+    posterior = guide.laplace_approximation(data)
+    part = precision[chosen][:, chosen]
+    torch.testing.assert_close(posterior.variances()[chosen], torch.linalg.inv(part).diagonal())
+    others = torch.ones(4, dtype=torch.bool)
+    others[chosen] = False
+    assert (posterior.variances()[others] == 0).all()
+    assert (posterior.sample_vectors(3)[:, others] == mean[others]).all()
+
+
+def test_variational_finds_the_covariance_of_the_part(data):
+    pyro.set_rng_seed(0)
+    model, mean, precision = linear(data)
+    guide = at_mode(model, mean, data, select=selectors.Random(3), size=2)
+    normal = guide.variational(data, init_scale=0.1)
+    elbo = bdl.elbo.TemperedTrace_ELBO(num_particles=16)
+    optimiser = torch.optim.Adam(normal.parameters(), lr=0.02)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, 1500)
+    for _ in range(1500):
+        optimiser.zero_grad()
+        elbo.differentiable_loss(model, normal, *data).backward()
+        optimiser.step()
+        schedule.step()
+    chosen = guide.choose(data)
+    expected = torch.linalg.inv(precision[chosen][:, chosen])
+    found = normal.scale_tril @ normal.scale_tril.T
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=2e-4)
+    torch.testing.assert_close(normal.location(), mean, rtol=0.0, atol=0.01)
+    torch.testing.assert_close(normal.variances()[chosen], found.diagonal())
+
+
+def test_nuts_samples_the_part_and_holds_the_rest(data):
+    model, mean, precision = linear(data)
+    guide = at_mode(model, mean, data, select=selectors.Random(3), size=2)
+    samples = guide.sample(
+        *data, num_warmup=300, num_samples=1000, num_chains=2, progress=False, seed=1
+    )
+    flat = guide.layout.flatten(samples.flat())
+    chosen = guide.choose(data)
+    others = torch.ones(4, dtype=torch.bool)
+    others[chosen] = False
+    assert (flat[:, others] == mean[others]).all()
+    expected = torch.linalg.inv(precision[chosen][:, chosen])
+    sd = expected.diagonal().sqrt()
+    error = 5 * sd / 2000**0.5  # five standard errors of nearly independent draws, times slack
+    assert ((flat[:, chosen].mean(0) - mean[chosen]).abs() < 2 * error).all()
+    torch.testing.assert_close(torch.cov(flat[:, chosen].T), expected, rtol=0.2, atol=1e-4)
+
+
+@pytest.mark.parametrize("infer", ["laplace", "variational"])
+def test_works_in_svi_and_predicts(data, infer):
+    pyro.set_rng_seed(0)
+    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    model = bdl.models.Regression(bdl.bayesianize(net))
+    guide = bdl.guides.AutoSubnetwork(model, select=selectors.LargestMagnitude(), size=6)
+    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), pyro.infer.Trace_ELBO())
+    for _ in range(1500):
+        svi.step(*data)
+    posterior = guide.laplace_approximation(data)
+    if infer == "variational":
+        posterior = guide.variational(data)
+        svi = pyro.infer.SVI(
+            model, posterior, pyro.optim.Adam({"lr": 0.01}), pyro.infer.Trace_ELBO()
+        )
+        losses = [svi.step(*data) for _ in range(200)]
+        assert sum(losses[-20:]) < sum(losses[:20])
+    drawn = bdl.Predictive(model, posterior, num_samples=5)(data[0])
+    assert drawn["f"].shape == (5, 30)
+    assert drawn["f"].std(0).min() > 0
+
+
+def test_bad_options(data):
+    model, _, _ = linear(data)
+    with pytest.raises(TypeError, match="selector"):
+        bdl.guides.AutoSubnetwork(model, select="largest")  # type: ignore[arg-type]
+    guide = bdl.guides.AutoSubnetwork(model, size=9)
+    with pytest.raises(ValueError, match="from 1 to 4"):
+        guide.choose(data)
+    with pytest.raises(ValueError, match="init_scale"):
+        bdl.guides.AutoSubnetwork(model, size=2).variational(data, init_scale=0.0)
+
+
+def test_a_matrix_that_cannot_fit_is_told(data, monkeypatch):
+    from pyro_bdl.curvature import fit
+
+    model, mean, _ = linear(data)
+    guide = at_mode(model, mean, data, select=selectors.Random(0), size=4)
+    monkeypatch.setattr(fit, "available_memory", lambda device: 8)
+    with pytest.raises(MemoryError, match="GiB"):
+        guide.laplace_approximation(data)
