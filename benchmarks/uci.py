@@ -162,9 +162,7 @@ def laplace(split: Split, steps: int) -> dict[str, Tensor]:
         "map": gaussian(point(model, guide, split.x_test), noise, split.y_test),
         "laplace-full": bdl.LinearizedPredictive(model, posterior).log_density(*test)["y"],
         "laplace-kron": bdl.LinearizedPredictive(model, kron).log_density(*test)["y"],
-        "laplace-full-ml": "the same two, noise by maximum likelihood: full",
-    "laplace-kron-ml": "    and Kronecker",
-    "laplace-sampled": sampled.logsumexp(0) - math.log(len(sampled)),
+        "laplace-sampled": sampled.logsumexp(0) - math.log(len(sampled)),
     }
 
 

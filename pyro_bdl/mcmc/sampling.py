@@ -10,8 +10,8 @@ import torch
 from pyro.poutine.util import prune_subsample_sites
 from torch import Tensor
 
-from pyro_bdl.curvature.subset import Subset
 from pyro_bdl.checks import check_finite, check_support
+from pyro_bdl.curvature.subset import Subset
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.mcmc.chains import Chains, Settings, Target
 from pyro_bdl.modules import evaluation_mode
