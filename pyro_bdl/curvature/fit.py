@@ -31,7 +31,7 @@ from pyro_bdl.curvature.fisher import (
 )
 from pyro_bdl.curvature.jacobian import Jacobian
 from pyro_bdl.curvature.kronecker import KroneckerCurvature
-from pyro_bdl.curvature.linearize import Alignment, Linearization, constrained
+from pyro_bdl.curvature.linearize import Alignment, Linearization, Pullback, constrained
 from pyro_bdl.curvature.low_rank import LowRankCurvature
 from pyro_bdl.curvature.subset import Subset
 from pyro_bdl.errors import BdlWarning
@@ -194,10 +194,10 @@ def _accumulated(
         for linearization in parts:
             if number == 0:
                 seen.add(linearization)
-            if hasattr(curvature, "start_batch"):
-                curvature.start_batch()
             for jacobian in fisher_jacobians(linearization, recipe):
                 curvature.add(jacobian)
+            if hasattr(curvature, "end_batch"):
+                curvature.end_batch()
     return curvature, seen
 
 
@@ -398,6 +398,10 @@ def fisher_jacobians(linearization: Linearization, recipe: Recipe) -> Iterator[J
         if not site_parameters(site):
             _check_readable(linearization, name, site)
             continue
+        known = _softmax_jacobian(linearization, name, site, recipe)
+        if known is not None:
+            yield known
+            continue
         groups: dict[tuple[str, ...], list[Cotangent]] = {}
         most = _columns_at_once(linearization, num_data(site), recipe)
         for column in recipe.columns(site):
@@ -427,16 +431,36 @@ def _check_readable(linearization: Linearization, name: str, site: Site) -> None
         )
 
 
+def _softmax_jacobian(
+    linearization: Linearization, name: str, site: Site, recipe: Recipe
+) -> Jacobian | None:
+    """All columns at once where the subset is the last layer of a classifier."""
+    base, _ = without_wrappers(site.distribution)
+    if (
+        recipe.curvature != "ggn"
+        or recipe.structure not in ("kron", "ekfac", "diag")
+        or type(base).__name__ not in ("Categorical", "OneHotCategorical")
+        or tuple(site_parameters(site)) != ("logits",)
+        or len(base.batch_shape) != 1
+    ):
+        return None
+    return _pullback(linearization, name, ("logits",)).softmax(cell_weights(site).square())
+
+
 def _jacobian(
     linearization: Linearization, name: str, keys: tuple[str, ...], columns: list[Cotangent]
 ) -> Jacobian:
+    pullback = _pullback(linearization, name, keys)
+    return pullback.jacobian([[column[key] for key in keys] for column in columns])
+
+
+def _pullback(linearization: Linearization, name: str, keys: tuple[str, ...]) -> Pullback:
     def outputs(run: Run) -> Sequence[Tensor]:
         parameters = parameters_of_any(without_wrappers(run.observed[name].distribution)[0])
         return [parameters[key] for key in keys]
 
     site = linearization.run.observed[name]
-    pullback = linearization.pullback(outputs, num_data(site), label=(name, keys))
-    return pullback.jacobian([[column[key] for key in keys] for column in columns])
+    return linearization.pullback(outputs, num_data(site), label=(name, keys))
 
 
 def _columns_at_once(linearization: Linearization, count: int, recipe: Recipe) -> int:

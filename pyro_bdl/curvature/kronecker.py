@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyro_bdl.curvature.direct import SoftmaxProduct
 from pyro_bdl.curvature.gaussian import DiagonalPrecision, FullPrecision, Precision
 from pyro_bdl.curvature.jacobian import (
     Block,
@@ -108,6 +109,8 @@ class ProductFactors(nn.Module):
 
 def _outputs(block: Product | Lookup, *, reduce: bool) -> Tensor:
     """B of a block, (groups, out, out)."""
+    if isinstance(block, SoftmaxProduct):
+        return block.moments()
     if isinstance(block, Lookup):
         return _moments(block.gradients.flatten(0, 1)[:, None, None])
     parts = [_moments(g.sum(1, keepdim=True) if reduce else g) for g in block.gradients]
@@ -382,7 +385,7 @@ class KroneckerCurvature(nn.Module):
             factors.inputs_basis = earlier.inputs_basis
             factors.outputs_basis = earlier.outputs_basis
 
-    def start_batch(self) -> None:
+    def end_batch(self) -> None:
         self._seen.clear()
         self._rotated.clear()
 

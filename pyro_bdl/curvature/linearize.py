@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_bdl.curvature.direct import IdentityProduct, SoftmaxProduct
 from pyro_bdl.curvature.jacobian import (
     Block,
     Dense,
@@ -138,9 +139,83 @@ class Pullback:
         blocks = self._aligned_blocks(columns, self.alignment)
         if self.alignment.others:
             blocks += self._dense(columns)
-        at = self.at
-        like = at.vector.new_empty(0, dtype=_working(at.vector.dtype))
-        return Jacobian(blocks, len(columns), self.num_data, at.subset.size, like)
+        return self._of_blocks(blocks, len(columns))
+
+    def identity(self) -> Jacobian:
+        """All K numbers of a datum as K columns."""
+        sizes = [output.numel() // self.num_data for output in self.outputs]
+        uses = self._direct_uses()
+        if uses and self._arrives(lambda noise: noise):
+            (size,) = sizes
+            like = self.outputs[0].detach()
+            eye = torch.eye(size, dtype=_working(like.dtype), device=like.device)
+            eye = eye[:, None, None, None].expand(size, self.num_data, 1, 1, size)
+            blocks: list[Block] = [
+                IdentityProduct(*self._product(use, place), eye, use.shape) for use, place in uses
+            ]
+            return self._of_blocks(blocks, size)
+        columns: list[list[Tensor]] = []
+        for number, size in enumerate(sizes):
+            for entry in range(size):
+                column = [torch.zeros_like(output) for output in self.outputs]
+                column[number].view(self.num_data, -1)[:, entry] = 1.0
+                columns.append(column)
+        return self.jacobian(columns)
+
+    def softmax(self, weights: Tensor) -> Jacobian | None:
+        """Of logits (n, K) that a product makes, up to a sum over the classes: the columns of
+        their Fisher information times weights (n,); None where they are no such logits."""
+        uses = self._direct_uses()
+        if not uses:
+            return None
+        p = self.outputs[0].detach().softmax(-1)
+        if not self._arrives(lambda noise: noise - p * noise.sum(-1, keepdim=True)):
+            return None
+        p = p.to(_working(p.dtype))
+        blocks: list[Block] = [
+            SoftmaxProduct(
+                *self._product(use, place), p[None, :, None, None], use.shape,
+                weights.to(p)[:, None],
+            )
+            for use, place in uses
+        ]  # fmt: skip
+        return self._of_blocks(blocks, p.shape[-1])
+
+    def _direct_uses(self) -> list[tuple[Use, Place]]:
+        """The uses of whole sites in one plain product, if these are all, and its output has the
+        shape (n, K) of the only output asked for; otherwise none."""
+        at, shape = self.at, self.outputs[0].shape
+        reached = [i for i, axis in enumerate(self.alignment.axes) if axis is not None]
+        uses = [at.uses[i] for i in reached]
+        places = [_place(at.uses[i], at.subset, (at.uses[i].site, at.numbers[i])) for i in reached]
+        plain = (
+            len(self.outputs) == 1
+            and len(shape) == 2
+            and not self.alignment.others
+            and len({use.site for use in uses}) == len(uses)
+            and all(use.edge == uses[0].edge and use.output_shape == shape for use in uses)
+            and all(use.kind == "product" and use.to_rows is None for use in uses)
+            and all(use.groups == 1 and use.indices is None for use in uses)
+        )
+        found = [(u, p) for u, p in zip(uses, places, strict=True) if p and p.chosen is None]
+        return found if plain and len(found) == len(uses) else []
+
+    def _arrives(self, expected: Callable[[Tensor], Tensor]) -> bool:
+        """Whether the outputs' gradient in the product's is as expected, which noise tells."""
+        (output,) = self.outputs
+        edge = next(use.edge for use, _ in self._direct_uses())
+        noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
+        (found,) = self.gradients([noise], [edge])
+        slack = _slack(self.at.vector) * float(noise.abs().max()) * 10
+        return found is not None and torch.allclose(found, expected(noise), rtol=0.0, atol=slack)
+
+    def _product(self, use: Use, place: Place) -> tuple[Place, Callable[[], Tensor] | None]:
+        source = partial(self._inputs, use, DatumAxis(0, True))
+        return place, None if use.inputs is None else source
+
+    def _of_blocks(self, blocks: list[Block], num_columns: int) -> Jacobian:
+        like = self.at.vector.new_empty(0, dtype=_working(self.at.vector.dtype))
+        return Jacobian(blocks, num_columns, self.num_data, self.at.subset.size, like)
 
     def _aligned_blocks(
         self, columns: Sequence[Sequence[Tensor]], alignment: Alignment
