@@ -528,6 +528,10 @@ def test_the_bridge_inverts_the_laplace_approximation_of_a_dirichlet(classes):
     spread = torch.diag_embed(inverse) - sums / classes
     exact = alpha / alpha.sum(-1, keepdim=True)
     torch.testing.assert_close(laplace_bridge(mean, spread + 0.7), exact)
+    free = torch.rand(4, classes)
+    free = free / free.sum(-1, keepdim=True)  # f = g + t free, where g sums to 0 and t is any
+    wide = spread + 0.7 * free[:, :, None] * free[:, None, :]
+    torch.testing.assert_close(laplace_bridge(mean + 0.4 * free, wide), exact)
     extreme = laplace_bridge(torch.tensor([[900.0, -900.0, 0.0]]), torch.eye(3)[None])
     torch.testing.assert_close(extreme, torch.tensor([[1.0, 0.0, 0.0]]))
     nothing = laplace_bridge(torch.zeros(1, 3), torch.zeros(1, 3, 3))
