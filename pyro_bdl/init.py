@@ -1,5 +1,6 @@
 """Starting points for guides: a network starts as a network, not as zeros."""
 
+import copy
 import functools
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from pyro_bdl.layout import transform_of
 
 INIT_KEY = "pyro_bdl_init"
+OWNER_KEY = "pyro_bdl_owner"  # the module and attribute that hold a network's value
 
 
 def init_to_network(site: Any = None) -> Any:
@@ -31,6 +33,25 @@ def init_to_network(site: Any = None) -> Any:
     start = init_to_mean(site)
     fan_in = fn.event_shape[1:].numel()
     return start + torch.randn_like(start) * _prior_sd(fn, start).clamp(max=fan_in**-0.5)
+
+
+def init_afresh(site: Any = None) -> Any:
+    """Other values of a network's weights, drawn as its layers draw theirs.
+
+    Weights of modules with a ``reset_parameters`` are drawn by it; whatever else starts as by
+    ``init_to_network``.
+    """
+    if site is None:
+        return functools.partial(init_afresh)
+    owner = site["infer"].get(OWNER_KEY)
+    if owner is not None:
+        module, attribute = owner
+        reset = "reset_parameters" if hasattr(module, "reset_parameters") else "_reset_parameters"
+        if hasattr(module, reset):
+            fresh = copy.deepcopy(module)
+            getattr(fresh, reset)()
+            return getattr(fresh, attribute).detach().clone()
+    return init_to_network(site)
 
 
 def _prior_sd(fn: Any, start: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch.distributions import Distribution
 
 from pyro_bdl.distributions import moved_like, without_validation
 from pyro_bdl.errors import UnsupportedProgramError
-from pyro_bdl.init import INIT_KEY
+from pyro_bdl.init import INIT_KEY, OWNER_KEY
 from pyro_bdl.ownership import OwnParameters
 from pyro_bdl.priors import (
     Normal,
@@ -91,7 +91,7 @@ class BayesianModule(OwnParameters):
                 values[name] = pyro.sample(
                     self.site_prefix + name,
                     self._distribution(name, start),
-                    infer=cast(Any, {INIT_KEY: start}),
+                    infer=cast(Any, {INIT_KEY: start, OWNER_KEY: (owner, key)}),
                 )
         for name in self.learnable:
             owner, key = self._places[name][0]

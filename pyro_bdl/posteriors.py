@@ -19,7 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from pyro_bdl import evidence, mcmc
-from pyro_bdl.guides import AutoLaplaceGGN, AutoMAP, AutoMeanField, LaplaceGuide
+from pyro_bdl.guides import (
+    AutoEnsemble,
+    AutoLaplaceGGN,
+    AutoMAP,
+    AutoMeanField,
+    AutoSubnetwork,
+    LaplaceGuide,
+)
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.nn import with_learnable_prior
 from pyro_bdl.training import estimate_elbo, train
@@ -177,8 +184,11 @@ def _log_evidence(posterior: Any) -> float | None:
         return float(evidence.log_marginal_likelihood(posterior))
 
 
+_POINTS = (AutoMAP, AutoLaplaceGGN, AutoEnsemble)  # without a density
+
+
 def _elbo(problem: Problem, posterior: Any) -> float | None:
-    if not isinstance(posterior, Guide) or isinstance(posterior, AutoMAP | AutoLaplaceGGN):
+    if not isinstance(posterior, Guide) or isinstance(posterior, _POINTS):
         return None
     if isinstance(posterior, LaplaceGuide) and not posterior.subset.complete:
         return None
@@ -285,6 +295,29 @@ def _laplace_diag(problem: Problem, options: Options, progress: bool) -> Result:
 def _laplace_last_layer(problem: Problem, options: Options, progress: bool) -> Result:
     choice = {"structure": "full", "subset": "last-layer"}
     return _laplace("laplace-last-layer", problem, options, progress, **choice)
+
+
+@register(
+    "subnetwork",
+    title="subnetwork Laplace",
+    description="full Laplace, linearised, over the tenth of the weights with most variance",
+)
+def _subnetwork(problem: Problem, options: Options, progress: bool) -> Result:
+    guide, label = AutoSubnetwork(problem.model, size=0.1), "subnetwork" if progress else None
+    made = _trained(guide, problem, options, label, steps=2000)
+    posterior = guide.laplace_approximation((problem.x, problem.y))
+    settings = {**made.settings, "weights": posterior.subset.size}
+    return Result(posterior, settings, made.interrupted)
+
+
+@register(
+    "ensemble",
+    title="ensemble",
+    description="five networks, each trained as MAP from its own initialisation",
+)
+def _ensemble(problem: Problem, options: Options, progress: bool) -> Result:
+    guide, label = AutoEnsemble(problem.model, size=5), "ensemble" if progress else None
+    return _trained(guide, problem, options, label, steps=2000, num_particles=5)
 
 
 @register("nuts", title="NUTS", description="Markov chains by the No-U-Turn sampler; the reference")

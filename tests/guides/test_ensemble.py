@@ -1,0 +1,101 @@
+"""Ensembles: members trained at once equal members trained alone, mixtures, fresh starts."""
+
+import pyro
+import pytest
+import torch
+from torch import nn
+
+import pyro_bdl as bdl
+
+
+def problem(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 2, generator=generator, dtype=dtype)
+    y = x[:, 0].sin() + 0.1 * torch.randn(40, generator=generator, dtype=dtype)
+    net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).to(dtype)
+    return bdl.models.Regression(bdl.bayesianize(net)), x, y
+
+
+def trained(model, guide, x, y, particles, steps=200):
+    # the mean over particles scales gradients, to which Adam is blind but for its eps
+    elbo = bdl.elbo.TemperedTrace_ELBO(num_particles=particles)
+    optimiser = torch.optim.Adam(guide.prototype(x, y).parameters(), lr=0.02, eps=1e-20)
+    for _ in range(steps):
+        optimiser.zero_grad()
+        elbo.differentiable_loss(model, guide, x, y).backward()
+        optimiser.step()
+    return guide
+
+
+def test_members_at_once_are_members_alone():
+    pyro.set_rng_seed(0)
+    model, x, y = problem(torch.float64)
+    ensemble = bdl.guides.AutoEnsemble(model, size=3).prototype(x, y)
+    starts = ensemble.locs.detach().clone()
+    assert not torch.allclose(starts[0], starts[1])
+    trained(model, ensemble, x, y, particles=3)
+    for number in range(3):
+        alone = bdl.guides.AutoLaplaceGGN(model).prototype(x, y)
+        alone.loc.data.copy_(starts[number])
+        trained(model, alone, x, y, particles=1)
+        torch.testing.assert_close(ensemble.locs[number], alone.loc, rtol=1e-5, atol=1e-5)
+    assert (ensemble.locs - starts).abs().max() > 0.1
+
+
+def test_draws_take_the_members_in_turn():
+    model, x, y = problem()
+    guide = bdl.guides.AutoEnsemble(model, size=3).prototype(x, y)
+    drawn = guide.sample_vectors(7)
+    assert torch.equal(drawn[:3], guide.locs) and torch.equal(drawn[6], guide.locs[0])
+    rows = {tuple(row.tolist()) for row in guide.sample_vectors(2)}
+    members = [tuple(row.tolist()) for row in guide.locs]
+    assert len(rows) == 2 and rows <= set(members)
+    torch.testing.assert_close(guide.location(), guide.locs.mean(0))
+    torch.testing.assert_close(guide.variances(), guide.locs.var(0, correction=0))
+    predictions = bdl.Predictive(model, guide, num_samples=6)(x)["f"]
+    assert torch.equal(predictions[:3], predictions[3:])
+    alone = {name: value[None, None] for name, value in guide.member(1).items()}
+    torch.testing.assert_close(bdl.Predictive(model, bdl.Samples(alone))(x)["f"][0], predictions[1])
+
+
+def test_starts_are_the_layers_own():
+    """A fresh weight has the layer's own uniform distribution, not the network's values."""
+    net = nn.Sequential(nn.Linear(100, 200), nn.Tanh(), nn.Linear(200, 1))
+    before = net[0].weight.detach().clone()
+    model = bdl.models.Regression(bdl.bayesianize(net))
+    x, y = torch.randn(3, 100), torch.randn(3)
+    guide = bdl.guides.AutoEnsemble(model, size=2).prototype(x, y)
+    weights = [guide.member(k)["0.weight"] for k in range(2)]
+    for weight in weights:
+        assert not torch.equal(weight, before)
+        assert weight.abs().max() <= 0.1  # 1 / sqrt(fan in)
+        assert abs(weight.std().item() - 0.1 / 3**0.5) < 1e-3  # error bar: 20 000 draws
+    assert torch.equal(net[0].weight, before)
+    assert torch.equal(model.network.network[0].weight, before)
+
+
+@pytest.mark.parametrize("elbo", [pyro.infer.Trace_ELBO(), bdl.elbo.TemperedTraceMeanField_ELBO()])
+def test_trains_in_plain_svi(elbo):
+    pyro.set_rng_seed(0)
+    model, x, y = problem()
+    guide = bdl.guides.AutoEnsemble(model, size=2)
+    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), elbo)
+    losses = [svi.step(x, y) for _ in range(600)]
+    assert sum(losses[-50:]) < 0.5 * sum(losses[:50])
+    spread = bdl.Predictive(model, guide, num_samples=2)(x)["f"].std(0)
+    assert (spread > 0).all()
+
+
+def test_saved_and_loaded():
+    model, x, y = problem()
+    guide = bdl.guides.AutoEnsemble(model, size=3).prototype(x, y)
+    other = bdl.guides.AutoEnsemble(model, size=3)
+    other.load_state_dict(guide.state_dict())
+    other.prototype(x, y)
+    assert torch.equal(other.locs, guide.locs)
+
+
+def test_bad_size():
+    model, _, _ = problem()
+    with pytest.raises(ValueError, match="size must be at least 1"):
+        bdl.guides.AutoEnsemble(model, size=0)
