@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from pyro_bdl.curvature.alignment import Alignment
 from pyro_bdl.curvature.data import (
     Batch,
     Batches,
@@ -31,7 +32,7 @@ from pyro_bdl.curvature.fisher import (
 )
 from pyro_bdl.curvature.jacobian import Jacobian
 from pyro_bdl.curvature.kronecker import KroneckerCurvature
-from pyro_bdl.curvature.linearize import Alignment, Linearization, Pullback, constrained
+from pyro_bdl.curvature.linearize import Linearization, Pullback, constrained
 from pyro_bdl.curvature.low_rank import LowRankCurvature
 from pyro_bdl.curvature.subset import Subset
 from pyro_bdl.errors import BdlWarning

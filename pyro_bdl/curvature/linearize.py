@@ -1,14 +1,24 @@
 """A batch of data run through a program once, ready for any column of its Jacobian."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyro_bdl.curvature.alignment import (
+    Alignment,
+    DatumAxis,
+    aligned_with,
+    as_rows,
+    datum_axes,
+    levels_of,
+    rounding_of,
+    scales_by,
+)
 from pyro_bdl.curvature.direct import IdentityProduct, SoftmaxProduct
 from pyro_bdl.curvature.jacobian import (
     Block,
@@ -27,32 +37,6 @@ from pyro_bdl.modules import evaluation_mode, preserved_buffers, vmappable
 from pyro_bdl.program import Run, leave_open, record
 
 Outputs = Callable[[Run], Sequence[Tensor]]
-
-
-class DatumAxis(NamedTuple):
-    """How the rows of an operation's output number the data: along ``dim``, each datum's rows
-    next to each other (``contiguous``) or n apart."""
-
-    dim: int
-    contiguous: bool
-
-    def first(self, rows: Tensor, num_data: int) -> Tensor:
-        """(*lead, ...) as (n, rows of a datum along the axis, *other lead, ...)."""
-        rows = rows.movedim(self.dim, 0)
-        if self.contiguous:
-            return rows.unflatten(0, (num_data, -1))
-        return rows.unflatten(0, (-1, num_data)).transpose(0, 1)
-
-
-class Alignment(NamedTuple):
-    """What a first look at a program's outputs tells, the same for every batch of it.
-
-    ``axes``: for each use its datum axis, None where it has none or the outputs do not depend on
-    it. ``others``: the sites whose gradients do not follow from aligned uses.
-    """
-
-    axes: tuple[DatumAxis | None, ...]
-    others: tuple[str, ...]
 
 
 def constrained(layout: Layout, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -206,7 +190,7 @@ class Pullback:
         edge = next(use.edge for use, _ in self._direct_uses())
         noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
         (found,) = self.gradients([noise], [edge])
-        slack = _slack(self.at.vector) * float(noise.abs().max()) * 10
+        slack = rounding_of(self.at.vector) * float(noise.abs().max()) * 10
         return found is not None and torch.allclose(found, expected(noise), rtol=0.0, atol=slack)
 
     def _product(self, use: Use, place: Place) -> tuple[Place, Callable[[], Tensor] | None]:
@@ -286,17 +270,17 @@ class Pullback:
         found = self.gradients(noise, [*edges, *(at.leaves[name] for name in names)])
         arrived, of_sites = found[: len(edges)], found[len(edges) :]
         candidates = [
-            [] if g is None else _datum_axes(use, self.num_data)
+            [] if g is None else datum_axes(use, self.num_data)
             for use, g in zip(at.uses, arrived, strict=True)
         ]
-        for levels in _levels(self.num_data, at.vector.device):
+        for levels in levels_of(self.num_data, at.vector.device):
             if not edges:
                 break
-            scaled = self.gradients([n * _aligned_with(levels, n) for n in noise], edges)
+            scaled = self.gradients([n * aligned_with(levels, n) for n in noise], edges)
             for i, (use, before, after) in enumerate(zip(at.uses, arrived, scaled, strict=True)):
                 if before is not None and after is not None:
-                    pair = _as_rows(use, before), _as_rows(use, after)
-                    candidates[i] = [a for a in candidates[i] if _scales(*pair, a, levels)]
+                    pair = as_rows(use, before), as_rows(use, after)
+                    candidates[i] = [a for a in candidates[i] if scales_by(*pair, a, levels)]
         axes = tuple(found[0] if found else None for found in candidates)
         used = list(zip(at.uses, axes, arrived, strict=True))
         lost = {use.site for use, axis, g in used if axis is None and g is not None}
@@ -334,7 +318,7 @@ class Pullback:
             chosen = subset.chosen[site]
             if gradient is not None and chosen is not None:
                 expected = expected[chosen.to(expected.device)]
-            slack = _slack(self.at.vector) * bounds[site]
+            slack = rounding_of(self.at.vector) * bounds[site]
             if not ((total - expected).abs() <= slack).all() and math.isfinite(slack):
                 wrong.add(site)
         return wrong
@@ -399,7 +383,7 @@ class Pullback:
         rows = []
         for column in columns:
             for datum in data:
-                only = [c * _aligned_with(data == datum, c) for c in column]
+                only = [c * aligned_with(data == datum, c) for c in column]
                 parts = []
                 found = self.gradients(only, leaves)
                 for name, leaf, gradient in zip(self.alignment.others, leaves, found, strict=True):
@@ -415,19 +399,8 @@ def _working(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _aligned_with(mask: Tensor, output: Tensor) -> Tensor:
-    """A mask over the data (n,), to be multiplied with an output (n, ...)."""
-    if len(mask) == 1:
-        return mask.to(output.dtype).reshape((1,) * output.dim())
-    return mask.to(output.dtype).reshape(-1, *(1,) * (output.dim() - 1))
-
-
 def _repeats(indices: Tensor | None) -> bool:
     return indices is not None and len(indices.unique()) < indices.numel()
-
-
-def _as_rows(use: Use, output: Tensor) -> Tensor:
-    return output if use.to_rows is None else use.to_rows(output)
 
 
 def _numbers_of_entries(uses: Sequence[Use]) -> list[int]:
@@ -442,50 +415,6 @@ def _numbers_of_entries(uses: Sequence[Use]) -> list[int]:
             others.append(use)
         numbers.append(first.number)
     return numbers
-
-
-def _levels(num_data: int, device: torch.device) -> Iterator[Tensor]:
-    """Powers of two for the data (n,); any two data have different ones at least once."""
-    numbers = torch.arange(num_data, device=device)
-    while numbers.any():
-        yield torch.exp2((numbers % 16 - 8).to(torch.float32))
-        numbers = numbers // 16
-
-
-def _datum_axes(use: Use, num_data: int) -> list[DatumAxis]:
-    """The axes of an operation's output that may number the data, the likely ones first."""
-    shape = _as_rows(use, torch.empty(use.output_shape, device="meta")).shape
-    candidates = use.reduce_dims if use.kind == "scale" else range(len(shape) - 1)
-    axes = []
-    for repeated in (False, True):
-        for d in candidates:
-            if shape[d] == 0 or shape[d] % num_data or (shape[d] > num_data) != repeated:
-                continue
-            axes.append(DatumAxis(d, True))
-            if repeated and num_data > 1:
-                axes.append(DatumAxis(d, False))
-    return axes
-
-
-def _scales(before: Tensor, after: Tensor, axis: DatumAxis, levels: Tensor) -> bool:
-    """Whether the rows of every datum along the axis were multiplied by its level."""
-    count = before.shape[axis.dim]
-    repeat = count // len(levels)
-    factor = levels.repeat_interleave(repeat) if axis.contiguous else levels.repeat(repeat)
-    before = before.movedim(axis.dim, 0).reshape(count, -1)
-    after = after.movedim(axis.dim, 0).reshape(count, -1)
-    expected = before * factor.to(before.dtype)[:, None]
-    slack = _slack(before) * expected.abs().amax(1)
-    return bool(((after - expected).abs().amax(1) <= slack).all())
-
-
-def _slack(like: Tensor) -> float:
-    """How far equal numbers may lie apart by rounding, relative to their terms' sizes."""
-    if like.dtype == torch.float64:
-        return 1e-9
-    if like.dtype != torch.float32:
-        return 3e-2
-    return 3e-3 if like.is_cuda else 1e-5  # TF32
 
 
 def _place(use: Use, subset: Subset, key: tuple[str, int]) -> Place | None:
@@ -521,7 +450,7 @@ def _rows(
         rows = axis.first(gradient, num_data)
         summed = [1] + [2 + i for i, d in enumerate(rest) if d in use.reduce_dims]
         return rows.sum(summed).reshape(num_data, -1)
-    rows = axis.first(_as_rows(use, gradient), num_data)
+    rows = axis.first(as_rows(use, gradient), num_data)
     return rows.flatten(1, -2).unflatten(-1, (use.groups, -1))
 
 

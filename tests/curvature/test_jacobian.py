@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyro_bdl import bayesianize, models
+from pyro_bdl.curvature.alignment import levels_of
 from pyro_bdl.curvature.jacobian import Dense, Lookup, Product
-from pyro_bdl.curvature.linearize import Linearization, _levels
+from pyro_bdl.curvature.linearize import Linearization
 from pyro_bdl.curvature.subset import Subset
 from pyro_bdl.program import Program
 
@@ -447,7 +448,7 @@ def test_data_are_told_from_steps_whatever_their_numbers(oracle, name, n):
 
 @pytest.mark.parametrize("n", [1, 2, 16, 17, 300])
 def test_any_two_data_are_told_apart(n):
-    codes = torch.stack([torch.ones(n), *_levels(n, torch.device("cpu"))], 1)
+    codes = torch.stack([torch.ones(n), *levels_of(n, torch.device("cpu"))], 1)
     assert len(codes.unique(dim=0)) == n
     assert torch.equal(codes.log2().round().exp2(), codes)
 
