@@ -7,6 +7,8 @@ from pyro_bdl.curvature.gaussian import DiagonalPrecision, FullPrecision
 from pyro_bdl.curvature.jacobian import Jacobian
 from pyro_bdl.curvature.prior import PriorPrecision
 
+_HALVED_FROM = 256
+
 
 class FullCurvature(nn.Module):
     """The matrix sum_n J_n' J_n, (p, p)."""
@@ -26,10 +28,10 @@ class FullCurvature(nn.Module):
             if positions:
                 where = torch.cat(positions)
                 rows = torch.cat([block.rows() for block in jacobian.blocks], -1).flatten(0, 1)
-                self.matrix[where[:, None], where] += rows.mT @ rows
+                self.matrix[where[:, None], where] += products(rows)
             return
         rows = jacobian.rows().flatten(0, 1)
-        self.matrix.addmm_(rows.mT, rows)
+        self.matrix += products(rows)
 
     def scale(self, factor: float) -> None:
         self.matrix *= factor
@@ -72,3 +74,18 @@ class DiagonalCurvature(nn.Module):
     def with_prior(self, prior: PriorPrecision, factor: Tensor | float = 1.0) -> DiagonalPrecision:
         """factor times this curvature, plus the prior's."""
         return DiagonalPrecision(self.values * factor + prior.diagonal)
+
+
+def products(x: Tensor) -> Tensor:
+    """x' x for x (..., rows, m); of a large one the half above the diagonal is multiplied."""
+    size = x.shape[-1]
+    if size < _HALVED_FROM:
+        return x.mT @ x
+    left, right = x.tensor_split(2, -1)
+    half = left.shape[-1]
+    result = x.new_empty(*x.shape[:-2], size, size)
+    result[..., :half, :half] = products(left)
+    result[..., half:, half:] = products(right)
+    result[..., :half, half:] = cross = left.mT @ right
+    result[..., half:, :half] = cross.mT
+    return result

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyro_bdl.curvature.dense import products
 from pyro_bdl.curvature.direct import SoftmaxProduct
 from pyro_bdl.curvature.gaussian import DiagonalPrecision, FullPrecision, Precision
 from pyro_bdl.curvature.jacobian import (
@@ -31,7 +32,6 @@ from pyro_bdl.curvature.prior import PriorPrecision
 
 _DENSE_UP_TO = 1024
 _DOUBLE_UP_TO = 2048
-_HALVED_FROM = 256
 
 
 class ProductFactors(nn.Module):
@@ -122,23 +122,8 @@ def _moments(x: Tensor) -> Tensor:
     n, positions, groups, size = x.shape
     if positions > 1 and size <= 2 * positions:  # without copies of what lies features first
         x = x.permute(2, 0, 1, 3)
-        return torch.stack([_products(part).sum(0) for part in x])
-    return _products(x.reshape(n * positions, groups, size).transpose(0, 1))
-
-
-def _products(x: Tensor) -> Tensor:
-    """x' x for x (..., rows, m); of a large one the half above the diagonal is multiplied."""
-    size = x.shape[-1]
-    if size < _HALVED_FROM:
-        return x.mT @ x
-    left, right = x.tensor_split(2, -1)
-    half = left.shape[-1]
-    result = x.new_empty(*x.shape[:-2], size, size)
-    result[..., :half, :half] = _products(left)
-    result[..., half:, half:] = _products(right)
-    result[..., :half, half:] = cross = left.mT @ right
-    result[..., half:, :half] = cross.mT
-    return result
+        return torch.stack([products(part).sum(0) for part in x])
+    return products(x.reshape(n * positions, groups, size).transpose(0, 1))
 
 
 def _eigen(factor: Tensor) -> tuple[Tensor, Tensor]:
