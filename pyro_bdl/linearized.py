@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_map
 from pyro_bdl import integrals
 from pyro_bdl.curvature.alignment import Alignment
 from pyro_bdl.curvature.data import leading_size
-from pyro_bdl.curvature.fit import linearizations
 from pyro_bdl.curvature.linearize import Linearization
+from pyro_bdl.curvature.parts import linearizations
 from pyro_bdl.guides.laplace import LaplaceGuide
 from pyro_bdl.natural import constrained_value, with_natural
 from pyro_bdl.observation import observation_mean, parameters_of, without_wrappers

@@ -9,7 +9,7 @@ import torch
 from matplotlib.image import imread
 
 from pyro_bdl import cli, posteriors
-from pyro_bdl.curvature import fit as curvature_fit
+from pyro_bdl.curvature import recipe as curvature_recipe
 from pyro_bdl.errors import BdlWarning
 
 TINY = ["--steps", "20", "--chains", "2", "--warmup", "20", "--draws", "20", "--hidden", "4"]
@@ -163,7 +163,7 @@ def test_a_posterior_that_fails_loses_no_other(run, tmp_path, monkeypatch):
 
 def test_a_posterior_that_does_not_fit_in_memory_is_left_out(run, tmp_path, monkeypatch):
     """By the very error that the matrix of a large network raises; the exit code stays 0."""
-    monkeypatch.setattr(curvature_fit, "available_memory", lambda device: 5000)
+    monkeypatch.setattr(curvature_recipe, "available_memory", lambda device: 5000)
     code, out, err = run(*TINY, "--guides", "map,laplace-full,laplace-diag")
     assert code == 0, err
     assert 'laplace-full is left out: structure="full" over' in err and "GiB are free" in err

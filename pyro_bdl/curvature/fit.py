@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,96 +12,27 @@ from tqdm import tqdm
 
 from pyro_bdl.curvature.alignment import Alignment
 from pyro_bdl.curvature.data import (
-    Batch,
     Batches,
-    available_memory,
-    has_rows,
-    leading_size,
-    rows,
 )
-from pyro_bdl.curvature.dense import DiagonalCurvature, FullCurvature
+from pyro_bdl.curvature.dense import FullCurvature
 from pyro_bdl.curvature.fisher import (
     Cotangent,
     cell_weights,
-    empirical_columns,
-    exact_columns,
     num_data,
     parameters_of_any,
-    sampled_columns,
     site_parameters,
 )
 from pyro_bdl.curvature.jacobian import Jacobian
-from pyro_bdl.curvature.kronecker import KroneckerCurvature
-from pyro_bdl.curvature.linearize import Linearization, Pullback, constrained
+from pyro_bdl.curvature.linearize import Linearization, Pullback
 from pyro_bdl.curvature.low_rank import LowRankCurvature
+from pyro_bdl.curvature.parts import linearizations
+from pyro_bdl.curvature.recipe import Recipe, check_memory
 from pyro_bdl.curvature.subset import Subset
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.modules import evaluation_mode, preserved_buffers
 from pyro_bdl.observation import without_wrappers
-from pyro_bdl.program import Run, Site, leave_open, record
-from pyro_bdl.vectorize import _Allocations as Allocations
+from pyro_bdl.program import Run, Site
 
-STRUCTURES = ("kron", "ekfac", "full", "diag", "low_rank")
-CURVATURES = ("ggn", "ggn-mc", "empirical-fisher", "hessian")
-
-_PROBED = 16
-_BUDGET = 24 * 2**20  # bytes of a part's activations and gradients, at least
-_PER_WEIGHT = 8  # or so many times the bytes of the weights, which every part reads and adds to
 _COLUMNS_BUDGET = 8 * 2**20  # bytes of columns that are stacked, which costs a copy
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Which matrix is computed, and in which form.
-
-    :param structure: "kron", "ekfac", "full", "diag" or "low_rank".
-    :param curvature: "ggn", the generalised Gauss-Newton matrix; "ggn-mc", its estimate from
-        ``num_draws`` drawn observations per datum; "empirical-fisher"; or "hessian" (full only).
-    :param rank: of "low_rank".
-    :param reduce: of "kron" and "ekfac", see ``KroneckerCurvature``.
-    """
-
-    structure: str = "kron"
-    curvature: str = "ggn"
-    num_draws: int = 1
-    rank: int = 50
-    reduce: bool = False
-
-    def __post_init__(self) -> None:
-        if self.structure not in STRUCTURES:
-            raise ValueError(
-                f"unknown structure {self.structure!r} (there are {', '.join(STRUCTURES)})"
-            )
-        if self.curvature not in CURVATURES:
-            raise ValueError(
-                f"unknown curvature {self.curvature!r} (there are {', '.join(CURVATURES)})"
-            )
-        if self.curvature == "hessian" and self.structure != "full":
-            raise ValueError('curvature="hessian" needs structure="full": it may be indefinite')
-        for name in ("num_draws", "rank"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-
-    def columns(self, site: Site) -> Iterator[Cotangent]:
-        """Cotangents whose outer products are the Fisher information of a site."""
-        if self.curvature == "ggn-mc":
-            return sampled_columns(site, self.num_draws)
-        if self.curvature == "empirical-fisher":
-            return empirical_columns(site)
-        return exact_columns(site)
-
-    def empty(self, size: int, like: Tensor, before: Any = None) -> Any:
-        """A curvature of this structure over nothing yet, in R^p."""
-        if self.structure == "full":
-            return FullCurvature(size, like)
-        if self.structure == "diag":
-            return DiagonalCurvature(size, like)
-        if self.structure == "low_rank":
-            return LowRankCurvature(size, like, rank=self.rank, start=before)
-        corrected = self.structure == "ekfac"
-        return KroneckerCurvature(
-            size, like, reduce=self.reduce, corrected=corrected, start=before if corrected else None
-        )
 
 
 @dataclass
@@ -294,102 +225,6 @@ class _Seen:
 # ------------------------------------------------------------------------------- batches in parts
 
 
-def linearizations(
-    model: Callable,
-    subset: Subset,
-    vector: Tensor,
-    batches: Iterable[Batch],
-    recipe: Recipe | None,
-    *,
-    known: dict[Any, Alignment] | None = None,
-    every_output: bool = False,
-) -> Iterator[Linearization]:
-    """Each batch of the data at the vector, cut into parts where it is large.
-
-    :param every_output: size the parts for Jacobians of all outputs at once.
-    """
-    known = {} if known is None else known
-    size = None
-    for batch in batches:
-        if size is None:
-            size = _part_size(model, subset, vector, batch, recipe, every_output)
-        count = leading_size(batch) if size else 0
-        if not size or count <= size:
-            yield Linearization(model, subset, vector, *batch, known=known)
-            continue
-        for start in range(0, count, size):
-            part = rows(batch, start, start + size, count)
-            yield Linearization(model, subset, vector, *part, known=known)
-
-
-def _outputs(model: Callable, subset: Subset, vector: Tensor, batch: Batch) -> Run:
-    layout = subset.layout
-    with torch.no_grad(), evaluation_mode(), preserved_buffers():
-        values = constrained(layout, layout.unflatten(vector.detach()))
-        return record(model, values, *batch, draw=leave_open)
-
-
-def _part_size(
-    model: Callable,
-    subset: Subset,
-    vector: Tensor,
-    batch: Batch,
-    recipe: Recipe | None,
-    every_output: bool,
-) -> int:
-    """How many rows to take at once; 0 for all of a batch.
-
-    A batch is cut only where a part of it gives the same outputs as the whole.
-    """
-    count = leading_size(batch)
-    if count < 2 or not has_rows(batch, count):
-        return 0
-    some = min(count, _PROBED)
-    try:
-        with Allocations() as allocations:
-            whole = _outputs(model, subset, vector, rows(batch, 0, some, count))
-        part = _outputs(model, subset, vector, rows(batch, 0, (some + 1) // 2, count))
-    except Exception:
-        return 0  # the program wants all of its data; the run over them tells what is wrong
-    if whole.factors or not _agree(part, whole):
-        return 0
-    per_datum = 2.0 * allocations.bytes / some
-    item = vector.element_size()
-    if every_output:
-        bases = [without_wrappers(site.distribution)[0] for site in whole.observed.values()]
-        outputs = sum(v.numel() for base in bases for v in parameters_of_any(base).values()) / some
-        per_datum *= 1.0 + 0.5 * outputs
-    if recipe is not None and recipe.structure in ("full", "low_rank"):
-        per_datum += item * subset.size
-    elif recipe is None or recipe.structure != "kron":
-        shared = [s.size for s in subset.layout.latents.values() if len(s.shape) > 2]
-        per_datum += item * max(shared, default=0)
-    budget = max(_BUDGET, _PER_WEIGHT * item * subset.layout.size)
-    return max(1, int(budget / per_datum))
-
-
-def _agree(part: Run, whole: Run) -> bool:
-    """Whether a run over the first rows gives the first rows of a longer run."""
-    for name, site in whole.observed.items():
-        if name not in part.observed:
-            return False
-        size = num_data(part.observed[name])
-        if size == num_data(site):  # of no datum: parts would count it again and again
-            return False
-        first = parameters_of_any(without_wrappers(part.observed[name].distribution)[0])
-        second = parameters_of_any(without_wrappers(site.distribution)[0])
-        for key, value in first.items():
-            ahead = second[key][:size] if second[key].dim() else second[key]
-            if value.shape != ahead.shape:
-                return False
-            slack = 1e-3 * float(ahead.abs().max()) if ahead.is_floating_point() else 0.0
-            if not math.isfinite(slack) or not torch.allclose(
-                value, ahead, rtol=1e-3, atol=slack, equal_nan=True
-            ):
-                return False
-    return True
-
-
 # ------------------------------------------------------------------------------- Jacobians
 
 
@@ -511,23 +346,6 @@ def _hessian(
                 start += 1
     curvature.matrix = 0.5 * (curvature.matrix + curvature.matrix.mT)
     return curvature, seen
-
-
-def check_memory(recipe: Recipe, size: int, like: Tensor) -> None:
-    """:raises MemoryError: before a matrix is made that cannot fit, naming what would."""
-    copies = {"full": 3 * size, "low_rank": 3 * (recipe.rank + 10), "diag": 3}
-    needed = copies.get(recipe.structure, 0) * size * like.element_size()
-    available = available_memory(like.device)
-    if available is None or needed <= available:
-        return
-    others = (
-        '"kron" or "diag"' if recipe.structure == "low_rank" else '"kron", "low_rank" or "diag"'
-    )
-    raise MemoryError(
-        f'structure="{recipe.structure}" over {size:,} latents needs about '
-        f"{needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free: use structure={others}, "
-        "or a subset of the latents"
-    )
 
 
 def check_factors(run: Run, recipe: Recipe) -> None:

@@ -4,7 +4,7 @@ import warnings
 
 from torch import Tensor, nn
 
-from pyro_bdl.curvature.fit import check_memory
+from pyro_bdl.curvature.recipe import check_memory
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.evidence.marginal import read_guide
 from pyro_bdl.evidence.maximize import mackay_update, maximize

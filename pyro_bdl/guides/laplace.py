@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from pyro_bdl.curvature.data import Batches
-from pyro_bdl.curvature.fit import Recipe, check_factors, fit_curvature
+from pyro_bdl.curvature.fit import check_factors, fit_curvature
 from pyro_bdl.curvature.gaussian import Precision, log_prob
 from pyro_bdl.curvature.prior import PriorPrecision, prior_precision
+from pyro_bdl.curvature.recipe import Recipe
 from pyro_bdl.curvature.subset import Subset, select
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.guides.base import Guide, sample_site

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from pyro_bdl import bayesianize, models
-from pyro_bdl.curvature.fit import Recipe, fit_curvature
+from pyro_bdl.curvature.fit import fit_curvature
+from pyro_bdl.curvature.recipe import Recipe
 from pyro_bdl.curvature.subset import Subset
 from pyro_bdl.observation import without_wrappers
 from pyro_bdl.program import Program

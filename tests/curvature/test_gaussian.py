@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from pyro_bdl import bayesianize, models
-from pyro_bdl.curvature.fit import Recipe, fit_curvature
+from pyro_bdl.curvature.fit import fit_curvature
 from pyro_bdl.curvature.gaussian import DiagonalPrecision, FullPrecision, cholesky, log_prob
 from pyro_bdl.curvature.jacobian import Dense, Place
 from pyro_bdl.curvature.linearize import Linearization
 from pyro_bdl.curvature.prior import PriorPrecision
+from pyro_bdl.curvature.recipe import Recipe
 from pyro_bdl.curvature.subset import Subset
 from pyro_bdl.errors import BdlWarning
 

@@ -8,7 +8,8 @@ from torch import nn
 
 from pyro_bdl import bayesianize, models
 from pyro_bdl.curvature import kronecker
-from pyro_bdl.curvature.fit import Recipe, fit_curvature
+from pyro_bdl.curvature.fit import fit_curvature
+from pyro_bdl.curvature.recipe import Recipe
 from pyro_bdl.curvature.subset import Subset
 
 

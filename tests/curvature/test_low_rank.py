@@ -3,8 +3,9 @@
 import torch
 from torch import nn
 
-from pyro_bdl.curvature.fit import Recipe, fit_curvature
+from pyro_bdl.curvature.fit import fit_curvature
 from pyro_bdl.curvature.low_rank import LowRankPrecision
+from pyro_bdl.curvature.recipe import Recipe
 from pyro_bdl.curvature.subset import Subset
 
 

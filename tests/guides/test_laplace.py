@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_bdl import Predictive, bayesianize, handlers, models, priors
-from pyro_bdl.curvature import fit as fit_module
+from pyro_bdl.curvature import recipe as recipe_module
 from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.guides import AutoLaplaceGGN
@@ -505,7 +505,7 @@ def test_what_is_missing(conjugate):
 
 def test_memory(conjugate, monkeypatch, structure):
     guide = at_mode(conjugate, structure=structure)
-    monkeypatch.setattr(fit_module, "available_memory", lambda device: 64)
+    monkeypatch.setattr(recipe_module, "available_memory", lambda device: 64)
     if structure in ("kron", "ekfac"):
         guide.laplace_approximation(data(conjugate))
         return

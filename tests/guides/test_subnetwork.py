@@ -130,10 +130,10 @@ def test_bad_options(data):
 
 
 def test_a_matrix_that_cannot_fit_is_told(data, monkeypatch):
-    from pyro_bdl.curvature import fit
+    from pyro_bdl.curvature import recipe
 
     model, mean, _ = linear(data)
     guide = at_mode(model, mean, data, select=selectors.Random(0), size=4)
-    monkeypatch.setattr(fit, "available_memory", lambda device: 8)
+    monkeypatch.setattr(recipe, "available_memory", lambda device: 8)
     with pytest.raises(MemoryError, match="GiB"):
         guide.laplace_approximation(data)
