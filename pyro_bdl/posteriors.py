@@ -184,13 +184,8 @@ def _log_evidence(posterior: Any) -> float | None:
         return float(evidence.log_marginal_likelihood(posterior))
 
 
-_POINTS = (AutoMAP, AutoLaplaceGGN, AutoEnsemble)  # without a density
-
-
 def _elbo(problem: Problem, posterior: Any) -> float | None:
-    if not isinstance(posterior, Guide) or isinstance(posterior, _POINTS):
-        return None
-    if isinstance(posterior, LaplaceGuide) and not posterior.subset.complete:
+    if not isinstance(posterior, Guide) or not posterior.has_density:
         return None
     return estimate_elbo(problem.model, posterior, problem.x, problem.y)
 

@@ -24,12 +24,16 @@ class Guide(OwnParameters, AutoGuide):
     A subclass gives ``_create_parameters(start)``, ``forward`` and the methods below that raise
     here: draws, log density, centre and quantiles over the vector u with latents w = T(u).
 
+    ``normal_marginals`` says whether every number of u is Normal, or fixed, with the mean
+    ``location()`` and the variance ``variances()``.
+
     :param model: a Pyro program.
     :param init_loc_fn: a per-site initialisation, one of Pyro's or ``init_to_network``.
     :param create_plates: as in Pyro's autoguides, for programs with latents in subsampled plates.
     """
 
     layout: Layout | None
+    normal_marginals = False
 
     def __init__(
         self,
@@ -87,6 +91,13 @@ class Guide(OwnParameters, AutoGuide):
         """:param start: the initial unconstrained vector (P,)."""
         raise NotImplementedError
 
+    def _take_structure(self, source: "Guide") -> None:
+        """What ``prototype`` finds out, from a guide for the same program that knows it."""
+        self.layout = source.require_layout()
+        self.subsampled = source.subsampled
+        self.prototype_trace = source.prototype_trace
+        self._prototype_frames = source._prototype_frames
+
     def require_layout(self) -> Layout:
         """:raises RuntimeError: before the first run, which finds the latents."""
         if self.layout is None:
@@ -129,6 +140,12 @@ class Guide(OwnParameters, AutoGuide):
         return read[name]
 
     # Draws and summaries
+
+    @property
+    def has_density(self) -> bool:
+        """Whether ``log_density`` is one over all latents: not so for points, or where some
+        latents are fixed."""
+        return True
 
     def sample_vectors(self, num_samples: int) -> Tensor:
         """Independent unconstrained draws (num_samples, P), differentiable where they can be."""

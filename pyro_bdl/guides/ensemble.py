@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.infer.autoguide.initialization import InitMessenger
 from torch import Tensor, nn
 
-from pyro_bdl.guides.base import Guide, _at_full_size, sample_site
+from pyro_bdl.guides.base import Guide, _at_full_size
+from pyro_bdl.guides.point import emit_point
 from pyro_bdl.init import init_afresh
 from pyro_bdl.program import Program, trace_once
 
@@ -61,18 +61,11 @@ class AutoEnsemble(Guide):
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Emit one member, chosen at random, as a Delta at every site."""
         self.prototype(*args, **kwargs)
-        result = {}
-        for latent, (loc,) in self._sites(args, kwargs, self.sample_vectors(1)[0]):
-            value, density = loc, torch.zeros_like(loc)
-            if latent.transform is not None:
-                value = latent.transform(loc)
-                density = -latent.transform.log_abs_det_jacobian(loc, value)
-            dims = latent.event_dim
-            density = density.reshape(*value.shape[: value.dim() - dims], -1).sum(-1)
-            result[latent.name] = sample_site(
-                latent, dist.Delta(value, log_density=density, event_dim=dims)
-            )
-        return result
+        return emit_point(self, self.sample_vectors(1)[0], args, kwargs)
+
+    @property
+    def has_density(self) -> bool:
+        return False
 
     def sample_vectors(self, num_samples: int) -> Tensor:
         """Members in turn; of fewer than K draws a choice at random."""

@@ -18,13 +18,12 @@ class JointGuide(Guide):
     :param source: a guide with parameters, for the same program; it is not changed.
     """
 
+    normal_marginals = True
+
     def __init__(self, source: Guide) -> None:
         (model,) = source._program_model
         super().__init__(model, create_plates=source.create_plates)
-        self.layout = source.require_layout()
-        self.subsampled = source.subsampled
-        self.prototype_trace = source.prototype_trace
-        self._prototype_frames = source._prototype_frames
+        self._take_structure(source)
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Emit a joint draw; the first site's Delta carries the joint log density."""

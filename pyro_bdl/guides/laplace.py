@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import pyro.distributions as dist
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from pyro_bdl.curvature.data import Batches
@@ -18,14 +17,15 @@ from pyro_bdl.curvature.prior import PriorPrecision, prior_precision
 from pyro_bdl.curvature.recipe import Recipe
 from pyro_bdl.curvature.subset import Subset, select
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
-from pyro_bdl.guides.base import Guide, sample_site
+from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.joint import JointGuide
+from pyro_bdl.guides.point import UnconstrainedMAP
 from pyro_bdl.hyperparameters import Reading, few_rows, noise_site, read
 from pyro_bdl.init import init_to_network
 from pyro_bdl.observation import without_wrappers
 
 
-class AutoLaplaceGGN(Guide):
+class AutoLaplaceGGN(UnconstrainedMAP):
     """Trains as MAP; ``laplace_approximation(data)`` then returns a Gaussian guide around it.
 
     The MAP is that of the unconstrained vector u, whose density log p(T(u), y) + log |det dT/du|
@@ -65,39 +65,8 @@ class AutoLaplaceGGN(Guide):
         super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
         self.__dict__["subset"] = subset
 
-    def _create_parameters(self, start: Tensor) -> None:
-        self.loc = nn.Parameter(start.clone())
-
     def _shared_on_copy(self) -> tuple[str, ...]:
         return (*super()._shared_on_copy(), "subset")  # modules in it are the program's own
-
-    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Emit a Delta at every site, its log density minus log |det dT/du|."""
-        self.prototype(*args, **kwargs)
-        result = {}
-        for latent, (loc,) in self._sites(args, kwargs, self._parameter("loc")):
-            value, density = loc, torch.zeros_like(loc)
-            if latent.transform is not None:
-                value = latent.transform(loc)
-                density = -latent.transform.log_abs_det_jacobian(loc, value)
-            batch = value.dim() - latent.event_dim
-            density = density.reshape(*density.shape[:batch], -1).sum(-1)
-            result[latent.name] = sample_site(
-                latent, dist.Delta(value, log_density=density, event_dim=latent.event_dim)
-            )
-        return result
-
-    def location(self) -> Tensor:
-        return self._parameter("loc")
-
-    def sample_vectors(self, num_samples: int) -> Tensor:
-        return self.location().expand(num_samples, -1)
-
-    def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
-        return -log_det
-
-    def vector_quantiles(self, levels: Tensor) -> Tensor:
-        return self.location().expand(len(levels), -1)
 
     def laplace_approximation(
         self, data: Any, *, progress: bool = False, **changes: Any
@@ -287,6 +256,10 @@ class LaplaceGuide(JointGuide):
             )
 
     # The guide
+
+    @property
+    def has_density(self) -> bool:
+        return self.subset.complete
 
     def location(self) -> Tensor:
         return self.loc

@@ -31,6 +31,8 @@ class AutoMeanField(Guide):
     :raises ValueError: for an ``init_scale`` that is not positive and finite.
     """
 
+    normal_marginals = True
+
     def __init__(
         self,
         model: Callable,

@@ -1,4 +1,4 @@
-"""Maximum a posteriori: a point mass at the mode of p(w | y)."""
+"""Point masses: the mode of p(w | y), and that of the density of the unconstrained vector."""
 
 from typing import Any
 
@@ -20,6 +20,8 @@ class AutoMAP(Guide):
     :param create_plates: as in Pyro's autoguides.
     """
 
+    normal_marginals = True
+
     def _create_parameters(self, start: Tensor) -> None:
         self.loc = nn.Parameter(start.clone())
 
@@ -31,6 +33,10 @@ class AutoMAP(Guide):
             value = loc if latent.transform is None else latent.transform(loc)
             result[latent.name] = sample_site(latent, dist.Delta(value, event_dim=latent.event_dim))
         return result
+
+    @property
+    def has_density(self) -> bool:
+        return False
 
     def location(self) -> Tensor:
         return self._parameter("loc")
@@ -47,3 +53,34 @@ class AutoMAP(Guide):
 
     def vector_quantiles(self, levels: Tensor) -> Tensor:
         return self.location().expand(len(levels), -1)
+
+
+class UnconstrainedMAP(AutoMAP):
+    """Base of guides that train the mode u* of the unconstrained vector, whose density is
+    log p(T(u), y) + log |det dT/du|, and then put a distribution around it."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Emit a Delta at every site, its log density minus log |det dT/du|."""
+        self.prototype(*args, **kwargs)
+        return emit_point(self, self.location(), args, kwargs)
+
+    def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
+        """-log |det dT/du|: a point mass, as an objective."""
+        return -log_det
+
+
+def emit_point(guide: Guide, vector: Tensor, args: tuple, kwargs: dict) -> dict[str, Tensor]:
+    """Sample statements of a guide at an unconstrained vector (P,): a Delta at every site, its log
+    density minus log |det dT/du|; returns site -> value."""
+    result = {}
+    for latent, (loc,) in guide._sites(args, kwargs, vector):
+        value, density = loc, torch.zeros_like(loc)
+        if latent.transform is not None:
+            value = latent.transform(loc)
+            density = -latent.transform.log_abs_det_jacobian(loc, value)
+        batch = value.dim() - latent.event_dim
+        density = density.reshape(*density.shape[:batch], -1).sum(-1)
+        result[latent.name] = sample_site(
+            latent, dist.Delta(value, log_density=density, event_dim=latent.event_dim)
+        )
+    return result

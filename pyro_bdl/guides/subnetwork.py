@@ -124,6 +124,10 @@ class SubsetNormal(JointGuide):
         eye = torch.eye(len(start), dtype=start.dtype, device=start.device)
         self.scale_tril = PyroParam(init_scale * eye, constraints.lower_cholesky)
 
+    @property
+    def has_density(self) -> bool:
+        return self.subset.complete
+
     def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
         """log q(w) of the subset's latents, given the others."""
         normal = torch.distributions.MultivariateNormal(
