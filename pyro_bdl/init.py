@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,6 +54,24 @@ def init_afresh(site: Any = None) -> Any:
             getattr(fresh, reset)()
             return getattr(fresh, attribute).detach().clone()
     return init_to_network(site)
+
+
+def relative_scale(delta: float = 0.1, floor: float = 1e-3) -> Callable[[Tensor], Tensor]:
+    """The scales s = delta max(|m|, floor) as a function of m, for a guide's ``init_scale``:
+    weights that a pretrained network has made large are moved more (Krishnan et al. 2020, MOPED).
+
+    :param delta: s in units of |m|.
+    :param floor: the smallest |m| that counts, so that zeros (such as biases) get a scale too.
+    :raises ValueError: for a number that is not positive and finite.
+    """
+    for name, value in (("delta", delta), ("floor", floor)):
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name} must be positive and finite, got {value}")
+    return functools.partial(_relative_scale, delta, floor)
+
+
+def _relative_scale(delta: float, floor: float, loc: Tensor) -> Tensor:
+    return delta * loc.detach().abs().clamp(min=floor)
 
 
 def _prior_sd(fn: Any, start: Tensor) -> Tensor:

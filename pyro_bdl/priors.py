@@ -184,6 +184,40 @@ class Horseshoe(Prior):
         return dist.Normal(parameter.new_zeros(()), tau * local).to_event(parameter.dim())
 
 
+class Pretrained(Prior):
+    """w ~ Normal(w0, scale^2) around the values w0 that the network has, such as those of a
+    pretrained one: an empirical Bayes prior (Krishnan et al. 2020, section 3)."""
+
+    constant = False  # it follows the network's values when other ones are loaded
+
+    def __init__(self, scale: Scale = 1.0) -> None:
+        self.scale = checked(scale, "scale")
+
+    def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution:
+        scale = self._value("scale", parameter)
+        return dist.Normal(parameter.detach(), scale).to_event(parameter.dim())
+
+
+class Moped(Prior):
+    """w ~ Normal(w0, (delta max(|w0|, floor))^2) around the values w0 that the network has, with
+    scales in proportion to them (MOPED, Krishnan et al. 2020, section 3).
+
+    :param delta: the scale in units of |w0|.
+    :param floor: the smallest |w0| that counts, so that zeros get a scale too.
+    """
+
+    constant = False
+
+    def __init__(self, delta: Scale = 0.1, *, floor: float = 1e-3) -> None:
+        self.delta = checked(delta, "delta")
+        self.floor = float(checked(floor, "floor"))  # type: ignore[arg-type]
+
+    def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution:
+        value = parameter.detach()
+        scale = self._value("delta", parameter) * value.abs().clamp(min=self.floor)
+        return dist.Normal(value, scale).to_event(parameter.dim())
+
+
 class ByName(Prior):
     """The prior of the first pattern (shell wildcards) that a parameter's name matches.
 
@@ -309,8 +343,8 @@ _NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNor
 
 
 def learnable(prior: Any) -> Any:
-    """The same prior with a ``PyroParam`` in place of the number that is its scale (or gain), for
-    evidence and empirical Bayes to set; a PyroParam that is there already stays.
+    """The same prior with a ``PyroParam`` in place of the number that is its scale, gain or delta,
+    for evidence and empirical Bayes to set; a PyroParam that is there already stays.
 
     :raises TypeError: for a prior that has no such number.
     """
@@ -321,7 +355,7 @@ def learnable(prior: Any) -> Any:
     if isinstance(prior, ByName):
         rules = {k: None if rule is None else learnable(rule) for k, rule in prior.rules.items()}
         return ByName(rules)
-    for name in ("scale", "gain"):
+    for name in ("scale", "gain", "delta"):
         value = getattr(prior, name, None)
         if isinstance(value, PyroParam):
             return prior
@@ -330,7 +364,7 @@ def learnable(prior: Any) -> Any:
             start = torch.tensor(float(value))
             setattr(result, name, PyroParam(start, constraint=dist.constraints.positive))
             return result
-    raise TypeError(f"{type(prior).__name__} has no scale or gain that is a number")
+    raise TypeError(f"{type(prior).__name__} has no scale, gain or delta that is a number")
 
 
 def is_constant(prior: PriorFunction) -> bool:

@@ -438,5 +438,56 @@ def test_learnable_inside_others():
 
 @pytest.mark.parametrize("prior", [priors.Normal(dist.HalfNormal(1.0)), lambda *a: None])
 def test_what_cannot_be_learned(prior):
-    with pytest.raises(TypeError, match="has no scale or gain that is a number"):
+    with pytest.raises(TypeError, match="has no scale, gain or delta that is a number"):
         priors.learnable(prior)
+
+
+# Around a pretrained network
+
+
+def test_pretrained_is_centred_at_the_networks_values():
+    net = _net()
+    bnn = bayesianize(net, priors.Pretrained(0.3))
+    run = record(bnn, {}, (torch.randn(5, 3),))
+    for name, value in net.named_parameters():
+        site = run.latents[name]
+        torch.testing.assert_close(
+            site.log_prob(), _log_normal(site.value - value.detach(), 0.3).sum()
+        )
+
+
+def test_moped_scales_with_the_networks_values():
+    net = _net()
+    with torch.no_grad():
+        net[0].bias.zero_()
+    bnn = bayesianize(net, priors.Moped(0.2, floor=0.01))
+    run = record(bnn, {}, (torch.randn(5, 3),))
+    for name, value in net.named_parameters():
+        normal = run.latents[name].distribution.base_dist
+        torch.testing.assert_close(normal.loc, value.detach())
+        torch.testing.assert_close(normal.scale, 0.2 * value.detach().abs().clamp(min=0.01))
+    assert run.latents["0.bias"].distribution.base_dist.scale.min() > 0
+
+
+@pytest.mark.parametrize("prior", [priors.Pretrained(0.3), priors.Moped(0.2)], ids=str)
+@pytest.mark.parametrize("assign", [False, True])
+def test_they_follow_values_that_are_loaded(prior, assign):
+    bnn, other = bayesianize(_net(), prior), bayesianize(_net(), prior)
+    record(bnn, {}, (torch.randn(5, 3),))
+    bnn.load_state_dict(other.state_dict(), assign=assign)
+    mine, theirs = (record(b, {}, (torch.randn(5, 3),)).latents for b in (bnn, other))
+    for name, site in mine.items():
+        for attribute in ("loc", "scale"):
+            torch.testing.assert_close(
+                getattr(site.distribution.base_dist, attribute),
+                getattr(theirs[name].distribution.base_dist, attribute),
+            )
+
+
+def test_mopeds_proportion_can_be_learned():
+    prior = priors.learnable(priors.Moped(0.2))
+    assert isinstance(prior.delta, PyroParam) and prior.delta.init_value == pytest.approx(0.2)
+    with pytest.raises(ValueError, match="delta must be a positive"):
+        priors.Moped(0.0)
+    with pytest.raises(ValueError, match="floor must be a positive"):
+        priors.Moped(floor=0.0)

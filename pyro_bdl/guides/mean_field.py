@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from pyro_bdl.divergence import diagonal_normal_kl, marginal
 from pyro_bdl.guides.base import Guide, sample_site
 from pyro_bdl.init import init_to_network
+from pyro_bdl.layout import Layout
 from pyro_bdl.program import Run
+
+SHARING = ("per-weight", "per-row", "per-layer")
 
 
 class AutoMeanField(Guide):
@@ -21,36 +24,78 @@ class AutoMeanField(Guide):
 
     The guide emits each site's own distribution, Normal or transformed Normal, at the site
     itself, so that ELBOs with analytic KL terms are right on constrained sites too. Its
-    parameters are two flat vectors of length P: ``loc`` (m, unconstrained units) and ``scale``
-    (s > 0). Blundell et al. 2015; Kucukelbir et al. 2017.
+    parameters are two flat vectors: ``loc`` (m, of length P, unconstrained units) and ``scale``
+    (s > 0, one entry for each group of numbers that share it, P of them by default). Blundell et
+    al. 2015; Kucukelbir et al. 2017. An initial scale of ``init.relative_scale(0.1)`` with
+    ``priors.Pretrained`` or ``priors.Moped`` is empirical Bayes from a pretrained network
+    (Krishnan et al. 2020).
 
     :param model: a Pyro program with continuous latents.
     :param init_loc_fn: where m starts; by default the network's own values.
-    :param init_scale: where every s starts, in unconstrained units.
+    :param init_scale: where every s starts, in unconstrained units: a number, or a function of m
+        (P,) that gives one (P,); numbers that share s start at their root mean square.
+    :param scale: which numbers share s: "per-weight", none; "per-row", those of one output, the
+        first event dimension of a site (a vector's entries are outputs of their own);
+        "per-layer", those of one site. A number is s itself, for all, and stays what it is.
+    :param max_scale: s stays below it (0.1 and less are usual where a network underfits); None
+        for no bound.
+    :param train_loc: False keeps m where it starts, such as at a pretrained network, and trains
+        the scales alone.
     :param create_plates: as in Pyro's autoguides.
-    :raises ValueError: for an ``init_scale`` that is not positive and finite.
+    :raises ValueError: for scales that are not positive and finite or not below ``max_scale``, an
+        unknown sharing, a bound on a scale that is fixed.
     """
-
-    normal_marginals = True
 
     def __init__(
         self,
         model: Callable,
         *,
         init_loc_fn: Callable = init_to_network,
-        init_scale: float = 0.05,
+        init_scale: float | Callable[[Tensor], Tensor] = 0.05,
+        scale: str | float = "per-weight",
+        max_scale: float | None = None,
+        train_loc: bool = True,
         create_plates: Callable | None = None,
     ) -> None:
-        if not 0 < init_scale < math.inf:
-            raise ValueError(f"init_scale must be positive and finite, got {init_scale}")
+        _check_scales(init_scale, scale, max_scale)
         super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
-        self.init_scale = init_scale
+        self.init_scale, self.max_scale, self.train_loc = init_scale, max_scale, train_loc
+        self.sharing = scale
 
     def _create_parameters(self, start: Tensor) -> None:
-        self.loc = nn.Parameter(start.clone())
-        self.scale = PyroParam(
-            torch.full_like(start, self.init_scale), constraints.softplus_positive
+        if self.train_loc:
+            self.loc = nn.Parameter(start.clone())
+        else:
+            self.register_buffer("loc", start.clone())
+        if not isinstance(self.sharing, str):
+            self.register_buffer("scale", start.new_tensor(self.sharing))
+            return
+        groups = shared_groups(self.require_layout(), self.sharing)
+        self.register_buffer(
+            "groups", None if groups is None else groups.to(start.device), persistent=False
         )
+        initial = self._initial_scales(start)
+        if groups is not None:
+            squares = initial.new_zeros(int(groups[-1]) + 1)
+            squares.index_add_(0, self.groups, initial.square())
+            initial = (squares / self.groups.bincount()).sqrt()
+        bounded = constraints.interval(0.0, self.max_scale)
+        self.scale = PyroParam(
+            initial, constraints.softplus_positive if self.max_scale is None else bounded
+        )
+
+    def _initial_scales(self, start: Tensor) -> Tensor:
+        if not callable(self.init_scale):
+            return torch.full_like(start, self.init_scale)
+        values = self.init_scale(start).to(start)
+        highest = math.inf if self.max_scale is None else self.max_scale
+        if values.shape != start.shape or not ((values > 0) & (values < highest)).all():
+            raise ValueError(
+                f"init_scale must give {len(start)} numbers between 0 and max_scale ({highest}), "
+                f"got shape {tuple(values.shape)}, from {float(values.min()):.3g} to "
+                f"{float(values.max()):.3g}"
+            )
+        return values
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Sample every site; returns site -> value."""
@@ -66,7 +111,13 @@ class AutoMeanField(Guide):
         return dist.Normal(*self._loc_and_scale()).to_event(1)
 
     def _loc_and_scale(self) -> tuple[Tensor, Tensor]:
-        return self._parameter("loc"), self._parameter("scale")
+        """m and s, both (P,)."""
+        loc, scale = self._parameter("loc"), self._parameter("scale")
+        if self.sharing == "per-weight":
+            return loc, scale
+        if not isinstance(self.sharing, str):
+            return loc, scale.expand_as(loc)
+        return loc, scale.index_select(0, self.groups)
 
     def location(self) -> Tensor:
         return self._parameter("loc")
@@ -90,8 +141,47 @@ class AutoMeanField(Guide):
 
     def variances(self) -> Tensor:
         """The marginal variances of the unconstrained vector (P,)."""
-        return self._parameter("scale").square()
+        return self._loc_and_scale()[1].square()
 
     def vector_quantiles(self, levels: Tensor) -> Tensor:
         loc, scale = self._loc_and_scale()
         return loc + scale * torch.special.ndtri(levels)[:, None]
+
+
+def shared_groups(layout: Layout, sharing: str) -> Tensor | None:
+    """For each of the P numbers which group it belongs to, (P,), counted from 0 without gaps;
+    None where each is its own.
+
+    :param sharing: as ``scale`` of ``AutoMeanField``.
+    """
+    if sharing == "per-weight":
+        return None
+    groups, count = [], 0
+    for latent in layout.latents.values():
+        shape, rows = latent.unconstrained_shape, 1
+        if sharing == "per-row":
+            # the entries of a plate and the first event dimension; the rest shares
+            kept = len(shape) - max(0, latent.unconstrained_event_dim - 1)
+            rows = math.prod(shape[:kept])
+        groups.append(count + torch.arange(rows).repeat_interleave(latent.size // rows))
+        count += rows
+    return torch.cat(groups)
+
+
+def _check_scales(init_scale: Any, scale: Any, max_scale: Any) -> None:
+    numbers = {"max_scale": max_scale}
+    if not callable(init_scale):
+        numbers["init_scale"] = init_scale
+    if not isinstance(scale, str):
+        numbers["scale"] = scale
+    for name, value in numbers.items():
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name} must be positive and finite, got {value}")
+    if isinstance(scale, str) and scale not in SHARING:
+        raise ValueError(f"scale must be a number or one of {', '.join(SHARING)}, got {scale!r}")
+    if max_scale is None:
+        return
+    if not isinstance(scale, str):
+        raise ValueError(f"scale={scale} is fixed and takes no max_scale: leave one of them out")
+    if not callable(init_scale) and init_scale >= max_scale:
+        raise ValueError(f"init_scale {init_scale} must be less than max_scale {max_scale}")

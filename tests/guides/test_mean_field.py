@@ -7,9 +7,12 @@ import pyro.distributions as dist
 import pytest
 import torch
 from scipy import stats
+from torch import nn
 
+from pyro_bdl import bayesianize, init, models
 from pyro_bdl.elbo import TemperedTraceMeanField_ELBO
 from pyro_bdl.guides import AutoMeanField
+from pyro_bdl.guides.mean_field import shared_groups
 
 D = torch.float64
 
@@ -122,3 +125,133 @@ def test_scale_stays_positive_under_large_steps(conjugate):
 def test_bad_init_scale(bad):
     with pytest.raises(ValueError, match="init_scale must be"):
         AutoMeanField(model, init_scale=bad)
+
+
+# Shared, bounded and fixed scales
+
+
+def convolutional():
+    net = nn.Sequential(nn.Conv1d(2, 3, 2), nn.Flatten(), nn.Linear(12, 1, bias=False)).double()
+    model = models.Regression(bayesianize(net), noise=dist.HalfNormal(torch.ones((), dtype=D)))
+    return model, torch.randn(4, 2, 5, dtype=D), torch.randn(4, dtype=D)
+
+
+def test_which_numbers_share_a_scale():
+    model, x, y = convolutional()
+    layout = AutoMeanField(model).prototype(x, y).layout
+    assert list(layout.latents) == ["0.weight", "0.bias", "2.weight", "noise"]
+    rows = [0] * 4 + [1] * 4 + [2] * 4 + [3, 4, 5] + [6] * 12 + [7]
+    assert shared_groups(layout, "per-row").tolist() == rows
+    assert shared_groups(layout, "per-layer").tolist() == [0] * 12 + [1] * 3 + [2] * 12 + [3]
+    assert shared_groups(layout, "per-weight") is None
+
+
+def test_the_entries_of_a_plate_are_rows():
+    def model():
+        with pyro.plate("groups", 2):
+            z = pyro.sample("z", dist.Normal(torch.zeros(3, 2), 1.0).to_event(2))
+            p = pyro.sample("p", dist.Dirichlet(torch.ones(3)))
+        pyro.sample("y", dist.Normal(z.sum() + p.sum(), 1.0), obs=torch.tensor(0.0))
+
+    layout = AutoMeanField(model).prototype().layout
+    expected = [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 7, 8, 9]
+    assert shared_groups(layout, "per-row").tolist() == expected
+
+
+@pytest.mark.parametrize("sharing", ["per-row", "per-layer"])
+def test_the_exact_optimum_with_shared_scales(conjugate, exact_expectations, sharing):
+    """The ELBO is -1/2 sum_i L_ii s^2 + n log s in an s that n numbers share, L the posterior
+    precision: s^2 = n / sum_i L_ii."""
+    particles = exact_expectations(4)
+    guide = AutoMeanField(conjugate.model, scale=sharing).prototype(conjugate.x, conjugate.y)
+    diagonal = conjugate.precision().diagonal()
+    optimum = torch.stack([3 / diagonal[:3].sum(), 1 / diagonal[3]]).sqrt()
+    with torch.no_grad():
+        guide.loc.copy_(conjugate.mean())
+        guide.scale = optimum
+    loss = TemperedTraceMeanField_ELBO(num_particles=particles)(conjugate.model, guide)
+    value = loss(conjugate.x, conjugate.y)
+    gradients = torch.autograd.grad(value, [guide.loc, guide.scale_unconstrained])
+    torch.testing.assert_close(torch.cat(gradients), torch.zeros(6, dtype=D))
+    likelihood, kl = conjugate.terms(guide.loc, optimum[[0, 0, 0, 1]])
+    torch.testing.assert_close(value, kl - likelihood)
+    torch.testing.assert_close(guide.variances(), optimum[[0, 0, 0, 1]].square())
+    torch.testing.assert_close(guide.get_posterior().stddev, optimum[[0, 0, 0, 1]])
+
+
+def trained(conjugate, steps=200, **options):
+    guide = AutoMeanField(conjugate.model, **options)
+    optimiser = pyro.optim.Adam({"lr": 0.05})
+    svi = pyro.infer.SVI(conjugate.model, guide, optimiser, TemperedTraceMeanField_ELBO())
+    for _ in range(steps):
+        svi.step(conjugate.x, conjugate.y)
+    return guide
+
+
+def test_a_scale_stays_below_its_bound(conjugate):
+    free = conjugate.precision().diagonal().rsqrt()
+    assert (free > 0.12).all()  # the bound holds the optimum back
+    guide = trained(conjugate, init_scale=0.05, max_scale=0.1)
+    assert (guide.scale > 0.09).all() and (guide.scale < 0.1).all()
+    with torch.no_grad():
+        guide.scale_unconstrained.fill_(-1e4)
+    assert (guide.scale > 0).all()
+
+
+def test_a_fixed_scale_is_no_parameter(conjugate):
+    guide = trained(conjugate, scale=0.3)
+    assert [name for name, _ in guide.named_parameters()] == ["loc"]
+    torch.testing.assert_close(guide.variances(), torch.full((4,), 0.09, dtype=D))
+    draws = guide.sample_vectors(4000)
+    torch.testing.assert_close(draws.std(0), torch.full((4,), 0.3, dtype=D), rtol=0.06, atol=0)
+
+
+def test_frozen_means_stay_at_the_network(conjugate):
+    start = torch.cat([p.detach().reshape(-1) for p in conjugate.net.parameters()])
+    guide = trained(conjugate, train_loc=False, init_scale=0.01)
+    assert torch.equal(guide.loc, start)
+    assert not guide.loc.requires_grad
+    assert all(name.startswith("scale") for name, _ in guide.named_parameters())
+    # the optimal scales of a Gaussian target do not depend on the means
+    expected = conjugate.precision().diagonal().rsqrt()
+    torch.testing.assert_close(guide.scale.detach(), expected, rtol=0.35, atol=0)
+    fresh = AutoMeanField(conjugate.model, train_loc=False)
+    fresh.load_state_dict({**guide.state_dict(), "loc": start + 1})
+    fresh.prototype(conjugate.x, conjugate.y)
+    assert torch.equal(fresh.loc, start + 1)
+
+
+def test_scales_that_start_from_a_pretrained_network():
+    model, x, y = convolutional()
+    relative = init.relative_scale(0.2, floor=0.01)
+    guide = AutoMeanField(model, init_scale=relative).prototype(x, y)
+    start = guide.loc.detach()
+    torch.testing.assert_close(guide.scale.detach(), 0.2 * start.abs().clamp(min=0.01))
+    shared = AutoMeanField(model, init_scale=relative, scale="per-layer").prototype(x, y)
+    expected = 0.2 * start[:12].abs().clamp(min=0.01).square().mean().sqrt()
+    torch.testing.assert_close(shared.scale[0].detach(), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scale": "per-column"}, "scale must be a number or one of per-weight"),
+        ({"scale": -0.1}, "scale must be positive"),
+        ({"max_scale": 0.0}, "max_scale must be positive"),
+        ({"max_scale": 0.01}, "init_scale 0.05 must be less than max_scale 0.01"),
+        ({"scale": 0.1, "max_scale": 0.2}, "takes no max_scale"),
+    ],
+)
+def test_bad_scales(options, message):
+    with pytest.raises(ValueError, match=message):
+        AutoMeanField(model, **options)
+
+
+@pytest.mark.parametrize("wrong", [lambda u: u.abs()[1:], lambda u: 0 * u, lambda u: 1 + 0 * u])
+def test_bad_initial_scales(wrong):
+    guide = AutoMeanField(model, init_scale=wrong, max_scale=0.5)
+    with pytest.raises(ValueError, match="init_scale must give 4 numbers"):
+        guide.prototype()
+    for bad in ({"delta": 0.0}, {"floor": -1.0}):
+        with pytest.raises(ValueError, match=f"{next(iter(bad))} must be positive"):
+            init.relative_scale(**bad)
