@@ -1,7 +1,7 @@
 """KL divergences between the sites of a guide and of a program."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import pyro.distributions as dist
 import torch
@@ -78,6 +78,40 @@ def diagonal_normal_kl(
         distance = (layout.take(loc, names) - prior_loc) / prior_scale
         quadratic = torch.dot(ratio, ratio) + torch.dot(distance, distance)
         terms.append(0.5 * (quadratic - len(ratio)) - ratio.log().sum())
+    return _sum(terms)
+
+
+def expected_log_prior(
+    layout: Layout,
+    loc: Tensor,
+    variance: Tensor,
+    p: Mapping[str, Site],
+    *,
+    at_draw: Collection[str] = (),
+) -> Tensor:
+    """E_q[log p(w)], a scalar, for a q over w in R^P with means ``loc`` and marginal variances
+    ``variance`` (P,).
+
+    Sites over the reals with a Normal prior(n, t^2) in closed form,
+    -sum_i log t_i + (v_i + (m_i - n_i)^2) / (2 t_i^2) + log(2 pi) / 2; the others at the draw
+    that ``p`` holds.
+
+    :param at_draw: sites to take at the draw as well: those whose prior moves with a latent that
+        q does not hold independent of them.
+    """
+    terms, names, priors = [], [], []
+    for name in layout.latents:
+        normal = None if name in at_draw else _normal(p[name])
+        if normal is None:
+            terms.append(p[name].log_prob().sum())
+        else:
+            names.append(name)
+            priors.append(normal)
+    if names:
+        prior_loc, prior_scale = _side_by_side(layout, priors)
+        square = layout.take(variance, names) + (layout.take(loc, names) - prior_loc).square()
+        quadratic = (square / prior_scale.square()).sum() + len(square) * math.log(2 * math.pi)
+        terms.append(-0.5 * quadratic - prior_scale.log().sum())
     return _sum(terms)
 
 

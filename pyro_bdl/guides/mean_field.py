@@ -46,6 +46,8 @@ class AutoMeanField(Guide):
         unknown sharing, a bound on a scale that is fixed.
     """
 
+    normal_marginals = True
+
     def __init__(
         self,
         model: Callable,
