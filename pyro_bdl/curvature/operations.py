@@ -1,13 +1,11 @@
-"""Where the latents of a program enter linear operations: one mode that sees them all.
+"""Where the latents of a program enter linear operations, for derivatives.
 
-``LinearOperations`` is a ``TorchFunctionMode``. While a program runs inside it, every operation
-on a latent that is affine in it (products, convolutions, look-ups, norm scales, biases) is
-recorded as a ``Use``: the gradient of any output in the latent is then the product of the use's
-input a and the gradient g of its output z. Views of a latent are followed; a latent that enters
-any other operation is listed in ``unmatched``.
+While a program runs inside ``LinearOperations``, every operation on a latent that is affine in it
+(products, convolutions, look-ups, norm scales, biases) is recorded as a ``Use``: the gradient of
+any output in the latent is then the product of the use's input a and the gradient g of its output
+z. A latent that enters any other operation is listed in ``unmatched``.
 """
 
-import types
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,25 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from pyro_bdl.curvature.patches import patches
-
-
-@dataclass
-class Tag:
-    """A tensor made of a latent's entries: the site, and which entries (None: all, in order)."""
-
-    site: str
-    indices: Tensor | None
-    tensor: Tensor  # kept, so that its id stays its own
-
-    def index(self) -> Tensor:
-        """The entries' numbers in the flattened site, of the tensor's shape."""
-        if self.indices is not None:
-            return self.indices
-        return torch.arange(self.tensor.numel(), device=self.tensor.device).view(self.tensor.shape)
+from pyro_bdl.tracking import OPERATIONS, Tag, Tracker
 
 
 @dataclass
@@ -74,89 +57,27 @@ class Use:
     reduce_dims: tuple[int, ...] = ()
 
 
-_VIEWS = {
-    "view", "reshape", "t", "transpose", "permute", "chunk", "split", "unbind", "__getitem__",
-    "unsqueeze", "squeeze", "expand", "contiguous", "flatten", "unflatten", "narrow", "select",
-    "swapaxes", "swapdims", "movedim", "moveaxis", "tensor_split", "view_as", "expand_as",
-    "clone", "to", "float", "double", "bfloat16", "half", "broadcast_to", "split_with_sizes",
-    "adjoint",
-}  # fmt: skip
-_VIEW_PROPERTIES = {torch.Tensor.T, torch.Tensor.mT}
-_CASTS = {"to", "float", "double", "bfloat16", "half"}
-
-
-def _body(function: Any) -> Callable:
-    """A Python function of torch.nn.functional that does not offer itself to modes again, so
-    that the operations inside it are seen."""
-    scope = {**function.__globals__, "has_torch_function": lambda args: False}
-    copied = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
-    copied.__kwdefaults__ = function.__kwdefaults__
-    return copied
-
-
-_COMPOSITES = {F.multi_head_attention_forward: _body(F.multi_head_attention_forward)}
-
-
-class LinearOperations(TorchFunctionMode):
+class LinearOperations(Tracker):
     """Records the uses of latents while a program runs.
 
     :param latents: site -> the very tensors that the program gets.
     """
 
     def __init__(self, latents: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self.tags = {id(value): Tag(name, None, value) for name, value in latents.items()}
+        super().__init__(latents)
         self.uses: list[Use] = []
         self._counts: Counter[str] = Counter()
         self.unmatched: set[str] = set()
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        tags = self.tags
-        tagged = [tags[id(leaf)] for leaf in tree_leaves((args, kwargs)) if id(leaf) in tags]
-        if not tagged:
-            return func(*args, **kwargs)
-        if func in _COMPOSITES:
-            with self:
-                return _COMPOSITES[func](*args, **kwargs)
+    def operate(self, func: Any, args: tuple, kwargs: dict, tagged: list[Tag]) -> Any:
         result = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if not outputs or all(id(leaf) in tags for leaf in outputs):
+        if not outputs or all(id(leaf) in self.tags for leaf in outputs):
             return result
-        if self._is_view(func, args, tagged):
-            self._follow(func, args, kwargs, outputs)
-        elif not outputs[0].requires_grad:
-            pass  # detached: nothing flows back through it
-        else:
+        if outputs[0].requires_grad:  # else nothing flows back through it
             seen = _record(func, args, kwargs, result, self)
             self.unmatched.update(tag.site for tag in tagged if id(tag.tensor) not in seen)
         return result
-
-    def _is_view(self, func: Any, args: tuple, tagged: list[Tag]) -> bool:
-        if len(tagged) != 1 or not args or id(args[0]) not in self.tags:
-            return False
-        name = getattr(func, "__name__", "")
-        return name in _VIEWS or (
-            name == "__get__" and getattr(func, "__self__", None) in _VIEW_PROPERTIES
-        )
-
-    def _follow(self, func: Any, args: tuple, kwargs: dict, outputs: list[Tensor]) -> None:
-        tag = self.tags[id(args[0])]
-        if func.__name__ in _CASTS:
-            indices = [tag.indices]
-        else:
-            indices = [
-                leaf
-                for leaf in tree_leaves(func(tag.index(), *args[1:], **kwargs))
-                if isinstance(leaf, Tensor)
-            ]
-        for output, index in zip(outputs, indices, strict=True):
-            self.tags[id(output)] = Tag(tag.site, index, output)
-
-    def tag(self, value: Any) -> Tag | None:
-        return self.tags.get(id(value)) if isinstance(value, Tensor) else None
 
     def add(self, tag: Tag, kind: str, output: Tensor, **options: Any) -> None:
         self.uses.append(
@@ -174,12 +95,10 @@ class LinearOperations(TorchFunctionMode):
 
 def _record(func: Any, args: tuple, kwargs: dict, result: Any, mode: LinearOperations) -> set[int]:
     """Record the uses of one operation; returns the ids of the tensors that were understood."""
-    handler = _HANDLERS.get(func)
-    if handler is None or not isinstance(result, Tensor):
+    operation = OPERATIONS.get(func)
+    if operation is None or not isinstance(result, Tensor):
         return set()
-    names, function = handler
-    named = dict(zip(names, args, strict=False)) | kwargs
-    return function(mode, named, result)
+    return _RECORDERS[operation.family](mode, operation.bind(args, kwargs), result)
 
 
 # ------------------------------------------------------------------------------- products
@@ -445,37 +364,19 @@ def _multiply(mode: LinearOperations, named: dict, output: Tensor) -> set[int]:
     return _elementwise(mode, named, output, True, (1, 1))
 
 
-_CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-_PAIR = ("input", "other")
-_EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
-_BATCH_NORM: tuple[str, ...] = (
-    "input",
-    "running_mean",
-    "running_var",
-    "weight",
-    "bias",
-    "training",
-)
-_BATCH_NORM += ("momentum", "eps")
-
-_HANDLERS: dict[Any, tuple[tuple[str, ...], Callable]] = {
-    F.linear: (("input", "weight", "bias"), _linear),
-    torch.addmm: (("input", "mat1", "mat2"), _addmm),
-    F.embedding: (_EMBEDDING, _embedding),
-    F.layer_norm: (("input", "normalized_shape", "weight", "bias", "eps"), _layer_norm),
-    F.rms_norm: (("input", "normalized_shape", "weight", "eps"), _rms_norm),
-    F.group_norm: (("input", "num_groups", "weight", "bias", "eps"), _group_norm),
-    F.batch_norm: (_BATCH_NORM, _batch_norm),
+_RECORDERS: dict[str, Callable[[LinearOperations, dict, Tensor], set[int]]] = {
+    "linear": _linear,
+    "addmm": _addmm,
+    "matmul": _matmul,
+    "rmatmul": _rmatmul,
+    "convolution": _convolution,
+    "embedding": _embedding,
+    "layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
+    "group_norm": _group_norm,
+    "batch_norm": _batch_norm,
+    "add": _add,
+    "subtract": _subtract,
+    "subtract_from": _subtract_from,
+    "multiply": _multiply,
 }
-_SAME = {
-    _matmul: (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__),
-    _rmatmul: (Tensor.__rmatmul__,),
-    _convolution: (F.conv1d, F.conv2d, F.conv3d),
-    _add: (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__),
-    _subtract: (torch.sub, Tensor.sub, Tensor.__sub__),
-    _subtract_from: (Tensor.__rsub__,),
-    _multiply: (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__),
-}
-for _function, _names in _SAME.items():
-    _arguments = _CONVOLUTION if _function is _convolution else _PAIR
-    _HANDLERS.update({name: (_arguments, _function) for name in _names})
