@@ -284,15 +284,22 @@ class LaplaceGuide(JointGuide):
 
 
 def last_layer(model: Callable, layout: Any, vector: Tensor, args: tuple, kwargs: Any) -> list[str]:
-    """The sites of the last linear operation of a program.
+    """The sites of the last linear operation of a program, and of a bias added to its output.
 
     :raises ValueError: where no latent enters a linear operation.
     """
     from pyro_bdl.curvature.linearize import Linearization
 
     uses = Linearization(model, Subset(layout), vector, args, kwargs).uses
-    weights = [use for use in uses if use.kind == "product" and use.inputs is not None]
-    if not weights:
+    numbers = [n for n, use in enumerate(uses) if use.kind == "product" and use.inputs is not None]
+    if not numbers:
         raise ValueError('subset="last-layer" needs a program in which a latent is a weight matrix')
-    last = weights[-1]
-    return list(dict.fromkeys(use.site for use in uses if use.edge == last.edge))
+    last = uses[numbers[-1]]
+
+    def is_added(use: Any) -> bool:
+        bias = use.kind == "product" and use.inputs is None
+        return bias and use.output_shape == last.output_shape
+
+    parts = [use for use in uses if use.edge == last.edge]
+    parts += [use for use in uses[numbers[-1] + 1 :] if is_added(use)]
+    return list(dict.fromkeys(use.site for use in parts))

@@ -1,0 +1,320 @@
+"""Bayesian regression on the last hidden layer, around features trained as MAP."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.curvature.data import Batches
+from pyro_bdl.curvature.linearize import Linearization
+from pyro_bdl.curvature.recipe import Recipe
+from pyro_bdl.curvature.subset import Subset
+from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
+from pyro_bdl.guides.base import Guide
+from pyro_bdl.guides.laplace import AutoLaplaceGGN, LaplaceGuide
+from pyro_bdl.init import init_to_network
+from pyro_bdl.modules import evaluation_mode, preserved_buffers
+from pyro_bdl.observation import parameters_of, without_wrappers
+from pyro_bdl.program import leave_open, record
+
+_STEPS = 100
+_HALVINGS = 30
+_ROUNDS = 50
+
+
+class AutoLastLayer(AutoLaplaceGGN):
+    """Trains as MAP; the last layer then gets its posterior given the features.
+
+    With phi(x) the input of the last layer, W its weights and biases, and everything before it
+    fixed, a program with Normal observations and priors is Bayesian linear regression:
+
+        p(W | y) = N(m, C),  C^-1 = sum_n phi_n phi_n' / noise^2 + prior precision,
+        m = C (sum_n phi_n y_n / noise^2 + prior precision prior mean)
+
+    and ``laplace_approximation(data)`` is this posterior: exact, with its evidence and its
+    predictive, however far training has come. For other observations it is the Gaussian of the
+    Gauss-Newton precision at the mode of p(W | y), which Newton steps find.
+
+    The features are trained as MAP by SVI, or through the evidence, with W integrated out, by
+    ``evidence.LastLayerEvidence`` (Ober & Rasmussen 2019, "neural linear"). Scales of priors and
+    noise that are ``PyroParam``s are set by ``maximize_evidence(data)``. Other latents, such as a
+    noise with a prior, stay where the training took them.
+
+    :param model: a Pyro program with continuous latents.
+    :param subset: what the last layer is: by default the weights and biases of the program's last
+        matrix product; otherwise as for ``AutoLaplaceGGN``.
+    :param init_loc_fn: as for ``AutoLaplaceGGN``, as is ``create_plates``.
+    """
+
+    def __init__(
+        self,
+        model: Callable,
+        *,
+        subset: Any = "last-layer",
+        init_loc_fn: Callable = init_to_network,
+        create_plates: Callable | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            structure="full",
+            subset=subset,
+            init_loc_fn=init_loc_fn,
+            create_plates=create_plates,
+        )
+
+    def laplace_approximation(
+        self, data: Any, *, progress: bool = False, **changes: Any
+    ) -> "LastLayerGuide":
+        """The posterior of the last layer given the features; this guide is not changed.
+
+        :param data: the program's arguments ``(x, y)``, or an iterable of batches of them, each
+            datum once. Memory does not grow with their number.
+        :param progress: show a bar over batches, in every pass.
+        :param changes: ``subset`` or ``curvature`` for this approximation alone.
+        :raises MemoryError: where the matrix C^-1 cannot fit.
+        :raises UnsupportedProgramError: where the program uses the last layer's weights more than
+            once, as with tied weights.
+        :raises ValueError: for an empty iterable, a missing target, another structure than "full".
+        """
+        subset = changes.pop("subset", self.subset)
+        recipe = replace(self.recipe, **changes)
+        if recipe.structure != "full":
+            raise ValueError(
+                'AutoLastLayer has structure="full" alone: use AutoLaplaceGGN with '
+                f'subset="last-layer" for structure="{recipe.structure}"'
+            )
+        batches = Batches(data)
+        args, kwargs = batches.first()
+        self.prototype(*args, **kwargs)
+        return LastLayerGuide(self, recipe, subset, batches, progress=progress)
+
+    def maximize_evidence(
+        self, data: Any, *, rounds: int = _ROUNDS, tolerance: float = 1e-4, progress: bool = False
+    ) -> "LastLayerGuide":
+        """Set the program's ``PyroParam``s to the maximum of the last layer's evidence.
+
+        alpha = gamma / m'm for the scales of the last layer's priors, beta = (N - gamma) /
+        residual for the noise, with the features fixed (``evidence.maximize``). For Normal
+        observations the posterior follows at each step, and the end is a stationary point of the
+        exact evidence; for others hyperparameters and mode are found by turns. A scale that other
+        layers share is set by the last layer alone.
+
+        :param data: as in ``laplace_approximation``.
+        :param rounds: at most so many turns.
+        :param tolerance: ends when no hyperparameter changes by more than this fraction.
+        :returns: the posterior at the hyperparameters found.
+        :raises ValueError: where the program has no such parameters.
+        """
+        from pyro_bdl import evidence
+
+        guide = self.laplace_approximation(data, progress=progress)
+        if guide.quadratic:
+            evidence.maximize(guide, steps=1000, tolerance=1e-2 * tolerance)
+            return guide
+        for _ in range(rounds):
+            before = evidence.hyperparameters(guide)
+            evidence.maximize(guide, steps=100, tolerance=tolerance)
+            after = evidence.hyperparameters(guide)
+            guide.find_mode()
+            moved = [(after[name] / before[name]).log().abs().max() for name in after]
+            if max(moved) < tolerance:
+                break
+        return guide
+
+    @torch.no_grad()
+    def solve(self, data: Any) -> "AutoLastLayer":
+        """Put the guide's own last layer at the mode given the features; returns itself.
+
+        :param data: as in ``laplace_approximation``.
+        """
+        self.loc.copy_(self.laplace_approximation(data).loc)
+        return self
+
+
+class LastLayerGuide(LaplaceGuide):
+    """N(m, C) over the last layer, around the exact mode m given the features.
+
+    ``AutoLastLayer.laplace_approximation`` makes it. Where the likelihood is quadratic in the last
+    layer (Normal observations), ``refresh()``, and with it ``evidence.maximize``, moves m along
+    with the hyperparameters, without another pass over the data; otherwise ``find_mode()`` does,
+    with passes. ``update(data)`` moves it, too.
+    """
+
+    score: Tensor
+    prior_gradient: Tensor
+    quadratic: bool
+    loc: Tensor
+    log_likelihood: Tensor
+    squares: Tensor
+
+    def __init__(
+        self,
+        source: Guide,
+        recipe: Recipe,
+        selection: Any,
+        batches: Batches,
+        *,
+        progress: bool = False,
+    ) -> None:
+        self.__dict__["quadratic"] = False
+        super().__init__(source, recipe, selection, batches, check=False, progress=progress)
+        (model,) = self._program_model
+        _check_used_once(model, self.subset, self.loc, *self.few)
+        quadratic = recipe.curvature in ("ggn", "hessian")
+        quadratic = quadratic and is_quadratic(model, self.subset, self.loc, *batches.first())
+        self.find_mode(progress=progress)
+        self.__dict__["quadratic"] = quadratic
+
+    def _fit(self, batches: Batches, before: Any, progress: bool) -> Tensor:
+        earlier = None if before is None else self.score
+        gradient = super()._fit(batches, before, progress)
+        score = gradient - self.prior_gradient  # of the tempered log likelihood
+        self.register_buffer("score", score if earlier is None else score + earlier)
+        return self.score + self.prior_gradient
+
+    def refresh(self) -> Tensor:
+        """Follow the program's present hyperparameters, with the mode where it is known how."""
+        self.register_buffer("prior_gradient", super().refresh())
+        if self.quadratic:
+            with torch.no_grad():
+                self._shift(self.precision.solve(self._gradient()).to(self.loc))
+            self.register_buffer("prior_gradient", super().refresh())
+        return self.prior_gradient
+
+    def _gradient(self) -> Tensor:
+        """Of the log joint density at the present hyperparameters, (p,)."""
+        return self.noise_factor.to(self.score) * self.score + self.prior_gradient
+
+    def _shift(self, step: Tensor) -> None:
+        """Move by ``step`` (p,), with what is known of a quadratic log likelihood."""
+        bend = self.curvature.matrix @ step.to(self.curvature.matrix)
+        gain = (step.double() * (self.score.double() - 0.5 * bend.double())).sum()
+        self.log_likelihood = self.log_likelihood + gain
+        self.squares = self.squares - 2.0 * gain
+        self.score = self.score - bend.to(self.score)
+        self.loc = self.subset.put(self.loc, self.subset.take(self.loc) + step)
+
+    def update(self, data: Any, *, progress: bool = False) -> "LastLayerGuide":
+        """Add more data, and move to the mode given all; returns itself.
+
+        :param data: as in ``laplace_approximation``.
+        :raises ValueError: where the noise of a Normal observation is not what it was in the fit.
+        """
+        quadratic = self.quadratic
+        self.__dict__["quadratic"] = False
+        try:
+            super().update(data, progress=progress)
+        finally:
+            self.__dict__["quadratic"] = quadratic
+        if quadratic:
+            self.refresh()
+        else:
+            self.find_mode(progress=progress)
+        return self
+
+    @torch.no_grad()
+    def find_mode(self, *, progress: bool = False) -> None:
+        """Newton steps with the guide's own precision to the maximum of log p(y, W), halved where
+        they do not gain; a pass over the data for each. Exact after one for a quadratic.
+
+        A warning tells where 100 steps did not get there.
+        """
+        eps = torch.finfo(self.loc.dtype).eps
+        before, value = float("inf"), self._log_joint(self.loc)
+        for _ in range(_STEPS):
+            gradient = self._gradient()
+            step = self.precision.solve(gradient.to(self.prior_diagonal)).to(self.loc)
+            gain = 0.5 * float((step.double() * gradient.double()).sum())
+            rounding = 1e3 * eps * max(1.0, abs(value))
+            if gain <= eps**1.25 or (gain < rounding and gain >= before):
+                return
+            if gain > rounding:  # else values cannot tell
+                step, value = self._halved(step, value)
+            self.loc = self.subset.put(self.loc, self.subset.take(self.loc) + step)
+            self._fit_again(progress)
+            before = gain
+        warnings.warn(
+            f"the mode of the last layer was not reached in {_STEPS} steps: the last one gained "
+            f"{gain:.3g} nats",
+            BdlWarning,
+            stacklevel=2,
+        )
+
+    def _halved(self, step: Tensor, value: float) -> tuple[Tensor, float]:
+        """The longest of the step, its half, ... that gains, and the value there."""
+        start = self.subset.take(self.loc)
+        for _ in range(_HALVINGS):
+            moved = self._log_joint(self.subset.put(self.loc, start + step))
+            if moved > value:
+                return step, moved
+            step = 0.5 * step
+        return step, value
+
+    def _fit_again(self, progress: bool) -> None:
+        passes, curvature = self.passes, None
+        for batches, _ in passes:
+            self._fit(batches, curvature, progress)
+            curvature = self.curvature
+
+    def _log_joint(self, vector: Tensor) -> float:
+        """The tempered log p(y, w) + log |det dw/du| at a vector (P,)."""
+        (model,) = self._program_model
+        latents, log_det = self.require_layout().constrain(vector)
+        with evaluation_mode(), preserved_buffers():
+            run = record(model, latents, *self.few, draw=leave_open)
+            total = torch.as_tensor(run.log_prior() + log_det).double()
+            for batches, factor in self.passes:
+                for args, kwargs in batches:
+                    run = record(model, latents, args, kwargs)
+                    for site in (*run.observed.values(), *run.factors.values()):
+                        total = total + factor * (site.log_prob() / site.subsampling).sum().double()
+        return float(total)
+
+    def _shared_on_copy(self) -> tuple[str, ...]:
+        return (*super()._shared_on_copy(), "quadratic")
+
+
+def _check_used_once(
+    model: Callable, subset: Subset, vector: Tensor, args: tuple, kwargs: Any
+) -> None:
+    """:raises UnsupportedProgramError: where weights enter several operations."""
+    at = Linearization(model, subset, vector, args, kwargs)
+    for name in subset.parts:
+        count = sum(use.site == name for use in at.uses) + (name in at.unmatched)
+        if count > 1:
+            raise UnsupportedProgramError(
+                f"the last layer's weights '{name}' are used more than once in the program (tied "
+                "weights?), so that it is no linear model of them: use AutoLaplaceGGN(model, "
+                'subset="last-layer")'
+            )
+
+
+@torch.no_grad()
+def is_quadratic(model: Callable, subset: Subset, vector: Tensor, args: tuple, kwargs: Any) -> bool:
+    """Whether the log likelihood is a quadratic function of the subset: all observations Normal,
+    their locations affine in it and their scales constant. Told from three points in a line."""
+    generator = torch.Generator().manual_seed(0)
+    start = subset.take(vector)
+    direction = torch.randn(start.shape, generator=generator, dtype=torch.float64).to(start)
+    direction = direction * (1.0 + start.abs().mean())
+    found = []
+    for length in (-1.0, 0.0, 1.0):
+        moved = subset.put(vector, start + length * direction)
+        latents = subset.layout.constrain(moved)[0]
+        with evaluation_mode(), preserved_buffers():
+            run = record(model, latents, args, kwargs, draw=leave_open)
+        bases = [without_wrappers(site.distribution)[0] for site in run.observed.values()]
+        if run.factors or any(type(base).__name__ != "Normal" for base in bases):
+            return False
+        found.append([parameters_of(base) for base in bases])
+    tolerance = 1e3 * torch.finfo(vector.dtype).eps
+    for left, middle, right in zip(*found, strict=True):
+        size = float(left["loc"].abs().max() + right["loc"].abs().max())
+        second = left["loc"] + right["loc"] - 2.0 * middle["loc"]
+        same = torch.equal(left["scale"], right["scale"])
+        if not same or float(second.abs().max()) > tolerance * size:
+            return False
+    return True
