@@ -1,4 +1,4 @@
-"""Guides with one joint distribution over the flat vector, around a trained guide."""
+"""Guides with one joint distribution over the flat vector."""
 
 import math
 from typing import Any
@@ -10,23 +10,18 @@ from torch import Tensor
 from pyro_bdl.guides.base import Guide, sample_site
 
 
-class JointGuide(Guide):
+class AutoJoint(Guide):
     """Base of guides whose sites are not independent of each other.
 
-    A subclass gives ``sample_vectors``, ``log_density``, ``location`` and ``variances``.
-
-    :param source: a guide with parameters, for the same program; it is not changed.
+    A subclass gives ``_create_parameters``, ``sample_vectors``, ``log_density``, ``location`` and
+    ``variances``.
     """
 
     normal_marginals = True
 
-    def __init__(self, source: Guide) -> None:
-        (model,) = source._program_model
-        super().__init__(model, create_plates=source.create_plates)
-        self._take_structure(source)
-
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Emit a joint draw; the first site's Delta carries the joint log density."""
+        self.prototype(*args, **kwargs)
         with self.reading():
             vector = self.sample_vectors(1)[0]
             log_det = self.require_layout().constrain(vector)[1]
@@ -36,6 +31,8 @@ class JointGuide(Guide):
             value = part if latent.transform is None else latent.transform(part)
             shape = value.shape[: value.dim() - latent.event_dim]
             density = log_q.expand(shape) / max(1, math.prod(shape)) if not result else 0.0
+            if latent.name in self.subsampled:  # whose plate would scale it up
+                density = density * (part.numel() / latent.size)
             result[latent.name] = sample_site(
                 latent, dist.Delta(value, log_density=density, event_dim=latent.event_dim)
             )
@@ -50,3 +47,15 @@ class JointGuide(Guide):
         scale = self.variances().sqrt()
         offsets = scale * torch.special.ndtri(levels)[:, None]
         return self.location() + torch.where(scale > 0, offsets, torch.zeros_like(offsets))
+
+
+class JointGuide(AutoJoint):
+    """Base of joint guides around a trained one.
+
+    :param source: a guide with parameters, for the same program; it is not changed.
+    """
+
+    def __init__(self, source: Guide) -> None:
+        (model,) = source._program_model
+        super().__init__(model, create_plates=source.create_plates)
+        self._take_structure(source)
