@@ -1,4 +1,4 @@
-"""Which weights a subnetwork holds (Daxberger et al. 2021, section 4).
+"""Which weights a subnetwork holds (Daxberger et al. 2021).
 
 A selector gives every latent number a score; the highest scores are chosen. Selectors of whole
 layers choose a set instead, and need no size. To add one, override ``scores``.
@@ -6,7 +6,7 @@ layers choose a set instead, and need no size. To add one, override ``scores``.
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -90,10 +90,15 @@ _COPIES = 3  # of the matrix, while it is added up and factorised
 
 
 class LargestVariance(Selector):
-    """The largest marginal variances: of all subsets that keep a diagonal posterior closest to
-    itself in Wasserstein distance (Daxberger et al. 2021, equation 9).
+    """The largest marginal variances: of all subsets, the one that keeps a diagonal posterior
+    closest to itself in Wasserstein distance (Daxberger et al. 2021, who take diagonal SWAG).
 
-    :param of: a guide with marginal variances (mean-field, a Laplace approximation, SWAG); by
+    The distance is that of the weights, not of what the network computes. A weight without effect
+    (into or out of a dead unit) keeps its prior's variance, the largest there is, under a diagonal
+    Laplace approximation or a mean-field guide, and comes first; under SWAG it hardly moves, and
+    comes last. ``LargestPredictiveVariance`` needs no SWAG.
+
+    :param of: a guide with marginal variances (SWAG, mean-field, a Laplace approximation); by
         default a diagonal Laplace approximation on the data.
     """
 
@@ -101,20 +106,39 @@ class LargestVariance(Selector):
         self.of = of
 
     def scores(self, trained: Trained) -> Tensor:
-        guide: Any = self.of
-        if guide is None:
-            guide = LaplaceGuide(
-                trained.guide, _diagonal(trained.guide), None, trained.batches, check=False
-            )
+        guide: Any = diagonal_laplace(trained) if self.of is None else self.of
         if not hasattr(guide, "variances"):
             raise ValueError(f"LargestVariance: {type(guide).__name__} has no marginal variances")
-        return guide.variances().detach()
+        variances = guide.variances().detach()
+        if not (variances > 0).any():
+            raise ValueError(
+                f"LargestVariance: the variances of {type(guide).__name__} are all zero: give it "
+                "the guide that laplace_approximation or swag_approximation returns"
+            )
+        return variances
 
 
-def _diagonal(guide: AutoLaplaceGGN) -> Any:
-    from dataclasses import replace
+class LargestPredictiveVariance(Selector):
+    """The largest contributions to the outputs' variance on the data, under a diagonal Laplace
+    approximation with curvature h_i = sum_n J_ni' F_n J_ni and prior precision l_i:
 
-    return replace(guide.recipe, structure="diag")
+        sum_n J_ni' F_n J_ni Var[w_i] = h_i / (h_i + l_i),
+
+    how far the data determine weight i, from 0 to 1 (MacKay 1992). Where all priors are equally
+    wide these are the largest squared gradients (Raha, Khare & Patra 2026, "Gradient-Laplace").
+    """
+
+    def scores(self, trained: Trained) -> Tensor:
+        guide = diagonal_laplace(trained)
+        precision = guide.prior.diagonal
+        # in the same order as h / (h + l), which rounds to 1 for many
+        return guide.curvature.diagonal() / precision.clamp(min=torch.finfo(precision.dtype).tiny)
+
+
+def diagonal_laplace(trained: Trained) -> LaplaceGuide:
+    """A diagonal Laplace approximation of all latents."""
+    recipe = replace(trained.guide.recipe, structure="diag")
+    return LaplaceGuide(trained.guide, recipe, None, trained.batches, check=False)
 
 
 class LargestMagnitude(Selector):

@@ -14,6 +14,7 @@ from pyro_bdl.checks import check_finite
 from pyro_bdl.elbo import TemperedTraceMeanField_ELBO, check_data
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide
+from pyro_bdl.guides.swag import AutoMultiSWAG, AutoSWAG
 
 _MOST_FULL_BATCH = 1024
 _BATCH = 256
@@ -84,6 +85,124 @@ def train(
     trained = list(objective.parameters() if parameters is None else parameters)
     optimizer = torch.optim.Adam(trained, lr=learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    losses, interrupted = _descend(
+        objective, optimizer, _parts(x, y, size, steps), steps, progress, lambda _: schedule.step()
+    )
+    if interrupted:
+        warnings.warn(
+            f"interrupted after {len(losses)} of {steps} steps: what was learned so far is kept",
+            BdlWarning,
+            stacklevel=2,
+        )
+    return Training(losses, size, interrupted)
+
+
+def collect_swag(
+    model: nn.Module,
+    guide: AutoSWAG | AutoMultiSWAG,
+    x: Tensor,
+    y: Tensor,
+    *,
+    snapshots: int = 40,
+    every: int | None = None,
+    learning_rate: float = 1e-3,
+    final_learning_rate: float | None = None,
+    momentum: float = 0.9,
+    temperature: float = 1.0,
+    batch_size: int | None = None,
+    progress: str | None = None,
+) -> Training:
+    """From the MAP on, SGD at a constant or cyclic learning rate, with snapshots on the way.
+
+    The loss is -log p(u, y) / N, per datum, for each member of an ensemble; minibatches give the
+    noise that moves the point. Only the guide's parameters move; afterwards they are at the last
+    step. Ctrl-C ends it with a warning and keeps the snapshots.
+
+    With ``final_learning_rate`` the rate falls linearly in each cycle of c = ``every`` steps, at
+    the end of which a snapshot is taken: a(i) = (1 - t) a_1 + t a_2, t = (1 + (i - 1) mod c) / c
+    (Izmailov et al. 2018, section 3.1). Otherwise it is constant (Maddox et al. 2019, section 3).
+
+    :param model: a program ``model(x, y)``; its ``num_data`` is N.
+    :param guide: trained to a maximum; takes the snapshots.
+    :param x: ``(N, ...)``, all training inputs.
+    :param y: ``(N, ...)``, their targets.
+    :param snapshots: how many more are taken, at least 1.
+    :param every: steps from one to the next; by default one pass over the data.
+    :param learning_rate: of SGD, at the start of each cycle.
+    :param final_learning_rate: at the end of each cycle; None for a constant rate.
+    :param momentum: of SGD.
+    :param temperature: eta, see :mod:`pyro_bdl.elbo`.
+    :param batch_size: rows in each step; by default a tenth of all, at most 256.
+    :param progress: description of the progress bar; None for no bar.
+    :raises ValueError: where a step diverges, with the guide put back to where it started and
+        the snapshots before it kept; for minibatches of a program that does not know N.
+    """
+    if not isinstance(guide, AutoSWAG | AutoMultiSWAG):
+        raise TypeError(f"collect_swag needs an AutoSWAG guide, got {type(guide).__name__}")
+    if snapshots < 1 or (every is not None and every < 1):
+        raise ValueError(f"snapshots and every must be at least 1, got {snapshots} and {every}")
+    if not learning_rate > 0 or not (final_learning_rate is None or final_learning_rate > 0):
+        raise ValueError("learning rates must be positive")
+    check_finite(model, (x, y), {})
+    tenth = min(_BATCH, max(1, len(x) // 10))
+    size = _batch_size(model, len(x), tenth if batch_size is None else batch_size)
+    every = max(1, len(x) // size) if every is None else every
+    steps = snapshots * every
+    guide.prototype(x, y)
+    members = guide.size if isinstance(guide, AutoMultiSWAG) else 1
+    elbo = TemperedTraceMeanField_ELBO(temperature=temperature, num_particles=members)
+    pair: Any = elbo(model, guide)
+    parameters = list(guide.parameters())
+    before = [parameter.detach().clone() for parameter in parameters]
+    optimizer = torch.optim.SGD(parameters, lr=learning_rate, momentum=momentum)
+
+    def objective(*args: Tensor) -> Tensor:  # a sum over the members, which share nothing
+        return pair(*args) * members / len(x)
+
+    def rate(step: int) -> None:
+        if final_learning_rate is not None:
+            t = (1 + step % every) / every
+            optimizer.param_groups[0]["lr"] = (1 - t) * learning_rate + t * final_learning_rate
+
+    def after(step: int) -> None:
+        if step % every == 0:
+            try:
+                guide.collect()
+            except ValueError as error:
+                with torch.no_grad():
+                    for parameter, value in zip(parameters, before, strict=True):
+                        parameter.copy_(value)
+                raise ValueError(
+                    f"SGD diverged within {step} steps at learning_rate={learning_rate}: lower it; "
+                    f"the guide is back where it started, the {int(guide.snapshots.count)} "
+                    "snapshots from before are kept"
+                ) from error
+        rate(step)
+
+    rate(0)
+    losses, interrupted = _descend(
+        objective, optimizer, _parts(x, y, size, steps), steps, progress, after
+    )
+    if interrupted:
+        warnings.warn(
+            f"interrupted after {len(losses)} of {steps} steps: the guide keeps its "
+            f"{int(guide.snapshots.count)} snapshots",
+            BdlWarning,
+            stacklevel=2,
+        )
+    return Training(losses, size, interrupted)
+
+
+def _descend(
+    objective: Callable[..., Tensor],
+    optimizer: torch.optim.Optimizer,
+    parts: Iterable[tuple[Tensor, Tensor]],
+    steps: int,
+    progress: str | None,
+    after: Callable[[int], None],
+) -> tuple[Tensor, bool]:
+    """Gradient steps with a bar, ``after(number)`` following each; the losses (steps taken,) and
+    whether Ctrl-C ended them."""
     losses: list[Tensor] = []
     interrupted = False
     bar = tqdm(
@@ -91,27 +210,20 @@ def train(
     )
     with bar:
         try:
-            for rows in _batches(len(x), size, steps, x.device):
-                loss = objective(x, y) if rows is None else objective(x[rows], y[rows])
+            for part in parts:
+                loss = objective(*part)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-                schedule.step()
                 losses.append(loss.detach())
+                after(len(losses))
                 if len(losses) % _SHOWN_EVERY == 0:
                     recent = torch.stack(losses[-_SHOWN_EVERY:]).mean().item()
                     bar.set_postfix_str(f"loss {recent:.4g}", refresh=False)
                 bar.update()
         except KeyboardInterrupt:
             interrupted = True
-    if interrupted:
-        warnings.warn(
-            f"interrupted after {len(losses)} of {steps} steps: what was learned so far is kept",
-            BdlWarning,
-            stacklevel=2,
-        )
-    kept = torch.stack(losses) if losses else torch.empty(0)
-    return Training(kept, size, interrupted)
+    return torch.stack(losses) if losses else torch.empty(0), interrupted
 
 
 @torch.no_grad()
@@ -153,15 +265,15 @@ def _batch_size(model: Callable, rows: int, asked: int | None) -> int:
     return min(asked, rows)
 
 
-def _batches(rows: int, size: int, steps: int, device: torch.device) -> Iterator[Tensor | None]:
-    """Row numbers for each step, None for all; each pass is in a new order."""
-    if size == rows:
-        yield from [None] * steps
+def _parts(x: Tensor, y: Tensor, size: int, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The rows of each step; each pass over the data is in a new order."""
+    if size == len(x):
+        yield from [(x, y)] * steps
         return
     taken = 0
     while taken < steps:
-        for part in torch.randperm(rows, device=device).split(size):
-            if len(part) < size or taken == steps:
+        for rows in torch.randperm(len(x), device=x.device).split(size):
+            if len(rows) < size or taken == steps:
                 break
             taken += 1
-            yield part
+            yield x[rows], y[rows]

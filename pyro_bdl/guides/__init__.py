@@ -1,17 +1,31 @@
 """Posterior families, all of them ``pyro.infer.autoguide.AutoGuide``s."""
 
+from pyro_bdl.guides.dropout import AutoMCDropout
+from pyro_bdl.guides.dropout_noise import BernoulliNoise, GaussianNoise
 from pyro_bdl.guides.ensemble import AutoEnsemble
 from pyro_bdl.guides.laplace import AutoLaplaceGGN, LaplaceGuide
+from pyro_bdl.guides.last_layer import AutoLastLayer, LastLayerGuide
 from pyro_bdl.guides.mean_field import AutoMeanField
+from pyro_bdl.guides.mixture import MixtureGuide
 from pyro_bdl.guides.point import AutoMAP
 from pyro_bdl.guides.subnetwork import AutoSubnetwork, SubsetNormal
+from pyro_bdl.guides.swag import AutoMultiSWAG, AutoSWAG, SWAGGuide
 
 __all__ = [
     "AutoEnsemble",
     "AutoLaplaceGGN",
+    "AutoLastLayer",
     "AutoMAP",
+    "AutoMCDropout",
     "AutoMeanField",
+    "AutoMultiSWAG",
+    "AutoSWAG",
     "AutoSubnetwork",
+    "BernoulliNoise",
+    "GaussianNoise",
     "LaplaceGuide",
+    "LastLayerGuide",
+    "MixtureGuide",
+    "SWAGGuide",
     "SubsetNormal",
 ]

@@ -8,7 +8,10 @@ from pyro import poutine
 from pyro.infer.autoguide.initialization import InitMessenger
 from torch import Tensor, nn
 
+from pyro_bdl.curvature.data import Batches
 from pyro_bdl.guides.base import Guide, _at_full_size
+from pyro_bdl.guides.laplace import AutoLaplaceGGN
+from pyro_bdl.guides.mixture import MixtureGuide, empirical_quantiles
 from pyro_bdl.guides.point import emit_point
 from pyro_bdl.init import init_afresh
 from pyro_bdl.program import Program, trace_once
@@ -86,9 +89,47 @@ class AutoEnsemble(Guide):
         """The members' variances (P,)."""
         return self._parameter("locs").var(0, correction=0)
 
+    @torch.no_grad()
+    def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """The members' median, number by number."""
+        return {name: value[0] for name, value in self.quantiles([0.5], *args, **kwargs).items()}
+
     def vector_quantiles(self, levels: Tensor) -> Tensor:
-        return torch.quantile(self._parameter("locs"), levels, dim=0)
+        return empirical_quantiles(self._parameter("locs"), levels)
 
     def member(self, number: int) -> dict[str, Tensor]:
         """The latents of one member, by site."""
         return self.require_layout().constrain(self._parameter("locs")[number])[0]
+
+    def as_guides(self, kind: type[Guide] = AutoLaplaceGGN, **options: Any) -> list[Any]:
+        """Each member as the starting point of a guide of its own, of which ``MixtureGuide`` makes
+        one again.
+
+        :param kind: the guides' class, one that starts from a vector: ``AutoLaplaceGGN``,
+            ``AutoSubnetwork``, ``AutoSWAG``, ``AutoMeanField``, ...
+        :param options: of the class.
+        """
+        (model,) = self._program_model
+        self.require_layout()
+        guides = []
+        for vector in self._parameter("locs").detach():
+            guide = kind(model, create_plates=self.create_plates, **options)
+            guide._take_structure(self)
+            guide._create_parameters(vector)
+            guides.append(guide)
+        return guides
+
+    def laplace_approximation(
+        self, data: Any, *, progress: bool = False, **options: Any
+    ) -> MixtureGuide:
+        """The mixture of the members' Laplace approximations (Eschenhagen et al. 2021).
+
+        :param data: as in ``AutoLaplaceGGN.laplace_approximation``.
+        :param progress: show a bar over batches.
+        :param options: of ``AutoLaplaceGGN``, such as ``structure``.
+        """
+        batches = Batches(data)
+        args, kwargs = batches.first()
+        self.prototype(*args, **kwargs)
+        guides = self.as_guides(AutoLaplaceGGN, **options)
+        return MixtureGuide([g.laplace_approximation(batches, progress=progress) for g in guides])

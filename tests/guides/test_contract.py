@@ -25,10 +25,10 @@ from torch import nn
 from pyro_bdl import Predictive, bayesianize, models
 from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import UnsupportedProgramError
-from pyro_bdl.guides import AutoLaplaceGGN, AutoMAP, AutoMeanField
+from pyro_bdl.guides import AutoLaplaceGGN, AutoMAP, AutoMeanField, AutoSWAG
 from pyro_bdl.program import record
 
-GUIDES = [AutoMAP, AutoMeanField, AutoLaplaceGGN]
+GUIDES = [AutoMAP, AutoMeanField, AutoLaplaceGGN, AutoSWAG]
 ELBOS = [Trace_ELBO, TraceMeanField_ELBO, TemperedTrace_ELBO, TemperedTraceMeanField_ELBO]
 X = torch.linspace(-1, 1, 12).reshape(6, 2)
 Y = torch.tensor([0.1, -0.4, 0.3, 0.9, 0.2, -0.1])

@@ -1,0 +1,171 @@
+"""Mixtures of guides: MultiSWAG, ensembles of Laplace approximations, of dropout, of anything."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyro_bdl.guides.base import Guide
+from pyro_bdl.guides.joint import JointGuide
+
+_HALVINGS = 60
+_DRAWS = 4096
+_NUMBERS_AT_ONCE = 2**24
+
+
+class MixtureGuide(JointGuide):
+    """q(w) = sum_k weight_k q_k(w) over guides q_k for one program (Wilson & Izmailov 2020).
+
+    Draws are stratified: of S draws, S weight_k up to rounding are of member k, in random order.
+    Parameters of the members are parameters of the mixture.
+
+    :param members: guides with parameters, whose latents are the same.
+    :param weights: one for each member, not negative; they are normalised. Equal by default.
+    :raises RuntimeError: where a member has no parameters yet.
+    :raises ValueError: for no members, members of different programs, weights that do not fit.
+    """
+
+    weights: Tensor
+    normal_marginals = False
+
+    def __init__(
+        self, members: Sequence[Guide], weights: Sequence[float] | Tensor | None = None
+    ) -> None:
+        members = list(members)
+        _check(members)
+        super().__init__(members[0])
+        self.members = nn.ModuleList(members)
+        like = members[0].location().detach()
+        given = [1.0] * len(members) if weights is None else weights
+        values = torch.as_tensor(given, dtype=torch.float64)
+        if values.shape != (len(members),) or not (values >= 0).all() or not values.sum() > 0:
+            raise ValueError(
+                f"weights must be {len(members)} numbers, one for each member, none of them "
+                f"negative and not all zero, got {values.tolist()}"
+            )
+        self.register_buffer("weights", (values / values.sum()).to(like))
+
+    def _guides(self) -> list[Any]:
+        return list(self.members)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Also of the members' parameters."""
+        with super().reading(), ExitStack() as stack:
+            for member in self._guides():
+                stack.enter_context(member.reading())
+            yield
+
+    @property
+    def has_density(self) -> bool:
+        return all(member.has_density for member in self._guides())
+
+    def sample_vectors(self, num_samples: int) -> Tensor:
+        """Stratified draws (num_samples, P): systematic resampling of the members."""
+        ends = self.weights.double().cumsum(0)
+        positions = torch.arange(num_samples, dtype=ends.dtype, device=ends.device)
+        positions = (positions + torch.rand_like(ends[0])) / num_samples * ends[-1]
+        chosen = torch.searchsorted(ends, positions).clamp(max=len(ends) - 1)
+        numbers = chosen.bincount(minlength=len(ends)).tolist()
+        draws = torch.cat(
+            [
+                member.sample_vectors(number)
+                for member, number in zip(self._guides(), numbers, strict=True)
+                if number
+            ]
+        )
+        return draws[torch.randperm(num_samples, device=draws.device)]
+
+    def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
+        """log sum_k weight_k q_k(w).
+
+        :raises ValueError: where a member has no density.
+        """
+        for number, member in enumerate(self._guides()):
+            if not member.has_density:
+                raise ValueError(
+                    f"the mixture has no density, since its member {number} "
+                    f"({type(member).__name__}) is a point, at least in some of the latents"
+                )
+        terms = [member.log_density(vector, log_det) for member in self._guides()]
+        return torch.logsumexp(torch.stack(terms, -1) + self.weights.log(), -1)
+
+    def location(self) -> Tensor:
+        """The mean of the members' centres (P,)."""
+        return self.weights @ torch.stack([member.location() for member in self._guides()])
+
+    def variances(self) -> Tensor:
+        """sum_k weight_k (v_k + (m_k - m)^2), (P,), for members with centres m_k, variances v_k."""
+        centre, total = self.location(), torch.zeros_like(self.location())
+        for weight, member in zip(self.weights, self._guides(), strict=True):
+            spread = (member.location() - centre).square()
+            total = total + weight * (member.variances() + spread)
+        return total
+
+    @torch.no_grad()
+    def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """The median of each number."""
+        return {name: value[0] for name, value in self.quantiles([0.5], *args, **kwargs).items()}
+
+    @torch.no_grad()
+    def vector_quantiles(self, levels: Tensor) -> Tensor:
+        """Those of mixtures of Normals, by bisection, where the members' marginals are Normal;
+        otherwise from 4096 draws."""
+        if all(member.normal_marginals for member in self._guides()):
+            return self._normal_quantiles(levels)
+        return empirical_quantiles(self.sample_vectors(_DRAWS), levels)
+
+    def _normal_quantiles(self, levels: Tensor) -> Tensor:
+        members = [m for m, w in zip(self._guides(), self.weights, strict=True) if w > 0]
+        weights = self.weights[self.weights > 0]
+        theirs = torch.stack([member.vector_quantiles(levels) for member in members])
+        low, high = theirs.amin(0), theirs.amax(0)  # the mixture's lie between the members'
+        found = torch.where(levels[:, None] > 0.5, high, low)
+        inside = low.isfinite() & high.isfinite()
+        low, high = low.where(inside, 0.0), high.where(inside, 0.0)
+        parts = [(m.location(), m.variances().sqrt()) for m in members]
+        for _ in range(_HALVINGS):
+            middle = 0.5 * (low + high)
+            mass = torch.zeros_like(middle)
+            for weight, (mean, scale) in zip(weights, parts, strict=True):
+                mass += weight * _normal_cdf(middle, mean, scale)
+            below = mass < levels[:, None]
+            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+        return torch.where(inside, high, found)
+
+
+def _check(members: list[Guide]) -> None:
+    if not members:
+        raise ValueError("a mixture needs at least one member")
+    for number, member in enumerate(members):
+        if not isinstance(member, Guide):
+            raise TypeError(
+                f"member {number} of the mixture is a {type(member).__name__}: mixtures are of "
+                "guides of this package"
+            )
+    first = {k: v.unconstrained_shape for k, v in members[0].require_layout().latents.items()}
+    for number, member in enumerate(members):
+        latents = member.require_layout().latents
+        shapes = {k: v.unconstrained_shape for k, v in latents.items()}
+        if list(shapes.items()) != list(first.items()):
+            sites = {*shapes.items()} ^ {*first.items()}
+            site = min(sites)[0] if sites else "in another order"
+            raise ValueError(
+                f"member {number} of the mixture has other latents than the first (site '{site}'): "
+                "all must be for the same program"
+            )
+
+
+def _normal_cdf(x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+    """Phi((x - mean) / scale); a step at the mean where the scale is zero."""
+    offset = x - mean
+    safe = torch.where(scale > 0, scale, torch.ones_like(scale))
+    return torch.where(scale > 0, torch.special.ndtr(offset / safe), (offset >= 0).to(x))
+
+
+def empirical_quantiles(draws: Tensor, levels: Tensor) -> Tensor:
+    """Quantiles (levels, P) of draws (S, P), interpolated, some columns at a time."""
+    columns = max(1, _NUMBERS_AT_ONCE // (2 * len(draws)))
+    return torch.cat([torch.quantile(part, levels, dim=0) for part in draws.split(columns, 1)], 1)

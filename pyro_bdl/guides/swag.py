@@ -1,0 +1,335 @@
+"""SWAG: a Gaussian from the points that SGD passes through (Maddox et al. 2019)."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from torch import Tensor, nn
+
+from pyro_bdl.guides.base import Guide
+from pyro_bdl.guides.ensemble import AutoEnsemble
+from pyro_bdl.guides.joint import JointGuide
+from pyro_bdl.guides.mixture import MixtureGuide
+from pyro_bdl.guides.point import UnconstrainedMAP
+from pyro_bdl.init import init_afresh, init_to_network
+
+STRUCTURES = ("low_rank", "diag")
+
+
+class Snapshots(nn.Module):
+    """Running mean and sum of squared deviations of vectors, and the last ``rank`` of them.
+
+    Welford's recurrence: with d = u - mean, mean += d / T and squares += d (u - mean).
+
+    :param rank: K, how many vectors are kept.
+    :param like: a vector (..., P); K + 2 of its size are held.
+    """
+
+    count: Tensor
+    mean: Tensor
+    squares: Tensor
+    recent: Tensor
+
+    def __init__(self, rank: int, like: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.long, device=like.device))
+        self.register_buffer("mean", torch.zeros_like(like))
+        self.register_buffer("squares", torch.zeros_like(like))
+        self.register_buffer("recent", like.new_zeros(rank, *like.shape))
+
+    @torch.no_grad()
+    def add(self, vector: Tensor) -> int:
+        """Take up one more vector; returns how many there are.
+
+        :raises ValueError: where it is not finite; nothing is changed then.
+        """
+        number = int(self.count) + 1
+        if not torch.isfinite(vector).all():
+            raise ValueError(
+                f"snapshot {number} holds NaN or infinity and was not taken: start again from the "
+                "MAP with a lower learning rate"
+            )
+        difference = vector - self.mean
+        self.mean += difference / number
+        self.squares += difference * (vector - self.mean)
+        if len(self.recent):
+            self.recent[(number - 1) % len(self.recent)] = vector
+        self.count += 1
+        return number
+
+    def variances(self) -> Tensor:
+        """sum_t (u_t - mean)^2 / (T - 1) over all vectors (..., P)."""
+        return self.squares / (self.count - 1)
+
+    def deviations(self, rank: int) -> Tensor:
+        """The last ``rank`` vectors minus the mean of all, (rank, ..., P)."""
+        last = torch.arange(int(self.count) - rank, int(self.count), device=self.mean.device)
+        return self.recent[last % len(self.recent)] - self.mean
+
+
+class AutoSWAG(UnconstrainedMAP):
+    """Trains as MAP; ``collect()`` between later steps of SGD takes snapshots of the point, and
+    ``swag_approximation()`` then returns the Gaussian guide of their moments::
+
+        for step in range(steps):          # after training, at a constant learning rate
+            svi.step(x, y)
+            if (step + 1) % steps_per_epoch == 0:
+                guide.collect()
+        posterior = guide.swag_approximation()
+
+    ``training.collect_swag`` is such a loop. In the memory of ``rank`` + 2 vectors of length P;
+    the snapshots are in ``state_dict``. Maddox et al. 2019, algorithm 1.
+
+    :param model: a Pyro program with continuous latents.
+    :param rank: K, of the low-rank part: how many of the last snapshots are kept; 0 for none.
+    :param init_loc_fn: where the point starts; by default the network's own values.
+    :param create_plates: as in Pyro's autoguides.
+    :raises ValueError: for a rank of 1 or below 0.
+    """
+
+    def __init__(
+        self,
+        model: Callable,
+        *,
+        rank: int = 20,
+        init_loc_fn: Callable = init_to_network,
+        create_plates: Callable | None = None,
+    ) -> None:
+        _check_rank(rank)
+        super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
+        self.rank = rank
+
+    def _create_parameters(self, start: Tensor) -> None:
+        super()._create_parameters(start)
+        self.snapshots = Snapshots(self.rank, start)
+
+    def collect(self) -> int:
+        """Take a snapshot of the present point; returns how many there are.
+
+        :raises ValueError: where the point is not finite; the earlier snapshots stay.
+        """
+        self.require_layout()
+        return self.snapshots.add(self.location().detach())
+
+    def discard(self) -> None:
+        """Forget all snapshots."""
+        self.require_layout()
+        self.snapshots = Snapshots(self.rank, self.location().detach())
+
+    def swag_approximation(
+        self, *, structure: str = "low_rank", rank: int | None = None, scale: float = 1.0
+    ) -> "SWAGGuide":
+        """The Gaussian of the snapshots; this guide and its snapshots are not changed.
+
+        :param structure: "low_rank", low rank plus diagonal, or "diag".
+        :param rank: from how many of the last snapshots; by default the guide's rank.
+        :param scale: factor of the covariance.
+        :raises ValueError: for fewer snapshots than the rank, or than 2.
+        """
+        self.require_layout()
+        rank = _rank(structure, self.rank if rank is None else rank, self.snapshots, scale)
+        return SWAGGuide(
+            self,
+            self.snapshots.mean,
+            self.snapshots.variances(),
+            self.snapshots.deviations(rank) if rank else None,
+            scale,
+        )
+
+
+class AutoMultiSWAG(AutoEnsemble):
+    """An ensemble of which every member collects snapshots: a mixture of SWAG posteriors
+    (Wilson & Izmailov 2020).
+
+    Train it like ``AutoEnsemble``, with ``num_particles`` = K members in every step, and collect
+    as with ``AutoSWAG``. Memory: K (``rank`` + 2) P numbers.
+
+    :param model: a Pyro program with continuous latents.
+    :param size: K, how many members.
+    :param rank: as for ``AutoSWAG``, of each member.
+    :param init_loc_fn: as for ``AutoEnsemble``, as is ``create_plates``.
+    :raises ValueError: for a size below 1, a rank of 1 or below 0.
+    """
+
+    def __init__(
+        self,
+        model: Callable,
+        *,
+        size: int = 5,
+        rank: int = 20,
+        init_loc_fn: Callable = init_afresh,
+        create_plates: Callable | None = None,
+    ) -> None:
+        _check_rank(rank)
+        super().__init__(model, size=size, init_loc_fn=init_loc_fn, create_plates=create_plates)
+        self.rank = rank
+
+    def _create_parameters(self, start: Tensor) -> None:
+        super()._create_parameters(start)
+        self.snapshots = Snapshots(self.rank, self.locs.detach())
+
+    def collect(self) -> int:
+        """Take a snapshot of every member; returns how many there are of each."""
+        self.require_layout()
+        return self.snapshots.add(self._parameter("locs").detach())
+
+    def discard(self) -> None:
+        """Forget all snapshots."""
+        self.require_layout()
+        self.snapshots = Snapshots(self.rank, self._parameter("locs").detach())
+
+    def swag_approximation(
+        self, *, structure: str = "low_rank", rank: int | None = None, scale: float = 1.0
+    ) -> MixtureGuide:
+        """The mixture of the members' Gaussians; see ``AutoSWAG.swag_approximation``."""
+        self.require_layout()
+        rank = _rank(structure, self.rank if rank is None else rank, self.snapshots, scale)
+        variances = self.snapshots.variances()
+        deviations = self.snapshots.deviations(rank) if rank else None
+        return MixtureGuide(
+            [
+                SWAGGuide(
+                    self,
+                    self.snapshots.mean[k],
+                    variances[k],
+                    None if deviations is None else deviations[:, k],
+                    scale,
+                )
+                for k in range(self.size)
+            ]
+        )
+
+
+def _check_rank(rank: int) -> None:
+    if rank < 0 or rank == 1:
+        raise ValueError(f"rank must be at least 2, or 0 for diagonal covariances, got {rank}")
+
+
+def _rank(structure: str, rank: int, snapshots: Snapshots, scale: float) -> int:
+    """The rank of an approximation, 0 for a diagonal one, after a check of what it needs."""
+    if structure not in STRUCTURES:
+        raise ValueError(f"unknown structure {structure!r} (there are {', '.join(STRUCTURES)})")
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale must be positive and finite, got {scale}")
+    count = int(snapshots.count)
+    more = "call guide.collect() between more steps, or use training.collect_swag"
+    if structure == "diag":
+        if count < 2:
+            raise ValueError(f"SWAG needs at least 2 snapshots, and there are {count}: {more}")
+        return 0
+    if not 2 <= rank <= len(snapshots.recent):
+        raise ValueError(
+            f'structure="low_rank" needs a rank from 2 to the guide\'s {len(snapshots.recent)}, '
+            f'got {rank}: use structure="diag", or make the guide with a higher rank'
+        )
+    if count < rank:
+        fewer = f", or ask for rank={count}" if count > 1 else ""
+        raise ValueError(
+            f"SWAG of rank {rank} needs at least {rank} snapshots, and there are {count}: "
+            f"{more}{fewer}"
+        )
+    return rank
+
+
+class SWAGGuide(JointGuide):
+    """N(mean, scale / 2 (diag(v) + D' D / (K - 1))) over the unconstrained vector, or
+    N(mean, scale diag(v)) without D (Maddox et al. 2019, equation 1 and section 3.2).
+
+    With v the variances of all T snapshots, divided by T - 1, and the rows of D the last K
+    snapshots minus the mean of all T: for K = T both parts have the empirical variances. The
+    paper divides v by T, and takes deviations from the mean of the snapshots until then.
+
+    Where no snapshot differs from the others (a weight without gradient) the variance is zero:
+    draws are the mean there, and there is no density.
+
+    :param source: a guide for the same program.
+    :param mean: (P,), in unconstrained units, as are the others.
+    :param variances: v (P,).
+    :param deviations: D (K, P), or None.
+    :param scale: a factor of the covariance.
+    """
+
+    loc: Tensor
+    diagonal: Tensor
+    factor: Tensor
+
+    def __init__(
+        self,
+        source: Guide,
+        mean: Tensor,
+        variances: Tensor,
+        deviations: Tensor | None,
+        scale: float,
+    ) -> None:
+        super().__init__(source)
+        if deviations is None:
+            diagonal, factor = scale * variances, mean.new_zeros(0, len(mean))
+        else:
+            diagonal = 0.5 * scale * variances
+            factor = deviations * (0.5 * scale / (len(deviations) - 1)) ** 0.5
+        self.register_buffer("loc", mean.detach().clone())
+        self.register_buffer("diagonal", diagonal.detach())
+        self.register_buffer("factor", factor.detach())
+
+    @property
+    def has_density(self) -> bool:
+        return bool((self.diagonal > 0).all())
+
+    def location(self) -> Tensor:
+        return self.loc
+
+    def sample_vectors(self, num_samples: int) -> Tensor:
+        dtype, device = self.loc.dtype, self.loc.device
+        noise = torch.randn(num_samples, len(self.loc), dtype=dtype, device=device)
+        shared = torch.randn(num_samples, len(self.factor), dtype=dtype, device=device)
+        return torch.addcmul(self.loc, self.diagonal.sqrt(), noise) + shared @ self.factor
+
+    def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
+        """log N(u; mean, S + F' F) - log |det dT/du| by the Woodbury identity: with W = F S^-1/2,
+        z = S^-1/2 (u - mean) and C = 1 + W W',
+
+            (u - mean)' (S + F' F)^-1 (u - mean) = z' z - (W z)' C^-1 W z,
+            log det(S + F' F) = log det S + log det C.
+
+        :raises ValueError: where S has a zero.
+        """
+        self._require_density()
+        root = self.diagonal.rsqrt()
+        z, w = (vector - self.loc) * root, self.factor * root
+        size = len(self.factor)
+        eye = torch.eye(size, dtype=torch.float64, device=root.device)
+        chol = torch.linalg.cholesky((w @ w.mT).double() + eye)
+        shared = torch.linalg.solve_triangular(
+            chol, (w @ z).double().unsqueeze(-1), upper=False
+        ).squeeze(-1)
+        quadratic = z.square().sum(-1) - shared.square().sum(-1).to(z)
+        logdet = self.diagonal.log().sum() + 2.0 * chol.diagonal().log().sum().to(z)
+        return -0.5 * (quadratic + logdet + len(z) * math.log(2 * math.pi)) - log_det
+
+    def _require_density(self) -> None:
+        if self.has_density:
+            return
+        where = (self.diagonal <= 0).nonzero()[:, 0]
+        first = int(where[0])
+        slices = self.require_layout().slices
+        site = next(name for name, part in slices.items() if part.start <= first < part.stop)
+        raise ValueError(
+            f"SWAG has no density: the variance of {len(where)} of {len(self.loc)} numbers is zero "
+            f"(the first in site '{site}'), as no snapshot moved them: draws are fixed there"
+        )
+
+    def variances(self) -> Tensor:
+        """The marginal variances of the unconstrained vector (P,)."""
+        return self.diagonal + self.factor.square().sum(0)
+
+    def get_posterior(self, *args: Any, **kwargs: Any) -> dist.TorchDistribution:
+        """q over the unconstrained vector (P,).
+
+        :raises ValueError: where it has no density.
+        """
+        self._require_density()
+        if not len(self.factor):
+            return dist.Normal(self.loc, self.diagonal.sqrt()).to_event(1)
+        return dist.LowRankMultivariateNormal(self.loc, self.factor.mT, self.diagonal)

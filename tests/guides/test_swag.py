@@ -1,0 +1,459 @@
+"""SWAG: the moments of the snapshots, the density, what is refused, MultiSWAG."""
+
+import copy
+import io
+import warnings
+
+import pyro
+import pytest
+import torch
+from torch import nn
+
+import pyro_bdl as bdl
+from pyro_bdl import training
+from pyro_bdl.guides import AutoMultiSWAG, AutoSWAG, SWAGGuide
+from pyro_bdl.selectors import LargestVariance
+from pyro_bdl.training import collect_swag, train
+
+
+def problem(rows=40, dtype=torch.float64, num_data=None):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, 2, generator=generator, dtype=dtype)
+    y = x[:, 0].sin() + 0.1 * torch.randn(rows, generator=generator, dtype=dtype)
+    net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).to(dtype)
+    return bdl.models.Regression(bdl.bayesianize(net), num_data=num_data), x, y
+
+
+def put_through(guide, vectors):
+    """Snapshots at given points."""
+    (parameter,) = guide.parameters()
+    for vector in vectors:
+        parameter.data.copy_(vector)
+        guide.collect()
+    return guide
+
+
+@pytest.fixture
+def walked():
+    """A guide of rank 6, and the 9 points at which its snapshots were taken."""
+    model, x, y = problem()
+    guide = AutoSWAG(model, rank=6).prototype(x, y)
+    vectors = torch.randn(9, guide.layout.size, dtype=torch.float64) + 3.0
+    return put_through(guide, vectors), vectors
+
+
+def covariance(guide):
+    """Column by column from the guide's own parts."""
+    return torch.diag(guide.diagonal) + guide.factor.mT @ guide.factor
+
+
+# Moments
+
+
+def test_the_covariance_is_the_empirical_one_when_the_rank_suffices():
+    model, x, y = problem()
+    guide = AutoSWAG(model, rank=7).prototype(x, y)
+    vectors = torch.randn(7, guide.layout.size, dtype=torch.float64) + 3.0
+    swag = put_through(guide, vectors).swag_approximation()
+    empirical = torch.cov(vectors.mT)
+    torch.testing.assert_close(swag.location(), vectors.mean(0))
+    torch.testing.assert_close(2.0 * swag.factor.mT @ swag.factor, empirical)
+    torch.testing.assert_close(2.0 * swag.diagonal, empirical.diagonal())
+    torch.testing.assert_close(swag.variances(), empirical.diagonal())
+
+
+def test_of_more_snapshots_the_last_make_the_low_rank_part(walked):
+    guide, vectors = walked
+    swag = guide.swag_approximation(scale=0.5)
+    mean = vectors.mean(0)
+    deviations = vectors[-6:] - mean
+    expected = 0.25 * (torch.diag(vectors.var(0)) + deviations.mT @ deviations / 5)
+    torch.testing.assert_close(covariance(swag), expected)
+    torch.testing.assert_close(swag.variances(), expected.diagonal())
+    fewer = guide.swag_approximation(rank=3)
+    deviations = vectors[-3:] - mean
+    expected = 0.5 * (torch.diag(vectors.var(0)) + deviations.mT @ deviations / 2)
+    torch.testing.assert_close(covariance(fewer), expected)
+
+
+def test_the_diagonal_structure(walked):
+    guide, vectors = walked
+    swag = guide.swag_approximation(structure="diag", scale=2.0)
+    torch.testing.assert_close(covariance(swag), 2.0 * torch.diag(vectors.var(0)))
+    assert isinstance(swag.get_posterior().base_dist, torch.distributions.Normal)
+
+
+def test_moments_of_small_steps_far_from_zero_in_single_precision():
+    """The sum of squares minus the squared mean would lose all digits here."""
+    model, x, y = problem(dtype=torch.float32)
+    guide = AutoSWAG(model, rank=0).prototype(x, y)
+    steps = torch.randn(30, guide.layout.size, dtype=torch.float64)
+    put_through(guide, 100.0 + 1e-3 * steps)
+    swag = guide.swag_approximation(structure="diag")
+    kept = (100.0 + 1e-3 * steps).float().double()  # what single precision holds of them
+    torch.testing.assert_close(swag.variances().double(), kept.var(0), rtol=2e-2, atol=0)
+
+
+@pytest.mark.parametrize("structure", ["low_rank", "diag"])
+def test_draws_have_the_moments(walked, structure):
+    guide, _ = walked
+    swag = guide.swag_approximation(structure=structure)
+    draws, count = swag.sample_vectors(40_000), 40_000
+    expected, sd = covariance(swag), swag.variances().sqrt()
+    error = (draws.mean(0) - swag.location()) / sd
+    assert error.abs().max() < 4.5 / count**0.5
+    # sd of an empirical correlation: at most sqrt(2 / count)
+    gap = (torch.cov(draws.mT) - expected) / torch.outer(sd, sd)
+    assert gap.abs().max() < 4.5 * (2 / count) ** 0.5
+
+
+@pytest.mark.parametrize("structure", ["low_rank", "diag"])
+def test_the_density_is_that_of_the_dense_normal(walked, structure):
+    guide, _ = walked
+    swag = guide.swag_approximation(structure=structure, scale=0.7)
+    dense = torch.distributions.MultivariateNormal(swag.location(), covariance(swag))
+    for vector in swag.sample_vectors(3):
+        log_det = swag.layout.constrain(vector)[1]
+        expected = dense.log_prob(vector)
+        torch.testing.assert_close(swag.log_density(vector, log_det), expected - log_det)
+        torch.testing.assert_close(swag.get_posterior().log_prob(vector), expected)
+    draws = swag.sample_vectors(4)
+    by_vmap = torch.vmap(lambda u: swag.log_density(u, u.new_zeros(())))(draws)
+    torch.testing.assert_close(by_vmap, dense.log_prob(draws))
+
+
+def test_a_linear_gaussian_posterior_from_its_own_draws(conjugate):
+    """Snapshots that are draws of the exact posterior give it back, up to Monte Carlo error."""
+    guide = AutoSWAG(conjugate.model, rank=4000).prototype(conjugate.x, conjugate.y)
+    exact = torch.linalg.inv(conjugate.precision())
+    normal = torch.distributions.MultivariateNormal(conjugate.mean(), exact)
+    swag = put_through(guide, normal.sample((4000,))).swag_approximation()
+    sd = exact.diagonal().sqrt()
+    assert ((swag.location() - conjugate.mean()) / sd).abs().max() < 4.5 / 4000**0.5
+    gap = (2.0 * swag.factor.mT @ swag.factor - exact) / torch.outer(sd, sd)
+    assert gap.abs().max() < 4.5 * (2 / 4000) ** 0.5
+
+
+# A weight that no snapshot moved
+
+
+def test_a_number_without_variance(walked):
+    guide, vectors = walked
+    fixed = vectors.clone()
+    fixed[:, 3] = 1.5
+    guide.discard()
+    swag = put_through(guide, fixed).swag_approximation()
+    assert not swag.has_density
+    draws = swag.sample_vectors(50)
+    torch.testing.assert_close(draws[:, 3], torch.full((50,), 1.5, dtype=torch.float64))
+    assert torch.isfinite(draws).all()
+    for call in (lambda: swag.log_density(draws[0], draws.new_zeros(())), swag.get_posterior):
+        with pytest.raises(ValueError, match=r"variance of 1 of \d+ numbers is zero.*'0.weight'"):
+            call()
+
+
+# In use
+
+
+def test_collected_in_a_plain_svi_loop_and_predicted_with():
+    pyro.set_rng_seed(0)
+    model, x, y = problem(num_data=40)
+    guide = AutoSWAG(model, rank=5)
+    elbo = bdl.elbo.TemperedTrace_ELBO()
+    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), elbo)
+    losses = [svi.step(x, y) for _ in range(300)]
+    assert sum(losses[-50:]) < 0.5 * sum(losses[:50])
+    for step in range(40):
+        rows = torch.randperm(40)[:8]
+        svi.step(x[rows], y[rows])
+        if step % 4 == 0:
+            guide.collect()
+    swag = guide.swag_approximation()
+    assert int(guide.snapshots.count) == 10
+    spread = bdl.Predictive(model, swag, num_samples=50)(x)["f"].std(0)
+    assert (spread > 0).all()
+    torch.testing.assert_close(swag.loc, guide.snapshots.mean)
+
+
+def test_largest_variance_of_swag(walked):
+    guide, vectors = walked
+    model, x, y = problem()
+    map_guide = bdl.guides.AutoSubnetwork(
+        model, select=LargestVariance(of=guide.swag_approximation(structure="diag")), size=4
+    ).prototype(x, y)
+    expected = vectors.var(0).topk(4).indices.sort().values
+    assert torch.equal(map_guide.choose((x, y)), expected)
+    map_guide = bdl.guides.AutoSubnetwork(model, select=LargestVariance(of=guide), size=4)
+    with pytest.raises(ValueError, match="swag_approximation"):
+        map_guide.choose((x, y))
+
+
+def test_saved_and_loaded_with_the_snapshots(walked):
+    guide, vectors = walked
+    model, x, y = problem()
+    file = io.BytesIO()
+    torch.save(guide.state_dict(), file)
+    file.seek(0)
+    other = AutoSWAG(model, rank=6)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    other.prototype(x, y)
+    expected, found = guide.swag_approximation(), other.swag_approximation()
+    assert torch.equal(found.location(), expected.location())
+    assert torch.equal(found.factor, expected.factor)
+    put_through(other, vectors[:1])  # goes on where the first left off
+    assert int(other.snapshots.count) == 10 and int(guide.snapshots.count) == 9
+    clone = copy.deepcopy(guide)
+    put_through(clone, vectors[:1])
+    torch.testing.assert_close(clone.snapshots.mean, other.snapshots.mean)
+    assert int(guide.snapshots.count) == 9
+    wrong = AutoSWAG(model, rank=5)
+    wrong.load_state_dict(guide.state_dict())
+    with pytest.raises(RuntimeError, match=r"snapshots\.recent"):
+        wrong.prototype(x, y)
+
+
+def test_the_gaussian_is_saved_and_follows_dtypes(walked):
+    guide, vectors = walked
+    swag = guide.swag_approximation()
+    other = put_through(copy.deepcopy(guide), 2.0 * vectors).swag_approximation()
+    other.load_state_dict(swag.state_dict())
+    torch.testing.assert_close(covariance(other), covariance(swag))
+    assert swag.float().sample_vectors(2).dtype == torch.float32
+    assert guide.snapshots.mean.dtype == torch.float64  # the source is left alone
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("kind", [AutoSWAG, AutoMultiSWAG])
+def test_on_a_gpu(kind):
+    model, x, y = problem(dtype=torch.float32, num_data=40)
+    model, x, y = model.cuda(), x.cuda(), y.cuda()
+    guide = kind(model, rank=4).prototype(x, y)
+    collect_swag(model, guide, x, y, snapshots=6, learning_rate=1e-3)
+    swag = guide.swag_approximation()
+    draws = swag.sample_vectors(5)
+    assert draws.device.type == "cuda"
+    assert torch.isfinite(swag.log_density(draws[0], draws.new_zeros(())))
+    assert bdl.Predictive(model, swag, 5)(x)["f"].device.type == "cuda"
+
+
+# The loop
+
+
+def test_collect_swag_from_the_map():
+    pyro.set_rng_seed(0)
+    model, x, y = problem(num_data=40)
+    guide = AutoSWAG(model, rank=10).prototype(x, y)
+    train(model, guide, x, y, steps=500)
+    best = guide.location().detach().clone()
+    run = collect_swag(model, guide, x, y, snapshots=30, learning_rate=1e-3)
+    assert run.batch_size == 4 and len(run.losses) == 300 and not run.interrupted
+    assert int(guide.snapshots.count) == 30
+    swag = guide.swag_approximation()
+    assert (swag.variances() > 0).all()
+    assert (swag.location() - best).abs().max() < 1.0
+    score = bdl.Predictive(model, swag, 100).log_likelihood(x, y)["y"].mean()
+    start = bdl.Predictive(model, bdl.guides.AutoMAP(model).prototype(x, y), 1)
+    assert score > start.log_likelihood(x, y)["y"].mean() + 0.5
+    collect_swag(model, guide, x, y, snapshots=5, learning_rate=1e-3)
+    assert int(guide.snapshots.count) == 35  # more are added
+
+
+def test_the_noise_of_sgd_is_what_theory_says():
+    """One weight, y ~ N(w, 1): SGD on the loss per datum with rate a and batches of B rows is an
+    autoregression w' = (1 - a h) w + noise of variance a^2 s^2 / B (1 - (B - 1) / (N - 1)), h = 1
+    up to the prior, s^2 the variance of y; its stationary variance is that / (1 - (1 - a h)^2)."""
+    import pyro.distributions as dist
+
+    pyro.set_rng_seed(0)
+    size, batch, rate = 40, 8, 0.2
+    y = torch.randn(size, dtype=torch.float64)
+
+    class Mean(nn.Module):
+        num_data = size
+
+        def forward(self, x, y=None):
+            w = pyro.sample("w", dist.Normal(torch.zeros((), dtype=torch.float64), 100.0))
+            with pyro.plate("data", size, subsample=x):
+                pyro.sample("y", dist.Normal(w, 1.0).expand([len(x)]), obs=y)
+
+    model, x = Mean(), torch.arange(size)
+    guide = AutoSWAG(model, rank=0).prototype(x, y)
+    guide.loc.data.fill_(y.mean())
+    collect_swag(
+        model, guide, x, y, snapshots=1200, every=5, learning_rate=rate, momentum=0.0,
+        batch_size=batch,
+    )  # fmt: skip
+    swag = guide.swag_approximation(structure="diag")
+    error = 4.5 * (swag.variances().item() / 1200) ** 0.5 * 1.5  # snapshots are correlated by 1/3
+    assert abs(swag.location().item() - y.mean().item()) < error
+    # Rows of a pass are drawn without replacement, so that a pass has no noise in its sum. With
+    # q = 1 - a a pass ends at sum_j a q^(m-j) ybar_j plus what is left of the start, q^m.
+    batches, q = size // batch, 1 - rate
+    powers = torch.tensor([q ** (batches - j) for j in range(1, batches + 1)])
+    spread = y.var(correction=1).item() / batch * (1 - batch / size)
+    share = (powers - powers.mean()).square().sum() * batches / (batches - 1)
+    expected = rate**2 * spread * share.item() / (1 - q ** (2 * batches))
+    # sd of a variance from 1200 snapshots, correlated by 1/3: 4.6 %
+    assert swag.variances().item() == pytest.approx(expected, rel=0.2)
+
+
+def test_the_cycle_of_the_learning_rate(monkeypatch):
+    """With t = 1/4, 2/4, 3/4, 1 in cycles of 4 steps."""
+    model, x, y = problem(num_data=40)
+    guide = AutoSWAG(model, rank=2).prototype(x, y)
+    rates, seen = [], []
+    step, collect = torch.optim.SGD.step, guide.collect
+
+    def spied(self, closure=None):
+        rates.append(self.param_groups[0]["lr"])
+        return step(self, closure)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", spied)
+    guide.__dict__["collect"] = lambda: seen.append(len(rates)) or collect()
+    collect_swag(
+        model, guide, x, y, snapshots=2, every=4, learning_rate=1e-3, final_learning_rate=1e-4
+    )
+    expected = [7.75e-4, 5.5e-4, 3.25e-4, 1e-4]
+    assert rates == pytest.approx(2 * expected)
+    assert seen == [4, 8]
+
+
+@pytest.mark.parametrize("kind", [AutoSWAG, AutoMultiSWAG])
+def test_a_step_that_diverges(kind):
+    model, x, y = problem(num_data=40)
+    guide = kind(model, rank=2).prototype(x, y)
+    guide.collect()
+    (parameter,) = guide.parameters()
+    before = parameter.detach().clone()
+    with pytest.raises(ValueError, match=r"diverged within \d+ steps .*1 snapshots"):
+        collect_swag(model, guide, x, y, learning_rate=1e30)
+    assert torch.equal(parameter, before)
+    assert int(guide.snapshots.count) == 1
+    assert torch.isfinite(guide.snapshots.mean).all()
+
+
+def test_interrupted_it_keeps_the_snapshots(monkeypatch):
+    model, x, y = problem(num_data=40)
+    guide = AutoSWAG(model, rank=2).prototype(x, y)
+    collect = guide.collect
+
+    def stops():
+        if collect() == 3:
+            raise KeyboardInterrupt
+
+    guide.__dict__["collect"] = stops
+    with pytest.warns(bdl.errors.BdlWarning, match="interrupted after 30 of 400 .*3 snapshots"):
+        run = collect_swag(model, guide, x, y, learning_rate=1e-4)
+    assert run.interrupted and len(run.losses) == 30
+    assert guide.swag_approximation().sample_vectors(2).shape == (2, guide.layout.size)
+
+
+# MultiSWAG
+
+
+def test_members_of_a_multi_swag_are_swags():
+    """Every member's moments are those that it would have alone."""
+    model, x, y = problem()
+    guide = AutoMultiSWAG(model, size=3, rank=4).prototype(x, y)
+    points = torch.randn(6, 3, guide.layout.size, dtype=torch.float64)
+    mixture = put_through(guide, points).swag_approximation(scale=0.5)
+    for k, member in enumerate(mixture.members):
+        alone = put_through(AutoSWAG(model, rank=4).prototype(x, y), points[:, k])
+        expected = alone.swag_approximation(scale=0.5)
+        torch.testing.assert_close(member.location(), expected.location())
+        torch.testing.assert_close(covariance(member), covariance(expected))
+    diagonal = guide.swag_approximation(structure="diag").members[2]
+    torch.testing.assert_close(diagonal.variances(), points[:, 2].var(0))
+
+
+def test_members_move_as_they_would_alone(monkeypatch):
+    """SGD of all members at once, and of each alone, from the same minibatches."""
+    model, x, y = problem(num_data=40)
+    order = [torch.randperm(40)[:4] for _ in range(50)]
+    monkeypatch.setattr(training, "_parts", lambda x, y, *_: ((x[i], y[i]) for i in order))
+    guide = AutoMultiSWAG(model, size=3, rank=2).prototype(x, y)
+    starts = guide.locs.detach().clone()
+    settings = {"snapshots": 5, "learning_rate": 1e-3}
+    collect_swag(model, guide, x, y, **settings)
+    for k in range(3):
+        alone = AutoSWAG(model, rank=2).prototype(x, y)
+        alone.loc.data.copy_(starts[k])
+        collect_swag(model, alone, x, y, **settings)
+        torch.testing.assert_close(guide.locs[k], alone.loc, rtol=1e-7, atol=1e-7)
+        torch.testing.assert_close(guide.snapshots.mean[k], alone.snapshots.mean)
+    assert (guide.locs - starts).abs().max() > 0.01
+
+
+# What is refused
+
+
+def test_too_few_snapshots(walked):
+    guide, vectors = walked
+    guide.discard()
+    for structure, words in (("low_rank", "at least 6 snapshots"), ("diag", "at least 2")):
+        with pytest.raises(ValueError, match=f"{words}.*there are 0"):
+            guide.swag_approximation(structure=structure)
+    put_through(guide, vectors[:4])
+    with pytest.raises(ValueError, match=r"at least 6 snapshots, and there are 4.*rank=4"):
+        guide.swag_approximation()
+    assert isinstance(guide.swag_approximation(rank=4), SWAGGuide)
+
+
+def test_bad_settings(walked):
+    guide, _ = walked
+    model, x, y = problem(num_data=40)
+    for kind in (AutoSWAG, AutoMultiSWAG):
+        for rank in (-1, 1):
+            with pytest.raises(ValueError, match="rank must be at least 2, or 0"):
+                kind(model, rank=rank)
+    with pytest.raises(ValueError, match=r"unknown structure 'full' \(there are low_rank, diag\)"):
+        guide.swag_approximation(structure="full")
+    for scale in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="scale must be positive"):
+            guide.swag_approximation(scale=scale)
+    for rank in (1, 7):
+        with pytest.raises(ValueError, match=f"from 2 to the guide's 6, got {rank}"):
+            guide.swag_approximation(rank=rank)
+    fresh = AutoSWAG(model)
+    for call in (fresh.collect, fresh.discard, fresh.swag_approximation):
+        with pytest.raises(RuntimeError, match="prototype"):
+            call()
+    with pytest.raises(ValueError, match='structure="diag"'):
+        AutoSWAG(model, rank=0).prototype(x, y).swag_approximation()
+
+
+def test_bad_settings_of_the_loop():
+    model, x, y = problem(num_data=40)
+    guide = AutoSWAG(model, rank=2)
+    for settings, words in (
+        ({"snapshots": 0}, "at least 1"),
+        ({"every": 0}, "at least 1"),
+        ({"learning_rate": 0.0}, "learning rates must be positive"),
+        ({"final_learning_rate": -1.0}, "learning rates must be positive"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            collect_swag(model, guide, x, y, **settings)
+    with pytest.raises(TypeError, match="AutoMAP"):
+        collect_swag(model, bdl.guides.AutoMAP(model), x, y)
+    unaware, x, y = problem()
+    with pytest.raises(ValueError, match="num_data=40"):
+        collect_swag(unaware, AutoSWAG(unaware), x, y)
+
+
+def test_a_snapshot_that_is_not_finite(walked):
+    guide, vectors = walked
+    before = guide.snapshots.mean.clone()
+    with pytest.raises(ValueError, match="snapshot 10 holds NaN"):
+        put_through(guide, [vectors[0] * float("nan")])
+    assert torch.equal(guide.snapshots.mean, before) and int(guide.snapshots.count) == 9
+
+
+def test_no_warnings_on_the_way():
+    model, x, y = problem(num_data=40)
+    guide = AutoSWAG(model, rank=2).prototype(x, y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        collect_swag(model, guide, x, y, snapshots=2, learning_rate=1e-4, progress=None)
+        bdl.Predictive(model, guide.swag_approximation(), 3)(x)
