@@ -13,6 +13,7 @@ from pyro_bdl import (
     temperature,
 )
 from pyro_bdl._version import __version__
+from pyro_bdl.arviz import to_arviz
 from pyro_bdl.compare import Comparison, compare
 from pyro_bdl.linearized import LinearizedPredictive
 from pyro_bdl.nn import BayesianModule, bayesianize
@@ -41,4 +42,5 @@ __all__ = [
     "priors",
     "selectors",
     "temperature",
+    "to_arviz",
 ]

@@ -1,0 +1,394 @@
+"""Export to ArviZ, on whichever version is installed."""
+
+import importlib.util
+import warnings
+
+import arviz
+import matplotlib
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+import xarray
+from torch import nn
+
+import pyro_bdl as bdl
+from pyro_bdl import Samples, to_arviz
+from pyro_bdl.errors import BdlWarning
+
+matplotlib.use("Agg")
+
+OLD = arviz.__version__.startswith("0.")
+N = 12
+GROUPS = {
+    "posterior",
+    "sample_stats",
+    "log_likelihood",
+    "posterior_predictive",
+    "prior",
+    "prior_predictive",
+    "observed_data",
+    "constant_data",
+}
+
+
+def _data(dtype=torch.float32):
+    x = torch.linspace(-1, 1, 2 * N, dtype=dtype).reshape(N, 2)
+    return x, (3 * x[:, 0]).sin()
+
+
+def _model(dtype=torch.float32, **options):
+    net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).to(dtype)
+    options.setdefault("noise", dist.HalfNormal(torch.tensor(1.0, dtype=dtype)))
+    return bdl.models.Regression(bdl.bayesianize(net), **options)
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    torch.manual_seed(0)
+    x, y = _data()
+    model = _model()
+    return model, bdl.guides.AutoMeanField(model).prototype(x, y), x, y
+
+
+@pytest.fixture(scope="module")
+def chains():
+    torch.manual_seed(0)
+    model, (x, y) = _model(), _data()
+    samples = bdl.mcmc.sample(
+        model, x, y, num_warmup=60, num_samples=50, num_chains=2, progress=False
+    )
+    return model, samples, x, y
+
+
+def _names(data):
+    return set(data.groups()) if OLD else set(data.children)
+
+
+# What it holds
+
+
+def test_a_guides_groups_hold_its_draws_and_densities(fitted):
+    model, guide, x, y = fitted
+    data = to_arviz(model, guide, x, y, num_samples=7, prior_samples=3)
+    assert _names(data) == GROUPS
+    posterior = data["posterior"]
+    assert posterior["0.weight"].shape == (1, 7, 3, 2)
+    assert posterior["noise"].shape == (1, 7)
+    assert data["prior"]["0.weight"].shape == (1, 3, 3, 2)
+    assert data["prior_predictive"]["y"].shape == (1, 3, N)
+    assert "say nothing" in posterior.attrs["draws"]
+    np.testing.assert_array_equal(data["observed_data"]["y"], y)
+    np.testing.assert_array_equal(data["constant_data"]["x"], x)
+    assert set(data["constant_data"].data_vars) == {"x"}
+    program = bdl.Program(model, x, y)
+    for i in range(7):
+        draw = {name: torch.tensor(posterior[name].values[0, i]) for name in program.latents}
+        vector = program.unconstrain(draw)
+        expected = program.log_likelihood(draw)["y"]
+        found = data["log_likelihood"]["y"].values[0, i]
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+        lp = program.log_density(vector).item()
+        assert data["sample_stats"]["lp"].values[0, i] == pytest.approx(lp, rel=1e-5)
+        log_q = dist.Normal(guide.loc, guide.scale).log_prob(vector).sum().item()
+        assert data["sample_stats"]["log_q"].values[0, i] == pytest.approx(log_q, rel=1e-4)
+        mean = program.run(draw).deterministic["f"]
+        np.testing.assert_allclose(
+            data["posterior_predictive"]["f"].values[0, i], mean, rtol=1e-4, atol=1e-5
+        )
+
+
+def test_predictions_have_the_noise_and_not_the_targets(fitted):
+    model, guide, x, y = fitted
+    drawn = to_arviz(model, guide, x, y, num_samples=2000, prior_samples=0)
+    assert "prior" not in _names(drawn)
+    residual = drawn["posterior_predictive"]["y"] - drawn["posterior_predictive"]["f"].values
+    scaled = (residual / drawn["posterior"]["noise"]).values
+    assert abs(scaled.std() - 1) < 5 / np.sqrt(2 * scaled.size)
+    assert abs(scaled.mean()) < 5 / np.sqrt(scaled.size)
+
+
+def test_samples_keep_chains_and_statistics(chains):
+    model, samples, x, y = chains
+    data = to_arviz(model, samples, x, y, prior_samples=5)
+    assert _names(data) == GROUPS
+    for name, value in samples.latents.items():
+        np.testing.assert_array_equal(data["posterior"][name], value)
+    stats = data["sample_stats"]
+    np.testing.assert_array_equal(stats["lp"], -samples.stats["potential_energy"])
+    np.testing.assert_array_equal(stats["n_steps"], samples.stats["num_steps"])
+    np.testing.assert_array_equal(stats["acceptance_rate"], samples.stats["accept_prob"])
+    assert (stats["n_steps"] < 2 ** stats["tree_depth"]).all()
+    assert (stats["n_steps"] >= 2 ** (stats["tree_depth"] - 1)).all()
+    assert data["posterior"].attrs["kernel"] == "nuts"
+    flat = bdl.Predictive(model, samples).log_likelihood(x, y)["y"]
+    np.testing.assert_array_equal(data["log_likelihood"]["y"].values.reshape(-1, N), flat.numpy())
+
+
+def test_a_point_has_no_density(fitted):
+    model, _, x, y = fitted
+    guide = bdl.guides.AutoMAP(model).prototype(x, y)
+    data = to_arviz(model, guide, x, y, num_samples=4, prior_samples=0)
+    assert set(data["sample_stats"].data_vars) == {"lp"}
+
+
+def test_pyros_own_guides_are_exported(fitted):
+    model, _, x, y = fitted
+    guide = pyro.infer.autoguide.AutoNormal(model)
+    guide(x, y)
+    data = to_arviz(model, guide, x, y, num_samples=4, prior_samples=0)
+    assert _names(data) == GROUPS - {"sample_stats", "prior", "prior_predictive"}
+
+
+def test_a_laplace_approximation_predicts_by_the_linearised_network():
+    torch.manual_seed(0)
+    x, y = _data(torch.float64)
+    model = bdl.models.Regression(bdl.bayesianize(nn.Linear(2, 1).double()), noise=0.5)
+    guide = bdl.guides.AutoLaplaceGGN(model, structure="full").prototype(x, y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BdlWarning)  # not at its maximum
+        laplace = guide.laplace_approximation((x, y))
+    data = to_arviz(model, laplace, x, y, num_samples=4000, prior_samples=0)
+    inputs = torch.cat([x, torch.ones(N, 1)], 1)
+    covariance = torch.linalg.inv(inputs.mT @ inputs / 0.25 + torch.eye(3))
+    sd = (inputs @ covariance @ inputs.mT).diagonal().sqrt()
+    found = data["posterior_predictive"]["f"].values[0].std(0)
+    np.testing.assert_allclose(found, sd, rtol=5 / np.sqrt(2 * 4000))
+
+
+# Names of dimensions
+
+
+def plates(x, groups, y=None, z=None):
+    scale = pyro.sample("scale", dist.LogNormal(torch.zeros(2), 1.0).to_event(1))
+    with pyro.plate("groups", 3):
+        level = pyro.sample("level", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(x)):
+        mean = pyro.deterministic("mean", level[groups] + x)
+        pyro.sample("y", dist.Normal(mean, scale[0]), obs=y)
+        both = torch.stack([mean, -mean], -1)
+        pyro.sample("z", dist.Normal(both, scale[1]).to_event(1), obs=z)
+
+
+def _plates_data():
+    x = torch.linspace(-1, 1, 6)
+    groups = torch.tensor([0, 0, 1, 1, 2, 2])
+    return x, groups, x + 0.1, torch.stack([x, -x], -1)
+
+
+def test_plates_name_the_dimensions_of_their_sites():
+    data = _plates_data()
+    guide = bdl.guides.AutoMeanField(plates).prototype(*data)
+    found = to_arviz(plates, guide, *data, num_samples=5, prior_samples=4)
+    assert found["posterior"]["level"].dims == ("chain", "draw", "groups")
+    assert found["posterior"]["scale"].dims == ("chain", "draw", "scale_dim_0")
+    assert found["log_likelihood"]["y"].dims == ("chain", "draw", "data")
+    assert found["log_likelihood"]["z"].dims == ("chain", "draw", "data")
+    assert found["posterior_predictive"]["z"].dims == ("chain", "draw", "data", "z_dim_1")
+    assert found["posterior_predictive"]["mean"].dims == ("chain", "draw", "data")
+    assert found["observed_data"]["z"].dims == ("data", "z_dim_1")
+    assert set(found["constant_data"].data_vars) == {"x", "groups"}
+    assert found["prior"]["level"].dims == ("chain", "draw", "groups")
+
+
+def test_dims_and_coords_are_the_users():
+    data = _plates_data()
+    guide = bdl.guides.AutoMeanField(plates).prototype(*data)
+    found = to_arviz(
+        plates, guide, *data, num_samples=5, prior_samples=0,
+        dims={"scale": ["which"]}, coords={"which": ["y", "z"], "groups": list("abc")},
+    )  # fmt: skip
+    assert list(found["posterior"]["scale"].coords["which"].values) == ["y", "z"]
+    assert found["posterior"]["level"].sel(groups="b").shape == (1, 5)
+    with pytest.raises(ValueError, match=r"dims\['scale'\] has 2 names"):
+        to_arviz(plates, guide, *data, dims={"scale": ["a", "b"]})
+    with pytest.raises(ValueError, match="'groups' of site 'level' has length 3, but 2"):
+        to_arviz(plates, guide, *data, coords={"groups": ["a", "b"]})
+
+
+def test_some_sites_only(fitted):
+    model, guide, x, y = fitted
+    data = to_arviz(model, guide, x, y, num_samples=3, prior_samples=2, sites=["2.*", "noise"])
+    assert set(data["posterior"].data_vars) == {"2.weight", "2.bias", "noise"}
+    assert set(data["prior"].data_vars) == {"2.weight", "2.bias", "noise"}
+    with pytest.raises(ValueError, match=r"'3\.\*', which matches no latent site"):
+        to_arviz(model, guide, x, y, sites="3.*")
+
+
+def test_classes_and_keyword_arguments():
+    x, y = torch.randn(10, 2), torch.arange(10) % 3
+    model = bdl.models.Classification(bdl.bayesianize(nn.Linear(2, 3)))
+    guide = bdl.guides.AutoMeanField(model).prototype(x, y)
+    data = to_arviz(model, guide, x, num_samples=6, prior_samples=2, model_kwargs={"y": y})
+    assert data["observed_data"]["y"].dtype.kind == "i"
+    assert data["posterior_predictive"]["y"].dtype.kind == "i"
+    assert data["posterior_predictive"]["y"].shape == (1, 6, 10)
+    assert len(np.unique(data["posterior_predictive"]["y"])) == 3
+    assert set(data["constant_data"].data_vars) == {"x"}
+
+
+# Types of numbers, files
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_dtypes_and_gradients(fitted, dtype):
+    model, guide, x, y = fitted
+    samples = Samples({k: v[None].requires_grad_() for k, v in guide.sample_latents(6).items()})
+    labels = bdl.arviz.Labels(_trace(model, x, y), {}, {})
+    halves = {k: v.to(dtype) for k, v in samples.latents.items()}
+    stored = labels.drawn(halves)["noise"]
+    assert stored.dtype == (np.float64 if dtype == torch.float64 else np.float32)
+    np.testing.assert_array_equal(stored, halves["noise"].detach().to(torch.float64))
+    assert to_arviz(model, samples, x, y, prior_samples=0)["posterior"]["noise"].shape == (1, 6)
+
+
+def _trace(model, x, y):
+    return bdl.program.trace_once(model, (x, y), {})
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda():
+    x, y = (value.cuda() for value in _data())
+    model = _model().cuda()
+    guide = bdl.guides.AutoMeanField(model).prototype(x, y)
+    data = to_arviz(model, guide, x, y, num_samples=5)
+    assert _names(data) == GROUPS
+
+
+def test_netcdf_and_back(fitted, tmp_path):
+    model, guide, x, y = fitted
+    data = to_arviz(model, guide, x, y, num_samples=5, prior_samples=2)
+    path = tmp_path / "posterior.nc"
+    data.to_netcdf(str(path))
+    again = arviz.from_netcdf(str(path)) if OLD else xarray.open_datatree(str(path))
+    _assert_same(data, again)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("zarr") is None, reason="needs zarr")
+def test_zarr_and_back(fitted, tmp_path):
+    model, guide, x, y = fitted
+    data = to_arviz(model, guide, x, y, num_samples=5, prior_samples=2)
+    path = tmp_path / "posterior.zarr"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        (data.to_datatree() if OLD else data).to_zarr(str(path))
+        again = xarray.open_datatree(str(path), engine="zarr")
+        _assert_same(data, arviz.InferenceData.from_datatree(again) if OLD else again)
+
+
+def _assert_same(data, again):
+    assert _names(again) == _names(data)
+    for group in GROUPS:
+        for name in data[group].data_vars:
+            np.testing.assert_array_equal(again[group][name], data[group][name])
+            assert again[group][name].dims == data[group][name].dims
+        assert again[group].attrs["inference_library"] == "pyro_bdl"
+
+
+# ArviZ's functions
+
+
+def _quiet(function, *args, **kwargs):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return function(*args, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def both(fitted, chains):
+    model, guide, x, y = fitted
+    other, samples, *_ = chains
+    return {
+        "guide": to_arviz(model, guide, x, y, num_samples=100),
+        "nuts": to_arviz(other, samples, x, y),
+    }
+
+
+@pytest.mark.parametrize("name", ["guide", "nuts"])
+def test_arvizs_statistics(both, name):
+    data = both[name]
+    summary = _quiet(arviz.summary, data, var_names=["noise"])
+    mean = float(data["posterior"]["noise"].mean())
+    assert float(summary["mean"].iloc[0]) == pytest.approx(mean, abs=0.006)
+    loo = _quiet(arviz.loo, data, pointwise=True, var_name="y")
+    assert np.isfinite(loo.elpd_loo if OLD else loo.elpd)
+    compared = _quiet(arviz.compare, both)
+    assert set(compared.index) == {"guide", "nuts"}
+
+
+@pytest.mark.parametrize("name", ["guide", "nuts"])
+def test_arvizs_plots(both, name):
+    data = both[name]
+    loo = _quiet(arviz.loo, data, pointwise=True, var_name="y")
+    _quiet(arviz.plot_khat, loo)
+    if OLD or name == "nuts":  # ArviZ 1.x compares ranks between chains, of which a guide has one
+        _quiet(arviz.plot_rank, data, var_names=["noise"])
+    _quiet(arviz.plot_forest, data, var_names=["noise", "2.weight"])
+    if name == "nuts":
+        _quiet(arviz.plot_energy, data)
+    if OLD:
+        _quiet(arviz.plot_loo_pit, data, y="y")
+        _quiet(arviz.plot_ppc, data, var_names=["y"], num_pp_samples=10)
+    else:
+        _quiet(arviz.plot_loo_pit, data, var_names=["y"])
+        _quiet(arviz.plot_ppc_dist, data, var_names=["y"], num_samples=10)
+    matplotlib.pyplot.close("all")
+
+
+# What it refuses, and what it leaves alone
+
+
+def test_a_posterior_of_another_program(fitted, chains):
+    model, _, x, y = fitted
+    latents = dict(chains[1].latents)
+    latents["extra"] = latents["noise"]
+    latents["0.bias"] = latents["0.bias"][..., :2]
+    del latents["2.bias"]
+    with pytest.raises(
+        ValueError,
+        match=r"for: '2\.bias'; sites .* not have: 'extra'; other shapes: '0\.bias' \(2,\)",
+    ):
+        to_arviz(model, Samples(latents), x, y)
+
+
+def test_targets_are_needed(fitted):
+    model, guide, x, _ = fitted
+    with pytest.raises(bdl.errors.UnsupportedProgramError, match=r"no observed|discrete|targets"):
+        to_arviz(model, guide, x)
+
+
+def test_an_old_arviz_is_refused(fitted, monkeypatch):
+    model, guide, x, y = fitted
+    monkeypatch.setattr(arviz, "__version__", "0.17.1")
+    with pytest.raises(ImportError, match=r"0\.23 or newer, and this is 0\.17\.1"):
+        to_arviz(model, guide, x, y)
+
+
+def test_an_improper_prior_is_left_out():
+    def improper(y=None):
+        flat = dist.ImproperUniform(dist.constraints.real, (), ())
+        level = pyro.sample("level", flat)
+        with pyro.plate("data", 3):
+            pyro.sample("y", dist.Normal(level, 1.0), obs=y)
+
+    samples = Samples({"level": torch.randn(2, 10)})
+    y = torch.randn(3)
+    with pytest.warns(BdlWarning, match="the prior cannot be drawn from"):
+        data = to_arviz(improper, samples, y)
+    assert "prior" not in _names(data)
+
+
+def test_random_numbers_and_modes_are_left_as_they_were(fitted):
+    model, guide, x, y = fitted
+    model.train()
+    before = torch.get_rng_state()
+    one = to_arviz(model, guide, x, y, num_samples=3, seed=1)
+    two = to_arviz(model, guide, x, y, num_samples=3, seed=1)
+    other = to_arviz(model, guide, x, y, num_samples=3, seed=2)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(module.training for module in model.modules())
+    key = "posterior_predictive"
+    np.testing.assert_array_equal(one[key]["y"], two[key]["y"])
+    assert not np.array_equal(one[key]["y"], other[key]["y"])
