@@ -84,3 +84,11 @@ def observation_mean(distribution: Distribution) -> Tensor:
     """E[y]; for a Categorical the probabilities of the classes, in one more dimension."""
     base: Any = without_wrappers(distribution)[0]
     return base.probs if type(base).__name__ == "Categorical" else base.mean
+
+
+def observation_variance(distribution: Distribution) -> Tensor:
+    """Var[y]; for a Categorical that of each class's indicator, q (1 - q)."""
+    base: Any = without_wrappers(distribution)[0]
+    if type(base).__name__ == "Categorical":
+        return base.probs * (1.0 - base.probs)
+    return base.variance

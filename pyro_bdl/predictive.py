@@ -1,18 +1,35 @@
 """Posterior predictive draws, vectorised over the draws of the posterior."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pyro_bdl.modules import evaluation_mode
-from pyro_bdl.observation import Structure, observation_mean, rebuild, take_apart
+from pyro_bdl.observation import (
+    Structure,
+    observation_mean,
+    observation_variance,
+    rebuild,
+    take_apart,
+)
 from pyro_bdl.posterior import latent_draws
 from pyro_bdl.program import leave_open, record, sample_open
 from pyro_bdl.vectorize import Draws, map_draws, measured
 
 _MEMORY = 16 * 2**20  # about what a processor caches: larger chunks are slower
+
+
+class PredictiveMoments(NamedTuple):
+    """Moments of an observation, each ``(N, ...)``.
+
+    :param mean: E[y], in units of y.
+    :param variance: Var[y], in squared units of y, noise included.
+    """
+
+    mean: Tensor
+    variance: Tensor
 
 
 class Predictive:
@@ -80,6 +97,24 @@ class Predictive:
             return {name: observation_mean(s.distribution) for name, s in run.observed.items()}
 
         return self._map(_always(function), args, kwargs)
+
+    def moments(self, *args: Any, **kwargs: Any) -> dict[str, PredictiveMoments]:
+        """Mean and variance of y for each observed site, over the draws and the noise.
+
+        E[y] is the mean over the draws, Var[y] = E[Var[y | w]] + Var[E[y | w]]: for Normal noise of
+        precision tau that is 1 / tau plus the variance over the draws (Gal & Ghahramani 2016,
+        section 4). For classes both are of each class's indicator.
+        """
+
+        def function(draw: Draws) -> dict[str, tuple[Tensor, Tensor]]:
+            run = record(self.model, draw, args, kwargs, draw=leave_open)
+            observed = {name: site.distribution for name, site in run.observed.items()}
+            return {n: (observation_mean(d), observation_variance(d)) for n, d in observed.items()}
+
+        return {
+            name: PredictiveMoments(mean.mean(0), noise.mean(0) + mean.var(0, correction=0))
+            for name, (mean, noise) in self._map(_always(function), args, kwargs).items()
+        }
 
     def log_likelihood(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """log p(y_n | w_s, x_n) for each observed site, (S, N); the arguments include targets.

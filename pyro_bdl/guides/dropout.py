@@ -1,0 +1,308 @@
+"""Monte Carlo dropout as variational inference: q(W) = M diag(eps), other latents points."""
+
+import difflib
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.distributions import constraints
+from pyro.nn import PyroParam
+from torch import Tensor, nn
+
+from pyro_bdl.divergence import expected_log_prior
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.guides.base import Guide, sample_site
+from pyro_bdl.guides.dropout_noise import BernoulliNoise, Noise, NoisyWeight, draw, variance
+from pyro_bdl.guides.dropout_weights import (
+    Source,
+    Weight,
+    WeightReader,
+    chosen,
+    matching,
+    num_data,
+    reading_run,
+)
+from pyro_bdl.init import init_to_network
+from pyro_bdl.program import Run
+
+MASKS = ("units", "weights")
+
+
+class AutoMCDropout(Guide):
+    """Dropout: each draw multiplies the input units of the chosen weights by random factors.
+
+    A draw of a weight with mean M (out, in) is M diag(eps), with one factor eps_i for each input
+    unit: a feature of a product, a channel of a convolution, a row of an embedding, an input
+    feature of an attention projection or of a recurrent cell. The factors are those of
+    ``torch.nn.Dropout``, 0 with probability p and else 1 / (1 - p), so that M are the mean weights
+    and those of a network trained with dropout layers. All other latents, biases too, are point
+    masses at T(u). The parameter ``loc`` (P,) holds M and u, in unconstrained units.
+
+    The guide contributes no log density for M (Gal & Ghahramani 2016, appendix 4.1), so that for
+    Normal(0, s^2) priors the negative ELBO is, up to a constant,
+
+        -E[log p(y | w)] + sum_i |M_i|^2 / (2 s^2 (1 - p)) + sum |b|^2 / (2 s^2),
+
+    with M_i the weights of input unit i. Gal's keep-scaled M' = M / (1 - p) turns the second term
+    into his (1 - p) |M'_i|^2 / (2 s^2). With ``learn_p`` the entropies of the factors, H(p) each,
+    are part of the bound (Gal, Hron & Kendall 2017, equation 3): where the paper divides by N, the
+    bound here is a sum over data.
+
+    A draw is one function: a module that is called several times, or at every step of a sequence,
+    computes with the same factors in all calls, and all data of a batch share them.
+
+    ``weights`` says for each dropped site along which axis its input units lie, ``rates()`` its p,
+    and ``mean_latents()`` gives all latents at their means.
+
+    :param model: a Pyro program with continuous latents.
+    :param p: the rate, in (0, 1); or a dict from names or patterns of sites to rates, which then
+        chooses the sites too, by the first that matches.
+    :param sites: which weights have dropout: "hidden", those whose inputs are hidden units, as
+        dropout layers usually stand; "all", which drops the inputs of the network and the rows of
+        embeddings too; or names and patterns with shell wildcards.
+    :param learn_p: learn one rate for each site, starting at ``p``.
+    :param noise: the law of the factors, ``BernoulliNoise()`` or ``GaussianNoise()``, of
+        variance p / (1 - p).
+    :param mask: "units", or "weights" for a factor of its own for every weight (DropConnect, Wan
+        et al. 2013).
+    :param init_loc_fn: where M and u start; by default the network's own values.
+    :param create_plates: as in Pyro's autoguides.
+    :raises ValueError: for a rate outside of (0, 1), an unknown mask; at the first run for a site
+        that is no weight, and for ``learn_p`` with a single datum.
+    """
+
+    weights: dict[str, Weight]
+
+    def __init__(
+        self,
+        model: Callable,
+        *,
+        p: float | Mapping[str, float] = 0.1,
+        sites: str | Iterable[str] | None = None,
+        learn_p: bool = False,
+        noise: Noise | None = None,
+        mask: str = "units",
+        init_loc_fn: Callable = init_to_network,
+        create_plates: Callable | None = None,
+    ) -> None:
+        if mask not in MASKS:
+            near = difflib.get_close_matches(str(mask), MASKS, n=1, cutoff=0.4) or MASKS
+            raise ValueError(f"mask must be {' or '.join(map(repr, near))}, got {mask!r}")
+        if noise is not None and not isinstance(noise, Noise):
+            raise TypeError(
+                "noise must be BernoulliNoise() or GaussianNoise() of pyro_bdl.guides, got "
+                f"{noise!r}"
+            )
+        source = _source(p, sites)
+        super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
+        self.learn_p, self.mask = learn_p, mask
+        self.__dict__["noise"] = BernoulliNoise() if noise is None else noise
+        self.__dict__["_source"] = source
+
+    # Structure
+
+    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        self.__dict__["_arguments"] = args, kwargs
+        try:
+            super()._setup_prototype(*args, **kwargs)
+        except Exception:
+            self.layout = None
+            raise
+        finally:
+            del self.__dict__["_arguments"]
+
+    def _create_parameters(self, start: Tensor) -> None:
+        (model,), (args, kwargs) = self._program_model, self._arguments
+        layout = self.require_layout()
+        reader, run = reading_run(self._source.reader, model, layout, start, args, kwargs)
+        if self.learn_p and num_data(run) == 1:
+            raise ValueError(
+                "learn_p needs several data: with one datum the entropy of the masks outweighs the "
+                "likelihood; call the program with more data, or give num_data to it"
+            )
+        rates = self._source(reader, layout)
+        self.__dict__["weights"] = {name: weight for name, (weight, _) in rates.items()}
+        if not rates:
+            warnings.warn(
+                "AutoMCDropout drops nothing, every latent is a point mass: no weight takes hidden "
+                'units as its input; sites="all" drops the inputs of the network too',
+                BdlWarning,
+                stacklevel=4,
+            )
+        self.loc = nn.Parameter(start.clone())
+        self._create_rates(start.new_tensor([p for _, p in rates.values()]))
+        self._create_index(start.device)
+
+    def _create_rates(self, p: Tensor) -> None:
+        if self.learn_p and len(p):
+            self.p = PyroParam(p, constraints.unit_interval)
+            self.register_buffer("steps", torch.zeros((), dtype=torch.long, device=p.device))
+        else:
+            self.register_buffer("p", p, persistent=False)
+
+    def _create_index(self, device: torch.device) -> None:
+        """Number the factors: of each entry of the vector (K: a constant 1), and the site of each
+        factor and of each entry."""
+        layout = self.require_layout()
+        sites: list[Tensor] = []
+        counts: list[int] = []
+        parts: list[tuple[slice, Tensor]] = []
+        for name, weight in self.weights.items():
+            index = self._index(weight)
+            parts.append((layout.slices[name], index.reshape(-1) + sum(counts)))
+            counts.append(int(index.max()) + 1)
+            sites.append(torch.full((counts[-1],), len(sites)))
+        factor = torch.full((layout.size,), sum(counts))
+        site = torch.full((layout.size,), len(counts))
+        for number, (where, index) in enumerate(parts):
+            factor[where], site[where] = index, number
+        of_factor = torch.cat(sites) if sites else torch.zeros(0, dtype=torch.long)
+        for name, value in (
+            ("_factor_of_entry", factor), ("_site_of_entry", site), ("_site_of_factor", of_factor),
+        ):  # fmt: skip
+            self.register_buffer(name, value.to(device), persistent=False)
+        self.__dict__["_counts"] = tuple(counts)
+
+    def _index(self, weight: Weight) -> Tensor:
+        """The number of each entry's factor within a site."""
+        if self.mask == "weights":
+            return torch.arange(weight.shape.numel()).reshape(weight.shape)
+        return weight.units()
+
+    def _shared_on_copy(self) -> tuple[str, ...]:
+        return (*super()._shared_on_copy(), "_source")
+
+    # The guide
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Sample every site; returns site -> value."""
+        self.prototype(*args, **kwargs)
+        step, p, result = self._step(), self._parameter("p"), {}
+        order = {name: number for number, name in enumerate(self.weights)}
+        for latent, (loc,) in self._sites(args, kwargs, self._parameter("loc")):
+            if latent.name in order:
+                number = order[latent.name]
+                index = self._index(self.weights[latent.name]).to(loc.device)
+                result[latent.name] = pyro.sample(
+                    latent.name,
+                    NoisyWeight(loc, index, p[number], self._counts[number], self.noise, step),
+                )
+                continue
+            value = loc if latent.transform is None else latent.transform(loc)
+            result[latent.name] = sample_site(latent, dist.Delta(value, event_dim=latent.event_dim))
+        return result
+
+    @property
+    def has_density(self) -> bool:
+        return False
+
+    def _step(self) -> int | None:
+        """None for fixed rates, else how many steps were taken before; counts a training step."""
+        if not self.learn_p or not self.weights:
+            return None
+        step = int(self.steps)
+        if torch.is_grad_enabled():
+            self.steps += 1
+        return step
+
+    def sample_vectors(self, num_samples: int) -> Tensor:
+        loc = self._parameter("loc")
+        if not self.weights:
+            return loc.expand(num_samples, -1)
+        rates = self._parameter("p")[self._site_of_factor]
+        factors = draw(self.noise, rates, num_samples, self._step())
+        factors = torch.cat([factors, factors.new_ones(num_samples, 1)], 1)
+        return loc * factors[:, self._factor_of_entry]
+
+    def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
+        """Minus the entropy of the factors where p is learned, else 0."""
+        return torch.zeros_like(log_det) - self._entropy()
+
+    def _entropy(self) -> Tensor | float:
+        if not self.learn_p or not self.weights:
+            return 0.0
+        p = self._parameter("p")
+        return (p.new_tensor(self._counts) * self.noise.entropy(p)).sum()
+
+    def kl(self, vector: Tensor, log_det: Tensor, run: Run) -> Tensor:
+        """-H(eps) - E_q[log p(w)], in closed form for Normal priors."""
+        expected = expected_log_prior(
+            self.require_layout(), self._parameter("loc"), self.variances(), run.latents
+        )
+        return -expected - self._entropy()
+
+    # Summaries
+
+    def location(self) -> Tensor:
+        """M, and u of the other latents (P,)."""
+        return self._parameter("loc")
+
+    def mean_latents(self) -> dict[str, Tensor]:
+        """The mean weights M, the other latents where they are, by site."""
+        return self.require_layout().constrain(self._parameter("loc"))[0]
+
+    def rates(self) -> dict[str, Tensor]:
+        """The present rate p of each dropped site."""
+        self.require_layout()
+        return dict(zip(self.weights, self._parameter("p").detach().unbind(), strict=True))
+
+    def _per_entry(self, values: Tensor) -> Tensor:
+        """Values (sites,) spread to the vector (P,), 0 for point masses."""
+        return torch.cat([values, values.new_zeros(1)])[self._site_of_entry]
+
+    def variances(self) -> Tensor:
+        """The marginal variances p / (1 - p) M^2 (P,), zero for point masses."""
+        return self._per_entry(variance(self._parameter("p"))) * self._parameter("loc").square()
+
+    def vector_quantiles(self, levels: Tensor) -> Tensor:
+        loc, p = self._parameter("loc"), self._per_entry(self._parameter("p"))
+        levels = torch.where(loc >= 0, levels[:, None], 1.0 - levels[:, None])
+        factors = self.noise.quantile(levels, p)
+        return loc * torch.where(p > 0, factors, torch.ones_like(factors))
+
+    @torch.no_grad()
+    def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """The median of each site; for a rate below one half that of the kept units."""
+        middle = self.quantiles([0.5], *args, **kwargs)
+        return {name: value[0].clone() for name, value in middle.items()}
+
+
+def checked_rate(p: Any, where: str) -> float:
+    """:raises ValueError: for a rate that does not lie between 0 and 1."""
+    if not isinstance(p, int | float) or not 0 < p < 1 or math.isnan(p):
+        raise ValueError(f"{where} must lie between 0 and 1, both excluded, got {p!r}")
+    return float(p)
+
+
+def _source(p: Any, sites: Any) -> Source:
+    if not isinstance(p, Mapping):
+        return _OneRate(checked_rate(p, "p"), "hidden" if sites is None else sites)
+    if sites is not None:
+        raise ValueError("p names the sites already: give either a dict of rates or sites=...")
+    if not p:
+        raise ValueError("p names no site: give at least one, such as {'*.weight': 0.1}")
+    return _RatesByName({name: checked_rate(rate, f"p[{name!r}]") for name, rate in p.items()})
+
+
+class _OneRate(Source):
+    def __init__(self, p: float, sites: str | Iterable[str]) -> None:
+        self.p, self.sites = p, sites
+
+    def __call__(self, reader: WeightReader, layout: Any) -> dict[str, tuple[Weight, float]]:
+        return {n: (w, self.p) for n, w in chosen(reader.weights, layout, self.sites).items()}
+
+
+class _RatesByName(Source):
+    def __init__(self, p: Mapping[str, float]) -> None:
+        self.p = dict(p)
+
+    def __call__(self, reader: WeightReader, layout: Any) -> dict[str, tuple[Weight, float]]:
+        found: dict[str, tuple[Weight, float]] = {}
+        for pattern, p in self.p.items():
+            for name in matching(reader.weights, layout, pattern):
+                found.setdefault(name, (reader.weights[name], p))
+        return {name: found[name] for name in layout.latents if name in found}
