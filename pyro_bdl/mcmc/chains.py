@@ -75,3 +75,15 @@ def stack_chains(chains: list[Chains]) -> Chains:
         },
         any(chain.interrupted for chain in chains),
     )
+
+
+def one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got '{value}'")
+    return value
+
+
+def at_least(name: str, value: int, least: int) -> int:
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    return value

@@ -2,24 +2,20 @@
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from pyro.poutine.util import prune_subsample_sites
 from torch import Tensor
 
 from pyro_bdl.checks import check_finite, check_support
 from pyro_bdl.curvature.subset import Subset
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.mcmc.chains import Chains, Settings, Target
+from pyro_bdl.mcmc.chains import Chains, Settings, Target, at_least, one_of
+from pyro_bdl.mcmc.starts import Restriction, seeded, starting_vectors
 from pyro_bdl.modules import evaluation_mode
-from pyro_bdl.posterior import latent_draws
-from pyro_bdl.program import Program, trace_once
+from pyro_bdl.program import Program
 from pyro_bdl.samples import Samples
-
-_ATTEMPTS = 100
 
 
 def sample(
@@ -72,34 +68,32 @@ def sample(
         that holds a part of its data.
     """
     settings = Settings(
-        kernel=_one_of("kernel", kernel, ("nuts", "hmc")),
-        num_warmup=_at_least("num_warmup", num_warmup, 0),
-        num_samples=_at_least("num_samples", num_samples, 1),
+        kernel=one_of("kernel", kernel, ("nuts", "hmc")),
+        num_warmup=at_least("num_warmup", num_warmup, 0),
+        num_samples=at_least("num_samples", num_samples, 1),
         seed=seed,
         target_accept=target_accept,
-        max_tree_depth=_at_least("max_tree_depth", max_tree_depth, 1),
+        max_tree_depth=at_least("max_tree_depth", max_tree_depth, 1),
         trajectory_length=trajectory_length,
         dense_mass=dense_mass,
-        chain_method=_one_of(
-            "chain_method", chain_method, ("vectorized", "parallel", "sequential")
-        ),
+        chain_method=one_of("chain_method", chain_method, ("vectorized", "parallel", "sequential")),
         progress=progress,
     )
-    _one_of("backend", backend, ("numpyro", "pyro"))
-    _at_least("num_chains", num_chains, 1)
+    one_of("backend", backend, ("numpyro", "pyro"))
+    at_least("num_chains", num_chains, 1)
     if not 0 < target_accept < 1:
         raise ValueError(f"target_accept must lie between 0 and 1, got {target_accept}")
     kwargs = dict(model_kwargs or {})
     check_finite(model, args, kwargs)
     started = time.perf_counter()
-    with evaluation_mode(), _seeded(seed):
+    with evaluation_mode(), seeded(seed):
         program = Program(model, *args, **kwargs)
         program.require_observed()
-        _require_all_data(program)
+        require_all_data(program)
         with torch.no_grad():
             check_support(program.run(program.initial))
-        restriction = _Restriction(program, subset, at)
-        start = _starting_vectors(restriction, init, num_chains)
+        restriction = Restriction(program, subset, at)
+        start = starting_vectors(restriction, init, num_chains)
         target = Target(
             lambda vector: restriction.log_density(vector),  # make_fx counts a method's self
             restriction.log_density_terms,
@@ -123,59 +117,6 @@ def sample(
     return _as_samples(restriction, chains, info)
 
 
-class _Restriction:
-    """A program's log density as a function of some of its latents' numbers (p,)."""
-
-    def __init__(self, program: Program, subset: Subset | None, at: Tensor | None) -> None:
-        if (subset is None) != (at is None):
-            raise ValueError("give both subset and at, or neither")
-        if at is not None and at.shape != (program.size,):
-            raise ValueError(f"at must have shape ({program.size},), got {tuple(at.shape)}")
-        self.program, self.subset, self.at = program, subset, at
-
-    def whole(self, vector: Tensor) -> Tensor:
-        """The vector (..., P) with ``vector`` (..., p) at the chosen numbers."""
-        if self.subset is None or self.at is None:
-            return vector
-        return self.subset.put(self.at.to(vector), vector)
-
-    def chosen(self, vector: Tensor) -> Tensor:
-        return vector if self.subset is None else self.subset.take(vector)
-
-    def log_density(self, vector: Tensor) -> Tensor:
-        return self.program.log_density(self.whole(vector))
-
-    def log_density_terms(self, vector: Tensor) -> dict[str, Tensor]:
-        return self.program.log_density_terms(self.whole(vector))
-
-    def constrain(self, vectors: Tensor) -> dict[str, Tensor]:
-        """Latents at vectors (..., p); sites that are fixed are expanded, not copied."""
-        layout = self.program.layout
-        if self.subset is None or self.at is None:
-            return layout.constrain(vectors)[0]
-        fixed = layout.unflatten(self.at.to(vectors))
-        result = {}
-        for name, latent in layout.latents.items():
-            value = fixed[name].expand(*vectors.shape[:-1], *fixed[name].shape)
-            if name in self.subset.parts:
-                part, entries = vectors[..., self.subset.parts[name]], self.subset.chosen[name]
-                if entries is not None:
-                    flat = fixed[name].reshape(-1).expand(*vectors.shape[:-1], -1).clone()
-                    flat[..., entries.to(flat.device)] = part
-                    part = flat
-                value = part.reshape(value.shape)
-            result[name] = value if latent.transform is None else latent.transform(value)
-        return result
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Torch's random numbers follow ``seed`` inside; the caller's go on as before after."""
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        torch.manual_seed(seed)
-        yield
-
-
 def _runner(backend: str) -> Callable[[Target, Tensor, Settings], Chains]:
     if backend == "pyro":
         from pyro_bdl.mcmc import pyro_backend
@@ -187,80 +128,17 @@ def _runner(backend: str) -> Callable[[Target, Tensor, Settings], Chains]:
 
 
 @torch.no_grad()
-def _as_samples(restriction: _Restriction, chains: Chains, info: dict[str, Any]) -> Samples:
+def _as_samples(restriction: Restriction, chains: Chains, info: dict[str, Any]) -> Samples:
     latents = restriction.constrain(chains.vectors)
     stats = dict(chains.stats)
     stats["diverging"] = stats["diverging"].bool()
     return Samples(latents, stats, info)
 
 
-def _require_all_data(program: Program) -> None:
+def require_all_data(program: Program) -> None:
     for name, (size, present) in program.plates.items():
         if present < size:
             raise ValueError(
                 f"the plate '{name}' stands for {size} data but holds {present}: MCMC needs all "
                 "data in one call, without subsampling"
             )
-
-
-def _starting_vectors(restriction: _Restriction, init: Any, num_chains: int) -> Tensor:
-    """Starting points (chains, p) at which the log density and its gradient are finite."""
-    vectors = []
-    for chain in range(num_chains):
-        for _ in range(_ATTEMPTS):
-            vector = restriction.chosen(_proposed_start(restriction.program, init, chain))
-            if _is_usable(restriction, vector):
-                vectors.append(vector)
-                break
-        else:
-            raise ValueError(
-                f"no starting point with a finite log density was found from init={init!r}: "
-                "start from a trained guide (init=guide), or check the program's data"
-            )
-    return torch.stack(vectors)
-
-
-def _proposed_start(program: Program, init: Any, chain: int) -> Tensor:
-    latents: dict[str, Any]
-    if isinstance(init, str):
-        if init == "prior":
-            trace = prune_subsample_sites(trace_once(program.model, program.args, program.kwargs))
-            latents = {name: trace.nodes[name]["value"] for name in program.latents}
-        elif init == "network":
-            from pyro.infer.autoguide.initialization import InitMessenger
-
-            from pyro_bdl.init import init_to_network
-
-            started = InitMessenger(init_to_network)(program.model)
-            latents = Program(started, *program.args, **program.kwargs).initial
-        else:
-            raise ValueError(
-                f"init must be 'prior', 'network', a guide, Samples or a dict, got '{init}'"
-            )
-    elif isinstance(init, Mapping):
-        latents = dict(init)
-    else:
-        draws = latent_draws(init, 1 if chain == 0 else chain + 1, *program.args, **program.kwargs)
-        latents = {name: value[-1] for name, value in draws.items()}
-    missing = [name for name in program.latents if name not in latents]
-    if missing:
-        raise ValueError(f"init has no value for the latent site '{missing[0]}'")
-    reference = next(iter(program.latents.values()))
-    return program.unconstrain(latents).detach().to(reference.device, reference.dtype)
-
-
-def _is_usable(restriction: _Restriction, vector: Tensor) -> bool:
-    gradient, value = torch.func.grad_and_value(restriction.log_density)(vector)
-    return bool(torch.isfinite(value) & torch.isfinite(gradient).all())
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got '{value}'")
-    return value
-
-
-def _at_least(name: str, value: int, least: int) -> int:
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-    return value

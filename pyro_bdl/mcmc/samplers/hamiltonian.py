@@ -1,0 +1,86 @@
+"""Underdamped Langevin dynamics: SGHMC in a symmetric splitting.
+
+    dtheta = p dt,    dp = grad log p(theta) dt - gamma p dt + sqrt(2 gamma T) dW
+
+In steps of length h = sqrt(eps), so that eps multiplies the gradient as a learning rate does, with
+a friction f per step, exp(-gamma h) = 1 - f, which is the momentum 1 - f of SGD::
+
+    p      <- p + h grad log p(theta)
+    theta  <- theta + (h / 2) p
+    p      <- (1 - f) p + sqrt((1 - (1 - f)^2) T) xi,    xi ~ Normal(0, I)
+    theta  <- theta + (h / 2) p
+
+Friction and noise are those of the exact Ornstein-Uhlenbeck step. Since the next step starts with
+the same gradient, its kick is the second half of this step's and the first of its own: theta runs
+through the positions of the BAOAB splitting, whose stationary density in theta is exact for a
+Normal target with precision L at every eps < 4 / L, and right to second order in h otherwise. The
+noise of minibatches heats the momentum to about T (1 + h var(grad) / (2 gamma T)), which
+``kinetic_temperature`` shows and ``thermostat.py`` takes back.
+
+Sources: Chen, Fox & Guestrin (2014), Stochastic gradient Hamiltonian Monte Carlo, equation 15, with
+eps for their eta and f for their alpha; Leimkuhler & Matthews (2013), Rational construction of
+stochastic numerical methods for molecular sampling (BAOAB).
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class State(NamedTuple):
+    """
+    :param position: theta, (chains, P).
+    :param momentum: p, (chains, P), of variance T.
+    """
+
+    position: Tensor
+    momentum: Tensor
+
+
+def init(position: Tensor, *, temperature: float = 1.0) -> State:
+    return State(position, math.sqrt(temperature) * torch.randn_like(position))
+
+
+def update(
+    state: State,
+    gradient: Tensor,
+    step_size: float,
+    *,
+    temperature: float = 1.0,
+    friction: float = 0.05,
+) -> State:
+    """One step of every chain.
+
+    :param gradient: (chains, P).
+    :param step_size: eps.
+    :param temperature: T.
+    :param friction: f, the share of the momentum that is lost in a step, in (0, 1].
+    :raises ValueError: for a friction outside its range.
+    """
+    check_friction(friction)
+    length, kept = math.sqrt(step_size), 1 - friction
+    momentum = torch.add(state.momentum, gradient, alpha=length)
+    position = torch.add(state.position, momentum, alpha=length / 2)
+    momentum.mul_(kept)
+    if temperature:
+        noise = torch.randn_like(momentum)
+        momentum.add_(noise, alpha=math.sqrt((1 - kept**2) * temperature))
+    position.add_(momentum, alpha=length / 2)
+    return State(position, momentum)
+
+
+def check_friction(friction: float) -> None:
+    """:raises ValueError: unless the friction lies in (0, 1]."""
+    if not 0 < friction <= 1:
+        raise ValueError(f"friction must lie in (0, 1], got {friction}")
+
+
+def kinetic_temperature(momentum: Tensor, gradient: Tensor, step_size: float) -> Tensor:
+    """p'p / P (chains,) of the momentum between the two halves of its kick; its mean is about T."""
+    return torch.add(momentum, gradient, alpha=math.sqrt(step_size) / 2).square().mean(-1)
+
+
+def statistics(state: State, gradient: Tensor, step_size: float) -> dict[str, Tensor]:
+    return {"kinetic_temperature": kinetic_temperature(state.momentum, gradient, step_size)}

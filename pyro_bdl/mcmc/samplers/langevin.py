@@ -1,0 +1,40 @@
+"""Overdamped Langevin dynamics: SGLD on minibatches, LMC on all data.
+
+    theta' = theta + eps grad log p(theta) + sqrt(2 eps T) xi,    xi ~ Normal(0, I)
+
+For a Normal target with precision L the stationary covariance is T (L - eps L^2 / 2)^-1: right as
+eps -> 0, too wide by the factor 1 / (1 - eps L / 2) otherwise, and there is none from eps = 2 / L.
+
+Source: Welling & Teh (2011), Bayesian learning via stochastic gradient Langevin dynamics, with
+eps for their eps / 2.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class State(NamedTuple):
+    """:param position: (chains, P)."""
+
+    position: Tensor
+
+
+def init(position: Tensor) -> State:
+    return State(position)
+
+
+def update(state: State, gradient: Tensor, step_size: float, *, temperature: float = 1.0) -> State:
+    """One step of every chain.
+
+    :param gradient: (chains, P).
+    :param step_size: eps.
+    :param temperature: T.
+    """
+    position = torch.add(state.position, gradient, alpha=step_size)
+    if temperature:
+        noise = torch.randn_like(position)
+        position.add_(noise, alpha=math.sqrt(2 * step_size * temperature))
+    return State(position)

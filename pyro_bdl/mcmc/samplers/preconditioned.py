@@ -1,0 +1,86 @@
+"""Langevin dynamics with the diagonal preconditioner of RMSprop (pSGLD).
+
+    V' = a V + (1 - a) g^2,    G = 1 / (damping + sqrt(V / mean V))
+    theta' = theta + eps G g + sqrt(2 eps G T) xi,    g = grad log p(theta)
+
+V starts from the mean of the first g^2 over the numbers of a chain, hence as plain Langevin
+dynamics, and is divided by its mean, so that G does not depend on the units of log p and eps
+remains a typical step.
+
+A G that moves with theta would need the drift Gamma_i = sum_j dG_ij / dtheta_j, without which the
+stationary density is wrong by as much as a is less than 1. Here V is adapted in the first half of
+the warm-up and then stays (``settle``), whereby Gamma is exactly zero: for every draw that is kept,
+this is Langevin dynamics with a constant preconditioner.
+
+Source: Li, Chen, Carlson & Carin (2016), Preconditioned stochastic gradient Langevin dynamics for
+deep neural networks, algorithm 1, with eps for their eps / 2.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class State(NamedTuple):
+    """
+    :param position: (chains, P).
+    :param square: V, (chains, P); None before the first step.
+    :param adapting: whether V follows the gradients.
+    """
+
+    position: Tensor
+    square: Tensor | None = None
+    adapting: bool = True
+
+
+def init(position: Tensor) -> State:
+    return State(position)
+
+
+def update(
+    state: State,
+    gradient: Tensor,
+    step_size: float,
+    *,
+    temperature: float = 1.0,
+    averaging: float = 0.99,
+    damping: float = 1e-3,
+) -> State:
+    """One step of every chain.
+
+    :param gradient: (chains, P).
+    :param step_size: eps.
+    :param temperature: T.
+    :param averaging: a, the share of V that each step keeps, in [0, 1).
+    :param damping: bounds G by 1 / damping.
+    :raises ValueError: for an option outside its range.
+    """
+    if not 0 <= averaging < 1:
+        raise ValueError(f"averaging must lie in [0, 1), got {averaging}")
+    if not damping > 0:
+        raise ValueError(f"damping must be positive, got {damping}")
+    square = state.square
+    if square is None:
+        square = gradient.square().mean(-1, keepdim=True).expand_as(gradient)
+    if state.adapting:
+        square = torch.lerp(gradient.square(), square, averaging)
+    scale = preconditioner(square, damping)
+    position = torch.addcmul(state.position, scale, gradient, value=step_size)
+    if temperature:
+        noise = torch.randn_like(position)
+        size = math.sqrt(2 * step_size * temperature)
+        position.addcmul_(scale.sqrt(), noise, value=size)
+    return State(position, square, state.adapting)
+
+
+def preconditioner(square: Tensor, damping: float) -> Tensor:
+    """G (chains, P) of V; ones where V is all zeros."""
+    mean = square.mean(-1, keepdim=True)
+    return 1 / (damping + torch.where(mean > 0, square / mean, 1.0).sqrt())
+
+
+def settle(state: State) -> State:
+    """The state with V as it is from now on."""
+    return state._replace(adapting=False)

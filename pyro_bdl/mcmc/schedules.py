@@ -1,0 +1,73 @@
+"""Step sizes over the steps of a chain: callables ``step -> eps``, steps counted from 0."""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Polynomial:
+    """eps_t = scale (offset + t)^-power, which falls to zero (Welling & Teh 2011, section 2).
+
+    :param scale: positive; the first step is scale offset^-power.
+    :param offset: positive; about so many steps pass before the step size falls.
+    :param power: in (0.5, 1], for which the steps' sum diverges and that of their squares does not.
+    :raises ValueError: for a number outside its range.
+    """
+
+    scale: float
+    offset: float = 1.0
+    power: float = 0.55
+
+    def __post_init__(self) -> None:
+        _check_positive("scale", self.scale)
+        _check_positive("offset", self.offset)
+        if not 0.5 < self.power <= 1:
+            raise ValueError(f"power must lie in (0.5, 1], got {self.power}")
+
+    def __call__(self, step: int) -> float:
+        return self.scale * (self.offset + step) ** -self.power
+
+
+@dataclass(frozen=True)
+class Cyclical:
+    """eps_t = (peak / 2) (cos(pi (t mod period) / period) + 1): from the peak to about zero, again
+    and again, so that a chain visits one mode after the other (Zhang et al. 2020, equation 1).
+
+    While ``explores(t)`` a chain moves without noise and gives no draws; it samples in the rest of
+    each period.
+
+    :param peak: positive, the first step size of each period.
+    :param period: steps of a period, at least 1.
+    :param exploration: the share of a period in which the chain explores, in [0, 1).
+    :raises ValueError: for a number outside its range.
+    """
+
+    peak: float
+    period: int
+    exploration: float = 0.5
+
+    def __post_init__(self) -> None:
+        _check_positive("peak", self.peak)
+        if self.period < 1:
+            raise ValueError(f"period must be at least 1, got {self.period}")
+        if not 0 <= self.exploration < 1:
+            raise ValueError(f"exploration must lie in [0, 1), got {self.exploration}")
+        if self.explores(self.period - 1):
+            raise ValueError(
+                f"exploration={self.exploration} leaves no step of a period of {self.period} to "
+                "sample in: lower it, or make the period longer"
+            )
+
+    def __call__(self, step: int) -> float:
+        return self.peak / 2 * (math.cos(math.pi * self._progress(step)) + 1)
+
+    def explores(self, step: int) -> bool:
+        return self._progress(step) < self.exploration
+
+    def _progress(self, step: int) -> float:
+        return (step % self.period) / self.period
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name} must be a positive finite number, got {value}")

@@ -1,0 +1,134 @@
+"""Where chains start, and the log density over some of a program's latents."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from pyro.poutine.util import prune_subsample_sites
+from torch import Tensor
+
+from pyro_bdl.curvature.subset import Subset
+from pyro_bdl.posterior import latent_draws
+from pyro_bdl.program import Program, trace_once
+
+_ATTEMPTS = 100
+
+
+class Restriction:
+    """A program's log density as a function of some of its latents' numbers (p,).
+
+    :param subset: which; None for all (then p = P).
+    :param at: the unconstrained vector (P,) where the others stay; given with ``subset`` only.
+    """
+
+    def __init__(self, program: Program, subset: Subset | None, at: Tensor | None) -> None:
+        if (subset is None) != (at is None):
+            raise ValueError("give both subset and at, or neither")
+        if at is not None and at.shape != (program.size,):
+            raise ValueError(f"at must have shape ({program.size},), got {tuple(at.shape)}")
+        self.program, self.subset, self.at = program, subset, at
+
+    def whole(self, vector: Tensor) -> Tensor:
+        """The vector (P,) with ``vector`` (p,) at the chosen numbers."""
+        if self.subset is None or self.at is None or self.subset.indices is None:
+            return vector
+        # Not in place, which vmap refuses.
+        return self.at.to(vector).index_copy(0, self.subset.indices.to(vector.device), vector)
+
+    def chosen(self, vector: Tensor) -> Tensor:
+        """The chosen numbers (..., p) of vectors (..., P)."""
+        return vector if self.subset is None else self.subset.take(vector)
+
+    def log_density(self, vector: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """``Program.log_density`` at the chosen numbers (p,)."""
+        return self.program.log_density(self.whole(vector), *args, **kwargs)
+
+    def log_density_terms(self, vector: Tensor) -> dict[str, Tensor]:
+        return self.program.log_density_terms(self.whole(vector))
+
+    def constrain(self, vectors: Tensor) -> dict[str, Tensor]:
+        """Latents at vectors (..., p); sites that are fixed are expanded, not copied."""
+        layout = self.program.layout
+        if self.subset is None or self.at is None:
+            return layout.constrain(vectors)[0]
+        fixed = layout.unflatten(self.at.to(vectors))
+        result = {}
+        for name, latent in layout.latents.items():
+            value = fixed[name].expand(*vectors.shape[:-1], *fixed[name].shape)
+            if name in self.subset.parts:
+                part, entries = vectors[..., self.subset.parts[name]], self.subset.chosen[name]
+                if entries is not None:
+                    flat = fixed[name].reshape(-1).expand(*vectors.shape[:-1], -1).clone()
+                    flat[..., entries.to(flat.device)] = part
+                    part = flat
+                value = part.reshape(value.shape)
+            result[name] = value if latent.transform is None else latent.transform(value)
+        return result
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Torch's random numbers follow ``seed`` inside; the caller's go on as before after."""
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        yield
+
+
+def starting_vectors(restriction: Restriction, init: Any, num_chains: int) -> Tensor:
+    """Starting points (chains, p) at which the log density and its gradient are finite.
+
+    :param init: "prior" (a draw of the prior each), "network" (the networks' own values), a guide
+        or ``Samples`` (a draw each), or a dict of latents.
+    :raises ValueError: where no such point is found, or for another ``init``.
+    """
+    starts = _proposed_starts(restriction, init, num_chains)
+    for _ in range(_ATTEMPTS):
+        bad = [i for i, start in enumerate(starts) if not _is_usable(restriction, start)]
+        if not bad:
+            return starts
+        starts[bad] = _proposed_starts(restriction, init, len(bad))
+    raise ValueError(
+        f"no starting point with a finite log density was found from init={init!r}: "
+        "start from a trained guide (init=guide), or check the program's data"
+    )
+
+
+def _proposed_starts(restriction: Restriction, init: Any, count: int) -> Tensor:
+    program = restriction.program
+    if isinstance(init, str | Mapping):
+        rows = [_unconstrained(program, _named_start(program, init)) for _ in range(count)]
+        starts = torch.stack(rows)
+    else:
+        draws = latent_draws(init, count, *program.args, **program.kwargs)
+        starts = _unconstrained(program, draws)
+    return restriction.chosen(starts)
+
+
+def _named_start(program: Program, init: str | Mapping[str, Tensor]) -> Mapping[str, Any]:
+    if not isinstance(init, str):
+        return init
+    if init == "prior":
+        trace = prune_subsample_sites(trace_once(program.model, program.args, program.kwargs))
+        return {name: trace.nodes[name]["value"] for name in program.latents}
+    if init == "network":
+        from pyro.infer.autoguide.initialization import InitMessenger
+
+        from pyro_bdl.init import init_to_network
+
+        started = InitMessenger(init_to_network)(program.model)
+        return Program(started, *program.args, **program.kwargs).initial
+    raise ValueError(f"init must be 'prior', 'network', a guide, Samples or a dict, got '{init}'")
+
+
+def _unconstrained(program: Program, latents: Mapping[str, Any]) -> Tensor:
+    missing = [name for name in program.latents if name not in latents]
+    if missing:
+        raise ValueError(f"init has no value for the latent site '{missing[0]}'")
+    reference = next(iter(program.latents.values()))
+    return program.unconstrain(latents).detach().to(reference.device, reference.dtype)
+
+
+def _is_usable(restriction: Restriction, vector: Tensor) -> bool:
+    gradient, value = torch.func.grad_and_value(restriction.log_density)(vector)
+    return bool(torch.isfinite(value) & torch.isfinite(gradient).all())
