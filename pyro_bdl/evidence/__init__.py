@@ -2,6 +2,7 @@
 
 from pyro_bdl.evidence.alternate import train_by_evidence
 from pyro_bdl.evidence.em import variational_em
+from pyro_bdl.evidence.last_layer import LastLayerEvidence
 from pyro_bdl.evidence.linearised import linearised_log_likelihood, linearised_optimum
 from pyro_bdl.evidence.marginal import effective_parameters, log_marginal_likelihood
 from pyro_bdl.evidence.maximize import Evidence, hyperparameters, maximize
@@ -11,6 +12,7 @@ from pyro_bdl.evidence.validation import Grid, tune_on_validation
 __all__ = [
     "Evidence",
     "Grid",
+    "LastLayerEvidence",
     "MarginalLikelihoodTraining",
     "effective_parameters",
     "hyperparameters",

@@ -176,7 +176,7 @@ class LaplaceGuide(JointGuide):
         if site is None:
             return None
         scale: Any = without_wrappers(site.distribution)[0]
-        return scale.scale.detach() if scale.scale.requires_grad else None
+        return scale.scale.detach().clone() if scale.scale.requires_grad else None
 
     @torch.enable_grad()
     def refresh(self) -> Tensor:

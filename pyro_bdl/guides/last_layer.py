@@ -14,7 +14,7 @@ from pyro_bdl.curvature.recipe import Recipe
 from pyro_bdl.curvature.subset import Subset
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.guides.laplace import AutoLaplaceGGN, LaplaceGuide
+from pyro_bdl.guides.laplace import AutoLaplaceGGN, LaplaceGuide, last_layer
 from pyro_bdl.init import init_to_network
 from pyro_bdl.modules import evaluation_mode, preserved_buffers
 from pyro_bdl.observation import parameters_of, without_wrappers
@@ -124,6 +124,17 @@ class AutoLastLayer(AutoLaplaceGGN):
                 break
         return guide
 
+    def layer(self, *args: Any, **kwargs: Any) -> Any:
+        """What the last layer is, as a selection of latents (``subset``): the sites' names where
+        they are looked for.
+
+        :param args: the program's arguments.
+        """
+        if not (isinstance(self.subset, str) and self.subset == "last-layer"):
+            return self.subset
+        (model,), layout = self._program_model, self.require_layout()
+        return last_layer(model, layout, self.location().detach(), args, kwargs)
+
     @torch.no_grad()
     def solve(self, data: Any) -> "AutoLastLayer":
         """Put the guide's own last layer at the mode given the features; returns itself.
@@ -218,9 +229,11 @@ class LastLayerGuide(LaplaceGuide):
     @torch.no_grad()
     def find_mode(self, *, progress: bool = False) -> None:
         """Newton steps with the guide's own precision to the maximum of log p(y, W), halved where
-        they do not gain; a pass over the data for each. Exact after one for a quadratic.
+        they do not gain; a pass over the data for each.
 
-        A warning tells where 100 steps did not get there.
+        One is exact for a quadratic, a few are for classes and rates, whose Gauss-Newton matrix is
+        the Hessian; others (StudentT, noise that depends on x) approach the mode more slowly. A
+        warning tells where 100 steps did not get there.
         """
         eps = torch.finfo(self.loc.dtype).eps
         before, value = float("inf"), self._log_joint(self.loc)
@@ -229,7 +242,8 @@ class LastLayerGuide(LaplaceGuide):
             step = self.precision.solve(gradient.to(self.prior_diagonal)).to(self.loc)
             gain = 0.5 * float((step.double() * gradient.double()).sum())
             rounding = 1e3 * eps * max(1.0, abs(value))
-            if gain <= eps**1.25 or (gain < rounding and gain >= before):
+            is_slow = gain > 0.1 * before  # not of second order
+            if gain <= eps**1.25 or (gain < rounding and (is_slow)):
                 return
             if gain > rounding:  # else values cannot tell
                 step, value = self._halved(step, value)

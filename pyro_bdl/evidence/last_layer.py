@@ -1,0 +1,206 @@
+"""Features trained through the evidence of the Bayesian linear regression that they feed."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from pyro.infer import Trace_ELBO
+from torch import Tensor
+
+from pyro_bdl.bayesian_linear import SufficientStatistics, log_evidence
+from pyro_bdl.curvature.fisher import cell_weights
+from pyro_bdl.curvature.subset import select
+from pyro_bdl.elbo import check_data
+from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.features import Features, read_features
+from pyro_bdl.guides.last_layer import AutoLastLayer
+from pyro_bdl.observation import without_wrappers
+from pyro_bdl.program import Run, Site
+
+
+class LastLayerEvidence(Trace_ELBO):
+    """Trains everything but the last layer W, which is integrated out, in ``SVI`` or with torch's
+    optimisers:
+
+        loss = -[log p(y | v) + log p(v)],  p(y | v) = int p(y | phi_v W') p(W) dW
+
+    with v all other latents, unconstrained, at their guide's point (hidden weights, a noise with a
+    prior), and log p(y | v) = log N(y; Phi m0', Phi S Phi' + noise^2) in closed form for W ~
+    Normal(m0, S): type-II maximum likelihood of the features, with their priors (Ober &
+    Rasmussen 2019, section 2). It is differentiable in the features and in every ``PyroParam`` of
+    priors and noise. O(N H^2 + H^3) for N data and H features.
+
+    A ``PyroParam`` that scales the priors of both the last layer and others makes the loss
+    unbounded below as these weights shrink together: give the last layer a scale of its own.
+    Afterwards ``guide.laplace_approximation(data)`` is the posterior of the last layer.
+
+    The program observes all data at once: the evidence is no sum over them.
+
+    :raises UnsupportedProgramError: where the last layer's output is not the location of a Normal
+        observation, or its prior not Normal.
+    :raises ValueError: for a minibatch.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._found: tuple[Callable, Callable, list[str]] | None = None
+
+    def loss(self, model: Callable, guide: Any, *args: Any, **kwargs: Any) -> float:
+        """-[log p(y | v) + log p(v)], in nats."""
+        return self.differentiable_loss(model, guide, *args, **kwargs).item()
+
+    def loss_and_grads(self, model: Callable, guide: Any, *args: Any, **kwargs: Any) -> float:
+        """The loss, its gradients added to the parameters'."""
+        loss = self.differentiable_loss(model, guide, *args, **kwargs)
+        loss.backward()
+        return loss.item()
+
+    @torch.enable_grad()
+    def differentiable_loss(self, model: Callable, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """The loss as a tensor to differentiate."""
+        sites = self._sites(model, guide, args, kwargs)
+        layout = guide.require_layout()
+        with guide.reading():
+            vector = guide.location()
+            values, log_det = layout.constrain(vector)
+            values |= {name: values[name].detach().requires_grad_() for name in sites}
+            run, features = read_features(model, values, sites, args, kwargs)
+        inside = [values[name] for name in sites]
+        total = log_marginal(run, features, values) + _others(run, sites, inside).double()
+        return -(total + log_det).to(vector.dtype)
+
+    def _sites(self, model: Callable, guide: Any, args: tuple, kwargs: dict) -> list[str]:
+        """The last layer's sites, looked for once."""
+        if self._found is None or self._found[:2] != (model, guide):
+            if not isinstance(guide, AutoLastLayer):
+                raise TypeError(
+                    f"LastLayerEvidence trains an AutoLastLayer, got {type(guide).__name__}"
+                )
+            guide.prototype(*args, **kwargs)
+            check_data(model, guide, args, kwargs)
+            selection = guide.layer(*args, **kwargs)
+            subset = select(guide.require_layout(), selection, model=model)
+            if any(chosen is not None for chosen in subset.chosen.values()):
+                raise UnsupportedProgramError("the last layer must be made of whole sites")
+            self._found = model, guide, list(subset.sites)
+        return self._found[2]
+
+
+def log_marginal(run: Run, features: Features, values: Mapping[str, Tensor]) -> Tensor:
+    """log p(y | v), with the last layer integrated out; a float64 scalar.
+
+    :param run: of the program at ``values``.
+    """
+    site, base = _normal_site(run, features)
+    means, scales = _prior(run, features)
+    shape = len(features.phi), features.outputs
+    sigma = base.scale.expand(base.batch_shape).reshape(shape).double()
+    counts = cell_weights(site).square().reshape(shape).double()
+    offset = (features.coefficients(values).detach() - means).double()
+    # y - Phi m0' from y - Phi W', so that what else enters the location is kept
+    residual = (site.value - base.loc).reshape(shape).double() + features.phi.double() @ offset.mT
+    weights, alpha = counts / sigma.square(), scales.double().square().reciprocal()
+    total = -(counts * (sigma.log() + 0.5 * math.log(2 * math.pi))).sum()
+    columns = range(features.outputs)
+    shared = bool((weights == weights[:, :1]).all())
+    for part in [slice(None)] if shared else [slice(k, k + 1) for k in columns]:
+        statistics = SufficientStatistics.of(
+            features.phi, residual[:, part], weights[:, part.start or 0]
+        )
+        prior = alpha[part]
+        prior = prior[:1] if bool((prior == prior[:1]).all()) else prior
+        # the constants of the noise are in the total already
+        statistics = replace(statistics, count=torch.zeros_like(statistics.count))
+        total = total + log_evidence(statistics, prior, 1.0)
+    return total
+
+
+def _normal_site(run: Run, features: Features) -> tuple[Site, Any]:
+    """The observed site whose location is the last layer's output, and its Normal."""
+    outputs = [term.output for term in features.terms]
+    found = {name: site for name, site in run.observed.items() if _reaches(site, outputs)}
+    if len(found) != 1:
+        raise UnsupportedProgramError(
+            f"the last layer feeds {len(found)} observed sites ({', '.join(found)}): the evidence "
+            "in closed form needs exactly one"
+        )
+    ((name, site),) = found.items()
+    base: Any = without_wrappers(site.distribution)[0]
+    kind = type(base).__name__
+    refused = f"the evidence in closed form needs a Normal observation, site '{name}' is {kind}"
+    if kind != "Normal":
+        raise UnsupportedProgramError(
+            f"{refused}: train as MAP, and use guide.laplace_approximation and "
+            "guide.maximize_evidence"
+        )
+    if site.value is None:
+        raise ValueError(f"site '{name}' has no observation: pass the targets as well")
+    if site.subsampling != 1.0:
+        raise ValueError(
+            f"site '{name}' was given a minibatch of its data, but the evidence is no sum over "
+            "data: pass all of them at once, or train as MAP with an ELBO"
+        )
+    noise = torch.randn(base.loc.shape, generator=torch.Generator().manual_seed(0)).to(base.loc)
+    arrived = torch.autograd.grad(base.loc, outputs, noise, retain_graph=True)
+    if base.scale.requires_grad and _depends(base.scale.sum(), outputs):
+        raise UnsupportedProgramError(
+            f"the noise of site '{name}' depends on the last layer, which can then not be "
+            "integrated out in closed form: train as MAP"
+        )
+    if not all(torch.allclose(found.reshape(-1), noise.reshape(-1)) for found in arrived):
+        raise UnsupportedProgramError(
+            f"the last layer's output is not the location of site '{name}' but something made of "
+            "it: put what follows into the noise or the targets, or train as MAP"
+        )
+    return site, base
+
+
+def _prior(run: Run, features: Features) -> tuple[Tensor, Tensor]:
+    """Means and standard deviations (K, H) of the last layer's Normal priors."""
+    means, scales = {}, {}
+    for name in features.sites:
+        site = run.latents[name]
+        base: Any = without_wrappers(site.distribution)[0]
+        plain = site.mask is None and torch.as_tensor(site.scale == 1.0).all()
+        if type(base).__name__ != "Normal" or not plain:
+            raise UnsupportedProgramError(
+                f"the prior of site '{name}' is no Normal ({type(base).__name__}), so that the "
+                "last layer cannot be integrated out in closed form: train as MAP"
+            )
+        means[name] = base.loc.expand(base.batch_shape)
+        scales[name] = base.scale.expand(base.batch_shape)
+    return features.coefficients(means), features.coefficients(scales)
+
+
+def _others(run: Run, sites: Sequence[str], inside: Sequence[Tensor]) -> Tensor:
+    """The log density of all statements that the last layer does not enter."""
+    total = inside[0].new_zeros(())
+    statements = {name: site for name, site in run.latents.items() if name not in sites}
+    for name, site in (statements | run.observed | run.factors).items():
+        if site.value is None:
+            continue
+        part = site.log_prob().sum()
+        if not _depends(part, inside):
+            total = total + part
+        elif name not in run.observed:
+            raise UnsupportedProgramError(
+                f"the statement '{name}' depends on the last layer, which can then not be "
+                "integrated out in closed form: train as MAP"
+            )
+    return total
+
+
+def _reaches(site: Site, tensors: Sequence[Tensor]) -> bool:
+    base: Any = without_wrappers(site.distribution)[0]
+    found = [getattr(base, name, None) for name in base.arg_constraints]
+    totals = [value.sum() for value in found if isinstance(value, Tensor) and value.requires_grad]
+    return any(_depends(total, tensors) for total in totals)
+
+
+def _depends(total: Tensor, tensors: Sequence[Tensor]) -> bool:
+    if not total.requires_grad:
+        return False
+    found = torch.autograd.grad(total, list(tensors), allow_unused=True, retain_graph=True)
+    return any(gradient is not None for gradient in found)

@@ -1,0 +1,289 @@
+"""LastLayerEvidence: the dense marginal likelihood and its gradient, training, refusals."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+from pyro.nn import PyroParam
+from torch import nn
+from torch.func import jacrev
+
+from pyro_bdl import Program, bayesianize, evidence, models, priors
+from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.evidence import LastLayerEvidence
+from pyro_bdl.guides import AutoLaplaceGGN, AutoLastLayer
+from pyro_bdl.observation import without_wrappers
+
+D = torch.float64
+N = 12
+POSITIVE = dist.constraints.positive
+
+
+def parameter(value):
+    return PyroParam(torch.tensor(value, dtype=D), constraint=POSITIVE)
+
+
+def network(outputs=1, tail=None):
+    torch.manual_seed(3)
+    layers = [nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, outputs), *([tail] if tail else [])]
+    return nn.Sequential(*layers).double()
+
+
+def data(outputs=1):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(N, 2, generator=generator, dtype=D)
+    y = torch.sin(2 * x[:, :1]) + 0.3 * torch.randn(N, outputs, generator=generator, dtype=D)
+    return x, y.squeeze(-1)
+
+
+def uneven(name, module, value):
+    numbers = torch.arange(value.numel(), dtype=D).reshape(value.shape)
+    return dist.Normal(0.1 * numbers.cos(), 0.5 + 0.1 * numbers)
+
+
+def own_noise(network, **options):
+    """A program with a known noise for every cell, and a mask."""
+
+    def model(x, y=None):
+        mean = network(x)
+        noise = 0.2 + 0.1 * torch.arange(mean.numel(), dtype=D).reshape(mean.shape).cos().square()
+        kept = torch.ones(mean.shape, dtype=torch.bool)
+        kept[::3, 0] = False
+        likelihood = dist.Normal(mean, noise).mask(kept).to_event(1)
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", likelihood, obs=y)
+
+    model.parameters = network.parameters
+    return model
+
+
+def shared(outputs):
+    learned = priors.ByName({"2.*": priors.Normal(parameter(0.8)), "*": priors.Normal(1.0)})
+    return models.Regression(bayesianize(network(outputs), learned), noise=parameter(0.3))
+
+
+CASES = {
+    "learned scales": (1, lambda: shared(1)),
+    "several outputs": (3, lambda: shared(3)),
+    "a noise with a prior": (
+        1,
+        lambda: models.Regression(bayesianize(network()), noise=dist.HalfNormal(1.0)),
+    ),
+    "uneven priors": (2, lambda: models.Regression(bayesianize(network(2), uneven), noise=0.3)),
+    "a noise for every cell, masked": (2, lambda: own_noise(bayesianize(network(2), uneven))),
+}
+
+
+def dense(model, guide, sites, x, y):
+    """-[log N(y; J m0 + c, J S J' + noise^2) + log p(v)] with J by autograd, as N K matrices."""
+    program, layout = Program(model, x, y), guide.layout
+    values, log_det = layout.constrain(guide.loc)
+    run = program.run(values)
+    base = [without_wrappers(run.latents[name].distribution)[0] for name in sites]
+    start = {
+        name: prior.loc.expand(prior.batch_shape) for name, prior in zip(sites, base, strict=True)
+    }
+    variance = torch.cat([p.scale.expand(p.batch_shape).reshape(-1) ** 2 for p in base])
+
+    def location(last):
+        site = program.run(values | last).observed["y"]
+        return without_wrappers(site.distribution)[0].loc.reshape(-1)
+
+    found = jacrev(location)(start)
+    design = torch.cat([found[name].reshape(y.numel(), -1) for name in sites], 1)
+    observed = run.observed["y"]
+    normal = without_wrappers(observed.distribution)[0]
+    noise = normal.scale.expand(normal.batch_shape).reshape(-1)
+    marginal = design * variance @ design.T + torch.diag(noise**2)
+    kept = torch.ones(y.shape, dtype=torch.bool)
+    if y.dim() > 1 and isinstance(observed.distribution.base_dist, dist.MaskedDistribution):
+        kept = observed.distribution.base_dist._mask
+    kept = kept.reshape(-1)
+    gaussian = dist.MultivariateNormal(location(start)[kept], marginal[kept][:, kept])
+    total = gaussian.log_prob(y.reshape(-1)[kept]) + log_det
+    for name, site in run.latents.items():
+        if name not in sites:
+            total = total + site.log_prob().sum()
+    return -total
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradient_are_those_of_the_dense_marginal_likelihood(case):
+    outputs, make = CASES[case]
+    x, y = data(outputs)
+    model = make()
+    guide = AutoLastLayer(model).prototype(x, y)
+    leaves = [guide.loc, *model.parameters()]
+    ours = LastLayerEvidence().differentiable_loss(model, guide, x, y)
+    theirs = dense(model, guide, ["2.weight", "2.bias"], x, y)
+    torch.testing.assert_close(ours, theirs)
+    for a, b in zip(
+        torch.autograd.grad(ours, leaves), torch.autograd.grad(theirs, leaves), strict=True
+    ):
+        torch.testing.assert_close(a, b)
+    last = guide.layout.slices["2.weight"]
+    assert (torch.autograd.grad(
+        LastLayerEvidence().differentiable_loss(model, guide, x, y), guide.loc
+    )[0][last] == 0).all()  # fmt: skip
+
+
+def test_it_is_the_evidence_of_the_posterior():
+    """loss = -(log evidence of the last layer + log prior of the rest)."""
+    x, y = data()
+    model = shared(1)
+    guide = AutoLastLayer(model).prototype(x, y)
+    loss = LastLayerEvidence().loss(model, guide, x, y)
+    posterior = guide.laplace_approximation((x, y))
+    latents = guide.layout.constrain(guide.loc)[0]
+    prior = sum(dist.Normal(0, 1).log_prob(latents[name]).sum() for name in ("0.weight", "0.bias"))
+    expected = -(evidence.log_marginal_likelihood(posterior) + prior)
+    assert loss == pytest.approx(float(expected))
+
+
+def optimise(how, model, guide, x, y, steps=150):
+    elbo = LastLayerEvidence()
+    if how == "SVI":
+        svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.03}), elbo)
+        return [svi.step(x, y) for _ in range(steps)]
+    objective = elbo(model, guide)
+    guide.prototype(x, y)
+    adam = torch.optim.Adam(objective.parameters(), lr=0.03)
+    losses = []
+    for _ in range(steps):
+        adam.zero_grad()
+        loss = objective(x, y)
+        loss.backward()
+        adam.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("how", ["SVI", "torch"])
+def test_it_trains_features_and_hyperparameters(how):
+    """The optimum in the hyperparameters is also that of ``maximize_evidence``."""
+    x, y = data()
+    model = shared(1)
+    guide = AutoLastLayer(model)
+    start = [p.detach().clone() for p in model.parameters()]
+    losses = optimise(how, model, guide, x, y, steps=400)
+    assert losses[-1] < losses[0] - 1.0
+    assert all(p != before for p, before in zip(model.parameters(), start, strict=True))
+    trained = evidence.log_marginal_likelihood(guide.laplace_approximation((x, y)))
+    best = evidence.log_marginal_likelihood(guide.maximize_evidence((x, y)))
+    assert 0 <= float(best - trained) < 0.05
+
+
+def test_both_ways_of_training_are_the_same():
+    x, y = data()
+    found = []
+    for how in ("SVI", "torch"):
+        pyro.clear_param_store()
+        model = shared(1)
+        found.append(optimise(how, model, AutoLastLayer(model), x, y, steps=5))
+    assert found[0] == pytest.approx(found[1])
+
+
+def test_single_precision():
+    x, y = data()
+    model = models.Regression(bayesianize(network()), noise=dist.HalfNormal(1.0))
+    exact = LastLayerEvidence().loss(model, AutoLastLayer(model), x, y)
+    single = models.Regression(bayesianize(network().float()), noise=dist.HalfNormal(1.0))
+    guide = AutoLastLayer(single)
+    found = LastLayerEvidence().differentiable_loss(single, guide, x.float(), y.float())
+    assert found.dtype == torch.float32
+    assert float(found) == pytest.approx(exact, rel=1e-5)
+
+
+# What it refuses
+
+
+def refused(model, x, y, message, error=UnsupportedProgramError, guide=AutoLastLayer):
+    with pytest.raises(error, match=message):
+        LastLayerEvidence().loss(model, guide(model), x, y)
+
+
+def test_other_observations():
+    x, y = data()
+    model = models.StudentTRegression(bayesianize(network()), noise=0.3)
+    refused(model, x, y, "needs a Normal observation, site 'y' is StudentT: train as MAP")
+    model = models.HeteroscedasticRegression(bayesianize(network(2)))
+    refused(model, x, y, "noise of site 'y' depends on the last layer")
+
+
+def test_a_minibatch():
+    x, y = data()
+    model = models.Regression(bayesianize(network()), noise=0.3, num_data=2 * N)
+    refused(model, x, y, "site 'y' was given a minibatch", ValueError)
+
+
+def test_a_missing_target():
+    x, _ = data()
+    model = models.Regression(bayesianize(network()), noise=0.3)
+    with pytest.raises(ValueError, match="observ"):
+        LastLayerEvidence().loss(model, AutoLastLayer(model), x)
+
+
+def test_something_after_the_last_layer():
+    x, y = data()
+    model = models.Regression(bayesianize(network(tail=nn.Tanh())), noise=0.3)
+    refused(model, x, y, "the last layer's output is not the location of site 'y'")
+
+
+def test_another_prior():
+    x, y = data()
+    model = models.Regression(bayesianize(network(), priors.Laplace(1.0)), noise=0.3)
+    refused(model, x, y, r"prior of site '2.weight' is no Normal \(Laplace\)")
+
+
+def test_weights_that_are_used_twice():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.layer(torch.tanh(self.layer(x)))
+
+    x, y = data(2)
+    model = models.Regression(bayesianize(Twice().double()), noise=0.3)
+    refused(model, x, y, r"'layer.weight' enter 2 products \(tied weights\?\)")
+
+
+def test_a_convolution():
+    net = nn.Sequential(nn.Conv1d(1, 1, 2), nn.Flatten()).double()
+    x, y = data()
+    model = models.Regression(bayesianize(net), noise=0.3)
+    refused(model, x[:, None], y, "'0.weight' enter the operation 'conv1d'")
+
+
+def test_a_factor_of_the_last_layer():
+    x, y = data()
+    net = bayesianize(network())
+
+    def model(x, y=None):
+        mean = net(x).squeeze(-1)
+        pyro.factor("penalty", -mean.square().sum())
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(mean, 0.3), obs=y)
+
+    refused(model, x, y, "'penalty' depends on the last layer")
+
+
+def test_another_guide():
+    x, y = data()
+    model = models.Regression(bayesianize(network()), noise=0.3)
+    refused(model, x, y, "trains an AutoLastLayer, got AutoLaplaceGGN", TypeError, AutoLaplaceGGN)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("how", ["SVI", "torch"])
+def test_on_a_gpu(how):
+    x, y = data()
+    model = shared(1)
+    expected = LastLayerEvidence().loss(model, AutoLastLayer(model), x, y)
+    model = model.cuda()
+    losses = optimise(how, model, AutoLastLayer(model), x.cuda(), y.cuda(), steps=20)
+    assert losses[0] == pytest.approx(expected)
+    assert losses[-1] < losses[0]

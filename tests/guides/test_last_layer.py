@@ -1,0 +1,455 @@
+"""AutoLastLayer: brute-force Bayesian linear regression, the mode of other likelihoods, errors."""
+
+import copy
+import pickle
+import warnings
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.nn import PyroParam
+from torch import nn
+from torch.func import functional_call, jacrev
+
+from pyro_bdl import LinearizedPredictive, Program, bayesianize, evidence, models, priors
+from pyro_bdl.bayesian_linear import SufficientStatistics, maximize, predict
+from pyro_bdl.bayesian_linear import posterior as linear_posterior
+from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
+from pyro_bdl.guides import AutoLaplaceGGN, AutoLastLayer
+
+D = torch.float64
+N, NOISE = 30, 0.4
+POSITIVE = dist.constraints.positive
+
+
+def network(outputs=1, hidden=5):
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(3, hidden), nn.Tanh(), nn.Linear(hidden, outputs)).double()
+
+
+def inputs(count=N):
+    return torch.randn(count, 3, generator=torch.Generator().manual_seed(1), dtype=D)
+
+
+def targets(x, outputs=1):
+    mean = torch.sin(2 * x[:, :1]) + torch.arange(outputs, dtype=D) * x[:, 1:2]
+    noise = torch.randn(mean.shape, generator=torch.Generator().manual_seed(2), dtype=D)
+    return (mean + NOISE * noise).squeeze(-1)
+
+
+def uneven(name, module, parameter):
+    """A prior with a mean and a scale of its own for every weight."""
+    numbers = torch.arange(parameter.numel(), dtype=D).reshape(parameter.shape)
+    return dist.Normal(0.1 * numbers.cos(), 0.5 + 0.1 * numbers)
+
+
+def tunable(model_noise=NOISE, scale=0.8, outputs=1):
+    """A regression with PyroParams for the last layer's prior and the noise."""
+    learned = PyroParam(torch.tensor(scale, dtype=D), constraint=POSITIVE)
+    prior = priors.ByName({"2.*": priors.Normal(learned), "*": priors.Normal(1.0)})
+    noise = PyroParam(torch.tensor(model_noise, dtype=D), constraint=POSITIVE)
+    return models.Regression(bayesianize(network(outputs), prior), noise=noise)
+
+
+def features(model, x):
+    """phi with a column of ones, at the network's own values."""
+    net = model.network.net
+    hidden = torch.tanh(net[0](x)).detach()
+    return torch.cat([hidden, torch.ones(len(x), 1, dtype=D)], 1)
+
+
+class BruteForce:
+    """y ~ Normal(c + J w, NOISE^2), w ~ Normal(m0, S): J by autograd, all as dense matrices."""
+
+    def __init__(self, net, prior, x, y):
+        last = {name: value.detach() for name, value in net[2].named_parameters(prefix="2")}
+        found = jacrev(lambda weights: functional_call(net, weights, x))(last)
+        self.design = torch.cat([found[name].detach().reshape(y.numel(), -1) for name in last], 1)
+        self.priors = [prior(name, None, value) for name, value in last.items()]
+        self.prior_mean = torch.cat([p.mean.reshape(-1) for p in self.priors])
+        self.prior_variance = torch.cat([p.variance.reshape(-1) for p in self.priors])
+        precision = self.design.T @ self.design / NOISE**2 + torch.diag(1 / self.prior_variance)
+        self.covariance = torch.linalg.inv(precision)
+        right = self.design.T @ y.reshape(-1) / NOISE**2 + self.prior_mean / self.prior_variance
+        self.mean = self.covariance @ right
+        spread = self.design * self.prior_variance @ self.design.T
+        spread = spread + NOISE**2 * torch.eye(y.numel(), dtype=D)
+        marginal = dist.MultivariateNormal(self.design @ self.prior_mean, spread)
+        self.log_evidence = marginal.log_prob(y.reshape(-1))
+
+
+def covariance(posterior):
+    return torch.cholesky_inverse(posterior.precision.factor)
+
+
+# Regression
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_it_is_linear_regression_on_the_features(outputs):
+    net, x = network(outputs), inputs()
+    y = targets(x, outputs)
+    model = models.Regression(bayesianize(net, uneven), noise=NOISE)
+    exact = BruteForce(net, uneven, x, y)
+    posterior = AutoLastLayer(model).laplace_approximation((x, y))
+    assert posterior.quadratic
+    assert posterior.subset.sites == ("2.weight", "2.bias")
+    torch.testing.assert_close(posterior.subset.take(posterior.loc), exact.mean)
+    torch.testing.assert_close(covariance(posterior), exact.covariance)
+    torch.testing.assert_close(evidence.log_marginal_likelihood(posterior), exact.log_evidence)
+    assert torch.equal(posterior.loc[:20], AutoLastLayer(model).prototype(x, y).loc[:20])
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_the_predictive_is_exact(outputs):
+    x = inputs()
+    y, new = targets(x, outputs), torch.randn(7, 3, dtype=D)
+    model = models.Regression(bayesianize(network(outputs), priors.Normal(0.8)), noise=NOISE)
+    posterior = AutoLastLayer(model).laplace_approximation((x, y))
+    moments = LinearizedPredictive(model, posterior).moments(new)["y"]
+    statistics = SufficientStatistics.of(features(model, x), y)
+    weights = linear_posterior(statistics, 0.8**-2, NOISE**-2)
+    mean, variance = predict(features(model, new), weights, NOISE**-2)
+    torch.testing.assert_close(moments.mean["loc"].reshape(7, -1), mean)
+    torch.testing.assert_close(moments.predictive_variance.reshape(7, -1), variance)
+
+
+def test_a_linear_model_is_all_last_layer(conjugate):
+    guide = AutoLastLayer(conjugate.model)
+    posterior = guide.laplace_approximation((conjugate.x, conjugate.y))
+    torch.testing.assert_close(posterior.loc, conjugate.mean())
+    torch.testing.assert_close(covariance(posterior), torch.linalg.inv(conjugate.precision()))
+
+
+def test_it_is_the_last_layer_laplace_at_the_mode():
+    x, model = inputs(), models.Regression(bayesianize(network()), noise=NOISE)
+    y = targets(x)
+    guide = AutoLastLayer(model).prototype(x, y).solve((x, y))
+    ggn = AutoLaplaceGGN(model, structure="full", subset="last-layer").prototype(x, y)
+    with torch.no_grad():
+        ggn.loc.copy_(guide.loc)
+    ours, theirs = (g.laplace_approximation((x, y)) for g in (guide, ggn))
+    torch.testing.assert_close(ours.loc, theirs.loc)
+    torch.testing.assert_close(covariance(ours), covariance(theirs))
+
+
+def test_minibatches_and_updates_are_the_whole():
+    x, model = inputs(), models.Regression(bayesianize(network()), noise=NOISE)
+    y = targets(x)
+    guide = AutoLastLayer(model)
+    whole = guide.laplace_approximation((x, y))
+    parts = [(x[i : i + 7], y[i : i + 7]) for i in range(0, N, 7)]
+    for other in (
+        guide.laplace_approximation(parts),
+        guide.laplace_approximation(parts[:2]).update(parts[2]).update(parts[3:]),
+    ):
+        torch.testing.assert_close(other.loc, whole.loc)
+        torch.testing.assert_close(covariance(other), covariance(whole))
+        torch.testing.assert_close(
+            evidence.log_marginal_likelihood(other), evidence.log_marginal_likelihood(whole)
+        )
+
+
+def test_a_bias_added_by_hand_belongs_to_the_last_layer():
+    x = inputs()
+    y = targets(x)
+
+    def model(x, y=None):
+        v = pyro.sample("v", dist.Normal(torch.zeros(3, 4, dtype=D), 1.0).to_event(2))
+        w = pyro.sample("w", dist.Normal(torch.zeros(4, 1, dtype=D), 1.0).to_event(2))
+        b = pyro.sample("b", dist.Normal(torch.zeros(1, dtype=D), 2.0).to_event(1))
+        mean = (torch.tanh(x @ v) @ w + b).squeeze(-1)
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(mean, NOISE), obs=y)
+
+    guide = AutoLastLayer(model).prototype(x, y)
+    posterior = guide.laplace_approximation((x, y))
+    assert posterior.subset.sites == ("w", "b")
+    v = guide.median()["v"]
+    phi = torch.cat([torch.tanh(x @ v), torch.ones(N, 1, dtype=D)], 1)
+    alpha = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.25], dtype=D)
+    exact = linear_posterior(SufficientStatistics.of(phi, y), alpha, NOISE**-2)
+    torch.testing.assert_close(posterior.loc[12:], exact.mean[0])
+    torch.testing.assert_close(covariance(posterior), exact.covariance[0])
+
+
+def test_the_guide_is_not_changed_but_by_solve():
+    x, model = inputs(), models.Regression(bayesianize(network()), noise=NOISE)
+    y = targets(x)
+    guide = AutoLastLayer(model).prototype(x, y)
+    before = guide.loc.detach().clone()
+    posterior = guide.laplace_approximation((x, y))
+    assert torch.equal(guide.loc, before)
+    assert guide.solve((x, y)) is guide
+    assert torch.equal(guide.loc, posterior.loc)
+
+
+def test_a_noise_with_a_prior_stays():
+    x = inputs()
+    y = targets(x)
+    model = models.Regression(bayesianize(network()), noise=dist.HalfNormal(1.0))
+    guide = AutoLastLayer(model).prototype(x, y)
+    posterior = guide.laplace_approximation((x, y))
+    noise = guide.median()["noise"]
+    assert posterior.median()["noise"] == noise
+    exact = linear_posterior(SufficientStatistics.of(features(model, x), y), 1.0, noise**-2)
+    torch.testing.assert_close(covariance(posterior), exact.covariance[0])
+
+
+def test_single_precision():
+    x, net = inputs(), network()
+    y = targets(x)
+    model = models.Regression(bayesianize(net.float()), noise=NOISE)
+    posterior = AutoLastLayer(model).laplace_approximation((x.float(), y.float()))
+    exact = models.Regression(bayesianize(net.double()), noise=NOISE)
+    expected = AutoLastLayer(exact).laplace_approximation((x, y))
+    assert posterior.loc.dtype == torch.float32
+    torch.testing.assert_close(posterior.loc.double(), expected.loc, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        evidence.log_marginal_likelihood(posterior).double(),
+        evidence.log_marginal_likelihood(expected),
+        rtol=1e-4,
+        atol=1e-3,
+    )
+
+
+# Hyperparameters
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_alpha_and_beta_are_at_the_maximum_of_the_evidence(outputs):
+    x = inputs()
+    y, model = targets(x, outputs), tunable(outputs=outputs)
+    posterior = AutoLastLayer(model).maximize_evidence((x, y))
+    best = maximize(SufficientStatistics.of(features(model, x), y))
+    scale, noise = (
+        next(value for name, value in hyper(posterior).items() if part in name)
+        for part in ("scale", "noise")
+    )
+    torch.testing.assert_close(scale, best.alpha.rsqrt(), rtol=1e-4, atol=0)
+    torch.testing.assert_close(noise, best.beta.rsqrt(), rtol=1e-4, atol=0)
+    value = evidence.log_marginal_likelihood(posterior)
+    torch.testing.assert_close(value.detach(), best.log_evidence)
+    gradients = torch.autograd.grad(value, list(model.parameters()))
+    assert all(abs(gradient) < 1e-3 for gradient in gradients)
+
+
+def hyper(posterior):
+    return evidence.hyperparameters(posterior)
+
+
+def test_the_posterior_follows_the_hyperparameters_without_the_data():
+    """After ``maximize`` it is what a fit at the hyperparameters found gives."""
+    x, model = inputs(), tunable()
+    y = targets(x)
+    guide = AutoLastLayer(model)
+    posterior = guide.laplace_approximation((x, y))
+    before = posterior.loc.clone()
+    evidence.maximize(posterior)
+    again = guide.laplace_approximation((x, y))
+    assert (posterior.loc - before).abs().max() > 0.1
+    torch.testing.assert_close(posterior.loc, again.loc)
+    torch.testing.assert_close(covariance(posterior), covariance(again))
+    torch.testing.assert_close(again.squares, posterior.noise_factor * posterior.squares)
+    torch.testing.assert_close(
+        evidence.log_marginal_likelihood(posterior), evidence.log_marginal_likelihood(again)
+    )
+
+
+def test_alpha_of_a_classifier_and_its_mode_agree():
+    """alpha = gamma / m'm at the mode that belongs to alpha."""
+    x = inputs(60)
+    y = (x[:, 0] > 0).long() + (x[:, 1] > 0.5).long()
+    learned = PyroParam(torch.tensor(1.0, dtype=D), constraint=POSITIVE)
+    prior = priors.ByName({"2.*": priors.Normal(learned), "*": priors.Normal(1.0)})
+    model = models.Classification(bayesianize(network(3), prior))
+    guide = AutoLastLayer(model)
+    posterior = guide.maximize_evidence((x, y))
+    ((_, scale),) = hyper(posterior).items()
+    weights = posterior.subset.take(posterior.loc)
+    gamma = (1.0 - covariance(posterior).diagonal() / scale**2).sum()
+    torch.testing.assert_close(scale**2, weights.square().sum() / gamma, rtol=1e-3, atol=0)
+    torch.testing.assert_close(posterior.loc, guide.laplace_approximation((x, y)).loc)
+
+
+def test_without_hyperparameters_it_says_what_to_do():
+    x, model = inputs(), models.Regression(bayesianize(network()), noise=NOISE)
+    with pytest.raises(ValueError, match="no PyroParam to tune"):
+        AutoLastLayer(model).maximize_evidence((x, targets(x)))
+
+
+# Other observations
+
+
+def slope(model, posterior, x, y):
+    """The gradient of log p(y, w) in the last layer."""
+    at = posterior.loc.clone().requires_grad_()
+    value = Program(model, x, y).log_density(at)
+    return posterior.subset.take(torch.autograd.grad(value, at)[0])
+
+
+CASES = {
+    "classes": (models.Classification, 3, lambda x: (x[:, 0] > 0).long() + (x[:, 1] > 0).long()),
+    "binary": (models.BinaryClassification, 1, lambda x: (x[:, 0] + x[:, 1] > 0).long()),
+    "counts": (models.PoissonRegression, 1, lambda x: (3 * x[:, 0].abs()).round()),
+    "student": (lambda net: models.StudentTRegression(net, noise=0.3), 1, targets),
+    "heteroscedastic": (models.HeteroscedasticRegression, 2, targets),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("batches", [1, 3])
+def test_it_finds_the_mode(case, batches):
+    kind, outputs, make = CASES[case]
+    x = inputs()
+    y, model = make(x), kind(bayesianize(network(outputs)))
+    data = list(zip(x.chunk(batches), y.chunk(batches), strict=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BdlWarning)
+        posterior = AutoLastLayer(model).laplace_approximation(data)
+    assert not posterior.quadratic
+    first_order = case in ("student", "heteroscedastic")
+    assert slope(model, posterior, x, y).abs().max() < (1e-4 if first_order else 1e-8)
+    assert torch.isfinite(evidence.log_marginal_likelihood(posterior))
+
+
+def test_an_update_of_a_classifier_finds_the_mode_of_all():
+    kind, outputs, make = CASES["classes"]
+    x = inputs()
+    y, model = make(x), kind(bayesianize(network(outputs)))
+    posterior = AutoLastLayer(model).laplace_approximation((x[:20], y[:20]))
+    posterior.update((x[20:], y[20:]))
+    assert slope(model, posterior, x, y).abs().max() < 1e-8
+    whole = AutoLastLayer(model).laplace_approximation((x, y))
+    torch.testing.assert_close(covariance(posterior), covariance(whole))
+
+
+def test_logistic_regression_is_sklearns():
+    """Its penalty 1/2 w'w / C is a Normal(0, C) prior on the weights; the intercept has none,
+    here a Normal(0, 1e8)."""
+    linear_model = pytest.importorskip("sklearn.linear_model")
+    x = inputs(80)
+    y = (x[:, 0] - 0.5 * x[:, 1] + 0.7 * torch.randn(80, dtype=D) > 0).long()
+    wide = priors.ByName({"bias": priors.Normal(1e4), "*": priors.Normal(0.5**0.5)})
+    model = models.BinaryClassification(bayesianize(nn.Linear(3, 1).double(), wide))
+    posterior = AutoLastLayer(model).laplace_approximation((x, y))
+    other = linear_model.LogisticRegression(C=0.5, tol=1e-12, max_iter=10000).fit(x, y)
+    expected = torch.tensor([*other.coef_[0], other.intercept_[0]], dtype=D)
+    torch.testing.assert_close(posterior.loc, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_steps_that_overflow_are_halved():
+    """The first Newton step of counts far from their rate leads to rates of infinity."""
+    x = torch.linspace(-30, 30, 20, dtype=D)[:, None]
+    y = torch.arange(20, dtype=D)
+    net = nn.Linear(1, 1).double()
+    with torch.no_grad():
+        net.weight.fill_(-0.3)
+    model = models.PoissonRegression(bayesianize(net, priors.Normal(10.0)))
+    posterior = AutoLastLayer(model).laplace_approximation((x, y))
+    assert slope(model, posterior, x, y).abs().max() < 1e-7
+
+
+def test_a_mode_that_is_not_reached_is_said(monkeypatch):
+    monkeypatch.setattr("pyro_bdl.guides.last_layer._STEPS", 1)
+    kind, outputs, make = CASES["classes"]
+    x = inputs()
+    model = kind(bayesianize(network(outputs)))
+    with pytest.warns(BdlWarning, match="mode of the last layer was not reached in 1 steps"):
+        AutoLastLayer(model).laplace_approximation((x, make(x)))
+
+
+# What is asked for, and what is kept
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(4, 3)
+        self.head = nn.Linear(3, 4, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.embedding(x)))
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.layer(torch.tanh(self.layer(x)))
+
+
+@pytest.mark.parametrize(
+    ("net", "x", "site"),
+    [
+        (Tied(), torch.arange(8) % 4, "embedding.weight"),
+        (Twice(), torch.randn(8, 2), "layer.weight"),
+    ],
+    ids=["tied", "twice"],
+)
+def test_weights_that_are_used_twice(net, x, site):
+    model = models.Classification(bayesianize(net))
+    with pytest.raises(UnsupportedProgramError, match=f"'{site}' are used more than once"):
+        AutoLastLayer(model).laplace_approximation((x, torch.arange(8) % 2))
+
+
+def test_other_structures_are_refused():
+    x, model = inputs(), models.Regression(bayesianize(network()), noise=NOISE)
+    with pytest.raises(ValueError, match='AutoLaplaceGGN with subset="last-layer"'):
+        AutoLastLayer(model).laplace_approximation((x, targets(x)), structure="kron")
+
+
+def test_batch_norm_is_evaluated_and_untouched():
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+    model, x = models.Regression(bayesianize(net.double()), noise=NOISE), inputs()
+    y = targets(x)
+    guide = AutoLastLayer(model).prototype(x, y)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    posterior = guide.laplace_approximation((x, y))
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(part.training for part in model.modules())
+    with torch.no_grad():
+        frozen = copy.deepcopy(net).eval()
+        phi = torch.cat([frozen[:3](x), torch.ones(N, 1, dtype=D)], 1)
+    exact = linear_posterior(SufficientStatistics.of(phi, y), 1.0, NOISE**-2)
+    torch.testing.assert_close(posterior.loc[-5:], exact.mean[0])
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "state"])
+def test_copies(how):
+    x, model = inputs(), tunable()
+    y = targets(x)
+    guide = AutoLastLayer(model)
+    posterior = guide.laplace_approximation((x, y))
+    if how == "deepcopy":
+        other = copy.deepcopy(posterior)
+    elif how == "pickle":
+        other = pickle.loads(pickle.dumps(posterior))
+    else:
+        other = guide.laplace_approximation((x[:5], y[:5]))
+        other.load_state_dict(posterior.state_dict())
+    assert torch.equal(other.loc, posterior.loc)
+    torch.testing.assert_close(covariance(other), covariance(posterior))
+    assert other.quadratic
+    if how == "deepcopy":
+        evidence.maximize(other)
+        assert not torch.equal(other.loc, posterior.loc)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("case", [*CASES, "normal"])
+def test_on_a_gpu(case):
+    normal = (lambda net: models.Regression(net, noise=NOISE), 1, targets)
+    kind, outputs, make = CASES.get(case, normal)
+    x = inputs()
+    y, model = make(x), kind(bayesianize(network(outputs)))
+    expected = AutoLastLayer(model).laplace_approximation((x, y))
+    there = AutoLastLayer(model.cuda()).laplace_approximation((x.cuda(), y.cuda()))
+    assert there.loc.is_cuda
+    torch.testing.assert_close(there.loc.cpu(), expected.loc)
+    torch.testing.assert_close(there.variances().cpu(), expected.variances())
