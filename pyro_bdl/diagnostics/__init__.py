@@ -1,7 +1,31 @@
-"""Convergence diagnostics of Markov chains on torch tensors, on the device the draws are on."""
+"""Convergence, importance sampling and cross-validation on draws of shape (chains, draws, ...).
 
+Every function works on the device the draws are on, in float64, over all quantities behind the
+first two axes at once, in blocks that bound the memory.
+"""
+
+from pyro_bdl.diagnostics.convergence import Convergence, convergence
+from pyro_bdl.diagnostics.energy import bfmi
 from pyro_bdl.diagnostics.ess import ess
+from pyro_bdl.diagnostics.loo import LOO, loo, loo_approximate_posterior
 from pyro_bdl.diagnostics.mcse import mcse
+from pyro_bdl.diagnostics.psis import PSIS, good_k, psis
 from pyro_bdl.diagnostics.rhat import rhat
+from pyro_bdl.diagnostics.waic import WAIC, waic
 
-__all__ = ["ess", "mcse", "rhat"]
+__all__ = [
+    "LOO",
+    "PSIS",
+    "WAIC",
+    "Convergence",
+    "bfmi",
+    "convergence",
+    "ess",
+    "good_k",
+    "loo",
+    "loo_approximate_posterior",
+    "mcse",
+    "psis",
+    "rhat",
+    "waic",
+]

@@ -1,56 +1,99 @@
 """Streams draws of many quantities through a statistic, a block of quantities at a time."""
 
+import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 
-# Numbers in one block of draws; a statistic holds about ten times that in temporaries.
-_BLOCK_NUMBERS = {"cpu": 2**21, "cuda": 2**25}
+# Numbers in one block of draws; a statistic holds about ten times that in temporaries. A block
+# fits the cache of a processor's core, and fills a GPU.
+_BLOCK_NUMBERS = {"cpu": 2**18, "cuda": 2**25}
 
 
 def map_blocks(
-    statistic: Callable[[Tensor], Tensor], draws: Tensor, *, block_numbers: int | None = None
+    statistic: Callable[[Tensor], Tensor],
+    draws: Tensor,
+    *,
+    block_numbers: int | None = None,
+    progress: bool = True,
 ) -> Tensor:
     """Apply a statistic of chains to every quantity behind the first two axes.
 
-    :param statistic: maps a contiguous float64 tensor ``(block, chains, draws)`` to ``(block,)``.
-    :param draws: ``(chains, draws, ...)``, any real dtype, on any device.
+    On the CPU as many blocks are worked on at once as torch has threads.
+
+    :param statistic: maps a contiguous float64 tensor ``(block, chains, draws)`` to
+        ``(..., block)``.
+    :param draws: ``(chains, draws, *trailing)``, any real dtype, on any device.
     :param block_numbers: how many numbers of ``draws`` are worked on at once; bounds the memory.
-    :returns: float64 tensor of the trailing shape ``(...)``, on the device of ``draws``.
+    :param progress: show a bar where it takes more than a few seconds.
+    :returns: float64 ``(..., *trailing)``, on the device of ``draws``.
     :raises TypeError: where ``draws`` is no real tensor.
     :raises ValueError: for fewer than two axes, no chain, or fewer than 4 draws a chain.
     """
     check_draws(draws)
     chains, length, *trailing = draws.shape
-    flat = draws.detach().reshape(chains, length, -1)
-    quantities = flat.shape[-1]
+    quantities = math.prod(trailing)
+    flat = draws.detach().reshape(chains, length, quantities)
     numbers = block_numbers or _BLOCK_NUMBERS.get(draws.device.type, _BLOCK_NUMBERS["cpu"])
     block = max(1, numbers // (chains * length))
-    result = torch.empty(quantities, dtype=torch.float64, device=draws.device)
-    for start in range(0, quantities, block):
+
+    def apply(start: int) -> Tensor:
         part = flat[..., start : start + block].permute(2, 0, 1)
-        result[start : start + block] = statistic(part.to(torch.float64).contiguous())
-    return result.reshape(trailing)
+        return statistic(part.to(torch.float64).contiguous())
+
+    first = apply(0)
+    if quantities <= block:
+        return first.reshape(*first.shape[:-1], *trailing)
+    result = first.new_empty(*first.shape[:-1], quantities)
+    result[..., :block] = first
+
+    def fill(start: int) -> None:
+        result[..., start : start + block] = apply(start)
+
+    starts = range(block, quantities, block)
+    with tqdm(
+        total=len(starts), desc="diagnostics", delay=3, leave=False, disable=not progress
+    ) as bar:
+        _for_each(fill, starts, bar, threads=torch.get_num_threads() if flat.is_cpu else 1)
+    return result.reshape(*first.shape[:-1], *trailing)
 
 
-def check_draws(draws: Tensor) -> None:
+def _for_each(work: Callable[[int], None], starts: range, bar: tqdm, *, threads: int) -> None:
+    if threads == 1 or len(starts) == 1:
+        for start in starts:
+            work(start)
+            bar.update()
+        return
+    # A thread for each block, in which torch uses no others: numpy's sort has one thread only.
+    pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        for _ in pool.map(work, starts):
+            bar.update()
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)  # also what threads to come begin with
+
+
+def check_draws(draws: Tensor, name: str = "draws") -> None:
     """Raise unless ``draws`` is a real tensor ``(chains, draws, ...)`` with at least 4 draws."""
     if not isinstance(draws, Tensor):
         raise TypeError(
-            f"draws must be a torch tensor of shape (chains, draws, ...), "
+            f"{name} must be a torch tensor of shape (chains, draws, ...), "
             f"but is a {type(draws).__name__}"
         )
     if draws.is_complex():
-        raise TypeError(f"draws must be real, but have dtype {draws.dtype}")
+        raise TypeError(f"{name} must be real, but has dtype {draws.dtype}")
     if draws.dim() < 2:
         raise ValueError(
-            f"draws must have shape (chains, draws, ...), but have shape {tuple(draws.shape)}; "
-            f"for a single chain add an axis in front: draws[None]"
+            f"{name} must have shape (chains, draws, ...), but has shape {tuple(draws.shape)}; "
+            f"for a single chain add an axis in front: {name}[None]"
         )
     if draws.shape[0] < 1 or draws.shape[1] < 4:
         raise ValueError(
-            f"at least one chain of 4 draws is needed, but draws have shape "
+            f"at least one chain of 4 draws is needed, but {name} has shape "
             f"{tuple(draws.shape)} (chains first, then draws): draw more"
         )
 
@@ -59,7 +102,9 @@ def split_chains(x: Tensor) -> Tensor:
     """First and last halves of each chain as chains of their own.
 
     ``(block, chains, draws)`` to ``(block, 2 * chains, draws // 2)``; the middle one of an odd
-    number of draws is left out.
+    number of draws is left out. A view where the number is even.
     """
     half = x.shape[-1] // 2
-    return torch.cat([x[..., :half], x[..., -half:]], dim=-2)
+    if x.shape[-1] % 2:
+        return torch.cat([x[..., :half], x[..., -half:]], dim=-2)
+    return x.reshape(len(x), -1, half)

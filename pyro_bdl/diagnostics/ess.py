@@ -1,16 +1,37 @@
 """Effective sample size."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from scipy.fft import next_fast_len
 from torch import Tensor
 
 from pyro_bdl.diagnostics.blocks import map_blocks, split_chains
-from pyro_bdl.diagnostics.rank import normal_scores, quantile_of_sorted, sort
+from pyro_bdl.diagnostics.conventions import check_convention
+from pyro_bdl.diagnostics.rank import normal_scores, ordered, quantile_of_sorted, sort
+
+# The levels of ``prob`` that each kind takes, where it takes none other.
+_LEVELS: dict[str, tuple[float, ...] | None] = {
+    "bulk": (),
+    "tail": None,
+    "mean": (),
+    "sd": (),
+    "median": (0.5,),
+    "quantile": None,
+    "local": None,
+}
+_COUNT = {"tail": 2, "quantile": 1, "local": 2}
 
 
-def ess(draws: Tensor, *, kind: str = "bulk") -> Tensor:
+def ess(
+    draws: Tensor,
+    *,
+    kind: str = "bulk",
+    prob: float | Sequence[float] | None = None,
+    compat: str = "1.x",
+    progress: bool = True,
+) -> Tensor:
     """How many independent draws would tell as much about each quantity.
 
     For M chains of n draws, rho_t the autocorrelation at lag t over all chains::
@@ -21,45 +42,74 @@ def ess(draws: Tensor, *, kind: str = "bulk") -> Tensor:
     monotone sequence); tau is at least 1 / log10(M n).
 
     :param draws: ``(chains, draws, ...)``, any real dtype and device.
-    :param kind: ``"bulk"``: of the rank-normalised split chains; ``"tail"``: the smaller one for
-        the 5 % and the 95 % quantile; ``"mean"``: of the split chains as they are.
+    :param kind: of which function of the draws x, each split into half chains:
+
+        - ``"bulk"``: the normal scores of their ranks;
+        - ``"mean"``: x; ``"sd"``: (x - mean)^2;
+        - ``"quantile"``: whether x is at most its quantile at ``prob``; ``"median"``: at 0.5;
+        - ``"tail"``: the smaller one for two quantiles, by default of 5 % and 95 %;
+        - ``"local"``: whether x lies between the two quantiles ``prob``.
+    :param prob: the level of ``"quantile"``, the two levels of ``"local"`` and ``"tail"``.
+    :param compat: the version of ArviZ whose quantiles are used, ``"1.x"`` or ``"0.23"``; they
+        differ where draws tie with a quantile.
+    :param progress: show a bar where it takes more than a few seconds.
     :returns: float64 ``(...)``, in draws. The number of draws for a constant, NaN where there is a
         NaN.
     :raises TypeError: where ``draws`` is no real tensor.
-    :raises ValueError: for an unknown ``kind``; fewer than two axes or 4 draws a chain.
+    :raises ValueError: for an unknown ``kind`` or ``compat``; a ``prob`` that does not fit the
+        kind; fewer than two axes or 4 draws a chain.
 
     Source: Vehtari et al. (2021), Rank-normalization, folding, and localization, section 3 and
-    4.3; Geyer (1992), Practical Markov chain Monte Carlo. Equal to ``arviz.ess`` 0.23.
+    4.3; Geyer (1992), Practical Markov chain Monte Carlo. Equal to ``arviz.ess``.
     """
-    if kind not in _KINDS:
-        raise ValueError(f"kind={kind!r} is unknown; choose one of {', '.join(map(repr, _KINDS))}")
-    return map_blocks(_KINDS[kind], draws)
+    check_convention(compat)
+    levels = _levels(kind, prob)
+
+    def statistic(x: Tensor) -> Tensor:
+        return torch.where(has_nan(x), torch.nan, _ess_of_kind(x, kind, levels, compat))
+
+    return map_blocks(statistic, draws, progress=progress)
 
 
-def _bulk(x: Tensor) -> Tensor:
-    halves = split_chains(x)
-    scores = normal_scores(halves.flatten(1)).view_as(halves)
-    return _or_nan(x, ess_of_chains(scores))
+def _ess_of_kind(x: Tensor, kind: str, levels: Sequence[float], compat: str) -> Tensor:
+    if kind == "mean":
+        return ess_of_chains(split_chains(x))
+    if kind == "sd":
+        return ess_of_chains(split_chains(squared_deviations(x)))
+    if kind == "bulk":
+        halves = split_chains(x)
+        return ess_of_chains(normal_scores(ordered(halves.flatten(1))).view_as(halves))
+    in_order = sort(x.flatten(1))
+    limits = [quantile_of_sorted(in_order, level, compat=compat) for level in levels]
+    if kind == "local":
+        low, high = (limit[:, None, None] for limit in limits)
+        return ess_of_event((low <= x) & (x <= high))
+    return ess_below(x, limits)
 
 
-def _tail(x: Tensor) -> Tensor:
-    ordered = sort(x.flatten(1))
-    low, high = (
-        ess_of_chains(split_chains((x <= limit[:, None, None]).to(x.dtype)))
-        for limit in (quantile_of_sorted(ordered, 0.05), quantile_of_sorted(ordered, 0.95))
-    )
-    return _or_nan(x, torch.minimum(low, high))
+def ess_below(x: Tensor, limits: Sequence[Tensor]) -> Tensor:
+    """The smallest ESS of the events x <= limit.
+
+    :param x: ``(block, chains, draws)``.
+    :param limits: each ``(block,)``.
+    """
+    values = [ess_of_event(x <= limit[:, None, None]) for limit in limits]
+    return torch.stack(values).amin(0)
 
 
-def _mean(x: Tensor) -> Tensor:
-    return _or_nan(x, ess_of_chains(split_chains(x)))
+def ess_of_event(happened: Tensor) -> Tensor:
+    """ESS of the frequency of an event, which happened or not at each of the draws."""
+    return ess_of_chains(split_chains(happened.to(torch.float64)))
 
 
-_KINDS = {"bulk": _bulk, "tail": _tail, "mean": _mean}
+def squared_deviations(x: Tensor) -> Tensor:
+    """(x - mean)^2, the mean over all draws of all chains."""
+    return (x - x.mean((-2, -1), keepdim=True)).square()
 
 
-def _or_nan(x: Tensor, value: Tensor) -> Tensor:
-    return torch.where(x.isnan().flatten(1).any(-1), torch.nan, value)
+def has_nan(x: Tensor) -> Tensor:
+    """Which quantities of ``(block, chains, draws)`` hold a NaN."""
+    return x.isnan().flatten(1).any(-1)
 
 
 def mean_autocovariance(x: Tensor) -> Tensor:
@@ -71,7 +121,7 @@ def mean_autocovariance(x: Tensor) -> Tensor:
     n = x.shape[-1]
     padded = next_fast_len(2 * n, real=True)
     spectrum = torch.fft.rfft(x - x.mean(-1, keepdim=True), n=padded)
-    power = torch.view_as_real(spectrum).square().sum(-1).mean(-2)
+    power = (spectrum.real.square() + spectrum.imag.square()).mean(-2)
     return torch.fft.irfft(power.to(spectrum.dtype), n=padded)[..., :n] / n
 
 
@@ -83,14 +133,14 @@ def ess_of_chains(x: Tensor) -> Tensor:
     """
     chains, n = x.shape[-2:]
     size = chains * n
-    covariance = mean_autocovariance(x)
+    last_pair = max((n - 3) // 2, 0)
+    covariance = mean_autocovariance(x)[:, : 2 * last_pair + 2]
     within = covariance[:, :1] * n / (n - 1)
     total = covariance[:, :1] + x.mean(-1).var(-1, keepdim=True)
     rho = 1 - (within - covariance) / total
     rho[:, 0] = 1
 
-    last_pair = max((n - 3) // 2, 0)
-    pairs = rho[:, : 2 * last_pair + 2].unflatten(1, (-1, 2)).sum(-1)
+    pairs = rho.unflatten(1, (-1, 2)).sum(-1)
     ends = pairs <= 0
     stop = torch.where(ends.any(1), ends.int().argmax(1), last_pair)
     summed = torch.arange(last_pair + 1, device=x.device) < stop[:, None]
@@ -104,3 +154,24 @@ def ess_of_chains(x: Tensor) -> Tensor:
     value = torch.where(rho[:, 1].isnan(), torch.nan, size / tau)
     spread = x.amax((-2, -1)) - x.amin((-2, -1))
     return torch.where(spread < 1e-15, float(size), value)
+
+
+def _levels(kind: str, prob: float | Sequence[float] | None) -> tuple[float, ...]:
+    """The quantiles that a kind needs."""
+    if kind not in _LEVELS:
+        known = ", ".join(map(repr, _LEVELS))
+        raise ValueError(f"kind={kind!r} is unknown; choose one of {known}")
+    fixed = _LEVELS[kind]
+    if fixed is not None:
+        if prob is not None:
+            raise ValueError(f"kind={kind!r} takes no prob, got {prob}")
+        return fixed
+    if kind == "tail" and prob is None:
+        return 0.05, 0.95
+    given = (prob,) if isinstance(prob, int | float) else tuple(prob or ())
+    if kind == "tail" and len(given) == 1:
+        given = (given[0], 1 - given[0])
+    if len(given) != _COUNT[kind] or not all(0 <= level <= 1 for level in given):
+        need = "a level" if _COUNT[kind] == 1 else "two levels"
+        raise ValueError(f"kind={kind!r} needs {need} between 0 and 1 as prob, got {prob}")
+    return given

@@ -1,24 +1,98 @@
 """Monte Carlo standard error."""
 
+import numpy as np
+import torch
+from scipy import stats
 from torch import Tensor
 
 from pyro_bdl.diagnostics.blocks import map_blocks, split_chains
-from pyro_bdl.diagnostics.ess import ess_of_chains
+from pyro_bdl.diagnostics.conventions import check_convention
+from pyro_bdl.diagnostics.ess import (
+    ess_below,
+    ess_of_chains,
+    has_nan,
+    squared_deviations,
+)
+from pyro_bdl.diagnostics.rank import quantile_of_sorted, sort
+
+_KINDS = ("mean", "sd", "median", "quantile")
+_ONE_SIGMA = (0.1586553, 0.8413447)  # Phi(-1) and Phi(1), with ArviZ's digits
 
 
-def mcse(draws: Tensor) -> Tensor:
-    """Standard error of the mean of each quantity, sd / sqrt(ESS of the mean).
+def mcse(
+    draws: Tensor,
+    *,
+    kind: str = "mean",
+    prob: float | None = None,
+    compat: str = "1.x",
+    progress: bool = True,
+) -> Tensor:
+    """Standard error of an estimate that is made from the draws of a Markov chain.
+
+    ::
+
+        mean       sd(x) / sqrt(ESS_mean)
+        sd         sqrt((E[d^4] - E[d^2]^2) / (4 E[d^2] ESS_sd)),    d = x - E[x]
+        quantile   (x_(b) - x_(a)) / 2, a and b the 16 % and 84 % quantiles of
+                   Beta(ESS p + 1, ESS (1 - p) + 1), with the ESS of the event x <= quantile
 
     :param draws: ``(chains, draws, ...)``, any real dtype and device.
-    :returns: float64 ``(...)``, in the units of the draws. NaN where there is a NaN.
+    :param kind: ``"mean"``, ``"sd"``, ``"median"``, or ``"quantile"`` at the level ``prob``.
+    :param prob: between 0 and 1, for ``"quantile"`` alone.
+    :param compat: the version of ArviZ whose quantiles are used, ``"1.x"`` or ``"0.23"``.
+    :param progress: show a bar where it takes more than a few seconds.
+    :returns: float64 ``(...)``, in the units of the draws. NaN where there is a NaN; of a
+        constant 0, for ``"sd"`` NaN.
     :raises TypeError: where ``draws`` is no real tensor.
-    :raises ValueError: where ``draws`` has fewer than two axes or 4 draws a chain.
+    :raises ValueError: for an unknown ``kind`` or ``compat``; a ``prob`` that does not fit the
+        kind; fewer than two axes or 4 draws a chain.
 
-    Source: Vehtari et al. (2021), Rank-normalization, folding, and localization, section 3. Equal
-    to ``arviz.mcse`` 0.23.
+    Source: Vehtari et al. (2021), Rank-normalization, folding, and localization, sections 3 and
+    4.4; for the sd, the delta method on the variance. Equal to ``arviz.mcse``.
     """
-    return map_blocks(_mcse_of_mean, draws)
+    check_convention(compat)
+    if kind not in _KINDS:
+        raise ValueError(f"kind={kind!r} is unknown; choose one of {', '.join(map(repr, _KINDS))}")
+    if (prob is not None) != (kind == "quantile") or not (prob is None or 0 <= prob <= 1):
+        need = "a level between 0 and 1 as" if kind == "quantile" else "no"
+        raise ValueError(f"kind={kind!r} takes {need} prob, got {prob}")
+    level = 0.5 if prob is None else prob
+
+    def statistic(x: Tensor) -> Tensor:
+        if kind == "mean":
+            value = mcse_of_mean(x)
+        elif kind == "sd":
+            value = mcse_of_sd(x)
+        else:
+            value = mcse_of_quantile(x, level, compat)
+        return torch.where(has_nan(x), torch.nan, value)
+
+    return map_blocks(statistic, draws, progress=progress)
 
 
-def _mcse_of_mean(x: Tensor) -> Tensor:
+def mcse_of_mean(x: Tensor) -> Tensor:
+    """``(block, chains, draws)`` to ``(block,)``."""
     return x.flatten(1).std(-1) / ess_of_chains(split_chains(x)).sqrt()
+
+
+def mcse_of_sd(x: Tensor) -> Tensor:
+    """``(block, chains, draws)`` to ``(block,)``."""
+    squares = squared_deviations(x)
+    variance = squares.mean((-2, -1))
+    of_variance = squares.square().mean((-2, -1)) - variance.square()
+    return (of_variance / ess_of_chains(split_chains(squares)) / variance / 4).sqrt()
+
+
+def mcse_of_quantile(x: Tensor, level: float, compat: str) -> Tensor:
+    """``(block, chains, draws)`` to ``(block,)``; the Beta quantiles are scipy's, on the CPU."""
+    in_order = sort(x.flatten(1))
+    limit = quantile_of_sorted(in_order, level, compat=compat)
+    size = ess_below(x, [limit]).cpu().numpy()[:, None]
+    with np.errstate(invalid="ignore"):
+        quantiles = stats.beta.ppf(_ONE_SIGMA, size * level + 1, size * (1 - level) + 1)
+    last = in_order.shape[-1] - 1
+    place = torch.from_numpy(quantiles * (last + 1) - 1)
+    low = place[:, 0].nan_to_num(0).clamp_min(0).floor()
+    high = place[:, 1].nan_to_num(last).clamp_max(last).ceil()
+    ends = torch.stack([low, high], -1).long().to(x.device)
+    return (in_order.gather(-1, ends) @ in_order.new_tensor([-1.0, 1.0])) / 2

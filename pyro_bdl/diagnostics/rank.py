@@ -4,46 +4,80 @@ On the CPU numpy sorts, since its sort is several times faster than torch's; ten
 share their memory. Elsewhere torch sorts on the device.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
 
 
-def argsort(x: Tensor) -> Tensor:
-    """Indices that sort ``x`` along its last axis; the order within ties is left open."""
-    if x.device.type == "cpu":
-        return torch.from_numpy(np.argsort(x.numpy(), axis=-1))
-    return x.argsort(-1)
+class Ordered(NamedTuple):
+    """Numbers in ascending order along the last axis, NaN last, and where each one was."""
+
+    values: Tensor
+    places: Tensor
 
 
 def sort(x: Tensor) -> Tensor:
     """``x`` sorted along its last axis, NaN last."""
-    if x.device.type == "cpu":
+    if x.is_cpu:
         return torch.from_numpy(np.sort(x.numpy(), axis=-1))
     return x.sort(-1).values
 
 
-def average_ranks(x: Tensor) -> Tensor:
+def ordered(x: Tensor) -> Ordered:
+    """``x`` sorted along its last axis; the order within ties is left open."""
+    if x.is_cpu:
+        places = torch.from_numpy(np.argsort(x.numpy(), axis=-1))
+        return Ordered(x.gather(-1, places), places)
+    return Ordered(*x.sort(-1))
+
+
+def largest(x: Tensor, count: int) -> Ordered:
+    """The ``count`` largest numbers along the last axis, ascending, NaN last."""
+    if x.is_cpu:
+        first = x.shape[-1] - count
+        places = torch.from_numpy(np.argpartition(x.numpy(), first, axis=-1)[..., first:])
+    else:
+        places = x.topk(count, sorted=False).indices
+    values, order = ordered(x.gather(-1, places))
+    return Ordered(values, places.gather(-1, order))
+
+
+def folded(x: Ordered) -> Ordered:
+    """The distances from the median, ``abs(x - median(x))``, in ascending order."""
+    distances = (x.values - median_of_sorted(x.values)[..., None]).abs()
+    if x.values.is_cpu:
+        # The distances fall, then rise: two runs, which numpy's stable sort only has to merge.
+        order = torch.from_numpy(np.argsort(distances.numpy(), axis=-1, kind="stable"))
+        return Ordered(distances.gather(-1, order), x.places.gather(-1, order))
+    values, order = distances.sort(-1)
+    return Ordered(values, x.places.gather(-1, order))
+
+
+def average_ranks(x: Ordered) -> Tensor:
     """Ranks 1 to n along the last axis, ties sharing the mean of their ranks.
 
-    :param x: float64 ``(..., n)`` without NaN.
-    :returns: float64 ``(..., n)``, equal to ``scipy.stats.rankdata(x, axis=-1)``.
+    :param x: n numbers without NaN.
+    :returns: float64 ``(..., n)`` in the order before sorting, as ``scipy.stats.rankdata``.
     """
-    halves = torch.arange(2 * x.shape[-1] + 1, dtype=torch.float64, device=x.device)
+    halves = torch.arange(2 * x.values.shape[-1] + 1, dtype=torch.float64, device=x.values.device)
     return _at_twice_the_rank(x, halves / 2)
 
 
-def normal_scores(x: Tensor) -> Tensor:
+def normal_scores(x: Ordered) -> Tensor:
     """Rank-normalised values, z = Phi^-1((r - 3/8) / (n + 1/4)), with r the average rank.
 
-    :param x: float64 ``(..., n)`` without NaN.
-    :returns: float64 ``(..., n)``.
+    Ranks are multiples of one half, so that z is looked up in a table of 2 n numbers.
+
+    :param x: n numbers without NaN.
+    :returns: float64 ``(..., n)`` in the order before sorting.
 
     Source: Vehtari et al. (2021), Rank-normalization, folding, and localization, section 4.1;
     the offset 3/8 is Blom's (1958).
     """
-    n = x.shape[-1]
-    twice_rank = torch.arange(2 * n + 1, dtype=torch.float64, device=x.device).clamp_min(2)
+    n = x.values.shape[-1]
+    twice_rank = torch.arange(2 * n + 1, dtype=torch.float64, device=x.values.device).clamp_min(2)
     return _at_twice_the_rank(x, torch.special.ndtri((twice_rank / 2 - 0.375) / (n + 0.25)))
 
 
@@ -53,33 +87,44 @@ def median_of_sorted(x: Tensor) -> Tensor:
     return (x[..., (n - 1) // 2] + x[..., n // 2]) / 2
 
 
-def quantile_of_sorted(x: Tensor, level: float) -> Tensor:
+def quantile_of_sorted(x: Tensor, level: float, *, compat: str = "1.x") -> Tensor:
     """Quantile of type 7 (linear between order statistics) along the last, sorted axis.
 
-    Written as ``scipy.stats.mstats.mquantiles`` does, to which ArviZ compares draws for equality.
+    Rounded as ``numpy.quantile`` does, which ArviZ 1.x compares draws with, or for
+    ``compat="0.23"`` as ``scipy.stats.mstats.mquantiles``.
     """
     n = x.shape[-1]
-    place = n * level + (1 - level)
-    lower = int(min(max(place, 1), n - 1))
-    weight = min(max(place - lower, 0.0), 1.0)
-    return (1.0 - weight) * x[..., lower - 1] + weight * x[..., lower]
+    if compat == "0.23":
+        place = n * level + (1 - level)
+        lower = int(min(max(place, 1), n - 1))
+        weight = min(max(place - lower, 0.0), 1.0)
+        return (1.0 - weight) * x[..., lower - 1] + weight * x[..., lower]
+    place = (n - 1) * level
+    lower = min(int(place), n - 1)
+    weight = place - lower
+    below, above = x[..., lower], x[..., min(lower + 1, n - 1)]
+    step = above - below
+    return below + step * weight if weight < 0.5 else above - step * (1 - weight)
 
 
-def _at_twice_the_rank(x: Tensor, table: Tensor) -> Tensor:
-    """Replace each number by ``table[2 r]``, r its average rank (a multiple of one half)."""
-    n = x.shape[-1]
-    order = argsort(x)
-    ordered = x.gather(-1, order)
-    is_new = ordered[..., 1:] != ordered[..., :-1]
-    if bool(is_new.all()):
-        values = table[2::2].expand_as(x)
-    else:
-        values = table[_twice_the_ranks_of_sorted(is_new, n)]
-    return torch.empty_like(x).scatter_(-1, order, values)
+def _at_twice_the_rank(x: Ordered, table: Tensor) -> Tensor:
+    """At each place of the unsorted numbers ``table[2 r]``, r the average rank there."""
+    values, places = x
+    is_new = values[..., 1:] != values[..., :-1]
+    result = torch.empty_like(values).scatter_(-1, places, table[2::2].expand_as(values))
+    tied = ~is_new.all(-1)
+    if bool(tied.any()):
+        with_ties = table[_twice_the_ranks(is_new[tied])]
+        result[tied] = torch.empty_like(with_ties).scatter_(-1, places[tied], with_ties)
+    return result
 
 
-def _twice_the_ranks_of_sorted(is_new: Tensor, n: int) -> Tensor:
-    """Rank of the first plus rank of the last member of the group of ties at each place."""
+def _twice_the_ranks(is_new: Tensor) -> Tensor:
+    """Rank of the first plus rank of the last member of the group of ties at each sorted place.
+
+    :param is_new: ``(..., n - 1)``, whether a sorted number differs from the one before it.
+    """
+    n = is_new.shape[-1] + 1
     position = torch.arange(n, device=is_new.device)
     first = torch.zeros(*is_new.shape[:-1], n, dtype=torch.int64, device=is_new.device)
     first[..., 1:] = torch.where(is_new, position[1:], 0)

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.diagnostics.blocks import check_draws, map_blocks, split_chains
-from pyro_bdl.diagnostics.rank import median_of_sorted, normal_scores, sort
+from pyro_bdl.diagnostics.rank import Ordered, folded, normal_scores, ordered
 
 
-def rhat(draws: Tensor) -> Tensor:
+def rhat(draws: Tensor, *, progress: bool = True) -> Tensor:
     """Potential scale reduction of each quantity: 1 when the chains agree, above 1.01 a warning.
 
     The larger of R-hat of the rank-normalised split chains (location) and of the rank-normalised
@@ -17,35 +17,46 @@ def rhat(draws: Tensor) -> Tensor:
         Rhat = sqrt((B / W + n - 1) / n)
 
     :param draws: ``(chains, draws, ...)``, any real dtype and device.
+    :param progress: show a bar where it takes more than a few seconds.
     :returns: float64 ``(...)``. NaN for a quantity that is constant or holds a NaN, and for a
         single chain.
     :raises TypeError: where ``draws`` is no real tensor.
     :raises ValueError: where ``draws`` has fewer than two axes or 4 draws a chain.
 
     Source: Vehtari, Gelman, Simpson, Carpenter, Bürkner (2021), Rank-normalization, folding, and
-    localization: an improved R-hat, sections 3 and 4. Equal to ``arviz.rhat`` 0.23.
+    localization: an improved R-hat, sections 3 and 4. Equal to ``arviz.rhat``, 0.23 and 1.x.
     """
     check_draws(draws)
     if draws.shape[0] == 1:
         return torch.full(draws.shape[2:], torch.nan, dtype=torch.float64, device=draws.device)
-    return map_blocks(_rank_rhat, draws)
+    return map_blocks(_rank_rhat, draws, progress=progress)
 
 
 def _rank_rhat(x: Tensor) -> Tensor:
     halves = split_chains(x)
-    pooled = halves.flatten(1)
-    location = split_rhat(normal_scores(pooled).view_as(halves))
-    distance = (pooled - median_of_sorted(sort(pooled))[:, None]).abs()
-    scale = split_rhat(normal_scores(distance).view_as(halves))
-    scale = torch.where(distance.isnan().any(-1), torch.nan, scale)
+    pooled = ordered(halves.flatten(1))
+    return rhat_of_halves(normal_scores(pooled).view_as(halves), pooled)
+
+
+def rhat_of_halves(scores: Tensor, pooled: Ordered) -> Tensor:
+    """R-hat from the normal scores of the half chains, and all their draws in order.
+
+    :param scores: ``(block, chains, n)``.
+    :param pooled: of ``(block, chains * n)``; the same draws, chain after chain.
+    """
+    location = split_rhat(scores)
+    distances = folded(pooled)
+    scale = split_rhat(normal_scores(distances).view_as(scores))
+    scale = torch.where(distances.values[:, -1].isnan(), torch.nan, scale)
     # The distances can be constant where the draws are not (two values, equally often): no NaN.
     larger = torch.where(scale > location, scale, location)
-    return torch.where(pooled.isnan().any(-1), torch.nan, larger)
+    return torch.where(pooled.values[:, -1].isnan(), torch.nan, larger)
 
 
 def split_rhat(x: Tensor) -> Tensor:
     """sqrt((B / W + n - 1) / n) of chains ``(block, chains, n)`` as they are."""
     n = x.shape[-1]
-    within = x.var(-1).mean(-1)
-    between = n * x.mean(-1).var(-1)
+    mean = x.mean(-1, keepdim=True)
+    within = (x - mean).square().sum(-1).mean(-1) / (n - 1)
+    between = n * mean.squeeze(-1).var(-1)
     return ((between / within + n - 1) / n).sqrt()

@@ -1,0 +1,54 @@
+"""R-hat and effective sample sizes from one sort of the draws."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.diagnostics.blocks import map_blocks, split_chains
+from pyro_bdl.diagnostics.conventions import check_convention
+from pyro_bdl.diagnostics.ess import ess_below, ess_of_chains
+from pyro_bdl.diagnostics.rank import normal_scores, ordered, quantile_of_sorted, sort
+from pyro_bdl.diagnostics.rhat import rhat_of_halves
+
+
+class Convergence(NamedTuple):
+    """What ``convergence`` finds, each float64 ``(...)``.
+
+    :param rhat: rank-normalised split R-hat; NaN for a single chain or a constant.
+    :param ess_bulk: effective sample size of the bulk, in draws.
+    :param ess_tail: the smaller effective sample size of the 5 % and the 95 % quantile, in draws.
+    """
+
+    rhat: Tensor
+    ess_bulk: Tensor
+    ess_tail: Tensor
+
+
+def convergence(draws: Tensor, *, compat: str = "1.x", progress: bool = True) -> Convergence:
+    """``rhat``, ``ess`` and ``ess(kind="tail")`` of each quantity, in half the time.
+
+    :param draws: ``(chains, draws, ...)``, any real dtype and device.
+    :param compat: the version of ArviZ whose quantiles are used, ``"1.x"`` or ``"0.23"``.
+    :param progress: show a bar where it takes more than a few seconds.
+    :raises TypeError: where ``draws`` is no real tensor.
+    :raises ValueError: for an unknown ``compat``; fewer than two axes or 4 draws a chain.
+
+    Source: Vehtari et al. (2021), Rank-normalization, folding, and localization.
+    """
+    check_convention(compat)
+
+    def statistic(x: Tensor) -> Tensor:
+        halves = split_chains(x)
+        pooled = ordered(halves.flatten(1))
+        scores = normal_scores(pooled).view_as(halves)
+        # The half chains lack the middle one of an odd number of draws.
+        in_order = pooled.values if x.shape[-1] % 2 == 0 else sort(x.flatten(1))
+        limits = [quantile_of_sorted(in_order, level, compat=compat) for level in (0.05, 0.95)]
+        rhat = rhat_of_halves(scores, pooled)
+        if x.shape[1] == 1:
+            rhat = torch.full_like(rhat, torch.nan)
+        found = torch.stack([rhat, ess_of_chains(scores), ess_below(x, limits)])
+        return torch.where(in_order[:, -1].isnan(), torch.nan, found)
+
+    return Convergence(*map_blocks(statistic, draws, progress=progress))

@@ -1,0 +1,31 @@
+"""Does momentum resampling reach the energies of the posterior?"""
+
+from torch import Tensor
+
+from pyro_bdl.diagnostics.blocks import map_blocks
+
+
+def bfmi(energy: Tensor) -> Tensor:
+    """Estimated Bayesian fraction of missing information of each chain; below 0.3 is poor.
+
+    ::
+
+        BFMI = mean_t (E_t - E_t-1)^2 / var(E)
+
+    A low value says that HMC's momenta change the energy too little at a time to explore it: the
+    tails are visited slowly.
+
+    :param energy: ``(chains, draws, ...)``, the Hamiltonian in nats, as in
+        ``Samples.stats["energy"]``.
+    :returns: float64 ``(chains, ...)``.
+    :raises TypeError: where ``energy`` is no real tensor.
+    :raises ValueError: where it has fewer than two axes or 4 draws a chain.
+
+    Source: Betancourt (2016), Diagnosing suboptimal cotangent disintegrations in Hamiltonian Monte
+    Carlo, equation 9. Equal to ``arviz.bfmi``.
+    """
+    return map_blocks(_of_each_chain, energy, progress=False)
+
+
+def _of_each_chain(x: Tensor) -> Tensor:
+    return (x.diff(dim=-1).square().mean(-1) / x.var(-1)).T

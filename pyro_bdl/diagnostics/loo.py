@@ -1,0 +1,176 @@
+"""Leave-one-out cross-validation by Pareto smoothed importance sampling."""
+
+import math
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.diagnostics.blocks import check_draws, map_blocks
+from pyro_bdl.diagnostics.conventions import check_convention
+from pyro_bdl.diagnostics.psis import check_efficiency, good_k, smooth
+from pyro_bdl.errors import BdlWarning
+
+
+@dataclass(frozen=True)
+class LOO:
+    """Expected log predictive density for new data, estimated by leaving out each observation.
+
+    :param elpd: sum over the N observations of log p(y_n | the others), in nats.
+    :param se: standard error of ``elpd`` over observations, sqrt(N var(pointwise)).
+    :param p_loo: effective number of parameters, log p(y_n | all) - log p(y_n | the others) summed.
+    :param pointwise: float64, log p(y_n | the others), of the observations' shape.
+    :param pareto_k: float64, k-hat of each observation; one above ``good_k`` is not reliable.
+    :param good_k: min(1 - 1 / log10(S), 0.7).
+    :param num_draws: S, of all chains.
+    """
+
+    elpd: float
+    se: float
+    p_loo: float
+    pointwise: Tensor
+    pareto_k: Tensor
+    good_k: float
+    num_draws: int
+
+    @property
+    def num_bad(self) -> int:
+        """How many observations have a k-hat above ``good_k``."""
+        return int((self.pareto_k > self.good_k).sum())
+
+    def __str__(self) -> str:
+        return (
+            f"elpd_loo {self.elpd:.2f} (se {self.se:.2f}), p_loo {self.p_loo:.2f}; "
+            f"{self.pointwise.numel()} observations, {self.num_draws} draws; "
+            f"k-hat above {self.good_k:.2f}: {self.num_bad}"
+        )
+
+
+def loo(
+    log_likelihood: Tensor, *, r_eff: float = 1.0, compat: str = "1.x", progress: bool = True
+) -> LOO:
+    """PSIS-LOO: how well each observation is predicted from the others, without refitting.
+
+    With draws w_s from the posterior, the ratios 1 / p(y_n | w_s) smoothed to weights v_ns::
+
+        elpd = sum_n log sum_s v_ns p(y_n | w_s)
+
+    :param log_likelihood: log p(y_n | w_s), ``(chains, draws, ...)``, in nats and unscaled, as
+        ``Predictive.log_likelihood`` gives it: ``.reshape(chains, draws, -1)``.
+    :param r_eff: effective sample size of the draws over their number, which sets the length of
+        the tails. ArviZ takes the mean of ``ess(draws, kind="mean") / S`` over all latents of a
+        posterior with several chains.
+    :param compat: the version of ArviZ to agree with, ``"1.x"`` or ``"0.23"``.
+    :param progress: show a bar where it takes more than a few seconds.
+    :returns: ``LOO``. An observation whose log likelihood is constant has the k-hat NaN (no tail;
+        ``"0.23"``: infinity) and that constant as its value, one with NaN is NaN.
+    :raises TypeError: where ``log_likelihood`` is no real tensor.
+    :raises ValueError: for an ``r_eff`` that is not positive, an unknown ``compat``, fewer than
+        two axes or 4 draws a chain.
+    :warns BdlWarning: where a k-hat lies above ``good_k``.
+
+    Source: Vehtari, Gelman, Gabry (2017), Practical Bayesian model evaluation using leave-one-out
+    cross-validation and WAIC; Vehtari et al. (2024), Pareto smoothed importance sampling. Equal to
+    ``arviz.loo``.
+    """
+    check_convention(compat)
+    check_efficiency(r_eff)
+
+    def statistic(x: Tensor) -> Tensor:
+        ll = x.flatten(1)
+        return _leave_out(ll, -ll, r_eff, compat)
+
+    return _total(map_blocks(statistic, log_likelihood, progress=progress), log_likelihood, compat)
+
+
+def loo_approximate_posterior(
+    log_likelihood: Tensor,
+    log_p: Tensor,
+    log_q: Tensor,
+    *,
+    compat: str = "1.x",
+    progress: bool = True,
+) -> LOO:
+    """PSIS-LOO from draws of an approximation, such as a guide.
+
+    As ``loo``, with the ratios p(w_s) / (q(w_s) p(y_n | w_s)), p the joint density, which correct
+    for the approximation and leave out y_n in one step. A k-hat that is large for all observations
+    says that the guide is far from the posterior.
+
+    :param log_likelihood: ``(chains, draws, ...)``, in nats, of draws from q; for a guide one
+        chain.
+    :param log_p: log joint density of the model at the draws, ``(chains, draws)``, up to a
+        constant.
+    :param log_q: log density of the approximation at the draws, ``(chains, draws)``.
+    :param compat: which tails and standard error, ``"1.x"`` or those of ArviZ ``"0.23"``.
+    :param progress: show a bar where it takes more than a few seconds.
+    :returns: ``LOO``.
+    :raises TypeError: where one of the three is no real tensor.
+    :raises ValueError: where their chains and draws differ; for an unknown ``compat``, fewer than
+        two axes or 4 draws a chain.
+    :warns BdlWarning: where a k-hat lies above ``good_k``.
+
+    Source: Magnusson, Andersen, Jonasson, Vehtari (2019), Bayesian leave-one-out cross-validation
+    for large data, equation 8. Equal to ``arviz.loo_approximate_posterior`` of 1.x.
+    """
+    check_convention(compat)
+    check_draws(log_likelihood, "log_likelihood")
+    for name, value in (("log_p", log_p), ("log_q", log_q)):
+        check_draws(value, name)
+        if value.shape != log_likelihood.shape[:2]:
+            raise ValueError(
+                f"{name} must have the (chains, draws) of log_likelihood, "
+                f"{tuple(log_likelihood.shape[:2])}, but has shape {tuple(value.shape)}"
+            )
+    device = log_likelihood.device
+    correction = (log_p.detach().double() - log_q.detach().double()).to(device).flatten()
+    correction = correction - correction.amax()
+
+    def statistic(x: Tensor) -> Tensor:
+        ll = x.flatten(1)
+        return _leave_out(ll, correction - ll, 1.0, compat)
+
+    return _total(map_blocks(statistic, log_likelihood, progress=progress), log_likelihood, compat)
+
+
+def log_mean_exp(x: Tensor) -> Tensor:
+    """log of the mean of exp(x) over the last axis."""
+    return x.logsumexp(-1) - math.log(x.shape[-1])
+
+
+def standard_error(pointwise: Tensor, *, ddof: int) -> float:
+    """sqrt(N var(pointwise)), the standard error of the sum of N values; 0 for a single one."""
+    n = pointwise.numel()
+    if n <= ddof:
+        return 0.0
+    return math.sqrt(n * pointwise.var(correction=ddof).item())
+
+
+def _leave_out(ll: Tensor, log_ratios: Tensor, r_eff: float, compat: str) -> Tensor:
+    """Each observation's value left out, value with all, and k-hat: ``(3, block)``."""
+    log_weights, k = smooth(log_ratios, r_eff, compat)
+    return torch.stack([(log_weights + ll).logsumexp(-1), log_mean_exp(ll), k])
+
+
+def _total(found: Tensor, log_likelihood: Tensor, compat: str) -> LOO:
+    left_out, with_all, k = found
+    num_draws = log_likelihood.shape[0] * log_likelihood.shape[1]
+    result = LOO(
+        elpd=left_out.sum().item(),
+        se=standard_error(left_out, ddof=0 if compat == "0.23" else 1),
+        p_loo=(with_all - left_out).sum().item(),
+        pointwise=left_out,
+        pareto_k=k,
+        good_k=good_k(num_draws),
+        num_draws=num_draws,
+    )
+    if result.num_bad:
+        warnings.warn(
+            f"k-hat of {result.num_bad} of {k.numel()} observations lies above "
+            f"{result.good_k:.2f}, where LOO is not reliable: the model is hardly flexible there, "
+            f"or the draws are too few",
+            BdlWarning,
+            stacklevel=3,
+        )
+    return result

@@ -1,0 +1,142 @@
+"""Pareto smoothed importance sampling."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.diagnostics.blocks import map_blocks
+from pyro_bdl.diagnostics.conventions import check_convention
+from pyro_bdl.diagnostics.pareto import ParetoFit, fit_pareto, pareto_quantile
+from pyro_bdl.diagnostics.rank import largest
+
+_LEAST_TAIL = 5
+_TINY = torch.finfo(torch.float64).tiny
+
+
+class PSIS(NamedTuple):
+    """What ``psis`` finds.
+
+    :param log_weights: float64 ``(chains, draws, ...)``, smoothed; their exponentials sum to 1
+        over all draws.
+    :param pareto_k: float64 ``(...)``, k-hat, the shape of the tail.
+    """
+
+    log_weights: Tensor
+    pareto_k: Tensor
+
+
+def psis(
+    log_ratios: Tensor, *, r_eff: float = 1.0, compat: str = "1.x", progress: bool = True
+) -> PSIS:
+    """Pareto smoothed importance weights and the k-hat that says whether to trust them.
+
+    The largest ratios are replaced by the expected order statistics of a generalised Pareto
+    distribution fitted to them, at most the largest ratio. Its shape k-hat tells how heavy the
+    tail is: up to ``good_k`` (0.7 for many draws) estimates are reliable, above 1 the ratios have
+    no mean.
+
+    :param log_ratios: log of target over proposal, ``(chains, draws, ...)``, up to a constant; for
+        draws of a guide log p - log q, ``(1, draws)``.
+    :param r_eff: effective sample size of the draws over their number; sets how many make up the
+        tail.
+    :param compat: the version of ArviZ whose choice of the tail is taken, ``"1.x"`` or ``"0.23"``.
+    :param progress: show a bar where it takes more than a few seconds.
+    :returns: the weights and k-hat. Too few draws for a tail of five (24 or fewer, for ``"0.23"``
+        20): no smoothing and infinity. A tail of equal ratios, or one that cannot be fitted: no
+        smoothing and NaN (``"0.23"``: infinity).
+    :raises TypeError: where ``log_ratios`` is no real tensor.
+    :raises ValueError: for an ``r_eff`` that is not positive, an unknown ``compat``, fewer than
+        two axes or 4 draws a chain.
+
+    Source: Vehtari, Simpson, Gelman, Yao, Gabry (2024), Pareto smoothed importance sampling,
+    Algorithm 1. Equal to ``arviz.psislw`` of 0.23 and to PSIS of 1.x, which is an error there for
+    equal ratios and for few draws.
+    """
+    check_convention(compat)
+    check_efficiency(r_eff)
+
+    def statistic(x: Tensor) -> Tensor:
+        log_weights, k = smooth(x.flatten(1), r_eff, compat)
+        return torch.cat([log_weights.T, k[None]])
+
+    found = map_blocks(statistic, log_ratios, progress=progress)
+    return PSIS(found[:-1].reshape(log_ratios.shape), found[-1])
+
+
+def good_k(num_draws: int) -> float:
+    """The largest k-hat with which S draws still give a reliable estimate.
+
+    min(1 - 1 / log10(S), 0.7): Vehtari et al. (2024), Pareto smoothed importance sampling,
+    section 3.2.4.
+    """
+    return min(1 - 1 / math.log10(num_draws), 0.7)
+
+
+def check_efficiency(r_eff: float) -> None:
+    """Raise unless the relative efficiency is a positive number."""
+    if not 0 < r_eff < math.inf:
+        raise ValueError(f"r_eff must be a positive number, got {r_eff}: it is the ESS over S")
+
+
+def smooth(log_ratios: Tensor, r_eff: float, compat: str) -> tuple[Tensor, Tensor]:
+    """Normalised smoothed log weights ``(block, S)`` and k-hat ``(block,)`` of each row.
+
+    :param log_ratios: float64 ``(block, S)``.
+    """
+    x = log_ratios - log_ratios.amax(-1, keepdim=True)
+    count = tail_size(x.shape[-1], r_eff, compat)
+    if count < _LEAST_TAIL:
+        k = torch.full_like(x[:, 0], torch.inf)
+        return x.log_softmax(-1), k
+    top = largest(x, count + 1)
+    threshold, tail = top.values[:, :1], top.values[:, 1:]
+    if compat == "0.23":
+        threshold = threshold.clamp_min(math.log(_TINY))
+        inside = tail > threshold
+    else:
+        inside = torch.ones_like(tail, dtype=torch.bool)
+    smoothed, k = _smooth_tail(tail, inside, threshold, compat)
+    x = x.scatter(-1, top.places[:, 1:], smoothed)
+    return x.log_softmax(-1), k
+
+
+def tail_size(num_draws: int, r_eff: float, compat: str) -> int:
+    """How many of the largest ratios are the tail, the square root of ESS at most in order."""
+    many = 3 * math.sqrt(num_draws / r_eff)
+    if compat == "0.23":
+        return min(math.ceil(min(num_draws / 5, many)), num_draws - 1)
+    size = many if num_draws * r_eff > 225 else num_draws / 5
+    return min(math.floor(size), num_draws - 1)
+
+
+def _smooth_tail(
+    tail: Tensor, inside: Tensor, threshold: Tensor, compat: str
+) -> tuple[Tensor, Tensor]:
+    """Smoothed log ratios of the tails and k-hat.
+
+    :param tail: ``(block, m)``, ascending log ratios, the largest 0.
+    :param inside: which of them count; the last ones of each row.
+    :param threshold: ``(block, 1)``, the log ratio where the tail begins.
+    """
+    sizes = inside.sum(-1)
+    offset = threshold.exp()
+    excess = torch.where(inside, tail.exp() - offset, 0)
+    fit = fit_pareto(excess, sizes.clamp_min(_LEAST_TAIL))
+    k = _shape_or_why_not(fit, tail, excess, sizes, compat)
+    place = inside.cumsum(-1, dtype=tail.dtype) - 0.5
+    expected = (pareto_quantile(place / sizes[:, None].to(tail.dtype), fit) + offset).log()
+    expected = torch.where(expected > 0, 0, expected)
+    return torch.where(inside & k.isfinite()[:, None], expected, tail), k
+
+
+def _shape_or_why_not(
+    fit: ParetoFit, tail: Tensor, excess: Tensor, sizes: Tensor, compat: str
+) -> Tensor:
+    if compat == "0.23":
+        return torch.where(sizes < _LEAST_TAIL, torch.inf, fit.k)
+    k = torch.where(fit.k.isnan(), torch.inf, fit.k)
+    quartile = excess[:, int(excess.shape[-1] / 4 + 0.5) - 1]
+    flat = (tail[:, -1] - tail[:, 0]).abs() < _TINY
+    return torch.where(flat | (quartile <= excess[:, 0]), torch.nan, k)

@@ -1,0 +1,160 @@
+"""Parity with ArviZ at 1e-10: with the installed version, and with numbers frozen from both.
+
+``reference.py`` holds the inputs and the calls of ArviZ, and wrote ``arviz_0.23.json`` and
+``arviz_1.x.json``.
+"""
+
+import copy
+import importlib.util
+import json
+import math
+import warnings
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pyro_bdl import diagnostics as bdl
+
+_spec = importlib.util.spec_from_file_location("reference", Path(__file__).parent / "reference.py")
+reference = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(reference)
+
+CHAINS, LIKELIHOODS = reference.chain_cases(), reference.likelihood_cases()
+SOURCES = ["0.23", "1.x", "installed"]
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@cache
+def expected(source):
+    """The version that is followed, and what it finds."""
+    if source == "installed":
+        return reference.VERSION, reference.by_arviz()
+    return source, json.loads(reference.file(source).read_text())
+
+
+def find(source, group, case, x):
+    compat, found = expected(source)
+    found = copy.deepcopy(found[group][case])
+    np.testing.assert_allclose(
+        np.nan_to_num(x, posinf=1, neginf=-1).sum(), found["input"], rtol=1e-12
+    )
+    return compat, found
+
+
+def ours(name, x, compat):
+    function, options = reference.STATISTICS[name]
+    options = {"kind" if key == "method" else key: value for key, value in options.items()}
+    if function != "rhat":
+        options["compat"] = compat
+    return getattr(bdl, function)(torch.from_numpy(x), **options)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("name", reference.STATISTICS)
+@pytest.mark.parametrize("case", CHAINS)
+def test_statistic_of_chains(case, name, source):
+    compat, found = find(source, "chains", case, CHAINS[case])
+    np.testing.assert_allclose(
+        ours(name, CHAINS[case], compat).numpy(), found[name], rtol=1e-10, atol=1e-15
+    )
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("case", CHAINS)
+def test_bfmi(case, source):
+    _, found = find(source, "chains", case, CHAINS[case])
+    got = bdl.bfmi(torch.from_numpy(CHAINS[case]))
+    np.testing.assert_allclose(got.numpy(), found["bfmi"], rtol=1e-10)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("case", CHAINS)
+def test_joint_function_equals_the_single_ones(case, source):
+    compat, found = find(source, "chains", case, CHAINS[case])
+    got = bdl.convergence(torch.from_numpy(CHAINS[case]), compat=compat)
+    for value, name in zip(got, ("rhat", "bulk", "tail"), strict=True):
+        np.testing.assert_allclose(value.numpy(), found[name], rtol=1e-10)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("case", LIKELIHOODS)
+def test_psis(case, source):
+    ll, r_eff = LIKELIHOODS[case]
+    compat, found = find(source, "likelihoods", case, ll)
+    got = bdl.psis(-torch.from_numpy(ll), r_eff=r_eff, compat=compat)
+    np.testing.assert_allclose(got.pareto_k.numpy(), found["psis"]["k"], rtol=1e-10)
+    weights = np.sort(got.log_weights.flatten(0, 1).T.numpy(), -1)[:, ::-50]
+    np.testing.assert_allclose(weights, found["psis"]["weights"], rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("case", LIKELIHOODS)
+def test_loo(case, source):
+    ll, r_eff = LIKELIHOODS[case]
+    compat, found = find(source, "likelihoods", case, ll)
+    same_result(bdl.loo(torch.from_numpy(ll), r_eff=r_eff, compat=compat), found["loo"])
+
+
+@pytest.mark.parametrize("source", ["1.x", "installed"])
+@pytest.mark.parametrize("case", LIKELIHOODS)
+def test_loo_of_an_approximate_posterior(case, source):
+    ll, _ = LIKELIHOODS[case]
+    compat, found = find(source, "likelihoods", case, ll)
+    if compat == "0.23":
+        pytest.skip("ArviZ 0.23 has no loo_approximate_posterior")
+    densities = map(torch.from_numpy, reference.densities(ll))
+    got = bdl.loo_approximate_posterior(torch.from_numpy(ll), *densities, compat=compat)
+    if case == "infinity":  # k-hat of the impossible observation: NaN, as in loo; ArviZ: infinity
+        assert got.pareto_k[2].isnan()
+        found["approximate"]["pareto_k"][2] = math.nan
+    same_result(got, found["approximate"])
+
+
+@pytest.mark.parametrize("source", ["0.23", "installed"])
+@pytest.mark.parametrize("case", LIKELIHOODS)
+def test_waic(case, source):
+    ll, _ = LIKELIHOODS[case]
+    compat, found = find(source, "likelihoods", case, ll)
+    if compat == "1.x":
+        pytest.skip("ArviZ 1.x has no WAIC")
+    got = bdl.waic(torch.from_numpy(ll), compat="0.23")
+    if case == "nan":  # ArviZ leaves the NaN out of the variance, but not out of the sum
+        assert math.isnan(got.p_waic)
+        del found["waic"]["p_waic"]
+    same_result(got, found["waic"])
+
+
+def same_result(got, found):
+    for name, value in found.items():
+        mine = getattr(got, name)
+        mine = mine.numpy() if isinstance(mine, torch.Tensor) else mine
+        np.testing.assert_allclose(mine, value, rtol=1e-10, atol=1e-13, err_msg=name)
+
+
+def test_versions_differ_where_draws_tie_with_a_quantile():
+    """Otherwise the frozen numbers of the other version would test nothing."""
+    old, new = expected("0.23")[1], expected("1.x")[1]
+    tie = "ties that round"
+    assert old["chains"][tie]["low quantile"] != new["chains"][tie]["low quantile"]
+    assert old["likelihoods"]["random"]["psis"]["k"] != new["likelihoods"]["random"]["psis"]["k"]
+
+
+@pytest.mark.parametrize("constant", [-1.3, 0.0])
+def test_a_constant_log_likelihood_spoils_no_other(constant):
+    ll = torch.from_numpy(LIKELIHOODS["random"][0].copy())
+    alone = bdl.loo(ll)
+    ll[..., 2] = constant
+    got = bdl.loo(ll)
+    others = [0, 1, 3, 4, 5]
+    assert got.pareto_k[2].isnan()
+    torch.testing.assert_close(got.pareto_k[others], alone.pareto_k[others], rtol=0, atol=0)
+    torch.testing.assert_close(got.pointwise[others], alone.pointwise[others], rtol=0, atol=0)
+    # Equal weights are exact for it: nothing is lost by leaving it out.
+    assert math.isclose(got.pointwise[2].item(), constant, abs_tol=1e-13)
+    assert math.isfinite(got.elpd)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert bdl.loo(ll, compat="0.23").pareto_k[2] == torch.inf
