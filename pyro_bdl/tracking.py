@@ -53,7 +53,7 @@ class Tag:
 
 
 _CASTS = {"to", "float", "double", "bfloat16", "half"}
-_VIEWS = _CASTS | {
+VIEWS = _CASTS | {
     "view", "reshape", "t", "transpose", "permute", "chunk", "split", "unbind", "__getitem__",
     "unsqueeze", "squeeze", "expand", "contiguous", "flatten", "unflatten", "narrow", "select",
     "swapaxes", "swapdims", "movedim", "moveaxis", "tensor_split", "view_as", "expand_as",
@@ -71,7 +71,7 @@ def _body(function: Any) -> Callable:
     return copied
 
 
-_COMPOSITES = {F.multi_head_attention_forward: _body(F.multi_head_attention_forward)}
+COMPOSITES = {F.multi_head_attention_forward: _body(F.multi_head_attention_forward)}
 
 
 class Tracker(TorchFunctionMode):
@@ -99,7 +99,7 @@ class Tracker(TorchFunctionMode):
     def look_into(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """The result of a function that is made of several operations."""
         with self:
-            return _COMPOSITES[func](*args, **kwargs)
+            return COMPOSITES[func](*args, **kwargs)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
@@ -109,7 +109,7 @@ class Tracker(TorchFunctionMode):
         tagged = [tags[id(leaf)] for leaf in tree_leaves((args, kwargs)) if id(leaf) in tags]
         if not tagged:
             return func(*args, **kwargs)
-        if func in _COMPOSITES:
+        if func in COMPOSITES:
             return self.look_into(func, args, kwargs)
         if self._is_view(func, args, tagged):
             return self._follow(func, args, kwargs)
@@ -119,7 +119,7 @@ class Tracker(TorchFunctionMode):
         if len(tagged) != 1 or not args or id(args[0]) not in self.tags:
             return False
         name = getattr(func, "__name__", "")
-        return name in _VIEWS or (
+        return name in VIEWS or (
             name == "__get__" and getattr(func, "__self__", None) in _VIEW_PROPERTIES
         )
 
