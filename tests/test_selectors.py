@@ -1,5 +1,6 @@
 """Selectors of subnetworks: counts, scores by hand, and sets of layers."""
 
+import pyro
 import pytest
 import torch
 from torch import nn
@@ -100,3 +101,35 @@ def test_what_is_not_there(trained):
         selectors.ByModule(nn.Linear(1, 1))(trained, None)
     with pytest.raises(ValueError, match="empty"):
         selectors.Predicate(lambda name, latent: False)(trained, None)
+
+
+def closed_form_trained(scales):
+    """A linear regression with noise 0.5 and, for each weight, a prior scale of its own."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(20, 3, generator=generator) * torch.tensor([1.0, 0.1, 3.0])
+
+    def prior(name, module, parameter):
+        return pyro.distributions.Normal(0.0, scales.reshape(parameter.shape))
+
+    net = nn.Linear(3, 1, bias=False)
+    model = bdl.models.Regression(bdl.bayesianize(net, prior), noise=0.5)
+    y = x.sum(1)
+    guide = bdl.guides.AutoLaplaceGGN(model).prototype(x, y)
+    return Trained(guide, Batches((x, y))), x.square().sum(0) / 0.25
+
+
+def test_predictive_variance_is_curvature_over_prior_precision():
+    scales = torch.tensor([1.0, 4.0, 0.01])
+    trained, curvature = closed_form_trained(scales)
+    found = selectors.LargestPredictiveVariance().scores(trained)
+    torch.testing.assert_close(found, curvature * scales**2)
+    share = curvature / (curvature + scales**-2)  # the order is the same
+    assert found.argsort().tolist() == share.argsort().tolist() == [2, 1, 0]
+
+
+def test_a_weight_without_effect_is_first_by_variance_and_last_by_predictive_variance():
+    trained, _ = closed_form_trained(torch.ones(3))
+    x = trained.batches.first()[0][0]
+    x[:, 1] = 0.0
+    assert selectors.LargestVariance()(trained, 1).tolist() == [1]
+    assert selectors.LargestPredictiveVariance()(trained, 2).tolist() == [0, 2]

@@ -10,12 +10,13 @@ from pyro.nn import PyroParam
 from torch import Tensor, nn
 
 from pyro_bdl.curvature.data import Batches
+from pyro_bdl.curvature.recipe import check_memory
 from pyro_bdl.curvature.subset import Subset
 from pyro_bdl.guides.joint import JointGuide
 from pyro_bdl.guides.laplace import AutoLaplaceGGN, LaplaceGuide
 from pyro_bdl.init import init_to_network
 from pyro_bdl.samples import Samples
-from pyro_bdl.selectors import LargestVariance, Selector, Size, Trained
+from pyro_bdl.selectors import LargestVariance, Selector, Size, Trained, number_of
 
 
 class AutoSubnetwork(AutoLaplaceGGN):
@@ -52,46 +53,69 @@ class AutoSubnetwork(AutoLaplaceGGN):
             init_loc_fn=init_loc_fn,
             create_plates=create_plates,
         )
-        self.__dict__["select"] = LargestVariance() if select is None else select
+        self.__dict__["select"] = _selector(LargestVariance() if select is None else select)
         self.__dict__["size"] = size
-        if not isinstance(self.select, Selector):
-            raise TypeError(
-                "select must be a selector, such as pyro_bdl.selectors.LargestVariance(), got "
-                f"{type(select).__name__}"
-            )
 
-    def choose(self, data: Any) -> Tensor:
+    def choose(self, data: Any, *, select: Selector | None = None, size: Size = None) -> Tensor:
         """The chosen positions in the flat vector, sorted.
 
         :param data: ``(x, y)`` or an iterable of batches.
+        :param select: instead of the guide's own, as is ``size``; here and below.
+        :raises MemoryError: where a matrix over so many cannot fit.
         :raises ValueError: for a size that does not fit, a selector that chooses nothing.
         """
         batches = Batches(data)
         args, kwargs = batches.first()
         self.prototype(*args, **kwargs)
-        return self.select(Trained(self, batches), self.size)
+        select = _selector(self.select if select is None else select)
+        size = self.size if size is None else size
+        if size is not None and select.needs_size:  # before the selector starts its work
+            vector = self.location().detach()
+            check_memory(self.recipe, number_of(size, len(vector), vector), vector)
+        return select(Trained(self, batches), size)
 
     def laplace_approximation(
-        self, data: Any, *, progress: bool = False, **changes: Any
+        self,
+        data: Any,
+        *,
+        select: Selector | None = None,
+        size: Size = None,
+        progress: bool = False,
+        **changes: Any,
     ) -> LaplaceGuide:
         """A Gaussian with the full Gauss-Newton matrix over the chosen weights.
 
         :param data: as in ``AutoLaplaceGGN.laplace_approximation``.
-        :raises MemoryError: where the matrix cannot fit.
+        :raises MemoryError: where the matrix cannot fit, before any work.
         """
         batches = Batches(data)
         recipe = replace(self.recipe, **changes)
-        return LaplaceGuide(self, recipe, self.choose(batches), batches, progress=progress)
+        chosen = self.choose(batches, select=select, size=size)
+        return LaplaceGuide(self, recipe, chosen, batches, progress=progress)
 
-    def variational(self, data: Any, *, init_scale: float = 0.05) -> "SubsetNormal":
+    def variational(
+        self,
+        data: Any,
+        *,
+        select: Selector | None = None,
+        size: Size = None,
+        init_scale: float = 0.05,
+    ) -> "SubsetNormal":
         """A Normal of full covariance over the chosen weights, to be trained by SVI.
 
         :param init_scale: the standard deviations at the start, in unconstrained units.
         """
-        indices = self.choose(data)
+        indices = self.choose(data, select=select, size=size)
         return SubsetNormal(self, Subset(self.require_layout(), indices.cpu()), init_scale)
 
-    def sample(self, *args: Any, init: Any = None, **options: Any) -> Samples:
+    def sample(
+        self,
+        *args: Any,
+        select: Selector | None = None,
+        size: Size = None,
+        init: Any = None,
+        **options: Any,
+    ) -> Samples:
         """Draws of the chosen weights by ``mcmc.sample``, the others held at the MAP.
 
         :param args: the program's arguments, targets included.
@@ -101,10 +125,20 @@ class AutoSubnetwork(AutoLaplaceGGN):
         from pyro_bdl import mcmc
 
         (model,) = self._program_model
-        start = self.laplace_approximation(args) if init is None else init
-        subset = Subset(self.require_layout(), self.choose(args).cpu())
+        indices = self.choose(args, select=select, size=size)
+        start = LaplaceGuide(self, self.recipe, indices, Batches(args)) if init is None else init
+        subset = Subset(self.require_layout(), indices.cpu())
         at = self.location().detach()
         return mcmc.sample(model, *args, init=start, subset=subset, at=at, **options)
+
+
+def _selector(select: Any) -> Selector:
+    if not isinstance(select, Selector):
+        raise TypeError(
+            "select must be a selector, such as pyro_bdl.selectors.LargestVariance(), got "
+            f"{type(select).__name__}"
+        )
+    return select
 
 
 class SubsetNormal(JointGuide):

@@ -137,3 +137,29 @@ def test_a_matrix_that_cannot_fit_is_told(data, monkeypatch):
     monkeypatch.setattr(recipe, "available_memory", lambda device: 8)
     with pytest.raises(MemoryError, match="GiB"):
         guide.laplace_approximation(data)
+
+
+def test_memory_is_checked_before_the_selector_works(data, monkeypatch):
+    from pyro_bdl.curvature import recipe
+
+    class Slow(selectors.Selector):
+        def scores(self, trained):
+            raise AssertionError("the selector was asked")
+
+    model, mean, _ = linear(data)
+    guide = at_mode(model, mean, data, select=Slow(), size=4)
+    monkeypatch.setattr(recipe, "available_memory", lambda device: 8)
+    with pytest.raises(MemoryError, match="GiB"):
+        guide.laplace_approximation(data)
+
+
+def test_another_selector_and_size_for_one_approximation(data):
+    model, mean, _ = linear(data)
+    guide = at_mode(model, mean, data, select=selectors.Random(3), size=2)
+    own = guide.laplace_approximation(data).subset.indices
+    largest = guide.laplace_approximation(data, select=selectors.LargestMagnitude(), size=1)
+    assert largest.subset.indices.tolist() == [mean.abs().argmax()]
+    assert torch.equal(guide.laplace_approximation(data).subset.indices, own)
+    assert guide.variational(data, size=3).loc.shape == (3,)
+    with pytest.raises(TypeError, match="selector"):
+        guide.laplace_approximation(data, select="largest")
