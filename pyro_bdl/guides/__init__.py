@@ -5,6 +5,7 @@ from pyro_bdl.guides.dropout_noise import BernoulliNoise, GaussianNoise
 from pyro_bdl.guides.ensemble import AutoEnsemble
 from pyro_bdl.guides.laplace import AutoLaplaceGGN, LaplaceGuide
 from pyro_bdl.guides.last_layer import AutoLastLayer, LastLayerGuide
+from pyro_bdl.guides.low_rank import AutoLowRank
 from pyro_bdl.guides.mean_field import AutoMeanField
 from pyro_bdl.guides.mixture import MixtureGuide
 from pyro_bdl.guides.point import AutoMAP
@@ -15,6 +16,7 @@ __all__ = [
     "AutoEnsemble",
     "AutoLaplaceGGN",
     "AutoLastLayer",
+    "AutoLowRank",
     "AutoMAP",
     "AutoMCDropout",
     "AutoMeanField",

@@ -6,8 +6,18 @@ from typing import Any
 import pyro.distributions as dist
 import torch
 from torch import Tensor
+from torch.distributions import register_kl
 
 from pyro_bdl.guides.base import Guide, sample_site
+
+
+class JointDelta(dist.Delta):
+    """A point whose log density is a part of a joint one, so that no closed form may drop it."""
+
+
+@register_kl(JointDelta, dist.Distribution)
+def _no_closed_form(q: JointDelta, p: dist.Distribution) -> Tensor:
+    raise NotImplementedError
 
 
 class AutoJoint(Guide):
@@ -34,7 +44,7 @@ class AutoJoint(Guide):
             if latent.name in self.subsampled:  # whose plate would scale it up
                 density = density * (part.numel() / latent.size)
             result[latent.name] = sample_site(
-                latent, dist.Delta(value, log_density=density, event_dim=latent.event_dim)
+                latent, JointDelta(value, log_density=density, event_dim=latent.event_dim)
             )
         return result
 

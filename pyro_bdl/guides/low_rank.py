@@ -1,0 +1,154 @@
+"""Gaussian variational inference with a covariance that is diagonal plus of low rank."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from pyro.distributions import constraints
+from pyro.nn import PyroParam
+from torch import Tensor, nn
+
+from pyro_bdl.curvature.prior import independent_normal, run_at
+from pyro_bdl.curvature.subset import Subset
+from pyro_bdl.divergence import expected_log_prior
+from pyro_bdl.guides.joint import AutoJoint
+from pyro_bdl.init import init_to_network
+from pyro_bdl.program import Run
+
+
+class AutoLowRank(AutoJoint):
+    """q(u) = Normal(m, diag(s^2) + W W') over the unconstrained latents, W of ``rank`` columns.
+
+    The sites are dependent: u = m + s * eps + W eta. Parameters: ``loc`` (m, (P,)), ``scale``
+    (s > 0, (P,)) and ``factor`` (W, (P, rank)); a step costs O(P rank^2). Ong, Nott & Smith 2018;
+    the family of Pyro's ``AutoLowRankMultivariateNormal``.
+
+    :param model: a Pyro program with continuous latents.
+    :param rank: columns of W; P of them reach any covariance.
+    :param init_loc_fn: where m starts; by default the network's own values.
+    :param init_scale: the marginal standard deviations at the start, in unconstrained units, half
+        of their variance in random directions.
+    :param create_plates: as in Pyro's autoguides.
+    :raises ValueError: for a rank below 1, an ``init_scale`` that is not positive and finite.
+    """
+
+    def __init__(
+        self,
+        model: Callable,
+        *,
+        rank: int = 10,
+        init_loc_fn: Callable = init_to_network,
+        init_scale: float = 0.05,
+        create_plates: Callable | None = None,
+    ) -> None:
+        if rank < 1:
+            raise ValueError(f"rank must be at least 1, got {rank}: without one use AutoMeanField")
+        if not 0 < init_scale < math.inf:
+            raise ValueError(f"init_scale must be positive and finite, got {init_scale}")
+        super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
+        self.rank, self.init_scale = rank, init_scale
+
+    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        super()._setup_prototype(*args, **kwargs)
+        self._at_draw = frozenset() if self.subsampled else self._moving_priors(args, kwargs)
+
+    def _moving_priors(self, args: tuple, kwargs: dict[str, Any]) -> frozenset[str]:
+        """The sites whose priors are no Normals, or Normals that another latent moves."""
+        (model,), layout = self._program_model, self.require_layout()
+        run, leaves = run_at(model, Subset(layout), self.location().detach(), args, kwargs)
+        return frozenset(
+            name
+            for name, site in run.latents.items()
+            if independent_normal(site, layout.latents[name].transform, leaves) is None
+        )
+
+    def _create_parameters(self, start: Tensor) -> None:
+        deviation = math.sqrt(0.5) * self.init_scale
+        self.loc = nn.Parameter(start.clone())
+        self.scale = PyroParam(torch.full_like(start, deviation), constraints.softplus_positive)
+        columns = torch.randn(len(start), self.rank, dtype=start.dtype, device=start.device)
+        self.factor = nn.Parameter(columns * (deviation / math.sqrt(self.rank)))
+
+    def get_posterior(self, *args: Any, **kwargs: Any) -> dist.TorchDistribution:
+        """q over the unconstrained vector (P,), a LowRankMultivariateNormal."""
+        self._prototype_if_given(args, kwargs)
+        scale, factor = self._scale_and_factor()
+        return dist.LowRankMultivariateNormal(self.location(), factor, scale.square())
+
+    def _scale_and_factor(self) -> tuple[Tensor, Tensor]:
+        return self._parameter("scale"), self._parameter("factor")
+
+    def location(self) -> Tensor:
+        return self._parameter("loc")
+
+    def sample_vectors(self, num_samples: int) -> Tensor:
+        loc, (scale, factor) = self.location(), self._scale_and_factor()
+        noise = torch.randn(num_samples, len(loc) + self.rank, dtype=loc.dtype, device=loc.device)
+        own, common = noise.split([len(loc), self.rank], -1)
+        return torch.addcmul(loc, scale, own) + common @ factor.mT
+
+    def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
+        scale, factor = self._scale_and_factor()
+        tril = capacitance_tril(scale, factor)
+        quadratic = quadratic_form(vector - self.location(), scale, factor, tril)
+        constant = len(scale) * math.log(2 * math.pi)
+        return -0.5 * (quadratic + log_determinant(scale, tril) + constant) - log_det
+
+    def kl(self, vector: Tensor, log_det: Tensor, run: Run) -> Tensor:
+        """-H(q) - E_q[log p(w)], in closed form but for sites without a Normal prior and those
+        whose prior depends on another latent, which are taken at the draw."""
+        expected = expected_log_prior(
+            self.require_layout(), self.location(), self.variances(), run.latents,
+            at_draw=self._at_draw,
+        )  # fmt: skip
+        return -self.entropy(vector, log_det) - expected
+
+    def entropy(self, vector: Tensor, log_det: Tensor) -> Tensor:
+        scale, factor = self._scale_and_factor()
+        logdet = log_determinant(scale, capacitance_tril(scale, factor))
+        return 0.5 * (len(scale) * (1.0 + math.log(2 * math.pi)) + logdet) + log_det
+
+    def variances(self) -> Tensor:
+        """The marginal variances of the unconstrained vector (P,)."""
+        scale, factor = self._scale_and_factor()
+        return scale.square() + factor.square().sum(-1)
+
+
+def capacitance_tril(scale: Tensor, factor: Tensor) -> Tensor:
+    """The Cholesky factor of 1 + W' diag(s)^-2 W, (rank, rank), in float64.
+
+    :param scale: s (P,).
+    :param factor: W (P, rank).
+    """
+    columns = factor / scale[:, None]
+    eye = torch.eye(factor.shape[1], dtype=torch.float64, device=factor.device)
+    return torch.linalg.cholesky(eye + (columns.mT @ columns).double())
+
+
+def log_determinant(scale: Tensor, tril: Tensor) -> Tensor:
+    """log det (diag(s^2) + W W') = 2 sum_i log s_i + 2 sum_k log L_kk, a scalar.
+
+    :param scale: s (P,).
+    :param tril: L, of ``capacitance_tril`` (rank, rank).
+    """
+    return 2.0 * (scale.log().sum() + tril.diagonal().log().sum().to(scale))
+
+
+def quadratic_form(x: Tensor, scale: Tensor, factor: Tensor, tril: Tensor) -> Tensor:
+    """x' (diag(s^2) + W W')^-1 x = min over a of |z - F a|^2 + |a|^2, with z = x / s and
+    F = W / s; the minimum is at a = (1 + F' F)^-1 F' z.
+
+    It is Woodbury's |z|^2 - z' F a without the difference of large numbers, which single
+    precision does not bear where W is much larger than s.
+
+    :param x: (..., P).
+    :param scale: s (P,).
+    :param factor: W (P, rank).
+    :param tril: of ``capacitance_tril`` (rank, rank).
+    """
+    z, columns = x / scale, factor / scale[:, None]
+    projected = (z @ columns).double()[..., None]
+    best = torch.cholesky_solve(projected, tril)[..., 0].to(z)
+    return (z - best @ columns.mT).square().sum(-1) + best.square().sum(-1)

@@ -1,0 +1,231 @@
+"""Diagonal plus low rank: Pyro's family, its exact optimum, Woodbury against dense matrices."""
+
+import copy
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import TraceMeanField_ELBO
+from pyro.infer.autoguide import AutoLowRankMultivariateNormal
+from torch.distributions import MultivariateNormal, kl_divergence
+
+from pyro_bdl import bayesianize, models, priors
+from pyro_bdl.elbo import TemperedTraceMeanField_ELBO
+from pyro_bdl.guides import AutoLowRank
+from pyro_bdl.guides.low_rank import capacitance_tril, log_determinant, quadratic_form
+from pyro_bdl.program import record
+
+D = torch.float64
+
+
+def parts(size=6, rank=2):
+    torch.manual_seed(3)
+    return torch.rand(size, dtype=D) + 0.3, torch.randn(size, rank, dtype=D)
+
+
+def dense(scale, factor):
+    return torch.diag(scale.square()) + factor @ factor.mT
+
+
+def constrained():
+    a = pyro.sample("a", dist.Normal(torch.zeros(2, dtype=D), 1.0).to_event(1))
+    s = pyro.sample("s", dist.HalfNormal(torch.ones((), dtype=D)))
+    w = pyro.sample("w", dist.Normal(torch.zeros(3, dtype=D), s).to_event(1))
+    pyro.sample("y", dist.Normal(a.sum() + w.sum(), 1.0), obs=torch.zeros((), dtype=D))
+
+
+@pytest.fixture
+def guide():
+    guide = AutoLowRank(constrained, rank=2).prototype()
+    scale, factor = parts()
+    with torch.no_grad():
+        guide.loc.copy_(torch.tensor([0.5, -1.0, -0.7, 0.2, 0.1, -0.4], dtype=D))
+        guide.scale = scale
+        guide.factor.copy_(0.4 * factor)
+    return guide
+
+
+def test_woodbury_against_dense_matrices():
+    scale, factor = parts()
+    tril, matrix = capacitance_tril(scale, factor), dense(scale, factor)
+    x = torch.randn(4, 6, dtype=D)
+    expected = torch.einsum("ni,ij,nj->n", x, matrix.inverse(), x)
+    torch.testing.assert_close(quadratic_form(x, scale, factor, tril), expected)
+    torch.testing.assert_close(log_determinant(scale, tril), matrix.logdet())
+
+
+def test_it_is_pyros_family(guide):
+    theirs = AutoLowRankMultivariateNormal(constrained, rank=2)
+    theirs()
+    with torch.no_grad():
+        theirs.loc.data = guide.loc.detach().clone()
+        theirs.scale = guide.scale.detach().clone()
+        theirs.cov_factor.data = guide.factor.detach() / guide.scale.detach()[:, None]
+    mine, other = guide.get_posterior(), theirs.get_posterior()
+    torch.testing.assert_close(mine.covariance_matrix, other.covariance_matrix)
+    vectors = guide.sample_vectors(5)
+    log_det = guide.layout.constrain(vectors)[1]
+    torch.testing.assert_close(
+        torch.vmap(guide.log_density)(vectors, log_det), other.log_prob(vectors) - log_det
+    )
+    torch.testing.assert_close(guide.entropy(vectors[0], log_det[0]) - log_det[0], other.entropy())
+    torch.testing.assert_close(guide.variances(), other.variance)
+    levels = [0.1, 0.5, 0.9]
+    for name, value in theirs.quantiles(levels).items():
+        expected = torch.stack(list(value)) if isinstance(value, list) else value
+        torch.testing.assert_close(
+            guide.quantiles(levels)[name], expected.to(D), rtol=1e-5, atol=1e-6
+        )
+
+
+def test_draws_have_the_covariance(guide):
+    draws = guide.sample_vectors(20000).detach()
+    matrix = guide.get_posterior().covariance_matrix.detach()
+    variances = matrix.diagonal()
+    error = ((variances[:, None] * variances + matrix.square()) / len(draws)).sqrt()
+    assert ((torch.cov(draws.T) - matrix).abs() < 4.5 * error).all()
+    mean_error = (variances / len(draws)).sqrt()
+    assert ((draws.mean(0) - guide.loc.detach()).abs() < 4.5 * mean_error).all()
+
+
+def test_the_sites_carry_the_joint_density(guide):
+    run = record(guide, {})
+    values = {name: site.value for name, site in run.latents.items()}
+    vector = guide.layout.unconstrain(values)
+    log_det = guide.layout.constrain(vector)[1]
+    torch.testing.assert_close(run.log_prior(), guide.log_density(vector, log_det))
+
+
+def test_the_kl_is_that_of_dense_normals(conjugate):
+    guide = AutoLowRank(conjugate.model, rank=2).prototype(conjugate.x, conjugate.y)
+    scale, factor = parts(4)
+    with torch.no_grad():
+        guide.scale = scale
+        guide.factor.copy_(factor)
+    q = MultivariateNormal(guide.loc, dense(scale, factor))
+    p = MultivariateNormal(torch.zeros(4, dtype=D), 4.0 * torch.eye(4, dtype=D))
+    vector = guide.sample_vectors(1)[0]
+    values, log_det = guide.layout.constrain(vector)
+    run = record(conjugate.model, values, (conjugate.x, conjugate.y))
+    torch.testing.assert_close(guide.kl(vector, log_det, run), kl_divergence(q, p))
+
+
+def test_the_kl_where_a_prior_depends_on_another_latent(guide):
+    """The closed form for 'a' alone: with w and s correlated under q, E[log p(w | s)] is no
+    function of w's moments at the draw of s."""
+    assert guide._at_draw == {"s", "w"}
+    vectors = guide.sample_vectors(4000).detach()
+    log_det = guide.layout.constrain(vectors)[1]
+    closed, drawn = [], []
+    with torch.no_grad():
+        for vector, volume in zip(vectors, log_det, strict=True):
+            run = record(constrained, guide.layout.constrain(vector)[0])
+            closed.append(guide.kl(vector, volume, run))
+            drawn.append(guide.log_density(vector, volume) - run.log_prior())
+    difference = torch.stack(closed) - torch.stack(drawn)
+    assert difference.std() > 0.1
+    assert difference.mean().abs() < 4 * difference.std() / 4000**0.5
+
+
+def test_pyros_own_mean_field_bound_is_right_too():
+    """It would drop what a Delta carries, the entropy and the log-determinant."""
+
+    def model():
+        s = pyro.sample("s", dist.LogNormal(torch.tensor(0.3, dtype=D), 0.5))
+        pyro.sample("y", dist.Normal(torch.zeros((), dtype=D), 1.0), obs=torch.zeros_like(s))
+
+    guide = AutoLowRank(model, rank=1).prototype()
+    with torch.no_grad():
+        guide.loc.fill_(0.3)
+        guide.scale = torch.tensor([0.3], dtype=D)
+        guide.factor.fill_(0.4)
+    # q is the prior: log q - log p = 0 at every draw
+    value = TraceMeanField_ELBO().loss(model, guide)
+    assert value == pytest.approx(0.5 * math.log(2 * math.pi))
+
+
+def optimal(conjugate, eta=1.0):
+    """diag(s^2) + W W' = C with s^2 just below C's lowest eigenvalue."""
+    values, vectors = torch.linalg.eigh(conjugate.precision(eta).inverse())
+    floor = 0.9 * values[0]
+    return floor.sqrt().expand(4), vectors * (values - floor).sqrt()
+
+
+@pytest.mark.parametrize("eta", [1.0, 0.3])
+def test_the_exact_optimum_of_a_conjugate_model(conjugate, exact_expectations, eta):
+    guide = AutoLowRank(conjugate.model, rank=4).prototype(conjugate.x, conjugate.y)
+    scale, factor = optimal(conjugate, eta)
+    with torch.no_grad():
+        guide.loc.copy_(conjugate.mean(eta))
+        guide.scale = scale
+        guide.factor.copy_(factor)
+    particles = exact_expectations(8)
+    elbo = TemperedTraceMeanField_ELBO(temperature=eta, num_particles=particles)
+    value = elbo(conjugate.model, guide)(conjugate.x, conjugate.y)
+    parameters = [guide.loc, guide.scale_unconstrained, guide.factor]
+    gradients = torch.autograd.grad(value, parameters)
+    for gradient in gradients:
+        torch.testing.assert_close(gradient, torch.zeros_like(gradient))
+    if eta == 1.0:
+        noise = 0.25 * torch.eye(8, dtype=D) + 4.0 * conjugate.design @ conjugate.design.T
+        evidence = MultivariateNormal(torch.zeros(8, dtype=D), noise).log_prob(conjugate.y)
+        torch.testing.assert_close(value, -evidence)
+
+
+def test_training_reaches_the_exact_posterior(conjugate, exact_expectations):
+    guide = AutoLowRank(conjugate.model, rank=3).prototype(conjugate.x, conjugate.y)
+    particles = exact_expectations(7)
+    loss = TemperedTraceMeanField_ELBO(num_particles=particles)(conjugate.model, guide)
+    optimiser = torch.optim.LBFGS(
+        list(guide.parameters()),
+        max_iter=400,
+        line_search_fn="strong_wolfe",
+        tolerance_grad=1e-10,
+        tolerance_change=1e-14,
+    )
+
+    def closure():
+        optimiser.zero_grad()
+        value = loss(conjugate.x, conjugate.y)
+        value.backward()
+        return value
+
+    optimiser.step(closure)
+    posterior = guide.get_posterior()
+    torch.testing.assert_close(posterior.mean.detach(), conjugate.mean(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        posterior.covariance_matrix.detach(), conjugate.precision().inverse(), rtol=1e-3, atol=1e-4
+    )
+
+
+def test_a_copy_has_its_own_factor(guide):
+    clone = copy.deepcopy(guide)
+    with torch.no_grad():
+        clone.factor.zero_()
+    assert guide.factor.abs().min() > 0
+    torch.testing.assert_close(clone.variances(), guide.scale.square())
+
+
+def test_single_precision_where_the_factor_is_much_larger_than_the_scales():
+    model = models.Regression(
+        bayesianize(torch.nn.Linear(200, 1), priors.Normal(1.0)), noise=dist.HalfNormal(1.0)
+    )
+    x, y = torch.randn(5, 200), torch.randn(5)
+    guide = AutoLowRank(model, rank=20).prototype(x, y)
+    with torch.no_grad():
+        guide.scale = torch.full_like(guide.scale, 1e-3)
+        guide.factor.copy_(torch.randn_like(guide.factor))
+    vectors = guide.sample_vectors(50)
+    exact = MultivariateNormal(
+        guide.loc.double(), dense(guide.scale.double(), guide.factor.double())
+    ).log_prob(vectors.double())
+    found = guide.log_density(vectors, torch.zeros(50))
+    torch.testing.assert_close(found.double(), exact, rtol=2e-2, atol=0)
+
+
+@pytest.mark.parametrize("bad", [{"rank": 0}, {"init_scale": 0.0}, {"init_scale": float("nan")}])
+def test_bad_options(bad):
+    with pytest.raises(ValueError, match=f"{next(iter(bad))} must be"):
+        AutoLowRank(constrained, **bad)
