@@ -24,12 +24,14 @@ from pyro_bdl.guides import (
     AutoLaplaceGGN,
     AutoMAP,
     AutoMeanField,
+    AutoMultiSWAG,
     AutoSubnetwork,
+    AutoSWAG,
     LaplaceGuide,
 )
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.nn import with_learnable_prior
-from pyro_bdl.training import estimate_elbo, train
+from pyro_bdl.training import collect_swag, estimate_elbo, train
 
 
 @dataclass(frozen=True)
@@ -313,6 +315,52 @@ def _subnetwork(problem: Problem, options: Options, progress: bool) -> Result:
 def _ensemble(problem: Problem, options: Options, progress: bool) -> Result:
     guide, label = AutoEnsemble(problem.model, size=5), "ensemble" if progress else None
     return _trained(guide, problem, options, label, steps=2000, num_particles=5)
+
+
+_SNAPSHOTS = 40
+_RATES = (0.03, 0.003, 0.0003)  # the next where one diverges
+
+
+def _swag_of(
+    guide: AutoSWAG | AutoMultiSWAG, made: Result, problem: Problem, label: str | None
+) -> Result:
+    """SGD from where training ended, and the Gaussian of its snapshots."""
+    for rate in _RATES:
+        try:
+            guide.discard()
+            run = collect_swag(
+                problem.model, guide, problem.x, problem.y,
+                snapshots=_SNAPSHOTS, learning_rate=rate, progress=label,
+            )  # fmt: skip
+            break
+        except ValueError:
+            if rate == _RATES[-1]:
+                raise
+    count = int(guide.snapshots.count)
+    if count < 2:
+        raise KeyboardInterrupt
+    posterior = guide.swag_approximation(rank=min(guide.rank, count))
+    settings = {"snapshots": count, "rank": min(guide.rank, count), "learning rate": rate}
+    return Result(posterior, {**made.settings, **settings}, made.interrupted or run.interrupted)
+
+
+@register(
+    "swag",
+    title="SWAG",
+    description="a Gaussian of rank 20 from 40 points on the way of SGD after MAP training",
+)
+def _swag(problem: Problem, options: Options, progress: bool) -> Result:
+    guide, label = AutoSWAG(problem.model), "swag" if progress else None
+    return _swag_of(guide, _trained(guide, problem, options, label, steps=2000), problem, label)
+
+
+@register(
+    "multi-swag", title="MultiSWAG", description="a mixture of the SWAG posteriors of five networks"
+)
+def _multi_swag(problem: Problem, options: Options, progress: bool) -> Result:
+    guide, label = AutoMultiSWAG(problem.model, size=5), "multi-swag" if progress else None
+    made = _trained(guide, problem, options, label, steps=2000, num_particles=5)
+    return _swag_of(guide, made, problem, label)
 
 
 @register("nuts", title="NUTS", description="Markov chains by the No-U-Turn sampler; the reference")

@@ -105,7 +105,7 @@ def collect_swag(
     *,
     snapshots: int = 40,
     every: int | None = None,
-    learning_rate: float = 1e-3,
+    learning_rate: float = 0.01,
     final_learning_rate: float | None = None,
     momentum: float = 0.9,
     temperature: float = 1.0,

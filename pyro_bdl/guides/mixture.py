@@ -5,7 +5,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from pyro.nn.module import PyroModuleList
+from torch import Tensor
 
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.joint import JointGuide
@@ -36,7 +37,7 @@ class MixtureGuide(JointGuide):
         members = list(members)
         _check(members)
         super().__init__(members[0])
-        self.members = nn.ModuleList(members)
+        self.members = PyroModuleList(members)
         like = members[0].location().detach()
         given = [1.0] * len(members) if weights is None else weights
         values = torch.as_tensor(given, dtype=torch.float64)
@@ -54,7 +55,7 @@ class MixtureGuide(JointGuide):
     def reading(self) -> Iterator[None]:
         """Also of the members' parameters."""
         with super().reading(), ExitStack() as stack:
-            for member in self._guides():
+            for member in dict.fromkeys(self._guides()):  # one may stand there twice
                 stack.enter_context(member.reading())
             yield
 
