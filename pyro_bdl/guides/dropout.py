@@ -1,7 +1,6 @@
 """Monte Carlo dropout as variational inference: q(W) = M diag(eps), other latents points."""
 
 import difflib
-import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -16,11 +15,18 @@ from torch import Tensor, nn
 from pyro_bdl.divergence import expected_log_prior
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide, sample_site
-from pyro_bdl.guides.dropout_noise import BernoulliNoise, Noise, NoisyWeight, draw, variance
+from pyro_bdl.guides.dropout_layers import DropoutLayers
+from pyro_bdl.guides.dropout_noise import (
+    BernoulliNoise,
+    Noise,
+    NoisyWeight,
+    checked_rate,
+    draw,
+    variance,
+)
 from pyro_bdl.guides.dropout_weights import (
     Source,
     Weight,
-    WeightReader,
     chosen,
     matching,
     num_data,
@@ -76,6 +82,7 @@ class AutoMCDropout(Guide):
     """
 
     weights: dict[str, Weight]
+    layers: tuple[nn.Module, ...]  # dropout layers of the program, which the guide stands for
 
     def __init__(
         self,
@@ -102,6 +109,31 @@ class AutoMCDropout(Guide):
         self.learn_p, self.mask = learn_p, mask
         self.__dict__["noise"] = BernoulliNoise() if noise is None else noise
         self.__dict__["_source"] = source
+        self.__dict__["layers"] = ()
+
+    @classmethod
+    def from_dropout_layers(cls, model: Callable, **options: Any) -> "AutoMCDropout":
+        """The guide that a network's own dropout layers stand for, with their rates.
+
+        The program is run once to see which weights each layer's output feeds; two layers in a
+        row multiply. What a mask of weights cannot say is told in a warning: factors of their own
+        at every position (pixels, tokens) become one for all, dropout on a residual branch or on
+        attention weights is left out. Whenever the guide draws, it puts the program's dropout
+        layers, which are copies of the network's, into evaluation mode, so that nothing is dropped
+        twice.
+
+        :param model: a Pyro program, such as one around ``bayesianize(net)`` for a ``net`` with
+            ``nn.Dropout`` layers.
+        :param options: ``learn_p``, ``noise``, ``init_loc_fn`` and ``create_plates``.
+        :raises ValueError: at the first run, where the program has no dropout layer, or none that
+            a mask of weights can say.
+        """
+        for name in ("p", "sites", "mask"):
+            if name in options:
+                raise ValueError(f"the dropout layers say what '{name}' would: leave it out")
+        guide = cls(model, **options)
+        guide.__dict__["_source"] = DropoutLayers()
+        return guide
 
     # Structure
 
@@ -124,7 +156,8 @@ class AutoMCDropout(Guide):
                 "learn_p needs several data: with one datum the entropy of the masks outweighs the "
                 "likelihood; call the program with more data, or give num_data to it"
             )
-        rates = self._source(reader, layout)
+        rates = self._source(reader, layout, model)
+        self.__dict__["layers"] = getattr(reader, "layers", ())
         self.__dict__["weights"] = {name: weight for name, (weight, _) in rates.items()}
         if not rates:
             warnings.warn(
@@ -171,16 +204,30 @@ class AutoMCDropout(Guide):
         """The number of each entry's factor within a site."""
         if self.mask == "weights":
             return torch.arange(weight.shape.numel()).reshape(weight.shape)
-        return weight.units()
+        return weight.factors()
+
+    def _silence_layers(self) -> None:
+        for layer in self.layers:
+            layer.training = False
 
     def _shared_on_copy(self) -> tuple[str, ...]:
-        return (*super()._shared_on_copy(), "_source")
+        return (*super()._shared_on_copy(), "_source", "layers")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "AutoMCDropout":
+        """With a program that was copied before it, the guide silences that copy's layers."""
+        result = super().__deepcopy__(memo)
+        result.__dict__["layers"] = tuple(memo.get(id(layer), layer) for layer in self.layers)
+        return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"layers": ()}
 
     # The guide
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Sample every site; returns site -> value."""
         self.prototype(*args, **kwargs)
+        self._silence_layers()
         step, p, result = self._step(), self._parameter("p"), {}
         order = {name: number for number, name in enumerate(self.weights)}
         for latent, (loc,) in self._sites(args, kwargs, self._parameter("loc")):
@@ -211,6 +258,7 @@ class AutoMCDropout(Guide):
 
     def sample_vectors(self, num_samples: int) -> Tensor:
         loc = self._parameter("loc")
+        self._silence_layers()
         if not self.weights:
             return loc.expand(num_samples, -1)
         rates = self._parameter("p")[self._site_of_factor]
@@ -271,13 +319,6 @@ class AutoMCDropout(Guide):
         return {name: value[0].clone() for name, value in middle.items()}
 
 
-def checked_rate(p: Any, where: str) -> float:
-    """:raises ValueError: for a rate that does not lie between 0 and 1."""
-    if not isinstance(p, int | float) or not 0 < p < 1 or math.isnan(p):
-        raise ValueError(f"{where} must lie between 0 and 1, both excluded, got {p!r}")
-    return float(p)
-
-
 def _source(p: Any, sites: Any) -> Source:
     if not isinstance(p, Mapping):
         return _OneRate(checked_rate(p, "p"), "hidden" if sites is None else sites)
@@ -292,7 +333,7 @@ class _OneRate(Source):
     def __init__(self, p: float, sites: str | Iterable[str]) -> None:
         self.p, self.sites = p, sites
 
-    def __call__(self, reader: WeightReader, layout: Any) -> dict[str, tuple[Weight, float]]:
+    def __call__(self, reader: Any, layout: Any, model: Any) -> dict[str, tuple[Weight, float]]:
         return {n: (w, self.p) for n, w in chosen(reader.weights, layout, self.sites).items()}
 
 
@@ -300,7 +341,7 @@ class _RatesByName(Source):
     def __init__(self, p: Mapping[str, float]) -> None:
         self.p = dict(p)
 
-    def __call__(self, reader: WeightReader, layout: Any) -> dict[str, tuple[Weight, float]]:
+    def __call__(self, reader: Any, layout: Any, model: Any) -> dict[str, tuple[Weight, float]]:
         found: dict[str, tuple[Weight, float]] = {}
         for pattern, p in self.p.items():
             for name in matching(reader.weights, layout, pattern):

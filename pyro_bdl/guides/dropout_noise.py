@@ -33,6 +33,13 @@ class Annealed:
         return self.start * (self.stop / self.start) ** min(step / self.steps, 1.0)
 
 
+def checked_rate(p: Any, where: str) -> float:
+    """:raises ValueError: for a rate that does not lie between 0 and 1."""
+    if not isinstance(p, int | float) or not 0 < p < 1 or math.isnan(p):
+        raise ValueError(f"{where} must lie between 0 and 1, both excluded, got {p!r}")
+    return float(p)
+
+
 def variance(p: Tensor) -> Tensor:
     """Var[eps] = p / (1 - p)."""
     return p / (1.0 - p)

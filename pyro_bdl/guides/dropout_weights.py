@@ -1,20 +1,19 @@
 """Which latents of a program are weights, and along which axis their input units lie."""
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from pyro_bdl.curvature.operations import LinearOperations, Tag
 from pyro_bdl.layout import Layout
 from pyro_bdl.modules import evaluation_mode, preserved_buffers, vmappable
 from pyro_bdl.program import Run, record
+from pyro_bdl.tracking import OPERATIONS, Tag, Tracker
 
 
 @dataclass(frozen=True)
@@ -28,6 +27,7 @@ class Weight:
     :param groups: of a convolution; each has input units of its own, and output channels in the
         order of the groups.
     :param hidden: whether the input is computed from other latents or parameters.
+    :param tied: the number of each input unit's factor, where several share one.
     """
 
     site: str
@@ -35,6 +35,16 @@ class Weight:
     axis: int
     groups: int = 1
     hidden: bool = False
+    tied: tuple[int, ...] | None = None
+
+    @property
+    def num_units(self) -> int:
+        """How many input units there are."""
+        return self.shape[self.axis] * self.groups
+
+    def factors(self) -> Tensor:
+        """The number of each entry's factor, of the weight's shape."""
+        return self.units() if self.tied is None else torch.tensor(self.tied)[self.units()]
 
     def units(self) -> Tensor:
         """The number of each entry's input unit, of the weight's shape."""
@@ -47,70 +57,102 @@ class Weight:
         group = group.reshape(-1, *[1] * (len(self.shape) - 1))
         return units + self.shape[self.axis] * group
 
-    @property
-    def num_units(self) -> int:
-        return self.shape[self.axis] * self.groups
 
-
-class WeightReader(LinearOperations):
-    """Sees which latents enter a linear operation while a program runs.
+class WeightReader(Tracker):
+    """Sees which latents are weights while a program runs.
 
     :param latents: site -> the very tensors that the program gets, which require gradients.
     """
 
     def __init__(self, latents: Mapping[str, Tensor]) -> None:
         super().__init__(latents)
-        self.shapes = {name: value.shape for name, value in latents.items()}
         self.weights: dict[str, Weight] = {}
-        self.inputs: list[Tensor] = []  # of the operation that runs
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
-    ) -> Any:
-        if func is F.batch_norm:  # has no matrix; statistics of the batch are no obstacle
-            return func(*args, **(kwargs or {}))
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        self.inputs = [leaf for leaf in leaves if id(leaf) not in self.tags]
-        for leaf in leaves:
-            tag = self.tags.get(id(leaf))
-            if tag is not None and tag.indices is None:
-                self._beyond(getattr(func, "__name__", ""), args, tag)
-        return super().__torch_function__(func, types, args, kwargs)
+    def operate(self, func: Any, args: tuple, kwargs: dict, tagged: list[Tag]) -> Any:
+        result = func(*args, **kwargs)
+        for product in _products(func, args, kwargs, self.tag):
+            axis = product.axis()
+            if axis is not None:
+                self.use(product, axis)
+        return result
 
-    def _beyond(self, name: str, args: tuple, tag: Tag) -> None:
-        """Operations on weights that the base class has no rule for."""
-        if name in _TRANSPOSED and args[1] is tag.tensor:
-            self._keep(Weight(tag.site, tag.tensor.shape, 0, hidden=args[0].requires_grad))
-        elif name in _RECURRENT and tag.tensor.dim() == 2:
-            hidden = args[0].requires_grad or "weight_ih_l0" not in tag.site
-            self._keep(Weight(tag.site, tag.tensor.shape, 1, hidden=hidden))
-
-    def add(self, tag: Tag, kind: str, output: Tensor, **options: Any) -> None:
-        inputs, shape = options["inputs"], self.shapes[tag.site]
-        if kind == "lookup":
-            axis = 0 if tag.indices is None else None
-        elif kind == "product" and inputs is not None:
-            if options.get("unfold") is not None:
-                axis = 1 if tag.indices is None else None
-            else:
-                axis = 1 if options["indices"] is None else _axis(options["indices"][0], shape)
-        else:
-            return
-        if axis is not None:
-            hidden = any(
-                leaf.requires_grad and leaf.data_ptr() == inputs.data_ptr() for leaf in self.inputs
-            )
-            self._keep(Weight(tag.site, shape, axis, options.get("groups", 1), hidden))
-
-    def _keep(self, weight: Weight) -> None:
-        """The first use counts, but one with hidden units goes before."""
-        before = self.weights.get(weight.site)
-        if before is None or (weight.hidden and not before.hidden):
-            self.weights[weight.site] = weight
+    def use(self, product: "Product", axis: int) -> None:
+        """The first use of a weight counts, but one with hidden units goes before."""
+        site, shape = product.tag.site, product.tag.root.shape
+        before = self.weights.get(site)
+        if before is None or (product.hidden and not before.hidden):
+            self.weights[site] = Weight(site, shape, axis, product.groups, product.hidden)
 
 
+@dataclass(frozen=True)
+class Product:
+    """An operation that is linear in the units of its input.
+
+    :param tag: the weight.
+    :param dim: the dimension of the weight, as the operation takes it, of the input units.
+    :param input: the input.
+    :param units: the dimension of the input that numbers units; None for indices.
+    :param groups: of a convolution.
+    """
+
+    tag: Tag
+    dim: int
+    input: Tensor
+    units: int | None = -1
+    groups: int = 1
+
+    @property
+    def hidden(self) -> bool:
+        return self.input.requires_grad
+
+    def axis(self) -> int | None:
+        """The axis of the latent along which the input units lie."""
+        if self.tag.whole:
+            return self.dim
+        numbers = self.tag.index().movedim(self.dim, -1)
+        return _axis(numbers.reshape(-1, numbers.shape[-1]), self.tag.root.shape)
+
+
+def _products(
+    func: Any, args: tuple, kwargs: dict, tag: Callable[[Any], Tag | None]
+) -> Iterator[Product]:
+    """The products with latents that a function of torch computes."""
+    name, operation = getattr(func, "__name__", ""), OPERATIONS.get(func)
+    if operation is not None:
+        named = operation.bind(args, kwargs)
+        weight = tag(named.get("weight"))
+        if operation.family == "linear" and weight and weight.tensor.dim() == 2:
+            yield Product(weight, 1, named["input"])
+        elif operation.family == "convolution" and weight:
+            units = named["input"].dim() - weight.tensor.dim() + 1
+            yield Product(weight, 1, named["input"], units, named.get("groups", 1))
+        elif operation.family == "embedding" and weight:
+            yield Product(weight, 0, named["input"], None)
+        elif operation.family in _FACTORS:
+            left, right = (named[key] for key in _FACTORS[operation.family])
+            first, second = tag(left), tag(right)
+            if second and not first and right.dim() == 2:
+                yield Product(second, 0, left)
+            elif first and not second and left.dim() == 2:
+                yield Product(first, 1, right, -2 if right.dim() > 1 else -1)
+    elif name in _TRANSPOSED:
+        weight = tag(args[1])
+        if weight:
+            yield Product(weight, 0, args[0], args[0].dim() - weight.tensor.dim() + 1)
+    elif name in RECURRENT:
+        for leaf in tree_leaves(args):
+            weight = tag(leaf)
+            if weight and leaf.dim() == 2:
+                yield Product(weight, 1, args[0] if "weight_ih_l0" in weight.site else leaf)
+
+
+_FACTORS = {
+    "matmul": ("input", "other"),
+    "rmatmul": ("other", "input"),
+    "addmm": ("mat1", "mat2"),
+}
 _TRANSPOSED = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 def _axis(indices: Tensor, shape: torch.Size) -> int | None:
@@ -128,7 +170,7 @@ def _axis(indices: Tensor, shape: torch.Size) -> int | None:
 
 
 def reading_run(
-    reader: Callable[[Mapping[str, Tensor]], LinearOperations],
+    reader: Callable[[Mapping[str, Tensor]], Tracker],
     model: Callable,
     layout: Layout,
     start: Tensor,
@@ -175,7 +217,9 @@ class Source:
 
     reader: type[WeightReader] = WeightReader
 
-    def __call__(self, reader: Any, layout: Layout) -> dict[str, tuple[Weight, float]]:
+    def __call__(
+        self, reader: Any, layout: Layout, model: Callable
+    ) -> dict[str, tuple[Weight, float]]:
         """The dropped sites in the program's order, each with its rate."""
         raise NotImplementedError
 
