@@ -1,6 +1,7 @@
 """Bayesian deep learning as a plugin on Pyro."""
 
 from pyro_bdl import (
+    calibration,
     diagnostics,
     elbo,
     evidence,
@@ -30,6 +31,7 @@ __all__ = [
     "Samples",
     "__version__",
     "bayesianize",
+    "calibration",
     "compare",
     "diagnostics",
     "elbo",

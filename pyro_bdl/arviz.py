@@ -3,8 +3,7 @@
 import inspect
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from typing import Any
@@ -22,8 +21,10 @@ from pyro_bdl.linearized import LinearizedPredictive
 from pyro_bdl.modules import evaluation_mode
 from pyro_bdl.posterior import check_sites, latent_draws
 from pyro_bdl.predictive import Predictive
-from pyro_bdl.program import Program, Run, record, trace_once
+from pyro_bdl.program import Program, record, trace_once
+from pyro_bdl.randomness import seeded
 from pyro_bdl.samples import Samples
+from pyro_bdl.targets import Targets
 from pyro_bdl.vectorize import Draws, map_draws
 
 _OLDEST = (0, 23)
@@ -78,7 +79,7 @@ def to_arviz(
     """
     convert = _converter()
     kwargs = dict(model_kwargs or {})
-    with evaluation_mode(), _seeded(seed):
+    with evaluation_mode(), seeded(seed):
         samples = _as_samples(posterior, num_samples, args, kwargs)
         trace = _traced(model, samples, args, kwargs)
         program = Program.from_trace(model, trace, args, kwargs)
@@ -91,14 +92,14 @@ def to_arviz(
         stats = _statistics(program, posterior, samples)
         if stats:
             groups["sample_stats"] = labels.drawn(stats)
-        run = program.run(program.initial)
-        groups |= _predicted(program, posterior, samples, run, labels)
+        targets = Targets(program)
+        groups |= _predicted(program, posterior, samples, targets, labels)
         if prior_samples:
-            groups |= _prior(program, prior_samples, list(exported), run, labels)
+            groups |= _prior(program, prior_samples, list(exported), targets, labels)
     groups["observed_data"] = labels.fixed(
-        {name: site.value for name, site in run.observed.items() if site.value is not None}
+        {name: site.value for name, site in targets.observed.items()}
     )
-    constants = _constants(model, args, kwargs, run)
+    constants = _constants(model, args, kwargs, targets)
     if constants:
         groups["constant_data"] = labels.fixed(constants)
     for group in groups.values():
@@ -269,13 +270,13 @@ def _statistics(program: Program, posterior: Any, samples: Samples) -> dict[str,
 
 
 def _predicted(
-    program: Program, posterior: Any, samples: Samples, run: Run, labels: Labels
+    program: Program, posterior: Any, samples: Samples, targets: Targets, labels: Labels
 ) -> dict[str, xarray.Dataset]:
     """The groups posterior_predictive and log_likelihood."""
     predictive: Any = Predictive(program.model, samples)
     if isinstance(posterior, LaplaceGuide):
         predictive = LinearizedPredictive(program.model, posterior, samples.num_draws)
-    args, kwargs = _without_targets(program, run)
+    args, kwargs = targets.removed()
     leading = samples.num_chains, samples.num_draws
     drawn = predictive(*args, **kwargs)
     density = predictive.log_likelihood(*program.args, **program.kwargs)
@@ -286,7 +287,7 @@ def _predicted(
 
 
 def _prior(
-    program: Program, count: int, exported: list[str], run: Run, labels: Labels
+    program: Program, count: int, exported: list[str], targets: Targets, labels: Labels
 ) -> dict[str, xarray.Dataset]:
     try:
         with torch.no_grad():
@@ -300,7 +301,7 @@ def _prior(
         name: torch.stack([one.latents[name].value for one in runs])[None]
         for name in program.latents
     }
-    args, kwargs = _without_targets(program, run)
+    args, kwargs = targets.removed()
     drawn = Predictive(program.model, Samples(latents))(*args, **kwargs)
     return {
         "prior": labels.drawn({name: latents[name] for name in exported}),
@@ -315,27 +316,7 @@ def _split(values: Mapping[str, Tensor], leading: tuple[int, int]) -> dict[str, 
 # ------------------------------------------------------------------------------------ the data
 
 
-def _is_target(value: Any, run: Run) -> bool:
-    """Whether an argument is what an observed site holds."""
-    return isinstance(value, Tensor) and any(
-        site.value is value
-        or (
-            isinstance(site.value, Tensor)
-            and site.value.numel() == value.numel()
-            and torch.equal(site.value.reshape(-1), value.reshape(-1).to(site.value))
-        )
-        for site in run.observed.values()
-    )
-
-
-def _without_targets(program: Program, run: Run) -> tuple[tuple, dict]:
-    """The program's arguments with None for its targets."""
-    args = tuple(None if _is_target(value, run) else value for value in program.args)
-    kwargs = {key: None if _is_target(v, run) else v for key, v in program.kwargs.items()}
-    return args, kwargs
-
-
-def _constants(model: Any, args: tuple, kwargs: dict, run: Run) -> dict[str, Tensor]:
+def _constants(model: Any, args: tuple, kwargs: dict, targets: Targets) -> dict[str, Tensor]:
     """The tensors among the arguments that are no targets, by their names."""
     function = model.forward if isinstance(model, torch.nn.Module) else model
     try:
@@ -350,7 +331,7 @@ def _constants(model: Any, args: tuple, kwargs: dict, run: Run) -> dict[str, Ten
         elif isinstance(value, dict):
             parts = value
         for key, part in parts.items():
-            if isinstance(part, Tensor) and not _is_target(part, run):
+            if isinstance(part, Tensor) and targets.site_of(part) is None:
                 found[key] = part
     return found
 
@@ -370,11 +351,3 @@ def _converter() -> Callable[[xarray.DataTree], Any]:
     if version < (1, 0):
         return arviz.InferenceData.from_datatree
     return lambda tree: tree
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Torch's random numbers follow a seed inside; the caller's go on as before after."""
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        torch.manual_seed(seed)
-        yield

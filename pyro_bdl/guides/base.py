@@ -7,6 +7,7 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
+from pyro.distributions import TorchDistribution
 from pyro.infer.autoguide import AutoGuide
 from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.ops.tensor_utils import periodic_repeat
@@ -130,7 +131,32 @@ class Guide(OwnParameters, AutoGuide):
             finally:
                 del self.__dict__["_read"]
 
+    @contextmanager
+    def holding(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside, parameters are read as ``values``: the guide as a function of its parameters."""
+        before = self.__dict__.get("_read")
+        self.__dict__["_read"] = dict(values)
+        try:
+            yield
+        finally:
+            self.__dict__.pop("_read")
+            if before is not None:
+                self.__dict__["_read"] = before
+
+    @contextmanager
+    def constant(self) -> Iterator[None]:
+        """Inside, the parameters count as constants."""
+        self.__dict__["_constant"] = True
+        try:
+            yield
+        finally:
+            del self.__dict__["_constant"]
+
     def _parameter(self, name: str) -> Tensor:
+        value = self._attached(name)
+        return value.detach() if "_constant" in self.__dict__ else value
+
+    def _attached(self, name: str) -> Tensor:
         read = self.__dict__.get("_read")
         if read is None:
             self.require_layout()
@@ -140,6 +166,11 @@ class Guide(OwnParameters, AutoGuide):
         return read[name]
 
     # Draws and summaries
+
+    def site_distributions(self) -> dict[str, TorchDistribution] | None:
+        """q(w) as one distribution for each site, of a guide whose sites are independent of each
+        other; None for all other guides. Event dimensions count as batch dimensions here."""
+        return None
 
     @property
     def has_density(self) -> bool:
