@@ -23,6 +23,7 @@ from pyro_bdl.guides import (
     AutoEnsemble,
     AutoLaplaceGGN,
     AutoMAP,
+    AutoMCDropout,
     AutoMeanField,
     AutoMultiSWAG,
     AutoSubnetwork,
@@ -315,6 +316,34 @@ def _subnetwork(problem: Problem, options: Options, progress: bool) -> Result:
 def _ensemble(problem: Problem, options: Options, progress: bool) -> Result:
     guide, label = AutoEnsemble(problem.model, size=5), "ensemble" if progress else None
     return _trained(guide, problem, options, label, steps=2000, num_particles=5)
+
+
+def _dropout(
+    name: str, guide: AutoMCDropout, problem: Problem, options: Options, progress: bool
+) -> Result:
+    label = name if progress else None
+    made = _trained(guide, problem, options, label, steps=4000, num_particles=4)
+    rates = {f"p of {site}": f"{rate.item():.3g}" for site, rate in guide.rates().items()}
+    return Result(guide, {**made.settings, **rates}, made.interrupted)
+
+
+@register(
+    "mc-dropout",
+    title="MC dropout",
+    description="dropout of a tenth of the hidden units, kept on for prediction",
+)
+def _mc_dropout(problem: Problem, options: Options, progress: bool) -> Result:
+    return _dropout("mc-dropout", AutoMCDropout(problem.model), problem, options, progress)
+
+
+@register(
+    "concrete-dropout",
+    title="concrete dropout",
+    description="dropout of hidden units at rates that maximise the bound, one for each layer",
+)
+def _concrete_dropout(problem: Problem, options: Options, progress: bool) -> Result:
+    guide = AutoMCDropout(problem.model, learn_p=True)
+    return _dropout("concrete-dropout", guide, problem, options, progress)
 
 
 _SNAPSHOTS = 40

@@ -43,6 +43,7 @@ def test_each_fits_and_can_be_repeated(entry, problem):
         assert first.settings["steps"] == 30
         assert first.elbo == again.elbo and first.log_evidence == again.log_evidence
         points = ("map", "ensemble", "laplace-last-layer", "subnetwork")  # or point masses in part
+        points += ("mc-dropout", "concrete-dropout")
         assert (first.elbo is None) == (entry.name in points)
         has_evidence = entry.name.startswith("laplace") or entry.name == "subnetwork"
         assert (first.log_evidence is not None) == has_evidence
@@ -55,6 +56,17 @@ def test_tempering_narrows_the_posterior(problem):
     assert tempered.settings["temperature"] == 0.1
     assert (tempered.posterior.scale < plain.posterior.scale).all()
     assert tempered.elbo < plain.elbo
+
+
+@pytest.mark.parametrize("name", ["mc-dropout", "concrete-dropout"])
+def test_dropout_says_its_rates(name):
+    x = torch.linspace(-1, 1, 12)[:, None]
+    net = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+    problem = Problem(models.Regression(bayesianize(net), num_data=12), x, x[:, 0].clone())
+    found = posteriors.fit(name, problem, OPTIONS)
+    (rate,) = found.posterior.rates().values()
+    assert found.settings["p of 2.weight"] == f"{rate.item():.3g}"
+    assert (found.settings["p of 2.weight"] == "0.1") == (name == "mc-dropout")
 
 
 def test_one_function_adds_a_posterior(registry, problem):
