@@ -17,6 +17,7 @@ from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.init import INIT_KEY, OWNER_KEY
 from pyro_bdl.ownership import OwnParameters
 from pyro_bdl.priors import (
+    ByName,
     Normal,
     PriorFunction,
     hyperparameter_scope,
@@ -189,13 +190,20 @@ def _with_priors(model: nn.Module, choose: Callable[[BayesianModule], PriorFunct
     return result
 
 
-def with_learnable_prior(model: nn.Module) -> nn.Module:
+def with_learnable_prior(model: nn.Module, *, only: str | None = None) -> nn.Module:
     """A copy of a program whose networks' prior scales are PyroParams (``priors.learnable``).
 
+    :param only: a pattern (shell wildcards) of the weights that get such a prior, with scales of
+        their own; the others keep theirs. By default all.
     :raises ValueError: where the program holds no network of ``bayesianize``.
     :raises TypeError: where a prior has no scale that is a number.
     """
-    return _with_priors(model, lambda network: learnable(network.prior))
+
+    def choose(network: BayesianModule) -> PriorFunction:
+        changed = learnable(network.prior)
+        return changed if only is None else ByName({only: changed, "*": network.prior})
+
+    return _with_priors(model, choose)
 
 
 class _Declarations:

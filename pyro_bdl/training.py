@@ -50,6 +50,7 @@ def train(
     num_particles: int = 1,
     batch_size: int | None = None,
     parameters: Iterable[Tensor] | None = None,
+    elbo: Any = None,
     progress: str | None = None,
 ) -> Training:
     """Maximise the tempered ELBO by Adam, whose learning rate falls to zero along half a cosine.
@@ -67,6 +68,7 @@ def train(
     :param batch_size: rows in each step. By default all of up to 1024; of more rows 256, where the
         program knows by its ``num_data`` that there are N.
     :param parameters: which to train; by default the guide's and the program's.
+    :param elbo: another loss, in place of the ELBO at that temperature and number of draws.
     :param progress: description of the progress bar; None for no bar.
     :raises ValueError: for data that are not finite, targets outside of their support; fewer than
         one step; a minibatch for a program whose ``num_data`` is not N, so that its log likelihood
@@ -80,7 +82,8 @@ def train(
     if size < len(x):  # a full batch is checked at the first step, as the first minibatch is
         for rows in torch.arange(len(x), device=x.device).split(_ROWS_AT_ONCE):
             check_data(model, guide, (x[rows], y[rows]), {})
-    elbo = TemperedTraceMeanField_ELBO(temperature=temperature, num_particles=num_particles)
+    if elbo is None:
+        elbo = TemperedTraceMeanField_ELBO(temperature=temperature, num_particles=num_particles)
     objective: Any = elbo(model, guide)
     trained = list(objective.parameters() if parameters is None else parameters)
     optimizer = torch.optim.Adam(trained, lr=learning_rate)

@@ -529,6 +529,18 @@ def test_each_network_learns_from_its_own_prior():
     assert list(_scales(other, x).values()) == pytest.approx([3.0] * 8)
 
 
+def test_only_some_weights_learn_their_scale():
+    model, x = bayesianize(_mlp(), priors.FanIn(2.0)), torch.randn(4, 2)
+    found = with_learnable_prior(model, only="2.*")
+    (scale,) = found.parameters()
+    before = _scales(found, x)
+    assert before == pytest.approx(_scales(model, x))
+    with torch.no_grad():
+        scale.add_(torch.tensor(3.0).log())  # unconstrained
+    for name, value in _scales(found, x).items():
+        assert value == pytest.approx(before[name] * (3.0 if name.startswith("2.") else 1.0))
+
+
 def test_guides_find_the_other_prior():
     model = models.Regression(bayesianize(_mlp()), noise=0.5)
     found = with_learnable_prior(model)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from pyro_bdl import bayesianize, guides, models, priors, training
+from pyro_bdl.elbo import TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import BdlWarning
 
 
@@ -24,6 +25,20 @@ def test_mean_field_reaches_its_optimum(conjugate, eta):
     assert run.losses.shape == (1500,) and run.batch_size == 8 and not run.interrupted
     assert ((guide.loc - conjugate.mean(eta)).abs() / sd).max() < 0.1
     assert ((guide.scale / sd).log().abs()).max() < 0.05
+
+
+def test_another_loss(conjugate):
+    """-H(q) has its only fixed point at scales of infinity: they grow, the means stay."""
+
+    class Wide(TemperedTraceMeanField_ELBO):
+        def _loss(self, model, guide, args, kwargs):
+            with guide.reading():
+                return -guide._parameter("scale").log().sum() + 0.0 * guide._parameter("loc").sum()
+
+    guide = guides.AutoMeanField(conjugate.model).prototype(conjugate.x, conjugate.y)
+    loc, scale = guide.loc.detach().clone(), guide.scale.detach().clone()
+    training.train(conjugate.model, guide, conjugate.x, conjugate.y, steps=20, elbo=Wide())
+    assert torch.equal(guide.loc, loc) and (guide.scale > scale).all()
 
 
 def test_elbo_estimate_is_the_exact_one(conjugate):
