@@ -9,6 +9,7 @@ To add one, write a function that fits it::
 """
 
 import difflib
+import glob
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,9 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from pyro_bdl import evidence, mcmc
+from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides import (
     AutoEnsemble,
     AutoLaplaceGGN,
+    AutoLastLayer,
     AutoMAP,
     AutoMCDropout,
     AutoMeanField,
@@ -31,7 +34,7 @@ from pyro_bdl.guides import (
     LaplaceGuide,
 )
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.nn import with_learnable_prior
+from pyro_bdl.nn import BayesianModule, with_learnable_prior
 from pyro_bdl.training import collect_swag, estimate_elbo, train
 
 
@@ -250,12 +253,17 @@ def _laplace(
     posterior, interrupted = evidence.train_by_evidence(
         model, guide, problem.x, problem.y, steps=steps, progress=name if progress else None
     )
-    tuned = {
-        key.rpartition(".")[2].removeprefix("hyper_").replace("_", " "): f"{value:.3g}"
-        for key, value in evidence.hyperparameters(posterior).items()
-        if value.numel() == 1
-    }
-    return Result(posterior, {"steps": steps, **choice, **tuned}, interrupted)
+    return Result(posterior, {"steps": steps, **choice, **_tuned(posterior)}, interrupted)
+
+
+def _tuned(posterior: LaplaceGuide) -> dict[str, str]:
+    """The hyperparameters that the evidence set, for tables."""
+    result = {}
+    for name, value in evidence.hyperparameters(posterior).items():
+        words = name.rpartition(".")[2].removeprefix("hyper_").replace("_", " ").split()
+        if value.numel() == 1:
+            result[" ".join(words)] = f"{value:.3g}"
+    return result
 
 
 @register(
@@ -293,6 +301,55 @@ def _laplace_diag(problem: Problem, options: Options, progress: bool) -> Result:
 def _laplace_last_layer(problem: Problem, options: Options, progress: bool) -> Result:
     choice = {"structure": "full", "subset": "last-layer"}
     return _laplace("laplace-last-layer", problem, options, progress, **choice)
+
+
+@register(
+    "last-layer",
+    title="last layer",
+    description="last layer integrated out while the features train, in closed form; for classes "
+    "Laplace at its mode given MAP features; its prior scale by the evidence",
+)
+def _last_layer(problem: Problem, options: Options, progress: bool) -> Result:
+    x, y, label = problem.x, problem.y, "last-layer" if progress else None
+    steps, interrupted = options.steps or 2000, False
+    model = _with_scale_of_last_layer(problem)
+    guide = AutoLastLayer(model).prototype(x, y)
+    objective = evidence.LastLayerEvidence()
+    try:
+        objective.loss(model, guide, x, y)
+        features = "evidence"
+    except UnsupportedProgramError:  # no linear regression
+        features = "MAP"
+    if features == "evidence":
+        run = train(
+            model, guide, x, y, steps=steps, batch_size=len(x), elbo=objective, progress=label
+        )
+        posterior, interrupted = guide.laplace_approximation((x, y)), run.interrupted
+    else:
+        posterior, interrupted = evidence.train_by_evidence(
+            model, guide, x, y, steps=steps, progress=label
+        )
+        if evidence.hyperparameters(posterior):
+            posterior = guide.maximize_evidence((x, y))
+    settings = {"steps": steps, "features": features, **_tuned(posterior)}
+    return Result(posterior, settings, interrupted)
+
+
+def _with_scale_of_last_layer(problem: Problem) -> nn.Module:
+    """The program with a PyroParam as the scale of the last layer's prior, where it can be: one
+    of the last layer's own, since features would shrink under one that they share."""
+    guide = AutoLastLayer(problem.model).prototype(problem.x, problem.y)
+    networks = [part for part in problem.model.modules() if isinstance(part, BayesianModule)]
+    if len(networks) != 1:
+        return problem.model
+    prefix = networks[0].site_prefix
+    names = [site.removeprefix(prefix) for site in guide.layer(problem.x, problem.y)]
+    layer = names[0].rpartition(".")[0]
+    pattern = glob.escape(layer) + ".*" if layer else glob.escape(names[0])
+    try:
+        return with_learnable_prior(problem.model, only=pattern)
+    except (TypeError, ValueError):  # a prior without a scale that is a number
+        return problem.model
 
 
 @register(
