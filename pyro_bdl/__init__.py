@@ -1,6 +1,7 @@
 """Bayesian deep learning as a plugin on Pyro."""
 
 from pyro_bdl import (
+    bayesian_linear,
     calibration,
     diagnostics,
     elbo,
@@ -30,6 +31,7 @@ __all__ = [
     "Program",
     "Samples",
     "__version__",
+    "bayesian_linear",
     "bayesianize",
     "calibration",
     "compare",

@@ -27,6 +27,7 @@ from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides import (
     AutoLaplaceGGN,
+    AutoLastLayer,
     AutoLowRank,
     AutoMAP,
     AutoMCDropout,
@@ -35,7 +36,7 @@ from pyro_bdl.guides import (
 )
 from pyro_bdl.program import record
 
-GUIDES = [AutoMAP, AutoMeanField, AutoLowRank, AutoLaplaceGGN, AutoSWAG, AutoMCDropout]
+GUIDES = [AutoMAP, AutoMeanField, AutoLowRank, AutoLaplaceGGN, AutoLastLayer, AutoSWAG, AutoMCDropout]
 ELBOS = [Trace_ELBO, TraceMeanField_ELBO, TemperedTrace_ELBO, TemperedTraceMeanField_ELBO]
 X = torch.linspace(-1, 1, 12).reshape(6, 2)
 Y = torch.tensor([0.1, -0.4, 0.3, 0.9, 0.2, -0.1])
