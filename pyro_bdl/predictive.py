@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_bdl.batch_norm import computing_with, statistics_of_draws
+from pyro_bdl.curvature.data import Batches
 from pyro_bdl.modules import evaluation_mode
 from pyro_bdl.observation import (
     Structure,
@@ -43,6 +45,11 @@ class Predictive:
     :param posterior: a guide or ``Samples``.
     :param num_samples: S; by default all of ``Samples``, 100 of a guide.
     :param memory: bytes that the draws in work may take; the draws are taken in chunks.
+    :param batch_norm_data: the training data, ``(x, y)`` or an iterable of batches, for networks
+        with BatchNorm: each draw of the weights gets running statistics of its own, from one pass
+        over these data with dropout off (Maddox et al. 2019, section 3.2). By default all draws
+        have the network's present statistics.
+    :param progress: show a bar over the draws in that.
     """
 
     def __init__(
@@ -52,11 +59,15 @@ class Predictive:
         num_samples: int | None = None,
         *,
         memory: int = _MEMORY,
+        batch_norm_data: Any = None,
+        progress: bool = False,
     ) -> None:
         if memory < 1:
             raise ValueError(f"memory must be at least 1 byte, got {memory}")
         self.model, self.posterior = model, posterior
         self.num_samples, self.memory = num_samples, memory
+        self.batch_norm_data = None if batch_norm_data is None else Batches(batch_norm_data)
+        self.progress = progress
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draws y ~ p(y | w_s, x) and the deterministic sites, each (S, ...)."""
@@ -140,6 +151,11 @@ class Predictive:
         """``choose`` looks at one draw and says what to evaluate and how to finish a chunk."""
         with evaluation_mode():
             draws = latent_draws(self.posterior, self.num_samples, *args, **kwargs)
+            if self.batch_norm_data is not None:
+                layers, statistics = statistics_of_draws(
+                    self.model, draws, self.batch_norm_data, progress=self.progress
+                )
+                draws, choose = draws | statistics, _with_statistics(layers, choose)
             needed, (function, finish) = measured(choose, draws)
             chunk_size = max(1, self.memory // needed)
             return map_draws(function, draws, chunk_size=chunk_size, finish=finish)
@@ -151,3 +167,21 @@ def _always(function: Callable[[Draws], Any]) -> Callable[[Draws], tuple]:
         return function, None
 
     return choose
+
+
+def _with_statistics(
+    layers: list[Any], choose: Callable[[Draws], tuple]
+) -> Callable[[Draws], tuple]:
+    """The same, with each draw's own statistics in the BatchNorm layers."""
+
+    def chosen(draw: Draws) -> tuple:
+        with computing_with(layers, draw):
+            function, finish = choose(draw)
+
+        def evaluate(draw: Draws) -> Any:
+            with computing_with(layers, draw):
+                return function(draw)
+
+        return evaluate, finish
+
+    return chosen

@@ -9,6 +9,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from pyro_bdl.batch_norm import (
+    BatchStatistics,
+    layers_called,
+    leaving_running_statistics,
+    take_up,
+)
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.modules import vmappable
 
@@ -23,11 +29,12 @@ class DrawMap:
     """Stacks function(draw) over draws; random numbers differ by draw.
 
     Uses ``vmap`` for chunks of several draws; where an operator of the network has no batching
-    rule it says so, once, and loops over the draws from then on.
+    rule it says so, once, and loops over the draws from then on. BatchNorm layers in training mode
+    update their running statistics as they would in the loop.
     """
 
     def __init__(self) -> None:
-        self._evaluate = _vmapped
+        self._evaluate: Callable[[Callable[[Draws], Any], Draws], Any] = self._first
 
     def __call__(
         self,
@@ -74,6 +81,13 @@ class DrawMap:
             self._evaluate = _looped
             return _looped(function, draws)
 
+    def _first(self, function: Callable[[Draws], Any], draws: Draws) -> Any:
+        with layers_called() as layers:
+            result = _vmapped_with_batch_norm(function, draws)
+        if not layers:
+            self._evaluate = _vmapped  # hooks on every module cost time
+        return result
+
 
 def map_draws(function: Callable[[Draws], Any], draws: Draws, **options: Any) -> Any:
     """``DrawMap`` for one function, used once."""
@@ -83,6 +97,20 @@ def map_draws(function: Callable[[Draws], Any], draws: Draws, **options: Any) ->
 def _vmapped(function: Callable[[Draws], Any], draws: Draws) -> Any:
     with vmappable():
         return torch.vmap(function, randomness="different")(draws)
+
+
+def _vmapped_with_batch_norm(function: Callable[[Draws], Any], draws: Draws) -> Any:
+    layers: list[Any] = []
+
+    def evaluate(draw: Draws) -> tuple:
+        with leaving_running_statistics() as calls:
+            result = function(draw)
+        layers[:] = [call.layer for call in calls]
+        return result, [(call.mean, call.variance) for call in calls]
+
+    result, statistics = _vmapped(evaluate, draws)
+    take_up([BatchStatistics(l, *values) for l, values in zip(layers, statistics, strict=True)])
+    return result
 
 
 def _looped(function: Callable[[Draws], Any], draws: Draws) -> Any:

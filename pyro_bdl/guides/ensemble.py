@@ -1,5 +1,6 @@
 """Deep ensembles: several maxima a posteriori, trained at once."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,9 @@ from pyro import poutine
 from pyro.infer.autoguide.initialization import InitMessenger
 from torch import Tensor, nn
 
+from pyro_bdl.batch_norm import layers_called
 from pyro_bdl.curvature.data import Batches
+from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide, _at_full_size
 from pyro_bdl.guides.laplace import AutoLaplaceGGN
 from pyro_bdl.guides.mixture import MixtureGuide, empirical_quantiles
@@ -49,9 +52,18 @@ class AutoEnsemble(Guide):
         self.__dict__["_init"] = init_loc_fn
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        self.__dict__["_starts"] = [self._start(args, kwargs) for _ in range(1, self.size)]
+        with layers_called() as layers:
+            self.__dict__["_starts"] = [self._start(args, kwargs) for _ in range(1, self.size)]
         super()._setup_prototype(*args, **kwargs)
         del self.__dict__["_starts"]
+        if layers:
+            warnings.warn(
+                "the running statistics of the network's BatchNorm layers cannot be those of every "
+                "member: predict by Predictive(model, guide, batch_norm_data=(x, y)), which "
+                "computes each member's own from the training data",
+                BdlWarning,
+                stacklevel=4,
+            )
 
     def _start(self, args: tuple, kwargs: dict) -> Tensor:
         started = InitMessenger(self._init)(self._program_model[0])
