@@ -6,7 +6,7 @@ approximates the tempered posterior p(y | w)^(1/eta) p(w); eta = 1 is Bayes.
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pyro
@@ -15,9 +15,13 @@ from pyro import poutine
 from pyro.infer import Trace_ELBO
 from pyro.util import warn_if_nan
 from torch import Tensor
+from torch.distributions import Distribution
 
 from pyro_bdl.checks import check_finite, check_support
 from pyro_bdl.divergence import entropy, mean_field_kl, sampled_kl
+from pyro_bdl.estimators import PerDatum, as_estimator
+from pyro_bdl.estimators.per_datum import active
+from pyro_bdl.estimators.sticking import constant_parameters
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.handlers import check_temperature
 from pyro_bdl.modules import preserved_buffers
@@ -37,7 +41,16 @@ class TemperedTrace_ELBO(Trace_ELBO):
     :param cold_temperature: T of the cold mode instead: the target is the cold posterior
         (p(y | w) p(w))^(1/T) and the bound E_q[log p(y, w)] + T H(q).
     :param num_particles: draws per step, evaluated at once by ``vmap``.
-    :raises ValueError: for a temperature that is not positive, for data that are not finite.
+    :param estimator: how the expected log likelihood is estimated: "local_reparameterization" or
+        "flipout", with noise of its own for every datum; None for one draw for all data. Also one
+        of the contexts of ``pyro_bdl.handlers``; inside such a context None means that one.
+    :param sticking_the_landing: the parameters of q count as constants inside log q(w) (Roeder et
+        al. 2017), whose gradient in them has mean zero: without it the gradient stays unbiased,
+        and with ``estimator=None`` it vanishes at every draw where q is the posterior. For guides
+        whose parameters are ``pyro.param`` statements or attributes of a PyroModule.
+    :raises ValueError: for a temperature that is not positive, for data that are not finite, an
+        unknown estimator.
+    :raises UnsupportedProgramError: at a step, for a program that the estimator cannot treat.
     """
 
     def __init__(
@@ -46,6 +59,8 @@ class TemperedTrace_ELBO(Trace_ELBO):
         num_particles: int = 1,
         *,
         cold_temperature: Temperature | None = None,
+        estimator: str | PerDatum | None = None,
+        sticking_the_landing: bool = False,
     ) -> None:
         super().__init__(num_particles=num_particles)
         if num_particles < 1:
@@ -58,8 +73,11 @@ class TemperedTrace_ELBO(Trace_ELBO):
         self.temperature = self.schedule(0)
         self.kl: Tensor | None = None
         self.expected_log_likelihood: Tensor | None = None
+        self.estimator = as_estimator(estimator)
+        self.sticking_the_landing = sticking_the_landing
         self._map = DrawMap()
         self._checked: tuple[Callable, Callable] | None = None
+        self._plates: frozenset[int] = frozenset()
 
     def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """-L(eta) at the present step's temperature; the step counter stays."""
@@ -85,7 +103,7 @@ class TemperedTrace_ELBO(Trace_ELBO):
 
     def _loss(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Tensor:
         if self._checked != (model, guide):
-            _check(model, guide, args, kwargs)
+            self._plates = _check(model, guide, args, kwargs)
             self._checked = model, guide
         temperature = check_temperature(self.schedule(self.step))
         try:
@@ -101,36 +119,60 @@ class TemperedTrace_ELBO(Trace_ELBO):
             return -(likelihood - kl + (temperature - 1.0) * disorder)
         return temperature * kl - likelihood
 
+    def _estimator(self, args: tuple, kwargs: dict) -> PerDatum | None:
+        """The estimator of this step, told how many data there may be."""
+        estimator = self.estimator or active()
+        if estimator is not None:
+            estimator.about(args, kwargs, self._plates)
+        return estimator
+
     def _terms(
         self, model: Callable, guide: Callable, args: tuple, kwargs: dict
     ) -> tuple[Tensor, Tensor, Tensor]:
         """E_q[log p(y | w)], KL and (in cold mode) H(q), means over the particles."""
+        estimator = self._estimator(args, kwargs)
         if isinstance(guide, Guide) and not guide.subsampled:
             with guide.reading():
-                return self._flat_terms(model, guide, args, kwargs)
+                return self._flat_terms(model, guide, args, kwargs, estimator)
         particles = []
         for _ in range(self.num_particles):
-            q, p = _draw(model, guide, args, kwargs)
+            with _run(estimator, {}, {}):
+                sample = None if estimator is None else estimator.sample
+                q = record(guide, {}, args, kwargs, draw=sample)
+                p = record(model, _values(q), args, kwargs)
+                likelihood = p.log_likelihood()
+            if self.sticking_the_landing:
+                with constant_parameters(guide):
+                    q = record(guide, _values(q), args, kwargs)
             kl = self._site_kl(q, p) + q.log_likelihood()  # of the guide's own factors
-            disorder = entropy(q.latents) if self.is_cold else torch.zeros_like(kl)
-            particles.append((p.log_likelihood(), kl, disorder))
+            disorder = self._site_entropy(q) if self.is_cold else torch.zeros_like(kl)
+            particles.append((likelihood, kl, disorder))
         likelihood, kl, disorder = (torch.stack(t).mean() for t in zip(*particles, strict=True))
         return likelihood, kl, disorder
 
     def _flat_terms(
-        self, model: Callable, guide: Guide, args: tuple, kwargs: dict
+        self,
+        model: Callable,
+        guide: Guide,
+        args: tuple,
+        kwargs: dict,
+        estimator: PerDatum | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The same from the flat vectors of our guides, without their sample statements."""
-
         layout = guide.require_layout()
+        distributions = {} if estimator is None else estimator.distributions(guide)
 
         def particle(draw: dict[str, Tensor]) -> tuple[Any, Tensor, Tensor]:
             vector = draw["u"]
             latents, log_det = layout.constrain(vector)
-            p = record(model, latents, args, kwargs)
+            with _run(estimator, distributions, latents):
+                p = record(model, latents, args, kwargs)
+                likelihood = p.log_likelihood()
             kl = self._flat_kl(guide, vector, log_det, p)
-            disorder = guide.entropy(vector, log_det) if self.is_cold else torch.zeros_like(kl)
-            return p.log_likelihood(), kl, disorder
+            disorder = torch.zeros_like(kl)
+            if self.is_cold:
+                disorder = self._flat_entropy(guide, vector, log_det)
+            return likelihood, kl, disorder
 
         vectors = guide.sample_vectors(self.num_particles)
         if self.num_particles == 1:
@@ -141,8 +183,24 @@ class TemperedTrace_ELBO(Trace_ELBO):
     def _site_kl(self, q: Run, p: Run) -> Tensor:
         return sampled_kl(q.latents, p.latents)
 
+    def _site_entropy(self, q: Run) -> Tensor:
+        if self.sticking_the_landing:
+            return -sampled_kl(q.latents, {})
+        return entropy(q.latents)
+
     def _flat_kl(self, guide: Guide, vector: Tensor, log_det: Tensor, p: Run) -> Tensor:
-        return guide.log_density(vector, log_det) - p.log_prior()
+        return self._log_density(guide, vector, log_det) - p.log_prior()
+
+    def _flat_entropy(self, guide: Guide, vector: Tensor, log_det: Tensor) -> Tensor:
+        if self.sticking_the_landing:
+            return -self._log_density(guide, vector, log_det)
+        return guide.entropy(vector, log_det)
+
+    def _log_density(self, guide: Guide, vector: Tensor, log_det: Tensor) -> Tensor:
+        if not self.sticking_the_landing:
+            return guide.log_density(vector, log_det)
+        with guide.constant():
+            return guide.log_density(vector, log_det)
 
 
 class TemperedTraceMeanField_ELBO(TemperedTrace_ELBO):
@@ -150,13 +208,29 @@ class TemperedTraceMeanField_ELBO(TemperedTrace_ELBO):
 
     For guides that factorise over the sites, such as ``AutoMeanField``; sites without a closed
     form, and guides that emit a Delta, are evaluated at the draw, log-determinants included.
+
+    :raises ValueError: for ``sticking_the_landing``, since closed forms have no score.
     """
+
+    def __init__(self, *args: Any, sticking_the_landing: bool = False, **options: Any) -> None:
+        if sticking_the_landing:
+            raise ValueError(
+                "sticking_the_landing concerns a KL that is evaluated at draws, and this ELBO has "
+                "closed forms: use TemperedTrace_ELBO"
+            )
+        super().__init__(*args, **options)
 
     def _site_kl(self, q: Run, p: Run) -> Tensor:
         return mean_field_kl(q.latents, p.latents)
 
     def _flat_kl(self, guide: Guide, vector: Tensor, log_det: Tensor, p: Run) -> Tensor:
         return guide.kl(vector, log_det, p)
+
+
+def _run(
+    estimator: PerDatum | None, distributions: Mapping[str, Distribution], draws: dict[str, Tensor]
+) -> contextlib.AbstractContextManager:
+    return contextlib.nullcontext() if estimator is None else estimator.run(distributions, draws)
 
 
 def _as_schedule(temperature: Temperature) -> Callable[[int], float]:
@@ -181,21 +255,29 @@ def check_data(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> N
         check_support(_draw(model, guide, args, kwargs)[1])
 
 
-def _check(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
-    """What is asked of a pair, once: later runs do without Pyro's validation."""
+def _check(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> frozenset[int]:
+    """What is asked of a pair, once: later runs do without Pyro's validation.
+
+    :returns: the sizes of the program's plates.
+    """
     check_finite(model, args, kwargs)
     with poutine.block(), torch.no_grad(), preserved_buffers():
         q, p = _draw(model, guide, args, kwargs)
         _check_sites(q, p, isinstance(guide, Guide))
         check_support(p)
         Trace_ELBO().loss(model, guide, *args, **kwargs)
+    return frozenset(len(indices) for indices in p.subsamples.values())
 
 
 def _draw(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> tuple[Run, Run]:
     """A run of the guide, and one of the program at the guide's draw."""
     q = record(guide, {}, args, kwargs)
-    values = {name: site.value for name, site in q.latents.items()}
-    return q, record(model, values | q.subsamples, args, kwargs)
+    return q, record(model, _values(q), args, kwargs)
+
+
+def _values(q: Run) -> dict[str, Any]:
+    """A guide's draw and the indices of its plates."""
+    return {name: site.value for name, site in q.latents.items()} | q.subsamples
 
 
 def _check_sites(q: Run, p: Run, complete: bool) -> None:

@@ -1,4 +1,5 @@
-"""Effect handlers: programs that target a tempered or a cold posterior."""
+"""Effect handlers: programs that target a tempered or a cold posterior, and estimators of the
+expected log likelihood with noise of its own for every datum."""
 
 import math
 from collections.abc import Callable
@@ -8,6 +9,10 @@ from pyro.distributions import Unit
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import nn
+
+from pyro_bdl.estimators import flipout, local_reparameterization
+
+__all__ = ["cold", "flipout", "local_reparameterization", "temper"]
 
 
 def check_temperature(temperature: float, argument: str = "temperature") -> float:

@@ -107,6 +107,14 @@ class AutoMeanField(Guide):
             for latent, (loc, scale) in self._sites(args, kwargs, *self._loc_and_scale())
         }
 
+    def site_distributions(self) -> dict[str, dist.TorchDistribution]:
+        layout = self.require_layout()
+        loc, scale = (layout.unflatten(vector) for vector in self._loc_and_scale())
+        return {
+            name: marginal(latent, loc[name], scale[name])
+            for name, latent in layout.latents.items()
+        }
+
     def get_posterior(self, *args: Any, **kwargs: Any) -> dist.TorchDistribution:
         """q over the unconstrained vector (P,), a diagonal Normal."""
         self._prototype_if_given(args, kwargs)

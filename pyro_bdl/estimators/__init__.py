@@ -1,0 +1,28 @@
+"""Estimators of an ELBO's gradient that give every datum noise of its own."""
+
+import difflib
+from collections.abc import Callable
+
+from pyro_bdl.estimators.flipout import flipout
+from pyro_bdl.estimators.local_reparameterization import local_reparameterization
+from pyro_bdl.estimators.per_datum import PerDatum
+
+__all__ = ["PerDatum", "as_estimator", "flipout", "local_reparameterization"]
+
+_BY_NAME: dict[str, Callable[[], PerDatum]] = {
+    "local_reparameterization": local_reparameterization,
+    "flipout": flipout,
+}
+
+
+def as_estimator(estimator: str | PerDatum | None) -> PerDatum | None:
+    """:raises ValueError: for a name that is none of an estimator's."""
+    if estimator is None or isinstance(estimator, PerDatum):
+        return estimator
+    if estimator not in _BY_NAME:
+        near = difflib.get_close_matches(str(estimator), _BY_NAME, n=1, cutoff=0.4)
+        hint = f"; did you mean '{near[0]}'?" if near else ""
+        raise ValueError(
+            f"unknown estimator {estimator!r}: it is one of {', '.join(_BY_NAME)}, or None{hint}"
+        )
+    return _BY_NAME[estimator]()

@@ -1,0 +1,59 @@
+"""Flipout (Wen et al. 2018): one draw of the weights, with random signs for every datum."""
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.estimators.per_datum import PerDatum, require_normal
+from pyro_bdl.estimators.product import Operand, Product
+
+_NAME = "flipout"
+
+
+def flipout() -> PerDatum:
+    """Every datum sees the shared draw's deviations with signs of its own.
+
+    For a draw w = m + d of Normal(m, s^2), whose deviations d = s * eps may change their signs,
+    datum n computes with w_n = m + d * t_n r_n', r_n and t_n random signs of input and output
+    units (equation 4 of the paper):
+
+        z_n = op(a_n, m) + op(a_n * r_n, d) * t_n.
+
+    Each w_n has the distribution of w, so that the ELBO's expectation is unchanged, also where a
+    datum meets a weight at several positions, and the w_n of different data are uncorrelated. The
+    signs are those of features of linear layers, channels of convolutions; rows of embeddings
+    have output signs alone. A bias takes the output signs. It reaches what
+    ``local_reparameterization`` reaches, costs two products too, and no draw per datum.
+
+    :raises UnsupportedProgramError: inside, for a latent that is used twice, and for one that
+        multiplies data but has no Normal in the guide.
+    """
+    return PerDatum(signed, _NAME)
+
+
+def signed(product: Product) -> Tensor:
+    """Outputs of a product at each datum's own signs."""
+    require_normal(product, _NAME)
+    mean = product.at_means()
+    weight, bias, inputs = product.weight, product.bias, product.inputs
+    out = product.along_features(_signs(len(mean), mean.shape[product.features], mean), mean)
+    shift = None if bias is None or bias.tag is None else _deviation(bias)
+    if weight.tag is None:
+        assert shift is not None
+        return torch.addcmul(mean, out, product.along_features(shift, mean))
+    if not product.is_lookup:
+        into = _signs(len(inputs), inputs.shape[product.features], inputs)
+        inputs = inputs * product.along_features(into, inputs)
+    return torch.addcmul(mean, product.apply(inputs, _deviation(weight), shift), out)
+
+
+def _deviation(operand: Operand) -> Tensor:
+    """d = w - m."""
+    return operand.value - operand.loc
+
+
+def _signs(count: int, features: int, like: Tensor) -> Tensor:
+    """Random signs (count, features), eight from a random byte."""
+    size = (count, (features + 7) // 8, 1)
+    random = torch.randint(0, 256, size, dtype=torch.uint8, device=like.device)
+    bits = random >> torch.arange(8, dtype=torch.uint8, device=like.device) & 1
+    return bits.flatten(1)[:, :features].to(like.dtype) * 2.0 - 1.0

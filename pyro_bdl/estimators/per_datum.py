@@ -1,0 +1,249 @@
+"""What estimators with noise for every datum share: which latents they reach, and which not."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pyro.distributions import Delta
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.runtime import _PYRO_STACK
+from pyro.poutine.subsample_messenger import _Subsample
+from torch import Tensor
+from torch.distributions import Distribution, Independent, Normal
+from torch.utils._pytree import tree_leaves
+
+from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.estimators.product import Batch, Operand, Product, product_of, sizes_of
+from pyro_bdl.tracking import OPERATIONS, Tag, Tracker
+
+if TYPE_CHECKING:
+    from pyro_bdl.guides.base import Guide
+
+Rule = Callable[[Product], Tensor]
+
+
+class _Products(Tracker):
+    """Computes products of data with latents by a rule; all else gets the latents' draws.
+
+    :param rule: from a product to its outputs.
+    :param name: of the estimator, for messages.
+    """
+
+    def __init__(self, rule: Rule, name: str) -> None:
+        super().__init__()
+        self.rule, self.name = rule, name
+        self.batch = Batch()
+        self.distributions: dict[str, Distribution] = {}
+        self.computed: dict[str, list[Tag]] = defaultdict(list)  # by the rule
+        self.read: dict[str, list[Tag]] = defaultdict(list)  # as a draw
+        self.depth = 0
+
+    def forget(self) -> None:
+        for kept in (self.tags, self.distributions, self.computed, self.read):
+            kept.clear()
+
+    def drawn(self, site: str, distribution: Distribution, value: Tensor) -> None:
+        """A latent's draw: a site that is drawn again begins another run."""
+        if id(value) in self.tags or isinstance(_base(distribution), Delta):
+            return
+        if site in self.distributions:
+            self.forget()
+        self.distributions[site] = distribution
+        self.track(site, value)
+
+    def look_into(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        query = args[0] if args else kwargs["query"]
+        outside = self.batch
+        size = query.shape[1] if query.dim() == 3 else 1
+        self.batch = Batch(outside.sizes, size)
+        try:
+            return super().look_into(func, args, kwargs)
+        finally:
+            self.batch = outside
+
+    def operate(self, func: Any, args: tuple, kwargs: dict, tagged: list[Tag]) -> Any:
+        if len(_PYRO_STACK) <= self.depth:  # between the runs: densities
+            return func(*args, **kwargs)
+        operation = OPERATIONS.get(func)
+        if operation is not None:
+            named = operation.bind(args, kwargs)
+            product = product_of(operation.family, named, self._operand, self.batch)
+            if product is not None:
+                for operand in product.operands:
+                    assert operand.tag is not None
+                    self._meets(operand.tag, self.computed, self.read)
+                    self.computed[operand.tag.site].append(operand.tag)
+                return product.back(self.rule(product))
+        result = func(*args, **kwargs)
+        if _tells_numbers(func, result):
+            for tag in tagged:
+                self._meets(tag, self.computed)
+                self.read[tag.site].append(tag)
+            for leaf in tree_leaves(result):
+                self.tags.pop(id(leaf), None)  # changed in place
+        return result
+
+    def _operand(self, value: Tensor) -> Operand:
+        tag = self.tag(value)
+        return Operand(value, tag, None if tag is None else self.distributions[tag.site])
+
+    def _meets(self, tag: Tag, *earlier: Mapping[str, list[Tag]]) -> None:
+        if any(_overlap(tag, other) for uses in earlier for other in uses.get(tag.site, ())):
+            raise UnsupportedProgramError(
+                f"the latent '{tag.site}' is used twice in one run (a layer that is called again, "
+                f"tied weights, or a penalty), and {self.name} would give it another value each "
+                "time: use plain sampling (estimator=None) for this program"
+            )
+
+
+class PerDatum(Messenger):
+    """A context in which products of data with latents get noise of their own for every datum.
+
+    Inside, the ELBOs of this package and of Pyro train as they do outside, with another estimator
+    of the expected log likelihood. Within a datum nothing changes: each datum's terms have the
+    distribution that they have under one draw of the latents. KL terms are evaluated in closed
+    form or at one draw for all, as without it.
+
+    :param rule: how a product is computed.
+    :param name: for messages.
+    """
+
+    def __init__(self, rule: Rule, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self._products = _Products(rule, name)
+
+    def __enter__(self) -> "PerDatum":
+        super().__enter__()
+        self._products.depth = len(_PYRO_STACK)
+        self._products.__enter__()
+        _active.append(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _active.remove(self)
+        self._products.__exit__(*error)
+        self._products.forget()
+        super().__exit__(*error)
+
+    # Sample statements, of Pyro's own ELBOs
+
+    def _postprocess_message(self, msg: Any) -> None:
+        if msg["type"] != "sample":
+            return
+        if isinstance(msg["fn"], _Subsample):
+            self._products.batch = Batch(self._products.batch.sizes | {len(msg["value"])})
+        elif not msg["is_observed"] and isinstance(msg["value"], Tensor):
+            self._products.drawn(msg["name"], msg["fn"], msg["value"])
+
+    # Runs, of the ELBOs of this package
+
+    def about(self, args: tuple, kwargs: Mapping[str, Any], plates: frozenset[int]) -> None:
+        """There may be as many data as the first tensor of a program's arguments has rows, or as
+        a plate has."""
+        self._products.batch = Batch(sizes_of(tree_leaves((args, kwargs))) | plates)
+
+    @contextmanager
+    def run(
+        self, distributions: Mapping[str, Distribution], draws: Mapping[str, Tensor]
+    ) -> Iterator[None]:
+        """Inside, the program runs once at a draw of a guide; or a guide and then the program,
+        where the guide's statements are drawn by ``sample``.
+
+        :param distributions: the guide's, by site.
+        :param draws: values of the same sites.
+        :raises UnsupportedProgramError: where no product of data with a latent was met.
+        """
+        products = self._products
+        products.forget()
+        for site, distribution in distributions.items():
+            products.drawn(site, distribution, draws[site])
+        depth = products.depth
+        try:
+            if self in _active:
+                yield
+            else:
+                products.depth = len(_PYRO_STACK)
+                with products:
+                    yield
+            reached = bool(products.computed)
+        finally:
+            products.depth = depth
+            products.forget()
+        if not reached:
+            raise UnsupportedProgramError(
+                f"{self.name} found no layer that multiplies data with a latent of its own "
+                "distribution in the guide: use plain sampling (estimator=None)"
+            )
+
+    def sample(self, msg: Any) -> None:
+        """Draw the value of a guide's sample statement, and follow it."""
+        fn = msg["fn"]
+        msg["value"] = fn.rsample() if fn.has_rsample else fn.sample()
+        msg["done"] = True
+        self._products.drawn(msg["name"], fn, msg["value"])
+
+    def distributions(self, guide: "Guide") -> Mapping[str, Distribution]:
+        """Those of a guide's sites.
+
+        :raises UnsupportedProgramError: where the sites depend on each other.
+        """
+        distributions = guide.site_distributions()
+        if distributions is None:
+            raise UnsupportedProgramError(
+                f"{self.name} needs a guide with a distribution of its own at each site, such as "
+                f"AutoMeanField, and {type(guide).__name__} is none: use plain sampling "
+                "(estimator=None)"
+            )
+        return distributions
+
+
+_active: list[PerDatum] = []
+
+
+def active() -> PerDatum | None:
+    """The innermost of these contexts that is open."""
+    return _active[-1] if _active else None
+
+
+def require_normal(product: Product, name: str) -> None:
+    """:raises UnsupportedProgramError: where a latent of a product has no independent Normals."""
+    for operand in product.operands:
+        if not isinstance(operand.base, Normal):
+            assert operand.tag is not None
+            kind = type(operand.base).__name__
+            raise UnsupportedProgramError(
+                f"{name} needs independent Normals where a latent multiplies data, and the guide "
+                f"has {kind} at site '{operand.tag.site}': give that site a Normal, or use plain "
+                "sampling (estimator=None)"
+            )
+
+
+_SHAPES = {
+    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like",
+    "randint_like", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor",
+    "requires_grad_",
+}  # fmt: skip
+_NUMBERS = {"item", "tolist", "numpy", "__float__", "__int__", "__bool__"}
+
+
+def _tells_numbers(func: Any, result: Any) -> bool:
+    """Whether a result depends on the entries of a tensor, and not on its shape or kind alone."""
+    name = getattr(func, "__name__", "")
+    if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
+        return name not in _SHAPES
+    return name in _NUMBERS
+
+
+def _overlap(a: Tag, b: Tag) -> bool:
+    if a.indices is None or b.indices is None:
+        return True
+    return bool(torch.isin(a.indices, b.indices).any())
+
+
+def _base(distribution: Any) -> Any:
+    while isinstance(distribution, Independent):
+        distribution = distribution.base_dist
+    return distribution
