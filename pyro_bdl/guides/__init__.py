@@ -6,6 +6,7 @@ from pyro_bdl.guides.ensemble import AutoEnsemble
 from pyro_bdl.guides.laplace import AutoLaplaceGGN, LaplaceGuide
 from pyro_bdl.guides.last_layer import AutoLastLayer, LastLayerGuide
 from pyro_bdl.guides.low_rank import AutoLowRank
+from pyro_bdl.guides.matrix_normal import AutoMatrixNormal
 from pyro_bdl.guides.mean_field import AutoMeanField
 from pyro_bdl.guides.mixture import MixtureGuide
 from pyro_bdl.guides.point import AutoMAP
@@ -19,6 +20,7 @@ __all__ = [
     "AutoLowRank",
     "AutoMAP",
     "AutoMCDropout",
+    "AutoMatrixNormal",
     "AutoMeanField",
     "AutoMultiSWAG",
     "AutoSWAG",

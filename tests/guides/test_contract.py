@@ -30,13 +30,14 @@ from pyro_bdl.guides import (
     AutoLastLayer,
     AutoLowRank,
     AutoMAP,
+    AutoMatrixNormal,
     AutoMCDropout,
     AutoMeanField,
     AutoSWAG,
 )
 from pyro_bdl.program import record
 
-GUIDES = [AutoMAP, AutoMeanField, AutoLowRank, AutoLaplaceGGN, AutoLastLayer, AutoSWAG, AutoMCDropout]
+GUIDES = [AutoMAP, AutoMeanField, AutoLowRank, AutoMatrixNormal, AutoLaplaceGGN, AutoLastLayer, AutoSWAG, AutoMCDropout]
 ELBOS = [Trace_ELBO, TraceMeanField_ELBO, TemperedTrace_ELBO, TemperedTraceMeanField_ELBO]
 X = torch.linspace(-1, 1, 12).reshape(6, 2)
 Y = torch.tensor([0.1, -0.4, 0.3, 0.9, 0.2, -0.1])
@@ -111,7 +112,11 @@ def test_pyros_optimisers_move_every_parameter(kind, optimiser):
     guide = kind(model).prototype(X, Y)
     before = {name: p.clone() for name, p in guide.named_parameters()}
     SVI(model, guide, optimiser, TemperedTraceMeanField_ELBO()).step(X, Y)
-    assert all((p != before[name]).all() for name, p in guide.named_parameters())
+    for name, parameter in guide.named_parameters():
+        moved = parameter != before[name]
+        if name.startswith(("row", "column")):  # triangular: what is above counts for nothing
+            moved = moved[torch.ones_like(moved).tril()]
+        assert moved.all()
 
 
 def test_torchs_optimisers_see_the_parameters_after_prototype(kind, elbo):

@@ -1,0 +1,166 @@
+"""Variational inference with dependent rows and columns of every weight matrix."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from pyro.distributions import constraints
+from pyro.nn import PyroParam
+from torch import Tensor, nn
+
+from pyro_bdl.divergence import marginal, mean_field_kl
+from pyro_bdl.guides.base import Guide, sample_site
+from pyro_bdl.init import init_to_network
+from pyro_bdl.layout import Latent, Layout
+from pyro_bdl.matrix_normal import MatrixNormal
+from pyro_bdl.program import Run, Site
+
+
+class AutoMatrixNormal(Guide):
+    """q(W) = MN(M, U, V) for every weight matrix, independent Normals for all other latents.
+
+    A matrix is a latent over the reals with two or more event dimensions, outside plates, read as
+    (first, rest): a convolution's kernel is (out, in * kh * kw), an embedding (rows, features).
+    U = A A' is the covariance of its rows (outputs), V = B B' that of its columns (inputs), with
+    lower triangular A and B; the sites are independent (Louizos & Welling 2016). Each matrix of
+    p x q costs p^2 + q^2 numbers, and p q (p + q) operations a draw.
+
+    Parameters: ``loc`` (M of all latents, (P,)), ``row_<k>`` and ``column_<k>`` (A and B of the
+    k-th matrix; ``factors(site)``), ``scale`` (standard deviations of the other latents).
+
+    :param model: a Pyro program with continuous latents.
+    :param init_loc_fn: where M starts; by default the network's own values.
+    :param init_scale: the standard deviations at the start, in unconstrained units.
+    :param max_side: a side longer than this gets a diagonal covariance: its factor would be the
+        square of it.
+    :param create_plates: as in Pyro's autoguides.
+    :raises ValueError: for an ``init_scale`` that is not positive and finite, a negative
+        ``max_side``.
+    """
+
+    normal_marginals = True
+
+    def __init__(
+        self,
+        model: Callable,
+        *,
+        init_loc_fn: Callable = init_to_network,
+        init_scale: float = 0.05,
+        max_side: int = 1024,
+        create_plates: Callable | None = None,
+    ) -> None:
+        if not 0 < init_scale < math.inf:
+            raise ValueError(f"init_scale must be positive and finite, got {init_scale}")
+        if max_side < 0:
+            raise ValueError(f"max_side must not be negative, got {max_side}")
+        super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
+        self.init_scale, self.max_side = init_scale, max_side
+
+    def _create_parameters(self, start: Tensor) -> None:
+        latents = self.require_layout().latents
+        self.matrices = tuple(name for name, latent in latents.items() if is_matrix(latent))
+        self._others = Layout([v for name, v in latents.items() if name not in self.matrices])
+        self.loc = nn.Parameter(start.clone())
+        for k, name in enumerate(self.matrices):
+            shape = latents[name].unconstrained_shape
+            setattr(self, f"row_{k}", self._factor(shape[0], start))
+            setattr(self, f"column_{k}", self._factor(math.prod(shape[1:]), start))
+        if self._others.size:
+            self.scale = PyroParam(
+                start.new_full((self._others.size,), self.init_scale),
+                constraints.softplus_positive,
+            )
+
+    def _factor(self, side: int, like: Tensor) -> PyroParam:
+        diagonal = like.new_full((side,), math.sqrt(self.init_scale))
+        if side > self.max_side:
+            return PyroParam(diagonal, constraints.softplus_positive)
+        return PyroParam(torch.diag(diagonal), constraints.softplus_lower_cholesky)
+
+    def factors(self, site: str) -> tuple[Tensor, Tensor]:
+        """A (p, p) and B (q, q) of a matrix, or vectors where they are diagonal.
+
+        :raises KeyError: for a site that is no matrix.
+        """
+        self.require_layout()
+        if site not in self.matrices:
+            raise KeyError(f"'{site}' is no weight matrix; there are {', '.join(self.matrices)}")
+        k = self.matrices.index(site)
+        return self._parameter(f"row_{k}"), self._parameter(f"column_{k}")
+
+    def _scales(self) -> dict[str, Tensor]:
+        """The standard deviations of each site that is no matrix."""
+        return self._others.unflatten(self._parameter("scale")) if self._others.size else {}
+
+    def _unconstrained(self) -> Iterator[tuple[Latent, Any]]:
+        """For each site the distribution of its part of u."""
+        layout, scales = self.require_layout(), self._scales()
+        for name, loc in layout.unflatten(self._parameter("loc")).items():
+            if name in self.matrices:
+                yield layout.latents[name], MatrixNormal(loc, *self.factors(name))
+            else:
+                yield layout.latents[name], dist.Normal(loc, scales[name]).to_event(loc.dim())
+
+    def _distribution(self, latent: Latent, loc: Tensor, scale: Tensor | None) -> Any:
+        """The distribution of a site; ``scale`` counts where it is no matrix."""
+        if scale is None or latent.name in self.matrices:
+            return MatrixNormal(loc, *self.factors(latent.name))
+        q = marginal(latent, loc, scale)
+        return q.to_event(latent.event_dim - q.event_dim)
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Sample every site; returns site -> value."""
+        self.prototype(*args, **kwargs)
+        layout, loc = self.require_layout(), self._parameter("loc")
+        ones = layout.unflatten(torch.ones_like(loc))
+        scale = layout.flatten({**ones, **self._scales()})
+        return {
+            latent.name: sample_site(latent, self._distribution(latent, *parts))
+            for latent, parts in self._sites(args, kwargs, loc, scale)
+        }
+
+    def location(self) -> Tensor:
+        return self._parameter("loc")
+
+    def sample_vectors(self, num_samples: int) -> Tensor:
+        draws = [
+            q.rsample((num_samples,)).reshape(num_samples, -1) for _, q in self._unconstrained()
+        ]
+        return torch.cat(draws, -1)
+
+    def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
+        values = self.require_layout().unflatten(vector)
+        terms = [q.log_prob(values[latent.name]) for latent, q in self._unconstrained()]
+        return torch.stack(terms).sum() - log_det
+
+    def kl(self, vector: Tensor, log_det: Tensor, run: Run) -> Tensor:
+        """Site by site, in closed form where there is one, else at the run's draw."""
+        layout, scales = self.require_layout(), self._scales()
+        sites = {
+            name: Site(
+                self._distribution(layout.latents[name], loc, scales.get(name)),
+                run.latents[name].value,
+                1.0,
+                None,
+            )
+            for name, loc in layout.unflatten(self._parameter("loc")).items()
+        }
+        return mean_field_kl(sites, run.latents)
+
+    def entropy(self, vector: Tensor, log_det: Tensor) -> Tensor:
+        return torch.stack([q.entropy() for _, q in self._unconstrained()]).sum() + log_det
+
+    def variances(self) -> Tensor:
+        """The marginal variances of the unconstrained vector (P,)."""
+        return torch.cat([q.variance.reshape(-1) for _, q in self._unconstrained()])
+
+    def vector_quantiles(self, levels: Tensor) -> Tensor:
+        return self.location() + self.variances().sqrt() * torch.special.ndtri(levels)[:, None]
+
+
+def is_matrix(latent: Latent) -> bool:
+    """Whether a latent is a weight matrix or kernel: real, of two or more dimensions, all of them
+    event dimensions."""
+    return latent.transform is None and latent.event_dim == len(latent.shape) >= 2

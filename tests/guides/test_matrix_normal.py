@@ -1,0 +1,214 @@
+"""Matrix normals for weight matrices, independent Normals for the rest."""
+
+import copy
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+from torch.distributions import MultivariateNormal, kl_divergence
+
+from pyro_bdl import bayesianize, models, priors
+from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
+from pyro_bdl.guides import AutoMatrixNormal
+from pyro_bdl.matrix_normal import MatrixNormal
+from pyro_bdl.program import record
+
+D = torch.float64
+
+
+def program(prior=None):
+    torch.manual_seed(2)
+    net = nn.Sequential(nn.Conv1d(2, 3, 2), nn.Flatten(), nn.Linear(12, 2)).double()
+    noise = dist.HalfNormal(torch.ones((), dtype=D))
+    model = models.Regression(bayesianize(net, prior), noise=noise)
+    return model, torch.randn(4, 2, 5, dtype=D), torch.randn(4, 2, dtype=D)
+
+
+@pytest.fixture
+def made():
+    """A guide whose factors are random, and the dense Gaussian that it is."""
+    model, x, y = program()
+    guide = AutoMatrixNormal(model).prototype(x, y)
+    with torch.no_grad():
+        for k in range(len(guide.matrices)):
+            for side in ("row", "column"):
+                size = len(getattr(guide, f"{side}_{k}"))
+                lower = 0.1 * torch.randn(size, size, dtype=D).tril(-1)
+                setattr(guide, f"{side}_{k}", lower + torch.diag(torch.rand(size, dtype=D) + 0.2))
+        guide.scale = torch.rand(len(guide.scale), dtype=D) + 0.1
+    blocks = []
+    scales = iter(guide.scale.detach())
+    for name, latent in guide.layout.latents.items():
+        if name in guide.matrices:
+            a, b = (f.detach() for f in guide.factors(name))
+            blocks.append(torch.kron(a @ a.mT, b @ b.mT))
+        else:
+            blocks += [next(scales).square().reshape(1, 1) for _ in range(latent.size)]
+    oracle = MultivariateNormal(guide.loc.detach(), torch.block_diag(*blocks))
+    return guide, oracle, model, (x, y)
+
+
+def test_which_latents_are_matrices(made):
+    guide = made[0]
+    assert guide.matrices == ("0.weight", "2.weight")
+    assert [f.shape for f in guide.factors("0.weight")] == [(3, 3), (4, 4)]
+    assert [f.shape for f in guide.factors("2.weight")] == [(2, 2), (12, 12)]
+    assert guide.scale.shape == (3 + 2 + 1,)
+    with pytest.raises(
+        KeyError, match=r"'noise' is no weight matrix; there are 0.weight, 2.weight"
+    ):
+        guide.factors("noise")
+
+
+def test_the_guide_against_its_dense_gaussian(made):
+    guide, oracle, _, _ = made
+    vectors = guide.sample_vectors(6).detach()
+    log_det = guide.layout.constrain(vectors)[1]
+    torch.testing.assert_close(
+        torch.vmap(guide.log_density)(vectors, log_det), oracle.log_prob(vectors) - log_det
+    )
+    entropy = guide.entropy(vectors[0], log_det[0])
+    torch.testing.assert_close(entropy, oracle.entropy() + log_det[0])
+    torch.testing.assert_close(guide.variances(), oracle.variance)
+    level = guide.layout.unconstrain(guide.quantiles([0.8]))[0]
+    expected = dist.Normal(oracle.mean, oracle.stddev).icdf(torch.tensor(0.8, dtype=D))
+    torch.testing.assert_close(level, expected)
+
+
+def test_draws_have_the_covariance(made):
+    guide, oracle, _, _ = made
+    draws = guide.sample_vectors(8000).detach()
+    matrix = oracle.covariance_matrix
+    variances = matrix.diagonal()
+    error = ((variances[:, None] * variances + matrix.square()) / len(draws)).sqrt()
+    assert ((torch.cov(draws.T) - matrix).abs() < 5 * error).all()
+
+
+def test_the_sites_have_their_own_distributions(made):
+    guide, _, _, args = made
+    run = record(guide, {}, args)
+    assert isinstance(run.latents["0.weight"].distribution, MatrixNormal)
+    assert isinstance(run.latents["noise"].distribution, dist.LogNormal)
+    values = {name: site.value for name, site in run.latents.items()}
+    vector = guide.layout.unconstrain(values)
+    log_det = guide.layout.constrain(vector)[1]
+    torch.testing.assert_close(run.log_prior(), guide.log_density(vector, log_det))
+
+
+def test_the_kl_is_that_of_the_dense_gaussian(made):
+    guide, oracle, _, _ = made
+    model, x, y = program(priors.Normal(0.7))
+    part = guide.layout.slices["noise"].start
+    weights = MultivariateNormal(oracle.mean[:part], oracle.covariance_matrix[:part, :part])
+    prior = MultivariateNormal(torch.zeros(part, dtype=D), 0.49 * torch.eye(part, dtype=D))
+    noise = dist.LogNormal(oracle.mean[part], oracle.stddev[part])
+    expected = kl_divergence(weights, prior) + kl_divergence(
+        noise, dist.HalfNormal(torch.ones((), dtype=D))
+    )
+    vector = guide.sample_vectors(1)[0]
+    values, log_det = guide.layout.constrain(vector)
+    run = record(model, values, (x, y))
+    torch.testing.assert_close(guide.kl(vector, log_det, run), expected)
+    sites = record(guide, {}, (x, y))
+    values = {name: site.value for name, site in sites.latents.items()}
+    elbo = TemperedTraceMeanField_ELBO()
+    by_site = elbo._site_kl(sites, record(model, values, (x, y)))
+    torch.testing.assert_close(by_site, expected)
+
+
+def test_the_exact_optimum_of_a_conjugate_model(exact_expectations):
+    """With one output row and a column factor the covariance is full: the optimum is exact."""
+    torch.manual_seed(4)
+    x, y = torch.randn(9, 3, dtype=D), torch.randn(9, dtype=D)
+    net = nn.Linear(3, 1, bias=False).double()
+    model = models.Regression(bayesianize(net, priors.Normal(1.5)), noise=0.4)
+    precision = x.T @ x / 0.16 + torch.eye(3, dtype=D) / 2.25
+    mean = torch.linalg.solve(precision, x.T @ y / 0.16)
+    guide = AutoMatrixNormal(model).prototype(x, y)
+    with torch.no_grad():
+        guide.loc.copy_(mean)
+        guide.row_0 = torch.tensor([[2.0]], dtype=D)
+        guide.column_0 = torch.linalg.cholesky(precision.inverse()) / 2
+    particles = exact_expectations(3)
+    loss = TemperedTraceMeanField_ELBO(num_particles=particles)(model, guide)
+    value = loss(x, y)
+    evidence = MultivariateNormal(
+        torch.zeros(9, dtype=D), 0.16 * torch.eye(9, dtype=D) + 2.25 * x @ x.T
+    ).log_prob(y)
+    torch.testing.assert_close(value, -evidence)
+    value.backward()
+    for name, parameter in guide.named_parameters():
+        torch.testing.assert_close(parameter.grad, torch.zeros_like(parameter), msg=name)
+
+
+def test_training_learns_correlated_rows():
+    """Two outputs see the same inputs; noise of correlated outputs correlates the rows."""
+    torch.manual_seed(0)
+    x = torch.randn(20, 2, dtype=D)
+    noise = torch.tensor([[1.0, 0.0], [0.9, 0.3]], dtype=D)
+    y = x @ torch.randn(2, 2, dtype=D) + 0.3 * torch.randn(20, 2, dtype=D) @ noise.mT
+    bnn = bayesianize(nn.Linear(2, 2, bias=False).double(), priors.Normal(3.0))
+
+    def model(x, y):
+        mean = bnn(x)
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.MultivariateNormal(mean, scale_tril=0.3 * noise), obs=y)
+
+    # exact posterior of vec(W): precision (0.3^2 R R')^-1 kron X'X + 1/9
+    inverse = (0.09 * noise @ noise.mT).inverse()
+    exact = (torch.kron(inverse.contiguous(), x.T @ x) + torch.eye(4, dtype=D) / 9).inverse()
+    guide = AutoMatrixNormal(model).prototype(x, y)
+    loss = TemperedTraceMeanField_ELBO(num_particles=8)(model, guide)
+    optimiser = torch.optim.Adam(guide.parameters(), lr=0.03)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, 600)
+    for _ in range(600):
+        optimiser.zero_grad()
+        loss(x, y).backward()
+        optimiser.step()
+        schedule.step()
+    q = MatrixNormal(guide.loc.detach().reshape(2, 2), *guide.factors("weight"))
+    found = q.covariance_matrix().detach()
+    assert (found - exact).abs().max() < 0.1 * exact.diagonal().max()
+    correlation = found[0, 2] / (found[0, 0] * found[2, 2]).sqrt()
+    assert correlation > 0.85
+
+
+def test_long_sides_are_diagonal():
+    model, x, y = program()
+    guide = AutoMatrixNormal(model, max_side=3).prototype(x, y)
+    assert [f.shape for f in guide.factors("0.weight")] == [(3, 3), (4,)]
+    assert [f.shape for f in guide.factors("2.weight")] == [(2, 2), (12,)]
+    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TemperedTrace_ELBO())
+    before = guide.median()
+    svi.step(x, y)
+    assert not torch.equal(guide.median()["0.weight"], before["0.weight"])
+    torch.testing.assert_close(
+        guide.variances()[:12].std(), torch.zeros((), dtype=D), atol=1e-4, rtol=0
+    )
+
+
+def test_an_embedding_is_a_matrix_of_its_rows():
+    net = nn.Sequential(nn.Embedding(2000, 3), nn.Linear(3, 1))
+    model = models.Regression(bayesianize(net), noise=0.3)
+    guide = AutoMatrixNormal(model).prototype(torch.arange(4), torch.zeros(4))
+    assert [f.shape for f in guide.factors("0.weight")] == [(2000,), (3, 3)]
+
+
+def test_state_and_copies(made):
+    guide, _, model, args = made
+    fresh = AutoMatrixNormal(model)
+    fresh.load_state_dict(guide.state_dict())
+    fresh.prototype(*args)
+    torch.testing.assert_close(fresh.variances(), guide.variances())
+    clone = copy.deepcopy(guide)
+    with torch.no_grad():
+        clone.row_0 = torch.eye(3, dtype=D)
+    torch.testing.assert_close(fresh.variances(), guide.variances())
+
+
+@pytest.mark.parametrize("bad", [{"init_scale": 0.0}, {"max_side": -1}])
+def test_bad_options(bad):
+    with pytest.raises(ValueError, match=f"{next(iter(bad))} must"):
+        AutoMatrixNormal(program()[0], **bad)
