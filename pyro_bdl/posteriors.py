@@ -25,6 +25,7 @@ from pyro_bdl.guides import (
     AutoEnsemble,
     AutoLaplaceGGN,
     AutoLastLayer,
+    AutoLowRank,
     AutoMAP,
     AutoMCDropout,
     AutoMeanField,
@@ -238,6 +239,17 @@ def _bayes_mean_field(problem: Problem, options: Options, progress: bool) -> Res
 )
 def _tempered_mean_field(problem: Problem, options: Options, progress: bool) -> Result:
     return _mean_field("mean-field-tempered", 0.1, problem, options, progress)
+
+
+@register(
+    "low-rank",
+    title="low-rank VI",
+    description="a Normal with a covariance of rank 10 plus a diagonal, maximising the ELBO",
+)
+def _low_rank(problem: Problem, options: Options, progress: bool) -> Result:
+    guide, label = AutoLowRank(problem.model, rank=10), "low-rank" if progress else None
+    made = _trained(guide, problem, options, label, steps=4000, num_particles=4)
+    return Result(guide, {**made.settings, "rank": guide.rank}, made.interrupted)
 
 
 def _laplace(
