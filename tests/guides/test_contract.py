@@ -37,7 +37,16 @@ from pyro_bdl.guides import (
 )
 from pyro_bdl.program import record
 
-GUIDES = [AutoMAP, AutoMeanField, AutoLowRank, AutoMatrixNormal, AutoLaplaceGGN, AutoLastLayer, AutoSWAG, AutoMCDropout]
+GUIDES = [
+    AutoMAP,
+    AutoMeanField,
+    AutoLowRank,
+    AutoMatrixNormal,
+    AutoLaplaceGGN,
+    AutoLastLayer,
+    AutoSWAG,
+    AutoMCDropout,
+]
 ELBOS = [Trace_ELBO, TraceMeanField_ELBO, TemperedTrace_ELBO, TemperedTraceMeanField_ELBO]
 X = torch.linspace(-1, 1, 12).reshape(6, 2)
 Y = torch.tensor([0.1, -0.4, 0.3, 0.9, 0.2, -0.1])
