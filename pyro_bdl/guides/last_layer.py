@@ -176,8 +176,10 @@ class LastLayerGuide(LaplaceGuide):
         _check_used_once(model, self.subset, self.loc, *self.few)
         quadratic = recipe.curvature in ("ggn", "hessian")
         quadratic = quadratic and is_quadratic(model, self.subset, self.loc, *batches.first())
-        self.find_mode(progress=progress)
+        self.find_mode(steps=1 if quadratic else _STEPS, progress=progress)
         self.__dict__["quadratic"] = quadratic
+        if quadratic:
+            self.refresh()  # what rounding has left
 
     def _fit(self, batches: Batches, before: Any, progress: bool) -> Tensor:
         earlier = None if before is None else self.score
@@ -227,17 +229,19 @@ class LastLayerGuide(LaplaceGuide):
         return self
 
     @torch.no_grad()
-    def find_mode(self, *, progress: bool = False) -> None:
+    def find_mode(self, *, steps: int = _STEPS, progress: bool = False) -> None:
         """Newton steps with the guide's own precision to the maximum of log p(y, W), halved where
         they do not gain; a pass over the data for each.
 
         One is exact for a quadratic, a few are for classes and rates, whose Gauss-Newton matrix is
-        the Hessian; others (StudentT, noise that depends on x) approach the mode more slowly. A
-        warning tells where 100 steps did not get there.
+        the Hessian; others (StudentT, noise that depends on x) approach the mode more slowly.
+
+        :param steps: at most so many; where several do not get there, a warning says so.
+        :param progress: show a bar over batches, in every pass.
         """
         eps = torch.finfo(self.loc.dtype).eps
         before, value = float("inf"), self._log_joint(self.loc)
-        for _ in range(_STEPS):
+        for _ in range(steps):
             gradient = self._gradient()
             step = self.precision.solve(gradient.to(self.prior_diagonal)).to(self.loc)
             gain = 0.5 * float((step.double() * gradient.double()).sum())
@@ -250,12 +254,13 @@ class LastLayerGuide(LaplaceGuide):
             self.loc = self.subset.put(self.loc, self.subset.take(self.loc) + step)
             self._fit_again(progress)
             before = gain
-        warnings.warn(
-            f"the mode of the last layer was not reached in {_STEPS} steps: the last one gained "
-            f"{gain:.3g} nats",
-            BdlWarning,
-            stacklevel=2,
-        )
+        if steps > 1:
+            warnings.warn(
+                f"the mode of the last layer was not reached in {steps} steps: the last one gained "
+                f"{gain:.3g} nats",
+                BdlWarning,
+                stacklevel=2,
+            )
 
     def _halved(self, step: Tensor, value: float) -> tuple[Tensor, float]:
         """The longest of the step, its half, ... that gains, and the value there."""
@@ -308,27 +313,38 @@ def _check_used_once(
 
 @torch.no_grad()
 def is_quadratic(model: Callable, subset: Subset, vector: Tensor, args: tuple, kwargs: Any) -> bool:
-    """Whether the log likelihood is a quadratic function of the subset: all observations Normal,
-    their locations affine in it and their scales constant. Told from three points in a line."""
+    """Whether log p(y, W) is a quadratic function of the subset W: all observations Normal, their
+    locations affine in W and their scales constant, and its priors Normal. Told from three points
+    in a line."""
     generator = torch.Generator().manual_seed(0)
-    start = subset.take(vector)
+    start, layout = subset.take(vector), subset.layout
     direction = torch.randn(start.shape, generator=generator, dtype=torch.float64).to(start)
     direction = direction * (1.0 + start.abs().mean())
-    found = []
+    likelihoods, prior_parameters = [], []
     for length in (-1.0, 0.0, 1.0):
-        moved = subset.put(vector, start + length * direction)
-        latents = subset.layout.constrain(moved)[0]
+        latents = layout.constrain(subset.put(vector, start + length * direction))[0]
         with evaluation_mode(), preserved_buffers():
             run = record(model, latents, args, kwargs, draw=leave_open)
-        bases = [without_wrappers(site.distribution)[0] for site in run.observed.values()]
-        if run.factors or any(type(base).__name__ != "Normal" for base in bases):
+        observed, prior = (
+            [without_wrappers(site.distribution)[0] for site in sites]
+            for sites in (run.observed.values(), [run.latents[name] for name in subset.parts])
+        )
+        transformed = any(layout.latents[name].transform is not None for name in subset.parts)
+        if run.factors or transformed or not all(map(_is_normal, observed + prior)):
             return False
-        found.append([parameters_of(base) for base in bases])
+        likelihoods.append([parameters_of(base) for base in observed])
+        prior_parameters.append([value for base in prior for value in parameters_of(base).values()])
+    if not all(map(torch.equal, prior_parameters[0], prior_parameters[2])):
+        return False
     tolerance = 1e3 * torch.finfo(vector.dtype).eps
-    for left, middle, right in zip(*found, strict=True):
+    for left, middle, right in zip(*likelihoods, strict=True):
         size = float(left["loc"].abs().max() + right["loc"].abs().max())
         second = left["loc"] + right["loc"] - 2.0 * middle["loc"]
         same = torch.equal(left["scale"], right["scale"])
         if not same or float(second.abs().max()) > tolerance * size:
             return False
     return True
+
+
+def _is_normal(distribution: Any) -> bool:
+    return type(distribution).__name__ == "Normal"

@@ -197,6 +197,30 @@ def test_a_noise_with_a_prior_stays():
     torch.testing.assert_close(covariance(posterior), exact.covariance[0])
 
 
+def test_hidden_scales_of_the_prior():
+    """A latent scale of the weights' prior stays at its point, and given it all is Gaussian."""
+    x = inputs()
+    y = targets(x)
+    prior = priors.PerLayer(priors.Normal(dist.HalfNormal(1.0)))
+    model = models.Regression(bayesianize(network(), prior), noise=NOISE)
+    guide = AutoLastLayer(model).prototype(x, y)
+    posterior = guide.laplace_approximation((x, y))
+    scale = next(v for k, v in guide.median().items() if k.startswith("2.") and "scale" in k)
+    exact = linear_posterior(SufficientStatistics.of(features(model, x), y), scale**-2, NOISE**-2)
+    assert posterior.quadratic and posterior.subset.sites == ("2.weight", "2.bias")
+    torch.testing.assert_close(posterior.subset.take(posterior.loc), exact.mean[0])
+    torch.testing.assert_close(covariance(posterior), exact.covariance[0])
+
+
+def test_a_prior_that_is_not_normal():
+    x = inputs()
+    y = targets(x)
+    model = models.Regression(bayesianize(network(), priors.StudentT(4.0, 0.5)), noise=NOISE)
+    posterior = AutoLastLayer(model).laplace_approximation((x, y))
+    assert not posterior.quadratic
+    assert slope(model, posterior, x, y).abs().max() < 1e-8
+
+
 def test_single_precision():
     x, net = inputs(), network()
     y = targets(x)
@@ -352,11 +376,11 @@ def test_steps_that_overflow_are_halved():
 
 
 def test_a_mode_that_is_not_reached_is_said(monkeypatch):
-    monkeypatch.setattr("pyro_bdl.guides.last_layer._STEPS", 1)
+    monkeypatch.setattr("pyro_bdl.guides.last_layer._STEPS", 2)
     kind, outputs, make = CASES["classes"]
     x = inputs()
     model = kind(bayesianize(network(outputs)))
-    with pytest.warns(BdlWarning, match="mode of the last layer was not reached in 1 steps"):
+    with pytest.warns(BdlWarning, match="mode of the last layer was not reached in 2 steps"):
         AutoLastLayer(model).laplace_approximation((x, make(x)))
 
 
