@@ -325,7 +325,8 @@ def _last_layer(problem: Problem, options: Options, progress: bool) -> Result:
     x, y, label = problem.x, problem.y, "last-layer" if progress else None
     steps, interrupted = options.steps or 2000, False
     model = _with_scale_of_last_layer(problem)
-    guide = AutoLastLayer(model).prototype(x, y)
+    guide = AutoLastLayer(model)
+    guide.prototype(x, y)
     objective = evidence.LastLayerEvidence()
     try:
         objective.loss(model, guide, x, y)
@@ -350,7 +351,8 @@ def _last_layer(problem: Problem, options: Options, progress: bool) -> Result:
 def _with_scale_of_last_layer(problem: Problem) -> nn.Module:
     """The program with a PyroParam as the scale of the last layer's prior, where it can be: one
     of the last layer's own, since features would shrink under one that they share."""
-    guide = AutoLastLayer(problem.model).prototype(problem.x, problem.y)
+    guide = AutoLastLayer(problem.model)
+    guide.prototype(problem.x, problem.y)
     networks = [part for part in problem.model.modules() if isinstance(part, BayesianModule)]
     if len(networks) != 1:
         return problem.model
