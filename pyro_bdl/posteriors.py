@@ -337,7 +337,8 @@ def _last_layer(problem: Problem, options: Options, progress: bool) -> Result:
         run = train(
             model, guide, x, y, steps=steps, batch_size=len(x), elbo=objective, progress=label
         )
-        posterior, interrupted = guide.laplace_approximation((x, y)), run.interrupted
+        posterior: LaplaceGuide = guide.laplace_approximation((x, y))
+        interrupted = run.interrupted
     else:
         posterior, interrupted = evidence.train_by_evidence(
             model, guide, x, y, steps=steps, progress=label
