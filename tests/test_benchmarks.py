@@ -11,6 +11,7 @@ FOLDER = Path(__file__).parent.parent / "benchmarks"
 SMALL = {
     "svi": ["--steps", "3", "--repeats", "1"],
     "predictive": ["--draws", "8", "--inputs", "20", "--cnn-draws", "2", "--repeats", "1"],
+    "ensemble": ["--members", "2", "--width", "4", "--steps", "3", "--repeats", "1"],
     "laplace": [
         *("--digits", "40", "--predict", "5", "--compared", "10", "--steps", "2", "--repeats", "1"),
         *("--cases", "MLP:kron", "small:full", "--large", "full", "resnet", "last-layer"),

@@ -1,6 +1,7 @@
 """Which of a program's latents a curvature is about."""
 
 from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -119,23 +120,42 @@ def _named(layout: Layout, part: Any, model: Any) -> set[str]:
     names = {name for name in layout.latents if fnmatchcase(name, part)}
     if not names:
         raise ValueError(
-            f"the subset names '{part}', which is no latent site (there are "
-            f"{', '.join(layout.latents)})"
+            f"the subset names '{part}', which is no latent site: {_near(layout, part)}"
         )
     return names
+
+
+_LISTED = 12
+
+
+def _near(layout: Layout, name: str) -> str:
+    """What may have been meant: the sites of a module so called, names that are alike, or all."""
+    sites = list(layout.latents)
+    modules = {site[:i] for site in sites for i, c in enumerate(site) if c == "."}
+    near = [name] if name in modules else get_close_matches(name, [*sites, *modules], n=3)
+    if near:
+        said = [f"'{found}.*'" if found in modules else f"'{found}'" for found in near]
+        return f"did you mean {' or '.join(said)}?"
+    more = f", ... ({len(sites)} in all)" if len(sites) > _LISTED else ""
+    return f"there are {', '.join(sites[:_LISTED])}{more}"
 
 
 def _of_module(layout: Layout, module: nn.Module, model: Any) -> set[str]:
     from pyro_bdl.nn import BayesianModule
 
+    alike = []
     for outer in model.modules() if isinstance(model, nn.Module) else ():
         if not isinstance(outer, BayesianModule):
             continue
         for prefix, inner in outer.network.named_modules():
+            start = outer.site_prefix + (f"{prefix}." if prefix else "")
             if inner is module:
-                start = outer.site_prefix + (f"{prefix}." if prefix else "")
                 return {name for name in layout.latents if name.startswith(start)}
+            if type(inner) is type(module) and repr(inner) == repr(module):
+                alike.append(f"'{start}*'")
+    hint = f", such as {' or '.join(alike)}" if alike else ""
     raise ValueError(
-        "the subset names a module that is not in the program: take it from the network that "
-        "bayesianize returned (bnn.network.<name>), or give the sites' names"
+        f"the subset names a module ({type(module).__name__}) that is not in the program: take it "
+        f"from the network that bayesianize returned (bnn.network.<name>), or give the sites' "
+        f"names{hint}"
     )

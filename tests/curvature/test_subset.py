@@ -105,6 +105,42 @@ def test_what_chooses_nothing(layout, selection, match):
         select(layout, selection)
 
 
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("0.wieght", r"did you mean '0\.weight'"),
+        ("0", r"did you mean '0\.\*'\?"),
+        ("encoder", r"did you mean 'encoder\.\*'\?"),
+        ("encodr.layer", r"did you mean 'encoder\.layer\.\*'"),
+        ("qqqq", r"there are 0\.weight, encoder\.layer\.weight$"),
+    ],
+)
+def test_near_names_are_told(name, match):
+    def model():
+        for site in ("0.weight", "encoder.layer.weight"):
+            pyro.sample(site, dist.Normal(torch.tensor(0.0), 1.0))
+
+    with pytest.raises(ValueError, match=match):
+        select(Program(model).layout, name)
+
+
+def test_of_many_names_a_few_are_told():
+    def model():
+        for number in range(30):
+            pyro.sample(f"weight{number}", dist.Normal(torch.tensor(0.0), 1.0))
+
+    with pytest.raises(ValueError, match=r"weight11, \.\.\. \(30 in all\)"):
+        select(Program(model).layout, "qqqq")
+
+
+def test_a_module_of_the_network_before_bayesianize():
+    net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+    model = models.Regression(bayesianize(net, name="f"))
+    layout = Program(model, torch.randn(4, 2), torch.randn(4)).layout
+    with pytest.raises(ValueError, match=r"module \(Linear\) that is not .* such as 'f\.2\.\*'$"):
+        select(layout, net[2], model=model)
+
+
 def test_other_things(layout):
     with pytest.raises(TypeError, match="int"):
         select(layout, [3])
