@@ -30,8 +30,7 @@ class FullCurvature(nn.Module):
                 rows = torch.cat([block.rows() for block in jacobian.blocks], -1).flatten(0, 1)
                 self.matrix[where[:, None], where] += products(rows)
             return
-        rows = jacobian.rows().flatten(0, 1)
-        self.matrix += products(rows)
+        add_products(self.matrix, jacobian.rows().flatten(0, 1))
 
     def scale(self, factor: float) -> None:
         self.matrix *= factor
@@ -89,3 +88,17 @@ def products(x: Tensor) -> Tensor:
     result[..., :half, half:] = cross = left.mT @ right
     result[..., half:, :half] = cross.mT
     return result
+
+
+def add_products(matrix: Tensor, x: Tensor) -> None:
+    """matrix += x' x in place for x (rows, m), with a quarter of the matrix beside it."""
+    if len(matrix) < _HALVED_FROM:
+        matrix += x.mT @ x
+        return
+    half = len(matrix) // 2
+    left, right = x[:, :half], x[:, half:]
+    add_products(matrix[:half, :half], left)
+    add_products(matrix[half:, half:], right)
+    cross = left.mT @ right
+    matrix[:half, half:] += cross
+    matrix[half:, :half] += cross.mT

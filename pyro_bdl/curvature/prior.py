@@ -32,11 +32,12 @@ class PriorPrecision(NamedTuple):
 
     def added_to(self, matrix: Tensor) -> Tensor:
         """A matrix (p, p) plus this one."""
+        every = torch.arange(len(matrix), device=matrix.device)
         if self.indices is None or self.dense is None:
-            return matrix + torch.diag(self.diagonal)
+            return matrix.index_put((every, every), self.diagonal, accumulate=True)
         plain = torch.ones_like(self.diagonal)
         plain[self.indices] = 0.0
-        matrix = matrix + torch.diag(self.diagonal * plain)
+        matrix = matrix.index_put((every, every), self.diagonal * plain, accumulate=True)
         where = (self.indices[:, None].expand_as(self.dense), self.indices.expand_as(self.dense))
         return matrix.index_put(where, self.dense, accumulate=True)
 
@@ -64,8 +65,8 @@ def prior_precision(
     """
     layout = subset.layout
     like = next(iter(leaves.values()))
-    working = torch.promote_types(like.dtype, torch.float32)
-    diagonal = like.new_zeros(layout.size, dtype=working)
+    like = like.new_empty(0, dtype=torch.promote_types(like.dtype, torch.float32))
+    pieces: dict[str, Tensor] = {}
     closed = {
         name: _normal_precision(site, layout.latents[name].transform, leaves)
         for name, site in run.latents.items()
@@ -74,11 +75,10 @@ def prior_precision(
     joint |= _parents(run, leaves, joint)
     for name, precision in closed.items():
         if name not in joint and precision is not None:
-            precision = precision if create_graph else precision.detach()
-            diagonal = _placed(diagonal, layout.slices[name], precision)
+            pieces[name] = precision if create_graph else precision.detach()
     rest = [name for name in layout.latents if name in joint and name in subset.parts]
     if not rest:
-        return PriorPrecision(subset.take(diagonal))
+        return PriorPrecision(_of_subset(pieces, subset, like))
     total = _log_density(run, leaves, layout)
     sizes = [layout.latents[name].size for name in rest]
     inputs = [leaves[name] for name in rest]
@@ -95,7 +95,7 @@ def prior_precision(
     dense: Tensor | None = None
     parts: tuple[Tensor, ...]
     if sum(sizes) <= _DENSE_UP_TO:
-        dense = -_hessian(gradients, inputs, create_graph).to(working)
+        dense = -_hessian(gradients, inputs, create_graph).to(like)
         parts = dense.diagonal().split(sizes)
     else:
         parts = tuple(
@@ -105,10 +105,9 @@ def prior_precision(
     fixed = [
         _concave(name, part, run.latents[name]) for name, part in zip(rest, parts, strict=True)
     ]
-    for name, part in zip(rest, fixed, strict=True):
-        diagonal = _placed(diagonal, layout.slices[name], part)
+    diagonal = _of_subset(pieces | dict(zip(rest, fixed, strict=True)), subset, like)
     if dense is None:
-        return PriorPrecision(subset.take(diagonal))
+        return PriorPrecision(diagonal)
     dense = dense + torch.diag(torch.cat(fixed) - dense.diagonal())
     numbers = [torch.arange(layout.slices[n].start, layout.slices[n].stop) for n in rest]
     table = torch.full((layout.size,), -1)
@@ -117,11 +116,16 @@ def prior_precision(
     indices = table[torch.cat(numbers)]
     kept = (indices >= 0).nonzero()[:, 0].to(like.device)
     dense = dense[kept[:, None], kept]
-    return PriorPrecision(subset.take(diagonal), indices.to(like.device)[kept], dense)
+    return PriorPrecision(diagonal, indices.to(like.device)[kept], dense)
 
 
-def _placed(vector: Tensor, where: slice, values: Tensor) -> Tensor:
-    return torch.cat([vector[: where.start], values.to(vector), vector[where.stop :]])
+def _of_subset(pieces: Mapping[str, Tensor], subset: Subset, like: Tensor) -> Tensor:
+    """The subset's entries (p,) of the sites' numbers."""
+    found = []
+    for name, entries in subset.chosen.items():
+        piece = pieces[name]
+        found.append(piece if entries is None else piece[entries.to(piece.device)])
+    return torch.cat([piece.to(like) for piece in found])
 
 
 def independent_normal(site: Site, transform: Any, leaves: Mapping[str, Tensor]) -> Any:

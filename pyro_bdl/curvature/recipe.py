@@ -76,8 +76,11 @@ class Recipe:
         )
 
 
-def check_memory(recipe: Recipe, size: int, like: Tensor) -> None:
-    """:raises MemoryError: before a matrix is made that cannot fit, naming what would."""
+def check_memory(recipe: Recipe, size: int, like: Tensor, *, advice: str | None = None) -> None:
+    """
+    :param advice: what would fit; by default other structures.
+    :raises MemoryError: before a matrix is made that cannot fit, naming what would.
+    """
     copies = {"full": 3 * size, "low_rank": 3 * (recipe.rank + 10), "diag": 3}
     needed = copies.get(recipe.structure, 0) * size * like.element_size()
     available = available_memory(like.device)
@@ -88,6 +91,6 @@ def check_memory(recipe: Recipe, size: int, like: Tensor) -> None:
     )
     raise MemoryError(
         f'structure="{recipe.structure}" over {size:,} latents needs about '
-        f"{needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free: use structure={others}, "
-        "or a subset of the latents"
+        f"{needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free: "
+        + (advice or f"use structure={others}, or a subset of the latents")
     )

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from pyro_bdl.curvature.data import Batches
 from pyro_bdl.curvature.recipe import check_memory
+from pyro_bdl.curvature.gaussian import FullPrecision
 from pyro_bdl.curvature.subset import Subset
+from pyro_bdl.gaussian_prior import GaussianPrior, joint_prior
 from pyro_bdl.guides.joint import JointGuide
 from pyro_bdl.guides.laplace import AutoLaplaceGGN, LaplaceGuide
 from pyro_bdl.init import init_to_network
@@ -71,7 +73,8 @@ class AutoSubnetwork(AutoLaplaceGGN):
         size = self.size if size is None else size
         if size is not None and select.needs_size:  # before the selector starts its work
             vector = self.location().detach()
-            check_memory(self.recipe, number_of(size, len(vector), vector), vector)
+            count = number_of(size, len(vector), vector)
+            check_memory(self.recipe, count, vector, advice="choose a smaller size, such as '4 GB'")
         return select(Trained(self, batches), size)
 
     def laplace_approximation(
@@ -176,6 +179,14 @@ class SubsetNormal(JointGuide):
         loc, factor = self._parameter("loc"), self._parameter("scale_tril")
         noise = torch.randn(num_samples, len(loc), dtype=loc.dtype, device=loc.device)
         return self.subset.put(self.fixed, loc + noise @ factor.mT)
+
+    def as_prior(self) -> GaussianPrior:
+        """One Gaussian over the subset, the other latents fixed; see ``Guide.as_prior``.
+
+        :raises ValueError: where the subset holds a part of a site's entries.
+        """
+        inverse = torch.cholesky_inverse(self._parameter("scale_tril").detach().double())
+        return joint_prior(self.subset, self.location(), FullPrecision(inverse))
 
     def variances(self) -> Tensor:
         """The marginal variances of the unconstrained vector (P,), zero outside the subset."""

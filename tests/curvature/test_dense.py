@@ -2,7 +2,7 @@
 
 import torch
 
-from pyro_bdl.curvature.dense import DiagonalCurvature, FullCurvature
+from pyro_bdl.curvature.dense import DiagonalCurvature, FullCurvature, add_products
 from pyro_bdl.curvature.jacobian import Dense, Jacobian, Place
 from pyro_bdl.curvature.prior import PriorPrecision
 
@@ -62,3 +62,12 @@ def test_prior_and_factor():
     expected[3, 1] += 0.5
     factor = full.with_prior(prior, torch.tensor(0.5)).factor
     torch.testing.assert_close(factor @ factor.T, expected)
+
+
+def test_products_are_added_in_place():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(7, 601, generator=generator, dtype=torch.float64)  # halved twice, with odd ends
+    start = torch.randn(601, 601, generator=generator, dtype=torch.float64)
+    matrix = start.clone()
+    add_products(matrix, x)
+    torch.testing.assert_close(matrix, start + x.T @ x)
