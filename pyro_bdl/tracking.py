@@ -8,7 +8,7 @@ torch that are affine in some of their arguments. Curvature records these operat
 """
 
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -105,7 +105,7 @@ class Tracker(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        tagged = [*self._tagged(args), *self._tagged(kwargs.values())] if self.tags else None
+        tagged = self._tagged(args) + self._tagged(kwargs.values()) if self.tags else None
         if not tagged:
             return func(*args, **kwargs)
         if func in COMPOSITES:
@@ -114,17 +114,18 @@ class Tracker(TorchFunctionMode):
             return self._follow(func, args, kwargs)
         return self.operate(func, args, kwargs, tagged)
 
-    def _tagged(self, values: Iterable[Any]) -> Iterator[Tag]:
+    def _tagged(self, values: Iterable[Any]) -> list[Tag]:
         """The tags among arguments; by hand, since torch's pytrees take longer than small ops."""
+        found = []
         for value in values:
-            if isinstance(value, Tensor):
-                tag = self.tags.get(id(value))
-                if tag is not None:
-                    yield tag
+            tag = self.tags.get(id(value))
+            if tag is not None:
+                found.append(tag)
             elif isinstance(value, list | tuple):
-                yield from self._tagged(value)
+                found += self._tagged(value)
             elif isinstance(value, dict):
-                yield from self._tagged(value.values())
+                found += self._tagged(value.values())
+        return found
 
     def _is_view(self, func: Any, args: tuple, tagged: list[Tag]) -> bool:
         if len(tagged) != 1 or not args or id(args[0]) not in self.tags:

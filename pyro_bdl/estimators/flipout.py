@@ -1,6 +1,7 @@
 """Flipout (Wen et al. 2018): one draw of the weights, with random signs for every datum."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_bdl.estimators.per_datum import PerDatum, require_normal
@@ -51,9 +52,11 @@ def _deviation(operand: Operand) -> Tensor:
     return operand.value - operand.loc
 
 
+# the signs (256, 8) of the bits of a byte
+_SIGNS = 2.0 * (torch.arange(256)[:, None] >> torch.arange(8) & 1) - 1.0
+
+
 def _signs(count: int, features: int, like: Tensor) -> Tensor:
     """Random signs (count, features), eight from a random byte."""
-    size = (count, (features + 7) // 8, 1)
-    random = torch.randint(0, 256, size, dtype=torch.uint8, device=like.device)
-    bits = random >> torch.arange(8, dtype=torch.uint8, device=like.device) & 1
-    return bits.flatten(1)[:, :features].to(like.dtype) * 2.0 - 1.0
+    bytes_of_signs = torch.randint(0, 256, (count, (features + 7) // 8), device=like.device)
+    return F.embedding(bytes_of_signs, _SIGNS.to(like)).flatten(1)[:, :features]

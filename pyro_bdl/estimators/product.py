@@ -32,7 +32,7 @@ class Rows:
 
 
 def _swapped(x: Tensor) -> Tensor:
-    return x.transpose(0, 1)
+    return x.transpose(0, 1).contiguous()  # callers may view outputs, as they could without us
 
 
 _SINGLE = Rows(lambda x: x[None], lambda z: z[0])  # no datum axis: one row for all
@@ -102,7 +102,8 @@ class Operand:
     def of(self, values: Tensor) -> Tensor:
         """Numbers that broadcast to the latent's shape, as the operation takes them."""
         assert self.tag is not None
-        return self.shaped(self.tag.of(values.expand(self.tag.root.shape)))
+        shape = self.tag.root.shape
+        return self.shaped(self.tag.of(values if values.shape == shape else values.expand(shape)))
 
     @cached_property
     def loc(self) -> Tensor:
