@@ -11,6 +11,7 @@ from pyro_bdl.diagnostics.loo import LOO, loo, loo_approximate_posterior
 from pyro_bdl.diagnostics.mcse import mcse
 from pyro_bdl.diagnostics.psis import PSIS, good_k, psis
 from pyro_bdl.diagnostics.rhat import rhat
+from pyro_bdl.diagnostics.summary import Summary, function_draws, summary
 from pyro_bdl.diagnostics.waic import WAIC, waic
 
 __all__ = [
@@ -18,14 +19,17 @@ __all__ = [
     "PSIS",
     "WAIC",
     "Convergence",
+    "Summary",
     "bfmi",
     "convergence",
     "ess",
+    "function_draws",
     "good_k",
     "loo",
     "loo_approximate_posterior",
     "mcse",
     "psis",
     "rhat",
+    "summary",
     "waic",
 ]

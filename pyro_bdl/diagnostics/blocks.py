@@ -40,13 +40,17 @@ def map_blocks(
     numbers = block_numbers or _BLOCK_NUMBERS.get(draws.device.type, _BLOCK_NUMBERS["cpu"])
     block = max(1, numbers // (chains * length))
 
+    if not quantities:  # the statistic of a row of zeros says what shape nothing has
+        one = statistic(flat.new_zeros(1, chains, length, dtype=torch.float64))
+        return one.new_empty((*one.shape[:-1], *trailing))
+
     def apply(start: int) -> Tensor:
         part = flat[..., start : start + block].permute(2, 0, 1)
         return statistic(part.to(torch.float64).contiguous())
 
     first = apply(0)
     if quantities <= block:
-        return first.reshape(*first.shape[:-1], *trailing)
+        return first.reshape((*first.shape[:-1], *trailing))
     result = first.new_empty(*first.shape[:-1], quantities)
     result[..., :block] = first
 
@@ -58,7 +62,7 @@ def map_blocks(
         total=len(starts), desc="diagnostics", delay=3, leave=False, disable=not progress
     ) as bar:
         _for_each(fill, starts, bar, threads=torch.get_num_threads() if flat.is_cpu else 1)
-    return result.reshape(*first.shape[:-1], *trailing)
+    return result.reshape((*first.shape[:-1], *trailing))
 
 
 def _for_each(work: Callable[[int], None], starts: range, bar: tqdm, *, threads: int) -> None:
@@ -107,4 +111,4 @@ def split_chains(x: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     if x.shape[-1] % 2:
         return torch.cat([x[..., :half], x[..., -half:]], dim=-2)
-    return x.reshape(len(x), -1, half)
+    return x.reshape(len(x), 2 * x.shape[1], half)

@@ -109,7 +109,7 @@ def squared_deviations(x: Tensor) -> Tensor:
 
 def has_nan(x: Tensor) -> Tensor:
     """Which quantities of ``(block, chains, draws)`` hold a NaN."""
-    return x.isnan().flatten(1).any(-1)
+    return x.flatten(1).amax(-1).isnan()
 
 
 def mean_autocovariance(x: Tensor) -> Tensor:
@@ -121,7 +121,8 @@ def mean_autocovariance(x: Tensor) -> Tensor:
     n = x.shape[-1]
     padded = next_fast_len(2 * n, real=True)
     spectrum = torch.fft.rfft(x - x.mean(-1, keepdim=True), n=padded)
-    power = (spectrum.real.square() + spectrum.imag.square()).mean(-2)
+    squares = torch.view_as_real(spectrum).square().flatten(-2).mean(-2)
+    power = squares[:, ::2] + squares[:, 1::2]
     return torch.fft.irfft(power.to(spectrum.dtype), n=padded)[..., :n] / n
 
 
@@ -140,7 +141,7 @@ def ess_of_chains(x: Tensor) -> Tensor:
     rho = 1 - (within - covariance) / total
     rho[:, 0] = 1
 
-    pairs = rho.unflatten(1, (-1, 2)).sum(-1)
+    pairs = rho[:, ::2] + rho[:, 1::2]
     ends = pairs <= 0
     stop = torch.where(ends.any(1), ends.int().argmax(1), last_pair)
     summed = torch.arange(last_pair + 1, device=x.device) < stop[:, None]

@@ -56,10 +56,10 @@ def folded(x: Ordered) -> Ordered:
 
 
 def average_ranks(x: Ordered) -> Tensor:
-    """Ranks 1 to n along the last axis, ties sharing the mean of their ranks.
+    """Ranks 1 to n of each row, ties sharing the mean of their ranks.
 
-    :param x: n numbers without NaN.
-    :returns: float64 ``(..., n)`` in the order before sorting, as ``scipy.stats.rankdata``.
+    :param x: ``(rows, n)``, without NaN.
+    :returns: float64 ``(rows, n)`` in the order before sorting, as ``scipy.stats.rankdata``.
     """
     halves = torch.arange(2 * x.values.shape[-1] + 1, dtype=torch.float64, device=x.values.device)
     return _at_twice_the_rank(x, halves / 2)
@@ -70,8 +70,8 @@ def normal_scores(x: Ordered) -> Tensor:
 
     Ranks are multiples of one half, so that z is looked up in a table of 2 n numbers.
 
-    :param x: n numbers without NaN.
-    :returns: float64 ``(..., n)`` in the order before sorting.
+    :param x: ``(rows, n)``, without NaN.
+    :returns: float64 ``(rows, n)`` in the order before sorting.
 
     Source: Vehtari et al. (2021), Rank-normalization, folding, and localization, section 4.1;
     the offset 3/8 is Blom's (1958).
@@ -108,28 +108,31 @@ def quantile_of_sorted(x: Tensor, level: float, *, compat: str = "1.x") -> Tenso
 
 
 def _at_twice_the_rank(x: Ordered, table: Tensor) -> Tensor:
-    """At each place of the unsorted numbers ``table[2 r]``, r the average rank there."""
+    """At each place of the unsorted rows ``table[2 r]``, r the average rank there."""
     values, places = x
-    is_new = values[..., 1:] != values[..., :-1]
     result = torch.empty_like(values).scatter_(-1, places, table[2::2].expand_as(values))
-    tied = ~is_new.all(-1)
-    if bool(tied.any()):
-        with_ties = table[_twice_the_ranks(is_new[tied])]
-        result[tied] = torch.empty_like(with_ties).scatter_(-1, places[tied], with_ties)
+    # Ties are mended one by one, for there are few as a rule (and one in every folded row).
+    rows, columns = (values[:, 1:] == values[:, :-1]).nonzero(as_tuple=True)
+    if len(rows):
+        row, column, twice_rank = _tied(rows, columns)
+        result[row, places[row, column]] = table[twice_rank]
     return result
 
 
-def _twice_the_ranks(is_new: Tensor) -> Tensor:
-    """Rank of the first plus rank of the last member of the group of ties at each sorted place.
+def _tied(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Row and column of each number that ties with another, and twice their average rank.
 
-    :param is_new: ``(..., n - 1)``, whether a sorted number differs from the one before it.
+    :param rows: of the sorted numbers that are equal to the next one; in lexicographic order.
+    :param columns: theirs.
     """
-    n = is_new.shape[-1] + 1
-    position = torch.arange(n, device=is_new.device)
-    first = torch.zeros(*is_new.shape[:-1], n, dtype=torch.int64, device=is_new.device)
-    first[..., 1:] = torch.where(is_new, position[1:], 0)
-    last = torch.full_like(first, n - 1)
-    last[..., :-1] = torch.where(is_new, position[:-1], n - 1)
-    first = first.cummax(-1).values
-    last = last.flip(-1).cummin(-1).values.flip(-1)
-    return first + last + 2
+    begins = torch.ones_like(rows, dtype=torch.bool)
+    begins[1:] = (rows[1:] != rows[:-1]) | (columns[1:] != columns[:-1] + 1)
+    group = begins.cumsum(0) - 1
+    first_row, first = rows[begins], columns[begins]
+    last = first + group.bincount()
+    twice_rank = first + last + 2
+    return (
+        torch.cat([rows, first_row]),
+        torch.cat([columns, last]),
+        torch.cat([twice_rank[group], twice_rank]),
+    )

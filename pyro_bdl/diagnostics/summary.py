@@ -1,0 +1,180 @@
+"""Convergence of networks: distributions over the weights of each site, and in function space."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.diagnostics.blocks import check_draws
+from pyro_bdl.diagnostics.convergence import Convergence, convergence
+from pyro_bdl.diagnostics.rank import quantile_of_sorted, sort
+from pyro_bdl.predictive import Predictive
+from pyro_bdl.samples import Samples
+from pyro_bdl.table import Column, Row, to_csv, to_text
+
+RHAT_LIMIT = 1.01
+ESS_LIMIT = 100  # for each chain
+
+_COLUMNS = (
+    Column("site", "site", style="text", help="Site, or all of them."),
+    Column("size", "size", help="How many numbers it has."),
+    Column("no_rhat", "no R-hat", help="How many are constant or hold NaN, or all of one chain."),
+    Column("rhat_median", "median", "R-hat", "Median over the numbers of the site.", digits=4),
+    Column("rhat_95", "95 %", "R-hat", "95 % quantile over the numbers of the site.", digits=4),
+    Column("rhat_max", "worst", "R-hat", "The largest one.", digits=4),
+    Column("rhat_share", "high", "R-hat", "Share of the numbers above the limit.", "percent"),
+    Column("ess_bulk_median", "median", "ESS bulk", "Median effective sample size."),
+    Column("ess_bulk_05", "5 %", "ESS bulk", "5 % quantile over the numbers of the site."),
+    Column("ess_bulk_min", "worst", "ESS bulk", "The smallest one."),
+    Column("ess_bulk_share", "low", "ESS bulk", "Share of the numbers below the limit.", "percent"),
+    Column("ess_tail_median", "median", "ESS tail", "Median effective sample size of the tails."),
+    Column("ess_tail_min", "worst", "ESS tail", "The smallest one."),
+    Column("worst", "worst at", style="text", help="Index of the largest R-hat in the site."),
+)
+
+
+@dataclass(frozen=True, repr=False)
+class Summary:
+    """Convergence of every site, one row each; prints as a table.
+
+    :param rows: for each site, and ``all`` where there are several: ``site``, ``size``, ``no_rhat``
+        (constants and NaN; all of a single chain); ``rhat_median``, ``rhat_95``, ``rhat_max``,
+        ``rhat_share`` above ``rhat_limit``; ``ess_bulk_median``, ``ess_bulk_05``,
+        ``ess_bulk_min``, ``ess_bulk_share`` below ``ess_limit``; ``ess_tail_median``,
+        ``ess_tail_min``; ``worst``, the index of the largest R-hat, of ``all`` the site.
+    :param by_site: R-hat and ESS of every number, in the shape of the site.
+    :param rhat_limit: R-hat above it counts as high.
+    :param ess_limit: effective draws; a bulk ESS below it counts as low.
+    """
+
+    rows: tuple[Row, ...]
+    by_site: Mapping[str, Convergence]
+    rhat_limit: float
+    ess_limit: float
+
+    def __str__(self) -> str:
+        limits = f"high: R-hat above {self.rhat_limit:g}; low: ESS below {self.ess_limit:g}"
+        return f"{to_text(self.rows, _COLUMNS)}\n{limits}"
+
+    __repr__ = __str__
+
+    def to_csv(self, path: str | Path) -> Path:
+        """Write the rows with all digits; returns the path."""
+        return to_csv(path, self.rows, _COLUMNS)
+
+
+def summary(
+    draws: Samples | Mapping[str, Tensor],
+    *,
+    rhat_limit: float = RHAT_LIMIT,
+    ess_limit: float | None = None,
+    compat: str = "1.x",
+    progress: bool = True,
+) -> Summary:
+    """Distributions of R-hat and ESS over the numbers of each site, such as a layer's weights.
+
+    The weights of a network are not identified: hidden units can be permuted, so that chains may
+    disagree about weights and agree about the function. ``summary(function_draws(model, samples,
+    x))`` says whether they do.
+
+    :param draws: ``Samples``, or site -> ``(chains, draws, ...)``.
+    :param rhat_limit: R-hat above it counts as high.
+    :param ess_limit: a bulk ESS below it counts as low; 100 a chain by default.
+    :param compat: the version of ArviZ whose quantiles are used, ``"1.x"`` or ``"0.23"``.
+    :param progress: show a bar for a site that takes more than a few seconds.
+    :returns: ``Summary``.
+    :raises TypeError: where a site holds no real tensor.
+    :raises ValueError: for no site, fewer than 4 draws, sites with different chains or draws, or
+        an unknown ``compat``.
+
+    Source: limits of Vehtari et al. (2021), Rank-normalization, folding, and localization.
+    """
+    latents = draws.latents if isinstance(draws, Samples) else dict(draws)
+    num_chains = _check_sites(latents)
+    limit = ESS_LIMIT * num_chains if ess_limit is None else ess_limit
+    by_site = {
+        site: convergence(value, compat=compat, progress=progress)
+        for site, value in latents.items()
+    }
+    rows = [_row(site, found, rhat_limit, limit) for site, found in by_site.items()]
+    if len(rows) > 1:
+        together = zip(*by_site.values(), strict=True)
+        device = next(iter(latents.values())).device
+        joined = [torch.cat([part.flatten().to(device) for part in parts]) for parts in together]
+        total = _row("all", Convergence(*joined), rhat_limit, limit)
+        if total["rhat_max"] is not None:
+            total["worst"] = max(rows, key=lambda row: row["rhat_max"] or 0.0)["site"]
+        rows.append(total)
+    return Summary(tuple(rows), by_site, rhat_limit, limit)
+
+
+def function_draws(
+    model: Callable, samples: Samples, *args: Any, **kwargs: Any
+) -> dict[str, Tensor]:
+    """The network's predictions along the chains, for diagnostics in function space.
+
+    ::
+
+        E[y | w_ct, x],    c the chain, t the draw;   for classes their probabilities
+
+    They are what the data can tell apart: permuting hidden units, flipping signs or shifting all
+    logits changes the weights and not these.
+
+    :param model: the Pyro program.
+    :param samples: draws of its latents.
+    :param args: the program's arguments, such as x, without the targets.
+    :returns: observed site -> ``(chains, draws, N, ...)``, for ``rhat``, ``ess`` or ``summary``.
+    :raises TypeError: where ``samples`` is no ``Samples``: draws of a guide are independent, they
+        form no chain.
+    """
+    if not isinstance(samples, Samples):
+        raise TypeError(
+            f"samples must be Samples, got {type(samples).__name__}: draws of a guide are "
+            f"independent, so that R-hat and ESS say nothing about them"
+        )
+    leading = (samples.num_chains, samples.num_draws)
+    means = Predictive(model, samples).mean(*args, **kwargs)
+    return {site: value.unflatten(0, leading) for site, value in means.items()}
+
+
+def _check_sites(latents: Mapping[str, Tensor]) -> int:
+    """The number of chains, the same for all sites."""
+    if not latents:
+        raise ValueError("there is no site to summarise")
+    for site, value in latents.items():
+        check_draws(value, f"site {site!r}")
+    shapes = {site: tuple(value.shape[:2]) for site, value in latents.items()}
+    if len(set(shapes.values())) > 1:
+        raise ValueError(f"all sites must have the same (chains, draws), got {shapes}")
+    return next(iter(shapes.values()))[0]
+
+
+def _row(site: str, found: Convergence, rhat_limit: float, ess_limit: float) -> dict[str, Any]:
+    rhat, bulk, tail = (value.flatten() for value in found)
+    known = ~rhat.isnan()
+    row: dict[str, Any] = {"site": site, "size": len(rhat), "no_rhat": int((~known).sum())}
+    row |= {column.key: None for column in _COLUMNS if column.key not in row}
+    if known.any():
+        ratio = rhat[known]
+        row["rhat_median"], row["rhat_95"] = _quantiles(ratio, 0.5, 0.95)
+        row["rhat_max"] = ratio.max().item()
+        row["rhat_share"] = (ratio > rhat_limit).double().mean().item()
+        place = torch.where(known, rhat, -torch.inf).argmax()
+        index = torch.unravel_index(place, found.rhat.shape)
+        row["worst"] = f"[{', '.join(str(int(i)) for i in index)}]" if index else ""
+    bulk, tail = bulk[~bulk.isnan()], tail[~tail.isnan()]
+    if bulk.numel():
+        row["ess_bulk_median"], row["ess_bulk_05"] = _quantiles(bulk, 0.5, 0.05)
+        row["ess_bulk_min"] = bulk.min().item()
+        row["ess_bulk_share"] = (bulk < ess_limit).double().mean().item()
+        (row["ess_tail_median"],) = _quantiles(tail, 0.5)
+        row["ess_tail_min"] = tail.min().item()
+    return row
+
+
+def _quantiles(x: Tensor, *levels: float) -> list[float]:
+    in_order = sort(x)
+    return [quantile_of_sorted(in_order, level).item() for level in levels]

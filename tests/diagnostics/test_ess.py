@@ -1,0 +1,119 @@
+"""R-hat, ESS, MCSE and BFMI against closed forms; parity with ArviZ is in ``test_arviz.py``."""
+
+import math
+
+import pytest
+import torch
+
+from pyro_bdl.diagnostics import bfmi, convergence, ess, mcse, rhat
+
+CHAINS, DRAWS, QUANTITIES = 4, 10_000, 40
+
+
+def autoregressive(coefficient):
+    """x_t = phi x_t-1 + noise with standard deviation 1: correlation phi^t at lag t."""
+    x = torch.randn(CHAINS, DRAWS, QUANTITIES, dtype=torch.float64)
+    x[:, 1:] *= math.sqrt(1 - coefficient**2)
+    for t in range(1, DRAWS):
+        x[:, t] += coefficient * x[:, t - 1]
+    return x
+
+
+def check_mean(value, expected):
+    """The mean over the quantities lies within 5 of its standard errors, and 2 % for bias."""
+    error = value.std() / math.sqrt(QUANTITIES)
+    assert abs(value.mean() - expected) < 5 * error + 0.02 * expected
+
+
+@pytest.mark.parametrize("phi", [-0.5, 0.0, 0.5, 0.9])
+def test_autoregressive_chains(phi):
+    x = autoregressive(phi)
+    size = CHAINS * DRAWS
+    # sum over all lags of phi^|t|, and of phi^2|t|, the correlation of the squares.
+    of_mean, of_square = (1 + phi) / (1 - phi), (1 + phi**2) / (1 - phi**2)
+    check_mean(ess(x, kind="mean"), size / of_mean)
+    check_mean(ess(x, kind="bulk"), size / of_mean)
+    check_mean(ess(x, kind="sd"), size / of_square)
+    check_mean(mcse(x), math.sqrt(of_mean / size))
+    check_mean(mcse(x, kind="sd"), math.sqrt(of_square / size / 2))
+    assert rhat(x).max() < 1.01
+
+
+def test_quantiles_of_independent_draws():
+    x = autoregressive(0.0)
+    size, level = CHAINS * DRAWS, 0.9
+    density = math.exp(-0.5 * 1.2815515655446004**2) / math.sqrt(2 * math.pi)
+    for kind, prob in {
+        "quantile": level,
+        "median": None,
+        "local": (0.2, 0.4),
+        "tail": None,
+    }.items():
+        value = ess(x, kind=kind, prob=prob)
+        assert (value.mean() - size).abs() < (0.1 if kind == "tail" else 0.03) * size
+    check_mean(
+        mcse(x, kind="quantile", prob=level), math.sqrt(level * (1 - level) / size) / density
+    )
+    check_mean(mcse(x, kind="median"), math.sqrt(math.pi / 2 / size))
+
+
+def test_mcse_is_the_spread_of_the_estimate():
+    """The mean of each of 40 runs is off by its MCSE: the squared ratio is 1 +- sqrt(2 / 40)."""
+    x = autoregressive(0.8)[:, :2000]
+    ratio = x.mean((0, 1)) / mcse(x)
+    assert abs(ratio.square().mean() - 1) < 5 * math.sqrt(2 / QUANTITIES)
+
+
+def test_bfmi():
+    """Var(E_t - E_t-1) / Var(E) = 2 (1 - phi)."""
+    found = bfmi(autoregressive(0.9))
+    assert found.shape == (CHAINS, QUANTITIES)
+    assert abs(found.mean() - 0.2) < 0.01
+    energy = torch.tensor([[1.0, 2.0, 4.0, 1.0]])
+    torch.testing.assert_close(bfmi(energy), torch.tensor([14 / 3 / 2]).double())
+
+
+def test_constants_single_chains_and_chains_apart():
+    constant = torch.full((4, 10), 0.1, dtype=torch.float64)
+    assert torch.isnan(rhat(constant))
+    assert ess(constant) == 40
+    assert torch.isnan(rhat(torch.randn(1, 20)))
+    assert torch.isnan(convergence(torch.randn(1, 20)).rhat)
+    stuck = torch.arange(2.0)[:, None].expand(2, 20)
+    assert rhat(stuck) > 1e6
+    wide = torch.randn(2, 500) * torch.tensor([[1.0], [10.0]])
+    assert rhat(wide) > 1.5  # the folded draws tell
+
+
+def test_a_nan_between_the_halves_counts():
+    x = torch.randn(2, 9, dtype=torch.float64)
+    x[1, 4] = torch.nan
+    for kind, prob in {"bulk": None, "tail": None, "sd": None, "quantile": 0.3}.items():
+        assert torch.isnan(ess(x, kind=kind, prob=prob))
+    assert all(torch.isnan(value) for value in convergence(x)[1:])
+    assert torch.isnan(mcse(x, kind="median"))
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "message"),
+    [
+        (ess, {"kind": "middle"}, "'bulk', 'tail'"),
+        (ess, {"kind": "mean", "prob": 0.1}, "takes no prob"),
+        (ess, {"kind": "quantile"}, "needs a level between 0 and 1"),
+        (ess, {"kind": "quantile", "prob": 1.2}, "needs a level between 0 and 1"),
+        (ess, {"kind": "local", "prob": 0.1}, "needs two levels"),
+        (mcse, {"kind": "bulk"}, "'mean', 'sd'"),
+        (mcse, {"kind": "mean", "prob": 0.1}, "takes no prob"),
+        (mcse, {"kind": "quantile"}, "a level between 0 and 1"),
+        (mcse, {"kind": "quantile", "prob": -0.1}, "a level between 0 and 1"),
+    ],
+)
+def test_bad_options(function, options, message):
+    with pytest.raises(ValueError, match=message):
+        function(torch.randn(4, 10), **options)
+
+
+def test_one_tail_level_means_both():
+    x = torch.randn(4, 100, 3)
+    both = ess(x, kind="tail", prob=(0.1, 0.9))
+    torch.testing.assert_close(ess(x, kind="tail", prob=0.1), both, rtol=0, atol=0)

@@ -1,0 +1,138 @@
+"""LOO and WAIC in a conjugate model, where every left-out density is known."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.distributions import Normal
+
+from pyro_bdl.diagnostics import loo, loo_approximate_posterior, waic
+from pyro_bdl.errors import BdlWarning
+
+NOISE, PRIOR, SIZE = 0.8, 2.0, 25
+
+
+class Conjugate:
+    """y_n ~ Normal(mu, 0.8^2), mu ~ Normal(0, 2^2)."""
+
+    def __init__(self):
+        self.y = 0.7 + NOISE * torch.randn(SIZE, dtype=torch.float64)
+        self.posterior = self.given(self.y)
+
+    def given(self, y):
+        precision = len(y) / NOISE**2 + 1 / PRIOR**2
+        return Normal(y.sum() / NOISE**2 / precision, precision**-0.5)
+
+    def predictive(self, y):
+        """Of a new observation."""
+        mu = self.given(y)
+        return Normal(mu.mean, math.hypot(mu.stddev, NOISE))
+
+    def left_out(self):
+        """log p(y_n | all others), by leaving each one out."""
+        keep = ~torch.eye(SIZE, dtype=torch.bool)
+        return torch.stack(
+            [self.predictive(self.y[keep[n]]).log_prob(self.y[n]) for n in range(SIZE)]
+        )
+
+    def log_likelihood(self, mu):
+        return Normal(mu[..., None], NOISE).log_prob(self.y)
+
+    def log_joint(self, mu):
+        return Normal(0.0, PRIOR).log_prob(mu) + self.log_likelihood(mu).sum(-1)
+
+
+@pytest.mark.parametrize("compat", ["1.x", "0.23"])
+def test_loo_equals_leaving_each_observation_out(compat):
+    """40 000 independent draws: the Monte Carlo error of a pointwise value is below 0.002."""
+    model = Conjugate()
+    found = loo(model.log_likelihood(model.posterior.sample((4, 10_000))), compat=compat)
+    exact = model.left_out()
+    torch.testing.assert_close(found.pointwise, exact, rtol=0, atol=0.01)
+    assert abs(found.elpd - exact.sum()) < 0.02
+    assert found.num_bad == 0 and found.good_k == 0.7 and found.num_draws == 40_000
+    spread = exact.numpy().std(ddof=1 if compat == "1.x" else 0)
+    assert abs(found.se - math.sqrt(SIZE) * spread) < 0.02
+    full = model.predictive(model.y).log_prob(model.y)
+    assert abs(found.p_loo - (full - exact).sum()) < 0.02
+
+
+def test_approximate_posterior_is_corrected():
+    """Draws from a Gaussian that is off by half a sd and 1.5 times as wide."""
+    model = Conjugate()
+    guide = Normal(
+        model.posterior.mean + 0.5 * model.posterior.stddev, 1.5 * model.posterior.stddev
+    )
+    mu = guide.sample((1, 40_000))
+    ll = model.log_likelihood(mu)
+    found = loo_approximate_posterior(ll, model.log_joint(mu), guide.log_prob(mu))
+    exact = model.left_out()
+    torch.testing.assert_close(found.pointwise, exact, rtol=0, atol=0.02)
+    assert found.num_bad == 0
+    uncorrected = loo(ll)
+    assert abs(uncorrected.elpd - exact.sum()) > 10 * abs(found.elpd - exact.sum())
+
+
+def test_equal_densities_need_no_correction():
+    model = Conjugate()
+    mu = model.posterior.sample((2, 500))
+    ll, log_q = model.log_likelihood(mu), model.posterior.log_prob(mu)
+    with_equal = loo_approximate_posterior(ll, log_q + 3.0, log_q)
+    torch.testing.assert_close(with_equal.pointwise, loo(ll).pointwise, rtol=1e-10, atol=0)
+
+
+def test_waic_is_its_definition():
+    model = Conjugate()
+    ll = model.log_likelihood(model.posterior.sample((4, 250)))
+    flat = ll.flatten(0, 1).numpy()
+    for compat, ddof in (("1.x", 1), ("0.23", 0)):
+        variance = flat.var(0, ddof=ddof)
+        pointwise = np.log(np.exp(flat).mean(0)) - variance
+        found = waic(ll, compat=compat)
+        np.testing.assert_allclose(found.pointwise.numpy(), pointwise, rtol=1e-12)
+        np.testing.assert_allclose(found.variance.numpy(), variance, rtol=1e-10)
+        assert math.isclose(found.elpd, pointwise.sum(), rel_tol=1e-12)
+        assert math.isclose(found.p_waic, variance.sum(), rel_tol=1e-10)
+        se = math.sqrt(SIZE) * pointwise.std(ddof=ddof)
+        assert math.isclose(found.se, se, rel_tol=1e-10)
+    assert abs(found.elpd - model.left_out().sum()) < 0.2  # the two agree for many data
+
+
+def test_warnings_count_the_observations():
+    heavy = -torch.distributions.Exponential(0.3).sample((4, 250, 7)).double()
+    with pytest.warns(BdlWarning, match=r"k-hat of 7 of 7 observations lies above 0.67"):
+        found = loo(heavy)
+    assert found.num_bad == 7
+    with pytest.warns(BdlWarning, match="log likelihood of 7 of 7 observations"):
+        waic(heavy)
+
+
+def test_results_print_in_a_line():
+    model = Conjugate()
+    ll = model.log_likelihood(model.posterior.sample((4, 250)))
+    assert str(loo(ll)).startswith("elpd_loo -") and "25 observations, 1000 draws" in str(loo(ll))
+    assert str(waic(ll)).startswith("elpd_waic -")
+
+
+def test_a_single_observation_has_no_standard_error():
+    ll = 0.1 * torch.randn(2, 100, dtype=torch.float64)
+    assert loo(ll).se == 0 and loo(ll).pointwise.shape == ()
+
+
+def test_bad_input():
+    ll, log_p = torch.randn(4, 100, 3), torch.randn(4, 100)
+    with pytest.raises(ValueError, match=r"log_q must have the \(chains, draws\).*\(2, 100\)"):
+        loo_approximate_posterior(ll, log_p, log_p[:2])
+    with pytest.raises(TypeError, match="log_p must be a torch tensor"):
+        loo_approximate_posterior(ll, log_p.numpy(), log_p)
+    with pytest.raises(ValueError, match="r_eff must be a positive number"):
+        loo(ll, r_eff=0)
+
+
+def test_densities_on_another_dtype_are_taken():
+    model = Conjugate()
+    mu = model.posterior.sample((1, 200))
+    ll, log_q = model.log_likelihood(mu), model.posterior.log_prob(mu)
+    found = loo_approximate_posterior(ll.float(), log_q.float(), log_q)
+    assert found.pointwise.dtype == torch.float64

@@ -1,0 +1,103 @@
+"""The generalised Pareto fit, and importance sampling with known tails."""
+
+import math
+
+import pytest
+import torch
+from scipy.stats import genpareto
+
+from pyro_bdl.diagnostics import good_k, psis
+from pyro_bdl.diagnostics.pareto import ParetoFit, fit_pareto, pareto_quantile
+
+
+@pytest.mark.parametrize("k", [-0.3, 0.0, 0.4, 1.2])
+def test_quantiles_are_those_of_scipy(k):
+    p = torch.linspace(0.01, 0.99, 9, dtype=torch.float64)[None]
+    fit = ParetoFit(*torch.tensor([[k], [2.5]], dtype=torch.float64))
+    expected = genpareto.ppf(p[0].numpy(), c=k, scale=2.5)
+    torch.testing.assert_close(pareto_quantile(p, fit)[0], torch.from_numpy(expected))
+
+
+@pytest.mark.parametrize("k", [-0.3, 0.2, 0.7, 1.2])
+def test_fit_finds_shape_and_scale(k):
+    """200 samples of 1000: (n k + 5) / (n + 10) within 5 standard errors and a bias of 0.01."""
+    uniform = torch.rand(200, 1000, dtype=torch.float64)
+    x = pareto_quantile(uniform, ParetoFit(torch.full((200,), k), torch.full((200,), 1.7)))
+    fit = fit_pareto(x.sort(-1).values, torch.full((200,), 1000))
+    expected = (1000 * k + 5) / 1010
+    assert abs(fit.k.mean() - expected) < 5 * fit.k.std() / math.sqrt(200) + 0.01
+    assert abs(fit.sigma.mean() - 1.7) < 5 * fit.sigma.std() / math.sqrt(200) + 0.02
+
+
+def test_rows_of_different_lengths_are_fitted_as_if_alone():
+    x = torch.rand(4, 60, dtype=torch.float64).sort(-1).values
+    sizes = torch.tensor([60, 37, 12, 5])
+    padded = x.clone()
+    for row, size in zip(padded, sizes, strict=True):
+        row[: 60 - size] = 0
+    together = fit_pareto(padded, sizes)
+    for i, size in enumerate(sizes):
+        alone = fit_pareto(x[i : i + 1, 60 - size :], sizes[i : i + 1])
+        torch.testing.assert_close(together.k[i : i + 1], alone.k, rtol=1e-12, atol=0)
+        torch.testing.assert_close(together.sigma[i : i + 1], alone.sigma, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("compat", ["1.x", "0.23"])
+@pytest.mark.parametrize("k", [0.1, 0.5, 0.9])
+def test_ratios_with_a_pareto_tail(k, compat):
+    """u^-k with u uniform has a tail of shape k; the fit draws it to 0.5 with 10 of n + 10."""
+    log_ratios = -k * torch.rand(4, 1000, 200, dtype=torch.float64).log()
+    found = psis(log_ratios, compat=compat)
+    n = 189 if compat == "1.x" else 190
+    expected = (n * k + 5) / (n + 10)
+    assert abs(found.pareto_k.mean() - expected) < 5 * found.pareto_k.std() / math.sqrt(200) + 0.02
+    torch.testing.assert_close(found.log_weights.exp().sum((0, 1)), torch.ones(200).double())
+    # The mean of the ratios exists for k < 1 and is 1 / (1 - k); smoothing must not lose it.
+    if k < 0.6:
+        largest = log_ratios.amax((0, 1))
+        scaled = (log_ratios - largest).exp().mean((0, 1)) * largest.exp()
+        assert abs(scaled.mean() * (1 - k) - 1) < 0.1
+
+
+def test_smoothed_weights_recover_a_shifted_normal():
+    """Target N(0.5, 1) from N(0, 1.5^2): means and variances within 5 standard errors."""
+    x = 1.5 * torch.randn(1, 2000, 100, dtype=torch.float64)
+    found = psis(-0.5 * (x - 0.5).square() + 0.5 * (x / 1.5).square() + 7.0)
+    weight = found.log_weights.exp()
+    mean, square = (weight * x).sum((0, 1)), (weight * x.square()).sum((0, 1))
+    for value, expected in ((mean, 0.5), (square, 1.25)):
+        assert abs(value.mean() - expected) < 5 * value.std() / 10 + 0.002
+    assert (found.pareto_k < good_k(2000)).all()
+
+
+def test_order_is_kept_and_nothing_exceeds_the_largest_ratio():
+    log_ratios = 2 * torch.randn(1, 500, 5, dtype=torch.float64)
+    smoothed = psis(log_ratios).log_weights
+    order = log_ratios[0].argsort(0)
+    assert (smoothed[0].gather(0, order).diff(dim=0) >= 0).all()
+    raw = log_ratios - log_ratios.amax(1, keepdim=True)
+    shift = (smoothed - raw)[0].gather(0, order)
+    assert torch.allclose(shift[:400], shift[:1].expand(400, 5))  # below the tail untouched
+    assert (smoothed[0] - shift[:1] <= 1e-12).all()
+
+
+def test_equal_ratios_and_few_draws():
+    equal = psis(torch.full((2, 100), 3.0))
+    assert equal.pareto_k.isnan()
+    torch.testing.assert_close(equal.log_weights.exp(), torch.full((2, 100), 0.005).double())
+    assert psis(torch.full((2, 100), 3.0), compat="0.23").pareto_k == torch.inf
+    few = torch.randn(1, 20, dtype=torch.float64)
+    found = psis(few)
+    assert found.pareto_k == torch.inf
+    torch.testing.assert_close(found.log_weights, few.log_softmax(-1))
+
+
+def test_good_k():
+    assert good_k(100) == 0.5
+    assert good_k(4000) == 0.7
+
+
+@pytest.mark.parametrize("r_eff", [0.0, -1.0, math.nan, math.inf])
+def test_bad_efficiency(r_eff):
+    with pytest.raises(ValueError, match="r_eff must be a positive number"):
+        psis(torch.randn(2, 100), r_eff=r_eff)
