@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl import diagnostics, metrics
-from pyro_bdl.guides.laplace import LaplaceGuide
-from pyro_bdl.linearized import LinearizedPredictive
+from pyro_bdl.linearized import LinearizedPredictive, is_linear
 from pyro_bdl.modules import evaluation_mode
 from pyro_bdl.observation import without_wrappers
 from pyro_bdl.posterior import latent_draws
@@ -95,7 +94,7 @@ def evaluate(
         sites, or the targets do not fit the predictions.
     """
     predictive: Any
-    if isinstance(posterior, LaplaceGuide):  # a Gauss-Newton posterior is of the linear model
+    if is_linear(posterior):  # a Gauss-Newton posterior is of the linear model
         samples = _as_samples(name, posterior, 1, test)
         predictive = LinearizedPredictive(model, posterior, num_samples)
     else:

@@ -22,6 +22,7 @@ from pyro_bdl.curvature.data import leading_size
 from pyro_bdl.curvature.linearize import Linearization
 from pyro_bdl.curvature.parts import linearizations
 from pyro_bdl.guides.laplace import LaplaceGuide
+from pyro_bdl.guides.mixture import MixtureGuide
 from pyro_bdl.natural import constrained_value, with_natural
 from pyro_bdl.observation import observation_mean, parameters_of, without_wrappers
 from pyro_bdl.outputs import Outputs
@@ -65,6 +66,14 @@ class Draws(dict[str, Tensor]):
 Part = dict[str, Outputs]
 
 
+def is_linear(posterior: Any) -> bool:
+    """Whether a posterior is one of the linearised program: a Laplace approximation, or a mixture
+    of nothing else."""
+    if isinstance(posterior, MixtureGuide):
+        return all(isinstance(member, LaplaceGuide) for member in posterior.members)
+    return isinstance(posterior, LaplaceGuide)
+
+
 class LinearizedPredictive:
     """Predictions of the linearised program under a Gaussian guide.
 
@@ -72,17 +81,24 @@ class LinearizedPredictive:
     like ``Predictive``, each one function of all inputs, and their ``moments`` in closed form.
 
     :param model: the Pyro program; call the result with its arguments, without the targets.
-    :param posterior: a guide of ``laplace_approximation``.
+    :param posterior: a guide of ``laplace_approximation``; of a mixture of such the program is
+        linearised around each member (``LinearizedMixture``).
     :param num_samples: S, how many draws.
+    :raises TypeError: for another posterior.
     """
 
-    def __init__(
-        self, model: Callable, posterior: LaplaceGuide, num_samples: int | None = None
-    ) -> None:
-        if not isinstance(posterior, LaplaceGuide):
+    def __new__(cls, model: Callable, posterior: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls is LinearizedPredictive and isinstance(posterior, MixtureGuide):
+            from pyro_bdl.linearized_mixture import LinearizedMixture
+
+            return super().__new__(LinearizedMixture)
+        return super().__new__(cls)
+
+    def __init__(self, model: Callable, posterior: Any, num_samples: int | None = None) -> None:
+        if not is_linear(posterior):
             raise TypeError(
                 "LinearizedPredictive needs the Gaussian guide that laplace_approximation(data) "
-                f"returns, got {type(posterior).__name__}"
+                f"returns, or a mixture of such, got {type(posterior).__name__}"
             )
         if num_samples is not None and num_samples < 1:
             raise ValueError(f"num_samples must be at least 1, got {num_samples}")

@@ -63,20 +63,19 @@ class MixtureGuide(JointGuide):
     def has_density(self) -> bool:
         return all(member.has_density for member in self._guides())
 
-    def sample_vectors(self, num_samples: int) -> Tensor:
-        """Stratified draws (num_samples, P): systematic resampling of the members."""
+    def shares(self, num_samples: int) -> list[int]:
+        """How many of S draws each member has, by systematic resampling: S weight_k, rounded up or
+        down at random with the right expectation."""
         ends = self.weights.double().cumsum(0)
         positions = torch.arange(num_samples, dtype=ends.dtype, device=ends.device)
         positions = (positions + torch.rand_like(ends[0])) / num_samples * ends[-1]
         chosen = torch.searchsorted(ends, positions).clamp(max=len(ends) - 1)
-        numbers = chosen.bincount(minlength=len(ends)).tolist()
-        draws = torch.cat(
-            [
-                member.sample_vectors(number)
-                for member, number in zip(self._guides(), numbers, strict=True)
-                if number
-            ]
-        )
+        return chosen.bincount(minlength=len(ends)).tolist()
+
+    def sample_vectors(self, num_samples: int) -> Tensor:
+        """Stratified draws (num_samples, P), in random order."""
+        shares = zip(self._guides(), self.shares(num_samples), strict=True)
+        draws = torch.cat([member.sample_vectors(number) for member, number in shares if number])
         return draws[torch.randperm(num_samples, device=draws.device)]
 
     def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:

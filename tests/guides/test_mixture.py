@@ -236,7 +236,7 @@ def line(num_data=12):
 def ensemble():
     model, x, y = line()
     guide = AutoEnsemble(model, size=3).prototype(x, y)
-    bdl.training.train(model, guide, x, y, steps=1500, num_particles=3)
+    bdl.training.train(model, guide, x, y, steps=700, num_particles=3)
     return guide, model, x, y
 
 
