@@ -97,8 +97,8 @@ class LinearizedPredictive:
     def __init__(self, model: Callable, posterior: Any, num_samples: int | None = None) -> None:
         if not is_linear(posterior):
             raise TypeError(
-                "LinearizedPredictive needs the Gaussian guide that laplace_approximation(data) "
-                f"returns, or a mixture of such, got {type(posterior).__name__}"
+                "LinearizedPredictive needs the Gaussian guide, or mixture of such, that "
+                f"laplace_approximation(data) returns, got {type(posterior).__name__}"
             )
         if num_samples is not None and num_samples < 1:
             raise ValueError(f"num_samples must be at least 1, got {num_samples}")
