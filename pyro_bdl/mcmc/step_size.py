@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_bdl.mcmc.chains import at_least
 from pyro_bdl.mcmc.minibatches import Minibatches
 from pyro_bdl.mcmc.starts import Restriction, seeded, starting_vectors
 from pyro_bdl.mcmc.stochastic import checked_restriction
@@ -21,20 +22,23 @@ def suggest_step_size(
     *,
     at: Any,
     fraction: float = 0.1,
+    num_points: int = 1,
     batch_size: int | None = None,
     seed: int = 0,
 ) -> float:
     """eps = fraction / lambda, lambda the largest curvature of the log density, for ``sgmcmc``.
 
     lambda is the largest absolute eigenvalue of the Hessian of log p(u, y) in the unconstrained
-    latents, at a point where the posterior is, on all data or on the first minibatch. On a Normal
+    latents, at points where the posterior is, on all data or on the first minibatch. On a Normal
     posterior Langevin dynamics is stable up to fraction 2 and too wide by at most the factor
     1 / (1 - fraction / 2); "sghmc" is stable up to fraction 4.
 
     :param model: a Pyro program with continuous latents.
     :param data: as in ``sgmcmc``, as is ``batch_size``.
-    :param at: the point: a trained guide or ``Samples`` (a draw), or a dict of latents.
+    :param at: the points: a trained guide or ``Samples`` (draws), or a dict of latents. At draws
+        the curvature can be many times that of the MAP.
     :param fraction: positive.
+    :param num_points: how many draws; lambda is the largest of theirs.
     :returns: the step size.
     :raises ValueError: as ``sgmcmc``; for a fraction that is not positive.
     """
@@ -43,8 +47,8 @@ def suggest_step_size(
     with evaluation_mode(), seeded(seed):
         batches = Minibatches(data, batch_size)
         restriction = checked_restriction(model, batches, None, None)
-        (vector,) = starting_vectors(restriction, at, 1)
-        return fraction / largest_curvature(restriction, vector)
+        vectors = starting_vectors(restriction, at, at_least("num_points", num_points, 1))
+        return fraction / max(largest_curvature(restriction, vector) for vector in vectors)
 
 
 def largest_curvature(restriction: Restriction, vector: Tensor) -> float:

@@ -19,6 +19,8 @@ from pyro_bdl.vectorize import DrawMap
 
 StepSize = float | Callable[[int], float]
 
+_REFRESH = 0.5  # seconds between two looks of the progress bar
+
 
 class Track(NamedTuple):
     """What a walk kept.
@@ -74,7 +76,14 @@ class Walk:
         """
         self.vectors = self.start.new_empty(len(self.start), len(kept_steps), self.start.shape[-1])
         failure, interrupted = None, False
-        with tqdm(total=kept_steps[-1], desc="SG-MCMC", disable=not progress, leave=False) as bar:
+        bar = tqdm(
+            total=kept_steps[-1],
+            desc="SG-MCMC",
+            disable=not progress,
+            leave=False,
+            mininterval=_REFRESH,
+        )
+        with bar:
             try:
                 failure = self._move(kept_steps, num_warmup, bar)
             except KeyboardInterrupt:

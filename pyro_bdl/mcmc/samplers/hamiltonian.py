@@ -49,7 +49,7 @@ def update(
     step_size: float,
     *,
     temperature: float = 1.0,
-    friction: float = 0.05,
+    friction: float = 0.02,
 ) -> State:
     """One step of every chain.
 

@@ -55,7 +55,7 @@ def update(
     step_size: float,
     *,
     temperature: float = 1.0,
-    friction: float = 0.05,
+    friction: float = 0.02,
 ) -> State:
     """One step of every chain; at T = 0 the thermostat rests.
 
