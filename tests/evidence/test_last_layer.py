@@ -1,5 +1,7 @@
 """LastLayerEvidence: the dense marginal likelihood and its gradient, training, refusals."""
 
+import math
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -63,6 +65,23 @@ def shared(outputs):
     return models.Regression(bayesianize(network(outputs), learned), noise=parameter(0.3))
 
 
+def by_hand():
+    """Matrix products and sums without modules."""
+
+    def normal(name, *shape):
+        loc = 0.1 * torch.arange(math.prod(shape), dtype=D).reshape(shape)
+        return pyro.sample(name, dist.Normal(loc, 0.5 + loc).to_event(len(shape)))
+
+    def model(x, y=None):
+        hidden = torch.tanh(x @ normal("v", 2, 4) + normal("a", 4))
+        mean = normal("b", 2) + hidden @ normal("w", 4, 2)
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(mean, 0.3).to_event(1), obs=y)
+
+    model.parameters = lambda: iter(())
+    return model
+
+
 CASES = {
     "learned scales": (1, lambda: shared(1)),
     "several outputs": (3, lambda: shared(3)),
@@ -71,6 +90,7 @@ CASES = {
         lambda: models.Regression(bayesianize(network()), noise=dist.HalfNormal(1.0)),
     ),
     "uneven priors": (2, lambda: models.Regression(bayesianize(network(2), uneven), noise=0.3)),
+    "by hand": (2, by_hand),
     "a noise for every cell, masked": (2, lambda: own_noise(bayesianize(network(2), uneven))),
 }
 
@@ -116,13 +136,15 @@ def test_loss_and_gradient_are_those_of_the_dense_marginal_likelihood(case):
     guide = AutoLastLayer(model).prototype(x, y)
     leaves = [guide.loc, *model.parameters()]
     ours = LastLayerEvidence().differentiable_loss(model, guide, x, y)
-    theirs = dense(model, guide, ["2.weight", "2.bias"], x, y)
+    sites = guide.layer(x, y)
+    assert set(sites) == ({"w", "b"} if case == "by hand" else {"2.weight", "2.bias"})
+    theirs = dense(model, guide, sites, x, y)
     torch.testing.assert_close(ours, theirs)
     for a, b in zip(
         torch.autograd.grad(ours, leaves), torch.autograd.grad(theirs, leaves), strict=True
     ):
         torch.testing.assert_close(a, b)
-    last = guide.layout.slices["2.weight"]
+    last = guide.layout.slices[sites[0]]
     assert (torch.autograd.grad(
         LastLayerEvidence().differentiable_loss(model, guide, x, y), guide.loc
     )[0][last] == 0).all()  # fmt: skip

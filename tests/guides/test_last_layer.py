@@ -364,15 +364,15 @@ def test_logistic_regression_is_sklearns():
 
 
 def test_steps_that_overflow_are_halved():
-    """The first Newton step of counts far from their rate leads to rates of infinity."""
-    x = torch.linspace(-30, 30, 20, dtype=D)[:, None]
+    """From rates of almost zero the Newton step of counts leads to rates of infinity."""
+    x = torch.linspace(-1, 1, 20, dtype=D)[:, None]
     y = torch.arange(20, dtype=D)
     net = nn.Linear(1, 1).double()
     with torch.no_grad():
-        net.weight.fill_(-0.3)
+        net.bias.fill_(-20.0)
     model = models.PoissonRegression(bayesianize(net, priors.Normal(10.0)))
     posterior = AutoLastLayer(model).laplace_approximation((x, y))
-    assert slope(model, posterior, x, y).abs().max() < 1e-7
+    assert slope(model, posterior, x, y).abs().max() < 1e-8
 
 
 def test_a_mode_that_is_not_reached_is_said(monkeypatch):
