@@ -11,6 +11,7 @@ from pyro_bdl import (
     mcmc,
     metrics,
     models,
+    optim,
     priors,
     temperature,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "mcmc",
     "metrics",
     "models",
+    "optim",
     "priors",
     "selectors",
     "temperature",

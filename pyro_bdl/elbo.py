@@ -159,25 +159,34 @@ class TemperedTrace_ELBO(Trace_ELBO):
         estimator: PerDatum | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The same from the flat vectors of our guides, without their sample statements."""
-        layout = guide.require_layout()
-        distributions = {} if estimator is None else estimator.distributions(guide)
-
         def particle(draw: dict[str, Tensor]) -> tuple[Any, Tensor, Tensor]:
-            vector = draw["u"]
-            latents, log_det = layout.constrain(vector)
-            with _run(estimator, distributions, latents):
-                p = record(model, latents, args, kwargs)
-                likelihood = p.log_likelihood()
-            kl = self._flat_kl(guide, vector, log_det, p)
-            disorder = torch.zeros_like(kl)
-            if self.is_cold:
-                disorder = self._flat_entropy(guide, vector, log_det)
-            return likelihood, kl, disorder
+            return self._particle(model, guide, draw["u"], args, kwargs, estimator)
 
         vectors = guide.sample_vectors(self.num_particles)
         if self.num_particles == 1:
             return particle({"u": vectors[0]})
         likelihood, kl, disorder = (t.mean() for t in self._map(particle, {"u": vectors}))
+        return likelihood, kl, disorder
+
+    def _particle(
+        self,
+        model: Callable,
+        guide: Guide,
+        vector: Tensor,
+        args: tuple,
+        kwargs: dict,
+        estimator: PerDatum | None = None,
+    ) -> tuple[Any, Tensor, Tensor]:
+        """log p(y | w), KL and (in cold mode) H(q) at a draw u (P,)."""
+        latents, log_det = guide.require_layout().constrain(vector)
+        distributions = {} if estimator is None else estimator.distributions(guide)
+        with _run(estimator, distributions, latents):
+            p = record(model, latents, args, kwargs)
+            likelihood = p.log_likelihood()
+        kl = self._flat_kl(guide, vector, log_det, p)
+        disorder = torch.zeros_like(kl)
+        if self.is_cold:
+            disorder = self._flat_entropy(guide, vector, log_det)
         return likelihood, kl, disorder
 
     def _site_kl(self, q: Run, p: Run) -> Tensor:

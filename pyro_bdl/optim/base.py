@@ -1,0 +1,143 @@
+"""What the natural-gradient optimisers share: they move a mean-field guide's two vectors."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pyro
+import torch
+from torch import Tensor
+
+from pyro_bdl.guides.mean_field import AutoMeanField
+from pyro_bdl.optim.natural import precision_wanted
+
+
+class NaturalGradient(torch.optim.Optimizer):
+    """Base: momentum in the location, a moving average in the precision 1/s^2.
+
+    A subclass gives ``next_precision``. The optimiser's state is the momentum and the number of
+    steps; the precision is the guide's own ``scale``.
+    """
+
+    def __init__(
+        self,
+        guide: AutoMeanField,
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        temperature: float,
+        clip: float,
+    ) -> None:
+        _check(guide)
+        for name, value in (("lr", lr), ("temperature", temperature), ("clip", clip)):
+            if not value > 0 or math.isnan(value):
+                raise ValueError(f"{name} must be positive, got {value}")
+        for place, beta in enumerate(betas):
+            if not 0 <= beta < 1:
+                raise ValueError(f"betas[{place}] must lie in [0, 1), got {beta}")
+        self.guide = guide
+        defaults = {"lr": lr, "betas": betas, "temperature": temperature, "clip": clip}
+        super().__init__([guide.loc, guide.scale_unconstrained], defaults)
+
+    def next_precision(self, precision: Tensor, wanted: Tensor, rate: float) -> Tensor:
+        """The precision after a step of size ``rate`` towards the one wanted."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step from the gradients that ``loss.backward()`` left.
+
+        Where the loss, and with it a gradient, is not finite the guide stays as it was.
+
+        :raises RuntimeError: where there is no gradient, or it is not finite.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        (group,) = self.param_groups
+        loc, free = group["params"]
+        if loc.grad is None or free.grad is None:
+            raise RuntimeError(
+                "the guide's parameters have no gradient: call loss.backward() before the step, "
+                "and train the scales too"
+            )
+        state = self.state[loc]
+        if not state:
+            state.update(step=0, momentum=torch.zeros_like(loc))
+        beta1, beta2 = group["betas"]
+        number = state["step"] + 1
+        if not torch.isfinite(loc.grad.sum() + free.grad.sum()):
+            raise RuntimeError(
+                f"the gradient at step {number} is not finite, and the guide stays as it was: "
+                "lower lr, or check the data"
+            )
+        scale = torch.nn.functional.softplus(free)
+        scale_gradient = free.grad / -torch.expm1(-scale)  # ds/du = 1 - exp(-s)
+        precision = scale.square().reciprocal()
+        wanted = precision_wanted(scale_gradient, scale, group["temperature"])
+        precision = self.next_precision(precision, wanted, 1 - beta2)
+        momentum = torch.lerp(state["momentum"], loc.grad, 1 - beta1)
+        move = momentum / ((1 - beta1**number) * group["temperature"] * precision)
+        radius = group["clip"] * precision.rsqrt()
+        move = torch.minimum(torch.maximum(move, -radius), radius)
+        state["step"], state["momentum"] = number, momentum
+        loc.sub_(move, alpha=group["lr"])
+        scale = precision.rsqrt()
+        free.copy_(scale + torch.log(-torch.expm1(-scale)))  # the inverse of softplus
+        return loss
+
+
+class InSVI(pyro.optim.PyroOptim):
+    """A torch optimiser of some parameters for ``pyro.infer.SVI``, which asks for Pyro's kind.
+
+    ``SVI(model, guide, InSVI(IVON(guide)), loss)``. Other parameters than the optimiser's, such as
+    the program's own, are left to ``others``, one of Pyro's optimisers.
+
+    :param optimizer: whose parameters are moved together.
+    :param others: for the parameters that it does not hold; without one they are refused.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, others: pyro.optim.PyroOptim | None = None
+    ) -> None:
+        super().__init__(torch.optim.SGD, {"lr": 0.0})
+        self.optimizer, self.others = optimizer, others
+
+    def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
+        """Step all parameters that have a gradient."""
+        own = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        rest = [p for p in params if id(p) not in own]
+        if rest and self.others is None:
+            raise ValueError(
+                f"{len(rest)} parameters are not the optimiser's, such as those of the program: "
+                "give InSVI an optimiser for them too (others=pyro.optim.Adam(...))"
+            )
+        self.optimizer.step()
+        if rest and self.others is not None:
+            self.others(rest, *args, **kwargs)
+
+    def get_state(self) -> dict[str, Any]:
+        """The optimisers' states."""
+        state = {"optimizer": self.optimizer.state_dict()}
+        return state | ({"others": self.others.get_state()} if self.others is not None else {})
+
+    def set_state(self, state_dict: dict[str, Any]) -> None:
+        """Take up what ``get_state`` gave."""
+        self.optimizer.load_state_dict(state_dict["optimizer"])
+        if self.others is not None:
+            self.others.set_state(state_dict["others"])
+
+
+def _check(guide: Any) -> None:
+    if not isinstance(guide, AutoMeanField):
+        raise TypeError(
+            f"the optimiser moves an AutoMeanField's vectors, got {type(guide).__name__}"
+        )
+    guide.require_layout()
+    free = getattr(guide, "scale_unconstrained", None)
+    if not guide.loc.requires_grad or free is None or free.shape != guide.loc.shape:
+        raise ValueError(
+            "the guide needs a location and a scale of its own for each weight, both trained: "
+            'AutoMeanField(model) with scale="per-weight", without max_scale or train_loc=False'
+        )

@@ -1,0 +1,47 @@
+"""IVON: the improved variational online Newton method."""
+
+from torch import Tensor
+
+from pyro_bdl.guides.mean_field import AutoMeanField
+from pyro_bdl.optim.base import NaturalGradient
+from pyro_bdl.optim.natural import riemannian_step
+
+
+class IVON(NaturalGradient):
+    """Natural-gradient variational inference at the cost of Adam, in its place.
+
+    For the loss L of an ELBO (TemperedTrace_ELBO or another that draws by reparameterisation) on
+    an ``AutoMeanField`` with location m, scale s and precision S = 1/s^2:
+
+        S' = (dL/ds + eta / s) / (eta s)
+        S  <- S + (1 - b2) (S' - S) + (1 - b2)^2 (S' - S)^2 / (2 S)
+        g  <- b1 g + (1 - b1) dL/dm
+        m  <- m - lr clip(g / ((1 - b1^t) eta S))
+
+    S' is the reparameterised estimate of the expected Hessian, prior included; the quadratic term
+    keeps S positive. With N data S is the N (h + delta) of Shen et al. (2024), algorithm 1, and
+    dL/dm their N (g + delta m), so that lr has the same meaning; momentum is taken of the whole
+    gradient, and the scale of the start takes the place of their initial Hessian.
+
+    :param guide: after ``guide.prototype``, one scale for each weight.
+    :param lr: of the location; 1 is a Newton step. Torch's schedulers change it.
+    :param betas: b1 of the momentum, b2 of the precision.
+    :param temperature: eta of the ELBO (or T of its cold mode).
+    :param clip: the location moves by at most lr * clip standard deviations in a step.
+    :raises TypeError: for another kind of guide.
+    :raises ValueError: for shared or fixed scales, a number out of range.
+    """
+
+    def __init__(
+        self,
+        guide: AutoMeanField,
+        *,
+        lr: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.99),
+        temperature: float = 1.0,
+        clip: float = 10.0,
+    ) -> None:
+        super().__init__(guide, lr=lr, betas=betas, temperature=temperature, clip=clip)
+
+    def next_precision(self, precision: Tensor, wanted: Tensor, rate: float) -> Tensor:
+        return riemannian_step(precision, wanted, rate)

@@ -1,0 +1,311 @@
+"""IVON and VOGN against exact optima of mean-field, and what they keep and refuse."""
+
+import functools
+import io
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+from pyro.nn import PyroParam
+from torch import nn
+from torch.distributions import constraints
+
+import pyro_bdl as bdl
+from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
+from pyro_bdl.guides import AutoLaplaceGGN, AutoMeanField
+from pyro_bdl.optim import IVON, VOGN, GaussNewton_ELBO, InSVI
+from pyro_bdl.optim.natural import precision_wanted, riemannian_step
+
+# The optimiser, its ELBO, and draws for a quiet gradient
+PAIRS = {
+    "ivon": (IVON, TemperedTraceMeanField_ELBO),
+    "ivon, sampled KL": (IVON, TemperedTrace_ELBO),
+    "vogn": (VOGN, functools.partial(GaussNewton_ELBO, curvature="ggn")),
+}
+DRAWS = {IVON: 8, VOGN: 1}
+N, P, NOISE = 40, 3, 0.5
+
+
+@pytest.fixture(params=PAIRS, ids=list(PAIRS))
+def pair(request):
+    return PAIRS[request.param]
+
+
+def _linear(dtype=torch.float64):
+    torch.manual_seed(0)
+    x = torch.randn(N, P, dtype=dtype) @ torch.tensor(
+        [[1.0, 0.4, 0.0], [0.0, 1.0, -0.3], [0.0, 0.0, 0.5]], dtype=dtype
+    )
+    y = x.sum(1) + NOISE * torch.randn(N, dtype=dtype)
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(P, dtype=dtype), 1.0).to_event(1))
+        mean = x @ w
+        with pyro.plate("data", N, subsample_size=len(x)):
+            pyro.sample("y", dist.Normal(mean, NOISE), obs=y)
+
+    return model, x, y
+
+
+def _optimum(x, y, temperature=1.0):
+    """Mean and precisions of the best diagonal Normal: those of the tempered posterior."""
+    precision = x.mT @ x / NOISE**2 / temperature + torch.eye(P, dtype=x.dtype)
+    mean = torch.linalg.solve(precision, x.mT @ y / NOISE**2 / temperature)
+    return mean, precision.diagonal()
+
+
+def _run(optimizer, loss, guide, x, y, steps):
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss(x, y).backward()
+        optimizer.step()
+        schedule.step()
+
+
+# Where they arrive
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.1])
+def test_the_optimum_of_mean_field_is_reached(pair, temperature):
+    optimiser, elbo = pair
+    model, x, y = _linear()
+    guide = AutoMeanField(model).prototype(x, y)
+    torch.manual_seed(1)
+    _run(
+        optimiser(guide, temperature=temperature, betas=(0.9, 0.99)),
+        elbo(temperature, num_particles=DRAWS[optimiser])(model, guide),
+        guide, x, y, 600,
+    )  # fmt: skip
+    mean, precision = _optimum(x, y, temperature)
+    sd = precision.rsqrt()
+    assert ((guide.loc - mean).abs() < 0.15 * sd).all()
+    # The last hundred steps' draws average the precision: IVON's estimate has a relative sd of
+    # about sqrt(2 / 800 (1 + correlations)), VOGN's none at all.
+    torch.testing.assert_close(guide.scale.detach(), sd, rtol=0.1, atol=0)
+
+
+def test_the_cold_posterior_is_reached(pair):
+    optimiser, elbo = pair
+    model, x, y = _linear()
+    guide = AutoMeanField(model).prototype(x, y)
+    torch.manual_seed(1)
+    _run(
+        optimiser(guide, temperature=0.1),
+        elbo(cold_temperature=0.1, num_particles=DRAWS[optimiser])(model, guide),
+        guide, x, y, 600,
+    )  # fmt: skip
+    mean, precision = _optimum(x, y)
+    sd = (0.1 / precision).sqrt()
+    assert ((guide.loc - mean).abs() < 0.15 * sd).all()
+    torch.testing.assert_close(guide.scale.detach(), sd, rtol=0.1, atol=0)
+
+
+def test_the_precision_wanted_is_the_expected_hessian_over_the_temperature():
+    scale = torch.tensor([0.1, 2.0], dtype=torch.float64, requires_grad=True)
+    hessian, eta = torch.tensor([3.0, 0.5], dtype=torch.float64), 0.7
+    energy = 0.5 * (hessian * scale.square()).sum()  # E_q of a quadratic
+    (gradient,) = torch.autograd.grad(energy - eta * scale.log().sum(), scale)
+    found = precision_wanted(gradient, scale.detach(), eta)
+    torch.testing.assert_close(found, hessian / eta)
+
+
+def test_a_riemannian_step_is_positive_and_tangent():
+    precision = torch.tensor([1.0, 1.0, 4.0])
+    stepped = riemannian_step(precision, torch.tensor([-30.0, 5.0, 4.0]), 0.1)
+    assert (stepped > 0).all()
+    assert stepped[2] == 4.0
+    small = riemannian_step(precision, torch.tensor([-30.0, 5.0, 4.0]), 1e-4)
+    torch.testing.assert_close(
+        (small - precision) / 1e-4, torch.tensor([-31.0, 4.0, 0.0]), rtol=0.02, atol=1e-2
+    )
+
+
+# The Gauss-Newton gradient
+
+
+def _net_model(num_data=None):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    noise = PyroParam(torch.tensor(0.4, dtype=torch.float64), constraints.positive)
+    return bdl.models.Regression(bdl.bayesianize(net), noise=noise, num_data=num_data)
+
+
+def test_its_value_and_other_gradients_are_the_elbos():
+    x, y = torch.randn(6, 2, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    model = _net_model(num_data=30)
+    guide = AutoMeanField(model).prototype(x, y)
+    found = {}
+    for kind in (TemperedTraceMeanField_ELBO, GaussNewton_ELBO):
+        torch.manual_seed(1)
+        loss = kind(0.5, num_particles=1)(model, guide)
+        value = loss(x, y)
+        names = [name for name, _ in loss.named_parameters() if "scale_unc" not in name]
+        chosen = [p for name, p in loss.named_parameters() if name in names]
+        assert any("noise" in name for name in names)
+        found[kind] = value, torch.autograd.grad(value, chosen)
+    (a, b) = found.values()
+    torch.testing.assert_close(a[0], b[0])
+    for first, second in zip(a[1], b[1], strict=True):
+        torch.testing.assert_close(first, second)
+
+
+@pytest.mark.parametrize("constrained", [False, True])
+def test_the_gradient_in_the_scales_is_by_squares(constrained):
+    x, y = torch.randn(6, 2, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    noise = dist.HalfNormal(torch.tensor(1.0, dtype=torch.float64)) if constrained else 0.4
+    model = _net_model(30)
+    model = bdl.models.Regression(model.network, noise=noise, num_data=30)
+    guide = AutoMeanField(model).prototype(x, y)
+    loss = GaussNewton_ELBO()(model, guide)
+    loss(x, y)  # the first call also checks the program, and draws for it
+    torch.manual_seed(1)
+    (found,) = torch.autograd.grad(loss(x, y), [guide.scale_unconstrained])
+    program = bdl.Program(model, x, y)
+    torch.manual_seed(1)
+    vector = guide.sample_vectors(1)[0].detach()
+    scale = guide.scale.detach().clone().requires_grad_()
+    squares = torch.zeros_like(vector)
+    for n in range(6):
+        gradient = torch.func.grad(
+            lambda u, n=n: program.log_likelihood(program.constrain(u)[0], x, y)["y"][n]
+        )(vector)
+        squares += gradient.square() * 30 / 6
+    latents, log_det = program.constrain(
+        guide.loc.detach() + scale * ((vector - guide.loc) / scale).detach()
+    )
+    run = program.run(latents, x, y)
+    with guide.holding({"loc": guide.loc.detach(), "scale": scale}):
+        kl = guide.kl(program.unconstrain(latents), log_det, run)
+    (by_kl,) = torch.autograd.grad(kl, scale)
+    expected = (squares * scale + by_kl) * torch.sigmoid(guide.scale_unconstrained)
+    torch.testing.assert_close(found, expected.detach())
+
+
+# In the loop, saved and restored
+
+
+def test_pyros_svi_takes_them(pair):
+    optimiser, elbo = pair
+    model, x, y = _linear()
+    guide = AutoMeanField(model).prototype(x, y)
+    svi = SVI(model, guide, InSVI(optimiser(guide)), elbo(num_particles=2))
+    losses = [svi.step(x, y) for _ in range(100)]
+    assert sum(losses[-10:]) < sum(losses[:10])
+
+
+def test_a_programs_own_parameters_need_an_optimiser_too():
+    x, y = torch.randn(6, 2, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    model = _net_model()
+    guide = AutoMeanField(model).prototype(x, y)
+    svi = SVI(model, guide, InSVI(IVON(guide)), TemperedTraceMeanField_ELBO())
+    with pytest.raises(ValueError, match="1 parameters are not the optimiser's"):
+        svi.step(x, y)
+    both = InSVI(IVON(guide), pyro.optim.Adam({"lr": 0.01}))
+    svi = SVI(model, guide, both, TemperedTraceMeanField_ELBO())
+    before = model.noise.item()
+    svi.step(x, y)
+    assert model.noise.item() != before
+    state = both.get_state()
+    both.set_state(state)
+    assert set(state) == {"optimizer", "others"}
+
+
+def test_saved_and_restored_it_goes_on_as_if_nothing_had_happened(pair):
+    optimiser, elbo = pair
+    model, x, y = _linear()
+    guide = AutoMeanField(model).prototype(x, y)
+    first = optimiser(guide)
+    _run(first, elbo()(model, guide), guide, x, y, 7)
+    file = io.BytesIO()
+    torch.save({"guide": guide.state_dict(), "optimizer": first.state_dict()}, file)
+    torch.manual_seed(3)
+    _run(first, elbo()(model, guide), guide, x, y, 5)
+    file.seek(0)
+    saved = torch.load(file)
+    again = AutoMeanField(model).prototype(x, y)
+    again.load_state_dict(saved["guide"])
+    second = optimiser(again)
+    second.load_state_dict(saved["optimizer"])
+    torch.manual_seed(3)
+    _run(second, elbo()(model, again), again, x, y, 5)
+    assert torch.equal(again.loc, guide.loc)
+    assert torch.equal(again.scale, guide.scale)
+
+
+def test_steps_follow_the_learning_rate_and_the_clip():
+    model, x, y = _linear()
+    guide = AutoMeanField(model).prototype(x, y)
+    optimizer = IVON(guide, lr=0.01, clip=2.0)
+    before = guide.loc.detach().clone()
+    (1e6 * TemperedTraceMeanField_ELBO()(model, guide)(x, y)).backward()
+    optimizer.step()
+    assert ((guide.loc - before).abs() <= 0.01 * 2.0 * guide.scale * (1 + 1e-6)).all()
+
+
+# What goes wrong
+
+
+def test_a_guide_is_left_as_it_was_where_something_fails(pair):
+    optimiser, elbo = pair
+    model, x, y = _linear()
+    guide = AutoMeanField(model).prototype(x, y)
+    optimizer = optimiser(guide)
+    loss = elbo()(model, guide)
+    _run(optimizer, loss, guide, x, y, 3)
+    before = {name: value.clone() for name, value in guide.state_dict().items()}
+    state = optimizer.state_dict()["state"][0]["step"]
+    loss(x, y).backward()
+    guide.loc.grad[0] = float("nan")
+    with pytest.raises(RuntimeError, match="gradient at step 4 is not finite"):
+        optimizer.step()
+    with pytest.raises(ValueError, match="y holds NaN or infinity"):
+        elbo()(model, guide)(x, y / 0)
+    for name, value in guide.state_dict().items():
+        assert torch.equal(value, before[name])
+    assert optimizer.state_dict()["state"][0]["step"] == state
+
+
+def test_bad_input():
+    model, x, y = _linear()
+    guide = AutoMeanField(model)
+    with pytest.raises(RuntimeError, match="has no parameters yet"):
+        IVON(guide)
+    guide.prototype(x, y)
+    with pytest.raises(ValueError, match="lr must be positive, got 0"):
+        IVON(guide, lr=0)
+    with pytest.raises(ValueError, match=r"betas\[1\] must lie in \[0, 1\), got 1.0"):
+        VOGN(guide, betas=(0.9, 1.0))
+    with pytest.raises(TypeError, match="moves an AutoMeanField's vectors, got AutoLaplaceGGN"):
+        IVON(AutoLaplaceGGN(model).prototype(x, y))
+    for options in ({"scale": "per-layer"}, {"scale": 0.1}, {"train_loc": False}):
+        with pytest.raises(ValueError, match="a location and a scale of its own for each weight"):
+            IVON(AutoMeanField(model, **options).prototype(x, y))
+    with pytest.raises(RuntimeError, match=r"call loss.backward\(\) before the step"):
+        IVON(guide).step()
+    with pytest.raises(TypeError, match="GaussNewton_ELBO is for an AutoMeanField"):
+        other = AutoLaplaceGGN(model).prototype(x, y)
+        GaussNewton_ELBO()(model, other)(x, y)
+
+
+def test_vogn_without_its_elbo_says_so():
+    model, x, y = _linear()
+    guide = AutoMeanField(model).prototype(x, y)
+    optimizer = VOGN(guide)
+    loss = TemperedTraceMeanField_ELBO()(model, guide)
+    with pytest.raises(RuntimeError, match="train VOGN with the loss of a GaussNewton_ELBO"):
+        _run(optimizer, loss, guide, x, y, 100)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda(pair):
+    optimiser, elbo = pair
+    x, y = torch.randn(6, 2).cuda(), torch.randn(6).cuda()
+    net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    model = bdl.models.Regression(bdl.bayesianize(net), noise=0.4).cuda()
+    guide = AutoMeanField(model).prototype(x, y)
+    _run(optimiser(guide), elbo()(model, guide), guide, x, y, 5)
+    assert guide.loc.is_cuda
