@@ -82,10 +82,11 @@ def sgmcmc(
     :param progress: show a progress bar.
     :param options: of the method, see its file.
     :returns: draws in the latents' supports, with statistics: ``step_size``; ``potential_energy``
-        (nats, of the minibatch that followed the draw, scaled to all data);
-        ``configurational_temperature`` -u' grad log p(u) / P, and ``kinetic_temperature`` of
-        "sghmc" and "sgnht", both of mean T where the step size is small enough; ``accept_prob`` of
-        "mala"; ``friction`` of "sgnht".
+        (nats, on the minibatch that followed the draw, scaled to all data);
+        ``configurational_temperature`` -(u - u_0)' grad log p(u) / P, u_0 the chain's start, and
+        ``kinetic_temperature`` of "sghmc" and "sgnht", both of mean T where the step size is small
+        enough; ``accept_prob`` of "mala"; ``friction`` of "sgnht". The entry ``failure`` of
+        ``info`` says why the chains ended early, if they did.
     :raises UnsupportedProgramError: for a program without observed sites or with discrete latents.
     :raises ValueError: for data that are not finite, targets outside of their support, a program
         that does not know N, a step size that diverges before the first draw, or an argument

@@ -165,7 +165,10 @@ class Walk:
         stats = {
             "step_size": torch.full_like(point.log_density, size),
             "potential_energy": -point.log_density,
-            "configurational_temperature": -(point.position * point.gradient).mean(-1),
+            # E[(u - c)' grad U] = T p for every c; near the draws it varies least.
+            "configurational_temperature": -((point.position - self.start) * point.gradient).mean(
+                -1
+            ),
         }
         if self.method.statistics is not None:
             stats |= self.method.statistics(state, point.gradient, size)

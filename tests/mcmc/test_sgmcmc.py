@@ -84,7 +84,7 @@ def test_gaussian_posterior(method):
     stats = samples.stats
     assert set(stats) >= {"step_size", "potential_energy", "configurational_temperature"}
     assert all(value.shape == (400, 30) for value in stats.values())
-    # E[-u' grad log p] = P T and E[p'p] = P T, up to the step size.
+    # E[-(u - u_0)' grad log p] = P T and E[p'p] = P T, up to the step size.
     for name in ("configurational_temperature", "kinetic_temperature"):
         if name in stats:
             found, error = stats[name].mean(), bdl.diagnostics.mcse(stats[name][..., None])
