@@ -11,8 +11,9 @@ from pyro.poutine.subsample_messenger import _Subsample
 from torch import nn
 
 from pyro_bdl.estimators import flipout, local_reparameterization
+from pyro_bdl.gaussian_prior import GaussianPrior, as_gaussian_prior
 
-__all__ = ["cold", "flipout", "local_reparameterization", "temper"]
+__all__ = ["cold", "flipout", "local_reparameterization", "temper", "with_prior"]
 
 
 def check_temperature(temperature: float, argument: str = "temperature") -> float:
@@ -48,6 +49,33 @@ class Handled(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with self.handler:
             return self.model(*args, **kwargs)
+
+
+class UnderPrior(nn.Module):
+    """A program with another prior; its parameters and modules are the program's own."""
+
+    def __init__(self, model: Callable, prior: GaussianPrior) -> None:
+        super().__init__()
+        self.model = model
+        self.prior = prior
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self.prior.run():
+            return self.model(*args, **kwargs)
+
+
+def with_prior(model: Callable, posterior: Any) -> nn.Module:
+    """The program with a posterior as its prior, for continual learning: its latents have the
+    density q(w) of a guide as it is now, whatever the program's own prior.
+
+    With q(w) = p(w | y_1) the posterior given y_2 is p(w | y_1, y_2) (Nguyen et al. 2018). Latents
+    that q does not cover keep the program's prior, those that it fixes stay fixed.
+
+    :param model: any Pyro program with the guide's latents; it is not changed.
+    :param posterior: a Gaussian guide, or its ``as_prior()``.
+    :raises TypeError: for a posterior that is not Gaussian.
+    """
+    return UnderPrior(model, as_gaussian_prior(posterior))
 
 
 def temper(model: Callable, temperature: float) -> nn.Module:

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.nn.functional import softplus
 
+from pyro_bdl.gaussian_prior import TaskPrior
 from pyro_bdl.ownership import OwnParameters
 from pyro_bdl.priors import Scale, checked, hyperparameter
 
 
-class ObservationModel(OwnParameters):
+class ObservationModel(TaskPrior, OwnParameters):
     """Base of the programs: the network, the plate, the checks; a subclass says p(y | f).
 
     :param network: a module of ``bayesianize``, or any module that samples its weights.
@@ -43,6 +44,10 @@ class ObservationModel(OwnParameters):
         return output.shape
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        with self._under_task_prior():
+            return self._observe(x, y)
+
+    def _observe(self, x: Tensor, y: Tensor | None) -> Tensor:
         output = _without_single_column(self.network(x))
         size = output.shape[0]
         if y is not None:

@@ -14,6 +14,7 @@ from torch.distributions import Distribution
 
 from pyro_bdl.distributions import moved_like, without_validation
 from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.gaussian_prior import TaskPrior
 from pyro_bdl.init import INIT_KEY, OWNER_KEY
 from pyro_bdl.ownership import OwnParameters
 from pyro_bdl.priors import (
@@ -26,7 +27,7 @@ from pyro_bdl.priors import (
 )
 
 
-class BayesianModule(OwnParameters):
+class BayesianModule(TaskPrior, OwnParameters):
     """A network whose weights are sample sites; call it like the network it copies.
 
     Sites are named as the network's parameters, after ``name`` and a dot where a name is given.
@@ -79,7 +80,8 @@ class BayesianModule(OwnParameters):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._refuse_plates()
-        values = self._sample()
+        with self._under_task_prior():
+            values = self._sample()
         with _substituted(self._places, values):
             return self.network(*args, **kwargs)
 
@@ -115,12 +117,21 @@ class BayesianModule(OwnParameters):
             self._cache[name] = kind, result
         return result
 
+    def freeze_hyperparameters(self) -> None:
+        """Keep the prior's ``PyroParam``s as the numbers that they are now."""
+        for attribute in self._hyperparameters.values():
+            if attribute in self._pyro_params:
+                value = getattr(self, attribute).detach().clone()
+                delattr(self, attribute)
+                self.register_buffer(attribute, value)
+
     def with_prior(self, prior: PriorFunction) -> "BayesianModule":
         """A copy, at the same values, with another prior on the weights that have one.
 
         :raises ValueError: where the new prior leaves one of them without a distribution.
         """
         result = copy.deepcopy(self)
+        result._modules.pop("task_prior", None)
         result.prior = prior
         for attribute in result._hyperparameters.values():
             delattr(result, attribute)
@@ -178,6 +189,8 @@ def _with_priors(model: nn.Module, choose: Callable[[BayesianModule], PriorFunct
     if isinstance(model, BayesianModule):
         return model.with_prior(choose(model))
     result = copy.deepcopy(model)
+    for module in list(result.modules()):
+        module._modules.pop("task_prior", None)
     changed: dict[nn.Module, BayesianModule] = {}  # a network may be held in several places
     for module in list(result.modules()):
         for name, child in list(module._modules.items()):
@@ -196,8 +209,11 @@ def with_learnable_prior(model: nn.Module, *, only: str | None = None) -> nn.Mod
     :param only: a pattern (shell wildcards) of the weights that get such a prior, with scales of
         their own; the others keep theirs. By default all.
     :raises ValueError: where the program holds no network of ``bayesianize``.
-    :raises TypeError: where a prior has no scale that is a number.
+    :raises TypeError: where a prior has no scale that is a number, or is a posterior
+        (``update_prior``).
     """
+    if any(isinstance(part, TaskPrior) and part.has_task_prior for part in model.modules()):
+        raise TypeError("the program's prior is the posterior of a guide, which has no scale")
 
     def choose(network: BayesianModule) -> PriorFunction:
         changed = learnable(network.prior)

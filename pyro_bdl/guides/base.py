@@ -13,6 +13,7 @@ from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.ops.tensor_utils import periodic_repeat
 from torch import Tensor
 
+from pyro_bdl.gaussian_prior import GaussianPrior
 from pyro_bdl.init import init_to_network
 from pyro_bdl.layout import Latent, Layout
 from pyro_bdl.ownership import OwnParameters
@@ -229,6 +230,24 @@ class Guide(OwnParameters, AutoGuide):
     def _prototype_if_given(self, args: tuple, kwargs: dict) -> None:
         if args or kwargs:
             self.prototype(*args, **kwargs)
+
+    def as_prior(self) -> GaussianPrior:
+        """This posterior as the prior of a next task (continual learning); a copy of what it is
+        now. See ``model.update_prior`` and ``handlers.with_prior``.
+
+        :raises TypeError: for a posterior that is not Gaussian in the unconstrained vector.
+        """
+        raise TypeError(
+            f"{type(self).__name__} is not a Gaussian over the unconstrained latents and cannot be "
+            "a prior: take AutoMeanField, AutoLowRank, AutoMatrixNormal or a Laplace approximation"
+        )
+
+    def _require_global(self) -> None:
+        if self.subsampled:
+            raise ValueError(
+                f"the latent site '{min(self.subsampled)}' stands in a subsampled plate and is "
+                "about the data of this task alone: a prior for the next needs latents outside"
+            )
 
     # Sample statements
 

@@ -1,5 +1,6 @@
 """The Laplace approximation: a Gaussian at the maximum a posteriori, from curvature."""
 
+import copy
 import math
 import warnings
 from collections.abc import Callable
@@ -12,11 +13,17 @@ from torch.utils._pytree import tree_map_only
 
 from pyro_bdl.curvature.data import Batches
 from pyro_bdl.curvature.fit import check_factors, fit_curvature
-from pyro_bdl.curvature.gaussian import Precision, log_prob
+from pyro_bdl.curvature.gaussian import (
+    DiagonalPrecision,
+    FullPrecision,
+    Precision,
+    log_prob,
+)
 from pyro_bdl.curvature.prior import PriorPrecision, prior_precision
 from pyro_bdl.curvature.recipe import Recipe
 from pyro_bdl.curvature.subset import Subset, select
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
+from pyro_bdl.gaussian_prior import GaussianPrior, independent_prior, joint_prior
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.joint import JointGuide
 from pyro_bdl.guides.point import UnconstrainedMAP
@@ -276,6 +283,21 @@ class LaplaceGuide(JointGuide):
     def entropy(self, vector: Tensor, log_det: Tensor) -> Tensor:
         constant = self.subset.size * (1.0 + math.log(2 * math.pi))
         return (0.5 * (constant - self.precision.logdet())).to(log_det) + log_det
+
+    def as_prior(self) -> GaussianPrior:
+        """One Gaussian over the subset, the other latents fixed; see ``Guide.as_prior``.
+
+        :raises ValueError: where the subset holds a part of a site's entries.
+        """
+        precision = copy.deepcopy(self.precision)
+        if isinstance(precision, DiagonalPrecision) and self.subset.complete:
+            return independent_prior(self.require_layout(), self.loc, precision.diagonal.rsqrt())
+        diagonal = None
+        if not isinstance(precision, FullPrecision):
+            with torch.no_grad():
+                factor = self.curvature_factor(self.noise_factor).to(self.prior_diagonal)
+                diagonal = self.curvature.diagonal() * factor + self.prior_diagonal
+        return joint_prior(self.subset, self.loc, precision, diagonal)
 
     def variances(self) -> Tensor:
         """The marginal variances of the unconstrained vector (P,), zero outside the subset."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pyro_bdl.curvature.prior import independent_normal, run_at
 from pyro_bdl.curvature.subset import Subset
 from pyro_bdl.divergence import expected_log_prior
+from pyro_bdl.gaussian_prior import GaussianPrior, joint_prior
 from pyro_bdl.guides.joint import AutoJoint
 from pyro_bdl.init import init_to_network
 from pyro_bdl.program import Run
@@ -110,10 +111,50 @@ class AutoLowRank(AutoJoint):
         logdet = log_determinant(scale, capacitance_tril(scale, factor))
         return 0.5 * (len(scale) * (1.0 + math.log(2 * math.pi)) + logdet) + log_det
 
+    def as_prior(self) -> GaussianPrior:
+        """One Gaussian over all latents, see ``Guide.as_prior``."""
+        self._require_global()
+        covariance = LowRankCovariance(*self._scale_and_factor())
+        subset = Subset(self.require_layout())
+        return joint_prior(subset, self.location(), covariance, covariance.diagonal())
+
     def variances(self) -> Tensor:
         """The marginal variances of the unconstrained vector (P,)."""
         scale, factor = self._scale_and_factor()
         return scale.square() + factor.square().sum(-1)
+
+
+class LowRankCovariance:
+    """N(0, diag(s^2) + W W') with the methods of ``pyro_bdl.curvature.gaussian`` that a density
+    needs.
+
+    :param scale: s (P,).
+    :param factor: W (P, rank).
+    """
+
+    def __init__(self, scale: Tensor, factor: Tensor) -> None:
+        self.scale, self.factor = scale.detach().clone(), factor.detach().clone()
+        self.tril = capacitance_tril(self.scale, self.factor)
+
+    def logdet(self) -> Tensor:
+        """log det of the precision."""
+        return -log_determinant(self.scale, self.tril)
+
+    def quadratic(self, x: Tensor) -> Tensor:
+        return quadratic_form(x, self.scale, self.factor, self.tril)
+
+    def sample(self, num_samples: int) -> Tensor:
+        rows, rank = self.factor.shape
+        like = self.factor
+        noise = torch.randn(num_samples, rows + rank, dtype=like.dtype, device=like.device)
+        own, common = noise.split([rows, rank], -1)
+        return self.scale * own + common @ self.factor.mT
+
+    def diagonal(self) -> Tensor:
+        """That of the precision (P,): s^-2 - s^-4 diag(W K^-1 W')."""
+        columns = (self.factor / self.scale[:, None]).double()
+        inner = torch.linalg.solve_triangular(self.tril, columns.mT, upper=False)
+        return ((1.0 - inner.square().sum(0)) / self.scale.double().square()).to(self.scale)
 
 
 def capacitance_tril(scale: Tensor, factor: Tensor) -> Tensor:
@@ -150,5 +191,5 @@ def quadratic_form(x: Tensor, scale: Tensor, factor: Tensor, tril: Tensor) -> Te
     """
     z, columns = x / scale, factor / scale[:, None]
     projected = (z @ columns).double()[..., None]
-    best = torch.cholesky_solve(projected, tril)[..., 0].to(z)
+    best = torch.cholesky_solve(projected, tril.double())[..., 0].to(z)
     return (z - best @ columns.mT).square().sum(-1) + best.square().sum(-1)

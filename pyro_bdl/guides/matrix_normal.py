@@ -11,6 +11,7 @@ from pyro.nn import PyroParam
 from torch import Tensor, nn
 
 from pyro_bdl.divergence import marginal, mean_field_kl
+from pyro_bdl.gaussian_prior import GaussianPrior, MatrixBlock, NormalBlock
 from pyro_bdl.guides.base import Guide, sample_site
 from pyro_bdl.init import init_to_network
 from pyro_bdl.layout import Latent, Layout
@@ -155,6 +156,19 @@ class AutoMatrixNormal(Guide):
     def variances(self) -> Tensor:
         """The marginal variances of the unconstrained vector (P,)."""
         return torch.cat([q.variance.reshape(-1) for _, q in self._unconstrained()])
+
+    def as_prior(self) -> GaussianPrior:
+        """Matrix normals and independent Normals over u, see ``Guide.as_prior``."""
+        self._require_global()
+        layout, scales = self.require_layout(), self._scales()
+        blocks: list[nn.Module] = []
+        for name, loc in layout.unflatten(self._parameter("loc")).items():
+            latent = layout.latents[name]
+            if name in self.matrices:
+                blocks.append(MatrixBlock(latent, loc, *self.factors(name)))
+            else:
+                blocks.append(NormalBlock(latent, loc, scales[name]))
+        return GaussianPrior(blocks)
 
     def vector_quantiles(self, levels: Tensor) -> Tensor:
         return self.location() + self.variances().sqrt() * torch.special.ndtri(levels)[:, None]

@@ -11,6 +11,7 @@ from pyro.nn import PyroParam
 from torch import Tensor, nn
 
 from pyro_bdl.divergence import diagonal_normal_kl, marginal
+from pyro_bdl.gaussian_prior import GaussianPrior, independent_prior
 from pyro_bdl.guides.base import Guide, sample_site
 from pyro_bdl.init import init_to_network
 from pyro_bdl.layout import Layout
@@ -152,6 +153,11 @@ class AutoMeanField(Guide):
     def variances(self) -> Tensor:
         """The marginal variances of the unconstrained vector (P,)."""
         return self._loc_and_scale()[1].square()
+
+    def as_prior(self) -> GaussianPrior:
+        """Independent Normals over u, see ``Guide.as_prior``."""
+        self._require_global()
+        return independent_prior(self.require_layout(), *self._loc_and_scale())
 
     def vector_quantiles(self, levels: Tensor) -> Tensor:
         loc, scale = self._loc_and_scale()

@@ -10,8 +10,8 @@ from pyro.nn import PyroParam
 from torch import Tensor, nn
 
 from pyro_bdl.curvature.data import Batches
-from pyro_bdl.curvature.recipe import check_memory
 from pyro_bdl.curvature.gaussian import FullPrecision
+from pyro_bdl.curvature.recipe import check_memory
 from pyro_bdl.curvature.subset import Subset
 from pyro_bdl.gaussian_prior import GaussianPrior, joint_prior
 from pyro_bdl.guides.joint import JointGuide

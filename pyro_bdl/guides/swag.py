@@ -8,9 +8,12 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor, nn
 
+from pyro_bdl.curvature.subset import Subset
+from pyro_bdl.gaussian_prior import GaussianPrior, independent_prior, joint_prior
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.ensemble import AutoEnsemble
 from pyro_bdl.guides.joint import JointGuide
+from pyro_bdl.guides.low_rank import LowRankCovariance
 from pyro_bdl.guides.mixture import MixtureGuide
 from pyro_bdl.guides.point import UnconstrainedMAP
 from pyro_bdl.init import init_afresh, init_to_network
@@ -318,6 +321,20 @@ class SWAGGuide(JointGuide):
         raise ValueError(
             f"SWAG has no density: the variance of {len(where)} of {len(self.loc)} numbers is zero "
             f"(the first in site '{site}'), as no snapshot moved them: draws are fixed there"
+        )
+
+    def as_prior(self) -> GaussianPrior:
+        """One Gaussian over all latents, see ``Guide.as_prior``.
+
+        :raises ValueError: where it has no density.
+        """
+        self._require_density()
+        self._require_global()
+        if not len(self.factor):
+            return independent_prior(self.require_layout(), self.loc, self.diagonal.sqrt())
+        covariance = LowRankCovariance(self.diagonal.sqrt(), self.factor.mT)
+        return joint_prior(
+            Subset(self.require_layout()), self.loc, covariance, covariance.diagonal()
         )
 
     def variances(self) -> Tensor:
