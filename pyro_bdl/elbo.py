@@ -141,11 +141,11 @@ class TemperedTrace_ELBO(Trace_ELBO):
                 q = record(guide, {}, args, kwargs, draw=sample)
                 p = record(model, _values(q), args, kwargs)
                 likelihood = p.log_likelihood()
-            if self.sticking_the_landing:
-                with constant_parameters(guide):
-                    q = record(guide, _values(q), args, kwargs)
             kl = self._site_kl(q, p) + q.log_likelihood()  # of the guide's own factors
-            disorder = self._site_entropy(q) if self.is_cold else torch.zeros_like(kl)
+            disorder = entropy(q.latents) if self.is_cold else torch.zeros_like(kl)
+            if self.sticking_the_landing:
+                log_q = _log_density_without_score(guide, q, args, kwargs)
+                kl, disorder = log_q - p.log_prior(), -log_q
             particles.append((likelihood, kl, disorder))
         likelihood, kl, disorder = (torch.stack(t).mean() for t in zip(*particles, strict=True))
         return likelihood, kl, disorder
@@ -159,6 +159,7 @@ class TemperedTrace_ELBO(Trace_ELBO):
         estimator: PerDatum | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The same from the flat vectors of our guides, without their sample statements."""
+
         def particle(draw: dict[str, Tensor]) -> tuple[Any, Tensor, Tensor]:
             return self._particle(model, guide, draw["u"], args, kwargs, estimator)
 
@@ -191,11 +192,6 @@ class TemperedTrace_ELBO(Trace_ELBO):
 
     def _site_kl(self, q: Run, p: Run) -> Tensor:
         return sampled_kl(q.latents, p.latents)
-
-    def _site_entropy(self, q: Run) -> Tensor:
-        if self.sticking_the_landing:
-            return -sampled_kl(q.latents, {})
-        return entropy(q.latents)
 
     def _flat_kl(self, guide: Guide, vector: Tensor, log_det: Tensor, p: Run) -> Tensor:
         return self._log_density(guide, vector, log_det) - p.log_prior()
@@ -240,6 +236,13 @@ def _run(
     estimator: PerDatum | None, distributions: Mapping[str, Distribution], draws: dict[str, Tensor]
 ) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if estimator is None else estimator.run(distributions, draws)
+
+
+def _log_density_without_score(guide: Callable, q: Run, args: tuple, kwargs: dict) -> Tensor:
+    """log q(w), factors of the guide included, at its draw w, with constant parameters."""
+    with constant_parameters(guide):
+        again = record(guide, _values(q), args, kwargs)
+        return sampled_kl(again.latents, {}) + again.log_likelihood()
 
 
 def _as_schedule(temperature: Temperature) -> Callable[[int], float]:

@@ -240,7 +240,7 @@ def _tells_numbers(func: Any, result: Any) -> bool:
 def _overlap(a: Tag, b: Tag) -> bool:
     if a.indices is None or b.indices is None:
         return True
-    return bool(torch.isin(a.indices, b.indices).any())
+    return bool(torch.isin(a.indices.flatten(), b.indices.flatten()).any())
 
 
 def _base(distribution: Any) -> Any:

@@ -1,0 +1,32 @@
+"""Flipout: what data share, and what they do not."""
+
+import torch
+import torch.nn.functional as F
+
+from pyro_bdl.estimators.flipout import _signs
+from pyro_bdl.handlers import flipout
+
+D = torch.float64
+
+
+def test_signs_are_fair_and_independent():
+    signs = _signs(20_000, 13, torch.zeros((), dtype=D))
+    assert signs.shape == (20_000, 13) and signs.dtype == D
+    assert torch.equal(signs.abs(), torch.ones_like(signs))
+    assert (signs.mean(0).abs() < 5 / 20_000**0.5).all()
+    products = signs.T @ signs / 20_000 - torch.eye(13, dtype=D)
+    assert (products.abs() < 5 / 20_000**0.5).all()
+
+
+def test_data_of_one_draw_are_uncorrelated_and_share_its_size(layer):
+    """One input: |z - m x| is the same for all data, its sign is not."""
+    made = layer(lambda x, w: F.linear(x, w), torch.tensor([2.0], dtype=D), w=(1, 1))
+    rows = made.runs(flipout(), 4000, 2)[..., 0] - 2.0 * made.q["w"].loc.item()
+    torch.testing.assert_close(rows[:, 0].abs(), rows[:, 1].abs())
+    assert abs(rows.T.corrcoef()[0, 1]) < 5 / 4000**0.5
+
+
+def test_channels_keep_their_signs_over_an_image(layer):
+    made = layer(lambda x, w: F.conv1d(x, w), torch.ones(1, 5, dtype=D), w=(1, 1, 1))
+    rows = made.runs(flipout(), 20, 3)
+    torch.testing.assert_close(rows, rows[..., :1].expand_as(rows))

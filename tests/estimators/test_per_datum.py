@@ -1,0 +1,337 @@
+"""Estimators as contexts and as options of the ELBOs: expectations, what they refuse, restoring."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.nn.functional as F
+from pyro import poutine
+from pyro.infer import SVI, Trace_ELBO
+from pyro.infer.autoguide import AutoDelta, AutoDiagonalNormal, AutoMultivariateNormal, AutoNormal
+from torch import nn
+
+from pyro_bdl import bayesianize, models, priors
+from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
+from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.estimators.per_datum import active
+from pyro_bdl.guides import AutoMAP, AutoMeanField
+from pyro_bdl.handlers import flipout, local_reparameterization
+
+D = torch.float64
+CONTEXTS = {"local_reparameterization": local_reparameterization, "flipout": flipout}
+estimators = pytest.mark.parametrize("estimator", CONTEXTS)
+
+
+class Pooled(nn.Module):
+    """A kernel that is used at several positions, whose outputs are summed up before the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernel, self.norm = nn.Conv1d(1, 2, 2), nn.LayerNorm(2)
+        self.last = nn.Linear(2, 1)
+
+    def forward(self, x):
+        z = self.kernel(x[:, None]).tanh().sum(-1)
+        return self.last(self.norm(z) + z)
+
+
+@pytest.fixture
+def pooled():
+    """A network with norm scales, and a noise scale that has a LogNormal in the guide."""
+    x = torch.randn(5, 4, dtype=D)
+    model = models.Regression(bayesianize(Pooled().double()), noise=dist.HalfNormal(1.0))
+    guide = AutoMeanField(model, init_scale=0.3).prototype(x, x[:, 0])
+    return model, guide, (x, x[:, 0])
+
+
+def agree(first, second, errors=5.0):
+    """Two samples (S, K) have the same mean, within so many standard errors."""
+    error = (first.var(0) / len(first) + second.var(0) / len(second)).sqrt()
+    assert ((first.mean(0) - second.mean(0)).abs() <= errors * error + 1e-12).all()
+
+
+def steps(elbo, model, guide, data, count):
+    """Losses and gradients of so many steps, (count, 1 + parameters)."""
+    objective, results = elbo(model, guide), []
+    parameters = list(guide.parameters())
+    for _ in range(count):
+        loss = objective(*data)
+        gradients = torch.autograd.grad(loss, parameters)
+        results.append(torch.cat([loss.reshape(1), *(g.reshape(-1) for g in gradients)]))
+    return torch.stack(results).detach()
+
+
+@estimators
+@pytest.mark.parametrize("kind", [TemperedTrace_ELBO, TemperedTraceMeanField_ELBO])
+def test_the_loss_and_its_gradient_have_the_same_expectation(pooled, kind, estimator):
+    """Sums over 200 particles at once, so that vmap and the noise of particles are in it."""
+    plain = steps(kind(num_particles=200), *pooled, 40)
+    other = steps(kind(num_particles=200, estimator=estimator), *pooled, 40)
+    agree(plain, other)
+    assert not torch.allclose(plain[0], other[0])
+
+
+@estimators
+def test_particles_have_noise_of_their_own(pooled, estimator):
+    """The mean over 100 of them varies a hundredth as much, here within a factor of 2.5."""
+    one = steps(TemperedTraceMeanField_ELBO(estimator=estimator), *pooled, 100)[:, 0]
+    many = TemperedTraceMeanField_ELBO(num_particles=100, estimator=estimator)
+    ratio = steps(many, *pooled, 100)[:, 0].var() / one.var()
+    assert 0.004 < ratio < 0.025
+
+
+@estimators
+def test_a_context_is_the_option(pooled, estimator):
+    model, guide, data = pooled
+    elbo = TemperedTraceMeanField_ELBO(num_particles=2)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.0}), elbo)
+    svi.step(*data)  # checks the pair
+    torch.manual_seed(1)
+    with CONTEXTS[estimator]():
+        inside = svi.step(*data)
+    torch.manual_seed(1)
+    option = TemperedTraceMeanField_ELBO(num_particles=2, estimator=estimator)
+    option._checked, option._plates = elbo._checked, elbo._plates
+    assert inside == option.loss(model, guide, *data)
+    torch.manual_seed(1)
+    assert inside != svi.step(*data)
+
+
+# Guides of other kinds
+
+
+def program(x, y=None):
+    w = pyro.sample("w", dist.Normal(0.0, 1.0).expand([2, 3]).to_event(2))
+    b = pyro.sample("b", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    v = pyro.sample("v", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(torch.tanh(x @ w.T + b) @ v, 0.5), obs=y)
+
+
+def hand_written(x, y=None):
+    one = torch.ones((), dtype=D)
+    w_loc = pyro.param("w_loc", lambda: 0.3 * torch.arange(6, dtype=D).view(2, 3) - 0.5)
+    pyro.sample("w", dist.Normal(w_loc, 0.4 * one).to_event(2))
+    pyro.sample("b", dist.Normal(torch.zeros(2, dtype=D), 0.3 * one).to_event(1))
+    pyro.sample("v", dist.Normal(torch.ones(2, dtype=D), 0.2 * one).to_event(1))
+
+
+X = torch.randn(6, 3, dtype=D, generator=torch.Generator().manual_seed(0))
+Y = X[:, 0].tanh()
+
+
+def losses(elbo, guide, count, context=None):
+    values = []
+    for _ in range(count):
+        if context is None:
+            values.append(elbo.loss(program, guide, X, Y))
+        else:
+            with context():
+                values.append(elbo.loss(program, guide, X, Y))
+    return torch.tensor(values, dtype=D)[:, None]
+
+
+@estimators
+@pytest.mark.parametrize("auto", [AutoNormal, AutoDiagonalNormal, None])
+@pytest.mark.parametrize("kind", [Trace_ELBO, TemperedTraceMeanField_ELBO])
+def test_pyros_guides_and_elbos(estimator, kind, auto):
+    """The same expectation; with the KL in closed form and noise by datum, less variance."""
+    guide = hand_written if auto is None else auto(program, init_scale=0.4)
+    torch.set_default_dtype(D)
+    plain = losses(kind(), guide, 100)
+    other = losses(kind(), guide, 100, CONTEXTS[estimator])
+    agree(plain, other)
+    if auto is None and kind is TemperedTraceMeanField_ELBO:  # no noise of the KL
+        assert other.var() < 0.8 * plain.var()
+
+
+@estimators
+def test_a_program_that_subsamples_inside(estimator):
+    """The first argument has N rows, the network sees those of the plate."""
+
+    def subsampling(x, y):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0).expand([1, 3]).to_event(2))
+        with pyro.plate("data", len(x), subsample_size=3) as rows:
+            pyro.sample("y", dist.Normal(F.linear(x[rows], w)[:, 0], 0.5), obs=y[rows])
+
+    def guide(x, y):
+        pyro.sample("w", dist.Normal(torch.ones(1, 3, dtype=D), 0.3).to_event(2))
+
+    elbo = TemperedTraceMeanField_ELBO(estimator=estimator)
+    assert elbo.loss(subsampling, guide, X, Y) > 0
+
+
+# What is refused
+
+
+def run(function, guide=None, estimator="local_reparameterization", **shapes):
+    """One step of a program with these latents, whose network is ``function``."""
+
+    def model(x):
+        values = {
+            name: pyro.sample(name, dist.Normal(0.0, 1.0).expand(shape).to_event())
+            for name, shape in shapes.items()
+        }
+        pyro.sample("y", dist.Normal(function(x, **values).sum(), 1.0), obs=torch.zeros(()))
+
+    guide = AutoMeanField(model) if guide is None else guide(model)
+    torch.set_default_dtype(D)
+    if isinstance(guide, AutoMeanField):
+        guide.prototype(X)
+    return TemperedTraceMeanField_ELBO(estimator=estimator).loss(model, guide, X)
+
+
+@estimators
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w: F.linear(F.linear(x, w), w),
+        lambda x, w: F.linear(F.embedding(torch.tensor([0, 2]), w).sum(0) + x, w),
+        lambda x, w: F.linear(x, w).sum() + w.square().sum(),
+        lambda x, w: w.sum() * F.linear(x, w),
+        lambda x, w: F.linear(x, w.chunk(3)[0]) + F.linear(x, w[:1]),
+        lambda x, w: F.linear(x, w) * w[0, 0].item(),
+    ],
+    ids=["twice", "tied", "penalty", "before", "overlapping parts", "a number"],
+)
+def test_a_latent_that_is_used_twice(function, estimator):
+    with pytest.raises(UnsupportedProgramError, match="latent 'w' is used twice in one run"):
+        run(function, estimator=estimator, w=(3, 3))
+
+
+@estimators
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w: F.linear(x, w[:2]).sum() + F.linear(x, w[2:]).sum(),
+        lambda x, w: F.linear(x, w) + torch.zeros_like(w[0]) + w.shape[0] + len(w),
+        lambda x, w: F.linear(x, w[1:]).sum() + w[0].square().sum(),
+    ],
+    ids=["parts", "shape", "the rest as a draw"],
+)
+def test_parts_and_shapes_are_no_second_use(function, estimator):
+    run(function, estimator=estimator, w=(3, 3))
+
+
+@estimators
+def test_latents_outside_of_products_have_one_draw(estimator):
+    """In an einsum, in a norm, in another latent's multiplier; the second time the same draw."""
+    seen = []
+
+    def function(x, w, b, c):
+        seen.append(b.sum() - (2 * b).sum() / 2)
+        assert torch.equal(torch.einsum("ni,i->n", x, c), torch.einsum("ni,i->n", x, c))
+        return F.linear(x, w) * b + F.layer_norm(x, (3,), c, b)
+
+    run(function, estimator=estimator, w=(3, 3), b=(3,), c=(3,))
+    assert all(difference.abs() < 1e-12 for difference in seen)
+
+
+@estimators
+def test_a_site_without_a_normal(estimator):
+    def guide(model):
+        return lambda x: pyro.sample("w", dist.Laplace(torch.zeros(1, 3), 1.0).to_event(2))
+
+    message = "needs independent Normals .* the guide has Laplace at site 'w'"
+    with pytest.raises(UnsupportedProgramError, match=message):
+        run(lambda x, w: F.linear(x, w), guide, estimator, w=(1, 3))
+
+
+@estimators
+def test_a_positive_weight(estimator):
+    def model(x):
+        w = pyro.sample("w", dist.LogNormal(0.0, 1.0).expand([1, 3]).to_event(2))
+        pyro.sample("y", dist.Normal(F.linear(x, w).sum(), 1.0), obs=torch.zeros(()))
+
+    guide = AutoMeanField(model).prototype(X.float())
+    elbo = TemperedTrace_ELBO(estimator=estimator)
+    with pytest.raises(UnsupportedProgramError, match="has LogNormal at site 'w'"):
+        elbo.loss(model, guide, X.float())
+
+
+@estimators
+@pytest.mark.parametrize(
+    ("guide", "message"),
+    [
+        (AutoMAP, "needs a guide with a distribution of its own at each site, .* AutoMAP is none"),
+        (AutoMultivariateNormal, "MultivariateNormal at site '_AutoMultivariateNormal_latent'"),
+        (AutoDelta, "found no layer that multiplies data with a latent"),
+    ],
+)
+def test_guides_without_normals_at_sites(estimator, guide, message):
+    with pytest.raises(UnsupportedProgramError, match=message):
+        run(lambda x, w: F.linear(x, w), guide, estimator, w=(1, 3))
+
+
+@estimators
+def test_a_program_without_a_layer(estimator):
+    with pytest.raises(UnsupportedProgramError, match="found no layer that multiplies data"):
+        run(lambda x, w: (x * w).exp(), estimator=estimator, w=(3,))
+
+
+def test_rows_that_cannot_be_told_apart_share_a_draw():
+    """Flattened positions in unknown order: no layer is left to treat."""
+    with pytest.raises(UnsupportedProgramError, match="found no layer"):
+        run(lambda x, w: F.linear(x.repeat(2, 1), w), w=(1, 3))
+
+
+def test_unknown_estimators():
+    with pytest.raises(ValueError, match=r"unknown estimator 'flip'.*did you mean 'flipout'"):
+        TemperedTrace_ELBO(estimator="flip")
+
+
+# What is left behind
+
+
+@estimators
+def test_errors_leave_nothing_behind(estimator):
+    context = CONTEXTS[estimator]()
+    for _ in range(2):
+        with pytest.raises(UnsupportedProgramError), context:
+            elbo = TemperedTrace_ELBO()
+            elbo.loss(no_layer, AutoMeanField(no_layer).prototype(X), X)
+        assert active() is None and not poutine.runtime._PYRO_STACK
+        assert not torch.overrides._get_current_function_mode_stack()
+        assert not context._products.tags
+    with pytest.raises(UnsupportedProgramError):
+        run(lambda x, w: F.linear(F.linear(x, w), w), estimator=estimator, w=(3, 3))
+    assert active() is None and not torch.overrides._get_current_function_mode_stack()
+
+
+def no_layer(x):
+    b = pyro.sample("b", dist.Normal(0.0, 1.0))
+    pyro.sample("y", dist.Normal(b * x, 1.0).to_event(2), obs=torch.zeros(6, 3))
+
+
+@estimators
+def test_outside_of_runs_the_context_changes_nothing(estimator):
+    w = torch.randn(2, 3, dtype=D)
+    with CONTEXTS[estimator]():
+        assert torch.equal(F.linear(X, w), X @ w.T)
+
+
+@estimators
+def test_training_reaches_the_mean_field_optimum(conjugate, estimator):
+    """The loss's gradient at the optimum has mean zero: within five standard errors."""
+    guide = conjugate.mean_field(AutoMeanField(conjugate.model))
+    elbo = TemperedTraceMeanField_ELBO(num_particles=50, estimator=estimator)
+    gradients = steps(elbo, conjugate.model, guide, (conjugate.x, conjugate.y), 200)[:, 1:]
+    error = gradients.std(0) / 200**0.5
+    assert (gradients.mean(0).abs() < 5 * error + 1e-9).all()
+
+
+def test_less_variance_than_one_draw_for_all():
+    x = torch.randn(64, 20)
+    net = nn.Sequential(nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 1))
+    model = models.Regression(bayesianize(net, priors.Normal(1.0)), noise=0.5)
+    guide = AutoMeanField(model, init_scale=0.05).prototype(x, x[:, 0])
+    variance = {
+        estimator: steps(
+            TemperedTraceMeanField_ELBO(estimator=estimator), model, guide, (x, x[:, 0]), 100
+        )
+        .var(0)
+        .sum()
+        for estimator in (None, *CONTEXTS)
+    }
+    assert variance["local_reparameterization"] < 0.25 * variance[None]
+    assert variance["flipout"] < 0.5 * variance[None]
