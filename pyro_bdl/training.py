@@ -13,6 +13,7 @@ from tqdm import tqdm
 from pyro_bdl.checks import check_finite
 from pyro_bdl.elbo import TemperedTraceMeanField_ELBO, check_data
 from pyro_bdl.errors import BdlWarning
+from pyro_bdl.estimators import PerDatum
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.swag import AutoMultiSWAG, AutoSWAG
 
@@ -48,9 +49,11 @@ def train(
     learning_rate: float = 0.01,
     temperature: float = 1.0,
     num_particles: int = 1,
+    estimator: str | PerDatum | None = None,
     batch_size: int | None = None,
     parameters: Iterable[Tensor] | None = None,
     elbo: Any = None,
+    optimizer: torch.optim.Optimizer | None = None,
     progress: str | None = None,
 ) -> Training:
     """Maximise the tempered ELBO by Adam, whose learning rate falls to zero along half a cosine.
@@ -65,10 +68,13 @@ def train(
     :param learning_rate: Adam's, at the start.
     :param temperature: eta, see :mod:`pyro_bdl.elbo`.
     :param num_particles: draws of the guide in each step.
+    :param estimator: of the expected log likelihood, see :class:`pyro_bdl.elbo.TemperedTrace_ELBO`.
     :param batch_size: rows in each step. By default all of up to 1024; of more rows 256, where the
         program knows by its ``num_data`` that there are N.
     :param parameters: which to train; by default the guide's and the program's.
-    :param elbo: another loss, in place of the ELBO at that temperature and number of draws.
+    :param elbo: another loss, in place of the ELBO at that temperature, draws and estimator.
+    :param optimizer: another optimiser, in place of Adam over these parameters at that learning
+        rate; its own learning rate falls in the same way.
     :param progress: description of the progress bar; None for no bar.
     :raises ValueError: for data that are not finite, targets outside of their support; fewer than
         one step; a minibatch for a program whose ``num_data`` is not N, so that its log likelihood
@@ -83,10 +89,11 @@ def train(
         for rows in torch.arange(len(x), device=x.device).split(_ROWS_AT_ONCE):
             check_data(model, guide, (x[rows], y[rows]), {})
     if elbo is None:
-        elbo = TemperedTraceMeanField_ELBO(temperature=temperature, num_particles=num_particles)
+        elbo = TemperedTraceMeanField_ELBO(temperature, num_particles, estimator=estimator)
     objective: Any = elbo(model, guide)
-    trained = list(objective.parameters() if parameters is None else parameters)
-    optimizer = torch.optim.Adam(trained, lr=learning_rate)
+    if optimizer is None:
+        trained = list(objective.parameters() if parameters is None else parameters)
+        optimizer = torch.optim.Adam(trained, lr=learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     losses, interrupted = _descend(
         objective, optimizer, _parts(x, y, size, steps), steps, progress, lambda _: schedule.step()
