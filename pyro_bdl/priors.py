@@ -21,6 +21,7 @@ from pyro.nn import PyroParam
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
+from pyro_bdl import distributions
 from pyro_bdl.distributions import moved_like
 
 Scale = float | PyroParam | Distribution
@@ -138,6 +139,17 @@ class FanIn(Prior):
         if parameter.dim() >= 2 and not isinstance(module, nn.Embedding):
             scale = scale / math.sqrt(parameter[0].numel())
         return _spread(dist.Normal(parameter.new_zeros(()), scale), parameter)
+
+
+class LogUniform(Prior):
+    """p(w) proportional to 1 / |w|: the improper prior of variational dropout (Kingma et al. 2015).
+
+    For weights that ``AutoMCDropout`` multiplies with ``GaussianNoise`` and for nothing else: no
+    posterior exists under it (Hron et al. 2018), and a point mass would fall to zero.
+    """
+
+    def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution:
+        return _spread(distributions.LogUniform(parameter.new_zeros(())), parameter)
 
 
 class Laplace(Prior):

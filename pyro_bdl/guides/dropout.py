@@ -12,16 +12,19 @@ from pyro.distributions import constraints
 from pyro.nn import PyroParam
 from torch import Tensor, nn
 
+from pyro_bdl.distributions import LogUniform
 from pyro_bdl.divergence import expected_log_prior
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide, sample_site
 from pyro_bdl.guides.dropout_layers import DropoutLayers
 from pyro_bdl.guides.dropout_noise import (
     BernoulliNoise,
+    GaussianNoise,
     Noise,
     NoisyWeight,
     checked_rate,
     draw,
+    scale_free_kl,
     variance,
 )
 from pyro_bdl.guides.dropout_weights import (
@@ -33,6 +36,7 @@ from pyro_bdl.guides.dropout_weights import (
     reading_run,
 )
 from pyro_bdl.init import init_to_network
+from pyro_bdl.observation import without_wrappers
 from pyro_bdl.program import Run
 
 MASKS = ("units", "weights")
@@ -166,9 +170,24 @@ class AutoMCDropout(Guide):
                 BdlWarning,
                 stacklevel=4,
             )
+        self.__dict__["_scale_free"] = self._log_uniform_sites(run)
         self.loc = nn.Parameter(start.clone())
         self._create_rates(start.new_tensor([p for _, p in rates.values()]))
         self._create_index(start.device)
+
+    def _log_uniform_sites(self, run: Run) -> tuple[str, ...]:
+        """The dropped sites whose prior is log-uniform."""
+        found = []
+        for name, site in run.latents.items():
+            if not isinstance(without_wrappers(site.distribution)[0], LogUniform):
+                continue
+            if name not in self.weights or not isinstance(self.noise, GaussianNoise):
+                raise ValueError(
+                    f"the log-uniform prior of '{name}' needs noise=GaussianNoise() on it: a point "
+                    "mass, or a factor of 0, would fall to w = 0, where the density is infinite"
+                )
+            found.append(name)
+        return tuple(found)
 
     def _create_rates(self, p: Tensor) -> None:
         if self.learn_p and len(p):
@@ -236,8 +255,11 @@ class AutoMCDropout(Guide):
                 index = self._index(self.weights[latent.name]).to(loc.device)
                 result[latent.name] = pyro.sample(
                     latent.name,
-                    NoisyWeight(loc, index, p[number], self._counts[number], self.noise, step),
-                )
+                    NoisyWeight(
+                        loc, index, p[number], self._counts[number], self.noise, step,
+                        latent.name in self._scale_free,
+                    ),
+                )  # fmt: skip
                 continue
             value = loc if latent.transform is None else latent.transform(loc)
             result[latent.name] = sample_site(latent, dist.Delta(value, event_dim=latent.event_dim))
@@ -268,20 +290,37 @@ class AutoMCDropout(Guide):
 
     def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
         """Minus the entropy of the factors where p is learned, else 0."""
-        return torch.zeros_like(log_det) - self._entropy()
+        return torch.zeros_like(log_det) - self._entropy() - sum(self._scale_free_entropies())
 
     def _entropy(self) -> Tensor | float:
+        """H(eps) of learned rates, but for sites with a log-uniform prior."""
         if not self.learn_p or not self.weights:
             return 0.0
         p = self._parameter("p")
-        return (p.new_tensor(self._counts) * self.noise.entropy(p)).sum()
+        pairs = zip(self.weights, self._counts, strict=True)
+        counts = [0 if name in self._scale_free else count for name, count in pairs]
+        return (p.new_tensor(counts) * self.noise.entropy(p)).sum()
+
+    def _scale_free_entropies(self) -> list[Tensor]:
+        """sum_i H(eps) + log |M_i| over the weights of each site with a log-uniform prior."""
+        result = []
+        for name in self._scale_free:
+            where, number = self.require_layout().slices[name], list(self.weights).index(name)
+            mean, entropy = self._parameter("loc")[where], self.noise.entropy(self._parameter("p"))
+            result.append(len(mean) * entropy[number] + mean.abs().log().sum())
+        return result
 
     def kl(self, vector: Tensor, log_det: Tensor, run: Run) -> Tensor:
-        """-H(eps) - E_q[log p(w)], in closed form for Normal priors."""
+        """-H(eps) - E_q[log p(w)], in closed form for Normal and log-uniform priors."""
         expected = expected_log_prior(
             self.require_layout(), self._parameter("loc"), self.variances(), run.latents
         )
-        return -expected - self._entropy()
+        total = -expected - self._entropy()
+        for name in self._scale_free:  # whose log prior at the draw is in the expectation
+            p = self._parameter("p")[list(self.weights).index(name)]
+            site = run.latents[name]
+            total = total + site.log_prob().sum() + scale_free_kl(p, site.value.numel())
+        return total
 
     # Summaries
 

@@ -14,6 +14,8 @@ from pyro.distributions import TorchDistribution, constraints
 from torch import Tensor
 from torch.distributions import Independent, Normal, register_kl
 
+from pyro_bdl.distributions import LogUniform
+
 Temperature = float | Callable[[int], float]
 
 
@@ -103,11 +105,11 @@ class BernoulliNoise(Noise):
 class GaussianNoise(Noise):
     """eps ~ Normal(1, alpha) with alpha = p / (1 - p) (Kingma, Salimans & Welling 2015).
 
-    Their prior for learned alphas, p(log |w|) constant, makes KL(q || p) a function of alpha alone
-    (``log_uniform_kl``), but is improper: no posterior of the weights exists under it, and what
-    training maximises is no bound of a marginal likelihood (Hron, Matthews & Ghahramani 2018,
-    section 3). Here alpha is learned under the program's own proper prior instead, with the
-    entropy of eps in the bound; ``priors.LogUniform`` gives the improper one to who wants it.
+    Learned rates have the entropies of eps in the bound, under the program's own prior. The prior
+    of variational dropout is ``priors.LogUniform``: the bound then holds the density of w too, and
+    its KL is a function of alpha alone, ``log_uniform_kl`` for each weight. That prior is improper:
+    no posterior of the weights exists under it, and what training maximises is no bound of a
+    marginal likelihood (Hron, Matthews & Ghahramani 2018, section 3).
     """
 
     def sample(self, p: Tensor, num_samples: int) -> Tensor:
@@ -127,15 +129,26 @@ class GaussianNoise(Noise):
 def log_uniform_kl(alpha: Tensor) -> Tensor:
     """KL of w ~ Normal(m, alpha m^2) from the improper prior p(log |w|) constant, in nats for each
     weight, 0 as alpha grows: the approximation of Molchanov, Ashukha & Vetrov (2017), eq. 14."""
-    k1, k2, k3 = 0.63576, 1.87320, 1.48695
+    k1, k2, k3 = _K
     return k1 - k1 * torch.sigmoid(k2 + k3 * alpha.log()) + 0.5 * torch.log1p(1.0 / alpha)
+
+
+_K = (0.63576, 1.87320, 1.48695)
+# E[log q - log p] for the density 1 / |w| is the KL less its value for a narrow q, which is exact
+_OFFSET = _K[0] + 0.5 * math.log(2 * math.pi * math.e)
+
+
+def scale_free_kl(p: Tensor, count: int) -> Tensor:
+    """E_q[log q(w) - log 1 / |w|], a scalar, for ``count`` weights of the rate p."""
+    return count * (log_uniform_kl(variance(p)) - _OFFSET)
 
 
 class NoisyWeight(TorchDistribution):
     """w = m * eps[index], with mean m and one factor eps for all entries of the same index.
 
-    It has no density: ``log_prob`` is minus the entropy of the factors where their rate is
-    learned, and zero where it is not.
+    It has no density for m: ``log_prob`` is minus the entropy of the factors where their rate is
+    learned, and zero where it is not. With a log-uniform prior it is the expected log density of
+    weights that are independent of each other.
 
     :param loc: m, of any shape.
     :param index: the number of each entry's factor, of the shape of m.
@@ -143,16 +156,24 @@ class NoisyWeight(TorchDistribution):
     :param count: how many factors.
     :param noise: their law.
     :param step: None for a fixed rate, else the step of the training.
+    :param scale_free: whether the prior is log-uniform.
     """
 
     arg_constraints: ClassVar[dict[str, Any]] = {}
     has_rsample = True
 
     def __init__(
-        self, loc: Tensor, index: Tensor, p: Tensor, count: int, noise: Noise, step: int | None
+        self,
+        loc: Tensor,
+        index: Tensor,
+        p: Tensor,
+        count: int,
+        noise: Noise,
+        step: int | None,
+        scale_free: bool = False,
     ) -> None:
         self.loc, self.index, self.p, self.count = loc, index, p, count
-        self.noise, self.step = noise, step
+        self.noise, self.step, self.scale_free = noise, step, scale_free
         super().__init__(torch.Size(), loc.shape, validate_args=False)
 
     @property
@@ -169,6 +190,8 @@ class NoisyWeight(TorchDistribution):
         return -self.entropy().expand(batch)
 
     def entropy(self) -> Tensor:
+        if self.scale_free:
+            return self.loc.numel() * self.noise.entropy(self.p) + self.loc.abs().log().sum()
         if self.step is None:
             return torch.zeros_like(self.p)
         return self.count * self.noise.entropy(self.p)
@@ -191,8 +214,10 @@ def draw(noise: Noise, p: Tensor, num_samples: int, step: int | None) -> Tensor:
 
 @register_kl(NoisyWeight, Independent)
 def _kl_noisy_normal(q: NoisyWeight, p: Independent) -> Tensor:
-    """-H(eps) - E_q[log p(w)] for independent Normals p."""
+    """-H(eps) - E_q[log p(w)] for independent Normals p, or log-uniform ones."""
     base = p.base_dist
+    if isinstance(base, LogUniform) and q.scale_free:
+        return scale_free_kl(q.p, q.loc.numel())
     if not isinstance(base, Normal) or p.batch_shape:
         raise NotImplementedError
     distance = (q.variance + (q.loc - base.loc).square()) / (2.0 * base.scale.square())

@@ -17,6 +17,7 @@ from pyro_bdl import Predictive, bayesianize, models, priors
 from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides import AutoMCDropout, BernoulliNoise, GaussianNoise
+from pyro_bdl.guides.dropout_noise import log_uniform_kl
 
 D = torch.float64
 OURS = [TemperedTrace_ELBO, TemperedTraceMeanField_ELBO]
@@ -250,6 +251,69 @@ def test_the_temperature_falls_with_the_steps_and_is_saved(model, data):
     other = AutoMCDropout(model, learn_p=True).prototype(*data)
     other.load_state_dict(guide.state_dict())
     assert int(other.steps) == 3
+
+
+# The improper prior of variational dropout
+
+
+@pytest.fixture
+def scale_free(net):
+    rules = {"*.weight": priors.LogUniform(), "*": priors.Normal(1.0)}
+    return models.Regression(bayesianize(net, priors.ByName(rules)), noise=0.5)
+
+
+def test_the_approximation_of_the_log_uniform_kl():
+    """Against -H(eps) + E log |eps| + constant by quadrature, within the paper's 0.009 nats."""
+    alphas = torch.logspace(-3, 2, 30, dtype=D)
+    expected = []
+    for alpha in alphas:
+        grid = torch.linspace(-9, 9, 400_001, dtype=D)
+        density = torch.exp(-0.5 * grid**2) / math.sqrt(2 * math.pi)
+        values = (1 + alpha.sqrt() * grid).abs().clamp(min=1e-12).log() * density
+        expected.append(torch.trapezoid(values, grid) - 0.5 * alpha.log())
+    limit = -0.5 * (math.log(2) + 0.5772156649)  # E log |z|: the KL falls to 0 as alpha grows
+    assert (log_uniform_kl(alphas) - (torch.stack(expected) - limit)).abs().max() < 0.01
+    narrow = torch.tensor(1e-8, dtype=D)
+    exact = -0.5 * math.log(1e-8) + 0.5 * (math.log(2) + 0.5772156649)
+    assert log_uniform_kl(narrow).item() == pytest.approx(exact, abs=0.01)
+
+
+@pytest.mark.parametrize("learn_p", [False, True])
+def test_every_bound_of_variational_dropout(learn_p, scale_free, data):
+    options = {"p": 0.3, "sites": "all", "learn_p": learn_p, "noise": GaussianNoise()}
+    guide = AutoMCDropout(scale_free, mask="weights", **options).prototype(*data)
+    found = []
+    with torch.no_grad():
+        for elbo in ELBOS:
+            bound = elbo()
+            losses = torch.tensor([bound.loss(scale_free, guide, *data) for _ in range(150)])
+            found.append((losses.mean(), losses.var() / len(losses)))
+    for mean, variance in found[1:]:
+        error = 4.5 * (variance + found[0][1]).sqrt()
+        assert abs(mean - found[0][0]) < error + 9 * 0.01  # nine weights of the approximation
+
+
+def test_its_kl_does_not_depend_on_the_means(scale_free, data):
+    guide = AutoMCDropout(scale_free, p=0.3, sites="all", noise=GaussianNoise()).prototype(*data)
+    elbo = TemperedTraceMeanField_ELBO()
+    found = []
+    for factor in (1.0, 7.0):
+        with torch.no_grad():
+            for name in guide.weights:
+                guide.loc[guide.layout.slices[name]] *= factor
+        elbo.loss(scale_free, guide, *data)
+        found.append(elbo.kl)
+    torch.testing.assert_close(*found)
+
+
+def test_where_the_improper_prior_is_refused(net, scale_free, data):
+    with pytest.raises(ValueError, match=r"log-uniform prior of '0.weight' needs noise"):
+        AutoMCDropout(scale_free, sites="all").prototype(*data)
+    everywhere = models.Regression(bayesianize(net, priors.LogUniform()), noise=0.5)
+    with pytest.raises(ValueError, match=r"log-uniform prior of '0.bias'"):
+        AutoMCDropout(everywhere, sites="all", noise=GaussianNoise()).prototype(*data)
+    with pytest.raises(NotImplementedError, match="improper"):
+        scale_free(data[0])
 
 
 # Noise and masks
