@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from pyro_bdl.curvature.direct import SoftmaxProduct
 from pyro_bdl.curvature.gaussian import DiagonalPrecision, FullPrecision
 from pyro_bdl.curvature.jacobian import Jacobian
 from pyro_bdl.curvature.prior import PriorPrecision
@@ -22,6 +23,11 @@ class FullCurvature(nn.Module):
         self.register_buffer("matrix", like.new_zeros(size, size))
 
     def add(self, jacobian: Jacobian) -> None:
+        classes = [block for block in jacobian.blocks if isinstance(block, SoftmaxProduct)]
+        if classes:
+            assert len(classes) == len(jacobian.blocks)
+            self._add_classes(classes)
+            return
         covered = sum(block.place.size for block in jacobian.blocks)
         if 2 * covered < self.size:
             positions = [block.place.numbers(self.matrix.device) for block in jacobian.blocks]
@@ -31,6 +37,25 @@ class FullCurvature(nn.Module):
                 self.matrix[where[:, None], where] += products(rows)
             return
         add_products(self.matrix, jacobian.rows().flatten(0, 1))
+
+    def _add_classes(self, blocks: list[SoftmaxProduct]) -> None:
+        """Sums over the data of w (diag(p) - p p') x a a', a the inputs of all blocks: as many
+        products as there are pairs of classes, where the columns' rows would take more by the
+        number of classes."""
+        p, w = blocks[0].gradients[0, :, 0, 0], blocks[0].weights
+        ones = p.new_ones(len(p), 1)
+        a = torch.cat([ones if b.source is None else b.source()[:, 0, 0] for b in blocks], 1)
+        device, classes = self.matrix.device, p.shape[1]
+        where = torch.cat([b.place.numbers(device).view(classes, -1) for b in blocks], 1)
+        for k in range(classes):
+            weights = -w * p[:, k : k + 1] * p[:, : k + 1]
+            others = p[:, :k].sum(1) + p[:, k + 1 :].sum(1)  # 1 - p_k, which would round to zero
+            weights[:, k] = w[:, 0] * p[:, k] * others
+            found = a.mT @ (weights[:, :, None] * a[:, None]).flatten(1)  # (H, (k + 1) H)
+            columns = where[: k + 1].flatten()
+            self.matrix[where[k][:, None], columns] += found
+            earlier = columns[: k * a.shape[1]]
+            self.matrix[earlier[:, None], where[k]] += found[:, : len(earlier)].mT
 
     def scale(self, factor: float) -> None:
         self.matrix *= factor

@@ -274,7 +274,7 @@ def _softmax_jacobian(
     base, _ = without_wrappers(site.distribution)
     if (
         recipe.curvature != "ggn"
-        or recipe.structure not in ("kron", "ekfac", "diag")
+        or recipe.structure not in ("kron", "ekfac", "diag", "full")
         or type(base).__name__ not in ("Categorical", "OneHotCategorical")
         or tuple(site_parameters(site)) != ("logits",)
         or len(base.batch_shape) != 1

@@ -43,10 +43,11 @@ def test_the_closed_forms_are_the_sums_over_columns(structure, bias, monkeypatch
 
 
 @pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
+@pytest.mark.parametrize("structure", ["kron", "full"])
 @pytest.mark.parametrize(
     ("method", "kind"), [("softmax", SoftmaxProduct), ("identity", IdentityProduct)]
 )
-def test_a_last_layer_takes_them(method, kind, monkeypatch):
+def test_a_last_layer_takes_them(method, kind, structure, monkeypatch):
     model, guide, x, y = case()
     seen = []
     whole = getattr(Pullback, method)
@@ -57,7 +58,7 @@ def test_a_last_layer_takes_them(method, kind, monkeypatch):
         return result
 
     monkeypatch.setattr(Pullback, method, spy)
-    results(model, guide, x, y, "kron")
+    results(model, guide, x, y, structure)
     assert set(seen) == {kind}
 
 
