@@ -126,7 +126,10 @@ def collect_swag(
 
     The loss is -log p(u, y) / N, per datum, for each member of an ensemble; minibatches give the
     noise that moves the point. Only the guide's parameters move; afterwards they are at the last
-    step. Ctrl-C ends it with a warning and keeps the snapshots.
+    step. Ctrl-C ends it with a warning and keeps the snapshots. The posterior is as wide as the
+    learning rate makes it: under a Gaussian posterior -log p(u, y) lies P / 2 above its minimum on
+    average, so that a rate is too high where N times the mean loss lies further above (Mandt,
+    Hoffman & Blei 2017, section 3.2).
 
     With ``final_learning_rate`` the rate falls linearly in each cycle of c = ``every`` steps, at
     the end of which a snapshot is taken: a(i) = (1 - t) a_1 + t a_2, t = (1 + (i - 1) mod c) / c

@@ -87,6 +87,28 @@ def test_unknown_name_is_told_what_there_is(problem):
         posteriors.fit("nutz", problem)
 
 
+def test_swag_takes_the_highest_rate_that_is_not_wider_than_a_posterior(problem, monkeypatch):
+    """-log p(u, y) lies at most P / 2 above its minimum on average, P = 2 weights and a noise."""
+    seen, collect = {}, posteriors.collect_swag
+
+    def spied(*args, learning_rate, **options):
+        seen[learning_rate] = None  # stays where it diverges
+        run = collect(*args, learning_rate=learning_rate, **options)
+        seen[learning_rate] = run.losses.mean().item() * 12
+        return run
+
+    monkeypatch.setattr(posteriors, "collect_swag", spied)
+    found = posteriors.fit("swag", problem, Options(steps=600))
+    point = posteriors.AutoLaplaceGGN(problem.model).prototype(problem.x, problem.y)
+    posteriors.train(problem.model, point, problem.x, problem.y, steps=600)
+    lowest = -posteriors.estimate_elbo(problem.model, point, problem.x, problem.y, num_particles=1)
+    *higher, (rate, mean) = seen.items()
+    assert found.settings["learning rate"] == rate
+    error = 0.1  # of the minimum, which training reaches only so nearly
+    assert higher and all(value is None or value - lowest > 1.5 - error for _, value in higher)
+    assert 0 < mean - lowest < 1.5 + error
+
+
 # Laplace
 
 LAPLACE = ["laplace-kron", "laplace-full", "laplace-diag", "laplace-last-layer"]
