@@ -1,0 +1,189 @@
+"""Does a guide fit? Importance ratios p / q at its own draws, their k-hat, and the bound's gap."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.diagnostics.psis import good_k, psis
+from pyro_bdl.guides.base import Guide
+from pyro_bdl.modules import evaluation_mode
+from pyro_bdl.program import Program
+from pyro_bdl.randomness import seeded
+from pyro_bdl.vectorize import map_draws
+
+
+@dataclass(frozen=True)
+class Importance:
+    """Importance ratios of a posterior over a guide.
+
+    :param log_ratios: ``(S,)``, log p(w, y) - log q(w) at the guide's draws, in nats.
+    :param pareto_k: k-hat of their upper tail: up to ``good_k(S)`` the guide is close enough to
+        the posterior for importance sampling to mend it, above 1 the ratios have no mean.
+    :param elbo: their mean, the evidence lower bound at temperature 1.
+    :param log_evidence: log of the mean ratio, smoothed: an estimate of log p(y) that is good
+        where k-hat is.
+    """
+
+    log_ratios: Tensor
+    pareto_k: float
+    elbo: float
+    log_evidence: float
+
+    @property
+    def gap(self) -> float:
+        """``log_evidence - elbo``, an estimate of KL(q || p(w | y)) in nats; where k-hat is above
+        0.7 it is too small."""
+        return self.log_evidence - self.elbo
+
+    @property
+    def elbo_error(self) -> float:
+        """The Monte Carlo standard error of ``elbo``."""
+        return float(self.log_ratios.std() / math.sqrt(len(self.log_ratios)))
+
+    def __str__(self) -> str:
+        limit = good_k(len(self.log_ratios))
+        trust = (
+            "good" if self.pareto_k <= limit else "too high" if self.pareto_k < 1 else "hopeless"
+        )
+        return (
+            f"k-hat {self.pareto_k:.2f} ({trust}; limit {limit:.2f}), ELBO {self.elbo:.2f} ± "
+            f"{self.elbo_error:.2f}, log evidence {self.log_evidence:.2f}, gap {self.gap:.2f} nats"
+        )
+
+
+def importance(
+    model: Callable,
+    guide: Guide,
+    *args: Any,
+    num_samples: int = 1000,
+    seed: int = 0,
+    model_kwargs: Mapping[str, Any] | None = None,
+) -> Importance:
+    """How far a guide is from the posterior, by the tail of p / q (Yao et al. 2018, section 3.1).
+
+    In the weights of a large network k-hat is above 1 for any guide, and says nothing about the
+    predictions: see ``site_khat`` and ``function_khat``.
+
+    :param model: a Pyro program.
+    :param guide: with a density over all latents.
+    :param args: the program's arguments with all data, targets included.
+    :param num_samples: S, at least 25, which k-hat needs.
+    :param seed: of the draws.
+    :raises ValueError: for a guide without a density, too few draws.
+    """
+    _check(guide, num_samples)
+    with evaluation_mode(), seeded(seed), torch.no_grad():
+        program = Program(model, *args, **dict(model_kwargs or {}))
+        program.require_observed()
+        ratios = _log_ratios(program, guide, guide.sample_vectors(num_samples))
+    return _summary(ratios)
+
+
+def site_khat(
+    model: Callable,
+    guide: Guide,
+    *args: Any,
+    num_samples: int = 1000,
+    seed: int = 0,
+    model_kwargs: Mapping[str, Any] | None = None,
+) -> dict[str, float]:
+    """k-hat of each site's marginal against its conditional posterior, the others at the centre.
+
+    For a guide with independent sites: the ratios are of p(w_s, m_-s, y) to q(w_s), for draws of
+    one site s and all others at the guide's centre m. Where one is high, the guide is wrong there
+    even if the rest were known.
+
+    :param model: a Pyro program, as are the other parameters those of ``importance``.
+    :returns: site -> k-hat.
+    :raises ValueError: for a guide whose sites depend on each other.
+    """
+    _check(guide, num_samples)
+    if guide.site_distributions() is None:
+        raise ValueError(
+            f"the sites of {type(guide).__name__} are not independent of each other: use "
+            "importance(...) for all of them, or function_khat(...)"
+        )
+    found = {}
+    with evaluation_mode(), seeded(seed), torch.no_grad():
+        program = Program(model, *args, **dict(model_kwargs or {}))
+        program.require_observed()
+        layout, centre = guide.require_layout(), guide.location()
+        for name, part in layout.slices.items():
+            vectors = centre.repeat(num_samples, 1)
+            vectors[:, part] = guide.sample_vectors(num_samples)[:, part]
+            # q of the other sites is one constant, which k-hat does not see.
+            found[name] = _summary(_log_ratios(program, guide, vectors)).pareto_k
+    return found
+
+
+def function_khat(draws: Tensor, reference: Tensor) -> Tensor:
+    """k-hat of a posterior's function values against a reference's, at each input.
+
+    The ratio is of two Normals with the moments of the draws, at the posterior's draws: what a
+    density estimate would say of the tails is noise. For a Normal q of r times the sd of the
+    reference and the same mean, k is 1 - r^2: above 0.7 the posterior has less than about half of
+    the sd.
+
+    :param draws: ``(S, ...)``, of the function under the posterior, S at least 25.
+    :param reference: ``(T, ...)``, of the same function under the reference.
+    :returns: float64 ``(...)``; infinity where the posterior's draws are all the same.
+    :raises ValueError: for shapes that do not fit, too few draws.
+    """
+    if draws.shape[1:] != reference.shape[1:]:
+        raise ValueError(
+            f"draws and reference must be of the same function, got shapes {tuple(draws.shape)} "
+            f"and {tuple(reference.shape)}"
+        )
+    _check_number(len(draws))
+    q, p = draws.double(), reference.double().to(draws.device)
+    ratios = _normal_log_density(q, p) - _normal_log_density(q, q)
+    k = psis(ratios[None], progress=False).pareto_k
+    return torch.where(q.std(0) > 0, k, torch.inf)
+
+
+def _normal_log_density(at: Tensor, draws: Tensor) -> Tensor:
+    """log of the Normal with the moments of draws (T, ...) at points (S, ...), up to a constant."""
+    sd = draws.std(0)
+    return -0.5 * ((at - draws.mean(0)) / sd).square() - sd.log()
+
+
+def _log_ratios(program: Program, guide: Guide, vectors: Tensor) -> Tensor:
+    """log p(u, y) - log q(u) over the unconstrained latents, (S,)."""
+
+    def ratio(draw: dict[str, Tensor]) -> Tensor:
+        vector = draw["u"]
+        latents, log_det = program.constrain(vector)
+        log_q = guide.log_density(vector, log_det)
+        return program.log_joint(latents) - log_q
+
+    return map_draws(ratio, {"u": vectors})
+
+
+def _summary(ratios: Tensor) -> Importance:
+    ratios = ratios.double()
+    weights, k = psis(ratios[None], progress=False)
+    # The smoothed weights sum to one; unsmoothed ones are among them, which gives their scale.
+    lowest = ratios.argmin()
+    scale = ratios[lowest] - weights[0, lowest]
+    log_evidence = scale - math.log(len(ratios))
+    return Importance(ratios, float(k), float(ratios.mean()), float(log_evidence))
+
+
+def _check(guide: Any, num_samples: int) -> None:
+    if not isinstance(guide, Guide):
+        raise TypeError(f"importance ratios need a guide of pyro_bdl, got {type(guide).__name__}")
+    if not guide.has_density:
+        raise ValueError(
+            f"{type(guide).__name__} has no density over all latents, so that there are no "
+            "importance ratios: compare it in function space (function_khat) instead"
+        )
+    _check_number(num_samples)
+
+
+def _check_number(num_samples: int) -> None:
+    if num_samples < 25:
+        raise ValueError(f"k-hat needs at least 25 draws, got {num_samples}")

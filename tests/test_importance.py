@@ -1,0 +1,129 @@
+"""Importance ratios of guides whose distance from the posterior is known."""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+
+import pyro_bdl as bdl
+from pyro_bdl.guides import AutoLaplaceGGN, AutoMAP, AutoMeanField
+from pyro_bdl.importance import function_khat, importance, site_khat
+
+Y = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64)
+PRECISION = 1 + len(Y)
+
+
+def level(y=None):
+    w = pyro.sample("w", dist.Normal(torch.zeros((), dtype=torch.float64), 1.0))
+    s = pyro.sample("s", dist.LogNormal(torch.zeros((), dtype=torch.float64), 0.5))
+    with pyro.plate("data", 3):
+        pyro.sample("y", dist.Normal(w, 1.0), obs=y)
+    return s
+
+
+def _guide(factor=1.0):
+    """The exact posterior, its sd of w times a factor."""
+    guide = AutoMeanField(level).prototype(Y)
+    sd = torch.tensor([PRECISION**-0.5, 0.5], dtype=torch.float64)
+    sd[0] *= factor
+    with torch.no_grad():
+        guide.loc.copy_(torch.tensor([float(Y.sum()) / PRECISION, 0.0]))
+    guide.scale = sd
+    return guide
+
+
+def _log_evidence():
+    covariance = torch.eye(3, dtype=torch.float64) + 1.0
+    return dist.MultivariateNormal(torch.zeros(3, dtype=torch.float64), covariance).log_prob(Y)
+
+
+def test_the_exact_posterior_has_constant_ratios():
+    found = importance(level, _guide(), Y, num_samples=200)
+    assert found.log_ratios.shape == (200,)
+    exact = _log_evidence().item()
+    torch.testing.assert_close(found.log_ratios, torch.full((200,), exact).double())
+    assert found.elbo == pytest.approx(exact)
+    assert found.log_evidence == pytest.approx(exact)
+    assert found.gap == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("factor", [1.5, 0.8])
+def test_the_gap_is_the_divergence(factor):
+    found = importance(level, _guide(factor), Y, num_samples=20_000)
+    divergence = 0.5 * (factor**2 - 1) - math.log(factor)
+    assert found.gap == pytest.approx(divergence, abs=4 * found.elbo_error + 0.02)
+    assert found.elbo == pytest.approx(
+        _log_evidence().item() - divergence, abs=5 * found.elbo_error
+    )
+    assert found.log_evidence == pytest.approx(_log_evidence().item(), abs=0.03)
+
+
+@pytest.mark.parametrize("factor", [0.4, 0.6])
+def test_khat_is_that_of_two_normals(factor):
+    """For q of r times the sd, p / q has the tail exp(z^2 (1 - r^2) / 2): k = 1 - r^2."""
+    found = importance(level, _guide(factor), Y, num_samples=50_000)
+    assert found.pareto_k == pytest.approx(1 - factor**2, abs=0.15)
+    assert "k-hat" in str(found)
+    assert importance(level, _guide(1.5), Y).pareto_k < 0
+
+
+def test_khat_by_site_tells_which_one_is_wrong():
+    found = site_khat(level, _guide(0.3), Y, num_samples=5000)
+    assert set(found) == {"w", "s"}
+    assert found["w"] > 0.7
+    assert math.isnan(found["s"])  # exact: all ratios are equal
+
+
+def test_khat_in_function_space():
+    torch.manual_seed(0)
+    reference = torch.randn(40_000, 3)
+    draws = torch.randn(40_000, 3) * torch.tensor([1.0, 0.3, 0.0])
+    found = function_khat(draws, reference)
+    assert found.shape == (3,)
+    assert found.dtype == torch.float64
+    assert found[0] < 0.5
+    assert found[1] == pytest.approx(1 - 0.3**2, abs=0.25)
+    assert found[2] == torch.inf
+    chunked = torch.cat(
+        [function_khat(draws[:, i : i + 1], reference[:, i : i + 1]) for i in (0, 1)]
+    )
+    torch.testing.assert_close(found[:2], chunked)
+
+
+def test_a_network():
+    torch.manual_seed(0)
+    x, y = torch.randn(30, 2), torch.randn(30)
+    net = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 1))
+    model = bdl.models.Regression(bdl.bayesianize(net), noise=dist.HalfNormal(1.0))
+    guide = AutoMeanField(model).prototype(x, y)
+    model.train()
+    before = torch.get_rng_state()
+    found = importance(model, guide, x, y, num_samples=100)
+    again = importance(model, guide, x, y, num_samples=100)
+    assert torch.equal(found.log_ratios, again.log_ratios)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.training
+    elbo = bdl.training.estimate_elbo(model, guide, x, y, num_particles=2048)
+    assert found.elbo == pytest.approx(elbo, abs=6 * found.elbo_error)
+
+
+def test_bad_input():
+    guide = _guide()
+    with pytest.raises(ValueError, match="k-hat needs at least 25 draws, got 3"):
+        importance(level, guide, Y, num_samples=3)
+    with pytest.raises(ValueError, match="AutoMAP has no density over all latents"):
+        importance(level, AutoMAP(level).prototype(Y), Y)
+    with pytest.raises(TypeError, match="need a guide of pyro_bdl, got AutoNormal"):
+        importance(level, pyro.infer.autoguide.AutoNormal(level), Y)
+    map_guide = AutoLaplaceGGN(level, structure="full").prototype(Y)
+    with torch.no_grad():
+        map_guide.loc.copy_(guide.loc)
+    laplace = map_guide.laplace_approximation((Y,))
+    assert importance(level, laplace, Y).gap == pytest.approx(0.0, abs=1e-6)
+    with pytest.raises(ValueError, match="sites of LaplaceGuide are not independent"):
+        site_khat(level, laplace, Y)
+    with pytest.raises(ValueError, match="must be of the same function"):
+        function_khat(torch.randn(30, 2), torch.randn(30, 3))
