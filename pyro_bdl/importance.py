@@ -55,7 +55,7 @@ class Importance:
         )
 
 
-def importance(
+def ratios(
     model: Callable,
     guide: Guide,
     *args: Any,
@@ -97,7 +97,7 @@ def site_khat(
     one site s and all others at the guide's centre m. Where one is high, the guide is wrong there
     even if the rest were known.
 
-    :param model: a Pyro program, as are the other parameters those of ``importance``.
+    :param model: a Pyro program, as are the other parameters those of ``ratios``.
     :returns: site -> k-hat.
     :raises ValueError: for a guide whose sites depend on each other.
     """
@@ -105,7 +105,7 @@ def site_khat(
     if guide.site_distributions() is None:
         raise ValueError(
             f"the sites of {type(guide).__name__} are not independent of each other: use "
-            "importance(...) for all of them, or function_khat(...)"
+            "ratios(...) for all of them, or function_khat(...)"
         )
     found = {}
     with evaluation_mode(), seeded(seed), torch.no_grad():

@@ -10,7 +10,7 @@ from torch import nn
 
 import pyro_bdl as bdl
 from pyro_bdl.guides import AutoLaplaceGGN, AutoMAP, AutoMeanField
-from pyro_bdl.importance import function_khat, importance, site_khat
+from pyro_bdl.importance import function_khat, ratios, site_khat
 
 Y = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64)
 PRECISION = 1 + len(Y)
@@ -41,7 +41,7 @@ def _log_evidence():
 
 
 def test_the_exact_posterior_has_constant_ratios():
-    found = importance(level, _guide(), Y, num_samples=200)
+    found = ratios(level, _guide(), Y, num_samples=200)
     assert found.log_ratios.shape == (200,)
     exact = _log_evidence().item()
     torch.testing.assert_close(found.log_ratios, torch.full((200,), exact).double())
@@ -52,7 +52,7 @@ def test_the_exact_posterior_has_constant_ratios():
 
 @pytest.mark.parametrize("factor", [1.5, 0.8])
 def test_the_gap_is_the_divergence(factor):
-    found = importance(level, _guide(factor), Y, num_samples=20_000)
+    found = ratios(level, _guide(factor), Y, num_samples=20_000)
     divergence = 0.5 * (factor**2 - 1) - math.log(factor)
     assert found.gap == pytest.approx(divergence, abs=4 * found.elbo_error + 0.02)
     assert found.elbo == pytest.approx(
@@ -64,10 +64,10 @@ def test_the_gap_is_the_divergence(factor):
 @pytest.mark.parametrize("factor", [0.4, 0.6])
 def test_khat_is_that_of_two_normals(factor):
     """For q of r times the sd, p / q has the tail exp(z^2 (1 - r^2) / 2): k = 1 - r^2."""
-    found = importance(level, _guide(factor), Y, num_samples=50_000)
+    found = ratios(level, _guide(factor), Y, num_samples=50_000)
     assert found.pareto_k == pytest.approx(1 - factor**2, abs=0.15)
     assert "k-hat" in str(found)
-    assert importance(level, _guide(1.5), Y).pareto_k < 0
+    assert ratios(level, _guide(1.5), Y).pareto_k < 0
 
 
 def test_khat_by_site_tells_which_one_is_wrong():
@@ -101,8 +101,8 @@ def test_a_network():
     guide = AutoMeanField(model).prototype(x, y)
     model.train()
     before = torch.get_rng_state()
-    found = importance(model, guide, x, y, num_samples=100)
-    again = importance(model, guide, x, y, num_samples=100)
+    found = ratios(model, guide, x, y, num_samples=100)
+    again = ratios(model, guide, x, y, num_samples=100)
     assert torch.equal(found.log_ratios, again.log_ratios)
     assert torch.equal(torch.get_rng_state(), before)
     assert model.training
@@ -113,16 +113,16 @@ def test_a_network():
 def test_bad_input():
     guide = _guide()
     with pytest.raises(ValueError, match="k-hat needs at least 25 draws, got 3"):
-        importance(level, guide, Y, num_samples=3)
+        ratios(level, guide, Y, num_samples=3)
     with pytest.raises(ValueError, match="AutoMAP has no density over all latents"):
-        importance(level, AutoMAP(level).prototype(Y), Y)
+        ratios(level, AutoMAP(level).prototype(Y), Y)
     with pytest.raises(TypeError, match="need a guide of pyro_bdl, got AutoNormal"):
-        importance(level, pyro.infer.autoguide.AutoNormal(level), Y)
+        ratios(level, pyro.infer.autoguide.AutoNormal(level), Y)
     map_guide = AutoLaplaceGGN(level, structure="full").prototype(Y)
     with torch.no_grad():
         map_guide.loc.copy_(guide.loc)
     laplace = map_guide.laplace_approximation((Y,))
-    assert importance(level, laplace, Y).gap == pytest.approx(0.0, abs=1e-6)
+    assert ratios(level, laplace, Y).gap == pytest.approx(0.0, abs=1e-6)
     with pytest.raises(ValueError, match="sites of LaplaceGuide are not independent"):
         site_khat(level, laplace, Y)
     with pytest.raises(ValueError, match="must be of the same function"):
