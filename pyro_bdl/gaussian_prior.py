@@ -83,6 +83,7 @@ class JointBlock(nn.Module):
 
     loc: Tensor
     precision: Any
+    precision_diagonal: Tensor
 
     def __init__(
         self,

@@ -14,6 +14,9 @@ from torch import nn
 from torch.distributions import MultivariateNormal, constraints
 
 from pyro_bdl import bayesianize, evidence, handlers, mcmc, models, priors, selectors
+from pyro_bdl.curvature import prior as prior_module
+from pyro_bdl.curvature.prior import prior_precision, run_at
+from pyro_bdl.curvature.subset import Subset
 from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides import (
@@ -171,6 +174,40 @@ def test_the_mode_after_any_structure(tasks, structure):
     assert torch.isfinite(third.variances()).all()
 
 
+@pytest.mark.parametrize("structure", ["kron", "ekfac"])
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_kronecker_after_kronecker_adds_up_where_the_eigenbases_agree(structure, outputs):
+    """The same data again: prior precision + H, then + H, block by block."""
+    torch.manual_seed(1)
+    x, y = torch.randn(9, 3, dtype=D), torch.randn(9, outputs, dtype=D)
+    net = bayesianize(nn.Linear(3, outputs).double(), priors.Normal(2.0))
+    model = models.Regression(net, noise=0.5)
+    size = 4 * outputs
+    first = laplace(model, (x, y), structure=structure)
+    before = first.precision.solve(torch.eye(size, dtype=D)).inverse()
+    model.update_prior(first)
+    second = laplace(model, (x, y), structure=structure)
+    after = second.precision.solve(torch.eye(size, dtype=D)).inverse()
+    torch.testing.assert_close(after, 2 * before - torch.eye(size, dtype=D) / 4)
+    assert (after - torch.diag(after.diagonal())).abs().max() > 1
+
+
+def test_kronecker_factors_take_the_diagonal_in_their_eigenbasis(tasks):
+    """Of a prior with other eigenvectors: its trace over a product is kept."""
+    model = tasks.model()
+    first = laplace(model, tasks.first, structure="full")
+    alone = laplace(tasks.model(), tasks.second, structure="kron")
+    model.update_prior(first)
+    second = laplace(model, tasks.second, structure="kron")
+    block = alone.curvature.products["product0"]
+    turned = torch.kron(torch.eye(1, dtype=D), block.inputs_basis[0])
+    prior = covariance(first).inverse()[:3, :3]
+    expected = alone.curvature.products["product0"].values.reshape(-1)
+    expected = expected + (turned.T @ prior @ turned).diagonal()
+    found = torch.linalg.eigvalsh(covariance(second).inverse()[:3, :3])
+    torch.testing.assert_close(found, expected.sort().values)
+
+
 # Everybody sees the same prior
 
 
@@ -196,12 +233,16 @@ def gaussian_guides(model, x, y):
             lower = torch.randn(size, size, dtype=D).tril(-1)
             setattr(matrix, name, lower + torch.diag(torch.rand(size, dtype=D) + 0.4))
     found = {"mean-field": mean_field, "low-rank": low_rank, "matrix-normal": matrix}
+    for structure in ("full", "kron", "ekfac", "diag", "low_rank"):
+        found[f"laplace-{structure}"] = laplace_anywhere(model, x, y, structure)
+    return found
+
+
+def laplace_anywhere(model, x, y, structure):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BdlWarning)  # it is at no maximum
-        for structure in ("full", "kron", "ekfac", "diag", "low_rank"):
-            guide = AutoLaplaceGGN(model, structure=structure).prototype(x, y)
-            found[f"laplace-{structure}"] = guide.laplace_approximation((x, y))
-    return found
+        guide = AutoLaplaceGGN(model, structure=structure).prototype(x, y)
+        return guide.laplace_approximation((x, y))
 
 
 GAUSSIAN = [
@@ -236,6 +277,39 @@ def test_the_programs_prior_is_the_guides_density(name):
     likelihood = plain.log_likelihood(plain.constrain(vectors[0])[0])["y"]
     again = program.log_likelihood(program.constrain(vectors[0])[0])["y"]
     torch.testing.assert_close(again, likelihood)
+
+
+@pytest.mark.parametrize("name", GAUSSIAN)
+@pytest.mark.parametrize("part", [False, True], ids=["all", "some"])
+def test_the_precision_that_laplace_reads_is_the_hessian(name, part):
+    model, x, y = network()
+    model.update_prior(gaussian_guides(model, x, y)[name])
+    program = Program(model, x, y)
+    vector = program.unconstrain(program.initial)
+
+    def density(u):
+        values, log_det = program.constrain(u)
+        return program.log_prior(values) + log_det
+
+    expected = -torch.autograd.functional.hessian(density, vector)
+    subset = Subset(program.layout, torch.arange(0, 14, 3) if part else None)
+    found = prior_precision(*run_at(model, subset, vector, (x, y), {}), subset)
+    expected = expected[::3, ::3] if part else expected
+    size = len(expected)
+    torch.testing.assert_close(found.added_to(torch.zeros(size, size, dtype=D)), expected)
+    torch.testing.assert_close(found.diagonal, expected.diagonal())
+
+
+def test_a_large_prior_counts_by_its_diagonal(monkeypatch):
+    monkeypatch.setattr(prior_module, "_DENSE_UP_TO", 5)
+    model, x, y = network(noise=0.4)
+    guide = laplace_anywhere(model, x, y, "kron")
+    model.update_prior(guide)
+    subset = Subset(guide.layout)
+    found = prior_precision(*run_at(model, subset, guide.loc, (x, y), {}), subset)
+    assert found.dense is None
+    exact = guide.precision.solve(torch.eye(13, dtype=D)).inverse()
+    torch.testing.assert_close(found.diagonal, exact.diagonal())
 
 
 @pytest.mark.parametrize("name", GAUSSIAN)

@@ -291,7 +291,8 @@ class KroneckerCurvature(nn.Module):
 
     def with_prior(self, prior: PriorPrecision, factor: Tensor | float = 1.0) -> KroneckerPrecision:
         """factor times this curvature, plus the prior's; a prior that varies within a product
-        enters by its diagonal in the product's eigenbasis."""
+        enters by its diagonal in the product's eigenbasis, one that couples sites by its blocks.
+        """
         if not self._decomposed:
             self._decompose()
         parts: list[tuple[Place, Any]] = []
@@ -302,7 +303,9 @@ class KroneckerCurvature(nn.Module):
                 parts.append((place, _rest_precision(block * factor, prior, place)))
                 continue
             added = prior.diagonal[place.positions].to(self.like).reshape(block.shape)
-            if _varies(added):
+            if _couples(prior, place):
+                added = _turned_diagonal(block, prior.within(place.positions).to(self.like))
+            elif _varies(added):
                 added = _in_basis(block, added)
             parts.append((place, EigenPrecision(block, block.values * factor + added)))
         left = (~covered).nonzero()[:, 0].to(self.like.device)
@@ -369,7 +372,35 @@ def _in_basis(factors: ProductFactors, diagonal: Tensor) -> Tensor:
     return diagonal
 
 
+def _couples(prior: PriorPrecision, place: Place) -> bool:
+    """Whether the prior of a place's numbers is a matrix, not only a diagonal."""
+    if prior.indices is None:
+        return False
+    block = prior.within(place.positions)
+    return not torch.equal(block, torch.diag(block.diagonal()))
+
+
+def _turned_diagonal(factors: ProductFactors, matrix: Tensor) -> Tensor:
+    """diag(Q' matrix Q) for Q = outputs kron inputs, (groups, out, in)."""
+    groups, outputs, inputs = factors.shape
+    size = outputs * inputs
+    result = []
+    for g in range(groups):
+        part = matrix[g * size : (g + 1) * size, g * size : (g + 1) * size]
+        left, right = (
+            torch.eye(n, dtype=matrix.dtype, device=matrix.device) if basis is None else basis[g]
+            for n, basis in ((outputs, factors.outputs_basis), (inputs, factors.inputs_basis))
+        )
+        basis = torch.kron(left.contiguous(), right.contiguous()).to(matrix)
+        result.append(((part @ basis) * basis).sum(0).reshape(outputs, inputs))
+    return torch.stack(result)
+
+
 def _rest_precision(values: Tensor, prior: PriorPrecision, place: Place) -> Precision:
+    if values.dim() == 2 and _couples(prior, place):
+        block = prior.within(place.positions).to(values)
+        if not torch.linalg.cholesky_ex(block)[1]:  # a hierarchical prior's may be indefinite
+            return FullPrecision(values + block)
     added = prior.diagonal[place.positions].to(values)
     if values.dim() == 1:
         return DiagonalPrecision(values + added)

@@ -7,9 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_bdl.curvature.gaussian import FullPrecision
 from pyro_bdl.curvature.linearize import constrained
 from pyro_bdl.curvature.subset import Subset
 from pyro_bdl.errors import BdlWarning
+from pyro_bdl.gaussian_prior import JointBlock, JointSite
+from pyro_bdl.matrix_normal import MatrixNormal
 from pyro_bdl.modules import evaluation_mode, preserved_buffers
 from pyro_bdl.observation import without_wrappers
 from pyro_bdl.program import Run, Site, leave_open, record
@@ -29,6 +32,19 @@ class PriorPrecision(NamedTuple):
     diagonal: Tensor
     indices: Tensor | None = None
     dense: Tensor | None = None
+
+    def within(self, positions: Any) -> Tensor:
+        """The matrix over some of the numbers (m, m), given as an index or a slice of them."""
+        chosen = torch.arange(len(self.diagonal), device=self.diagonal.device)[positions]
+        result = torch.diag(self.diagonal[chosen])
+        if self.indices is None or self.dense is None:
+            return result
+        table = torch.full_like(self.diagonal, -1, dtype=torch.long)
+        table[self.indices] = torch.arange(len(self.indices), device=table.device)
+        where = table[chosen]
+        inside = (where >= 0).nonzero()[:, 0]
+        block = self.dense[where[inside][:, None], where[inside]]
+        return result.index_put((inside[:, None], inside), block)
 
     def added_to(self, matrix: Tensor) -> Tensor:
         """A matrix (p, p) plus this one."""
@@ -71,17 +87,65 @@ def prior_precision(
         name: _normal_precision(site, layout.latents[name].transform, leaves)
         for name, site in run.latents.items()
     }
-    joint = {name for name, precision in closed.items() if precision is None}
+    groups = _stated(run, layout)
+    for names, spread, _ in groups:
+        sizes = [layout.latents[name].size for name in names]
+        pieces |= dict(zip(names, spread.split(sizes), strict=True))
+    joint = {n for n, precision in closed.items() if precision is None and n not in pieces}
     joint |= _parents(run, leaves, joint)
     for name, precision in closed.items():
         if name not in joint and precision is not None:
             pieces[name] = precision if create_graph else precision.detach()
     rest = [name for name in layout.latents if name in joint and name in subset.parts]
-    if not rest:
-        return PriorPrecision(_of_subset(pieces, subset, like))
+    matrices = [(names, matrix.to(like)) for names, _, matrix in groups if matrix is not None]
+    if rest:
+        fixed, dense = _differentiated(run, leaves, layout, rest, create_graph)
+        pieces |= dict(zip(rest, fixed, strict=True))
+        if dense is not None:
+            matrices.append((rest, dense.to(like)))
+    diagonal = _of_subset(pieces, subset, like)
+    if not matrices:
+        return PriorPrecision(diagonal)
+    slices = [layout.slices[name] for names, _ in matrices for name in names]
+    table = torch.full((layout.size,), -1)
+    chosen = torch.arange(layout.size) if subset.indices is None else subset.indices.cpu()
+    table[chosen] = torch.arange(subset.size)
+    indices = table[torch.cat([torch.arange(s.start, s.stop) for s in slices])]
+    kept = (indices >= 0).nonzero()[:, 0].to(like.device)
+    if not len(kept):
+        return PriorPrecision(diagonal)
+    dense = torch.block_diag(*(matrix for _, matrix in matrices))[kept[:, None], kept]
+    return PriorPrecision(diagonal, indices.to(like.device)[kept], dense)
+
+
+def _stated(run: Run, layout: Any) -> list[tuple[list[str], Tensor, Tensor | None]]:
+    """Groups of sites whose prior is one Gaussian that states its precision: its diagonal, and
+    the matrix, but for large ones that are not dense themselves."""
+    result: list[tuple[list[str], Tensor, Tensor | None]] = []
+    blocks: set[JointBlock] = set()
+    for name in layout.latents:
+        site = run.latents[name]
+        prior: Any = site.distribution
+        if isinstance(prior, JointSite) and prior.block not in blocks:
+            block = prior.block
+            blocks.add(block)
+            dense = block.layout.size <= _DENSE_UP_TO or isinstance(block.precision, FullPrecision)
+            matrix = site.scale * block.precision_matrix() if dense else None
+            diagonal = site.scale * block.precision_diagonal
+            result.append(([latent.name for latent in block.latents], diagonal, matrix))
+        elif isinstance(prior, MatrixNormal) and site.value.numel() <= _DENSE_UP_TO:
+            whole: Tensor = site.scale * prior.precision_matrix()
+            result.append(([name], whole.diagonal(), whole))
+    return result
+
+
+def _differentiated(
+    run: Run, leaves: Mapping[str, Tensor], layout: Any, names: list[str], create_graph: bool
+) -> tuple[list[Tensor], Tensor | None]:
+    """By autograd, for the named sites together: the diagonals, and the matrix if it is small."""
     total = _log_density(run, leaves, layout)
-    sizes = [layout.latents[name].size for name in rest]
-    inputs = [leaves[name] for name in rest]
+    sizes = [layout.latents[name].size for name in names]
+    inputs = [leaves[name] for name in names]
     gradients = [
         torch.zeros_like(leaf) if gradient is None else gradient
         for gradient, leaf in zip(
@@ -95,7 +159,7 @@ def prior_precision(
     dense: Tensor | None = None
     parts: tuple[Tensor, ...]
     if sum(sizes) <= _DENSE_UP_TO:
-        dense = -_hessian(gradients, inputs, create_graph).to(like)
+        dense = -_hessian(gradients, inputs, create_graph)
         parts = dense.diagonal().split(sizes)
     else:
         parts = tuple(
@@ -103,20 +167,11 @@ def prior_precision(
             for gradient, leaf in zip(gradients, inputs, strict=True)
         )
     fixed = [
-        _concave(name, part, run.latents[name]) for name, part in zip(rest, parts, strict=True)
+        _concave(name, part, run.latents[name]) for name, part in zip(names, parts, strict=True)
     ]
-    diagonal = _of_subset(pieces | dict(zip(rest, fixed, strict=True)), subset, like)
-    if dense is None:
-        return PriorPrecision(diagonal)
-    dense = dense + torch.diag(torch.cat(fixed) - dense.diagonal())
-    numbers = [torch.arange(layout.slices[n].start, layout.slices[n].stop) for n in rest]
-    table = torch.full((layout.size,), -1)
-    chosen = torch.arange(layout.size) if subset.indices is None else subset.indices.cpu()
-    table[chosen] = torch.arange(subset.size)
-    indices = table[torch.cat(numbers)]
-    kept = (indices >= 0).nonzero()[:, 0].to(like.device)
-    dense = dense[kept[:, None], kept]
-    return PriorPrecision(diagonal, indices.to(like.device)[kept], dense)
+    if dense is not None:
+        dense = dense + torch.diag(torch.cat(fixed) - dense.diagonal())
+    return fixed, dense
 
 
 def _of_subset(pieces: Mapping[str, Tensor], subset: Subset, like: Tensor) -> Tensor:
@@ -236,6 +291,6 @@ def _concave(name: str, diagonal: Tensor, site: Site) -> Tensor:
         f"the log prior of site '{name}' is not concave at the MAP in {int(bad.sum())} of "
         f"{bad.numel()} entries; the prior's 1 / variance is used for its precision there",
         BdlWarning,
-        stacklevel=4,
+        stacklevel=5,
     )
     return torch.where(bad, variance.reciprocal(), diagonal)
