@@ -14,12 +14,13 @@ from pyro_bdl.mcmc.methods import Method
 from pyro_bdl.mcmc.minibatches import Minibatches
 from pyro_bdl.mcmc.samplers import metropolis
 from pyro_bdl.mcmc.samplers.metropolis import Point
+from pyro_bdl.mcmc.scores import Scores
 from pyro_bdl.mcmc.starts import Restriction
-from pyro_bdl.vectorize import DrawMap
 
 StepSize = float | Callable[[int], float]
 
 _REFRESH = 0.5  # seconds between two looks of the progress bar
+_WORTH_TRACING = 500  # steps that are longer than it takes to record one
 
 
 class Track(NamedTuple):
@@ -64,7 +65,7 @@ class Walk:
         self.batches: Iterator[Batch] = iter(batches)
         self.step_size, self.temperature = step_size, temperature
         self.update = partial(method.update, **options)
-        self.map = DrawMap()
+        self.scores = Scores(restriction.log_density, traced=False)
         self.vectors: Tensor = start
         self.stats: dict[str, Tensor] = {}
         self.kept = self.steps = 0
@@ -75,6 +76,7 @@ class Walk:
         :raises KeyboardInterrupt: for Ctrl-C before the first draw.
         """
         self.vectors = self.start.new_empty(len(self.start), len(kept_steps), self.start.shape[-1])
+        self.scores.traced = kept_steps[-1] >= _WORTH_TRACING
         failure, interrupted = None, False
         bar = tqdm(
             total=kept_steps[-1],
@@ -141,17 +143,9 @@ class Walk:
 
     def _evaluated(self, position: Tensor) -> tuple[Point, Batch]:
         """Log density and gradient of every chain on the next minibatch."""
-        args, kwargs = batch = next(self.batches)
-
-        def density(draw: dict[str, Tensor]) -> Tensor:
-            return self.restriction.log_density(draw["u"], *args, **kwargs)
-
-        # The chains do not touch each other: the gradient of their sum is each one's own.
-        leaf = position.detach().requires_grad_()
-        with torch.enable_grad():
-            values = self.map(density, {"u": leaf})
-            (gradient,) = torch.autograd.grad(values.sum(), leaf)
-        return Point(position, values.detach(), gradient), batch
+        batch = next(self.batches)
+        values, gradient = self.scores(position, batch)
+        return Point(position, values, gradient), batch
 
     def _limit(self, point: Point) -> Tensor:
         """The log density (chains,) below which a chain is taken to diverge.

@@ -69,7 +69,7 @@ EXACT = {
     "sgld": {"step_size": 0.01, "thinning": 10, "num_warmup": 200},
     "psgld": {"step_size": 0.01, "thinning": 10, "num_warmup": 400},
     "mala": {"step_size": 0.25, "thinning": 4, "num_warmup": 60},
-    "sghmc": {"step_size": 0.2, "thinning": 8, "num_warmup": 100},
+    "sghmc": {"step_size": 0.2, "thinning": 8, "num_warmup": 100, "friction": 0.1},
     "sgnht": {"step_size": 0.04, "thinning": 10, "num_warmup": 150, "friction": 0.1},
 }
 

@@ -203,9 +203,11 @@ def test_metropolis_refuses_what_is_not_finite():
 )
 def test_without_temperature_there_is_no_noise_and_the_mode_is_found(rule):
     start = torch.zeros(2, 5, dtype=torch.float64)
-    heat = {"temperature": 0.0} if rule in (hamiltonian, thermostat) else {}
-    options = {"step_size": 0.05, "temperature": 0.0}
-    draws, _ = moved(rule.update, rule.init(start, **heat), steps=600, draws=1, **options)
+    cold = {"temperature": 0.0}
+    inert = rule in (hamiltonian, thermostat)
+    options = {"step_size": 0.05, "friction": 0.1} if inert else {"step_size": 0.05}
+    state = rule.init(start, **cold) if inert else rule.init(start)
+    draws, _ = moved(rule.update, state, steps=600, draws=1, **cold, **options)
     assert torch.allclose(draws[:, 0], MEAN.expand(2, 5), atol=1e-4)
 
 
