@@ -67,6 +67,7 @@ def torchs(net, draw, batches, inputs):
 @pytest.fixture(params=["samples", "mean-field", "ensemble"])
 def posterior(request):
     model, net, x, y = problem()
+    model.network.net(x)  # statistics that are not those of any draw
     if request.param == "mean-field":
         guide = AutoMeanField(model, init_scale=0.3).prototype(x, y)
     else:

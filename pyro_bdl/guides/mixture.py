@@ -54,9 +54,20 @@ class MixtureGuide(JointGuide):
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Also of the members' parameters."""
-        with super().reading(), ExitStack() as stack:
+        with super().reading(), self._of_members("reading"):
+            yield
+
+    @contextmanager
+    def constant(self) -> Iterator[None]:
+        """Also the members' parameters."""
+        with super().constant(), self._of_members("constant"):
+            yield
+
+    @contextmanager
+    def _of_members(self, context: str) -> Iterator[None]:
+        with ExitStack() as stack:
             for member in dict.fromkeys(self._guides()):  # one may stand there twice
-                stack.enter_context(member.reading())
+                stack.enter_context(getattr(member, context)())
             yield
 
     @property

@@ -182,6 +182,17 @@ def test_it_is_a_guide():
     assert math.isfinite(pyro.infer.Trace_ELBO().loss(program, mixture, X, Y.double()))
 
 
+def test_parameters_that_count_as_constants():
+    mixture = MixtureGuide(normals())
+    vector = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    with mixture.constant():
+        mixture.log_density(vector, vector.new_zeros(())).backward()
+    assert vector.grad is not None
+    assert all(parameter.grad is None for parameter in mixture.parameters())
+    mixture.log_density(vector, vector.new_zeros(())).backward()
+    assert all(parameter.grad is not None for parameter in mixture.parameters())
+
+
 def test_an_exact_mixture_of_one_is_its_member(conjugate):
     """The ELBO of the exact posterior is the log evidence, at every draw."""
     guide = AutoLaplaceGGN(conjugate.model, structure="full").prototype(conjugate.x, conjugate.y)
