@@ -41,9 +41,10 @@ class TemperedTrace_ELBO(Trace_ELBO):
     :param cold_temperature: T of the cold mode instead: the target is the cold posterior
         (p(y | w) p(w))^(1/T) and the bound E_q[log p(y, w)] + T H(q).
     :param num_particles: draws per step, evaluated at once by ``vmap``.
-    :param estimator: how the expected log likelihood is estimated: "local_reparameterization" or
-        "flipout", with noise of its own for every datum; None for one draw for all data. Also one
-        of the contexts of ``pyro_bdl.handlers``; inside such a context None means that one.
+    :param estimator: how the expected log likelihood is estimated: "local_reparameterization",
+        "flipout" or, for dropout guides, "per_example_dropout", with noise of its own for every
+        datum; None for one draw for all data. Also one of these contexts of
+        ``pyro_bdl.handlers``; inside such a context None means that one.
     :param sticking_the_landing: the parameters of q count as constants inside log q(w) (Roeder et
         al. 2017), whose gradient in them has mean zero: without it the gradient stays unbiased,
         and with ``estimator=None`` it vanishes at every draw where q is the posterior. For guides

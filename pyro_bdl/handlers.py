@@ -10,10 +10,17 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import nn
 
-from pyro_bdl.estimators import flipout, local_reparameterization
+from pyro_bdl.estimators import flipout, local_reparameterization, per_example_dropout
 from pyro_bdl.gaussian_prior import GaussianPrior, as_gaussian_prior
 
-__all__ = ["cold", "flipout", "local_reparameterization", "temper", "with_prior"]
+__all__ = [
+    "cold",
+    "flipout",
+    "local_reparameterization",
+    "per_example_dropout",
+    "temper",
+    "with_prior",
+]
 
 
 def check_temperature(temperature: float, argument: str = "temperature") -> float:

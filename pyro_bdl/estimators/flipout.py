@@ -31,7 +31,7 @@ def flipout() -> PerDatum:
     return PerDatum(signed, _NAME)
 
 
-def signed(product: Product) -> Tensor:
+def signed(product: Product, kept: object = None) -> Tensor:
     """Outputs of a product at each datum's own signs."""
     require_normal(product, _NAME)
     mean = product.at_means()

@@ -44,7 +44,7 @@ def local_reparameterization(*, positions: str = "joint") -> PerDatum:
     return PerDatum(partial(local_noise, joint=positions == "joint"), _NAME)
 
 
-def local_noise(product: Product, joint: bool = True) -> Tensor:
+def local_noise(product: Product, kept: object = None, *, joint: bool = True) -> Tensor:
     """Outputs with the mean and, datum by datum, the covariance of the product."""
     require_normal(product, _NAME)
     mean = product.at_means()

@@ -21,19 +21,21 @@ from pyro_bdl.tracking import OPERATIONS, Tag, Tracker
 if TYPE_CHECKING:
     from pyro_bdl.guides.base import Guide
 
-Rule = Callable[[Product], Tensor]
+Rule = Callable[[Product, dict[str, Tensor]], Tensor]
 
 
 class _Products(Tracker):
     """Computes products of data with latents by a rule; all else gets the latents' draws.
 
-    :param rule: from a product to its outputs.
+    :param rule: from a product, and what it keeps by site in a run, to the outputs.
     :param name: of the estimator, for messages.
+    :param shared: whether the products of a latent agree on its value for each datum.
     """
 
-    def __init__(self, rule: Rule, name: str) -> None:
+    def __init__(self, rule: Rule, name: str, shared: bool) -> None:
         super().__init__()
-        self.rule, self.name = rule, name
+        self.rule, self.name, self.shared = rule, name, shared
+        self.kept: dict[str, Tensor] = {}
         self.batch = Batch()
         self.distributions: dict[str, Distribution] = {}
         self.computed: dict[str, list[Tag]] = defaultdict(list)  # by the rule
@@ -41,8 +43,8 @@ class _Products(Tracker):
         self.depth = 0
 
     def forget(self) -> None:
-        for kept in (self.tags, self.distributions, self.computed, self.read):
-            kept.clear()
+        for kept in (self.tags, self.distributions, self.computed, self.read, self.kept):
+            kept.clear()  # type: ignore[attr-defined]
 
     def drawn(self, site: str, distribution: Distribution, value: Tensor) -> None:
         """A latent's draw: a site that is drawn again begins another run."""
@@ -73,9 +75,11 @@ class _Products(Tracker):
             if product is not None:
                 for operand in product.operands:
                     assert operand.tag is not None
-                    self._meets(operand.tag, self.computed, self.read)
+                    self._meets(operand.tag, self.read)
+                    if not self.shared:
+                        self._meets(operand.tag, self.computed)
                     self.computed[operand.tag.site].append(operand.tag)
-                return product.back(self.rule(product))
+                return product.back(self.rule(product, self.kept))
         result = func(*args, **kwargs)
         if _tells_numbers(func, result):
             for tag in tagged:
@@ -89,8 +93,8 @@ class _Products(Tracker):
         tag = self.tag(value)
         return Operand(value, tag, None if tag is None else self.distributions[tag.site])
 
-    def _meets(self, tag: Tag, *earlier: Mapping[str, list[Tag]]) -> None:
-        if any(_overlap(tag, other) for uses in earlier for other in uses.get(tag.site, ())):
+    def _meets(self, tag: Tag, earlier: Mapping[str, list[Tag]]) -> None:
+        if any(_overlap(tag, other) for other in earlier.get(tag.site, ())):
             raise UnsupportedProgramError(
                 f"the latent '{tag.site}' is used twice in one run (a layer that is called again, "
                 f"tied weights, or a penalty), and {self.name} would give it another value each "
@@ -106,14 +110,15 @@ class PerDatum(Messenger):
     distribution that they have under one draw of the latents. KL terms are evaluated in closed
     form or at one draw for all, as without it.
 
-    :param rule: how a product is computed.
+    :param rule: how a product is computed, and what of it is kept by site within a run.
     :param name: for messages.
+    :param shared: whether the products of a latent agree on its value for each datum.
     """
 
-    def __init__(self, rule: Rule, name: str) -> None:
+    def __init__(self, rule: Rule, name: str, *, shared: bool = False) -> None:
         super().__init__()
         self.name = name
-        self._products = _Products(rule, name)
+        self._products = _Products(rule, name, shared)
 
     def __enter__(self) -> "PerDatum":
         super().__enter__()

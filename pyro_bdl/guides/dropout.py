@@ -251,19 +251,24 @@ class AutoMCDropout(Guide):
         order = {name: number for number, name in enumerate(self.weights)}
         for latent, (loc,) in self._sites(args, kwargs, self._parameter("loc")):
             if latent.name in order:
-                number = order[latent.name]
-                index = self._index(self.weights[latent.name]).to(loc.device)
-                result[latent.name] = pyro.sample(
-                    latent.name,
-                    NoisyWeight(
-                        loc, index, p[number], self._counts[number], self.noise, step,
-                        latent.name in self._scale_free,
-                    ),
-                )  # fmt: skip
+                noisy = self._noisy_weight(latent.name, loc, p[order[latent.name]], step)
+                result[latent.name] = pyro.sample(latent.name, noisy)
                 continue
             value = loc if latent.transform is None else latent.transform(loc)
             result[latent.name] = sample_site(latent, dist.Delta(value, event_dim=latent.event_dim))
         return result
+
+    def _noisy_weight(self, name: str, loc: Tensor, p: Tensor, step: int | None) -> NoisyWeight:
+        index = self._index(self.weights[name]).to(loc.device)
+        count = self._counts[list(self.weights).index(name)]
+        return NoisyWeight(loc, index, p, count, self.noise, step, name in self._scale_free)
+
+    def site_distributions(self) -> dict[str, dist.TorchDistribution]:
+        """Those of the dropped weights; the other latents are points."""
+        loc = self.require_layout().unflatten(self._parameter("loc"))
+        step = int(self.steps) if self.learn_p and self.weights else None
+        rates = zip(self.weights, self._parameter("p").unbind(), strict=True)
+        return {name: self._noisy_weight(name, loc[name], p, step) for name, p in rates}
 
     @property
     def has_density(self) -> bool:

@@ -1,0 +1,93 @@
+"""Dropout masks of its own for every example, for guides that draw one mask for all."""
+
+from torch import Tensor
+
+from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.estimators.per_datum import PerDatum
+from pyro_bdl.estimators.product import Operand, Product
+from pyro_bdl.guides.dropout_noise import NoisyWeight, draw
+
+_NAME = "per-example dropout"
+
+
+def per_example_dropout() -> PerDatum:
+    """Every datum has a dropout mask of its own, as dropout layers do in training.
+
+    A draw of ``AutoMCDropout`` is w = M diag(eps): one mask for all data, so that it is a function.
+    Inside this context a datum's outputs are
+
+        z_n = op(a_n * eps_n, M),
+
+    with factors eps_n of its own, scaled as the guide's. Each datum's outputs keep their
+    distribution, so that the ELBO's expectation is unchanged (Gal & Ghahramani 2016, section 3.2:
+    a mask for each data point in a mini-batch). Positions of one datum, all calls of a module in
+    a run and the parts of a packed weight share the datum's mask, as they share a draw's. Masks
+    per weight (DropConnect) cost a copy of the weight for every datum.
+
+    :raises UnsupportedProgramError: inside, for a latent that multiplies data and something else
+        too, and where the guide's weights have no dropout.
+    """
+    return PerDatum(masked, _NAME, shared=True)
+
+
+def masked(product: Product, kept: dict[str, Tensor]) -> Tensor:
+    """Outputs of a product at each datum's own factors.
+
+    :param kept: the factors (N, K) of each site in this run.
+    """
+    weight, bias = product.weight, product.bias
+    noisy = weight.base
+    if not isinstance(noisy, NoisyWeight) or (bias is not None and bias.tag is not None):
+        raise UnsupportedProgramError(
+            f"{_NAME} needs a guide with dropout, such as AutoMCDropout, and site "
+            f"'{_other(product)}' has none: use plain sampling (estimator=None)"
+        )
+    factors = _factors(weight, noisy, len(product.inputs), kept)
+    loc, index = weight.of(noisy.loc), weight.of(noisy.index)
+    shift = None if bias is None else bias.value
+    units = _units(product, index)
+    if units is None:
+        shifts = None if shift is None else shift.expand(len(factors), *shift.shape)
+        return product.datum_by_datum(loc * factors[:, index], shifts)
+    if product.is_lookup:
+        rows = units[product.inputs].flatten(1)
+        of_rows = factors.gather(1, rows).view(*product.inputs.shape, 1)
+        return product.apply(product.inputs, loc, None) * of_rows
+    mask = product.along_features(factors[:, units], product.inputs)
+    return product.apply(product.inputs * mask, loc, shift)
+
+
+def _other(product: Product) -> str:
+    """The site of an operand without dropout."""
+    tags = [o.tag for o in product.operands if not isinstance(o.base, NoisyWeight)]
+    return next(tag.site for tag in tags if tag is not None)
+
+
+def _factors(weight: Operand, noisy: NoisyWeight, count: int, kept: dict[str, Tensor]) -> Tensor:
+    """The factors (N, K) of a site, drawn once in a run."""
+    assert weight.tag is not None
+    site = weight.tag.site
+    if site not in kept:
+        kept[site] = draw(noisy.noise, noisy.p.expand(noisy.count), count, noisy.step)
+    if len(kept[site]) != count:
+        raise UnsupportedProgramError(
+            f"the latent '{site}' multiplies {len(kept[site])} data in one place and {count} in "
+            f"another, so that {_NAME} cannot tell which share a mask: use plain sampling "
+            "(estimator=None)"
+        )
+    return kept[site]
+
+
+def _units(product: Product, index: Tensor) -> Tensor | None:
+    """The factor of each input unit, where all weights of a unit share one; else None.
+
+    :param index: the factor of each weight: (out, in), (out, in / groups, *kernel) or, for a
+        look-up, (rows, features).
+    """
+    if product.is_lookup:
+        units, same = index[:, 0], index == index[:, :1]
+    else:
+        grouped = index.reshape(product.groups, -1, index.shape[1], index[0, 0].numel())
+        first = grouped[:, :1, :, :1]
+        units, same = first.flatten(), grouped == first
+    return units if bool(same.all()) else None
