@@ -11,6 +11,9 @@ FOLDER = Path(__file__).parent.parent / "benchmarks"
 SMALL = {
     "svi": ["--steps", "3", "--repeats", "1"],
     "predictive": ["--draws", "8", "--inputs", "20", "--cnn-draws", "2", "--repeats", "1"],
+    "diagnostics": [
+        *("--weights", "40", "--arviz-weights", "10", "--observations", "20", "--repeats", "1"),
+    ],
     "ensemble": ["--members", "2", "--width", "4", "--steps", "3", "--repeats", "1"],
     "laplace": [
         *("--digits", "40", "--predict", "5", "--compared", "10", "--steps", "2", "--repeats", "1"),

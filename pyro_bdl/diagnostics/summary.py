@@ -11,7 +11,6 @@ from torch import Tensor
 from pyro_bdl.diagnostics.blocks import check_draws
 from pyro_bdl.diagnostics.convergence import Convergence, convergence
 from pyro_bdl.diagnostics.rank import quantile_of_sorted, sort
-from pyro_bdl.predictive import Predictive
 from pyro_bdl.samples import Samples
 from pyro_bdl.table import Column, Row, to_csv, to_text
 
@@ -135,6 +134,8 @@ def function_draws(
             f"samples must be Samples, got {type(samples).__name__}: draws of a guide are "
             f"independent, so that R-hat and ESS say nothing about them"
         )
+    from pyro_bdl.predictive import Predictive  # whose relatives import this package
+
     leading = (samples.num_chains, samples.num_draws)
     means = Predictive(model, samples).mean(*args, **kwargs)
     return {site: value.unflatten(0, leading) for site, value in means.items()}
