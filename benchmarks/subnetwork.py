@@ -41,7 +41,7 @@ def main() -> None:
     else:
         chosen.show(results)
     if options.figure:
-        chosen.figure(extra, options.figure)
+        chosen.figure(results, extra, options.figure)
 
 
 if __name__ == "__main__":

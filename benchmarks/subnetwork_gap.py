@@ -251,7 +251,7 @@ def show(results: dict[str, Any]) -> None:
     print(f"  CPU seconds in all: {results['CPU seconds in all']:.0f}")
 
 
-def figure(extra: Any, path: str) -> None:
+def figure(results: dict[str, Any], extra: Any, path: str) -> None:
     """Mean and two sd of the first MAP's posteriors."""
     from matplotlib.figure import Figure
 

@@ -5,12 +5,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import numpy as np
 import pytest
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 SMALL = {
     "svi": ["--steps", "3", "--repeats", "1"],
     "predictive": ["--draws", "8", "--inputs", "20", "--cnn-draws", "2", "--repeats", "1"],
+    "gradient_variance": ["--draws", "3", "--steps", "1", "--train", "1", "--repeats", "1"],
+    "sgmcmc": ["--steps", "20", "--chains", "2", "--repeats", "1"],
     "diagnostics": [
         *("--weights", "40", "--arviz-weights", "10", "--observations", "20", "--repeats", "1"),
     ],
@@ -35,3 +39,71 @@ def test_benchmark_prints_both_sides_and_the_ratio(name):
     ratios = [value for key, value in result.items() if "ratio" in key]
     assert ratios and all(value > 0 for value in ratios)
     assert "machine" in result and "torch" in result["machine"]
+
+
+SUBNETWORK = {
+    "gap": [
+        *("--steps", "5", "--initialisations", "1", "--random", "1"),
+        *("--chains", "2", "--warmup", "10", "--draws", "5", "--depth", "2"),
+    ],
+    "rotated-mnist": [
+        *("--train-size", "40", "--held-out", "10", "--test-size", "8", "--epochs", "1"),
+        *("--angle-step", "90", "--size", "0.001", "--members", "2", "--predictive-draws", "3"),
+    ],
+    "large": [
+        *("--width", "4", "--images", "4", "--predicted", "2"),
+        *("--counts", "50", "300", "--most", "100"),
+    ],
+}
+
+
+@pytest.mark.bench
+@pytest.mark.parametrize("task", list(SUBNETWORK))
+def test_tasks_of_subnetwork(task, tmp_path):
+    generator = np.random.default_rng(0)
+    images = {
+        f"{key}_{part}": generator.integers(0, 10, shape).astype(np.uint8)
+        for part, count in (("train", 50), ("test", 8))
+        for key, shape in (("x", (count, 28, 28)), ("y", (count,)))
+    }
+    np.savez(tmp_path / "digits.npz", **images)
+    command = [sys.executable, str(FOLDER / "subnetwork.py"), "--json", "--task", task]
+    command += [*SUBNETWORK[task], "--data", str(tmp_path / "digits.npz")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=FOLDER, check=True)
+    result = json.loads(done.stdout.strip().splitlines()[-1])
+    if task == "gap":
+        assert "2701" in result["network"]
+        rows = result["share of NUTS's sd"]
+        assert sum(row["posterior"].startswith("variance") for row in rows) == 9
+        assert all(row["gap"] >= 0 for row in rows)
+    elif task == "rotated-mnist":
+        assert len(result["posteriors"]) == 8
+        for entry in result["posteriors"].values():
+            assert list(entry["scores"]) == ["0", "90", "180"]
+    else:
+        assert result["counts"]["50"]["MB in all"] > 0
+        assert result["counts"]["300"]["float32"].startswith("fits")
+
+
+@pytest.mark.bench
+def test_dropout_on_a_folder_of_the_uci_layout(tmp_path):
+    """A straight line with little noise, under a name of its own: two splits, two rates."""
+    folder = tmp_path / "standard" / "line" / "data"
+    folder.mkdir(parents=True)
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(80, 2))
+    y = 5.0 * x[:, :1] + 0.1 * generator.normal(size=(80, 1))
+    np.savetxt(folder / "data.txt", np.concatenate([x, y], 1))
+    np.savetxt(folder / "index_features.txt", [0, 1], fmt="%d")
+    np.savetxt(folder / "index_target.txt", [2], fmt="%d")
+    for split in range(2):
+        order = generator.permutation(80)
+        np.savetxt(folder / f"index_train_{split}.txt", order[: 72 - split], fmt="%d")
+        np.savetxt(folder / f"index_test_{split}.txt", order[72:], fmt="%d")
+    command = [sys.executable, str(FOLDER / "dropout_uci.py"), "--json", "--data", str(tmp_path)]
+    command += ["--sets", "line", "--steps", "400", "--draws", "50", "--rates", "0.005", "0.3"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=FOLDER, check=True)
+    found = json.loads(done.stdout.strip().splitlines()[-1])["sets"]["line"]
+    assert [row["rate"] for row in found["splits"]] == [0.005, 0.005]
+    assert found["rmse"]["mean"] < 2.0 and "published" not in found["rmse"]
+    assert found["rmse"]["standard error"] >= 0

@@ -20,6 +20,7 @@ from pyro_bdl.program import Site
 
 STRUCTURES = ("kron", "ekfac", "full", "diag", "low_rank")
 CURVATURES = ("ggn", "ggn-mc", "empirical-fisher", "hessian")
+_SLACK = 1.1  # for what lies beside the matrix: rows of the Jacobian, parts of a product
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def check_memory(recipe: Recipe, size: int, like: Tensor, *, advice: str | None 
     :raises MemoryError: before a matrix is made that cannot fit, naming what would.
     """
     copies = {"full": 3 * size, "low_rank": 3 * (recipe.rank + 10), "diag": 3}
-    needed = copies.get(recipe.structure, 0) * size * like.element_size()
+    needed = _SLACK * copies.get(recipe.structure, 0) * size * like.element_size()
     available = available_memory(like.device)
     if available is None or needed <= available:
         return
