@@ -18,6 +18,7 @@ SMALL = {
     "diagnostics": [
         *("--weights", "40", "--arviz-weights", "10", "--observations", "20", "--repeats", "1"),
     ],
+    "sgmcmc": ["--steps", "20", "--chains", "2", "--repeats", "1"],
     "ensemble": ["--members", "2", "--width", "4", "--steps", "3", "--repeats", "1"],
     "laplace": [
         *("--digits", "40", "--predict", "5", "--compared", "10", "--steps", "2", "--repeats", "1"),
