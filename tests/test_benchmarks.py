@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import numpy as np
 import pytest
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
@@ -18,7 +17,6 @@ SMALL = {
     "diagnostics": [
         *("--weights", "40", "--arviz-weights", "10", "--observations", "20", "--repeats", "1"),
     ],
-    "sgmcmc": ["--steps", "20", "--chains", "2", "--repeats", "1"],
     "ensemble": ["--members", "2", "--width", "4", "--steps", "3", "--repeats", "1"],
     "laplace": [
         *("--digits", "40", "--predict", "5", "--compared", "10", "--steps", "2", "--repeats", "1"),
