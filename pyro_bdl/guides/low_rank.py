@@ -23,14 +23,15 @@ class AutoLowRank(AutoJoint):
     """q(u) = Normal(m, diag(s^2) + W W') over the unconstrained latents, W of ``rank`` columns.
 
     The sites are dependent: u = m + s * eps + W eta. Parameters: ``loc`` (m, (P,)), ``scale``
-    (s > 0, (P,)) and ``factor`` (W, (P, rank)); a step costs O(P rank^2). Ong, Nott & Smith 2018;
-    the family of Pyro's ``AutoLowRankMultivariateNormal``.
+    (s > 0, (P,)) and ``factor`` (F with W = diag(s) F, (P, rank), so that a step of an optimiser
+    is small where s is); a step costs O(P rank^2). Ong, Nott & Smith 2018; the family, and the
+    parameters, of Pyro's ``AutoLowRankMultivariateNormal``.
 
     :param model: a Pyro program with continuous latents.
     :param rank: columns of W; P of them reach any covariance.
     :param init_loc_fn: where m starts; by default the network's own values.
-    :param init_scale: the marginal standard deviations at the start, in unconstrained units, half
-        of their variance in random directions.
+    :param init_scale: where every s starts, in unconstrained units; W starts at random with a
+        hundredth of that variance.
     :param create_plates: as in Pyro's autoguides.
     :raises ValueError: for a rank below 1, an ``init_scale`` that is not positive and finite.
     """
@@ -66,11 +67,12 @@ class AutoLowRank(AutoJoint):
         )
 
     def _create_parameters(self, start: Tensor) -> None:
-        deviation = math.sqrt(0.5) * self.init_scale
         self.loc = nn.Parameter(start.clone())
-        self.scale = PyroParam(torch.full_like(start, deviation), constraints.softplus_positive)
+        self.scale = PyroParam(
+            torch.full_like(start, self.init_scale), constraints.softplus_positive
+        )
         columns = torch.randn(len(start), self.rank, dtype=start.dtype, device=start.device)
-        self.factor = nn.Parameter(columns * (deviation / math.sqrt(self.rank)))
+        self.factor = nn.Parameter(columns * (0.1 / math.sqrt(self.rank)))
 
     def get_posterior(self, *args: Any, **kwargs: Any) -> dist.TorchDistribution:
         """q over the unconstrained vector (P,), a LowRankMultivariateNormal."""
@@ -79,7 +81,9 @@ class AutoLowRank(AutoJoint):
         return dist.LowRankMultivariateNormal(self.location(), factor, scale.square())
 
     def _scale_and_factor(self) -> tuple[Tensor, Tensor]:
-        return self._parameter("scale"), self._parameter("factor")
+        """s (P,) and W (P, rank)."""
+        scale = self._parameter("scale")
+        return scale, scale[:, None] * self._parameter("factor")
 
     def location(self) -> Tensor:
         return self._parameter("loc")
