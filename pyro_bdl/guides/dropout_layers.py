@@ -66,21 +66,26 @@ class LayerReader(WeightReader):
         self._factors: dict[int, list[_Factors]] = {}
         self._calls: list[nn.Module] = []
         self._hooks: list[Any] = []
+        self._depth = 0
         self._used = False  # whether the operation that runs is one of a weight
 
     def __enter__(self) -> Any:
-        self._hooks = [
-            register_module_forward_pre_hook(lambda module, args: self._calls.append(module)),
-            register_module_forward_hook(self._returned, always_call=True),
-        ]
+        self._depth += 1
+        if self._depth == 1:  # it is entered again for the inside of a composite
+            self._hooks = [
+                register_module_forward_pre_hook(lambda module, args: self._calls.append(module)),
+                register_module_forward_hook(self._returned, always_call=True),
+            ]
         return super().__enter__()
 
     def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
         self._calls.pop()
 
     def __exit__(self, *error: Any) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        self._depth -= 1
+        if self._depth == 0:
+            for hook in self._hooks:
+                hook.remove()
         super().__exit__(*error)
 
     @property

@@ -256,6 +256,19 @@ def test_what_weights_cannot_say_is_told(net, x, rates, said):
     assert torch.equal(a, b)  # all layers are silent, also those left out
 
 
+def test_no_hook_is_left_behind():
+    """Also by attention, whose inside is read as well, and by a network that fails."""
+    hooks = torch.nn.modules.module
+    with pytest.warns(BdlWarning):
+        _made(Sequence(), torch.randn(3, 5, 4))
+    net = nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.3), nn.Linear(3, 1))
+    guide = LAYERED(models.Regression(bayesianize(net), noise=0.5))
+    with pytest.raises(RuntimeError):
+        guide.prototype(torch.randn(4, 5), torch.randn(4))
+    assert not hooks._global_forward_pre_hooks and not hooks._global_forward_hooks
+    assert guide.prototype(torch.randn(4, 2), torch.randn(4)).rates()
+
+
 def test_a_layer_that_feeds_two_weights():
     class Heads(nn.Module):
         def __init__(self):
