@@ -398,7 +398,7 @@ def _with_scale_of_last_layer(problem: Problem) -> nn.Module:
 @register(
     "subnetwork",
     title="subnetwork Laplace",
-    description="full Laplace, linearised, over the tenth of the weights with most variance",
+    description="full Laplace, linearised, over the tenth of the weights the data determine most",
 )
 def _subnetwork(problem: Problem, options: Options, progress: bool) -> Result:
     guide, label = AutoSubnetwork(problem.model, size=0.1), "subnetwork" if progress else None

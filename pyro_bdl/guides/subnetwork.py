@@ -18,7 +18,7 @@ from pyro_bdl.guides.joint import JointGuide
 from pyro_bdl.guides.laplace import AutoLaplaceGGN, LaplaceGuide
 from pyro_bdl.init import init_to_network
 from pyro_bdl.samples import Samples
-from pyro_bdl.selectors import LargestVariance, Selector, Size, Trained, number_of
+from pyro_bdl.selectors import LargestPredictiveVariance, Selector, Size, Trained, number_of
 
 
 class AutoSubnetwork(AutoLaplaceGGN):
@@ -29,8 +29,8 @@ class AutoSubnetwork(AutoLaplaceGGN):
     trained by SVI; ``sample(*args)``, HMC or NUTS (Daxberger et al. 2021).
 
     :param model: a Pyro program with continuous latents.
-    :param select: which weights, see ``pyro_bdl.selectors``; by default those of the largest
-        variance under a diagonal Laplace approximation.
+    :param select: which weights, see ``pyro_bdl.selectors``; by default those that contribute most
+        to the outputs' variance, ``LargestPredictiveVariance``.
     :param size: how many: a count, a fraction of all, or as many as fit in memory ("4 GB").
     :param curvature: as for ``AutoLaplaceGGN``, as are ``num_draws``, ``init_loc_fn`` and
         ``create_plates``.
@@ -55,7 +55,9 @@ class AutoSubnetwork(AutoLaplaceGGN):
             init_loc_fn=init_loc_fn,
             create_plates=create_plates,
         )
-        self.__dict__["select"] = _selector(LargestVariance() if select is None else select)
+        self.__dict__["select"] = _selector(
+            LargestPredictiveVariance() if select is None else select
+        )
         self.__dict__["size"] = size
 
     def choose(self, data: Any, *, select: Selector | None = None, size: Size = None) -> Tensor:

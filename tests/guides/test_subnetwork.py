@@ -163,3 +163,11 @@ def test_another_selector_and_size_for_one_approximation(data):
     assert guide.variational(data, size=3).loc.shape == (3,)
     with pytest.raises(TypeError, match="selector"):
         guide.laplace_approximation(data, select="largest")
+
+
+def test_the_default_leaves_out_what_has_no_effect(data):
+    x, y = data
+    x[:, 1] = 0.0
+    model, mean, _ = linear((x, y))
+    guide = at_mode(model, mean, (x, y), size=3)
+    assert guide.choose((x, y)).tolist() == [0, 2, 3]
