@@ -16,8 +16,7 @@ from torch import Tensor
 from pyro_bdl._version import __version__
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.guides.laplace import LaplaceGuide
-from pyro_bdl.linearized import LinearizedPredictive
+from pyro_bdl.linearized import LinearizedPredictive, is_linear
 from pyro_bdl.modules import evaluation_mode
 from pyro_bdl.posterior import check_sites, latent_draws
 from pyro_bdl.predictive import Predictive
@@ -274,7 +273,7 @@ def _predicted(
 ) -> dict[str, xarray.Dataset]:
     """The groups posterior_predictive and log_likelihood."""
     predictive: Any = Predictive(program.model, samples)
-    if isinstance(posterior, LaplaceGuide):
+    if is_linear(posterior):
         predictive = LinearizedPredictive(program.model, posterior, samples.num_draws)
     args, kwargs = targets.removed()
     leading = samples.num_chains, samples.num_draws

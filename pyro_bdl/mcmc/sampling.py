@@ -12,9 +12,10 @@ from pyro_bdl.checks import check_finite, check_support
 from pyro_bdl.curvature.subset import Subset
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.mcmc.chains import Chains, Settings, Target, at_least, one_of
-from pyro_bdl.mcmc.starts import Restriction, seeded, starting_vectors
+from pyro_bdl.mcmc.starts import Restriction, starting_vectors
 from pyro_bdl.modules import evaluation_mode
 from pyro_bdl.program import Program
+from pyro_bdl.randomness import seeded
 from pyro_bdl.samples import Samples
 
 

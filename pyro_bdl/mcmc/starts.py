@@ -1,7 +1,6 @@
 """Where chains start, and the log density over some of a program's latents."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -65,14 +64,6 @@ class Restriction:
                 value = part.reshape(value.shape)
             result[name] = value if latent.transform is None else latent.transform(value)
         return result
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Torch's random numbers follow ``seed`` inside; the caller's go on as before after."""
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        torch.manual_seed(seed)
-        yield
 
 
 def starting_vectors(restriction: Restriction, init: Any, num_chains: int) -> Tensor:

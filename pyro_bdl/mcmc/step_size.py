@@ -8,9 +8,10 @@ from torch import Tensor
 
 from pyro_bdl.mcmc.chains import at_least
 from pyro_bdl.mcmc.minibatches import Minibatches
-from pyro_bdl.mcmc.starts import Restriction, seeded, starting_vectors
+from pyro_bdl.mcmc.starts import Restriction, starting_vectors
 from pyro_bdl.mcmc.stochastic import checked_restriction
 from pyro_bdl.modules import evaluation_mode
+from pyro_bdl.randomness import seeded
 
 _MOST_ITERATIONS = 100
 _TOLERANCE = 0.01

@@ -17,10 +17,11 @@ from pyro_bdl.mcmc.chains import at_least, one_of
 from pyro_bdl.mcmc.methods import METHODS, Method
 from pyro_bdl.mcmc.minibatches import Minibatches
 from pyro_bdl.mcmc.sampling import require_all_data
-from pyro_bdl.mcmc.starts import Restriction, seeded, starting_vectors
+from pyro_bdl.mcmc.starts import Restriction, starting_vectors
 from pyro_bdl.mcmc.walk import StepSize, Track, Walk, kept_steps
 from pyro_bdl.modules import evaluation_mode
 from pyro_bdl.program import Program
+from pyro_bdl.randomness import seeded
 from pyro_bdl.samples import Samples
 
 
