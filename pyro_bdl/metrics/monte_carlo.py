@@ -1,0 +1,68 @@
+"""How much of a distance is Monte Carlo error: its standard error, and its floor."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+_LEAST_DRAWS, _LEAST_GROUPS = 4, 5
+
+
+def monte_carlo_error(
+    distance: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor, *, groups: int = 10
+) -> Tensor:
+    """Standard error of a distance that comes from the number of draws, by batches.
+
+    Both sets of draws are cut into G groups of neighbours, and the distance is taken between the
+    g-th groups: sd_g(distance_g) / sqrt(G). Neighbours stay together, so that the error of
+    autocorrelated draws is not taken for too small, as long as the groups are longer than their
+    memory. At distances near zero, where a U-statistic shrinks faster than the root of the number
+    of draws, it is too large.
+
+    :param distance: of draws (S1, N, ...) and (S2, N, ...); a scalar or a vector of several.
+    :param a: ``(S1, ...)``.
+    :param b: ``(S2, ...)``.
+    :param groups: G; fewer where a group would have less than 4 draws.
+    :returns: of the shape of the distance; NaN for fewer than 20 draws.
+
+    Source: batch means, Flegal & Jones (2010), Batch means and spectral variance estimators in
+    Markov chain Monte Carlo.
+    """
+    groups = min(groups, len(a) // _LEAST_DRAWS, len(b) // _LEAST_DRAWS)
+    if groups < _LEAST_GROUPS:
+        return torch.full_like(distance(a, b), torch.nan)
+    pairs = zip(a.tensor_split(groups), b.tensor_split(groups), strict=True)
+    return torch.stack([distance(p, q) for p, q in pairs]).std(0) / math.sqrt(groups)
+
+
+def split_half(
+    draws: Tensor, distance: Callable[[Tensor, Tensor], Tensor], *, chains: int = 1
+) -> Tensor:
+    """Distance between two halves of one posterior's draws: what Monte Carlo error alone gives.
+
+    A floor for the distances of other posteriors to this one. It is a high one, since each half
+    has half the draws.
+
+    :param draws: ``(S, N, ...)``, chain after chain.
+    :param distance: a distance of this module.
+    :param chains: see :func:`halves`.
+    :raises ValueError: for fewer than 2 draws, or where S is no multiple of ``chains``.
+    """
+    return distance(*halves(draws, chains=chains))
+
+
+def halves(draws: Tensor, *, chains: int = 1) -> tuple[Tensor, Tensor]:
+    """Two halves of draws: half of the chains and the others, or both ends of a single chain.
+
+    :param draws: ``(S, N, ...)``, chain after chain.
+    :param chains: how many chains of equal length the draws are.
+    :raises ValueError: for fewer than 2 draws, or where S is no multiple of ``chains``.
+    """
+    size = draws.shape[0]
+    if size < 2:
+        raise ValueError("two halves need at least 2 draws, but draws has 1: draw more")
+    if chains < 1 or size % chains:
+        raise ValueError(f"chains={chains} does not divide the {size} draws")
+    middle = size // 2 if chains == 1 else chains // 2 * (size // chains)
+    return draws[:middle], draws[middle:]

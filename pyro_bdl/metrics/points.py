@@ -1,0 +1,75 @@
+"""What the metrics share: blocks of test points that bound the memory, and checks of shapes."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+# Numbers worked on at once; a metric holds a few times that in temporaries.
+_BLOCK_NUMBERS = 2**22
+
+
+def blocks(*tensors: Tensor) -> Iterator[list[Tensor]]:
+    """The same block of points of each ``(S, ...)``, as contiguous ``(block, S)``."""
+    flat = [t.detach().reshape(t.shape[0], -1) for t in tensors]
+    block = max(1, _BLOCK_NUMBERS // sum(t.shape[0] for t in flat))
+    for start in range(0, flat[0].shape[1], block):
+        yield [t[:, start : start + block].T.contiguous() for t in flat]
+
+
+def double_blocks(*tensors: Tensor) -> Iterator[list[Tensor]]:
+    """``blocks`` in float64."""
+    for parts in blocks(*tensors):
+        yield [part.double() for part in parts]
+
+
+def mean_of_draws(draws: Tensor) -> Tensor:
+    """The mean over the first axis, in float64."""
+    means = torch.cat([part.mean(-1) for (part,) in double_blocks(draws)])
+    return means.reshape(draws.shape[1:])
+
+
+def same_shape(name_a: str, a: Tensor, name_b: str, b: Tensor) -> None:
+    """:raises ValueError: where the shapes differ."""
+    if a.shape != b.shape:
+        raise ValueError(
+            f"{name_a} and {name_b} must have the same shape, but have {tuple(a.shape)} and "
+            f"{tuple(b.shape)}"
+        )
+
+
+def same_points(draws: Tensor, y: Tensor) -> None:
+    """:raises ValueError: where the draws are not of as many targets as y has."""
+    if draws.shape[1:] != y.shape:
+        raise ValueError(
+            f"draws must have the shape of y with the draws in front, (S, "
+            f"{', '.join(map(str, y.shape))}), but have shape {tuple(draws.shape)}"
+        )
+
+
+def same_functions(a: Tensor, b: Tensor) -> None:
+    """:raises ValueError: where the draws are not at the same points."""
+    if a.dim() < 2 or a.shape[1:] != b.shape[1:]:
+        raise ValueError(
+            f"a and b must be draws at the same test points, shapes (S1, N, ...) and "
+            f"(S2, N, ...), but have shapes {tuple(a.shape)} and {tuple(b.shape)}"
+        )
+
+
+def checked_labels(probabilities: Tensor, y: Tensor) -> Tensor:
+    """y as class indices ``(N,)``.
+
+    :raises ValueError: where the shapes do not fit, or a label is not in 0 ... C - 1.
+    """
+    if probabilities.dim() != 2 or y.shape != probabilities.shape[:1]:
+        raise ValueError(
+            f"probabilities and y must have shapes (N, C) and (N,), but have "
+            f"{tuple(probabilities.shape)} and {tuple(y.shape)}"
+        )
+    labels, classes = y.long(), probabilities.shape[-1]
+    if labels.numel() and not (int(labels.min()) >= 0 and int(labels.max()) < classes):
+        raise ValueError(
+            f"y must hold class indices from 0 to {classes - 1}, but holds values from "
+            f"{int(labels.min())} to {int(labels.max())}"
+        )
+    return labels

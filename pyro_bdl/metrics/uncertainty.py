@@ -1,0 +1,84 @@
+"""What uncertainty is made of, and whether it tells new inputs from known ones."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.diagnostics.rank import average_ranks, ordered
+
+
+class Uncertainty(NamedTuple):
+    """Parts of the uncertainty at each test point, ``(N, ...)`` each; the total is their sum.
+
+    :param aleatoric: of the data, which stays however many of them there are.
+    :param epistemic: of the function, on which the posterior's draws disagree.
+    """
+
+    aleatoric: Tensor
+    epistemic: Tensor
+
+    @property
+    def total(self) -> Tensor:
+        """Of the predictive distribution."""
+        return self.aleatoric + self.epistemic
+
+
+def entropy_parts(probabilities: Tensor) -> Uncertainty:
+    """Parts of the entropy of a predictive class distribution, in nats.
+
+    ::
+
+        H[E p]  =  E H[p]  +  I(y; w),      expectations over the posterior's draws
+
+    the second one the mutual information of class and weights.
+
+    :param probabilities: ``(S, N, C)``, draws of class probabilities.
+
+    Source: Houlsby et al. (2011), Bayesian active learning for classification; Depeweg et al.
+    (2018), Decomposition of uncertainty in Bayesian deep learning, section 3.
+    """
+    p = probabilities.detach().double()
+    aleatoric = _entropy(p).mean(0)
+    # Rounding must not make the mutual information of a point mass negative.
+    return Uncertainty(aleatoric, (_entropy(p.mean(0)) - aleatoric).clamp_min(0))
+
+
+def variance_parts(mean: Tensor, noise: Tensor) -> Uncertainty:
+    """Parts of the variance of a predictive distribution of numbers, in squared units of y.
+
+    ::
+
+        Var[y]  =  E Var[y | w]  +  Var E[y | w]
+
+    :param mean: ``(S, N, ...)``, E[y | w_s].
+    :param noise: ``(S, N, ...)``, Var[y | w_s].
+
+    Source: the law of total variance; Depeweg et al. (2018), Decomposition of uncertainty in
+    Bayesian deep learning, section 3.
+    """
+    spread = (mean - mean[0]).detach().double().var(0, correction=0)
+    return Uncertainty(noise.detach().double().mean(0), spread)
+
+
+def auroc(score: Tensor, other: Tensor) -> Tensor:
+    """Area under the ROC curve of a score that shall be higher for ``other``: P(s < s') + P(=) / 2.
+
+    Half means that it cannot tell the two apart, 1 that it always does.
+
+    :param score: ``(N, ...)``, at known inputs.
+    :param other: ``(M, ...)``, at the others.
+    :raises ValueError: where one of them is empty.
+
+    Source: Hanley & McNeil (1982), The meaning and use of the area under a ROC curve.
+    """
+    known, new = score.detach().double().flatten(), other.detach().double().flatten()
+    if not len(known) or not len(new):
+        raise ValueError("auroc needs at least one score of each kind")
+    ranks = average_ranks(ordered(torch.cat([known, new])[None]))[0, len(known) :]
+    least = len(new) * (len(new) + 1) / 2
+    return (ranks.sum() - least) / (len(known) * len(new))
+
+
+def _entropy(p: Tensor) -> Tensor:
+    return -torch.xlogy(p, p).sum(-1)

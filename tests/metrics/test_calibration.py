@@ -1,0 +1,105 @@
+"""Intervals, probability integral transforms and calibration errors."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import kstest
+
+from pyro_bdl import metrics
+
+
+@pytest.fixture
+def draws():
+    return torch.from_numpy(np.random.default_rng(0).standard_normal((60, 7, 2)))
+
+
+def test_interval_coverage_by_hand():
+    values = torch.arange(11, dtype=torch.float64)[:, None].expand(-1, 4)
+    y = torch.tensor([1.0, 0.99, 9.0, 9.01], dtype=torch.float64)
+    assert metrics.interval_coverage(values, y, level=0.8) == 0.5
+    several = metrics.interval_coverage(values, y, level=[0.0, 0.8, 1.0])
+    assert several.tolist() == [0.0, 0.5, 1.0]
+
+
+def test_interval_coverage_uses_numpy_quantiles(draws):
+    y = torch.from_numpy(np.random.default_rng(2).standard_normal((7, 2)))
+    low, high = np.quantile(draws.numpy(), [0.2, 0.8], axis=0)
+    expected = ((low <= y.numpy()) & (y.numpy() <= high)).mean()
+    assert metrics.interval_coverage(draws, y, level=0.6) == pytest.approx(expected)
+
+
+def test_calibration_error_by_hand():
+    confidence = torch.tensor([0.95, 0.85, 0.85, 0.55], dtype=torch.float64)
+    p = torch.stack([confidence, 1 - confidence], -1)
+    y = torch.tensor([0, 0, 1, 1])
+    expected = 0.25 * 0.05 + 0.5 * 0.35 + 0.25 * 0.55
+    got = metrics.expected_calibration_error(p, y, bins=10)
+    assert got == pytest.approx(expected, rel=1e-12)
+    mean, right, share = metrics.reliability(p, y, bins=10)
+    assert share.tolist() == [0, 0, 0, 0, 0, 0.25, 0, 0, 0.5, 0.25]
+    assert right[8] == 0.5 and mean[8] == pytest.approx(0.85)
+    assert torch.isnan(right[0])
+
+
+def test_a_certain_prediction_falls_in_the_last_bin():
+    p = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    assert metrics.expected_calibration_error(p, torch.tensor([0, 1])) == 0
+    assert metrics.expected_calibration_error(p, torch.tensor([1, 0])) == 1
+
+
+def test_adaptive_calibration_error_by_hand():
+    confidence = torch.tensor([0.55, 0.95, 0.85, 0.65], dtype=torch.float64)
+    p = torch.stack([confidence, 1 - confidence], -1)
+    y = torch.tensor([0, 0, 1, 1])
+    # bins {0.55 right, 0.65 wrong} and {0.85 wrong, 0.95 right}
+    expected = (abs(1 - 0.55 - 0.65) + abs(1 - 0.85 - 0.95)) / 4
+    got = metrics.adaptive_calibration_error(p, y, bins=2)
+    assert got == pytest.approx(expected, rel=1e-12)
+    one_each = (0.45 + 0.05 + 0.85 + 0.65) / 4
+    assert metrics.adaptive_calibration_error(p, y, bins=9) == pytest.approx(one_each, rel=1e-12)
+
+
+def test_coverage_of_an_interval_that_is_too_narrow():
+    """Targets of twice the sd: P(|z| < 1.645 / 2)."""
+    torch.manual_seed(0)
+    draws, y = torch.randn(500, 4000), 2 * torch.randn(4000)
+    levels = [0.5, 0.9, 0.95]
+    z = torch.special.ndtri(torch.tensor([(1 + level) / 2 for level in levels]).double())
+    exact = 2 * torch.special.ndtr(z / 2) - 1
+    found = metrics.interval_coverage(draws, y, level=levels)
+    assert ((found - exact).abs() < 4 * (exact * (1 - exact) / 4000).sqrt() + 0.003).all()
+
+
+@pytest.mark.parametrize("size", [3, 200])
+def test_pit_is_uniform_for_the_true_model(size):
+    """Also of counts, and of as few draws as three."""
+    torch.manual_seed(1)
+    for draw in (torch.randn, lambda *shape: torch.poisson(torch.full(shape, 1.5))):
+        values = metrics.pit(draw(size, 3000), draw(3000))
+        assert kstest(values.numpy(), "uniform").pvalue > 0.01
+        assert metrics.uniformity(values) < 1.63 / math.sqrt(3000)  # at the 1 % level
+
+
+def test_pit_by_hand():
+    draws = torch.tensor([[1.0, 1.0], [2.0, 1.0], [3.0, 1.0]])
+    values = metrics.pit(draws, torch.tensor([2.5, 1.0]))
+    assert 0.5 <= values[0] <= 0.75  # above two of three
+    assert values.shape == (2,) and 0 <= values[1] <= 1
+
+
+def test_pit_shows_what_is_wrong():
+    torch.manual_seed(2)
+    y = torch.randn(2000)
+    narrow = metrics.pit(0.3 * torch.randn(400, 2000), y)
+    low = metrics.pit(torch.randn(400, 2000) - 1, y)
+    assert ((narrow < 0.1) | (narrow > 0.9)).double().mean() > 0.5
+    assert low.mean() > 0.6
+    assert min(metrics.uniformity(narrow), metrics.uniformity(low)) > 0.2
+
+
+def test_uniformity_equals_scipy():
+    values = torch.from_numpy(np.random.default_rng(3).beta(2, 3, size=(5, 9)))
+    expected = kstest(values.flatten().numpy(), "uniform").statistic
+    assert metrics.uniformity(values) == pytest.approx(expected, rel=1e-12)

@@ -1,0 +1,89 @@
+"""Energy distance and MMD against double sums and closed forms of Normals."""
+
+import math
+
+import pytest
+import torch
+
+from pyro_bdl import metrics
+
+
+def folded(mean, sd):
+    """E|Normal(mean, sd)|"""
+    return sd * math.sqrt(2 / math.pi) * math.exp(-(mean**2) / (2 * sd**2)) + mean * math.erf(
+        mean / (sd * math.sqrt(2))
+    )
+
+
+def test_energy_distance_of_normals_is_the_closed_form():
+    """X ~ Normal(1, 0.5), Y ~ Normal(0, 1): differences are Normal too."""
+    exact = 2 * folded(1.0, math.sqrt(1.25)) - folded(0, math.sqrt(0.5)) - folded(0, math.sqrt(2))
+    torch.manual_seed(0)
+    found = torch.stack(
+        [
+            metrics.energy_distance(1 + 0.5 * torch.randn(300, 1), torch.randn(250, 1))
+            for _ in range(60)
+        ]
+    )
+    assert found.mean() == pytest.approx(exact, abs=4 * found.std().item() / math.sqrt(60))
+
+
+def test_mmd_of_normals_is_the_closed_form():
+    """E exp(-d^2 / 2 l^2) = l / sqrt(l^2 + v) exp(-m^2 / 2 (l^2 + v)) for d ~ Normal(m, v)."""
+
+    def expected(mean, variance, scale=0.7):
+        total = scale**2 + variance
+        return scale / math.sqrt(total) * math.exp(-(mean**2) / (2 * total))
+
+    exact = expected(0, 0.5) + expected(0, 2.0) - 2 * expected(1.0, 1.25)
+    torch.manual_seed(0)
+    found = torch.stack(
+        [
+            metrics.mmd(1 + 0.5 * torch.randn(300, 1), torch.randn(250, 1), length_scale=0.7)
+            for _ in range(60)
+        ]
+    )
+    assert found.mean() == pytest.approx(exact, abs=4 * found.std().item() / math.sqrt(60))
+
+
+def test_both_are_unbiased_at_few_draws():
+    torch.manual_seed(0)
+    a, b = torch.randn(2, 2000, 5, 3)
+    for distance in (metrics.energy_distance, lambda p, q: metrics.mmd(p, q, length_scale=1.0)):
+        found = torch.stack([distance(p, q) for p, q in zip(a, b, strict=True)])
+        assert abs(found.mean()) < 4 * found.std() / math.sqrt(2000)
+        assert found.min() < 0
+
+
+def test_the_norm_is_the_root_mean_square():
+    a, b = torch.zeros(1, 9), torch.full((1, 9), 3.0)
+    assert metrics.energy_distance(a, b) == pytest.approx(6.0)
+    assert metrics.mmd(a, b, length_scale=3.0) == pytest.approx(2 - 2 * math.exp(-0.5))
+    draws = torch.tensor([0.0, 1.0, 10.0])[:, None].expand(3, 4)
+    assert metrics.median_distance(draws) == pytest.approx(9.0)
+
+
+def test_they_see_what_marginals_do_not():
+    """Values at two inputs that go together, or against each other, with the same marginals."""
+    torch.manual_seed(0)
+    w = torch.randn(400, 1)
+    a, b = torch.cat([w, w], 1), torch.cat([w, -w], 1)
+    assert metrics.wasserstein1(a, b) < 0.1
+    assert metrics.energy_distance(a, b) > 0.1 and metrics.mmd(a, b) > 0.1
+
+
+def test_units_and_the_default_kernel():
+    torch.manual_seed(0)
+    a, b = torch.randn(2, 60, 4)
+    scaled = metrics.energy_distance(5 * a, 5 * b)
+    assert scaled == pytest.approx(5 * metrics.energy_distance(a, b).item(), rel=1e-4)
+    assert metrics.mmd(5 * a, 5 * b) == pytest.approx(metrics.mmd(a, b).item(), rel=1e-4)
+    scale = metrics.median_distance(b)
+    assert metrics.mmd(a, b, length_scale=scale) == metrics.mmd(a, b)
+
+
+def test_a_reference_without_spread_is_told():
+    with pytest.raises(ValueError, match="length_scale must be positive, got 0"):
+        metrics.mmd(torch.randn(5, 2), torch.zeros(5, 2))
+    with pytest.raises(ValueError, match="same test points"):
+        metrics.energy_distance(torch.randn(5, 2), torch.zeros(5, 3))
