@@ -1,5 +1,7 @@
 """Streaming: every quantity once, in bounded blocks, on one thread or several; input checks."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -37,6 +39,8 @@ def test_results_with_axes_of_their_own_and_any_number_of_threads(threads):
     torch.testing.assert_close(largest, x.amax((0, 1)))
     assert seen == [3, 3, 3, 3, 3, 3, 2]
     assert torch.get_num_threads() == threads
+    with ThreadPoolExecutor(1) as pool:  # a thread that begins later has as many
+        assert pool.submit(torch.get_num_threads).result() == threads
 
 
 def test_an_error_in_a_thread_reaches_the_caller_and_restores_the_threads():
