@@ -116,6 +116,10 @@ def test_the_kl_where_a_prior_depends_on_another_latent(guide):
     """The closed form for 'a' alone: with w and s correlated under q, E[log p(w | s)] is no
     function of w's moments at the draw of s."""
     assert guide._at_draw == {"s", "w"}
+    with torch.no_grad():  # log s = eta / 2 and w = 1 + eta / 2, but for little: as one they move
+        guide.loc.copy_(torch.tensor([0.5, -1.0, 0.0, 1.0, 1.0, 1.0], dtype=D))
+        guide.scale = torch.full((6,), 0.1, dtype=D)
+        guide.factor.copy_(torch.tensor([[0.0, 5.0]], dtype=D).expand(6, 2))
     vectors = guide.sample_vectors(4000).detach()
     log_det = guide.layout.constrain(vectors)[1]
     closed, drawn = [], []
