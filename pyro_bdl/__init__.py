@@ -19,6 +19,7 @@ from pyro_bdl import (
 from pyro_bdl._version import __version__
 from pyro_bdl.arviz import to_arviz
 from pyro_bdl.compare import Comparison, compare
+from pyro_bdl.comparison import PredictiveDraws
 from pyro_bdl.linearized import LinearizedPredictive
 from pyro_bdl.nn import BayesianModule, bayesianize
 from pyro_bdl.predictive import Predictive
@@ -30,6 +31,7 @@ __all__ = [
     "Comparison",
     "LinearizedPredictive",
     "Predictive",
+    "PredictiveDraws",
     "Program",
     "Samples",
     "__version__",

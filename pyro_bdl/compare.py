@@ -2,152 +2,35 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
-from pyro_bdl import metrics, plots
 from pyro_bdl.checks import check_finite_tensor
-from pyro_bdl.columns import columns
-from pyro_bdl.evaluation import Evaluation, Test, Units, class_labels, evaluate
+from pyro_bdl.columns import columns, details
+from pyro_bdl.comparison.costs import numbers_held
+from pyro_bdl.comparison.data import PredictiveDraws, Test, Units
+from pyro_bdl.comparison.distances import distances, doubts, floor, sd_of_draws
+from pyro_bdl.comparison.leave_one_out import difference
+from pyro_bdl.comparison.regions import regions
+from pyro_bdl.comparison.result import CAPTIONS, Comparison, is_known
+from pyro_bdl.comparison.subject import read_program
+from pyro_bdl.evaluation import Evaluation, evaluate, evaluate_draws
+from pyro_bdl.randomness import seeded
 from pyro_bdl.samples import Samples
-from pyro_bdl.table import Column, groups, to_csv, to_text
+from pyro_bdl.table import Column
 from pyro_bdl.verdicts import verdict
+
+__all__ = ["CAPTIONS", "Comparison", "compare"]
 
 # Test points at which whole sets of draws are kept, and numbers that these may be in all.
 _POINTS = 1000
 _NUMBERS = 2**24
+# A region of fewer test points is not spoken of.
+_LEAST_POINTS = 5
 
-
-@dataclass(frozen=True)
-class Comparison:
-    """What ``compare`` found; print it for the table and the verdicts.
-
-    :param task: ``"regression"`` or ``"classification"``.
-    :param reference: name of the reference, or None.
-    :param rows: a dict for each posterior, and a last one for the reference's two halves against
-        each other, the floor of the distances.
-    :param columns: what the rows hold, with a sentence on each.
-    :param verdicts: posterior to one sentence computed from its row.
-    :param evaluations: posterior to its draws at the test points that were kept.
-    :param inputs: these test points.
-    :param y: their targets, those of a regression in their own units.
-    """
-
-    task: str
-    reference: str | None
-    rows: tuple[dict[str, Any], ...]
-    columns: tuple[Column, ...]
-    verdicts: Mapping[str, str]
-    evaluations: Mapping[str, Evaluation] = field(repr=False)
-    inputs: tuple[Tensor, ...] = field(repr=False)
-    y: Tensor = field(repr=False)
-
-    def __str__(self) -> str:
-        return self.to_text()
-
-    def to_text(self, width: int | None = None) -> str:
-        """Table and verdicts, groups of columns below each other where they are wider than
-        ``width`` characters."""
-        longest = max(map(len, self.verdicts))
-        said = [f"{name.ljust(longest)}  {text}" for name, text in self.verdicts.items()]
-        blocks = [to_text(self.rows, block) for block in self._blocks(width)]
-        return "\n\n".join([*blocks, "\n".join(said)])
-
-    def _blocks(self, width: int | None) -> list[list[Column]]:
-        name, rest = self.columns[0], list(self.columns[1:])
-        blocks = [[name]]
-        for _, count in groups(rest):
-            group, rest = rest[:count], rest[count:]
-            lines = to_text(self.rows, [*blocks[-1], *group]).splitlines()
-            if width is None or len(blocks[-1]) == 1 or max(map(len, lines)) <= width:
-                blocks[-1] += group
-            else:
-                blocks.append([name, *group])
-        return blocks
-
-    def to_csv(self, path: str | Path) -> Path:
-        """Write the rows, numbers unrounded, with the verdicts; returns the path."""
-        rows = [{**row, "verdict": self.verdicts.get(row["posterior"])} for row in self.rows]
-        return to_csv(path, rows, [*self.columns, Column("verdict", "verdict", style="text")])
-
-    def to_dict(self) -> dict[str, dict[str, Any]]:
-        """The rows and verdicts by posterior, in types that JSON knows; None for no number."""
-        return {
-            row["posterior"]: {
-                key: value if _is_known(value) else None
-                for key, value in row.items()
-                if key != "posterior"
-            }
-            | {"verdict": self.verdicts.get(row["posterior"])}
-            for row in self.rows
-        }
-
-    def figures(self, *, target: str = "target", units: str = "") -> dict[str, Figure]:
-        """Pictures of the comparison, by a name that suits a file; see :data:`CAPTIONS`.
-
-        :param target: what the target is, for labels.
-        :param units: of the target, for labels.
-        """
-        found: dict[str, Figure] = {}
-        functions = {name: said.function for name, said in self.evaluations.items()}
-        x = self.inputs[0]
-        if self.task == "regression":
-            if x[0].numel() == 1 and next(iter(functions.values())).dim() == 2:
-                found["bands"] = plots.predictive_bands(
-                    x.reshape(-1), functions, reference=self.reference, ylabel=target
-                )
-            drawn: dict[str, Any] = {
-                name: said.predictions for name, said in self.evaluations.items()
-            }
-            y = self.y.reshape(next(iter(drawn.values())).shape[1:])
-        else:
-            drawn = {name: said.function.mean(0) for name, said in self.evaluations.items()}
-            y = class_labels(self.y, next(iter(drawn.values())))
-        found["calibration"] = plots.calibration(drawn, y, task=self.task, reference=self.reference)
-        if self.reference is None or len(functions) < 2:
-            return found
-        quantity = "prediction"
-        if self.task == "classification":
-            quantity = "class probabilities"
-            if functions[self.reference].shape[-1] == 2:  # the other class mirrors this one
-                functions = {name: draws[..., 1] for name, draws in functions.items()}
-        found |= self._cost(units)
-        found["function_space"] = plots.function_space(
-            functions, reference=self.reference, quantity=quantity, units=units
-        )
-        return found
-
-    def _cost(self, units: str) -> dict[str, Figure]:
-        key = "wasserstein" if self.task == "regression" else "total_variation"
-        *rows, floor = self.rows
-        known = [row for row in rows if _is_known(row.get("seconds"))]
-        others = [row for row in known if row["posterior"] != self.reference]
-        if not others:
-            return {}
-        figure = plots.cost_against_quality(
-            {row["posterior"]: row["seconds"] for row in known},
-            {row["posterior"]: row[key] for row in others},
-            reference=self.reference,
-            floor=floor.get(key),
-            units=units if self.task == "regression" else "total variation",
-        )
-        return {"cost": figure}
-
-
-CAPTIONS = {
-    "bands": "Mean and 90 % interval of the function along the feature.",
-    "calibration": "Calibration on the test data: below the diagonal, a posterior is "
-    "overconfident.",
-    "function_space": "Mean and sd at each test point: on the diagonal, a posterior agrees with "
-    "the reference.",
-    "cost": "Time to fit against the distance to the reference. The dashed line is the distance "
-    "between two halves of the reference's own draws.",
-}
+Row = dict[str, Any]
 
 
 def compare(
@@ -155,10 +38,14 @@ def compare(
     posteriors: Mapping[str, Any],
     *test: Tensor,
     reference: str | None = "nuts",
+    train: tuple[Tensor, ...] | None = None,
+    ood: Tensor | tuple[Tensor, ...] | None = None,
     num_samples: int = 1000,
     seconds: Mapping[str, float] | None = None,
     elbos: Mapping[str, float | None] | None = None,
     log_evidences: Mapping[str, float | None] | None = None,
+    draw_seconds: Mapping[str, float | None] | None = None,
+    peak_memory: Mapping[str, int | None] | None = None,
     target_scale: float = 1.0,
     target_shift: float = 0.0,
     seed: int = 0,
@@ -166,71 +53,89 @@ def compare(
     """Score posteriors of a program on test data, and measure their distance to a reference.
 
     Distances are in function space: between the draws of the site ``f`` (or of the observation's
-    mean where there is none, or of the class probabilities) at up to 1000 of the test inputs.
-    The same seed gives the same table.
+    mean where there is none, or of the class probabilities) at up to 1000 of the test inputs, each
+    with its Monte Carlo error. The last line of the table holds one half of the reference's own
+    draws against the other: a smaller distance cannot be told from none. The same seed gives the
+    same table.
 
     :param model: a Pyro program with one observed site, called with ``*test`` and, to predict, with
         None for the targets.
-    :param posteriors: name to guide or ``Samples``; Pyro's own guides too.
+    :param posteriors: name to guide, ``Samples`` or, where only predictions are known,
+        ``PredictiveDraws``; Pyro's own guides too. At least one is a guide or ``Samples``.
     :param test: the test inputs and, last, the targets, each ``(N, ...)``.
     :param reference: the posterior that the others are held against; None for none.
+    :param train: the inputs and, last, the targets that the posteriors were fitted to: for
+        leave-one-out, and to tell test inputs near them from those between and beyond them.
+    :param ood: inputs from elsewhere: how well does the uncertainty tell them from the test inputs?
     :param num_samples: draws of each guide, at least 2; of ``Samples`` all are taken.
     :param seconds: training time by name, where known; that of ``Samples`` is.
     :param elbos: ELBO at temperature 1 by name, where known.
     :param log_evidences: log marginal likelihood by name, where known.
+    :param draw_seconds: time of one predictive draw by name, where known; see
+        ``comparison.costs.seconds_per_draw``.
+    :param peak_memory: bytes that the fit took at most by name, where known.
     :param target_scale: the target in its own units is ``y * target_scale + target_shift``; a
         regression is reported in these.
     :param target_shift: see ``target_scale``.
     :param seed: of the guides' draws and the noise of predictions.
-    :raises TypeError: for a posterior that is neither a guide nor ``Samples``, test data that are
-        not tensors.
+    :raises TypeError: for a posterior that is none, data that are not tensors.
     :raises ValueError: for no posterior, an unknown reference, several observed sites, a posterior
-        of another program, test data that do not fit or are not finite.
+        of another program (its sites that do not match are listed), data that do not fit or are
+        not finite.
     """
-    given = {"seconds": seconds, "elbos": elbos, "log_evidences": log_evidences}
-    _check_posteriors(posteriors, reference, {k: v or {} for k, v in given.items()})
-    data = _test_data(test)
+    given: dict[str, Mapping[str, Any]] = {
+        "seconds": seconds or {},
+        "elbos": elbos or {},
+        "log_evidences": log_evidences or {},
+        "draw_seconds": draw_seconds or {},
+        "peak_memory": peak_memory or {},
+    }
+    _check_posteriors(posteriors, reference, given)
+    data = _data("test", test)
+    known = None if train is None else _training_data(train, data)
+    elsewhere = None if ood is None else _other_inputs(ood, data)
     if num_samples < 2:
         raise ValueError(f"num_samples must be at least 2, got {num_samples}")
     if not (math.isfinite(target_scale) and target_scale > 0):
         raise ValueError(f"target_scale must be positive and finite, got {target_scale}")
     kept = _kept_rows(posteriors, data, num_samples)
     units = Units(target_scale, target_shift)
-    evaluations = {}
-    with torch.random.fork_rng(devices=[data.y.device] if data.y.is_cuda else []):
-        for name, posterior in posteriors.items():
-            torch.manual_seed(seed)
-            evaluations[name] = evaluate(
-                name, model, posterior, data, num_samples=num_samples, kept=kept, units=units
-            )
-    task = next(iter(evaluations.values())).task
-    times = _sampling_times(posteriors) | dict(seconds or {})
-    rows: list[dict[str, Any]] = []
-    for name, said in evaluations.items():
-        row = {"posterior": name, "seconds": times.get(name), "elbo": (elbos or {}).get(name)}
-        row["log_evidence"] = (log_evidences or {}).get(name)
-        row |= said.scores
-        if reference is not None and name != reference:
-            row |= _distances(task, said.function, evaluations[reference].function)
-        rows.append(row)
-    floor = None if reference is None else _floor(task, reference, evaluations[reference])
+    with seeded(seed):
+        found = _evaluations(
+            model, posteriors, data,
+            num_samples=num_samples, kept=kept, units=units, seed=seed, train=known, ood=elsewhere,
+        )  # fmt: skip
+        areas = {} if known is None else regions(data.part(kept).inputs, known.inputs)
+        rows = [
+            _costs(name, posteriors[name], given) | dict(said.scores)
+            for name, said in found.items()
+        ]
+        floor_row = None
+        if reference is not None:
+            for row in rows:
+                if row["posterior"] != reference:
+                    row |= _against(found[row["posterior"]], found[reference], areas)
+            floor_row = {"posterior": f"{reference}, half to half"} | floor(found[reference])
+    task = next(iter(found.values())).task
+    own = {row["posterior"]: row for row in rows}
+    warned = [] if reference is None else doubts(reference, own[reference])
     verdicts = {
-        row["posterior"]: verdict(row, reference=reference, floor=floor, points=data.rows)
-        for row in rows
+        name: verdict(
+            row, reference=reference, floor=floor_row, points=data.rows, doubtful=bool(warned)
+        )
+        for name, row in own.items()
     }
-    rows += [] if floor is None else [floor]
     y = data.y[kept]
+    heading = f"{reference} (doubtful)" if warned else reference
     return Comparison(
         task=task,
         reference=reference,
-        rows=tuple(rows),
-        columns=tuple(
-            column
-            for column in columns(task, reference)
-            if any(_is_known(row.get(column.key)) for row in rows)
-        ),
+        rows=(*rows, *([] if floor_row is None else [floor_row])),
+        columns=_filled(columns(task, heading), rows),
+        details=_filled(details(task, heading), rows),
         verdicts=verdicts,
-        evaluations=evaluations,
+        warnings=tuple(warned),
+        evaluations=found,
         inputs=tuple(x[kept] for x in data.inputs),
         y=y * target_scale + target_shift if task == "regression" else y,
     )
@@ -239,60 +144,80 @@ def compare(
 # --------------------------------------------------------------------------------------- rows
 
 
-def _distances(task: str, draws: Tensor, reference: Tensor) -> dict[str, float]:
-    """How far two sets of draws (S, N, ...) of a function are from each other.
+def _evaluations(
+    model: Callable,
+    posteriors: Mapping[str, Any],
+    data: Test,
+    *,
+    kept: Tensor,
+    units: Units,
+    seed: int,
+    **options: Any,
+) -> dict[str, Evaluation]:
+    """Each from the same seed, so that none depends on the others."""
+    own = {k: q for k, q in posteriors.items() if not isinstance(q, PredictiveDraws)}
+    subject = read_program(model, data, own)
+    found = {}
+    for name, posterior in posteriors.items():
+        torch.manual_seed(seed)
+        if isinstance(posterior, PredictiveDraws):
+            found[name] = evaluate_draws(
+                name, subject.observation, posterior, data, kept=kept, units=units
+            )
+        else:
+            found[name] = evaluate(
+                name, subject, posterior, data, kept=kept, units=units, **options
+            )
+    return found
 
-    ``mean_shift`` is the difference of the means in sds of the reference.
-    """
-    ours, theirs = _sd(draws), _sd(reference)
-    found = {
-        "mean_error": metrics.mean_error(draws, reference),
-        "sd_error": metrics.sd_error(draws, reference),
-        "wasserstein": metrics.wasserstein1(draws, reference),
-        "sd_ratio": ours.mean() / theirs.mean(),
+
+def _costs(name: str, posterior: Any, given: Mapping[str, Mapping[str, Any]]) -> Row:
+    seconds = given["seconds"].get(name)
+    if seconds is None and isinstance(posterior, Samples):
+        seconds = posterior.info.get("seconds")
+    memory = given["peak_memory"].get(name)
+    return {
+        "posterior": name,
+        "seconds": seconds,
+        "elbo": given["elbos"].get(name),
+        "log_evidence": given["log_evidences"].get(name),
+        "draw_seconds": given["draw_seconds"].get(name),
+        "numbers": numbers_held(posterior),
+        "memory": None if memory is None else memory / 2**20,
     }
-    found["mean_shift"] = found["mean_error"] / theirs.square().mean().sqrt()
-    if task == "classification":
-        found["agreement"] = metrics.agreement(draws, reference)
-        found["total_variation"] = metrics.total_variation(draws, reference)
-    return {key: value.item() for key, value in found.items()}
 
 
-def _sd(draws: Tensor) -> Tensor:
-    """The sd at each test point, zero where it is no more than rounding."""
-    sd = (draws - draws[0]).double().std(0, correction=0)
-    rounding = 4 * torch.finfo(draws.dtype).eps * draws.abs().max()
-    return torch.where(sd > rounding, sd, 0.0)
-
-
-def _floor(task: str, reference: str, said: Evaluation) -> dict[str, Any]:
-    """The distances between two halves of the reference's own draws."""
-    row: dict[str, Any] = {"posterior": f"{reference}, half to half"}
-    if len(said.function) >= 2:
-        first, second = metrics.halves(said.function, chains=said.chains)
-        row |= _distances(task, first, second)
+def _against(said: Evaluation, reference: Evaluation, areas: Mapping[str, Tensor]) -> Row:
+    """What the row of a posterior says of the reference."""
+    if said.function.shape[1:] != reference.function.shape[1:]:
+        raise ValueError(
+            f"the posteriors' functions must have the shape of the reference's at each draw, "
+            f"{tuple(reference.function.shape[1:])}, got {tuple(said.function.shape[1:])}"
+        )
+    row: Row = dict(distances(said, reference))
+    if said.loo is not None and reference.loo is not None:
+        row["elpd_diff"], row["elpd_diff_se"] = difference(said.loo, reference.loo)
+    ours, theirs = sd_of_draws(said.function), sd_of_draws(reference.function)
+    for name, mask in areas.items():
+        if int(mask.sum()) >= _LEAST_POINTS:
+            row[f"sd_ratio_{name}"] = (ours[mask].mean() / theirs[mask].mean()).item()
     return row
 
 
+def _filled(candidates: list[Column], rows: list[Row]) -> tuple[Column, ...]:
+    return tuple(c for c in candidates if any(is_known(row.get(c.key)) for row in rows))
+
+
 def _kept_rows(posteriors: Mapping[str, Any], test: Test, num_samples: int) -> Tensor:
-    most = max(
-        q.num_chains * q.num_draws if isinstance(q, Samples) else num_samples
-        for q in posteriors.values()
-    )
+    most = max(_number_of_draws(q, num_samples) for q in posteriors.values())
     count = min(test.rows, _POINTS, max(1, _NUMBERS // most))
     return (torch.arange(count, device=test.y.device) * test.rows) // count
 
 
-def _sampling_times(posteriors: Mapping[str, Any]) -> dict[str, float]:
-    return {
-        name: posterior.info["seconds"]
-        for name, posterior in posteriors.items()
-        if isinstance(posterior, Samples) and "seconds" in posterior.info
-    }
-
-
-def _is_known(value: object) -> bool:
-    return value is not None and not (isinstance(value, float) and math.isnan(value))
+def _number_of_draws(posterior: Any, num_samples: int) -> int:
+    if isinstance(posterior, Samples):
+        return posterior.num_chains * posterior.num_draws
+    return len(posterior.function) if isinstance(posterior, PredictiveDraws) else num_samples
 
 
 # ------------------------------------------------------------------------------------- checks
@@ -310,6 +235,8 @@ def _check_posteriors(
         )
     if not posteriors:
         raise ValueError("posteriors is empty: give at least one guide or Samples by name")
+    if all(isinstance(posterior, PredictiveDraws) for posterior in posteriors.values()):
+        raise ValueError("give at least one guide or Samples besides the predictive draws")
     there = ", ".join(map(repr, posteriors))
     if reference is not None and reference not in posteriors:
         raise ValueError(
@@ -324,17 +251,52 @@ def _check_posteriors(
             )
 
 
-def _test_data(test: tuple[Tensor, ...]) -> Test:
-    if len(test) < 2:
-        raise ValueError("give the test inputs and, last, the test targets")
-    for place, part in enumerate(test):
-        name = "y_test" if place == len(test) - 1 else "x_test"
-        if not isinstance(part, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(part).__name__}")
-        if part.dim() == 0 or not len(part):
-            raise ValueError(f"{name} must have at least one row")
-        check_finite_tensor(name, part)
-    if len({len(part) for part in test}) > 1:
-        shapes = ", ".join(str(tuple(part.shape)) for part in test)
-        raise ValueError(f"x_test and y_test must have the same number of rows, got {shapes}")
-    return Test(tuple(test[:-1]), test[-1])
+def _data(kind: str, parts: tuple[Tensor, ...]) -> Test:
+    if len(parts) < 2:
+        raise ValueError(f"give the {kind} inputs and, last, the {kind} targets")
+    for place, part in enumerate(parts):
+        name = f"y_{kind}" if place == len(parts) - 1 else f"x_{kind}"
+        _check_tensor(name, part)
+    if len({len(part) for part in parts}) > 1:
+        shapes = ", ".join(str(tuple(part.shape)) for part in parts)
+        raise ValueError(f"x_{kind} and y_{kind} must have the same number of rows, got {shapes}")
+    return Test(tuple(parts[:-1]), parts[-1])
+
+
+def _training_data(train: Any, test: Test) -> Test:
+    if not isinstance(train, tuple | list):
+        raise TypeError(
+            f"train must be a tuple of the inputs and, last, the targets, got "
+            f"{type(train).__name__}"
+        )
+    if len(train) != len(test.inputs) + 1:
+        raise ValueError(
+            f"train must hold the {len(test.inputs)} input tensors and, last, the targets, as the "
+            f"test data do, got {len(train)} tensors"
+        )
+    return _data("train", tuple(train))
+
+
+def _other_inputs(ood: Any, test: Test) -> tuple[Tensor, ...]:
+    """Up to 1000 rows of them."""
+    parts = (ood,) if isinstance(ood, Tensor) else tuple(ood)
+    for part in parts:
+        _check_tensor("ood", part)
+    if len(parts) != len(test.inputs) or len({len(part) for part in parts}) > 1:
+        raise ValueError(
+            f"ood must hold {len(test.inputs)} input tensors of one length, as the test data "
+            f"without targets, got {', '.join(str(tuple(part.shape)) for part in parts)}"
+        )
+    count = min(len(parts[0]), _POINTS)
+    rows = (torch.arange(count, device=parts[0].device) * len(parts[0])) // count
+    return tuple(part[rows] for part in parts)
+
+
+def _check_tensor(name: str, part: Any) -> None:
+    if part is None:
+        raise TypeError(f"{name} is missing: give it as a tensor")
+    if not isinstance(part, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(part).__name__}")
+    if part.dim() == 0 or not len(part):
+        raise ValueError(f"{name} must have at least one row")
+    check_finite_tensor(name, part)

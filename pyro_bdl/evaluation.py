@@ -1,51 +1,34 @@
 """What one posterior says at test inputs: its function, its predictions and their scores."""
 
-import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_bdl import diagnostics, metrics
+from pyro_bdl.comparison.data import Observation, PredictiveDraws, Test, Units
+from pyro_bdl.comparison.leave_one_out import leave_one_out
+from pyro_bdl.comparison.scores import (
+    class_labels,
+    score_classes,
+    score_draws_of_classes,
+    score_draws_of_numbers,
+    score_numbers,
+)
+from pyro_bdl.comparison.subject import Subject, as_samples, num_data, of_program
+from pyro_bdl.diagnostics.loo import LOO
 from pyro_bdl.linearized import LinearizedPredictive, is_linear
-from pyro_bdl.modules import evaluation_mode
-from pyro_bdl.observation import without_wrappers
-from pyro_bdl.posterior import latent_draws
+from pyro_bdl.metrics import Uncertainty
 from pyro_bdl.predictive import Predictive
-from pyro_bdl.program import leave_open, record
 from pyro_bdl.samples import Samples
 
-LEVEL = 0.9
-_CLASSES = ("Categorical", "Bernoulli", "OneHotCategorical")
+__all__ = ["Evaluation", "Test", "Units", "class_labels", "convergence", "evaluate"]
+
 # Draws times numbers per draw that are in memory at once while the test points are scored.
 _NUMBERS_AT_ONCE = 2**24
 _LEAST_DRAWS = 4
-
-
-@dataclass(frozen=True)
-class Units:
-    """The target in its own units is ``y * scale + shift`` for the y that the program knows."""
-
-    scale: float = 1.0
-    shift: float = 0.0
-
-
-@dataclass(frozen=True)
-class Test:
-    """Test data: the program's arguments before the target, and the target."""
-
-    inputs: tuple[Tensor, ...]
-    y: Tensor
-
-    @property
-    def rows(self) -> int:
-        return len(self.y)
-
-    def part(self, rows: slice | Tensor) -> "Test":
-        """Some of the rows."""
-        return Test(tuple(x[rows] for x in self.inputs), self.y[rows])
 
 
 @dataclass(frozen=True)
@@ -60,6 +43,10 @@ class Evaluation:
     :param predictions: ``(S, N)``, draws of the target, noise included, at the points that were
         kept; of classes None.
     :param scores: what the table says of the posterior alone, by key.
+    :param expected: ``(S, N, ...)``, of a regression E[y | draw] at the points that were kept.
+    :param noise: ``(S, N, ...)``, of a regression Var[y | draw] there.
+    :param pit: of a regression the probability integral transforms of all test targets.
+    :param loo: leave-one-out on the training data, where they are known.
     """
 
     task: str
@@ -67,47 +54,164 @@ class Evaluation:
     function: Tensor
     mean: Tensor
     predictions: Tensor | None
-    scores: Mapping[str, float] = field(default_factory=dict)
+    scores: Mapping[str, float | str] = field(default_factory=dict)
+    expected: Tensor | None = None
+    noise: Tensor | None = None
+    pit: Tensor | None = None
+    loo: LOO | None = None
+
+    def moments(self) -> Tensor:
+        """``(S, 2, N, ...)``, mean and variance of the target given the draw."""
+        assert self.expected is not None and self.noise is not None
+        return torch.stack([self.expected, self.noise], 1)
+
+    def uncertainty(self) -> Uncertainty | None:
+        """Aleatoric and epistemic parts of entropy or variance at the points that were kept."""
+        if self.task == "classification":
+            return metrics.entropy_parts(self.function)
+        if self.expected is None or self.noise is None:
+            return None
+        return metrics.variance_parts(self.expected, self.noise)
+
+    def halves(self) -> tuple["Evaluation", "Evaluation"]:
+        """Half of the chains and the others, or both ends of a single chain."""
+        names = ("function", "expected", "noise")
+        parts = {
+            name: metrics.halves(value, chains=self.chains)
+            for name in names
+            if (value := getattr(self, name)) is not None
+        }
+        chains = (1, 1) if self.chains == 1 else (self.chains // 2, -(-self.chains // 2))
+        first, second = ({name: part[i] for name, part in parts.items()} for i in (0, 1))
+        return self._of_draws(chains[0], **first), self._of_draws(chains[1], **second)
+
+    def _of_draws(self, chains: int, **draws: Any) -> "Evaluation":
+        return replace(self, chains=chains, **draws)
 
 
 def evaluate(
     name: str,
-    model: Callable,
+    subject: Subject,
     posterior: Any,
     test: Test,
     *,
     num_samples: int,
     kept: Tensor,
     units: Units,
+    train: Test | None = None,
+    ood: tuple[Tensor, ...] | None = None,
 ) -> Evaluation:
     """Push one set of draws of the posterior through the program, and score them.
 
     :param name: of the posterior, for messages.
-    :param model: a program with one observed site, called with the inputs and the target.
+    :param subject: the program.
     :param posterior: a guide or ``Samples``, of which all draws are taken.
     :param test: the test data.
     :param num_samples: draws of a guide.
     :param kept: row numbers at which the draws are kept.
     :param units: of the target; of no effect for classes.
+    :param train: the data that the posterior was fitted to, for leave-one-out.
+    :param ood: inputs from elsewhere, that its uncertainty should tell from the test inputs.
     :raises TypeError: where the posterior is neither a guide nor ``Samples``.
-    :raises ValueError: where a latent site has no value, the program has no or several observed
-        sites, or the targets do not fit the predictions.
+    :raises ValueError: for a posterior of another program, or targets that do not fit the
+        predictions.
     """
     predictive: Any
+    model, observation = subject.model, subject.observation
     if is_linear(posterior):  # a Gauss-Newton posterior is of the linear model
-        samples = _as_samples(name, posterior, 1, test)
+        samples = of_program(name, subject, posterior, as_samples(name, posterior, 1, test))
         predictive = LinearizedPredictive(model, posterior, num_samples)
     else:
-        samples = _as_samples(name, posterior, num_samples, test)
+        drawn = as_samples(name, posterior, num_samples, test)
+        samples = of_program(name, subject, posterior, drawn)
         predictive = Predictive(model, samples)
-    observation = _observation(name, model, samples, test)
-    score = _score_classes if observation.is_class else _score_numbers
-    mean, scores = score(predictive, observation, test, units)
-    function, predictions = _at(predictive, observation, test.part(kept), units)
+    parts = _parts(test, predictive)
+    pit = None
+    scores: dict[str, Any]
+    if observation.is_class:
+        mean, scores = score_classes(predictive, observation, parts, test.rows)
+    else:
+        mean, pit, scores = score_numbers(predictive, observation, parts, test.rows, units)
+    said = _at(predictive, observation, test.part(kept).inputs, units, samples.num_chains)
+    said = replace(said, mean=mean, pit=pit)
+    scores |= parts_of_uncertainty(said)
+    if ood is not None:
+        elsewhere = _at(predictive, observation, ood, units, samples.num_chains)
+        scores |= detection(said, elsewhere)
     if isinstance(posterior, Samples):
-        scores |= convergence(function, posterior)
-    task = "classification" if observation.is_class else "regression"
-    return Evaluation(task, samples.num_chains, function, mean, predictions, scores)
+        scores |= convergence(said.function, posterior)
+    loo = None
+    if train is not None:
+        pieces = _parts(train, predictive)
+        found = leave_one_out(model, posterior, samples, predictive, observation.site, pieces)
+        if found is not None:
+            loo, kind = found
+            scores |= {"elpd_loo": loo.elpd, "elpd_loo_se": loo.se, "p_loo": loo.p_loo}
+            scores["high_k"], scores["loo_by"] = loo.num_bad, kind
+    return replace(said, scores=scores, loo=loo)
+
+
+def evaluate_draws(
+    name: str,
+    observation: Observation,
+    draws: PredictiveDraws,
+    test: Test,
+    *,
+    kept: Tensor,
+    units: Units,
+) -> Evaluation:
+    """As ``evaluate``, of predictions without a posterior: what can be said from them alone.
+
+    :param observation: the program's observed site.
+    """
+    draws.check_rows(name, test.rows)
+    held = draws.at(kept)
+    scores: dict[str, Any]
+    if observation.is_class:
+        p = draws.function
+        if observation.kind == "Bernoulli" and p[0].numel() == test.y.numel():
+            p = observation.probabilities(p)
+        if p.dim() != 3 or bool(((p.sum(-1) - 1).abs() > 1e-3).any()):
+            raise ValueError(
+                f"posterior {name!r} must hold class probabilities (draws, points, classes) that "
+                f"sum to 1, got shape {tuple(draws.function.shape)}"
+            )
+        mean, scores = score_draws_of_classes(p, test.y)
+        said = Evaluation("classification", draws.chains, p[:, kept], mean, None)
+    else:
+        mean, pit, scores = score_draws_of_numbers(draws, test.y, units)
+        predictions = None
+        if held.targets is not None:
+            predictions = held.targets * units.scale + units.shift
+        function = held.function * units.scale + units.shift
+        said = Evaluation("regression", draws.chains, function, mean, predictions, pit=pit)
+    scores |= parts_of_uncertainty(said)
+    if draws.chains > 1:
+        scores |= _by_chain(said.function, draws.chains)
+    return replace(said, scores=scores)
+
+
+def parts_of_uncertainty(said: Evaluation) -> dict[str, float]:
+    """Of classes the mean entropies in nats; of numbers sds, root mean square over the points."""
+    parts = said.uncertainty()
+    if parts is None:
+        return {}
+    means = {"aleatoric": parts.aleatoric.mean(), "epistemic": parts.epistemic.mean()}
+    if said.task == "regression":
+        means = {key: value.sqrt() for key, value in means.items()}
+    return {key: value.item() for key, value in means.items()}
+
+
+def detection(known: Evaluation, elsewhere: Evaluation) -> dict[str, float]:
+    """AUROC of telling the second inputs from the first by the predictive entropy or variance, and
+    by its epistemic part."""
+    here, there = known.uncertainty(), elsewhere.uncertainty()
+    if here is None or there is None:
+        return {}
+    return {
+        "auroc": metrics.auroc(here.total, there.total).item(),
+        "auroc_epistemic": metrics.auroc(here.epistemic, there.epistemic).item(),
+    }
 
 
 def convergence(function: Tensor, samples: Samples) -> dict[str, float]:
@@ -118,9 +222,14 @@ def convergence(function: Tensor, samples: Samples) -> dict[str, float]:
     found: dict[str, float] = {}
     if "diverging" in samples.stats:
         found["divergences"] = int(samples.stats["diverging"].sum())
-    if samples.num_draws < _LEAST_DRAWS:
+    return found | _by_chain(function, samples.num_chains)
+
+
+def _by_chain(function: Tensor, chains: int) -> dict[str, float]:
+    found: dict[str, float] = {}
+    if len(function) // chains < _LEAST_DRAWS:
         return found
-    by_chain = function.reshape(samples.num_chains, samples.num_draws, -1)
+    by_chain = function.reshape(chains, len(function) // chains, -1)
     by_chain = by_chain[..., by_chain.flatten(0, 1).std(0) > 0]
     rhat, size = diagnostics.rhat(by_chain), diagnostics.ess(by_chain)
     rhat, size = rhat[~rhat.isnan()], size[~size.isnan()]
@@ -131,152 +240,41 @@ def convergence(function: Tensor, samples: Samples) -> dict[str, float]:
     return found
 
 
-# --------------------------------------------------------------------------------- the program
-
-
-@dataclass(frozen=True)
-class _Observation:
-    """The observed site and the kind of its distribution."""
-
-    site: str
-    kind: str
-
-    @property
-    def is_class(self) -> bool:
-        return self.kind in _CLASSES
-
-
-def _as_samples(name: str, posterior: Any, num_samples: int, test: Test) -> Samples:
-    """Draws made once, so that every number in the table is of the same ones."""
-    if isinstance(posterior, Samples):
-        return posterior
-    try:
-        latents = latent_draws(posterior, num_samples, *test.inputs, None)
-    except TypeError as error:
-        raise TypeError(f"posterior {name!r}: {error}") from error
-    return Samples({site: value[None] for site, value in latents.items()})
-
-
-@torch.no_grad()
-def _observation(name: str, model: Callable, samples: Samples, test: Test) -> _Observation:
-    one_draw = {site: value[0, 0] for site, value in samples.latents.items()}
-    test = test.part(slice(0, 2))
-    with evaluation_mode():
-        run = record(model, one_draw, (*test.inputs, test.y), draw=leave_open)
-    absent = [site for site, said in run.observed.items() if said.value is None]
-    if absent:
-        raise ValueError(
-            f"posterior {name!r} has no value for the latent site {absent[0]!r} of the program: "
-            f"it was fitted to another one"
-        )
-    if len(run.observed) != 1:
-        sites = ", ".join(map(repr, run.observed)) or "none"
-        raise ValueError(f"compare needs a program with one observed site, but it has: {sites}")
-    ((site, said),) = run.observed.items()
-    return _Observation(site, type(without_wrappers(said.distribution)[0]).__name__)
+# ----------------------------------------------------------------------------------- the parts
 
 
 def _at(
-    predictive: Predictive, observation: _Observation, test: Test, units: Units
-) -> tuple[Tensor, Tensor | None]:
-    """Draws of the function and, of a regression, of the target."""
+    predictive: Any, observation: Observation, inputs: tuple, units: Units, chains: int
+) -> Evaluation:
+    """Draws of the function and, of a regression, of the target and its moments."""
     if observation.is_class:
-        mean = predictive.mean(*test.inputs, None)[observation.site]
-        return _probabilities(mean, observation), None
-    drawn = predictive(*test.inputs, None)
+        mean = predictive.mean(*inputs, None)[observation.site]
+        p = observation.probabilities(mean)
+        return Evaluation("classification", chains, p, p.mean(0), None)
+    drawn = predictive(*inputs, None)
+    # With the same latents; of the linear model each call has draws of its own.
+    expected, noise = predictive.draw_moments(*inputs, None)[observation.site]
     function = drawn.get("f")
-    if function is None or function.shape[1:2] != (test.rows,):
-        function = predictive.mean(*test.inputs, None)[observation.site]
-    predictions = drawn[observation.site]
-    return function * units.scale + units.shift, predictions * units.scale + units.shift
+    if function is None or function.shape[1:2] != (len(inputs[0]),):
+        function = expected
+    return Evaluation(
+        task="regression",
+        chains=chains,
+        function=function * units.scale + units.shift,
+        mean=expected.mean(0) * units.scale + units.shift,
+        predictions=drawn[observation.site] * units.scale + units.shift,
+        expected=expected * units.scale + units.shift,
+        noise=noise * units.scale**2,
+    )
 
 
-# ------------------------------------------------------------------------------------- scores
-
-
-def _score_numbers(
-    predictive: Predictive, observation: _Observation, test: Test, units: Units
-) -> tuple[Tensor, dict[str, float]]:
-    """Mean predictions and the scores of a regression, in the target's units."""
-    site, means = observation.site, []
-    square, nlpd, crps, coverage = 0.0, 0.0, 0.0, 0.0
-    for part in _parts(test, predictive):
-        share = part.rows / test.rows
-        mean = predictive.mean(*part.inputs, None)[site].mean(0)
-        y = _fitting(part.y, mean) * units.scale + units.shift
-        mean = mean * units.scale + units.shift
-        means.append(mean)
-        square += share * metrics.rmse(mean, y).item() ** 2
-        density = predictive.log_likelihood(*part.inputs, part.y)[site].flatten(1)
-        # A density over y * scale is smaller by the scale, for each number of a target.
-        nlpd += share * (
-            metrics.negative_log_predictive_density(density).item()
-            + math.log(units.scale) * y.numel() / density.shape[1]
-        )
-        drawn = predictive(*part.inputs, None)[site] * units.scale + units.shift
-        crps += share * metrics.crps(drawn, y).item()
-        coverage += share * metrics.interval_coverage(drawn, y, level=LEVEL).item()
-    scores = {"rmse": math.sqrt(square), "nlpd": nlpd, "crps": crps, "coverage": coverage}
-    return torch.cat(means), scores
-
-
-def _score_classes(
-    predictive: Predictive, observation: _Observation, test: Test, units: Units
-) -> tuple[Tensor, dict[str, float]]:
-    """Mean class probabilities ``(N, C)`` and the scores of a classification."""
-    site, means, labels, nlpd = observation.site, [], [], 0.0
-    for part in _parts(test, predictive):
-        mean = _probabilities(predictive.mean(*part.inputs, None)[site], observation).mean(0)
-        means.append(mean)
-        labels.append(class_labels(part.y, mean))
-        density = predictive.log_likelihood(*part.inputs, part.y)[site].flatten(1)
-        nlpd += metrics.negative_log_predictive_density(density).item() * part.rows / test.rows
-    mean, label = torch.cat(means), torch.cat(labels)
-    return mean, {
-        "accuracy": metrics.accuracy(mean, label).item(),
-        "nlpd": nlpd,
-        "brier": metrics.brier(mean, label).item(),
-        "ece": metrics.expected_calibration_error(mean, label).item(),
-    }
-
-
-def class_labels(y: Tensor, probabilities: Tensor) -> Tensor:
-    """Targets, class numbers or one-hot rows, as one class number for each row ``(N, C)``."""
-    if y.numel() == probabilities.numel() and y.shape[-1:] == probabilities.shape[-1:]:
-        y = y.argmax(-1)
-    return y.reshape(-1).long()
-
-
-def _probabilities(mean: Tensor, observation: _Observation) -> Tensor:
-    """Class probabilities ``(S, N, C)``; several labels in a row count as several points."""
-    if observation.kind == "Bernoulli":
-        ones = mean.flatten(1)
-        return torch.stack([1 - ones, ones], -1)
-    return mean.flatten(1, -2)
-
-
-def _fitting(y: Tensor, mean: Tensor) -> Tensor:
-    if y.numel() != mean.numel() or len(y) != len(mean):
-        raise ValueError(
-            f"y_test has shape {tuple(y.shape)}, but the program predicts {tuple(mean.shape)}"
-        )
-    return y.reshape(mean.shape)
-
-
-def _parts(test: Test, predictive: Predictive) -> Iterator[Test]:
+def _parts(test: Test, predictive: Any) -> list[Test]:
     """The test rows in parts that bound the memory of their draws."""
     draws = predictive.num_samples
     if draws is None:
         draws = predictive.posterior.num_chains * predictive.posterior.num_draws
     size = max(1, _NUMBERS_AT_ONCE // (draws * max(1, test.y[0].numel())))
-    num_data = _num_data(predictive.model)
-    if num_data is not None:
-        size = min(size, num_data)  # the program refuses more rows with targets
-    for start in range(0, test.rows, size):
-        yield test.part(slice(start, start + size))
-
-
-def _num_data(model: Any) -> int | None:
-    while not hasattr(model, "num_data") and hasattr(model, "model"):  # under a handler
-        model = model.model
-    return getattr(model, "num_data", None)
+    most = num_data(predictive.model)
+    if most is not None:
+        size = min(size, most)  # the program refuses more rows with targets
+    return [test.part(slice(start, start + size)) for start in range(0, test.rows, size)]

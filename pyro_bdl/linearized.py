@@ -24,8 +24,14 @@ from pyro_bdl.curvature.parts import linearizations
 from pyro_bdl.guides.laplace import LaplaceGuide
 from pyro_bdl.guides.mixture import MixtureGuide
 from pyro_bdl.natural import constrained_value, with_natural
-from pyro_bdl.observation import observation_mean, parameters_of, without_wrappers
+from pyro_bdl.observation import (
+    observation_mean,
+    observation_variance,
+    parameters_of,
+    without_wrappers,
+)
 from pyro_bdl.outputs import Outputs
+from pyro_bdl.predictive import PredictiveMoments
 
 METHODS = ("probit", "laplace-bridge", "monte-carlo")
 
@@ -235,6 +241,23 @@ class LinearizedPredictive:
                 if kinds is None or outputs.kind in kinds
             }
             return {name: observation_mean(site.distribution) for name, site in sites.items()}
+
+        return self._map_draws(draw, args, kwargs)
+
+    def draw_moments(self, *args: Any, **kwargs: Any) -> dict[str, PredictiveMoments]:
+        """E[y | draw, x] and Var[y | draw, x] for each observed site and draw, (S, N, ...)."""
+        found = self._draw_moments(args, kwargs)
+        names = [key.removeprefix("mean ") for key in found if key.startswith("mean ")]
+        return {n: PredictiveMoments(found[f"mean {n}"], found[f"variance {n}"]) for n in names}
+
+    def _draw_moments(self, args: tuple, kwargs: dict) -> dict[str, Tensor]:
+        def draw(at: Linearization, part: Part, offsets: Tensor, first: bool) -> dict[str, Tensor]:
+            found = {}
+            for name, outputs in part.items():
+                site = with_natural(at.run.observed[name], outputs.draws(offsets))
+                found[f"mean {name}"] = observation_mean(site.distribution)
+                found[f"variance {name}"] = observation_variance(site.distribution)
+            return found
 
         return self._map_draws(draw, args, kwargs)
 

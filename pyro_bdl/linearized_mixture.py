@@ -46,6 +46,9 @@ class LinearizedMixture(LinearizedPredictive):
         """E[y | draw, x] for each observed site, (S, N, ...); for classes the probabilities."""
         return self._drawn(lambda member: member.mean(*args, **kwargs))
 
+    def _draw_moments(self, args: tuple, kwargs: dict) -> dict[str, Tensor]:
+        return self._drawn(lambda member: member._draw_moments(args, kwargs))
+
     def log_likelihood(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """log p(y_n | draw, x_n) for each observed site, (S, N); the arguments include targets."""
         return self._drawn(lambda member: member.log_likelihood(*args, **kwargs))

@@ -109,6 +109,17 @@ class Predictive:
 
         return self._map(_always(function), args, kwargs)
 
+    def draw_moments(self, *args: Any, **kwargs: Any) -> dict[str, PredictiveMoments]:
+        """E[y | w_s, x] and Var[y | w_s, x] for each observed site and draw, (S, N, ...)."""
+
+        def function(draw: Draws) -> dict[str, tuple[Tensor, Tensor]]:
+            run = record(self.model, draw, args, kwargs, draw=leave_open)
+            observed = {name: site.distribution for name, site in run.observed.items()}
+            return {n: (observation_mean(d), observation_variance(d)) for n, d in observed.items()}
+
+        found = self._map(_always(function), args, kwargs)
+        return {name: PredictiveMoments(*values) for name, values in found.items()}
+
     def moments(self, *args: Any, **kwargs: Any) -> dict[str, PredictiveMoments]:
         """Mean and variance of y for each observed site, over the draws and the noise.
 
@@ -116,15 +127,9 @@ class Predictive:
         precision tau that is 1 / tau plus the variance over the draws (Gal & Ghahramani 2016,
         section 4). For classes both are of each class's indicator.
         """
-
-        def function(draw: Draws) -> dict[str, tuple[Tensor, Tensor]]:
-            run = record(self.model, draw, args, kwargs, draw=leave_open)
-            observed = {name: site.distribution for name, site in run.observed.items()}
-            return {n: (observation_mean(d), observation_variance(d)) for n, d in observed.items()}
-
         return {
             name: PredictiveMoments(mean.mean(0), noise.mean(0) + mean.var(0, correction=0))
-            for name, (mean, noise) in self._map(_always(function), args, kwargs).items()
+            for name, (mean, noise) in self.draw_moments(*args, **kwargs).items()
         }
 
     def log_likelihood(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ class Column:
     :param help: one sentence that says what the numbers are, and in which units.
     :param style: ``"number"``, ``"percent"`` or ``"text"``.
     :param digits: significant digits of a number.
+    :param error: where the rows hold the standard errors of its values, if they do.
     """
 
     key: str
@@ -30,6 +31,7 @@ class Column:
     help: str = ""
     style: str = "number"
     digits: int = 3
+    error: str = ""
 
     def cell(self, row: Row) -> str:
         """The row's value as text; a dash for None, NaN and what is not there."""
@@ -38,7 +40,12 @@ class Column:
             return MISSING
         if self.style == "text" or isinstance(value, str):
             return str(value)
-        return f"{value:.1%}" if self.style == "percent" else number(value, self.digits)
+        if self.style == "percent":
+            return f"{value:.1%}"
+        error: Any = row.get(self.error) if self.error else None
+        if error is None or not math.isfinite(error):
+            return number(value, self.digits)
+        return f"{number(value, self.digits)} ± {number(error, 2)}"
 
 
 def number(value: float, digits: int = 3) -> str:

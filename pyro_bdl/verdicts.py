@@ -8,22 +8,37 @@ Row = Mapping[str, object]
 # Ratios of sds within these limits are told as agreement, R-hats below these as convergence.
 _NARROW, _WIDE = 0.8, 1.25
 _RHAT_GOOD, _RHAT_USABLE = 1.01, 1.05
+# A region is spoken of where its sd ratio is off and by so much further off than near the data.
+_APART = 1.33
+_REGIONS = {"between": "between the training data", "beyond": "beyond the training data"}
 # A mean that is off by less than this share of the reference's sd is told as agreement.
 _OFF = 0.25
 
 
-def verdict(row: Row, *, reference: str | None, floor: Row | None, points: int) -> str:
+def verdict(
+    row: Row,
+    *,
+    reference: str | None,
+    floor: Row | None,
+    points: int,
+    doubtful: bool = False,
+) -> str:
     """One sentence on a posterior.
 
     :param row: its line of the table.
     :param reference: name of the reference, None without one.
     :param floor: the line of the reference's halves against each other.
     :param points: number of test points, which the error of a coverage depends on.
+    :param doubtful: whether the reference itself cannot be trusted.
     """
     parts = []
-    if reference is not None and row["posterior"] != reference:
+    compared = reference is not None and row["posterior"] != reference
+    if reference is not None and compared:
         parts += [_spread(row, reference), _centre(row, reference, floor or {})]
+        parts += [_left_out(row, reference)]
     parts += [_coverage(row, points), _convergence(row)]
+    if doubtful and compared and any(parts):
+        parts.append(f"but {reference} itself cannot be trusted")
     told = [part for part in parts if part]
     return "; ".join(told) if told else _calibrated(row)
 
@@ -34,12 +49,43 @@ def _spread(row: Row, reference: str) -> str:
         return ""
     if ratio < 1e-3:
         return f"no spread at all where {reference} has some: overconfident"
+    region = _worst_region(row)
+    if region:
+        here, near = _number(row, f"sd_ratio_{region}"), _number(row, "sd_ratio_near")
+        word = "over" if here < _NARROW else "under"
+        text = f"sd {_REGIONS[region]} is {_times(here)} {reference}'s: {word}confident there"
+        return text + ("" if math.isnan(near) else f" ({near:.2f} near them)")
     text = f"sd is {_times(ratio)} {reference}'s on average"
     if ratio < _NARROW:
         return f"{text}: overconfident"
     if ratio > _WIDE:
         return f"{text}: underconfident"
     return f"{text}: much alike"
+
+
+def _worst_region(row: Row) -> str:
+    """The region in which the sd is off, and much more so than near the training data."""
+    near = _number(row, "sd_ratio_near")
+    near = 1.0 if math.isnan(near) or near <= 0 else near
+    found = {}
+    for region in _REGIONS:
+        ratio = _number(row, f"sd_ratio_{region}")
+        narrow = ratio < _NARROW and ratio * _APART < near
+        wide = ratio > _WIDE and ratio > near * _APART
+        if narrow or wide:
+            found[region] = abs(math.log(max(ratio, 1e-6)))
+    return max(found, key=lambda region: found[region]) if found else ""
+
+
+def _left_out(row: Row, reference: str) -> str:
+    """A difference in elpd of more than two standard errors, where all k-hats are good."""
+    gap, error = _number(row, "elpd_diff"), _number(row, "elpd_diff_se")
+    if math.isnan(gap) or abs(gap) <= 2 * error or row.get("high_k") != 0:
+        return ""
+    word = "better" if gap > 0 else "worse"
+    return (
+        f"it predicts left-out data {word} than {reference}, by {abs(gap):.1f} ± {error:.1f} nats"
+    )
 
 
 def _centre(row: Row, reference: str, floor: Row) -> str:

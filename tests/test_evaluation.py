@@ -167,7 +167,10 @@ def test_figures_and_text_of_every_task():
         ({"y": X[:4, 0]}, "same number of rows"),
         ({"y": torch.zeros(9, 3)}, r"y_test has shape \(9, 3\), but the program predicts \(9,\)"),
         ({"y": X[:, 0] * torch.nan}, "y_test holds NaN"),
-        ({"posteriors": {"a": normal_draws(v=(2,))}}, "no value for the latent site 'w'"),
+        (
+            {"posteriors": {"a": normal_draws(v=(2,))}},
+            "'a': the posterior is of another program .no value for: 'w'; .* not have: 'v'",
+        ),
         ({"num_samples": 1}, "num_samples must be at least 2"),
         ({"target_scale": 0.0}, "target_scale must be positive"),
     ],

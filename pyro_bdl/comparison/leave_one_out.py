@@ -1,0 +1,135 @@
+"""PSIS-LOO of a posterior on the data that it was fitted to."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_bdl import diagnostics
+from pyro_bdl.comparison.data import Test
+from pyro_bdl.diagnostics.loo import LOO, standard_error
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.guides.base import Guide
+from pyro_bdl.linearized import is_linear
+from pyro_bdl.modules import evaluation_mode
+from pyro_bdl.program import Program
+from pyro_bdl.samples import Samples
+from pyro_bdl.vectorize import Draws, map_draws
+
+# A posterior that takes fewer values has no tail that a Pareto distribution could be fitted to.
+_LEAST_VALUES = 25
+EXACT, CORRECTED, PLAIN = "draws", "p / q", "plain"
+
+
+def leave_one_out(
+    model: Callable,
+    posterior: Any,
+    samples: Samples,
+    predictive: Any,
+    site: str,
+    parts: Sequence[Test],
+    *,
+    compat: str = "1.x",
+) -> tuple[LOO, str] | None:
+    """elpd_loo of the program under the posterior, and what its draws were taken for.
+
+    ``draws``: of Markov chains, from the posterior. ``p / q``: of a guide with a density, mended
+    by the ratio of posterior and guide (Magnusson et al. 2019). ``plain``: of any other guide,
+    taken for the posterior; also of a Laplace approximation, the posterior of the linear model.
+
+    :param samples: the draws.
+    :param predictive: what gives the log likelihood at these draws.
+    :param site: the observed site.
+    :param parts: the training data in parts that bound the memory.
+    :returns: None for a point mass, or few of them, which nothing can be left out of.
+    """
+    linear = is_linear(posterior)
+    if not linear and _number_of_values(samples) < _LEAST_VALUES:
+        return None
+    density = [predictive.log_likelihood(*part.inputs, part.y)[site].flatten(1) for part in parts]
+    shape = (samples.num_chains, -1) if isinstance(posterior, Samples) else (1, -1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BdlWarning)  # the table holds the number of high k-hats
+        if isinstance(posterior, Samples):
+            efficiency = relative_efficiency(samples)
+            found = [
+                diagnostics.loo(
+                    part.unflatten(0, shape), r_eff=efficiency, compat=compat, progress=False
+                )
+                for part in density
+            ]
+            return _joined(found, compat), EXACT
+        if not linear and isinstance(posterior, Guide) and posterior.has_density:
+            log_p, log_q = _densities(model, posterior, samples, parts[0])
+            log_p = log_p + sum(part.double().sum(1) for part in density)
+            found = [
+                diagnostics.loo_approximate_posterior(
+                    part[None], log_p[None], log_q[None], compat=compat, progress=False
+                )
+                for part in density
+            ]
+            return _joined(found, compat), CORRECTED
+        found = [diagnostics.loo(part[None], compat=compat, progress=False) for part in density]
+        return _joined(found, compat), PLAIN
+
+
+def difference(ours: LOO, theirs: LOO) -> tuple[float, float]:
+    """elpd_loo minus the reference's, and its standard error, sqrt(N var of the differences).
+
+    Source: Vehtari, Gelman, Gabry (2017), eq. 24; equal to ``arviz.compare``.
+    """
+    gap = ours.pointwise - theirs.pointwise.to(ours.pointwise)
+    return gap.sum().item(), standard_error(gap, ddof=0)
+
+
+def relative_efficiency(samples: Samples) -> float:
+    """ESS of the mean over the number of draws, averaged over all numbers of the latents as ArviZ
+    does; 1 for a single chain."""
+    if samples.num_chains == 1 or samples.num_draws < 4:
+        return 1.0
+    sizes = [
+        diagnostics.ess(value, kind="mean", progress=False).flatten()
+        for value in samples.latents.values()
+    ]
+    mean = torch.cat(sizes).nanmean().item() / (samples.num_chains * samples.num_draws)
+    return mean if mean > 0 else 1.0
+
+
+@torch.no_grad()
+def _densities(
+    model: Callable, guide: Guide, samples: Samples, data: Test
+) -> tuple[Tensor, Tensor]:
+    """log p(u) and log q(u) over the unconstrained latents, ``(S,)`` each."""
+    if not any(latent.plates for latent in guide.require_layout().latents.values()):
+        data = data.part(slice(0, 2))  # the prior does not depend on them
+    with evaluation_mode():
+        program = Program(model, *data.inputs, data.y)
+
+        def both(draw: Draws) -> dict[str, Tensor]:
+            vector = program.unconstrain(draw)
+            log_det = program.constrain(vector)[1]
+            prior = program.log_prior(draw)
+            return {"p": prior + log_det, "q": guide.log_density(vector, log_det) + log_det}
+
+        found = map_draws(both, samples.flat())
+    return found["p"].double(), found["q"].double()
+
+
+def _number_of_values(samples: Samples) -> int:
+    sums = sum(value.double().reshape(len(value), -1).sum(1) for value in samples.flat().values())
+    return len(torch.as_tensor(sums).unique())
+
+
+def _joined(parts: list[LOO], compat: str) -> LOO:
+    pointwise = torch.cat([part.pointwise for part in parts])
+    return LOO(
+        elpd=sum(part.elpd for part in parts),
+        se=standard_error(pointwise, ddof=0 if compat == "0.23" else 1),
+        p_loo=sum(part.p_loo for part in parts),
+        pointwise=pointwise,
+        pareto_k=torch.cat([part.pareto_k for part in parts]),
+        good_k=parts[0].good_k,
+        num_draws=parts[0].num_draws,
+    )

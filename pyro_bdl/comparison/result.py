@@ -1,0 +1,166 @@
+"""The result of a comparison: its table in several forms, and its figures."""
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from pyro_bdl import plots
+from pyro_bdl.comparison.scores import class_labels
+from pyro_bdl.evaluation import Evaluation
+from pyro_bdl.table import Column, groups, to_csv, to_text
+
+_WIDTH = 100
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What ``compare`` found; print it for the table and the verdicts.
+
+    :param task: ``"regression"`` or ``"classification"``.
+    :param reference: name of the reference, or None.
+    :param rows: a dict for each posterior, and a last one for the reference's two halves against
+        each other, the floor of the distances.
+    :param columns: what the table shows, with a sentence on each.
+    :param verdicts: posterior to one sentence computed from its row.
+    :param evaluations: posterior to its draws at the test points that were kept.
+    :param inputs: these test points.
+    :param y: their targets, those of a regression in their own units.
+    :param details: further columns, which ``to_text(details=True)`` and the files have too.
+    :param warnings: why the reference cannot be trusted; empty where nothing speaks against it.
+    """
+
+    task: str
+    reference: str | None
+    rows: tuple[dict[str, Any], ...]
+    columns: tuple[Column, ...]
+    verdicts: Mapping[str, str]
+    evaluations: Mapping[str, Evaluation] = field(repr=False)
+    inputs: tuple[Tensor, ...] = field(repr=False)
+    y: Tensor = field(repr=False)
+    details: tuple[Column, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def to_text(self, width: int | None = _WIDTH, *, details: bool = False) -> str:
+        """Table, verdicts and warnings.
+
+        :param width: groups of columns stand below each other where they are wider than so many
+            characters; None for one wide table.
+        :param details: with the columns of ``details``.
+        """
+        longest = max(map(len, self.verdicts))
+        said = [f"{name.ljust(longest)}  {text}" for name, text in self.verdicts.items()]
+        columns = [*self.columns, *(self.details if details else ())]
+        blocks = [to_text(self.rows, block) for block in self._blocks(columns, width)]
+        warned = [textwrap.fill(f"Warning: {text}", width or 10**6) for text in self.warnings]
+        return "\n\n".join([*blocks, "\n".join(said), *warned])
+
+    def _blocks(self, columns: Sequence[Column], width: int | None) -> list[list[Column]]:
+        name, rest = columns[0], list(columns[1:])
+        blocks = [[name]]
+        for _, count in groups(rest):
+            group, rest = rest[:count], rest[count:]
+            lines = to_text(self.rows, [*blocks[-1], *group]).splitlines()
+            if width is None or len(blocks[-1]) == 1 or max(map(len, lines)) <= width:
+                blocks[-1] += group
+            else:
+                blocks.append([name, *group])
+        return blocks
+
+    def to_csv(self, path: str | Path) -> Path:
+        """Write the rows, numbers unrounded, with all details, errors and the verdicts; returns
+        the path."""
+        rows = [{**row, "verdict": self.verdicts.get(row["posterior"])} for row in self.rows]
+        columns = []
+        for column in (*self.columns, *self.details):
+            columns.append(column)
+            if column.error:
+                columns.append(Column(column.error, column.error))
+        return to_csv(path, rows, [*columns, Column("verdict", "verdict", style="text")])
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """The rows and verdicts by posterior, in types that JSON knows; None for no number."""
+        return {
+            row["posterior"]: {
+                key: value if is_known(value) else None
+                for key, value in row.items()
+                if key != "posterior"
+            }
+            | {"verdict": self.verdicts.get(row["posterior"])}
+            for row in self.rows
+        }
+
+    def figures(self, *, target: str = "target", units: str = "") -> dict[str, Figure]:
+        """Pictures of the comparison, by a name that suits a file; see :data:`CAPTIONS`.
+
+        :param target: what the target is, for labels.
+        :param units: of the target, for labels.
+        """
+        found: dict[str, Figure] = {}
+        functions = {name: said.function for name, said in self.evaluations.items()}
+        x = self.inputs[0]
+        if self.task == "regression":
+            if x[0].numel() == 1 and next(iter(functions.values())).dim() == 2:
+                found["bands"] = plots.predictive_bands(
+                    x.reshape(-1), functions, reference=self.reference, ylabel=target
+                )
+            drawn: dict[str, Any] = {
+                name: said.predictions for name, said in self.evaluations.items()
+            }
+            y = self.y.reshape(next(iter(drawn.values())).shape[1:])
+        else:
+            drawn = {name: said.function.mean(0) for name, said in self.evaluations.items()}
+            y = class_labels(self.y, next(iter(drawn.values())))
+        found["calibration"] = plots.calibration(drawn, y, task=self.task, reference=self.reference)
+        if self.reference is None or len(functions) < 2:
+            return found
+        quantity = "prediction"
+        if self.task == "classification":
+            quantity = "class probabilities"
+            if functions[self.reference].shape[-1] == 2:  # the other class mirrors this one
+                functions = {name: draws[..., 1] for name, draws in functions.items()}
+        found |= self._cost(units)
+        found["function_space"] = plots.function_space(
+            functions, reference=self.reference, quantity=quantity, units=units
+        )
+        return found
+
+    def _cost(self, units: str) -> dict[str, Figure]:
+        key = "wasserstein" if self.task == "regression" else "total_variation"
+        *rows, floor = self.rows
+        known = [row for row in rows if is_known(row.get("seconds"))]
+        others = [row for row in known if row["posterior"] != self.reference]
+        if not others:
+            return {}
+        figure = plots.cost_against_quality(
+            {row["posterior"]: row["seconds"] for row in known},
+            {row["posterior"]: row[key] for row in others},
+            reference=self.reference,
+            floor=floor.get(key),
+            units=units if self.task == "regression" else "total variation",
+        )
+        return {"cost": figure}
+
+
+CAPTIONS = {
+    "bands": "Mean and 90 % interval of the function along the feature.",
+    "calibration": "Calibration on the test data: below the diagonal, a posterior is "
+    "overconfident.",
+    "function_space": "Mean and sd at each test point: on the diagonal, a posterior agrees with "
+    "the reference.",
+    "cost": "Time to fit against the distance to the reference. The dashed line is the distance "
+    "between two halves of the reference's own draws.",
+}
+
+
+def is_known(value: object) -> bool:
+    """Whether a cell holds something."""
+    return value is not None and not (isinstance(value, float) and math.isnan(value))

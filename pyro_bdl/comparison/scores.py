@@ -1,0 +1,122 @@
+"""Scores of one posterior's predictions against the test targets."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_bdl import metrics
+from pyro_bdl.comparison.data import Observation, PredictiveDraws, Test, Units
+
+LEVELS = {"coverage": 0.9, "coverage_50": 0.5, "coverage_95": 0.95}
+Scores = dict[str, Any]
+
+
+def score_numbers(
+    predictive: Any, observation: Observation, parts: Iterable[Test], rows: int, units: Units
+) -> tuple[Tensor, Tensor, Scores]:
+    """Mean predictions, probability integral transforms and scores of a regression, in the
+    target's units.
+
+    :param predictive: a ``Predictive`` or its like.
+    :param parts: the test data in parts that bound the memory of their draws.
+    :param rows: of all parts.
+    """
+    site, means, places = observation.site, [], []
+    square, nlpd, crps = 0.0, 0.0, 0.0
+    inside = torch.zeros(len(LEVELS), dtype=torch.float64)
+    for part in parts:
+        share = part.rows / rows
+        mean = predictive.mean(*part.inputs, None)[site].mean(0)
+        y = _fitting(part.y, mean) * units.scale + units.shift
+        mean = mean * units.scale + units.shift
+        means.append(mean)
+        square += share * metrics.rmse(mean, y).item() ** 2
+        density = predictive.log_likelihood(*part.inputs, part.y)[site].flatten(1)
+        nlpd += share * _nlpd(density, y, units)
+        drawn = predictive(*part.inputs, None)[site] * units.scale + units.shift
+        crps += share * metrics.crps(drawn, y).item()
+        inside += share * metrics.interval_coverage(drawn, y, level=list(LEVELS.values())).cpu()
+        places.append(metrics.pit(drawn, y))
+    pit = torch.cat(places)
+    scores = {"rmse": math.sqrt(square), "nlpd": nlpd, "crps": crps}
+    scores |= dict(zip(LEVELS, inside.tolist(), strict=True))
+    scores["pit"] = metrics.uniformity(pit).item()
+    return torch.cat(means), pit, scores
+
+
+def score_draws_of_numbers(
+    draws: PredictiveDraws, y: Tensor, units: Units
+) -> tuple[Tensor, Tensor | None, Scores]:
+    """As ``score_numbers``, as far as the draws go; those of the target, where known."""
+    known = draws.function if draws.targets is None else draws.targets
+    mean = known.mean(0)
+    target = _fitting(y, mean) * units.scale + units.shift
+    mean = mean * units.scale + units.shift
+    scores, pit = {"rmse": metrics.rmse(mean, target).item()}, None
+    if draws.log_likelihood is not None:
+        scores["nlpd"] = _nlpd(draws.log_likelihood.flatten(1), target, units)
+    if draws.targets is not None:
+        drawn = draws.targets * units.scale + units.shift
+        scores["crps"] = metrics.crps(drawn, target).item()
+        levels = metrics.interval_coverage(drawn, target, level=list(LEVELS.values()))
+        scores |= dict(zip(LEVELS, levels.tolist(), strict=True))
+        pit = metrics.pit(drawn, target)
+        scores["pit"] = metrics.uniformity(pit).item()
+    return mean, pit, scores
+
+
+def score_classes(
+    predictive: Any, observation: Observation, parts: Iterable[Test], rows: int
+) -> tuple[Tensor, Scores]:
+    """Mean class probabilities ``(N, C)`` and the scores of a classification."""
+    site, means, labels, nlpd = observation.site, [], [], 0.0
+    for part in parts:
+        mean = observation.probabilities(predictive.mean(*part.inputs, None)[site]).mean(0)
+        means.append(mean)
+        labels.append(class_labels(part.y, mean))
+        density = predictive.log_likelihood(*part.inputs, part.y)[site].flatten(1)
+        nlpd += metrics.negative_log_predictive_density(density).item() * part.rows / rows
+    mean = torch.cat(means)
+    return mean, _of_probabilities(mean, torch.cat(labels)) | {"nlpd": nlpd}
+
+
+def score_draws_of_classes(probabilities: Tensor, y: Tensor) -> tuple[Tensor, Scores]:
+    """As ``score_classes``, from draws of the probabilities ``(S, N, C)``."""
+    mean = probabilities.mean(0)
+    labels = class_labels(y, mean)
+    scores = _of_probabilities(mean, labels)
+    of_labels = mean.double().gather(-1, labels[:, None])
+    return mean, scores | {"nlpd": -of_labels.log().mean().item()}
+
+
+def class_labels(y: Tensor, probabilities: Tensor) -> Tensor:
+    """Targets, class numbers or one-hot rows, as one class number for each row ``(N, C)``."""
+    if y.numel() == probabilities.numel() and y.shape[-1:] == probabilities.shape[-1:]:
+        y = y.argmax(-1)
+    return y.reshape(-1).long()
+
+
+def _of_probabilities(mean: Tensor, labels: Tensor) -> Scores:
+    return {
+        "accuracy": metrics.accuracy(mean, labels).item(),
+        "brier": metrics.brier(mean, labels).item(),
+        "ece": metrics.expected_calibration_error(mean, labels).item(),
+        "ace": metrics.adaptive_calibration_error(mean, labels).item(),
+    }
+
+
+def _nlpd(log_likelihood: Tensor, y: Tensor, units: Units) -> float:
+    """A density over y * scale is smaller by the scale, for each number of a target."""
+    shift = math.log(units.scale) * y.numel() / log_likelihood.shape[1]
+    return metrics.negative_log_predictive_density(log_likelihood).item() + shift
+
+
+def _fitting(y: Tensor, mean: Tensor) -> Tensor:
+    if y.numel() != mean.numel() or len(y) != len(mean):
+        raise ValueError(
+            f"y_test has shape {tuple(y.shape)}, but the program predicts {tuple(mean.shape)}"
+        )
+    return y.reshape(mean.shape)
