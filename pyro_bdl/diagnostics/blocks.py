@@ -1,8 +1,9 @@
 """Streams draws of many quantities through a statistic, a block of quantities at a time."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -48,34 +49,42 @@ def map_blocks(
         part = flat[..., start : start + block].permute(2, 0, 1)
         return statistic(part.to(torch.float64).contiguous())
 
-    first = apply(0)
     if quantities <= block:
-        return first.reshape((*first.shape[:-1], *trailing))
-    result = first.new_empty(*first.shape[:-1], quantities)
-    result[..., :block] = first
-
-    def fill(start: int) -> None:
-        result[..., start : start + block] = apply(start)
+        whole = apply(0)
+        return whole.reshape((*whole.shape[:-1], *trailing))
 
     starts = range(block, quantities, block)
-    with tqdm(
-        total=len(starts), desc="diagnostics", delay=3, leave=False, disable=not progress
-    ) as bar:
-        _for_each(fill, starts, bar, threads=torch.get_num_threads() if flat.is_cpu else 1)
+    with (
+        _mapping(torch.get_num_threads() if flat.is_cpu else 1) as mapping,
+        tqdm(
+            total=len(starts), desc="diagnostics", delay=3, leave=False, disable=not progress
+        ) as bar,
+    ):
+        (first,) = mapping(apply, [0])
+        result = first.new_empty(*first.shape[:-1], quantities)
+        result[..., :block] = first
+
+        def fill(start: int) -> None:
+            result[..., start : start + block] = apply(start)
+
+        for _ in mapping(fill, starts):
+            bar.update()
     return result.reshape((*first.shape[:-1], *trailing))
 
 
-def _for_each(work: Callable[[int], None], starts: range, bar: tqdm, *, threads: int) -> None:
-    if threads == 1 or len(starts) == 1:
-        for start in starts:
-            work(start)
-            bar.update()
+@contextmanager
+def _mapping(threads: int) -> Iterator[Callable]:
+    """``map``, on several threads in which torch uses no others.
+
+    Numpy's sort has one thread only; torch's own would wait for it, spinning, on the cores that
+    the other blocks need.
+    """
+    if threads == 1:
+        yield map
         return
-    # A thread for each block, in which torch uses no others: numpy's sort has one thread only.
     pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
     try:
-        for _ in pool.map(work, starts):
-            bar.update()
+        yield pool.map
     finally:
         pool.shutdown(cancel_futures=True)
         torch.set_num_threads(threads)  # also what threads to come begin with
