@@ -3,9 +3,10 @@
 A ResNet of 77 418 weights with group normalisation is trained on upright digits and tested on
 the same test digits at angles from 0 to 180 degrees (Daxberger et al. 2021, section 6.3). All
 posteriors share one prior, Normal(0, 0.1^2); MAP, SWAG and the Laplace approximations share one
-trained network. As in the paper, the prior scale of each Laplace approximation is then chosen on
-held-out upright digits. Laplace predicts linearised, by the probit approximation; the rest by the
-mean over draws. ``--data`` takes an .npz with ``x_train`` (N, 28, 28), ``y_train`` (N,),
+trained network. With ``--tune`` each Laplace approximation takes the prior scale that predicts
+held-out upright digits best. Laplace predicts linearised, by the probit approximation; the rest
+by the mean over draws. A step of MC dropout averages over four draws, since all digits of a batch
+share the mask of a draw. ``--data`` takes an .npz with ``x_train`` (N, 28, 28), ``y_train`` (N,),
 ``x_test`` and ``y_test``, such as Keras' mnist.npz.
 """
 
@@ -35,12 +36,14 @@ Probabilities = Callable[[Tensor], Tensor]
 def arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("rotated-mnist")
     group.add_argument("--data", help="file of the digits")
-    group.add_argument("--train-size", type=int, default=5000, help="digits (5000)")
-    group.add_argument("--test-size", type=int, default=500, help="digits, at every angle (500)")
-    group.add_argument("--held-out", type=int, default=500, help="digits for the prior (500)")
-    group.add_argument("--epochs", type=int, default=12, help="passes over the data (12)")
-    group.add_argument("--angle-step", type=int, default=15, help="degrees (15)")
-    group.add_argument("--size", type=float, default=0.03, help="share of the weights (0.03)")
+    group.add_argument("--train-size", type=int, default=2000, help="digits (2000)")
+    group.add_argument("--test-size", type=int, default=250, help="digits, at every angle (250)")
+    group.add_argument("--tune", action="store_true", help="Laplace's prior on held-out digits")
+    group.add_argument("--held-out", type=int, default=500, help="digits for --tune (500)")
+    group.add_argument("--epochs", type=int, default=20, help="passes over the data (20)")
+    group.add_argument("--angle-step", type=int, default=30, help="degrees (30)")
+    group.add_argument("--size", type=float, default=0.01, help="share of the weights (0.01)")
+    group.add_argument("--swag-rate", type=float, default=1e-4, help="of SWAG's SGD (1e-4)")
     group.add_argument("--members", type=int, default=5, help="of the ensemble (5)")
     group.add_argument("--predictive-draws", type=int, default=30, help="of weights (30)")
 
@@ -106,11 +109,16 @@ def drawn(model: Any, guide: Any, num_samples: int) -> Probabilities:
     return lambda x: predictive.mean(x)["y"].mean(0)
 
 
-def laplace(problem: Problem, posterior: Any, model: Any) -> tuple[Probabilities, float]:
-    """Linearised predictions at the prior scale that predicts held-out digits best."""
-    grid = bdl.evidence.tune_on_validation(posterior, *problem.held_out, values=GRID)
+def laplace(
+    problem: Problem, posterior: Any, model: Any, options: argparse.Namespace
+) -> tuple[Probabilities, dict[str, Any]]:
+    """Linearised predictions, at the prior scale that predicts held-out digits best if asked."""
+    facts = {"weights": posterior.subset.size}
+    if options.tune:
+        grid = bdl.evidence.tune_on_validation(posterior, *problem.held_out, values=GRID)
+        facts["prior scale"] = grid.best
     predictive = bdl.LinearizedPredictive(model, posterior)
-    return (lambda x: predictive.probabilities(x)["y"]), grid.best
+    return (lambda x: predictive.probabilities(x)["y"]), facts
 
 
 def posteriors(
@@ -124,15 +132,17 @@ def posteriors(
 
     start, data = init_to_value(values=guide.median()), (problem.x, problem.y)
     moving = bdl.guides.AutoSWAG(model, init_loc_fn=start).prototype(*data)
-    collect_swag(model, moving, *data, snapshots=30, every=problem.steps // 40 + 1)
+    collect_swag(
+        model, moving, *data, snapshots=30, every=problem.steps // 40 + 1,
+        learning_rate=options.swag_rate,
+    )  # fmt: skip
     swag = moving.swag_approximation()
     yield "SWAG", drawn(model, swag, draws), {"draws": draws}
 
     free = with_learnable_prior(model)  # so that the scale can be chosen afterwards
     plain = bdl.guides.AutoLaplaceGGN(free, structure="diag", init_loc_fn=start)
     posterior = plain.laplace_approximation(data)
-    predict, scale = laplace(problem, posterior, free)
-    yield "diagonal Laplace", predict, {"prior scale": scale}
+    yield "diagonal Laplace", *laplace(problem, posterior, free, options)
 
     for name, select in {
         "subnetwork, variance of SWAG": selectors.LargestVariance(swag),
@@ -143,11 +153,11 @@ def posteriors(
         some = bdl.guides.AutoSubnetwork(free, select=select, init_loc_fn=start)
         size = options.size if select.needs_size else None
         posterior = some.laplace_approximation(data, size=size)
-        predict, scale = laplace(problem, posterior, free)
-        yield name, predict, {"prior scale": scale, "weights": posterior.subset.size}
+        yield name, *laplace(problem, posterior, free, options)
 
     model = problem.program()
-    guide = problem.trained(bdl.guides.AutoMCDropout(model), model, "MC dropout", options)
+    guide = bdl.guides.AutoMCDropout(model)
+    problem.trained(guide, model, "MC dropout", options, num_particles=4)
     yield "MC dropout", drawn(model, guide, draws), {"draws": draws}
 
     model, members = problem.program(), options.members
