@@ -22,7 +22,9 @@ class Importance:
 
     :param log_ratios: ``(S,)``, log p(w, y) - log q(w) at the guide's draws, in nats.
     :param pareto_k: k-hat of their upper tail: up to ``good_k(S)`` the guide is close enough to
-        the posterior for importance sampling to mend it, above 1 the ratios have no mean.
+        the posterior for importance sampling to mend it, above 1 the ratios have no mean. Infinity
+        where a few draws hold all weight; NaN where all ratios are equal, as of the exact
+        posterior.
     :param elbo: their mean, the evidence lower bound at temperature 1.
     :param log_evidence: log of the mean ratio, smoothed: an estimate of log p(y) that is good
         where k-hat is.
@@ -49,8 +51,11 @@ class Importance:
         trust = (
             "good" if self.pareto_k <= limit else "too high" if self.pareto_k < 1 else "hopeless"
         )
+        tail = f"k-hat {self.pareto_k:.2f} ({trust}; limit {limit:.2f})"
+        if math.isnan(self.pareto_k):
+            tail = "no k-hat (all ratios are equal)"
         return (
-            f"k-hat {self.pareto_k:.2f} ({trust}; limit {limit:.2f}), ELBO {self.elbo:.2f} ± "
+            f"{tail}, ELBO {self.elbo:.2f} ± "
             f"{self.elbo_error:.2f}, log evidence {self.log_evidence:.2f}, gap {self.gap:.2f} nats"
         )
 
@@ -166,6 +171,8 @@ def _log_ratios(program: Program, guide: Guide, vectors: Tensor) -> Tensor:
 def _summary(ratios: Tensor) -> Importance:
     ratios = ratios.double()
     weights, k = psis(ratios[None], progress=False)
+    if k.isnan() and ratios.std() > 1:
+        k = torch.full_like(k, torch.inf)  # so far apart that nearly all of the tail underflows
     # The smoothed weights sum to one; unsmoothed ones are among them, which gives their scale.
     lowest = ratios.argmin()
     scale = ratios[lowest] - weights[0, lowest]

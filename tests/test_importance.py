@@ -10,7 +10,7 @@ from torch import nn
 
 import pyro_bdl as bdl
 from pyro_bdl.guides import AutoLaplaceGGN, AutoMAP, AutoMeanField
-from pyro_bdl.importance import function_khat, ratios, site_khat
+from pyro_bdl.importance import _summary, function_khat, ratios, site_khat
 
 Y = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64)
 PRECISION = 1 + len(Y)
@@ -48,6 +48,19 @@ def test_the_exact_posterior_has_constant_ratios():
     assert found.elbo == pytest.approx(exact)
     assert found.log_evidence == pytest.approx(exact)
     assert found.gap == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "k", "said"),
+    [
+        (torch.zeros(200), math.nan, "no k-hat (all ratios are equal)"),
+        (1e5 * torch.arange(200.0), math.inf, "k-hat inf (hopeless; limit 0.57)"),
+    ],
+)
+def test_ratios_without_a_tail_to_fit(ratios, k, said):
+    found = _summary(ratios)
+    assert found.pareto_k == pytest.approx(k, nan_ok=True)
+    assert str(found).startswith(said)
 
 
 @pytest.mark.parametrize("factor", [1.5, 0.8])
