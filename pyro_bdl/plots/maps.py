@@ -1,0 +1,138 @@
+"""Maps over two inputs: where a posterior is too sure, and where too unsure."""
+
+from collections.abc import Mapping, Sequence
+
+import matplotlib
+import numpy as np
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
+from torch import Tensor
+
+from pyro_bdl.plots.style import (
+    INK,
+    SMALL,
+    array,
+    check_posteriors,
+    panels,
+    title,
+)
+
+_LIMIT = 4.0
+_TICKS = (0.25, 0.5, 1.0, 2.0, 4.0)
+
+
+def sd_ratio(draws: Tensor, reference: Tensor) -> np.ndarray:
+    """The posterior's sd over the reference's at each point, ``(N,)``::
+
+        r_n = sqrt( sum_c Var f_c(x_n) / sum_c Var_ref f_c(x_n) ),    c over outputs or classes
+
+    NaN where neither varies, infinite where only the reference does not.
+
+    :param draws: ``(S, N, ...)``.
+    :param reference: ``(S', N, ...)`` at the same points.
+    :raises ValueError: where the points differ in shape.
+    """
+    if draws.shape[1:] != reference.shape[1:]:
+        raise ValueError(
+            f"the draws must be at the same points as the reference's, but have shapes "
+            f"{tuple(draws.shape)} and {tuple(reference.shape)}"
+        )
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.sqrt(_variance(draws) / _variance(reference))
+
+
+def sd_ratio_maps(
+    x: Tensor,
+    draws: Mapping[str, Tensor],
+    *,
+    reference: str,
+    x_train: Tensor | None = None,
+    labels: Sequence[str] = ("first input", "second input"),
+) -> Figure:
+    """``sd_ratio`` over two inputs, a map for each posterior, on a log scale around 1.
+
+    Points on a full rectangular grid become a map of tiles, others one of dots. Colours end at 1/4
+    and 4; points without a ratio are light grey.
+
+    :param x: ``(N, 2)``, inputs.
+    :param draws: ``(S, N, ...)`` for each posterior, of the function at ``x``.
+    :param reference: name of the one the others are held against.
+    :param x_train: ``(M, 2)``, training inputs, shown as small dots.
+    :param labels: names of the two inputs.
+    :raises ValueError: for no other posterior than the reference, inputs that are not two, or draws
+        that do not fit them.
+    """
+    check_posteriors(draws, reference)
+    if x.dim() != 2 or x.shape[1] != 2:
+        raise ValueError(f"x must have shape (N, 2), but has {tuple(x.shape)}")
+    for name, values in draws.items():
+        if values.dim() < 2 or values.shape[1] != len(x):
+            raise ValueError(
+                f"draws[{name!r}] must have shape (S, {len(x)}, ...), a function value for each "
+                f"row of x, but has {tuple(values.shape)}"
+            )
+    shown = [name for name in draws if name != reference]
+    if not shown:
+        raise ValueError(f"there is no posterior beside the reference {reference!r}")
+    points = array(x)
+    norm = LogNorm(1 / _LIMIT, _LIMIT)
+    colours = matplotlib.colormaps["RdBu"].with_extremes(bad="#d0d4da")
+    figure, axes = panels(len(shown), height=2.1, columns=2, sharex=True, sharey=True)
+    drawn: ScalarMappable
+    for place, (axis, name) in enumerate(zip(axes, shown, strict=True)):
+        ratio = sd_ratio(draws[name], draws[reference])
+        # A log scale would leave out zeros: they lie at its lower end.
+        ratio = np.where(ratio == 0, np.finfo(float).tiny, ratio)
+        grid = _grid(points, ratio)
+        if grid is not None:
+            drawn = axis.pcolormesh(*grid, norm=norm, cmap=colours, shading="nearest")
+        else:
+            drawn = axis.scatter(
+                points[:, 0],
+                points[:, 1],
+                c=ratio,
+                norm=norm,
+                cmap=colours,
+                s=24 if len(points) < 300 else 10,
+                edgecolors=INK,
+                linewidths=0.25,
+                plotnonfinite=True,
+            )
+        if x_train is not None:
+            axis.plot(*array(x_train).T, ".", color=INK, markersize=2.5, alpha=0.6)
+        title(axis, name, small=True)
+        axis.grid(visible=False)
+        if place % 2 == 0:
+            axis.set_ylabel(labels[1])
+    for axis in axes[-2:]:
+        axis.set_xlabel(labels[0])
+    bar = figure.colorbar(
+        drawn, ax=axes, location="bottom", extend="both", aspect=35, shrink=0.9, ticks=_TICKS
+    )
+    bar.ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    bar.ax.xaxis.set_minor_locator(NullLocator())
+    bar.ax.tick_params(labelsize=SMALL, colors=INK)
+    bar.set_label(f"sd over that of {reference}", fontsize=SMALL, color=INK)
+    return figure
+
+
+def _variance(draws: Tensor) -> np.ndarray:
+    values = draws.detach().double()
+    values = values - values[0]  # so that constants vary by nothing at all
+    variance = values.var(0, correction=0).reshape(values.shape[1], -1).sum(-1)
+    return array(variance)
+
+
+def _grid(points: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, ...] | None:
+    """The two axes and the values ``(len(second), len(first))`` where the points fill a grid."""
+    first, column = np.unique(points[:, 0], return_inverse=True)
+    second, row = np.unique(points[:, 1], return_inverse=True)
+    filled = np.full((len(second), len(first)), False)
+    filled[row, column] = True
+    if filled.size != len(points) or not filled.all() or min(filled.shape) < 2:
+        return None
+    table = np.empty(filled.shape)
+    table[row, column] = values
+    return first, second, table

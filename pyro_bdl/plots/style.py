@@ -1,0 +1,124 @@
+"""What all figures share: colours, markers, panels, legends, and tensors as arrays for drawing."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import matplotlib
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from torch import Tensor
+
+WIDTH = 5.0
+GREY, SOFT, INK = "#8a8f98", "#6a7079", "#2b2f36"
+BAND = "#dfe3e8"
+# Okabe & Ito's colours for all kinds of sight, without the yellow that fades on white.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7a5195", "#8c564b")
+MARKERS = "os^DvPX<>"
+SMALL = 9.0
+_STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 11,
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": "#e6e8eb",
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "legend.frameon": False,
+    "legend.fontsize": 10,
+}
+
+
+def styles(names: Iterable[str], reference: str | None = None) -> dict[str, dict[str, Any]]:
+    """Colour and marker of each posterior, as keyword arguments of ``Axes.plot``."""
+    others = [name for name in names if name != reference]
+    chosen = {
+        name: {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+        for i, name in enumerate(others)
+    }
+    return {reference: {"color": INK, "marker": "*"}, **chosen} if reference else chosen
+
+
+def check_posteriors(given: Mapping[str, object], reference: str | None) -> None:
+    """:raises ValueError: for no posterior, or a reference that is not among them."""
+    if not given:
+        raise ValueError("there is no posterior to draw")
+    if reference is not None and reference not in given:
+        raise ValueError(
+            f"reference={reference!r} is not among the posteriors {', '.join(map(repr, given))}"
+        )
+
+
+def check_level(level: float) -> None:
+    """:raises ValueError: for a level that is no share of the probability."""
+    if not 0 < level < 1:
+        raise ValueError(f"level must lie between 0 and 1, got {level}")
+
+
+def array(values: Tensor) -> np.ndarray:
+    """A tensor of any device and dtype as float64 on the CPU."""
+    return values.detach().cpu().double().numpy()
+
+
+def panels(
+    count: int, *, height: float, columns: int = 1, **shared: Any
+) -> tuple[Figure, list[Axes]]:
+    """A white figure five inches wide with panels in rows of ``columns``, and these panels."""
+    rows = math.ceil(count / columns)
+    with matplotlib.rc_context(cast(Any, _STYLE | ({} if columns == 1 else {"font.size": SMALL}))):
+        figure = Figure(figsize=(WIDTH, height * rows + 0.5), layout="constrained")
+        cast(Any, figure.get_layout_engine()).set(h_pad=0.08, w_pad=0.06)
+        figure.set_facecolor("white")
+        axes = figure.subplots(rows, columns, squeeze=False, **shared).ravel()
+    for unused in axes[count:]:
+        unused.remove()
+    if shared.get("sharex"):  # where the last row is not full, the panels above it bear labels
+        for axis in axes[max(0, count - columns) : count]:
+            axis.tick_params(labelbottom=True)
+    return figure, list(axes[:count])
+
+
+def columns_for(count: int) -> int:
+    """One column for a few panels, two for many."""
+    return 1 if count <= 3 else 2
+
+
+def diagonal(axis: Axes) -> None:
+    """Equal limits on both axes, with the line of equality."""
+    axis.margins(0.05)
+    limits = np.array([axis.get_xlim(), axis.get_ylim()])
+    low, high = limits[:, 0].min(), limits[:, 1].max()
+    axis.plot([low, high], [low, high], color=GREY, linestyle="--", linewidth=1, zorder=1)
+    axis.set(xlim=(low, high), ylim=(low, high), aspect="equal")
+    for each in (axis.xaxis, axis.yaxis):
+        each.set_major_locator(MaxNLocator(5))
+
+
+def plain_log_axis(axis: Axis) -> None:
+    """Ticks at 1, 2, 5 within short ranges, at powers of ten within long ones, as plain numbers."""
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 300 else (1,)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def title(axis: Axes, text: str, colour: str = INK, *, small: bool = False) -> None:
+    """A heading at the left."""
+    size = SMALL if small else 11
+    axis.set_title(text, loc="left", fontsize=size, fontweight="bold", color=colour)
+
+
+def legend_below(figure: Figure, handles: Sequence[Artist], labels: Sequence[str]) -> None:
+    """A legend under all panels, in as many columns as fit."""
+    columns = max(1, min(3, len(labels), 54 // (max(map(len, labels)) + 6)))
+    with matplotlib.rc_context(cast(Any, _STYLE)):
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns)
