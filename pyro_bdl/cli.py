@@ -16,6 +16,7 @@ from torch import nn
 from pyro_bdl import models, posteriors
 from pyro_bdl._version import __version__
 from pyro_bdl.compare import CAPTIONS, Comparison, compare
+from pyro_bdl.comparison.costs import seconds_per_draw
 from pyro_bdl.data import Dataset, load_csv, load_default
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.nn import bayesianize
@@ -92,8 +93,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--activation", choices=tuple(_ACTIVATIONS), default="tanh", help="default: %(default)s")
     add = command.add_argument_group("posteriors").add_argument
-    names = ",".join(entry.name for entry in posteriors.entries())
-    add("--guides", default=names, metavar="NAMES", help="some of those below; default: all")
+    add(
+        "--guides",
+        metavar="NAMES",
+        help="some of those below, or all; default: those with a star",
+    )
     add("--steps", type=int, help="gradient steps of each guide; default: each guide's own")
     for name, text in (
         ("chains", "Markov chains"),
@@ -114,11 +118,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of everything random; default: %(default)s")
     add("--device", default="cpu", help="such as cpu or cuda; default: %(default)s")
     add("--out", default="pyro-bdl-out", metavar="DIR", help="default: %(default)s")
+    add("--details", action="store_true", help="print all columns that table.csv has")
     return parser
 
 
 def _epilog() -> str:
-    lines = [f"  {entry.name:<21} {entry.description}" for entry in posteriors.entries()]
+    lines = [
+        f"{'*' if entry.default else ' '} {entry.name:<21} {entry.description}"
+        for entry in posteriors.entries()
+    ]
     return "\n".join(
         [
             "posteriors:",
@@ -156,8 +164,8 @@ def _compare(options: argparse.Namespace) -> int:
             return FAILED if failed else INTERRUPTED
         comparison = _compared(model, fits, data, options.seed)
     units = _units(data)
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    print(f"\n{comparison.to_text(width)}\n")
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
+    print(f"\n{comparison.to_text(width, details=options.details)}\n")
     print(units)
     made_with: dict[str, object] = {"data": "scikit-learn's diabetes data"}
     made_with |= {
@@ -172,7 +180,8 @@ def _compare(options: argparse.Namespace) -> int:
     return FAILED if failed else 0
 
 
-_NOT_SHOWN = ("command", "run", "out", "quick", "guides", "steps")
+_NOT_SHOWN = ("command", "run", "out", "quick", "guides", "steps", "details")
+_WIDTH = 100  # of what is no terminal
 
 
 def _fit_all(names: list[str], problem: Problem, options: Options) -> tuple[list[Fit], list[str]]:
@@ -212,9 +221,15 @@ def _compared(model: nn.Module, fits: list[Fit], data: Dataset, seed: int) -> Co
         data.x_test,
         data.y_test,
         reference=_REFERENCE if _REFERENCE in there else None,
+        train=(data.x_train, data.y_train),
         seconds={fit.name: fit.seconds for fit in fits},
         elbos={fit.name: fit.elbo for fit in fits},
         log_evidences={fit.name: fit.log_evidence for fit in fits},
+        draw_seconds={
+            name: seconds_per_draw(model, posterior, data.x_test)
+            for name, posterior in there.items()
+        },
+        peak_memory={fit.name: fit.peak_memory for fit in fits},
         target_scale=data.y_sd,
         target_shift=data.y_mean,
         seed=seed,
@@ -240,7 +255,11 @@ def _write(
         rows=comparison.rows,
         columns=comparison.columns,
         figures={CAPTIONS[name]: figure for name, figure in figures.items()},
-        notes=[*notes, *(f"{name}: {text}." for name, text in comparison.verdicts.items())],
+        notes=[
+            *notes,
+            *comparison.warnings,
+            *(f"{name}: {text}." for name, text in comparison.verdicts.items()),
+        ],
         settings=settings,
     )
     return [*written, report]
@@ -292,7 +311,9 @@ def _bad_input() -> Iterator[None]:
         raise _BadInput(" ".join(str(error).split())) from error
 
 
-def _names(text: str) -> list[str]:
+def _names(text: str | None) -> list[str]:
+    if text is None or text.strip() == "all":
+        return [entry.name for entry in posteriors.entries() if text or entry.default]
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names:
         raise ValueError("--guides is empty; name at least one posterior")

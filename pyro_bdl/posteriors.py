@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_bdl import evidence, mcmc
+from pyro_bdl.comparison.costs import peak_memory
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides import (
     AutoEnsemble,
@@ -99,6 +100,8 @@ class Fit:
     :param settings: what it was made with.
     :param interrupted: whether Ctrl-C ended the fit early.
     :param log_evidence: the log marginal likelihood of a Laplace approximation, in nats.
+    :param peak_memory: bytes that the fit took at most beyond what was in use before, where the
+        system tells.
     """
 
     name: str
@@ -108,6 +111,7 @@ class Fit:
     settings: Mapping[str, Any]
     interrupted: bool = False
     log_evidence: float | None = None
+    peak_memory: int | None = None
 
 
 FitFunction = Callable[[Problem, Options, bool], Result]
@@ -121,24 +125,29 @@ class Entry:
     title: str
     description: str
     function: FitFunction
+    default: bool = False
 
 
 _registry: dict[str, Entry] = {}
 
 
-def register(name: str, *, title: str, description: str) -> Callable[[FitFunction], FitFunction]:
+def register(
+    name: str, *, title: str, description: str, default: bool = False
+) -> Callable[[FitFunction], FitFunction]:
     """Decorate ``function(problem, options, progress) -> Result`` to make it known by ``name``.
 
     :param name: what users write, in lower case with hyphens.
     :param title: a few words for tables and reports.
     :param description: one sentence for help texts.
+    :param default: whether ``pyro-bdl compare`` fits it where none is named: those that together
+        take two minutes or so on its default data, one of each kind.
     :raises ValueError: where the name is taken.
     """
     if name in _registry:
         raise ValueError(f"a posterior named {name!r} is registered already")
 
     def keep(function: FitFunction) -> FitFunction:
-        _registry[name] = Entry(name, title, description, function)
+        _registry[name] = Entry(name, title, description, function, default)
         return function
 
     return keep
@@ -172,7 +181,8 @@ def fit(
     entry, options = get(name), options or Options()
     pyro.set_rng_seed(options.seed)
     started = time.perf_counter()
-    result = entry.function(problem, options, progress)
+    with peak_memory(problem.x.device) as peak:
+        result = entry.function(problem, options, progress)
     seconds = time.perf_counter() - started
     return Fit(
         name=name,
@@ -182,6 +192,7 @@ def fit(
         settings=result.settings,
         interrupted=result.interrupted,
         log_evidence=_log_evidence(result.posterior),
+        peak_memory=peak.bytes,
     )
 
 
@@ -213,7 +224,12 @@ def _trained(
 # ------------------------------------------------------------------------------- the posteriors
 
 
-@register("map", title="MAP", description="a point: the maximum of the posterior density")
+@register(
+    "map",
+    title="MAP",
+    description="a point: the maximum of the posterior density",
+    default=True,
+)
 def _map(problem: Problem, options: Options, progress: bool) -> Result:
     label = "map" if progress else None
     return _trained(AutoMAP(problem.model), problem, options, label, steps=2000)
@@ -232,6 +248,7 @@ def _mean_field(
     "mean-field",
     title="mean-field VI",
     description="independent Normals over the weights, maximising the ELBO",
+    default=True,
 )
 def _bayes_mean_field(problem: Problem, options: Options, progress: bool) -> Result:
     return _mean_field("mean-field", 1.0, problem, options, progress)
@@ -241,6 +258,7 @@ def _bayes_mean_field(problem: Problem, options: Options, progress: bool) -> Res
     "mean-field-tempered",
     title="mean-field VI, tempered",
     description="mean-field with the KL weighted by a temperature of 0.1",
+    default=True,
 )
 def _tempered_mean_field(problem: Problem, options: Options, progress: bool) -> Result:
     return _mean_field("mean-field-tempered", 0.1, problem, options, progress)
@@ -310,6 +328,7 @@ def _tuned(posterior: LaplaceGuide) -> dict[str, str]:
     "laplace-kron",
     title="Laplace, Kronecker",
     description="Kronecker-factored Laplace, linearised, prior scale by the evidence",
+    default=True,
 )
 def _laplace_kron(problem: Problem, options: Options, progress: bool) -> Result:
     return _laplace("laplace-kron", problem, options, progress, structure="kron")
@@ -348,6 +367,7 @@ def _laplace_last_layer(problem: Problem, options: Options, progress: bool) -> R
     title="last layer",
     description="last layer integrated out while the features train, in closed form; for classes "
     "Laplace at its mode given MAP features; its prior scale by the evidence",
+    default=True,
 )
 def _last_layer(problem: Problem, options: Options, progress: bool) -> Result:
     x, y, label = problem.x, problem.y, "last-layer" if progress else None
@@ -399,6 +419,7 @@ def _with_scale_of_last_layer(problem: Problem) -> nn.Module:
     "subnetwork",
     title="subnetwork Laplace",
     description="full Laplace, linearised, over the tenth of the weights the data determine most",
+    default=True,
 )
 def _subnetwork(problem: Problem, options: Options, progress: bool) -> Result:
     guide, label = AutoSubnetwork(problem.model, size=0.1), "subnetwork" if progress else None
@@ -412,6 +433,7 @@ def _subnetwork(problem: Problem, options: Options, progress: bool) -> Result:
     "ensemble",
     title="ensemble",
     description="five networks, each trained as MAP from its own initialisation",
+    default=True,
 )
 def _ensemble(problem: Problem, options: Options, progress: bool) -> Result:
     guide, label = AutoEnsemble(problem.model, size=5), "ensemble" if progress else None
@@ -431,6 +453,7 @@ def _dropout(
     "mc-dropout",
     title="MC dropout",
     description="dropout of a tenth of the hidden units, kept on for prediction",
+    default=True,
 )
 def _mc_dropout(problem: Problem, options: Options, progress: bool) -> Result:
     return _dropout("mc-dropout", AutoMCDropout(problem.model), problem, options, progress)
@@ -491,6 +514,7 @@ def _swag_of(
     "swag",
     title="SWAG",
     description="a Gaussian of rank 20 from 40 points on the way of SGD after MAP training",
+    default=True,
 )
 def _swag(problem: Problem, options: Options, progress: bool) -> Result:
     guide, label = AutoSWAG(problem.model), "swag" if progress else None
@@ -517,6 +541,7 @@ _THINNING, _FRICTION, _REACH, _SETTLING = 10, 0.02, 0.5, 250
     "sghmc",
     title="SGHMC",
     description="Markov chains by underdamped Langevin dynamics, on minibatches of many data",
+    default=True,
 )
 def _sghmc(problem: Problem, options: Options, progress: bool) -> Result:
     """From MAP networks, by steps that follow the curvature where the chains are. Minibatches heat
@@ -571,7 +596,12 @@ def _sghmc(problem: Problem, options: Options, progress: bool) -> Result:
     return Result(start, told, bool(start.info["interrupted"]))
 
 
-@register("nuts", title="NUTS", description="Markov chains by the No-U-Turn sampler; the reference")
+@register(
+    "nuts",
+    title="NUTS",
+    description="Markov chains by the No-U-Turn sampler; the reference",
+    default=True,
+)
 def _nuts(problem: Problem, options: Options, progress: bool) -> Result:
     settings: dict[str, Any] = {
         "num_chains": options.chains,

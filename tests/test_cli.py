@@ -57,8 +57,11 @@ def test_regression_writes_a_table_figures_and_a_report(table, run, tmp_path):
     assert "RMSE, CRPS and distances are in units of price" in out
     folder = tmp_path / "out"
     rows = rows_of(folder)
-    assert list(rows) == [*(e.name for e in posteriors.entries()), "nuts, half to half"]
-    assert all(float(rows[e.name]["rmse"]) > 0 for e in posteriors.entries())
+    chosen = [e.name for e in posteriors.entries() if e.default]
+    assert list(rows) == [*chosen, "nuts, half to half"]
+    assert all(float(rows[name]["rmse"]) > 0 for name in chosen)
+    assert all(float(rows[name]["draw_seconds"]) > 0 for name in chosen)
+    assert float(rows["mean-field"]["elpd_loo"]) < 0 and rows["map"]["elpd_loo"] == ""
     assert float(rows["map"]["sd_ratio"]) == 0 and rows["map"]["elbo"] == ""
     assert float(rows["mean-field"]["wasserstein"]) > 0 and rows["nuts"]["wasserstein"] == ""
     assert float(rows["nuts"]["rhat"]) > 0 and rows["nuts"]["verdict"]
@@ -194,11 +197,47 @@ def test_ctrl_c_shows_what_there_is(run, tmp_path, monkeypatch):
     monkeypatch.setattr(posteriors, "fit", interrupted)
     code, _, err = run(*TINY)
     assert code == 0
-    names = [entry.name for entry in posteriors.entries()]
+    names = [entry.name for entry in posteriors.entries() if entry.default]
     assert f"interrupted; not fitted: {', '.join(names[1:])}" in err
     assert list(rows_of(tmp_path / "out")) == ["map"]
     code, _, err = run(*TINY, "--guides", "mean-field")
     assert code == 130 and "Traceback" not in err
+
+
+def test_all_and_default_posteriors(capsys):
+    parse = cli._parser().parse_args
+    everything = [entry.name for entry in posteriors.entries()]
+    chosen = cli._names(parse(["compare"]).guides)
+    assert cli._names("all") == everything and cli._names("nuts,map") == ["nuts", "map"]
+    assert chosen == [entry.name for entry in posteriors.entries() if entry.default]
+    assert {"map", "mean-field", "laplace-kron", "ensemble", "nuts"} < set(chosen) < set(everything)
+    with pytest.raises(SystemExit):
+        cli.main(["compare", "--help"])
+    shown = capsys.readouterr().out
+    assert "* map" in shown and "  laplace-full" in shown and "* laplace-full" not in shown
+
+
+def test_details_are_printed_when_asked_for(table, run):
+    given = ["--data", table, "--target", "price", "--one-hot", "--guides", "map,nuts"]
+    short, full = (run(*TINY, *given, *more)[1] for more in ([], ["--details"]))
+    assert "W2" not in short and "energy" not in short and "s / draw" not in short
+    assert "W2" in full and "energy" in full and "s / draw" in full
+    lines = full.split("\nmap   ")[0].splitlines()
+    assert max(map(len, lines)) <= 110
+
+
+def test_the_same_seed_gives_the_same_table(table, run, tmp_path):
+    """Times and memory apart."""
+    given = ["--data", table, "--target", "price", "--one-hot", "--guides", "map,mean-field,nuts"]
+    tables = []
+    for _ in range(2):
+        run(*TINY, *given)
+        rows = rows_of(tmp_path / "out")
+        for row in rows.values():
+            for key in ("seconds", "draw_seconds", "memory"):
+                row.pop(key)
+        tables.append(rows)
+    assert tables[0] == tables[1]
 
 
 def test_quick_and_given_options():

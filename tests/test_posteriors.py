@@ -34,6 +34,7 @@ def test_each_fits_and_can_be_repeated(entry, problem):
     torch.manual_seed(2)
     again = posteriors.fit(entry.name, problem, OPTIONS)
     assert first.name == entry.name and first.seconds > 0 and not first.interrupted
+    assert first.peak_memory is None or first.peak_memory >= 0
     assert entry.title and entry.description
     if isinstance(first.posterior, Samples):
         pairs = zip(first.posterior.latents.values(), again.posterior.latents.values(), strict=True)
@@ -77,7 +78,7 @@ def test_one_function_adds_a_posterior(registry, problem):
 
     found = posteriors.fit("mine", problem, Options(seed=7))
     assert (found.posterior, found.settings, found.interrupted) == ("7 False 12", {"a": 1}, True)
-    assert posteriors.entries()[-1].name == "mine"
+    assert posteriors.entries()[-1].name == "mine" and not posteriors.get("mine").default
     with pytest.raises(ValueError, match="'mine' is registered already"):
         posteriors.register("mine", title="", description="")
 

@@ -10,10 +10,11 @@ from typing import Any
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from pyro_bdl import plots
-from pyro_bdl.comparison.scores import class_labels
+from pyro_bdl.comparison.figures import CAPTIONS, figures
 from pyro_bdl.evaluation import Evaluation
 from pyro_bdl.table import Column, groups, to_csv, to_text
+
+__all__ = ["CAPTIONS", "Comparison", "is_known"]
 
 _WIDTH = 100
 
@@ -98,67 +99,28 @@ class Comparison:
             for row in self.rows
         }
 
-    def figures(self, *, target: str = "target", units: str = "") -> dict[str, Figure]:
+    def figures(
+        self,
+        *,
+        target: str = "target",
+        units: str = "",
+        features: Sequence[str] = (),
+        train: tuple[Tensor, Tensor] | None = None,
+        posteriors: Mapping[str, Any] | None = None,
+    ) -> dict[str, Figure]:
         """Pictures of the comparison, by a name that suits a file; see :data:`CAPTIONS`.
 
         :param target: what the target is, for labels.
         :param units: of the target, for labels.
+        :param features: names of the inputs, for labels.
+        :param train: training inputs and targets, in the units of ``inputs`` and ``y``, to show
+            where there are one or two inputs.
+        :param posteriors: those that were compared, to show their latents too: hyperparameters,
+            chains and layers.
         """
-        found: dict[str, Figure] = {}
-        functions = {name: said.function for name, said in self.evaluations.items()}
-        x = self.inputs[0]
-        if self.task == "regression":
-            if x[0].numel() == 1 and next(iter(functions.values())).dim() == 2:
-                found["bands"] = plots.predictive_bands(
-                    x.reshape(-1), functions, reference=self.reference, ylabel=target
-                )
-            drawn: dict[str, Any] = {
-                name: said.predictions for name, said in self.evaluations.items()
-            }
-            y = self.y.reshape(next(iter(drawn.values())).shape[1:])
-        else:
-            drawn = {name: said.function.mean(0) for name, said in self.evaluations.items()}
-            y = class_labels(self.y, next(iter(drawn.values())))
-        found["calibration"] = plots.calibration(drawn, y, task=self.task, reference=self.reference)
-        if self.reference is None or len(functions) < 2:
-            return found
-        quantity = "prediction"
-        if self.task == "classification":
-            quantity = "class probabilities"
-            if functions[self.reference].shape[-1] == 2:  # the other class mirrors this one
-                functions = {name: draws[..., 1] for name, draws in functions.items()}
-        found |= self._cost(units)
-        found["function_space"] = plots.function_space(
-            functions, reference=self.reference, quantity=quantity, units=units
+        return figures(
+            self, target=target, units=units, features=features, train=train, posteriors=posteriors
         )
-        return found
-
-    def _cost(self, units: str) -> dict[str, Figure]:
-        key = "wasserstein" if self.task == "regression" else "total_variation"
-        *rows, floor = self.rows
-        known = [row for row in rows if is_known(row.get("seconds"))]
-        others = [row for row in known if row["posterior"] != self.reference]
-        if not others:
-            return {}
-        figure = plots.cost_against_quality(
-            {row["posterior"]: row["seconds"] for row in known},
-            {row["posterior"]: row[key] for row in others},
-            reference=self.reference,
-            floor=floor.get(key),
-            units=units if self.task == "regression" else "total variation",
-        )
-        return {"cost": figure}
-
-
-CAPTIONS = {
-    "bands": "Mean and 90 % interval of the function along the feature.",
-    "calibration": "Calibration on the test data: below the diagonal, a posterior is "
-    "overconfident.",
-    "function_space": "Mean and sd at each test point: on the diagonal, a posterior agrees with "
-    "the reference.",
-    "cost": "Time to fit against the distance to the reference. The dashed line is the distance "
-    "between two halves of the reference's own draws.",
-}
 
 
 def is_known(value: object) -> bool:

@@ -67,7 +67,7 @@ def as_samples(name: str, posterior: Any, num_samples: int, test: Test) -> Sampl
         latents = latent_draws(posterior, num_samples, *test.inputs, None)
     except TypeError as error:
         raise TypeError(f"posterior {name!r}: {error}") from error
-    return Samples({site: value[None] for site, value in latents.items()})
+    return Samples({site: value.detach()[None] for site, value in latents.items()})
 
 
 def of_program(name: str, subject: Subject, posterior: Any, samples: Samples) -> Samples:

@@ -1,0 +1,137 @@
+"""Distances to the reference: closed forms, their errors, the floor, doubts."""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+import pyro_bdl as bdl
+from pyro_bdl.comparison.distances import doubts, evenly
+
+
+def shift(x, y=None):
+    """f = w for every input; y ~ Normal(f, 1)."""
+    w = pyro.sample("w", dist.Normal(torch.tensor(0.0), 1.0))
+    f = pyro.deterministic("f", w.expand(len(x)))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(f, 1.0), obs=y)
+
+
+def normal_samples(mean, sd, count=4000, seed=0):
+    torch.manual_seed(seed)
+    quantiles = (torch.arange(count) + 0.5) / count
+    draws = mean + sd * torch.special.ndtri(quantiles)[torch.randperm(count)]
+    return bdl.Samples({"w": draws.reshape(4, -1)})
+
+
+def folded(mean, sd):
+    """E|Normal(mean, sd)|"""
+    return sd * math.sqrt(2 / math.pi) * math.exp(-(mean**2) / (2 * sd**2)) + mean * math.erf(
+        mean / (sd * math.sqrt(2))
+    )
+
+
+@pytest.fixture(scope="module")
+def table():
+    draws = {"a": normal_samples(1.0, 0.5), "nuts": normal_samples(0.0, 1.0, seed=1)}
+    return bdl.compare(shift, draws, torch.zeros(5, 1), torch.zeros(5))
+
+
+def test_between_normals_all_are_the_closed_forms(table):
+    row = table.to_dict()["a"]
+    assert row["wasserstein2"] == pytest.approx(math.sqrt(1 + 0.25), rel=1e-2)
+    energy = 2 * folded(1, math.sqrt(1.25)) - folded(0, math.sqrt(0.5)) - folded(0, math.sqrt(2))
+    assert row["energy"] == pytest.approx(energy, abs=4 * row["energy_se"])
+    # predictive Normals of variance 1.25 and 2
+    kl = (2 / 1.25 + 1 / 1.25 - 1 + math.log(1.25 / 2)) / 2
+    assert row["kl"] == pytest.approx(kl, rel=1e-2)
+    l = 0.9539  # the median of |Normal(0, sqrt(2))|
+
+    def kernel(mean, variance):
+        total = l**2 + variance
+        return l / math.sqrt(total) * math.exp(-(mean**2) / (2 * total))
+
+    mmd = kernel(0, 0.5) + kernel(0, 2) - 2 * kernel(1, 1.25)
+    assert row["mmd"] == pytest.approx(mmd, abs=4 * row["mmd_se"])
+    assert row["aleatoric"] == pytest.approx(1.0) and row["epistemic"] == pytest.approx(0.5, 1e-2)
+
+
+def test_each_has_an_error_and_a_floor(table):
+    row, floor = table.to_dict()["a"], table.rows[-1]
+    keys = ["mean_error", "sd_error", "wasserstein", "wasserstein2", "energy", "mmd", "kl"]
+    for key in (*keys, "sd_ratio"):
+        assert 0 < row[f"{key}_se"] < 0.2 * abs(row[key]) + 0.02
+        assert math.isfinite(floor[key]) and floor[f"{key}_se"] > 0
+    for key in keys:
+        assert abs(floor[key]) < row[key] / 4
+    assert floor["sd_ratio"] == pytest.approx(1.0, abs=0.1)
+
+
+def test_the_error_is_that_of_other_draws():
+    x, y = torch.zeros(2, 1), torch.zeros(2)
+    rows = []
+    for seed in range(30):
+        torch.manual_seed(seed)
+        draws = {
+            "a": bdl.Samples({"w": 1 + 0.5 * torch.randn(2, 200)}),
+            "nuts": bdl.Samples({"w": torch.randn(2, 200)}),
+        }
+        rows.append(bdl.compare(shift, draws, x, y).to_dict()["a"])
+    for key in ("wasserstein", "energy", "sd_ratio", "kl"):
+        true = torch.tensor([row[key] for row in rows]).std()  # known to 13 %
+        said = torch.tensor([row[f"{key}_se"] for row in rows]).mean()
+        assert said == pytest.approx(true.item(), rel=0.45), key
+
+
+def test_khat_finds_what_is_too_narrow():
+    x, y = torch.zeros(3, 1), torch.zeros(3)
+    draws = {
+        "narrow": normal_samples(0.0, 0.1),
+        "wide": normal_samples(0.0, 1.5, seed=1),
+        "point": bdl.Samples({"w": torch.zeros(4, 100)}),
+        "nuts": normal_samples(0.0, 1.0, seed=2),
+    }
+    rows = bdl.compare(shift, draws, x, y).to_dict()
+    found = [rows[name]["khat_high"] for name in ("narrow", "wide", "point")]
+    assert found == [1.0, 0.0, 1.0]
+    assert rows["point"]["sd_ratio"] == 0 and rows["point"]["mmd"] > 0.1
+
+
+def test_evenly_takes_as_many_of_each_chain():
+    draws = torch.arange(20.0)[:, None]
+    assert evenly(draws, 2, 6).flatten().tolist() == [0, 3, 6, 10, 13, 16]
+    assert torch.equal(evenly(draws, 2, 20), draws)
+
+
+@pytest.mark.parametrize(
+    "row, words",
+    [
+        ({"rhat": 1.009, "divergences": 0}, None),
+        ({}, None),
+        ({"rhat": 1.02, "divergences": 0}, "R-hat is 1.020 in function space, above 1.01"),
+        ({"rhat": 1.0, "divergences": 3}, "3 of its draws diverged"),
+    ],
+)
+def test_doubts(row, words):
+    said = doubts("nuts", row)
+    assert not said if words is None else words in said[0]
+
+
+def test_a_doubtful_reference_is_told_everywhere():
+    good = normal_samples(0.0, 1.0)
+    diverging = torch.zeros(4, 1000, dtype=torch.bool)
+    diverging[0, :2] = True
+    bad = bdl.Samples(good.latents, {"diverging": diverging})
+    found = bdl.compare(
+        shift, {"a": normal_samples(0, 0.5), "nuts": bad}, torch.zeros(3, 1), torch.zeros(3)
+    )
+    assert len(found.warnings) == 1 and "2 of its draws diverged" in found.warnings[0]
+    text = str(found)
+    assert "nuts (doubtful)" in text and "Warning: nuts cannot be trusted" in text
+    assert "but nuts itself cannot be trusted" in found.verdicts["a"]
+    fine = bdl.compare(
+        shift, {"a": normal_samples(0, 0.5), "nuts": good}, torch.zeros(3, 1), torch.zeros(3)
+    )
+    assert not fine.warnings and "doubtful" not in str(fine) and "trusted" not in str(fine)

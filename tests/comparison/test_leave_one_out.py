@@ -1,0 +1,174 @@
+"""Leave-one-out: exact in a conjugate model, equal to ArviZ, and mended for guides."""
+
+import math
+import warnings
+
+import arviz
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+import pyro_bdl as bdl
+from pyro_bdl.comparison import data as given
+from pyro_bdl.comparison import leave_one_out as module
+from pyro_bdl.comparison.leave_one_out import difference, leave_one_out, relative_efficiency
+
+N = 20
+OLD = arviz.__version__.startswith("0.")
+
+
+def shift(x, y=None):
+    """w ~ Normal(0, 2), y_n ~ Normal(w, 1)."""
+    w = pyro.sample("w", dist.Normal(torch.tensor(0.0), 2.0))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(w.expand(len(x)), 1.0), obs=y)
+
+
+@pytest.fixture
+def data():
+    torch.manual_seed(0)
+    return given.Test((torch.zeros(N, 1),), 0.5 + torch.randn(N))
+
+
+def posterior(y):
+    precision = 0.25 + len(y)
+    return y.sum() / precision, precision**-0.5
+
+
+def exact(y):
+    """log p(y_n | the others), Normal with the mean of the others' posterior."""
+    total = torch.zeros(())
+    for n in range(len(y)):
+        others = torch.cat([y[:n], y[n + 1 :]])
+        mean, sd = posterior(others)
+        total = total + dist.Normal(mean, math.sqrt(1 + sd**2)).log_prob(y[n])
+    return total.item()
+
+
+def chains(y, count=4000, width=1.0):
+    mean, sd = posterior(y)
+    return bdl.Samples({"w": mean + width * sd * torch.randn(4, count // 4)})
+
+
+def found(q, samples, data, parts=None):
+    predictive = bdl.Predictive(shift, samples)
+    return leave_one_out(shift, q, samples, predictive, "y", parts or [data])
+
+
+def guide(y, width=1.0):
+    mean, sd = posterior(y)
+    made = bdl.guides.AutoMeanField(shift).prototype(torch.zeros(N, 1), y)
+    with torch.no_grad():
+        made.loc.fill_(mean)
+        made.scale = torch.full_like(made.scale, width * sd)
+    return made
+
+
+def test_of_exact_draws_it_is_exact(data):
+    samples = chains(data.y)
+    loo, kind = found(samples, samples, data)
+    assert kind == "draws" and loo.num_bad == 0
+    assert loo.elpd == pytest.approx(exact(data.y), abs=0.02)
+
+
+def test_a_guide_that_is_too_wide_is_mended_by_its_density(data):
+    """As it is, a guide of twice the sd is off."""
+    q = guide(data.y, width=2.0)
+    samples = bdl.Samples({"w": q.sample_latents(4000)["w"].detach()[None]})
+    loo, kind = found(q, samples, data)
+    assert kind == "p / q" and loo.num_bad == 0
+    assert loo.elpd == pytest.approx(exact(data.y), abs=0.02)
+    plain = bdl.diagnostics.loo(
+        bdl.Predictive(shift, samples).log_likelihood(*data.inputs, data.y)["y"][None],
+        progress=False,
+    )
+    assert abs(plain.elpd - exact(data.y)) > 0.1
+
+
+def test_a_laplace_approximation_is_taken_for_the_posterior(data):
+    point = bdl.guides.AutoLaplaceGGN(shift, structure="full").prototype(*data.inputs, data.y)
+    with torch.no_grad():
+        point.loc.fill_(posterior(data.y)[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        q = point.laplace_approximation((*data.inputs, data.y))
+    predictive = bdl.LinearizedPredictive(shift, q, 4000)
+    one = bdl.Samples({"w": q.sample_latents(1)["w"][None]})
+    loo, kind = leave_one_out(shift, q, one, predictive, "y", [data])
+    assert kind == "plain" and loo.elpd == pytest.approx(exact(data.y), abs=0.03)
+
+
+def test_nothing_can_be_left_out_of_points(data):
+    point = bdl.guides.AutoMAP(shift).prototype(*data.inputs, data.y)
+    samples = bdl.Samples({"w": point.sample_latents(50)["w"].detach()[None]})
+    assert found(point, samples, data) is None
+    few = bdl.Samples({"w": torch.randn(5).repeat(20)[None]})
+    assert found(point, few, data) is None
+
+
+def test_parts_change_nothing(data):
+    for q in (chains(data.y), guide(data.y, width=1.5)):
+        samples = q
+        if not isinstance(q, bdl.Samples):
+            samples = bdl.Samples({"w": q.sample_latents(1000)["w"].detach()[None]})
+        whole, _ = found(q, samples, data)
+        parts, _ = found(q, samples, data, [data.part(slice(0, 7)), data.part(slice(7, N))])
+        torch.testing.assert_close(parts.pointwise, whole.pointwise)
+        assert (parts.elpd, parts.se, parts.p_loo) == pytest.approx(
+            (whole.elpd, whole.se, whole.p_loo)
+        )
+
+
+def test_two_posteriors_are_compared_as_by_arviz(data):
+    """elpd, its error, the difference and its error, from the exported draws."""
+    torch.manual_seed(1)
+    posteriors = {"a": chains(data.y), "b": chains(data.y, width=2.5)}
+    compat = "0.23" if OLD else "1.x"
+    loos = {}
+    for name, samples in posteriors.items():
+        predictive = bdl.Predictive(shift, samples)
+        loos[name], _ = leave_one_out(
+            shift, samples, samples, predictive, "y", [data], compat=compat
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exported = {
+            name: bdl.to_arviz(shift, samples, *data.inputs, data.y, prior_samples=0)
+            for name, samples in posteriors.items()
+        }
+        table = arviz.compare(exported)
+    for name, loo in loos.items():
+        assert loo.elpd == pytest.approx(table.loc[name].iloc[1], rel=1e-6)
+    best, worst = table.index
+    gap, error = difference(loos[worst], loos[best])
+    if OLD:
+        assert -gap == pytest.approx(table.loc[worst, "elpd_diff"], rel=1e-5)
+        assert error == pytest.approx(table.loc[worst, "dse"], rel=1e-5)
+        assert loos[worst].se == pytest.approx(table.loc[worst, "se"], rel=1e-5)
+    assert gap < 0 < error
+
+
+def test_the_efficiency_is_that_of_the_chains():
+    torch.manual_seed(0)
+    independent = bdl.Samples({"w": torch.randn(4, 500, 3)})
+    held = bdl.Samples({"w": torch.randn(4, 50, 3).repeat_interleave(10, 1)})
+    assert relative_efficiency(independent) == pytest.approx(1.0, abs=0.15)
+    assert relative_efficiency(held) == pytest.approx(0.1, rel=0.3)
+    assert relative_efficiency(bdl.Samples({"w": torch.randn(1, 50)})) == 1.0
+
+
+def test_in_the_table(data):
+    posteriors = {"guide": guide(data.y), "map": bdl.guides.AutoMAP(shift), "nuts": chains(data.y)}
+    posteriors["map"].prototype(*data.inputs, data.y)
+    table = bdl.compare(
+        shift, posteriors, *data.inputs, data.y, train=(*data.inputs, data.y), num_samples=2000
+    )
+    rows = table.to_dict()
+    for name in ("guide", "nuts"):
+        assert rows[name]["elpd_loo"] == pytest.approx(exact(data.y), abs=0.1)
+        assert rows[name]["p_loo"] == pytest.approx(1.0, abs=0.5)
+    assert abs(rows["guide"]["elpd_diff"]) < 0.15 and "elpd_loo" not in rows["map"]
+    assert rows["guide"]["loo_by"] == "p / q" and "elpd_diff" not in rows["nuts"]
+    assert "leave one out" in str(table) and "±" in str(table)
+    assert rows["nuts"]["loo_by"] == module.EXACT
