@@ -10,7 +10,7 @@ from pyro_bdl.mcmc.chains import at_least
 from pyro_bdl.mcmc.minibatches import Minibatches
 from pyro_bdl.mcmc.starts import Restriction, starting_vectors
 from pyro_bdl.mcmc.stochastic import checked_restriction
-from pyro_bdl.modules import evaluation_mode
+from pyro_bdl.modules import evaluation_mode, vmappable
 from pyro_bdl.randomness import seeded
 
 _MOST_ITERATIONS = 100
@@ -56,7 +56,7 @@ def largest_curvature(restriction: Restriction, vector: Tensor) -> float:
     """The largest absolute eigenvalue of the log density's Hessian at a vector (p,), to a percent,
     by power iteration."""
     leaf = vector.detach().requires_grad_()
-    with torch.enable_grad():
+    with torch.enable_grad(), vmappable():  # fused attention has no second derivative
         (gradient,) = torch.autograd.grad(restriction.log_density(leaf), leaf, create_graph=True)
     direction = torch.randn_like(vector)
     previous = 0.0

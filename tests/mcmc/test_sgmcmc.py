@@ -13,6 +13,7 @@ import pyro_bdl as bdl
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.mcmc.minibatches import Minibatches
 from pyro_bdl.mcmc.stochastic import METHODS
+from pyro_bdl.modules import vmappable
 from pyro_bdl.program import Program
 
 QUICK = {"step_size": 0.01, "num_warmup": 4, "num_samples": 6, "thinning": 2, "progress": False}
@@ -307,6 +308,28 @@ def test_suggested_step_size_is_a_fraction_of_the_inverse_curvature():
     assert part == pytest.approx(0.1 / torch.linalg.eigvalsh(gram)[-1].item(), rel=0.01)
     with pytest.raises(ValueError, match="fraction must be positive"):
         bdl.mcmc.suggest_step_size(Linear(), (x, y), at=at, fraction=0.0)
+
+
+def test_suggested_step_size_reaches_through_attention():
+    torch.manual_seed(0)
+    x = torch.randn(6, 3, 4, dtype=torch.float64)
+    attention = nn.MultiheadAttention(4, 2, batch_first=True, dtype=torch.float64)
+    network = bdl.bayesianize(attention)
+
+    def model(x, y=None):
+        mean = network(x, x, x, need_weights=False)[0].sum((1, 2))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+    at = {name: value.detach() for name, value in attention.named_parameters()}
+    y = torch.ones(6, dtype=torch.float64)
+    step = bdl.mcmc.suggest_step_size(model, (x, y), at=at, fraction=1.0)
+
+    program = Program(model, x, y)
+    with vmappable():
+        hessian = torch.func.hessian(program.log_density)(program.unconstrain(at))
+    largest = torch.linalg.eigvalsh(hessian).abs().max().item()
+    assert step == pytest.approx(1 / largest, rel=0.01)
 
 
 # -------------------------------------------------------------------------------------- how it ends
