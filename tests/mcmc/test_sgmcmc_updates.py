@@ -190,12 +190,12 @@ def test_metropolis_step_is_exact_where_langevin_is_far_off():
 
 
 def test_metropolis_refuses_what_is_not_finite():
-    here = metropolis.Point(torch.zeros(3, 2), torch.zeros(3), torch.zeros(3, 2))
-    bad = torch.tensor([math.nan, -math.inf, 0.0])
-    there = metropolis.Point(torch.ones(3, 2), bad, torch.zeros(3, 2))
+    here = metropolis.Point(torch.zeros(4, 2), torch.zeros(4), torch.zeros(4, 2))
+    bad = torch.tensor([math.nan, -math.inf, math.inf, 0.0])
+    there = metropolis.Point(torch.ones(4, 2), bad, torch.zeros(4, 2))
     after, probability = metropolis.correct(here, there, 0.1)
-    assert after.position.tolist() == [[0, 0], [0, 0], [1, 1]]
-    assert probability.tolist() == [0, 0, 1]
+    assert after.position.tolist() == [[0, 0], [0, 0], [0, 0], [1, 1]]
+    assert probability.tolist() == [0, 0, 0, 1]
 
 
 @pytest.mark.parametrize(

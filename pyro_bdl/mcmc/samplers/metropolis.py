@@ -38,6 +38,7 @@ def correct(
     log_ratio = (proposed.log_density - before.log_density) / temperature
     log_ratio = log_ratio + _log_proposal(proposed, before, step_size, temperature)
     log_ratio = log_ratio - _log_proposal(before, proposed, step_size, temperature)
+    log_ratio = log_ratio.where(proposed.log_density.isfinite(), -torch.inf)
     probability = log_ratio.clamp_max(0).exp().nan_to_num(0.0)
     accepted = torch.rand_like(probability) < probability
     column = accepted[:, None]
