@@ -174,7 +174,7 @@ def _summary(ratios: Tensor) -> Importance:
     if k.isnan() and ratios.std() > 1:
         k = torch.full_like(k, torch.inf)  # so far apart that nearly all of the tail underflows
     # The smoothed weights sum to one; unsmoothed ones are among them, which gives their scale.
-    lowest = ratios.argmin()
+    lowest = ratios.where(ratios > -torch.inf, torch.inf).argmin()
     scale = ratios[lowest] - weights[0, lowest]
     log_evidence = scale - math.log(len(ratios))
     return Importance(ratios, float(k), float(ratios.mean()), float(log_evidence))

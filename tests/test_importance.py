@@ -63,6 +63,13 @@ def test_ratios_without_a_tail_to_fit(ratios, k, said):
     assert str(found).startswith(said)
 
 
+def test_a_draw_without_density_adds_nothing_to_the_evidence():
+    some = torch.randn(200, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = _summary(torch.cat([some, torch.tensor([-math.inf], dtype=torch.float64)]))
+    assert found.log_evidence == pytest.approx(_summary(some).log_evidence - math.log(201 / 200))
+    assert found.elbo == -math.inf
+
+
 @pytest.mark.parametrize("factor", [1.5, 0.8])
 def test_the_gap_is_the_divergence(factor):
     found = ratios(level, _guide(factor), Y, num_samples=20_000)
