@@ -230,25 +230,31 @@ class _Seen:
 
 def fisher_jacobians(linearization: Linearization, recipe: Recipe) -> Iterator[Jacobian]:
     """Jacobians whose rows' outer products add up to the batch's curvature."""
-    for name, site in linearization.run.observed.items():
-        if not site_parameters(site):
-            _check_readable(linearization, name, site)
+    for name in linearization.run.observed:
+        yield from site_jacobians(linearization, name, recipe)
+
+
+def site_jacobians(linearization: Linearization, name: str, recipe: Recipe) -> Iterator[Jacobian]:
+    """Those of one observed site, each datum counted once."""
+    site = linearization.run.observed[name]
+    if not site_parameters(site):
+        _check_readable(linearization, name, site)
+        return
+    known = _softmax_jacobian(linearization, name, site, recipe)
+    if known is not None:
+        yield known
+        return
+    groups: dict[tuple[str, ...], list[Cotangent]] = {}
+    most = _columns_at_once(linearization, num_data(site), recipe)
+    for column in recipe.columns(site):
+        touched = tuple(key for key, value in column.items() if value.any())
+        if not touched:
             continue
-        known = _softmax_jacobian(linearization, name, site, recipe)
-        if known is not None:
-            yield known
-            continue
-        groups: dict[tuple[str, ...], list[Cotangent]] = {}
-        most = _columns_at_once(linearization, num_data(site), recipe)
-        for column in recipe.columns(site):
-            touched = tuple(key for key, value in column.items() if value.any())
-            if not touched:
-                continue
-            groups.setdefault(touched, []).append(column)
-            if len(groups[touched]) >= most:
-                yield _jacobian(linearization, name, touched, groups.pop(touched))
-        for touched, columns in groups.items():
-            yield _jacobian(linearization, name, touched, columns)
+        groups.setdefault(touched, []).append(column)
+        if len(groups[touched]) >= most:
+            yield _jacobian(linearization, name, touched, groups.pop(touched))
+    for touched, columns in groups.items():
+        yield _jacobian(linearization, name, touched, columns)
 
 
 def _check_readable(linearization: Linearization, name: str, site: Site) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pyro
 import torch
+from pyro.infer.util import zero_grads
 from torch import Tensor
 
 from pyro_bdl.guides.mean_field import AutoMeanField
@@ -105,7 +106,16 @@ class InSVI(pyro.optim.PyroOptim):
         self.optimizer, self.others = optimizer, others
 
     def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
-        """Step all parameters that have a gradient."""
+        """Step all parameters that have a gradient; where that fails, the gradients are cleared, as
+        SVI does after a step, so that the next one does not meet them."""
+        params = list(params)
+        try:
+            self._step(params, *args, **kwargs)
+        except Exception:
+            zero_grads(params)
+            raise
+
+    def _step(self, params: list[Tensor], *args: Any, **kwargs: Any) -> None:
         own = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         rest = [p for p in params if id(p) not in own]
         if rest and self.others is None:

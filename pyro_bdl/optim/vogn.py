@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pyro_bdl.curvature.alignment import Alignment
 from pyro_bdl.curvature.dense import DiagonalCurvature
-from pyro_bdl.curvature.fit import fisher_jacobians
+from pyro_bdl.curvature.fit import site_jacobians
 from pyro_bdl.curvature.linearize import Linearization
 from pyro_bdl.curvature.recipe import Recipe
 from pyro_bdl.curvature.subset import Subset
@@ -85,11 +85,13 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
             return torch.zeros_like(vector), torch.zeros_like(vector)
         (gradient,) = torch.autograd.grad(likelihood, [vector], retain_graph=True)
         at = Linearization(model, self._subset, vector, args, kwargs, known=self._known)
-        curvature = DiagonalCurvature(len(vector), vector.detach())
-        for jacobian in fisher_jacobians(at, self.recipe):
-            curvature.add(jacobian)
-        copies = max((site.subsampling for site in at.run.observed.values()), default=1.0)
-        return gradient, curvature.diagonal() * copies
+        squares = torch.zeros_like(gradient)
+        for name, site in at.run.observed.items():
+            curvature = DiagonalCurvature(len(vector), vector.detach())
+            for jacobian in site_jacobians(at, name, self.recipe):
+                curvature.add(jacobian)
+            squares += site.subsampling * curvature.diagonal()
+        return gradient, squares
 
 
 class VOGN(NaturalGradient):

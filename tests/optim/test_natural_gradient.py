@@ -2,6 +2,7 @@
 
 import functools
 import io
+import math
 
 import pyro
 import pyro.distributions as dist
@@ -184,6 +185,23 @@ def test_the_gradient_in_the_scales_is_by_squares(constrained):
     torch.testing.assert_close(found, expected.detach())
 
 
+def test_each_observed_site_has_its_own_scale_of_the_data():
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2, dtype=x.dtype), 1.0).to_event(1))
+        pyro.sample("known", dist.Normal(w[0], 0.5), obs=torch.tensor(0.3, dtype=x.dtype))
+        with pyro.plate("data", 40, subsample_size=len(x)):
+            pyro.sample("y", dist.Normal(x * w[1], 1.0), obs=y)
+
+    x = torch.ones(4, dtype=torch.float64)
+    guide = AutoMeanField(model).prototype(x, 0 * x)
+    loss = GaussNewton_ELBO(curvature="ggn")(model, guide)(x, 0 * x)
+    (found,) = torch.autograd.grad(loss, [guide.scale_unconstrained])
+    scale = guide.scale.detach()
+    precision = torch.tensor([1 / 0.5**2, 40.0], dtype=torch.float64) + 1.0
+    expected = (precision * scale - 1 / scale) * torch.sigmoid(guide.scale_unconstrained)
+    torch.testing.assert_close(found, expected.detach())
+
+
 # In the loop, saved and restored
 
 
@@ -194,6 +212,19 @@ def test_pyros_svi_takes_them(pair):
     svi = SVI(model, guide, InSVI(optimiser(guide)), elbo(num_particles=2))
     losses = [svi.step(x, y) for _ in range(100)]
     assert sum(losses[-10:]) < sum(losses[:10])
+
+
+def test_svi_goes_on_after_a_step_that_failed():
+    model, x, y = _linear()
+    guide = AutoMeanField(model).prototype(x, y)
+    svi = SVI(model, guide, InSVI(IVON(guide)), TemperedTraceMeanField_ELBO())
+    overflow = guide.loc.register_hook(lambda gradient: gradient / 0)
+    with pytest.raises(RuntimeError, match="is not finite"):
+        svi.step(x, y)
+    overflow.remove()
+    before = guide.loc.detach().clone()
+    assert math.isfinite(svi.step(x, y))
+    assert not torch.equal(guide.loc, before)
 
 
 def test_a_programs_own_parameters_need_an_optimiser_too():
