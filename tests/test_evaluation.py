@@ -146,11 +146,12 @@ def test_figures_and_text_of_every_task():
     number = compare(line, draws, X, X[:, 0], reference="b", seconds=seconds)
     program = labels(lambda logits: dist.Categorical(logits=logits))
     label = compare(program, draws, X, CLASSES, reference="b", seconds=seconds)
-    assert list(number.figures()) == ["bands", "calibration", "cost", "function_space"]
-    assert list(label.figures()) == ["calibration", "cost", "function_space"]
+    shared, chains = ["function_space", "cost"], ["trace", "ranks"]
+    assert list(number.figures()) == ["bands", "forest", "calibration", "pit", *shared, *chains]
+    assert list(label.figures()) == ["forest", "calibration", *shared, *chains]
     assert set(CAPTIONS) >= set(number.figures())
     alone = compare(line, {"a": draws["a"]}, X, X[:, 0], reference=None)
-    assert list(alone.figures()) == ["bands", "calibration"]
+    assert list(alone.figures()) == ["bands", "calibration", "pit"]
     assert "distance" not in str(alone) and "W1" not in str(alone)
     narrow = number.to_text(60)
     assert max(map(len, narrow.split("\n\na  ")[0].splitlines())) <= 60

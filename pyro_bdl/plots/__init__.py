@@ -13,7 +13,7 @@ from pyro_bdl.plots.chains import rank_counts, ranks, trace
 from pyro_bdl.plots.convergence import convergence
 from pyro_bdl.plots.cost import cost_against_quality
 from pyro_bdl.plots.function_space import function_space
-from pyro_bdl.plots.intervals import chosen_points, forest, intervals
+from pyro_bdl.plots.intervals import chosen_points, forest, intervals, point_name
 from pyro_bdl.plots.maps import sd_ratio, sd_ratio_maps
 from pyro_bdl.plots.pairs import pairs
 from pyro_bdl.plots.simulations import rank_histograms
@@ -30,6 +30,7 @@ __all__ = [
     "pairs",
     "pit_counts",
     "pit_histogram",
+    "point_name",
     "predictive_bands",
     "rank_counts",
     "rank_histograms",

@@ -1,0 +1,235 @@
+"""The figures of a comparison: which of :mod:`pyro_bdl.plots` apply, and what they are drawn of."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from pyro_bdl import plots
+from pyro_bdl.comparison.scores import class_labels
+from pyro_bdl.diagnostics import summary
+from pyro_bdl.posterior import latent_draws
+from pyro_bdl.randomness import seeded
+from pyro_bdl.samples import Samples
+
+if TYPE_CHECKING:
+    from pyro_bdl.comparison.result import Comparison
+
+CAPTIONS = {
+    "bands": "Mean and 90 % interval of the function along the feature.",
+    "sd_map": "The function's sd over that of the reference, at the test points: red where a "
+    "posterior is too sure, blue where it is not sure enough.",
+    "forest": "The function at four test points, from where the reference is surest to where it is "
+    "least sure; the shaded column is its 90 % interval.",
+    "calibration": "Calibration on the test data: below the diagonal, a posterior is "
+    "overconfident.",
+    "pit": "Where the test targets lie among the predictions (probability integral transform): "
+    "flat within the band if calibrated, a valley if too narrow, a hill if too wide.",
+    "function_space": "Mean and sd at each test point: on the diagonal, a posterior agrees with "
+    "the reference.",
+    "cost": "Time to fit against the distance to the reference. The dashed line is the distance "
+    "between two halves of the reference's own draws.",
+    "hyperparameters": "Latents that are single numbers, such as noise and scales: median, 50 % "
+    "and 90 % interval.",
+    "pairs": "Latents that are single numbers against each other.",
+    "trace": "The chains' draws in order, of the function at test points and of latents that are "
+    "single numbers: chains that mixed look alike.",
+    "ranks": "Each chain's share of the ranks of all draws: flat where chains agree. The band is "
+    "for independent draws.",
+    "layers": "R-hat and effective draws of the weights of every site. Weights of networks may "
+    "differ between chains where their functions agree.",
+}
+
+_POINTS = 4  # at which functions are traced
+_MOST_SCALARS = 4
+_MOST_IN_PAIRS = 5
+_DRAWS = 500
+
+Draws = dict[str, Tensor]
+
+
+def figures(
+    comparison: "Comparison",
+    *,
+    target: str = "target",
+    units: str = "",
+    features: Sequence[str] = (),
+    train: tuple[Tensor, Tensor] | None = None,
+    posteriors: Mapping[str, Any] | None = None,
+) -> dict[str, Figure]:
+    """Pictures of a comparison by names of :data:`CAPTIONS`; see ``Comparison.figures``."""
+    functions = {name: said.function for name, said in comparison.evaluations.items()}
+    if comparison.task == "classification" and next(iter(functions.values())).shape[-1] == 2:
+        # The probability of the first class mirrors that of the second.
+        functions = {name: draws[..., 1] for name, draws in functions.items()}
+    known = None if posteriors is None else _latents(comparison, posteriors)
+    chains = _chains(comparison, functions, posteriors or {})
+    found = _inputs(comparison, functions, target, features, train)
+    found |= _predictions(comparison)
+    found |= _against_reference(comparison, functions, target, units)
+    found |= _scalars(known or {}, comparison.reference)
+    if chains:
+        found["trace"] = plots.trace(chains)
+        if len(next(iter(chains.values()))) > 1:
+            found["ranks"] = plots.ranks(chains)
+    reference = (posteriors or {}).get(comparison.reference or "")
+    if isinstance(reference, Samples) and reference.num_chains > 1 and reference.num_draws >= 4:
+        said = summary(reference, progress=False)
+        if any(row["rhat_max"] is not None for row in said.rows):
+            found["layers"] = plots.convergence(said)
+    return {name: found[name] for name in CAPTIONS if name in found}
+
+
+def _inputs(
+    comparison: "Comparison",
+    functions: Draws,
+    target: str,
+    features: Sequence[str],
+    train: tuple[Tensor, Tensor] | None,
+) -> dict[str, Figure]:
+    """Bands over one input, maps over two."""
+    x, reference = comparison.inputs[0], comparison.reference
+    if len(comparison.inputs) > 1 or x.dim() > 2:
+        return {}
+    single = x[0].numel() == 1
+    x_train, y_train = (None, None) if train is None else train
+    if single and next(iter(functions.values())).dim() == 2:
+        is_class = comparison.task == "classification"
+        return {
+            "bands": plots.predictive_bands(
+                x.reshape(-1),
+                functions,
+                reference=reference,
+                x_train=x_train,
+                y_train=y_train,
+                xlabel=features[0] if features else "x",
+                ylabel="probability of the second class" if is_class else target,
+            )
+        }
+    if x[0].numel() == 2 and reference is not None and len(functions) > 1:
+        labels = features if len(features) == 2 else ("first input", "second input")
+        return {
+            "sd_map": plots.sd_ratio_maps(
+                x, functions, reference=reference, x_train=x_train, labels=labels
+            )
+        }
+    return {}
+
+
+def _predictions(comparison: "Comparison") -> dict[str, Figure]:
+    """Calibration of classes or, of those posteriors that have draws of the target, of numbers."""
+    if comparison.task == "classification":
+        mean = {name: said.function.mean(0) for name, said in comparison.evaluations.items()}
+        y = class_labels(comparison.y, next(iter(mean.values())))
+        drawn = plots.calibration(mean, y, task=comparison.task, reference=comparison.reference)
+        return {"calibration": drawn}
+    predictions = {
+        name: said.predictions
+        for name, said in comparison.evaluations.items()
+        if said.predictions is not None
+    }
+    if not predictions:
+        return {}
+    reference = comparison.reference if comparison.reference in predictions else None
+    y = comparison.y.reshape(next(iter(predictions.values())).shape[1:])
+    return {
+        "calibration": plots.calibration(predictions, y, task="regression", reference=reference),
+        "pit": plots.pit_histogram(predictions, y, reference=reference),
+    }
+
+
+def _against_reference(
+    comparison: "Comparison", functions: Draws, target: str, units: str
+) -> dict[str, Figure]:
+    reference = comparison.reference
+    if reference is None or len(functions) < 2:
+        return {}
+    is_class = comparison.task == "classification"
+    unit = f" ({units})" if units else ""
+    found = {
+        "forest": plots.forest(
+            functions,
+            reference=reference,
+            quantity="class probability" if is_class else f"{target}{unit}",
+        ),
+        "function_space": plots.function_space(
+            functions,
+            reference=reference,
+            quantity="class probabilities" if is_class else "prediction",
+            units=units,
+        ),
+    }
+    key = "total_variation" if is_class else "wasserstein"
+    *rows, floor = comparison.rows
+    timed = [row for row in rows if row.get("seconds") is not None]
+    others = [row for row in timed if row["posterior"] != reference and row.get(key) is not None]
+    if others:
+        there = {reference, *(row["posterior"] for row in others)}
+        found["cost"] = plots.cost_against_quality(
+            {row["posterior"]: row["seconds"] for row in timed if row["posterior"] in there},
+            {row["posterior"]: row[key] for row in others},
+            reference=reference,
+            floor=floor.get(key),
+            units="total variation" if is_class else units,
+        )
+    return found
+
+
+# ------------------------------------------------------------------------------------- latents
+
+
+def _latents(comparison: "Comparison", posteriors: Mapping[str, Any]) -> dict[str, Draws]:
+    """Of each posterior the draws ``(S,)`` of its latents that are single numbers."""
+    found = {}
+    with seeded(0):
+        for name in comparison.evaluations:
+            posterior = posteriors.get(name)
+            if not (isinstance(posterior, Samples) or callable(posterior)):
+                continue  # only its predictions are known
+            total = None if isinstance(posterior, Samples) else _DRAWS
+            drawn = latent_draws(posterior, total, *comparison.inputs, None)
+            scalars = {site: values for site, values in drawn.items() if values.dim() == 1}
+            if scalars:
+                found[name] = scalars
+    return found
+
+
+def _scalars(latents: Mapping[str, Draws], reference: str | None) -> dict[str, Figure]:
+    if not latents:
+        return {}
+    reference = reference if reference in latents else None
+    found = {"hyperparameters": plots.intervals(latents, reference=reference)}
+    sites = list(latents[reference or next(iter(latents))])[:_MOST_SCALARS]
+    paired = {
+        name: {site: draws[site] for site in sites}
+        for name, draws in latents.items()
+        if all(site in draws for site in sites)
+    }
+    if len(sites) > 1:  # of many posteriors the reference and those that were named first
+        others = [name for name in paired if name != reference]
+        chosen = others[: _MOST_IN_PAIRS - (reference is not None)]
+        shown = {name: paired[name] for name in paired if name in chosen or name == reference}
+        found["pairs"] = plots.pairs(shown, reference=reference)
+    return found
+
+
+def _chains(comparison: "Comparison", functions: Draws, posteriors: Mapping[str, Any]) -> Draws:
+    """Name to ``(chains, draws)`` of the reference: functions at test points and single numbers."""
+    name = comparison.reference
+    if name is None or (name not in posteriors and comparison.evaluations[name].chains < 2):
+        return {}
+    samples = posteriors.get(name)
+    if samples is not None and not isinstance(samples, Samples):
+        return {}
+    draws = functions[name]
+    count = comparison.evaluations[name].chains
+    flat = draws.flatten(1).unflatten(0, (count, -1))
+    found = {
+        plots.point_name(place, draws): flat[..., place]
+        for place in plots.chosen_points(draws, _POINTS)
+    }
+    if isinstance(samples, Samples):
+        scalars = {site: value for site, value in samples.latents.items() if value.dim() == 2}
+        found |= dict(list(scalars.items())[:_MOST_SCALARS])
+    return found
