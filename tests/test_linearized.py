@@ -16,7 +16,7 @@ from pyro_bdl import LinearizedPredictive, Predictive, bayesianize, handlers, mo
 from pyro_bdl import linearized as module
 from pyro_bdl.curvature import parts as parts_module
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.guides import AutoLaplaceGGN
+from pyro_bdl.guides import AutoLaplaceGGN, MixtureGuide
 from pyro_bdl.integrals import laplace_bridge, multiclass_probit, probit
 from pyro_bdl.natural import natural_parameters
 from pyro_bdl.program import Program
@@ -795,3 +795,24 @@ def test_a_gpu_says_the_same(kind):
         assert all(value.device.type == device for value in drawn.values())
     second = [tuple(v.cpu() for v in found[1][0]), found[1][1].cpu()]
     torch.testing.assert_close(second, found[0])
+
+
+def test_moments_of_each_draw_add_up_to_the_predictive_ones():
+    """Mean and variance over the draws against the closed form; of a mixture of two as well."""
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 2), torch.randn(8)
+    model = models.Regression(bayesianize(torch.nn.Linear(2, 1)), noise=0.5)
+    guide = AutoLaplaceGGN(model, structure="full").prototype(x, y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        members = [guide.laplace_approximation((x, y)) for _ in range(2)]
+    for posterior in (members[0], MixtureGuide(members)):
+        predictive = LinearizedPredictive(model, posterior, 20000)
+        mean, variance = predictive.draw_moments(x)["y"]
+        exact = predictive.moments(x)["y"]
+        assert mean.shape == variance.shape == (20000, 8)
+        total = variance.mean(0) + mean.var(0)
+        torch.testing.assert_close(total, exact.predictive_variance, rtol=0.05, atol=0)
+        error = (exact.variance["loc"] / 20000).sqrt()
+        assert ((mean.mean(0) - exact.mean["loc"]).abs() < 5 * error).all()
+        assert (variance == 0.25).all()

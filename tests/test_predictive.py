@@ -306,3 +306,17 @@ def test_on_cuda():
     model, x, y = model.cuda(), x.cuda(), y.cuda()
     guide = bdl.guides.AutoMeanField(model).prototype(x, y)
     assert bdl.Predictive(model, guide, 5)(x)["y"].is_cuda
+
+
+def test_moments_of_each_draw_are_those_of_its_distribution():
+    def program(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Gamma((w[0] * x).exp(), w[1].exp()), obs=y)
+
+    torch.manual_seed(0)
+    x, w = torch.randn(5), torch.randn(1, 7, 2)
+    found = bdl.Predictive(program, bdl.Samples({"w": w})).draw_moments(x)["y"]
+    each = dist.Gamma((w[0, :, :1] * x).exp(), w[0, :, 1:].exp())
+    torch.testing.assert_close(found.mean, each.mean)
+    torch.testing.assert_close(found.variance, each.variance)

@@ -61,3 +61,10 @@ def test_csv_keeps_all_digits(tmp_path):
     assert float(rows[0]["rmse"]) == 55.333
     assert rows[1]["cover"] == ""
     assert math.isnan(float(rows[0]["rhat"]))
+
+
+def test_a_cell_shows_its_standard_error():
+    column = Column("x", "x", error="x_se")
+    assert column.cell({"x": 8.976, "x_se": 0.2136}) == "8.98 ± 0.21"
+    assert column.cell({"x": 8.976, "x_se": math.nan}) == column.cell({"x": 8.976}) == "8.98"
+    assert column.cell({"x": None, "x_se": 1.0}) == "–"

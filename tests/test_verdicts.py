@@ -71,3 +71,51 @@ def test_without_numbers_nothing_is_claimed():
     assert said() == "nothing to hold it against"
     own = verdict({"posterior": "nuts", "sd_ratio": 0.1}, reference="nuts", floor=None, points=9)
     assert own == "nothing to hold it against"
+
+
+@pytest.mark.parametrize(
+    "row, words",
+    [
+        (
+            {"sd_ratio_near": 0.95, "sd_ratio_between": 0.1, "sd_ratio": 0.6},
+            "sd between the training data is 0.10 of nuts's: overconfident there (0.95 near them)",
+        ),
+        (
+            {"sd_ratio_near": 1.0, "sd_ratio_beyond": 3.0, "sd_ratio": 2.0},
+            "sd beyond the training data is 3.0 times nuts's: underconfident there",
+        ),
+        (
+            {"sd_ratio_near": 0.5, "sd_ratio_between": 0.45, "sd_ratio": 0.5},
+            "sd is 0.50 of nuts's on average: overconfident",
+        ),
+        ({"sd_ratio_near": 0.95, "sd_ratio_between": 0.9, "sd_ratio": 0.93}, "much alike"),
+        (
+            {"sd_ratio_between": 0.5, "sd_ratio_beyond": 0.1, "sd_ratio": 0.5},
+            "sd beyond the training data is 0.10 of nuts's",
+        ),
+    ],
+)
+def test_the_region_where_the_sd_is_most_off_is_named(row, words):
+    assert said(**row).startswith(words) or (words == "much alike" and words in said(**row))
+
+
+@pytest.mark.parametrize(
+    "row, words",
+    [
+        ({"elpd_diff": -12.0, "elpd_diff_se": 3.0, "high_k": 0}, "worse than nuts, by 12.0 ± 3.0"),
+        ({"elpd_diff": 9.0, "elpd_diff_se": 3.0, "high_k": 0}, "better than nuts"),
+        ({"elpd_diff": -5.0, "elpd_diff_se": 3.0, "high_k": 0}, ""),
+        ({"elpd_diff": -12.0, "elpd_diff_se": 3.0, "high_k": 7}, ""),
+    ],
+)
+def test_left_out_data_count_where_they_can_be_relied_on(row, words):
+    text = said(sd_ratio=1.0, **row)
+    assert words in text and ("left-out" in text) == bool(words)
+
+
+def test_a_doubtful_reference_is_said_of_the_others_alone():
+    row = {"posterior": "q", "sd_ratio": 0.5, "coverage": 0.9}
+    options = {"floor": FLOOR, "points": 100, "doubtful": True}
+    assert verdict(row, reference="nuts", **options).endswith("but nuts itself cannot be trusted")
+    own = verdict({"posterior": "nuts", "coverage": 0.9}, reference="nuts", **options)
+    assert "trusted" not in own
