@@ -90,8 +90,8 @@ def ranks(draws: Mapping[str, Tensor], *, bins: int | None = None, level: float 
             )
         title(axis, name, small=columns > 1)
         axis.set_xlim(0, 1)
-        axis.set_ylim(bottom=0)
         axis.grid(visible=False, axis="x")
+    axes[0].set_ylim(bottom=0)  # once all is drawn: it ends the scaling of all panels
     for place, axis in enumerate(axes):
         if place % columns == 0:
             axis.set_ylabel("draws")

@@ -65,11 +65,11 @@ def rank_histograms(
         )
         axis.axhline(len(calibration.ranks) / bins, color=GREY, linestyle="--", linewidth=1)
         axis.set_xlim(0, calibration.num_draws + 1)
-        axis.set_ylim(bottom=0)
         axis.grid(visible=False)
         title(axis, name, small=columns > 1)
         if place % columns == 0:
             axis.set_ylabel("simulations")
+    axes[0].set_ylim(bottom=0)  # once all is drawn: it ends the scaling of all panels
     for axis in axes[-columns:]:
         axis.set_xlabel("rank of the truth")
     key = [
