@@ -14,6 +14,9 @@ Arguments = tuple[tuple, dict[str, Any]]
 class Targets:
     """The arguments of a program's run that its observed sites hold.
 
+    An argument that a site holds itself is that site's target; for a site that holds none of them,
+    such as one of a reshaped copy, arguments of the same numbers are.
+
     :param program: run with its targets.
     """
 
@@ -21,14 +24,17 @@ class Targets:
         self.program = program
         observed = program.run(program.initial).observed
         self.observed = {name: site for name, site in observed.items() if site.value is not None}
+        given = {id(value) for value in (*program.args, *program.kwargs.values())}
+        self._copied = [n for n, site in self.observed.items() if id(site.value) not in given]
 
     def site_of(self, value: Any) -> str | None:
         """The observed site that holds an argument, up to its shape; None where it is no target."""
-        if isinstance(value, Tensor):
-            for name, site in self.observed.items():
-                if _same(site, value):
-                    return name
-        return None
+        if not isinstance(value, Tensor):
+            return None
+        for name, site in self.observed.items():
+            if site.value is value:
+                return name
+        return next((n for n in self._copied if _same(self.observed[n], value)), None)
 
     def replaced(self, by: Callable[[str, Tensor], Any]) -> Arguments:
         """The arguments with ``by(site, target)`` in the targets' places."""
@@ -61,8 +67,6 @@ class Targets:
 
 def _same(site: Site, value: Tensor) -> bool:
     held = site.value
-    if held is value:
-        return True
     if not isinstance(held, Tensor) or held.numel() != value.numel():
         return False
     return torch.equal(held.reshape(-1), value.reshape(-1).to(held))
