@@ -175,7 +175,7 @@ def _compare(options: argparse.Namespace) -> int:
     }
     made_with |= {name: getattr(settings, name) for name in ("chains", "warmup", "draws")}
     made_with |= {fit.name: _shown(fit) for fit in fits}
-    written = _write(comparison, folder, data, [f"{about}. {units}"], made_with)
+    written = _write(comparison, fits, folder, data, [f"{about}. {units}"], made_with)
     print(f"Written to {folder}: {', '.join(path.name for path in written)}")
     return FAILED if failed else 0
 
@@ -238,6 +238,7 @@ def _compared(model: nn.Module, fits: list[Fit], data: Dataset, seed: int) -> Co
 
 def _write(
     comparison: Comparison,
+    fits: list[Fit],
     folder: Path,
     data: Dataset,
     notes: list[str],
@@ -245,7 +246,12 @@ def _write(
 ) -> list[Path]:
     """The table, the figures and the report."""
     written = [comparison.to_csv(folder / "table.csv")]
-    figures = comparison.figures(target=data.target_name)
+    figures = comparison.figures(
+        target=data.target_name,
+        features=[f"{name} (standardised)" for name in data.feature_names],
+        train=(data.x_train, data.y_train * data.y_sd + data.y_mean),
+        posteriors={fit.name: fit.posterior for fit in fits},
+    )
     for name, figure in figures.items():
         written.append(folder / f"{name}.png")
         figure.savefig(written[-1], dpi=200)

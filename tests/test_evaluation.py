@@ -148,7 +148,7 @@ def test_figures_and_text_of_every_task():
     label = compare(program, draws, X, CLASSES, reference="b", seconds=seconds)
     shared, chains = ["function_space", "cost"], ["trace", "ranks"]
     assert list(number.figures()) == ["bands", "forest", "calibration", "pit", *shared, *chains]
-    assert list(label.figures()) == ["forest", "calibration", *shared, *chains]
+    assert list(label.figures()) == ["bands", "forest", "calibration", *shared, *chains]
     assert set(CAPTIONS) >= set(number.figures())
     alone = compare(line, {"a": draws["a"]}, X, X[:, 0], reference=None)
     assert list(alone.figures()) == ["bands", "calibration", "pit"]
