@@ -100,6 +100,12 @@ class Guide(OwnParameters, AutoGuide):
         self.prototype_trace = source.prototype_trace
         self._prototype_frames = source._prototype_frames
 
+    def _prototype_arguments(self) -> tuple[tuple, dict[str, Any]]:
+        """The program's arguments in the run that made the parameters."""
+        trace: Any = self.prototype_trace
+        given = trace.nodes["_INPUT"]
+        return given["args"], given["kwargs"]
+
     def require_layout(self) -> Layout:
         """:raises RuntimeError: before the first run, which finds the latents."""
         if self.layout is None:

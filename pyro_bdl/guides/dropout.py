@@ -152,8 +152,9 @@ class AutoMCDropout(Guide):
             del self.__dict__["_arguments"]
 
     def _create_parameters(self, start: Tensor) -> None:
-        (model,), (args, kwargs) = self._program_model, self._arguments
-        layout = self.require_layout()
+        (model,), layout = self._program_model, self.require_layout()
+        # a guide around another one's point has that one's run behind it
+        args, kwargs = self.__dict__.get("_arguments") or self._prototype_arguments()
         reader, run = reading_run(self._source.reader, model, layout, start, args, kwargs)
         if self.learn_p and num_data(run) == 1:
             raise ValueError(

@@ -14,6 +14,7 @@ from pyro_bdl.curvature.prior import independent_normal, run_at
 from pyro_bdl.curvature.subset import Subset
 from pyro_bdl.divergence import expected_log_prior
 from pyro_bdl.gaussian_prior import GaussianPrior, joint_prior
+from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.joint import AutoJoint
 from pyro_bdl.init import init_to_network
 from pyro_bdl.program import Run
@@ -54,12 +55,18 @@ class AutoLowRank(AutoJoint):
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         super()._setup_prototype(*args, **kwargs)
-        self._at_draw = frozenset() if self.subsampled else self._moving_priors(args, kwargs)
+        self._at_draw = self._moving_priors(self.location().detach())
 
-    def _moving_priors(self, args: tuple, kwargs: dict[str, Any]) -> frozenset[str]:
+    def _take_structure(self, source: Guide) -> None:
+        super()._take_structure(source)
+        self._at_draw = self._moving_priors(source.location().detach())
+
+    def _moving_priors(self, vector: Tensor) -> frozenset[str]:
         """The sites whose priors are no Normals, or Normals that another latent moves."""
+        if self.subsampled:
+            return frozenset()
         (model,), layout = self._program_model, self.require_layout()
-        run, leaves = run_at(model, Subset(layout), self.location().detach(), args, kwargs)
+        run, leaves = run_at(model, Subset(layout), vector, *self._prototype_arguments())
         return frozenset(
             name
             for name, site in run.latents.items()

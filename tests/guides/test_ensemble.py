@@ -86,6 +86,21 @@ def test_trains_in_plain_svi(elbo):
     assert (spread > 0).all()
 
 
+@pytest.mark.parametrize("kind", ["AutoLowRank", "AutoMatrixNormal", "AutoMCDropout", "AutoSWAG"])
+def test_members_become_guides_of_other_kinds(kind):
+    model, x, y = problem()
+    ensemble = bdl.guides.AutoEnsemble(model, size=2).prototype(x, y)
+    guides = ensemble.as_guides(getattr(bdl.guides, kind))
+    for number, guide in enumerate(guides):
+        assert torch.equal(guide.location(), ensemble.locs[number])
+        trained = pyro.infer.SVI(
+            model, guide, pyro.optim.Adam({"lr": 0.01}), bdl.elbo.TemperedTraceMeanField_ELBO()
+        )
+        trained.step(x, y)
+        assert not torch.equal(guide.location(), ensemble.locs[number])
+    assert bdl.guides.MixtureGuide(guides).sample_vectors(3).shape == (3, ensemble.locs.shape[1])
+
+
 def test_saved_and_loaded():
     model, x, y = problem()
     guide = bdl.guides.AutoEnsemble(model, size=3).prototype(x, y)
