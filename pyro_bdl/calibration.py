@@ -203,7 +203,9 @@ def simulation_based_calibration(
                     {name: value[i] for name, value in data.items()}
                 )
                 posterior = inference(model, *new_args, **new_kwargs)
-                ranks.append(_ranks(h, true, _draws_of(posterior, num_draws, new_args), i))
+                ranks.append(
+                    _ranks(h, true, _draws_of(posterior, num_draws, new_args, new_kwargs), i)
+                )
     return Calibration(torch.stack(ranks), num_draws, tuple(true))
 
 
@@ -262,11 +264,13 @@ def _ranks(h: Quantities, true: Mapping[str, Tensor], draws: Draws, simulation: 
     return torch.stack([(found[name] < true[name][simulation]).sum() for name in true])
 
 
-def _draws_of(posterior: Any, num_draws: int, args: Sequence[Any]) -> Draws:
+def _draws_of(
+    posterior: Any, num_draws: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Draws:
     if isinstance(posterior, Samples):
         total = posterior.num_chains * posterior.num_draws
         if total < num_draws:
             raise ValueError(
                 f"the posterior has {total} draws, fewer than the num_draws={num_draws} asked for"
             )
-    return latent_draws(posterior, num_draws, *args)
+    return latent_draws(posterior, num_draws, *args, **kwargs)

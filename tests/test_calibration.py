@@ -158,6 +158,21 @@ def test_any_way_of_inference_can_be_asked():
 # What it refuses
 
 
+def test_a_pyro_guide_is_run_with_the_programs_keyword_arguments():
+    def posterior(y):
+        pyro.sample("w", dist.Normal(y.sum() / (1 + N), POSTERIOR_VARIANCE**0.5))
+
+    found = simulation_based_calibration(
+        level,
+        lambda model, y: posterior,
+        model_kwargs={"y": torch.zeros(N)},
+        num_simulations=10,
+        num_draws=9,
+        progress=False,
+    )
+    assert found.ranks.shape == (10, N + 1)
+
+
 def test_bad_input():
     with pytest.raises(ValueError, match="num_simulations must be at least 10, got 3"):
         _calibrate(exactly(), num_simulations=3)
