@@ -5,15 +5,14 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from scipy import stats
 from torch import Tensor
 
 from pyro_bdl import metrics
+from pyro_bdl.plots.bars import bars as draw_bars
+from pyro_bdl.plots.bars import key, room_above
 from pyro_bdl.plots.style import (
-    BAND,
     GREY,
     array,
     check_level,
@@ -114,33 +113,18 @@ def pit_histogram(
     columns = columns_for(len(predictions))
     figure, axes = panels(len(predictions), height=1.9, columns=columns, sharex=True, sharey=True)
     edges = np.linspace(0, 1, bins + 1)
-    for place, (axis, (name, values)) in enumerate(zip(axes, predictions.items(), strict=True)):
+    counts = {name: pit_counts(values, y, bins) for name, values in predictions.items()}
+    for place, (axis, (name, heights)) in enumerate(zip(axes, counts.items(), strict=True)):
         colour = look[name]["color"]
-        axis.axhspan(low, high, color=BAND, linewidth=0, zorder=0)
-        axis.bar(
-            edges[:-1],
-            pit_counts(values, y, bins),
-            width=1 / bins,
-            align="edge",
-            color=colour,
-            edgecolor="white",
-            linewidth=0.8,
-            alpha=0.75,
-        )
-        axis.axhline(bar.mean(), color=GREY, linestyle="--", linewidth=1)
-        axis.set_xlim(0, 1)
+        draw_bars(axis, edges, heights, band=(low, high), expected=bar.mean(), color=colour)
         axis.set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
-        axis.grid(visible=False)
         title(axis, name, colour, small=columns > 1)
         if place % columns == 0:
             axis.set_ylabel("test targets")
+    room_above(axes, max(high, *(heights.max() for heights in counts.values())))
     for axis in axes[-columns:]:
         axis.set_xlabel("PIT")
-    key = [
-        (Patch(color=BAND, linewidth=0), f"{level:.0%} band"),
-        (Line2D([], [], color=GREY, linestyle="--", linewidth=1), "expected"),
-    ]
-    legend_below(figure, *zip(*key, strict=True))
+    legend_below(figure, *zip(*key(level), strict=True))
     return figure
 
 

@@ -12,6 +12,7 @@ from scipy import stats
 from torch import Tensor
 
 from pyro_bdl.diagnostics.rank import average_ranks, ordered
+from pyro_bdl.plots.bars import room_above
 from pyro_bdl.plots.style import (
     BAND,
     COLOURS,
@@ -76,12 +77,15 @@ def ranks(draws: Mapping[str, Tensor], *, bins: int | None = None, level: float 
     columns = columns_for(len(draws))
     figure, axes = panels(len(draws), height=1.7, columns=columns, sharex=True, sharey=True)
     edges = np.linspace(0, 1, bins + 1)
+    most = float(high.max())
     for axis, (name, values) in zip(axes, draws.items(), strict=True):
-        axis.stairs(high, edges, baseline=low, fill=True, color=BAND, label="band")
-        axis.stairs(expected, edges, color=GREY, linestyle="--", linewidth=1, label="expected")
-        for chain, counts in enumerate(rank_counts(values, bins)):
+        axis.stairs(high, edges, baseline=low, fill=True, color=BAND)
+        axis.stairs(expected, edges, color=GREY, linestyle="--", linewidth=1, baseline=None)
+        counts = rank_counts(values, bins)
+        most = max(most, float(counts.max()))
+        for chain, heights in enumerate(counts):
             axis.stairs(
-                counts,
+                heights,
                 edges,
                 color=_colour(chain),
                 linewidth=1.6,
@@ -91,7 +95,7 @@ def ranks(draws: Mapping[str, Tensor], *, bins: int | None = None, level: float 
         title(axis, name, small=columns > 1)
         axis.set_xlim(0, 1)
         axis.grid(visible=False, axis="x")
-    axes[0].set_ylim(bottom=0)  # once all is drawn: it ends the scaling of all panels
+    room_above(axes, most)
     for place, axis in enumerate(axes):
         if place % columns == 0:
             axis.set_ylabel("draws")

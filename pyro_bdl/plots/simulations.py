@@ -4,13 +4,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from pyro_bdl.plots.bars import bars as draw_bars
+from pyro_bdl.plots.bars import key, room_above
 from pyro_bdl.plots.style import (
-    BAND,
     COLOURS,
-    GREY,
     array,
     check_level,
     columns_for,
@@ -45,6 +44,7 @@ def rank_histograms(
     bins = calibration.bins if bins is None else bins
     counts = array(calibration.counts(bins))
     low, high = calibration.band(level, bins)
+    expected = len(calibration.ranks) / bins
     edges = np.linspace(0, calibration.num_draws + 1, bins + 1)
     columns = columns_for(len(counts))
     figure, axes = panels(len(counts), height=1.9, columns=columns, sharex=True, sharey=True)
@@ -52,30 +52,14 @@ def rank_histograms(
         zip(axes, calibration.names, counts, strict=True)
     ):
         outside = (heights < low) | (heights > high)
-        axis.axhspan(low, high, color=BAND, linewidth=0, zorder=0)
-        axis.bar(
-            edges[:-1],
-            heights,
-            width=np.diff(edges),
-            align="edge",
-            color=np.where(outside, _OUTSIDE, _INSIDE),
-            edgecolor="white",
-            linewidth=0.8,
-            alpha=0.85,
-        )
-        axis.axhline(len(calibration.ranks) / bins, color=GREY, linestyle="--", linewidth=1)
-        axis.set_xlim(0, calibration.num_draws + 1)
-        axis.grid(visible=False)
+        colours = np.where(outside, _OUTSIDE, _INSIDE)
+        draw_bars(axis, edges, heights, band=(low, high), expected=expected, color=colours)
         title(axis, name, small=columns > 1)
         if place % columns == 0:
             axis.set_ylabel("simulations")
-    axes[0].set_ylim(bottom=0)  # once all is drawn: it ends the scaling of all panels
     for axis in axes[-columns:]:
         axis.set_xlabel("rank of the truth")
-    key = [
-        (Patch(color=BAND, linewidth=0), f"{level:.0%} band"),
-        (Line2D([], [], color=GREY, linestyle="--", linewidth=1), "expected"),
-        (Patch(color=_OUTSIDE, linewidth=0), "outside the band"),
-    ]
-    legend_below(figure, *zip(*key, strict=True))
+    room_above(axes, max(high, counts.max()))
+    said = [*key(level), (Patch(color=_OUTSIDE, linewidth=0), "outside the band")]
+    legend_below(figure, *zip(*said, strict=True))
     return figure
