@@ -24,7 +24,7 @@ def problem():
 
 @pytest.fixture
 def registry(monkeypatch):
-    monkeypatch.setattr(posteriors, "_registry", dict(posteriors._registry))
+    monkeypatch.setattr(posteriors.registry, "_registry", dict(posteriors.registry._registry))
 
 
 @pytest.mark.parametrize("entry", posteriors.entries(), ids=lambda entry: entry.name)
@@ -90,7 +90,7 @@ def test_unknown_name_is_told_what_there_is(problem):
 
 def test_swag_takes_the_highest_rate_that_is_not_wider_than_a_posterior(problem, monkeypatch):
     """-log p(u, y) lies at most P / 2 above its minimum on average, P = 2 weights and a noise."""
-    seen, collect = {}, posteriors.collect_swag
+    seen, collect = {}, posteriors.ensembles.collect_swag
 
     def spied(*args, learning_rate, **options):
         seen[learning_rate] = None  # stays where it diverges
@@ -98,11 +98,13 @@ def test_swag_takes_the_highest_rate_that_is_not_wider_than_a_posterior(problem,
         seen[learning_rate] = run.losses.mean().item() * 12
         return run
 
-    monkeypatch.setattr(posteriors, "collect_swag", spied)
+    monkeypatch.setattr(posteriors.ensembles, "collect_swag", spied)
     found = posteriors.fit("swag", problem, Options(steps=600))
-    point = posteriors.AutoLaplaceGGN(problem.model).prototype(problem.x, problem.y)
-    posteriors.train(problem.model, point, problem.x, problem.y, steps=600)
-    lowest = -posteriors.estimate_elbo(problem.model, point, problem.x, problem.y, num_particles=1)
+    point = posteriors.laplace.AutoLaplaceGGN(problem.model).prototype(problem.x, problem.y)
+    posteriors.registry.train(problem.model, point, problem.x, problem.y, steps=600)
+    lowest = -posteriors.registry.estimate_elbo(
+        problem.model, point, problem.x, problem.y, num_particles=1
+    )
     *higher, (rate, mean) = seen.items()
     assert found.settings["learning rate"] == rate
     error = 0.1  # of the minimum, which training reaches only so nearly
@@ -187,9 +189,9 @@ def test_laplace_of_classes_and_of_a_program_of_ones_own(quiet):
 
     class Own(torch.nn.Module):
         def forward(self, x, y=None):
-            w = posteriors.pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-            with posteriors.pyro.plate("data", len(x)):
-                posteriors.pyro.sample("y", dist.Normal(x @ w, 0.3), obs=y)
+            w = posteriors.registry.pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+            with posteriors.registry.pyro.plate("data", len(x)):
+                posteriors.registry.pyro.sample("y", dist.Normal(x @ w, 0.3), obs=y)
 
     found = posteriors.fit("laplace-full", Problem(Own(), x, x.sum(-1)), OPTIONS)
     assert found.settings == {"steps": 30, "structure": "full"}

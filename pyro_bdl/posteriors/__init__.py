@@ -1,0 +1,38 @@
+"""The posteriors that ``pyro-bdl compare`` knows by name, registered here and nowhere else.
+
+To add one, write a function that fits it::
+
+    @register("my-posterior", title="my posterior", description="one sentence")
+    def _my_posterior(problem, options, progress):
+        ...
+        return Result(guide_or_samples, settings={"what": "it was made with"})
+"""
+
+from pyro_bdl.posteriors import variational, laplace, ensembles, chains  # isort: skip
+from pyro_bdl.posteriors.registry import (
+    Entry,
+    Fit,
+    Options,
+    Problem,
+    Result,
+    entries,
+    fit,
+    get,
+    register,
+)
+
+__all__ = [
+    "Entry",
+    "Fit",
+    "Options",
+    "Problem",
+    "Result",
+    "chains",
+    "ensembles",
+    "entries",
+    "fit",
+    "get",
+    "laplace",
+    "register",
+    "variational",
+]

@@ -1,0 +1,115 @@
+"""Markov chains."""
+
+from typing import Any
+
+from pyro_bdl import mcmc
+from pyro_bdl.guides import (
+    AutoEnsemble,
+    AutoSubnetwork,
+)
+from pyro_bdl.posteriors.registry import Options, Problem, Result, register, trained
+
+# Rows that "sghmc" takes at once, and in a minibatch of more.
+_MOST_ROWS, _ROWS = 8192, 1024
+# Steps between two draws, the friction of a step and the curvature times the step size; steps in
+# which the chains leave the MAP.
+_THINNING, _FRICTION, _REACH, _SETTLING = 10, 0.02, 0.5, 250
+
+
+@register(
+    "sghmc",
+    title="SGHMC",
+    description="Markov chains by underdamped Langevin dynamics, on minibatches of many data",
+    default=True,
+)
+def _sghmc(problem: Problem, options: Options, progress: bool) -> Result:
+    """From MAP networks, by steps that follow the curvature where the chains are. Minibatches heat
+    the stiffest direction by the share eps lambda (N / B) / 2 f, which is kept at a twentieth."""
+    data, rows, chains = (problem.x, problem.y), len(problem.x), options.chains
+    members, label = AutoEnsemble(problem.model, size=chains), "sghmc" if progress else None
+    run = trained(members, problem, options, label, steps=500, num_particles=chains)
+    if run.interrupted:
+        raise KeyboardInterrupt
+    batch, friction, reach = None, _FRICTION, _REACH
+    if rows > _MOST_ROWS:
+        batch, friction = _ROWS, 5 * _FRICTION
+        reach = 0.05 * 2 * friction * batch / rows
+    start: Any = members
+    settings: dict[str, Any] = {
+        "num_chains": chains,
+        "batch_size": batch,
+        "friction": friction,
+        "seed": options.seed,
+        "progress": progress,
+    }
+    # The curvature at the MAP is several times less than among the draws, hence by parts.
+    for share, warmup, draws, thinning in (
+        (0.01, _SETTLING, 1, 1),
+        (0.1, _SETTLING, 1, 1),
+        (1.0, 2 * options.warmup, options.draws, _THINNING),
+    ):
+        step_size = mcmc.suggest_step_size(
+            problem.model,
+            data,
+            at=start,
+            fraction=share * reach,
+            num_points=chains,
+            seed=options.seed,
+        )
+        start = mcmc.sgmcmc(
+            problem.model,
+            data,
+            init=start,
+            step_size=step_size,
+            num_warmup=warmup,
+            num_samples=draws,
+            thinning=thinning,
+            **settings,
+        )
+    told = {name: start.info[name] for name in ("num_warmup", "thinning", "batch_size", "friction")}
+    told |= {
+        "num_chains": chains,
+        "step_size": f"{step_size:.3g}",
+        "MAP steps": run.settings["steps"],
+    }
+    return Result(start, told, bool(start.info["interrupted"]))
+
+
+@register(
+    "nuts",
+    title="NUTS",
+    description="Markov chains by the No-U-Turn sampler; the reference",
+    default=True,
+)
+def _nuts(problem: Problem, options: Options, progress: bool) -> Result:
+    settings: dict[str, Any] = {
+        "num_chains": options.chains,
+        "num_warmup": options.warmup,
+        "num_samples": options.draws,
+        "max_tree_depth": options.max_tree_depth,
+    }
+    samples = mcmc.sample(
+        problem.model, problem.x, problem.y, seed=options.seed, progress=progress, **settings
+    )
+    return Result(samples, settings, bool(samples.info.get("interrupted")))
+
+
+@register(
+    "subnetwork-nuts",
+    title="NUTS on a subnetwork",
+    description="NUTS over the tenth of the weights the data determine most, the rest at the MAP",
+)
+def _subnetwork_nuts(problem: Problem, options: Options, progress: bool) -> Result:
+    guide, label = AutoSubnetwork(problem.model, size=0.1), "subnetwork" if progress else None
+    made = trained(guide, problem, options, label, steps=2000)
+    if made.interrupted:
+        raise KeyboardInterrupt
+    settings: dict[str, Any] = {
+        "num_chains": options.chains,
+        "num_warmup": options.warmup,
+        "num_samples": options.draws,
+        "max_tree_depth": options.max_tree_depth,
+    }
+    samples = guide.sample(problem.x, problem.y, seed=options.seed, progress=progress, **settings)
+    told = {**settings, "MAP steps": made.settings["steps"]}
+    return Result(samples, told, bool(samples.info.get("interrupted")))

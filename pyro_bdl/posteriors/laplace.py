@@ -1,0 +1,149 @@
+"""Laplace approximations, last layers and subnetworks."""
+
+import glob
+from typing import Any
+
+from torch import nn
+
+from pyro_bdl import evidence
+from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.guides import (
+    AutoLaplaceGGN,
+    AutoLastLayer,
+    AutoSubnetwork,
+    LaplaceGuide,
+)
+from pyro_bdl.nn import BayesianModule, with_learnable_prior
+from pyro_bdl.posteriors.registry import Options, Problem, Result, register, trained
+from pyro_bdl.training import train
+
+
+def _laplace(
+    name: str, problem: Problem, options: Options, progress: bool, **choice: Any
+) -> Result:
+    """MAP and prior scale by turns, the latter by the evidence."""
+    try:
+        model = with_learnable_prior(problem.model)
+    except (TypeError, ValueError):  # a program of its own, or a prior without a scale
+        model = problem.model
+    guide = AutoLaplaceGGN(model, **choice)
+    steps = options.steps or 2000
+    posterior, interrupted = evidence.train_by_evidence(
+        model, guide, problem.x, problem.y, steps=steps, progress=name if progress else None
+    )
+    return Result(posterior, {"steps": steps, **choice, **_tuned(posterior)}, interrupted)
+
+
+def _tuned(posterior: LaplaceGuide) -> dict[str, str]:
+    """The hyperparameters that the evidence set, for tables."""
+    result = {}
+    for name, value in evidence.hyperparameters(posterior).items():
+        words = name.rpartition(".")[2].removeprefix("hyper_").replace("_", " ").split()
+        if value.numel() == 1:
+            result[" ".join(words)] = f"{value:.3g}"
+    return result
+
+
+@register(
+    "laplace-kron",
+    title="Laplace, Kronecker",
+    description="Kronecker-factored Laplace, linearised, prior scale by the evidence",
+    default=True,
+)
+def _laplace_kron(problem: Problem, options: Options, progress: bool) -> Result:
+    return _laplace("laplace-kron", problem, options, progress, structure="kron")
+
+
+@register(
+    "laplace-full",
+    title="Laplace, full",
+    description="Laplace with the full Gauss-Newton matrix, linearised, where it fits in memory",
+)
+def _laplace_full(problem: Problem, options: Options, progress: bool) -> Result:
+    return _laplace("laplace-full", problem, options, progress, structure="full")
+
+
+@register(
+    "laplace-diag",
+    title="Laplace, diagonal",
+    description="Laplace with the diagonal of the Gauss-Newton matrix, linearised",
+)
+def _laplace_diag(problem: Problem, options: Options, progress: bool) -> Result:
+    return _laplace("laplace-diag", problem, options, progress, structure="diag")
+
+
+@register(
+    "laplace-last-layer",
+    title="Laplace, last layer",
+    description="full Laplace over the last layer, the rest at the MAP",
+)
+def _laplace_last_layer(problem: Problem, options: Options, progress: bool) -> Result:
+    choice = {"structure": "full", "subset": "last-layer"}
+    return _laplace("laplace-last-layer", problem, options, progress, **choice)
+
+
+@register(
+    "last-layer",
+    title="last layer",
+    description="last layer integrated out while the features train, in closed form; for classes "
+    "Laplace at its mode given MAP features; its prior scale by the evidence",
+    default=True,
+)
+def _last_layer(problem: Problem, options: Options, progress: bool) -> Result:
+    x, y, label = problem.x, problem.y, "last-layer" if progress else None
+    steps, interrupted = options.steps or 2000, False
+    model = _with_scale_of_last_layer(problem)
+    guide = AutoLastLayer(model)
+    guide.prototype(x, y)
+    objective = evidence.LastLayerEvidence()
+    try:
+        objective.loss(model, guide, x, y)
+        features = "evidence"
+    except UnsupportedProgramError:  # no linear regression
+        features = "MAP"
+    if features == "evidence":
+        run = train(
+            model, guide, x, y, steps=steps, batch_size=len(x), elbo=objective, progress=label
+        )
+        posterior: LaplaceGuide = guide.laplace_approximation((x, y))
+        interrupted = run.interrupted
+    else:
+        posterior, interrupted = evidence.train_by_evidence(
+            model, guide, x, y, steps=steps, progress=label
+        )
+        if evidence.hyperparameters(posterior):
+            posterior = guide.maximize_evidence((x, y))
+    settings = {"steps": steps, "features": features, **_tuned(posterior)}
+    return Result(posterior, settings, interrupted)
+
+
+def _with_scale_of_last_layer(problem: Problem) -> nn.Module:
+    """The program with a PyroParam as the scale of the last layer's prior, where it can be: one
+    of the last layer's own, since features would shrink under one that they share."""
+    guide = AutoLastLayer(problem.model)
+    guide.prototype(problem.x, problem.y)
+    networks = [part for part in problem.model.modules() if isinstance(part, BayesianModule)]
+    if len(networks) != 1:
+        return problem.model
+    prefix = networks[0].site_prefix
+    names = [site.removeprefix(prefix) for site in guide.layer(problem.x, problem.y)]
+    layer = names[0].rpartition(".")[0]
+    pattern = glob.escape(layer) + ".*" if layer else glob.escape(names[0])
+    try:
+        return with_learnable_prior(problem.model, only=pattern)
+    except (TypeError, ValueError):  # a prior without a scale that is a number
+        return problem.model
+
+
+@register(
+    "subnetwork",
+    title="subnetwork Laplace",
+    description="full Laplace, linearised, over the tenth of the weights the data determine most",
+    default=True,
+)
+def _subnetwork(problem: Problem, options: Options, progress: bool) -> Result:
+    guide, label = AutoSubnetwork(problem.model, size=0.1), "subnetwork" if progress else None
+    made = trained(guide, problem, options, label, steps=2000)
+    posterior = guide.laplace_approximation((problem.x, problem.y))
+    settings = {**made.settings, "weights": posterior.subset.size}
+    return Result(posterior, settings, made.interrupted)

@@ -1,0 +1,200 @@
+"""The registry of posteriors: what a problem, a fit and an entry are, and how one is fitted."""
+
+import difflib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyro
+import torch
+from torch import Tensor, nn
+
+from pyro_bdl import evidence
+from pyro_bdl.comparison.costs import peak_memory
+from pyro_bdl.guides import (
+    LaplaceGuide,
+)
+from pyro_bdl.guides.base import Guide
+from pyro_bdl.training import estimate_elbo, train
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a posterior is fitted to.
+
+    :param model: a program ``model(x, y)``; for minibatches its ``num_data`` is N.
+    :param x: ``(N, ...)``, the training inputs.
+    :param y: ``(N, ...)``, their targets.
+    """
+
+    model: nn.Module
+    x: Tensor
+    y: Tensor
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to fit; each posterior reads what concerns it.
+
+    :param seed: of everything random.
+    :param steps: gradient steps of a guide; None for each guide's own number.
+    :param chains: Markov chains.
+    :param warmup: iterations of each chain that adapt and are not kept.
+    :param draws: draws of each chain after them.
+    :param max_tree_depth: NUTS takes at most 2^depth gradient steps per draw.
+    """
+
+    seed: int = 0
+    steps: int | None = None
+    chains: int = 4
+    warmup: int = 500
+    draws: int = 500
+    max_tree_depth: int = 8
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a registered function returns.
+
+    :param posterior: a guide or ``Samples``.
+    :param settings: what it was made with.
+    :param interrupted: whether Ctrl-C ended the fit early.
+    """
+
+    posterior: Any
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    interrupted: bool = False
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A fitted posterior.
+
+    :param name: its name in the registry.
+    :param posterior: a guide or ``Samples``.
+    :param seconds: wall-clock time of the fit.
+    :param elbo: the bound at temperature 1 in nats; None where the posterior has no density.
+    :param settings: what it was made with.
+    :param interrupted: whether Ctrl-C ended the fit early.
+    :param log_evidence: the log marginal likelihood of a Laplace approximation, in nats.
+    :param peak_memory: bytes that the fit took at most beyond what was in use before, where the
+        system tells.
+    """
+
+    name: str
+    posterior: Any
+    seconds: float
+    elbo: float | None
+    settings: Mapping[str, Any]
+    interrupted: bool = False
+    log_evidence: float | None = None
+    peak_memory: int | None = None
+
+
+FitFunction = Callable[[Problem, Options, bool], Result]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the registry; see ``register``."""
+
+    name: str
+    title: str
+    description: str
+    function: FitFunction
+    default: bool = False
+
+
+_registry: dict[str, Entry] = {}
+
+
+def register(
+    name: str, *, title: str, description: str, default: bool = False
+) -> Callable[[FitFunction], FitFunction]:
+    """Decorate ``function(problem, options, progress) -> Result`` to make it known by ``name``.
+
+    :param name: what users write, in lower case with hyphens.
+    :param title: a few words for tables and reports.
+    :param description: one sentence for help texts.
+    :param default: whether ``pyro-bdl compare`` fits it where none is named: those that together
+        take two minutes or so on its default data, one of each kind.
+    :raises ValueError: where the name is taken.
+    """
+    if name in _registry:
+        raise ValueError(f"a posterior named {name!r} is registered already")
+
+    def keep(function: FitFunction) -> FitFunction:
+        _registry[name] = Entry(name, title, description, function, default)
+        return function
+
+    return keep
+
+
+def entries() -> tuple[Entry, ...]:
+    """All registered posteriors, in the order in which they were."""
+    return tuple(_registry.values())
+
+
+def get(name: str) -> Entry:
+    """:raises ValueError: for a name that is not registered, with the names that are."""
+    if name in _registry:
+        return _registry[name]
+    near = difflib.get_close_matches(name, _registry, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"unknown posterior {name!r} (there are {', '.join(_registry)}){hint}")
+
+
+def fit(
+    name: str, problem: Problem, options: Options | None = None, *, progress: bool = False
+) -> Fit:
+    """Fit a registered posterior, time it and estimate its ELBO.
+
+    Every fit starts from the options' seed, so that it does not depend on which were made before.
+
+    :raises ValueError: for a name that is not registered, or what the posterior's own function
+        refuses.
+    :raises KeyboardInterrupt: for Ctrl-C before there was anything to keep.
+    """
+    entry, options = get(name), options or Options()
+    pyro.set_rng_seed(options.seed)
+    started = time.perf_counter()
+    with peak_memory(problem.x.device) as peak:
+        result = entry.function(problem, options, progress)
+    seconds = time.perf_counter() - started
+    return Fit(
+        name=name,
+        posterior=result.posterior,
+        seconds=seconds,
+        elbo=_elbo(problem, result.posterior),
+        settings=result.settings,
+        interrupted=result.interrupted,
+        log_evidence=_log_evidence(result.posterior),
+        peak_memory=peak.bytes,
+    )
+
+
+def _log_evidence(posterior: Any) -> float | None:
+    if not isinstance(posterior, LaplaceGuide):
+        return None
+    with torch.no_grad():
+        return float(evidence.log_marginal_likelihood(posterior))
+
+
+def _elbo(problem: Problem, posterior: Any) -> float | None:
+    if not isinstance(posterior, Guide) or not posterior.has_density:
+        return None
+    return estimate_elbo(problem.model, posterior, problem.x, problem.y)
+
+
+def trained(
+    guide: Guide, problem: Problem, options: Options, label: str | None, **settings: Any
+) -> Result:
+    """Train a guide by SVI; the settings are those of ``training.train``."""
+    settings["steps"] = options.steps or settings["steps"]
+    run = train(problem.model, guide, problem.x, problem.y, progress=label, **settings)
+    told = {
+        key: value if isinstance(value, int | float | str) else type(value).__name__
+        for key, value in settings.items()
+    }
+    return Result(guide, {**told, "batch_size": run.batch_size}, run.interrupted)

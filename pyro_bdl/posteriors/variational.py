@@ -1,0 +1,113 @@
+"""Points, mean-field and other Gaussian families, and dropout, by SVI."""
+
+from pyro_bdl.guides import (
+    AutoLowRank,
+    AutoMAP,
+    AutoMCDropout,
+    AutoMeanField,
+)
+from pyro_bdl.optim import IVON
+from pyro_bdl.posteriors.registry import Options, Problem, Result, register, trained
+
+
+@register(
+    "map",
+    title="MAP",
+    description="a point: the maximum of the posterior density",
+    default=True,
+)
+def _map(problem: Problem, options: Options, progress: bool) -> Result:
+    label = "map" if progress else None
+    return trained(AutoMAP(problem.model), problem, options, label, steps=2000)
+
+
+def _mean_field(
+    name: str, temperature: float, problem: Problem, options: Options, progress: bool
+) -> Result:
+    guide, label = AutoMeanField(problem.model), name if progress else None
+    # Several draws a step cost little, since vmap takes them at once, and let Adam settle.
+    settings = {"steps": 4000, "num_particles": 4, "temperature": temperature}
+    return trained(guide, problem, options, label, **settings)
+
+
+@register(
+    "mean-field",
+    title="mean-field VI",
+    description="independent Normals over the weights, maximising the ELBO",
+    default=True,
+)
+def _bayes_mean_field(problem: Problem, options: Options, progress: bool) -> Result:
+    return _mean_field("mean-field", 1.0, problem, options, progress)
+
+
+@register(
+    "mean-field-tempered",
+    title="mean-field VI, tempered",
+    description="mean-field with the KL weighted by a temperature of 0.1",
+    default=True,
+)
+def _tempered_mean_field(problem: Problem, options: Options, progress: bool) -> Result:
+    return _mean_field("mean-field-tempered", 0.1, problem, options, progress)
+
+
+@register(
+    "mean-field-lrt",
+    title="mean-field VI, local noise",
+    description="mean-field by local reparameterisation, with gradients of less variance",
+)
+def _local_mean_field(problem: Problem, options: Options, progress: bool) -> Result:
+    guide, label = AutoMeanField(problem.model), "mean-field-lrt" if progress else None
+    settings = {"steps": 4000, "num_particles": 4, "estimator": "local_reparameterization"}
+    return trained(guide, problem, options, label, **settings)
+
+
+@register(
+    "low-rank",
+    title="low-rank VI",
+    description="a Normal with a covariance of rank 10 plus a diagonal, maximising the ELBO",
+)
+def _low_rank(problem: Problem, options: Options, progress: bool) -> Result:
+    guide, label = AutoLowRank(problem.model, rank=10), "low-rank" if progress else None
+    made = trained(guide, problem, options, label, steps=4000, num_particles=4)
+    return Result(guide, {**made.settings, "rank": guide.rank}, made.interrupted)
+
+
+@register(
+    "ivon",
+    title="mean-field VI, IVON",
+    description="mean-field by natural gradients (IVON) in place of Adam",
+)
+def _ivon(problem: Problem, options: Options, progress: bool) -> Result:
+    guide, label = AutoMeanField(problem.model), "ivon" if progress else None
+    guide.prototype(problem.x, problem.y)
+    settings = {"steps": 4000, "num_particles": 4}
+    return trained(guide, problem, options, label, optimizer=IVON(guide), **settings)
+
+
+def _dropout(
+    name: str, guide: AutoMCDropout, problem: Problem, options: Options, progress: bool
+) -> Result:
+    label = name if progress else None
+    made = trained(guide, problem, options, label, steps=4000, num_particles=4)
+    rates = {f"p of {site}": f"{rate.item():.3g}" for site, rate in guide.rates().items()}
+    return Result(guide, {**made.settings, **rates}, made.interrupted)
+
+
+@register(
+    "mc-dropout",
+    title="MC dropout",
+    description="dropout of a tenth of the hidden units, kept on for prediction",
+    default=True,
+)
+def _mc_dropout(problem: Problem, options: Options, progress: bool) -> Result:
+    return _dropout("mc-dropout", AutoMCDropout(problem.model), problem, options, progress)
+
+
+@register(
+    "concrete-dropout",
+    title="concrete dropout",
+    description="dropout of hidden units at rates that maximise the bound, one for each layer",
+)
+def _concrete_dropout(problem: Problem, options: Options, progress: bool) -> Result:
+    guide = AutoMCDropout(problem.model, learn_p=True)
+    return _dropout("concrete-dropout", guide, problem, options, progress)
