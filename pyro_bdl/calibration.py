@@ -62,7 +62,8 @@ class Calibration:
 
     @property
     def bins(self) -> int:
-        """The most bins, up to 20, that divide the ranks and hold five simulations each."""
+        """The most bins, up to 20, that divide the ranks and hold five simulations each; where
+        none divides them, one for each rank."""
         most = max(2, min(20, len(self.ranks) // 5))
         whole = [b for b in range(2, most + 1) if (self.num_draws + 1) % b == 0]
         return whole[-1] if whole else self.num_draws + 1

@@ -188,6 +188,11 @@ def _check(guide: Any, num_samples: int) -> None:
             f"{type(guide).__name__} has no density over all latents, so that there are no "
             "importance ratios: compare it in function space (function_khat) instead"
         )
+    if guide.subsampled:
+        raise ValueError(
+            f"the latent site '{min(guide.subsampled)}' stands in a subsampled plate, so that no run "
+            "of the program holds all latents: make a guide for the program with all of its data"
+        )
     _check_number(num_samples)
 
 

@@ -147,3 +147,16 @@ def test_bad_input():
         site_khat(level, laplace, Y)
     with pytest.raises(ValueError, match="must be of the same function"):
         function_khat(torch.randn(30, 2), torch.randn(30, 3))
+
+
+def test_a_latent_for_each_datum_needs_all_data():
+    def local(y=None):
+        with pyro.plate("data", 6, subsample_size=3):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("y", dist.Normal(z, 1.0), obs=y)
+
+    y = torch.randn(3)
+    guide = AutoMeanField(local, create_plates=lambda y: pyro.plate("data", 6, subsample_size=3))
+    guide.prototype(y)
+    with pytest.raises(ValueError, match="latent site 'z' stands in a subsampled plate"):
+        ratios(local, guide, y)

@@ -165,8 +165,12 @@ class LayerReader(WeightReader):
     def operate(self, func: Any, args: tuple, kwargs: dict, tagged: list[Tag]) -> Any:
         """Recurrent layers drop the outputs of each layer but the last."""
         result = super().operate(func, args, kwargs, tagged)
-        if getattr(func, "__name__", "") in RECURRENT and args[5] > 0 and args[4] > 1:
-            arrival = _Arrival(self._layer(args[5]), None, True)
+        if getattr(func, "__name__", "") not in RECURRENT:
+            return result
+        first = 4 if isinstance(args[3], bool) else 5  # packed sequences come with batch sizes
+        layers, rate = args[first : first + 2]
+        if rate > 0 and layers > 1:
+            arrival = _Arrival(self._layer(rate), None, True)
             for site in (tag.site for tag in tagged):
                 if "weight_ih_l" in site and "weight_ih_l0" not in site:
                     self.arrivals[site][-1].add(arrival)

@@ -120,7 +120,13 @@ class AutoEnsemble(Guide):
         :param kind: the guides' class, one that starts from a vector: ``AutoLaplaceGGN``,
             ``AutoSubnetwork``, ``AutoSWAG``, ``AutoMeanField``, ...
         :param options: of the class.
+        :raises TypeError: for a kind of several members of its own.
         """
+        if issubclass(kind, AutoEnsemble):
+            raise TypeError(
+                f"{kind.__name__} starts from several vectors, and a member is one: give a kind "
+                "such as AutoLaplaceGGN, AutoSWAG or AutoMeanField"
+            )
         (model,) = self._program_model
         self.require_layout()
         guides = []

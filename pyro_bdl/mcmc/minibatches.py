@@ -102,7 +102,8 @@ class Minibatches:
         :raises UnsupportedProgramError: for a latent for each datum with minibatches.
         """
         with torch.no_grad():
-            observed = program.run(program.initial).observed.values()
+            sites = program.run(program.initial).observed
+        observed = sites.values()
         rows = max((num_data(site) for site in observed), default=0)
         stated = round(max((num_data(site) * site.subsampling for site in observed), default=0))
         if self.is_whole:
@@ -127,6 +128,12 @@ class Minibatches:
                 f"likelihood would count too little: make it with num_data={known}, or give its "
                 f"plate that size"
             )
+        for name, site in sites.items():
+            if num_data(site) == self.size > 1 and site.subsampling == 1:
+                raise ValueError(
+                    f"the observed site '{name}' takes a minibatch of {self.size} rows for all of "
+                    f"its data, so that they would count too little: give its plate size={stated}"
+                )
         if total is not None and stated != total:
             raise ValueError(
                 f"the program speaks of {stated} data, but data holds {total}: make it with "

@@ -313,3 +313,26 @@ def test_what_is_refused():
         _made(certain, x)
     with pytest.raises(ValueError, match="dropout layers say what 'p' would"):
         LAYERED(models.Regression(bayesianize(net)), p=0.2)
+
+
+class PackedSequence(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.recur = nn.LSTM(4, 3, 2, dropout=0.3, batch_first=True)
+        self.last = nn.Linear(3, 1)
+
+    def forward(self, x):
+        lengths = torch.tensor([5, 4, 2])
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        return self.last(self.recur(packed)[1][0][-1])
+
+
+def test_packed_sequences():
+    model = bdl.models.Regression(bdl.bayesianize(PackedSequence()), noise=0.1)
+    with pytest.warns(BdlWarning, match="'recur' has factors of its own at every position"):
+        guide = AutoMCDropout.from_dropout_layers(model).prototype(
+            torch.randn(3, 5, 4), torch.randn(3)
+        )
+    assert {name: round(float(rate), 6) for name, rate in guide.rates().items()} == {
+        "recur.weight_ih_l1": 0.3
+    }

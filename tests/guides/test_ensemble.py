@@ -101,6 +101,13 @@ def test_members_become_guides_of_other_kinds(kind):
     assert bdl.guides.MixtureGuide(guides).sample_vectors(3).shape == (3, ensemble.locs.shape[1])
 
 
+def test_members_do_not_become_ensembles():
+    model, x, y = problem()
+    ensemble = bdl.guides.AutoEnsemble(model, size=2).prototype(x, y)
+    with pytest.raises(TypeError, match="AutoMultiSWAG starts from several vectors"):
+        ensemble.as_guides(bdl.guides.AutoMultiSWAG)
+
+
 def test_saved_and_loaded():
     model, x, y = problem()
     guide = bdl.guides.AutoEnsemble(model, size=3).prototype(x, y)

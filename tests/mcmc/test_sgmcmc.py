@@ -206,6 +206,20 @@ def test_programs_that_do_not_know_how_many_data_there_are():
         sampled(Linear(num_data=50), batches)
 
 
+def test_a_site_that_is_not_scaled_beside_one_that_is():
+    def two(x, y=None, z=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(5, dtype=x.dtype), 1.0).to_event(1))
+        rows = torch.arange(len(x))
+        with pyro.plate("a", 20, subsample=rows):
+            pyro.sample("y", dist.Normal(x @ w, 0.5), obs=y)
+        with pyro.plate("b", len(x)):
+            pyro.sample("z", dist.Normal(x @ w, 0.5), obs=z)
+
+    x, y = linear_data()
+    with pytest.raises(ValueError, match="observed site 'z' takes a minibatch of 5.*size=20"):
+        sampled(two, (x, y, y), batch_size=5)
+
+
 def test_a_loader_that_leaves_out_its_last_batch_is_no_reason_to_warn(recwarn):
     x, y = linear_data()
     loader = DataLoader(TensorDataset(x, y), batch_size=6, drop_last=True)
