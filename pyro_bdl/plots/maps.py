@@ -13,6 +13,7 @@ from torch import Tensor
 from pyro_bdl.plots.style import (
     INK,
     SMALL,
+    SOFT,
     array,
     check_posteriors,
     panels,
@@ -101,7 +102,15 @@ def sd_ratio_maps(
                 plotnonfinite=True,
             )
         if x_train is not None:
-            axis.plot(*array(x_train).T, ".", color=INK, markersize=2.5, alpha=0.6)
+            axis.plot(
+                *array(x_train).T,
+                ".",
+                color=SOFT,
+                markersize=3,
+                markeredgewidth=0,
+                alpha=0.6,
+                zorder=3 if grid is not None else 0,  # over tiles, behind dots
+            )
         title(axis, name, small=True)
         axis.grid(visible=False)
         if place % 2 == 0:
