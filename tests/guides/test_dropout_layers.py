@@ -328,7 +328,7 @@ class PackedSequence(nn.Module):
 
 
 def test_packed_sequences():
-    model = bdl.models.Regression(bdl.bayesianize(PackedSequence()), noise=0.1)
+    model = models.Regression(bayesianize(PackedSequence()), noise=0.1)
     with pytest.warns(BdlWarning, match="'recur' has factors of its own at every position"):
         guide = AutoMCDropout.from_dropout_layers(model).prototype(
             torch.randn(3, 5, 4), torch.randn(3)
