@@ -12,6 +12,8 @@ from tqdm.auto import tqdm
 # Numbers in one block of draws; a statistic holds about ten times that in temporaries. A block
 # fits the cache of a processor's core, and fills a GPU.
 _BLOCK_NUMBERS = {"cpu": 2**18, "cuda": 2**25}
+# Draws that are transposed at a time: so many memory pages a processor keeps track of at once.
+_ROWS = 256
 
 
 def map_blocks(
@@ -46,8 +48,7 @@ def map_blocks(
         return one.new_empty((*one.shape[:-1], *trailing))
 
     def apply(start: int) -> Tensor:
-        part = flat[..., start : start + block].permute(2, 0, 1)
-        return statistic(part.to(torch.float64).contiguous())
+        return statistic(_quantities_first(flat[..., start : start + block]))
 
     if quantities <= block:
         whole = apply(0)
@@ -70,6 +71,18 @@ def map_blocks(
         for _ in mapping(fill, starts):
             bar.update()
     return result.reshape((*first.shape[:-1], *trailing))
+
+
+def _quantities_first(part: Tensor) -> Tensor:
+    """``(chains, draws, block)`` to contiguous float64 ``(block, chains, draws)``."""
+    chains, length, block = part.shape
+    if not part.is_cpu:
+        return part.permute(2, 0, 1).to(torch.float64).contiguous()
+    rows = part.reshape(chains * length, block)
+    result = part.new_empty(block, chains * length, dtype=torch.float64)
+    for start in range(0, chains * length, _ROWS):
+        result[:, start : start + _ROWS] = rows[start : start + _ROWS].t()
+    return result.view(block, chains, length)
 
 
 @contextmanager
