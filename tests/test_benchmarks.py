@@ -106,3 +106,21 @@ def test_dropout_on_a_folder_of_the_uci_layout(tmp_path):
     assert [row["rate"] for row in found["splits"]] == [0.005, 0.005]
     assert found["rmse"]["mean"] < 2.0 and "published" not in found["rmse"]
     assert found["rmse"]["standard error"] >= 0
+
+
+@pytest.mark.bench
+def test_in_between_measures_every_posterior_against_nuts(tmp_path):
+    path = tmp_path / "in_between.png"
+    command = [sys.executable, str(FOLDER / "in_between.py"), "--json", "--figure", str(path)]
+    command += ["--steps", "300", "--initialisations", "1", "--function-draws", "500"]
+    command += ["--chains", "2", "--warmup", "100", "--draws", "50", "--depth", "6"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=FOLDER, check=True)
+    rows = json.loads(done.stdout.strip().splitlines()[-1])["posteriors"]
+    assert len(rows) == 10 and rows["NUTS"]["ratio to NUTS in the gap"] == 1
+    thin = ["mean-field", "mean-field, local noise", "MC dropout", "concrete dropout"]
+    for name in thin:  # however little they were trained; the sd of 500 draws is right to 3 %
+        assert rows[name]["of bound"] < 1.1
+        assert rows[name]["ratio to NUTS in the gap"] < 0.5
+    for name in ("NUTS", "Laplace, full"):
+        assert rows[name]["gap to clusters"] > 2
+    assert path.read_bytes().startswith(b"\x89PNG")
