@@ -260,12 +260,11 @@ def _write(
         title=f"Posteriors of a neural network for {data.target_name}",
         rows=comparison.rows,
         columns=comparison.columns,
+        details=comparison.details,
+        verdicts=comparison.verdicts,
+        warnings=comparison.warnings,
         figures={CAPTIONS[name]: figure for name, figure in figures.items()},
-        notes=[
-            *notes,
-            *comparison.warnings,
-            *(f"{name}: {text}." for name, text in comparison.verdicts.items()),
-        ],
+        notes=notes,
         settings=settings,
     )
     return [*written, report]

@@ -65,10 +65,13 @@ def test_regression_writes_a_table_figures_and_a_report(table, run, tmp_path):
     assert float(rows["map"]["sd_ratio"]) == 0 and rows["map"]["elbo"] == ""
     assert float(rows["mean-field"]["wasserstein"]) > 0 and rows["nuts"]["wasserstein"] == ""
     assert float(rows["nuts"]["rhat"]) > 0 and rows["nuts"]["verdict"]
-    for name in ("calibration", "cost", "function_space"):
-        assert imread(folder / f"{name}.png").shape[1] == 1000
+    shown = {path.stem for path in folder.glob("*.png")}
+    assert shown >= {"calibration", "pit", "cost", "function_space", "forest"}
+    assert shown >= {"hyperparameters", "trace", "ranks", "layers"}
+    assert all(imread(folder / f"{name}.png").shape[1] == 1000 for name in shown)
     page = (folder / "report.html").read_text(encoding="utf-8")
-    assert page.count("data:image/svg+xml") == 3
+    assert page.count("data:image/svg+xml") == len(shown)
+    assert '<section class="warning">' in page and "nuts cannot be trusted" in page
     for word in ("mean-field-tempered", "half to half", "32 training", "max tree depth", "relu"):
         assert word in page
 
