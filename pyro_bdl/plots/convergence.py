@@ -20,15 +20,15 @@ def convergence(summary: Summary) -> Figure:
     are shown, in the order of the program.
 
     :param summary: what ``diagnostics.summary`` returned.
-    :raises ValueError: where no site has an R-hat or ESS, as with constants.
+    :raises ValueError: where no site has an R-hat, as with constants or a single chain.
     """
     known = {
         site: (_known(found.rhat), _known(found.ess_bulk))
         for site, found in summary.by_site.items()
     }
-    known = {site: both for site, both in known.items() if len(both[0]) or len(both[1])}
+    known = {site: both for site, both in known.items() if len(both[0])}
     if not known:
-        raise ValueError("no site has an R-hat or an effective sample size: all are constant")
+        raise ValueError("no site has an R-hat: all are constant, or of a single chain")
     worst = sorted(known, key=lambda site: -known[site][0].max(initial=0.0))[:_MOST]
     shown = [site for site in known if site in worst]
     figure, (left, right) = panels(2, height=0.9 + 0.24 * len(shown), columns=1, sharey=True)

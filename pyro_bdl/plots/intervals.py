@@ -108,6 +108,7 @@ def intervals(
             axis.plot([low, high], [row, row], color=colour, linewidth=1.2, label=name)
             axis.plot([lower, upper], [row, row], color=colour, linewidth=3.5)
             axis.plot(middle, row, "o", color=colour, markersize=5, markeredgecolor="white")
+        axis.use_sticky_edges = False  # the shade may be what reaches farthest
         title(axis, quantity, small=columns > 1)
         axis.grid(visible=False, axis="y")
         axis.xaxis.set_major_locator(MaxNLocator(4))

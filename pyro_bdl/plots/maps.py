@@ -102,14 +102,16 @@ def sd_ratio_maps(
                 plotnonfinite=True,
             )
         if x_train is not None:
+            over = grid is not None  # tiles cover what lies behind them
             axis.plot(
                 *array(x_train).T,
                 ".",
-                color=SOFT,
-                markersize=3,
-                markeredgewidth=0,
-                alpha=0.6,
-                zorder=3 if grid is not None else 0,  # over tiles, behind dots
+                color=INK if over else SOFT,
+                markersize=5 if over else 3,
+                markeredgecolor="white",
+                markeredgewidth=0.5 if over else 0,
+                alpha=1 if over else 0.6,
+                zorder=3 if over else 0,
             )
         title(axis, name, small=True)
         axis.grid(visible=False)

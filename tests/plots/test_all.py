@@ -1,0 +1,91 @@
+"""What holds for every figure: it draws from any tensor, and leaves matplotlib as it was."""
+
+import io
+import sys
+import warnings
+
+import matplotlib
+import pytest
+import torch
+
+from pyro_bdl import diagnostics, plots
+from pyro_bdl.calibration import Calibration
+
+
+def _figures(make):
+    """Each figure of tensors that ``make`` puts on a device, of a dtype."""
+    torch.manual_seed(0)
+    x, y = make(torch.rand(8)), make(torch.randn(8))
+    names = ("map", "mean-field", "nuts")
+    draws = {name: make(i * torch.randn(40, 8)) for i, name in enumerate(names)}
+    scalars = {name: {"noise": q[:, 0], "scale": q[:, 1]} for name, q in draws.items()}
+    chains = {"f": make(torch.randn(2, 40)), "noise": make(torch.randn(2, 40))}
+    probabilities = {name: q[:5, :8].softmax(-1) for name, q in draws.items()}
+    known = {"reference": "nuts"}
+    return {
+        "predictive_bands": plots.predictive_bands(x, draws, x_train=x, y_train=y, **known),
+        "coverage": plots.calibration(draws, y, task="regression", **known),
+        "reliability": plots.calibration(
+            probabilities, (y[:5] > 0).long(), task="classification", **known
+        ),
+        "pit_histogram": plots.pit_histogram(draws, y, **known),
+        "sd_ratio_maps": plots.sd_ratio_maps(torch.stack([x, y], 1), draws, **known),
+        "forest": plots.forest(draws, **known),
+        "intervals": plots.intervals(scalars, **known),
+        "pairs": plots.pairs(scalars, **known),
+        "function_space": plots.function_space(draws, **known),
+        "trace": plots.trace(chains),
+        "ranks": plots.ranks(chains),
+        "convergence": plots.convergence(diagnostics.summary(chains)),
+        "cost": plots.cost_against_quality({"map": 1.0, "nuts": 9.0}, {"map": 0.5}, **known),
+        "rank_histograms": plots.rank_histograms(
+            Calibration(torch.randint(0, 20, (60, 2), device=x.device), 19, ("a", "b"))
+        ),
+    }
+
+
+def _rendered(figure):
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=50)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_any_dtype_that_wants_gradients(dtype):
+    figures = _figures(lambda values: values.to(dtype).requires_grad_())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # such as of a layout that had no room
+        assert all(map(_rendered, figures.values()))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_tensors_on_a_gpu(dtype):
+    assert all(map(_rendered, _figures(lambda values: values.to("cuda", dtype)).values()))
+
+
+def test_figures_are_five_inches_wide():
+    assert {figure.get_figwidth() for figure in _figures(torch.clone).values()} == {5.0}
+
+
+def test_pyplot_and_settings_are_left_alone():
+    before, settings = set(sys.modules), dict(dict.items(matplotlib.rcParams))
+    for figure in _figures(torch.clone).values():
+        _rendered(figure)
+    # As they are stored: to read the backend is to choose one.
+    assert dict(dict.items(matplotlib.rcParams)) == settings
+    assert "matplotlib.pyplot" not in set(sys.modules) - before
+    if "matplotlib.pyplot" in sys.modules:
+        assert sys.modules["matplotlib.pyplot"].get_fignums() == []
+
+
+def test_colours_are_the_same_in_every_figure(draws, line):
+    bands = plots.predictive_bands(torch.arange(8.0), draws, reference="nuts")
+    space = plots.function_space(draws, reference="nuts")
+    forest = plots.forest(draws, reference="nuts")
+    colour = line(space.axes[0], "mean-field").get_color()
+    assert bands.axes[1].lines[0].get_color() == colour
+    assert line(forest.axes[0], "mean-field").get_color() == colour
+    names = dict.fromkeys("abcdefgh")
+    assert len({style["color"] for style in plots.styles(names).values()}) == 8
