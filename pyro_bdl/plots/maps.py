@@ -131,7 +131,6 @@ def sd_ratio_maps(
 
 def _variance(draws: Tensor) -> np.ndarray:
     values = draws.detach().double()
-    values = values - values[0]  # so that constants vary by nothing at all
     variance = values.var(0, correction=0).reshape(values.shape[1], -1).sum(-1)
     return array(variance)
 

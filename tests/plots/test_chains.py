@@ -39,7 +39,9 @@ def test_rank_plots_show_counts_and_hypergeometric_band():
 
 def test_band_of_unequal_bins():
     """20 ranks in 3 bins of 7, 6 and 7."""
-    figure = plots.ranks({"a": torch.randn(2, 10)}, bins=3)
+    values = torch.randn(2, 10)
+    assert plots.rank_counts(values, 3).sum(0).tolist() == [7, 6, 7]
+    figure = plots.ranks({"a": values}, bins=3)
     expected = figure.axes[0].patches[1].get_data().values
     np.testing.assert_allclose(expected, [3.5, 3.0, 3.5])
 

@@ -58,9 +58,15 @@ def page(tmp_path):
     path = write_report(
         tmp_path / "new" / "report.html",
         title="A & B <script>alert(1)</script>",
-        rows=[{"name": "<b>map</b>", "rmse": 0.123456}, {"name": "nuts", "rhat": 1.00123}],
+        rows=[
+            {"name": "<b>map</b>", "rmse": 0.123456, "size": 12},
+            {"name": "nuts", "rhat": 1.00123},
+        ],
         columns=columns,
         figures={'Caption "one" <i>': figure, "two": figure},
+        details=[Column("size", "size", help="How large & wide.")],
+        verdicts={"<b>map</b>": "over<confident"},
+        warnings=["Mind <the> gap."],
         notes=["First < note.", "Second."],
         settings={"seed": 0, "path": "<x>"},
     )
@@ -82,7 +88,7 @@ def test_images_decode_to_svg(page):
 
 
 def test_table_shows_rounded_and_sorts_by_full_numbers(page):
-    groups, heads, first, second = page.rows
+    groups, heads, first, second, *_ = page.rows
     assert [cell["text"] for cell in groups] == ["", "pre<diction", ""]
     assert [cell["text"] for cell in heads] == ["posterior", "RMSE", "R\u2011hat"]
     assert [cell["text"] for cell in first] == ["<b>map</b>", "0.123", "–"]
@@ -94,6 +100,19 @@ def test_table_shows_rounded_and_sorts_by_full_numbers(page):
 def test_texts_are_there_and_escaped(page):
     for text in ("A & B <script>", "First < note.", "Second.", "Error & more.", "<x>", "seed"):
         assert text in page.text
+
+
+def test_details_are_a_table_of_their_own(page):
+    heads, first, second = page.rows[4:]
+    assert [cell["text"] for cell in heads] == ["posterior", "size"]
+    assert [cell["text"] for cell in first] == ["<b>map</b>", "12"]
+    assert [cell["text"] for cell in second] == ["nuts", "–"]
+    assert "How large & wide." in page.text
+
+
+def test_the_warning_comes_before_the_verdicts_and_these_before_the_table(page):
+    places = [page.text.index(text) for text in ("Mind <the> gap.", "over<confident", "RMSE")]
+    assert places == sorted(places)
 
 
 def test_same_input_same_bytes(tmp_path):
