@@ -6,6 +6,8 @@ from torch import nn
 
 import pyro_bdl as bdl
 from pyro_bdl import LinearizedPredictive, evaluation
+from pyro_bdl.comparison.data import Units
+from pyro_bdl.comparison.subject import read_program
 from pyro_bdl.guides import AutoEnsemble, AutoLaplaceGGN, AutoMAP, MixtureGuide
 from pyro_bdl.linearized_mixture import LinearizedMixture
 
@@ -117,9 +119,10 @@ def test_class_probabilities_are_averaged(classes, method):
 def test_in_a_comparison(classes):
     """A mixture of Laplace approximations is evaluated in the linear model, as its members are."""
     model, mixture, x, y = classes
-    settings = {"num_samples": 400, "kept": torch.arange(30), "units": evaluation.Units()}
+    settings = {"num_samples": 400, "kept": torch.arange(30), "units": Units()}
     test = evaluation.Test((x,), y)
-    found = evaluation.evaluate("mixture", model, mixture, test, **settings)
+    subject = read_program(model, test, {"mixture": mixture})
+    found = evaluation.evaluate("mixture", subject, mixture, test, **settings)
     linear = LinearizedPredictive(model, mixture, 2000).mean(x)["y"].mean(0)
     torch.testing.assert_close(found.mean, linear, rtol=0, atol=0.06)
 
