@@ -20,7 +20,7 @@ from pyro_bdl.posterior import latent_draws
 from pyro_bdl.program import leave_open, record, sample_open
 from pyro_bdl.vectorize import Draws, map_draws, measured
 
-_MEMORY = 16 * 2**20  # about what a processor caches: larger chunks are slower
+_MEMORY = 32 * 2**20  # beyond it the C library returns freed blocks to the system (allocator.py)
 
 
 class PredictiveMoments(NamedTuple):

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from pyro_bdl.allocator import keep_freed_blocks
 from pyro_bdl.batch_norm import (
     BatchStatistics,
     layers_called,
@@ -51,6 +52,8 @@ class DrawMap:
         """
         total = number_of_draws(draws)
         chunk_size = min(chunk_size or total, total)
+        if chunk_size < total:
+            keep_freed_blocks()
         result = None
         for start in range(0, total, chunk_size):
             chunk = {name: value[start : start + chunk_size] for name, value in draws.items()}

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from pyro_bdl.allocator import keep_freed_blocks
+
 # Numbers in one block of draws; a statistic holds about ten times that in temporaries. A block
 # fits the cache of a processor's core, and fills a GPU.
 _BLOCK_NUMBERS = {"cpu": 2**18, "cuda": 2**25}
@@ -54,6 +56,7 @@ def map_blocks(
         whole = apply(0)
         return whole.reshape((*whole.shape[:-1], *trailing))
 
+    keep_freed_blocks()
     starts = range(block, quantities, block)
     with (
         _mapping(torch.get_num_threads() if flat.is_cpu else 1) as mapping,
