@@ -14,7 +14,7 @@ def faults():
 torch.ones(2**21)
 before = faults()
 for _ in range(20):
-    blocks = [torch.ones(2**20) for _ in range(6)]  # 24 MB in all: beyond what is kept by default
+    blocks = [torch.ones(2**20) for _ in range(8)]  # 32 MB: beyond what is kept otherwise
     del blocks
 print(faults() - before)
 """
