@@ -213,6 +213,7 @@ def _parents(run: Run, leaves: Mapping[str, Tensor], names: set[str]) -> set[str
     return {name for name, gradient in zip(leaves, found, strict=True) if gradient is not None}
 
 
+@torch.enable_grad()
 def _depends(tensor: Tensor, leaves: Mapping[str, Tensor]) -> bool:
     found = torch.autograd.grad(
         tensor.sum(), list(leaves.values()), allow_unused=True, retain_graph=True

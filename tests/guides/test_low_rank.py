@@ -133,6 +133,15 @@ def test_the_kl_where_a_prior_depends_on_another_latent(guide):
     assert difference.mean().abs() < 4 * difference.std() / 4000**0.5
 
 
+def test_svi_makes_the_parameters_itself_where_a_prior_depends_on_another_latent():
+    guide = AutoLowRank(constrained, rank=2)
+    svi = pyro.infer.SVI(
+        constrained, guide, pyro.optim.Adam({"lr": 0.01}), TemperedTraceMeanField_ELBO()
+    )
+    svi.step()  # checks the data first, without gradients
+    assert guide._at_draw == {"s", "w"}
+
+
 def test_pyros_own_mean_field_bound_is_right_too():
     """It would drop what a Delta carries, the entropy and the log-determinant."""
 
