@@ -23,6 +23,7 @@ from pyro_bdl.estimators import PerDatum, as_estimator
 from pyro_bdl.estimators.per_datum import active
 from pyro_bdl.estimators.sticking import constant_parameters
 from pyro_bdl.guides.base import Guide
+from pyro_bdl.guides.dropout_noise import NoisyWeight
 from pyro_bdl.handlers import check_temperature
 from pyro_bdl.modules import preserved_buffers
 from pyro_bdl.program import Run, record
@@ -240,10 +241,14 @@ def _run(
 
 
 def _log_density_without_score(guide: Callable, q: Run, args: tuple, kwargs: dict) -> Tensor:
-    """log q(w), factors of the guide included, at its draw w, with constant parameters."""
+    """log q(w), factors of the guide included, at its draw w, with constant parameters; but for
+    dropped weights, whose density is an entropy in closed form and has no score."""
+    closed = {n: s for n, s in q.latents.items() if isinstance(s.distribution, NoisyWeight)}
     with constant_parameters(guide):
         again = record(guide, _values(q), args, kwargs)
-        return sampled_kl(again.latents, {}) + again.log_likelihood()
+        rest = {name: site for name, site in again.latents.items() if name not in closed}
+        log_q = sampled_kl(rest, {}) + again.log_likelihood()
+    return log_q + sampled_kl(closed, {})
 
 
 def _as_schedule(temperature: Temperature) -> Callable[[int], float]:

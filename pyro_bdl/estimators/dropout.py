@@ -50,7 +50,7 @@ def masked(product: Product, kept: dict[str, Tensor]) -> Tensor:
         shifts = None if shift is None else shift.expand(len(factors), *shift.shape)
         return product.datum_by_datum(loc * factors[:, index], shifts)
     if product.is_lookup:
-        rows = units[product.inputs].flatten(1)
+        rows = units[product.inputs].reshape(len(factors), -1)
         of_rows = factors.gather(1, rows).view(*product.inputs.shape, 1)
         return product.apply(product.inputs, loc, None) * of_rows
     mask = product.along_features(factors[:, units], product.inputs)

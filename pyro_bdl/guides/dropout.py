@@ -3,6 +3,7 @@
 import difflib
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pyro
@@ -129,8 +130,8 @@ class AutoMCDropout(Guide):
         :param model: a Pyro program, such as one around ``bayesianize(net)`` for a ``net`` with
             ``nn.Dropout`` layers.
         :param options: ``learn_p``, ``noise``, ``init_loc_fn`` and ``create_plates``.
-        :raises ValueError: at the first run, where the program has no dropout layer, or none that
-            a mask of weights can say.
+        :raises ValueError: at the first run, where the program has no dropout layer, none that a
+            mask of weights can say, or one that drops in evaluation mode too.
         """
         for name in ("p", "sites", "mask"):
             if name in options:
@@ -297,6 +298,10 @@ class AutoMCDropout(Guide):
     def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
         """Minus the entropy of the factors where p is learned, else 0."""
         return torch.zeros_like(log_det) - self._entropy() - sum(self._scale_free_entropies())
+
+    def constant(self) -> AbstractContextManager[None]:
+        """Nothing changes inside: a density that holds closed forms alone has no score."""
+        return nullcontext()
 
     def _entropy(self) -> Tensor | float:
         """H(eps) of learned rates, but for sites with a log-uniform prior."""

@@ -62,6 +62,7 @@ class LayerReader(WeightReader):
         self.rates: list[float] = []  # of each layer, in the order of their calls
         self.modules: list[nn.Module | None] = []
         self.stops: dict[int, str] = {}  # why a layer cannot be expressed
+        self.always: list[int] = []  # layers that no mode of a module turns off
         self.arrivals: dict[str, list[set[_Arrival]]] = {}  # of each use of a weight
         self._factors: dict[int, list[_Factors]] = {}
         self._calls: list[nn.Module] = []
@@ -125,6 +126,8 @@ class LayerReader(WeightReader):
         before = [replace(factors, tensor=output) for factors in self._of(input)]
         if p > 0:
             number = self._layer(p)
+            if training:  # although all modules are in evaluation mode
+                self.always.append(number)
             if func in _AFFINE:
                 self.stops[number] = "alpha dropout shifts units instead of multiplying them"
             units = torch.zeros(input.shape, dtype=torch.float64, device=input.device)
@@ -217,7 +220,8 @@ class DropoutLayers(Source):
         self, reader: LayerReader, layout: Layout, model: Any
     ) -> dict[str, tuple[Weight, float]]:
         """
-        :raises ValueError: where the program has no dropout layer, or none can be expressed.
+        :raises ValueError: where the program has no dropout layer, none can be expressed, or one
+            drops whatever the mode.
         """
         if not reader.rates:
             raise ValueError(
@@ -225,6 +229,11 @@ class DropoutLayers(Source):
                 "AutoMCDropout(model, p=...)"
             )
         names = _names(model, reader)
+        if reader.always:
+            raise ValueError(
+                f"{names[reader.always[0]]} drops in evaluation mode too, on top of what the guide "
+                "would drop: call F.dropout with training=self.training, or use nn.Dropout"
+            )
         notes = [f"{names[layer]} is left out, since {why}" for layer, why in reader.stops.items()]
         found: dict[str, tuple[Weight, float]] = {}
         fed: dict[int, list[str]] = {layer: [] for layer in range(len(reader.rates))}

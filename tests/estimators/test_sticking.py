@@ -4,12 +4,13 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer.autoguide import AutoGuideList
 from pyro.nn import PyroModule, PyroParam
 
 from pyro_bdl import bayesianize, models, priors
 from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.estimators.sticking import constant_parameters
-from pyro_bdl.guides import AutoMeanField
+from pyro_bdl.guides import AutoMCDropout, AutoMeanField, BernoulliNoise, GaussianNoise
 
 D = torch.float64
 
@@ -110,6 +111,31 @@ def test_together_with_local_reparameterisation(conjugate):
     draws = [torch.autograd.grad(elbo(conjugate.x, conjugate.y), parameters) for _ in range(100)]
     gradients = torch.stack([torch.cat(g) for g in draws])
     assert (gradients.mean(0).abs() < 5 * gradients.std(0) / 10 + 1e-9).all()
+
+
+def _listed(model, **options):
+    guide = AutoGuideList(model)
+    guide.append(AutoMCDropout(pyro.poutine.block(model, hide=["0.bias"]), **options))
+    guide.append(AutoMeanField(pyro.poutine.block(model, expose=["0.bias"])))
+    return guide
+
+
+@pytest.mark.parametrize("make", [AutoMCDropout, _listed])
+@pytest.mark.parametrize("noise", [BernoulliNoise(0.5), GaussianNoise()])
+def test_entropies_of_masks_have_no_score(make, noise):
+    """They are closed forms, not densities at a draw: learned rates keep their gradient."""
+    net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+    model = models.Regression(bayesianize(net.to(D)), noise=0.5)
+    x, y = torch.randn(6, 2, dtype=D), torch.randn(6, 1, dtype=D)
+    guide = make(model, p=0.3, learn_p=True, noise=noise)
+    guide(x, y)
+    (rates,) = (p for name, p in guide.named_parameters() if name.endswith("p_unconstrained"))
+    gradients = []
+    for stick in (False, True):
+        torch.manual_seed(0)
+        loss = TemperedTrace_ELBO(sticking_the_landing=stick).differentiable_loss
+        gradients += torch.autograd.grad(loss(model, guide, x, y), [rates])
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-12, atol=1e-12)
 
 
 def test_closed_forms_have_no_score():

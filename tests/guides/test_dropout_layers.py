@@ -285,6 +285,15 @@ def test_a_layer_that_feeds_two_weights():
     assert _rates(guide) == pytest.approx({"left.weight": 0.2, "right.weight": 0.2})
 
 
+class AlwaysOn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 3), nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.last(F.dropout(self.first(x).relu(), 0.4))
+
+
 def test_functional_dropout_is_a_layer_too():
     model, guide = _made(Functional(), torch.randn(4, 2))
     assert _rates(guide) == {"last.weight": 0.25}
@@ -311,6 +320,8 @@ def test_what_is_refused():
     certain = nn.Sequential(nn.Linear(2, 3), nn.Dropout(1.0), nn.Linear(3, 1))
     with pytest.raises(ValueError, match="must lie between 0 and 1"):
         _made(certain, x)
+    with pytest.raises(ValueError, match=r"AlwaysOn\(0.4\) drops in evaluation mode too"):
+        _made(AlwaysOn(), x)
     with pytest.raises(ValueError, match="dropout layers say what 'p' would"):
         LAYERED(models.Regression(bayesianize(net)), p=0.2)
 
