@@ -189,6 +189,15 @@ _LOO = (
         "high k",
         help="Training data whose k-hat is too high for PSIS-LOO to be relied on.",
     ),
+    Column(
+        "loo_by",
+        "by",
+        style="text",
+        help="What the draws were taken for: draws of the posterior from Markov chains; draws of a "
+        "guide, mended by p / q; a guide's draws, or a linear model's, as they are (plain). What "
+        "was fitted to all data, such as the features of a last layer, is left as it is by the "
+        "plain ones: they are too good.",
+    ),
 )
 _LOO_DIFFERENCE = Column(
     "elpd_diff",
@@ -196,16 +205,7 @@ _LOO_DIFFERENCE = Column(
     error="elpd_diff_se",
     help="elpd minus the reference's, with the standard error of the difference.",
 )
-_FURTHER_LOO = (
-    Column("p_loo", "p", help="Effective number of parameters by PSIS-LOO."),
-    Column(
-        "loo_by",
-        "by",
-        style="text",
-        help="What the draws were taken for: draws of the posterior from Markov chains; draws of a "
-        "guide, mended by p / q; a guide's draws, or a linear model's, as they are (plain).",
-    ),
-)
+_FURTHER_LOO = (Column("p_loo", "p", help="Effective number of parameters by PSIS-LOO."),)
 _FURTHER_COSTS = (
     Column(
         "draw_seconds",

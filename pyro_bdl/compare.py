@@ -121,7 +121,11 @@ def compare(
     warned = [] if reference is None else doubts(reference, own[reference])
     verdicts = {
         name: verdict(
-            row, reference=reference, floor=floor_row, points=data.rows, doubtful=bool(warned)
+            row,
+            reference=None if reference is None else own[reference],
+            floor=floor_row,
+            points=data.rows,
+            doubtful=bool(warned),
         )
         for name, row in own.items()
     }

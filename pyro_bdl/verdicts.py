@@ -3,6 +3,8 @@
 import math
 from collections.abc import Mapping
 
+from pyro_bdl.comparison.leave_one_out import PLAIN
+
 Row = Mapping[str, object]
 
 # Ratios of sds within these limits are told as agreement, R-hats below these as convergence.
@@ -13,12 +15,13 @@ _APART = 1.33
 _REGIONS = {"between": "between the training data", "beyond": "beyond the training data"}
 # A mean that is off by less than this share of the reference's sd is told as agreement.
 _OFF = 0.25
+_LONGER = "longer warm-up, more draws"
 
 
 def verdict(
     row: Row,
     *,
-    reference: str | None,
+    reference: Row | None,
     floor: Row | None,
     points: int,
     doubtful: bool = False,
@@ -26,41 +29,42 @@ def verdict(
     """One sentence on a posterior.
 
     :param row: its line of the table.
-    :param reference: name of the reference, None without one.
+    :param reference: the line of the reference, None without one.
     :param floor: the line of the reference's halves against each other.
     :param points: number of test points, which the error of a coverage depends on.
     :param doubtful: whether the reference itself cannot be trusted.
     """
     parts = []
-    compared = reference is not None and row["posterior"] != reference
+    compared = reference is not None and row["posterior"] != reference["posterior"]
     if reference is not None and compared:
-        parts += [_spread(row, reference), _centre(row, reference, floor or {})]
-        parts += [_left_out(row, reference)]
+        parts += [_spread(row), _centre(row, floor or {}), _left_out(row, reference)]
     parts += [_coverage(row, points), _convergence(row)]
     if doubtful and compared and any(parts):
-        parts.append(f"but {reference} itself cannot be trusted")
+        parts.append("but the reference itself cannot be trusted")
     told = [part for part in parts if part]
-    return "; ".join(told) if told else _calibrated(row)
+    text = "; ".join(told) if told else _calibrated(row)
+    return text if compared or reference is None else f"the reference: {text}"
 
 
-def _spread(row: Row, reference: str) -> str:
+def _spread(row: Row) -> str:
     ratio = _number(row, "sd_ratio")
     if math.isnan(ratio):
         return ""
     if ratio < 1e-3:
-        return f"no spread at all where {reference} has some: overconfident"
+        return "no spread at all where the reference has some: overconfident"
     region = _worst_region(row)
     if region:
         here, near = _number(row, f"sd_ratio_{region}"), _number(row, "sd_ratio_near")
         word = "over" if here < _NARROW else "under"
-        text = f"sd {_REGIONS[region]} is {_times(here)} {reference}'s: {word}confident there"
+        text = f"sd {_REGIONS[region]} is {_times(here)} the reference's: {word}confident there"
         return text + ("" if math.isnan(near) else f" ({near:.2f} near them)")
-    text = f"sd is {_times(ratio)} {reference}'s on average"
-    if ratio < _NARROW:
-        return f"{text}: overconfident"
-    if ratio > _WIDE:
-        return f"{text}: underconfident"
-    return f"{text}: much alike"
+    text = f"sd is {_times(ratio)} the reference's on average"
+    if _NARROW <= ratio <= _WIDE:
+        return f"{text}: much alike"
+    noise = _number(row, "sd_ratio_se")
+    if abs(ratio - 1) <= 2 * noise:
+        return f"{text}, ± {noise:.2f} from too few draws: undecided"
+    return f"{text}: {'over' if ratio < _NARROW else 'under'}confident"
 
 
 def _worst_region(row: Row) -> str:
@@ -77,25 +81,28 @@ def _worst_region(row: Row) -> str:
     return max(found, key=lambda region: found[region]) if found else ""
 
 
-def _left_out(row: Row, reference: str) -> str:
-    """A difference in elpd of more than two standard errors, where all k-hats are good."""
+def _left_out(row: Row, reference: Row) -> str:
+    """A difference in elpd of more than two standard errors, where both can be relied on: all
+    k-hats are good, and what nothing was left out of is not taken for draws of the posterior."""
     gap, error = _number(row, "elpd_diff"), _number(row, "elpd_diff_se")
-    if math.isnan(gap) or abs(gap) <= 2 * error or row.get("high_k") != 0:
+    if math.isnan(gap) or abs(gap) <= 2 * error:
+        return ""
+    if any(said.get("high_k") != 0 or said.get("loo_by") == PLAIN for said in (row, reference)):
         return ""
     word = "better" if gap > 0 else "worse"
     return (
-        f"it predicts left-out data {word} than {reference}, by {abs(gap):.1f} ± {error:.1f} nats"
+        f"it predicts left-out data {word} than the reference, by {abs(gap):.1f} ± {error:.1f} nats"
     )
 
 
-def _centre(row: Row, reference: str, floor: Row) -> str:
+def _centre(row: Row, floor: Row) -> str:
     off = _number(row, "mean_shift")
     if math.isnan(off):
         return ""
     noise = _number(floor, "mean_shift")
     if off <= _OFF or (not math.isnan(noise) and off <= 1.5 * noise):
         return "its mean agrees"
-    return f"its mean is off by {_times(off)} {reference}'s sd"
+    return f"its mean is off by {_digits(off)} sd of the reference"
 
 
 def _coverage(row: Row, points: int) -> str:
@@ -121,11 +128,11 @@ def _convergence(row: Row) -> str:
     if math.isnan(rhat) and math.isnan(divergences):
         return ""
     if math.isnan(rhat):
-        text = "R-hat needs two chains: convergence unknown"
+        text = "convergence unknown: R-hat needs two chains"
     elif rhat > _RHAT_USABLE:
-        text = f"not converged (R-hat {rhat:.2f} in function space): draw more before trusting it"
+        text = f"not converged (R-hat {rhat:.2f} in function space): {_LONGER} before trusting it"
     elif rhat > _RHAT_GOOD:
-        text = f"nearly converged (R-hat {rhat:.3f} in function space)"
+        text = f"nearly converged (R-hat {rhat:.3f} in function space): {_LONGER}"
     else:
         text = f"converged (R-hat {rhat:.3f} in function space)"
     size = _number(row, "ess_min")
@@ -140,7 +147,11 @@ def _convergence(row: Row) -> str:
 
 
 def _times(ratio: float) -> str:
-    return f"{ratio:.2f} of" if ratio < 2 else f"{ratio:.1f} times"
+    return f"{_digits(ratio)} times"
+
+
+def _digits(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 2 else f"{ratio:.1f}"
 
 
 def _number(row: Row, key: str) -> float:

@@ -1,5 +1,7 @@
 """Verdicts follow from the numbers."""
 
+import math
+
 import pytest
 
 from pyro_bdl.verdicts import verdict
@@ -7,7 +9,10 @@ from pyro_bdl.verdicts import verdict
 FLOOR = {"mean_shift": 0.1}
 
 
-def said(reference="nuts", **row):
+NUTS = {"posterior": "nuts", "high_k": 0, "loo_by": "draws"}
+
+
+def said(reference=NUTS, **row):
     return verdict({"posterior": "q"} | row, reference=reference, floor=FLOOR, points=100)
 
 
@@ -15,10 +20,10 @@ def said(reference="nuts", **row):
     "ratio, words",
     [
         (0.0, "no spread at all"),
-        (0.521, "sd is 0.52 of nuts's on average: overconfident"),
-        (0.97, "sd is 0.97 of nuts's on average: much alike"),
-        (1.5, "sd is 1.50 of nuts's on average: underconfident"),
-        (9.12, "sd is 9.1 times nuts's on average: underconfident"),
+        (0.521, "sd is 0.52 times the reference's on average: overconfident"),
+        (0.97, "sd is 0.97 times the reference's on average: much alike"),
+        (1.5, "sd is 1.50 times the reference's on average: underconfident"),
+        (9.12, "sd is 9.1 times the reference's on average: underconfident"),
     ],
 )
 def test_spread(ratio, words):
@@ -27,7 +32,11 @@ def test_spread(ratio, words):
 
 @pytest.mark.parametrize(
     "shift, words",
-    [(0.2, "its mean agrees"), (0.5, "off by 0.50 of nuts's sd"), (3.0, "off by 3.0 times")],
+    [
+        (0.2, "its mean agrees"),
+        (0.5, "off by 0.50 sd of the reference"),
+        (3.0, "off by 3.0 sd of the"),
+    ],
 )
 def test_centre(shift, words):
     assert words in said(mean_shift=shift)
@@ -35,7 +44,23 @@ def test_centre(shift, words):
 
 def test_a_mean_within_the_noise_of_the_reference_agrees():
     row = {"posterior": "q", "mean_shift": 0.6}
-    assert verdict(row, reference="r", floor={"mean_shift": 0.5}, points=9) == "its mean agrees"
+    found = verdict(row, reference=NUTS, floor={"mean_shift": 0.5}, points=9)
+    assert found == "its mean agrees"
+
+
+@pytest.mark.parametrize(
+    "ratio, error, words",
+    [
+        (0.6, 0.25, "times the reference's on average, ± 0.25 from too few draws: undecided"),
+        (0.6, 0.1, "overconfident"),
+        (1.5, 0.3, "± 0.30 from too few draws: undecided"),
+        (0.97, 0.5, "much alike"),
+        (0.6, math.nan, "overconfident"),
+    ],
+)
+def test_a_ratio_that_is_noise_decides_nothing(ratio, error, words):
+    text = said(sd_ratio=ratio, sd_ratio_se=error)
+    assert text.endswith(words) and ("confident" in text) == ("confident" in words)
 
 
 @pytest.mark.parametrize(
@@ -53,14 +78,20 @@ def test_coverage(coverage, words):
 @pytest.mark.parametrize(
     "row, words",
     [
-        ({"rhat": 1.2, "divergences": 0}, "not converged (R-hat 1.20"),
-        ({"rhat": 1.03, "divergences": 0}, "nearly converged (R-hat 1.030"),
+        (
+            {"rhat": 1.2, "divergences": 0},
+            "not converged (R-hat 1.20 in function space): longer warm-up, more draws before",
+        ),
+        (
+            {"rhat": 1.03, "divergences": 0},
+            "nearly converged (R-hat 1.030 in function space): longer warm-up, more draws",
+        ),
         (
             {"rhat": 1.001, "ess_min": 812.3, "divergences": 0},
             "converged (R-hat 1.001 in function space), ESS at least 812, no divergences",
         ),
         ({"rhat": 1.001, "divergences": 1}, "; 1 divergence: draws may miss parts"),
-        ({"divergences": 3}, "convergence unknown; 3 divergences"),
+        ({"divergences": 3}, "convergence unknown: R-hat needs two chains; 3 divergences"),
     ],
 )
 def test_convergence(row, words):
@@ -69,8 +100,8 @@ def test_convergence(row, words):
 
 def test_without_numbers_nothing_is_claimed():
     assert said() == "nothing to hold it against"
-    own = verdict({"posterior": "nuts", "sd_ratio": 0.1}, reference="nuts", floor=None, points=9)
-    assert own == "nothing to hold it against"
+    own = verdict(NUTS | {"sd_ratio": 0.1}, reference=NUTS, floor=None, points=9)
+    assert own == "the reference: nothing to hold it against"
 
 
 @pytest.mark.parametrize(
@@ -78,20 +109,21 @@ def test_without_numbers_nothing_is_claimed():
     [
         (
             {"sd_ratio_near": 0.95, "sd_ratio_between": 0.1, "sd_ratio": 0.6},
-            "sd between the training data is 0.10 of nuts's: overconfident there (0.95 near them)",
+            "sd between the training data is 0.10 times the reference's: overconfident there "
+            "(0.95 near them)",
         ),
         (
             {"sd_ratio_near": 1.0, "sd_ratio_beyond": 3.0, "sd_ratio": 2.0},
-            "sd beyond the training data is 3.0 times nuts's: underconfident there",
+            "sd beyond the training data is 3.0 times the reference's: underconfident there",
         ),
         (
             {"sd_ratio_near": 0.5, "sd_ratio_between": 0.45, "sd_ratio": 0.5},
-            "sd is 0.50 of nuts's on average: overconfident",
+            "sd is 0.50 times the reference's on average: overconfident",
         ),
         ({"sd_ratio_near": 0.95, "sd_ratio_between": 0.9, "sd_ratio": 0.93}, "much alike"),
         (
             {"sd_ratio_between": 0.5, "sd_ratio_beyond": 0.1, "sd_ratio": 0.5},
-            "sd beyond the training data is 0.10 of nuts's",
+            "sd beyond the training data is 0.10 times the reference's",
         ),
     ],
 )
@@ -102,20 +134,24 @@ def test_the_region_where_the_sd_is_most_off_is_named(row, words):
 @pytest.mark.parametrize(
     "row, words",
     [
-        ({"elpd_diff": -12.0, "elpd_diff_se": 3.0, "high_k": 0}, "worse than nuts, by 12.0 ± 3.0"),
-        ({"elpd_diff": 9.0, "elpd_diff_se": 3.0, "high_k": 0}, "better than nuts"),
-        ({"elpd_diff": -5.0, "elpd_diff_se": 3.0, "high_k": 0}, ""),
-        ({"elpd_diff": -12.0, "elpd_diff_se": 3.0, "high_k": 7}, ""),
+        ({"elpd_diff": -12.0}, "worse than the reference, by 12.0 ± 3.0"),
+        ({"elpd_diff": 9.0}, "better than the reference"),
+        ({"elpd_diff": 9.0, "loo_by": "p / q"}, "better than the reference"),
+        ({"elpd_diff": -5.0}, ""),
+        ({"elpd_diff": -12.0, "high_k": 7}, ""),
+        ({"elpd_diff": 12.0, "loo_by": "plain"}, ""),  # of data that it was fitted to
+        ({"elpd_diff": 12.0, "reference": NUTS | {"high_k": 1}}, ""),
     ],
 )
 def test_left_out_data_count_where_they_can_be_relied_on(row, words):
-    text = said(sd_ratio=1.0, **row)
+    text = said(**{"sd_ratio": 1.0, "elpd_diff_se": 3.0, "high_k": 0, "loo_by": "draws"} | row)
     assert words in text and ("left-out" in text) == bool(words)
 
 
 def test_a_doubtful_reference_is_said_of_the_others_alone():
     row = {"posterior": "q", "sd_ratio": 0.5, "coverage": 0.9}
     options = {"floor": FLOOR, "points": 100, "doubtful": True}
-    assert verdict(row, reference="nuts", **options).endswith("but nuts itself cannot be trusted")
-    own = verdict({"posterior": "nuts", "coverage": 0.9}, reference="nuts", **options)
-    assert "trusted" not in own
+    text = verdict(row, reference=NUTS, **options)
+    assert text.endswith("but the reference itself cannot be trusted")
+    own = verdict(NUTS | {"coverage": 0.9}, reference=NUTS, **options)
+    assert "trusted" not in own and own.startswith("the reference: ")

@@ -12,7 +12,15 @@ from pyro_bdl.evaluation import Evaluation
 
 # Draws of each of which all pairs are taken, and of which a k-hat is found.
 _MOST_PAIRED, _MOST_TAIL = 500, 1000
+# Test points of which Monte Carlo errors are found, which takes each distance ten times.
+_MOST_POINTS = 100
 _LEAST_TAIL, _HIGH_K = 25, 0.7
+# What mends a reference: arguments of ``mcmc.sample`` and options of the command.
+_LONGER = (
+    "longer warm-up and more draws (num_warmup and num_samples of mcmc.sample; --warmup and "
+    "--draws of pyro-bdl compare)"
+)
+_SMALLER = "smaller steps (target_accept of mcmc.sample nearer 1) or a smoother model"
 
 Numbers = dict[str, float]
 
@@ -32,7 +40,7 @@ def distances(said: Evaluation, reference: Evaluation) -> Numbers:
     if said.task == "classification":
         found |= _with_errors(_of_classes, ours, theirs)
     elif said.expected is not None and reference.expected is not None:
-        found |= _with_errors(_of_numbers, said.moments(), reference.moments())
+        found |= _with_errors(_of_numbers, said.moments(), reference.moments(), points=2)
     found["khat_high"] = _share_of_high_khat(said, reference)
     return {key: float(value) for key, value in found.items()}
 
@@ -67,28 +75,37 @@ def doubts(name: str, row: dict[str, Any]) -> list[str]:
     :param row: its line of the table.
     """
     rhat, divergences = row.get("rhat"), row.get("divergences")
-    said = []
+    said, needed = [], []
     if rhat is not None and rhat > RHAT_LIMIT:
         said.append(f"R-hat is {rhat:.3f} in function space, above {RHAT_LIMIT:g}")
+        needed.append(_LONGER)
     if divergences:
         said.append(f"{divergences} of its draws diverged")
+        needed.append(_SMALLER)
     if not said:
         return []
     return [
-        f"{name} cannot be trusted as the reference: {' and '.join(said)}. Draw more, or "
-        "take smaller steps, before relying on the distances."
+        f"{name} cannot be trusted as the reference: {' and '.join(said)}. Before relying on the "
+        f"distances, give it {' and '.join(needed)}."
     ]
 
 
 def _with_errors(
-    distance: Callable[[Tensor, Tensor], Numbers | dict[str, Tensor]], a: Tensor, b: Tensor
+    distance: Callable[[Tensor, Tensor], Numbers | dict[str, Tensor]],
+    a: Tensor,
+    b: Tensor,
+    *,
+    points: int = 1,
 ) -> dict[str, Any]:
+    """:param points: the axis of the test points."""
     found = distance(a, b)
 
     def stacked(p: Tensor, q: Tensor) -> Tensor:
         return torch.stack([torch.as_tensor(v).double().cpu() for v in distance(p, q).values()])
 
-    errors = metrics.monte_carlo_error(stacked, a, b).tolist()
+    # A draw's errors at many test points hang together: more points would not make them less.
+    few = (evenly(draws.movedim(points, 0), 1, _MOST_POINTS).movedim(0, points) for draws in (a, b))
+    errors = metrics.monte_carlo_error(stacked, *few).tolist()
     return found | {f"{key}_se": error for key, error in zip(found, errors, strict=True)}
 
 

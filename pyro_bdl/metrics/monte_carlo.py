@@ -1,7 +1,7 @@
 """How much of a distance is Monte Carlo error: its standard error, and its floor."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -12,13 +12,17 @@ _LEAST_DRAWS, _LEAST_GROUPS = 4, 5
 def monte_carlo_error(
     distance: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor, *, groups: int = 10
 ) -> Tensor:
-    """Standard error of a distance that comes from the number of draws, by batches.
+    """Standard error of a distance that comes from the number of draws, by a jackknife of groups.
 
-    Both sets of draws are cut into G groups of neighbours, and the distance is taken between the
-    g-th groups: sd_g(distance_g) / sqrt(G). Neighbours stay together, so that the error of
-    autocorrelated draws is not taken for too small, as long as the groups are longer than their
-    memory. At distances near zero, where a U-statistic shrinks faster than the root of the number
-    of draws, it is too large.
+    Both sets of draws are cut into G groups of neighbours, and the distance d_g is taken without
+    the g-th group of either::
+
+        se^2 = (G - 1) / G  sum_g (d_g - mean d)^2
+
+    Neighbours stay together, so that the error of autocorrelated draws is not taken for too small,
+    as long as the groups are longer than their memory. The d_g are of nearly all draws: where a
+    distance is bent, as all are near zero, those of single groups would be bent elsewhere. Between
+    equal distributions, where the distances are not Normal, it is about 1.5 times too large.
 
     :param distance: of draws (S1, N, ...) and (S2, N, ...); a scalar or a vector of several.
     :param a: ``(S1, ...)``.
@@ -26,14 +30,22 @@ def monte_carlo_error(
     :param groups: G; fewer where a group would have less than 4 draws.
     :returns: of the shape of the distance; NaN for fewer than 20 draws.
 
-    Source: batch means, Flegal & Jones (2010), Batch means and spectral variance estimators in
-    Markov chain Monte Carlo.
+    Source: Kuensch (1989), The jackknife and the bootstrap for general stationary observations,
+    section 2, with blocks that do not overlap.
     """
     groups = min(groups, len(a) // _LEAST_DRAWS, len(b) // _LEAST_DRAWS)
     if groups < _LEAST_GROUPS:
         return torch.full_like(distance(a, b), torch.nan)
-    pairs = zip(a.tensor_split(groups), b.tensor_split(groups), strict=True)
-    return torch.stack([distance(p, q) for p, q in pairs]).std(0) / math.sqrt(groups)
+    pairs = zip(_without_each(a, groups), _without_each(b, groups), strict=True)
+    found = torch.stack([distance(p, q) for p, q in pairs])
+    return found.std(0, correction=0) * math.sqrt(groups - 1)
+
+
+def _without_each(draws: Tensor, groups: int) -> Iterator[Tensor]:
+    """The draws without the first group of neighbours, without the second, and so on."""
+    parts = draws.tensor_split(groups)
+    for g in range(groups):
+        yield torch.cat([*parts[:g], *parts[g + 1 :]])
 
 
 def split_half(

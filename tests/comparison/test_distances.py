@@ -119,6 +119,24 @@ def test_doubts(row, words):
     assert not said if words is None else words in said[0]
 
 
+def test_doubts_say_what_to_do():
+    (said,) = doubts("nuts", {"rhat": 1.02, "divergences": 0})
+    assert "num_warmup" in said and "--warmup and --draws" in said and "target_accept" not in said
+    (said,) = doubts("nuts", {"rhat": 1.0, "divergences": 2})
+    assert "target_accept" in said and "--warmup" not in said
+
+
+def test_errors_need_no_more_than_some_of_the_points():
+    """The function is one number at all points, however many they are."""
+    draws = {"a": normal_samples(1.0, 0.5, 400), "nuts": normal_samples(0.0, 1.0, 400, seed=1)}
+    few, many = (
+        bdl.compare(shift, draws, torch.zeros(n, 1), torch.zeros(n)).to_dict()["a"]
+        for n in (5, 350)
+    )
+    for key in ("mean_error", "wasserstein", "energy", "mmd", "kl"):
+        assert many[f"{key}_se"] == pytest.approx(few[f"{key}_se"], rel=1e-6), key
+
+
 def test_a_doubtful_reference_is_told_everywhere():
     good = normal_samples(0.0, 1.0)
     diverging = torch.zeros(4, 1000, dtype=torch.bool)
@@ -130,7 +148,7 @@ def test_a_doubtful_reference_is_told_everywhere():
     assert len(found.warnings) == 1 and "2 of its draws diverged" in found.warnings[0]
     text = str(found)
     assert "nuts (doubtful)" in text and "Warning: nuts cannot be trusted" in text
-    assert "but nuts itself cannot be trusted" in found.verdicts["a"]
+    assert "but the reference itself cannot be trusted" in found.verdicts["a"]
     fine = bdl.compare(
         shift, {"a": normal_samples(0, 0.5), "nuts": good}, torch.zeros(3, 1), torch.zeros(3)
     )

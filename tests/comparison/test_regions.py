@@ -54,6 +54,8 @@ def test_overconfidence_in_the_gap_is_named():
     assert row["sd_ratio_between"] < 0.3 and row["sd_ratio_near"] > 0.8
     assert "sd_ratio_beyond" not in row
     said = found.verdicts["vi"]
-    assert said.startswith(f"sd between the training data is {row['sd_ratio_between']:.2f} of nuts")
+    assert said.startswith(
+        f"sd between the training data is {row['sd_ratio_between']:.2f} times the"
+    )
     assert "overconfident there" in said
     assert "between" in found.to_text(details=True)

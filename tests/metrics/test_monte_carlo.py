@@ -16,20 +16,51 @@ def test_split_half_cuts_between_chains():
         metrics.split_half(draws, metrics.mean_error, chains=4)
 
 
+def repeated(distance, draw, count=100):
+    """The sd of a distance over repeated draws, known to 7 %, and the mean of its errors."""
+    torch.manual_seed(0)
+    found, errors = [], []
+    for _ in range(count):
+        a, b = draw()
+        found.append(distance(a, b).double())
+        errors.append(metrics.monte_carlo_error(distance, a, b).double())
+    return torch.stack(found).std().item(), torch.stack(errors).mean().item()
+
+
 @pytest.mark.parametrize(
     "distance", ["mean_error", "sd_error", "wasserstein1", "wasserstein2", "energy_distance"]
 )
 def test_the_error_is_that_of_repeated_draws(distance):
     """Between Normal(0.5, 0.6) and Normal(0, 1) at four points, 400 draws each."""
-    torch.manual_seed(0)
-    distance = getattr(metrics, distance)
-    found, errors = [], []
-    for _ in range(100):
-        a, b = 0.5 + 0.6 * torch.randn(400, 4), torch.randn(400, 4)
-        found.append(distance(a, b))
-        errors.append(metrics.monte_carlo_error(distance, a, b))
-    true = torch.stack(found).std()  # known to 7 %, one error of ten groups to 24 %
-    assert torch.stack(errors).mean() == pytest.approx(true, rel=0.25)
+    true, said = repeated(
+        getattr(metrics, distance),
+        lambda: (0.5 + 0.6 * torch.randn(400, 4), torch.randn(400, 4)),
+    )
+    assert said == pytest.approx(true, rel=0.25)
+
+
+@pytest.mark.parametrize("distance", ["mean_error", "wasserstein1", "energy_distance"])
+def test_the_error_is_right_where_distances_are_bent(distance):
+    """Functions that are one number at two points, 1.5 standard errors of the mean apart: the
+    distances of a tenth of the draws are mostly noise, which makes their sd 0.5 to 1.4 of it."""
+    one = torch.ones(1, 2)
+    true, said = repeated(
+        getattr(metrics, distance),
+        lambda: ((0.15 + torch.randn(200, 1)) * one, torch.randn(200, 1) * one),
+        count=150,
+    )
+    assert said == pytest.approx(true, rel=0.3)
+
+
+def test_the_error_of_an_agreement_that_hangs_in_the_balance():
+    """All points are of the same class, the first one by 1.5 standard errors of its mean."""
+
+    def draw():
+        p = (0.5 + 0.02 + 0.2 * torch.randn(200, 1)).expand(200, 5)
+        return torch.stack([p, 1 - p], -1), torch.tensor([0.6, 0.4]).expand(200, 5, 2)
+
+    true, said = repeated(metrics.agreement, draw, count=150)
+    assert said == pytest.approx(true, rel=0.5)  # of groups alone it would be a third
 
 
 def test_the_error_of_a_mean_is_the_textbook_one():
