@@ -5,21 +5,30 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pyro_bdl.diagnostics.rank import quantile_of_sorted, sort
+from pyro_bdl.diagnostics.rank import sort
 from pyro_bdl.metrics.points import blocks, checked_labels, same_points
 
 
 def interval_coverage(draws: Tensor, y: Tensor, *, level: float | Sequence[float] = 0.9) -> Tensor:
     """Share of the targets inside the central interval of the draws; calibrated: the level.
 
-    The interval at level l runs from the (1 - l)/2 to the (1 + l)/2 quantile of the draws at each
-    point (type 7), ends included.
+    The rank of a target among S draws is one of S + 1 numbers, or several where draws equal it.
+    The target counts by the share of this stretch that lies in the interval at level l::
+
+        [ #{x_s < y}, #{x_s <= y} + 1 ] / (S + 1)    in    [ (1 - l) / 2, (1 + l) / 2 ]
+
+    which for continuous targets and many draws is the interval between two quantiles. Its
+    expectation is l for every S where draws and target come from one distribution, counts
+    included, of which no interval of whole numbers holds just 90 %.
 
     :param draws: ``(S, N, ...)``, draws of the target (noise included).
     :param y: ``(N, ...)``.
     :param level: one level or several, each between 0 and 1.
     :returns: a scalar, or one number for each level.
     :raises ValueError: where the shapes do not fit, for a single draw or a level outside 0 ... 1.
+
+    Source: the intervals of the non-randomised probability integral transform, Czado, Gneiting,
+    Held (2009), Predictive model assessment for count data, section 2.1.
     """
     same_points(draws, y)
     levels = [level] if isinstance(level, (int, float)) else [float(l) for l in level]
@@ -28,15 +37,12 @@ def interval_coverage(draws: Tensor, y: Tensor, *, level: float | Sequence[float
             raise ValueError(f"level must lie between 0 and 1, but is {l}")
     if draws.shape[0] < 2:
         raise ValueError("interval_coverage needs at least 2 draws, but draws has 1: draw more")
-    inside = torch.zeros(len(levels), dtype=torch.float64, device=draws.device)
-    for part, target in blocks(draws, y[None]):
-        ordered, target = sort(part.double()), target.double().squeeze(-1)
-        for i, l in enumerate(levels):
-            low = quantile_of_sorted(ordered, (1 - l) / 2)
-            high = quantile_of_sorted(ordered, (1 + l) / 2)
-            inside[i] += ((low <= target) & (target <= high)).sum()
-    share = inside / y.numel()
-    return share[0] if isinstance(level, (int, float)) else share
+    start, stop = _stretches(draws, y)
+    shares = []
+    for l in levels:
+        inside = stop.clamp_max((1 + l) / 2) - start.clamp_min((1 - l) / 2)
+        shares.append((inside.clamp_min(0) / (stop - start)).mean())
+    return shares[0] if isinstance(level, (int, float)) else torch.stack(shares)
 
 
 def reliability(
@@ -49,10 +55,12 @@ def reliability(
     :param bins: number of bins between 0 and 1; bin i holds (i / bins, (i + 1) / bins].
     :returns: mean confidence, accuracy and share of the points of each bin, ``(bins,)`` each; the
         first two are NaN for an empty bin.
-    :raises ValueError: where the shapes do not fit, or a label is not in 0 ... C - 1.
+    :raises ValueError: where the shapes do not fit, there is no point or no bin, or a label is not
+        in 0 ... C - 1.
 
     Source: Guo et al. (2017), On calibration of modern neural networks, section 2.
     """
+    _check_bins(bins)
     labels = checked_labels(probabilities, y)
     confidence, predicted = probabilities.double().max(-1)
     index = ((confidence * bins).ceil().long() - 1).clamp(0, bins - 1)
@@ -68,7 +76,7 @@ def expected_calibration_error(probabilities: Tensor, y: Tensor, *, bins: int = 
     :param probabilities: ``(N, C)``.
     :param y: ``(N,)``, class indices.
     :param bins: see :func:`reliability`.
-    :raises ValueError: where the shapes do not fit, or a label is not in 0 ... C - 1.
+    :raises ValueError: as :func:`reliability`.
 
     Source: Guo et al. (2017), On calibration of modern neural networks, eq. 3.
     """
@@ -85,11 +93,12 @@ def adaptive_calibration_error(probabilities: Tensor, y: Tensor, *, bins: int = 
     :param probabilities: ``(N, C)``.
     :param y: ``(N,)``, class indices.
     :param bins: how many, at most N.
-    :raises ValueError: where the shapes do not fit, or a label is not in 0 ... C - 1.
+    :raises ValueError: as :func:`reliability`.
 
     Source: Nguyen & O'Connor (2015), Posterior calibration and exploratory analysis for natural
     language processing models, section 3.1.
     """
+    _check_bins(bins)
     labels = checked_labels(probabilities, y)
     confidence, predicted = probabilities.double().max(-1)
     order = confidence.argsort(stable=True)
@@ -116,13 +125,8 @@ def pit(draws: Tensor, y: Tensor) -> Tensor:
     Source: Czado, Gneiting, Held (2009), Predictive model assessment for count data.
     """
     same_points(draws, y)
-    below, ties = [], []
-    for part, target in blocks(draws, y[None]):
-        below.append((part < target).sum(-1))
-        ties.append((part == target).sum(-1))
-    lower, equal = torch.cat(below).double(), torch.cat(ties).double()
-    values = (lower + torch.rand_like(equal) * (equal + 1)) / (len(draws) + 1)
-    return values.reshape(y.shape)
+    start, stop = _stretches(draws, y)
+    return (start + torch.rand_like(start) * (stop - start)).reshape(y.shape)
 
 
 def uniformity(values: Tensor) -> Tensor:
@@ -139,3 +143,18 @@ def uniformity(values: Tensor) -> Tensor:
     n = len(ordered)
     above = torch.arange(1, n + 1, dtype=torch.float64, device=ordered.device) / n
     return torch.maximum((above - ordered).max(), (ordered - above + 1 / n).max())
+
+
+def _check_bins(bins: int) -> None:
+    if bins < 1:
+        raise ValueError(f"bins must be at least 1, but is {bins}")
+
+
+def _stretches(draws: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the stretch of each target's rank among the draws begins and ends, of 0 to 1."""
+    below, up_to = [], []
+    for part, target in blocks(draws, y[None]):
+        below.append((part < target).sum(-1))
+        up_to.append((part <= target).sum(-1))
+    size = len(draws) + 1
+    return torch.cat(below).double() / size, (torch.cat(up_to).double() + 1) / size

@@ -59,7 +59,8 @@ def same_functions(a: Tensor, b: Tensor) -> None:
 def checked_labels(probabilities: Tensor, y: Tensor) -> Tensor:
     """y as class indices ``(N,)``.
 
-    :raises ValueError: where the shapes do not fit, or a label is not in 0 ... C - 1.
+    :raises ValueError: where the shapes do not fit, there is no point, or a label is not in
+        0 ... C - 1.
     """
     if probabilities.dim() != 2 or y.shape != probabilities.shape[:1]:
         raise ValueError(
@@ -67,7 +68,9 @@ def checked_labels(probabilities: Tensor, y: Tensor) -> Tensor:
             f"{tuple(probabilities.shape)} and {tuple(y.shape)}"
         )
     labels, classes = y.long(), probabilities.shape[-1]
-    if labels.numel() and not (int(labels.min()) >= 0 and int(labels.max()) < classes):
+    if not len(labels):
+        raise ValueError("y must hold at least one label, but is empty")
+    if not (int(labels.min()) >= 0 and int(labels.max()) < classes):
         raise ValueError(
             f"y must hold class indices from 0 to {classes - 1}, but holds values from "
             f"{int(labels.min())} to {int(labels.max())}"

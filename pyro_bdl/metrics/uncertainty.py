@@ -64,7 +64,7 @@ def variance_parts(mean: Tensor, noise: Tensor) -> Uncertainty:
 def auroc(score: Tensor, other: Tensor) -> Tensor:
     """Area under the ROC curve of a score that shall be higher for ``other``: P(s < s') + P(=) / 2.
 
-    Half means that it cannot tell the two apart, 1 that it always does.
+    Half means that it cannot tell the two apart, 1 that it always does; NaN where a score is.
 
     :param score: ``(N, ...)``, at known inputs.
     :param other: ``(M, ...)``, at the others.
@@ -75,7 +75,10 @@ def auroc(score: Tensor, other: Tensor) -> Tensor:
     known, new = score.detach().double().flatten(), other.detach().double().flatten()
     if not len(known) or not len(new):
         raise ValueError("auroc needs at least one score of each kind")
-    ranks = average_ranks(ordered(torch.cat([known, new])[None]))[0, len(known) :]
+    both = torch.cat([known, new])
+    if both.isnan().any():
+        return both.new_tensor(torch.nan)
+    ranks = average_ranks(ordered(both[None]))[0, len(known) :]
     least = len(new) * (len(new) + 1) / 2
     return (ranks.sum() - least) / (len(known) * len(new))
 

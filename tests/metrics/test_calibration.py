@@ -10,24 +10,38 @@ from scipy.stats import kstest
 from pyro_bdl import metrics
 
 
-@pytest.fixture
-def draws():
-    return torch.from_numpy(np.random.default_rng(0).standard_normal((60, 7, 2)))
-
-
 def test_interval_coverage_by_hand():
-    values = torch.arange(11, dtype=torch.float64)[:, None].expand(-1, 4)
-    y = torch.tensor([1.0, 0.99, 9.0, 9.01], dtype=torch.float64)
-    assert metrics.interval_coverage(values, y, level=0.8) == 0.5
-    several = metrics.interval_coverage(values, y, level=[0.0, 0.8, 1.0])
-    assert several.tolist() == [0.0, 0.5, 1.0]
+    """Of three draws a target has rank 0, 1, 2 or 3, each a quarter; three that are equal are all
+    of them."""
+    values = torch.tensor([1.0, 2.0, 3.0]).double()[:, None].expand(-1, 4)
+    y = torch.tensor([0.0, 1.5, 2.5, 9.0], dtype=torch.float64)
+    assert metrics.interval_coverage(values, y, level=0.5) == 0.5
+    several = metrics.interval_coverage(values, y, level=[0.0, 0.25, 0.75, 1.0])
+    assert several.tolist() == [0.0, 0.25, 0.75, 1.0]
+    assert metrics.interval_coverage(values[:, :1], y[:1], level=0.75) == 0.5
+    equal = metrics.interval_coverage(values[:, :1], torch.tensor([2.0]), level=0.75)
+    assert equal == 1.0  # ranks 1 and 2, the middle half
+    tied = metrics.interval_coverage(torch.ones(3, 1), torch.ones(1), level=[0.3, 0.9])
+    assert tied.tolist() == pytest.approx([0.3, 0.9])
 
 
-def test_interval_coverage_uses_numpy_quantiles(draws):
-    y = torch.from_numpy(np.random.default_rng(2).standard_normal((7, 2)))
-    low, high = np.quantile(draws.numpy(), [0.2, 0.8], axis=0)
-    expected = ((low <= y.numpy()) & (y.numpy() <= high)).mean()
-    assert metrics.interval_coverage(draws, y, level=0.6) == pytest.approx(expected)
+def test_of_many_draws_it_is_the_interval_between_quantiles():
+    rng = np.random.default_rng(2)
+    draws, y = rng.standard_normal((999, 300)), rng.standard_normal(300)
+    low, high = np.quantile(draws, [0.2, 0.8], axis=0)
+    found = metrics.interval_coverage(torch.from_numpy(draws), torch.from_numpy(y), level=0.6)
+    assert found == pytest.approx(((low <= y) & (y <= high)).mean(), abs=2.1 / 300)
+
+
+@pytest.mark.parametrize("size", [5, 40])
+@pytest.mark.parametrize("rate", [None, 1.0])
+def test_coverage_is_the_level_where_the_model_is_true(size, rate):
+    """Of as few draws as five, and of counts, of which [0, 3] holds 98 % at rate 1."""
+    torch.manual_seed(4)
+    draw = torch.randn if rate is None else lambda *shape: torch.poisson(torch.full(shape, rate))
+    levels = torch.tensor([0.5, 0.9, 0.95]).double()
+    found = metrics.interval_coverage(draw(size, 20_000), draw(20_000), level=levels.tolist())
+    assert ((found - levels).abs() < 4 * (levels * (1 - levels) / 20_000).sqrt()).all()
 
 
 def test_calibration_error_by_hand():
@@ -103,3 +117,14 @@ def test_uniformity_equals_scipy():
     values = torch.from_numpy(np.random.default_rng(3).beta(2, 3, size=(5, 9)))
     expected = kstest(values.flatten().numpy(), "uniform").statistic
     assert metrics.uniformity(values) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "error", [metrics.expected_calibration_error, metrics.adaptive_calibration_error]
+)
+def test_no_bins_and_no_points_are_refused(error):
+    p, y = torch.full((4, 2), 0.5), torch.zeros(4)
+    with pytest.raises(ValueError, match="bins must be at least 1, but is 0"):
+        error(p, y, bins=0)
+    with pytest.raises(ValueError, match="at least one label"):
+        error(p[:0], y[:0])

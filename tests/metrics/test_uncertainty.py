@@ -49,5 +49,6 @@ def test_auroc_equals_scikit_learn_with_ties():
     expected = roc_auc_score(labels, torch.cat([known, new.flatten()]))
     assert metrics.auroc(known, new) == pytest.approx(expected, rel=1e-12)
     assert metrics.auroc(known, known) == 0.5 and metrics.auroc(known, new + 99) == 1
+    assert metrics.auroc(known, torch.tensor([1.0, torch.nan])).isnan()
     with pytest.raises(ValueError, match="at least one score of each kind"):
         metrics.auroc(known, new[:0])
