@@ -2,8 +2,8 @@
 
 import difflib
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import pyro
@@ -194,7 +194,7 @@ class AutoMCDropout(Guide):
     def _create_rates(self, p: Tensor) -> None:
         if self.learn_p and len(p):
             self.p = PyroParam(p, constraints.unit_interval)
-            self.register_buffer("steps", torch.zeros((), dtype=torch.long, device=p.device))
+            self.register_buffer("steps", torch.zeros((), dtype=torch.long, device="cpu"))
         else:
             self.register_buffer("p", p, persistent=False)
 
@@ -215,8 +215,11 @@ class AutoMCDropout(Guide):
         for number, (where, index) in enumerate(parts):
             factor[where], site[where] = index, number
         of_factor = torch.cat(sites) if sites else torch.zeros(0, dtype=torch.long)
+        pairs = zip(self.weights, counts, strict=True)
+        with_entropy = [0 if name in self._scale_free else count for name, count in pairs]
         for name, value in (
             ("_factor_of_entry", factor), ("_site_of_entry", site), ("_site_of_factor", of_factor),
+            ("_entropies", torch.tensor(with_entropy, dtype=torch.long)),
         ):  # fmt: skip
             self.register_buffer(name, value.to(device), persistent=False)
         self.__dict__["_counts"] = tuple(counts)
@@ -226,6 +229,12 @@ class AutoMCDropout(Guide):
         if self.mask == "weights":
             return torch.arange(weight.shape.numel()).reshape(weight.shape)
         return weight.factors()
+
+    def _apply(self, function: Callable, recurse: bool = True) -> Any:
+        result = super()._apply(function, recurse)
+        if "steps" in self._buffers:
+            self.steps = self.steps.cpu()  # the host reads it in every step
+        return result
 
     def _silence_layers(self) -> None:
         for layer in self.layers:
@@ -261,8 +270,9 @@ class AutoMCDropout(Guide):
         return result
 
     def _noisy_weight(self, name: str, loc: Tensor, p: Tensor, step: int | None) -> NoisyWeight:
-        index = self._index(self.weights[name]).to(loc.device)
-        count = self._counts[list(self.weights).index(name)]
+        number, where = list(self.weights).index(name), self.require_layout().slices[name]
+        index = self._factor_of_entry[where].view(loc.shape) - sum(self._counts[:number])
+        count = self._counts[number]
         return NoisyWeight(loc, index, p, count, self.noise, step, name in self._scale_free)
 
     def site_distributions(self) -> dict[str, dist.TorchDistribution]:
@@ -299,18 +309,16 @@ class AutoMCDropout(Guide):
         """Minus the entropy of the factors where p is learned, else 0."""
         return torch.zeros_like(log_det) - self._entropy() - sum(self._scale_free_entropies())
 
-    def constant(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def constant(self) -> Iterator[None]:
         """Nothing changes inside: a density that holds closed forms alone has no score."""
-        return nullcontext()
+        yield
 
     def _entropy(self) -> Tensor | float:
         """H(eps) of learned rates, but for sites with a log-uniform prior."""
         if not self.learn_p or not self.weights:
             return 0.0
-        p = self._parameter("p")
-        pairs = zip(self.weights, self._counts, strict=True)
-        counts = [0 if name in self._scale_free else count for name, count in pairs]
-        return (p.new_tensor(counts) * self.noise.entropy(p)).sum()
+        return (self._entropies * self.noise.entropy(self._parameter("p"))).sum()
 
     def _scale_free_entropies(self) -> list[Tensor]:
         """sum_i H(eps) + log |M_i| over the weights of each site with a log-uniform prior."""
