@@ -56,7 +56,9 @@ def to_arviz(
     chain of independent draws, which the attribute ``draws`` of its posterior says. In
     ``sample_stats``, ``lp`` is log p(w, y), and of a guide with a density ``log_q`` is log q(w),
     both in nats and as densities over the unconstrained latents. A Laplace approximation predicts
-    by the linearised network, whose draws are not paired with those in ``posterior``.
+    by the linearised network, whose draws are not paired with those in ``posterior``. Where the
+    likelihood is in ``pyro.factor`` statements alone, there is nothing to predict, and only
+    ``posterior``, ``sample_stats``, ``prior`` and ``constant_data`` are there.
 
     Plates name the dimensions of the sites in them; other dimensions are called as in ArviZ,
     ``site_dim_0``. Numbers of half precision become single. Both kinds write NetCDF by
@@ -73,7 +75,7 @@ def to_arviz(
     :param seed: of the draws.
     :returns: an ``arviz.InferenceData`` where ArviZ is 0.23, else an ``xarray.DataTree``.
     :raises ImportError: where ArviZ is older than 0.23.
-    :raises ValueError: for a posterior of another program, no observed site, ``sites`` that match
+    :raises ValueError: for a posterior of another program, one without data, ``sites`` that match
         no latent, dims that do not fit.
     """
     convert = _converter()
@@ -92,12 +94,14 @@ def to_arviz(
         if stats:
             groups["sample_stats"] = labels.drawn(stats)
         targets = Targets(program)
-        groups |= _predicted(program, posterior, samples, targets, labels)
+        if program.observed:
+            groups |= _predicted(program, posterior, samples, targets, labels)
         if prior_samples:
             groups |= _prior(program, prior_samples, list(exported), targets, labels)
-    groups["observed_data"] = labels.fixed(
-        {name: site.value for name, site in targets.observed.items()}
-    )
+    if program.observed:
+        groups["observed_data"] = labels.fixed(
+            {name: site.value for name, site in targets.observed.items()}
+        )
     constants = _constants(model, args, kwargs, targets)
     if constants:
         groups["constant_data"] = labels.fixed(constants)
@@ -300,12 +304,12 @@ def _prior(
         name: torch.stack([one.latents[name].value for one in runs])[None]
         for name in program.latents
     }
-    args, kwargs = targets.removed()
-    drawn = Predictive(program.model, Samples(latents))(*args, **kwargs)
-    return {
-        "prior": labels.drawn({name: latents[name] for name in exported}),
-        "prior_predictive": labels.drawn(_split(drawn, (1, count))),
-    }
+    groups = {"prior": labels.drawn({name: latents[name] for name in exported})}
+    if program.observed:
+        args, kwargs = targets.removed()
+        drawn = Predictive(program.model, Samples(latents))(*args, **kwargs)
+        groups["prior_predictive"] = labels.drawn(_split(drawn, (1, count)))
+    return groups
 
 
 def _split(values: Mapping[str, Tensor], leading: tuple[int, int]) -> dict[str, Tensor]:

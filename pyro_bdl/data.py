@@ -5,6 +5,7 @@ and encodings that the csv module leaves to its caller.
 """
 
 import difflib
+import re
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -272,7 +273,8 @@ def _read_csv(path: Path) -> pd.DataFrame:
             header = file.readline()
         if not header.strip():
             raise ValueError(f"data: {path} is empty or begins with an empty line; give a header")
-        separator = max(",;\t|", key=header.count)
+        unquoted = re.sub(r'"[^"]*"', "", header)
+        separator = max(",;\t|", key=unquoted.count)
         # Read the header as a row: pandas would rename repeated columns without a word.
         table = pd.read_csv(
             path,
@@ -404,10 +406,13 @@ def _check_classes(class_values: np.ndarray, y: np.ndarray, target_name: str) ->
             f"least two are needed"
         )
     if len(class_values) > len(y) // 2:
+        if y.dtype.kind in "iuf":
+            remedy = "say task='regression' (--task regression)"
+        else:
+            remedy = f"where it is a quantity or a date ({y[0]!r} in row 1), make it numbers,"
         raise ValueError(
             f"target: column {target_name!r} has {len(class_values)} different values in "
-            f"{len(y)} rows, too many for classes; say task='regression' (--task regression) or "
-            f"choose another target"
+            f"{len(y)} rows, too many for classes; {remedy} or choose another target"
         )
 
 

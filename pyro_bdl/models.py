@@ -116,17 +116,22 @@ class HeteroscedasticRegression(ObservationModel):
     """
 
     def likelihood(self, output: Tensor) -> Distribution:
+        mean, raw = self._halves(output)
+        noise = pyro.deterministic("noise", softplus(raw) + torch.finfo(raw.dtype).eps)
+        return dist.Normal(_record(mean), noise).to_event(mean.dim() - 1)
+
+    def observation_shape(self, output: Tensor) -> torch.Size:
+        return self._halves(output)[0].shape
+
+    @staticmethod
+    def _halves(output: Tensor) -> tuple[Tensor, Tensor]:
         if output.dim() < 2 or output.shape[-1] % 2:
             raise ValueError(
                 "HeteroscedasticRegression needs a network with two outputs per target, got "
                 f"output shape {tuple(output.shape)}"
             )
-        mean, raw = (_without_single_column(half) for half in output.chunk(2, -1))
-        noise = pyro.deterministic("noise", softplus(raw) + torch.finfo(raw.dtype).eps)
-        return dist.Normal(_record(mean), noise).to_event(mean.dim() - 1)
-
-    def observation_shape(self, output: Tensor) -> torch.Size:
-        return _without_single_column(output[..., : output.shape[-1] // 2]).shape
+        mean, raw = output.chunk(2, -1)
+        return _without_single_column(mean), _without_single_column(raw)
 
 
 class StudentTRegression(ObservationModel):

@@ -359,6 +359,20 @@ def test_targets_are_needed(fitted):
         to_arviz(model, guide, x)
 
 
+def test_a_likelihood_that_is_a_factor():
+    def model(x):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        pyro.factor("score", -(w - x).square().sum())
+
+    x = torch.randn(4)
+    guide = bdl.guides.AutoMeanField(model).prototype(x)
+    data = to_arviz(model, guide, x, num_samples=5, prior_samples=3)
+    assert _names(data) == {"posterior", "sample_stats", "prior", "constant_data"}
+    w = torch.from_numpy(data["posterior"]["w"].values)[0]
+    expected = dist.Normal(0.0, 1.0).log_prob(w) - (w[:, None] - x).square().sum(-1)
+    np.testing.assert_allclose(data["sample_stats"]["lp"].values[0], expected, rtol=1e-5)
+
+
 def test_an_old_arviz_is_refused(fitted, monkeypatch):
     model, guide, x, y = fitted
     monkeypatch.setattr(arviz, "__version__", "0.17.1")

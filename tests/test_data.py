@@ -67,6 +67,11 @@ def test_separators_and_byte_order_mark(write, separator):
     assert data.feature_names == ("a", "b")
 
 
+def test_separators_within_quotes_do_not_count(write):
+    text = table('"price, EUR";"size, m2";y', NUMBERS, range(20), NUMBERS, separator=";")
+    assert load_csv(write(text), "y").feature_names == ("price, EUR", "size, m2")
+
+
 def test_text_and_few_integers_are_classes(write):
     words = ["no", "yes", "maybe", "yes"] * 5
     data = load_csv(write(table("a,y", NUMBERS, words)), "y")
@@ -176,6 +181,12 @@ BAD_FILES = {
         "y",
         {},
         "20 different values",
+    ),
+    "dates": (
+        table("a,y", NUMBERS, [f"2024-01-{i:02d}" for i in range(1, 21)]),
+        "y",
+        {},
+        "'2024-01-01' in row 1.* make it numbers",
     ),
     "few rows": (table("a,y", NUMBERS[:5], NUMBERS[:5]), "y", {}, "5 rows are too few"),
     "task": (table("a,y", NUMBERS, NUMBERS), "y", {"task": "ranking"}, "task='ranking'"),

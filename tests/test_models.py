@@ -286,6 +286,8 @@ def test_outputs_that_do_not_fit():
         models.HeteroscedasticRegression(_bnn(1))(x)
     with pytest.raises(ValueError, match="two outputs per target"):
         models.HeteroscedasticRegression(_bnn(3))(x)
+    with pytest.raises(ValueError, match="two outputs per target"):
+        models.HeteroscedasticRegression(_bnn(1))(x, x[:, 0])
     with pytest.raises(ValueError, match="BinaryClassification"):
         models.Classification(_bnn(1))(x)
     with pytest.raises(ValueError, match="integers"):

@@ -28,7 +28,7 @@ from pyro_bdl.curvature.low_rank import LowRankCurvature
 from pyro_bdl.curvature.parts import linearizations
 from pyro_bdl.curvature.recipe import Recipe, check_memory
 from pyro_bdl.curvature.subset import Subset
-from pyro_bdl.errors import BdlWarning
+from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.observation import without_wrappers
 from pyro_bdl.program import Run, Site
 
@@ -114,7 +114,7 @@ def _accumulated(
     states = _random_states(vector.device)
     for number in range(curvature.passes):
         if number:  # the same draws, so that all passes are about one matrix
-            _set_random_states(states)
+            _set_random_states(states, vector.device)
         if hasattr(curvature, "start_pass"):
             curvature.start_pass(number)
         parts = tqdm(
@@ -138,10 +138,10 @@ def _random_states(device: torch.device) -> list[Tensor]:
     return states + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
 
 
-def _set_random_states(states: list[Tensor]) -> None:
+def _set_random_states(states: list[Tensor], device: torch.device) -> None:
     torch.set_rng_state(states[0])
     if len(states) > 1:
-        torch.cuda.set_rng_state(states[1])
+        torch.cuda.set_rng_state(states[1], device)
 
 
 def _check_shape(name: str, site: Site) -> None:
@@ -167,6 +167,12 @@ class _Seen:
 
     def add(self, linearization: Linearization) -> None:
         run = linearization.run
+        if not run.observed and run.factors:
+            raise UnsupportedProgramError(
+                f"the likelihood is in the factor '{next(iter(run.factors))}', which has no Fisher "
+                "information: write it as a sample statement with obs=..., or use a variational "
+                "guide or NUTS"
+            )
         if not run.observed:
             raise ValueError(
                 "the program has no observed site: pass the targets, so that a sample statement "

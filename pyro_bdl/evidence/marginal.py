@@ -51,7 +51,15 @@ def log_marginal_likelihood(guide: LaplaceGuide, *, offset: Tensor | None = None
 
 
 def read_guide(guide: LaplaceGuide) -> Reading:
-    """A run of the guide's program on a few of its data, at the present hyperparameters."""
+    """A run of the guide's program on a few of its data, at the present hyperparameters.
+
+    :raises TypeError: for any other guide.
+    """
+    if not isinstance(guide, LaplaceGuide):
+        raise TypeError(
+            "the evidence is that of the Gaussian guide which AutoLaplaceGGN's "
+            f"laplace_approximation(data) returns, got {type(guide).__name__}"
+        )
     return guide._read()
 
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pyro_bdl.evidence.marginal import read_guide
 from pyro_bdl.guides.laplace import LaplaceGuide
 from pyro_bdl.hyperparameters import restored_on_error
 from pyro_bdl.linearized import LinearizedPredictive
@@ -40,8 +41,8 @@ def tune_on_validation(
         linearised predictive.
     :raises ValueError: where the parameter is not found, or not the only one.
     """
+    parameters = read_guide(guide).parameters
     (model,) = guide._program_model
-    parameters = guide._read().parameters
     found = [name for name in parameters if parameter is None or parameter in name]
     found = [parameter] if parameter in found else found
     if len(found) != 1:
@@ -70,6 +71,6 @@ def tune_on_validation(
 
 
 def _set(guide: LaplaceGuide, name: str, value: float) -> None:
-    parameter = guide._read().parameters[name]
+    parameter = read_guide(guide).parameters[name]
     parameter.set(torch.full_like(parameter.value, value))
     guide.refresh()

@@ -16,7 +16,7 @@ from pyro_bdl.curvature import recipe as recipe_module
 from pyro_bdl.curvature.fit import fit_curvature
 from pyro_bdl.curvature.recipe import Recipe, check_memory
 from pyro_bdl.curvature.subset import Subset
-from pyro_bdl.errors import BdlWarning
+from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.nn import _substituted
 from pyro_bdl.program import Program, record
 
@@ -502,6 +502,17 @@ def test_a_program_without_observations(oracle):
     for structure in STRUCTURES:
         with pytest.raises(ValueError, match="no observed site"):
             oracle.fit(program, vector, torch.zeros(3), structure=structure)
+
+
+def test_a_likelihood_that_is_a_factor(oracle):
+    def model(x):
+        w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        pyro.factor("score", -(w * x).sum().square())
+
+    program, vector = oracle.program(model, torch.ones(3))
+    for structure in STRUCTURES:
+        with pytest.raises(UnsupportedProgramError, match=r"in the factor 'score'.*obs="):
+            oracle.fit(program, vector, torch.ones(3), structure=structure)
 
 
 def test_outputs_that_are_not_finite(oracle):

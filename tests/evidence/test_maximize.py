@@ -248,6 +248,10 @@ def test_an_error_restores_everything(line, method, values, monkeypatch):
 
 def test_bad_arguments(line, learn):
     guide = line.laplace()
+    (model,) = guide._program_model
+    for call in (maximize, evidence.log_marginal_likelihood):
+        with pytest.raises(TypeError, match=r"laplace_approximation\(data\).* got AutoLaplaceGGN"):
+            call(AutoLaplaceGGN(model))
     with pytest.raises(ValueError, match=r"unknown method 'adam' \(there are mackay, gradient\)"):
         maximize(guide, method="adam")
     model = models.Regression(bayesianize(nn.Linear(3, 1)), noise=0.5)
