@@ -21,10 +21,13 @@ from pyro_bdl.priors import (
     ByName,
     Normal,
     PriorFunction,
+    check_prior,
     hyperparameter_scope,
     is_constant,
     learnable,
 )
+
+_PLATES_OF_DRAWS = ("num_particles_vectorized", "_num_predictive_samples")
 
 
 class BayesianModule(TaskPrior, OwnParameters):
@@ -145,13 +148,20 @@ class BayesianModule(TaskPrior, OwnParameters):
         return result
 
     def _refuse_plates(self) -> None:
-        for frame in _PYRO_STACK:
-            if isinstance(frame, IndepMessenger) and self.sites:
+        for frame in _PYRO_STACK if self.sites else ():
+            if not isinstance(frame, IndepMessenger):
+                continue
+            if frame.name in _PLATES_OF_DRAWS:
                 raise UnsupportedProgramError(
-                    f"the weights '{self.site_prefix}{self.sites[0]}' would be sampled inside the "
-                    f"plate '{frame.name}', which gives every datum its own copy: call the network "
-                    "outside the plate and observe inside it"
+                    "networks do not take Pyro's plates of draws (vectorize_particles=True, "
+                    "Predictive's parallel=True): leave that out, or use the ELBOs of "
+                    "pyro_bdl.elbo and pyro_bdl.Predictive, which vectorise over draws by vmap"
                 )
+            raise UnsupportedProgramError(
+                f"the weights '{self.site_prefix}{self.sites[0]}' would be sampled inside the "
+                f"plate '{frame.name}', which gives every datum its own copy: call the network "
+                "outside the plate and observe inside it"
+            )
 
 
 def bayesianize(
@@ -164,9 +174,12 @@ def bayesianize(
         Normal(1.0) by default. None leaves a parameter learnable.
     :param name: put before all site names; needed where a program has two networks.
     :raises ValueError: where no parameter gets a prior, or a prior has the wrong shape.
+    :raises TypeError: for a prior that is no such function, such as a distribution itself.
     """
     if not isinstance(net, nn.Module):
         raise TypeError(f"net must be a torch.nn.Module, got {type(net).__name__}")
+    if prior is not None:
+        check_prior(prior, "prior")
     result = BayesianModule(net, prior if prior is not None else Normal(1.0), name=name)
     if not result.sites:
         raise ValueError(
@@ -276,6 +289,11 @@ def _places(network: nn.Module) -> Places:
 
 def _fitted(distribution: Distribution, name: str, parameter: Tensor) -> Distribution:
     """A prior with exactly the parameter's shape as event shape, on its device."""
+    if not isinstance(distribution, Distribution):
+        raise TypeError(
+            f"the prior of '{name}' gave {type(distribution).__name__}, and must give a "
+            "distribution, or None for a parameter that stays learnable"
+        )
     shape = distribution.batch_shape + distribution.event_shape
     if shape != parameter.shape:
         if shape.numel() != 1 or distribution.event_shape:

@@ -67,6 +67,17 @@ def hyperparameter(value: Scale, name: str, like: Tensor) -> Tensor:
     return like.new_tensor(value)
 
 
+def check_prior(prior: Any, argument: str) -> None:
+    """:raises TypeError: where it is no function that gives distributions, such as one of them."""
+    if callable(prior) and not isinstance(prior, Distribution):
+        return
+    kind = "the distribution " if isinstance(prior, Distribution) else ""
+    raise TypeError(
+        f"{argument} must be one of pyro_bdl.priors, such as Normal(1.0), or a function (name, "
+        f"module, parameter) -> Distribution or None, got {kind}{type(prior).__name__}"
+    )
+
+
 def checked(value: Scale, argument: str) -> Scale:
     """A number, a PyroParam or a distribution, fit for ``hyperparameter``.
 
@@ -240,6 +251,9 @@ class ByName(Prior):
     def __init__(self, rules: Mapping[str, PriorFunction | None]) -> None:
         if not rules:
             raise ValueError("ByName needs at least one rule, such as {'*.weight': Normal(1.0)}")
+        for pattern, rule in rules.items():
+            if rule is not None:
+                check_prior(rule, f"ByName[{pattern!r}]")
         self.rules = {
             pattern: rule.labelled(f"prior[{pattern}]") if isinstance(rule, Prior) else rule
             for pattern, rule in rules.items()

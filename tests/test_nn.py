@@ -431,6 +431,12 @@ def test_bad_arguments():
         bayesianize(nn.Linear(1, 1), priors.ByName({"nothing": priors.Normal()}))
     with pytest.raises(ValueError, match=r"'weight'.*\(4,\).*\(1, 3\)"):
         bayesianize(nn.Linear(3, 1), lambda name, m, p: dist.Normal(torch.zeros(4), 1.0))
+    with pytest.raises(TypeError, match=r"prior must be.* got the distribution Normal"):
+        bayesianize(nn.Linear(3, 1), dist.Normal(0.0, 1.0))
+    with pytest.raises(TypeError, match=r"prior must be.* got str"):
+        bayesianize(nn.Linear(3, 1), "normal")
+    with pytest.raises(TypeError, match="prior of 'weight' gave float"):
+        bayesianize(nn.Linear(3, 1), lambda name, m, p: 1.0)
 
 
 def test_weights_in_a_plate_are_refused():
@@ -440,6 +446,16 @@ def test_weights_in_a_plate_are_refused():
         pyro.plate("data", 4),
     ):
         bnn(torch.randn(4, 3))
+
+
+def test_pyros_plates_of_draws_are_refused():
+    model = models.Regression(bayesianize(nn.Linear(3, 1)), noise=1.0)
+    x, y = torch.randn(4, 3), torch.randn(4)
+    elbo = pyro.infer.Trace_ELBO(num_particles=2, vectorize_particles=True, max_plate_nesting=1)
+    with pytest.raises(UnsupportedProgramError, match=r"pyro_bdl\.elbo .*pyro_bdl\.Predictive"):
+        elbo.loss(model, AutoMeanField(model).prototype(x, y), x, y)
+    with pytest.raises(UnsupportedProgramError, match=r"pyro_bdl\.elbo .*pyro_bdl\.Predictive"):
+        pyro.infer.Predictive(model, num_samples=2, parallel=True)(x)
 
 
 def test_two_networks_in_one_program_need_names():

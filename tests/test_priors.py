@@ -191,6 +191,11 @@ def test_per_layer_has_one_hyperparameter_per_layer():
         priors.PerLayer(lambda name, module, parameter: None)
 
 
+def test_a_rule_is_no_distribution():
+    with pytest.raises(TypeError, match=r"ByName\['0\.\*'\] must be.* the distribution Normal"):
+        priors.ByName({"0.*": dist.Normal(0.0, 1.0)})
+
+
 def test_by_name():
     x = torch.randn(2, 3)
     rules = {
