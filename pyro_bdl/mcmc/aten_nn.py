@@ -1,6 +1,4 @@
-"""ATen operators in JAX: products, convolutions, pooling, normalisation, linear algebra."""
-
-import math
+"""ATen operators in JAX: products, convolutions, normalisation, linear algebra."""
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +6,7 @@ import numpy as np
 from jax import lax
 from jax.scipy import linalg
 
-from pyro_bdl.mcmc.aten_ops import OPERATORS, aten, register
-
-# torch multiplies float32 in float32; JAX on an accelerator would round to TF32.
-EXACT = lax.Precision.HIGHEST
-
+from pyro_bdl.mcmc.aten_ops import EXACT, OPERATORS, aten, each, register
 
 # Products ---------------------------------------------------------------------------------------
 
@@ -51,9 +45,37 @@ def _embedding(weight, index, padding_idx=-1, scale_grad_by_freq=False, sparse=F
     return weight.at[index].get(mode="promise_in_bounds")
 
 
+@register(aten._embedding_bag_forward_only, aten._embedding_bag)
+def _embedding_bag(
+    weight, index, offsets, scale_grad_by_freq=False, mode=0, sparse=False,
+    per_sample_weights=None, include_last_offset=False, padding_idx=-1,
+):  # fmt: skip
+    bags = len(offsets) - include_last_offset
+    bag = jnp.searchsorted(offsets[:bags], jnp.arange(len(index)), side="right") - 1
+    kept = index != padding_idx
+    rows = weight.at[index].get(mode="promise_in_bounds")
+    rows = rows if per_sample_weights is None else rows * per_sample_weights[:, None]
+    count = jnp.zeros(bags, rows.dtype).at[bag].add(kept)[:, None]
+    if mode == 2:
+        most = jnp.full((bags, rows.shape[1]), -jnp.inf, rows.dtype).at[bag]
+        pooled = jnp.where(count > 0, most.max(jnp.where(kept[:, None], rows, -jnp.inf)), 0)
+    else:
+        total = jnp.zeros((bags, rows.shape[1]), rows.dtype).at[bag]
+        pooled = total.add(jnp.where(kept[:, None], rows, 0))
+        pooled = pooled / jnp.maximum(count, 1) if mode == 1 else pooled
+    return pooled, None, None, None
+
+
 @register(aten._softmax)
 def _softmax(x, dim, half_to_float):
     return jax.nn.softmax(x, dim)
+
+
+@register(aten._safe_softmax)
+def _safe_softmax(x, dim, dtype=None):
+    # A query that may attend to nothing gets zeros.
+    nothing = jnp.all(jnp.isneginf(x), dim, keepdims=True)
+    return jnp.where(nothing, 0, jax.nn.softmax(jnp.where(nothing, 0, x), dim))
 
 
 @register(aten._log_softmax)
@@ -78,19 +100,13 @@ def _rrelu(x, noise, lower=0.125, upper=1 / 3, training=False, generator=None):
 # Convolution ------------------------------------------------------------------------------------
 
 
-def _each(value, n):
-    """A per-dimension setting of torch (one number may stand for all) as ``n`` numbers."""
-    value = [value] if isinstance(value, int) else list(value)
-    return value * n if len(value) == 1 else value
-
-
 @register(aten.convolution)
 def _convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
     n = weight.ndim - 2
     unbatched = x.ndim == n + 1
     x = x[None] if unbatched else x
     stride, padding, dilation, extra = (
-        _each(s, n) for s in (stride, padding, dilation, output_padding)
+        each(s, n) for s in (stride, padding, dilation, output_padding)
     )
     if transposed:
         # The adjoint: a convolution of the dilated input with the flipped, transposed kernel.
@@ -111,113 +127,6 @@ def _convolution(x, weight, bias, stride, padding, dilation, transposed, output_
     if bias is not None:
         y = y + bias.reshape(-1, *[1] * n)
     return y[0] if unbatched else y
-
-
-# Pooling and resizing ---------------------------------------------------------------------------
-
-
-def _windows(x, n, kernel, stride, padding, dilation, ceil_mode):
-    """Window arguments of ``lax.reduce_window`` over the last ``n`` dimensions."""
-    kernel, padding, dilation = (_each(v, n) for v in (kernel, padding, dilation))
-    stride = _each(stride, n) if stride or stride == 0 else kernel
-    pads = []
-    for size, k, s, p, d in zip(x.shape[-n:], kernel, stride, padding, dilation, strict=True):
-        reach = d * (k - 1) + 1
-        count = -(-(size + 2 * p - reach) // s) if ceil_mode else (size + 2 * p - reach) // s
-        if ceil_mode and count * s >= size + p:  # a window must start inside
-            count -= 1
-        pads.append((p, max(p, count * s + reach - size - p)))
-    lead = x.ndim - n
-    return (
-        (1,) * lead + tuple(kernel),
-        (1,) * lead + tuple(stride),
-        [(0, 0)] * lead + pads,
-        None,
-        (1,) * lead + tuple(dilation),
-    )
-
-
-def _max_pool(n):
-    def pool(x, kernel, stride=(), padding=0, dilation=1, ceil_mode=False):
-        window = _windows(x, n, kernel, stride, padding, dilation, ceil_mode)
-        return lax.reduce_window(x, -jnp.inf, lax.max, *window), None
-
-    return pool
-
-
-def _avg_pool(n):
-    def pool(
-        x, kernel, stride=(), padding=0, ceil_mode=False, count_include_pad=True, divisor=None
-    ):
-        window = _windows(x, n, kernel, stride, padding, 1, ceil_mode)
-        total = lax.reduce_window(x, 0.0, lax.add, *window)
-        if divisor is None:
-            sizes, kernels, strides = x.shape[-n:], window[0][-n:], window[1][-n:]
-            settings = zip(
-                sizes, kernels, strides, _each(padding, n), total.shape[-n:], strict=True
-            )
-            counts = [_counts(*setting, count_include_pad) for setting in settings]
-            divisor = math.prod(np.ix_(*counts))
-        return total / jnp.asarray(divisor, x.dtype)
-
-    return pool
-
-
-def _counts(size, kernel, stride, padding, windows, include_pad):
-    """How many elements each window of one dimension averages."""
-    start = np.arange(windows) * stride - padding
-    low, high = (-padding, size + padding) if include_pad else (0, size)
-    return np.minimum(start + kernel, high) - np.maximum(start, low)
-
-
-for _n in (2, 3):
-    OPERATORS[getattr(aten, f"max_pool{_n}d_with_indices")] = _max_pool(_n)
-    OPERATORS[getattr(aten, f"avg_pool{_n}d")] = _avg_pool(_n)
-
-
-def _parts(size, count):
-    """Where the windows of an adaptive pooling of ``size`` elements to ``count`` begin and end."""
-    return [(i * size // count, -(-(i + 1) * size // count)) for i in range(count)]
-
-
-@register(aten._adaptive_avg_pool2d, aten._adaptive_avg_pool3d)
-def _adaptive_avg_pool(x, output_size):
-    for axis, count in enumerate(output_size, x.ndim - len(output_size)):
-        parts = _parts(x.shape[axis], count)
-        matrix = np.zeros((count, x.shape[axis]))
-        for i, (start, end) in enumerate(parts):
-            matrix[i, start:end] = 1 / (end - start)
-        x = _along(matrix, x, axis)
-    return x
-
-
-@register(aten.adaptive_max_pool2d, aten.adaptive_max_pool3d)
-def _adaptive_max_pool(x, output_size):
-    for axis, count in enumerate(output_size, x.ndim - len(output_size)):
-        parts = _parts(x.shape[axis], count)
-        slices = [lax.slice_in_dim(x, start, end, axis=axis) for start, end in parts]
-        x = jnp.concatenate([jnp.max(s, axis, keepdims=True) for s in slices], axis)
-    return x, None
-
-
-def _along(matrix, x, axis):
-    """``x`` multiplied along one axis by a constant matrix."""
-    y = jnp.tensordot(jnp.asarray(matrix, x.dtype), x, (1, axis), precision=EXACT)
-    return jnp.moveaxis(y, 0, axis)
-
-
-@register(aten.upsample_linear1d, aten.upsample_bilinear2d, aten.upsample_trilinear3d)
-def _upsample_linear(x, output_size, align_corners, *scales):
-    for i, (axis, count) in enumerate(enumerate(output_size, x.ndim - len(output_size))):
-        size = x.shape[axis]
-        scale = scales[i] if i < len(scales) and scales[i] else count / size
-        if align_corners:
-            source = np.arange(count) * ((size - 1) / max(count - 1, 1))
-        else:
-            source = np.maximum((np.arange(count) + 0.5) / scale - 0.5, 0)
-        distance = np.abs(np.minimum(source, size - 1)[:, None] - np.arange(size))
-        x = _along(np.maximum(1 - distance, 0), x, axis)
-    return x
 
 
 # Normalisation ----------------------------------------------------------------------------------
@@ -368,3 +277,10 @@ def _qr(x, mode="reduced"):
 @register(aten.linalg_matrix_exp)
 def _matrix_exp(x):
     return linalg.expm(x)
+
+
+@register(aten.linalg_pinv.atol_rtol_tensor)
+def _pinv(x, *, atol=None, rtol=None, hermitian=False):
+    if atol is not None and np.any(atol):
+        raise NotImplementedError("an absolute tolerance")
+    return jnp.linalg.pinv(x, rtol=rtol, hermitian=hermitian)

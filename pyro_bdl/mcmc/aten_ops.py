@@ -20,6 +20,9 @@ aten = torch.ops.aten
 
 OPERATORS: dict[Any, Callable] = {}
 
+# torch multiplies float32 in float32; JAX on an accelerator would round to TF32.
+EXACT = lax.Precision.HIGHEST
+
 
 def register(*operators: Any) -> Callable[[Callable], Callable]:
     """Enter the decorated function in the table under overloads or packets."""
@@ -51,6 +54,12 @@ def axes(dim: Any) -> Any:
     if dim is None or isinstance(dim, int):
         return dim
     return tuple(dim) or None
+
+
+def each(value: Any, n: int) -> list[int]:
+    """A per-dimension setting of torch (one number may stand for all) as ``n`` numbers."""
+    value = [value] if isinstance(value, int) else list(value)
+    return value * n if len(value) == 1 else value
 
 
 def table(functions: dict[str, Callable]) -> None:
@@ -174,8 +183,13 @@ def _silu(x):
 
 @register(aten.elu)
 def _elu(x, alpha=1, scale=1, input_scale=1):
-    negative = alpha * scale * jnp.expm1(jnp.minimum(x, 0) * input_scale)
+    negative = alpha * scale * jnp.expm1(jnp.where(x > 0, 0, x) * input_scale)
     return jnp.where(x > 0, scale * x, negative)
+
+
+@register(aten.celu)
+def _celu(x, alpha=1):
+    return _elu(x, alpha, 1, 1 / alpha)
 
 
 @register(aten.leaky_relu)

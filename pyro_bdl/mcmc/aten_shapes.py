@@ -162,6 +162,12 @@ def _index_put(x, indices, values, accumulate=False):
     return place.add(values) if accumulate else place.set(values)
 
 
+@register(aten.masked_select)
+def _masked_select(x, mask):
+    shape = np.broadcast_shapes(x.shape, mask.shape)
+    return jnp.broadcast_to(x, shape)[jnp.broadcast_to(mask, shape)]
+
+
 @register(aten.index_select)
 def _index_select(x, dim, index):
     return _pick(x, dim, index)
@@ -190,6 +196,27 @@ def _scatter(x, dim, index, source, *, reduce=None):
 @register(aten.scatter_add)
 def _scatter_add(x, dim, index, source):
     return _scatter(x, dim, index, source, reduce="add")
+
+
+@register(aten.scatter_reduce)
+def _scatter_reduce(x, dim, index, source, reduce, *, include_self=True):
+    grid = _grid(x.shape, dim, index)
+    source = source[tuple(map(slice, index.shape))]
+    if not include_self:
+        x = x.at[grid].set({"amax": -np.inf, "amin": np.inf}.get(reduce, 0))
+    place = x.at[grid]
+    match reduce:
+        case "sum":
+            return place.add(source)
+        case "mean":
+            own = jnp.ones(x.shape, x.dtype)
+            own = own if include_self else own.at[grid].set(0)
+            return place.add(source) / own.at[grid].add(1)
+        case "amax":
+            return place.max(source)
+        case "amin":
+            return place.min(source)
+    raise NotImplementedError(f"the reduction '{reduce}'")
 
 
 @register(aten.index_add)
@@ -235,6 +262,24 @@ def _median(x):
     return jnp.sort(x.ravel())[(x.size - 1) // 2]
 
 
+@register(aten.median.dim)
+def _median_along(x, dim=-1, keepdim=False):
+    return _kthvalue(x, (x.shape[dim] + 1) // 2, dim, keepdim)
+
+
+@register(aten.kthvalue)
+def _kthvalue(x, k, dim=-1, keepdim=False):
+    order = jnp.argsort(x, dim)
+    index = lax.slice_in_dim(order, k - 1, k, axis=dim)
+    index = index if keepdim else jnp.squeeze(index, dim)
+    return _take(x, index, dim, keepdim), index
+
+
 @register(aten.searchsorted.Tensor)
 def _searchsorted(sequence, x, *, right=False, side=None, **_):
     return jnp.searchsorted(sequence, x, side=side or ("right" if right else "left"))
+
+
+@register(aten.bucketize.Tensor)
+def _bucketize(x, boundaries, *, right=False, **_):
+    return _searchsorted(boundaries, x, right=right)

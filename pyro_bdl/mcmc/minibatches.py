@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pyro_bdl.curvature.data import Batch, Batches, has_rows, leading_size
 from pyro_bdl.curvature.fisher import num_data
@@ -55,7 +55,8 @@ class Minibatches:
             )
         self.size, self.is_whole = batch_size, False
         self.whole = self.first
-        self.first = self._rows(torch.arange(batch_size))
+        self.device = next(v.device for v in tree_leaves(self.whole) if isinstance(v, Tensor))
+        self.first = self._rows(torch.arange(batch_size, device=self.device))
 
     def __iter__(self) -> Iterator[Batch]:
         if self.is_whole:
@@ -64,7 +65,8 @@ class Minibatches:
 
     def _shuffled(self, num_rows: int) -> Iterator[Batch]:
         while True:
-            parts = torch.randperm(num_rows).split(self.size)
+            order = torch.randperm(num_rows, device=self.device)
+            parts = order.split(self.size)
             yield from (self._rows(part) for part in parts if len(part) == self.size)
 
     def _rows(self, index: Tensor) -> Batch:

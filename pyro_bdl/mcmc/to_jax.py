@@ -16,18 +16,25 @@ import numpy as np
 import pyro
 import torch
 from torch import Tensor, fx
-from torch._decomp import core_aten_decompositions
+from torch._decomp import core_aten_decompositions, get_decompositions
 from torch.distributions import Distribution
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pyro_bdl.errors import MissingOperatorError
-from pyro_bdl.mcmc import aten_nn, aten_shapes  # noqa: F401  (they fill the table)
-from pyro_bdl.mcmc.aten_ops import as_dtype, cast, lookup
+from pyro_bdl.mcmc import (  # noqa: F401  (they fill the table)
+    aten_complex,
+    aten_nn,
+    aten_pooling,
+    aten_shapes,
+)
+from pyro_bdl.mcmc.aten_ops import as_dtype, aten, cast, lookup
 
 WAY_OUT = 'Sample with backend="pyro", which runs any program.'
 # Options of creation operators that say where and how memory is laid out.
 LAYOUT = {"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"}
+# torch decomposes these too, but not by default.
+DECOMPOSED = [aten.grid_sampler_2d, aten.upsample_bicubic2d, aten.dist, aten.ldexp]
 # A constant that an operator (expand, say) blows up beyond this many elements stays small.
 LARGE = 2**16
 
@@ -78,7 +85,7 @@ def _plain_torch() -> Iterator[None]:
 @functools.cache
 def _decompositions() -> dict[Any, Callable]:
     """torch's decompositions of the operators that the table lacks."""
-    table = core_aten_decompositions()
+    table = {**core_aten_decompositions(), **get_decompositions(DECOMPOSED)}
     return {op: rule for op, rule in table.items() if lookup(op) is None}
 
 

@@ -91,6 +91,48 @@ def self_attention(**options):
     return make
 
 
+def bags(**options):
+    index, offsets = torch.tensor([0, 2, 1, 4, 2, 2, 3]), torch.tensor([0, 3, 3, 6])
+    return lambda: (nn.EmbeddingBag(5, 3, **options), index, offsets)
+
+
+class Blind(nn.Module):
+    """Attention whose first query may attend to nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.inward = nn.Linear(4, 12)
+
+    def forward(self, x):
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril(-1)
+        return F.scaled_dot_product_attention(*self.inward(x).chunk(3, -1), attn_mask=mask)
+
+
+class Transformed(nn.Module):
+    """A spatial transformer: the sampling grid is a function of weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.affine = nn.Linear(4, 6)
+
+    def forward(self, x):
+        grid = F.affine_grid(self.affine(x[:, 0, 0, :4]).view(-1, 2, 3), x.shape, False)
+        return F.grid_sample(x, grid, padding_mode="border", align_corners=False)
+
+
+class Spectral(nn.Module):
+    """The layer of a Fourier neural operator."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm, self.kernel = norm, nn.Parameter(torch.randn(3, 3, 2))
+
+    def forward(self, x):
+        modes = torch.fft.rfft2(x, norm=self.norm)[..., :3, :3]
+        modes = torch.fft.ifft(modes * torch.view_as_complex(self.kernel), norm=self.norm)
+        return torch.fft.irfft2(modes * torch.polar(modes.abs(), modes.angle()), (6, 5))
+
+
 class Einsum(nn.Module):
     def __init__(self):
         super().__init__()
@@ -125,6 +167,9 @@ MODULES = {
         torch.randn(2, 4, 4, 5),
     ),
     "Embedding": lambda: (nn.Embedding(5, 3, padding_idx=1), torch.tensor([[0, 1], [2, 2]])),
+    "EmbeddingBag-sum": bags(mode="sum"),
+    "EmbeddingBag-mean": bags(mode="mean", padding_idx=2),
+    "EmbeddingBag-max": bags(mode="max", padding_idx=2, include_last_offset=True),
     "LayerNorm": lambda: (nn.LayerNorm((2, 3)), torch.randn(4, 2, 3)),
     "RMSNorm": lambda: (nn.Sequential(nn.Linear(3, 4), nn.RMSNorm(4)), torch.randn(4, 3)),
     "GroupNorm": conv(nn.GroupNorm(2, 4)),
@@ -149,6 +194,7 @@ MODULES = {
     "LSTM": lambda: (nn.LSTM(3, 2, 2, bidirectional=True), torch.randn(2, 2, 3)),
     "MaxPool1d": conv1d(nn.MaxPool1d(2)),
     "MaxPool2d": conv(nn.MaxPool2d(3, 2, padding=1, ceil_mode=True)),
+    "MaxPool2d-dilated": conv(nn.MaxPool2d(2, 1, dilation=2)),
     "AvgPool1d": conv1d(nn.AvgPool1d(2)),
     "AvgPool2d": conv(nn.AvgPool2d(2, padding=1, ceil_mode=True)),
     "AvgPool2d-exclusive": conv(nn.AvgPool2d(3, 2, padding=1, count_include_pad=False)),
@@ -159,10 +205,16 @@ MODULES = {
     "LPPool2d": conv(nn.LPPool2d(2, 2)),
     "Upsample-nearest": conv(nn.Upsample(scale_factor=2)),
     "Upsample-bilinear": conv(nn.Upsample(scale_factor=1.5, mode="bilinear")),
+    "Upsample-bicubic": conv(nn.Upsample(scale_factor=1.5, mode="bicubic")),
     "Upsample-corners": conv(nn.UpsamplingBilinear2d(size=(7, 3))),
     "Pads": conv(nn.ZeroPad2d((1, 0, 2, -1)), nn.ReflectionPad2d(1), nn.ReplicationPad2d(1)),
     "PixelShuffle": conv(nn.PixelShuffle(2), nn.Dropout(0.5)),
     "LocalResponseNorm": conv(nn.LocalResponseNorm(2)),
+    "attention-blind": lambda: (Blind(), torch.randn(2, 3, 4)),
+    "grid_sample": lambda: (Transformed(), torch.randn(2, 1, 5, 6)),
+    "fft": lambda: (Spectral("backward"), torch.randn(2, 6, 5)),
+    "fft-ortho": lambda: (Spectral("ortho"), torch.randn(2, 6, 5)),
+    "fft-forward": lambda: (Spectral("forward"), torch.randn(2, 6, 5)),
     "Einsum": lambda: (Einsum(), torch.randn(2, 3, 3)),
 }
 
@@ -204,6 +256,16 @@ def test_hard_sigmoid(dtype, default):
         actual = jax.value_and_grad(f)(jnp.asarray(point.numpy()))
     assert_close(actual[0], value, TOLERANCE[dtype])
     assert_close(actual[1], gradient, TOLERANCE[dtype])
+
+
+KINKS = [F.relu, F.elu, F.selu, F.celu, F.leaky_relu, F.hardtanh, F.softplus, torch.abs, F.mish]
+
+
+@DTYPES
+@pytest.mark.parametrize("function", KINKS, ids=lambda f: f.__name__)
+def test_slopes_at_zero_and_far_out(function, dtype, default):
+    point = torch.tensor([-1000.0, 0.0, 1000.0])
+    assert_same(lambda z: function(z).sum(), torch.stack([point, point]))
 
 
 # Distributions ----------------------------------------------------------------------------------
@@ -400,7 +462,14 @@ OBSERVATIONS = {
         + torch.linalg.solve(covariance(z[2]), z[:3]).sum() + torch.inverse(covariance(z[3])).sum()
         + torch.linalg.eigvalsh(torch.diag(z[:3]) + covariance(0.1)).square().sum()
         + torch.cholesky_solve(z.view(3, 2), torch.linalg.cholesky(covariance(1.0))).sum()
-        + torch.linalg.svdvals(z.view(3, 2)).sum() + torch.matrix_exp(covariance(z[4])).sum()),
+        + torch.linalg.pinv(z.view(3, 2)).sum() + torch.linalg.svdvals(z.view(3, 2)).sum() 
+        + torch.matrix_exp(covariance(z[4])).sum()),
+    "picking": lambda z: (
+        z.view(2, 3).median(1).values.prod() * z.view(2, 3).kthvalue(2, 0, keepdim=True).values
+        * torch.combinations(z)[7].prod() + torch.bucketize(z[:3], torch.ones(2)) * z[:3]),
+    "scatter_reduce": lambda z: torch.stack([
+        z[:4].scatter_reduce(0, torch.tensor([0, 0, 3]), z[3:], how, include_self=own)
+        for how in ("sum", "mean", "amax", "amin") for own in (True, False)]).cos(),
     "shapes": lambda z: (
         z.roll(1)[0] * z.unfold(0, 2, 1).flip(0)[1] + torch.stack([z, z]).unbind(1)[2]
         + z.view(2, 3).tril().diagonal().sum() * z.repeat(2).chunk(4)[1].prod()
