@@ -40,7 +40,8 @@ def moved_like(distribution: Distribution, like: Tensor) -> Distribution:
 
     def moved(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return value.to(like) if value.is_floating_point() else value.to(like.device)
+            dtype = like.dtype if value.is_floating_point() else value.dtype
+            return value.to(like.device, dtype, non_blocking=like.is_cuda)  # no wait for the GPU
         if isinstance(value, Distribution):
             return moved_like(value, like)
         if isinstance(value, list | tuple) and any(isinstance(v, Tensor) for v in value):

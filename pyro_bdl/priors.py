@@ -64,7 +64,8 @@ def hyperparameter(value: Scale, name: str, like: Tensor) -> Tensor:
         return _scope.get().param(name, value).to(like)
     if isinstance(value, Distribution):
         return _scope.get().sample(name, moved_like(value, like))
-    return like.new_tensor(value)
+    # filled, not copied: a copy to a GPU waits for it
+    return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
 def check_prior(prior: Any, argument: str) -> None:

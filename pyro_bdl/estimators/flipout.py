@@ -59,4 +59,5 @@ _SIGNS = 2.0 * (torch.arange(256)[:, None] >> torch.arange(8) & 1) - 1.0
 def _signs(count: int, features: int, like: Tensor) -> Tensor:
     """Random signs (count, features), eight from a random byte."""
     bytes_of_signs = torch.randint(0, 256, (count, (features + 7) // 8), device=like.device)
-    return F.embedding(bytes_of_signs, _SIGNS.to(like)).flatten(1)[:, :features]
+    signs = _SIGNS.to(like, non_blocking=like.is_cuda)  # no wait for the GPU
+    return F.embedding(bytes_of_signs, signs).flatten(1)[:, :features]

@@ -274,8 +274,9 @@ class Guide(OwnParameters, AutoGuide):
                     indices = stack.enter_context(plates[plate])
                     if name in self.subsampled:
                         dim = plates[plate].dim - latent.unconstrained_event_dim
+                        rows = indices.to(values[0].device)  # Pyro draws them on the CPU
                         values = [
-                            v if v.shape[dim] == 1 else v.index_select(dim, indices) for v in values
+                            v if v.shape[dim] == 1 else v.index_select(dim, rows) for v in values
                         ]
                 yield latent, values
 

@@ -87,6 +87,7 @@ class AutoMCDropout(Guide):
     """
 
     weights: dict[str, Weight]
+    steps: Tensor
     layers: tuple[nn.Module, ...]  # dropout layers of the program, which the guide stands for
 
     def __init__(
