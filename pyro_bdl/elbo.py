@@ -27,6 +27,7 @@ from pyro_bdl.guides.dropout_noise import NoisyWeight
 from pyro_bdl.handlers import check_temperature
 from pyro_bdl.modules import preserved_buffers
 from pyro_bdl.program import Run, record
+from pyro_bdl.randomness import own_randomness
 from pyro_bdl.vectorize import DrawMap
 
 Temperature = float | Callable[[int], float]
@@ -276,10 +277,13 @@ def check_data(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> N
 def _check(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> frozenset[int]:
     """What is asked of a pair, once: later runs do without Pyro's validation.
 
+    It leaves the random numbers as they were, so that a training that is taken up again from a
+    saved state goes on as it would have.
+
     :returns: the sizes of the program's plates.
     """
     check_finite(model, args, kwargs)
-    with poutine.block(), torch.no_grad(), preserved_buffers():
+    with poutine.block(), torch.no_grad(), preserved_buffers(), own_randomness():
         q, p = _draw(model, guide, args, kwargs)
         _check_sites(q, p, isinstance(guide, Guide))
         check_support(p)
