@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+import pickle
 
 import pyro
 import pyro.distributions as dist
@@ -220,6 +221,16 @@ def test_saved_loaded_copied_and_converted():
     torch.testing.assert_close(other.location(), mixture.location())
     single = other.float()
     assert single.sample_vectors(2).dtype == single.weights.dtype == torch.float32
+
+
+@pytest.mark.parametrize("twin", [copy.deepcopy, lambda guide: pickle.loads(pickle.dumps(guide))])
+def test_a_mixture_in_use_can_be_copied(twin):
+    mixture = MixtureGuide(normals(), WEIGHTS)
+    mixture(X, Y)
+    clone = twin(mixture)
+    clone(X, Y)
+    mixture(X, Y)
+    assert torch.equal(clone.location(), mixture.location())
 
 
 @pytest.mark.cuda
