@@ -1,5 +1,6 @@
 """Simulation-based calibration: does a way of inference recover what the prior drew?"""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from scipy import stats
 from torch import Tensor
 from tqdm import tqdm
 
+from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.modules import evaluation_mode
 from pyro_bdl.observation import observation_mean
@@ -24,6 +26,8 @@ from pyro_bdl.vectorize import Draws, map_draws
 _FEW_LATENTS = 20
 _FEW_POINTS = 10
 _DOUBTFUL = 0.01  # a p-value below which a histogram is called uneven
+# Nats by which the loss of most guides may fall in the second half of their training.
+_SETTLED = 0.5
 Quantities = Callable[[Draws], Mapping[str, Tensor]]
 
 
@@ -48,37 +52,56 @@ class Calibration:
         return (self.ranks + 0.5) / (self.num_draws + 1)
 
     def counts(self, bins: int | None = None) -> Tensor:
-        """Histograms of the ranks, ``(Q, bins)``; bins are of equal width.
+        """Histograms of the ranks, ``(Q, bins)``; bins differ in width by one rank at most.
 
-        :raises ValueError: where L + 1 is no multiple of ``bins``.
+        :raises ValueError: for more bins than there are ranks, or none.
         """
-        bins = self.bins if bins is None else bins
-        if (self.num_draws + 1) % bins:
-            raise ValueError(
-                f"bins must divide the {self.num_draws + 1} possible ranks, got {bins}"
-            )
-        place = self.ranks // ((self.num_draws + 1) // bins)
+        bins = self._checked(bins)
+        place = self.ranks * bins // (self.num_draws + 1)
+        return torch.nn.functional.one_hot(place, bins).sum(0)
+
+    def widths(self, bins: int | None = None) -> Tensor:
+        """How many of the L + 1 ranks each bin holds, ``(bins,)``."""
+        bins = self._checked(bins)
+        place = torch.arange(self.num_draws + 1, device="cpu") * bins // (self.num_draws + 1)
         return torch.nn.functional.one_hot(place, bins).sum(0)
 
     @property
     def bins(self) -> int:
-        """The most bins, up to 20, that divide the ranks and hold five simulations each; where
-        none divides them, one for each rank."""
-        most = max(2, min(20, len(self.ranks) // 5))
-        whole = [b for b in range(2, most + 1) if (self.num_draws + 1) % b == 0]
-        return whole[-1] if whole else self.num_draws + 1
+        """The most bins, up to 20, that divide the ranks and hold five simulations each; where none
+        divides them, one for each rank, or bins of at least four ranks that differ by one."""
+        ranks, most = self.num_draws + 1, max(2, min(20, len(self.ranks) // 5))
+        whole = [b for b in range(2, most + 1) if ranks % b == 0]
+        if whole and 2 * whole[-1] >= most:
+            return whole[-1]
+        if ranks <= min(40, len(self.ranks) // 5):
+            return ranks
+        return max(2, min(most, ranks // 4))
 
     def band(self, level: float = 0.99, bins: int | None = None) -> tuple[int, int]:
-        """What the count of one bin lies between with probability ``level``, where the ranks are
-        uniform: quantiles of Binomial(R, 1 / bins) (Talts et al. 2018, section 5.1)."""
-        bins = self.bins if bins is None else bins
+        """What the count of any bin lies between with probability ``level``, where the ranks are
+        uniform: quantiles of Binomial(R, share of the ranks) (Talts et al. 2018, section 5.1), the
+        lower one of the narrowest bin and the upper one of the widest."""
         tail = (1 - level) / 2
-        counts = stats.binom(len(self.ranks), 1 / bins)
-        return int(counts.ppf(tail)), int(counts.ppf(1 - tail))
+        shares = self.widths(bins).double() / (self.num_draws + 1)
+        narrow, wide = (stats.binom(len(self.ranks), p.item()) for p in shares.aminmax())
+        return int(narrow.ppf(tail)), int(wide.ppf(1 - tail))
+
+    def _checked(self, bins: int | None) -> int:
+        bins = self.bins if bins is None else bins
+        if not 1 <= bins <= self.num_draws + 1:
+            raise ValueError(
+                f"bins must lie between 1 and the {self.num_draws + 1} possible ranks, got {bins}"
+            )
+        return bins
 
     def uniformity(self) -> Tensor:
         """The p-value of a chi-squared test of each histogram, ``(Q,)``."""
-        return torch.tensor([float(stats.chisquare(row).pvalue) for row in self.counts().tolist()])
+        expected = len(self.ranks) * self.widths().double() / (self.num_draws + 1)
+        rows, even = self.counts().tolist(), expected.tolist()
+        return torch.tensor(
+            [float(stats.chisquare(row, even).pvalue) for row in rows], device="cpu"
+        )
 
     def symmetry(self) -> Tensor:
         """The p-value of Wilcoxon's signed-rank test of p - 1/2, ``(Q,)``: small where the
@@ -88,7 +111,7 @@ class Calibration:
         whose Kolmogorov-Smirnov test of p against 1 - p takes the two for independent.
         """
         columns = (self.probabilities.T.double() - 0.5).cpu().numpy()
-        return torch.tensor([float(stats.wilcoxon(p).pvalue) for p in columns])
+        return torch.tensor([float(stats.wilcoxon(p).pvalue) for p in columns], device="cpu")
 
     def rows(self) -> list[dict[str, Any]]:
         """For each quantity its p-values and what its histogram says."""
@@ -167,7 +190,9 @@ def simulation_based_calibration(
     :param num_draws: L; of ``Samples`` so many are taken, evenly spaced, which should be no more
         than their effective number.
     :param seed: of the simulations.
-    :raises ValueError: for fewer than 10 simulations, targets that are no arguments, too few draws.
+    :raises ValueError: for fewer than 10 simulations, targets that are no arguments, too few draws,
+        draws that are NaN.
+    :warns BdlWarning: where guides were still improving when their training ended.
     """
     if num_simulations < 10:
         raise ValueError(f"num_simulations must be at least 10, got {num_simulations}")
@@ -184,7 +209,7 @@ def simulation_based_calibration(
         if isinstance(inference, Guide):
             inference.prototype(*program.args, **program.kwargs)
             together = Together(model, inference, targets, data)
-            together.train(progress=progress, **training)
+            _warn_unless_settled(together.train(progress=progress, **training))
             draws = together.sample_latents(num_draws)
             ranks = [
                 _ranks(h, true, {name: value[i] for name, value in draws.items()}, i)
@@ -198,7 +223,11 @@ def simulation_based_calibration(
                 )
             ranks = []
             for i in tqdm(
-                range(num_simulations), disable=not progress, desc="simulations", leave=False
+                range(num_simulations),
+                disable=not progress,
+                desc="simulations",
+                leave=False,
+                delay=1,
             ):
                 new_args, new_kwargs = targets.with_values(
                     {name: value[i] for name, value in data.items()}
@@ -261,8 +290,36 @@ def _evaluated(h: Quantities, draws: Draws) -> dict[str, Tensor]:
 
 
 def _ranks(h: Quantities, true: Mapping[str, Tensor], draws: Draws, simulation: int) -> Tensor:
-    found = _evaluated(h, draws)
-    return torch.stack([(found[name] < true[name][simulation]).sum() for name in true])
+    """The rank of each truth; among draws that equal it, at random, which keeps the ranks of
+    discrete quantities uniform.
+
+    Source: Modrak et al. (2023), Simulation-based calibration checking for Bayesian computation.
+    """
+    found, ranks = _evaluated(h, draws), []
+    for name in true:
+        values, truth = found[name], true[name][simulation]
+        if values.isnan().any():
+            raise ValueError(f"draws of '{name}' are NaN in simulation {simulation}")
+        ties = int((values == truth).sum())
+        chosen = int(torch.randint(ties + 1, (), device="cpu")) if ties else 0
+        ranks.append((values < truth).sum() + chosen)
+    return torch.stack(ranks)
+
+
+def _warn_unless_settled(losses: Tensor) -> None:
+    """:param losses: ``(steps, D)``, whose steps become smaller and smaller towards the end."""
+    tenth = max(1, len(losses) // 10)
+    middle = losses[len(losses) // 2 - tenth : len(losses) // 2 + 1].mean(0)
+    fall = (middle - losses[-tenth:].mean(0)).median().item()
+    if not fall <= _SETTLED:
+        warnings.warn(
+            f"the guides' losses still fell by {fall:.2g} nats (median) in the second half of "
+            f"their training of {len(losses)} steps: the ranks may show unfinished training and "
+            "not the guide's family; give it more steps, such as "
+            f"steps={5 * len(losses)}",
+            BdlWarning,
+            stacklevel=3,
+        )
 
 
 def _draws_of(

@@ -41,6 +41,7 @@ def compare(
     train: tuple[Tensor, ...] | None = None,
     ood: Tensor | tuple[Tensor, ...] | None = None,
     num_samples: int = 1000,
+    batch_norm_data: Any = None,
     seconds: Mapping[str, float] | None = None,
     elbos: Mapping[str, float | None] | None = None,
     log_evidences: Mapping[str, float | None] | None = None,
@@ -68,6 +69,9 @@ def compare(
         leave-one-out, and to tell test inputs near them from those between and beyond them.
     :param ood: inputs from elsewhere: how well does the uncertainty tell them from the test inputs?
     :param num_samples: draws of each guide, at least 2; of ``Samples`` all are taken.
+    :param batch_norm_data: the training data, ``(x, y)`` or an iterable of batches, for networks
+        with BatchNorm: each draw has running statistics of its own, as in ``Predictive``. The
+        linear model of a Laplace approximation keeps the network's.
     :param seconds: training time by name, where known; that of ``Samples`` is.
     :param elbos: ELBO at temperature 1 by name, where known.
     :param log_evidences: log marginal likelihood by name, where known.
@@ -104,6 +108,7 @@ def compare(
         found = _evaluations(
             model, posteriors, data,
             num_samples=num_samples, kept=kept, units=units, seed=seed, train=known, ood=elsewhere,
+            batch_norm_data=batch_norm_data,
         )  # fmt: skip
         areas = {} if known is None else regions(data.part(kept).inputs, known.inputs)
         rows = [

@@ -17,7 +17,7 @@ from pyro_bdl.comparison.scores import (
     score_draws_of_numbers,
     score_numbers,
 )
-from pyro_bdl.comparison.subject import Subject, as_samples, num_data, of_program
+from pyro_bdl.comparison.subject import Subject, as_samples, of_program, stated_num_data
 from pyro_bdl.diagnostics.loo import LOO
 from pyro_bdl.linearized import LinearizedPredictive, is_linear
 from pyro_bdl.metrics import Uncertainty
@@ -100,6 +100,7 @@ def evaluate(
     units: Units,
     train: Test | None = None,
     ood: tuple[Tensor, ...] | None = None,
+    batch_norm_data: Any = None,
 ) -> Evaluation:
     """Push one set of draws of the posterior through the program, and score them.
 
@@ -112,6 +113,7 @@ def evaluate(
     :param units: of the target; of no effect for classes.
     :param train: the data that the posterior was fitted to, for leave-one-out.
     :param ood: inputs from elsewhere, that its uncertainty should tell from the test inputs.
+    :param batch_norm_data: see ``Predictive``.
     :raises TypeError: where the posterior is neither a guide nor ``Samples``.
     :raises ValueError: for a posterior of another program, or targets that do not fit the
         predictions.
@@ -124,7 +126,7 @@ def evaluate(
     else:
         drawn = as_samples(name, posterior, num_samples, test)
         samples = of_program(name, subject, posterior, drawn)
-        predictive = Predictive(model, samples)
+        predictive = Predictive(model, samples, batch_norm_data=batch_norm_data)
     parts = _parts(test, predictive)
     pit = None
     scores: dict[str, Any]
@@ -231,7 +233,7 @@ def _by_chain(function: Tensor, chains: int) -> dict[str, float]:
         return found
     by_chain = function.reshape(chains, len(function) // chains, -1)
     by_chain = by_chain[..., by_chain.flatten(0, 1).std(0) > 0]
-    rhat, size = diagnostics.rhat(by_chain), diagnostics.ess(by_chain)
+    rhat, size, _ = diagnostics.convergence(by_chain)
     rhat, size = rhat[~rhat.isnan()], size[~size.isnan()]
     if rhat.numel():
         found["rhat"] = rhat.max().item()
@@ -274,7 +276,7 @@ def _parts(test: Test, predictive: Any) -> list[Test]:
     if draws is None:
         draws = predictive.posterior.num_chains * predictive.posterior.num_draws
     size = max(1, _NUMBERS_AT_ONCE // (draws * max(1, test.y[0].numel())))
-    most = num_data(predictive.model)
+    most = stated_num_data(predictive.model)
     if most is not None:
         size = min(size, most)  # the program refuses more rows with targets
     return [test.part(slice(start, start + size)) for start in range(0, test.rows, size)]

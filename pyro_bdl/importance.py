@@ -133,6 +133,11 @@ def function_khat(draws: Tensor, reference: Tensor) -> Tensor:
     reference and the same mean, k is 1 - r^2: above 0.7 the posterior has less than about half of
     the sd.
 
+    A value below 0.7 acquits nothing by itself. The ratio's tail is heavy only where the posterior
+    falls far off: one that is too wide, however much, has k below 0, and one of the right sd whose
+    mean is off by a whole sd has about 0.1. It sees one input at a time, and two moments there: no
+    correlation between inputs, no second mode. Look at means and sds (or ``compare``) as well.
+
     :param draws: ``(S, ...)``, of the function under the posterior, S at least 25.
     :param reference: ``(T, ...)``, of the same function under the reference.
     :returns: float64 ``(...)``; infinity where the posterior's draws are all the same.

@@ -18,6 +18,7 @@ from pyro_bdl.observation import (
 )
 from pyro_bdl.posterior import latent_draws
 from pyro_bdl.program import leave_open, record, sample_open
+from pyro_bdl.samples import Samples
 from pyro_bdl.vectorize import Draws, map_draws, measured
 
 _MEMORY = 32 * 2**20  # beyond it the C library returns freed blocks to the system (allocator.py)
@@ -47,8 +48,9 @@ class Predictive:
     :param memory: bytes that the draws in work may take; the draws are taken in chunks.
     :param batch_norm_data: the training data, ``(x, y)`` or an iterable of batches, for networks
         with BatchNorm: each draw of the weights gets running statistics of its own, from one pass
-        over these data with dropout off (Maddox et al. 2019, section 3.2). By default all draws
-        have the network's present statistics.
+        over these data with dropout off (Maddox et al. 2019, section 3.2); those of ``Samples``,
+        which stay the same, are computed once. By default all draws have the network's present
+        statistics.
     :param progress: show a bar over the draws in that.
     """
 
@@ -68,6 +70,7 @@ class Predictive:
         self.num_samples, self.memory = num_samples, memory
         self.batch_norm_data = None if batch_norm_data is None else Batches(batch_norm_data)
         self.progress = progress
+        self._statistics: tuple[list[Any], Draws] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draws y ~ p(y | w_s, x) and the deterministic sites, each (S, ...)."""
@@ -157,9 +160,11 @@ class Predictive:
         with evaluation_mode():
             draws = latent_draws(self.posterior, self.num_samples, *args, **kwargs)
             if self.batch_norm_data is not None:
-                layers, statistics = statistics_of_draws(
+                layers, statistics = self._statistics or statistics_of_draws(
                     self.model, draws, self.batch_norm_data, progress=self.progress
                 )
+                if isinstance(self.posterior, Samples):
+                    self._statistics = layers, statistics
                 draws, choose = draws | statistics, _with_statistics(layers, choose)
             needed, (function, finish) = measured(choose, draws)
             chunk_size = max(1, self.memory // needed)

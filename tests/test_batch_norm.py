@@ -1,6 +1,7 @@
 """BatchNorm: statistics of every draw, and training of several draws at once."""
 
 import copy
+import math
 import warnings
 
 import pyro
@@ -102,6 +103,35 @@ def test_every_draw_has_the_statistics_that_torch_gives_it(posterior, in_batches
     assert same(before, state(model)) and model.training
     plain = bdl.Predictive(model, result, 6)(inputs)["f"]
     assert (plain - found).abs().max() > 0.05
+
+
+def test_the_statistics_of_samples_are_computed_once(posterior):
+    model, _, x, y, result, _ = posterior
+    passes = []
+
+    class Loader:
+        def __iter__(self):
+            passes.append(1)
+            yield x, y
+
+    predictive = bdl.Predictive(model, result, 6, batch_norm_data=Loader())
+    first = predictive(x)["f"]
+    assert len(passes) == 6
+    torch.testing.assert_close(predictive(x)["f"], first)
+    assert len(passes) == (6 if isinstance(result, bdl.Samples) else 12)
+
+
+def test_compare_scores_draws_with_their_own_statistics(posterior):
+    model, _, x, y, result, _ = posterior
+    inputs, targets = torch.randn(7, 1, 4, dtype=torch.float64), torch.randn(7).double()
+    given = {"train": (x, y), "reference": None, "num_samples": 6}
+    found = bdl.compare(model, {"q": result}, inputs, targets, batch_norm_data=(x, y), **given)
+    own = bdl.Predictive(model, result, 6, batch_norm_data=(x, y))
+    torch.testing.assert_close(found.evaluations["q"].function, own(inputs)["f"])
+    expected = -(own.log_likelihood(inputs, targets)["y"].logsumexp(0) - math.log(6)).mean()
+    assert found.to_dict()["q"]["nlpd"] == pytest.approx(expected.item())
+    plain = bdl.compare(model, {"q": result}, inputs, targets, **given)
+    assert (plain.evaluations["q"].function - own(inputs)["f"]).abs().max() > 0.05
 
 
 def test_dropout_stays_off_and_other_layers_in_their_mode():

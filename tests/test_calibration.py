@@ -1,5 +1,7 @@
 """Simulation-based calibration against exact posteriors, and guides trained together."""
 
+import warnings
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -83,8 +85,53 @@ def test_histograms_bins_and_bands():
     assert found.symmetry().item() == pytest.approx(1.0)
     low, high = found.band(0.99)
     assert low < 10 < high
-    with pytest.raises(ValueError, match="bins must divide the 100 possible ranks, got 7"):
-        found.counts(7)
+    with pytest.raises(ValueError, match="between 1 and the 100 possible ranks, got 101"):
+        found.counts(101)
+
+
+@pytest.mark.parametrize(
+    ("simulations", "draws", "bins", "widths"),
+    [
+        (200, 99, 20, {5}),
+        (200, 19, 20, {1}),
+        (50, 99, 10, {10}),
+        (200, 100, 20, {5, 6}),  # 101 is a prime number: nothing divides the ranks
+        (200, 30, 31, {1}),
+        (100, 30, 7, {4, 5}),
+        (10, 10, 2, {5, 6}),
+    ],
+)
+def test_bins_that_hold_enough_simulations(simulations, draws, bins, widths):
+    found = Calibration(torch.arange(simulations)[:, None] % (draws + 1), draws, ("a",))
+    assert found.bins == bins
+    assert set(found.widths().tolist()) == widths and found.widths().sum() == draws + 1
+    assert found.counts().sum() == simulations
+
+
+@pytest.mark.parametrize("draws", [99, 100])
+def test_bands_and_p_values_of_uniform_ranks(draws):
+    torch.manual_seed(0)
+    found = Calibration(torch.randint(0, draws + 1, (200, 300)), draws, tuple(map(str, range(300))))
+    low, high = found.band(0.99)
+    inside = ((found.counts() >= low) & (found.counts() <= high)).double().mean()
+    assert inside + 0.002 >= 0.99 and inside < 0.9995
+    for p in (found.uniformity(), found.symmetry()):
+        assert ((p < 0.1).double().mean() - 0.1).abs() < 0.05  # its standard error is 0.017
+
+
+def test_ranks_of_discrete_quantities_are_uniform():
+    """Only the sign is ranked, which most draws share with the truth."""
+    found = _calibrate(exactly(), quantities=lambda draw: {"sign": (draw["w"] > 0).float()})
+    assert found.rows()[0]["verdict"] == "calibrated, as far as seen"
+    assert found.uniformity() > 1e-3
+
+
+def test_draws_that_are_nan_are_refused():
+    with pytest.raises(ValueError, match=r"draws of 'w' are NaN in simulation 0"):
+        _calibrate(
+            lambda model, y: bdl.Samples({"w": torch.full((1, 99), torch.nan)}),
+            quantities=lambda draw: {"w": draw["w"]},
+        )
 
 
 # Guides trained together
@@ -133,6 +180,25 @@ def test_mean_field_is_too_narrow_where_latents_are_correlated():
     assert found.rows()[0]["verdict"] == "too narrow"
 
 
+def test_unfinished_training_is_said():
+    def narrow(y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with pyro.plate("data", N):
+            pyro.sample("y", dist.Normal(w.sum(), 0.02), obs=y)
+
+    options = {"num_simulations": 20, "num_draws": 9, "progress": False}
+    with pytest.warns(bdl.errors.BdlWarning, match=r"losses still fell by .* more steps, such as"):
+        simulation_based_calibration(
+            narrow, AutoMeanField(narrow), torch.zeros(N), steps=100, **options
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", bdl.errors.BdlWarning)
+        simulation_based_calibration(
+            level, AutoMeanField(level), torch.zeros(N), steps=600, **options
+        )
+
+
+@pytest.mark.filterwarnings("ignore:the guides' losses")
 def test_networks_are_ranked_by_their_functions():
     x = torch.linspace(-2, 2, 30)[:, None]
     net = nn.Sequential(nn.Linear(1, 20), nn.Tanh(), nn.Linear(20, 1))

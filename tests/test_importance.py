@@ -113,6 +113,15 @@ def test_khat_in_function_space():
     torch.testing.assert_close(found[:2], chunked)
 
 
+def test_a_good_khat_in_function_space_acquits_nothing():
+    """Too wide, or off by a whole sd: the ratio has no heavy tail."""
+    torch.manual_seed(0)
+    reference, draws = torch.randn(20_000, 2), torch.randn(20_000, 2)
+    found = function_khat(draws * torch.tensor([5.0, 1.0]) + torch.tensor([0.0, 1.0]), reference)
+    assert found[0] < 0
+    assert found[1] < 0.3
+
+
 def test_a_network():
     torch.manual_seed(0)
     x, y = torch.randn(30, 2), torch.randn(30)

@@ -39,7 +39,7 @@ def read_program(model: Callable, test: Test, posteriors: Mapping[str, Any]) -> 
         be run alone, since its prior is improper.
     :raises ValueError: where it has no observed site or several.
     """
-    rows = test.part(slice(0, num_data(model)))
+    rows = test.part(slice(0, stated_num_data(model)))
     latents: Mapping[str, Latent] | None = None
     with evaluation_mode():
         try:
@@ -87,7 +87,7 @@ def of_program(name: str, subject: Subject, posterior: Any, samples: Samples) ->
     return Samples(latents, samples.stats, samples.info)
 
 
-def num_data(model: Any) -> int | None:
+def stated_num_data(model: Any) -> int | None:
     """The N that a program knows of, also under handlers; None where it does not."""
     while not hasattr(model, "num_data") and hasattr(model, "model"):  # under a handler
         model = model.model

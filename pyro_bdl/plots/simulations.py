@@ -34,9 +34,9 @@ def rank_histograms(
     ranks are uniform; bars that leave it have another colour.
 
     :param calibration: what ``simulation_based_calibration`` returned.
-    :param bins: of each histogram, a divisor of the possible ranks; by default up to 20.
+    :param bins: of each histogram, at best a divisor of the possible ranks; by default up to 20.
     :param level: probability of the band, see ``Calibration.band``.
-    :raises ValueError: for bins that do not divide the ranks, or a level outside (0, 1).
+    :raises ValueError: for more bins than ranks, or a level outside (0, 1).
 
     Source: Talts et al. (2018), Validating Bayesian inference algorithms with SBC, section 5.1.
     """

@@ -36,7 +36,9 @@ def test_bars_outside_the_band_have_another_colour(calibration):
 
 
 def test_bad_input_of_rank_histograms(calibration):
-    with pytest.raises(ValueError, match="bins must divide the 100 possible ranks, got 7"):
-        plots.rank_histograms(calibration, bins=7)
+    with pytest.raises(
+        ValueError, match="bins must lie between 1 and the 100 possible ranks, got 107"
+    ):
+        plots.rank_histograms(calibration, bins=107)
     with pytest.raises(ValueError, match="level must lie"):
         plots.rank_histograms(calibration, level=99)
