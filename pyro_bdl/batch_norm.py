@@ -86,7 +86,7 @@ def statistics_of_draws(
     """
     rows: list[Draws] = []
     total = next(iter(draws.values())).shape[0]
-    for i in trange(total, desc="batch norm", disable=not progress, leave=False):
+    for i in trange(total, desc="batch norm", disable=not progress, leave=False, delay=1):
         draw = {name: value[i] for name, value in draws.items()}
         with gathering() as layers:
             for args, kwargs in data:

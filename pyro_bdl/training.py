@@ -219,7 +219,12 @@ def _descend(
     losses: list[Tensor] = []
     interrupted = False
     bar = tqdm(
-        total=steps, desc=progress, disable=progress is None, leave=False, mininterval=_REFRESH
+        total=steps,
+        desc=progress,
+        disable=progress is None,
+        leave=False,
+        mininterval=_REFRESH,
+        delay=1,
     )
     with bar:
         try:
@@ -236,7 +241,7 @@ def _descend(
                 bar.update()
         except KeyboardInterrupt:
             interrupted = True
-    return torch.stack(losses) if losses else torch.empty(0), interrupted
+    return torch.stack(losses) if losses else torch.empty(0, device="cpu"), interrupted
 
 
 @torch.no_grad()

@@ -1,5 +1,7 @@
 """Training reaches the known optimum, in full and small batches; Ctrl-C keeps what is there."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -89,6 +91,16 @@ def test_ctrl_c_keeps_what_was_learned(monkeypatch):
         run = training.train(model, guide, x, y, steps=100)
     assert run.interrupted and len(run.losses) == 29
     assert guide.loc.isfinite().all()
+
+
+def test_the_bar_waits_for_work_that_takes_long(conjugate, capsys, monkeypatch):
+    guide = guides.AutoMeanField(conjugate.model)
+    options = {"steps": 5, "progress": "quick"}
+    training.train(conjugate.model, guide, conjugate.x, conjugate.y, **options)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("tqdm.std.time", itertools.count().__next__)  # a second at each look
+    training.train(conjugate.model, guide, conjugate.x, conjugate.y, **options)
+    assert "quick" in capsys.readouterr().err
 
 
 def test_bad_input_is_told():

@@ -58,7 +58,7 @@ class Chains:
 
 
 def progress_bar(settings: Settings, total: int, description: str) -> tqdm:
-    return tqdm(total=total, desc=description, disable=not settings.progress, leave=False)
+    return tqdm(total=total, desc=description, disable=not settings.progress, leave=False, delay=1)
 
 
 def stack_chains(chains: list[Chains]) -> Chains:
