@@ -199,9 +199,9 @@ def _expanded(
 ) -> tuple[Tensor, Tensor]:
     """alpha as (1 or K, H) and beta as (K,), of the statistics' type."""
     gram, outputs = statistics.gram, len(statistics.squares)
-    prior = torch.as_tensor(alpha).to(gram)
+    prior = torch.as_tensor(alpha, device=gram.device).to(gram)
     prior = prior.expand(len(prior) if prior.dim() == 2 else 1, len(gram))
-    return prior, torch.as_tensor(beta).to(gram).expand(outputs)
+    return prior, torch.as_tensor(beta, device=gram.device).to(gram).expand(outputs)
 
 
 def _system(
@@ -209,7 +209,7 @@ def _system(
 ) -> tuple[Tensor, Tensor]:
     """The Cholesky factors of C_k^-1, (1 or K, H, H), and b_k as (K, H, 1)."""
     prior, noise = _expanded(statistics, alpha, beta)
-    shared = torch.as_tensor(beta).dim() == 0 and len(prior) == 1
+    shared = torch.as_tensor(beta, device=statistics.gram.device).dim() == 0 and len(prior) == 1
     precisions = (noise[:1] if shared else noise)[:, None, None] * statistics.gram
     precisions = precisions + torch.diag_embed(prior)
     factors = [cholesky(matrix, "the precision of the weights") for matrix in precisions]

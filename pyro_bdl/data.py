@@ -144,11 +144,13 @@ def two_clusters(n: int = 100, seed: int = 0, *, noise: float = 0.1) -> Dataset:
     if noise < 0:
         raise ValueError(f"noise={noise}: a standard deviation is not negative")
     generator = torch.Generator().manual_seed(seed)
-    left = -1 + 0.3 * torch.rand(n // 2, 1, generator=generator)
-    right = 0.5 + 0.5 * torch.rand(n - n // 2, 1, generator=generator)
-    x_train, x_test = torch.cat([left, right]), torch.linspace(-1.5, 1.5, 200)[:, None]
+    left = -1 + 0.3 * torch.rand(n // 2, 1, generator=generator, device="cpu")
+    right = 0.5 + 0.5 * torch.rand(n - n // 2, 1, generator=generator, device="cpu")
+    x_train = torch.cat([left, right])
+    x_test = torch.linspace(-1.5, 1.5, 200, device="cpu")[:, None]
     y_train, y_test = (
-        torch.cos(4 * x + 0.8).squeeze(-1) + noise * torch.randn(len(x), generator=generator)
+        torch.cos(4 * x + 0.8).squeeze(-1)
+        + noise * torch.randn(len(x), generator=generator, device="cpu")
         for x in (x_train, x_test)
     )
     return Dataset(x_train, y_train, x_test, y_test, ("x",), "y", "regression")
@@ -211,10 +213,10 @@ def prepare(
     dtype = torch.get_default_dtype()
     y_dtype = torch.int64 if task == "classification" else dtype
     return Dataset(
-        x_train=torch.as_tensor(x[~test], dtype=dtype),
-        y_train=torch.as_tensor(y[~test], dtype=y_dtype),
-        x_test=torch.as_tensor(x[test], dtype=dtype),
-        y_test=torch.as_tensor(y[test], dtype=y_dtype),
+        x_train=torch.as_tensor(x[~test], dtype=dtype, device="cpu"),
+        y_train=torch.as_tensor(y[~test], dtype=y_dtype, device="cpu"),
+        x_test=torch.as_tensor(x[test], dtype=dtype, device="cpu"),
+        y_test=torch.as_tensor(y[test], dtype=y_dtype, device="cpu"),
         feature_names=tuple(feature_names),
         target_name=target_name,
         task=task,

@@ -57,7 +57,7 @@ def placeholder(distribution: Distribution) -> Tensor:
     """Zeros of the shape, dtype and device of a draw."""
     like = _first_tensor(distribution)
     if like is None:
-        like = torch.zeros(())
+        like = torch.zeros((), device="cpu")
     dtype = torch.long if _holds_categories(distribution) else like.dtype
     return like.new_zeros(distribution.shape(), dtype=dtype)  # type: ignore[attr-defined]
 

@@ -156,7 +156,7 @@ def entropy(q: Mapping[str, Site]) -> Tensor:
 def _sum(terms: list[Tensor]) -> Tensor:
     if len(terms) == 1:
         return terms[0]
-    return torch.stack(terms).sum() if terms else torch.zeros(())
+    return torch.stack(terms).sum() if terms else torch.zeros((), device="cpu")
 
 
 def _alike(a: Site, b: Site) -> bool:

@@ -263,7 +263,7 @@ def _questioned(loss: float, model: Callable, guide: Callable, args: tuple, kwar
     """The loss; where it is not finite for bad data, an error that names their rows."""
     if not math.isfinite(loss):
         check_data(model, guide, args, kwargs)
-        warn_if_nan(torch.tensor(loss), "loss")
+        warn_if_nan(torch.tensor(loss, device="cpu"), "loss")
     return loss
 
 

@@ -134,7 +134,7 @@ def _moved(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, torch.dtype):  # of the results
-        return function(torch.empty(0, dtype=value)).dtype
+        return function(torch.empty(0, dtype=value, device="cpu")).dtype
     if isinstance(value, nn.Module):
         return value._apply(function)
     if isinstance(value, list | tuple):

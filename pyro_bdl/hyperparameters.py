@@ -203,7 +203,8 @@ def noise_site(reading: Reading) -> Site | None:
 def _moves_as_a_whole(scale: Tensor, parameters: Mapping[str, Hyperparameter]) -> bool:
     """Whether d log scale / d parameter is the same for all entries of the scale."""
     logs = scale.log().reshape(-1)
-    weights = torch.linspace(-1.0, 1.0, len(logs)).to(logs)  # any that add up to zero
+    # any weights that add up to zero
+    weights = torch.linspace(-1.0, 1.0, len(logs), dtype=logs.dtype, device=logs.device)
     for parameter in parameters.values():
         slopes = [
             torch.autograd.grad(total, parameter.value, allow_unused=True, retain_graph=True)[0]

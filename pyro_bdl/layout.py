@@ -72,7 +72,7 @@ class Layout:
         self._sizes = [latent.size for latent in latents]
         self.size = sum(self._sizes)
         self.kept: Any = None  # what a function of the latents' priors keeps from step to step
-        ends = torch.tensor([0, *self._sizes]).cumsum(0).tolist()
+        ends = torch.tensor([0, *self._sizes], device="cpu").cumsum(0).tolist()
         self.slices = {
             latent.name: slice(start, stop)
             for latent, start, stop in zip(latents, ends, ends[1:], strict=False)

@@ -17,7 +17,7 @@ from torch.nn.functional import softplus
 
 from pyro_bdl.gaussian_prior import TaskPrior
 from pyro_bdl.ownership import OwnParameters
-from pyro_bdl.priors import Scale, checked, hyperparameter
+from pyro_bdl.priors import Scale, beside, checked, hyperparameter
 
 
 class ObservationModel(TaskPrior, OwnParameters):
@@ -80,7 +80,7 @@ class ObservationModel(TaskPrior, OwnParameters):
         """Keep a hyperparameter: a number, a PyroParam, or a distribution that is sampled."""
         value = checked(value, name)
         if isinstance(value, PyroParam):
-            setattr(self, name, value)
+            setattr(self, name, beside(self.network, value))
         else:
             self.__dict__["_" + name] = value
 

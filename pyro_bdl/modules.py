@@ -6,11 +6,18 @@ that a Pyro program holds in a closure or a global variable.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_pre_hook
+
+
+def device_of(module: nn.Module) -> torch.device | None:
+    """The device of a module's first tensor; None where it has none."""
+    first = next(chain(module.parameters(), module.buffers()), None)
+    return None if first is None else first.device
 
 
 @contextmanager

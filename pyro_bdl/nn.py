@@ -21,6 +21,7 @@ from pyro_bdl.priors import (
     ByName,
     Normal,
     PriorFunction,
+    beside,
     check_prior,
     hyperparameter_scope,
     is_constant,
@@ -248,7 +249,7 @@ class _Declarations:
         attribute = "hyper_" + "".join(c if c.isalnum() else "_" for c in name)
         if name not in self.module._hyperparameters:
             self.module._hyperparameters[name] = attribute
-            setattr(self.module, attribute, declaration)
+            setattr(self.module, attribute, beside(self.module, declaration))
         return getattr(self.module, attribute)
 
 

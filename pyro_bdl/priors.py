@@ -23,6 +23,7 @@ from torch.distributions import Distribution
 
 from pyro_bdl import distributions
 from pyro_bdl.distributions import moved_like
+from pyro_bdl.modules import device_of
 
 Scale = float | PyroParam | Distribution
 PriorFunction = Callable[[str, nn.Module, Tensor], Distribution | None]
@@ -86,7 +87,9 @@ def checked(value: Scale, argument: str) -> Scale:
     """
     if isinstance(value, PyroParam):
         start = value.init_value
-        return value if callable(start) else value._replace(init_value=torch.as_tensor(start))
+        if not callable(start) and not isinstance(start, Tensor):
+            return value._replace(init_value=torch.tensor(start, device="cpu"))
+        return value
     if not isinstance(value, int | float | Distribution):
         raise TypeError(
             f"{argument} must be a number, a PyroParam or a distribution, "
@@ -95,6 +98,14 @@ def checked(value: Scale, argument: str) -> Scale:
     if not isinstance(value, Distribution) and not (math.isfinite(value) and value > 0):
         raise ValueError(f"{argument} must be a positive finite number, got {value}")
     return value
+
+
+def beside(module: nn.Module, declaration: PyroParam) -> PyroParam:
+    """The PyroParam, with its initial value on a module's device."""
+    start = declaration.init_value
+    if not isinstance(start, Tensor):
+        return declaration
+    return declaration._replace(init_value=start.to(device=device_of(module)))
 
 
 class Prior:
@@ -388,7 +399,7 @@ def learnable(prior: Any) -> Any:
             return prior
         if isinstance(value, int | float):
             result = copy.copy(prior)
-            start = torch.tensor(float(value))
+            start = torch.tensor(float(value), device="cpu")
             setattr(result, name, PyroParam(start, constraint=dist.constraints.positive))
             return result
     raise TypeError(f"{type(prior).__name__} has no scale, gain or delta that is a number")

@@ -445,4 +445,5 @@ def _bounds(support: Any) -> list[Tensor]:
 def _as_tensor(value: Tensor | float, latents: Mapping[str, Tensor]) -> Tensor:
     if isinstance(value, Tensor):
         return value
-    return next(iter(latents.values())).new_tensor(value) if latents else torch.tensor(value)
+    like = next(iter(latents.values()), torch.empty(0, device="cpu"))
+    return like.new_tensor(value)

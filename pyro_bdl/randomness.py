@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 
 @contextmanager
@@ -19,3 +20,10 @@ def own_randomness() -> Iterator[None]:
     """What is drawn inside leaves no trace in the caller's random numbers."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         yield
+
+
+def fixed_normal(like: Tensor, seed: int = 0) -> Tensor:
+    """Standard normal numbers of the shape, dtype and device of ``like``, the same ones on every
+    device and in every call."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(like.shape, generator=generator, device="cpu").to(like)

@@ -157,7 +157,7 @@ class Random(Selector):
     def scores(self, trained: Trained) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed)
         vector = trained.vector
-        return torch.rand(len(vector), generator=generator).to(vector.device)
+        return torch.rand(len(vector), generator=generator, device="cpu").to(vector.device)
 
 
 class _Sites(Selector):

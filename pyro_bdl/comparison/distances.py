@@ -101,7 +101,8 @@ def _with_errors(
     found = distance(a, b)
 
     def stacked(p: Tensor, q: Tensor) -> Tensor:
-        return torch.stack([torch.as_tensor(v).double().cpu() for v in distance(p, q).values()])
+        found = distance(p, q).values()
+        return torch.stack([torch.as_tensor(v, device="cpu").double() for v in found])
 
     # A draw's errors at many test points hang together: more points would not make them less.
     few = (evenly(draws.movedim(points, 0), 1, _MOST_POINTS).movedim(0, points) for draws in (a, b))

@@ -119,7 +119,7 @@ def _densities(
 
 def _number_of_values(samples: Samples) -> int:
     sums = sum(value.double().reshape(len(value), -1).sum(1) for value in samples.flat().values())
-    return len(torch.as_tensor(sums).unique())
+    return len(torch.as_tensor(sums, device="cpu").unique())
 
 
 def _joined(parts: list[LOO], compat: str) -> LOO:

@@ -26,7 +26,7 @@ def score_numbers(
     """
     site, means, places = observation.site, [], []
     square, nlpd, crps = 0.0, 0.0, 0.0
-    inside = torch.zeros(len(LEVELS), dtype=torch.float64)
+    inside = torch.zeros(len(LEVELS), dtype=torch.float64, device="cpu")
     for part in parts:
         share = part.rows / rows
         mean = predictive.mean(*part.inputs, None)[site].mean(0)

@@ -69,7 +69,7 @@ class ProductFactors(nn.Module):
         inputs, outputs = self.inputs_basis, self.outputs_basis
         assert inputs is not None
         if outputs is None:
-            outputs = torch.eye(out).to(self.values)[None]
+            outputs = torch.eye(out, device=self.values.device).to(self.values)[None]
         blocks = torch.einsum(
             "gop,gij,gpj,gqp,gkj->goiqk", outputs, inputs, self.values, outputs, inputs
         )

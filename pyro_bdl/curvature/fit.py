@@ -92,7 +92,7 @@ def fit_curvature(
     elif before is not None:
         before.merge(curvature)
         curvature = before
-    total = torch.as_tensor(seen.log_likelihood * factor)
+    total = torch.as_tensor(seen.log_likelihood * factor, device=seen.gradient.device)
     gradient = subset.take(seen.gradient) * factor
     squares, cells = seen.squares * factor, seen.cells * factor
     return Fitted(curvature, total, seen.num_data, gradient, squares, cells, factor)

@@ -296,7 +296,7 @@ class KroneckerCurvature(nn.Module):
         if not self._decomposed:
             self._decompose()
         parts: list[tuple[Place, Any]] = []
-        covered = torch.zeros(self.size, dtype=torch.bool)
+        covered = torch.zeros(self.size, dtype=torch.bool, device="cpu")
         for place, block in self._blocks():
             covered[place.numbers(covered.device)] = True
             if isinstance(block, Tensor):

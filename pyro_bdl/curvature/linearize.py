@@ -35,6 +35,7 @@ from pyro_bdl.curvature.subset import Subset
 from pyro_bdl.layout import Layout
 from pyro_bdl.modules import evaluation_mode, preserved_buffers, vmappable
 from pyro_bdl.program import Run, leave_open, record
+from pyro_bdl.randomness import fixed_normal
 
 Outputs = Callable[[Run], Sequence[Tensor]]
 
@@ -188,7 +189,7 @@ class Pullback:
         """Whether the outputs' gradient in the product's is as expected, which noise tells."""
         (output,) = self.outputs
         edge = next(use.edge for use, _ in self._direct_uses())
-        noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
+        noise = fixed_normal(output, seed=1)
         (found,) = self.gradients([noise], [edge])
         slack = rounding_of(self.at.vector) * float(noise.abs().max()) * 10
         return found is not None and torch.allclose(found, expected(noise), rtol=0.0, atol=slack)
@@ -263,8 +264,7 @@ class Pullback:
         ways that the mode did not see.
         """
         at = self.at
-        generator = torch.Generator().manual_seed(0)
-        noise = [torch.randn(o.shape, generator=generator).to(o) for o in self.outputs]
+        noise = [fixed_normal(output, seed) for seed, output in enumerate(self.outputs)]
         names = list(at.subset.parts)
         edges = [use.edge for use in at.uses]
         found = self.gradients(noise, [*edges, *(at.leaves[name] for name in names)])
@@ -347,7 +347,7 @@ class Pullback:
     ) -> Tensor | None:
         """One forward derivative for each latent number; None where an operator has none."""
         at, layout = self.at, self.at.subset.layout
-        where = torch.cat([torch.arange(part.start, part.stop) for part in parts])
+        where = torch.cat([torch.arange(part.start, part.stop, device="cpu") for part in parts])
         if at.subset.indices is not None:
             where = at.subset.indices.cpu()[where]
 
@@ -425,8 +425,8 @@ def _place(use: Use, subset: Subset, key: tuple[str, int]) -> Place | None:
             return Place(key, part, uses=(use.number,))
         return Place(key, use.indices.reshape(-1) + part.start, uses=(use.number,))
     entries = subset.layout.latents[use.site].size
-    table = torch.full((entries,), -1, dtype=torch.long)
-    table[chosen.cpu()] = torch.arange(part.start, part.stop)
+    table = torch.full((entries,), -1, dtype=torch.long, device="cpu")
+    table[chosen.cpu()] = torch.arange(part.start, part.stop, device="cpu")
     positions = table if use.indices is None else table[use.indices.reshape(-1).cpu()]
     inside = (positions >= 0).nonzero()[:, 0]
     if not len(inside):

@@ -31,7 +31,7 @@ class LowRankCurvature(nn.Module):
         self.register_buffer("values", like.new_zeros(self.rank))
         width = min(size, self.rank + _OVERSAMPLING)
         generator = torch.Generator().manual_seed(0)
-        draws = torch.randn(size, width, generator=generator, dtype=torch.float32)
+        draws = torch.randn(size, width, generator=generator, dtype=torch.float32, device="cpu")
         self._basis = _orthonormal(draws.to(like))
         self._product = torch.zeros_like(self._basis)
         self._factor = 1.0

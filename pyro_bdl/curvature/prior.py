@@ -16,6 +16,7 @@ from pyro_bdl.matrix_normal import MatrixNormal
 from pyro_bdl.modules import evaluation_mode, preserved_buffers
 from pyro_bdl.observation import without_wrappers
 from pyro_bdl.program import Run, Site, leave_open, record
+from pyro_bdl.randomness import fixed_normal
 
 _DENSE_UP_TO = 2048
 
@@ -107,10 +108,11 @@ def prior_precision(
     if not matrices:
         return PriorPrecision(diagonal)
     slices = [layout.slices[name] for names, _ in matrices for name in names]
-    table = torch.full((layout.size,), -1)
-    chosen = torch.arange(layout.size) if subset.indices is None else subset.indices.cpu()
-    table[chosen] = torch.arange(subset.size)
-    indices = table[torch.cat([torch.arange(s.start, s.stop) for s in slices])]
+    table = torch.full((layout.size,), -1, device="cpu")
+    every = torch.arange(layout.size, device="cpu")
+    chosen = every if subset.indices is None else subset.indices.cpu()
+    table[chosen] = torch.arange(subset.size, device="cpu")
+    indices = torch.cat([table[part] for part in slices])
     kept = (indices >= 0).nonzero()[:, 0].to(like.device)
     if not len(kept):
         return PriorPrecision(diagonal)
@@ -246,8 +248,7 @@ def _own_diagonal(gradient: Tensor, leaf: Tensor, create_graph: bool) -> Tensor:
 
     ones = torch.ones_like(leaf)
     diagonal = product(ones)
-    generator = torch.Generator().manual_seed(0)
-    signs = (2.0 * torch.randint(0, 2, leaf.shape, generator=generator) - 1.0).to(leaf)
+    signs = fixed_normal(leaf).sign()
     if torch.allclose(signs * product(signs), diagonal, rtol=1e-4, atol=1e-6):
         return diagonal.reshape(-1)
     entries = []

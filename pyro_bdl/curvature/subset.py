@@ -87,8 +87,9 @@ def select(layout: Layout, selection: Any = None, *, model: Any = None) -> Subse
         raise ValueError("the subset is empty: name at least one latent site")
     if len(names) == len(layout.latents):
         return Subset(layout)
-    parts = [torch.arange(s.start, s.stop) for name, s in layout.slices.items() if name in names]
-    return Subset(layout, torch.cat(parts))
+    parts = [layout.slices[name] for name in layout.latents if name in names]
+    every = torch.arange(layout.size, device="cpu")
+    return Subset(layout, torch.cat([every[part] for part in parts]))
 
 
 def _checked_indices(layout: Layout, selection: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ def _deviation(operand: Operand) -> Tensor:
 
 
 # the signs (256, 8) of the bits of a byte
-_SIGNS = 2.0 * (torch.arange(256)[:, None] >> torch.arange(8) & 1) - 1.0
+_SIGNS = 2.0 * (torch.arange(256, device="cpu")[:, None] >> torch.arange(8, device="cpu") & 1) - 1.0
 
 
 def _signs(count: int, features: int, like: Tensor) -> Tensor:

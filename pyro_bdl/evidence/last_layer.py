@@ -18,6 +18,7 @@ from pyro_bdl.features import Features, read_features
 from pyro_bdl.guides.last_layer import AutoLastLayer
 from pyro_bdl.observation import without_wrappers
 from pyro_bdl.program import Run, Site
+from pyro_bdl.randomness import fixed_normal
 
 
 class LastLayerEvidence(Trace_ELBO):
@@ -142,7 +143,7 @@ def _normal_site(run: Run, features: Features) -> tuple[Site, Any]:
             f"site '{name}' was given a minibatch of its data, but the evidence is no sum over "
             "data: pass all of them at once, or train as MAP with an ELBO"
         )
-    noise = torch.randn(base.loc.shape, generator=torch.Generator().manual_seed(0)).to(base.loc)
+    noise = fixed_normal(base.loc)
     arrived = torch.autograd.grad(base.loc, outputs, noise, retain_graph=True)
     if base.scale.requires_grad and _depends(base.scale.sum(), outputs):
         raise UnsupportedProgramError(
@@ -163,7 +164,7 @@ def _prior(run: Run, features: Features) -> tuple[Tensor, Tensor]:
     for name in features.sites:
         site = run.latents[name]
         base: Any = without_wrappers(site.distribution)[0]
-        plain = site.mask is None and torch.as_tensor(site.scale == 1.0).all()
+        plain = site.mask is None and torch.as_tensor(site.scale == 1.0, device="cpu").all()
         if type(base).__name__ != "Normal" or not plain:
             raise UnsupportedProgramError(
                 f"the prior of site '{name}' is no Normal ({type(base).__name__}), so that the "

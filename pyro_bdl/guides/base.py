@@ -228,7 +228,8 @@ class Guide(OwnParameters, AutoGuide):
         """Marginal quantiles of each site, site -> (len(quantiles), *shape)."""
         self._prototype_if_given(args, kwargs)
         layout = self.require_layout()
-        levels = torch.as_tensor(quantiles).to(self.location())
+        like = self.location()
+        levels = torch.as_tensor(quantiles, dtype=like.dtype, device=like.device)
         if ((levels < 0) | (levels > 1)).any():
             raise ValueError(f"quantiles must lie between 0 and 1, got {levels.tolist()}")
         return layout.constrain(self.vector_quantiles(levels.reshape(-1)))[0]

@@ -210,17 +210,17 @@ class AutoMCDropout(Guide):
             index = self._index(weight)
             parts.append((layout.slices[name], index.reshape(-1) + sum(counts)))
             counts.append(int(index.max()) + 1)
-            sites.append(torch.full((counts[-1],), len(sites)))
-        factor = torch.full((layout.size,), sum(counts))
-        site = torch.full((layout.size,), len(counts))
+            sites.append(torch.full((counts[-1],), len(sites), device="cpu"))
+        factor = torch.full((layout.size,), sum(counts), device="cpu")
+        site = torch.full((layout.size,), len(counts), device="cpu")
         for number, (where, index) in enumerate(parts):
             factor[where], site[where] = index, number
-        of_factor = torch.cat(sites) if sites else torch.zeros(0, dtype=torch.long)
+        of_factor = torch.cat(sites) if sites else torch.zeros(0, dtype=torch.long, device="cpu")
         pairs = zip(self.weights, counts, strict=True)
         with_entropy = [0 if name in self._scale_free else count for name, count in pairs]
         for name, value in (
             ("_factor_of_entry", factor), ("_site_of_entry", site), ("_site_of_factor", of_factor),
-            ("_entropies", torch.tensor(with_entropy, dtype=torch.long)),
+            ("_entropies", torch.tensor(with_entropy, dtype=torch.long, device="cpu")),
         ):  # fmt: skip
             self.register_buffer(name, value.to(device), persistent=False)
         self.__dict__["_counts"] = tuple(counts)
@@ -228,14 +228,16 @@ class AutoMCDropout(Guide):
     def _index(self, weight: Weight) -> Tensor:
         """The number of each entry's factor within a site."""
         if self.mask == "weights":
-            return torch.arange(weight.shape.numel()).reshape(weight.shape)
+            return torch.arange(weight.shape.numel(), device="cpu").reshape(weight.shape)
         return weight.factors()
 
     def _apply(self, function: Callable, recurse: bool = True) -> Any:
-        result = super()._apply(function, recurse)
-        if "steps" in self._buffers:
-            self.steps = self.steps.cpu()  # the host reads it in every step
-        return result
+        steps = self._buffers.pop("steps", None)  # stays on the host, which reads it in every step
+        try:
+            return super()._apply(function, recurse)
+        finally:
+            if steps is not None:
+                self._buffers["steps"] = steps
 
     def _silence_layers(self) -> None:
         for layer in self.layers:

@@ -44,16 +44,17 @@ class Weight:
 
     def factors(self) -> Tensor:
         """The number of each entry's factor, of the weight's shape."""
-        return self.units() if self.tied is None else torch.tensor(self.tied)[self.units()]
+        units = self.units()
+        return units if self.tied is None else torch.tensor(self.tied, device="cpu")[units]
 
     def units(self) -> Tensor:
         """The number of each entry's input unit, of the weight's shape."""
         shape = [1] * len(self.shape)
         shape[self.axis] = self.shape[self.axis]
-        units = torch.arange(self.shape[self.axis]).reshape(shape).expand(self.shape)
+        units = torch.arange(self.shape[self.axis], device="cpu").reshape(shape).expand(self.shape)
         if self.groups == 1:
             return units
-        group = torch.arange(self.shape[0]) // (self.shape[0] // self.groups)
+        group = torch.arange(self.shape[0], device="cpu") // (self.shape[0] // self.groups)
         group = group.reshape(-1, *[1] * (len(self.shape) - 1))
         return units + self.shape[self.axis] * group
 

@@ -19,6 +19,7 @@ from pyro_bdl.init import init_to_network
 from pyro_bdl.modules import evaluation_mode, preserved_buffers
 from pyro_bdl.observation import parameters_of, without_wrappers
 from pyro_bdl.program import leave_open, record
+from pyro_bdl.randomness import fixed_normal
 
 _STEPS = 100
 _HALVINGS = 30
@@ -284,7 +285,7 @@ class LastLayerGuide(LaplaceGuide):
         latents, log_det = self.require_layout().constrain(vector)
         with evaluation_mode(), preserved_buffers():
             run = record(model, latents, *self.few, draw=leave_open)
-            total = torch.as_tensor(run.log_prior() + log_det).double()
+            total = torch.as_tensor(run.log_prior() + log_det, device=vector.device).double()
             for batches, factor in self.passes:
                 for args, kwargs in batches:
                     run = record(model, latents, args, kwargs)
@@ -316,10 +317,8 @@ def is_quadratic(model: Callable, subset: Subset, vector: Tensor, args: tuple, k
     """Whether log p(y, W) is a quadratic function of the subset W: all observations Normal, their
     locations affine in W and their scales constant, and its priors Normal. Told from three points
     in a line."""
-    generator = torch.Generator().manual_seed(0)
     start, layout = subset.take(vector), subset.layout
-    direction = torch.randn(start.shape, generator=generator, dtype=torch.float64).to(start)
-    direction = direction * (1.0 + start.abs().mean())
+    direction = fixed_normal(start) * (1.0 + start.abs().mean())
     likelihoods, prior_parameters = [], []
     for length in (-1.0, 0.0, 1.0):
         latents = layout.constrain(subset.put(vector, start + length * direction))[0]

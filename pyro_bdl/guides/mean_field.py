@@ -179,7 +179,8 @@ def shared_groups(layout: Layout, sharing: str) -> Tensor | None:
             # the entries of a plate and the first event dimension; the rest shares
             kept = len(shape) - max(0, latent.unconstrained_event_dim - 1)
             rows = math.prod(shape[:kept])
-        groups.append(count + torch.arange(rows).repeat_interleave(latent.size // rows))
+        numbers = torch.arange(count, count + rows, device="cpu")
+        groups.append(numbers.repeat_interleave(latent.size // rows))
         count += rows
     return torch.cat(groups)
 

@@ -40,7 +40,7 @@ class MixtureGuide(JointGuide):
         self.members = PyroModuleList(members)
         like = members[0].location().detach()
         given = [1.0] * len(members) if weights is None else weights
-        values = torch.as_tensor(given, dtype=torch.float64)
+        values = torch.as_tensor(given, dtype=torch.float64, device=like.device)
         if values.shape != (len(members),) or not (values >= 0).all() or not values.sum() > 0:
             raise ValueError(
                 f"weights must be {len(members)} numbers, one for each member, none of them "

@@ -80,7 +80,9 @@ def _quantile_gaps(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     same_functions(a, b)
     m, n = a.shape[0], b.shape[0]
     # Both are constant between these places, counted in units of 1 / (m n).
-    steps = torch.cat([torch.arange(m + 1) * n, torch.arange(n + 1) * m]).unique().to(a.device)
+    steps = torch.cat(
+        [torch.arange(m + 1, device=a.device) * n, torch.arange(n + 1, device=a.device) * m]
+    ).unique()
     start, width = steps[:-1], steps.diff().double() / (m * n)
     for p, q in double_blocks(a, b):
         yield sort(p)[:, start // n] - sort(q)[:, start // m], width

@@ -55,7 +55,9 @@ def mmd(a: Tensor, b: Tensor, *, length_scale: float | Tensor | None = None) -> 
 
     Source: Gretton et al. (2012), A kernel two-sample test, lemma 6.
     """
-    scale = median_distance(b) if length_scale is None else torch.as_tensor(length_scale)
+    scale = torch.as_tensor(
+        median_distance(b) if length_scale is None else length_scale, device=a.device
+    )
     if not scale > 0:
         raise ValueError(f"length_scale must be positive, got {float(scale):g}")
     within_a, across, within_b = _pairs(a, b)

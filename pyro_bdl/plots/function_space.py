@@ -75,7 +75,7 @@ def function_space(
 def _moments(values: Tensor) -> tuple[np.ndarray, np.ndarray]:
     flat = values.detach().reshape(values.shape[0], -1)
     if flat.shape[1] > _MAX_POINTS:
-        flat = flat[:, torch.linspace(0, flat.shape[1] - 1, _MAX_POINTS).long()]
+        flat = flat[:, torch.linspace(0, flat.shape[1] - 1, _MAX_POINTS, device="cpu").long()]
     flat = flat.double()
     sd = flat.std(0, correction=min(1, flat.shape[0] - 1))
     return array(flat.mean(0)), array(sd)

@@ -133,7 +133,7 @@ def chosen_points(draws: Tensor, count: int = 4) -> list[int]:
     values = draws.detach().flatten(1).double()
     order = values.std(0, correction=0).argsort(stable=True)
     count = min(count, len(order))
-    places = torch.linspace(0, len(order) - 1, count).round().long()
+    places = torch.linspace(0, len(order) - 1, count, device="cpu").round().long()
     return order.cpu()[places].tolist()
 
 
