@@ -136,7 +136,7 @@ class TemperedTrace_ELBO(Trace_ELBO):
         estimator = self._estimator(args, kwargs)
         if isinstance(guide, Guide) and not guide.subsampled:
             with guide.reading():
-                return self._flat_terms(model, guide, args, kwargs, estimator)
+                return self.flat_terms(model, guide, args, kwargs, estimator)
         particles = []
         for _ in range(self.num_particles):
             with _run(estimator, {}, {}):
@@ -153,7 +153,7 @@ class TemperedTrace_ELBO(Trace_ELBO):
         likelihood, kl, disorder = (torch.stack(t).mean() for t in zip(*particles, strict=True))
         return likelihood, kl, disorder
 
-    def _flat_terms(
+    def flat_terms(
         self,
         model: Callable,
         guide: Guide,
@@ -164,7 +164,7 @@ class TemperedTrace_ELBO(Trace_ELBO):
         """The same from the flat vectors of our guides, without their sample statements."""
 
         def particle(draw: dict[str, Tensor]) -> tuple[Any, Tensor, Tensor]:
-            return self._particle(model, guide, draw["u"], args, kwargs, estimator)
+            return self.particle(model, guide, draw["u"], args, kwargs, estimator)
 
         vectors = guide.sample_vectors(self.num_particles)
         if self.num_particles == 1:
@@ -172,7 +172,7 @@ class TemperedTrace_ELBO(Trace_ELBO):
         likelihood, kl, disorder = (t.mean() for t in self._map(particle, {"u": vectors}))
         return likelihood, kl, disorder
 
-    def _particle(
+    def particle(
         self,
         model: Callable,
         guide: Guide,

@@ -27,6 +27,7 @@ class Together:
         and are not changed.
     :param targets: the arguments of the program that are exchanged.
     :param values: observed site -> (D, ...), the data sets.
+    :raises ValueError: for latents in a subsampled plate, a guide without parameters of its own.
     """
 
     def __init__(
@@ -51,6 +52,12 @@ class Together:
             if parameter is not None:
                 start = parameter.detach().expand(count, *parameter.shape).clone()
                 self._free[name] = start.requires_grad_(parameter.requires_grad)
+        if not any(value.requires_grad for value in self._free.values()):
+            raise ValueError(
+                f"{type(guide).__name__} has no parameters of its own to train on each data set "
+                "(those of a mixture are its members', an approximation has none): give a guide "
+                "that is trained by its ELBO, such as AutoMeanField"
+            )
 
     def _constrained(self, free: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found = {}
@@ -77,7 +84,7 @@ class Together:
         def loss(free: dict[str, Tensor], values: dict[str, Tensor]) -> Tensor:
             args, kwargs = self.targets.with_values(values)
             with self.guide.holding(self._constrained(free)):
-                likelihood, kl, _ = elbo._flat_terms(self.model, self.guide, args, kwargs, None)
+                likelihood, kl, _ = elbo.flat_terms(self.model, self.guide, args, kwargs, None)
             return kl - likelihood
 
         together = torch.vmap(loss, randomness="different")
@@ -86,7 +93,12 @@ class Together:
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         losses = []
         steps_shown = tqdm(
-            range(steps), disable=not progress, desc="guides", leave=False, mininterval=_REFRESH
+            range(steps),
+            disable=not progress,
+            desc="guides",
+            leave=False,
+            mininterval=_REFRESH,
+            delay=1,
         )
         with pyro.validation_enabled(False), vmappable():
             for _ in steps_shown:

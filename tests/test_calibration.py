@@ -10,7 +10,7 @@ from torch import nn
 
 import pyro_bdl as bdl
 from pyro_bdl.calibration import Calibration, simulation_based_calibration
-from pyro_bdl.guides import AutoLaplaceGGN, AutoMeanField
+from pyro_bdl.guides import AutoLaplaceGGN, AutoMeanField, MixtureGuide
 from pyro_bdl.program import Program
 from pyro_bdl.targets import Targets
 from pyro_bdl.together import Together
@@ -156,6 +156,13 @@ def test_guides_trained_together_reach_each_data_sets_posterior():
     draws = together.sample_latents(4000)["w"]
     assert draws.shape == (6, 4000)
     torch.testing.assert_close(draws.mean(1), y.sum(1) / (1 + N), atol=0.05, rtol=0)
+
+
+def test_a_guide_without_parameters_of_its_own_is_refused():
+    program = Program(level, torch.zeros(N))
+    member = AutoMeanField(level).prototype(torch.zeros(N))
+    with pytest.raises(ValueError, match="MixtureGuide has no parameters of its own"):
+        Together(level, MixtureGuide([member]), Targets(program), {"y": torch.randn(6, N)})
 
 
 def test_a_guide_is_calibrated_where_its_family_holds_the_posterior():

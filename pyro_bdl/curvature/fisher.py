@@ -7,7 +7,7 @@ column of S is a cotangent that is sent back through the network.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -48,6 +48,21 @@ def num_data(site: Site) -> int:
     """The size of the leading dimension of an observed site; 1 where there is none."""
     shape = without_wrappers(site.distribution)[0].batch_shape
     return shape[0] if shape else 1
+
+
+def check_scales(sites: Mapping[str, Site]) -> None:
+    """:raises ValueError: where an observed site takes a minibatch for all of its data, while the
+    program scales another site with as many rows up to all of them."""
+    scaled = [site for site in sites.values() if site.subsampling != 1]
+    for name, site in sites.items():
+        rows = num_data(site)
+        partners = [other for other in scaled if num_data(other) == rows > 1]
+        if site.subsampling == 1 and partners:
+            raise ValueError(
+                f"the observed site '{name}' takes a minibatch of {rows} rows for all of its data, "
+                "so that they would count too little: give its plate "
+                f"size={round(rows * partners[0].subsampling)}"
+            )
 
 
 def exact_columns(site: Site) -> Iterator[Cotangent]:

@@ -18,6 +18,7 @@ from pyro_bdl.curvature.dense import FullCurvature
 from pyro_bdl.curvature.fisher import (
     Cotangent,
     cell_weights,
+    check_scales,
     num_data,
     parameters_of_any,
     site_parameters,
@@ -71,7 +72,8 @@ def fit_curvature(
     """The curvature of a program's log likelihood at a vector (P,).
 
     Every datum counts once, times its tempering. Where the program speaks of more data than were
-    passed (``num_data``), the sum is scaled up to them, and a warning says so.
+    passed (``num_data``), the sum is scaled up to them, and a warning says so. A program that does
+    so for one observed site and not for another with as many rows is refused.
 
     :param data: the program's arguments, or an iterable of batches of them.
     :param before: a curvature of earlier data that the result will include.
@@ -178,6 +180,7 @@ class _Seen:
                 "the program has no observed site: pass the targets, so that a sample statement "
                 "gets obs=..."
             )
+        check_scales(run.observed)
         part, largest = linearization.vector.new_zeros(()), 0
         for name, site in run.observed.items():
             if site.value is None:

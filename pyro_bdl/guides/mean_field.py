@@ -105,12 +105,12 @@ class AutoMeanField(Guide):
         self.prototype(*args, **kwargs)
         return {
             latent.name: sample_site(latent, marginal(latent, loc, scale))
-            for latent, (loc, scale) in self._sites(args, kwargs, *self._loc_and_scale())
+            for latent, (loc, scale) in self._sites(args, kwargs, *self.loc_and_scale())
         }
 
     def site_distributions(self) -> dict[str, dist.TorchDistribution]:
         layout = self.require_layout()
-        loc, scale = (layout.unflatten(vector) for vector in self._loc_and_scale())
+        loc, scale = (layout.unflatten(vector) for vector in self.loc_and_scale())
         return {
             name: marginal(latent, loc[name], scale[name])
             for name, latent in layout.latents.items()
@@ -119,9 +119,9 @@ class AutoMeanField(Guide):
     def get_posterior(self, *args: Any, **kwargs: Any) -> dist.TorchDistribution:
         """q over the unconstrained vector (P,), a diagonal Normal."""
         self._prototype_if_given(args, kwargs)
-        return dist.Normal(*self._loc_and_scale()).to_event(1)
+        return dist.Normal(*self.loc_and_scale()).to_event(1)
 
-    def _loc_and_scale(self) -> tuple[Tensor, Tensor]:
+    def loc_and_scale(self) -> tuple[Tensor, Tensor]:
         """m and s, both (P,)."""
         loc, scale = self._parameter("loc"), self._parameter("scale")
         if self.sharing == "per-weight":
@@ -134,33 +134,31 @@ class AutoMeanField(Guide):
         return self._parameter("loc")
 
     def sample_vectors(self, num_samples: int) -> Tensor:
-        loc, scale = self._loc_and_scale()
+        loc, scale = self.loc_and_scale()
         noise = torch.randn(num_samples, len(loc), dtype=loc.dtype, device=loc.device)
         return torch.addcmul(loc, scale, noise)
 
     def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
-        return dist.Normal(*self._loc_and_scale()).log_prob(vector).sum(-1) - log_det
+        return dist.Normal(*self.loc_and_scale()).log_prob(vector).sum(-1) - log_det
 
     def kl(self, vector: Tensor, log_det: Tensor, run: Run) -> Tensor:
         values = {name: site.value for name, site in run.latents.items()}
-        return diagonal_normal_kl(
-            self.require_layout(), *self._loc_and_scale(), values, run.latents
-        )
+        return diagonal_normal_kl(self.require_layout(), *self.loc_and_scale(), values, run.latents)
 
     def entropy(self, vector: Tensor, log_det: Tensor) -> Tensor:
-        return dist.Normal(*self._loc_and_scale()).entropy().sum() + log_det
+        return dist.Normal(*self.loc_and_scale()).entropy().sum() + log_det
 
     def variances(self) -> Tensor:
         """The marginal variances of the unconstrained vector (P,)."""
-        return self._loc_and_scale()[1].square()
+        return self.loc_and_scale()[1].square()
 
     def as_prior(self) -> GaussianPrior:
         """Independent Normals over u, see ``Guide.as_prior``."""
         self._require_global()
-        return independent_prior(self.require_layout(), *self._loc_and_scale())
+        return independent_prior(self.require_layout(), *self.loc_and_scale())
 
     def vector_quantiles(self, levels: Tensor) -> Tensor:
-        loc, scale = self._loc_and_scale()
+        loc, scale = self.loc_and_scale()
         return loc + scale * torch.special.ndtri(levels)[:, None]
 
 

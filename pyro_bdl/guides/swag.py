@@ -13,7 +13,12 @@ from pyro_bdl.gaussian_prior import GaussianPrior, independent_prior, joint_prio
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.ensemble import AutoEnsemble
 from pyro_bdl.guides.joint import JointGuide
-from pyro_bdl.guides.low_rank import LowRankCovariance
+from pyro_bdl.guides.low_rank import (
+    LowRankCovariance,
+    capacitance_tril,
+    log_determinant,
+    quadratic_form,
+)
 from pyro_bdl.guides.mixture import MixtureGuide
 from pyro_bdl.guides.point import UnconstrainedMAP
 from pyro_bdl.init import init_afresh, init_to_network
@@ -290,26 +295,16 @@ class SWAGGuide(JointGuide):
         return torch.addcmul(self.loc, self.diagonal.sqrt(), noise) + shared @ self.factor
 
     def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
-        """log N(u; mean, S + F' F) - log |det dT/du| by the Woodbury identity: with W = F S^-1/2,
-        z = S^-1/2 (u - mean) and C = 1 + W W',
-
-            (u - mean)' (S + F' F)^-1 (u - mean) = z' z - (W z)' C^-1 W z,
-            log det(S + F' F) = log det S + log det C.
+        """log N(u; mean, S + F' F) - log |det dT/du|.
 
         :raises ValueError: where S has a zero.
         """
         self._require_density()
-        root = self.diagonal.rsqrt()
-        z, w = (vector - self.loc) * root, self.factor * root
-        size = len(self.factor)
-        eye = torch.eye(size, dtype=torch.float64, device=root.device)
-        chol = torch.linalg.cholesky((w @ w.mT).double() + eye)
-        shared = torch.linalg.solve_triangular(
-            chol, (w @ z).double().unsqueeze(-1), upper=False
-        ).squeeze(-1)
-        quadratic = z.square().sum(-1) - shared.square().sum(-1).to(z)
-        logdet = self.diagonal.log().sum() + 2.0 * chol.diagonal().log().sum().to(z)
-        return -0.5 * (quadratic + logdet + len(z) * math.log(2 * math.pi)) - log_det
+        scale, factor = self.diagonal.sqrt(), self.factor.mT
+        tril = capacitance_tril(scale, factor)
+        quadratic = quadratic_form(vector - self.loc, scale, factor, tril)
+        constant = len(scale) * math.log(2 * math.pi)
+        return -0.5 * (quadratic + log_determinant(scale, tril) + constant) - log_det
 
     def _require_density(self) -> None:
         if self.has_density:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pyro_bdl.curvature.data import Batch, Batches, has_rows, leading_size
-from pyro_bdl.curvature.fisher import num_data
+from pyro_bdl.curvature.fisher import check_scales, num_data
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.program import Program
 
@@ -130,12 +130,7 @@ class Minibatches:
                 f"likelihood would count too little: make it with num_data={known}, or give its "
                 f"plate that size"
             )
-        for name, site in sites.items():
-            if num_data(site) == self.size > 1 and site.subsampling == 1:
-                raise ValueError(
-                    f"the observed site '{name}' takes a minibatch of {self.size} rows for all of "
-                    f"its data, so that they would count too little: give its plate size={stated}"
-                )
+        check_scales(sites)
         if total is not None and stated != total:
             raise ValueError(
                 f"the program speaks of {stated} data, but data holds {total}: make it with "

@@ -20,6 +20,7 @@ from pyro_bdl.mcmc.starts import Restriction
 StepSize = float | Callable[[int], float]
 
 _REFRESH = 0.5  # seconds between two looks of the progress bar
+_MOST_EXPLORED = 1_000_000  # steps in a row without a draw
 _WORTH_TRACING = 500  # steps that are longer than it takes to record one
 
 
@@ -84,6 +85,7 @@ class Walk:
             disable=not progress,
             leave=False,
             mininterval=_REFRESH,
+            delay=1,
         )
         with bar:
             try:
@@ -183,15 +185,25 @@ def _lost(point: Point, limit: Tensor) -> int | None:
 
 
 def kept_steps(step_size: StepSize, num_warmup: int, num_samples: int, thinning: int) -> list[int]:
-    """After which steps, counted from 1, a draw is kept."""
+    """After which steps, counted from 1, a draw is kept.
+
+    :raises ValueError: where ``step_size.explores`` leaves no steps to sample in.
+    """
     explores = getattr(step_size, "explores", None)
     if explores is None:
         return [num_warmup + thinning * (i + 1) for i in range(num_samples)]
     kept: list[int] = []
-    step, since = num_warmup, 0
+    step, since, explored = num_warmup, 0, 0
     while len(kept) < num_samples:
-        since += not explores(step)
+        explored = explored + 1 if explores(step) else 0
+        since += not explored
         step += 1
+        if explored == _MOST_EXPLORED:
+            raise ValueError(
+                f"step_size.explores says that all of the {explored} steps up to step {step} "
+                f"explore, which leaves none to keep draws in ({len(kept)} of {num_samples} "
+                "found): let it be False in a part of each period"
+            )
         if since == thinning:
             kept.append(step)
             since = 0

@@ -47,7 +47,7 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
         self._known: dict[Any, Alignment] = {}
         self._subset: Subset | None = None
 
-    def _flat_terms(
+    def flat_terms(
         self, model: Callable, guide: Guide, args: tuple, kwargs: dict, estimator: PerDatum | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         if not isinstance(guide, AutoMeanField):
@@ -62,10 +62,10 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
         layout = guide.require_layout()
         if self._subset is None or self._subset.layout is not layout:
             self._subset = Subset(layout)
-        loc, scale = guide._loc_and_scale()
+        loc, scale = guide.loc_and_scale()
         particles = []
         for vector in guide.sample_vectors(self.num_particles).unbind():
-            likelihood, kl, disorder = self._particle(model, guide, vector, args, kwargs)
+            likelihood, kl, disorder = self.particle(model, guide, vector, args, kwargs)
             gradient, squares = self._read(model, vector, likelihood, args, kwargs)
             # Of value zero: the draw's gradient in loc and scale goes, what is wanted comes.
             change = torch.dot(gradient, loc - vector) - torch.dot(

@@ -335,6 +335,24 @@ def test_minibatches_of_a_program_that_says_how_many_data_there_are(oracle):
             torch.testing.assert_close(total(part.curvature), 2 * total(one.curvature))
 
 
+def test_a_site_that_is_not_scaled_beside_one_that_is(oracle):
+    def two(x, y=None, z=None, size=20):
+        w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        with pyro.plate("a", 20, subsample=torch.arange(len(x))):
+            pyro.sample("y", dist.Normal(x @ w, 0.5), obs=y)
+        with pyro.plate("b", size, subsample=torch.arange(len(x))):
+            pyro.sample("z", dist.Normal(x @ w, 0.5), obs=z)
+
+    x, y = torch.randn(20, 3), torch.randn(20)
+    batches = [(a, b, b) for a, b in zip(x.split(5), y.split(5), strict=True)]
+    program, vector = oracle.program(two, *batches[0])
+    oracle.fit(program, vector, batches)
+    with pytest.warns(BdlWarning, match="speaks of 40 data"):
+        oracle.fit(program, vector, [(*batch, 40) for batch in batches])
+    with pytest.raises(ValueError, match=r"site 'z' takes a minibatch of 5 rows.*plate size=20"):
+        oracle.fit(program, vector, [(*batch, 5) for batch in batches])
+
+
 def test_a_plate_that_draws_its_own_subsample(oracle):
     """Every pass, and every derivative within one, is about the same draw."""
     torch.manual_seed(0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pyro_bdl.diagnostics import mcse
-from pyro_bdl.mcmc import Cyclical, Polynomial
+from pyro_bdl.mcmc import Cyclical, Polynomial, walk
 from pyro_bdl.mcmc.samplers import hamiltonian, langevin, metropolis, preconditioned, thermostat
 
 CHAINS = 400
@@ -235,6 +235,21 @@ def test_cyclical_schedule_is_its_formula():
         assert schedule(k - 1) == pytest.approx(exact)
     assert [schedule.explores(step) for step in range(8)] == [True] * 4 + [False] * 3 + [True]
     assert not Cyclical(0.3, period=3, exploration=0.0).explores(0)
+
+
+class _AlwaysExploring:
+    def __call__(self, step):
+        return 0.1
+
+    def explores(self, step):
+        return step >= 7
+
+
+def test_a_schedule_that_never_samples_is_refused(monkeypatch):
+    monkeypatch.setattr(walk, "_MOST_EXPLORED", 1000)
+    assert walk.kept_steps(_AlwaysExploring(), 3, 4, 1) == [4, 5, 6, 7]
+    with pytest.raises(ValueError, match=r"all of the 1000 steps.*\(4 of 5 found\)"):
+        walk.kept_steps(_AlwaysExploring(), 3, 5, 1)
 
 
 def test_polynomial_schedule_is_its_formula():
