@@ -183,8 +183,9 @@ def prepare(
     :param test_fraction: share of the rows in the test part, between 0 and 1.
     :param seed: of the split.
     :raises ValueError: for shapes that do not fit; fewer than 10 rows; NaN or infinity (rows and
-        columns are named); a constant target; fewer than two classes; too few rows of each class to
-        have any in the test part; an unknown task or a test fraction outside (0, 1).
+        columns are named); a constant target, or one that the dtype cannot resolve; fewer than two
+        classes; too few rows of each class to have any in the test part; an unknown task or a test
+        fraction outside (0, 1).
     """
     x, y = np.asarray(x, dtype=float), np.asarray(y)
     _check_arguments(x, y, feature_names, task, test_fraction)
@@ -201,12 +202,14 @@ def prepare(
         test = np.zeros(len(y), dtype=bool)
         test[rng.permutation(len(y))[: max(1, round(test_fraction * len(y)))]] = True
         y = y.astype(float)
-        y_mean, y_sd = float(y[~test].mean()), float(y[~test].std())
+        with np.errstate(over="ignore"):
+            y_mean, y_sd = float(y[~test].mean()), float(y[~test].std())
         if np.ptp(y[~test]) == 0:
             raise ValueError(
                 f"target: column {target_name!r} is constant ({y[~test][0]:g} in all training "
                 f"rows): there is nothing to learn; choose another target"
             )
+        _check_resolution(y_mean, y_sd, target_name)
         y, class_names = (y - y_mean) / y_sd, ()
     x = _standardise(x, ~test, feature_names)
 
@@ -399,6 +402,16 @@ def _check_finite(
         f"data: missing, NaN or infinite values in {_listed(places, separator='; ')}; fill them "
         f"in or remove the rows or columns"
     )
+
+
+def _check_resolution(mean: float, sd: float, target_name: str) -> None:
+    """In their units, targets and predictions are y * sd + mean in torch's default dtype."""
+    dtype = torch.get_default_dtype()
+    if not torch.finfo(dtype).eps * abs(mean) < 0.01 * sd < np.inf:
+        raise ValueError(
+            f"target: column {target_name!r} has mean {mean:g} and sd {sd:g}, which {dtype} cannot "
+            "resolve: subtract a constant from it, or give it in other units"
+        )
 
 
 def _check_classes(class_values: np.ndarray, y: np.ndarray, target_name: str) -> None:

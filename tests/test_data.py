@@ -175,6 +175,13 @@ BAD_FILES = {
         "not numeric",
     ),
     "constant": (table("a,y", NUMBERS, [4] * 20), "y", {}, "constant"),
+    "not resolved": (
+        table("a,y", NUMBERS, [1e9 + 1e-3 * i for i in range(20)]),
+        "y",
+        {},
+        r"mean 1e\+09 and sd .*float32 cannot resolve: subtract",
+    ),
+    "too large": (table("a,y", NUMBERS, [1e300 * i for i in range(20)]), "y", {}, "sd inf"),
     "one class": (table("a,y", NUMBERS, ["u"] * 20), "y", {}, "single class 'u'"),
     "all different": (
         table("a,y", NUMBERS, [f"n{i}" for i in range(20)]),

@@ -118,7 +118,9 @@ def title(axis: Axes, text: str, colour: str = INK, *, small: bool = False) -> N
 
 
 def legend_below(figure: Figure, handles: Sequence[Artist], labels: Sequence[str]) -> None:
-    """A legend under all panels, in as many columns as fit."""
+    """A legend under all panels, in as many columns as fit; none without labels."""
+    if not labels:
+        return
     columns = max(1, min(3, len(labels), 54 // (max(map(len, labels)) + 6)))
     with matplotlib.rc_context(cast(Any, _STYLE)):
         figure.legend(handles, labels, loc="outside lower center", ncols=columns)

@@ -15,6 +15,11 @@ def test_cost_puts_the_reference_at_the_floor(line):
     assert "free" not in [each.get_label() for each in axis.lines]
 
 
+def test_distances_of_zero_leave_it_empty():
+    figure = plots.cost_against_quality({"map": 2.0}, {"map": 0.0}, floor=0.0)
+    assert not figure.axes[0].lines and not figure.legends
+
+
 def test_bad_input_of_cost():
     with pytest.raises(ValueError, match="no value for 'a'"):
         plots.cost_against_quality({"a": 1.0}, {})
