@@ -50,6 +50,8 @@ class ObservationModel(TaskPrior, OwnParameters):
     def _observe(self, x: Tensor, y: Tensor | None) -> Tensor:
         output = _without_single_column(self.network(x))
         size = output.shape[0]
+        if not size:
+            raise ValueError("the batch has no rows: pass at least one datum")
         if y is not None:
             y = self._checked_targets(output, _without_single_column(y))
             size = self._plate_size(output.shape[0])
@@ -162,14 +164,15 @@ class Classification(ObservationModel):
     """y ~ Categorical(softmax(f(x))) for outputs (N, classes) and integer targets (N,)."""
 
     def likelihood(self, output: Tensor) -> Distribution:
+        shape = self.observation_shape(output)
+        return dist.Categorical(logits=_record(output)).to_event(len(shape) - 1)
+
+    def observation_shape(self, output: Tensor) -> torch.Size:
         if output.dim() < 2:
             raise ValueError(
                 "Classification needs a network with one output per class, got output shape "
                 f"{tuple(output.shape)}; for two classes and one output use BinaryClassification"
             )
-        return dist.Categorical(logits=_record(output)).to_event(output.dim() - 2)
-
-    def observation_shape(self, output: Tensor) -> torch.Size:
         return output.shape[:-1]
 
     def _checked_targets(self, output: Tensor, y: Tensor) -> Tensor:

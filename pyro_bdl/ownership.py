@@ -34,9 +34,9 @@ class OwnParameters(PyroModule):
         own = kind if number == 0 else f"{kind}_{number}"
         self.__dict__["_own_name"] = own
         self._pyro_name = own
-        inner = [module for module in self.modules() if isinstance(module, PyroModule)]
-        for module in inner:
-            module._pyro_context.used = False  # else Pyro refuses the new name of a copy
+        for inner in self.modules():
+            if isinstance(inner, PyroModule):
+                inner._pyro_context.used = False  # else Pyro refuses the new name of a copy
         for key, module in self._modules.items():
             if isinstance(module, PyroModule):
                 module._pyro_name = ""

@@ -26,6 +26,7 @@ from torch.distributions import Distribution
 
 from pyro_bdl.distributions import placeholder, without_validation
 from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.init import OWNER_KEY
 from pyro_bdl.layout import Latent, Layout, transform_of
 from pyro_bdl.modules import preserved_buffers
 
@@ -321,6 +322,7 @@ class Program:
 
 def leave_open(msg: Any) -> None:
     """Let the program go on from a site without a value, whose distribution alone is wanted."""
+    _refuse_weights(msg)
     msg["infer"].update(_open=True, _placeholder=True)
     msg["value"] = placeholder(msg["fn"])
     msg["done"] = True
@@ -328,9 +330,19 @@ def leave_open(msg: Any) -> None:
 
 def sample_open(msg: Any) -> None:
     """Sample a site without a value, and count it as one that would be observed."""
+    _refuse_weights(msg)
     msg["infer"]["_open"] = True
     msg["value"] = msg["fn"].sample()  # not rsample, which vmap refuses
     msg["done"] = True
+
+
+def _refuse_weights(msg: Any) -> None:
+    """A network's weights are never what is to be predicted."""
+    if OWNER_KEY in msg["infer"]:
+        raise ValueError(
+            f"there is no value for the network's weights '{msg['name']}': the posterior is of "
+            "another program"
+        )
 
 
 def trace_once(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -399,7 +411,13 @@ def _read_latent(name: str, node: Any) -> Latent:
             )
         plates.append(frame.name)
     support = distribution.support
-    transform = transform_of(support)
+    try:
+        transform = transform_of(support)
+    except NotImplementedError as error:
+        raise UnsupportedProgramError(
+            f"the support of the latent site '{name}' ({type(distribution).__name__}) is not the "
+            "image of R^n under a bijection: sample it on another support and map it in the program"
+        ) from error
     with torch.no_grad():
         unconstrained = value if transform is None else transform.inv(value)
     return Latent(

@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -101,20 +102,14 @@ class Samples:
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(f"there is no file '{path}'")
-        if path.suffix == ".safetensors":
-            with safe_open(str(path), framework="pt", device=str(device)) as file:
-                header = file.metadata() or {}
-                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        elif path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as file:
-                header = json.loads(str(file["__header__"])) if "__header__" in file else {}
-                tensors = {
-                    key: torch.from_numpy(np.array(file[key])).to(device)
-                    for key in file.files
-                    if key != "__header__"
-                }
-        else:
+        if path.suffix not in _READERS:
             raise ValueError(f"'{path}' must end in .safetensors or .npz")
+        try:
+            header, tensors = _READERS[path.suffix](path, device)
+        except (SafetensorError, BadZipFile, ValueError, EOFError) as error:
+            raise ValueError(
+                f"'{path}' does not hold samples that Samples.save wrote, or is damaged: {error}"
+            ) from error
         if header.get("version") != _VERSION:
             raise ValueError(f"'{path}' does not hold samples that Samples.save wrote")
         latents = {name: tensors[f"latents/{name}"] for name in json.loads(header["sites"])}
@@ -136,3 +131,22 @@ def _as_numpy(key: str, value: Tensor) -> np.ndarray:
     if value.dtype == torch.bfloat16:
         raise ValueError(f"{key} is bfloat16, which .npz cannot hold: use .safetensors")
     return value.detach().cpu().numpy()
+
+
+def _read_safetensors(path: Path, device: torch.device | str) -> tuple[dict, dict[str, Tensor]]:
+    with safe_open(str(path), framework="pt", device=str(device)) as file:
+        return file.metadata() or {}, {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+
+
+def _read_npz(path: Path, device: torch.device | str) -> tuple[dict, dict[str, Tensor]]:
+    with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as file:
+        header = json.loads(str(file["__header__"])) if "__header__" in file else {}
+        tensors = {
+            key: torch.from_numpy(np.array(file[key])).to(device)
+            for key in file.files
+            if key != "__header__"
+        }
+    return header, tensors
+
+
+_READERS = {".safetensors": _read_safetensors, ".npz": _read_npz}

@@ -340,3 +340,15 @@ def test_a_hand_written_network_fits_too():
     w = torch.randn(2, dtype=D)
     expected = _normal(w, 0.0, 1.0).sum() + 2 * _normal(REAL, x @ w, 0.5).sum()
     torch.testing.assert_close(program.log_joint({"w": w}), expected)
+
+
+def test_no_rows_are_told():
+    model = models.Regression(_bnn(1), noise=1.0, num_data=N)
+    with pytest.raises(ValueError, match="no rows"):
+        model(torch.zeros(0, 2, dtype=D), torch.zeros(0, dtype=D))
+
+
+@pytest.mark.parametrize("y", [None, torch.zeros(N, dtype=torch.long)])
+def test_classes_need_an_output_each(y):
+    with pytest.raises(ValueError, match=r"one output per class.*BinaryClassification"):
+        models.Classification(_bnn(1))(torch.zeros(N, 2, dtype=D), y)

@@ -64,6 +64,16 @@ def test_same_keys_and_shapes_for_every_posterior(kind):
         assert not any(value.requires_grad for value in draws.values())
 
 
+@pytest.mark.parametrize("ask", ["__call__", "mean", "log_likelihood"])
+def test_a_posterior_without_some_of_the_weights_is_refused(ask):
+    model, x, y = model_and_data("Regression")
+    latents = bdl.guides.AutoMeanField(model).prototype(x, y).sample_latents(3)
+    lost = next(name for name in latents if "weight" in name)
+    samples = bdl.Samples({k: v[None] for k, v in latents.items() if k != lost})
+    with pytest.raises(ValueError, match=f"no value for the network's weights '{lost}'"):
+        getattr(bdl.Predictive(model, samples), ask)(x, y)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("memory", [1, 10_000, 2**30])
 def test_chunks_equal_the_program_conditioned_on_each_draw(kind, memory):

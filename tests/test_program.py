@@ -414,6 +414,14 @@ def test_a_discrete_latent_is_refused():
     _raises(model, "'k'", "discrete", "Categorical")
 
 
+def test_a_latent_on_a_sphere_is_refused():
+    def model(x, y):
+        z = pyro.sample("z", dist.ProjectedNormal(torch.ones(3, dtype=y.dtype)))
+        pyro.sample("y", dist.Normal(z.sum(), 1.0), obs=y[0])
+
+    _raises(model, "'z'", "ProjectedNormal", "bijection")
+
+
 def test_a_poisson_latent_is_refused_though_its_values_are_floats():
     def model(x, y):
         k = pyro.sample("k", dist.Poisson(_one(3.0)))

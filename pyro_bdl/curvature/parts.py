@@ -94,7 +94,7 @@ def _part_size(
         shared = [s.size for s in subset.layout.latents.values() if len(s.shape) > 2]
         per_datum += item * max(shared, default=0)
     budget = max(_BUDGET, _PER_WEIGHT * item * subset.layout.size)
-    return max(1, int(budget / per_datum))
+    return max(1, int(budget / max(per_datum, 1.0)))
 
 
 def _agree(part: Run, whole: Run) -> bool:

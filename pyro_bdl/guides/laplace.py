@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from pyro_bdl.checks import check_finite
 from pyro_bdl.curvature.data import Batches
 from pyro_bdl.curvature.fit import check_factors, fit_curvature
 from pyro_bdl.curvature.gaussian import (
@@ -93,6 +94,7 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         recipe = replace(self.recipe, **changes)
         batches = Batches(data)
         args, kwargs = batches.first()
+        check_finite(self._program_model[0], args, kwargs)
         self.prototype(*args, **kwargs)
         if self.subsampled:
             raise UnsupportedProgramError(

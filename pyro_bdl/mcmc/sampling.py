@@ -84,6 +84,8 @@ def sample(
     at_least("num_chains", num_chains, 1)
     if not 0 < target_accept < 1:
         raise ValueError(f"target_accept must lie between 0 and 1, got {target_accept}")
+    if trajectory_length is not None and not trajectory_length > 0:
+        raise ValueError(f"trajectory_length must be positive, got {trajectory_length}")
     kwargs = dict(model_kwargs or {})
     check_finite(model, args, kwargs)
     started = time.perf_counter()

@@ -499,8 +499,9 @@ def test_what_is_missing(conjugate):
         guide.laplace_approximation(conjugate.x)
     with pytest.raises(ValueError, match=r"site 'y' has no observation"):
         guide.laplace_approximation((conjugate.x, None))
+    batches = [(conjugate.x, conjugate.y), (conjugate.x * math.inf, conjugate.y)]
     with pytest.raises(ValueError, match="not finite"):
-        guide.laplace_approximation((conjugate.x * math.inf, conjugate.y))
+        guide.laplace_approximation(batches)
 
 
 def test_memory(conjugate, monkeypatch, structure):
@@ -759,3 +760,19 @@ def test_on_a_gpu(structure):
     half = guide.laplace_approximation([(x[:20], y[:20])]).update((x[20:], y[20:]))
     if structure != "ekfac":
         torch.testing.assert_close(half.variances(), laplace.variances(), rtol=1e-2, atol=1e-3)
+
+
+def test_data_that_are_not_finite_are_named(conjugate):
+    guide = AutoLaplaceGGN(conjugate.model)
+    x = conjugate.x.clone()
+    x[3, 1] = math.nan
+    with pytest.raises(ValueError, match="x holds NaN or infinity in rows 3, columns 1"):
+        guide.laplace_approximation((x, conjugate.y))
+
+
+def test_a_program_that_observes_nothing():
+    def program(x):
+        pyro.sample("w", dist.Normal(0.0, 1.0))
+
+    with pytest.raises(ValueError, match="no observed site"):
+        AutoLaplaceGGN(program).laplace_approximation(torch.zeros(3, 2))
