@@ -4,6 +4,7 @@ import argparse
 import itertools
 import shutil
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -166,7 +167,7 @@ def _compare(options: argparse.Namespace) -> int:
     units = _units(data)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
     print(f"\n{comparison.to_text(width, details=options.details)}\n")
-    print(units)
+    print(textwrap.fill(f"{units} {_EXPLAINED}", width))
     made_with: dict[str, object] = {"data": "scikit-learn's diabetes data"}
     made_with |= {
         name.replace("_", " "): value
@@ -182,6 +183,10 @@ def _compare(options: argparse.Namespace) -> int:
 
 _NOT_SHOWN = ("command", "run", "out", "quick", "guides", "steps", "details")
 _WIDTH = 100  # of what is no terminal
+_EXPLAINED = (
+    "The report says below its table what each column means, and table.csv holds more of them "
+    "(--details)."
+)
 
 
 def _fit_all(names: list[str], problem: Problem, options: Options) -> tuple[list[Fit], list[str]]:

@@ -62,6 +62,17 @@ def test_scores_of_a_known_predictive():
     assert row["coverage"] == 1.0
 
 
+def test_no_line_is_wider_than_asked_for():
+    draws = {"a": normal_samples(1.0, 0.5), "a-rather-long-name": normal_samples(0.0, 1.0)}
+    found = bdl.compare(
+        shift, draws, torch.zeros(5, 1), torch.zeros(5), reference="a-rather-long-name"
+    )
+    text = found.to_text(80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert " ".join(text.split()).count(" ".join(found.verdicts["a"].split())) == 1
+    assert found.verdicts["a"] in found.to_text(None)
+
+
 def test_a_posterior_is_as_far_from_itself_as_its_halves():
     same = normal_samples(0.0, 1.0)
     found = bdl.compare(

@@ -17,6 +17,7 @@ from pyro_bdl.table import Column, groups, to_csv, to_text
 __all__ = ["CAPTIONS", "Comparison", "is_known"]
 
 _WIDTH = 100
+_LEAST_WIDTH = 40  # of a verdict, however long the names
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,19 @@ class Comparison:
         """Table, verdicts and warnings.
 
         :param width: groups of columns stand below each other where they are wider than so many
-            characters; None for one wide table.
+            characters, and sentences go on in the next line; None for one wide table.
         :param details: with the columns of ``details``.
         """
-        longest = max(map(len, self.verdicts))
-        said = [f"{name.ljust(longest)}  {text}" for name, text in self.verdicts.items()]
+        longest = max(map(len, self.verdicts)) + 2
+        said = [
+            textwrap.fill(
+                text,
+                10**6 if width is None else max(width, longest + _LEAST_WIDTH),
+                initial_indent=name.ljust(longest),
+                subsequent_indent=" " * longest,
+            )
+            for name, text in self.verdicts.items()
+        ]
         columns = [*self.columns, *(self.details if details else ())]
         blocks = [to_text(self.rows, block) for block in self._blocks(columns, width)]
         warned = [textwrap.fill(f"Warning: {text}", width or 10**6) for text in self.warnings]
