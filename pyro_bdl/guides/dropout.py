@@ -23,18 +23,15 @@ from pyro_bdl.guides.dropout_noise import (
     GaussianNoise,
     Noise,
     NoisyWeight,
-    checked_rate,
     draw,
     scale_free_kl,
     variance,
 )
 from pyro_bdl.guides.dropout_weights import (
-    Source,
     Weight,
-    chosen,
-    matching,
     num_data,
     reading_run,
+    source_of,
 )
 from pyro_bdl.init import init_to_network
 from pyro_bdl.observation import without_wrappers
@@ -61,7 +58,10 @@ class AutoMCDropout(Guide):
     with M_i the weights of input unit i. Gal's keep-scaled M' = M / (1 - p) turns the second term
     into his (1 - p) |M'_i|^2 / (2 s^2). With ``learn_p`` the entropies of the factors, H(p) each,
     are part of the bound (Gal, Hron & Kendall 2017, equation 3): where the paper divides by N, the
-    bound here is a sum over data.
+    bound here is a sum over data. It has no maximum where the weights can interpolate the data and
+    the noise's scale is learned too: point masses lose no entropy, so that rates and scale fall to
+    zero together and N data gain N log(1 / scale). With few data for each weight fix one of them,
+    or give the noise a prior that vanishes at zero, such as ``LogNormal`` or ``InverseGamma``.
 
     A draw is one function: a module that is called several times, or at every step of a sequence,
     computes with the same factors in all calls, and all data of a batch share them.
@@ -110,7 +110,7 @@ class AutoMCDropout(Guide):
                 "noise must be BernoulliNoise() or GaussianNoise() of pyro_bdl.guides, got "
                 f"{noise!r}"
             )
-        source = _source(p, sites)
+        source = source_of(p, sites)
         super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
         self.learn_p, self.mask = learn_p, mask
         self.__dict__["noise"] = BernoulliNoise() if noise is None else noise
@@ -378,33 +378,3 @@ class AutoMCDropout(Guide):
         """The median of each site; for a rate below one half that of the kept units."""
         middle = self.quantiles([0.5], *args, **kwargs)
         return {name: value[0].clone() for name, value in middle.items()}
-
-
-def _source(p: Any, sites: Any) -> Source:
-    if not isinstance(p, Mapping):
-        return _OneRate(checked_rate(p, "p"), "hidden" if sites is None else sites)
-    if sites is not None:
-        raise ValueError("p names the sites already: give either a dict of rates or sites=...")
-    if not p:
-        raise ValueError("p names no site: give at least one, such as {'*.weight': 0.1}")
-    return _RatesByName({name: checked_rate(rate, f"p[{name!r}]") for name, rate in p.items()})
-
-
-class _OneRate(Source):
-    def __init__(self, p: float, sites: str | Iterable[str]) -> None:
-        self.p, self.sites = p, sites
-
-    def __call__(self, reader: Any, layout: Any, model: Any) -> dict[str, tuple[Weight, float]]:
-        return {n: (w, self.p) for n, w in chosen(reader.weights, layout, self.sites).items()}
-
-
-class _RatesByName(Source):
-    def __init__(self, p: Mapping[str, float]) -> None:
-        self.p = dict(p)
-
-    def __call__(self, reader: Any, layout: Any, model: Any) -> dict[str, tuple[Weight, float]]:
-        found: dict[str, tuple[Weight, float]] = {}
-        for pattern, p in self.p.items():
-            for name in matching(reader.weights, layout, pattern):
-                found.setdefault(name, (reader.weights[name], p))
-        return {name: found[name] for name in layout.latents if name in found}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from pyro_bdl.guides.dropout_noise import checked_rate
 from pyro_bdl.layout import Layout
 from pyro_bdl.modules import evaluation_mode, preserved_buffers, vmappable
 from pyro_bdl.program import Run, record
@@ -271,3 +272,38 @@ def matching(weights: Mapping[str, Weight], layout: Layout, pattern: str) -> lis
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(f"'{name}'" for name in names) or "none"
+
+
+def source_of(p: Any, sites: Any) -> Source:
+    """What ``p`` and ``sites`` of ``AutoMCDropout`` say.
+
+    :raises ValueError: for both a dict of rates and sites, a dict without any, a rate that does not
+        lie between 0 and 1.
+    """
+    if not isinstance(p, Mapping):
+        return _OneRate(checked_rate(p, "p"), "hidden" if sites is None else sites)
+    if sites is not None:
+        raise ValueError("p names the sites already: give either a dict of rates or sites=...")
+    if not p:
+        raise ValueError("p names no site: give at least one, such as {'*.weight': 0.1}")
+    return _RatesByName({name: checked_rate(rate, f"p[{name!r}]") for name, rate in p.items()})
+
+
+class _OneRate(Source):
+    def __init__(self, p: float, sites: str | Iterable[str]) -> None:
+        self.p, self.sites = p, sites
+
+    def __call__(self, reader: Any, layout: Any, model: Any) -> dict[str, tuple[Weight, float]]:
+        return {n: (w, self.p) for n, w in chosen(reader.weights, layout, self.sites).items()}
+
+
+class _RatesByName(Source):
+    def __init__(self, p: Mapping[str, float]) -> None:
+        self.p = dict(p)
+
+    def __call__(self, reader: Any, layout: Any, model: Any) -> dict[str, tuple[Weight, float]]:
+        found: dict[str, tuple[Weight, float]] = {}
+        for pattern, p in self.p.items():
+            for name in matching(reader.weights, layout, pattern):
+                found.setdefault(name, (reader.weights[name], p))
+        return {name: found[name] for name in layout.latents if name in found}

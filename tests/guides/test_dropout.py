@@ -216,6 +216,45 @@ def test_a_learned_rate_ends_at_the_closed_form(noise, data):
     assert torch.stack(rates[200:]).mean().item() == pytest.approx(best, rel=0.08)
 
 
+@pytest.mark.parametrize(
+    ("prior", "learn_p", "grows"),
+    [
+        (dist.HalfNormal(1.0), True, True),
+        (dist.LogNormal(-1.0, 0.5), True, False),
+        (dist.HalfNormal(1.0), False, False),
+    ],
+)
+def test_learned_rates_and_noise_collapse_where_weights_interpolate(prior, learn_p, grows):
+    """y = X M, scale s and rates s^2: E[log p(y | w)] = -N log s - sum_i M_i^2 |x_i|^2 / 2 + ...,
+    and the entropies fall to 0, so that the bound grows by N log 10 for each tenth of the scale,
+    exactly. Fixed rates, or a prior of the noise that vanishes at zero, prevent it."""
+    x = torch.randn(4, 6, dtype=D)
+    y = torch.randn(4, 1, dtype=D)
+    net = nn.Linear(6, 1, bias=False).to(D)
+    model = models.Regression(bayesianize(net, priors.Normal(1.0)), noise=prior)
+    guide = AutoMCDropout(model, sites="all", learn_p=learn_p, p=0.1).prototype(x, y)
+    layout, weight = guide.require_layout(), torch.linalg.pinv(x) @ y
+    bounds = []
+    for scale in 10.0 ** -torch.arange(2, 6, dtype=D):
+        with torch.no_grad():
+            guide.loc.copy_(layout.unconstrain({"weight": weight.T, "noise": scale}))
+            if learn_p:
+                guide.p = scale.square()[None]
+        ((_, p),) = guide.rates().items()
+        spread = p / (1 - p) * weight[:, 0].square() @ x.square().sum(0) / scale.square()
+        likelihood = -4 * (scale.log() + 0.5 * math.log(2 * math.pi)) - 0.5 * spread
+        elbo = TemperedTraceMeanField_ELBO()
+        elbo.loss(model, guide, x, y)
+        bounds.append(likelihood - elbo.kl)
+    gains = torch.stack(bounds).diff()
+    if grows:
+        torch.testing.assert_close(
+            gains, torch.full_like(gains, 4 * math.log(10.0)), atol=0.02, rtol=0
+        )
+    else:
+        assert (gains < 0).all()
+
+
 def test_relaxed_draws_become_masks(model, data):
     guide = AutoMCDropout(model, p=0.3, learn_p=True).prototype(*data)
     weight = guide.mean_latents()["2.weight"].detach()
