@@ -24,14 +24,20 @@ from pyro_bdl.curvature.jacobian import (
     Block,
     Dense,
     Jacobian,
-    Lookup,
     Place,
     Product,
     merged,
-    same_entries,
 )
 from pyro_bdl.curvature.operations import LinearOperations, Use
 from pyro_bdl.curvature.subset import Subset
+from pyro_bdl.curvature.uses import (
+    lookup,
+    numbers_of_entries,
+    place_of,
+    repeats,
+    rows_of,
+    working_dtype,
+)
 from pyro_bdl.layout import Layout
 from pyro_bdl.modules import evaluation_mode, preserved_buffers, vmappable
 from pyro_bdl.program import Run, leave_open, record
@@ -80,10 +86,10 @@ class Linearization:
             with LinearOperations(seen) as operations:
                 self.run: Run = record(model, values, args, kwargs, draw=leave_open)
         self.uses = operations.uses
-        self.numbers = _numbers_of_entries(self.uses)
+        self.numbers = numbers_of_entries(self.uses)
         self.unfolded: dict[Any, Tensor] = {}
         self.unmatched = operations.unmatched | {
-            use.site for use in self.uses if _repeats(use.indices)
+            use.site for use in self.uses if repeats(use.indices)
         }
 
     def pullback(self, outputs: Outputs, num_data: int, *, label: Any = None) -> "Pullback":
@@ -133,7 +139,7 @@ class Pullback:
         if uses and self._arrives(lambda noise: noise):
             (size,) = sizes
             like = self.outputs[0].detach()
-            eye = torch.eye(size, dtype=_working(like.dtype), device=like.device)
+            eye = torch.eye(size, dtype=working_dtype(like.dtype), device=like.device)
             eye = eye[:, None, None, None].expand(size, self.num_data, 1, 1, size)
             blocks: list[Block] = [
                 IdentityProduct(*self._product(use, place), eye, use.shape) for use, place in uses
@@ -156,7 +162,7 @@ class Pullback:
         p = self.outputs[0].detach().softmax(-1)
         if not self._arrives(lambda noise: noise - p * noise.sum(-1, keepdim=True)):
             return None
-        p = p.to(_working(p.dtype))
+        p = p.to(working_dtype(p.dtype))
         blocks: list[Block] = [
             SoftmaxProduct(
                 *self._product(use, place), p[None, :, None, None], use.shape,
@@ -172,7 +178,7 @@ class Pullback:
         at, shape = self.at, self.outputs[0].shape
         reached = [i for i, axis in enumerate(self.alignment.axes) if axis is not None]
         uses = [at.uses[i] for i in reached]
-        places = [_place(at.uses[i], at.subset, (at.uses[i].site, at.numbers[i])) for i in reached]
+        places = [place_of(at.uses[i], at.subset, at.numbers[i]) for i in reached]
         plain = (
             len(self.outputs) == 1
             and len(shape) == 2
@@ -199,7 +205,7 @@ class Pullback:
         return place, None if use.inputs is None else source
 
     def _of_blocks(self, blocks: list[Block], num_columns: int) -> Jacobian:
-        like = self.at.vector.new_empty(0, dtype=_working(self.at.vector.dtype))
+        like = self.at.vector.new_empty(0, dtype=working_dtype(self.at.vector.dtype))
         return Jacobian(blocks, num_columns, self.num_data, self.at.subset.size, like)
 
     def _aligned_blocks(
@@ -216,11 +222,11 @@ class Pullback:
         by_site: dict[str, list[tuple[Block, Tensor | None]]] = {}
         stacks: dict[Any, Tensor] = {}  # one for the weight and the bias of an operation
         for i, (use, number, axis) in enumerate(aligned):
-            place = _place(use, at.subset, (use.site, number))
+            place = place_of(use, at.subset, number)
             if place is not None:
                 key = (use.edge, axis, use.groups) if use.kind == "product" else i
                 if key not in stacks:
-                    found = [_rows(use, axis, g[i], self.num_data, at.vector) for g in pulled]
+                    found = [rows_of(use, axis, g[i], self.num_data, at.vector) for g in pulled]
                     stacks[key] = found[0][None] if len(found) == 1 else torch.stack(found)
                 block = self._block(use, axis, stacks[key], place)
                 by_site.setdefault(use.site, []).append((block, use.indices))
@@ -235,7 +241,7 @@ class Pullback:
             return Dense(replace(place, chosen=None), place.take(stacked))
         if use.kind == "lookup":
             assert use.inputs is not None
-            return _lookup(axis.first(use.inputs, self.num_data), stacked, use.shape, place)
+            return lookup(axis.first(use.inputs, self.num_data), stacked, use.shape, place)
         if use.inputs is None:
             return Product(place, None, stacked, use.shape)
         return Product(place, partial(self._inputs, use, axis), stacked, use.shape)
@@ -246,7 +252,7 @@ class Pullback:
         if kept is not None:
             return kept
         assert use.inputs is not None
-        inputs = use.inputs.to(_working(use.inputs.dtype))
+        inputs = use.inputs.to(working_dtype(use.inputs.dtype))
         inputs = inputs[..., None, :] if use.unfold is None else use.unfold(inputs)
         inputs = axis.first(inputs, self.num_data).flatten(1, -3)
         self.at.unfolded[use.edge, use.number, axis] = inputs
@@ -334,7 +340,7 @@ class Pullback:
             rows = self._forward_rows(columns, parts)
         if rows is None:
             rows = self._backward_rows(columns)
-        rows = rows.to(_working(rows.dtype))
+        rows = rows.to(working_dtype(rows.dtype))
         return [
             Dense(Place((site, -1), part), values)
             for site, part, values in zip(
@@ -393,75 +399,3 @@ class Pullback:
                     parts.append(flat if chosen is None else flat[chosen.to(flat.device)])
                 rows.append(torch.cat(parts))
         return torch.stack(rows).unflatten(0, (len(columns), self.num_data))
-
-
-def _working(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _repeats(indices: Tensor | None) -> bool:
-    return indices is not None and len(indices.unique()) < indices.numel()
-
-
-def _numbers_of_entries(uses: Sequence[Use]) -> list[int]:
-    """For each use the number of the first use of the very same entries in the same way."""
-    numbers: list[int] = []
-    alike: dict[Any, list[Use]] = {}
-    for use in uses:
-        key = use.site, use.kind, use.shape, use.inputs is None, use.indices is None
-        others = alike.setdefault(key, [])
-        first = next((o for o in others if same_entries(o.indices, use.indices)), use)
-        if first is use:
-            others.append(use)
-        numbers.append(first.number)
-    return numbers
-
-
-def _place(use: Use, subset: Subset, key: tuple[str, int]) -> Place | None:
-    """Where the use's entries lie in the subset; None where none of them does."""
-    part, chosen = subset.parts[use.site], subset.chosen[use.site]
-    if chosen is None:
-        if use.indices is None:
-            return Place(key, part, uses=(use.number,))
-        return Place(key, use.indices.reshape(-1) + part.start, uses=(use.number,))
-    entries = subset.layout.latents[use.site].size
-    table = torch.full((entries,), -1, dtype=torch.long, device="cpu")
-    table[chosen.cpu()] = torch.arange(part.start, part.stop, device="cpu")
-    positions = table if use.indices is None else table[use.indices.reshape(-1).cpu()]
-    inside = (positions >= 0).nonzero()[:, 0]
-    if not len(inside):
-        return None
-    device = chosen.device if use.inputs is None else use.inputs.device
-    some = None if len(inside) == len(positions) else inside.to(device)
-    return Place(key, positions[inside].to(device), some, (use.number,))
-
-
-def _rows(
-    use: Use, axis: DatumAxis, gradient: Tensor | None, num_data: int, like: Tensor
-) -> Tensor:
-    """A gradient of z as (n, T, groups, out), or (n, m) for a scale."""
-    if gradient is None:
-        gradient = like.new_zeros(use.output_shape)
-    gradient = gradient.to(_working(gradient.dtype))
-    if use.kind == "scale":
-        if use.inputs is not None:
-            gradient = gradient * use.inputs
-        rest = [d for d in range(gradient.dim()) if d != axis.dim]
-        rows = axis.first(gradient, num_data)
-        summed = [1] + [2 + i for i, d in enumerate(rest) if d in use.reduce_dims]
-        return rows.sum(summed).reshape(num_data, -1)
-    rows = axis.first(as_rows(use, gradient), num_data)
-    return rows.flatten(1, -2).unflatten(-1, (use.groups, -1))
-
-
-def _lookup(rows_of: Tensor, stacked: Tensor, shape: torch.Size, place: Place) -> Lookup:
-    """Gradients of the same row in the same datum, added up."""
-    num_rows, features = shape
-    num_data = len(rows_of)
-    rows_of = rows_of.reshape(num_data, -1)
-    keys = torch.arange(num_data, device=rows_of.device)[:, None] * num_rows + rows_of
-    looked_up = rows_of.reshape(-1) >= 0
-    unique, inverse = keys.reshape(-1)[looked_up].unique(return_inverse=True)
-    flat = stacked.reshape(len(stacked), -1, features)[:, looked_up]
-    sums = flat.new_zeros(len(stacked), len(unique), features).index_add(1, inverse, flat)
-    return Lookup(place, unique // num_rows, unique % num_rows, sums, num_data, num_rows)
