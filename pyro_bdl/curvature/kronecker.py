@@ -9,7 +9,6 @@ al. 2018 for EKFAC. Latents outside products have exact blocks of their own, den
 numbers and diagonal beyond; blocks of different sites are independent.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -29,105 +28,11 @@ from pyro_bdl.curvature.jacobian import (
     Lookup,
     Place,
     Product,
-    same_entries,
 )
+from pyro_bdl.curvature.kronecker_precision import KroneckerPrecision
 from pyro_bdl.curvature.prior import PriorPrecision
 
 _DENSE_UP_TO = 1024
-
-
-class KroneckerPrecision:
-    """Independent blocks, each with a precision of its own.
-
-    :param parts: for each block its place and precision; together they cover all of (p,).
-    """
-
-    def __init__(self, size: int, parts: list[tuple[Place, Any]], like: Tensor) -> None:
-        self.size, self.parts, self.like = size, parts, like
-        self._by_key = {place.key: (place, precision) for place, precision in parts}
-
-    def logdet(self) -> Tensor:
-        return torch.stack([precision.logdet() for _, precision in self.parts]).sum()
-
-    def sample(self, num_samples: int) -> Tensor:
-        result = self.like.new_empty(num_samples, self.size)
-        for place, precision in self.parts:
-            result[:, place.positions] = precision.sample(num_samples)
-        return result
-
-    def quadratic(self, x: Tensor) -> Tensor:
-        terms = [precision.quadratic(x[..., place.positions]) for place, precision in self.parts]
-        return torch.stack(terms).sum(0)
-
-    def solve(self, x: Tensor) -> Tensor:
-        result = torch.empty_like(x)
-        for place, precision in self.parts:
-            result[..., place.positions] = precision.solve(x[..., place.positions])
-        return result
-
-    def variances(self) -> Tensor:
-        result = self.like.new_zeros(self.size)
-        for place, precision in self.parts:
-            values = precision.variances()
-            result = result.index_put((place.numbers(result.device),), values)
-        return result
-
-    def covariance(self, jacobian: Jacobian) -> Tensor:
-        n, columns = jacobian.num_data, jacobian.num_columns
-        result = jacobian.like.new_zeros(n, columns, columns)
-        for precision, block in self._met(jacobian):
-            if isinstance(precision, EigenPrecision):
-                result += precision.block_covariance(block)
-            else:
-                result += precision.covariance(_alone(block, jacobian))
-        return result
-
-    def joint_covariance(self, jacobian: Jacobian) -> Tensor:
-        result = jacobian.joint_zeros()
-        for precision, block in self._met(jacobian):
-            if isinstance(precision, EigenPrecision):
-                rows = precision.block_rows(block).transpose(0, 1).flatten(0, 1)
-                result += rows @ rows.mT
-            else:
-                result += precision.joint_covariance(_alone(block, jacobian))
-        return result
-
-    def _met(self, jacobian: Jacobian) -> Iterator[tuple[Any, Block]]:
-        """The precisions and what of the Jacobian lies in each; rows where they are not blocks
-        of the same latents."""
-        others: list[Block] = []
-        met = set()
-        for block in jacobian.blocks:
-            found = self._by_key.get(block.place.key)
-            if found is not None and _same_place(found[0], block.place):
-                met.add(block.place.key)
-                yield found[1], block
-            else:
-                others.append(block)
-        if not others:
-            return
-        rows = replace(jacobian, blocks=others).rows()
-        touched = torch.zeros(self.size, dtype=torch.bool, device=rows.device)
-        for block in others:
-            touched[block.place.positions] = True
-        for place, precision in self.parts:
-            if place.key not in met and touched[place.positions].any():
-                yield precision, Dense(place, rows[..., place.positions])
-
-
-def _same_place(place: Place, other: Place) -> bool:
-    mine, theirs = place.positions, other.positions
-    if isinstance(mine, slice) or isinstance(theirs, slice):
-        return isinstance(mine, slice) and mine == theirs
-    return same_entries(mine, theirs)
-
-
-def _alone(block: Block, jacobian: Jacobian) -> Jacobian:
-    """One block as a Jacobian of its own latents."""
-    size = block.place.size
-    place = Place(block.place.key, slice(0, size))
-    alone = Dense(place, block.rows())
-    return Jacobian([alone], jacobian.num_columns, jacobian.num_data, size, jacobian.like)
 
 
 class DenseBlock(nn.Module):
