@@ -53,6 +53,16 @@ def moved_like(distribution: Distribution, like: Tensor) -> Distribution:
     return _changed(distribution, changes) if changes else distribution
 
 
+def on_device_of(distribution: Distribution, value: Any) -> Distribution:
+    """The distribution with its tensors on the device of a value; a copy where they are not."""
+    if not isinstance(value, Tensor) or value.is_cpu:
+        return distribution  # as nearly always
+    like = _first_tensor(distribution)
+    if like is None or like.device == value.device:
+        return distribution
+    return moved_like(distribution, like.new_empty(0, device=value.device))
+
+
 def placeholder(distribution: Distribution) -> Tensor:
     """Zeros of the shape, dtype and device of a draw."""
     like = _first_tensor(distribution)

@@ -24,7 +24,7 @@ from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 from torch.distributions import Distribution
 
-from pyro_bdl.distributions import placeholder, without_validation
+from pyro_bdl.distributions import on_device_of, placeholder, without_validation
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.init import OWNER_KEY
 from pyro_bdl.layout import Latent, Layout, transform_of
@@ -112,6 +112,7 @@ class _Recorder(Messenger):
             return
         if name in self.values:
             msg["value"] = self.values[name]
+            msg["fn"] = on_device_of(msg["fn"], msg["value"])
             msg["done"] = True
         elif self.draw is not None:
             self.draw(msg)
@@ -206,6 +207,7 @@ class Program:
         self.plates: dict[str, tuple[int, int]] = {}
         self.initial: dict[str, Tensor] = {}
         self._subsamples: dict[str, Tensor] = {}
+        device = _device(trace)
         for name, node in trace.nodes.items():
             if node["type"] != "sample":
                 continue
@@ -219,8 +221,9 @@ class Program:
             elif node["is_observed"]:
                 self.observed += (name,)
             else:
-                latents.append(_read_latent(name, node))
-                self.initial[name] = node["value"].detach()
+                value = node["value"].detach().to(device)
+                latents.append(_read_latent(name, node, value))
+                self.initial[name] = value
         self.layout = Layout(latents)
         _check_supports(self, latents)
 
@@ -394,8 +397,16 @@ def _called_weights(error: BaseException) -> Iterator[str]:
             yield from map(module._pyro_get_fullname, module._pyro_samples)
 
 
-def _read_latent(name: str, node: Any) -> Latent:
-    distribution, value = node["fn"], node["value"]
+def _device(trace: Any) -> torch.device:
+    """Where all latents stand: on the accelerator that some site's value is on, since priors of
+    plain numbers, such as Normal(0.0, 1.0), draw on the CPU."""
+    values = [node["value"] for node in trace.nodes.values() if node["type"] == "sample"]
+    devices = [value.device for value in values if isinstance(value, Tensor)]
+    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+
+
+def _read_latent(name: str, node: Any, value: Tensor) -> Latent:
+    distribution = node["fn"]
     if distribution.support.is_discrete:
         raise UnsupportedProgramError(
             f"the latent site '{name}' is discrete ({type(distribution).__name__}): marginalise "

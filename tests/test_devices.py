@@ -122,3 +122,19 @@ def test_indices_of_a_plate_may_stand_on_another_device(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "index_select", select)
     guide(x, x)
     assert seen and all(index.device == guide.loc.device for index in seen)
+
+
+def test_latents_of_plain_numbers_stand_where_the_others_do():
+    """Normal(0.0, 1.0) draws on the CPU, also for data elsewhere."""
+
+    def program(x):
+        pyro.sample("w", dist.Normal(torch.zeros_like(x), 1.0).to_event(1))
+        with pyro.plate("levels", 3):
+            pyro.sample("level", dist.Normal(0.0, 1.0))
+
+    x = torch.empty(2, device="meta")
+    with pyro.validation_enabled(False):
+        found = bdl.Program(program, x)
+        assert {value.device.type for value in found.initial.values()} == {"meta"}
+        assert {latent.device.type for latent in found.latents.values()} == {"meta"}
+        assert found.log_density(torch.empty(5, device="meta")).device.type == "meta"
