@@ -1,24 +1,25 @@
-"""Data sets for the command and the tutorials: read, checked, split and standardised.
-
-CSV files are read with pandas, which ArviZ brings along: it knows quoting, missing-value markers
-and encodings that the csv module leaves to its caller.
-"""
+"""Data sets for the command and the tutorials: read, checked, split and standardised."""
 
 import difflib
-import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import torch
 from torch import Tensor
 
+from pyro_bdl.csv_table import (
+    listed,
+    numeric_features,
+    plain,
+    quoted,
+    read_csv,
+    target_values,
+)
 from pyro_bdl.errors import BdlWarning
 
-_MAX_LISTED = 5
 _MAX_INTEGER_CLASSES = 10
 _MIN_ROWS = 10
 
@@ -91,15 +92,15 @@ def load_csv(
         columns; the target is not among them; a feature is not numeric; and all that
         :func:`prepare` refuses.
     """
-    frame = _read_csv(Path(path))
+    frame = read_csv(Path(path))
     if target not in frame.columns:
         near = difflib.get_close_matches(target, frame.columns, n=3, cutoff=0.5)
-        hint = f"did you mean {_names(near, 'or')}?" if near else f"it has {_names(frame.columns)}"
+        hint = f"did you mean {quoted(near, 'or')}?" if near else f"it has {quoted(frame.columns)}"
         raise ValueError(f"target: {path} has no column {target!r}; {hint}")
-    features = _numeric_features(frame.drop(columns=target), Path(path), one_hot)
+    features = numeric_features(frame.drop(columns=target), Path(path), one_hot)
     return prepare(
         features.to_numpy(dtype=float),
-        _target_values(frame[target], target, task),
+        target_values(frame[target], target, task),
         feature_names=tuple(features.columns),
         target_name=target,
         task=task,
@@ -197,7 +198,7 @@ def prepare(
         _check_classes(class_values, y, target_name)
         test = _stratified_test_rows(labels, test_fraction, rng, target_name)
         y, y_mean, y_sd = labels, 0.0, 1.0
-        class_names = tuple(_plain(value) for value in class_values)
+        class_names = tuple(plain(value) for value in class_values)
     else:
         test = np.zeros(len(y), dtype=bool)
         test[rng.permutation(len(y))[: max(1, round(test_fraction * len(y)))]] = True
@@ -258,112 +259,12 @@ def _standardise(x: np.ndarray, train: np.ndarray, names: Sequence[str]) -> np.n
     if constant.any():
         columns = [name for name, flag in zip(names, constant, strict=True) if flag]
         warnings.warn(
-            f"constant in the training part, so set to zero: {_names(columns)}",
+            f"constant in the training part, so set to zero: {quoted(columns)}",
             BdlWarning,
             stacklevel=4,
         )
     sd = np.where(constant, 1.0, x[train].std(axis=0))
     return np.where(constant, 0.0, (x - x[train].mean(axis=0)) / sd)
-
-
-# ----------------------------------------------------------------------------------- reading CSV
-
-
-def _read_csv(path: Path) -> pd.DataFrame:
-    """All columns as text, missing entries as NaN."""
-    if not path.is_file():
-        raise FileNotFoundError(f"data: there is no file {path}")
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            header = file.readline()
-        if not header.strip():
-            raise ValueError(f"data: {path} is empty or begins with an empty line; give a header")
-        unquoted = re.sub(r'"[^"]*"', "", header)
-        separator = max(",;\t|", key=unquoted.count)
-        # Read the header as a row: pandas would rename repeated columns without a word.
-        table = pd.read_csv(
-            path,
-            header=None,
-            dtype=str,
-            sep=separator,
-            skipinitialspace=True,
-            encoding="utf-8-sig",
-        )
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"data: {path} is no text in UTF-8 (byte {error.start}); convert it"
-        ) from None
-    except pd.errors.ParserError as error:
-        reason = str(error).strip().removeprefix("Error tokenizing data. C error: ")
-        raise ValueError(f"data: {path} cannot be read as a table: {reason}") from None
-    for place, name in enumerate(table.iloc[0], start=1):
-        if pd.isna(name):
-            raise ValueError(
-                f"data: column {place} of {path} has no name; name it, or remove it if it only "
-                f"counts the rows"
-            )
-    names = [str(name).strip() for name in table.iloc[0]]
-    repeated = sorted({name for name in names if names.count(name) > 1})
-    if repeated:
-        raise ValueError(
-            f"data: {path} has several columns named {_names(repeated)}; rename or remove them"
-        )
-    if len(table) == 1:
-        raise ValueError(f"data: {path} has a header but no rows")
-    if len(names) == 1:
-        raise ValueError(f"data: {path} has only the column {names[0]!r}; a feature is needed too")
-    frame = table.iloc[1:].reset_index(drop=True)
-    frame.columns = names
-    return frame
-
-
-def _numeric_features(frame: pd.DataFrame, path: Path, one_hot: bool) -> pd.DataFrame:
-    columns, texts = [], []
-    for name, column in frame.items():
-        numbers = pd.to_numeric(column, errors="coerce").rename(name)
-        is_text = numbers.isna() & column.notna()
-        if not is_text.any():
-            columns.append(numbers)
-        elif one_hot:
-            columns.extend(_indicators(column, name))
-        else:
-            row = int(np.flatnonzero(is_text)[0])
-            texts.append(f"{name!r} ({column[row]!r} in row {row + 1})")
-    if texts:
-        raise ValueError(
-            f"data: {path} has columns that are not numeric: {_listed(texts)}; remove them, or "
-            f"turn them into columns of zeros and ones with one_hot=True (--one-hot)"
-        )
-    return pd.concat(columns, axis=1)
-
-
-def _indicators(column: pd.Series, name: str) -> list[pd.Series]:
-    values = sorted(column.dropna().unique())
-    if len(values) > max(_MIN_ROWS, len(column) // 2):
-        raise ValueError(
-            f"data: column {name!r} has {len(values)} different texts in {len(column)} rows, too "
-            f"many for columns of zeros and ones; remove it"
-        )
-    missing = column.isna()
-    return [
-        (column == value).astype(float).mask(missing).rename(f"{name}={value}") for value in values
-    ]
-
-
-def _target_values(column: pd.Series, name: str, task: str | None) -> np.ndarray:
-    """The target as numbers where it is one, else as text with None for what is missing."""
-    numbers = pd.to_numeric(column, errors="coerce")
-    is_text = (numbers.isna() & column.notna()).to_numpy()
-    mostly_numbers = is_text.sum() < numbers.notna().sum()
-    if is_text.any() and (task == "regression" or (task is None and mostly_numbers)):
-        row = int(np.flatnonzero(is_text)[0])
-        raise ValueError(
-            f"target: column {name!r} is not numeric ({column[row]!r} in row {row + 1}); correct "
-            f"it, or say task='classification' (--task classification)"
-        )
-    if not is_text.any():
-        return numbers.to_numpy(dtype=float)
-    return column.astype(object).where(column.notna(), None).to_numpy()
 
 
 # ---------------------------------------------------------------------------------------- checks
@@ -395,11 +296,11 @@ def _check_finite(
         return
     names = [*feature_names, target_name]
     places = [
-        f"row {row + 1}: {_names(names[i] for i in np.flatnonzero(bad[row]))}"
+        f"row {row + 1}: {quoted(names[i] for i in np.flatnonzero(bad[row]))}"
         for row in np.flatnonzero(bad.any(axis=1))
     ]
     raise ValueError(
-        f"data: missing, NaN or infinite values in {_listed(places, separator='; ')}; fill them "
+        f"data: missing, NaN or infinite values in {listed(places, separator='; ')}; fill them "
         f"in or remove the rows or columns"
     )
 
@@ -417,7 +318,7 @@ def _check_resolution(mean: float, sd: float, target_name: str) -> None:
 def _check_classes(class_values: np.ndarray, y: np.ndarray, target_name: str) -> None:
     if len(class_values) < 2:
         raise ValueError(
-            f"target: column {target_name!r} has the single class {_plain(class_values[0])!r}; at "
+            f"target: column {target_name!r} has the single class {plain(class_values[0])!r}; at "
             f"least two are needed"
         )
     if len(class_values) > len(y) // 2:
@@ -429,20 +330,3 @@ def _check_classes(class_values: np.ndarray, y: np.ndarray, target_name: str) ->
             f"target: column {target_name!r} has {len(class_values)} different values in "
             f"{len(y)} rows, too many for classes; {remedy} or choose another target"
         )
-
-
-def _plain(value: object) -> str:
-    return f"{value:g}" if isinstance(value, (int, float, np.number)) else str(value)
-
-
-def _names(names: Iterable[object], word: str = "and") -> str:
-    quoted = [repr(str(name)) for name in names]
-    if word == "or" and len(quoted) > 1:
-        return f"{', '.join(quoted[:-1])} or {quoted[-1]}"
-    return _listed(quoted)
-
-
-def _listed(items: Sequence[str], separator: str = ", ") -> str:
-    shown = separator.join(items[:_MAX_LISTED])
-    rest = len(items) - _MAX_LISTED
-    return shown if rest <= 0 else f"{shown} and {rest} more"

@@ -1,0 +1,136 @@
+"""CSV files as columns of numbers; each fault is told by column and row.
+
+Files are read with pandas, which ArviZ brings along: it knows quoting, missing-value markers and
+encodings that the csv module leaves to its caller.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+_MAX_LISTED = 5
+_MIN_TEXTS = 10  # so many different texts are always taken apart
+
+
+def read_csv(path: Path) -> pd.DataFrame:
+    """All columns as text, missing entries as NaN."""
+    if not path.is_file():
+        raise FileNotFoundError(f"data: there is no file {path}")
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            header = file.readline()
+        if not header.strip():
+            raise ValueError(f"data: {path} is empty or begins with an empty line; give a header")
+        unquoted = re.sub(r'"[^"]*"', "", header)
+        separator = max(",;\t|", key=unquoted.count)
+        # Read the header as a row: pandas would rename repeated columns without a word.
+        table = pd.read_csv(
+            path,
+            header=None,
+            dtype=str,
+            sep=separator,
+            skipinitialspace=True,
+            encoding="utf-8-sig",
+        )
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"data: {path} is no text in UTF-8 (byte {error.start}); convert it"
+        ) from None
+    except pd.errors.ParserError as error:
+        reason = str(error).strip().removeprefix("Error tokenizing data. C error: ")
+        raise ValueError(f"data: {path} cannot be read as a table: {reason}") from None
+    for place, name in enumerate(table.iloc[0], start=1):
+        if pd.isna(name):
+            raise ValueError(
+                f"data: column {place} of {path} has no name; name it, or remove it if it only "
+                f"counts the rows"
+            )
+    names = [str(name).strip() for name in table.iloc[0]]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise ValueError(
+            f"data: {path} has several columns named {quoted(repeated)}; rename or remove them"
+        )
+    if len(table) == 1:
+        raise ValueError(f"data: {path} has a header but no rows")
+    if len(names) == 1:
+        raise ValueError(f"data: {path} has only the column {names[0]!r}; a feature is needed too")
+    frame = table.iloc[1:].reset_index(drop=True)
+    frame.columns = names
+    return frame
+
+
+def numeric_features(frame: pd.DataFrame, path: Path, one_hot: bool) -> pd.DataFrame:
+    """The columns as numbers; columns of text as indicators of their values, if asked for."""
+    columns, texts = [], []
+    for name, column in frame.items():
+        numbers = pd.to_numeric(column, errors="coerce").rename(name)
+        is_text = numbers.isna() & column.notna()
+        if not is_text.any():
+            columns.append(numbers)
+        elif one_hot:
+            columns.extend(_indicators(column, name))
+        else:
+            row = int(np.flatnonzero(is_text)[0])
+            texts.append(f"{name!r} ({column[row]!r} in row {row + 1})")
+    if texts:
+        raise ValueError(
+            f"data: {path} has columns that are not numeric: {listed(texts)}; remove them, or "
+            f"turn them into columns of zeros and ones with one_hot=True (--one-hot)"
+        )
+    return pd.concat(columns, axis=1)
+
+
+def _indicators(column: pd.Series, name: str) -> list[pd.Series]:
+    values = sorted(column.dropna().unique())
+    if len(values) > max(_MIN_TEXTS, len(column) // 2):
+        raise ValueError(
+            f"data: column {name!r} has {len(values)} different texts in {len(column)} rows, too "
+            f"many for columns of zeros and ones; remove it"
+        )
+    missing = column.isna()
+    return [
+        (column == value).astype(float).mask(missing).rename(f"{name}={value}") for value in values
+    ]
+
+
+def target_values(column: pd.Series, name: str, task: str | None) -> np.ndarray:
+    """The target as numbers where it is one, else as text with None for what is missing."""
+    numbers = pd.to_numeric(column, errors="coerce")
+    is_text = (numbers.isna() & column.notna()).to_numpy()
+    mostly_numbers = is_text.sum() < numbers.notna().sum()
+    if is_text.any() and (task == "regression" or (task is None and mostly_numbers)):
+        row = int(np.flatnonzero(is_text)[0])
+        raise ValueError(
+            f"target: column {name!r} is not numeric ({column[row]!r} in row {row + 1}); correct "
+            f"it, or say task='classification' (--task classification)"
+        )
+    if not is_text.any():
+        return numbers.to_numpy(dtype=float)
+    return column.astype(object).where(column.notna(), None).to_numpy()
+
+
+# ------------------------------------------------------------------------------------ in messages
+
+
+def plain(value: object) -> str:
+    """A class's name: numbers without a trailing .0."""
+    return f"{value:g}" if isinstance(value, (int, float, np.number)) else str(value)
+
+
+def quoted(names: Iterable[object], word: str = "and") -> str:
+    """Names in quotes, all of them where ``word`` is "or"."""
+    parts = [repr(str(name)) for name in names]
+    if word == "or" and len(parts) > 1:
+        return f"{', '.join(parts[:-1])} or {parts[-1]}"
+    return listed(parts)
+
+
+def listed(items: Sequence[str], separator: str = ", ") -> str:
+    """The first few, and how many more there are."""
+    shown = separator.join(items[:_MAX_LISTED])
+    rest = len(items) - _MAX_LISTED
+    return shown if rest <= 0 else f"{shown} and {rest} more"
