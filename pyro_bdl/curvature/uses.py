@@ -35,7 +35,7 @@ def numbers_of_entries(uses: Sequence[Use]) -> list[int]:
 
 
 def place_of(use: Use, subset: Subset, number: int) -> Place | None:
-    """Where the use's entries, of the given number, lie in the subset; None if none of them does."""
+    """Where the entries of a use, of that number, lie in the subset; None if none of them does."""
     key = use.site, number
     part, chosen = subset.parts[use.site], subset.chosen[use.site]
     if chosen is None:
