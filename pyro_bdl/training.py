@@ -16,6 +16,8 @@ from pyro_bdl.errors import BdlWarning
 from pyro_bdl.estimators import PerDatum
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.swag import AutoMultiSWAG, AutoSWAG
+from pyro_bdl.modules import preserved_buffers
+from pyro_bdl.randomness import own_randomness
 
 _MOST_FULL_BATCH = 1024
 _BATCH = 256
@@ -129,7 +131,8 @@ def collect_swag(
     step. Ctrl-C ends it with a warning and keeps the snapshots. The posterior is as wide as the
     learning rate makes it: under a Gaussian posterior -log p(u, y) lies P / 2 above its minimum on
     average, so that a rate is too high where N times the mean loss lies further above (Mandt,
-    Hoffman & Blei 2017, section 3.2).
+    Hoffman & Blei 2017, section 3.2). A warning tells where it lies more than P above that of the
+    start; the default is often too high for convolutions, whose weights act on many positions.
 
     With ``final_learning_rate`` the rate falls linearly in each cycle of c = ``every`` steps, at
     the end of which a snapshot is taken: a(i) = (1 - t) a_1 + t a_2, t = (1 + (i - 1) mod c) / c
@@ -193,6 +196,7 @@ def collect_swag(
         rate(step)
 
     rate(0)
+    start = _mean_loss(objective, x, y, size)
     losses, interrupted = _descend(
         objective, optimizer, _parts(x, y, size, steps), steps, progress, after
     )
@@ -203,7 +207,26 @@ def collect_swag(
             BdlWarning,
             stacklevel=2,
         )
+        return Training(losses, size, interrupted)
+    rise = (losses[steps // 2 :].mean().item() - start) * len(x) / members
+    expected = 0.5 * temperature * len(guide.location())
+    if rise > 2.0 * expected:
+        warnings.warn(
+            f"the loss rose by {rise:.0f} nats while the snapshots were taken, where a Gaussian "
+            f"posterior explains {expected:.0f}: learning_rate={learning_rate} makes the posterior "
+            "too wide, lower it",
+            BdlWarning,
+            stacklevel=2,
+        )
     return Training(losses, size, interrupted)
+
+
+@torch.no_grad()
+def _mean_loss(objective: Callable[..., Tensor], x: Tensor, y: Tensor, size: int) -> float:
+    """The mean over all rows, in parts as large as a step's; nothing changes by it."""
+    with preserved_buffers(), own_randomness():
+        parts = zip(x.split(size), y.split(size), strict=True)
+        return sum(objective(*part).item() * len(part[0]) for part in parts) / len(x)
 
 
 def _descend(

@@ -11,6 +11,7 @@ from torch import nn
 
 import pyro_bdl as bdl
 from pyro_bdl import training
+from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides import AutoMultiSWAG, AutoSWAG, SWAGGuide
 from pyro_bdl.selectors import LargestVariance
 from pyro_bdl.training import collect_swag, train
@@ -457,3 +458,21 @@ def test_no_warnings_on_the_way():
         warnings.simplefilter("error")
         collect_swag(model, guide, x, y, snapshots=2, learning_rate=1e-4, progress=None)
         bdl.Predictive(model, guide.swag_approximation(), 3)(x)
+
+
+@pytest.mark.parametrize("kind", [AutoSWAG, AutoMultiSWAG])
+def test_a_rate_that_is_too_high_is_told(kind):
+    """From the MAP the loss rises little at a low rate, by far more than P / 2 near the highest
+    at which SGD is stable."""
+    model, x, y = problem(num_data=40)
+    guide = kind(model, rank=2).prototype(x, y)
+    train(
+        model, guide, x, y, steps=400, learning_rate=0.05, num_particles=getattr(guide, "size", 1)
+    )
+    state = {name: value.clone() for name, value in guide.state_dict().items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        collect_swag(model, guide, x, y, snapshots=20, learning_rate=1e-5)
+    guide.load_state_dict(state)
+    with pytest.warns(BdlWarning, match=r"loss rose by \d+ nats.*explains 9: learning_rate=0.001"):
+        collect_swag(model, guide, x, y, snapshots=20, learning_rate=1e-3)
