@@ -20,6 +20,7 @@ from pyro_bdl.posterior import latent_draws
 from pyro_bdl.program import leave_open, record, sample_open
 from pyro_bdl.samples import Samples
 from pyro_bdl.vectorize import Draws, map_draws, measured
+from pyro_bdl.whole_data import on_whole_data
 
 _MEMORY = 32 * 2**20  # beyond it the C library returns freed blocks to the system (allocator.py)
 
@@ -52,6 +53,8 @@ class Predictive:
         which stay the same, are computed once. By default all draws have the network's present
         statistics.
     :param progress: show a bar over the draws in that.
+    :raises UnsupportedProgramError: by its calls, where the program picks some of the rows that it
+        is given at random (``subsample_size`` of a plate).
     """
 
     def __init__(
@@ -74,10 +77,11 @@ class Predictive:
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draws y ~ p(y | w_s, x) and the deterministic sites, each (S, ...)."""
+        program = on_whole_data(self.model, args, kwargs)
         structures: dict[str, Structure] = {}
 
         def parameters(draw: Draws) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
-            run = record(self.model, draw, args, kwargs, draw=leave_open)
+            run = record(program, draw, args, kwargs, draw=leave_open)
             parts = {}
             for name, site in run.observed.items():
                 taken: Any = take_apart(site.distribution)
@@ -90,11 +94,11 @@ class Predictive:
             return drawn | values
 
         def ancestral(draw: Draws) -> dict[str, Tensor]:
-            run = record(self.model, draw, args, kwargs, draw=sample_open)
+            run = record(program, draw, args, kwargs, draw=sample_open)
             return {name: site.value for name, site in run.observed.items()} | run.deterministic
 
         def choose(draw: Draws) -> tuple[Callable, Callable | None]:
-            run = record(self.model, draw, args, kwargs, draw=leave_open)
+            run = record(program, draw, args, kwargs, draw=leave_open)
             known = all(take_apart(site.distribution) for site in run.observed.values())
             return (
                 (parameters, draw_observations) if known and not run.followed else (ancestral, None)
@@ -106,8 +110,10 @@ class Predictive:
         """E[y | w_s, x] for each observed site, (S, N, ...); for classes the probabilities
         (S, N, C)."""
 
+        program = on_whole_data(self.model, args, kwargs)
+
         def function(draw: Draws) -> dict[str, Tensor]:
-            run = record(self.model, draw, args, kwargs, draw=leave_open)
+            run = record(program, draw, args, kwargs, draw=leave_open)
             return {name: observation_mean(s.distribution) for name, s in run.observed.items()}
 
         return self._map(_always(function), args, kwargs)
@@ -115,8 +121,10 @@ class Predictive:
     def draw_moments(self, *args: Any, **kwargs: Any) -> dict[str, PredictiveMoments]:
         """E[y | w_s, x] and Var[y | w_s, x] for each observed site and draw, (S, N, ...)."""
 
+        program = on_whole_data(self.model, args, kwargs)
+
         def function(draw: Draws) -> dict[str, tuple[Tensor, Tensor]]:
-            run = record(self.model, draw, args, kwargs, draw=leave_open)
+            run = record(program, draw, args, kwargs, draw=leave_open)
             observed = {name: site.distribution for name, site in run.observed.items()}
             return {n: (observation_mean(d), observation_variance(d)) for n, d in observed.items()}
 
@@ -141,8 +149,10 @@ class Predictive:
         :raises ValueError: where no target is given.
         """
 
+        program = on_whole_data(self.model, args, kwargs)
+
         def function(draw: Draws) -> dict[str, Tensor]:
-            run = record(self.model, draw, args, kwargs, draw=leave_open)
+            run = record(program, draw, args, kwargs, draw=leave_open)
             values = {
                 name: site.unscaled_log_prob()
                 for name, site in run.observed.items()

@@ -10,7 +10,7 @@ from pyro.infer.autoguide import AutoDelta, AutoMultivariateNormal, AutoNormal
 from torch import nn
 
 import pyro_bdl as bdl
-from pyro_bdl.errors import BdlWarning
+from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.observation import observation_mean, rebuild, take_apart
 from pyro_bdl.vectorize import map_draws
 
@@ -174,6 +174,27 @@ def test_a_deterministic_site_after_the_observation_uses_its_draw():
     samples = bdl.Samples({"w": torch.randn(1, 50)})
     draws = bdl.Predictive(after_the_observation, samples)(torch.ones(4))
     torch.testing.assert_close(draws["twice"], 2 * draws["y"])
+
+
+def test_a_program_that_picks_rows_itself_is_refused():
+    def model(x, y=None, size=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 6 if size is None else len(x), subsample_size=size or len(x)) as i:
+            rows = slice(None) if size is None else i
+            y = None if y is None else y[rows]
+            return pyro.sample("y", dist.Normal(w * x[rows], 1.0), obs=y)
+
+    x, y = torch.randn(6), torch.randn(6)
+    guide = bdl.guides.AutoMeanField(model).prototype(x, y, 3)
+    predictive = bdl.Predictive(model, guide, 4)
+    for call in (predictive, predictive.mean, predictive.moments, predictive.log_likelihood):
+        with pytest.raises(UnsupportedProgramError, match=r"'data' picks 3 of the 6 rows"):
+            call(x, y, 3)
+    with pytest.raises(UnsupportedProgramError, match=r"picks 3 of the 6 rows"):
+        bdl.to_arviz(model, guide, x, y, 3)
+    w = torch.randn(1, 4)  # two of six that are given, are not picked
+    found = bdl.Predictive(model, bdl.Samples({"w": w})).log_likelihood(x[:2], y[:2])["y"]
+    torch.testing.assert_close(found, dist.Normal(w.T * x[:2], 1.0).log_prob(y[:2]))
 
 
 def test_given_targets_are_predicted_not_returned():
