@@ -227,6 +227,19 @@ _NUMBER_CALIBRATION = (
         help="Share of the targets inside the central 50 % interval; less is overconfident.",
     ),
     Column(
+        "coverage_from",
+        "90 % from",
+        style="percent",
+        help="The coverage of the 90 % interval is less than this once in forty times where the "
+        "targets follow from one of the posterior's own functions: then the interval is right.",
+    ),
+    Column(
+        "coverage_to",
+        "90 % to",
+        style="percent",
+        help="And more than this once in forty times.",
+    ),
+    Column(
         "coverage_95",
         "in 95 %",
         style="percent",
@@ -236,7 +249,8 @@ _NUMBER_CALIBRATION = (
         "pit",
         "PIT",
         help="Kolmogorov-Smirnov distance of the probability integral transforms from uniform; of "
-        "N targets and a calibrated posterior above 1.36 / sqrt(N) once in twenty times.",
+        "N independent targets and a calibrated posterior above 1.36 / sqrt(N) once in twenty "
+        "times.",
     ),
 )
 _CLASS_CALIBRATION = (

@@ -28,7 +28,7 @@ __all__ = ["Evaluation", "Test", "Units", "class_labels", "convergence", "evalua
 
 # Draws times numbers per draw that are in memory at once while the test points are scored.
 _NUMBERS_AT_ONCE = 2**24
-_LEAST_DRAWS = 4
+_LEAST_DRAWS, _LEAST_FOR_RANGE = 4, 40
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def evaluate(
         mean, pit, scores = score_numbers(predictive, observation, parts, test.rows, units)
     said = _at(predictive, observation, test.part(kept).inputs, units, samples.num_chains)
     said = replace(said, mean=mean, pit=pit)
-    scores |= parts_of_uncertainty(said)
+    scores |= parts_of_uncertainty(said) | range_of_coverage(said)
     if ood is not None:
         elsewhere = _at(predictive, observation, ood, units, samples.num_chains)
         scores |= detection(said, elsewhere)
@@ -187,7 +187,7 @@ def evaluate_draws(
             predictions = held.targets * units.scale + units.shift
         function = held.function * units.scale + units.shift
         said = Evaluation("regression", draws.chains, function, mean, predictions, pit=pit)
-    scores |= parts_of_uncertainty(said)
+    scores |= parts_of_uncertainty(said) | range_of_coverage(said)
     if draws.chains > 1:
         scores |= _by_chain(said.function, draws.chains)
     return replace(said, scores=scores)
@@ -202,6 +202,14 @@ def parts_of_uncertainty(said: Evaluation) -> dict[str, float]:
     if said.task == "regression":
         means = {key: value.sqrt() for key, value in means.items()}
     return {key: value.item() for key, value in means.items()}
+
+
+def range_of_coverage(said: Evaluation) -> dict[str, float]:
+    """What the coverage at 90 % lies between with probability 95 % if the predictions are right."""
+    if said.predictions is None or len(said.predictions) < _LEAST_FOR_RANGE:
+        return {}
+    low, high = metrics.coverage_range(said.predictions).tolist()
+    return {"coverage_from": low, "coverage_to": high}
 
 
 def detection(known: Evaluation, elsewhere: Evaluation) -> dict[str, float]:

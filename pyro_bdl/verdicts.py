@@ -110,7 +110,9 @@ def _coverage(row: Row, points: int) -> str:
     if math.isnan(share):
         return ""
     error = 2 * math.sqrt(0.9 * 0.1 / points)
-    if abs(share - 0.9) <= error:
+    low, high = _number(row, "coverage_from"), _number(row, "coverage_to")
+    low, high = min(0.9 - error, low), max(0.9 + error, high)
+    if low <= share <= high:
         return ""
     width = "narrow" if share < 0.9 else "wide"
     return f"its 90 % interval holds {share:.0%} of the test targets: too {width}"

@@ -62,6 +62,26 @@ def test_scores_of_a_known_predictive():
     assert row["coverage"] == 1.0
 
 
+def test_one_function_that_is_all_right_or_all_wrong_is_no_fault_of_its_interval():
+    """All targets are one number that the posterior is sure not to know: 90 % or none of them."""
+
+    def shared(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.tensor(0.0), 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(w, 0.01), obs=y)
+
+    x, draws = torch.zeros(50, 1), {"exact": normal_samples(0.0, 1.0)}
+    for truth in (0.7, 2.5):
+        y = truth + 0.01 * torch.randn(50)
+        found = bdl.compare(shared, draws, x, y, reference=None)
+        row = found.to_dict()["exact"]
+        assert row["coverage"] == pytest.approx(1.0 if truth < 1 else 0.0, abs=0.01)
+        said = bdl.metrics.coverage_range(found.evaluations["exact"].predictions)
+        assert [row["coverage_from"], row["coverage_to"]] == said.tolist() == [0, 1]
+        assert "interval holds" not in found.verdicts["exact"]
+    assert {"coverage_from", "coverage_to"} <= {column.key for column in found.details}
+
+
 def test_no_line_is_wider_than_asked_for():
     draws = {"a": normal_samples(1.0, 0.5), "a-rather-long-name": normal_samples(0.0, 1.0)}
     found = bdl.compare(

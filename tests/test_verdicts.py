@@ -75,6 +75,14 @@ def test_coverage(coverage, words):
     assert words in said(reference=None, coverage=coverage)
 
 
+def test_coverage_within_what_one_function_may_give():
+    row = {"coverage_from": 0.7, "coverage_to": 0.995}
+    assert "as it should" in said(reference=None, coverage=0.75, **row)
+    assert "as it should" in said(reference=None, coverage=0.99, **row)
+    assert "too narrow" in said(reference=None, coverage=0.65, **row)
+    assert "too wide" in said(reference=None, coverage=1.0, **row)
+
+
 @pytest.mark.parametrize(
     "row, words",
     [

@@ -7,6 +7,7 @@ the device of its tensors, in float64, and returns a scalar tensor unless it say
 
 from pyro_bdl.metrics.calibration import (
     adaptive_calibration_error,
+    coverage_range,
     expected_calibration_error,
     interval_coverage,
     pit,
@@ -34,6 +35,7 @@ __all__ = [
     "auroc",
     "brier",
     "categorical_kl",
+    "coverage_range",
     "crps",
     "energy_distance",
     "entropy_parts",

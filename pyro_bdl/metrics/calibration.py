@@ -38,11 +38,40 @@ def interval_coverage(draws: Tensor, y: Tensor, *, level: float | Sequence[float
     if draws.shape[0] < 2:
         raise ValueError("interval_coverage needs at least 2 draws, but draws has 1: draw more")
     start, stop = _stretches(draws, y)
-    shares = []
-    for l in levels:
-        inside = stop.clamp_max((1 + l) / 2) - start.clamp_min((1 - l) / 2)
-        shares.append((inside.clamp_min(0) / (stop - start)).mean())
+    shares = [_inside(start, stop, l).mean() for l in levels]
     return shares[0] if isinstance(level, (int, float)) else torch.stack(shares)
+
+
+def coverage_range(draws: Tensor, *, level: float = 0.9, probability: float = 0.95) -> Tensor:
+    """Between which shares the coverage of right predictions lies with a given probability.
+
+    Targets that follow from one function are not independent: where that is off, it is so at many
+    points. Each draw in turn is taken for the targets, and its coverage by the others found; these
+    are quantiles of the S coverages, whose mean is the level.
+
+    :param draws: ``(S, N, ...)``, draws of the target (noise included), each one from one function
+        at all points.
+    :param level: of the interval, between 0 and 1.
+    :param probability: with which a coverage lies within the range.
+    :returns: ``(2,)``, its lower and its upper end; of few draws they are noise.
+    :raises ValueError: for fewer than 2 draws, or a level or probability outside 0 ... 1.
+
+    Source: a posterior predictive check, Gelman, Meng & Stern (1996), section 2, of the coverage.
+    """
+    if draws.shape[0] < 2:
+        raise ValueError("coverage_range needs at least 2 draws, but draws has 1: draw more")
+    for name, value in (("level", level), ("probability", probability)):
+        if not 0 <= value <= 1:
+            raise ValueError(f"{name} must lie between 0 and 1, but is {value}")
+    size, points = draws.shape[0], draws[0].numel()
+    total = torch.zeros(size, dtype=torch.float64, device=draws.device)
+    for (part,) in blocks(draws):
+        ordered = sort(part)
+        start = torch.searchsorted(ordered, part).double() / size
+        stop = torch.searchsorted(ordered, part, right=True).double() / size
+        total += _inside(start, stop, level).sum(0)
+    ends = total.new_tensor([(1 - probability) / 2, (1 + probability) / 2])
+    return (total / points).quantile(ends)
 
 
 def reliability(
@@ -143,6 +172,12 @@ def uniformity(values: Tensor) -> Tensor:
     n = len(ordered)
     above = torch.arange(1, n + 1, dtype=torch.float64, device=ordered.device) / n
     return torch.maximum((above - ordered).max(), (ordered - above + 1 / n).max())
+
+
+def _inside(start: Tensor, stop: Tensor, level: float) -> Tensor:
+    """The share of each stretch that lies in the central interval."""
+    inside = stop.clamp_max((1 + level) / 2) - start.clamp_min((1 - level) / 2)
+    return inside.clamp_min(0) / (stop - start)
 
 
 def _check_bins(bins: int) -> None:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from scipy.stats import kstest
+from scipy.stats import binom, kstest
 
 from pyro_bdl import metrics
 
@@ -42,6 +42,44 @@ def test_coverage_is_the_level_where_the_model_is_true(size, rate):
     levels = torch.tensor([0.5, 0.9, 0.95]).double()
     found = metrics.interval_coverage(draw(size, 20_000), draw(20_000), level=levels.tolist())
     assert ((found - levels).abs() < 4 * (levels * (1 - levels) / 20_000).sqrt()).all()
+
+
+def test_coverage_of_independent_targets_is_binomial():
+    torch.manual_seed(5)
+    low, high = metrics.coverage_range(torch.randn(1000, 50)).tolist()
+    exact = binom(50, 0.9)
+    assert low == pytest.approx(exact.ppf(0.025) / 50, abs=0.021)
+    assert high == pytest.approx(exact.ppf(0.975) / 50, abs=0.021)
+    one = torch.randn(100, 1).expand(100, 7)  # of one function, all or none
+    assert metrics.coverage_range(one).tolist() == [0, 1]
+    counts = metrics.coverage_range(torch.poisson(torch.ones(2000, 3)), probability=0.0)
+    assert 0.8 < counts[0] == counts[1] <= 1
+
+
+def test_targets_of_one_function_are_within_the_range_of_their_coverage():
+    """Independent noise on a line through 0 of slope Normal(0, 2): the coverage scatters by more
+    than 1 / sqrt(N), and is within its range in 19 of 20 data sets."""
+    torch.manual_seed(6)
+    x, outside, beyond_binomial = torch.linspace(0, 1, 60), 0, 0
+
+    def draw(count):
+        return 2 * torch.randn(count, 1) * x + torch.randn(count, 60)
+
+    for y in draw(300):
+        draws = draw(200)
+        low, high = metrics.coverage_range(draws)
+        found = metrics.interval_coverage(draws, y)
+        outside += not low <= found <= high
+        beyond_binomial += not abs(found - 0.9) <= 2 * (0.9 * 0.1 / 60) ** 0.5
+    assert 0.02 <= outside / 300 <= 0.1
+    assert beyond_binomial / 300 > 0.15
+
+
+def test_bad_input_of_coverage_range():
+    with pytest.raises(ValueError, match="at least 2 draws"):
+        metrics.coverage_range(torch.zeros(1, 3))
+    with pytest.raises(ValueError, match="level must lie"):
+        metrics.coverage_range(torch.zeros(3, 3), level=90)
 
 
 def test_calibration_error_by_hand():
