@@ -301,8 +301,8 @@ def _prior(
         )
         return {}
     latents = {
-        name: torch.stack([one.latents[name].value for one in runs])[None]
-        for name in program.latents
+        name: torch.stack([one.latents[name].value for one in runs])[None].to(latent.device)
+        for name, latent in program.latents.items()
     }
     groups = {"prior": labels.drawn({name: latents[name] for name in exported})}
     if program.observed:

@@ -245,9 +245,13 @@ def simulate(program: Program, targets: Targets, count: int) -> tuple[Draws, Dra
     args, kwargs = targets.removed()
     runs = [record(program.model, {}, args, kwargs) for _ in range(count)]
     latents = [one.latents for one in runs]  # sites without targets are sampled like latents
+
+    def stacked(name: str) -> Tensor:
+        return torch.stack([one[name].value for one in latents])
+
     return (
-        {name: torch.stack([one[name].value for one in latents]) for name in program.latents},
-        {name: torch.stack([one[name].value for one in latents]) for name in targets.observed},
+        {name: stacked(name).to(latent.device) for name, latent in program.latents.items()},
+        {name: stacked(name) for name in targets.observed},
     )
 
 

@@ -18,6 +18,7 @@ import pyro_bdl as bdl
 from pyro_bdl.distributions import moved_like
 from pyro_bdl.guides import AutoMCDropout, AutoMeanField
 from pyro_bdl.mcmc.minibatches import Minibatches
+from pyro_bdl.mcmc.starts import _unconstrained
 from pyro_bdl.randomness import fixed_normal
 
 PACKAGE = Path(bdl.__file__).parent
@@ -138,3 +139,15 @@ def test_latents_of_plain_numbers_stand_where_the_others_do():
         assert {value.device.type for value in found.initial.values()} == {"meta"}
         assert {latent.device.type for latent in found.latents.values()} == {"meta"}
         assert found.log_density(torch.empty(5, device="meta")).device.type == "meta"
+
+
+def test_chains_start_where_the_program_is():
+    """Given values may stand anywhere."""
+
+    def program(x):
+        pyro.sample("w", dist.Normal(torch.zeros_like(x), 1.0).to_event(1))
+
+    with pyro.validation_enabled(False):
+        found = bdl.Program(program, torch.empty(2, device="meta"))
+        start = _unconstrained(found, {"w": torch.ones(2)})
+    assert start.device.type == "meta"

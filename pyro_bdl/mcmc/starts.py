@@ -117,7 +117,8 @@ def _unconstrained(program: Program, latents: Mapping[str, Any]) -> Tensor:
     if missing:
         raise ValueError(f"init has no value for the latent site '{missing[0]}'")
     reference = next(iter(program.latents.values()))
-    return program.unconstrain(latents).detach().to(reference.device, reference.dtype)
+    there = {name: latents[name].to(reference.device) for name in program.latents}
+    return program.unconstrain(there).detach().to(reference.dtype)
 
 
 def _is_usable(restriction: Restriction, vector: Tensor) -> bool:
