@@ -15,7 +15,6 @@ _APART = 1.33
 _REGIONS = {"between": "between the training data", "beyond": "beyond the training data"}
 # A mean that is off by less than this share of the reference's sd is told as agreement.
 _OFF = 0.25
-_LONGER = "longer warm-up, more draws"
 
 
 def verdict(
@@ -132,19 +131,21 @@ def _convergence(row: Row) -> str:
     if math.isnan(rhat):
         text = "convergence unknown: R-hat needs two chains"
     elif rhat > _RHAT_USABLE:
-        text = f"not converged (R-hat {rhat:.2f} in function space): {_LONGER} before trusting it"
+        text = f"not converged (R-hat {rhat:.2f} in function space)"
     elif rhat > _RHAT_GOOD:
-        text = f"nearly converged (R-hat {rhat:.3f} in function space): {_LONGER}"
+        text = f"nearly converged (R-hat {rhat:.3f} in function space)"
     else:
         text = f"converged (R-hat {rhat:.3f} in function space)"
     size = _number(row, "ess_min")
     if not math.isnan(size):
         text += f", ESS at least {size:.0f}"
     if divergences == 0:
-        return f"{text}, no divergences"
+        text += ", no divergences"
+    if rhat > _RHAT_GOOD:
+        text += ": it needs longer warm-up and more draws"
     if divergences > 0:
         plural = "s" if divergences > 1 else ""
-        return f"{text}; {divergences:.0f} divergence{plural}: draws may miss parts"
+        text += f"; {divergences:.0f} divergence{plural}: draws may miss parts"
     return text
 
 

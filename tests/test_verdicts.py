@@ -87,12 +87,13 @@ def test_coverage_within_what_one_function_may_give():
     "row, words",
     [
         (
-            {"rhat": 1.2, "divergences": 0},
-            "not converged (R-hat 1.20 in function space): longer warm-up, more draws before",
+            {"rhat": 1.2, "ess_min": 9.0, "divergences": 0},
+            "not converged (R-hat 1.20 in function space), ESS at least 9, no divergences: it "
+            "needs longer warm-up and more draws",
         ),
         (
-            {"rhat": 1.03, "divergences": 0},
-            "nearly converged (R-hat 1.030 in function space): longer warm-up, more draws",
+            {"rhat": 1.03},
+            "nearly converged (R-hat 1.030 in function space): it needs longer warm-up and more",
         ),
         (
             {"rhat": 1.001, "ess_min": 812.3, "divergences": 0},

@@ -29,9 +29,9 @@ from pyro_bdl.guides.dropout_noise import (
 )
 from pyro_bdl.guides.dropout_weights import (
     Weight,
-    num_data,
     reading_run,
     source_of,
+    total_num_data,
 )
 from pyro_bdl.init import init_to_network
 from pyro_bdl.observation import without_wrappers
@@ -158,7 +158,7 @@ class AutoMCDropout(Guide):
         # a guide around another one's point has that one's run behind it
         args, kwargs = self.__dict__.get("_arguments") or self._prototype_arguments()
         reader, run = reading_run(self._source.reader, model, layout, start, args, kwargs)
-        if self.learn_p and num_data(run) == 1:
+        if self.learn_p and total_num_data(run) == 1:
             raise ValueError(
                 "learn_p needs several data: with one datum the entropy of the masks outweighs the "
                 "likelihood; call the program with more data, or give num_data to it"

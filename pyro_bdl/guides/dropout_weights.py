@@ -205,7 +205,7 @@ def _can_be_weight(layout: Layout, name: str) -> bool:
     return not latent.plates and latent.transform is None
 
 
-def num_data(run: Run) -> int | None:
+def total_num_data(run: Run) -> int | None:
     """How many data the observed sites of a run stand for; None where there is none."""
     counts = [
         round(site.distribution.batch_shape.numel() * site.subsampling)
