@@ -40,6 +40,16 @@ class NaturalGradient(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": betas, "temperature": temperature, "clip": clip}
         super().__init__([guide.loc, guide.scale_unconstrained], defaults)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """:raises ValueError: since the guide's two vectors are all that it moves."""
+        if self.param_groups:
+            raise ValueError(
+                f"{type(self).__name__} moves a guide's location and scale and no other "
+                "parameters: make an optimiser of their own for them, in SVI by "
+                "InSVI(..., others=...)"
+            )
+        super().add_param_group(param_group)
+
     def next_precision(self, precision: Tensor, wanted: Tensor, rate: float) -> Tensor:
         """The precision after a step of size ``rate`` towards the one wanted."""
         raise NotImplementedError

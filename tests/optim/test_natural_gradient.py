@@ -321,6 +321,14 @@ def test_bad_input():
         GaussNewton_ELBO()(model, other)(x, y)
 
 
+def test_other_parameters_are_refused():
+    model, x, y = _linear()
+    optimizer = IVON(AutoMeanField(model).prototype(x, y))
+    with pytest.raises(ValueError, match="IVON moves a guide's location and scale and no other"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+    assert len(optimizer.param_groups) == 1
+
+
 def test_vogn_without_its_elbo_says_so():
     model, x, y = _linear()
     guide = AutoMeanField(model).prototype(x, y)
