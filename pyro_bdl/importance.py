@@ -54,6 +54,9 @@ class Importance:
         tail = f"k-hat {self.pareto_k:.2f} ({trust}; limit {limit:.2f})"
         if math.isnan(self.pareto_k):
             tail = "no k-hat (all ratios are equal)"
+        lost = int(self.log_ratios.isnan().sum())
+        if lost:
+            tail = f"no k-hat ({lost} of {len(self.log_ratios)} ratios are NaN)"
         return (
             f"{tail}, ELBO {self.elbo:.2f} ± "
             f"{self.elbo_error:.2f}, log evidence {self.log_evidence:.2f}, gap {self.gap:.2f} nats"

@@ -113,6 +113,14 @@ def test_khat_in_function_space():
     torch.testing.assert_close(found[:2], chunked)
 
 
+def test_ratios_that_are_nan_are_said():
+    ratios = torch.randn(40)
+    ratios[3] = torch.nan
+    found = _summary(ratios)
+    assert "no k-hat (1 of 40 ratios are NaN)" in str(found)
+    assert "all ratios are equal" in str(_summary(torch.zeros(40)))
+
+
 def test_a_good_khat_in_function_space_acquits_nothing():
     """Too wide, or off by a whole sd: the ratio has no heavy tail."""
     torch.manual_seed(0)
