@@ -1,11 +1,12 @@
 """``bayesianize``: a copy of a torch network as a Pyro program with priors on its weights."""
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import pyro
+import torch
 from pyro.nn import PyroParam
 from pyro.poutine.indep_messenger import IndepMessenger
 from pyro.poutine.runtime import _PYRO_STACK
@@ -325,9 +326,17 @@ def _substituted(places: Places, values: dict[str, Tensor]) -> Iterator[None]:
                     recurrent.add(module)
         for module in recurrent:
             module._flat_weights = [getattr(module, key) for key in module._flat_weights_names]
-        yield
+        with _differentiable(recurrent):
+            yield
     finally:
         for table, key, tensor in saved:
             table[key] = tensor
         for module in recurrent:
             module._flat_weights = [getattr(module, key) for key in module._flat_weights_names]
+
+
+def _differentiable(recurrent: Iterable[nn.Module]) -> AbstractContextManager:
+    """cuDNN has no derivatives of recurrent layers in evaluation mode: torch's own kernels do."""
+    if torch.is_grad_enabled() and any(not module.training for module in recurrent):
+        return torch.backends.cudnn.flags(enabled=False)
+    return nullcontext()

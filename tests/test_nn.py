@@ -566,3 +566,26 @@ def test_guides_find_the_other_prior():
     loss.backward()
     (scale,) = found.parameters()
     assert scale.grad is not None and scale.grad.abs() > 0
+
+
+@pytest.mark.parametrize(
+    ("training", "grad", "expected"),
+    [
+        (True, True, True),
+        (False, True, False),
+        (False, False, True),
+    ],
+)
+def test_recurrent_layers_are_differentiable_in_evaluation_mode(training, grad, expected):
+    """cuDNN computes them faster, but has their derivatives in training mode only."""
+    seen = []
+
+    class Watched(nn.LSTM):
+        def forward(self, x):
+            seen.append(torch.backends.cudnn.enabled)
+            return super().forward(x)[0]
+
+    bnn = bayesianize(Watched(2, 3)).train(training)
+    with torch.set_grad_enabled(grad):
+        bnn(torch.randn(4, 2))
+    assert seen == [expected] and torch.backends.cudnn.enabled

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_bdl import evidence
-from pyro_bdl.comparison.costs import peak_memory
+from pyro_bdl.comparison.costs import peak_memory, wait_for
 from pyro_bdl.guides import (
     LaplaceGuide,
 )
@@ -161,6 +161,7 @@ def fit(
     started = time.perf_counter()
     with peak_memory(problem.x.device) as peak:
         result = entry.function(problem, options, progress)
+    wait_for(problem.x)
     seconds = time.perf_counter() - started
     return Fit(
         name=name,
