@@ -32,6 +32,7 @@ from pyro_bdl.observation import (
 )
 from pyro_bdl.outputs import Outputs
 from pyro_bdl.predictive import PredictiveMoments
+from pyro_bdl.whole_data import on_whole_data
 
 METHODS = ("probit", "laplace-bridge", "monte-carlo")
 
@@ -289,9 +290,9 @@ class LinearizedPredictive:
         self, args: tuple, kwargs: dict, known: dict[Any, Alignment] | None = None
     ) -> Iterator[tuple[Linearization, Part]]:
         guide = self.posterior
-        batch = [(args, kwargs)]
+        batch, program = [(args, kwargs)], on_whole_data(self.model)
         for at in linearizations(
-            self.model, guide.subset, guide.loc, batch, None, known=known, every_output=True
+            program, guide.subset, guide.loc, batch, None, known=known, every_output=True
         ):
             yield at, _observed(at)
 

@@ -77,7 +77,7 @@ class Predictive:
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draws y ~ p(y | w_s, x) and the deterministic sites, each (S, ...)."""
-        program = on_whole_data(self.model, args, kwargs)
+        program = on_whole_data(self.model)
         structures: dict[str, Structure] = {}
 
         def parameters(draw: Draws) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
@@ -110,7 +110,7 @@ class Predictive:
         """E[y | w_s, x] for each observed site, (S, N, ...); for classes the probabilities
         (S, N, C)."""
 
-        program = on_whole_data(self.model, args, kwargs)
+        program = on_whole_data(self.model)
 
         def function(draw: Draws) -> dict[str, Tensor]:
             run = record(program, draw, args, kwargs, draw=leave_open)
@@ -121,7 +121,7 @@ class Predictive:
     def draw_moments(self, *args: Any, **kwargs: Any) -> dict[str, PredictiveMoments]:
         """E[y | w_s, x] and Var[y | w_s, x] for each observed site and draw, (S, N, ...)."""
 
-        program = on_whole_data(self.model, args, kwargs)
+        program = on_whole_data(self.model)
 
         def function(draw: Draws) -> dict[str, tuple[Tensor, Tensor]]:
             run = record(program, draw, args, kwargs, draw=leave_open)
@@ -149,7 +149,7 @@ class Predictive:
         :raises ValueError: where no target is given.
         """
 
-        program = on_whole_data(self.model, args, kwargs)
+        program = on_whole_data(self.model)
 
         def function(draw: Draws) -> dict[str, Tensor]:
             run = record(program, draw, args, kwargs, draw=leave_open)

@@ -39,6 +39,11 @@ class WholeData(Messenger):
             )
 
 
-def on_whole_data(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Callable:
-    """The program under :class:`WholeData`."""
-    return WholeData(args, kwargs)(model)
+def on_whole_data(model: Callable) -> Callable:
+    """The program, each run of it under :class:`WholeData`."""
+
+    def program(*args: Any, **kwargs: Any) -> Any:
+        with WholeData(args, kwargs):
+            return model(*args, **kwargs)
+
+    return program

@@ -192,6 +192,14 @@ def test_a_program_that_picks_rows_itself_is_refused():
             call(x, y, 3)
     with pytest.raises(UnsupportedProgramError, match=r"picks 3 of the 6 rows"):
         bdl.to_arviz(model, guide, x, y, 3)
+    laplace = bdl.guides.AutoLaplaceGGN(model).prototype(x, y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BdlWarning)  # not at a maximum
+        laplace = laplace.laplace_approximation((x, y))
+    linearized = bdl.LinearizedPredictive(model, laplace, 4)
+    for call in (linearized, linearized.moments, linearized.log_likelihood):
+        with pytest.raises(UnsupportedProgramError, match=r"picks 3 of the 6 rows"):
+            call(x, y, 3)
     w = torch.randn(1, 4)  # two of six that are given, are not picked
     found = bdl.Predictive(model, bdl.Samples({"w": w})).log_likelihood(x[:2], y[:2])["y"]
     torch.testing.assert_close(found, dist.Normal(w.T * x[:2], 1.0).log_prob(y[:2]))
