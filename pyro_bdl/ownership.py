@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pyro
+import torch
 from pyro.nn import PyroModule
 
 _counters: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
@@ -49,6 +50,29 @@ class OwnParameters(PyroModule):
 
     def _pyro_set_supermodule(self, name: str, context: Any) -> None:
         super()._pyro_set_supermodule(self._own_name, context)
+
+    def _follow_store(self, name: str) -> None:
+        """Take over a parameter's value from Pyro's store, which may have been loaded from a file.
+
+        Pyro does so for ``PyroParam`` only: an optimiser would move the store's tensor, and the
+        module keep its own.
+        """
+        own, store = self._parameters.get(name), pyro.get_param_store()
+        if own is None or not self._pyro_context.active:
+            return
+        key = self._pyro_get_fullname(name)
+        stored = store._params.get(key)
+        if stored is None or stored is own:
+            return
+        if stored.shape != own.shape:
+            raise ValueError(
+                f"the parameter '{key}' has shape {tuple(stored.shape)} in Pyro's store, but "
+                f"{tuple(own.shape)} here: it is that of another program"
+            )
+        with torch.no_grad():
+            own.copy_(stored)
+        store._params[key] = own
+        store._param_to_name[own] = key
 
     def _shared_on_copy(self) -> tuple[str, ...]:
         """Attributes that a deep copy shares with its original."""

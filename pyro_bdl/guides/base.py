@@ -165,12 +165,14 @@ class Guide(OwnParameters, AutoGuide):
 
     def _attached(self, name: str) -> Tensor:
         read = self.__dict__.get("_read")
-        if read is None:
-            self.require_layout()
-            return getattr(self, name)
-        if name not in read:
-            read[name] = getattr(self, name)
-        return read[name]
+        if read is not None and name in read:
+            return read[name]
+        self.require_layout()
+        self._follow_store(name)
+        value = getattr(self, name)
+        if read is not None:
+            read[name] = value
+        return value
 
     # Draws and summaries
 

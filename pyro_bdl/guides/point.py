@@ -29,7 +29,7 @@ class AutoMAP(Guide):
         """Emit a Delta at every site; returns site -> value."""
         self.prototype(*args, **kwargs)
         result = {}
-        for latent, (loc,) in self._sites(args, kwargs, self.loc):
+        for latent, (loc,) in self._sites(args, kwargs, self.location()):
             value = loc if latent.transform is None else latent.transform(loc)
             result[latent.name] = sample_site(latent, dist.Delta(value, event_dim=latent.event_dim))
         return result

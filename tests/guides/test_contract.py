@@ -341,6 +341,21 @@ def test_a_state_inside_a_larger_one(kind):
     assert _same(loss.guide, fresh.guide)
 
 
+def test_values_come_back_from_pyros_store(kind, tmp_path):
+    model = _model()
+    guide = _trained(kind, model)
+    pyro.get_param_store().save(tmp_path / "store")
+    saved = guide.median()
+    _losses(guide, model, TemperedTrace_ELBO(), 5)
+    later = guide.median()
+    pyro.get_param_store().load(tmp_path / "store")
+    guide(X, Y)
+    assert all(torch.equal(guide.median()[name], value) for name, value in saved.items())
+    _losses(guide, model, TemperedTrace_ELBO(), 5)  # and the optimiser moves the guide's own
+    assert not any(torch.equal(guide.median()[name], value) for name, value in saved.items())
+    assert not all(torch.equal(saved[name], value) for name, value in later.items())
+
+
 def test_a_state_that_does_not_fit_is_refused_and_can_be_replaced(kind):
     small, large = _model(noise=1.0), _model()
     fresh = kind(large)
