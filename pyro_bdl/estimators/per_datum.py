@@ -36,6 +36,7 @@ class _Products(Tracker):
         super().__init__()
         self.rule, self.name, self.shared = rule, name, shared
         self.kept: dict[str, Tensor] = {}
+        self.points: dict[int, Tensor] = {}  # values of point masses, by their id
         self.batch = Batch()
         self.distributions: dict[str, Distribution] = {}
         self.computed: dict[str, list[Tag]] = defaultdict(list)  # by the rule
@@ -43,17 +44,23 @@ class _Products(Tracker):
         self.depth = 0
 
     def forget(self) -> None:
-        for kept in (self.tags, self.distributions, self.computed, self.read, self.kept):
+        for kept in (
+            self.tags, self.points, self.distributions, self.computed, self.read, self.kept,
+        ):  # fmt: skip
             kept.clear()  # type: ignore[attr-defined]
 
     def drawn(self, site: str, distribution: Distribution, value: Tensor) -> None:
-        """A latent's draw: a site that is drawn again begins another run."""
-        if id(value) in self.tags or isinstance(_base(distribution), Delta):
+        """A latent's draw: a site that is drawn again begins another run. A point mass is kept
+        too, since Pyro's ELBOs replay it in the program under the prior."""
+        if id(value) in self.tags or id(value) in self.points:
             return
         if site in self.distributions:
             self.forget()
         self.distributions[site] = distribution
-        self.track(site, value)
+        if isinstance(_base(distribution), Delta):
+            self.points[id(value)] = value
+        else:
+            self.track(site, value)
 
     def look_into(self, func: Any, args: tuple, kwargs: dict) -> Any:
         query = args[0] if args else kwargs["query"]

@@ -7,7 +7,13 @@ import torch
 import torch.nn.functional as F
 from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO
-from pyro.infer.autoguide import AutoDelta, AutoDiagonalNormal, AutoMultivariateNormal, AutoNormal
+from pyro.infer.autoguide import (
+    AutoDelta,
+    AutoDiagonalNormal,
+    AutoGuideList,
+    AutoMultivariateNormal,
+    AutoNormal,
+)
 from torch import nn
 
 from pyro_bdl import bayesianize, models, priors
@@ -143,6 +149,39 @@ def test_pyros_guides_and_elbos(estimator, kind, auto):
     agree(plain, other)
     if auto is None and kind is TemperedTraceMeanField_ELBO:  # no noise of the KL
         assert other.var() < 0.8 * plain.var()
+
+
+def _replayed(model, guide, x, y):
+    """log p(y | w) at a draw of the guide, as Pyro's ELBOs evaluate it."""
+    draw = poutine.trace(guide).get_trace(x, y)
+    trace = poutine.trace(poutine.replay(model, trace=draw)).get_trace(x, y)
+    return trace.nodes["y"]["fn"].log_prob(y).sum().item()
+
+
+def _narrow_and_points(model):
+    guide = AutoGuideList(model)
+    last = ["2.weight", "2.bias"]
+    guide.append(AutoMeanField(poutine.block(model, hide=last), init_scale=1e-7))
+    guide.append(AutoDelta(poutine.block(model, expose=last)))
+    return guide
+
+
+@pytest.mark.parametrize(
+    "make", [_narrow_and_points, lambda model: AutoDiagonalNormal(model, init_scale=1e-7)]
+)
+@estimators
+def test_point_masses_replayed_by_pyros_elbos_stay_points(estimator, make):
+    """With no noise in the guide there is none inside the context, for all that Pyro replays its
+    points under the prior, a wide Normal."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    model = models.Regression(bayesianize(net, priors.Normal(1.0)), noise=0.5)
+    x, y = torch.randn(6, 3, dtype=D), torch.randn(6, 1, dtype=D)
+    guide = make(model)
+    guide(x, y)
+    outside = _replayed(model, guide, x, y)
+    with CONTEXTS[estimator]():
+        inside = [_replayed(model, guide, x, y) for _ in range(3)]
+    assert inside == pytest.approx([outside] * 3, abs=1e-3)
 
 
 @estimators
