@@ -55,12 +55,16 @@ def moved_like(distribution: Distribution, like: Tensor) -> Distribution:
 
 def on_device_of(distribution: Distribution, value: Any) -> Distribution:
     """The distribution with its tensors on the device of a value; a copy where they are not."""
-    if not isinstance(value, Tensor) or value.is_cpu:
+    if not isinstance(value, Tensor):
+        return distribution
+    with torch._C.DisableTorchFunction():  # no use of the value that trackers should see
+        device = value.device
+    if device.type == "cpu":
         return distribution  # as nearly always
     like = _first_tensor(distribution)
-    if like is None or like.device == value.device:
+    if like is None or like.device == device:
         return distribution
-    return moved_like(distribution, like.new_empty(0, device=value.device))
+    return moved_like(distribution, like.new_empty(0, device=device))
 
 
 def placeholder(distribution: Distribution) -> Tensor:
