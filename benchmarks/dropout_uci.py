@@ -45,7 +45,6 @@ PUBLISHED = {
 }
 RATES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1)
 WIDE = ("protein",)
-_PARTICLES, _ROWS = 16, 16  # draws in each step, and the rows that each of them sees
 
 
 class Networks:
@@ -53,15 +52,17 @@ class Networks:
 
     :param features: inputs of each.
     :param hidden: units of each.
-    :param scale: standard deviation of the prior of every weight.
+    :param particles: draws in each step of training.
+    :param rows: data that each of them sees.
     """
 
-    def __init__(self, features: int, hidden: int, scale: float = 1.0) -> None:
+    def __init__(self, features: int, hidden: int, particles: int, rows: int) -> None:
         net = nn.Sequential(nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, 1))
-        bnn = bdl.bayesianize(net, bdl.priors.Normal(scale))
+        bnn = bdl.bayesianize(net, bdl.priors.Normal(1.0))
         self.model = bdl.models.Regression(bnn, noise=dist.HalfNormal(1.0))
         self.example = torch.randn(2, features), torch.randn(2)
         self.guide = self._guide()
+        self.particles, self.rows = particles, rows
 
     def _guide(self) -> bdl.guides.AutoMCDropout:
         guide = bdl.guides.AutoMCDropout(self.model, sites="all", init_loc_fn=init_afresh)
@@ -101,7 +102,7 @@ class Networks:
         network = torch.arange(len(data))[:, None, None]
         with pyro.validation_enabled(False):
             for _ in range(steps):
-                share = torch.rand(len(data), _PARTICLES, _ROWS)
+                share = torch.rand(len(data), self.particles, self.rows)
                 rows = (share * count[:, None, None]).long()
                 loss = losses(loc, p, count, x[network, rows], y[network, rows]).sum()
                 optimiser.zero_grad()
@@ -125,7 +126,7 @@ class Networks:
 
 def fitted(splits: list[Split], hidden: int, options: Any, bar: Any) -> list[dict[str, float]]:
     """RMSE, log likelihood and the chosen rate of each split."""
-    networks = Networks(splits[0].x.shape[1], hidden)
+    networks = Networks(splits[0].x.shape[1], hidden, options.particles, options.rows)
     rates = torch.tensor(options.rates)
     kept, held = [], []
     for split in splits:
@@ -190,6 +191,8 @@ def main() -> None:
     arguments.add_argument("--splits", type=int, default=20, help="of each set, at most")
     arguments.add_argument("--rates", type=float, nargs="+", default=RATES, help="to choose from")
     arguments.add_argument("--steps", type=int, default=8000, help="of each training")
+    arguments.add_argument("--particles", type=int, default=16, help="draws in each step")
+    arguments.add_argument("--rows", type=int, default=16, help="data that each of them sees")
     arguments.add_argument("--draws", type=int, default=1000, help="for prediction")
     options = arguments.parse_args()
     torch.set_num_threads(options.threads)
