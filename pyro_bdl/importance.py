@@ -134,7 +134,8 @@ def function_khat(draws: Tensor, reference: Tensor) -> Tensor:
     The ratio is of two Normals with the moments of the draws, at the posterior's draws: what a
     density estimate would say of the tails is noise. For a Normal q of r times the sd of the
     reference and the same mean, k is 1 - r^2: above 0.7 the posterior has less than about half of
-    the sd.
+    the sd. From 1000 draws the estimate of one input has an sd of 0.15 and is a little low (0.85
+    where k is 0.99, 0.66 where it is 0.75): read it over many inputs.
 
     A value below 0.7 acquits nothing by itself. The ratio's tail is heavy only where the posterior
     falls far off: one that is too wide, however much, has k below 0, and one of the right sd whose
