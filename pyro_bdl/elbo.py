@@ -167,6 +167,8 @@ class TemperedTrace_ELBO(Trace_ELBO):
             return self.particle(model, guide, draw["u"], args, kwargs, estimator)
 
         vectors = guide.sample_vectors(self.num_particles)
+        if estimator is not None:
+            guide.last_noise = None  # the gradient in the scales comes from other noise
         if self.num_particles == 1:
             return particle({"u": vectors[0]})
         likelihood, kl, disorder = (t.mean() for t in self._map(particle, {"u": vectors}))

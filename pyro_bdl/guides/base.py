@@ -36,6 +36,9 @@ class Guide(OwnParameters, AutoGuide):
 
     layout: Layout | None
     normal_marginals = False
+    # The mean (P,) of the standard Normal noise of the last draws, where an optimiser asks for it.
+    keeps_noise = False
+    last_noise: Tensor | None = None
 
     def __init__(
         self,

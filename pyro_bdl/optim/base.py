@@ -54,6 +54,10 @@ class NaturalGradient(torch.optim.Optimizer):
         """The precision after a step of size ``rate`` towards the one wanted."""
         raise NotImplementedError
 
+    def steadied(self, scale_gradient: Tensor, mean: Tensor) -> Tensor:
+        """The gradient in the scales with less noise; ``mean`` is that of dL/dm before the step."""
+        return scale_gradient
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step from the gradients that ``loss.backward()`` left.
@@ -85,6 +89,8 @@ class NaturalGradient(torch.optim.Optimizer):
             )
         scale = torch.nn.functional.softplus(free)
         scale_gradient = free.grad / -torch.expm1(-scale)  # ds/du = 1 - exp(-s)
+        mean = state["momentum"] / (1 - beta1 ** max(1, state["step"]))
+        scale_gradient = self.steadied(scale_gradient, mean)
         precision = scale.square().reciprocal()
         wanted = precision_wanted(scale_gradient, scale, group["temperature"])
         precision = self.next_precision(precision, wanted, 1 - beta2)

@@ -13,22 +13,25 @@ class IVON(NaturalGradient):
     For the loss L of an ELBO (TemperedTrace_ELBO or another that draws by reparameterisation) on
     an ``AutoMeanField`` with location m, scale s and precision S = 1/s^2:
 
-        S' = (dL/ds + eta / s) / (eta s)
+        S' = (dL/ds - g e + eta / s) / (eta s)
         S  <- S + (1 - b2) (S' - S) + (1 - b2)^2 (S' - S)^2 / (2 S)
         g  <- b1 g + (1 - b1) dL/dm
         m  <- m - lr clip(g / ((1 - b1^t) eta S))
 
     S' is the reparameterised estimate of the expected Hessian, prior included; the quadratic term
-    keeps S positive. With N data S is the N (h + delta) of Shen et al. (2024), algorithm 1, and
-    dL/dm their N (g + delta m), so that lr has the same meaning; momentum is taken of the whole
-    gradient, and the scale of the start takes the place of their initial Hessian.
+    keeps S positive. e is the draw's standard Normal noise and g the momentum before the step over
+    1 - b1^(t - 1), so that E[g e] = 0: dL/ds is the gradient at the draw times e, and what of that
+    gradient is the same in every step is not noise of the Hessian. Without this control variate S
+    grows to (1 - b2) (dL/dm)^2 / 2 far from the optimum, which holds the location back. Where the
+    noise is not of the weights (local reparameterisation, flipout, Pyro's own ELBOs) there is none.
+
+    Without e, and with N data, S is the N (h + delta) of Shen et al. (2024), algorithm 1, and dL/dm
+    their N (g + delta m), so that lr has the same meaning; momentum is taken of the whole gradient,
+    and the scale of the start takes the place of their initial Hessian.
 
     :param guide: after ``guide.prototype``, one scale for each weight.
     :param lr: of the location; 1 is a Newton step. Torch's schedulers change it.
-    :param betas: b1 of the momentum, b2 of the precision. S' is as noisy as the gradient is large:
-        far from the optimum S grows to (1 - b2) (dL/dm)^2 / 2, which holds the location back. With
-        tens of thousands of data a longer memory, b2 = 0.997, starts more surely; with hundreds
-        0.99 ends higher.
+    :param betas: b1 of the momentum, b2 of the precision.
     :param temperature: eta of the ELBO (or T of its cold mode).
     :param clip: the location moves by at most lr * clip standard deviations in a step.
     :raises TypeError: for another kind of guide.
@@ -45,6 +48,11 @@ class IVON(NaturalGradient):
         clip: float = 10.0,
     ) -> None:
         super().__init__(guide, lr=lr, betas=betas, temperature=temperature, clip=clip)
+        guide.keeps_noise = True
+
+    def steadied(self, scale_gradient: Tensor, mean: Tensor) -> Tensor:
+        noise, self.guide.last_noise = self.guide.last_noise, None
+        return scale_gradient if noise is None else scale_gradient - mean * noise
 
     def next_precision(self, precision: Tensor, wanted: Tensor, rate: float) -> Tensor:
         return riemannian_step(precision, wanted, rate)

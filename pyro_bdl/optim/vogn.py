@@ -64,7 +64,9 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
             self._subset = Subset(layout)
         loc, scale = guide.loc_and_scale()
         particles = []
-        for vector in guide.sample_vectors(self.num_particles).unbind():
+        vectors = guide.sample_vectors(self.num_particles)
+        guide.last_noise = None  # the gradient in the scales comes from squares
+        for vector in vectors.unbind():
             likelihood, kl, disorder = self.particle(model, guide, vector, args, kwargs)
             gradient, squares = self._read(model, vector, likelihood, args, kwargs)
             # Of value zero: the draw's gradient in loc and scale goes, what is wanted comes.
