@@ -15,7 +15,7 @@ SMALL = {
     "gradient_variance": ["--draws", "3", "--steps", "1", "--train", "1", "--repeats", "1"],
     "sgmcmc": ["--steps", "20", "--chains", "2", "--repeats", "1"],
     "diagnostics": [
-        *("--weights", "40", "--arviz-weights", "10", "--observations", "20", "--repeats", "1"),
+        *("--weights", "40", "--arviz-weights", "10", "--observations", "800", "--repeats", "1"),
     ],
     "ensemble": ["--members", "2", "--width", "4", "--steps", "3", "--repeats", "1"],
     "laplace": [
