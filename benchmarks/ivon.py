@@ -1,8 +1,8 @@
 """IVON in the place of Adam: the ELBO of mean-field after as many steps, and the time of a step.
 
 A network with 50 ReLU units and inferred noise on the first standard split of UCI sets, batches of
-128, one draw a step, learning rates falling along half a cosine. Those of Adam and IVON are the best
-of grids, by the final ELBO; VOGN has its default. ELBOs are in nats, means over seeds, after +-
+128, one draw a step, learning rates falling along half a cosine. Adam and IVON have the best rates
+of grids, by the final ELBO; VOGN its default. ELBOs are in nats, means over seeds, after +-
 their standard errors.
 
     python benchmarks/ivon.py --data uci
