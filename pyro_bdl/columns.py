@@ -100,21 +100,24 @@ _CLASS_SCORES = (
 _SD_RATIO = Column(
     "sd_ratio",
     "sd ratio",
-    help="The function's sd, averaged over the test points, divided by the reference's; less than "
-    "1 is overconfident.",
+    error="sd_ratio_se",
+    help="The function's sd, averaged over the test points, divided by the reference's, with its "
+    "Monte Carlo error; less than 1 is overconfident.",
 )
 _NUMBER_DISTANCES = (
     Column(
         "mean_error",
         "mean",
+        error="mean_error_se",
         help="Difference of the function's means, root mean square over the test points, in units "
-        "of the target.",
+        "of the target, with its Monte Carlo error.",
     ),
     Column(
         "sd_error",
         "sd",
+        error="sd_error_se",
         help="Difference of the function's sds, root mean square over the test points, in units "
-        "of the target.",
+        "of the target, with its Monte Carlo error.",
     ),
     Column(
         "wasserstein",
@@ -131,8 +134,10 @@ _CLASS_DISTANCES = (
         "agreement",
         "agree",
         style="percent",
-        help="Share of the test points at which the same class is the most probable. The last "
-        "line holds one half of the reference's draws against the other: no better can be seen.",
+        error="agreement_se",
+        help="Share of the test points at which the same class is the most probable, with its "
+        "Monte Carlo error. The last line holds one half of the reference's draws against the "
+        "other: no better can be seen.",
     ),
     Column(
         "total_variation",
@@ -144,13 +149,16 @@ _CLASS_DISTANCES = (
     Column(
         "sd_error",
         "sd",
-        help="Difference of the class probabilities' sds over the posterior, root mean square.",
+        error="sd_error_se",
+        help="Difference of the class probabilities' sds over the posterior, root mean square, "
+        "with its Monte Carlo error.",
     ),
     Column(
         "wasserstein",
         "W1",
+        error="wasserstein_se",
         help="Wasserstein-1 distance of the class probabilities' distributions over the "
-        "posterior, averaged over test points and classes.",
+        "posterior, averaged over test points and classes, with its Monte Carlo error.",
     ),
     _SD_RATIO,
 )

@@ -40,12 +40,11 @@ class Column:
             return MISSING
         if self.style == "text" or isinstance(value, str):
             return str(value)
-        if self.style == "percent":
-            return f"{value:.1%}"
         error: Any = row.get(self.error) if self.error else None
-        if error is None or not math.isfinite(error):
-            return number(value, self.digits)
-        return f"{number(value, self.digits)} ± {number(error, 2)}"
+        known = error is not None and math.isfinite(error)
+        if self.style == "percent":
+            return f"{value:.1%} ± {100 * error:.1f}" if known else f"{value:.1%}"
+        return number(value, self.digits) + (f" ± {number(error, 2)}" if known else "")
 
 
 def number(value: float, digits: int = 3) -> str:

@@ -13,6 +13,7 @@ from sklearn.datasets import load_iris
 import pyro_bdl as bdl
 from pyro_bdl import posteriors
 from pyro_bdl.cli import main
+from pyro_bdl.table import number
 
 QUICK = ["--steps", "20", "--chains", "2", "--warmup", "20", "--draws", "20", "--hidden", "4"]
 
@@ -91,6 +92,9 @@ def test_no_line_is_wider_than_asked_for():
     assert max(map(len, text.splitlines())) <= 80
     assert " ".join(text.split()).count(" ".join(found.verdicts["a"].split())) == 1
     assert found.verdicts["a"] in found.to_text(None)
+    for key in ("mean_error", "sd_error", "wasserstein", "sd_ratio"):  # with Monte Carlo errors
+        row = found.to_dict()["a"]
+        assert f"± {number(row[f'{key}_se'], 2)}" in text
 
 
 def test_a_posterior_is_as_far_from_itself_as_its_halves():

@@ -54,8 +54,9 @@ class Comparison:
     def to_text(self, width: int | None = _WIDTH, *, details: bool = False) -> str:
         """Table, verdicts and warnings.
 
-        :param width: groups of columns stand below each other where they are wider than so many
-            characters, and sentences go on in the next line; None for one wide table.
+        :param width: groups of columns, or the columns of a wide one, stand below each other where
+            they are wider than so many characters, and sentences go on in the next line; None for
+            one wide table.
         :param details: with the columns of ``details``.
         """
         longest = max(map(len, self.verdicts)) + 2
@@ -75,14 +76,20 @@ class Comparison:
 
     def _blocks(self, columns: Sequence[Column], width: int | None) -> list[list[Column]]:
         name, rest = columns[0], list(columns[1:])
+
+        def fits(block: list[Column]) -> bool:
+            lines = to_text(self.rows, block).splitlines()
+            return width is None or max(map(len, lines)) <= width
+
         blocks = [[name]]
         for _, count in groups(rest):
             group, rest = rest[:count], rest[count:]
-            lines = to_text(self.rows, [*blocks[-1], *group]).splitlines()
-            if width is None or len(blocks[-1]) == 1 or max(map(len, lines)) <= width:
-                blocks[-1] += group
-            else:
-                blocks.append([name, *group])
+            # A group stays together, unless it is too wide by itself.
+            for part in [group] if fits([name, *group]) else [[column] for column in group]:
+                if len(blocks[-1]) == 1 or fits([*blocks[-1], *part]):
+                    blocks[-1] += part
+                else:
+                    blocks.append([name, *part])
         return blocks
 
     def to_csv(self, path: str | Path) -> Path:

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.scipy import linalg
 
@@ -281,6 +280,8 @@ def _matrix_exp(x):
 
 @register(aten.linalg_pinv.atol_rtol_tensor)
 def _pinv(x, *, atol=None, rtol=None, hermitian=False):
-    if atol is not None and np.any(atol):
-        raise NotImplementedError("an absolute tolerance")
-    return jnp.linalg.pinv(x, rtol=rtol, hermitian=hermitian)
+    if atol is None:
+        return jnp.linalg.pinv(x, rtol=rtol, hermitian=hermitian)
+    largest = jnp.linalg.norm(x, 2, axis=(-2, -1))  # singular values count above both tolerances
+    relative = jnp.maximum(0 if rtol is None else rtol, atol / largest)
+    return jnp.linalg.pinv(x, rtol=lax.stop_gradient(relative), hermitian=hermitian)

@@ -462,8 +462,11 @@ OBSERVATIONS = {
         + torch.linalg.solve(covariance(z[2]), z[:3]).sum() + torch.inverse(covariance(z[3])).sum()
         + torch.linalg.eigvalsh(torch.diag(z[:3]) + covariance(0.1)).square().sum()
         + torch.cholesky_solve(z.view(3, 2), torch.linalg.cholesky(covariance(1.0))).sum()
-        + torch.linalg.pinv(z.view(3, 2)).sum() + torch.linalg.svdvals(z.view(3, 2)).sum() 
+        + torch.linalg.pinv(z.view(3, 2)).sum() + torch.linalg.svdvals(z.view(3, 2)).sum()
         + torch.matrix_exp(covariance(z[4])).sum()),
+    "pinv": lambda z: torch.stack([
+        torch.linalg.pinv(z.view(3, 2) * torch.tensor([1.0, 0.3]), atol=atol, rtol=rtol).sum()
+        for atol, rtol in ((0.9, 0.0), (0.0, 0.5), (1e-6, 1e-6))]),
     "picking": lambda z: (
         z.view(2, 3).median(1).values.prod() * z.view(2, 3).kthvalue(2, 0, keepdim=True).values
         * torch.combinations(z)[7].prod() + torch.bucketize(z[:3], torch.ones(2)) * z[:3]),
