@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pyro_bdl.errors import MissingOperatorError
 from pyro_bdl.mcmc.chains import Chains, Settings, Target, progress_bar, stack_chains
+from pyro_bdl.mcmc.interrupts import remembered_interrupts
 from pyro_bdl.mcmc.to_jax import to_jax
 
 # Iterations between two looks at the clock and the keyboard are chosen to take about so long.
@@ -31,10 +32,11 @@ def run(target: Target, start: Tensor, settings: Settings) -> Chains:
         kernel = _kernel(lambda vector: -log_density(vector), settings)
         starts = jnp.asarray(start.detach().cpu().numpy())
         keys = jax.random.split(jax.random.PRNGKey(settings.seed), len(start))
-        if settings.chain_method == "vectorized" and len(start) > 1:
-            chains = _Chain(kernel, keys, starts, settings).run()
-        else:
-            chains = _one_by_one(kernel, keys, starts, settings)
+        with remembered_interrupts() as stop:
+            if settings.chain_method == "vectorized" and len(start) > 1:
+                chains = _Chain(kernel, keys, starts, settings).run(stop)
+            else:
+                chains = _one_by_one(kernel, keys, starts, settings, stop)
     chains.vectors = chains.vectors.to(start)
     chains.stats = {name: value.to(start.device) for name, value in chains.stats.items()}
     return chains
@@ -90,19 +92,17 @@ class _Chain:
         )
         self.advance = jax.jit(partial(_advance, kernel))
         self.collected: list[dict[str, np.ndarray]] = []
-        self.stop: threading.Event | None = None
 
-    def run(self, bar: Any = None, stop: threading.Event | None = None) -> Chains:
-        """Warm up and sample; Ctrl-C, or another thread by ``stop``, ends it with what there is."""
+    def run(self, stop: threading.Event, bar: Any = None) -> Chains:
+        """Warm up and sample; Ctrl-C, or ``stop`` once it is set, ends it with what there is."""
         settings = self.settings
-        self.stop = stop
         own = bar is None
         total = settings.num_warmup + settings.num_samples
         bar = bar if bar is not None else progress_bar(settings, total, settings.kernel.upper())
         interrupted = False
         try:
-            self._iterate(settings.num_warmup, bar, keep=False)
-            self._iterate(settings.num_samples, bar, keep=True)
+            self._iterate(settings.num_warmup, bar, stop, keep=False)
+            self._iterate(settings.num_samples, bar, stop, keep=True)
         except KeyboardInterrupt:
             interrupted = True
         finally:
@@ -112,10 +112,10 @@ class _Chain:
             raise KeyboardInterrupt
         return self._chains(interrupted)
 
-    def _iterate(self, count: int, bar: Any, *, keep: bool) -> None:
+    def _iterate(self, count: int, bar: Any, stop: threading.Event, *, keep: bool) -> None:
         block = 1
         while count > 0:
-            if self.stop is not None and self.stop.is_set():
+            if stop.is_set():
                 raise KeyboardInterrupt
             size = min(block, count)
             started = time.perf_counter()
@@ -168,7 +168,9 @@ def _kept(state: Any) -> dict[str, jax.Array]:
     }
 
 
-def _one_by_one(kernel: HMC, keys: jax.Array, starts: jax.Array, settings: Settings) -> Chains:
+def _one_by_one(
+    kernel: HMC, keys: jax.Array, starts: jax.Array, settings: Settings, stop: threading.Event
+) -> Chains:
     """Chains that do not wait for each other: in turn, or in parallel on threads of their own."""
     chains = [_Chain(kernel, key, start, settings) for key, start in zip(keys, starts, strict=True)]
     for chain in chains[1:]:
@@ -177,17 +179,17 @@ def _one_by_one(kernel: HMC, keys: jax.Array, starts: jax.Array, settings: Setti
     bar = progress_bar(settings, total, settings.kernel.upper())
     try:
         if settings.chain_method == "parallel" and len(chains) > 1:
-            return _in_threads(chains, bar)
-        return _in_turn(chains, bar)
+            return _in_threads(chains, bar, stop)
+        return _in_turn(chains, bar, stop)
     finally:
         bar.close()
 
 
-def _in_turn(chains: list[_Chain], bar: Any) -> Chains:
+def _in_turn(chains: list[_Chain], bar: Any, stop: threading.Event) -> Chains:
     results: list[Chains] = []
     for chain in chains:
         try:
-            results.append(chain.run(bar))
+            results.append(chain.run(stop, bar))
         except KeyboardInterrupt:
             if not results:
                 raise
@@ -197,13 +199,12 @@ def _in_turn(chains: list[_Chain], bar: Any) -> Chains:
     return stack_chains(results)
 
 
-def _in_threads(chains: list[_Chain], bar: Any) -> Chains:
+def _in_threads(chains: list[_Chain], bar: Any, stop: threading.Event) -> Chains:
     x64 = bool(jax.config.read("jax_enable_x64"))
-    stop = threading.Event()
 
     def run(chain: _Chain) -> Chains:
         with jax.enable_x64(x64):
-            return chain.run(bar, stop)
+            return chain.run(stop, bar)
 
     with ThreadPoolExecutor(len(chains)) as pool:
         running = [pool.submit(run, chain) for chain in chains]

@@ -1,5 +1,8 @@
-"""Ctrl-C while chains run in parallel, and what is kept of chains of different lengths."""
+"""Ctrl-C while chains run, and what is kept of chains of different lengths."""
 
+import gc
+import signal
+import threading
 import time
 from concurrent.futures import wait
 
@@ -12,6 +15,12 @@ from pyro_bdl import mcmc
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.mcmc import numpyro_backend
 from pyro_bdl.mcmc.chains import Chains, stack_chains
+from pyro_bdl.mcmc.interrupts import remembered_interrupts
+
+
+def one_mean(y):
+    mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+    pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
 
 
 def chain(draws, value, interrupted=False):
@@ -32,10 +41,6 @@ def test_as_many_draws_as_possible_are_kept(lengths, kept, draws):
 
 
 def test_ctrl_c_ends_parallel_chains_and_keeps_their_draws(monkeypatch):
-    def program(y):
-        mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
-        pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
-
     chains = []
 
     class Watched(numpyro_backend._Chain):
@@ -59,7 +64,7 @@ def test_ctrl_c_ends_parallel_chains_and_keeps_their_draws(monkeypatch):
     monkeypatch.setattr(numpyro_backend, "wait", interrupted_once)
     with pytest.warns(BdlWarning, match="interrupted"):
         samples = mcmc.sample(
-            program,
+            one_mean,
             torch.tensor(0.5),
             num_chains=2,
             num_warmup=20,
@@ -70,3 +75,56 @@ def test_ctrl_c_ends_parallel_chains_and_keeps_their_draws(monkeypatch):
     assert samples.info["interrupted"]
     assert 0 < samples.num_draws < 20_000
     assert samples.latents["mean"].isfinite().all()
+
+
+class Collecting:
+    """A bar in which garbage is collected at the n-th update, with Ctrl-C in the midst of it."""
+
+    def __init__(self, n):
+        self.left = n
+
+    def update(self, size):
+        self.left -= 1
+        if self.left == 0:
+            gc.callbacks.append(self.strike)
+            gc.collect()
+
+    def strike(self, phase, info):
+        gc.callbacks.remove(self.strike)
+        signal.raise_signal(signal.SIGINT)
+
+    def close(self):
+        pass
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("chains, method", [(1, "parallel"), (2, "sequential"), (2, "vectorized")])
+def test_ctrl_c_inside_the_garbage_collector(chains, method, monkeypatch):
+    """Python drops what its callbacks raise, of which JAX has one: the next block sees it."""
+    monkeypatch.setattr(numpyro_backend, "_MOST_PER_BLOCK", 4)
+    monkeypatch.setattr(numpyro_backend, "progress_bar", lambda *_: Collecting(20))
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.warns(BdlWarning, match="interrupted"):
+        samples = mcmc.sample(
+            one_mean,
+            torch.tensor(0.5),
+            num_chains=chains,
+            num_warmup=20,
+            num_samples=100,
+            chain_method=method,
+        )
+    assert samples.info["interrupted"] and 0 < samples.num_draws < 100
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_interrupt_is_remembered_and_raised():
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), remembered_interrupts() as event:
+        assert not event.is_set()
+        signal.raise_signal(signal.SIGINT)
+    assert event.is_set() and signal.getsignal(signal.SIGINT) is before
+    elsewhere = []
+    thread = threading.Thread(target=lambda: elsewhere.append(remembered_interrupts().__enter__()))
+    thread.start()
+    thread.join()
+    assert not elsewhere[0].is_set() and signal.getsignal(signal.SIGINT) is before
