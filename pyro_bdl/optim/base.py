@@ -10,14 +10,14 @@ from pyro.infer.util import zero_grads
 from torch import Tensor
 
 from pyro_bdl.guides.mean_field import AutoMeanField
-from pyro_bdl.optim.natural import precision_wanted
+from pyro_bdl.optim.natural import relative_change
 
 
 class NaturalGradient(torch.optim.Optimizer):
     """Base: momentum in the location, a moving average in the precision 1/s^2.
 
-    A subclass gives ``next_precision``. The optimiser's state is the momentum and the number of
-    steps; the precision is the guide's own ``scale``.
+    A subclass gives ``growth``. The optimiser's state is the momentum and the number of steps; the
+    precision is the guide's own ``scale``, and only the factor by which it grows is ever formed.
     """
 
     def __init__(
@@ -50,12 +50,14 @@ class NaturalGradient(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
-    def next_precision(self, precision: Tensor, wanted: Tensor, rate: float) -> Tensor:
-        """The precision after a step of size ``rate`` towards the one wanted."""
+    def growth(self, change: Tensor, rate: float) -> Tensor:
+        """The precision after a step of size ``rate`` over that before, from
+        ``relative_change``, (P,)."""
         raise NotImplementedError
 
-    def steadied(self, scale_gradient: Tensor, mean: Tensor) -> Tensor:
-        """The gradient in the scales with less noise; ``mean`` is that of dL/dm before the step."""
+    def steadied(self, scale_gradient: Tensor, momentum: Tensor, correction: float) -> Tensor:
+        """The gradient in the scales with less noise; that in the location was so far on average
+        ``correction * momentum``."""
         return scale_gradient
 
     @torch.no_grad()
@@ -88,20 +90,17 @@ class NaturalGradient(torch.optim.Optimizer):
                 "lower lr, or check the data"
             )
         scale = torch.nn.functional.softplus(free)
-        scale_gradient = free.grad / -torch.expm1(-scale)  # ds/du = 1 - exp(-s)
-        mean = state["momentum"] / (1 - beta1 ** max(1, state["step"]))
-        scale_gradient = self.steadied(scale_gradient, mean)
-        precision = scale.square().reciprocal()
-        wanted = precision_wanted(scale_gradient, scale, group["temperature"])
-        precision = self.next_precision(precision, wanted, 1 - beta2)
+        scale_gradient = free.grad / torch.expm1(-scale).neg_()  # ds/du = 1 - exp(-s)
+        correction = 1 / (1 - beta1 ** max(1, state["step"]))
+        scale_gradient = self.steadied(scale_gradient, state["momentum"], correction)
+        change = relative_change(scale_gradient, scale, group["temperature"])
+        scale = scale * self.growth(change, 1 - beta2).rsqrt()
         momentum = torch.lerp(state["momentum"], loc.grad, 1 - beta1)
-        move = momentum / ((1 - beta1**number) * group["temperature"] * precision)
-        radius = group["clip"] * precision.rsqrt()
-        move = torch.minimum(torch.maximum(move, -radius), radius)
+        # How many standard deviations the location would move at lr = 1.
+        move = (momentum * scale).div_((1 - beta1**number) * group["temperature"])
         state["step"], state["momentum"] = number, momentum
-        loc.sub_(move, alpha=group["lr"])
-        scale = precision.rsqrt()
-        free.copy_(scale + torch.log(-torch.expm1(-scale)))  # the inverse of softplus
+        loc.addcmul_(move.clamp_(-group["clip"], group["clip"]), scale, value=-group["lr"])
+        free.copy_(scale + torch.expm1(-scale).neg_().log_())  # the inverse of softplus
         return loss
 
 

@@ -1,10 +1,11 @@
 """IVON: the improved variational online Newton method."""
 
+import torch
 from torch import Tensor
 
 from pyro_bdl.guides.mean_field import AutoMeanField
 from pyro_bdl.optim.base import NaturalGradient
-from pyro_bdl.optim.natural import riemannian_step
+from pyro_bdl.optim.natural import riemannian_growth
 
 
 class IVON(NaturalGradient):
@@ -13,7 +14,7 @@ class IVON(NaturalGradient):
     For the loss L of an ELBO (TemperedTrace_ELBO or another that draws by reparameterisation) on
     an ``AutoMeanField`` with location m, scale s and precision S = 1/s^2:
 
-        S' = (dL/ds - g e + eta / s) / (eta s)
+        S' = S + (dL/ds - g e) / (eta s)
         S  <- S + (1 - b2) (S' - S) + (1 - b2)^2 (S' - S)^2 / (2 S)
         g  <- b1 g + (1 - b1) dL/dm
         m  <- m - lr clip(g / ((1 - b1^t) eta S))
@@ -50,9 +51,11 @@ class IVON(NaturalGradient):
         super().__init__(guide, lr=lr, betas=betas, temperature=temperature, clip=clip)
         guide.keeps_noise = True
 
-    def steadied(self, scale_gradient: Tensor, mean: Tensor) -> Tensor:
+    def steadied(self, scale_gradient: Tensor, momentum: Tensor, correction: float) -> Tensor:
         noise, self.guide.last_noise = self.guide.last_noise, None
-        return scale_gradient if noise is None else scale_gradient - mean * noise
+        if noise is None:
+            return scale_gradient
+        return torch.addcmul(scale_gradient, momentum, noise, value=-correction)
 
-    def next_precision(self, precision: Tensor, wanted: Tensor, rate: float) -> Tensor:
-        return riemannian_step(precision, wanted, rate)
+    def growth(self, change: Tensor, rate: float) -> Tensor:
+        return riemannian_growth(change, rate)

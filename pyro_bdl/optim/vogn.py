@@ -18,6 +18,8 @@ from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.mean_field import AutoMeanField
 from pyro_bdl.optim.base import NaturalGradient
 
+_ROUNDING = 1e-3  # of a relative change whose terms almost cancel
+
 
 class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
     """L(eta) whose gradient in the scales is by squared gradients of the data.
@@ -117,10 +119,10 @@ class VOGN(NaturalGradient):
     ) -> None:
         super().__init__(guide, lr=lr, betas=betas, temperature=temperature, clip=clip)
 
-    def next_precision(self, precision: Tensor, wanted: Tensor, rate: float) -> Tensor:
-        if (wanted < 0).any():
+    def growth(self, change: Tensor, rate: float) -> Tensor:
+        if (change < -1.0 - _ROUNDING).any():
             raise RuntimeError(
                 "the precision asked for is negative: train VOGN with the loss of a "
                 "GaussNewton_ELBO, or use IVON"
             )
-        return torch.lerp(precision, wanted, rate)
+        return 1.0 + rate * change
