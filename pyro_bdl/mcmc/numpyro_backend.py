@@ -27,16 +27,15 @@ _MOST_PER_BLOCK = 64
 
 def run(target: Target, start: Tensor, settings: Settings) -> Chains:
     """Sample ``target`` from the starting vectors (chains, P)."""
-    with jax.enable_x64(start.dtype == torch.float64):
+    with remembered_interrupts() as stop, jax.enable_x64(start.dtype == torch.float64):
         log_density = _translated(target, start[0])
         kernel = _kernel(lambda vector: -log_density(vector), settings)
         starts = jnp.asarray(start.detach().cpu().numpy())
         keys = jax.random.split(jax.random.PRNGKey(settings.seed), len(start))
-        with remembered_interrupts() as stop:
-            if settings.chain_method == "vectorized" and len(start) > 1:
-                chains = _Chain(kernel, keys, starts, settings).run(stop)
-            else:
-                chains = _one_by_one(kernel, keys, starts, settings, stop)
+        if settings.chain_method == "vectorized" and len(start) > 1:
+            chains = _Chain(kernel, keys, starts, settings).run(stop)
+        else:
+            chains = _one_by_one(kernel, keys, starts, settings, stop)
     chains.vectors = chains.vectors.to(start)
     chains.stats = {name: value.to(start.device) for name, value in chains.stats.items()}
     return chains

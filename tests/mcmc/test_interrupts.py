@@ -117,6 +117,19 @@ def test_ctrl_c_inside_the_garbage_collector(chains, method, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_inside_the_garbage_collector_before_the_first_iteration(monkeypatch):
+    bar, to_jax = Collecting(1), numpyro_backend.to_jax
+
+    def interrupted(*args):
+        bar.update(1)
+        return to_jax(*args)
+
+    monkeypatch.setattr(numpyro_backend, "to_jax", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        mcmc.sample(one_mean, torch.tensor(0.5), num_warmup=20, num_samples=20, progress=False)
+
+
 def test_an_interrupt_is_remembered_and_raised():
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt), remembered_interrupts() as event:
