@@ -40,6 +40,10 @@ class NaturalGradient(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": betas, "temperature": temperature, "clip": clip}
         super().__init__([guide.loc, guide.scale_unconstrained], defaults)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, made by ``deepcopy``, moves the guide's copy."""
+        return {**super().__getstate__(), "guide": self.guide}
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """:raises ValueError: since the guide's two vectors are all that it moves."""
         if self.param_groups:
@@ -161,7 +165,8 @@ def _check(guide: Any) -> None:
         )
     guide.require_layout()
     free = getattr(guide, "scale_unconstrained", None)
-    if not guide.loc.requires_grad or free is None or free.shape != guide.loc.shape:
+    shared = free is None or free.shape != guide.loc.shape
+    if shared or not guide.loc.requires_grad or guide.max_scale is not None:
         raise ValueError(
             "the guide needs a location and a scale of its own for each weight, both trained: "
             'AutoMeanField(model) with scale="per-weight", without max_scale or train_loc=False'

@@ -1,0 +1,53 @@
+"""Which guides the natural-gradient optimisers move, and what their copies move."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from pyro_bdl import bayesianize, models, priors
+from pyro_bdl.elbo import TemperedTraceMeanField_ELBO
+from pyro_bdl.guides import AutoMeanField
+from pyro_bdl.optim import IVON, VOGN, GaussNewton_ELBO
+
+PAIRS = [(IVON, TemperedTraceMeanField_ELBO), (VOGN, GaussNewton_ELBO)]
+
+
+def _problem():
+    x = torch.randn(20, 2)
+    model = models.Regression(bayesianize(nn.Linear(2, 1), priors.Normal(1.0)), noise=0.3)
+    return model, (x, x.sum(1))
+
+
+@pytest.mark.parametrize("optimiser", [IVON, VOGN])
+def test_a_bounded_scale_is_refused(optimiser):
+    """It is no softplus of the parameter, which the step would take it for."""
+    model, data = _problem()
+    guide = AutoMeanField(model, max_scale=0.5).prototype(*data)
+    with pytest.raises(ValueError, match="without max_scale"):
+        optimiser(guide)
+
+
+@pytest.mark.parametrize(("optimiser", "elbo"), PAIRS)
+def test_a_copy_moves_the_copied_guide(optimiser, elbo):
+    model, data = _problem()
+    guide = AutoMeanField(model).prototype(*data)
+    optimizer = optimiser(guide)
+
+    def step(model, guide, optimizer):
+        optimizer.zero_grad()
+        elbo()(model, guide)(*data).backward()
+        optimizer.step()
+
+    step(model, guide, optimizer)
+    clone = copy.deepcopy({"guide": guide, "optimizer": optimizer})
+    assert clone["optimizer"].guide is clone["guide"]
+    before = guide.loc.detach().clone()
+    torch.manual_seed(1)
+    step(model, *clone.values())
+    assert torch.equal(guide.loc, before) and not torch.equal(clone["guide"].loc, before)
+    torch.manual_seed(1)
+    step(model, guide, optimizer)
+    assert torch.equal(guide.loc, clone["guide"].loc)
+    assert torch.equal(guide.scale, clone["guide"].scale)
