@@ -1,4 +1,4 @@
-"""Ctrl-C that is not lost where an exception cannot get out."""
+"""Ctrl-C for work that may not be torn apart."""
 
 import signal
 import threading
@@ -8,12 +8,13 @@ from types import FrameType
 
 
 @contextmanager
-def remembered_interrupts() -> Iterator[threading.Event]:
-    """Inside, Ctrl-C sets the event as well as doing what it did before.
+def deferred_interrupt() -> Iterator[threading.Event]:
+    """Inside, the first Ctrl-C sets the event and raises nothing; a second one does what it did
+    before.
 
-    The KeyboardInterrupt that Python raises is printed and dropped where it strikes inside of a
-    callback of the garbage collector, of which JAX has one: who looks at the event from time to
-    time stops all the same. Outside of the main thread, where no signal arrives, nothing sets it.
+    A KeyboardInterrupt would be dropped where it strikes inside of a callback of the garbage
+    collector, of which JAX has one, and would leave a computation of JAX running while what it
+    reads is taken away. Outside of the main thread, where no signal arrives, nothing sets it.
     """
     event = threading.Event()
     before = signal.getsignal(signal.SIGINT)
@@ -23,8 +24,9 @@ def remembered_interrupts() -> Iterator[threading.Event]:
     react = before
 
     def handler(number: int, frame: FrameType | None) -> None:
+        if event.is_set():
+            react(number, frame)
         event.set()
-        react(number, frame)
 
     signal.signal(signal.SIGINT, handler)
     try:

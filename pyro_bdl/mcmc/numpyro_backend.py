@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pyro_bdl.errors import MissingOperatorError
 from pyro_bdl.mcmc.chains import Chains, Settings, Target, progress_bar, stack_chains
-from pyro_bdl.mcmc.interrupts import remembered_interrupts
+from pyro_bdl.mcmc.interrupts import deferred_interrupt
 from pyro_bdl.mcmc.to_jax import to_jax
 
 # Iterations between two looks at the clock and the keyboard are chosen to take about so long.
@@ -27,8 +27,9 @@ _MOST_PER_BLOCK = 64
 
 def run(target: Target, start: Tensor, settings: Settings) -> Chains:
     """Sample ``target`` from the starting vectors (chains, P)."""
-    with remembered_interrupts() as stop, jax.enable_x64(start.dtype == torch.float64):
+    with deferred_interrupt() as stop, jax.enable_x64(start.dtype == torch.float64):
         log_density = _translated(target, start[0])
+        _heed(stop)
         kernel = _kernel(lambda vector: -log_density(vector), settings)
         starts = jnp.asarray(start.detach().cpu().numpy())
         keys = jax.random.split(jax.random.PRNGKey(settings.seed), len(start))
@@ -39,6 +40,11 @@ def run(target: Target, start: Tensor, settings: Settings) -> Chains:
     chains.vectors = chains.vectors.to(start)
     chains.stats = {name: value.to(start.device) for name, value in chains.stats.items()}
     return chains
+
+
+def _heed(stop: threading.Event) -> None:
+    if stop.is_set():
+        raise KeyboardInterrupt
 
 
 def _translated(target: Target, example: Tensor) -> Any:
@@ -114,8 +120,7 @@ class _Chain:
     def _iterate(self, count: int, bar: Any, stop: threading.Event, *, keep: bool) -> None:
         block = 1
         while count > 0:
-            if stop.is_set():
-                raise KeyboardInterrupt
+            _heed(stop)
             size = min(block, count)
             started = time.perf_counter()
             state, kept = self.advance(self.state, size)
@@ -207,7 +212,7 @@ def _in_threads(chains: list[_Chain], bar: Any, stop: threading.Event) -> Chains
 
     with ThreadPoolExecutor(len(chains)) as pool:
         running = [pool.submit(run, chain) for chain in chains]
-        # Ctrl-C reaches this thread only, and the error of one chain only its own.
+        # A second Ctrl-C reaches this thread only, and the error of one chain only its own.
         with contextlib.suppress(KeyboardInterrupt):
             wait(running, return_when=FIRST_EXCEPTION)
         stop.set()
