@@ -109,6 +109,13 @@ class Layout:
             )
         }
 
+    def to_supports(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Latents in their supports from unconstrained ones; the same tensors where both agree."""
+        return {
+            name: values[name] if latent.transform is None else latent.transform(values[name])
+            for name, latent in self.latents.items()
+        }
+
     def take(self, vector: Tensor, names: Sequence[str]) -> Tensor:
         """The entries (..., p) of a vector (..., P) that belong to the named sites, in order."""
         parts = [self.slices[name] for name in names]

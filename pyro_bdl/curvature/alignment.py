@@ -28,11 +28,13 @@ class Alignment(NamedTuple):
     """What a first look at a program's outputs tells, the same for every batch of it.
 
     ``axes``: for each use its datum axis, None where it has none or the outputs do not depend on
-    it. ``others``: the sites whose gradients do not follow from aligned uses.
+    it. ``others``: the sites whose gradients do not follow from aligned uses. ``shared``: those of
+    the others that only act on outputs that are the same for all data, such as a noise scale.
     """
 
     axes: tuple[DatumAxis | None, ...]
     others: tuple[str, ...]
+    shared: tuple[str, ...]
 
 
 def as_rows(use: Use, output: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from pyro_bdl.curvature.jacobian import (
     merged,
 )
 from pyro_bdl.curvature.operations import LinearOperations, Use
+from pyro_bdl.curvature.outside import blocks_outside, is_shared
 from pyro_bdl.curvature.subset import Subset
 from pyro_bdl.curvature.uses import (
     lookup,
@@ -38,20 +39,11 @@ from pyro_bdl.curvature.uses import (
     rows_of,
     working_dtype,
 )
-from pyro_bdl.layout import Layout
 from pyro_bdl.modules import evaluation_mode, preserved_buffers, vmappable
 from pyro_bdl.program import Run, leave_open, record
 from pyro_bdl.randomness import fixed_normal
 
 Outputs = Callable[[Run], Sequence[Tensor]]
-
-
-def constrained(layout: Layout, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Latents in their supports from unconstrained ones; the same tensors where both agree."""
-    return {
-        name: leaves[name] if latent.transform is None else latent.transform(leaves[name])
-        for name, latent in layout.latents.items()
-    }
 
 
 class Linearization:
@@ -81,7 +73,7 @@ class Linearization:
         for name in subset.parts:
             self.leaves[name] = self.leaves[name].clone().requires_grad_()
         with torch.enable_grad(), evaluation_mode(), preserved_buffers(), vmappable():
-            values = constrained(layout, self.leaves)
+            values = layout.to_supports(self.leaves)
             seen = {n: v for n, v in values.items() if v is self.leaves[n] and n in subset.parts}
             with LinearOperations(seen) as operations:
                 self.run: Run = record(model, values, args, kwargs, draw=leave_open)
@@ -128,8 +120,7 @@ class Pullback:
         :param columns: K cotangents, each with a tensor for every output.
         """
         blocks = self._aligned_blocks(columns, self.alignment)
-        if self.alignment.others:
-            blocks += self._dense(columns)
+        blocks += blocks_outside(self, columns)
         return self._of_blocks(blocks, len(columns))
 
     def identity(self) -> Jacobian:
@@ -297,9 +288,21 @@ class Pullback:
             if gradient is not None and (name in at.unmatched or name in lost or name not in by_use)
         )
         wrong = self._incomplete(
-            Alignment(axes, others), noise, dict(zip(names, of_sites, strict=True))
+            Alignment(axes, others, ()), noise, dict(zip(names, of_sites, strict=True))
         )
-        return Alignment(axes, tuple(name for name in names if name in wrong or name in others))
+        others = tuple(name for name in names if name in wrong or name in others)
+        return Alignment(axes, others, self._behind_shared_outputs(others))
+
+    def _behind_shared_outputs(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Those of the sites that act on no outputs but such as are the same for all data."""
+        own = [o for o in self.outputs if not is_shared(o, self.num_data) and o.requires_grad]
+        if not own or not names:
+            return tuple(names)
+        leaves = [self.at.leaves[name] for name in names]
+        found = torch.autograd.grad(
+            own, leaves, [torch.ones_like(o) for o in own], retain_graph=True, allow_unused=True
+        )
+        return tuple(name for name, g in zip(names, found, strict=True) if g is None)
 
     def _incomplete(
         self, alignment: Alignment, noise: Sequence[Tensor], gradients: Mapping[str, Tensor | None]
@@ -328,74 +331,3 @@ class Pullback:
             if not ((total - expected).abs() <= slack).all() and math.isfinite(slack):
                 wrong.add(site)
         return wrong
-
-    # Latents outside linear operations
-
-    def _dense(self, columns: Sequence[Sequence[Tensor]]) -> list[Block]:
-        """Rows of the latents whose gradients no use gives: by forward or backward passes."""
-        parts = [self.at.subset.parts[site] for site in self.alignment.others]
-        sizes = [part.stop - part.start for part in parts]
-        rows = None
-        if sum(sizes) <= self.num_data * len(columns):
-            rows = self._forward_rows(columns, parts)
-        if rows is None:
-            rows = self._backward_rows(columns)
-        rows = rows.to(working_dtype(rows.dtype))
-        return [
-            Dense(Place((site, -1), part), values)
-            for site, part, values in zip(
-                self.alignment.others, parts, rows.split(sizes, -1), strict=True
-            )
-        ]
-
-    def _forward_rows(
-        self, columns: Sequence[Sequence[Tensor]], parts: Sequence[slice]
-    ) -> Tensor | None:
-        """One forward derivative for each latent number; None where an operator has none."""
-        at, layout = self.at, self.at.subset.layout
-        where = torch.cat([torch.arange(part.start, part.stop, device="cpu") for part in parts])
-        if at.subset.indices is not None:
-            where = at.subset.indices.cpu()[where]
-
-        def outputs(vector: Tensor) -> tuple[Tensor, ...]:
-            values = {**at.run.subsamples, **constrained(layout, layout.unflatten(vector))}
-            run = record(at.model, values, at.args, at.kwargs, draw=leave_open)
-            return tuple(self.read(run))
-
-        rows = []
-        try:
-            with evaluation_mode(), preserved_buffers(), vmappable():
-                for position in where.tolist():
-                    tangent = torch.zeros_like(at.vector)
-                    tangent[position] = 1.0
-                    moved = torch.func.jvp(outputs, (at.vector,), (tangent,))[1]
-                    rows.append([self._contract(column, moved) for column in columns])
-        except (RuntimeError, NotImplementedError):
-            return None
-        return torch.stack([torch.stack(row) for row in rows], -1)
-
-    def _contract(self, column: Sequence[Tensor], moved: Sequence[Tensor]) -> Tensor:
-        """<column, moved> for every datum, (n,)."""
-        terms = [
-            (c * m).reshape(self.num_data, -1).sum(-1) for c, m in zip(column, moved, strict=True)
-        ]
-        return torch.stack(terms).sum(0)
-
-    def _backward_rows(self, columns: Sequence[Sequence[Tensor]]) -> Tensor:
-        """One backward pass for each datum and column."""
-        subset = self.at.subset
-        leaves = [self.at.leaves[name] for name in self.alignment.others]
-        data = torch.arange(self.num_data, device=self.at.vector.device)
-        rows = []
-        for column in columns:
-            for datum in data:
-                only = [c * aligned_with(data == datum, c) for c in column]
-                parts = []
-                found = self.gradients(only, leaves)
-                for name, leaf, gradient in zip(self.alignment.others, leaves, found, strict=True):
-                    flat = torch.zeros_like(leaf) if gradient is None else gradient
-                    chosen = subset.chosen[name]
-                    flat = flat.reshape(-1)
-                    parts.append(flat if chosen is None else flat[chosen.to(flat.device)])
-                rows.append(torch.cat(parts))
-        return torch.stack(rows).unflatten(0, (len(columns), self.num_data))

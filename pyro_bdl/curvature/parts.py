@@ -10,7 +10,7 @@ from torch import Tensor
 from pyro_bdl.curvature.alignment import Alignment
 from pyro_bdl.curvature.data import Batch, has_rows, leading_size, rows
 from pyro_bdl.curvature.fisher import num_data, parameters_of_any
-from pyro_bdl.curvature.linearize import Linearization, constrained
+from pyro_bdl.curvature.linearize import Linearization
 from pyro_bdl.curvature.recipe import Recipe
 from pyro_bdl.curvature.subset import Subset
 from pyro_bdl.modules import evaluation_mode, preserved_buffers
@@ -54,7 +54,7 @@ def linearizations(
 def _outputs(model: Callable, subset: Subset, vector: Tensor, batch: Batch) -> Run:
     layout = subset.layout
     with torch.no_grad(), evaluation_mode(), preserved_buffers():
-        values = constrained(layout, layout.unflatten(vector.detach()))
+        values = layout.to_supports(layout.unflatten(vector.detach()))
         return record(model, values, *batch, draw=leave_open)
 
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.gaussian import FullPrecision
-from pyro_bdl.curvature.linearize import constrained
 from pyro_bdl.curvature.subset import Subset
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.gaussian_prior import JointBlock, JointSite
@@ -65,7 +64,7 @@ def run_at(
     """The program run at a vector (P,), and the unconstrained leaves of the graph."""
     leaves = {n: v.clone().requires_grad_() for n, v in subset.layout.unflatten(vector).items()}
     with torch.enable_grad(), evaluation_mode(), preserved_buffers():
-        values = constrained(subset.layout, leaves)
+        values = subset.layout.to_supports(leaves)
         return record(model, values, args, kwargs, draw=leave_open), leaves
 
 

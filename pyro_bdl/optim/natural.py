@@ -22,8 +22,10 @@ def relative_change(scale_gradient: Tensor, scale: Tensor, temperature: float = 
 
 
 def riemannian_growth(change: Tensor, rate: float) -> Tensor:
-    """1 + rho c + (rho c)^2 / 2 for a relative change c: S + rho (S' - S) + rho^2 (S' - S)^2 / (2 S)
-    over S, which is positive for every S' (Lin, Schmidt & Khan 2020, equation 5; Shen et al. 2024,
-    algorithm 1)."""
+    """1 + rho c + (rho c)^2 / 2 for a relative change c, which is positive whatever c is.
+
+    S + rho (S' - S) + rho^2 (S' - S)^2 / (2 S) over S (Lin, Schmidt & Khan 2020, equation 5; Shen
+    et al. 2024, algorithm 1).
+    """
     step = change * rate
     return (0.5 * step).add_(1.0).mul_(step).add_(1.0)
