@@ -19,11 +19,19 @@ class WholeData(Messenger):
     stands for more data than it is called with only scales.
 
     :param args: the program's arguments; ``kwargs`` its keyword arguments.
+    :param advice: what to do instead.
     :raises UnsupportedProgramError: within it, by such a plate.
     """
 
-    def __init__(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        args: tuple,
+        kwargs: Mapping[str, Any],
+        *,
+        advice: str = "predict with a program without subsample_size, which takes all rows",
+    ) -> None:
         super().__init__()
+        self.advice = advice
         tensors = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
         self.rows = {len(tensor) for tensor in tensors if tensor.dim()}
 
@@ -35,7 +43,7 @@ class WholeData(Messenger):
         if held < plate.size and plate.size in self.rows:
             raise UnsupportedProgramError(
                 f"the plate '{msg['name']}' picks {held} of the {plate.size} rows at random in "
-                "each run: predict with a program without subsample_size, which takes all rows"
+                f"each run: {self.advice}"
             )
 
 

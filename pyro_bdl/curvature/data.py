@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from pyro_bdl.ranks import Ranks
+
 Batch = tuple[tuple, dict[str, Any]]
 
 
@@ -18,10 +20,12 @@ class Batches:
     :raises ValueError: where there is no batch.
     """
 
+    ranks: Ranks | None = None  # that hold the other parts of the data, see distributed.Shard
+
     def __init__(self, data: Any) -> None:
         self.source: Iterable[Any]
         if isinstance(data, Batches):
-            self.source = data.source
+            self.source, self.ranks = data.source, data.ranks
         elif _is_batch(data):
             self.source = [data]
         elif isinstance(data, Iterator):
@@ -35,6 +39,16 @@ class Batches:
             )
 
     def __iter__(self) -> Iterator[Batch]:
+        """:raises TypeError: for one rank's part of the data, since these are not all."""
+        if self.ranks is not None:
+            raise TypeError(
+                "a Shard holds one rank's part of the data, and all of them are needed here: pass "
+                "the data themselves"
+            )
+        return self.part()
+
+    def part(self) -> Iterator[Batch]:
+        """The batches of this process. Who sums over them also calls ``add_up``."""
         empty = True
         for batch in self.source:
             empty = False
@@ -43,7 +57,17 @@ class Batches:
             raise ValueError("data holds no batch: pass (x, y) or an iterable of such batches")
 
     def first(self) -> Batch:
-        return next(iter(self))
+        return next(self.part())
+
+    def check_same(self, name: str, value: Tensor) -> None:
+        """:raises RuntimeError: where processes that share the data have different values."""
+        if self.ranks is not None:
+            self.ranks.check_same({name: value})
+
+    def add_up(self, *tensors: Tensor) -> None:
+        """Turn sums over this process's part of the data into sums over all data, in place."""
+        if self.ranks is not None:
+            self.ranks.add_up(tensors)
 
 
 def _is_batch(data: Any) -> bool:

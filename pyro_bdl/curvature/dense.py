@@ -57,6 +57,10 @@ class FullCurvature(nn.Module):
             earlier = columns[: k * a.shape[1]]
             self.matrix[earlier[:, None], where[k]] += found[:, : len(earlier)].mT
 
+    def sums(self) -> list[Tensor]:
+        """What a pass has added up, to be added to in place."""
+        return [self.matrix]
+
     def scale(self, factor: float) -> None:
         self.matrix *= factor
 
@@ -85,6 +89,10 @@ class DiagonalCurvature(nn.Module):
     def add(self, jacobian: Jacobian) -> None:
         for block in jacobian.blocks:
             self.values[block.place.positions] += block.place.take(block.squares().flatten())
+
+    def sums(self) -> list[Tensor]:
+        """What a pass has added up, to be added to in place."""
+        return [self.values]
 
     def scale(self, factor: float) -> None:
         self.values *= factor

@@ -109,7 +109,8 @@ def cell_weights(site: Site) -> Tensor:
         outer = outer.base_dist
     weight = torch.ones(base.batch_shape, dtype=like.dtype, device=like.device)
     for factor, shape in factors:
-        value = torch.as_tensor(factor, device=like.device).to(like.dtype).detach().expand(shape)
+        value = torch.as_tensor(factor, dtype=like.dtype, device=like.device)
+        value = value.detach().expand(shape)
         weight = weight * value.reshape((*shape, *(1,) * (weight.dim() - len(shape))))
     return weight.sqrt()
 

@@ -79,6 +79,7 @@ def fit_curvature(
     :param before: a curvature of earlier data that the result will include.
     """
     batches = data if isinstance(data, Batches) else Batches(data)
+    batches.check_same("location", vector)
     like = vector.detach().new_empty(0, dtype=torch.promote_types(vector.dtype, torch.float32))
     check_memory(recipe, subset.size, like)
     if recipe.curvature == "hessian":
@@ -120,7 +121,7 @@ def _accumulated(
         if hasattr(curvature, "start_pass"):
             curvature.start_pass(number)
         parts = tqdm(
-            linearizations(model, subset, vector, batches, recipe, known=known),
+            linearizations(model, subset, vector, batches.part(), recipe, known=known),
             desc=f"curvature, pass {number + 1} of {curvature.passes}",
             unit="batch",
             disable=not progress,
@@ -132,6 +133,8 @@ def _accumulated(
                 curvature.add(jacobian)
             if hasattr(curvature, "end_batch"):
                 curvature.end_batch()
+        batches.add_up(*curvature.sums())
+    seen.add_up(batches)
     return curvature, seen
 
 
@@ -166,6 +169,7 @@ class _Seen:
         self.gradient = torch.zeros_like(vector)
         self.squares = self.cells = torch.zeros((), dtype=torch.float64, device=vector.device)
         self.stated: float = 0.0
+        self.scaled = False
 
     def add(self, linearization: Linearization) -> None:
         run = linearization.run
@@ -193,6 +197,7 @@ class _Seen:
             self._add_squares(site)
             largest = max(largest, count)
             self.stated = max(self.stated, count * site.subsampling)
+            self.scaled = self.scaled or site.subsampling != 1
             part = part + (site.log_prob() / site.subsampling).sum()
         for factor in run.factors.values():
             part = part + (factor.log_prob() / factor.subsampling).sum()
@@ -218,6 +223,26 @@ class _Seen:
             offsets = ((site.value - base.loc) / base.scale).detach()
             self.squares = self.squares + (weights * offsets.square()).sum().double()
             self.cells = self.cells + weights.sum().double()
+
+    def add_up(self, batches: Batches) -> None:
+        """What the other processes have seen as well, where the data are shared among them."""
+        ranks = batches.ranks
+        if ranks is None:
+            return
+        counts = self.squares.new_tensor([self.num_data, float(self.log_likelihood)])
+        self.squares, self.cells = self.squares.clone(), self.cells.clone()
+        ranks.add_up([counts, self.gradient, self.squares, self.cells])
+        self.num_data, self.log_likelihood = round(counts[0].item()), counts[1]
+        stated, scaled = zip(*ranks.gather((self.stated, self.scaled)), strict=True)
+        self.stated, self.scaled = max(stated), any(scaled)
+        if self.scaled and self.num_data > self.stated:
+            warnings.warn(
+                f"the processes hold {self.num_data} data and the program speaks of "
+                f"{self.stated:.0f}: those that several hold, such as the rows that a "
+                "DistributedSampler repeats, count several times",
+                BdlWarning,
+                stacklevel=5,
+            )
 
     def factor(self) -> float:
         if self.stated <= self.num_data or not self.num_data:
@@ -330,7 +355,7 @@ def _hessian(
 ) -> tuple[FullCurvature, _Seen]:
     """Minus the second derivatives of the log likelihood, factors included."""
     curvature, seen = FullCurvature(subset.size, like), _Seen(vector)
-    for linearization in linearizations(model, subset, vector, batches, None):
+    for linearization in linearizations(model, subset, vector, batches.part(), None):
         seen.add(linearization)
         total: Any = 0.0
         run = linearization.run
@@ -357,6 +382,8 @@ def _hessian(
                     curvature.matrix[start] -= torch.cat(row)
                 start += 1
     curvature.matrix = 0.5 * (curvature.matrix + curvature.matrix.mT)
+    batches.add_up(*curvature.sums())
+    seen.add_up(batches)
     return curvature, seen
 
 

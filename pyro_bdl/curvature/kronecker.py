@@ -158,6 +158,19 @@ class KroneckerCurvature(nn.Module):
             self.rest[self._names[key]] = DenseBlock(block.place, block.place.size, self.like)
         return self.rest[self._names[key]]
 
+    def sums(self) -> list[Tensor]:
+        """What the last pass has added up, by place, to be added to in place."""
+        result = []
+        for key in sorted(self._names):
+            name = self._names[key]
+            if name in self.products:
+                of: Any = self.products[name]
+                first = self._pass == 0
+                result += [of.inputs, of.outputs, of.count] if first else [of.values]
+            elif self._pass == 0:
+                result.append(self.rest[name].values)
+        return result
+
     def scale(self, factor: float) -> None:
         for factors in self.products.values():
             factors.outputs *= factor

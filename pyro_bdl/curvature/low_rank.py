@@ -54,6 +54,10 @@ class LowRankCurvature(nn.Module):
             product += before.vectors @ (before.values[:, None] * (before.vectors.mT @ self._basis))
         return product
 
+    def sums(self) -> list[Tensor]:
+        """What a pass has added up, to be added to in place."""
+        return [self._product]
+
     def scale(self, factor: float) -> None:
         self._factor = factor
 

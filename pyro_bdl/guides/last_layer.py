@@ -287,10 +287,13 @@ class LastLayerGuide(LaplaceGuide):
             run = record(model, latents, *self.few, draw=leave_open)
             total = torch.as_tensor(run.log_prior() + log_det, device=vector.device).double()
             for batches, factor in self.passes:
-                for args, kwargs in batches:
+                part = torch.zeros_like(total)
+                for args, kwargs in batches.part():
                     run = record(model, latents, args, kwargs)
                     for site in (*run.observed.values(), *run.factors.values()):
-                        total = total + factor * (site.log_prob() / site.subsampling).sum().double()
+                        part = part + (site.log_prob() / site.subsampling).sum().double()
+                batches.add_up(part)
+                total = total + factor * part
         return float(total)
 
     def _shared_on_copy(self) -> tuple[str, ...]:

@@ -1,0 +1,149 @@
+"""The processes of a torch.distributed group: what they add up, and what is the same on all."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Ranks:
+    """The processes ("ranks") of a group; this one alone where torch.distributed is not in use.
+
+    All methods are collective: every rank calls them, in the same order.
+
+    :param group: a process group; None for all processes.
+    :raises RuntimeError: where there are several processes and no process group.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self.group, self.number, self.size = group, 0, 1
+        if dist.is_available() and dist.is_initialized():
+            self.number, self.size = dist.get_rank(group), dist.get_world_size(group)
+            if self.number < 0:
+                raise RuntimeError("this process is not in the group: call it on its ranks only")
+        elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise RuntimeError(
+                f"there are {os.environ['WORLD_SIZE']} processes and no process group, so that "
+                "each would work alone: call torch.distributed.init_process_group() first"
+            )
+
+    def gather(self, value: Any) -> list[Any]:
+        """A picklable value of each rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def together(self, function: Callable[[], Any]) -> list[Any]:
+        """The results of ``function()`` on each rank; an error on one is raised on all.
+
+        :raises RuntimeError: where another rank failed, with its message.
+        """
+        result, failure = None, None
+        try:
+            result = function()
+        except Exception as error:
+            failure = error
+        text = None if failure is None else f"{type(failure).__name__}: {failure}"
+        found = self.gather((text, result))
+        if failure is not None:
+            raise failure
+        for rank, (other, _) in enumerate(found):
+            if other is not None:
+                raise RuntimeError(f"rank {rank} failed with {other}")
+        return [result for _, result in found]
+
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by its sum over the ranks, bit for bit the same on all.
+
+        :raises RuntimeError: where the ranks' tensors differ in number, shape or dtype.
+        """
+        if self.size == 1:
+            return
+        kinds = self.gather([f"{tuple(t.shape)} {t.dtype}" for t in tensors])
+        for rank, other in enumerate(kinds):
+            if other != kinds[0]:
+                raise RuntimeError(
+                    f"rank {rank} has other sums than rank 0 ({_first_difference(kinds[0], other)})"
+                    ": run the same program on all ranks, on data of the same kind"
+                )
+        for tensor in tensors:
+            self.add(tensor)
+
+    def add(self, tensor: Tensor) -> None:
+        """``add_up`` of one tensor that is known to be alike on all ranks."""
+        if self.size == 1:
+            return
+        whole = tensor.detach().contiguous()
+        dist.all_reduce(whole, group=self.group)
+        if whole.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(whole)
+
+    def broadcast(self, named: Mapping[str, Tensor]) -> None:
+        """Replace the values of tensors by those of rank 0.
+
+        :raises RuntimeError: where the ranks' tensors differ in name, shape or dtype.
+        """
+        if self.size == 1:
+            return
+        kinds = self.gather([f"{n} {tuple(t.shape)} {t.dtype}" for n, t in named.items()])
+        for rank, other in enumerate(kinds):
+            if other != kinds[0]:
+                raise RuntimeError(
+                    f"rank {rank} has other parameters than rank 0 "
+                    f"({_first_difference(kinds[0], other)}): make the same program and guide on "
+                    "all ranks"
+                )
+        for tensor in named.values():
+            tensor.detach().copy_(self._of_rank_0(tensor))
+
+    def check_same(self, named: Mapping[str, Tensor]) -> None:
+        """Compare tensors of the same names and shapes with those of rank 0, up to rounding.
+
+        :raises RuntimeError: on all ranks, naming a rank and a tensor of it that differs.
+        """
+        if self.size == 1:
+            return
+        apart: tuple[str, float] | None = None
+        for name, tensor in named.items():
+            reference = self._of_rank_0(tensor)
+            difference = _difference(tensor.detach(), reference)
+            if apart is None and difference > 0:
+                apart = name, difference
+        for rank, found in enumerate(self.gather(apart)):
+            if found is not None:
+                raise RuntimeError(
+                    f"'{found[0]}' on rank {rank} lies up to {found[1]:.3g} from that of rank 0: "
+                    "take the same steps on all ranks; pyro_bdl.distributed.broadcast(model, "
+                    "guide) puts the values of rank 0 on all"
+                )
+
+    def _of_rank_0(self, tensor: Tensor) -> Tensor:
+        value = tensor.detach().clone(memory_format=torch.contiguous_format)
+        source = 0 if self.group is None else dist.get_global_rank(self.group, 0)
+        dist.broadcast(value, source, group=self.group)
+        return value
+
+
+def _difference(value: Tensor, reference: Tensor) -> float:
+    """The largest difference, 0 where it is no more than rounding; what is not finite is equal to
+    itself."""
+    if not value.numel() or torch.equal(value, reference):
+        return 0.0
+    value, reference = value.double(), reference.double()
+    gap = (value - reference).abs()
+    gap[(value == reference) | (value.isnan() & reference.isnan())] = 0.0
+    largest = float(gap.nan_to_num(nan=torch.inf).max())
+    size = float(reference[reference.isfinite()].abs().max()) if reference.isfinite().any() else 0.0
+    return largest if largest > 1e-5 * size else 0.0
+
+
+def _first_difference(left: Sequence[str], right: Sequence[str]) -> str:
+    for one, other in zip(left, right, strict=False):
+        if one != other:
+            return f"{other} in the place of {one}"
+    return f"{len(right)} tensors in the place of {len(left)}"
