@@ -37,6 +37,7 @@ def run(target: Target, start: Tensor, settings: Settings) -> Chains:
             chains = _Chain(kernel, keys, starts, settings).run(stop)
         else:
             chains = _one_by_one(kernel, keys, starts, settings, stop)
+    chains.interrupted |= stop.is_set()  # in the last block
     chains.vectors = chains.vectors.to(start)
     chains.stats = {name: value.to(start.device) for name, value in chains.stats.items()}
     return chains

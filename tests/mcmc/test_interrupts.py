@@ -78,14 +78,14 @@ def test_ctrl_c_ends_parallel_chains_and_keeps_their_draws(monkeypatch):
 
 
 class Collecting:
-    """A bar in which garbage is collected at the n-th update, with Ctrl-C in the midst of it."""
+    """A bar in which garbage is collected after n iterations, with Ctrl-C in the midst of it."""
 
     def __init__(self, n):
         self.left = n
 
     def update(self, size):
-        self.left -= 1
-        if self.left == 0:
+        before, self.left = self.left, self.left - size
+        if before > 0 >= self.left:
             gc.callbacks.append(self.strike)
             gc.collect()
 
@@ -101,7 +101,7 @@ class Collecting:
 def test_ctrl_c_inside_the_garbage_collector(chains, method, monkeypatch):
     """Python drops what is raised there: JAX has such a callback."""
     monkeypatch.setattr(numpyro_backend, "_MOST_PER_BLOCK", 4)
-    monkeypatch.setattr(numpyro_backend, "progress_bar", lambda *_: Collecting(20))
+    monkeypatch.setattr(numpyro_backend, "progress_bar", lambda *_: Collecting(50))
     before = signal.getsignal(signal.SIGINT)
     with pytest.warns(BdlWarning, match="interrupted"):
         samples = mcmc.sample(
@@ -114,6 +114,13 @@ def test_ctrl_c_inside_the_garbage_collector(chains, method, monkeypatch):
         )
     assert samples.info["interrupted"] and 0 < samples.num_draws < 100
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_in_the_last_block_is_told(monkeypatch):
+    monkeypatch.setattr(numpyro_backend, "progress_bar", lambda *_: Collecting(40))
+    with pytest.warns(BdlWarning, match="interrupted: 20 of 20 draws"):
+        samples = mcmc.sample(one_mean, torch.tensor(0.5), num_warmup=20, num_samples=20)
+    assert samples.info["interrupted"]
 
 
 def test_ctrl_c_inside_the_garbage_collector_before_the_first_iteration(monkeypatch):
