@@ -216,7 +216,8 @@ def _in_threads(chains: list[_Chain], bar: Any, stop: threading.Event) -> Chains
         # A second Ctrl-C reaches this thread only, and the error of one chain only its own.
         with contextlib.suppress(KeyboardInterrupt):
             wait(running, return_when=FIRST_EXCEPTION)
-        stop.set()
+        if not all(each.done() for each in running):
+            stop.set()
         wait(running)
     results = []
     for each in running:
