@@ -11,6 +11,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 import xarray
+from matplotlib import pyplot
 from torch import nn
 
 import pyro_bdl as bdl
@@ -318,23 +319,31 @@ def test_arvizs_statistics(both, name):
     assert set(compared.index) == {"guide", "nuts"}
 
 
+def _draws(function, *args, **kwargs):
+    """The plot makes a figure that has something in it."""
+    before = set(pyplot.get_fignums())
+    _quiet(function, *args, **kwargs)
+    figures = [pyplot.figure(number) for number in set(pyplot.get_fignums()) - before]
+    assert any(axes.has_data() for figure in figures for axes in figure.axes)
+
+
 @pytest.mark.parametrize("name", ["guide", "nuts"])
 def test_arvizs_plots(both, name):
     data = both[name]
     loo = _quiet(arviz.loo, data, pointwise=True, var_name="y")
-    _quiet(arviz.plot_khat, loo)
+    _draws(arviz.plot_khat, loo)
     if OLD or name == "nuts":  # ArviZ 1.x compares ranks between chains, of which a guide has one
-        _quiet(arviz.plot_rank, data, var_names=["noise"])
-    _quiet(arviz.plot_forest, data, var_names=["noise", "2.weight"])
+        _draws(arviz.plot_rank, data, var_names=["noise"])
+    _draws(arviz.plot_forest, data, var_names=["noise", "2.weight"])
     if name == "nuts":
-        _quiet(arviz.plot_energy, data)
+        _draws(arviz.plot_energy, data)
     if OLD:
-        _quiet(arviz.plot_loo_pit, data, y="y")
-        _quiet(arviz.plot_ppc, data, var_names=["y"], num_pp_samples=10)
+        _draws(arviz.plot_loo_pit, data, y="y")
+        _draws(arviz.plot_ppc, data, var_names=["y"], num_pp_samples=10)
     else:
-        _quiet(arviz.plot_loo_pit, data, var_names=["y"])
-        _quiet(arviz.plot_ppc_dist, data, var_names=["y"], num_samples=10)
-    matplotlib.pyplot.close("all")
+        _draws(arviz.plot_loo_pit, data, var_names=["y"])
+        _draws(arviz.plot_ppc_dist, data, var_names=["y"], num_samples=10)
+    pyplot.close("all")
 
 
 # What it refuses, and what it leaves alone

@@ -457,7 +457,9 @@ def test_no_warnings_on_the_way():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         collect_swag(model, guide, x, y, snapshots=2, learning_rate=1e-4, progress=None)
-        bdl.Predictive(model, guide.swag_approximation(), 3)(x)
+        drawn = bdl.Predictive(model, guide.swag_approximation(), 3)(x)
+    assert int(guide.snapshots.count) == 2
+    assert drawn["y"].shape == (3, 40) and drawn["f"].var(0).min() > 0
 
 
 @pytest.mark.parametrize("kind", [AutoSWAG, AutoMultiSWAG])
