@@ -186,7 +186,7 @@ class DataParallel_ELBO(ELBO):
             self._leaves = _leaves(model, guide, statements.trace)
             return reading, torch.randint(2**62, (), device="cpu").item()
 
-        found = self.ranks.together(look)
+        found = self.ranks.gather(self.ranks.together(look))
         batch = joint_batch(model, guide, [reading for reading, _ in found])
         modules = [part for part in (model, guide) if isinstance(part, nn.Module)]
         self.ranks.broadcast(self._leaves | _values_of(modules))

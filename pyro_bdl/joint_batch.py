@@ -166,7 +166,7 @@ def joint_batch(model: Callable, guide: Callable, ranks: Sequence[Reading]) -> J
     """
     pair, first = (model, guide), ranks[0]
     if len(ranks) == 1:
-        return JointBatch(pair, model, first.size is not None)
+        return JointBatch(pair, model, False)
     for number, other in enumerate(ranks):
         if other.size != first.size:
             raise ValueError(

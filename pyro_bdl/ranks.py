@@ -38,24 +38,21 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def together(self, function: Callable[[], Any]) -> list[Any]:
-        """The results of ``function()`` on each rank; an error on one is raised on all.
+    def together(self, function: Callable[[], Any]) -> Any:
+        """``function()``, which all ranks call; an error on one is raised on all, so that none
+        waits for it.
 
         :raises RuntimeError: where another rank failed, with its message.
         """
-        result, failure = None, None
         try:
             result = function()
         except Exception as error:
-            failure = error
-        text = None if failure is None else f"{type(failure).__name__}: {failure}"
-        found = self.gather((text, result))
-        if failure is not None:
-            raise failure
-        for rank, (other, _) in enumerate(found):
-            if other is not None:
-                raise RuntimeError(f"rank {rank} failed with {other}")
-        return [result for _, result in found]
+            self.gather(f"{type(error).__name__}: {error}")
+            raise
+        for rank, message in enumerate(self.gather(None)):
+            if message is not None:
+                raise RuntimeError(f"rank {rank} failed with {message}")
+        return result
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over the ranks, bit for bit the same on all.

@@ -21,11 +21,27 @@ from pyro.nn import PyroParam
 from torch import nn
 
 import pyro_bdl as bdl
+from pyro_bdl import selectors
 from pyro_bdl.distributed import DataParallel_ELBO, Shard, broadcast
 from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import UnsupportedProgramError
-from pyro_bdl.evidence import log_marginal_likelihood, maximize, variational_em
-from pyro_bdl.guides import AutoLaplaceGGN, AutoLastLayer, AutoMAP, AutoMeanField
+from pyro_bdl.evidence import (
+    MarginalLikelihoodTraining,
+    log_marginal_likelihood,
+    maximize,
+    variational_em,
+)
+from pyro_bdl.guides import (
+    AutoEnsemble,
+    AutoLaplaceGGN,
+    AutoLastLayer,
+    AutoLowRank,
+    AutoMAP,
+    AutoMatrixNormal,
+    AutoMCDropout,
+    AutoMeanField,
+    AutoSubnetwork,
+)
 from pyro_bdl.optim import IVON, VOGN, GaussNewton_ELBO, InSVI
 from pyro_bdl.ranks import Ranks
 
@@ -176,6 +192,55 @@ def natural_gradients(rank, size):
     return found
 
 
+GUIDES = {
+    "low_rank": lambda model: AutoLowRank(model, rank=2),
+    "matrix_normal": AutoMatrixNormal,
+    "dropout": lambda model: AutoMCDropout(model, p=0.2),
+    "concrete_dropout": lambda model: AutoMCDropout(model, p=0.2, learn_p=True),
+    "ensemble": lambda model: AutoEnsemble(model, size=3),
+}
+
+
+@case
+def other_guides(rank, size):
+    found = []
+    for make in GUIDES.values():
+        torch.manual_seed(3)
+        model = program()
+        guide = make(model)
+        elbo = TemperedTraceMeanField_ELBO(num_particles=3)
+        parallel = DataParallel_ELBO(elbo, same_draws=True)
+        found += [in_torch(model, guide, parallel, [data(rank, size)] * 3), *parameters(guide)]
+    return found
+
+
+@case
+def latents_of_the_data(rank, size):
+    """A latent of each datum, in a plate that knows its indices; a prior's parameter."""
+
+    def random_effects(x, y, rows):
+        scale = pyro.param("scale", x.new_tensor(0.7), constraint=dist.constraints.positive)
+        w = pyro.sample("w", dist.Normal(x.new_zeros(3), scale).to_event(1))
+        with pyro.plate("data", N, subsample=rows):
+            z = pyro.sample("z", dist.Normal(x.new_zeros(()), 0.5))
+            pyro.sample("y", dist.Normal(x @ w + z, 0.3), obs=y)
+
+    def plates(x, y, rows):
+        return pyro.plate("data", N, subsample=rows)
+
+    pyro.clear_param_store()
+    guide = AutoMAP(random_effects, create_plates=plates)
+    whole = data(0, 1)
+    order = torch.arange(N).split([5, 3, 4, 4, 6, 1])
+    rows = order[rank::2] if size == 2 else [torch.cat(order[i : i + 2]) for i in (0, 2, 4)]
+    elbo = TemperedTrace_ELBO()
+    elbo = elbo if size == 1 else DataParallel_ELBO(elbo)
+    batches = [(*(part[r] for part in whole), r) for r in rows]
+    guide.prototype(*batches[0]).loc.data.copy_(torch.linspace(-0.5, 0.5, N + 3))
+    losses = in_svi(random_effects, guide, elbo, batches)
+    return losses, parameters(guide), pyro.param("scale").detach().clone()
+
+
 class Recorded(TemperedTraceMeanField_ELBO):
     """Keeps each loss of its own, and the first number that could be drawn in its place."""
 
@@ -202,6 +267,8 @@ def own_draws(rank, size):
     parallel = DataParallel_ELBO(elbo)
     losses = in_svi(model, guide, parallel, [data(rank, size)] * 3)
     torch.set_rng_state(state)
+    with bdl.handlers.flipout():
+        in_svi(model, guide, DataParallel_ELBO(TemperedTrace_ELBO()), [data(rank, size)] * 2)
     ivon, plain = IVON(guide), DataParallel_ELBO(TemperedTrace_ELBO())
     in_svi(model, guide, plain, [data(rank, size)] * 3, InSVI(ivon, pyro.optim.Adam({"lr": 0.01})))
     return losses, elbo.seen, parameters(model, guide)
@@ -311,6 +378,26 @@ def last_layer(rank, size):
     return found
 
 
+@case
+def built_on_laplace(rank, size):
+    """Subnetworks chosen by Laplace, members of an ensemble, hyperparameters in training."""
+    found = []
+    torch.manual_seed(0)
+    model = program()
+    guide = AutoSubnetwork(model, select=selectors.LargestVariance(), size=6)
+    guide.prototype(*data(rank, size)).loc.data.copy_(maximum())
+    found += facts(guide.laplace_approximation(shard(rank, size)))
+    model = program()
+    ensemble = AutoEnsemble(model, size=2).prototype(*data(rank, size))
+    for member in ensemble.laplace_approximation(shard(rank, size)).members:
+        found += facts(member)
+    guide = AutoLaplaceGGN(model).prototype(*data(rank, size))
+    guide.loc.data.copy_(maximum())
+    online = MarginalLikelihoodTraining(guide, shard(rank, size), every=1, burn_in=0)
+    online.step()
+    return [*found, *facts(online.finish()), *parameters(model)]
+
+
 # ----------------------------------------------------------------------------------- what fails
 
 
@@ -368,6 +455,13 @@ def failures(rank, size):
     found["batch norm"] = first_step(model, AutoMAP(model), (x, y))
     model.eval()
     found["batch norm, evaluation mode"] = first_step(model, AutoMAP(model), (x, y))
+
+    laplace = AutoLaplaceGGN(program()).prototype(x, y)
+    batches = [(x, y), (bad, y)]
+    found["first batch"] = failure(lambda: laplace.laplace_approximation(Shard(batches[::-1])))
+    found["second batch"] = failure(lambda: laplace.laplace_approximation(Shard(batches)))
+    nothing = [(x, y)][rank:]
+    found["no batch"] = failure(lambda: laplace.laplace_approximation(Shard(nothing)))
 
     def picks(x, y):
         w = pyro.sample("w", dist.Normal(x.new_zeros(3), 1.0).to_event(1))
@@ -485,7 +579,7 @@ def test_one_process_has_the_noise_of_a_seed_and_leaves_the_callers_alone(conjug
     ]
     assert torch.equal(state, torch.get_rng_state())
     assert elbo.seen[0][0] != elbo.seen[1][0]
-    assert [float(loss) for loss in losses] == [float(loss) for _, loss in elbo.seen]
+    assert [loss.item() for loss in losses] == [loss.item() for _, loss in elbo.seen]
 
 
 MESSAGES = {
@@ -517,6 +611,9 @@ def test_a_failure_on_one_rank_is_told_by_the_other(both):
     assert second["nan"].startswith("ValueError: x holds NaN or infinity in rows 2, columns 1")
     assert first["nan"].startswith("RuntimeError: rank 1 failed with ValueError: x holds NaN")
     assert first["kept"] and second["kept"]
+    for name in ("first batch", "second batch"):
+        assert "ValueError: " in second[name] and "rank 1 failed with ValueError: " in first[name]
+    assert "data holds no batch" in second["no batch"] and "rank 1" in first["no batch"]
     assert first["first step"].startswith("ValueError: y has shape (9,)")
     assert second["first step"].startswith("ValueError: y has shape (8,)")
 

@@ -1,6 +1,6 @@
 """Data for a pass: one batch or an iterable of batches, in parts that fit in memory."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -63,6 +63,11 @@ class Batches:
         """:raises RuntimeError: where processes that share the data have different values."""
         if self.ranks is not None:
             self.ranks.check_same({name: value})
+
+    def together(self, function: Callable[[], Any]) -> Any:
+        """``function()``, a pass over the data; where it fails in a process that has a part of
+        them, it fails in all."""
+        return function() if self.ranks is None else self.ranks.together(function)
 
     def add_up(self, *tensors: Tensor) -> None:
         """Turn sums over this process's part of the data into sums over all data, in place."""

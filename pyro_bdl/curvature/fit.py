@@ -1,5 +1,6 @@
 """Curvature of a program's log likelihood over data: passes over batches, in parts."""
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -83,7 +84,9 @@ def fit_curvature(
     like = vector.detach().new_empty(0, dtype=torch.promote_types(vector.dtype, torch.float32))
     check_memory(recipe, subset.size, like)
     if recipe.curvature == "hessian":
-        curvature, seen = _hessian(model, subset, vector, batches, like)
+        curvature, seen = batches.together(lambda: _hessian(model, subset, vector, batches, like))
+        batches.add_up(*curvature.sums())
+        seen.add_up(batches)
     else:
         curvature, seen = _accumulated(
             model, subset, vector, batches, recipe, like, before, progress
@@ -115,7 +118,8 @@ def _accumulated(
     known: dict[Any, Alignment] = {}
     seen = _Seen(vector)
     states = _random_states(vector.device)
-    for number in range(curvature.passes):
+
+    def one_pass(number: int) -> None:
         if number:  # the same draws, so that all passes are about one matrix
             _set_random_states(states, vector.device)
         if hasattr(curvature, "start_pass"):
@@ -133,6 +137,9 @@ def _accumulated(
                 curvature.add(jacobian)
             if hasattr(curvature, "end_batch"):
                 curvature.end_batch()
+
+    for number in range(curvature.passes):
+        batches.together(functools.partial(one_pass, number))
         batches.add_up(*curvature.sums())
     seen.add_up(batches)
     return curvature, seen
@@ -317,17 +324,19 @@ def _softmax_jacobian(
         or len(base.batch_shape) != 1
     ):
         return None
-    return _pullback(linearization, name, ("logits",)).softmax(cell_weights(site).square())
+    return site_pullback(linearization, name, ("logits",)).softmax(cell_weights(site).square())
 
 
 def _jacobian(
     linearization: Linearization, name: str, keys: tuple[str, ...], columns: list[Cotangent]
 ) -> Jacobian:
-    pullback = _pullback(linearization, name, keys)
+    pullback = site_pullback(linearization, name, keys)
     return pullback.jacobian([[column[key] for key in keys] for column in columns])
 
 
-def _pullback(linearization: Linearization, name: str, keys: tuple[str, ...]) -> Pullback:
+def site_pullback(linearization: Linearization, name: str, keys: tuple[str, ...]) -> Pullback:
+    """Parameters of a site's distribution, ready to be differentiated datum by datum."""
+
     def outputs(run: Run) -> Sequence[Tensor]:
         parameters = parameters_of_any(without_wrappers(run.observed[name].distribution)[0])
         return [parameters[key] for key in keys]
@@ -382,8 +391,6 @@ def _hessian(
                     curvature.matrix[start] -= torch.cat(row)
                 start += 1
     curvature.matrix = 0.5 * (curvature.matrix + curvature.matrix.mT)
-    batches.add_up(*curvature.sums())
-    seen.add_up(batches)
     return curvature, seen
 
 

@@ -93,9 +93,7 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         subset = changes.pop("subset", self.subset)
         recipe = replace(self.recipe, **changes)
         batches = Batches(data)
-        args, kwargs = batches.first()
-        check_finite(self._program_model[0], args, kwargs)
-        self.prototype(*args, **kwargs)
+        batches.together(lambda: self._begin(*batches.first()))
         if self.subsampled:
             raise UnsupportedProgramError(
                 f"the latent site '{min(self.subsampled)}' stands in a subsampled plate, so that "
@@ -103,6 +101,10 @@ class AutoLaplaceGGN(UnconstrainedMAP):
                 "or use AutoMeanField"
             )
         return LaplaceGuide(self, recipe, subset, batches, progress=progress)
+
+    def _begin(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        check_finite(self._program_model[0], args, kwargs)
+        self.prototype(*args, **kwargs)
 
 
 class LaplaceGuide(JointGuide):
