@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from pyro_bdl.batch_norm import layers_called
 from pyro_bdl.checks import check_finite
 from pyro_bdl.curvature.data import Batches
 from pyro_bdl.curvature.fit import check_factors, fit_curvature
@@ -80,6 +81,11 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         self, data: Any, *, progress: bool = False, **changes: Any
     ) -> "LaplaceGuide":
         """The Gaussian posterior around the present value; nothing of the model is changed.
+
+        The program runs in evaluation mode, whatever mode it is in, and is put back into its own:
+        dropout layers drop nothing, and BatchNorm layers compute with their running statistics,
+        since those of a batch would make its data depend on each other. A layer that has only
+        these (``track_running_stats=False``) is refused.
 
         :param data: the program's arguments ``(x, y)``, or an iterable of batches of them; each
             datum counts once.
@@ -258,10 +264,17 @@ class LaplaceGuide(JointGuide):
         values = self.precision.variances()
         gain = 0.5 * float((gradient.square() * values.to(gradient)).sum())
         if gain > 1.0 + 0.1 * self.subset.size:
+            with layers_called() as layers:
+                self._read()
+            ending = (
+                ", the last steps after model.eval(): a BatchNorm layer is in training mode, and "
+                "the approximation computes with its running statistics"
+            )
             warnings.warn(
                 "the guide is not at a maximum: the gradient's norm is "
                 f"{float(gradient.norm()):.3g} and a step would gain about {gain:.3g} nats; train "
-                "longer, with a learning rate that falls to zero, before the Laplace approximation",
+                "longer, with a learning rate that falls to zero, before the Laplace approximation"
+                + (ending if any(layer.training for layer in layers) else ""),
                 BdlWarning,
                 stacklevel=4,
             )

@@ -647,6 +647,20 @@ def test_layers_in_training_mode_are_evaluated(structure, curvature):
     )
 
 
+def test_a_maximum_that_batch_statistics_may_have_moved():
+    """The advice is about evaluation mode where a BatchNorm layer is in training mode."""
+    model, x, y = noisy_model()
+    guide = AutoLaplaceGGN(model).prototype(x, y)
+    check = unchanged(model)
+    with pytest.warns(BdlWarning, match=r"maximum.*after model\.eval\(\): a BatchNorm"):
+        guide.laplace_approximation((x, y))
+    check()
+    model.eval()
+    with pytest.warns(BdlWarning, match="maximum") as caught:
+        guide.laplace_approximation((x, y))
+    assert "BatchNorm" not in str(caught[0].message)
+
+
 @pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
 def test_an_error_midway_leaves_no_trace(structure):
     model, x, y = noisy_model()
