@@ -10,7 +10,7 @@ torch that are affine in some of their arguments. Curvature records these operat
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+
+from pyro_bdl.einsum import as_linear
 
 
 @dataclass
@@ -96,10 +98,19 @@ class Tracker(TorchFunctionMode):
         """The result of an operation, no view, on tagged tensors."""
         raise NotImplementedError
 
-    def look_into(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """The result of a function that is made of several operations."""
+    def inside(self, func: Any, args: tuple, kwargs: dict) -> Callable[[], Any] | None:
+        """A function that is made of several operations on latents, to be called; None for one
+        that is not."""
+        if func in COMPOSITES:
+            return partial(COMPOSITES[func], *args, **kwargs)
+        if func is torch.einsum:
+            return as_linear(args, lambda operand: self.tag(operand) is not None)
+        return None
+
+    def look_into(self, func: Any, args: tuple, kwargs: dict, body: Callable[[], Any]) -> Any:
+        """The result of a function whose ``inside`` is ``body``."""
         with self:
-            return COMPOSITES[func](*args, **kwargs)
+            return body()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
@@ -108,8 +119,9 @@ class Tracker(TorchFunctionMode):
         tagged = self._tagged(args) + self._tagged(kwargs.values()) if self.tags else None
         if not tagged:
             return func(*args, **kwargs)
-        if func in COMPOSITES:
-            return self.look_into(func, args, kwargs)
+        body = self.inside(func, args, kwargs)
+        if body is not None:
+            return self.look_into(func, args, kwargs, body)
         if self._is_view(func, args, tagged):
             return self._follow(func, args, kwargs)
         return self.operate(func, args, kwargs, tagged)

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from pyro.distributions import Delta
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import _PYRO_STACK
@@ -62,13 +63,15 @@ class _Products(Tracker):
         else:
             self.track(site, value)
 
-    def look_into(self, func: Any, args: tuple, kwargs: dict) -> Any:
+    def look_into(self, func: Any, args: tuple, kwargs: dict, body: Callable[[], Any]) -> Any:
+        if func is not F.multi_head_attention_forward:
+            return super().look_into(func, args, kwargs, body)
         query = args[0] if args else kwargs["query"]
         outside = self.batch
         size = query.shape[1] if query.dim() == 3 else 1
         self.batch = Batch(outside.sizes, size)
         try:
-            return super().look_into(func, args, kwargs)
+            return super().look_into(func, args, kwargs, body)
         finally:
             self.batch = outside
 
@@ -187,7 +190,8 @@ class PerDatum(Messenger):
         if not reached:
             raise UnsupportedProgramError(
                 f"{self.name} found no layer that multiplies data with a latent of its own "
-                "distribution in the guide: use plain sampling (estimator=None)"
+                "distribution in the guide (linear, convolution, embedding, attention, product "
+                "with @): use plain sampling (estimator=None)"
             )
 
     def sample(self, msg: Any) -> None:

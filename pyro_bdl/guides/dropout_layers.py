@@ -108,10 +108,9 @@ class LayerReader(WeightReader):
         name = getattr(func, "__name__", "").strip("_")
         self._used = False
         result = super().__torch_function__(func, types, args, kwargs)
-        if func is F.multi_head_attention_forward:  # a composite, whose operations were seen
-            if args[10] > 0:
-                self.stops[self._layer(args[10])] = "it drops attention weights"
-        elif not self._used:
+        if func is F.multi_head_attention_forward and args[10] > 0:
+            self.stops[self._layer(args[10])] = "it drops attention weights"
+        if not self._used and self.inside(func, args, kwargs) is None:  # else it was seen
             arrived = [f for leaf in tree_leaves((args, kwargs)) for f in self._of(leaf)]
             self._pass_on(func, name, args, kwargs, result, arrived)
         return result

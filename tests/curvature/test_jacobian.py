@@ -271,7 +271,19 @@ CASES = {
         ("a", "c"),  # products of latents with numbers are no longer the latents
     ),
     "einsum": (
-        lambda: Function(lambda m, x: torch.einsum("ni,oi->no", x, m.w), w=torch.randn(2, 3)),
+        lambda: Function(lambda m, x: torch.einsum("oi,ni->no", m.w, x), w=torch.randn(2, 3)),
+        (3,),
+        (),
+    ),
+    "einsum over two axes": (
+        lambda: Function(lambda m, x: torch.einsum("nti,oit->no", x, m.w), w=torch.randn(2, 3, 4)),
+        (4, 3),
+        (),
+    ),
+    "einsum that is no product": (
+        lambda: Function(
+            lambda m, x: torch.einsum("ni,oi->nio", x, m.w).tanh().sum(1), w=torch.randn(2, 3)
+        ),
         (3,),
         ("w",),
     ),

@@ -61,7 +61,7 @@ def test_views_are_followed(view):
         lambda w: F.linear(X, w.exp()),
         lambda w: F.linear(X, w / w.norm()),
         lambda w: F.linear(X, torch.stack([w, w]).sum(0)),
-        lambda w: torch.einsum("ni,oi->no", X, w),
+        lambda w: torch.einsum("ni,oi->nio", X, w),
         lambda w: F.linear(w, w),
         lambda w: w @ w.T,
         lambda w: w * w,

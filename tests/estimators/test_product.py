@@ -54,6 +54,12 @@ LAYERS = {
     "x @ w.T": (lambda x, w: torch.matmul(x, w.T), V, dict(w=(2, 3))),
     "w @ x.T": (lambda x, w: (w @ x.T).T, V, dict(w=(2, 3))),
     "addmm": (lambda x, w, b: torch.addmm(b, x, w), V, dict(w=(3, 2), b=2)),
+    "einsum": (lambda x, w: torch.einsum("oi,bi->bo", w, x), V, dict(w=(2, 3))),
+    "einsum of a sequence": (
+        lambda x, w: torch.einsum("bct,ocd->bodt", x, w),
+        X,
+        dict(w=(2, 2, 2)),
+    ),
     "parts of a weight": (
         lambda x, w: torch.cat([F.linear(x, part) for part in w.chunk(2)], -1),
         V,
