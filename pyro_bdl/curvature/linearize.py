@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -53,6 +54,8 @@ class Linearization:
     :param subset: the latents of interest; the others count as constants.
     :param vector: where, an unconstrained vector (P,).
     :param known: alignments found in earlier batches of the same program; filled here.
+    :param training: as in a step of training: modules run in their own modes, and the latents stay
+        functions of ``vector``. The modes must not matter, see ``evaluation_mode``.
     """
 
     def __init__(
@@ -64,15 +67,18 @@ class Linearization:
         kwargs: Mapping[str, Any],
         *,
         known: dict[Any, Alignment] | None = None,
+        training: bool = False,
     ) -> None:
         self.model, self.subset, self.vector = model, subset, vector.detach()
-        self.args, self.kwargs = args, kwargs
+        self.args, self.kwargs, self.training = args, kwargs, training
         self.known = {} if known is None else known
         layout = subset.layout
-        self.leaves = layout.unflatten(self.vector)
-        for name in subset.parts:
-            self.leaves[name] = self.leaves[name].clone().requires_grad_()
-        with torch.enable_grad(), evaluation_mode(), preserved_buffers(), vmappable():
+        self.leaves = layout.unflatten(vector if training else self.vector)
+        if not training:
+            for name in subset.parts:
+                self.leaves[name] = self.leaves[name].clone().requires_grad_()
+        mode = nullcontext() if training else evaluation_mode()
+        with torch.enable_grad(), mode, preserved_buffers(), vmappable():
             values = layout.to_supports(self.leaves)
             seen = {n: v for n, v in values.items() if v is self.leaves[n] and n in subset.parts}
             with LinearOperations(seen) as operations:
@@ -114,12 +120,18 @@ class Pullback:
             self.outputs, list(inputs), list(cotangents), retain_graph=True, allow_unused=True
         )
 
-    def jacobian(self, columns: Sequence[Sequence[Tensor]]) -> Jacobian:
+    def jacobian(
+        self,
+        columns: Sequence[Sequence[Tensor]],
+        arrived: Sequence[Sequence[Tensor | None]] | None = None,
+    ) -> Jacobian:
         """The gradients of sum_j <column_kj, output_j> in the subset, for every datum.
 
         :param columns: K cotangents, each with a tensor for every output.
+        :param arrived: where they are known, the gradients that each column leaves at the outputs
+            of all uses; by default they are sent back from the columns.
         """
-        blocks = self._aligned_blocks(columns, self.alignment)
+        blocks = self._aligned_blocks(columns, self.alignment, arrived)
         blocks += blocks_outside(self, columns)
         return self._of_blocks(blocks, len(columns))
 
@@ -200,20 +212,29 @@ class Pullback:
         return Jacobian(blocks, num_columns, self.num_data, self.at.subset.size, like)
 
     def _aligned_blocks(
-        self, columns: Sequence[Sequence[Tensor]], alignment: Alignment
+        self,
+        columns: Sequence[Sequence[Tensor]],
+        alignment: Alignment,
+        arrived: Sequence[Sequence[Tensor | None]] | None = None,
     ) -> list[Block]:
         at = self.at
-        aligned = [
-            (use, number, axis)
-            for use, number, axis in zip(at.uses, at.numbers, alignment.axes, strict=True)
+        which = [
+            i
+            for i, (use, axis) in enumerate(zip(at.uses, alignment.axes, strict=True))
             if axis is not None and use.site not in alignment.others
         ]
-        edges = [use.edge for use, _, _ in aligned]
-        pulled = [self.gradients(column, edges) for column in columns] if edges else []
+        edges = [at.uses[i].edge for i in which]
+        pulled: list[Sequence[Tensor | None]] = []
+        if arrived is not None:
+            pulled = [[gradients[i] for i in which] for gradients in arrived]
+        elif edges:
+            pulled = [self.gradients(column, edges) for column in columns]
         by_site: dict[str, list[tuple[Block, Tensor | None]]] = {}
         stacks: dict[Any, Tensor] = {}  # one for the weight and the bias of an operation
-        for i, (use, number, axis) in enumerate(aligned):
-            place = place_of(use, at.subset, number)
+        for i, position in enumerate(which):
+            use, axis = at.uses[position], alignment.axes[position]
+            assert axis is not None
+            place = place_of(use, at.subset, at.numbers[position])
             if place is not None:
                 key = (use.edge, axis, use.groups) if use.kind == "product" else i
                 if key not in stacks:

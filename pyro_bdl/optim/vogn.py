@@ -6,17 +6,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.alignment import Alignment
-from pyro_bdl.curvature.dense import DiagonalCurvature
-from pyro_bdl.curvature.fit import site_jacobians
+from pyro_bdl.curvature.alignment import Alignment, rounding_of
 from pyro_bdl.curvature.linearize import Linearization
 from pyro_bdl.curvature.recipe import Recipe
+from pyro_bdl.curvature.score import gradient_and_squares, parameters_behind
 from pyro_bdl.curvature.subset import Subset
 from pyro_bdl.elbo import Temperature, TemperedTraceMeanField_ELBO
 from pyro_bdl.estimators import PerDatum
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.mean_field import AutoMeanField
 from pyro_bdl.optim.base import NaturalGradient
+from pyro_bdl.randomness import own_randomness
 
 _ROUNDING = 1e-3  # of a relative change whose terms almost cancel
 
@@ -48,6 +48,7 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
         self.recipe = Recipe("diag", curvature)
         self._known: dict[Any, Alignment] = {}
         self._subset: Subset | None = None
+        self._modes_agree: dict[bool | None, bool] = {}
 
     def flat_terms(
         self, model: Callable, guide: Guide, args: tuple, kwargs: dict, estimator: PerDatum | None
@@ -63,39 +64,57 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
             )
         layout = guide.require_layout()
         if self._subset is None or self._subset.layout is not layout:
-            self._subset = Subset(layout)
-        loc, scale = guide.loc_and_scale()
-        particles = []
+            self._subset, self._known, self._modes_agree = Subset(layout), {}, {}
         vectors = guide.sample_vectors(self.num_particles)
         guide.last_noise = None  # the gradient in the scales comes from squares
-        for vector in vectors.unbind():
-            likelihood, kl, disorder = self.particle(model, guide, vector, args, kwargs)
-            gradient, squares = self._read(model, vector, likelihood, args, kwargs)
-            # Of value zero: the draw's gradient in loc and scale goes, what is wanted comes.
-            change = torch.dot(gradient, loc - vector) - torch.dot(
-                gradient, (loc - vector).detach()
-            )
-            change = change - 0.5 * torch.dot(squares, scale.square() - scale.detach().square())
-            particles.append((likelihood + change, kl, disorder))
+        particles = [self._at(model, guide, vector, args, kwargs) for vector in vectors.unbind()]
         likelihood, kl, disorder = (torch.stack(t).mean() for t in zip(*particles, strict=True))
         return likelihood, kl, disorder
 
-    def _read(
-        self, model: Callable, vector: Tensor, likelihood: Tensor, args: tuple, kwargs: dict
-    ) -> tuple[Tensor, Tensor]:
-        """The gradient of the log likelihood at a draw, and the sum of squares, both (P,)."""
+    def _at(
+        self, model: Callable, guide: AutoMeanField, vector: Tensor, args: tuple, kwargs: dict
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The terms at a draw, with the gradient that is wanted of the log likelihood's."""
         assert self._subset is not None
-        if not likelihood.requires_grad:
-            return torch.zeros_like(vector), torch.zeros_like(vector)
-        (gradient,) = torch.autograd.grad(likelihood, [vector], retain_graph=True)
-        at = Linearization(model, self._subset, vector, args, kwargs, known=self._known)
-        squares = torch.zeros_like(gradient)
-        for name, site in at.run.observed.items():
-            curvature = DiagonalCurvature(len(vector), vector.detach())
-            for jacobian in site_jacobians(at, name, self.recipe):
-                curvature.add(jacobian)
-            squares += site.subsampling * curvature.diagonal()
-        return gradient, squares
+        if not torch.is_grad_enabled():
+            return self.particle(model, guide, vector, args, kwargs)
+        draw = (model, self._subset, vector, args, kwargs)
+        mode = getattr(model, "training", None)
+        if self._modes_agree.get(mode):  # one run serves for the value and for the squares
+            at = Linearization(*draw, known=self._known, training=True)
+            likelihood = torch.as_tensor(at.run.log_likelihood())
+            log_det = self._subset.layout.constrain(vector)[1]
+            kl = self._flat_kl(guide, vector, log_det, at.run)
+            disorder = torch.zeros_like(kl)
+            if self.is_cold:
+                disorder = self._flat_entropy(guide, vector, log_det)
+        else:
+            with own_randomness():
+                at = Linearization(*draw, known=self._known)
+            likelihood, kl, disorder = self.particle(model, guide, vector, args, kwargs)
+            if mode not in self._modes_agree:
+                other, slack = torch.as_tensor(at.run.log_likelihood()), rounding_of(vector)
+                agree = torch.allclose(other, likelihood, rtol=slack, atol=0.0)
+                self._modes_agree[mode] = agree and vector.requires_grad
+        if likelihood.requires_grad:
+            likelihood = _with_squares(guide, vector, likelihood, at, self.recipe)
+        return likelihood, kl, disorder
+
+
+def _with_squares(
+    guide: AutoMeanField, vector: Tensor, likelihood: Tensor, at: Linearization, recipe: Recipe
+) -> Tensor:
+    """The log likelihood with the gradient g in the location, -s sum_n g_n^2 in the scale, and its
+    own in the program's parameters; nothing goes back through the program any more."""
+    parameters = parameters_behind(likelihood, vector)
+    wanted = [vector, *parameters] if vector.requires_grad else parameters
+    gradients, squares = gradient_and_squares(likelihood, wanted, at, recipe)
+    loc, scale = guide.loc_and_scale()
+    targets = [loc, *parameters] if vector.requires_grad else parameters
+    change = -0.5 * torch.dot(squares, scale.square())
+    for value, gradient in zip(targets, gradients, strict=True):
+        change = change + (gradient * value).sum()
+    return likelihood.detach() + (change - change.detach())
 
 
 class VOGN(NaturalGradient):

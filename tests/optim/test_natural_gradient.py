@@ -8,6 +8,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 from pyro.infer import SVI
 from pyro.nn import PyroParam
 from torch import nn
@@ -176,15 +177,17 @@ def _net_model(num_data=None):
     return bdl.models.Regression(bdl.bayesianize(net), noise=noise, num_data=num_data)
 
 
-def test_its_value_and_other_gradients_are_the_elbos():
+@pytest.mark.parametrize("steps", [1, 2])
+def test_its_value_and_other_gradients_are_the_elbos(steps):
     x, y = torch.randn(6, 2, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
     model = _net_model(num_data=30)
     guide = AutoMeanField(model).prototype(x, y)
     found = {}
     for kind in (TemperedTraceMeanField_ELBO, GaussNewton_ELBO):
-        torch.manual_seed(1)
         loss = kind(0.5, num_particles=1)(model, guide)
-        value = loss(x, y)
+        for _ in range(steps):  # the first finds out whether one run of the program is enough
+            torch.manual_seed(1)
+            value = loss(x, y)
         names = [name for name, _ in loss.named_parameters() if "scale_unc" not in name]
         chosen = [p for name, p in loss.named_parameters() if name in names]
         assert any("noise" in name for name in names)
@@ -242,6 +245,86 @@ def test_each_observed_site_has_its_own_scale_of_the_data():
     precision = torch.tensor([1 / 0.5**2, 40.0], dtype=torch.float64) + 1.0
     expected = (precision * scale - 1 / scale) * torch.sigmoid(guide.scale_unconstrained)
     torch.testing.assert_close(found, expected.detach())
+
+
+def hierarchical(x, y, weight=1.0):
+    zero = torch.zeros((), dtype=x.dtype)
+    width = pyro.sample("width", dist.LogNormal(zero, 0.5))
+    w = pyro.sample("w", dist.Normal(torch.zeros(2, dtype=x.dtype), width).to_event(1))
+    noise = pyro.sample("noise", dist.LogNormal(zero, 0.5))
+    seen = torch.arange(len(x)) > 1
+    with pyro.plate("data", 30, subsample_size=len(x)), poutine.scale(scale=weight):
+        pyro.sample("y", dist.Normal(x @ w, noise).mask(seen), obs=y)
+
+
+def tempered(x, y):
+    hierarchical(x, y, weight=0.3)
+
+
+def of_two_sites(x, y):
+    hierarchical(x, y)
+    b = pyro.sample("b", dist.Normal(torch.zeros((), dtype=x.dtype), 1.0))
+    with pyro.plate("counts", 30, subsample_size=len(x)):
+        pyro.sample("n", dist.Poisson((x[:, 0] * b).exp()), obs=y.abs().round())
+
+
+@pytest.mark.parametrize("model", [hierarchical, tempered, of_two_sites])
+@pytest.mark.parametrize("cold", [False, True])
+def test_one_run_gives_what_two_give(model, cold):
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 2, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    guide = AutoMeanField(model).prototype(x, y)
+    elbo = GaussNewton_ELBO(**({"cold_temperature": 0.5} if cold else {"temperature": 0.5}))
+    loss, found = elbo(model, guide), []
+    for agree in (False, True):
+        loss(x, y)
+        elbo._modes_agree[None] = agree
+        torch.manual_seed(2)
+        value = loss(x, y)
+        found.append((value, *torch.autograd.grad(value, [guide.loc, guide.scale_unconstrained])))
+    for two, one in zip(*found, strict=True):
+        torch.testing.assert_close(one, two)
+
+
+class _Counted(nn.Linear):
+    calls = 0
+
+    def forward(self, x):
+        type(self).calls += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_a_program_runs_once_unless_its_modules_compute_otherwise_in_training(rate):
+    x, y = torch.randn(6, 2), torch.randn(6)
+    net = nn.Sequential(_Counted(2, 8), nn.Dropout(rate), nn.Tanh(), nn.Linear(8, 1))
+    model = bdl.models.Regression(bdl.bayesianize(net), noise=dist.HalfNormal(1.0), num_data=30)
+    guide = AutoMeanField(model).prototype(x, y)
+    loss, plain = GaussNewton_ELBO()(model, guide), TemperedTraceMeanField_ELBO()(model, guide)
+    loss(x, y), plain(x, y)
+    for mode, runs in ((True, 1 if rate == 0 else 2), (False, 1)):
+        model.train(mode)
+        loss(x, y)
+        torch.manual_seed(1)
+        _Counted.calls = 0
+        value = loss(x, y)
+        assert _Counted.calls == runs
+        torch.manual_seed(1)
+        torch.testing.assert_close(value, plain(x, y))
+
+
+def test_running_statistics_move_once_a_step():
+    x, y = torch.randn(6, 2), torch.randn(6)
+    net = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    bnn = bdl.bayesianize(net)
+    model = bdl.models.Regression(bnn, noise=0.5, num_data=6)
+    guide = AutoMeanField(model).prototype(x, y)
+    loss = GaussNewton_ELBO()(model, guide)
+    (norm,) = (m for m in model.modules() if isinstance(m, nn.BatchNorm1d))
+    for _ in range(3):
+        before = int(norm.num_batches_tracked)
+        loss(x, y).backward()
+        assert int(norm.num_batches_tracked) == before + 1
 
 
 # In the loop, saved and restored
