@@ -1,14 +1,13 @@
 """Checks of what the user hands over; each failure is told in one sentence."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from pyro.distributions.torch_distribution import MaskedDistribution
 from torch import Tensor
 
-from pyro_bdl.handlers import Handled
 from pyro_bdl.program import Run, _bounds
 
 
@@ -20,6 +19,17 @@ def check_finite(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Non
     for name, value in _named_arguments(model, args, kwargs).items():
         if isinstance(value, Tensor) and value.is_floating_point() and not _is_mask(value):
             check_finite_tensor(name, value)
+
+
+def check_finite_batches(
+    model: Callable, batches: Iterable[tuple[tuple, Mapping[str, Any]]]
+) -> None:
+    """:raises ValueError: as ``check_finite``, naming the batch too."""
+    for number, (args, kwargs) in enumerate(batches):
+        try:
+            check_finite(model, args, kwargs)
+        except ValueError as error:
+            raise ValueError(f"batch {number} (counted from 0, as rows are): {error}") from None
 
 
 def _is_mask(value: Tensor) -> bool:
@@ -75,8 +85,10 @@ def _listed(numbers: list[int], most: int = 8) -> str:
 
 
 def _named_arguments(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    from pyro_bdl.handlers import Handled, UnderPrior  # which need the guides, and these this file
+
     function = model
-    while isinstance(function, Handled):
+    while isinstance(function, Handled | UnderPrior):
         function = function.model
     if isinstance(function, torch.nn.Module):
         function = function.forward

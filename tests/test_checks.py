@@ -11,6 +11,7 @@ from pyro.infer import SVI
 from pyro_bdl.checks import check_finite, check_support
 from pyro_bdl.elbo import TemperedTrace_ELBO
 from pyro_bdl.guides import AutoMeanField
+from pyro_bdl.handlers import temper, with_prior
 from pyro_bdl.program import record
 
 
@@ -51,3 +52,14 @@ def test_additive_masks_are_no_bad_data():
     for bad in (-mask, with_nan, mask + 1.0, torch.full_like(mask, -math.inf)):
         with pytest.raises(ValueError, match="mask holds NaN or infinity"):
             check_finite(program, (x, bad, y), {})
+
+
+def test_data_are_named_through_handlers():
+    def program(x):
+        pyro.sample("w", dist.Normal(torch.zeros(()), 1.0))
+
+    x = torch.tensor([0.0, math.nan])
+    posterior = AutoMeanField(program).prototype(x)
+    for handled in (temper(program, 0.5), with_prior(program, posterior)):
+        with pytest.raises(ValueError, match="x holds NaN or infinity in rows 1"):
+            check_finite(handled, (x,), {})

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from pyro_bdl.checks import check_finite_batches
 from pyro_bdl.curvature.alignment import Alignment
 from pyro_bdl.curvature.data import (
     Batches,
@@ -116,7 +117,7 @@ def _accumulated(
 ) -> tuple[Any, "_Seen"]:
     curvature = recipe.empty(subset.size, like, before)
     known: dict[Any, Alignment] = {}
-    seen = _Seen(vector)
+    seen = _Seen(vector, batches)
     states = _random_states(vector.device)
 
     def one_pass(number: int) -> None:
@@ -170,7 +171,8 @@ def _check_shape(name: str, site: Site) -> None:
 class _Seen:
     """Counts data and adds up their log likelihood and its gradient in a pass."""
 
-    def __init__(self, vector: Tensor) -> None:
+    def __init__(self, vector: Tensor, batches: Batches) -> None:
+        self.batches = batches
         self.log_likelihood: Any = 0.0
         self.num_data = 0
         self.gradient = torch.zeros_like(vector)
@@ -209,6 +211,7 @@ class _Seen:
         for factor in run.factors.values():
             part = part + (factor.log_prob() / factor.subsampling).sum()
         if not torch.isfinite(part):
+            check_finite_batches(linearization.model, self.batches.part())
             raise ValueError(
                 f"the log likelihood at the MAP is {float(part.detach())}: the data or the "
                 "network's outputs are not finite"
@@ -363,7 +366,7 @@ def _hessian(
     model: Callable, subset: Subset, vector: Tensor, batches: Batches, like: Tensor
 ) -> tuple[FullCurvature, _Seen]:
     """Minus the second derivatives of the log likelihood, factors included."""
-    curvature, seen = FullCurvature(subset.size, like), _Seen(vector)
+    curvature, seen = FullCurvature(subset.size, like), _Seen(vector, batches)
     for linearization in linearizations(model, subset, vector, batches.part(), None):
         seen.add(linearization)
         total: Any = 0.0

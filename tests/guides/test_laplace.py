@@ -784,6 +784,24 @@ def test_data_that_are_not_finite_are_named(conjugate):
         guide.laplace_approximation((x, conjugate.y))
 
 
+@pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
+@pytest.mark.parametrize("curvature", ["ggn", "hessian"])
+def test_the_batch_whose_data_are_not_finite_is_named(conjugate, curvature):
+    guide = AutoLaplaceGGN(conjugate.model, structure="full", curvature=curvature)
+    batches = list(zip(conjugate.x.split(3), conjugate.y.clone().split(3), strict=True))
+    batches[1][1][2] = math.inf
+    with pytest.raises(
+        ValueError, match=r"batch 1 \(counted.*: y holds NaN or infinity in rows 2:"
+    ):
+        guide.laplace_approximation(batches)
+    good = [batches[0], batches[2]]
+    laplace = guide.prototype(*good[0]).laplace_approximation(good)
+    before = laplace.variances()
+    with pytest.raises(ValueError, match=r"batch 0 .*: y holds NaN or infinity in rows 2"):
+        laplace.update(batches[1])
+    torch.testing.assert_close(laplace.variances(), before, rtol=0, atol=0)
+
+
 def test_a_program_that_observes_nothing():
     def program(x):
         pyro.sample("w", dist.Normal(0.0, 1.0))
