@@ -123,10 +123,10 @@ class AutoMCDropout(Guide):
 
         The program is run once to see which weights each layer's output feeds; two layers in a
         row multiply. What a mask of weights cannot say is told in a warning: factors of their own
-        at every position (pixels, tokens) become one for all, dropout on a residual branch or on
-        attention weights is left out. Whenever the guide draws, it puts the program's dropout
-        layers, which are copies of the network's, into evaluation mode, so that nothing is dropped
-        twice.
+        at every position (pixels, tokens) or in every call of a module become one for all, dropout
+        on a residual branch or on attention weights is left out. Whenever the guide draws, it puts
+        the program's dropout layers, which are copies of the network's, into evaluation mode, so
+        that nothing is dropped twice.
 
         :param model: a Pyro program, such as one around ``bayesianize(net)`` for a ``net`` with
             ``nn.Dropout`` layers.

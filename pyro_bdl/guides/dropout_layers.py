@@ -29,6 +29,7 @@ _AFFINE = {F.alpha_dropout, F.feature_alpha_dropout}
 _CASTS = {"to", "float", "double", "bfloat16", "half"}
 _HOMOGENEOUS = {"relu", "leaky_relu"}
 _SCALINGS = {"mul", "rmul", "div", "true_divide", "truediv"}
+_OUTPUTS = {"broadcast_tensors": "it drops outputs of the network"}  # parameters of a distribution
 _POOLINGS = {"max_pool", "avg_pool", "adaptive_max_pool", "adaptive_avg_pool", "mean", "amax"}
 
 
@@ -121,7 +122,7 @@ class LayerReader(WeightReader):
     def _drop(
         self, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Tensor:
-        output = input.clone()  # an object of its own, without factors
+        output = input if inplace else input.clone()  # an object of its own, without factors
         before = [replace(factors, tensor=output) for factors in self._of(input)]
         if p > 0:
             number = self._layer(p)
@@ -148,7 +149,9 @@ class LayerReader(WeightReader):
         for factors in arrived:
             units = _passed(func, name, factors.units, args, kwargs)
             if units is None or len(units) != len(outputs):
-                self.stops.setdefault(factors.layer, f"its output enters '{name}'")
+                self.stops.setdefault(
+                    factors.layer, _OUTPUTS.get(name, f"its output enters '{name}'")
+                )
                 continue
             for output, part in zip(outputs, units, strict=True):
                 kept = [f for f in self._of(output) if f.layer != factors.layer]
@@ -245,25 +248,30 @@ class DropoutLayers(Source):
                 fed[layer].append(site)
             if not any(kept):
                 continue
-            if any(use != kept[0] for use in kept):
+            said = {_said(use, reader.rates, names) for use in kept}
+            if len(said) > 1:
                 notes.append(f"'{site}' is left out, since its uses have different dropout layers")
                 continue
-            if len({arrival.tied for arrival in kept[0]}) > 1:
+            ((rate, ties),) = said
+            if len(ties) > 1:
                 notes.append(
                     f"'{site}' is left out, since a layer for channels and one for single numbers "
                     "meet there"
                 )
                 continue
-            rate = 1.0
-            for arrival in kept[0]:
-                rate *= 1.0 - checked_rate(reader.rates[arrival.layer], names[arrival.layer])
-                if arrival.shared:
-                    notes.append(
-                        f"{names[arrival.layer]} has factors of its own at every position, of "
-                        f"which '{site}' can only have one for all"
-                    )
-            (tied,) = {arrival.tied for arrival in kept[0]}
-            found[site] = replace(reader.weights[site], tied=tied), 1.0 - rate
+            if any(use != kept[0] for use in kept):
+                notes.append(
+                    f"'{site}' is used {len(kept)} times, each behind a call of dropout of its "
+                    "own, of which it can only have one for all"
+                )
+            arrivals = {arrival for use in kept for arrival in use}
+            for layer in sorted({arrival.layer for arrival in arrivals if arrival.shared}):
+                notes.append(
+                    f"{names[layer]} has factors of its own at every position, of which '{site}' "
+                    "can only have one for all"
+                )
+            (tied,) = ties
+            found[site] = replace(reader.weights[site], tied=tied), rate
         for layer, sites in fed.items():
             if not sites and layer not in reader.stops:
                 notes.append(f"{names[layer]} is left out, since it feeds no weight with a prior")
@@ -277,6 +285,16 @@ class DropoutLayers(Source):
                 f"dropout layers as a guide: {'; '.join(notes)}", BdlWarning, stacklevel=5
             )
         return found
+
+
+def _said(
+    use: set[_Arrival], rates: list[float], names: list[str]
+) -> tuple[float, frozenset[tuple[int, ...] | None]]:
+    """The rate of a weight in one use, and which of its input units share a factor."""
+    kept = 1.0
+    for layer in sorted({arrival.layer for arrival in use}):
+        kept *= 1.0 - checked_rate(rates[layer], names[layer])
+    return 1.0 - kept, frozenset(arrival.tied for arrival in use)
 
 
 def _names(model: Any, reader: LayerReader) -> list[str]:

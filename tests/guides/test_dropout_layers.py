@@ -179,12 +179,14 @@ class Sequence(nn.Module):
 
 
 class Functional(nn.Module):
-    def __init__(self):
+    def __init__(self, inplace):
         super().__init__()
-        self.inner, self.last = nn.Linear(2, 4), nn.Linear(4, 1)
+        self.inner, self.last, self.inplace = nn.Linear(2, 4), nn.Linear(4, 1), inplace
 
     def forward(self, x):
-        return self.last(F.dropout(torch.relu(self.inner(x)), 0.25, self.training))
+        hidden = torch.relu(self.inner(x))
+        dropped = F.dropout(hidden, 0.25, self.training, self.inplace)
+        return self.last(hidden if self.inplace else dropped)
 
 
 class Often(nn.Module):
@@ -197,6 +199,19 @@ class Often(nn.Module):
 
     def forward(self, x):
         return self.last(self.end(self.again(self.drop(self.again(x)))))
+
+
+class Repeated(nn.Module):
+    """A weight that is used twice, each time behind another call of dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.again, self.last = nn.Linear(2, 3), nn.Linear(3, 3), nn.Linear(3, 1)
+        self.one, self.two = nn.Dropout(0.3), nn.Dropout(0.3)
+
+    def forward(self, x):
+        hidden = self.again(self.one(torch.relu(self.first(x))))
+        return self.last(self.again(self.two(torch.relu(hidden))))
 
 
 @pytest.mark.parametrize(
@@ -221,6 +236,12 @@ class Often(nn.Module):
             {"2.weight": 0.2},
             [r"Dropout\(0.2\) '1' has factors of its own at every position"],
         ),
+        (
+            Repeated(),
+            (4, 2),
+            {"again.weight": 0.3},
+            ["'again.weight' is used 2 times.*of which it can only have one for all"],
+        ),
         (Often(), (4, 2), {"last.weight": 0.4}, ["'again.weight' is left out, since its uses"]),
         (
             nn.Sequential(
@@ -229,7 +250,10 @@ class Often(nn.Module):
             ),
             (4, 2),
             {"4.weight": 0.1},
-            ["AlphaDropout.*'1' is left out.*shifts", "'5' is left out"],
+            [
+                "AlphaDropout.*'1' is left out.*shifts",
+                "'5' is left out, since it drops outputs of the network",
+            ],
         ),
         (
             nn.Sequential(nn.Conv1d(1, 2, 3), nn.Dropout1d(0.2), nn.Flatten(), nn.Dropout(0.5),
@@ -239,7 +263,7 @@ class Often(nn.Module):
             ["'4.weight' is left out, since a layer for channels and one for single numbers"],
         ),
     ],
-    ids=["residual", "skip", "sequence", "pixels", "twice", "alpha", "two kinds"],
+    ids=["residual", "skip", "sequence", "pixels", "repeated", "twice", "alpha", "two kinds"],
 )  # fmt: skip
 def test_what_weights_cannot_say_is_told(net, x, rates, said):
     with pytest.warns(BdlWarning) as warned:
@@ -294,8 +318,9 @@ class AlwaysOn(nn.Module):
         return self.last(F.dropout(self.first(x).relu(), 0.4))
 
 
-def test_functional_dropout_is_a_layer_too():
-    model, guide = _made(Functional(), torch.randn(4, 2))
+@pytest.mark.parametrize("inplace", [False, True])
+def test_functional_dropout_is_a_layer_too(inplace):
+    model, guide = _made(Functional(inplace), torch.randn(4, 2))
     assert _rates(guide) == {"last.weight": 0.25}
     assert guide.layers == (model.network.net,)
 
