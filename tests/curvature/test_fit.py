@@ -533,12 +533,14 @@ def test_a_likelihood_that_is_a_factor(oracle):
             oracle.fit(program, vector, torch.ones(3), structure=structure)
 
 
-def test_outputs_that_are_not_finite(oracle):
+def test_data_and_outputs_that_are_not_finite(oracle):
     model, x, y = observations("normal")
     program, vector = oracle.program(model, x, y)
+    with pytest.raises(ValueError, match=r"log likelihood at the MAP is -inf.*not finite"):
+        oracle.fit(program, 1e200 * vector, (x, y), structure="full")
     x = x.clone()
     x[1, 1] = float("nan")
-    with pytest.raises(ValueError, match=r"log likelihood at the MAP is nan.*not finite"):
+    with pytest.raises(ValueError, match=r"batch 0 .*: x holds NaN or infinity in rows 1, col"):
         oracle.fit(program, vector, (x, y), structure="full")
 
 
