@@ -69,7 +69,7 @@ class LayerReader(WeightReader):
         self._calls: list[nn.Module] = []
         self._hooks: list[Any] = []
         self._depth = 0
-        self._used = False  # whether the operation that runs is one of a weight
+        self._used: set[int] = set()  # ids of the inputs that the running operation multiplies
 
     def __enter__(self) -> Any:
         self._depth += 1
@@ -107,13 +107,17 @@ class LayerReader(WeightReader):
         if func in _ELEMENTS | _CHANNELS | _AFFINE:
             return self._drop(func, *args, **kwargs)
         name = getattr(func, "__name__", "").strip("_")
-        self._used = False
+        self._used = set()
         result = super().__torch_function__(func, types, args, kwargs)
         if func is F.multi_head_attention_forward and args[10] > 0:
             self.stops[self._layer(args[10])] = "it drops attention weights"
-        if not self._used and self.inside(func, args, kwargs) is None:  # else it was seen
-            arrived = [f for leaf in tree_leaves((args, kwargs)) for f in self._of(leaf)]
-            self._pass_on(func, name, args, kwargs, result, arrived)
+        if self.inside(func, args, kwargs) is None:  # else it was seen
+            leaves = [leaf for leaf in tree_leaves((args, kwargs)) if id(leaf) not in self._used]
+            arrived = [factors for leaf in leaves for factors in self._of(leaf)]
+            if self._used:
+                self._stop(arrived, name)
+            else:
+                self._pass_on(func, name, args, kwargs, result, arrived)
         return result
 
     def _of(self, value: Any) -> list[_Factors]:
@@ -149,17 +153,21 @@ class LayerReader(WeightReader):
         for factors in arrived:
             units = _passed(func, name, factors.units, args, kwargs)
             if units is None or len(units) != len(outputs):
-                self.stops.setdefault(
-                    factors.layer, _OUTPUTS.get(name, f"its output enters '{name}'")
-                )
+                self._stop([factors], name)
                 continue
             for output, part in zip(outputs, units, strict=True):
                 kept = [f for f in self._of(output) if f.layer != factors.layer]
                 self._factors[id(output)] = [*kept, _Factors(factors.layer, part, output)]
 
+    def _stop(self, arrived: list[_Factors], name: str) -> None:
+        """No weight can express the factors that enter an operation of this name."""
+        for factors in arrived:
+            why = _OUTPUTS.get(name, f"its output enters '{name}'")
+            self.stops.setdefault(factors.layer, why)
+
     def use(self, product: Product, axis: int) -> None:
         super().use(product, axis)
-        self._used = True
+        self._used.add(id(product.input))
         found = set()
         for factors in self._of(product.input):
             assert product.units is not None

@@ -146,6 +146,11 @@ def _products(
             weight = tag(leaf)
             if weight and leaf.dim() == 2:
                 yield Product(weight, 1, args[0] if "weight_ih_l0" in weight.site else leaf)
+    elif name in CELLS:
+        for place, inputs in ((2, args[0]), (3, CELLS[name](args[1]))):
+            weight = tag(args[place])
+            if weight:
+                yield Product(weight, 1, args[3] if inputs is None else inputs)
 
 
 _FACTORS = {
@@ -155,6 +160,13 @@ _FACTORS = {
 }
 _TRANSPOSED = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+# The part of a cell's state that enters its weights alone; None where the state enters more.
+CELLS: dict[str, Callable[[Any], Tensor | None]] = {
+    "lstm_cell": lambda state: state[0],
+    "rnn_tanh_cell": lambda state: state,
+    "rnn_relu_cell": lambda state: state,
+    "gru_cell": lambda state: None,
+}
 
 
 def _axis(indices: Tensor, shape: torch.Size) -> int | None:

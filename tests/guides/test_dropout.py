@@ -500,6 +500,40 @@ def test_dropping_a_channel_is_dropping_its_columns_of_a_kernel():
         torch.testing.assert_close(by_weight, layer(x * factors[:, None]))
 
 
+class Unrolled(nn.Module):
+    """A cell called at every step."""
+
+    def __init__(self, cell):
+        super().__init__()
+        self.cell, self.last = cell, nn.Linear(3, 1)
+
+    def forward(self, x):
+        state = None
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+        return self.last(state[0] if isinstance(state, tuple) else state)
+
+
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_recurrent_cells(cell):
+    """Their weights are read, and dropping input units of them is dropping the input's."""
+    net, x = Unrolled(cell(2, 3)).to(D), torch.randn(4, 3, 2, dtype=D)
+    model = models.Regression(bayesianize(net), noise=0.5)
+    guide = AutoMCDropout(model, sites="all").prototype(x, torch.randn(4, dtype=D))
+    found = {n: (w.axis, w.num_units, w.hidden) for n, w in guide.weights.items()}
+    assert found == {
+        "cell.weight_ih": (1, 2, False),
+        "cell.weight_hh": (1, 3, True),
+        "last.weight": (1, 3, True),
+    }
+    factors = torch.tensor([0.0, 1.5], dtype=D)
+    masked = {
+        "cell.weight_ih": net.cell.weight_ih * factors[guide.weights["cell.weight_ih"].units()]
+    }
+    by_weight = torch.func.functional_call(net, masked, (x,))
+    torch.testing.assert_close(by_weight, net(x * factors))
+
+
 def test_a_program_written_by_hand(data):
     def model(x, y=None):
         first = pyro.sample("first", dist.Normal(torch.zeros(2, 5, dtype=D), 1.0).to_event(2))

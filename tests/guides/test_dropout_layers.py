@@ -351,6 +351,43 @@ def test_what_is_refused():
         LAYERED(models.Regression(bayesianize(net)), p=0.2)
 
 
+class Cell(nn.Module):
+    """The hidden state is dropped at every step (Gal & Ghahramani 2016b)."""
+
+    def __init__(self, cell):
+        super().__init__()
+        self.cell, self.inputs, self.states = cell, nn.Dropout(0.1), nn.Dropout(0.4)
+        self.last = nn.Linear(3, 1)
+
+    def forward(self, x):
+        state, rest = x.new_zeros(len(x), 3), (x.new_zeros(len(x), 3),)
+        for step in x.unbind(1):
+            state, *rest = self._next(self.inputs(step), self.states(state), rest)
+        return self.last(state)
+
+    def _next(self, step, state, rest):
+        if isinstance(self.cell, nn.LSTMCell):
+            return self.cell(step, (state, *rest))
+        return self.cell(step, state), *rest
+
+
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.RNNCell])
+def test_dropout_of_a_cells_states(cell):
+    x, y = torch.randn(4, 2, 2), torch.randn(4)
+    model = models.Regression(bayesianize(Cell(cell(2, 3))), noise=0.5)
+    with pytest.warns(BdlWarning, match=r"'cell.weight_hh' is used 2 times"):
+        guide = LAYERED(model).prototype(x, y)
+    assert _rates(guide) == pytest.approx({"cell.weight_ih": 0.1, "cell.weight_hh": 0.4})
+
+
+def test_a_state_that_enters_more_than_weights():
+    x, y = torch.randn(4, 2, 2), torch.randn(4)
+    model = models.Regression(bayesianize(Cell(nn.GRUCell(2, 3))), noise=0.5)
+    with pytest.warns(BdlWarning, match="'states' is left out, since its output enters 'gru_cell'"):
+        guide = LAYERED(model).prototype(x, y)
+    assert _rates(guide) == pytest.approx({"cell.weight_ih": 0.1})
+
+
 class PackedSequence(nn.Module):
     def __init__(self):
         super().__init__()
