@@ -111,13 +111,19 @@ class TemperedTrace_ELBO(Trace_ELBO):
         temperature = check_temperature(self.schedule(self.step))
         try:
             with pyro.validation_enabled(False):
-                likelihood, kl, disorder = self._terms(model, guide, args, kwargs)
+                likelihood, kl, disorder = self.terms(model, guide, args, kwargs)
         except RuntimeError:
             with contextlib.suppress(RuntimeError):
                 check_data(model, guide, args, kwargs)  # tells of a class that does not exist
             raise
         self.temperature = temperature
         self.expected_log_likelihood, self.kl = likelihood.detach(), kl.detach()
+        return self.negative_bound(likelihood, kl, disorder, temperature)
+
+    def negative_bound(
+        self, likelihood: Tensor, kl: Tensor, disorder: Tensor, temperature: float | Tensor
+    ) -> Tensor:
+        """-L from what ``terms`` gives."""
         if self.is_cold:
             return -(likelihood - kl + (temperature - 1.0) * disorder)
         return temperature * kl - likelihood
@@ -129,7 +135,7 @@ class TemperedTrace_ELBO(Trace_ELBO):
             estimator.about(args, kwargs, self._plates)
         return estimator
 
-    def _terms(
+    def terms(
         self, model: Callable, guide: Callable, args: tuple, kwargs: dict
     ) -> tuple[Tensor, Tensor, Tensor]:
         """E_q[log p(y | w)], KL and (in cold mode) H(q), means over the particles."""
@@ -325,3 +331,7 @@ def _check_sites(q: Run, p: Run, complete: bool) -> None:
             f"the guide has the site '{surplus[0]}', which is no latent of the program here: make "
             "a new guide, and give prototype(...) the targets too"
         )
+
+
+# at the end, since it is built on the classes above
+from pyro_bdl.compiled import CompiledELBO  # noqa: E402, F401

@@ -1,0 +1,110 @@
+"""Questions about a graph of ATen operators, as ``make_fx`` gives it."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+# Their schemas do not tell that in training they change the running statistics, arguments 3 and 4.
+_BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
+
+
+def schema_of(node: fx.Node) -> Any:
+    return getattr(node.target, "_schema", None)
+
+
+def name_of(node: fx.Node) -> str:
+    """The name of an operator without its overload, such as ``mul``."""
+    packet = getattr(node.target, "overloadpacket", None)
+    return packet.__name__ if packet is not None else ""
+
+
+def is_border(node: fx.Node) -> bool:
+    return node.op in ("placeholder", "output")
+
+
+def tagged(node: fx.Node, tag: torch.Tag) -> bool:
+    return tag in getattr(node.target, "tags", ())
+
+
+def is_random(node: fx.Node) -> bool:
+    return tagged(node, torch.Tag.nondeterministic_seeded)
+
+
+def mutates(node: fx.Node) -> bool:
+    """Whether an operator says of itself that it changes an argument in place."""
+    schema = schema_of(node)
+    return schema is not None and schema.is_mutable
+
+
+def changed(node: fx.Node) -> list[fx.Node]:
+    """The arguments that an operator changes in place."""
+    if name_of(node) in _BATCH_NORMS:
+        arguments: Iterable[Any] = node.args[3:5] if node.args[5] else ()
+    elif mutates(node):
+        written = [a.alias_info is not None and a.alias_info.is_write for a in _arguments(node)]
+        given = zip(node.args, written, strict=False)
+        arguments = [a for a, is_written in given if is_written]
+        names = {a.name for a, is_written in zip(_arguments(node), written, strict=True) if is_written}
+        arguments += [value for name, value in node.kwargs.items() if name in names]
+    else:
+        return []
+    return [a for a in arguments if isinstance(a, fx.Node)]
+
+
+def _arguments(node: fx.Node) -> Any:
+    return schema_of(node).arguments
+
+
+def is_needed(node: fx.Node) -> bool:
+    """Whether a node must stay even where nobody uses its result."""
+    return is_border(node) or is_random(node) or bool(changed(node))
+
+
+class Kind(NamedTuple):
+    """What a tensor is apart from its numbers."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def kind_of(node: fx.Node) -> Kind | None:
+    """Of a node's result; None where it is no tensor, or several."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return None
+    return Kind(value.shape, value.stride(), value.dtype, value.device)
+
+
+def base(node: fx.Node) -> fx.Node:
+    """The node whose memory a view shares; the node itself where it is no view."""
+    while node.args and isinstance(node.args[0], fx.Node) and _is_part(node):
+        node = node.args[0]
+    return node
+
+
+def _is_part(node: fx.Node) -> bool:
+    schema = schema_of(node)
+    if schema is None:
+        return node.op == "call_function"  # getitem, of a split or of several results
+    return any(result.alias_info is not None for result in schema.returns)
+
+
+def reached(graph: fx.Graph, sources: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    """The nodes whose results depend on the sources, in the order in which they run; what is
+    changed in place depends on what it is changed by from then on."""
+    live = set(sources)
+    for node in graph.nodes:
+        if node not in live and not live.intersection(node.all_input_nodes):
+            continue
+        live.add(node)
+        yield node
+        for part in changed(node):
+            # So is what the changed tensor is a view of.
+            live.add(part)
+            while part.args and isinstance(part.args[0], fx.Node):
+                part = part.args[0]
+                live.add(part)

@@ -1,0 +1,126 @@
+"""What a graph takes for granted about the modules that it was traced from."""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import pyro
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+_MISSING = object()
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class Entry(NamedTuple):
+    """One entry of a module's dictionaries.
+
+    :param kind: of the module, for messages.
+    """
+
+    table: dict[str, Any]
+    key: str
+    value: Any
+    kind: str
+
+    def holds(self) -> bool:
+        now = self.table.get(self.key, _MISSING)
+        if now is self.value:
+            return True
+        return type(now) is type(self.value) and isinstance(now, _PLAIN) and now == self.value
+
+
+class Called:
+    """The modules that are called inside, with their parts and what they held before.
+
+    :param modules: others that count as called.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.before: dict[nn.Module, list[Entry]] = {}
+        for module in modules:
+            self._note(module, ())
+
+    def _note(self, module: nn.Module, args: object) -> None:
+        if module not in self.before:
+            for part in module.modules():
+                self.before.setdefault(part, entries([part]))
+
+    def __enter__(self) -> "Called":
+        self._hook = register_module_forward_pre_hook(self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hook.remove()
+
+    def change(self, *, but: str) -> Entry | None:
+        """The first attribute that is no longer what it was, one of that name left out."""
+        recorded = (entry for held in self.before.values() for entry in held if entry.key != but)
+        return next((entry for entry in recorded if not entry.holds()), None)
+
+
+def entries(modules: Iterable[nn.Module]) -> list[Entry]:
+    """The tensors, parts, numbers and words that modules hold as attributes."""
+    found = []
+    for module in modules:
+        kind = type(module).__name__
+        for table in (module._parameters, module._buffers, module._modules):
+            found += [Entry(table, key, value, kind) for key, value in table.items()]
+        found += [
+            Entry(module.__dict__, key, value, kind)
+            for key, value in module.__dict__.items()
+            if isinstance(value, (*_PLAIN, Tensor))
+        ]
+    return found
+
+
+class Guards:
+    """Whether a graph still stands for the program: modules have the same attributes, parameters
+    their dtype and device, Pyro's store the same parameters, constants their numbers.
+
+    :param modules: that the graph was traced from.
+    :param parameters: names in Pyro's store, and the tensors that an optimiser moves.
+    :param leaves: what the gradient is taken in.
+    :param constants: tensors whose numbers went into the graph.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        parameters: dict[str, Tensor],
+        leaves: Iterable[Tensor],
+        constants: Iterable[Tensor],
+    ) -> None:
+        modules = list(modules)
+        self.entries = entries(modules)
+        self.sizes = [
+            (table, len(table), type(module).__name__)
+            for module in modules
+            for table in (module._parameters, module._buffers, module._modules)
+        ]
+        self.parameters = parameters
+        self.leaves = [(leaf, leaf.dtype, leaf.device) for leaf in leaves]
+        self.constants = [(c, c._version) for c in constants if not c.is_inference()]
+
+    def broken(self) -> str | None:
+        """What changed, or None."""
+        for table, key, value, _ in self.entries:
+            if table.get(key, _MISSING) is not value:
+                changed = (entry for entry in self.entries if not entry.holds())
+                entry = next(changed, None)
+                if entry is not None:
+                    return f"'{entry.key}' of {entry.kind}"
+                break  # another object, but equal
+        for table, size, kind in self.sizes:
+            if len(table) != size:
+                return f"what {kind} holds"
+        stored = pyro.get_param_store()._params
+        for name, parameter in self.parameters.items():
+            if stored.get(name) is not parameter:
+                return f"the parameter '{name}' in Pyro's store"
+        for leaf, dtype, device in self.leaves:
+            if leaf.dtype is not dtype or leaf.device != device or not leaf.requires_grad:
+                return "dtype, device or requires_grad of a parameter"
+        for constant, version in self.constants:
+            if constant._version != version:
+                return f"a tensor of shape {tuple(constant.shape)}, in place"
+        return None

@@ -1,0 +1,30 @@
+"""A run that leaves no trace: not in random numbers, nor in buffers."""
+
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+from torch import nn
+
+from pyro_bdl.modules import preserved_buffers
+from pyro_bdl.randomness import own_randomness
+
+
+@contextmanager
+def rehearsal(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, whatever runs draws the numbers that the caller would draw next, who draws them
+    again afterwards; buffers keep their values.
+
+    :param modules: besides those that are called inside, whose buffers are kept too.
+    """
+    buffers = [(buffer, buffer.detach().clone()) for m in modules for buffer in m.buffers()]
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    try:
+        with own_randomness(), preserved_buffers():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+        for buffer, value in buffers:
+            buffer.data.copy_(value)
