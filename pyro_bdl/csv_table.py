@@ -13,19 +13,23 @@ import pandas as pd
 
 _MAX_LISTED = 5
 _MIN_TEXTS = 10  # so many different texts are always taken apart
+_WITH_COMMAS = r"[+-]?\d*(,\d+)*([eE][+-]?\d+)?"
+_THOUSANDS = r"[+-]?[1-9]\d{0,2}(,\d{3})+"
 
 
 def read_csv(path: Path) -> pd.DataFrame:
-    """All columns as text, missing entries as NaN."""
+    """All columns as text, missing entries as NaN, numbers with a decimal point."""
     if not path.is_file():
         raise FileNotFoundError(f"data: there is no file {path}")
     try:
         with path.open(encoding="utf-8-sig") as file:
             header = file.readline()
+            unquoted = re.sub(r'"[^"]*"', "", header)
+            separator = max(",;\t|", key=unquoted.count)
+            sign = '"' if separator == "," else ","  # of entries that have a comma
+            commas = any(sign in line for line in file)
         if not header.strip():
             raise ValueError(f"data: {path} is empty or begins with an empty line; give a header")
-        unquoted = re.sub(r'"[^"]*"', "", header)
-        separator = max(",;\t|", key=unquoted.count)
         # Read the header as a row: pandas would rename repeated columns without a word.
         table = pd.read_csv(
             path,
@@ -60,6 +64,32 @@ def read_csv(path: Path) -> pd.DataFrame:
         raise ValueError(f"data: {path} has only the column {names[0]!r}; a feature is needed too")
     frame = table.iloc[1:].reset_index(drop=True)
     frame.columns = names
+    return _with_decimal_points(frame, path) if commas else frame
+
+
+def _with_decimal_points(frame: pd.DataFrame, path: Path) -> pd.DataFrame:
+    """The table with points for the decimal commas of its numbers.
+
+    :raises ValueError: where commas may separate thousands: no number such as 3,14 tells.
+    """
+    numbers = {}
+    for name, column in frame.items():
+        given = column.dropna()
+        has_comma = given.str.contains(",", regex=False)
+        if has_comma.any() and given.str.fullmatch(_WITH_COMMAS).all():
+            numbers[name] = given[has_comma]
+    thousands = {name: column.str.fullmatch(_THOUSANDS) for name, column in numbers.items()}
+    known = not all(flags.all() for flags in thousands.values())
+    for name, column in numbers.items():
+        unclear = column if not known else column[column.str.count(",") > 1]
+        if len(unclear):
+            raise ValueError(
+                f"data: {path} has numbers with commas that may separate thousands, in column "
+                f"{name!r} ({unclear.iloc[0]!r} in row {unclear.index[0] + 1}); write numbers with "
+                "a decimal point and nothing between thousands"
+            )
+    for name in numbers:
+        frame[name] = frame[name].str.replace(",", ".", regex=False)
     return frame
 
 

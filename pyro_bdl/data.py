@@ -79,7 +79,8 @@ def load_csv(
 ) -> Dataset:
     """Read a CSV file with a header; every column but the target is a feature.
 
-    :param path: the file. The separator (comma, semicolon, tab or bar) is found from the header.
+    :param path: the file. The separator (comma, semicolon, tab or bar) is found from the header;
+        numbers may have decimal commas.
     :param target: name of the target column.
     :param task: ``"regression"`` or ``"classification"``; found from the target if None: text, or
         whole numbers with at most 10 distinct values, are classes.
@@ -89,8 +90,8 @@ def load_csv(
     :param seed: see :func:`prepare`.
     :raises FileNotFoundError: where there is no such file.
     :raises ValueError: where the file is empty, has only a header, ragged rows, unnamed or repeated
-        columns; the target is not among them; a feature is not numeric; and all that
-        :func:`prepare` refuses.
+        columns; the target is not among them; a feature is not numeric, or has commas that may
+        separate thousands; and all that :func:`prepare` refuses.
     """
     frame = read_csv(Path(path))
     if target not in frame.columns:

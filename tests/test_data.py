@@ -132,6 +132,30 @@ def test_to_moves_every_tensor():
     }
 
 
+def commas(numbers):
+    return [str(number).replace(".", ",") for number in numbers]
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_decimal_commas(write, separator):
+    """In a column, in the target, beside whole and missing numbers, and in quotes."""
+    first, target = [*NUMBERS[:-1], 7], [1e-3 * i + 0.25 for i in range(20)]
+    whole, label = [i % 7 for i in range(20)], ["u, v" if i % 2 else "w" for i in range(20)]
+    texts = [f'"{text}"' for text in label]
+    with_commas = [[f'"{entry}"' for entry in commas(column)] for column in (first, target)]
+    header = separator.join("abcy")
+    points = table(header, first, whole, texts, target, separator=separator)
+    given = table(header, with_commas[0], whole, texts, with_commas[1], separator=separator)
+    expected = load_csv(write(points, "points.csv"), "y", one_hot=True)
+    data = load_csv(write(given, "commas.csv"), "y", one_hot=True)
+    assert data.feature_names == expected.feature_names == ("a", "b", "c=u, v", "c=w")
+    assert torch.equal(data.x_train, expected.x_train)
+    assert torch.equal(data.y_train, expected.y_train)
+    missing = given.replace(with_commas[0][4], "", 1)
+    with pytest.raises(ValueError, match="row 5: 'a'"):
+        load_csv(write(missing), "y", one_hot=True)
+
+
 BAD_FILES = {
     "empty": ("", "y", {}, "empty"),
     "header only": ("a,y\n", "y", {}, "no rows"),
@@ -173,6 +197,24 @@ BAD_FILES = {
         "y",
         {"task": "regression"},
         "not numeric",
+    ),
+    "thousands": (
+        table("a;y", [f"{i},500" for i in range(1, 21)], NUMBERS, separator=";"),
+        "y",
+        {},
+        r"separate thousands, in column 'a' \('1,500' in row 1\); write",
+    ),
+    "thousands and decimals": (
+        table("a;b;y", ["1,234,567"] * 20, commas(NUMBERS), NUMBERS, separator=";"),
+        "y",
+        {},
+        r"separate thousands, in column 'a' \('1,234,567' in row 1\); write",
+    ),
+    "decimals of two kinds": (
+        table("a;y", ["3,14", *NUMBERS[1:]], NUMBERS, separator=";"),
+        "y",
+        {},
+        r"not numeric: 'a' \('3,14' in row 1\)",
     ),
     "constant": (table("a,y", NUMBERS, [4] * 20), "y", {}, "constant"),
     "not resolved": (
