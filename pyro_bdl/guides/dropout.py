@@ -12,6 +12,7 @@ import torch
 from pyro.distributions import constraints
 from pyro.nn import PyroParam
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from pyro_bdl.distributions import LogUniform
 from pyro_bdl.divergence import expected_log_prior
@@ -165,13 +166,15 @@ class AutoMCDropout(Guide):
             )
         rates = self._source(reader, layout, model)
         self.__dict__["layers"] = getattr(reader, "layers", ())
+        if not self.layers:
+            _warn_of_layers(model)
         self.__dict__["weights"] = {name: weight for name, (weight, _) in rates.items()}
         if not rates:
             warnings.warn(
                 "AutoMCDropout drops nothing, every latent is a point mass: no weight takes hidden "
                 'units as its input; sites="all" drops the inputs of the network too',
                 BdlWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
         self.__dict__["_scale_free"] = self._log_uniform_sites(run)
         self.loc = nn.Parameter(start.clone())
@@ -378,3 +381,17 @@ class AutoMCDropout(Guide):
         """The median of each site; for a rate below one half that of the kept units."""
         middle = self.quantiles([0.5], *args, **kwargs)
         return {name: value[0].clone() for name, value in middle.items()}
+
+
+def _warn_of_layers(model: Any) -> None:
+    """Say that a program's dropout layers drop on top of the guide."""
+    for name, part in model.named_modules() if isinstance(model, nn.Module) else ():
+        if isinstance(part, _DropoutNd) and part.training and part.p > 0:
+            warnings.warn(
+                f"the network's own {type(part).__name__}({part.p:g}) '{name}' drops in training "
+                "too, on top of the guide's masks: take AutoMCDropout.from_dropout_layers(model), "
+                "or set its p to 0",
+                BdlWarning,
+                stacklevel=6,
+            )
+            return

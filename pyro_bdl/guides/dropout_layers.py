@@ -290,7 +290,7 @@ class DropoutLayers(Source):
             raise ValueError(f"no dropout layer can be turned into a guide: {'; '.join(notes)}")
         if notes:
             warnings.warn(
-                f"dropout layers as a guide: {'; '.join(notes)}", BdlWarning, stacklevel=5
+                f"dropout layers as a guide: {'; '.join(notes)}", BdlWarning, stacklevel=6
             )
         return found
 

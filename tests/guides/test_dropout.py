@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 import pickle
+import warnings
 
 import pyro
 import pyro.distributions as dist
@@ -441,7 +442,7 @@ class Mixed(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(5, 4)
-        self.attend = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.1, batch_first=True)
+        self.attend = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
         self.recur = nn.LSTM(4, 3, num_layers=2, batch_first=True)
         self.conv, self.grouped = nn.Conv1d(3, 4, 3, padding=1), nn.Conv1d(4, 4, 3, groups=2)
         self.up, self.norm = nn.ConvTranspose1d(4, 2, 2), nn.BatchNorm1d(2, affine=True)
@@ -640,6 +641,20 @@ def test_nothing_to_drop_is_said(data):
         guide = AutoMCDropout(model, learn_p=True).prototype(*data)
     assert (guide.sample_vectors(3) == guide.location()).all()
     assert math.isfinite(TemperedTraceMeanField_ELBO().loss(model, guide, *data))
+
+
+def test_dropout_layers_on_top_of_the_guide_are_said(data):
+    net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Dropout(0.3), nn.Linear(3, 1)).to(D)
+    model = models.Regression(bayesianize(net), noise=0.5)
+    with pytest.warns(
+        BdlWarning, match=r"own Dropout\(0.3\) 'network.*2' drops.*from_dropout_layers"
+    ):
+        AutoMCDropout(model).prototype(*data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BdlWarning)
+        AutoMCDropout.from_dropout_layers(model).prototype(*data)
+        model.eval()
+        AutoMCDropout(model).prototype(*data)
 
 
 @pytest.mark.cuda
