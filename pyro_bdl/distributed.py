@@ -4,7 +4,7 @@ Started by ``torchrun --nproc_per_node=K script.py``, K processes ("ranks") run 
 each on its own rows::
 
     torch.distributed.init_process_group()
-    rows = range(torch.distributed.get_rank(), N, K)        # or a DataLoader's DistributedSampler
+    rows = slice(torch.distributed.get_rank(), None, K)     # or a DistributedSampler
     elbo = bdl.distributed.DataParallel_ELBO(bdl.elbo.TemperedTraceMeanField_ELBO())
     svi = pyro.infer.SVI(model, guide, optimizer, elbo)     # or torch's loop, elbo(model, guide)
     ...
@@ -242,15 +242,17 @@ class DataParallel_ELBO(ELBO):
 
     def _reduced(self, values: list[Tensor], weight: float) -> list[Tensor]:
         """sum_k weight_k values_k / sum_k weight_k, by one reduction."""
+        if self.ranks.size == 1:
+            return [value.detach() for value in values]
         dtype = torch.float32
         for value in values:
             dtype = torch.promote_types(dtype, value.dtype)
         parts = [value.detach().reshape(-1).to(dtype) for value in values]
         parts.append(parts[0].new_ones(1))
-        flat = torch.cat(parts) * weight
+        flat = torch.cat(parts).mul_(weight)
         self.ranks.add(flat)
-        flat = flat[:-1] / flat[-1]
-        pieces = flat.split([value.numel() for value in values])
+        flat /= flat[-1].clone()
+        pieces = flat[:-1].split([value.numel() for value in values])
         return [p.view(v.shape).to(v.dtype) for p, v in zip(pieces, values, strict=True)]
 
 

@@ -23,6 +23,9 @@ SMALL = {
         *("--cases", "MLP:kron", "small:full", "--large", "full", "resnet", "last-layer"),
         *("--classes", "20", "--rows", "30", "--full", "300", "--images", "4", "--width", "4"),
     ],
+    "distributed": [
+        *("--steps", "1", "--batches", "8", "4", "--rows", "20", "--repeats", "1"),
+    ],
     "nuts": [
         *("--warmup", "10", "--draws", "5", "--depth", "3", "--pyro-draws", "2", "--repeats", "1")
     ],

@@ -205,7 +205,7 @@ class _Seen:
             _check_shape(name, site)
             self._add_squares(site)
             largest = max(largest, count)
-            self.stated = max(self.stated, count * site.subsampling)
+            self.stated = max(self.stated, round(count * site.subsampling, 3))  # N / B * B
             self.scaled = self.scaled or site.subsampling != 1
             part = part + (site.log_prob() / site.subsampling).sum()
         for factor in run.factors.values():

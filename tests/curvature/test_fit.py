@@ -335,6 +335,16 @@ def test_minibatches_of_a_program_that_says_how_many_data_there_are(oracle):
             torch.testing.assert_close(total(part.curvature), 2 * total(one.curvature))
 
 
+def test_a_scale_that_rounds_up_is_not_of_more_data(oracle):
+    x, y = torch.randn(27, 3), torch.randn(27, 2)
+    assert 13 * (27 / 13) > 27
+    program, vector = oracle.program(models.Regression(bayesianize(net()), num_data=27), x, y)
+    batches = [(x[:13], y[:13]), (x[13:], y[13:])]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BdlWarning)
+        assert oracle.fit(program, vector, batches, structure="diag").factor == 1.0
+
+
 def test_a_site_that_is_not_scaled_beside_one_that_is(oracle):
     def two(x, y=None, z=None, size=20):
         w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
