@@ -22,8 +22,8 @@ def local_reparameterization(*, positions: str = "joint") -> PerDatum:
     independent over data, so that the gradient's variance falls with the batch size (section 2.2
     of the paper). It reaches ``F.linear``, ``F.conv1d/2d/3d``, products with ``@``, einsums that
     are such products, ``F.embedding`` and the projections of ``nn.MultiheadAttention``, where the
-    guide has a Normal at the site of the weight or the bias. Whatever else reads a latent gets one
-    draw for all data.
+    guide has a Normal at the site of the weight or the bias, or Gaussian dropout with a factor for
+    each weight (variational dropout). Whatever else reads a latent gets one draw for all data.
 
     Where a datum meets a weight at several positions (sequences, images), its pre-activations
     depend on each other. "joint" keeps that, and with it the ELBO's expectation, by noise

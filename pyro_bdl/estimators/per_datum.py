@@ -12,11 +12,12 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
-from torch.distributions import Distribution, Independent, Normal
+from torch.distributions import Distribution, Independent
 from torch.utils._pytree import tree_leaves
 
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.estimators.product import Batch, Operand, Product, product_of, sizes_of
+from pyro_bdl.guides.dropout_noise import NoisyWeight
 from pyro_bdl.tracking import OPERATIONS, Tag, Tracker
 
 if TYPE_CHECKING:
@@ -227,13 +228,18 @@ def active() -> PerDatum | None:
 def require_normal(product: Product, name: str) -> None:
     """:raises UnsupportedProgramError: where a latent of a product has no independent Normals."""
     for operand in product.operands:
-        if not isinstance(operand.base, Normal):
+        if operand.normal is None:
             assert operand.tag is not None
-            kind = type(operand.base).__name__
+            kind, instead = type(operand.base).__name__, "use plain sampling (estimator=None)"
+            if isinstance(operand.base, NoisyWeight):
+                kind = "dropout"
+                instead = (
+                    "use per_example_dropout, or Gaussian factors for each weight "
+                    '(noise=GaussianNoise(), mask="weights")'
+                )
             raise UnsupportedProgramError(
                 f"{name} needs independent Normals where a latent multiplies data, and the guide "
-                f"has {kind} at site '{operand.tag.site}': give that site a Normal, or use plain "
-                "sampling (estimator=None)"
+                f"has {kind} at site '{operand.tag.site}': give that site a Normal, or {instead}"
             )
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributions import Distribution, Independent
+from torch.distributions import Distribution, Independent, Normal
 
+from pyro_bdl.guides.dropout_noise import NoisyWeight
 from pyro_bdl.tracking import Tag
 
 Rearrange = Callable[[Tensor], Tensor]
@@ -99,6 +100,12 @@ class Operand:
             base = base.base_dist
         return base
 
+    @cached_property
+    def normal(self) -> Normal | None:
+        """That distribution where it is a Normal; None for all others."""
+        base = self.base.as_normal() if isinstance(self.base, NoisyWeight) else self.base
+        return base if isinstance(base, Normal) else None
+
     def of(self, values: Tensor) -> Tensor:
         """Numbers that broadcast to the latent's shape, as the operation takes them."""
         assert self.tag is not None
@@ -108,12 +115,12 @@ class Operand:
     @cached_property
     def loc(self) -> Tensor:
         """The mean of a Normal latent; the value of a constant."""
-        return self.value if self.tag is None else self.of(self.base.loc)
+        return self.value if self.normal is None else self.of(self.normal.loc)
 
     @cached_property
     def scale(self) -> Tensor | None:
         """The standard deviation of a Normal latent; None for a constant."""
-        return None if self.tag is None else self.of(self.base.scale)
+        return None if self.normal is None else self.of(self.normal.scale)
 
 
 @dataclass(frozen=True)

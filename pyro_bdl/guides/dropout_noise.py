@@ -196,6 +196,13 @@ class NoisyWeight(TorchDistribution):
             return torch.zeros_like(self.p)
         return self.count * self.noise.entropy(self.p)
 
+    def as_normal(self) -> Normal | None:
+        """Normal(m, alpha m^2) for Gaussian factors, one for each weight; None for all others."""
+        if not isinstance(self.noise, GaussianNoise) or self.count < self.loc.numel():
+            return None
+        deviation = variance(self.p).sqrt() * self.loc.abs()
+        return Normal(self.loc, deviation, validate_args=False)
+
     @property
     def mean(self) -> Tensor:
         return self.loc

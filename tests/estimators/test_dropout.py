@@ -1,5 +1,7 @@
 """Masks for every example: moments, what shares a mask, expectations of the bound."""
 
+from contextlib import nullcontext
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -10,12 +12,13 @@ from torch import nn
 from pyro_bdl import bayesianize, models, priors
 from pyro_bdl.elbo import TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import UnsupportedProgramError
-from pyro_bdl.guides import AutoMCDropout, AutoMeanField
-from pyro_bdl.handlers import per_example_dropout
+from pyro_bdl.guides import AutoMCDropout, AutoMeanField, GaussianNoise
+from pyro_bdl.handlers import flipout, local_reparameterization, per_example_dropout
 from pyro_bdl.program import record
 
 D = torch.float64
 COUNT = 4000
+CONTEXTS = {"local_reparameterization": local_reparameterization, "flipout": flipout}
 
 
 class Parts(nn.Module):
@@ -132,6 +135,43 @@ def test_the_bound_and_its_gradient_have_the_same_expectation(learn_p):
     error = ((a.var(0) + b.var(0)) / 60).sqrt()
     assert ((a.mean(0) - b.mean(0)).abs() <= 5 * error + 1e-12).all()
     assert b[:, 0].var() < a[:, 0].var()
+
+
+@pytest.mark.parametrize("estimator", ["local_reparameterization", "flipout"])
+@pytest.mark.parametrize("context", [False, True])
+def test_gaussian_factors_of_weights_are_normals(estimator, context):
+    """Variational dropout (Kingma, Salimans & Welling 2015): the same expectations, less noise."""
+    _, x, y = classifier()
+    net = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 2)).double()
+    rules = {"*.weight": priors.LogUniform(), "*": priors.Normal(1.0)}
+    model = models.Classification(bayesianize(net, priors.ByName(rules)))
+    options = {"p": 0.3, "learn_p": True, "noise": GaussianNoise(), "mask": "weights"}
+    guide = AutoMCDropout(model, sites="all", **options).prototype(x, y)
+    parameters, found = list(guide.parameters()), {}
+    for name in (None, estimator):
+        option = None if context else name
+        objective = TemperedTraceMeanField_ELBO(num_particles=50, estimator=option)(model, guide)
+        rows = []
+        for _ in range(80):
+            with CONTEXTS[name]() if context and name else nullcontext():
+                loss = objective(x, y)
+            gradients = torch.autograd.grad(loss, parameters)
+            rows.append(torch.cat([loss.detach().reshape(1), *(g.reshape(-1) for g in gradients)]))
+        found[name] = torch.stack(rows)
+    a, b = found.values()
+    error = ((a.var(0) + b.var(0)) / 80).sqrt()
+    assert ((a.mean(0) - b.mean(0)).abs() <= 5 * error + 1e-12).all()
+    assert b[:, 0].var() < 0.7 * a[:, 0].var()
+
+
+@pytest.mark.parametrize("estimator", ["local_reparameterization", "flipout"])
+@pytest.mark.parametrize("options", [{"mask": "weights"}, {"noise": GaussianNoise()}])
+def test_other_dropout_has_no_normals(estimator, options):
+    model, x, y = classifier()
+    guide = AutoMCDropout(model, p=0.3, **options).prototype(x, y)
+    elbo = TemperedTraceMeanField_ELBO(estimator=estimator)
+    with pytest.raises(UnsupportedProgramError, match=r"dropout at site '2.weight'.*per_example"):
+        elbo.loss(model, guide, x, y)
 
 
 def test_a_context_trains_a_dropout_guide():
