@@ -122,6 +122,16 @@ class AutoMatrixNormal(Guide):
             for latent, parts in self._sites(args, kwargs, loc, scale)
         }
 
+    def site_distributions(self) -> dict[str, dist.TorchDistribution]:
+        """Matrix normals, whose event dimensions stay so, and independent Normals."""
+        layout, scales = self.require_layout(), self._scales()
+        return {
+            name: MatrixNormal(loc, *self.factors(name))
+            if name in self.matrices
+            else marginal(layout.latents[name], loc, scales[name])
+            for name, loc in layout.unflatten(self._parameter("loc")).items()
+        }
+
     def location(self) -> Tensor:
         return self._parameter("loc")
 

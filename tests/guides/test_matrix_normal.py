@@ -11,7 +11,9 @@ from torch.distributions import MultivariateNormal, kl_divergence
 
 from pyro_bdl import bayesianize, models, priors
 from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
+from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides import AutoMatrixNormal
+from pyro_bdl.importance import site_khat
 from pyro_bdl.matrix_normal import MatrixNormal
 from pyro_bdl.program import record
 
@@ -95,6 +97,20 @@ def test_the_sites_have_their_own_distributions(made):
     vector = guide.layout.unconstrain(values)
     log_det = guide.layout.constrain(vector)[1]
     torch.testing.assert_close(run.log_prior(), guide.log_density(vector, log_det))
+
+
+def test_the_sites_are_independent_of_each_other(made):
+    """Site by site the density is the joint one, and what asks for independent sites finds them."""
+    guide, _, model, data = made
+    vector = guide.sample_vectors(1)[0].detach()
+    values, log_det = guide.layout.constrain(vector)
+    parts = guide.site_distributions()
+    total = sum(q.log_prob(values[name]).sum() for name, q in parts.items())
+    torch.testing.assert_close(total, guide.log_density(vector, log_det))
+    assert set(site_khat(model, guide, *data, num_samples=50)) == set(guide.layout.latents)
+    elbo = TemperedTraceMeanField_ELBO(estimator="local_reparameterization")
+    with pytest.raises(UnsupportedProgramError, match="has MatrixNormal at site '0.weight'"):
+        elbo.loss(model, guide, *data)
 
 
 def test_the_kl_is_that_of_the_dense_gaussian(made):
