@@ -1,6 +1,7 @@
 """The registry, and that each posterior in it fits a small problem and can be repeated."""
 
 import warnings
+from dataclasses import replace
 
 import pyro.distributions as dist
 import pytest
@@ -110,6 +111,21 @@ def test_swag_takes_the_highest_rate_that_is_not_wider_than_a_posterior(problem,
     error = 0.1  # of the minimum, which training reaches only so nearly
     assert higher and all(value is None or value - lowest > 1.5 - error for _, value in higher)
     assert 0 < mean - lowest < 1.5 + error
+
+
+def test_swag_warns_of_the_rate_that_it_takes_alone(problem, monkeypatch):
+    collect = posteriors.ensembles.collect_swag
+
+    def spied(*args, learning_rate, **options):
+        warnings.warn(f"told of {learning_rate}", BdlWarning, stacklevel=1)
+        run = collect(*args, learning_rate=1e-4, **options)
+        return replace(run, losses=run.losses + (100.0 if learning_rate > 0.05 else 0.0))
+
+    monkeypatch.setattr(posteriors.ensembles, "collect_swag", spied)
+    with pytest.warns(BdlWarning) as said:
+        found = posteriors.fit("swag", problem, Options(steps=600))
+    assert found.settings["learning rate"] == 0.03
+    assert [str(warning.message) for warning in said] == ["told of 0.03"]
 
 
 # Laplace

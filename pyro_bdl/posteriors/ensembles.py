@@ -1,5 +1,8 @@
 """Ensembles, SWAG and MultiSWAG."""
 
+import warnings
+
+from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides import (
     AutoEnsemble,
     AutoMultiSWAG,
@@ -42,10 +45,12 @@ def _swag_of(
         parameter.data.copy_(start)
         guide.discard()
         try:
-            run = collect_swag(
-                problem.model, guide, problem.x, problem.y,
-                snapshots=_SNAPSHOTS, learning_rate=rate, progress=label,
-            )  # fmt: skip
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always", BdlWarning)
+                run = collect_swag(
+                    problem.model, guide, problem.x, problem.y,
+                    snapshots=_SNAPSHOTS, learning_rate=rate, progress=label,
+                )  # fmt: skip
         except ValueError:
             if rate == _RATES[-1]:
                 raise
@@ -53,6 +58,8 @@ def _swag_of(
         excess = run.losses.mean().item() * rows / members - lowest
         if excess <= 0.5 * size or run.interrupted:
             break
+    for warning in said:  # of the rate that is taken, not of those that were tried
+        warnings.warn(warning.message, stacklevel=2)
     count = int(guide.snapshots.count)
     if count < 2:
         raise KeyboardInterrupt
