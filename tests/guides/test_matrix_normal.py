@@ -109,7 +109,7 @@ def test_the_sites_are_independent_of_each_other(made):
     torch.testing.assert_close(total, guide.log_density(vector, log_det))
     assert set(site_khat(model, guide, *data, num_samples=50)) == set(guide.layout.latents)
     elbo = TemperedTraceMeanField_ELBO(estimator="local_reparameterization")
-    with pytest.raises(UnsupportedProgramError, match="has MatrixNormal at site '0.weight'"):
+    with pytest.raises(UnsupportedProgramError, match=r"has MatrixNormal at site '0.weight'"):
         elbo.loss(model, guide, *data)
 
 
