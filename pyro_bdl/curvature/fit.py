@@ -130,6 +130,8 @@ def _accumulated(
             desc=f"curvature, pass {number + 1} of {curvature.passes}",
             unit="batch",
             disable=not progress,
+            leave=False,
+            delay=1,
         )
         for linearization in parts:
             if number == 0:

@@ -56,6 +56,7 @@ def variational_em(
     :param steps: gradient steps of an E-step, batch after batch.
     :param learning_rate: of Adam, which is kept from round to round.
     :param elbo: ``TemperedTraceMeanField_ELBO()`` by default.
+    :param progress: show a bar over the rounds.
     :returns: the hyperparameters after each round, name -> value.
     :raises ValueError: where no hyperparameter has a closed form.
     """
@@ -66,7 +67,7 @@ def variational_em(
     parameters = [p for p in guide.parameters() if p.requires_grad]
     optimiser = torch.optim.Adam(parameters, lr=learning_rate)
     history = []
-    for _ in trange(rounds, desc="variational EM", disable=not progress):
+    for _ in trange(rounds, desc="variational EM", disable=not progress, leave=False, delay=1):
         _train(model, guide, batches, elbo, optimiser, parameters, steps)
         reading = read_at_centre(model, guide, args, kwargs)
         changes = _maximise(model, guide, subset, reading, batches)

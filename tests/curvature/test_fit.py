@@ -1,5 +1,6 @@
 """Curvature over data: against dense sums by formula, in batches and parts, tempered and masked."""
 
+import itertools
 import warnings
 
 import pyro
@@ -646,10 +647,13 @@ def test_under_no_grad(oracle):
         torch.testing.assert_close(found.gradient, expected.gradient)
 
 
-def test_progress(oracle, capsys):
+def test_the_bar_waits_for_passes_that_take_long(oracle, capsys, monkeypatch):
     model, x, y = observations("normal")
     program, vector = oracle.program(model, x, y)
     recipe = Recipe("ekfac")
+    fit_curvature(model, Subset(program.layout), vector, (x, y), recipe, progress=True)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("tqdm.std.time", itertools.count().__next__)  # a second at each look
     fit_curvature(model, Subset(program.layout), vector, (x, y), recipe, progress=True)
     assert "curvature, pass 2 of 2" in capsys.readouterr().err
     oracle.fit(program, vector, (x, y), structure="ekfac")

@@ -136,6 +136,16 @@ def test_one_number_for_each_weight(line, learn, exact_expectations, monkeypatch
     torch.testing.assert_close(value, expected.detach())
 
 
+def test_the_bar_waits_for_rounds_that_take_long(line, capsys, monkeypatch):
+    monkeypatch.setattr(em, "_train", lambda *a: None)
+    guide = AutoMeanField(line.model)
+    variational_em(line.model, guide, line.data, rounds=2, progress=True)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("tqdm.std.time", itertools.count().__next__)  # a second at each look
+    variational_em(line.model, guide, line.data, rounds=2, progress=True)
+    assert "variational EM" in capsys.readouterr().err
+
+
 def test_nothing_to_maximise(line, learn):
     model = models.Regression(bayesianize(nn.Linear(3, 1)), noise=0.5)
     with pytest.raises(ValueError, match="no hyperparameter of the program is the scale of Normal"):
