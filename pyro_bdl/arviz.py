@@ -16,8 +16,9 @@ from torch import Tensor
 from pyro_bdl._version import __version__
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.linearized import LinearizedPredictive, is_linear
+from pyro_bdl.linearized import UNKNOWN, LinearizedPredictive, is_linear
 from pyro_bdl.modules import evaluation_mode
+from pyro_bdl.natural import are_known
 from pyro_bdl.posterior import check_sites, latent_draws
 from pyro_bdl.predictive import Predictive
 from pyro_bdl.program import Program, record, trace_once
@@ -277,7 +278,12 @@ def _predicted(
 ) -> dict[str, xarray.Dataset]:
     """The groups posterior_predictive and log_likelihood."""
     predictive: Any = Predictive(program.model, samples)
-    if is_linear(posterior):
+    observed = targets.observed
+    if is_linear(posterior) and not are_known(observed.values()):
+        kind = " and ".join(sorted({type(s.distribution).__name__ for s in observed.values()}))
+        said = UNKNOWN.format(kind=kind, posterior="the guide")
+        warnings.warn(said, BdlWarning, stacklevel=3)
+    elif is_linear(posterior):
         predictive = LinearizedPredictive(program.model, posterior, samples.num_draws)
     args, kwargs = targets.removed()
     leading = samples.num_chains, samples.num_draws

@@ -1,5 +1,6 @@
 """What one posterior says at test inputs: its function, its predictions and their scores."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,7 +20,8 @@ from pyro_bdl.comparison.scores import (
 )
 from pyro_bdl.comparison.subject import Subject, as_samples, of_program, stated_num_data
 from pyro_bdl.diagnostics.loo import LOO
-from pyro_bdl.linearized import LinearizedPredictive, is_linear
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.linearized import UNKNOWN, LinearizedPredictive, is_linear
 from pyro_bdl.metrics import Uncertainty
 from pyro_bdl.predictive import Predictive
 from pyro_bdl.samples import Samples
@@ -120,7 +122,12 @@ def evaluate(
     """
     predictive: Any
     model, observation = subject.model, subject.observation
-    if is_linear(posterior):  # a Gauss-Newton posterior is of the linear model
+    linear = is_linear(posterior)  # a Gauss-Newton posterior is of the linear model
+    if linear and not observation.linear:
+        said_of = UNKNOWN.format(kind=observation.kind, posterior=repr(name))
+        warnings.warn(said_of, BdlWarning, stacklevel=3)
+        linear = False
+    if linear:
         samples = of_program(name, subject, posterior, as_samples(name, posterior, 1, test))
         predictive = LinearizedPredictive(model, posterior, num_samples)
     else:

@@ -72,6 +72,11 @@ class Draws(dict[str, Tensor]):
 
 Part = dict[str, Outputs]
 
+UNKNOWN = (
+    "the linearised model does not know {kind} observations: the draws of {posterior} go through "
+    "the network itself"
+)
+
 
 def is_linear(posterior: Any) -> bool:
     """Whether a posterior is one of the linearised program: a Laplace approximation, or a mixture
@@ -375,10 +380,11 @@ def _reused(
 ) -> Tensor | None:
     """Draws of a deterministic site that is a parameter of an observed site."""
     for name, outputs in part.items():
-        given = parameters_of(without_wrappers(at.run.observed[name].distribution)[0])
+        base = without_wrappers(at.run.observed[name].distribution)[0]
+        given = parameters_of(base)
         for key, parameter in outputs.values.items():
             if torch.equal(parameter, value):
                 return natural[name][key]
             if key in given and torch.equal(given[key], value):
-                return constrained_value(outputs.kind, key, natural[name][key])
+                return constrained_value(base, key, natural[name][key])
     return None

@@ -1,11 +1,13 @@
 """Observation distributions taken apart into tensors, so that they may leave ``vmap``."""
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pyro.distributions as dist
 from pyro.distributions.torch_distribution import MaskedDistribution
 from torch import Tensor
-from torch.distributions import Distribution, Independent
+from torch.distributions import AffineTransform, Distribution, Independent, MixtureSameFamily
+from torch.distributions import transforms as T
 
 # The constructor's arguments, all of the batch shape (with event dimensions of their own).
 _ARGUMENTS = {
@@ -14,24 +16,65 @@ _ARGUMENTS = {
     "Laplace": ("loc", "scale"),
     "Cauchy": ("loc", "scale"),
     "Gumbel": ("loc", "scale"),
+    "Logistic": ("loc", "scale"),
+    "SoftLaplace": ("loc", "scale"),
+    "AsymmetricLaplace": ("loc", "scale", "asymmetry"),
+    "SoftAsymmetricLaplace": ("loc", "scale", "asymmetry", "softness"),
     "StudentT": ("df", "loc", "scale"),
+    "VonMises": ("loc", "concentration"),
     "Gamma": ("concentration", "rate"),
+    "InverseGamma": ("concentration", "rate"),
     "Beta": ("concentration1", "concentration0"),
+    "Kumaraswamy": ("concentration1", "concentration0"),
+    "Dirichlet": ("concentration",),
     "Exponential": ("rate",),
     "HalfNormal": ("scale",),
+    "HalfCauchy": ("scale",),
+    "Weibull": ("scale", "concentration"),
+    "Pareto": ("scale", "alpha"),
     "Poisson": ("rate",),
+    "GammaPoisson": ("concentration", "rate"),
     "NegativeBinomial": ("total_count", "logits"),
     "Binomial": ("total_count", "logits"),
+    "BetaBinomial": ("concentration1", "concentration0", "total_count"),
+    "DirichletMultinomial": ("concentration", "total_count"),
+    "OrderedLogistic": ("predictor", "cutpoints"),
     "MultivariateNormal": ("loc", "scale_tril"),
+    "LowRankMultivariateNormal": ("loc", "cov_factor", "cov_diag"),
+    "MultivariateStudentT": ("df", "loc", "scale_tril"),
+    "MixtureSameFamily": (),
+    "TransformedDistribution": (),
 }
-_PROBS_OR_LOGITS = ("Bernoulli", "Categorical", "OneHotCategorical")
+_PROBS_OR_LOGITS = (
+    "Bernoulli",
+    "Categorical",
+    "OneHotCategorical",
+    "Geometric",
+    "ContinuousBernoulli",
+    "Multinomial",
+)
+# Arguments that are distributions, and those that are no tensors.
+_PARTS = {
+    "MixtureSameFamily": ("mixture_distribution", "component_distribution"),
+    "TransformedDistribution": ("base_dist",),
+    "ZeroInflatedDistribution": ("base_dist",),
+}
+_CONSTANTS = {"Multinomial": ("total_count",), "DirichletMultinomial": ("is_sparse",)}
+_WITHOUT_TENSORS = (T.ExpTransform, T.SigmoidTransform, T.TanhTransform, T.SoftplusTransform)
+_DRAWS_FOR_MOMENTS = 256
 
 
 class Structure(NamedTuple):
-    """What is left of a distribution without its tensors."""
+    """What is left of a distribution without its tensors.
+
+    :param parts: the distributions that it is made of, by argument.
+    :param constants: other arguments, by name.
+    """
 
     kind: str
     event_dims: int
+    parts: dict[str, "Structure"]
+    constants: dict[str, Any]
 
 
 def without_wrappers(distribution: Distribution) -> tuple[Distribution, int]:
@@ -46,49 +89,182 @@ def without_wrappers(distribution: Distribution) -> tuple[Distribution, int]:
 def parameters_of(base: Distribution) -> dict[str, Tensor]:
     """The tensors that a distribution without wrappers is made of, by argument.
 
-    They are those that it was given, broadcast; of probabilities and logits the one given.
+    They are those that it was given, broadcast; of probabilities and logits the one given. Those
+    of a mixture's or a transformed distribution's parts are called "component_distribution.loc".
     """
-    names = _argument_names(base)
-    if names:
-        values = {name: getattr(base, name) for name in names}
-    else:
-        values = {name: vars(base).get(name) for name in base.arg_constraints}
+    if _structure(base) is not None:
+        return dict(_tensors(base))
+    values = {name: vars(base).get(name) for name in base.arg_constraints}
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
-def _argument_names(base: Distribution) -> tuple[str, ...]:
-    kind = type(base).__name__
-    if kind in _PROBS_OR_LOGITS:
-        # Categorical keeps what it was given in _param; the other of the two is derived
-        return ("logits",) if "logits" in vars(base) else ("probs",)
-    return _ARGUMENTS.get(kind, ())
+def part_with(base: Any, key: str) -> tuple[Any, str]:
+    """The distribution or transform among the parts of ``base`` that has a tensor of
+    ``parameters_of``, and the tensor's name there."""
+    *path, name = key.split(".")
+    for step in path:
+        base = base[int(step)] if step.isdigit() else getattr(base, step)
+        base = without_wrappers(base)[0] if isinstance(base, Distribution) else base
+    return base, name
 
 
 def take_apart(distribution: Distribution) -> tuple[Structure, dict[str, Tensor]] | None:
     """A distribution's structure and its tensors; None for a kind that is not known."""
-    base, event_dims = without_wrappers(distribution)
-    kind = type(base).__name__
-    names = _argument_names(base)
-    if not names or not hasattr(dist, kind):
+    structure = _structure(distribution)
+    if structure is None:
         return None
-    return Structure(kind, event_dims), {name: getattr(base, name) for name in names}
+    return structure, dict(_tensors(without_wrappers(distribution)[0]))
 
 
 def rebuild(structure: Structure, tensors: dict[str, Tensor]) -> dist.TorchDistribution:
     """The distribution again, with whatever leading dimensions the tensors have gained."""
-    base = getattr(dist, structure.kind)(**tensors, validate_args=False)
+    own = {name: value for name, value in tensors.items() if "." not in name}
+    arguments: dict[str, Any] = {**structure.constants, **own}
+    for name, part in structure.parts.items():
+        arguments[name] = rebuild(part, _below(name, tensors))
+    if structure.kind == "TransformedDistribution":
+        moved = _below("transforms", tensors)
+        steps = [_moved(t, _below(str(i), moved)) for i, t in enumerate(arguments["transforms"])]
+        base: Any = dist.TransformedDistribution(arguments["base_dist"], steps, validate_args=False)
+    else:
+        base = getattr(dist, structure.kind)(**arguments, validate_args=False)
     return base.to_event(structure.event_dims)
 
 
 def observation_mean(distribution: Distribution) -> Tensor:
-    """E[y]; for a Categorical the probabilities of the classes, in one more dimension."""
+    """E[y]; for a Categorical the probabilities of the classes, in one more dimension. Where there
+    is no closed form, that of 256 draws."""
     base: Any = without_wrappers(distribution)[0]
-    return base.probs if type(base).__name__ == "Categorical" else base.mean
+    if _has_classes(base):
+        return base.probs
+    return base.mean if has_moments(base) else _drawn_moments(base)[0]
 
 
 def observation_variance(distribution: Distribution) -> Tensor:
-    """Var[y]; for a Categorical that of each class's indicator, q (1 - q)."""
+    """Var[y]; for a Categorical that of each class's indicator, q (1 - q). Where there is no
+    closed form, that of 256 draws."""
     base: Any = without_wrappers(distribution)[0]
-    if type(base).__name__ == "Categorical":
+    if _has_classes(base):
         return base.probs * (1.0 - base.probs)
-    return base.variance
+    return base.variance if has_moments(base) else _drawn_moments(base)[1]
+
+
+def has_moments(distribution: Distribution) -> bool:
+    """Whether mean and variance have closed forms."""
+    base: Any = without_wrappers(distribution)[0]
+    try:
+        return _has_classes(base) or (base.mean, base.variance) is not None
+    except NotImplementedError:
+        return False
+
+
+# ----------------------------------------------------------------------------------- the parts
+
+
+def _kind(base: Distribution) -> str:
+    name = type(base).__name__
+    return "ZeroInflatedDistribution" if name.startswith("ZeroInflated") else name
+
+
+def _argument_names(base: Distribution) -> tuple[str, ...] | None:
+    kind = _kind(base)
+    if kind in _PROBS_OR_LOGITS:
+        # Categorical keeps what it was given in _param; the other of the two is derived
+        return ("logits",) if "logits" in vars(base) else ("probs",)
+    if kind == "ZeroInflatedDistribution":
+        return ("gate_logits",) if "gate_logits" in vars(base) else ("gate",)
+    return _ARGUMENTS.get(kind)
+
+
+def _structure(distribution: Distribution) -> Structure | None:
+    base: Any
+    base, event_dims = without_wrappers(distribution)
+    kind = _kind(base)
+    if _argument_names(base) is None or not hasattr(dist, kind):
+        return None
+    constants = {name: getattr(base, name) for name in _CONSTANTS.get(kind, ())}
+    if kind == "TransformedDistribution":
+        if not all(map(_is_known, base.transforms)):
+            return None
+        if base.event_shape and any(dict(_tensors_of_transform(t)) for t in base.transforms):
+            return None
+        constants["transforms"] = list(base.transforms)
+    parts = {}
+    for name in _PARTS.get(kind, ()):
+        inner = getattr(base, name)
+        part = None if _is_masked(inner) else _structure(inner)
+        if part is None:
+            return None
+        parts[name] = part
+    return Structure(kind, event_dims, parts, constants)
+
+
+def _tensors(base: Any) -> Iterator[tuple[str, Tensor]]:
+    for name in _argument_names(base) or ():
+        value = getattr(base, name)
+        constraint = base.arg_constraints.get(name)
+        event_dims = 0 if constraint is None else constraint.event_dim
+        shape = base.batch_shape + value.shape[value.dim() - event_dims :]
+        yield name, value if value.shape == shape else value.expand(shape)
+    for part in _PARTS.get(_kind(base), ()):
+        for name, value in _tensors(without_wrappers(_expanded(base, part))[0]):
+            yield f"{part}.{name}", value
+    if _kind(base) == "TransformedDistribution":
+        for number, transform in enumerate(base.transforms):
+            for name, value in _tensors_of_transform(transform):
+                yield f"transforms.{number}.{name}", value.expand(base.batch_shape)
+
+
+def _expanded(base: Any, part: str) -> Any:
+    """A part of a distribution, with all of its batch dimensions: a mixture's may have fewer."""
+    inner = getattr(base, part)
+    if not isinstance(base, MixtureSameFamily):
+        return inner
+    own = () if part == "mixture_distribution" else inner.batch_shape[-1:]
+    shape = base.batch_shape + own
+    return inner if inner.batch_shape == shape else inner.expand(shape)
+
+
+def _tensors_of_transform(transform: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(transform, AffineTransform):
+        for name in ("loc", "scale"):
+            value = getattr(transform, name)
+            if isinstance(value, Tensor):
+                yield name, value
+
+
+def _is_known(transform: Any) -> bool:
+    return isinstance(transform, _WITHOUT_TENSORS) or type(transform) is AffineTransform
+
+
+def _moved(transform: Any, tensors: dict[str, Tensor]) -> Any:
+    if not tensors:
+        return transform
+    arguments = {"loc": transform.loc, "scale": transform.scale, **tensors}
+    return AffineTransform(**arguments, event_dim=transform.event_dim)
+
+
+def _below(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    start = name + "."
+    return {k.removeprefix(start): v for k, v in tensors.items() if k.startswith(start)}
+
+
+def _is_masked(distribution: Any) -> bool:
+    while isinstance(distribution, Independent):
+        distribution = distribution.base_dist
+    return isinstance(distribution, MaskedDistribution)
+
+
+def _has_classes(base: Distribution) -> bool:
+    return type(base).__name__ in ("Categorical", "OrderedLogistic")
+
+
+def _drawn_moments(base: Distribution) -> tuple[Tensor, Tensor]:
+    total: Any = 0.0
+    squares: Any = 0.0
+    first = base.sample()
+    for _ in range(_DRAWS_FOR_MOMENTS):
+        change = base.sample() - first  # so that the squares do not cancel
+        total, squares = total + change, squares + change.square()
+    mean = total / _DRAWS_FOR_MOMENTS
+    return first + mean, (squares / _DRAWS_FOR_MOMENTS - mean.square()).clamp(min=0.0)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributions import Distribution
 
 from pyro_bdl.batch_norm import computing_with, statistics_of_draws
 from pyro_bdl.curvature.data import Batches
@@ -78,20 +79,6 @@ class Predictive:
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draws y ~ p(y | w_s, x) and the deterministic sites, each (S, ...)."""
         program = on_whole_data(self.model)
-        structures: dict[str, Structure] = {}
-
-        def parameters(draw: Draws) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
-            run = record(program, draw, args, kwargs, draw=leave_open)
-            parts = {}
-            for name, site in run.observed.items():
-                taken: Any = take_apart(site.distribution)
-                structures[name], parts[name] = taken
-            return parts, run.deterministic
-
-        def draw_observations(result: tuple) -> dict[str, Tensor]:
-            parts, values = result
-            drawn = {name: rebuild(structures[name], parts[name]).sample() for name in parts}
-            return drawn | values
 
         def ancestral(draw: Draws) -> dict[str, Tensor]:
             run = record(program, draw, args, kwargs, draw=sample_open)
@@ -100,35 +87,22 @@ class Predictive:
         def choose(draw: Draws) -> tuple[Callable, Callable | None]:
             run = record(program, draw, args, kwargs, draw=leave_open)
             known = all(take_apart(site.distribution) for site in run.observed.values())
-            return (
-                (parameters, draw_observations) if known and not run.followed else (ancestral, None)
-            )
+            if not known or run.followed:
+                return ancestral, None
+            return _outside_vmap(program, args, kwargs, lambda d: d.sample(), values=True)
 
         return self._map(choose, args, kwargs)
 
     def mean(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """E[y | w_s, x] for each observed site, (S, N, ...); for classes the probabilities
         (S, N, C)."""
-
-        program = on_whole_data(self.model)
-
-        def function(draw: Draws) -> dict[str, Tensor]:
-            run = record(program, draw, args, kwargs, draw=leave_open)
-            return {name: observation_mean(s.distribution) for name, s in run.observed.items()}
-
-        return self._map(_always(function), args, kwargs)
+        return self._of_observations(observation_mean, args, kwargs)
 
     def draw_moments(self, *args: Any, **kwargs: Any) -> dict[str, PredictiveMoments]:
         """E[y | w_s, x] and Var[y | w_s, x] for each observed site and draw, (S, N, ...)."""
-
-        program = on_whole_data(self.model)
-
-        def function(draw: Draws) -> dict[str, tuple[Tensor, Tensor]]:
-            run = record(program, draw, args, kwargs, draw=leave_open)
-            observed = {name: site.distribution for name, site in run.observed.items()}
-            return {n: (observation_mean(d), observation_variance(d)) for n, d in observed.items()}
-
-        found = self._map(_always(function), args, kwargs)
+        found = self._of_observations(
+            lambda d: (observation_mean(d), observation_variance(d)), args, kwargs
+        )
         return {name: PredictiveMoments(*values) for name, values in found.items()}
 
     def moments(self, *args: Any, **kwargs: Any) -> dict[str, PredictiveMoments]:
@@ -164,6 +138,23 @@ class Predictive:
 
         return self._map(_always(function), args, kwargs)
 
+    def _of_observations(
+        self, read: Callable[[Distribution], Any], args: tuple, kwargs: dict
+    ) -> dict[str, Any]:
+        """``read`` of each observed site's distribution at each draw."""
+        program = on_whole_data(self.model)
+
+        def function(draw: Draws) -> dict[str, Any]:
+            run = record(program, draw, args, kwargs, draw=leave_open)
+            return {name: read(site.distribution) for name, site in run.observed.items()}
+
+        def choose(draw: Draws) -> tuple[Callable, Callable | None]:
+            run = record(program, draw, args, kwargs, draw=leave_open)
+            known = all(take_apart(site.distribution) for site in run.observed.values())
+            return _outside_vmap(program, args, kwargs, read) if known else (function, None)
+
+        return self._map(choose, args, kwargs)
+
     @torch.no_grad()
     def _map(self, choose: Callable[[Draws], tuple], args: tuple, kwargs: dict) -> Any:
         """``choose`` looks at one draw and says what to evaluate and how to finish a chunk."""
@@ -179,6 +170,33 @@ class Predictive:
             needed, (function, finish) = measured(choose, draws)
             chunk_size = max(1, self.memory // needed)
             return map_draws(function, draws, chunk_size=chunk_size, finish=finish)
+
+
+def _outside_vmap(
+    program: Callable,
+    args: tuple,
+    kwargs: dict,
+    read: Callable[[Any], Any],
+    *,
+    values: bool = False,
+) -> tuple[Callable[[Draws], tuple], Callable[[tuple], dict[str, Any]]]:
+    """A function of one draw that gives the parameters of the observed sites' distributions, and
+    what reads these, made again, of many draws; with ``values`` the deterministic sites too."""
+    structures: dict[str, Structure] = {}
+
+    def parameters(draw: Draws) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
+        run = record(program, draw, args, kwargs, draw=leave_open)
+        parts = {}
+        for name, site in run.observed.items():
+            taken: Any = take_apart(site.distribution)
+            structures[name], parts[name] = taken
+        return parts, run.deterministic if values else {}
+
+    def finish(result: tuple) -> dict[str, Any]:
+        parts, deterministic = result
+        return {n: read(rebuild(structures[n], parts[n])) for n in parts} | deterministic
+
+    return parameters, finish
 
 
 def _always(function: Callable[[Draws], Any]) -> Callable[[Draws], tuple]:

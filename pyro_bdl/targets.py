@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.program import Program, Site
+from pyro_bdl.modules import evaluation_mode
+from pyro_bdl.program import Program, Site, leave_open, record
 
 Arguments = tuple[tuple, dict[str, Any]]
 
@@ -47,8 +48,15 @@ class Targets:
         return tuple(map(put, program.args)), {key: put(v) for key, v in program.kwargs.items()}
 
     def removed(self) -> Arguments:
-        """The arguments with None for the targets."""
-        return self.replaced(lambda site, target: None)
+        """The arguments with None for the targets; as they are where the program does not run
+        without its targets, such as one that counts its rows by them."""
+        found = self.replaced(lambda site, target: None)
+        try:
+            with torch.no_grad(), evaluation_mode():
+                record(self.program.model, self.program.initial, *found, draw=leave_open)
+        except (AttributeError, TypeError):
+            return self.program.args, self.program.kwargs
+        return found
 
     def with_values(self, values: Mapping[str, Tensor]) -> Arguments:
         """The arguments with other values of the observed sites for the targets."""

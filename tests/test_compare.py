@@ -13,6 +13,7 @@ from sklearn.datasets import load_iris
 import pyro_bdl as bdl
 from pyro_bdl import posteriors
 from pyro_bdl.cli import main
+from pyro_bdl.errors import BdlWarning
 from pyro_bdl.table import number
 
 QUICK = ["--steps", "20", "--chains", "2", "--warmup", "20", "--draws", "20", "--hidden", "4"]
@@ -159,6 +160,44 @@ def test_laplace_beside_the_others():
     assert found["mean-field"]["log_evidence"] is None
     assert found["laplace-full"]["log_evidence"] == fits["laplace-full"].log_evidence < 0
     assert 0 < found["laplace-full"]["wasserstein"] < 0.5
+
+
+def test_laplace_of_a_likelihood_that_has_no_linear_model_goes_through_the_network():
+    torch.manual_seed(0)
+    x = torch.randn(30, 2)
+    net = bdl.bayesianize(torch.nn.Linear(2, 1))
+
+    def model(x, y=None):
+        degrees = net(x)[:, 0].exp()
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Chi2(degrees), obs=y)
+
+    y = torch.rand(30) + 0.5
+    guide = bdl.guides.AutoLaplaceGGN(model, structure="full").prototype(x, y)
+    posterior = guide.laplace_approximation((x, y))
+    with pytest.warns(BdlWarning, match="does not know Chi2 .* the draws of 'laplace' go through"):
+        found = bdl.compare(model, {"laplace": posterior}, x, y, reference=None, num_samples=20)
+    assert found.to_dict()["laplace"]["rmse"] > 0
+    with pytest.warns(BdlWarning, match="does not know Chi2 .* the draws of the guide go through"):
+        data = bdl.to_arviz(model, posterior, x, y, num_samples=20)
+    assert data.posterior_predictive["y"].shape == (1, 20, 30)
+
+
+def test_ordinal_targets_are_classes():
+    torch.manual_seed(0)
+    x = torch.randn(60, 2)
+    net = bdl.bayesianize(torch.nn.Linear(2, 1))
+
+    def model(x, y=None):
+        f = net(x)[:, 0]
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.OrderedLogistic(f, torch.tensor([-1.0, 1.0])), obs=y)
+
+    y = (x[:, 0] > -1).long() + (x[:, 0] > 1).long()
+    guide = bdl.guides.AutoLaplaceGGN(model, structure="full").prototype(x, y)
+    posteriors = {"map": guide, "laplace": guide.laplace_approximation((x, y))}
+    found = bdl.compare(model, posteriors, x, y, reference=None, num_samples=20).to_dict()
+    assert 0 <= found["laplace"]["accuracy"] <= 1 and found["laplace"]["nlpd"] > 0
 
 
 def test_bad_input_is_told():

@@ -359,3 +359,51 @@ def test_moments_of_each_draw_are_those_of_its_distribution():
     each = dist.Gamma((w[0, :, :1] * x).exp(), w[0, :, 1:].exp())
     torch.testing.assert_close(found.mean, each.mean)
     torch.testing.assert_close(found.variance, each.variance)
+
+
+def ones(x):
+    return torch.ones_like(x[:, 0])
+
+
+OTHERS = {
+    "OrderedLogistic": lambda f, x: dist.OrderedLogistic(f, torch.tensor([-1.0, 0.5])),
+    "ZeroInflatedPoisson": lambda f, x: dist.ZeroInflatedPoisson(f.exp(), gate=0.3 * ones(x)),
+    "Weibull": lambda f, x: dist.Weibull(f.exp(), 2 * ones(x)),
+    "VonMises": lambda f, x: dist.VonMises(f.tanh(), 2 * ones(x)),
+    "Dirichlet": lambda f, x: dist.Dirichlet(torch.stack([f.exp(), ones(x)], -1)),
+    "MixtureSameFamily": lambda f, x: dist.MixtureSameFamily(
+        dist.Categorical(torch.ones(2)), dist.Normal(torch.stack([f, f + 2.0], -1), 0.3)
+    ),
+    "TransformedDistribution": lambda f, x: dist.TransformedDistribution(
+        dist.Normal(f, 0.3), [dist.transforms.SigmoidTransform()]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_draws_and_moments_of_other_distributions(name):
+    """Moments of the draws of y at one point of the posterior, within five standard errors."""
+    torch.manual_seed(0)
+    net = network()
+
+    def model(x, y=None):
+        f = net(x)[:, 0]
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", OTHERS[name](f, x), obs=y)
+
+    x = torch.randn(5, 3)
+    guide = bdl.guides.AutoMAP(model).prototype(x, model_draw(model, x))
+    predictive = bdl.Predictive(model, guide, 4000)
+    drawn, found = predictive(x)["y"], predictive.moments(x)["y"]
+    if name == "OrderedLogistic":
+        drawn = torch.nn.functional.one_hot(drawn, 3).float()
+    error = found.variance.sqrt() / 4000**0.5 + found.variance.sqrt() / 256**0.5 / 4000**0.5
+    assert found.mean.shape == drawn.shape[1:]
+    assert ((drawn.mean(0) - found.mean).abs() <= 5 * error + 1e-6).all()
+    if name != "VonMises":  # whose variance is that of the circle
+        torch.testing.assert_close(drawn.var(0), found.variance, rtol=0.25, atol=1e-3)
+
+
+def model_draw(model, x):
+    with torch.no_grad():
+        return pyro.poutine.trace(model).get_trace(x).nodes["y"]["value"]

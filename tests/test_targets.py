@@ -48,3 +48,14 @@ def test_targets_that_are_no_arguments_are_refused():
 
     with pytest.raises(ValueError, match="observed site 'y' are no argument"):
         Targets(Program(closed, torch.arange(4.0))).require_arguments()
+
+
+def test_a_program_that_does_not_run_without_its_targets_keeps_them():
+    def counts_by_its_target(y):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(w, 1.0), obs=y)
+
+    x, y = torch.ones(4), torch.arange(4.0)
+    assert Targets(Program(counts_by_its_target, y)).removed()[0][0] is y
+    assert Targets(Program(reshaped, x, y)).removed()[0][1] is None

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pyro_bdl.checks import check_finite_tensor
 
-_CLASSES = ("Categorical", "Bernoulli", "OneHotCategorical")
+_CLASSES = ("Categorical", "Bernoulli", "OneHotCategorical", "OrderedLogistic")
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,14 @@ class Test:
 
 @dataclass(frozen=True)
 class Observation:
-    """The observed site and the kind of its distribution."""
+    """The observed site and the kind of its distribution.
+
+    :param linear: whether the linearised model knows this distribution.
+    """
 
     site: str
     kind: str
+    linear: bool = True
 
     @property
     def is_class(self) -> bool:

@@ -12,8 +12,8 @@ from pyro_bdl.comparison.data import Test
 from pyro_bdl.diagnostics.loo import LOO, standard_error
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.linearized import is_linear
 from pyro_bdl.modules import evaluation_mode
+from pyro_bdl.predictive import Predictive
 from pyro_bdl.program import Program
 from pyro_bdl.samples import Samples
 from pyro_bdl.vectorize import Draws, map_draws
@@ -45,7 +45,7 @@ def leave_one_out(
     :param parts: the training data in parts that bound the memory.
     :returns: None for a point mass, or few of them, which nothing can be left out of.
     """
-    linear = is_linear(posterior)
+    linear = not isinstance(predictive, Predictive)
     if not linear and _number_of_values(samples) < _LEAST_VALUES:
         return None
     density = [predictive.log_likelihood(*part.inputs, part.y)[site].flatten(1) for part in parts]

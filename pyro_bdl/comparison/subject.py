@@ -11,6 +11,7 @@ from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.layout import Latent
 from pyro_bdl.modules import evaluation_mode
+from pyro_bdl.natural import are_known
 from pyro_bdl.observation import without_wrappers
 from pyro_bdl.posterior import check_sites, latent_draws
 from pyro_bdl.program import Program, leave_open, record
@@ -56,7 +57,7 @@ def read_program(model: Callable, test: Test, posteriors: Mapping[str, Any]) -> 
         raise ValueError(f"compare needs a program with one observed site, but it has: {sites}")
     ((site, said),) = observed.items()
     kind = type(without_wrappers(said.distribution)[0]).__name__
-    return Subject(model, Observation(site, kind), latents)
+    return Subject(model, Observation(site, kind, are_known([said])), latents)
 
 
 def as_samples(name: str, posterior: Any, num_samples: int, test: Test) -> Samples:

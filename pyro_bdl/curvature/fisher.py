@@ -15,13 +15,14 @@ from pyro.distributions.torch_distribution import MaskedDistribution
 from torch import Tensor
 from torch.distributions import Distribution, Independent
 
-from pyro_bdl.observation import parameters_of, without_wrappers
+from pyro_bdl.observation import parameters_of, rebuild, take_apart, without_wrappers
 from pyro_bdl.program import Site
 
 Cotangent = dict[str, Tensor]
 Roots = list[Cotangent]
 
 _ESTIMATION_DRAWS = 512
+_NUMBERS_AT_ONCE = 2**18
 
 
 def site_parameters(site: Site) -> dict[str, Tensor]:
@@ -34,7 +35,7 @@ def parameters_of_any(base: Any) -> dict[str, Tensor]:
     """The tensors that a distribution without wrappers is made of, by argument."""
     values = parameters_of(base)
     both = [name for name in vars(base) if name in ("probs", "logits")]
-    if len(both) == 2:  # the second was derived from the first since
+    if len(both) == 2 and values.keys() & set(both):  # the second was derived from the first since
         values = {**values, both[0]: getattr(base, both[0])}
         values.pop(both[1], None)
     if not values:  # of distributions made by a transform, which hold another one
@@ -143,11 +144,14 @@ def _score(site: Site, value: Tensor) -> Cotangent:
 
 
 def rebuilt(base: Any, parameters: dict[str, Tensor]) -> Any:
-    """A distribution of the same kind with other parameters."""
+    """A distribution of the same kind with other parameters, which may have more leading
+    dimensions."""
     kind: Any = type(base)
-    extra = {"total_count": base.total_count} if type(base).__name__ == "Multinomial" else {}
+    apart = take_apart(base)
     try:
-        return kind(**extra, **parameters, validate_args=False)
+        if apart is not None:
+            return rebuild(apart[0], parameters)
+        return kind(**parameters, validate_args=False)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"the Fisher information of {kind.__name__} has no closed form here, and it cannot be "
@@ -302,6 +306,16 @@ def _multivariate_normal(base: Any, parameters: dict[str, Tensor]) -> Roots | No
     return [{"loc": inverse[..., k, :]} for k in range(inverse.shape[-1])]
 
 
+def _transformed(base: Any, parameters: dict[str, Tensor]) -> Roots | None:
+    """A bijection of the observation leaves the information as it is."""
+    inner, start = without_wrappers(base.base_dist)[0], "base_dist."
+    moved = not all(name.startswith(start) for name in parameters)
+    if moved or inner.batch_shape != base.batch_shape:
+        return None
+    own = {name.removeprefix(start): value for name, value in parameters.items()}
+    return [{start + k: v for k, v in root.items()} for root in cell_roots(inner, own)]
+
+
 _CLOSED_FORMS: dict[str, Callable[[Any, dict[str, Tensor]], Roots | None]] = {
     "Normal": _normal,
     "LogNormal": _normal,
@@ -320,26 +334,22 @@ _CLOSED_FORMS: dict[str, Callable[[Any, dict[str, Tensor]], Roots | None]] = {
     "Categorical": _categorical,
     "OneHotCategorical": _categorical,
     "MultivariateNormal": _multivariate_normal,
+    "TransformedDistribution": _transformed,
 }
 
 
 def _estimated_roots(base: Distribution, parameters: dict[str, Tensor]) -> Roots:
-    """S from F = mean of s s' over many draws, for distributions without a closed form.
+    """S for distributions without a closed form, from F = sum over y of p(y) s s' where y takes a
+    few values, else the mean of s s' over many draws.
 
     The estimate is positive semi-definite by construction. Nothing goes through the network.
     """
-    everything = {name: v.detach() for name, v in parameters_of_any(base).items()}
     shapes = {name: v.shape[len(base.batch_shape) :] for name, v in parameters.items()}
     total: Any = 0.0
-    for _ in range(_ESTIMATION_DRAWS):
-        value = base.sample()
-        with torch.enable_grad():
-            leaves = {name: everything[name].clone().requires_grad_() for name in parameters}
-            log_prob = rebuilt(base, everything | leaves).log_prob(value).sum()
-            scores = torch.autograd.grad(log_prob, list(leaves.values()))
-        flat = torch.cat([s.reshape(*base.batch_shape, -1) for s in scores], -1)
-        total = total + flat[..., :, None] * flat[..., None, :]
-    values, vectors = torch.linalg.eigh(total / _ESTIMATION_DRAWS)
+    for values, weights in _weighted_values(base, sum(v.numel() for v in parameters.values())):
+        scores = _scores(base, tuple(parameters), values)
+        total = total + torch.einsum("d...i,d...j->...ij", scores * weights[..., None], scores)
+    values, vectors = torch.linalg.eigh(total)
     columns = vectors * values.clamp(min=0.0).sqrt()[..., None, :]
     roots = []
     for k in range(columns.shape[-1]):
@@ -351,3 +361,40 @@ def _estimated_roots(base: Distribution, parameters: dict[str, Tensor]) -> Roots
             }
         )
     return roots
+
+
+def _weighted_values(base: Distribution, numbers: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Values (d, *batch, *event) of the observation and their weights (d, *batch) or (d, 1...),
+    in blocks; ``numbers`` are those of one score."""
+    size = max(1, min(_ESTIMATION_DRAWS, _NUMBERS_AT_ONCE // max(1, numbers)))
+    support = _few_values(base)
+    if support is None:
+        ones = (1,) * len(base.batch_shape)
+        for start in range(0, _ESTIMATION_DRAWS, size):
+            values = base.sample((min(size, _ESTIMATION_DRAWS - start),))
+            like = next(iter(parameters_of_any(base).values())).detach()
+            yield values, like.new_full((len(values), *ones), 1.0 / _ESTIMATION_DRAWS)
+        return
+    for values in support.split(size):
+        yield values, base.log_prob(values).detach().exp()
+
+
+def _few_values(base: Any) -> Tensor | None:
+    if not base.has_enumerate_support or base.event_shape:
+        return None
+    try:
+        values = base.enumerate_support()
+    except NotImplementedError:  # as many as differ from datum to datum
+        return None
+    return values if len(values) <= _ESTIMATION_DRAWS else None
+
+
+def _scores(base: Distribution, names: tuple[str, ...], values: Tensor) -> Tensor:
+    """d log p(value) / d theta, (d, *batch, k)."""
+    count = len(values)
+    every = {n: v.detach().expand(count, *v.shape) for n, v in parameters_of_any(base).items()}
+    with torch.enable_grad():
+        leaves = {name: every[name].clone().requires_grad_() for name in names}
+        log_prob = rebuilt(base, every | leaves).log_prob(values).sum()
+        scores = torch.autograd.grad(log_prob, list(leaves.values()))
+    return torch.cat([s.reshape(count, *base.batch_shape, -1) for s in scores], -1)

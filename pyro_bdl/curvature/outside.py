@@ -19,6 +19,7 @@ Columns = Sequence[Sequence[Tensor]]
 Names = Sequence[str]
 
 
+@torch.enable_grad()  # parts of the outputs are taken here
 def blocks_outside(pullback: "Pullback", columns: Columns) -> list[Block]:
     """Blocks of the sites whose gradients no use of them gives.
 

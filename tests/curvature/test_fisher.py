@@ -45,6 +45,9 @@ CLOSED = {
     "Categorical, logits": lambda: dist.Categorical(logits=LOGITS),
     "MultivariateNormal": lambda: dist.MultivariateNormal(T([0.4, -1.0]), scale_tril=TRIL),
 }
+CLOSED["TransformedDistribution"] = lambda: dist.TransformedDistribution(
+    dist.Normal(T(0.4), T(1.7)), [dist.transforms.SigmoidTransform()]
+)
 FIXED = {
     "Binomial": ["logits"],
     "NegativeBinomial": ["logits"],
@@ -56,6 +59,44 @@ ESTIMATED = {
     "Weibull": (lambda: dist.Weibull(T(1.3), T(2.7)), None),
     "InverseGamma": (lambda: dist.InverseGamma(T(2.5), T(1.7)), None),
     "Geometric": (lambda: dist.Geometric(logits=T(0.4)), None),
+    "Logistic": (lambda: dist.Logistic(T(0.4), T(1.7)), None),
+    "AsymmetricLaplace": (lambda: dist.AsymmetricLaplace(T(0.4), T(1.7), T(1.3)), None),
+    "OrderedLogistic": (lambda: dist.OrderedLogistic(T(0.4), T([-1.0, 0.5, 2.0])), None),
+    "BetaBinomial": (
+        lambda: dist.BetaBinomial(T(2.5), T(1.7), T(6.0)),
+        ["concentration1", "concentration0"],
+    ),
+    "DirichletMultinomial": (
+        lambda: dist.DirichletMultinomial(T([1.5, 0.7, 2.0]), 5),
+        ["concentration"],
+    ),
+    "Multinomial": (lambda: dist.Multinomial(5, logits=LOGITS), None),
+    "GammaPoisson": (lambda: dist.GammaPoisson(T(2.5), T(1.7)), None),
+    "ZeroInflatedPoisson": (
+        lambda: dist.ZeroInflatedPoisson(T(2.5), gate_logits=T(-0.4)),
+        None,
+    ),
+    "ZeroInflatedNegativeBinomial": (
+        lambda: dist.ZeroInflatedNegativeBinomial(T(2.5), logits=T(0.3), gate=T(0.4)),
+        None,
+    ),
+    "LowRankMultivariateNormal": (
+        lambda: dist.LowRankMultivariateNormal(T([0.4, -1.0]), T([[0.3], [-0.8]]), T([0.5, 0.2])),
+        None,
+    ),
+    "MixtureSameFamily": (
+        lambda: dist.MixtureSameFamily(
+            dist.Categorical(logits=LOGITS), dist.Normal(T([-2.0, 0.1, 1.5]), T([0.3, 0.9, 0.4]))
+        ),
+        None,
+    ),
+    "TransformedDistribution, transform": (
+        lambda: dist.TransformedDistribution(
+            dist.Normal(T(0.3), T(0.8)),
+            [dist.transforms.AffineTransform(T(0.2), T(1.4)), dist.transforms.ExpTransform()],
+        ),
+        ["base_dist.loc", "transforms.0.loc", "transforms.0.scale"],
+    ),
     "MultivariateNormal, scale": (CLOSED["MultivariateNormal"], ["loc", "scale_tril"]),
 }
 DRAWS = 100_000

@@ -568,14 +568,14 @@ def test_values_that_broadcast_against_their_distribution(oracle):
 def test_distributions_that_cannot_be_read(oracle):
     def mixture(y=None):
         m = pyro.sample("m", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-        weights = dist.Categorical(logits=torch.zeros(4, 2))
+        parts = [dist.Normal(m[i].expand(4), 1.0) for i in range(2)]
         with pyro.plate("data", 4):
-            parts = dist.Normal(m.expand(4, 2), 1.0)
-            pyro.sample("y", dist.MixtureSameFamily(weights, parts), obs=y)
+            mask = torch.tensor([True, False, True, False])
+            pyro.sample("y", dist.MaskedMixture(mask, *parts), obs=y)
 
     program, vector = oracle.program(mixture, torch.randn(4))
     y = torch.randn(4)
-    with pytest.raises(ValueError, match=r"'y' is not known.*MixtureSameFamily.*hessian"):
+    with pytest.raises(ValueError, match=r"'y' is not known.*ExpandedDistribution.*hessian"):
         oracle.fit(program, vector, (y,), structure="full")
     found = oracle.fit(program, vector, (y,), structure="full", curvature="hessian")
     assert torch.isfinite(found.curvature.matrix).all()
