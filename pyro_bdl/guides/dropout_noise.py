@@ -7,6 +7,7 @@ of variance alpha has p = alpha / (1 + alpha) (Srivastava et al. 2014, section 1
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -36,10 +37,16 @@ class Annealed:
 
 
 def checked_rate(p: Any, where: str) -> float:
-    """:raises ValueError: for a rate that does not lie between 0 and 1."""
-    if not isinstance(p, int | float) or not 0 < p < 1 or math.isnan(p):
+    """
+    :raises TypeError: for a rate that is no number.
+    :raises ValueError: for one that does not lie between 0 and 1.
+    """
+    if not isinstance(p, Real) and not (isinstance(p, Tensor) and p.dim() == 0):
+        raise TypeError(f"{where} must be a number between 0 and 1, got {p!r}")
+    rate = float(p)
+    if not 0 < rate < 1:
         raise ValueError(f"{where} must lie between 0 and 1, both excluded, got {p!r}")
-    return float(p)
+    return rate
 
 
 def variance(p: Tensor) -> Tensor:
@@ -75,12 +82,17 @@ class BernoulliNoise(Noise):
     section 3.2; Maddison et al. 2017). Draws without gradients are exact.
 
     :param temperature: T, a number or a schedule ``step -> T``.
-    :raises ValueError: for a temperature that is not positive.
+    :raises TypeError: for a temperature that is neither.
+    :raises ValueError: for one that is not positive.
     """
 
     def __init__(self, temperature: Temperature | None = None) -> None:
-        if isinstance(temperature, int | float) and not temperature > 0:
+        if isinstance(temperature, Real) and not temperature > 0:
             raise ValueError(f"temperature must be positive, got {temperature}")
+        if not isinstance(temperature, Real | None) and not callable(temperature):
+            raise TypeError(
+                f"temperature must be a number or a schedule step -> number, got {temperature!r}"
+            )
         self.temperature = Annealed() if temperature is None else temperature
 
     def sample(self, p: Tensor, num_samples: int) -> Tensor:

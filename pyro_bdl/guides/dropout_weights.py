@@ -269,10 +269,12 @@ def matching(weights: Mapping[str, Weight], layout: Layout, pattern: str) -> lis
         return [pattern]
     found = [name for name in layout.latents if pattern == name or fnmatchcase(name, pattern)]
     if not found:
-        near = difflib.get_close_matches(pattern, weights, n=3) or list(weights)
-        raise ValueError(
-            f"'{pattern}' is no latent site of the program; its weights are {_listed(near)}"
-        )
+        if word := difflib.get_close_matches(pattern, ["hidden", "all"], n=1):
+            hint = f"did you mean '{word[0]}'?"
+        else:
+            near = difflib.get_close_matches(pattern, weights, n=3) or list(weights)
+            hint = f"its weights are {_listed(near)}"
+        raise ValueError(f"'{pattern}' is no latent site of the program; {hint}")
     kept = [name for name in found if name in weights]
     if not kept:
         raise ValueError(
@@ -289,11 +291,12 @@ def _listed(names: Iterable[str]) -> str:
 def source_of(p: Any, sites: Any) -> Source:
     """What ``p`` and ``sites`` of ``AutoMCDropout`` say.
 
-    :raises ValueError: for both a dict of rates and sites, a dict without any, a rate that does not
+    :raises TypeError: for a rate that is no number, sites that are no names.
+    :raises ValueError: for both a dict of rates and sites, one without any, a rate that does not
         lie between 0 and 1.
     """
     if not isinstance(p, Mapping):
-        return _OneRate(checked_rate(p, "p"), "hidden" if sites is None else sites)
+        return _OneRate(checked_rate(p, "p"), _names(sites))
     if sites is not None:
         raise ValueError("p names the sites already: give either a dict of rates or sites=...")
     if not p:
@@ -301,8 +304,19 @@ def source_of(p: Any, sites: Any) -> Source:
     return _RatesByName({name: checked_rate(rate, f"p[{name!r}]") for name, rate in p.items()})
 
 
+def _names(sites: Any) -> str | list[str]:
+    if sites is None or isinstance(sites, str):
+        return "hidden" if sites is None else sites
+    if not isinstance(sites, Iterable):
+        raise TypeError(f'sites must be "hidden", "all" or names of weights, got {sites!r}')
+    names = list(sites)
+    if not names:
+        raise ValueError('sites names no weight: give at least one name, "hidden" or "all"')
+    return names
+
+
 class _OneRate(Source):
-    def __init__(self, p: float, sites: str | Iterable[str]) -> None:
+    def __init__(self, p: float, sites: str | list[str]) -> None:
         self.p, self.sites = p, sites
 
     def __call__(self, reader: Any, layout: Any, model: Any) -> dict[str, tuple[Weight, float]]:

@@ -34,6 +34,7 @@ class AutoLowRank(AutoJoint):
     :param init_scale: where every s starts, in unconstrained units; W starts at random with a
         hundredth of that variance.
     :param create_plates: as in Pyro's autoguides.
+    :raises TypeError: for a rank that is no whole number.
     :raises ValueError: for a rank below 1, an ``init_scale`` that is not positive and finite.
     """
 
@@ -46,6 +47,8 @@ class AutoLowRank(AutoJoint):
         init_scale: float = 0.05,
         create_plates: Callable | None = None,
     ) -> None:
+        if not isinstance(rank, int):
+            raise TypeError(f"rank must be a whole number, got {rank!r}")
         if rank < 1:
             raise ValueError(f"rank must be at least 1, got {rank}: without one use AutoMeanField")
         if not 0 < init_scale < math.inf:

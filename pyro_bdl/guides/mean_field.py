@@ -71,7 +71,7 @@ class AutoMeanField(Guide):
         else:
             self.register_buffer("loc", start.clone())
         if not isinstance(self.sharing, str):
-            self.register_buffer("scale", start.new_tensor(self.sharing))
+            self.register_buffer("scale", start.new_tensor(float(self.sharing)))
             return
         groups = shared_groups(self.require_layout(), self.sharing)
         self.register_buffer(
@@ -90,7 +90,7 @@ class AutoMeanField(Guide):
     def _initial_scales(self, start: Tensor) -> Tensor:
         if not callable(self.init_scale):
             return torch.full_like(start, self.init_scale)
-        values = self.init_scale(start).to(start)
+        values = torch.as_tensor(self.init_scale(start), dtype=start.dtype, device=start.device)
         highest = math.inf if self.max_scale is None else self.max_scale
         if values.shape != start.shape or not ((values > 0) & (values < highest)).all():
             raise ValueError(

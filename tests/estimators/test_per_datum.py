@@ -330,6 +330,10 @@ def test_rows_that_cannot_be_told_apart_share_a_draw():
 def test_unknown_estimators():
     with pytest.raises(ValueError, match=r"unknown estimator 'flip'.*did you mean 'flipout'"):
         TemperedTrace_ELBO(estimator="flip")
+    with pytest.raises(ValueError, match="did you mean 'local_reparameterization'"):
+        TemperedTrace_ELBO(estimator="local")
+    with pytest.raises(ValueError, match=r"or None$"):
+        TemperedTrace_ELBO(estimator="lrt")
 
 
 # What is left behind

@@ -6,6 +6,7 @@ import math
 import pickle
 import warnings
 
+import numpy
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -585,7 +586,19 @@ def test_predictive_moments_are_the_papers(model, data):
 # What is refused
 
 
-@pytest.mark.parametrize("p", [0.0, 1.0, -0.1, 1.5, math.nan, "a"])
+@pytest.mark.parametrize("p", ["a", None, [0.1, 0.2]])
+def test_rates_that_are_no_numbers(p, model):
+    with pytest.raises(TypeError, match=r"p must be a number between 0 and 1"):
+        AutoMCDropout(model, p=p)
+
+
+def test_numbers_of_other_libraries_are_rates(model, data):
+    for p in (torch.tensor(0.3), numpy.float32(0.3)):
+        guide = AutoMCDropout(model, p=p).prototype(*data)
+        assert guide.rates()["2.weight"].item() == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("p", [0.0, 1.0, -0.1, 1.5, math.nan])
 def test_rates_outside_of_the_interval(p, model):
     with pytest.raises(ValueError, match=r"p must lie between 0 and 1"):
         AutoMCDropout(model, p=p)
@@ -599,6 +612,7 @@ def test_rates_outside_of_the_interval(p, model):
         ("0.bias", r"'0.bias' is no weight matrix.*'0.weight', '2.weight'"),
         (["*.weight", "*.bias"], r"'\*.bias' is no weight matrix"),
         ("0.weigth", r"'0.weigth' is no latent site.*'0.weight'"),
+        ("hiden", r"'hiden' is no latent site.*did you mean 'hidden'"),
     ],
 )
 def test_a_site_that_is_no_weight(sites, message, model, data):
@@ -631,8 +645,14 @@ def test_other_refusals(model, data):
         AutoMCDropout(model, p={"*": 0.1}, sites="all")
     with pytest.raises(ValueError, match="p names no site"):
         AutoMCDropout(model, p={})
+    with pytest.raises(ValueError, match="sites names no weight"):
+        AutoMCDropout(model, sites=[])
+    with pytest.raises(TypeError, match=r"sites must be .*names of weights, got 3"):
+        AutoMCDropout(model, sites=3)
     with pytest.raises(ValueError, match="temperature must be positive"):
         BernoulliNoise(0.0)
+    with pytest.raises(TypeError, match="temperature must be a number or a schedule"):
+        BernoulliNoise("warm")
 
 
 def test_nothing_to_drop_is_said(data):

@@ -243,3 +243,8 @@ def test_single_precision_where_the_factor_is_much_larger_than_the_scales():
 def test_bad_options(bad):
     with pytest.raises(ValueError, match=f"{next(iter(bad))} must be"):
         AutoLowRank(constrained, **bad)
+
+
+def test_a_rank_that_is_no_whole_number():
+    with pytest.raises(TypeError, match="rank must be a whole number"):
+        AutoLowRank(constrained, rank=1.5)

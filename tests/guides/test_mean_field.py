@@ -247,7 +247,9 @@ def test_bad_scales(options, message):
         AutoMeanField(model, **options)
 
 
-@pytest.mark.parametrize("wrong", [lambda u: u.abs()[1:], lambda u: 0 * u, lambda u: 1 + 0 * u])
+@pytest.mark.parametrize(
+    "wrong", [lambda u: u.abs()[1:], lambda u: 0 * u, lambda u: 1 + 0 * u, lambda u: 0.1]
+)
 def test_bad_initial_scales(wrong):
     guide = AutoMeanField(model, init_scale=wrong, max_scale=0.5)
     with pytest.raises(ValueError, match="init_scale must give 4 numbers"):
