@@ -218,11 +218,14 @@ def _can_be_weight(layout: Layout, name: str) -> bool:
 
 
 def total_num_data(run: Run) -> int | None:
-    """How many data the observed sites of a run stand for; None where there is none."""
-    counts = [
-        round(site.distribution.batch_shape.numel() * site.subsampling)
-        for site in run.observed.values()
-    ]
+    """How many data the observed sites of a run stand for; None where there is none.
+
+    The data of a site without a plate are its first event dimension.
+    """
+    counts = []
+    for site in run.observed.values():
+        shape = site.distribution.batch_shape or site.distribution.event_shape[:1]
+        counts.append(round(shape.numel() * site.subsampling))
     return sum(counts) if counts else None
 
 

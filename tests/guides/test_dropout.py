@@ -636,6 +636,18 @@ def test_a_learned_rate_needs_several_data(net, model, data):
     AutoMCDropout(many, learn_p=True).prototype(*one)
 
 
+def test_a_learned_rate_without_a_plate(data):
+    """The data are an event of one statement."""
+
+    def program(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2, 1, dtype=D), 1.0).to_event(2))
+        pyro.sample("y", dist.Normal(x @ w, 1.0).to_event(2), obs=y[:, None])
+
+    AutoMCDropout(program, sites="all", learn_p=True).prototype(*data)
+    with pytest.raises(ValueError, match="learn_p needs several data"):
+        AutoMCDropout(program, sites="all", learn_p=True).prototype(data[0][:1], data[1][:1])
+
+
 def test_other_refusals(model, data):
     with pytest.raises(ValueError, match="mask must be 'units', got 'unit'"):
         AutoMCDropout(model, mask="unit")
