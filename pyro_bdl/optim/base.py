@@ -16,8 +16,9 @@ from pyro_bdl.optim.natural import relative_change
 class NaturalGradient(torch.optim.Optimizer):
     """Base: momentum in the location, a moving average in the precision 1/s^2.
 
-    A subclass gives ``growth``. The optimiser's state is the momentum and the number of steps; the
-    precision is the guide's own ``scale``, and only the factor by which it grows is ever formed.
+    A subclass gives ``growth``. The optimiser's state is the momentum, the number of steps and the
+    largest learning rate so far; the precision is the guide's own ``scale``, and only the factor by
+    which it grows is ever formed.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class NaturalGradient(torch.optim.Optimizer):
             )
         state = self.state[loc]
         if not state:
-            state.update(step=0, momentum=torch.zeros_like(loc))
+            state.update(step=0, momentum=torch.zeros_like(loc), peak=0.0)
         beta1, beta2 = group["betas"]
         number = state["step"] + 1
         if not torch.isfinite(loc.grad.sum() + free.grad.sum()):
@@ -98,11 +99,12 @@ class NaturalGradient(torch.optim.Optimizer):
         correction = 1 / (1 - beta1 ** max(1, state["step"]))
         scale_gradient = self.steadied(scale_gradient, state["momentum"], correction)
         change = relative_change(scale_gradient, scale, group["temperature"])
-        scale = scale * self.growth(change, 1 - beta2).rsqrt()
+        peak = max(state["peak"], group["lr"])
+        scale = scale * self.growth(change, (1 - beta2) * group["lr"] / peak).rsqrt()
         momentum = torch.lerp(state["momentum"], loc.grad, 1 - beta1)
         # How many standard deviations the location would move at lr = 1.
         move = (momentum * scale).div_((1 - beta1**number) * group["temperature"])
-        state["step"], state["momentum"] = number, momentum
+        state.update(step=number, momentum=momentum, peak=peak)
         loc.addcmul_(move.clamp_(-group["clip"], group["clip"]), scale, value=-group["lr"])
         free.copy_(scale + torch.expm1(-scale).neg_().log_())  # the inverse of softplus
         return loss

@@ -15,16 +15,18 @@ class IVON(NaturalGradient):
     an ``AutoMeanField`` with location m, scale s and precision S = 1/s^2:
 
         S' = S + (dL/ds - g e) / (eta s)
-        S  <- S + (1 - b2) (S' - S) + (1 - b2)^2 (S' - S)^2 / (2 S)
+        S  <- S + rho (S' - S) + rho^2 (S' - S)^2 / (2 S),   rho = (1 - b2) lr / max lr so far
         g  <- b1 g + (1 - b1) dL/dm
         m  <- m - lr clip(g / ((1 - b1^t) eta S))
 
     S' is the reparameterised estimate of the expected Hessian, prior included; the quadratic term
-    keeps S positive. e is the draw's standard Normal noise and g the momentum before the step over
-    1 - b1^(t - 1), so that E[g e] = 0: dL/ds is the gradient at the draw times e, and what of that
-    gradient is the same in every step is not noise of the Hessian. Without this control variate S
-    grows to (1 - b2) (dL/dm)^2 / 2 far from the optimum, which holds the location back. Where the
-    noise is not of the weights (local reparameterisation, flipout, Pyro's own ELBOs) there is none.
+    keeps S positive. Where a schedule lets lr fall, S is averaged over more steps, as m is.
+
+    e is the draw's standard Normal noise and g the momentum before the step over 1 - b1^(t - 1), so
+    that E[g e] = 0: dL/ds is the gradient at the draw times e, and what of that gradient is the
+    same in every step is not noise of the Hessian. Without this control variate S grows to
+    (1 - b2) (dL/dm)^2 / 2 far from the optimum, which holds the location back. Where the noise is
+    not of the weights (local reparameterisation, flipout, Pyro's own ELBOs) there is none.
 
     Without e, and with N data, S is the N (h + delta) of Shen et al. (2024), algorithm 1, and dL/dm
     their N (g + delta m), so that lr has the same meaning; momentum is taken of the whole gradient,

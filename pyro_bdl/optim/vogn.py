@@ -122,7 +122,7 @@ class VOGN(NaturalGradient):
 
     With the loss of a ``GaussNewton_ELBO``, whose squared gradients make S' positive,
 
-        S <- S + (1 - b2) (S' - S),   m <- m - lr clip(g / ((1 - b1^t) eta S))
+        S <- S + rho (S' - S),   m <- m - lr clip(g / ((1 - b1^t) eta S))
 
     in the notation of ``IVON``, as are the parameters.
     """

@@ -123,11 +123,11 @@ def test_the_optimum_of_mean_field_is_reached(pair, temperature):
     _run(
         optimiser(guide, temperature=temperature, betas=(0.9, 0.99)),
         elbo(temperature, num_particles=DRAWS[optimiser])(model, guide),
-        guide, x, y, 600,
+        guide, x, y, 1000,
     )  # fmt: skip
     mean, precision = _optimum(x, y, temperature)
     sd = precision.rsqrt()
-    assert ((guide.loc - mean).abs() < 0.15 * sd).all()
+    assert ((guide.loc - mean).abs() < 0.3 * sd).all()  # VOGN has one draw a step: sd 0.1
     # The last hundred steps' draws average the precision: IVON's estimate has a relative sd of
     # about sqrt(2 / 800 (1 + correlations)), VOGN's none at all.
     torch.testing.assert_close(guide.scale.detach(), sd, rtol=0.1, atol=0)
@@ -141,11 +141,11 @@ def test_the_cold_posterior_is_reached(pair):
     _run(
         optimiser(guide, temperature=0.1),
         elbo(cold_temperature=0.1, num_particles=DRAWS[optimiser])(model, guide),
-        guide, x, y, 600,
+        guide, x, y, 1000,
     )  # fmt: skip
     mean, precision = _optimum(x, y)
     sd = (0.1 / precision).sqrt()
-    assert ((guide.loc - mean).abs() < 0.15 * sd).all()
+    assert ((guide.loc - mean).abs() < 0.3 * sd).all()  # VOGN has one draw a step: sd 0.1
     torch.testing.assert_close(guide.scale.detach(), sd, rtol=0.1, atol=0)
 
 
@@ -389,6 +389,30 @@ def test_saved_and_restored_it_goes_on_as_if_nothing_had_happened(pair):
     _run(second, elbo()(model, again), again, x, y, 5)
     assert torch.equal(again.loc, guide.loc)
     assert torch.equal(again.scale, guide.scale)
+
+
+def test_the_precision_is_averaged_over_more_steps_as_the_learning_rate_falls(pair):
+    optimiser, elbo = pair
+    model, x, y = _linear()
+
+    def growth(*rates):
+        """Of the precision in the last of some steps, relative."""
+        torch.manual_seed(0)
+        guide = AutoMeanField(model).prototype(x, y)
+        optimizer, loss = optimiser(guide), elbo()(model, guide)
+        loss(x, y)  # the first call also checks the program, and draws for it
+        torch.manual_seed(0)
+        for lr in rates:
+            before = guide.scale.detach()
+            optimizer.param_groups[0]["lr"] = lr
+            optimizer.zero_grad()
+            loss(x, y).backward()
+            optimizer.step()
+        return (before / guide.scale.detach()).square() - 1.0
+
+    torch.testing.assert_close(growth(0.02), growth(0.1))  # a warm-up has the whole rate
+    whole, less = growth(0.1, 0.1), growth(0.1, 0.03)
+    torch.testing.assert_close(less, 0.3 * whole, rtol=0.05, atol=1e-3)
 
 
 def test_steps_follow_the_learning_rate_and_the_clip():
