@@ -1,5 +1,6 @@
 """What estimators with noise for every datum share: which latents they reach, and which not."""
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.distributions import Distribution, Independent
 from torch.utils._pytree import tree_leaves
 
-from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.estimators.product import Batch, Operand, Product, product_of, sizes_of
 from pyro_bdl.guides.dropout_noise import NoisyWeight
 from pyro_bdl.tracking import OPERATIONS, Tag, Tracker
@@ -44,8 +45,22 @@ class _Products(Tracker):
         self.computed: dict[str, list[Tag]] = defaultdict(list)  # by the rule
         self.read: dict[str, list[Tag]] = defaultdict(list)  # as a draw
         self.depth = 0
+        self.observed = False  # whether a run has met data
+        self.told = False
+
+    def end_run(self, stacklevel: int) -> None:
+        """Warn, once, of a run in which no product was computed by the rule."""
+        if self.observed and not self.computed and not self.told:
+            self.told = True
+            warnings.warn(
+                f"{_no_layer(self.name)}: all data share one draw, as without it",
+                BdlWarning,
+                stacklevel=stacklevel,
+            )
+        self.forget()
 
     def forget(self) -> None:
+        self.observed = False
         for kept in (
             self.tags, self.points, self.distributions, self.computed, self.read, self.kept,
         ):  # fmt: skip
@@ -57,7 +72,7 @@ class _Products(Tracker):
         if id(value) in self.tags or id(value) in self.points:
             return
         if site in self.distributions:
-            self.forget()
+            self.end_run(stacklevel=2)
         self.distributions[site] = distribution
         if isinstance(_base(distribution), Delta):
             self.points[id(value)] = value
@@ -119,7 +134,8 @@ class PerDatum(Messenger):
     Inside, the ELBOs of this package and of Pyro train as they do outside, with another estimator
     of the expected log likelihood. Within a datum nothing changes: each datum's terms have the
     distribution that they have under one draw of the latents. KL terms are evaluated in closed
-    form or at one draw for all, as without it.
+    form or at one draw for all, as without it. Where no layer is reached, this package's ELBOs
+    raise an error, and those of Pyro go on as outside, with a warning.
 
     :param rule: how a product is computed, and what of it is kept by site within a run.
     :param name: for messages.
@@ -141,8 +157,11 @@ class PerDatum(Messenger):
     def __exit__(self, *error: Any) -> None:
         _active.remove(self)
         self._products.__exit__(*error)
-        self._products.forget()
         super().__exit__(*error)
+        if error and error[0] is not None:
+            self._products.forget()
+        else:
+            self._products.end_run(stacklevel=3)
 
     # Sample statements, of Pyro's own ELBOs
 
@@ -151,7 +170,9 @@ class PerDatum(Messenger):
             return
         if isinstance(msg["fn"], _Subsample):
             self._products.batch = Batch(self._products.batch.sizes | {len(msg["value"])})
-        elif not msg["is_observed"] and isinstance(msg["value"], Tensor):
+        elif msg["is_observed"]:
+            self._products.observed |= not msg["infer"].get("_deterministic")
+        elif isinstance(msg["value"], Tensor):
             self._products.drawn(msg["name"], msg["fn"], msg["value"])
 
     # Runs, of the ELBOs of this package
@@ -190,9 +211,7 @@ class PerDatum(Messenger):
             products.forget()
         if not reached:
             raise UnsupportedProgramError(
-                f"{self.name} found no layer that multiplies data with a latent of its own "
-                "distribution in the guide (linear, convolution, embedding, attention, product "
-                "with @): use plain sampling (estimator=None)"
+                f"{_no_layer(self.name)}: use plain sampling (estimator=None)"
             )
 
     def sample(self, msg: Any) -> None:
@@ -215,6 +234,13 @@ class PerDatum(Messenger):
                 "(estimator=None)"
             )
         return distributions
+
+
+def _no_layer(name: str) -> str:
+    return (
+        f"{name} found no layer that multiplies data with a latent of its own distribution in the "
+        "guide (linear, convolution, embedding, attention, product with @)"
+    )
 
 
 _active: list[PerDatum] = []

@@ -1,5 +1,7 @@
 """Estimators as contexts and as options of the ELBOs: expectations, what they refuse, restoring."""
 
+import warnings
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -18,7 +20,7 @@ from torch import nn
 
 from pyro_bdl import bayesianize, models, priors
 from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
-from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.estimators.per_datum import active
 from pyro_bdl.guides import AutoMAP, AutoMeanField
 from pyro_bdl.handlers import flipout, local_reparameterization
@@ -352,6 +354,32 @@ def test_errors_leave_nothing_behind(estimator):
     with pytest.raises(UnsupportedProgramError):
         run(lambda x, w: F.linear(F.linear(x, w), w), estimator=estimator, w=(3, 3))
     assert active() is None and not torch.overrides._get_current_function_mode_stack()
+
+
+@estimators
+@pytest.mark.parametrize("guide", [AutoMeanField, AutoNormal, AutoDelta])
+def test_pyros_elbos_warn_once_where_no_layer_is_reached(estimator, guide):
+    q = guide(no_layer)
+    q(X)
+    one_draw = pytest.warns(BdlWarning, match="found no layer .* share one draw")
+    with one_draw as said, CONTEXTS[estimator]():
+        for _ in range(3):
+            Trace_ELBO().loss(no_layer, q, X)
+    assert len(said) == 1
+    with pytest.warns(BdlWarning, match="found no layer"), CONTEXTS[estimator]():
+        Trace_ELBO().loss(no_layer, q, X)
+
+
+@estimators
+def test_nothing_is_said_where_a_layer_is_reached_or_no_data_are_met(estimator, pooled):
+    model, guide, data = pooled
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BdlWarning)
+        with CONTEXTS[estimator]():
+            for _ in range(2):
+                Trace_ELBO().loss(model, guide, *data)
+                guide(*data)
+                TemperedTrace_ELBO().loss(model, guide, *data)
 
 
 def no_layer(x):
