@@ -17,7 +17,7 @@ from pyro_bdl.compilation.arguments import Given, read
 from pyro_bdl.compilation.backends import BACKENDS
 from pyro_bdl.compilation.guards import Called, Guards
 from pyro_bdl.compilation.rehearsal import rehearsal
-from pyro_bdl.compilation.step import Step, trace_step
+from pyro_bdl.compilation.step import Outcome, Step, trace_step
 from pyro_bdl.compilation.tracing import NotTraceable
 from pyro_bdl.elbo import (
     Temperature,
@@ -123,8 +123,14 @@ class CompiledELBO(ELBO):
 
     def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """-L(eta), its gradients added to the parameters'."""
-        loss = self.differentiable_loss(model, guide, *args, **kwargs)
+        pair = _Pair(model, guide, args, kwargs)
+        outcome = self._take(pair)
+        loss = outcome if isinstance(outcome, Tensor) else outcome.results[0]
         value = _questioned(loss.item(), model, guide, args, kwargs)
+        if not isinstance(outcome, Tensor):
+            if outcome.add_gradients():
+                return value
+            loss = outcome.differentiable()
         if loss.requires_grad:
             loss.backward(retain_graph=self.retain_graph)
         return value
@@ -133,22 +139,27 @@ class CompiledELBO(ELBO):
         self, model: Callable, guide: Callable, *args: Any, **kwargs: Any
     ) -> Tensor:
         """-L(eta) as a tensor to differentiate once; counts as one step of the schedule."""
-        pair = _Pair(model, guide, args, kwargs)
+        outcome = self._take(_Pair(model, guide, args, kwargs))
+        return outcome if isinstance(outcome, Tensor) else outcome.differentiable()
+
+    def _take(self, pair: "_Pair") -> Tensor | Outcome:
+        """Take a step: the bound's loss, or what a graph gave."""
         if not torch.is_grad_enabled() or _is_transformed():
             return self._plain(pair)
         try:
-            given = read(args, kwargs)
+            given = read(pair.args, pair.kwargs)
         except NotTraceable as error:
             self._warn(str(error))
             return self._plain(pair)
         key = (
-            model, guide, getattr(model, "training", None), getattr(guide, "training", None),
-            given.kind, active(), self.bound.num_particles, self.bound.estimator,
+            pair.model, pair.guide, getattr(pair.model, "training", None),
+            getattr(pair.guide, "training", None), given.kind, active(),
+            self.bound.num_particles, self.bound.estimator,
         )  # fmt: skip
         graph = self._graphs.get(key)
-        if graph is None and not self._make_room(pair):
-            return self._plain(pair)
         if graph is None:
+            if not self._make_room(pair):
+                return self._plain(pair)
             graph = self._graphs[key] = _Graph()
         if graph.step is None:
             loss = self._plain(pair)
@@ -167,28 +178,28 @@ class CompiledELBO(ELBO):
     def _plain(self, pair: "_Pair") -> Tensor:
         return self.bound.differentiable_loss(pair.model, pair.guide, *pair.args, **pair.kwargs)
 
-    def _replay(self, graph: "_Graph", pair: "_Pair", given: Given) -> Tensor:
+    def _replay(self, graph: "_Graph", pair: "_Pair", given: Given) -> Outcome:
         bound, step = self.bound, graph.step
         assert step is not None
         temperature = check_temperature(bound.schedule(bound.step))
         arguments = (*given.tensors, self._as_tensor(temperature))
         try:
-            results = step(arguments)
+            outcome = step(arguments)
         except RuntimeError:
             with contextlib.suppress(RuntimeError):
                 check_data(pair.model, pair.guide, pair.args, pair.kwargs)
             raise
         bound.temperature = temperature
-        bound.expected_log_likelihood, bound.kl = results[1], results[2]
+        _, bound.expected_log_likelihood, bound.kl, *noise = outcome.results
         if graph.keeps_noise:
-            pair.guide.last_noise = results[3] if step.others > 2 else None
+            pair.guide.last_noise = noise[0] if noise else None
         if _PYRO_STACK:
             with torch.no_grad():
                 for name in graph.guards.parameters:
                     pyro.param(name)  # by which SVI finds what to optimise
         bound.step += 1
         self.num_replays += 1
-        return step.differentiable(results, arguments)
+        return outcome
 
     def _as_tensor(self, temperature: float) -> Tensor:
         """A scalar of the dtype of the KL: of float64 it would make the loss one."""
@@ -248,27 +259,28 @@ class CompiledELBO(ELBO):
         arguments = (*given.tensors, self._as_tensor(temperature))
         try:
             with rehearsal(pair.modules()):
-                results = step(arguments)
+                outcome = step(arguments)
                 written = [tensor.clone() for tensor in step.written]
         except Exception as error:
             graph.refuse(f"its graph cannot be run ({type(error).__name__}: {error})")
             self._warn(str(graph.refused))
             return self._plain(pair)
         loss = self._plain(pair)
-        leaves = [arguments[i] if isinstance(i, int) else i for i in step.leaves]
-        gradients = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
+        gradients = torch.autograd.grad(
+            loss, outcome.leaves(), retain_graph=True, allow_unused=True
+        )
         assert self.kl is not None and self.expected_log_likelihood is not None
         size = self.expected_log_likelihood.abs() + temperature * self.kl.abs()
-        pairs = [(results[0], loss.detach(), size)]
+        pairs = [(outcome.results[0], loss.detach(), size)]
         pairs += [
-            (ours, theirs, theirs.norm()) if theirs is not None else (ours, ours, ours)
-            for ours, theirs in zip(results[1 + step.others :], gradients, strict=True)
+            (ours, theirs, _size(theirs)) if theirs is not None else (ours, ours, ours)
+            for ours, theirs in zip(outcome.gradients, gradients, strict=True)
         ]
-        pairs += [(a, b, b.norm()) for a, b in zip(written, step.written, strict=True)]
+        pairs += [(a, b, _size(b)) for a, b in zip(written, step.written, strict=True)]
         graph.is_checked = all(_agree(*three) for three in pairs)
         if not graph.is_checked:
             graph.refuse(
-                f"its graph gives a loss of {results[0]:.6g} and the program itself "
+                f"its graph gives a loss of {outcome.results[0]:.6g} and the program itself "
                 f"{loss.detach():.6g}, or another gradient: it computes with something else than "
                 "tensors, such as numpy's or Python's random numbers or a counter"
             )
@@ -349,12 +361,11 @@ class _Graph:
             step = trace_step(loss, [*given.tensors, temperature], backend)
         if self.keeps_noise:
             guide.last_noise = before
-        change = called.change(but="last_noise")
+        change = called.change()
         if change is not None:
             raise NotTraceable(f"a run changes the attribute '{change.key}' of {change.kind}")
-        parameters = {
-            name: site["value"].unconstrained() for name, site in statements.trace.nodes.items()
-        }
+        stored = pyro.get_param_store()._params
+        parameters = {name: stored[name] for name in statements.trace.nodes if name in stored}
         self.guards = Guards(called.before, parameters, step.parameters, step.constants)
         self.step = step
 
@@ -368,8 +379,13 @@ def _is_transformed() -> bool:
     )
 
 
+def _size(tensor: Tensor) -> Tensor:
+    return tensor.norm() if tensor.is_floating_point() else tensor.new_zeros(())
+
+
 def _agree(a: Tensor, b: Tensor, size: Tensor) -> bool:
     """Whether two tensors agree in half of their digits, relative to a size."""
-    error = (a - b).to(size).norm()
-    tolerance = torch.finfo(b.dtype).eps ** 0.5 if b.is_floating_point() else 0.0
-    return bool(error <= tolerance * size) or not bool(b.isfinite().all())
+    if not b.is_floating_point():
+        return torch.equal(a, b)
+    error = (a - b).norm()
+    return bool(error <= torch.finfo(b.dtype).eps ** 0.5 * size) or not bool(b.isfinite().all())

@@ -28,29 +28,32 @@ def inductor(graph: fx.GraphModule, examples: Sequence[Tensor]) -> Run:
     the same order.
     """
     draws = _draws_first(graph)
-    plain = [example.detach() for example in examples]
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            from torch._inductor import compile as compile_graph
-
-            noise = [draw() for draw in draws]
-            compiled = compile_graph(graph, [*plain, *noise], options={"fallback_random": True})
-            compiled(*[tensor.clone() for tensor in (*plain, *noise)])  # compiles at the first call
-        except Exception as error:
-            warnings.warn(
-                f'backend="inductor" could not compile the graph ({_first_line(error)}), whose '
-                'operators run one by one as with backend="eager": it needs a C++ compiler on the '
-                "CPU and Triton on a GPU",
-                BdlWarning,
-                stacklevel=2,
-            )
-            compiled = eager(graph, examples)
+    inputs = [example.detach() for example in examples] + [draw() for draw in draws]
+    compiled: Run
+    try:
+        compiled = _compiled(graph, inputs)
+    except Exception as error:
+        warnings.warn(
+            f'backend="inductor" could not compile the graph ({_first_line(error)}), whose '
+            'operators run one by one as with backend="eager": it needs a C++ compiler on the '
+            "CPU and Triton on a GPU",
+            BdlWarning,
+            stacklevel=2,
+        )
+        compiled = eager(graph, inputs)
 
     def run(*inputs: Tensor) -> tuple[Tensor, ...]:
         return compiled(*[i.detach() for i in inputs], *[draw() for draw in draws])
 
     return run
+
+
+def _compiled(graph: fx.GraphModule, inputs: list[Tensor]) -> Run:
+    from torch._inductor import compile as compile_graph
+
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return compile_graph(graph, inputs, options={"fallback_random": True})
 
 
 BACKENDS: dict[str, Callable[[fx.GraphModule, Sequence[Tensor]], Run]] = {

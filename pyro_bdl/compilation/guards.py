@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 _MISSING = object()
+_RESULT = "last_noise"  # of a guide: what a run gives, and a graph too
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -52,9 +53,9 @@ class Called:
     def __exit__(self, *error: object) -> None:
         self._hook.remove()
 
-    def change(self, *, but: str) -> Entry | None:
-        """The first attribute that is no longer what it was, one of that name left out."""
-        recorded = (entry for held in self.before.values() for entry in held if entry.key != but)
+    def change(self) -> Entry | None:
+        """The first attribute that is no longer what it was."""
+        recorded = (entry for held in self.before.values() for entry in held)
         return next((entry for entry in recorded if not entry.holds()), None)
 
 
@@ -68,7 +69,7 @@ def entries(modules: Iterable[nn.Module]) -> list[Entry]:
         found += [
             Entry(module.__dict__, key, value, kind)
             for key, value in module.__dict__.items()
-            if isinstance(value, (*_PLAIN, Tensor))
+            if isinstance(value, (*_PLAIN, Tensor)) and key != _RESULT
         ]
     return found
 

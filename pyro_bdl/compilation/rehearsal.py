@@ -13,13 +13,16 @@ from pyro_bdl.randomness import own_randomness
 
 @contextmanager
 def rehearsal(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, whatever runs draws the numbers that the caller would draw next, who draws them
-    again afterwards; buffers keep their values.
+    """Inside, whatever runs draws the numbers of torch that the caller would draw next, who draws
+    them again afterwards, and other ones of Python and numpy, which a trace takes for constants;
+    buffers keep their values.
 
     :param modules: besides those that are called inside, whose buffers are kept too.
     """
     buffers = [(buffer, buffer.detach().clone()) for m in modules for buffer in m.buffers()]
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
     try:
         with own_randomness(), preserved_buffers():
             yield

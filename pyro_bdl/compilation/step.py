@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -38,15 +38,44 @@ class Step:
     def parameters(self) -> list[Tensor]:
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
-    def __call__(self, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Loss, further results and gradients, all detached."""
+    def __call__(self, arguments: Sequence[Tensor]) -> "Outcome":
         with torch.no_grad():
-            return self.run(*arguments, *self.outside)
+            results = self.run(*arguments, *self.outside)
+        return Outcome(self, arguments, results[: 1 + self.others], results[1 + self.others :])
 
-    def differentiable(self, results: tuple[Tensor, ...], arguments: Sequence[Tensor]) -> Tensor:
-        """The loss of a call, to be differentiated once in the leaves."""
-        leaves = [arguments[leaf] if isinstance(leaf, int) else leaf for leaf in self.leaves]
-        return _Loss.apply(results[0], results[1 + self.others :], *leaves)
+
+class Outcome(NamedTuple):
+    """What a graph gave.
+
+    :param results: the loss and further results, detached.
+    :param gradients: of the loss in the leaves.
+    """
+
+    step: Step
+    arguments: Sequence[Tensor]
+    results: tuple[Tensor, ...]
+    gradients: tuple[Tensor, ...]
+
+    def leaves(self) -> list[Tensor]:
+        return [self.arguments[n] if isinstance(n, int) else n for n in self.step.leaves]
+
+    def differentiable(self) -> Tensor:
+        """The loss, to be differentiated once."""
+        return _Loss.apply(self.results[0], self.gradients, *self.leaves())
+
+    def add_gradients(self) -> bool:
+        """Add the gradients to the parameters', as ``backward`` would; False, and nothing done,
+        where somebody waits for ``backward``."""
+        for leaf in self.step.leaves:
+            if isinstance(leaf, int) or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+                return False
+        with torch.no_grad():
+            for leaf, gradient in zip(self.step.parameters, self.gradients, strict=True):
+                if leaf.grad is None:
+                    leaf.grad = gradient.clone()  # it may share its memory
+                else:
+                    leaf.grad.add_(gradient)
+        return True
 
 
 class _Loss(torch.autograd.Function):
