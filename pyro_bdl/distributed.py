@@ -96,11 +96,13 @@ class DataParallel_ELBO(ELBO):
     gradient G(w, D) at a draw w and data D their mean has the variance Var(G) / K. One draw for
     all ranks has (1 - 1/K) Var_w(E[G | w]) more; it is what one process does with the joint batch.
 
-    The first step gives all ranks the parameters and buffers of rank 0.
+    The first step gives all ranks the parameters and buffers of rank 0. An error in it is raised
+    on all ranks; one in a later step on its own, and ``torchrun`` then ends the others.
 
     :param elbo: any ELBO with ``differentiable_loss``: the tempered ones, those of the natural
         gradient, Pyro's. Its attributes, such as ``kl``, are about this rank's own batch.
-    :param same_draws: one draw of the latents for all ranks.
+    :param same_draws: one draw of the latents for all ranks. Not for estimators with noise for
+        every datum, since rows of different ranks would share it.
     :param check_every: steps from one comparison of the ranks' parameters to the next.
     :param group: a process group; None for all processes.
     :raises RuntimeError: where there are several processes and no process group; at a step, on all

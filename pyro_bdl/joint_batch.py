@@ -1,6 +1,7 @@
 """What the batches of several ranks are together: how many data, and by what each rank counts."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ class Reading(NamedTuple):
 
 
 def read_batch(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Reading:
-    """Run a pair once, without a trace in it, and see.
+    """Run a pair once, which leaves no trace in it, and see what the batch is to it.
 
     :raises ValueError: where observed sites take different numbers of rows.
     :raises UnsupportedProgramError: where a plate picks rows at random.
@@ -60,6 +61,7 @@ def read_batch(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> R
         p = record(Handled(model, seen), values, args, kwargs)
     rows, size = _rows(p)
     stated = getattr(model, "num_data", None)
+    stated = stated if isinstance(stated, int) else None
     factor = next(iter(p.factors), None)
     normalised = next((type(layer).__name__ for layer in layers), None)
     return Reading(rows, size, stated, seen.local(), factor, normalised)
@@ -113,25 +115,25 @@ class _Statements(WholeData):
         return next((name for name, plates in self.latents.items() if plates & self.leading), None)
 
 
-class _batch_norms:
+@contextmanager
+def _batch_norms() -> Iterator[list[nn.Module]]:
     """The BatchNorm layers called inside that normalise by their batch."""
+    found: list[nn.Module] = []
 
-    def __enter__(self) -> list[nn.Module]:
-        found: list[nn.Module] = []
+    def note(module: nn.Module, args: object) -> None:
+        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+            found.append(module)
 
-        def note(module: nn.Module, args: object) -> None:
-            if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
-                found.append(module)
-
-        self._hook = register_module_forward_pre_hook(note)
-        return found
-
-    def __exit__(self, *error: Any) -> None:
-        self._hook.remove()
+    hook = register_module_forward_pre_hook(note)
+    try:
+        yield found
+    finally:
+        hook.remove()
 
 
 class JointBatch:
-    """How a pair's loss on the batch of one rank counts in that of the joint batch.
+    """How a pair's loss L_k on the batch of rank k counts in that of the joint batch,
+    sum_k weight_k L_k / sum_k weight_k: by its B_k rows where the program scales them up to N.
 
     :param pair: the program and its guide.
     :param model: the program to run in its place.
@@ -143,7 +145,8 @@ class JointBatch:
         self._rows: dict[Any, int] = {}
 
     def weight(self, args: tuple, kwargs: dict) -> float:
-        """Of this rank's loss in the mean over the ranks, up to a common factor."""
+        """Of this rank's loss in the mean over the ranks; the program runs once more for
+        arguments of new shapes."""
         if not self.scaled:
             return 1.0
         key = tuple(_kind(leaf) for leaf in tree_leaves((args, kwargs)))
@@ -206,10 +209,8 @@ def _data(reading: Reading) -> str:
 
 
 class _StandForAll(Messenger):
-    """The observations of a batch stand for those of K ranks: their plate is K times as large.
-
-    The mean over the ranks is then sum_k log p(y_k | w) - KL.
-    """
+    """The observations of a batch count K times, for those of K ranks: the mean of the ranks'
+    bounds is then sum_k log p(y_k | w) - KL."""
 
     def __init__(self, ranks: int) -> None:
         super().__init__()
@@ -218,12 +219,5 @@ class _StandForAll(Messenger):
     def _process_message(self, msg: Any) -> None:
         if msg["type"] != "sample" or not msg["is_observed"] or msg["infer"].get("_deterministic"):
             return
-        frames = msg["cond_indep_stack"]
-        vectorized = [frame for frame in frames if frame.vectorized]
-        if vectorized:
-            data = min(vectorized, key=lambda frame: frame.dim)
-            larger = data._replace(full_size=(data.full_size or data.size) * self.ranks)
-            msg["cond_indep_stack"] = tuple(larger if f is data else f for f in frames)
-        elif not without_wrappers(msg["fn"])[0].batch_shape:
-            return  # one number, which is the same on all ranks
-        msg["scale"] = msg["scale"] * self.ranks
+        if msg["cond_indep_stack"] or without_wrappers(msg["fn"])[0].batch_shape:
+            msg["scale"] = msg["scale"] * self.ranks  # not one number, the same on all ranks
