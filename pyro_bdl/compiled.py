@@ -238,9 +238,7 @@ class CompiledELBO(ELBO):
         if graph.refused is not None:
             self._warn(graph.refused)
 
-    def _trace_again(
-        self, graph: "_Graph", pair: "_Pair", given: Given, change: str
-    ) -> None:
+    def _trace_again(self, graph: "_Graph", pair: "_Pair", given: Given, change: str) -> None:
         graph.changes += 1
         if graph.changes < MOST_GRAPHS:
             self._trace(graph, pair, given)
@@ -291,7 +289,9 @@ class CompiledELBO(ELBO):
         if reason not in self._said:
             self._said.add(reason)
             warnings.warn(
-                f"CompiledELBO runs the program uncompiled, since {reason}", BdlWarning, stacklevel=4
+                f"CompiledELBO runs the program uncompiled, since {reason}",
+                BdlWarning,
+                stacklevel=4,
             )
 
     def _get_trace(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Any:

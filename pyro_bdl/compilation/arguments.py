@@ -33,7 +33,8 @@ def read(args: tuple, kwargs: dict[str, Any]) -> Given:
     if not kwargs and all(type(value) is Tensor for value in args):
         return Given(args, _kinds(args), _positional)
     leaves, structure = tree_flatten((args, kwargs))
-    tensors, constants = [], []
+    tensors: list[Tensor] = []
+    constants: list[tuple[type, Any] | None] = []
     for leaf in leaves:
         if type(leaf) in (Tensor, nn.Parameter):
             tensors.append(leaf)

@@ -48,7 +48,7 @@ def inductor(graph: fx.GraphModule, examples: Sequence[Tensor]) -> Run:
     return run
 
 
-def _compiled(graph: fx.GraphModule, inputs: list[Tensor]) -> Run:
+def _compiled(graph: fx.GraphModule, inputs: list[Any]) -> Run:
     from torch._inductor import compile as compile_graph
 
     with torch.no_grad(), warnings.catch_warnings():

@@ -46,7 +46,9 @@ def changed(node: fx.Node) -> list[fx.Node]:
         written = [a.alias_info is not None and a.alias_info.is_write for a in _arguments(node)]
         given = zip(node.args, written, strict=False)
         arguments = [a for a, is_written in given if is_written]
-        names = {a.name for a, is_written in zip(_arguments(node), written, strict=True) if is_written}
+        names = {
+            a.name for a, is_written in zip(_arguments(node), written, strict=True) if is_written
+        }
         arguments += [value for name, value in node.kwargs.items() if name in names]
     else:
         return []

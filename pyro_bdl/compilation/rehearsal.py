@@ -20,14 +20,14 @@ def rehearsal(modules: Iterable[nn.Module]) -> Iterator[None]:
     :param modules: besides those that are called inside, whose buffers are kept too.
     """
     buffers = [(buffer, buffer.detach().clone()) for m in modules for buffer in m.buffers()]
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    python, numpy = random.getstate(), np.random.get_state()
     random.seed(0)
-    np.random.seed(0)  # noqa: NPY002
+    np.random.seed(0)
     try:
         with own_randomness(), preserved_buffers():
             yield
     finally:
         random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
+        np.random.set_state(numpy)
         for buffer, value in buffers:
             buffer.data.copy_(value)

@@ -6,7 +6,6 @@ products with one, sums with zero, the same thing twice, and functions of what n
 
 import operator
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -74,17 +73,18 @@ def _touched(graph: fx.Graph) -> set[fx.Node]:
 
 def _constant(node: fx.Node, known: Known) -> Any:
     """The value of a node that depends on nothing, or on known numbers alone; else None."""
+    operate: Any = node.target
     if name_of(node) in _FILLED and isinstance(node.args[0], fx.Node):
         example = _empty(node.args[0])
         if example is None or any(isinstance(n, fx.Node) for n in node.args[1:]):
             return None
-        value = node.target(example, *node.args[1:], **node.kwargs)
+        value = operate(example, *node.args[1:], **node.kwargs)
         return value if value.numel() <= LARGE else None
     if not known.keys() >= set(node.all_input_nodes):
         return None
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: known[n])
     with torch.no_grad():
-        value = node.target(*args, **kwargs)
+        value = operate(*args, **kwargs)
     if not isinstance(value, Tensor):
         return None
     sources = sum(known[n].numel() for n in node.all_input_nodes)
@@ -157,56 +157,59 @@ def _alike(a: fx.Node, b: fx.Node) -> bool:
 # Gradients of parts -------------------------------------------------------------------------------
 
 
-class _Part(NamedTuple):
-    """Zeros but for the entries from ``start`` to ``stop`` along a dimension."""
-
-    start: int
-    stop: int
-    values: Any
-
-
 def _join_parts(graph: fx.Graph, touched: set[fx.Node]) -> None:
     """The gradient in a vector whose parts went different ways: the parts side by side instead of
     a sum of vectors that are zero elsewhere. x + 0 = x, so that the numbers are the same."""
     for node in list(graph.nodes):
-        if name_of(node) == "select_backward" and node not in touched:
-            _, sizes, dim, _ = node.args
+        if node in touched:
+            continue
+        if name_of(node) == "select_backward":
+            part, sizes, dim, _ = node.args
             if sizes[dim] == 1:  # type: ignore[index]
-                node.target, node.args = torch.ops.aten.unsqueeze.default, (node.args[0], dim)
-        if name_of(node) != "add" or node in touched or len(node.args) != 2 or node.kwargs:
-            continue
-        if any(name_of(user) == "add" and _parts(user) for user in node.users):
-            continue  # the outermost sum tells
-        parts = _parts(node)
-        if parts is None or parts[0].start or any(
-            a.stop != b.start for a, b in pairwise(parts)
-        ) or parts[-1].stop != _sliced(parts[0].values)[0]:
-            continue
-        values = [part.values.args[0] for part in parts]
-        node.target, node.args = torch.ops.aten.cat.default, (values, _sliced(parts[0].values)[1])
+                node.target, node.args = torch.ops.aten.unsqueeze.default, (part, dim)
+        elif name_of(node) == "add" and not any(map(_parts, node.users)):  # the outermost sum
+            parts = _parts(node) or []
+            if _is_complete(parts):
+                dim = parts[0].slice.args[2]
+                values = [part.slice.args[0] for part in parts]
+                node.target, node.args = torch.ops.aten.cat.default, (values, dim)
+
+
+class _Part(NamedTuple):
+    """A vector of zeros but for the entries from ``start`` to ``stop``.
+
+    :param slice: the node of it, a ``slice_backward``.
+    """
+
+    start: int
+    stop: int
+    slice: fx.Node
 
 
 def _parts(node: fx.Node) -> list[_Part] | None:
-    """The parts of a gradient, in order; None where it is no sum of such."""
+    """The parts that a sum of such vectors is made of, in order; None for another node."""
     if name_of(node) == "slice_backward":
         _, sizes, dim, start, stop, step = node.args
-        if step != 1 or not 0 <= start < stop <= sizes[dim]:  # type: ignore[operator,index]
+        length: Any = sizes[dim]  # type: ignore[index]
+        if step != 1 or not 0 <= start < stop:  # type: ignore[operator]
             return None
-        return [_Part(start, stop, node)]  # type: ignore[arg-type]
+        return [_Part(start, min(stop, length), node)]  # type: ignore[arg-type,type-var]
     if name_of(node) != "add" or len(node.args) != 2 or node.kwargs:
         return None
-    found = [_parts(a) if isinstance(a, fx.Node) else None for a in node.args]
-    if found[0] is None or found[1] is None:
+    first, second = [_parts(a) if isinstance(a, fx.Node) else None for a in node.args]
+    if first is None or second is None:
         return None
-    parts = sorted(found[0] + found[1], key=lambda part: part.start)
-    same = {_sliced(part.values) for part in parts}
-    return parts if len(same) == 1 else None
+    return sorted(first + second, key=lambda part: part.start)
 
 
-def _sliced(node: fx.Node) -> tuple[int, int]:
-    """How long the sliced dimension was, and which it is."""
-    _, sizes, dim, *_ = node.args
-    return sizes[dim], dim  # type: ignore[index,return-value]
+def _is_complete(parts: list[_Part]) -> bool:
+    """Whether they follow each other from the first entry to the last, in one dimension."""
+    kinds = [part.slice.args[1:3] for part in parts]
+    if not kinds or any(kind != kinds[0] for kind in kinds):
+        return False
+    sizes, dim = kinds[0]
+    ends = [part.stop for part in parts]
+    return [part.start for part in parts] == [0, *ends[:-1]] and ends[-1] == sizes[dim]  # type: ignore[index]
 
 
 # Cheaper calls -----------------------------------------------------------------------------------
@@ -218,7 +221,8 @@ def call_directly(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target is torch.ops.aten.slice.Tensor and _is_narrow(node):
             start: Any = node.args[2]
-            length = kind_of(node).shape[node.args[1]]  # type: ignore[union-attr,index]
+            kind: Any = kind_of(node)
+            length = kind.shape[node.args[1]]
             node.target, node.args = torch.narrow, (*node.args[:2], start, length)
             continue
         function = _direct(node)

@@ -10,7 +10,13 @@ from torch import Tensor, fx
 from pyro_bdl.compilation.backends import BACKENDS, Run
 from pyro_bdl.compilation.graph import is_needed
 from pyro_bdl.compilation.simplify import simplify
-from pyro_bdl.compilation.tracing import NotTraceable, mutated, trace, variable_nodes
+from pyro_bdl.compilation.tracing import (
+    NotTraceable,
+    mutated,
+    tensor_of,
+    trace,
+    variable_nodes,
+)
 
 Loss = Callable[..., tuple[Tensor, ...]]
 
@@ -117,9 +123,9 @@ def trace_step(loss: Loss, examples: Sequence[Tensor], backend: str) -> Step:
         return value.detach(), *[r.detach() for r in rest], *[g for _, g in pairs]
 
     graph = trace(function, arguments)
-    written = list({id(t): t for t in (getattr(graph, n.target) for n in mutated(graph))}.values())
-    variable = {getattr(graph, n.target) for n in variable_nodes(graph) if n.op == "get_attr"}
-    attributes = {n: getattr(graph, n.target) for n in graph.graph.find_nodes(op="get_attr")}
+    written = list({id(t): t for t in (tensor_of(graph, n) for n in mutated(graph))}.values())
+    variable = {tensor_of(graph, n) for n in variable_nodes(graph) if n.op == "get_attr"}
+    attributes = {n: tensor_of(graph, n) for n in graph.graph.find_nodes(op="get_attr")}
     inputs = _lift(graph.graph, attributes)
     known = {node: tensor for node, tensor in inputs.items() if tensor not in variable}
     constants = list(known.values())  # those of which only a number was read included
@@ -158,7 +164,7 @@ def _lift(graph: fx.Graph, tensors: dict[fx.Node, Tensor]) -> dict[fx.Node, Tens
     :returns: the new arguments and their values, in order.
     """
     lifted: dict[int, fx.Node] = {}
-    result = {}
+    result: dict[fx.Node, Tensor] = {}
     places = list(graph.find_nodes(op="placeholder"))
     last = places[-1]
     for node, tensor in tensors.items():

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from pyro_bdl.compilation.graph import base, changed, is_random, reached, tagged
 
 _HERE = str(Path(__file__).parent)
-_LIBRARIES = (_HERE, *(str(Path(library.__file__).parent) for library in (torch, pyro)))
+_LIBRARIES = (_HERE, *(str(Path(str(library.__file__)).parent) for library in (torch, pyro)))
 # Methods that read the numbers of a tensor past the operators, and others that read them.
 _PAST = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr}
 _READS = _PAST | {
@@ -95,6 +95,11 @@ def trace(function: Callable[..., Any], examples: Sequence[Tensor]) -> fx.GraphM
     return graph
 
 
+def tensor_of(graph: fx.GraphModule, node: fx.Node) -> Tensor:
+    """The outside tensor that a node ``get_attr`` stands for."""
+    return getattr(graph, str(node.target))
+
+
 def variable_nodes(graph: fx.GraphModule) -> set[fx.Node]:
     """The nodes whose numbers differ from run to run by themselves: arguments, parameters, random
     numbers and outside tensors that are changed in place."""
@@ -103,12 +108,12 @@ def variable_nodes(graph: fx.GraphModule) -> set[fx.Node]:
         if node.op == "placeholder" or is_random(node):
             found.add(node)
         elif node.op == "get_attr":
-            tensor = getattr(graph, node.target)
+            tensor = tensor_of(graph, node)
             if tensor.requires_grad or isinstance(tensor, torch.nn.Parameter):
                 found.add(node)
-    written = {getattr(graph, node.target) for node in mutated(graph)}
+    written = {tensor_of(graph, node) for node in mutated(graph)}
     for node in graph.graph.find_nodes(op="get_attr"):
-        if getattr(graph, node.target) in written:
+        if tensor_of(graph, node) in written:
             found.add(node)
     return found
 
@@ -124,7 +129,7 @@ def mutated(graph: fx.GraphModule) -> Iterator[fx.Node]:
 
 def _refuse(graph: fx.GraphModule, places: list[str]) -> None:
     for node in graph.graph.find_nodes(op="get_attr"):
-        if getattr(graph, node.target).grad_fn is not None:
+        if tensor_of(graph, node).grad_fn is not None:
             raise NotTraceable(
                 "it uses a tensor with a gradient that was computed outside of it: compute it in "
                 "the program"
