@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -107,20 +108,35 @@ class Outputs:
 
     def gaussian(self, precision: Precision) -> "Gaussian":
         """Their distribution where the subset's offset is N(0, precision^-1)."""
-        mean = self.mean
-        covariance = mean.new_zeros(*mean.shape, mean.shape[-1])
-        if self.moving:
-            covariance = precision.covariance(self.jacobian).detach().to(mean)
-        return Gaussian(self, mean, covariance)
+        return Gaussian(self, self.mean, precision)
 
 
 @dataclass
 class Gaussian:
-    """N(mean, covariance) for every datum, (n, K) and (n, K, K)."""
+    """N(mean, covariance) for every datum, mean (n, K); of the covariance only what is asked for.
+
+    :param precision: of the subset's offset.
+    """
 
     outputs: Outputs
     mean: Tensor
-    covariance: Tensor
+    precision: Precision
+
+    @cached_property
+    def covariance(self) -> Tensor:
+        """(n, K, K)."""
+        if not self.outputs.moving:
+            return self.mean.new_zeros(*self.mean.shape, self.mean.shape[-1])
+        return self.precision.covariance(self.outputs.jacobian).detach().to(self.mean)
+
+    @cached_property
+    def diagonal(self) -> Tensor:
+        """The covariance's diagonals, (n, K)."""
+        if not self.outputs.moving:
+            return torch.zeros_like(self.mean)
+        if "covariance" in self.__dict__:
+            return self.covariance.diagonal(dim1=-2, dim2=-1)
+        return self.precision.output_variances(self.outputs.jacobian).detach().to(self.mean)
 
     def means(self) -> dict[str, Tensor]:
         """By name, those that move."""
@@ -128,7 +144,7 @@ class Gaussian:
 
     def variances(self) -> dict[str, Tensor]:
         """By name, those that move."""
-        return self.outputs.split(self.covariance.diagonal(dim1=-2, dim2=-1))
+        return self.outputs.split(self.diagonal)
 
     def cells(self, key: str) -> tuple[Tensor, Tensor]:
         """Mean and variance of one tensor, moving or not, (n, cells)."""

@@ -7,8 +7,7 @@ from pyro_bdl.curvature.direct import SoftmaxProduct
 from pyro_bdl.curvature.gaussian import DiagonalPrecision, FullPrecision
 from pyro_bdl.curvature.jacobian import Jacobian
 from pyro_bdl.curvature.prior import PriorPrecision
-
-_HALVED_FROM = 256
+from pyro_bdl.curvature.symmetric import add_products, products
 
 
 class FullCurvature(nn.Module):
@@ -106,32 +105,3 @@ class DiagonalCurvature(nn.Module):
     def with_prior(self, prior: PriorPrecision, factor: Tensor | float = 1.0) -> DiagonalPrecision:
         """factor times this curvature, plus the prior's."""
         return DiagonalPrecision(self.values * factor + prior.diagonal)
-
-
-def products(x: Tensor) -> Tensor:
-    """x' x for x (..., rows, m); of a large one the half above the diagonal is multiplied."""
-    size = x.shape[-1]
-    if size < _HALVED_FROM:
-        return x.mT @ x
-    left, right = x.tensor_split(2, -1)
-    half = left.shape[-1]
-    result = x.new_empty(*x.shape[:-2], size, size)
-    result[..., :half, :half] = products(left)
-    result[..., half:, half:] = products(right)
-    result[..., :half, half:] = cross = left.mT @ right
-    result[..., half:, :half] = cross.mT
-    return result
-
-
-def add_products(matrix: Tensor, x: Tensor) -> None:
-    """matrix += x' x in place for x (rows, m), with a quarter of the matrix beside it."""
-    if len(matrix) < _HALVED_FROM:
-        matrix += x.mT @ x
-        return
-    half = len(matrix) // 2
-    left, right = x[:, :half], x[:, half:]
-    add_products(matrix[:half, :half], left)
-    add_products(matrix[half:, half:], right)
-    cross = left.mT @ right
-    matrix[:half, half:] += cross
-    matrix[half:, :half] += cross.mT

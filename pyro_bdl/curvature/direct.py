@@ -20,19 +20,36 @@ class IdentityProduct(Product):
     """
 
     def rotated(self, inputs: Tensor | None, outputs: Tensor | None) -> "IdentityProduct":
-        turned = super().rotated(inputs, None)
-        if outputs is None:
-            return replace(self, source=turned.source)
-        gradients = outputs[0][:, None, None, None].expand_as(self.gradients)  # e_k' Q
-        return replace(self, source=turned.source, gradients=gradients)
+        turned = replace(self, source=super().rotated(inputs, None).source)
+        return turned if outputs is None else turned._with_columns(outputs[0])  # e_k' Q
 
-    def gram(self, weights: Tensor) -> Tensor:
+    def split_outputs(self, basis: Tensor) -> tuple["IdentityProduct", "IdentityProduct"]:
+        (inside,) = basis
+        return self._with_columns(inside), self._with_columns(self.columns - inside @ inside.mT)
+
+    def _with_columns(self, columns: Tensor) -> "IdentityProduct":
+        gradients = columns[:, None, None, None].expand(-1, self.gradients.shape[1], -1, -1, -1)
+        return replace(self, gradients=gradients)
+
+    @property
+    def columns(self) -> Tensor:
+        """(K, out)."""
+        return self.gradients[:, 0, 0, 0]
+
+    def gram(self, weights: Tensor | None = None) -> Tensor:
         """(n, K, K), or (1, K, K) where it is the same for all data."""
-        scaled = weights[..., 0]
+        return torch.matmul(self.columns * self._scaled(weights)[:, None], self.columns.mT)
+
+    def norms(self, weights: Tensor | None = None) -> Tensor:
+        """(n, K), or (1, K)."""
+        return self._scaled(weights) @ self.columns.square().mT
+
+    def _scaled(self, weights: Tensor | None) -> Tensor:
+        """sum_i w_oi a_i^2, (n, out), or (1, out) of a bias."""
         if self.source is not None:
-            scaled = self.source()[:, 0, 0].square() @ weights[0].mT
-        columns = self.gradients[:, 0, 0, 0]
-        return torch.matmul(columns * scaled[:, None], columns.mT)
+            return self.input_squares(weights)[:, 0].expand(-1, self.columns.shape[1])
+        like = self.columns
+        return like.new_ones(1, like.shape[1]) if weights is None else weights[..., 0]
 
 
 @dataclass

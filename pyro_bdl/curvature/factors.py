@@ -1,15 +1,14 @@
-"""The Kronecker factors of one weight, and the Gaussian with their eigenvectors."""
+"""The Kronecker factors of one weight."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pyro_bdl.curvature.dense import products
 from pyro_bdl.curvature.direct import SoftmaxProduct
-from pyro_bdl.curvature.jacobian import Dense, Lookup, Place, Product
-
-_DOUBLE_UP_TO = 2048
+from pyro_bdl.curvature.eigenbasis import Eigenbasis
+from pyro_bdl.curvature.jacobian import Lookup, Place, Product
+from pyro_bdl.curvature.moments import Moments, Vectors, make_room
 
 
 class ProductFactors(nn.Module):
@@ -19,162 +18,118 @@ class ProductFactors(nn.Module):
     row, (rows,), and B over the features.
     """
 
-    inputs: Tensor
-    outputs: Tensor
-    count: Tensor
-    values: Tensor | None
-    inputs_basis: Tensor | None
-    outputs_basis: Tensor | None
+    count: Tensor  # of data, or of data and positions
+    looked_up: Tensor | None
+    corrected: Tensor | None  # second moments in the eigenbasis, (groups, s, r)
 
     def __init__(self, place: Place, shape: torch.Size, like: Tensor, *, lookup: bool) -> None:
         super().__init__()
         self.place, self.shape = place, shape
         groups, out, into = shape
-        inputs = like.new_zeros(out) if lookup else like.new_zeros(groups, into, into)
-        features = into if lookup else out
-        self.register_buffer("inputs", inputs)
-        self.register_buffer("outputs", like.new_zeros(groups, features, features))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64, device=like.device))
-        for name in ("values", "inputs_basis", "outputs_basis"):
-            self.register_buffer(name, None)
+        self.register_buffer("looked_up", like.new_zeros(out) if lookup else None)
+        self.register_buffer("corrected", None)
+        self.inputs = None if lookup else Moments(groups, into, like)
+        self.outputs = Moments(groups, into if lookup else out, like)
 
     def add_inputs(self, block: Product | Lookup, *, reduce: bool) -> None:
         if isinstance(block, Lookup):
-            self.inputs += torch.bincount(block.rows_of, minlength=block.num_rows)
+            assert self.looked_up is not None
+            self.looked_up += torch.bincount(block.rows_of, minlength=block.num_rows)
             self.count += block.num_data
             return
+        assert self.inputs is not None
         positions = 1 if reduce else block.gradients.shape[2]
         self.count += block.gradients.shape[1] * positions
         if block.source is None:
-            self.inputs += float(block.gradients.shape[1] * positions)
+            number = float(block.gradients.shape[1] * positions)
+            self.inputs.add(Vectors(total=block.gradients.new_full((self.shape[0], 1, 1), number)))
             return
-        a = block.source()
-        self.inputs += moments(a.mean(1, keepdim=True) if reduce else a)
+        a = block.source().detach()
+        self.inputs.add(Vectors(a.mean(1, keepdim=True) if reduce else a))
 
-    def decompose(self) -> None:
-        """Eigenvectors of both factors, and the products of their eigenvalues (groups, out, in)."""
-        count = self.count.to(self.inputs.dtype).clamp(min=1.0)
-        if self.inputs.dim() == 1:  # rows by features, and it is the features that have a basis
-            outputs, self.inputs_basis = eigen(self.outputs)
-            self.values = (self.inputs / count)[None, :, None] * outputs[:, None, :]
-            return
-        inputs, self.inputs_basis = eigen(self.inputs)
-        outputs, self.outputs_basis = eigen(self.outputs)
-        self.values = outputs[:, :, None] * (inputs / count)[:, None, :]
+    def sums(self) -> list[Moments]:
+        return [sums for sums in (self.inputs, self.outputs) if sums is not None]
+
+    def accumulated(self) -> list[Tensor]:
+        """What was added up, to be added to in place."""
+        inputs = self.looked_up if self.inputs is None else self.inputs.as_matrix()
+        assert inputs is not None
+        return [inputs, self.outputs.as_matrix(), self.count]
+
+    def correct(self, earlier: "ProductFactors | None") -> None:
+        """Begin second moments: in the eigenbasis, or in that of earlier data, which is extended
+        to what these data span."""
+        if earlier is not None and earlier.corrected is not None:
+            for mine, theirs in zip(self.sums(), earlier.sums(), strict=True):
+                theirs.extend(mine)
+                mine.take(*theirs.eigen())
+            earlier.corrected = earlier.basis().padded(earlier.corrected)
+        self.corrected = self.spectrum().new_zeros(self.basis().directions)
+
+    def merge(self, other: "ProductFactors") -> None:
+        """Add the factors of more data, whose second moments are in the same basis."""
+        if self.corrected is not None:
+            assert other.corrected is not None
+            self.corrected = self.corrected + other.corrected
+        else:
+            for mine, theirs in zip(self.sums(), other.sums(), strict=True):
+                mine.merge(theirs)
+        if self.looked_up is not None and other.looked_up is not None:
+            self.looked_up += other.looked_up
+        self.count += other.count
+
+    def scale(self, factor: float) -> None:
+        if self.corrected is not None:
+            self.corrected *= factor
+        elif factor != 1.0:
+            self.outputs.scale(factor)
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        make_room(self, ("corrected",), state, prefix, next(self.outputs.buffers()))
+        super()._load_from_state_dict(state, prefix, *rest)
+
+    # Results
+
+    def basis(self) -> Eigenbasis:
+        """The eigenvectors of both factors; the rows of a table are directions of their own."""
+        if self.inputs is None:
+            return Eigenbasis(self.shape, None, self.outputs.eigen()[1])
+        return Eigenbasis(self.shape, self.outputs.eigen()[1], self.inputs.eigen()[1])
+
+    def complete_basis(self) -> Eigenbasis:
+        """The same, made complete and kept, for what does not treat the rest alike."""
+        for sums in self.sums():
+            sums.complete()
+        if self.corrected is not None:
+            self.corrected = self.basis().padded(self.corrected)
+        return self.basis()
+
+    def spectrum(self) -> Tensor:
+        """The curvature in the directions of the basis, (groups, s, r); outside it is zero."""
+        if self.corrected is not None:
+            return self.corrected
+        outputs = self.outputs.eigen()[0]
+        count = self.count.to(outputs.dtype).clamp(min=1.0)
+        if self.inputs is None:
+            assert self.looked_up is not None
+            return (self.looked_up / count)[None, :, None] * outputs[:, None, :]
+        return outputs[:, :, None] * (self.inputs.eigen()[0] / count)[:, None, :]
 
     def matrix(self) -> Tensor:
         """The block as a matrix over the flattened weight."""
-        assert self.values is not None
-        groups, out, into = self.shape
-        inputs, outputs = self.inputs_basis, self.outputs_basis
-        assert inputs is not None
-        if outputs is None:
-            outputs = torch.eye(out, device=self.values.device).to(self.values)[None]
-        blocks = torch.einsum(
-            "gop,gij,gpj,gqp,gkj->goiqk", outputs, inputs, self.values, outputs, inputs
-        )
-        return torch.block_diag(*blocks.reshape(groups, out * into, out * into))
-
-    def rotated(self, block: Any) -> Any:
-        """A block's gradients in the eigenbases."""
-        return block.rotated(self.inputs_basis, self.outputs_basis)
+        return self.basis().matrix(self.spectrum())
 
     def diagonal(self) -> Tensor:
         """The block's diagonal, (groups * out * in,)."""
-        assert self.values is not None
-        return spread_values(self, self.values).flatten()
+        return self.basis().spread(self.spectrum()).flatten()
 
 
-def output_rows(block: Product | Lookup, *, reduce: bool) -> Tensor:
-    """B of a block, (groups, out, out)."""
+def output_vectors(block: Product | Lookup, *, reduce: bool, reused: bool) -> Vectors:
+    """g of a block, whose outer products add up to B."""
     if isinstance(block, SoftmaxProduct):
-        return block.moments()
+        return Vectors(total=block.moments())
     if isinstance(block, Lookup):
-        return moments(block.gradients.flatten(0, 1)[:, None, None])
-    parts = [moments(g.sum(1, keepdim=True) if reduce else g) for g in block.gradients]
-    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
-
-
-def moments(x: Tensor) -> Tensor:
-    """sum x x' over data and positions for x (n, T, groups, m): (groups, m, m)."""
-    n, positions, groups, size = x.shape
-    if positions > 1 and size <= 2 * positions:  # without copies of what lies features first
-        x = x.permute(2, 0, 1, 3)
-        return torch.stack([products(part).sum(0) for part in x])
-    return products(x.reshape(n * positions, groups, size).transpose(0, 1))
-
-
-def eigen(factor: Tensor) -> tuple[Tensor, Tensor]:
-    precise = factor.double() if factor.shape[-1] <= _DOUBLE_UP_TO else factor
-    values, vectors = torch.linalg.eigh(precise)
-    return values.clamp(min=0.0).to(factor.dtype), vectors.to(factor.dtype)
-
-
-def spread_values(factors: ProductFactors, values: Tensor) -> Tensor:
-    """diag(Q diag(values) Q') in the weight's own entries, (groups, out, in)."""
-    if factors.inputs_basis is not None:
-        values = torch.einsum("goj,gij->goi", values, factors.inputs_basis.square())
-    if factors.outputs_basis is not None:
-        values = torch.einsum("gpi,gop->goi", values, factors.outputs_basis.square())
-    return values
-
-
-class EigenPrecision:
-    """The precision Q diag(values) Q' of one weight, Q a Kronecker product."""
-
-    def __init__(self, factors: ProductFactors, values: Tensor) -> None:
-        if not (values > 0).all():
-            raise ValueError(
-                f"the posterior precision of '{factors.place.key[0]}' is not positive: directions "
-                "without curvature need a prior with a finite variance"
-            )
-        self.factors, self.values = factors, values
-        self.size = values.numel()
-
-    def logdet(self) -> Tensor:
-        return self.values.log().sum()
-
-    def sample(self, num_samples: int) -> Tensor:
-        like = self.values
-        x = torch.randn(num_samples, *like.shape, dtype=like.dtype, device=like.device)
-        return self._back(x * like.rsqrt()).flatten(1)
-
-    def quadratic(self, x: Tensor) -> Tensor:
-        return (self._rotate(x).square() * self.values).sum((-3, -2, -1))
-
-    def solve(self, x: Tensor) -> Tensor:
-        return self._back(self._rotate(x) / self.values).reshape(x.shape)
-
-    def _rotate(self, x: Tensor) -> Tensor:
-        """Q' x for x (..., m), as (..., groups, out, in)."""
-        x = x.reshape(*x.shape[:-1], *self.values.shape)
-        if self.factors.outputs_basis is not None:
-            x = torch.einsum("gop,...goi->...gpi", self.factors.outputs_basis, x)
-        if self.factors.inputs_basis is not None:
-            x = torch.einsum("gij,...goi->...goj", self.factors.inputs_basis, x)
-        return x
-
-    def _back(self, x: Tensor) -> Tensor:
-        """Q x for x (..., groups, out, in)."""
-        if self.factors.outputs_basis is not None:
-            x = torch.einsum("gop,...gpi->...goi", self.factors.outputs_basis, x)
-        if self.factors.inputs_basis is not None:
-            x = torch.einsum("gij,...goj->...goi", self.factors.inputs_basis, x)
-        return x
-
-    def variances(self) -> Tensor:
-        return spread_values(self.factors, self.values.reciprocal()).flatten()
-
-    def block_covariance(self, block: Any) -> Tensor:
-        if isinstance(block, Dense):
-            rows = self.block_rows(block).transpose(0, 1)
-            return rows @ rows.mT
-        return self.factors.rotated(block).gram(self.values.reciprocal())
-
-    def block_rows(self, block: Any) -> Tensor:
-        """Whitened gradients (K, n, m), so that their inner products are covariances."""
-        if isinstance(block, Dense):
-            return (self._rotate(block.values) * self.values.rsqrt()).flatten(-3)
-        rotated = self.factors.rotated(block)
-        entries = rotated.entries().flatten(2) if isinstance(rotated, Product) else rotated.rows()
-        return entries * self.values.rsqrt().flatten()
+        return Vectors(block.gradients.flatten(0, 1)[:, None, None], reused=reused)
+    g = block.gradients.flatten(0, 1)
+    return Vectors(g.sum(1, keepdim=True) if reduce else g, reused=reused)

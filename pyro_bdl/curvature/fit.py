@@ -143,7 +143,8 @@ def _accumulated(
 
     for number in range(curvature.passes):
         batches.together(functools.partial(one_pass, number))
-        batches.add_up(*curvature.sums())
+        if batches.ranks is not None:
+            batches.add_up(*curvature.sums())
     seen.add_up(batches)
     return curvature, seen
 

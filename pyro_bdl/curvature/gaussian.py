@@ -8,6 +8,7 @@ Every precision has
 - ``solve(x)``: precision^-1 x for x (..., p);
 - ``variances()``: the marginal variances (p,);
 - ``covariance(jacobian)``: J_n C J_n' for every datum, (n, K, K);
+- ``output_variances(jacobian)``: the diagonals of these, (n, K);
 - ``joint_covariance(jacobian)``: J C J' over all data, (n K, n K), data before columns.
 """
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.jacobian import Jacobian
+from pyro_bdl.curvature.joint import joint_gram
 from pyro_bdl.errors import BdlWarning
 
 _DOUBLE_UP_TO = 4096
@@ -40,6 +42,8 @@ class Precision(Protocol):
     def variances(self) -> Tensor: ...
 
     def covariance(self, jacobian: Jacobian) -> Tensor: ...
+
+    def output_variances(self, jacobian: Jacobian) -> Tensor: ...
 
     def joint_covariance(self, jacobian: Jacobian) -> Tensor: ...
 
@@ -125,6 +129,9 @@ class FullPrecision:
         rows = self._whitened(jacobian)
         return (rows @ rows.mT).to(self.dtype)
 
+    def output_variances(self, jacobian: Jacobian) -> Tensor:
+        return self._whitened(jacobian).square().sum(2).to(self.dtype)
+
     def joint_covariance(self, jacobian: Jacobian) -> Tensor:
         rows = self._whitened(jacobian).flatten(0, 1)
         return (rows @ rows.mT).to(self.dtype)
@@ -162,10 +169,11 @@ class DiagonalPrecision:
     def covariance(self, jacobian: Jacobian) -> Tensor:
         return jacobian.gram(self.variances())
 
+    def output_variances(self, jacobian: Jacobian) -> Tensor:
+        return jacobian.norms(self.variances())
+
     def joint_covariance(self, jacobian: Jacobian) -> Tensor:
-        result = jacobian.joint_zeros()
-        root = self.diagonal.rsqrt()
+        result, variances = jacobian.joint_zeros(), self.variances()
         for block in jacobian.blocks:
-            rows = (block.rows() * root[block.place.positions]).transpose(0, 1).flatten(0, 1)
-            result = result + rows @ rows.mT
+            result += joint_gram(block, block.place.spread(variances, block.shape))
         return result

@@ -13,49 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Positions = slice | Tensor
-
-
-@dataclass
-class Place:
-    """Where a block's entries lie.
-
-    :param key: names the block: the site, and which use of it.
-    :param positions: in the vector of the subset, one for each chosen entry.
-    :param chosen: which of the block's flattened entries are in the subset; None: all.
-    :param uses: the numbers of the site's uses that the block is made of.
-    """
-
-    key: tuple[str, int]
-    positions: Positions
-    chosen: Tensor | None = None
-    uses: tuple[int, ...] = ()
-
-    def take(self, entries: Tensor) -> Tensor:
-        """Entries (..., m) of the whole block that are in the subset."""
-        return entries if self.chosen is None else entries[..., self.chosen]
-
-    def spread(self, vectors: Tensor, shape: torch.Size) -> Tensor:
-        """The subset's values (..., p) as all of this block's entries (..., *shape), zeros at
-        those that are not in the subset."""
-        values = vectors[..., self.positions]
-        if self.chosen is not None:
-            whole = values.new_zeros(*values.shape[:-1], shape.numel())
-            whole[..., self.chosen] = values
-            values = whole
-        return values.reshape(*values.shape[:-1], *shape)
-
-    @property
-    def size(self) -> int:
-        if isinstance(self.positions, slice):
-            return self.positions.stop - self.positions.start
-        return len(self.positions)
-
-    def numbers(self, device: torch.device) -> Tensor:
-        """The positions as integers (m,)."""
-        if isinstance(self.positions, slice):
-            return torch.arange(self.positions.start, self.positions.stop, device=device)
-        return self.positions.to(device)
+from pyro_bdl.curvature.place import Place
 
 
 @dataclass
@@ -108,16 +66,35 @@ class Product:
             return torch.einsum("ngo,ngi->goi", squares, self.source()[:, 0].square())
         return self.entries().square_().sum((0, 1))
 
-    def gram(self, weights: Tensor) -> Tensor:
-        """Inner products of the columns weighted by (groups, out, in): (n, K, K) of
+    def gram(self, weights: Tensor | None = None) -> Tensor:
+        """Inner products of the columns weighted by (groups, out, in), or not: (n, K, K) of
         sum_e w_e G_ke G_le."""
-        g = self.gradients
-        if g.shape[2] == 1 and self.source is not None:
-            scaled = torch.einsum("ngi,goi->ngo", self.source()[:, 0].square(), weights)
-            g = g[:, :, 0].permute(1, 0, 2, 3).flatten(2)
+        if self.single:
+            g = self.gradients[:, :, 0].permute(1, 0, 2, 3).flatten(2)
+            scaled = self.input_squares(weights).expand_as(self.gradients[0, :, 0])
             return torch.matmul(g * scaled.flatten(1)[:, None], g.mT)
         rows = self.entries().flatten(2).transpose(0, 1)
-        return torch.matmul(rows * weights.reshape(-1), rows.mT)
+        return torch.matmul(weighted(rows, weights), rows.mT)
+
+    def norms(self, weights: Tensor | None = None) -> Tensor:
+        """The diagonals of ``gram``, (n, K)."""
+        if self.single:
+            squares = self.gradients[:, :, 0].square()
+            return (squares * self.input_squares(weights)).sum((2, 3)).mT
+        return weighted(self.entries().flatten(2).square(), weights).sum(2).mT
+
+    @property
+    def single(self) -> bool:
+        """Whether each datum has a single position, so that its gradient is one product g a'."""
+        return self.gradients.shape[2] == 1 and self.source is not None
+
+    def input_squares(self, weights: Tensor | None) -> Tensor:
+        """sum_i w_oi a_i^2 where positions are single, (n, groups, out), or (n, groups, 1)."""
+        assert self.source is not None
+        squares = self.source()[:, 0].square()
+        if weights is None:
+            return squares.sum(2, keepdim=True)
+        return torch.einsum("ngi,goi->ngo", squares, weights)
 
     def apply(self, weight: Tensor) -> Tensor:
         """Inner products of the gradients with weights (S, groups, out, in): (S, n, K)."""
@@ -150,6 +127,21 @@ class Product:
             source = cache(lambda: torch.einsum("ntgi,gij->ntgj", given(), inputs))
         return replace(self, gradients=g, source=source)
 
+    def split_inputs(self, basis: Tensor) -> tuple["Product", "Product"]:
+        """In the coordinates of some orthonormal directions of the inputs (groups, in, r), and
+        what is orthogonal to these in the coordinates it has."""
+        given = self.source
+        assert given is not None
+        inside = cache(lambda: torch.einsum("ntgi,gij->ntgj", given(), basis))
+        outside = cache(lambda: given() - torch.einsum("ntgj,gij->ntgi", inside(), basis))
+        return replace(self, source=inside), replace(self, source=outside)
+
+    def split_outputs(self, basis: Tensor) -> tuple["Product", "Product"]:
+        """The same of the outputs, (groups, out, s)."""
+        inside = torch.einsum("kntgo,gop->kntgp", self.gradients, basis)
+        outside = self.gradients - torch.einsum("kntgp,gop->kntgo", inside, basis)
+        return replace(self, gradients=inside), replace(self, gradients=outside)
+
 
 @dataclass
 class Lookup:
@@ -181,11 +173,19 @@ class Lookup:
         sums = self.gradients.new_zeros(self.num_rows, self.gradients.shape[-1])
         return sums.index_add(0, self.rows_of, self.gradients.square().sum(0))[None]
 
-    def gram(self, weights: Tensor) -> Tensor:
+    def gram(self, weights: Tensor | None = None) -> Tensor:
         g = self.gradients.transpose(0, 1)
-        products = torch.matmul(g * weights[0][self.rows_of][:, None], g.mT)
+        products = torch.matmul(self._weighted(g, weights), g.mT)
         sums = g.new_zeros(self.num_data, g.shape[1], g.shape[1])
         return sums.index_add(0, self.data, products)
+
+    def norms(self, weights: Tensor | None = None) -> Tensor:
+        g = self.gradients.transpose(0, 1)
+        squares = self._weighted(g.square(), weights).sum(2)
+        return g.new_zeros(self.num_data, g.shape[1]).index_add(0, self.data, squares)
+
+    def _weighted(self, g: Tensor, weights: Tensor | None) -> Tensor:
+        return g if weights is None else g * weights[0][self.rows_of][:, None]
 
     def apply(self, weight: Tensor) -> Tensor:
         values = torch.einsum("kud,sud->suk", self.gradients, weight[:, 0, self.rows_of])
@@ -203,6 +203,11 @@ class Lookup:
         if inputs is None:
             return self
         return replace(self, gradients=torch.matmul(self.gradients, inputs[0]))
+
+    def split_inputs(self, basis: Tensor) -> tuple["Lookup", "Lookup"]:
+        inside = torch.matmul(self.gradients, basis[0])
+        outside = self.gradients - torch.matmul(inside, basis[0].mT)
+        return replace(self, gradients=inside), replace(self, gradients=outside)
 
 
 @dataclass
@@ -231,15 +236,23 @@ class Dense:
     def bound(self) -> Tensor:
         return self.values.abs().sum()
 
-    def gram(self, weights: Tensor) -> Tensor:
+    def gram(self, weights: Tensor | None = None) -> Tensor:
         rows = self.values.transpose(0, 1)
-        return torch.matmul(rows * weights, rows.mT)
+        return torch.matmul(weighted(rows, weights), rows.mT)
+
+    def norms(self, weights: Tensor | None = None) -> Tensor:
+        return weighted(self.values.square(), weights).sum(2).mT
 
     def apply(self, weight: Tensor) -> Tensor:
         return torch.einsum("knm,sm->snk", self.values, weight)
 
 
 Block = Product | Lookup | Dense
+
+
+def weighted(rows: Tensor, weights: Tensor | None) -> Tensor:
+    """Rows (..., m), each entry times its weight if there are any."""
+    return rows if weights is None else rows * weights.reshape(-1)
 
 
 @dataclass
@@ -278,6 +291,13 @@ class Jacobian:
         result = self.like.new_zeros(self.num_data, self.num_columns, self.num_columns)
         for block in self.blocks:
             result += block.gram(block.place.spread(weights, block.shape))
+        return result
+
+    def norms(self, weights: Tensor) -> Tensor:
+        """The diagonals of ``gram``: (n, K)."""
+        result = self.like.new_zeros(self.num_data, self.num_columns)
+        for block in self.blocks:
+            result += block.norms(block.place.spread(weights, block.shape))
         return result
 
 

@@ -5,21 +5,21 @@ For a product z_t = W a_t the block of W in sum_n J_n' J_n is approximated by
 data times positions ("expand"); or, with a averaged and g summed over the positions, R the number
 of data ("reduce"). Both are exact for one datum with one position. Sources: Martens & Grosse 2015;
 Grosse & Martens 2016 for convolutions; Eschenhagen et al. 2023 for expand and reduce; George et
-al. 2018 for EKFAC. Latents outside products have exact blocks of their own, dense up to 1024
-numbers and diagonal beyond; blocks of different sites are independent.
+al. 2018 for EKFAC. Where the vectors are fewer than half of a factor's size, as of many inputs and
+few data, they stand for it, and directions that they do not span have the prior's precision, at
+once and exactly (``moments.py``, ``eigenbasis.py``). Latents outside products have exact blocks of
+their own, dense up to 1024 numbers and diagonal beyond; blocks of different sites are independent.
 """
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pyro_bdl.curvature.factors import (
-    EigenPrecision,
-    ProductFactors,
-    output_rows,
-)
+from pyro_bdl.curvature.eigen_precision import EigenPrecision
+from pyro_bdl.curvature.factors import ProductFactors, output_vectors
 from pyro_bdl.curvature.gaussian import DiagonalPrecision, FullPrecision, Precision
 from pyro_bdl.curvature.jacobian import (
     Block,
@@ -30,6 +30,7 @@ from pyro_bdl.curvature.jacobian import (
     Product,
 )
 from pyro_bdl.curvature.kronecker_precision import KroneckerPrecision
+from pyro_bdl.curvature.moments import Vectors, decompose
 from pyro_bdl.curvature.prior import PriorPrecision
 
 _DENSE_UP_TO = 1024
@@ -87,7 +88,6 @@ class KroneckerCurvature(nn.Module):
         self._seen: set[tuple[tuple[str, int], tuple[int, ...]]] = set()
         self._rotated: dict[Any, Any] = {}
         self._pass = 0
-        self._decomposed = False
 
     # Accumulation
 
@@ -95,26 +95,21 @@ class KroneckerCurvature(nn.Module):
         self._pass = number
         if number == 1:
             self._decompose()
+            start = self.__dict__["_start"]
             for key, name in self._names.items():
                 if name in self.products:
-                    self._prepare(self.products[name], key)
+                    known = start is not None and start._names.get(key) in start.products
+                    earlier = start.products[start._names[key]] if known else None
+                    self.products[name].correct(earlier)
             self.__dict__["_start"] = None
-
-    def _prepare(self, factors: Any, key: tuple[str, int]) -> None:
-        """No second moments yet, in the basis of earlier data if there is one."""
-        factors.values = torch.zeros_like(factors.values)
-        start = self.__dict__["_start"]
-        if start is not None and start._names.get(key) in start.products:
-            earlier = start.products[start._names[key]]
-            factors.inputs_basis = earlier.inputs_basis
-            factors.outputs_basis = earlier.outputs_basis
 
     def end_batch(self) -> None:
         self._seen.clear()
         self._rotated.clear()
 
     def add(self, jacobian: Jacobian) -> None:
-        outputs: dict[int, Tensor] = {}  # of gradients that a weight and a bias share
+        users = Counter(id(b.gradients) for b in jacobian.blocks if not isinstance(b, Dense))
+        outputs: dict[int, Vectors] = {}  # of gradients that a weight and a bias share
         for block in jacobian.blocks:
             if block.place.chosen is not None:
                 raise ValueError(
@@ -128,19 +123,21 @@ class KroneckerCurvature(nn.Module):
             factors = self._factors(block)
             origin = block.place.key, block.place.uses
             if self._pass == 1:
-                rotated = factors.rotated(block)
+                rotated = factors.basis().rotated(block)
                 if isinstance(rotated, Product):  # its inputs are the same for other columns
                     rotated = replace(
                         rotated, source=self._rotated.setdefault(origin, rotated.source)
                     )
-                factors.values += rotated.squares()
+                factors.corrected += rotated.squares()
                 continue
             if origin not in self._seen:
                 self._seen.add(origin)
                 factors.add_inputs(block, reduce=self.reduce)
-            if id(block.gradients) not in outputs:
-                outputs[id(block.gradients)] = output_rows(block, reduce=self.reduce)
-            factors.outputs += outputs[id(block.gradients)]
+            own = id(block.gradients)
+            if own not in outputs:
+                reused = users[own] > 1
+                outputs[own] = output_vectors(block, reduce=self.reduce, reused=reused)
+            factors.outputs.add(outputs[own])
 
     def _factors(self, block: Product | Lookup) -> Any:
         key = block.place.key
@@ -160,22 +157,19 @@ class KroneckerCurvature(nn.Module):
 
     def sums(self) -> list[Tensor]:
         """What the last pass has added up, by place, to be added to in place."""
-        result = []
+        result: list[Tensor] = []
         for key in sorted(self._names):
             name = self._names[key]
             if name in self.products:
-                of: Any = self.products[name]
-                first = self._pass == 0
-                result += [of.inputs, of.outputs, of.count] if first else [of.values]
+                factors: Any = self.products[name]
+                result += factors.accumulated() if self._pass == 0 else [factors.corrected]
             elif self._pass == 0:
                 result.append(self.rest[name].values)
         return result
 
     def scale(self, factor: float) -> None:
         for factors in self.products.values():
-            factors.outputs *= factor
-            if factors.values is not None:
-                factors.values *= factor
+            factors.scale(factor)
         for block in self.rest.values():
             block.values *= factor
 
@@ -192,18 +186,11 @@ class KroneckerCurvature(nn.Module):
             mine: Any = (self.products if name in other.products else self.rest)[self._names[key]]
             if isinstance(mine, DenseBlock):
                 mine.values += theirs.values
-                continue
-            if self.corrected:
-                mine.values = mine.values + theirs.values
-            mine.inputs += theirs.inputs
-            mine.outputs += theirs.outputs
-            mine.count += theirs.count
-        self._decomposed = self.corrected
+            else:
+                mine.merge(theirs)
 
     def _decompose(self) -> None:
-        for factors in self.products.values():
-            factors.decompose()
-        self._decomposed = True
+        decompose([sums for factors in self.products.values() for sums in factors.sums()])
 
     # Algebra
 
@@ -211,8 +198,7 @@ class KroneckerCurvature(nn.Module):
         """factor times this curvature, plus the prior's; a prior that varies within a product
         enters by its diagonal in the product's eigenbasis, one that couples sites by its blocks.
         """
-        if not self._decomposed:
-            self._decompose()
+        self._decompose()
         parts: list[tuple[Place, Any]] = []
         covered = torch.zeros(self.size, dtype=torch.bool, device="cpu")
         for place, block in self._blocks():
@@ -220,12 +206,7 @@ class KroneckerCurvature(nn.Module):
             if isinstance(block, Tensor):
                 parts.append((place, _rest_precision(block * factor, prior, place)))
                 continue
-            added = prior.diagonal[place.positions].to(self.like).reshape(block.shape)
-            if _couples(prior, place):
-                added = _turned_diagonal(block, prior.within(place.positions).to(self.like))
-            elif _varies(added):
-                added = _in_basis(block, added)
-            parts.append((place, EigenPrecision(block, block.values * factor + added)))
+            parts.append((place, _product_precision(block, prior, factor)))
         left = (~covered).nonzero()[:, 0].to(self.like.device)
         if len(left):
             zero = self.like.new_zeros(len(left))
@@ -268,8 +249,7 @@ class KroneckerCurvature(nn.Module):
         return result
 
     def diagonal(self) -> Tensor:
-        if not self._decomposed:
-            self._decompose()
+        self._decompose()
         result = self.like.new_zeros(self.size)
         for module in (*self.products.values(), *self.rest.values()):
             block: Any = module
@@ -277,45 +257,32 @@ class KroneckerCurvature(nn.Module):
         return result
 
 
-def _varies(values: Tensor) -> bool:
-    return bool((values.detach() != values.detach().flatten()[0]).any())
+def _product_precision(
+    factors: ProductFactors, prior: PriorPrecision, factor: Tensor | float
+) -> EigenPrecision:
+    place, values, basis = factors.place, factors.spectrum() * factor, factors.basis()
+    added = prior.diagonal[place.positions].to(values)
+    coupled = prior.couples(place.positions)
+    if not coupled and _is_one_number(added, place.key[0] in prior.uniform):
+        rest = None if basis.complete else added[0]
+        return EigenPrecision(place, basis, values + added[0], rest)
+    basis = factors.complete_basis()
+    if coupled:
+        added = basis.turned_diagonal(prior.within(place.positions).to(values))
+    else:
+        added = basis.gathered(added.reshape(factors.shape))
+    return EigenPrecision(place, basis, basis.padded(values) + added, None)
 
 
-def _in_basis(factors: ProductFactors, diagonal: Tensor) -> Tensor:
-    """diag(Q' diag(d) Q) for d (groups, out, in)."""
-    if factors.inputs_basis is not None:
-        diagonal = torch.einsum("goi,gij->goj", diagonal, factors.inputs_basis.square())
-    if factors.outputs_basis is not None:
-        diagonal = torch.einsum("goi,gop->gpi", diagonal, factors.outputs_basis.square())
-    return diagonal
-
-
-def _couples(prior: PriorPrecision, place: Place) -> bool:
-    """Whether the prior of a place's numbers is a matrix, not only a diagonal."""
-    if prior.indices is None:
+def _is_one_number(values: Tensor, known: bool) -> bool:
+    """Whether entries are equal, and stay so where the parameters behind them change."""
+    if values.requires_grad and not known:
         return False
-    block = prior.within(place.positions)
-    return not torch.equal(block, torch.diag(block.diagonal()))
-
-
-def _turned_diagonal(factors: ProductFactors, matrix: Tensor) -> Tensor:
-    """diag(Q' matrix Q) for Q = outputs kron inputs, (groups, out, in)."""
-    groups, outputs, inputs = factors.shape
-    size = outputs * inputs
-    result = []
-    for g in range(groups):
-        part = matrix[g * size : (g + 1) * size, g * size : (g + 1) * size]
-        left, right = (
-            torch.eye(n, dtype=matrix.dtype, device=matrix.device) if basis is None else basis[g]
-            for n, basis in ((outputs, factors.outputs_basis), (inputs, factors.inputs_basis))
-        )
-        basis = torch.kron(left.contiguous(), right.contiguous()).to(matrix)
-        result.append(((part @ basis) * basis).sum(0).reshape(outputs, inputs))
-    return torch.stack(result)
+    return not bool((values.detach() != values.detach()[0]).any())
 
 
 def _rest_precision(values: Tensor, prior: PriorPrecision, place: Place) -> Precision:
-    if values.dim() == 2 and _couples(prior, place):
+    if values.dim() == 2 and prior.couples(place.positions):
         block = prior.within(place.positions).to(values)
         if not torch.linalg.cholesky_ex(block)[1]:  # a hierarchical prior's may be indefinite
             return FullPrecision(values + block)

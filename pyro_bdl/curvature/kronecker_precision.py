@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.factors import EigenPrecision
+from pyro_bdl.curvature.eigen_precision import EigenPrecision
 from pyro_bdl.curvature.jacobian import Block, Dense, Jacobian, Place, same_entries
 
 
@@ -51,25 +51,30 @@ class KroneckerPrecision:
         n, columns = jacobian.num_data, jacobian.num_columns
         result = jacobian.like.new_zeros(n, columns, columns)
         for precision, block in self._met(jacobian):
-            if isinstance(precision, EigenPrecision):
-                result += precision.block_covariance(block)
-            else:
-                result += precision.covariance(_alone(block, jacobian))
+            result += precision.covariance(block)
+        return result
+
+    def output_variances(self, jacobian: Jacobian) -> Tensor:
+        result = jacobian.like.new_zeros(jacobian.num_data, jacobian.num_columns)
+        for precision, block in self._met(jacobian):
+            result += precision.output_variances(block)
         return result
 
     def joint_covariance(self, jacobian: Jacobian) -> Tensor:
         result = jacobian.joint_zeros()
         for precision, block in self._met(jacobian):
-            if isinstance(precision, EigenPrecision):
-                rows = precision.block_rows(block).transpose(0, 1).flatten(0, 1)
-                result += rows @ rows.mT
-            else:
-                result += precision.joint_covariance(_alone(block, jacobian))
+            result += precision.joint_covariance(block)
         return result
 
-    def _met(self, jacobian: Jacobian) -> Iterator[tuple[Any, Block]]:
-        """The precisions and what of the Jacobian lies in each; rows where they are not blocks
-        of the same latents."""
+    def _met(self, jacobian: Jacobian) -> Iterator[tuple[Any, Any]]:
+        """The precisions and what of the Jacobian lies in each, a block for that of a product and
+        a Jacobian for the others."""
+        for precision, block in self._blocks(jacobian):
+            is_product = isinstance(precision, EigenPrecision)
+            yield precision, block if is_product else _alone(block, jacobian)
+
+    def _blocks(self, jacobian: Jacobian) -> Iterator[tuple[Any, Block]]:
+        """The same with blocks for all, as rows where they are not of the same latents."""
         others: list[Block] = []
         met = set()
         for block in jacobian.blocks:

@@ -135,6 +135,10 @@ class LowRankPrecision:
         projected = self._projected(jacobian)
         return self.base.covariance(jacobian) - projected @ projected.mT
 
+    def output_variances(self, jacobian: Jacobian) -> Tensor:
+        projected = self._projected(jacobian)
+        return self.base.output_variances(jacobian) - projected.square().sum(2)
+
     def joint_covariance(self, jacobian: Jacobian) -> Tensor:
         projected = self._projected(jacobian).flatten(0, 1)
         return self.base.joint_covariance(jacobian) - projected @ projected.mT

@@ -27,24 +27,37 @@ class PriorPrecision(NamedTuple):
     :param indices: the numbers that other numbers' priors depend on, or whose own prior is no
         Normal, (r,); None where there are none, or too many for a dense matrix.
     :param dense: the matrix (r, r) over them.
+    :param uniform: the sites all of whose entries have one number as their precision.
     """
 
     diagonal: Tensor
     indices: Tensor | None = None
     dense: Tensor | None = None
+    uniform: frozenset[str] = frozenset()
 
     def within(self, positions: Any) -> Tensor:
         """The matrix over some of the numbers (m, m), given as an index or a slice of them."""
-        chosen = torch.arange(len(self.diagonal), device=self.diagonal.device)[positions]
-        result = torch.diag(self.diagonal[chosen])
-        if self.indices is None or self.dense is None:
+        result = torch.diag(self.diagonal[positions])
+        found = self._dense_within(positions)
+        if found is None:
             return result
+        inside, block = found
+        return result.index_put((inside[:, None], inside), block)
+
+    def couples(self, positions: Any) -> bool:
+        """Whether the matrix over some of the numbers has entries off its diagonal."""
+        found = self._dense_within(positions)
+        return found is not None and bool((found[1] - found[1].diagonal().diag()).any())
+
+    def _dense_within(self, positions: Any) -> tuple[Tensor, Tensor] | None:
+        """Which of some numbers the dense matrix is about (q,), and its part (q, q) over them."""
+        if self.indices is None or self.dense is None:
+            return None
         table = torch.full_like(self.diagonal, -1, dtype=torch.long)
         table[self.indices] = torch.arange(len(self.indices), device=table.device)
-        where = table[chosen]
+        where = table[positions]
         inside = (where >= 0).nonzero()[:, 0]
-        block = self.dense[where[inside][:, None], where[inside]]
-        return result.index_put((inside[:, None], inside), block)
+        return inside, self.dense[where[inside][:, None], where[inside]]
 
     def added_to(self, matrix: Tensor) -> Tensor:
         """A matrix (p, p) plus this one."""
@@ -95,7 +108,8 @@ def prior_precision(
     joint |= _parents(run, leaves, joint)
     for name, precision in closed.items():
         if name not in joint and precision is not None:
-            pieces[name] = precision if create_graph else precision.detach()
+            flat = precision.reshape(-1)
+            pieces[name] = flat if create_graph else flat.detach()
     rest = [name for name in layout.latents if name in joint and name in subset.parts]
     matrices = [(names, matrix.to(like)) for names, _, matrix in groups if matrix is not None]
     if rest:
@@ -104,8 +118,12 @@ def prior_precision(
         if dense is not None:
             matrices.append((rest, dense.to(like)))
     diagonal = _of_subset(pieces, subset, like)
+    uniform = frozenset(
+        name for name, precision in closed.items()
+        if precision is not None and name not in joint and _is_one_number(precision)
+    )  # fmt: skip
     if not matrices:
-        return PriorPrecision(diagonal)
+        return PriorPrecision(diagonal, uniform=uniform)
     slices = [layout.slices[name] for names, _ in matrices for name in names]
     table = torch.full((layout.size,), -1, device="cpu")
     every = torch.arange(layout.size, device="cpu")
@@ -114,9 +132,9 @@ def prior_precision(
     indices = torch.cat([table[part] for part in slices])
     kept = (indices >= 0).nonzero()[:, 0].to(like.device)
     if not len(kept):
-        return PriorPrecision(diagonal)
+        return PriorPrecision(diagonal, uniform=uniform)
     dense = torch.block_diag(*(matrix for _, matrix in matrices))[kept[:, None], kept]
-    return PriorPrecision(diagonal, indices.to(like.device)[kept], dense)
+    return PriorPrecision(diagonal, indices.to(like.device)[kept], dense, uniform)
 
 
 def _stated(run: Run, layout: Any) -> list[tuple[list[str], Tensor, Tensor | None]]:
@@ -196,11 +214,18 @@ def independent_normal(site: Site, transform: Any, leaves: Mapping[str, Tensor])
 
 
 def _normal_precision(site: Site, transform: Any, leaves: Mapping[str, Tensor]) -> Tensor | None:
-    """scale / sd^2 for independent Normals, else None."""
+    """scale / sd^2 for independent Normals, of the site's shape, else None."""
     normal = independent_normal(site, transform, leaves)
     if normal is None:
         return None
-    return (site.scale / normal.scale.square()).expand(site.value.shape).reshape(-1)
+    sd = normal.scale.reshape(-1)[0] if _is_one_number(normal.scale) else normal.scale
+    return (site.scale / sd.square()).expand(site.value.shape)
+
+
+def _is_one_number(values: Tensor) -> bool:
+    """Whether a tensor is one number in memory, expanded."""
+    steps = zip(values.shape, values.stride(), strict=True)
+    return all(size == 1 or step == 0 for size, step in steps)
 
 
 def _parents(run: Run, leaves: Mapping[str, Tensor], names: set[str]) -> set[str]:

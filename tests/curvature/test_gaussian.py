@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from pyro_bdl import bayesianize, models
+from pyro_bdl.curvature.eigen_precision import EigenPrecision
 from pyro_bdl.curvature.fit import fit_curvature
 from pyro_bdl.curvature.gaussian import DiagonalPrecision, FullPrecision, cholesky, log_prob
 from pyro_bdl.curvature.jacobian import Dense, Place
@@ -50,6 +51,15 @@ def network(name):
         layer = nn.TransformerEncoderLayer(4, 2, 4, dropout=0.0)
         net = nn.Sequential(layer, nn.Flatten(), nn.Linear(12, 2))
         return net, torch.randn(5, 3, 4)
+    if name == "wide":  # factors of fewer vectors than half their size
+        return nn.Sequential(nn.Linear(9, 10), nn.Tanh(), nn.Linear(10, 2)), torch.randn(2, 9)
+    if name == "wide table":
+        return nn.Sequential(nn.Embedding(4, 9), nn.Flatten(), nn.Linear(9, 2)), torch.tensor(
+            [[3], [1]]
+        )
+    if name == "wide conv":
+        conv = nn.Conv1d(8, 12, 3, groups=2)
+        return nn.Sequential(conv, nn.Tanh(), nn.Flatten(), nn.Linear(24, 2)), torch.randn(2, 8, 4)
     return Tied(), torch.randint(0, 5, (6, 4))
 
 
@@ -88,7 +98,7 @@ def structure(request):
     return request.param
 
 
-@pytest.fixture(params=["mlp", "conv", "attention", "tied"])
+@pytest.fixture(params=["mlp", "conv", "attention", "tied", "wide", "wide table", "wide conv"])
 def case(request, oracle, structure):
     return Case(oracle, request.param, structure)
 
@@ -109,6 +119,8 @@ def test_covariances_of_functions(case):
     found = case.precision.covariance(case.jacobian)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
     flat = rows.flatten(0, 1)
+    own = case.precision.output_variances(case.jacobian)
+    torch.testing.assert_close(own, expected.diagonal(dim1=1, dim2=2), rtol=1e-9, atol=1e-10)
     joint = case.precision.joint_covariance(case.jacobian)
     torch.testing.assert_close(joint, flat @ covariance @ flat.T, rtol=1e-9, atol=1e-10)
 
@@ -121,6 +133,8 @@ def test_covariances_of_functions_whose_blocks_are_others(case):
     close = torch.testing.assert_close
     close(case.precision.covariance(other), case.precision.covariance(case.jacobian))
     close(case.precision.joint_covariance(other), case.precision.joint_covariance(case.jacobian))
+    own = case.precision.output_variances(other)
+    close(own, case.precision.output_variances(case.jacobian).expand_as(own))
 
 
 def test_precision_is_curvature_plus_prior(case):
@@ -147,7 +161,7 @@ def test_densities(case):
     torch.testing.assert_close(log_prob(case.precision, x), normal.log_prob(x))
 
 
-@pytest.mark.parametrize("name", ["mlp", "tied"])
+@pytest.mark.parametrize("name", ["mlp", "tied", "wide"])
 def test_the_covariance_of_draws(oracle, structure, name):
     case = Case(oracle, name, structure)
     draws = case.precision.sample(100_000)
@@ -159,7 +173,7 @@ def test_the_covariance_of_draws(oracle, structure, name):
     assert (draws.mean(0).abs() <= 5 * (variances / len(draws)).sqrt()).all()
 
 
-@pytest.mark.parametrize("name", ["mlp", "tied"])
+@pytest.mark.parametrize("name", ["mlp", "tied", "wide", "wide table"])
 def test_a_prior_that_varies_among_weights(oracle, structure, name):
     case = Case(oracle, name, structure, varied=True)
     diagonal = case.curvature.diagonal() + case.prior.diagonal
@@ -190,6 +204,21 @@ def test_the_dtype_is_kept(oracle, structure, dtype):
     ):
         assert value.dtype == dtype
     torch.testing.assert_close(precision.variances().double(), expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("structure", ["kron", "ekfac"])
+@pytest.mark.parametrize("name", ["wide", "wide table", "wide conv"])
+def test_few_vectors_make_few_directions(oracle, structure, name):
+    """As many as there are inputs of data and positions, or columns; the prior has the others."""
+    parts = [part for _, part in Case(oracle, name, structure).precision.parts]
+    products = [part for part in parts if isinstance(part, EigenPrecision)]
+    found = [part.basis.directions for part in products if part.rest is not None]
+    expected = {
+        "wide": [(1, 4, 2), (1, 4, 1), (1, 2, 2)],
+        "wide table": [(1, 4, 4), (1, 2, 2)],
+        "wide conv": [(2, 6, 4), (1, 2, 2)],
+    }
+    assert found == [torch.Size(shape) for shape in expected[name]]
 
 
 # Factorisation

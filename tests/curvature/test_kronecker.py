@@ -9,6 +9,8 @@ from torch import nn
 from pyro_bdl import bayesianize, models
 from pyro_bdl.curvature import kronecker
 from pyro_bdl.curvature.fit import fit_curvature
+from pyro_bdl.curvature.moments import Moments
+from pyro_bdl.curvature.prior import PriorPrecision
 from pyro_bdl.curvature.recipe import Recipe
 from pyro_bdl.curvature.subset import Subset
 
@@ -22,10 +24,10 @@ def blocks(curvature):
     }
 
 
-def mlp(oracle, n=6):
+def mlp(oracle, n=6, width=3):
     torch.manual_seed(1)
-    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
-    model, (x, y) = oracle.classification(net, torch.randn(n, 3))
+    net = nn.Sequential(nn.Linear(width, 4), nn.Tanh(), nn.Linear(4, 3))
+    model, (x, y) = oracle.classification(net, torch.randn(n, width))
     return (*oracle.program(model, x, y), x, y)
 
 
@@ -78,7 +80,8 @@ def test_groups_have_factors_of_their_own(oracle):
     curvature = oracle.fit(program, vector, data, structure="kron").curvature
     curvature.diagonal()
     (factors,) = [f for f in curvature.products.values() if f.place.key[0] == "0.weight"]
-    assert factors.inputs.shape == (2, 4, 4) and factors.outputs.shape == (2, 3, 3)
+    inputs, outputs = factors.inputs.dense(), factors.outputs.dense()
+    assert inputs.shape == (2, 4, 4) and outputs.shape == (2, 3, 3)
     values = program.constrain(vector)[0]
     for group in range(2):
 
@@ -103,8 +106,8 @@ def test_groups_have_factors_of_their_own(oracle):
         single = oracle.fit(inner, at, data, structure="kron").curvature
         single.diagonal()
         (mine,) = single.products.values()
-        torch.testing.assert_close(factors.inputs[group], mine.inputs[0])
-        torch.testing.assert_close(factors.outputs[group], mine.outputs[0])
+        torch.testing.assert_close(inputs[group], mine.inputs.dense()[0])
+        torch.testing.assert_close(outputs[group], mine.outputs.dense()[0])
 
 
 def test_ekfac_is_the_best_diagonal_in_the_eigenbasis(oracle):
@@ -118,9 +121,8 @@ def test_ekfac_is_the_best_diagonal_in_the_eigenbasis(oracle):
         name = factors.place.key[0]
         part = program.slices[name]
         block = exact[part, part]
-        inputs = torch.eye(1)[None] if factors.inputs_basis is None else factors.inputs_basis
-        q = torch.kron(factors.outputs_basis[0], inputs[0])
-        torch.testing.assert_close(factors.values.flatten(), (q.T @ block @ q).diagonal())
+        q = torch.kron(factors.basis().outputs[0], factors.basis().inputs[0])
+        torch.testing.assert_close(factors.corrected.flatten(), (q.T @ block @ q).diagonal())
         far, near = (kron[name] - block).norm(), (corrected[name] - block).norm()
         assert near <= far + 1e-12
     assert (kron["0.weight"] - exact[:12, :12]).norm() > 1e-3
@@ -152,8 +154,11 @@ def test_large_rest_blocks_are_diagonal(oracle, monkeypatch):
 
 
 @pytest.mark.parametrize("structure", ["kron", "ekfac"])
-def test_merging(oracle, structure):
-    program, vector, x, y = mlp(oracle, 8)
+@pytest.mark.parametrize("width", [3, 10, 17], ids=["narrow", "to dense", "wide"])
+def test_merging(oracle, structure, width):
+    """Of wide inputs the eigenvectors are as many as the data: first three, then eight, which are
+    more than half of ten, but not of seventeen."""
+    program, vector, x, y = mlp(oracle, 8, width)
     recipe, subset = Recipe(structure), Subset(program.layout)
 
     def fit(start, stop, before=None):
@@ -163,6 +168,7 @@ def test_merging(oracle, structure):
     whole = blocks(fit(0, 8))
     first = fit(0, 3)
     first.diagonal()  # a precision was made in between
+    assert first.products["product0"].basis().inputs.shape[2] == 3
     merged = blocks(fit(3, 8, before=first))
     for name, block in whole.items():
         if structure == "kron":
@@ -171,21 +177,74 @@ def test_merging(oracle, structure):
             torch.testing.assert_close(merged[name].trace(), block.trace())
             part = program.slices[name]
             (basis_of,) = [f for f in first.products.values() if f.place.key[0] == name]
-            inputs = basis_of.inputs_basis
-            inputs = torch.eye(1) if inputs is None else inputs[0]
-            q = torch.kron(basis_of.outputs_basis[0], inputs)
+            basis = basis_of.basis()
+            q = torch.kron(basis.outputs[0].contiguous(), basis.inputs[0].contiguous())
             exact = oracle.ggn(program, vector)[part, part]
             own = (q.T @ exact @ q).diagonal()
-            torch.testing.assert_close(basis_of.values.flatten(), own)
+            torch.testing.assert_close(basis_of.corrected.flatten(), own)
+            torch.testing.assert_close(own.sum(), exact.diagonal().sum())
 
 
 @pytest.mark.parametrize("structure", ["kron", "ekfac"])
-def test_state(oracle, structure):
-    program, vector, x, y = mlp(oracle)
+@pytest.mark.parametrize("decomposed", [False, True])
+def test_state(oracle, structure, decomposed):
+    """It loads into a curvature of other data, whose factors have other shapes."""
+    program, vector, x, y = mlp(oracle, width=12)
     a = oracle.fit(program, vector, (x, y), structure=structure).curvature
-    b = oracle.fit(program, vector + 1.0, (x, y), structure=structure).curvature
-    expected = a.diagonal().clone()
+    b = oracle.fit(program, vector + 1.0, (x[:3], y[:3]), structure=structure).curvature
     b.diagonal()
+    if decomposed:
+        a.diagonal()
     b.load_state_dict(a.state_dict())
+    expected = a.diagonal().clone()
     torch.testing.assert_close(b.diagonal(), expected)
     torch.testing.assert_close(copy.deepcopy(a).diagonal(), expected)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        b.load_state_dict({})
+
+
+def test_equal_factors_are_decomposed_once(oracle, monkeypatch):
+    """A layer's weight and bias have the same gradients; layers side by side the same inputs."""
+    torch.manual_seed(0)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 4), nn.Linear(3, 4)
+
+        def forward(self, x):
+            return self.a(x).tanh() * self.b(x)
+
+    model, data = oracle.regression(Net(), torch.randn(7, 3), 4)
+    program, vector = oracle.program(model, *data)
+    curvature = oracle.fit(program, vector, data, structure="kron").curvature
+    whole, calls = torch.linalg.eigh, []
+    monkeypatch.setattr(torch.linalg, "eigh", lambda m: calls.append(m.shape) or whole(m))
+    found = curvature.diagonal()
+    assert sorted(calls) == [(1, 1, 1), (1, 3, 3), (1, 4, 4), (1, 4, 4)]
+    monkeypatch.setattr(Moments, "_equals", lambda self, other: False)
+    again = oracle.fit(program, vector, data, structure="kron").curvature
+    torch.testing.assert_close(again.diagonal(), found)
+    assert len(calls) == 4 + 8
+
+
+def test_a_prior_with_a_parameter_for_every_row(oracle):
+    """Its log determinant's gradient where all rows have the same value, by differences."""
+    program, vector, x, y = mlp(oracle, 4, width=10)
+    curvature = oracle.fit(program, vector, (x, y), structure="kron").curvature
+
+    def logdet(scales, uniform=frozenset()):
+        rows = scales.repeat_interleave(10)
+        prior = torch.cat([rows, rows.new_ones(program.size - 40)])
+        return curvature.with_prior(PriorPrecision(prior, uniform=uniform)).logdet()
+
+    scales = torch.full((4,), 0.7, requires_grad=True)
+    logdet(scales).backward()
+    for row in range(4):
+        step = 1e-5 * torch.eye(4)[row]
+        with torch.no_grad():
+            slope = (logdet(scales + step) - logdet(scales - step)) / 2e-5
+        torch.testing.assert_close(scales.grad[row], slope, rtol=1e-6, atol=1e-6)
+    one = torch.tensor(0.7, requires_grad=True)
+    logdet(one.expand(4), frozenset({"0.weight"})).backward()
+    torch.testing.assert_close(one.grad, scales.grad.sum())

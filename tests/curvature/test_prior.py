@@ -297,3 +297,39 @@ def test_adding():
     plain = PriorPrecision(torch.tensor([1.0, 2.0, 3.0]))
     torch.testing.assert_close(plain.added_to(matrix), matrix + torch.diag(plain.diagonal))
     assert torch.equal(matrix, torch.ones(3, 3))
+
+
+def test_what_couples_numbers_is_found_without_a_matrix_over_all_of_them():
+    """A million numbers and their scale: (10^6)^2 entries would not fit."""
+    numbers, count = torch.full((1_000_001,), 0.5), 1_000_000
+    alone = PriorPrecision(numbers, torch.tensor([count]), torch.ones(1, 1))
+    assert not alone.couples(slice(0, count)) and not alone.couples(slice(0, count + 1))
+    dense = torch.tensor([[0.5, 0.1], [0.1, 1.0]])
+    pair = PriorPrecision(numbers, torch.tensor([7, count]), dense)
+    assert pair.couples(slice(0, count + 1)) and not pair.couples(slice(0, count))
+    assert pair.couples(torch.tensor([count, 7])) and not PriorPrecision(numbers).couples(slice(9))
+    torch.testing.assert_close(pair.within(torch.tensor([count, 7])), dense.flip(0, 1))
+
+
+def test_sites_of_one_precision(oracle):
+    """A number that is expanded, as a parameter may be; not equal numbers side by side."""
+    net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    rows = torch.ones(3, 1, requires_grad=True)
+    one = torch.tensor(2.0, requires_grad=True)
+
+    def prior(name, module, parameter):
+        scale = rows if name == "0.weight" else one
+        normal = dist.Normal(torch.zeros(()), scale).expand(parameter.shape)
+        return normal.to_event(parameter.dim())
+
+    model = models.Regression(bayesianize(net, prior), noise=1.0)
+    x = torch.randn(4, 2)
+    program, vector = oracle.program(model, x, torch.randn(4))
+    subset = Subset(program.layout)
+    found = prior_precision(*run_at(model, subset, vector, (x,), {}), subset, create_graph=True)
+    assert found.uniform == {"0.bias", "1.weight", "1.bias"}
+    expected = [torch.ones(6), torch.full((7,), 0.25)]
+    torch.testing.assert_close(found.diagonal, torch.cat(expected))
+    found.diagonal.sum().backward()
+    torch.testing.assert_close(one.grad, torch.tensor(7 * -2 / 2.0**3))
+    torch.testing.assert_close(rows.grad, torch.full((3, 1), -4.0))

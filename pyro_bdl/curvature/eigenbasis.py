@@ -1,0 +1,155 @@
+"""Orthonormal directions in the entries of one weight, as a Kronecker product."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Eigenbasis:
+    """Q = U kron V over the entries of a weight (groups, out, in).
+
+    The directions (groups, s, r) may be fewer than the entries; what they leave out is "outside".
+
+    :param shape: of the weight.
+    :param outputs: U, (groups, out, s) with orthonormal columns; None for the identity.
+    :param inputs: V, (groups, in, r); None for the identity.
+    """
+
+    shape: torch.Size
+    outputs: Tensor | None
+    inputs: Tensor | None
+
+    @property
+    def directions(self) -> torch.Size:
+        """(groups, s, r)."""
+        groups, out, into = self.shape
+        s = out if self.outputs is None else self.outputs.shape[2]
+        r = into if self.inputs is None else self.inputs.shape[2]
+        return torch.Size((groups, s, r))
+
+    @property
+    def complete(self) -> bool:
+        return self.directions == self.shape
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Q' x for x (..., m), as (..., groups, s, r)."""
+        x = x.reshape(*x.shape[:-1], *self.shape)
+        if self.outputs is not None:
+            x = torch.einsum("gop,...goi->...gpi", self.outputs, x)
+        if self.inputs is not None:
+            x = torch.einsum("gij,...goi->...goj", self.inputs, x)
+        return x
+
+    def back(self, x: Tensor) -> Tensor:
+        """Q x for x (..., groups, s, r), as (..., groups, out, in)."""
+        if self.outputs is not None:
+            x = torch.einsum("gop,...gpi->...goi", self.outputs, x)
+        if self.inputs is not None:
+            x = torch.einsum("gij,...goj->...goi", self.inputs, x)
+        return x
+
+    def spread(self, values: Tensor) -> Tensor:
+        """diag(Q diag(values) Q') for values (groups, s, r), (groups, out, in)."""
+        if self.inputs is not None:
+            values = torch.einsum("goj,gij->goi", values, self.inputs.square())
+        if self.outputs is not None:
+            values = torch.einsum("gpi,gop->goi", values, self.outputs.square())
+        return values
+
+    def gathered(self, diagonal: Tensor) -> Tensor:
+        """diag(Q' diag(d) Q) for d (groups, out, in), (groups, s, r)."""
+        if self.inputs is not None:
+            diagonal = torch.einsum("goi,gij->goj", diagonal, self.inputs.square())
+        if self.outputs is not None:
+            diagonal = torch.einsum("goi,gop->gpi", diagonal, self.outputs.square())
+        return diagonal
+
+    def share_outside(self) -> Tensor:
+        """Of every entry's unit vector the squared length that lies outside, (groups, out, in)."""
+        inside: Any = 1.0
+        if self.outputs is not None:
+            inside = self.outputs.square().sum(2)[:, :, None]
+        if self.inputs is not None:
+            inside = inside * self.inputs.square().sum(2)[:, None]
+        return (1.0 - inside).clamp(min=0.0).expand(self.shape)
+
+    def turned_diagonal(self, matrix: Tensor) -> Tensor:
+        """diag(Q' matrix Q) for a matrix over the flattened entries, (groups, s, r)."""
+        groups, out, into = self.shape
+        result = []
+        for g, part in enumerate(range(0, groups * out * into, out * into)):
+            block = matrix[part : part + out * into, part : part + out * into]
+            left, right = (
+                torch.eye(n, dtype=matrix.dtype, device=matrix.device) if q is None else q[g]
+                for n, q in ((out, self.outputs), (into, self.inputs))
+            )
+            basis = torch.kron(left.contiguous(), right.contiguous()).to(matrix)
+            result.append(((block @ basis) * basis).sum(0).reshape(self.directions[1:]))
+        return torch.stack(result)
+
+    def matrix(self, values: Tensor) -> Tensor:
+        """Q diag(values) Q' over the flattened entries, block by block of the groups."""
+        groups, out, into = self.shape
+        u, v = (
+            torch.eye(n, dtype=values.dtype, device=values.device).expand(groups, n, n)
+            if q is None
+            else q
+            for n, q in ((out, self.outputs), (into, self.inputs))
+        )
+        blocks = torch.einsum("gop,gij,gpj,gqp,gkj->goiqk", u, v, values, u, v)
+        return torch.block_diag(*blocks.reshape(groups, out * into, out * into))
+
+    def completed(self) -> "Eigenbasis":
+        """The same directions, and others after them that make the basis complete."""
+        outputs, inputs = (None if q is None else completed(q) for q in (self.outputs, self.inputs))
+        return Eigenbasis(self.shape, outputs, inputs)
+
+    def padded(self, values: Tensor) -> Tensor:
+        """Values in the first of these directions, and zeros in the others."""
+        result = values.new_zeros(self.directions)
+        result[:, : values.shape[1], : values.shape[2]] = values
+        return result
+
+    # Blocks of a Jacobian
+
+    def rotated(self, block: Any) -> Any:
+        """A block's gradients in these directions."""
+        return block.rotated(self.inputs, self.outputs)
+
+    def parts(self, block: Any) -> tuple[Any, list[Any]]:
+        """A block's gradients in these directions, and blocks of what lies outside, which are
+        orthogonal to each other and to these."""
+        outside = []
+        if self.inputs is None or self.inputs.shape[2] == self.inputs.shape[1]:
+            block = block.rotated(self.inputs, None)
+        else:
+            block, rest = block.split_inputs(self.inputs)
+            outside.append(rest)
+        if self.outputs is None or self.outputs.shape[2] == self.outputs.shape[1]:
+            block = block.rotated(None, self.outputs)
+        else:
+            block, rest = block.split_outputs(self.outputs)
+            outside.append(rest)
+        return block, outside
+
+
+def completed(basis: Tensor) -> Tensor:
+    """Orthonormal columns (groups, m, r), and m - r more."""
+    size, rank = basis.shape[1:]
+    if rank == size:
+        return basis
+    q = torch.linalg.qr(basis, mode="complete")[0]
+    return torch.cat([basis, q[..., rank:]], -1)
+
+
+def extended(basis: Tensor, rows: Tensor) -> Tensor:
+    """Orthonormal columns (groups, m, r), and as many more as there are rows (groups, R, m), which
+    together span the rows."""
+    size, rank = basis.shape[1:]
+    if rank + rows.shape[1] >= size:
+        return completed(basis)
+    q = torch.linalg.qr(torch.cat([basis, rows.mT], -1).double())[0]
+    return torch.cat([basis, q[..., rank:].to(basis)], -1)
