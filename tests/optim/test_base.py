@@ -51,3 +51,22 @@ def test_a_copy_moves_the_copied_guide(optimiser, elbo):
     step(model, guide, optimizer)
     assert torch.equal(guide.loc, clone["guide"].loc)
     assert torch.equal(guide.scale, clone["guide"].scale)
+
+
+@pytest.mark.parametrize(("optimiser", "elbo"), PAIRS)
+def test_a_warm_up_may_start_at_a_learning_rate_of_zero(optimiser, elbo):
+    """The first step moves nothing, and the later ones do."""
+    model, data = _problem()
+    guide = AutoMeanField(model).prototype(*data)
+    optimizer = optimiser(guide)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 4)
+    vectors = []
+    for _ in range(3):
+        vectors.append((guide.loc.detach().clone(), guide.scale.detach().clone()))
+        optimizer.zero_grad()
+        elbo()(model, guide)(*data).backward()
+        optimizer.step()
+        schedule.step()
+    for first, second, third in zip(*vectors, strict=True):
+        torch.testing.assert_close(first, second)
+        assert not torch.equal(second, third)
