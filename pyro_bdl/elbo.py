@@ -24,6 +24,7 @@ from pyro_bdl.estimators.per_datum import active
 from pyro_bdl.estimators.sticking import constant_parameters
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.dropout_noise import NoisyWeight
+from pyro_bdl.guides.steps import one_step
 from pyro_bdl.handlers import check_temperature
 from pyro_bdl.modules import preserved_buffers
 from pyro_bdl.program import Run, record
@@ -143,20 +144,33 @@ class TemperedTrace_ELBO(Trace_ELBO):
         if isinstance(guide, Guide) and not guide.subsampled:
             with guide.reading():
                 return self.flat_terms(model, guide, args, kwargs, estimator)
-        particles = []
-        for _ in range(self.num_particles):
-            with _run(estimator, {}, {}):
-                sample = None if estimator is None else estimator.sample
-                q = record(guide, {}, args, kwargs, draw=sample)
-                p = record(model, _values(q), args, kwargs)
-                likelihood = p.log_likelihood()
-            kl = self._site_kl(q, p) + q.log_likelihood()  # of the guide's own factors
-            disorder = entropy(q.latents) if self.is_cold else torch.zeros_like(kl)
-            if self.sticking_the_landing:
-                log_q = _log_density_without_score(guide, q, args, kwargs)
-                kl, disorder = log_q - p.log_prior(), -log_q
-            particles.append((likelihood, kl, disorder))
+        with one_step():
+            particles = [
+                self._site_terms(model, guide, args, kwargs, estimator)
+                for _ in range(self.num_particles)
+            ]
         likelihood, kl, disorder = (torch.stack(t).mean() for t in zip(*particles, strict=True))
+        return likelihood, kl, disorder
+
+    def _site_terms(
+        self,
+        model: Callable,
+        guide: Callable,
+        args: tuple,
+        kwargs: dict,
+        estimator: PerDatum | None,
+    ) -> tuple[Any, Tensor, Tensor]:
+        """The same at one draw of any guide, by its sample statements."""
+        with _run(estimator, {}, {}):
+            sample = None if estimator is None else estimator.sample
+            q = record(guide, {}, args, kwargs, draw=sample)
+            p = record(model, _values(q), args, kwargs)
+            likelihood = p.log_likelihood()
+        kl = self._site_kl(q, p) + q.log_likelihood()  # of the guide's own factors
+        disorder = entropy(q.latents) if self.is_cold else torch.zeros_like(kl)
+        if self.sticking_the_landing:
+            log_q = _log_density_without_score(guide, q, args, kwargs)
+            kl, disorder = log_q - p.log_prior(), -log_q
         return likelihood, kl, disorder
 
     def flat_terms(

@@ -34,6 +34,7 @@ from pyro_bdl.guides.dropout_weights import (
     source_of,
     total_num_data,
 )
+from pyro_bdl.guides.steps import present_step
 from pyro_bdl.init import init_to_network
 from pyro_bdl.observation import without_wrappers
 from pyro_bdl.program import Run
@@ -297,9 +298,13 @@ class AutoMCDropout(Guide):
         """None for fixed rates, else how many steps were taken before; counts a training step."""
         if not self.learn_p or not self.weights:
             return None
-        step = int(self.steps)
-        if torch.is_grad_enabled():
-            self.steps += 1
+        step, now = int(self.steps), present_step()
+        if not torch.is_grad_enabled():
+            return step
+        if now is not None and now is self.__dict__.get("_counted"):
+            return step - 1
+        self.__dict__["_counted"] = now
+        self.steps += 1
         return step
 
     def sample_vectors(self, num_samples: int) -> Tensor:

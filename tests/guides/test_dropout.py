@@ -13,12 +13,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
+from pyro.infer.autoguide import AutoGuideList
 from torch import nn
 
 from pyro_bdl import Predictive, bayesianize, models, priors
 from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.guides import AutoMCDropout, BernoulliNoise, GaussianNoise
+from pyro_bdl.guides import AutoMCDropout, AutoMeanField, BernoulliNoise, GaussianNoise
 from pyro_bdl.guides.dropout_noise import log_uniform_kl
 
 D = torch.float64
@@ -292,6 +293,26 @@ def test_the_temperature_falls_with_the_steps_and_is_saved(model, data):
     other = AutoMCDropout(model, learn_p=True).prototype(*data)
     other.load_state_dict(guide.state_dict())
     assert int(other.steps) == 3
+
+
+@pytest.mark.parametrize("options", [{"sticking_the_landing": True}, {"num_particles": 3}])
+def test_steps_of_a_part_of_a_guide(model, data, options):
+    """A step counts once, however often the guide is run in it, and has one temperature."""
+    seen = []
+
+    def schedule(step):
+        seen.append(step)
+        return 0.5
+
+    guide, noise = AutoGuideList(model), BernoulliNoise(schedule)
+    part = pyro.poutine.block(model, hide=["0.bias"])
+    guide.append(AutoMCDropout(part, learn_p=True, noise=noise))
+    guide.append(AutoMeanField(pyro.poutine.block(model, expose=["0.bias"])))
+    elbo = TemperedTrace_ELBO(**options)
+    for _ in range(3):
+        elbo.differentiable_loss(model, guide, *data).backward()
+    assert seen == [step for step in range(3) for _ in range(elbo.num_particles)]
+    assert int(guide[0].steps) == 3
 
 
 # The improper prior of variational dropout
