@@ -34,8 +34,8 @@ PLAIN = TemperedTraceMeanField_ELBO
 Make = Callable[[bdl.guides.AutoMeanField, nn.Module], torch.optim.Optimizer]
 
 
-def fit(split: Split, make: Make, steps: int, elbo: type = PLAIN, seed: int = 0):
-    """The trained program and guide."""
+def prepared(split: Split, make: Make, steps: int, elbo: type = PLAIN, seed: int = 0):
+    """The program, its guide and a function that trains it."""
     pyro.set_rng_seed(seed)
     net = nn.Sequential(nn.Linear(split.x.shape[1], 50), nn.ReLU(), nn.Linear(50, 1))
     model = bdl.models.Regression(
@@ -47,26 +47,30 @@ def fit(split: Split, make: Make, steps: int, elbo: type = PLAIN, seed: int = 0)
     loss = elbo()(model, guide)
     optimizer = make(guide, model)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    rows: Tensor = torch.empty(0)
-    for _ in range(steps):
-        if len(rows) < BATCH:
-            rows = torch.randperm(len(split.x))
-        batch, rows = rows[:BATCH], rows[BATCH:]
-        optimizer.zero_grad()
-        loss(split.x[batch], split.y[batch]).backward()
-        optimizer.step()
-        schedule.step()
-    return model, guide
+
+    def train() -> None:
+        rows: Tensor = torch.empty(0)
+        for _ in range(steps):
+            if len(rows) < BATCH:
+                rows = torch.randperm(len(split.x))
+            batch, rows = rows[:BATCH], rows[BATCH:]
+            optimizer.zero_grad()
+            loss(split.x[batch], split.y[batch]).backward()
+            optimizer.step()
+            schedule.step()
+
+    return model, guide, train
 
 
 def reached(
     split: Split, make: Make, steps: int, seeds: int, elbo: type = PLAIN
 ) -> tuple[float, float]:
     """The final ELBO, mean over seeds and its standard error."""
-    found = [
-        estimate_elbo(*fit(split, make, steps, elbo, seed), split.x, split.y)
-        for seed in range(seeds)
-    ]
+    found = []
+    for seed in range(seeds):
+        model, guide, train = prepared(split, make, steps, elbo, seed)
+        train()
+        found.append(estimate_elbo(model, guide, split.x, split.y))
     error = statistics.stdev(found) / math.sqrt(seeds) if seeds > 1 else math.nan
     return statistics.fmean(found), error
 
@@ -76,8 +80,9 @@ def step_times(split: Split, makes: dict[str, tuple], steps: int, repeats: int) 
     found: dict[str, list[float]] = {name: [] for name in makes}
     for _ in range(repeats):
         for name, (make, elbo) in makes.items():
+            train = prepared(split, make, steps, elbo)[-1]
             started = time.process_time()
-            fit(split, make, steps, elbo)
+            train()
             found[name].append((time.process_time() - started) / steps * 1000)
     return {name: statistics.median(values) for name, values in found.items()}
 
