@@ -140,7 +140,12 @@ class LinearizedPredictive:
     # Closed forms
 
     def moments(self, *args: Any, **kwargs: Any) -> dict[str, Moments]:
-        """Mean and variance of every observed site's unconstrained parameters."""
+        """Mean and variance of every observed site's unconstrained parameters, in closed form.
+
+        Not those of y, which ``Predictive.moments`` gives: E[y] and Var[y] of any observation are
+        ``draw_moments(x)["y"].over_draws()``, those of a Normal ``mean["loc"]`` and
+        ``predictive_variance`` of the result here.
+        """
         return _as_moments(self._map(self._moments, args, kwargs))
 
     def _moments(self, at: Linearization, part: Part) -> dict[str, tuple]:

@@ -63,7 +63,8 @@ class LinearizedMixture(LinearizedPredictive):
     # Closed forms
 
     def moments(self, *args: Any, **kwargs: Any) -> dict[str, Moments]:
-        """Mean and variance of every observed site's unconstrained parameters."""
+        """Mean and variance of every observed site's unconstrained parameters; see
+        ``LinearizedPredictive.moments``."""
         found = self._each(lambda member: member.moments(*args, **kwargs))
         return {name: self._total([each[name] for each in found]) for name in found[0]}
 

@@ -36,6 +36,12 @@ class PredictiveMoments(NamedTuple):
     mean: Tensor
     variance: Tensor
 
+    def over_draws(self) -> "PredictiveMoments":
+        """Of moments of each draw, (S, N, ...), those of all of them, (N, ...): E[y] = E[E[y | w]]
+        and Var[y] = E[Var[y | w]] + Var[E[y | w]]."""
+        spread = self.mean.var(0, correction=0)
+        return PredictiveMoments(self.mean.mean(0), self.variance.mean(0) + spread)
+
 
 class Predictive:
     """Draws of a posterior pushed through the program.
@@ -111,11 +117,12 @@ class Predictive:
         E[y] is the mean over the draws, Var[y] = E[Var[y | w]] + Var[E[y | w]]: for Normal noise of
         precision tau that is 1 / tau plus the variance over the draws (Gal & Ghahramani 2016,
         section 4). For classes both are of each class's indicator.
+
+        ``LinearizedPredictive.moments`` says something else, the Gaussian of the distribution's
+        parameters; what this method says is ``draw_moments(x)["y"].over_draws()`` for both.
         """
-        return {
-            name: PredictiveMoments(mean.mean(0), noise.mean(0) + mean.var(0, correction=0))
-            for name, (mean, noise) in self.draw_moments(*args, **kwargs).items()
-        }
+        found = self.draw_moments(*args, **kwargs)
+        return {name: moments.over_draws() for name, moments in found.items()}
 
     def log_likelihood(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """log p(y_n | w_s, x_n) for each observed site, (S, N); the arguments include targets.

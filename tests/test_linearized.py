@@ -814,8 +814,12 @@ def test_moments_of_each_draw_add_up_to_the_predictive_ones():
         mean, variance = predictive.draw_moments(x)["y"]
         exact = predictive.moments(x)["y"]
         assert mean.shape == variance.shape == (20000, 8)
+        drawn = predictive.draw_moments(x)["y"].over_draws()
+        assert drawn.mean.shape == drawn.variance.shape == (8,)
+        torch.testing.assert_close(drawn.variance, exact.predictive_variance, rtol=0.05, atol=0)
         total = variance.mean(0) + mean.var(0)
-        torch.testing.assert_close(total, exact.predictive_variance, rtol=0.05, atol=0)
+        torch.testing.assert_close(drawn.variance, total, rtol=0.05, atol=0)
         error = (exact.variance["loc"] / 20000).sqrt()
+        assert ((drawn.mean - exact.mean["loc"]).abs() < 5 * error).all()
         assert ((mean.mean(0) - exact.mean["loc"]).abs() < 5 * error).all()
         assert (variance == 0.25).all()

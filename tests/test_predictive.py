@@ -359,6 +359,10 @@ def test_moments_of_each_draw_are_those_of_its_distribution():
     each = dist.Gamma((w[0, :, :1] * x).exp(), w[0, :, 1:].exp())
     torch.testing.assert_close(found.mean, each.mean)
     torch.testing.assert_close(found.variance, each.variance)
+    whole = found.over_draws()  # of the mixture of the seven, by its first two raw moments
+    torch.testing.assert_close(whole.mean, each.mean.mean(0))
+    second = (each.variance + each.mean.square()).mean(0)
+    torch.testing.assert_close(whole.variance, second - whole.mean.square(), rtol=1e-4, atol=1e-5)
 
 
 def ones(x):
