@@ -3,21 +3,19 @@
 import contextlib
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pyro
 import torch
-from pyro import poutine
 from pyro.infer import ELBO
 from pyro.poutine.runtime import _PYRO_STACK
-from torch import Tensor, nn
+from torch import Tensor
 
 from pyro_bdl.compilation.arguments import Given, read
 from pyro_bdl.compilation.backends import BACKENDS
-from pyro_bdl.compilation.guards import Called, Guards
+from pyro_bdl.compilation.pair import Graph, Pair, agree, size_of
 from pyro_bdl.compilation.rehearsal import rehearsal
-from pyro_bdl.compilation.step import Outcome, Step, trace_step
+from pyro_bdl.compilation.step import Outcome
 from pyro_bdl.compilation.tracing import NotTraceable
 from pyro_bdl.elbo import (
     Temperature,
@@ -28,7 +26,6 @@ from pyro_bdl.elbo import (
 )
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.estimators.per_datum import active
-from pyro_bdl.guides.base import Guide
 from pyro_bdl.handlers import check_temperature
 
 # More shapes of the arguments, or changes of the program, than so many run uncompiled.
@@ -73,7 +70,6 @@ class CompiledELBO(ELBO):
         backend: str = "eager",
         **options: Any,
     ) -> None:
-        super().__init__(num_particles=num_particles)
         if bound not in (TemperedTrace_ELBO, TemperedTraceMeanField_ELBO):
             raise TypeError(
                 "bound must be TemperedTraceMeanField_ELBO or TemperedTrace_ELBO, got "
@@ -82,10 +78,11 @@ class CompiledELBO(ELBO):
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
         self.bound = bound(temperature, num_particles, **options)
+        super().__init__(num_particles=num_particles)
         self.backend = backend
         self.num_traces = 0  # how often the program was traced
         self.num_replays = 0  # how many steps ran a graph alone
-        self._graphs: dict[tuple, _Graph] = {}
+        self._graphs: dict[tuple, Graph] = {}
         self._eta: tuple[float, Tensor] | None = None
         self._said: set[str] = set()
 
@@ -99,6 +96,15 @@ class CompiledELBO(ELBO):
     @step.setter
     def step(self, value: int) -> None:
         self.bound.step = value
+
+    @property
+    def num_particles(self) -> int:
+        """Draws per step."""
+        return self.bound.num_particles
+
+    @num_particles.setter
+    def num_particles(self, value: int) -> None:
+        self.bound.num_particles = value
 
     @property
     def temperature(self) -> float:
@@ -123,7 +129,7 @@ class CompiledELBO(ELBO):
 
     def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """-L(eta), its gradients added to the parameters'."""
-        pair = _Pair(model, guide, args, kwargs)
+        pair = Pair(model, guide, args, kwargs)
         outcome = self._take(pair)
         loss = outcome if isinstance(outcome, Tensor) else outcome.results[0]
         value = _questioned(loss.item(), model, guide, args, kwargs)
@@ -139,10 +145,10 @@ class CompiledELBO(ELBO):
         self, model: Callable, guide: Callable, *args: Any, **kwargs: Any
     ) -> Tensor:
         """-L(eta) as a tensor to differentiate once; counts as one step of the schedule."""
-        outcome = self._take(_Pair(model, guide, args, kwargs))
+        outcome = self._take(Pair(model, guide, args, kwargs))
         return outcome if isinstance(outcome, Tensor) else outcome.differentiable()
 
-    def _take(self, pair: "_Pair") -> Tensor | Outcome:
+    def _take(self, pair: Pair) -> Tensor | Outcome:
         """Take a step: the bound's loss, or what a graph gave."""
         if not torch.is_grad_enabled() or _is_transformed():
             return self._plain(pair)
@@ -154,13 +160,13 @@ class CompiledELBO(ELBO):
         key = (
             pair.model, pair.guide, getattr(pair.model, "training", None),
             getattr(pair.guide, "training", None), given.kind, active(),
-            self.bound.num_particles, self.bound.estimator,
+            self.num_particles, self.bound.estimator, getattr(pair.guide, "keeps_noise", False),
         )  # fmt: skip
         graph = self._graphs.get(key)
         if graph is None:
             if not self._make_room(pair):
                 return self._plain(pair)
-            graph = self._graphs[key] = _Graph()
+            graph = self._graphs[key] = Graph()
         if graph.step is None:
             loss = self._plain(pair)
             if graph.refused is None:
@@ -175,10 +181,10 @@ class CompiledELBO(ELBO):
             return self._compare(graph, pair, given)
         return self._replay(graph, pair, given)
 
-    def _plain(self, pair: "_Pair") -> Tensor:
+    def _plain(self, pair: Pair) -> Tensor:
         return self.bound.differentiable_loss(pair.model, pair.guide, *pair.args, **pair.kwargs)
 
-    def _replay(self, graph: "_Graph", pair: "_Pair", given: Given) -> Outcome:
+    def _replay(self, graph: Graph, pair: Pair, given: Given) -> Outcome:
         bound, step = self.bound, graph.step
         assert step is not None
         temperature = check_temperature(bound.schedule(bound.step))
@@ -211,7 +217,7 @@ class CompiledELBO(ELBO):
 
     # Graphs
 
-    def _make_room(self, pair: "_Pair") -> bool:
+    def _make_room(self, pair: Pair) -> bool:
         """Whether there may be one graph more: those of other programs and guides are dropped."""
         if len(self._graphs) < MOST_GRAPHS:
             return True
@@ -226,7 +232,7 @@ class CompiledELBO(ELBO):
         )
         return False
 
-    def _trace(self, graph: "_Graph", pair: "_Pair", given: Given) -> None:
+    def _trace(self, graph: Graph, pair: Pair, given: Given) -> None:
         self.num_traces += 1
         try:
             graph.make(self.bound, self.backend, pair, given, self._as_tensor(self.temperature))
@@ -238,7 +244,7 @@ class CompiledELBO(ELBO):
         if graph.refused is not None:
             self._warn(graph.refused)
 
-    def _trace_again(self, graph: "_Graph", pair: "_Pair", given: Given, change: str) -> None:
+    def _trace_again(self, graph: Graph, pair: Pair, given: Given, change: str) -> None:
         graph.changes += 1
         if graph.changes < MOST_GRAPHS:
             self._trace(graph, pair, given)
@@ -249,14 +255,14 @@ class CompiledELBO(ELBO):
         )
         self._warn(str(graph.refused))
 
-    def _compare(self, graph: "_Graph", pair: "_Pair", given: Given) -> Tensor:
+    def _compare(self, graph: Graph, pair: Pair, given: Given) -> Tensor:
         """A step of the bound, and what the graph says of it."""
         step, bound = graph.step, self.bound
         assert step is not None
         temperature = check_temperature(bound.schedule(bound.step))
         arguments = (*given.tensors, self._as_tensor(temperature))
         try:
-            with rehearsal(pair.modules()):
+            with rehearsal(pair.modules(), step.written):
                 outcome = step(arguments)
                 written = [tensor.clone() for tensor in step.written]
         except Exception as error:
@@ -264,6 +270,8 @@ class CompiledELBO(ELBO):
             self._warn(str(graph.refused))
             return self._plain(pair)
         loss = self._plain(pair)
+        if not loss.isfinite():
+            return loss  # nothing can be said; the next step will
         gradients = torch.autograd.grad(
             loss, outcome.leaves(), retain_graph=True, allow_unused=True
         )
@@ -271,11 +279,11 @@ class CompiledELBO(ELBO):
         size = self.expected_log_likelihood.abs() + temperature * self.kl.abs()
         pairs = [(outcome.results[0], loss.detach(), size)]
         pairs += [
-            (ours, theirs, _size(theirs)) if theirs is not None else (ours, ours, ours)
+            (ours, theirs, size_of(theirs)) if theirs is not None else (ours, ours, ours)
             for ours, theirs in zip(outcome.gradients, gradients, strict=True)
         ]
-        pairs += [(a, b, _size(b)) for a, b in zip(written, step.written, strict=True)]
-        graph.is_checked = all(_agree(*three) for three in pairs)
+        pairs += [(a, b, size_of(b)) for a, b in zip(written, step.written, strict=True)]
+        graph.is_checked = all(agree(*three) for three in pairs)
         if not graph.is_checked:
             graph.refuse(
                 f"its graph gives a loss of {outcome.results[0]:.6g} and the program itself "
@@ -291,7 +299,7 @@ class CompiledELBO(ELBO):
             warnings.warn(
                 f"CompiledELBO runs the program uncompiled, since {reason}",
                 BdlWarning,
-                stacklevel=4,
+                stacklevel=6,
             )
 
     def _get_trace(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Any:
@@ -302,74 +310,6 @@ class CompiledELBO(ELBO):
         return self.__dict__ | {"_graphs": {}}
 
 
-@dataclass
-class _Pair:
-    """A call: the program, the guide, and their arguments."""
-
-    model: Callable
-    guide: Any
-    args: tuple
-    kwargs: dict[str, Any]
-
-    def modules(self) -> list[nn.Module]:
-        return [part for part in (self.model, self.guide) if isinstance(part, nn.Module)]
-
-
-class _Graph:
-    """The graph of a pair for one kind of arguments, or why there is none.
-
-    ``is_checked`` tells that it gave what the program gives, at a step after that of the trace.
-    """
-
-    step: Step | None = None
-    guards: Guards
-    refused: str | None = None
-    is_checked = False
-    keeps_noise = False
-    changes = 0
-
-    def refuse(self, reason: str) -> None:
-        self.step, self.refused = None, reason
-
-    def make(
-        self,
-        bound: TemperedTrace_ELBO,
-        backend: str,
-        pair: _Pair,
-        given: Given,
-        temperature: Tensor,
-    ) -> None:
-        """:raises NotTraceable: where the program is no graph."""
-        self.step, self.is_checked = None, False
-        guide = pair.guide
-        self.keeps_noise = isinstance(guide, Guide) and guide.keeps_noise
-        before = guide.last_noise if self.keeps_noise else None
-        if isinstance(guide, Guide):
-            guide.require_layout().kept = None  # the graph is to see where it comes from
-
-        def loss(*tensors: Tensor) -> tuple[Tensor, ...]:
-            args, kwargs = given.rebuild(tensors[:-1])
-            with pyro.validation_enabled(False):
-                likelihood, kl, disorder = bound.terms(pair.model, guide, args, kwargs)
-            noise = guide.last_noise if self.keeps_noise else None
-            value = bound.negative_bound(likelihood, kl, disorder, tensors[-1])
-            return value, likelihood, kl, *([] if noise is None else [noise])
-
-        called = Called(pair.modules())
-        statements = poutine.trace(param_only=True)
-        with rehearsal(pair.modules()), called, poutine.block(), statements:
-            step = trace_step(loss, [*given.tensors, temperature], backend)
-        if self.keeps_noise:
-            guide.last_noise = before
-        change = called.change()
-        if change is not None:
-            raise NotTraceable(f"a run changes the attribute '{change.key}' of {change.kind}")
-        stored = pyro.get_param_store()._params
-        parameters = {name: stored[name] for name in statements.trace.nodes if name in stored}
-        self.guards = Guards(called.before, parameters, step.parameters, step.constants)
-        self.step = step
-
-
 def _is_transformed() -> bool:
     """Whether something else than plain tensors is computed with: autocast, vmap, a trace."""
     return (
@@ -377,15 +317,3 @@ def _is_transformed() -> bool:
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
     )
-
-
-def _size(tensor: Tensor) -> Tensor:
-    return tensor.norm() if tensor.is_floating_point() else tensor.new_zeros(())
-
-
-def _agree(a: Tensor, b: Tensor, size: Tensor) -> bool:
-    """Whether two tensors agree in half of their digits, relative to a size."""
-    if not b.is_floating_point():
-        return torch.equal(a, b)
-    error = (a - b).norm()
-    return bool(error <= torch.finfo(b.dtype).eps ** 0.5 * size) or not bool(b.isfinite().all())

@@ -11,6 +11,7 @@ import pytest
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 SMALL = {
     "svi": ["--steps", "3", "--repeats", "1"],
+    "compiled": ["--steps", "2", "--repeats", "1", "--cases", "8-50-50-1"],
     "predictive": ["--draws", "8", "--inputs", "20", "--cnn-draws", "2", "--repeats", "1"],
     "gradient_variance": ["--draws", "3", "--steps", "1", "--train", "1", "--repeats", "1"],
     "sgmcmc": ["--steps", "20", "--chains", "2", "--repeats", "1"],

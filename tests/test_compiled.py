@@ -78,7 +78,7 @@ def _model(net=None, **kwargs):
 
 
 def _plain(options):
-    options = dict(options)
+    options = {name: value for name, value in options.items() if name != "backend"}
     return options.pop("bound", TemperedTraceMeanField_ELBO)(**options)
 
 
@@ -511,6 +511,43 @@ def test_ivon_has_its_noise():
         torch.manual_seed(seed)
         assert torch.equal(guide.last_noise, torch.randn(1, guide.layout.size)[0])
     assert elbo.num_replays == 2
+
+
+def test_an_optimiser_that_asks_for_the_noise_later():
+    model = _model()
+    guide = AutoMeanField(model).prototype(X, Y)
+    elbo = CompiledELBO()
+    for _ in range(3):
+        elbo.loss_and_grads(model, guide, X, Y)
+    assert guide.last_noise is None
+    IVON(guide)
+    for _ in range(3):
+        elbo.loss_and_grads(model, guide, X, Y)
+        assert guide.last_noise is not None
+        guide.last_noise = None
+
+
+def test_tensors_that_the_program_changes_in_place():
+    """Such as a running mean that it keeps in a closure."""
+    total = torch.zeros(())
+
+    def make():
+        total.zero_()
+        return model
+
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        mean = x @ w
+        total.mul_(0.5).add_(mean.detach().sum())
+        pyro.sample("y", dist.Normal(mean + total, 1.0).to_event(1), obs=y)
+
+    totals = []
+
+    def between(number, model, guide):
+        totals.append(total.clone())
+
+    _same({}, [(X, Y)] * 6, make=make, between=between)
+    torch.testing.assert_close(totals[6:], totals[:6])
 
 
 # What is no graph

@@ -5,21 +5,23 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from pyro_bdl.modules import preserved_buffers
 from pyro_bdl.randomness import own_randomness
 
 
 @contextmanager
-def rehearsal(modules: Iterable[nn.Module]) -> Iterator[None]:
+def rehearsal(modules: Iterable[nn.Module], tensors: Iterable[Tensor] = ()) -> Iterator[None]:
     """Inside, whatever runs draws the numbers of torch that the caller would draw next, who draws
     them again afterwards, and other ones of Python and numpy, which a trace takes for constants;
     buffers keep their values.
 
     :param modules: besides those that are called inside, whose buffers are kept too.
+    :param tensors: that keep their values as well.
     """
-    buffers = [(buffer, buffer.detach().clone()) for m in modules for buffer in m.buffers()]
+    kept = [*tensors, *(buffer for module in modules for buffer in module.buffers())]
+    values = [tensor.detach().clone() for tensor in kept]
     python, numpy = random.getstate(), np.random.get_state()
     random.seed(0)
     np.random.seed(0)
@@ -29,5 +31,5 @@ def rehearsal(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-        for buffer, value in buffers:
-            buffer.data.copy_(value)
+        for tensor, value in zip(kept, values, strict=True):
+            tensor.data.copy_(value)

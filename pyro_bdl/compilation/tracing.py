@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from pyro_bdl.compilation.graph import base, changed, is_random, reached, tagged
@@ -55,14 +55,31 @@ class _Methods(TorchFunctionMode):
 
 
 class _Outside(TorchDispatchMode):
-    """Lets the graph see reads of tensors that no operator has met yet, by making it one."""
+    """Lets the graph see reads of tensors that no operator has met yet, by making it one, and
+    keeps what is changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.saved: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
         if torch.Tag.data_dependent_output in func.tags:
             args = tree_map_only(Tensor, torch.ops.aten.detach.default, args)
+        if func._schema.is_mutable:
+            tensors = [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, Tensor)]
+            with _disable_current_modes():
+                for tensor in tensors:
+                    if id(tensor) not in self.saved:
+                        self.saved[id(tensor)] = tensor, tensor.detach().clone()
         return func(*args, **(kwargs or {}))
+
+    def put_back(self) -> None:
+        """Tensors that were changed in place have their numbers again."""
+        for tensor, value in reversed(self.saved.values()):
+            if tensor.shape == value.shape:  # one that was reshaped in place is the run's own
+                tensor.data.copy_(value)
 
 
 def _users_line() -> str:
@@ -78,19 +95,22 @@ def trace(function: Callable[..., Any], examples: Sequence[Tensor]) -> fx.GraphM
 
     It holds for the examples' shapes, strides, dtypes and devices. Tensors that the function finds
     elsewhere are its attributes (nodes ``get_attr``), the very tensors and no copies. The function
-    runs once.
+    runs once; what it changes in place is put back.
 
     :raises NotTraceable: where control flow or a shape depends on numbers that may be others in
         the next run: those of arguments, of parameters, random ones, those changed in place.
     """
-    methods = _Methods()
+    methods, outside = _Methods(), _Outside()
 
     def followed(*tensors: Tensor) -> Any:
-        with methods, _Outside():
+        with methods, outside:
             return function(*tensors)
 
-    # Where values may be read, and where not, is decided on the whole graph.
-    graph = make_fx(followed, _error_on_data_dependent_ops=False)(*examples)
+    try:
+        # Where values may be read, and where not, is decided on the whole graph.
+        graph = make_fx(followed, _error_on_data_dependent_ops=False)(*examples)
+    finally:
+        outside.put_back()
     _refuse(graph, methods.places)
     return graph
 
