@@ -20,6 +20,7 @@ from pyro_bdl import integrals
 from pyro_bdl.curvature.alignment import Alignment
 from pyro_bdl.curvature.data import leading_size
 from pyro_bdl.curvature.linearize import Linearization
+from pyro_bdl.curvature.offsets import Offsets
 from pyro_bdl.curvature.parts import linearizations
 from pyro_bdl.guides.laplace import LaplaceGuide
 from pyro_bdl.guides.mixture import MixtureGuide
@@ -122,7 +123,7 @@ class LinearizedPredictive:
         moments: list[dict[str, tuple]] = []
         rows: list[int] = []
 
-        def draw(at: Linearization, part: Part, offsets: Tensor, first: bool) -> dict[str, Tensor]:
+        def draw(at: Linearization, part: Part, offsets: Offsets, first: bool) -> dict[str, Tensor]:
             natural = {name: outputs.draws(offsets) for name, outputs in part.items()}
             drawn: dict[str, Tensor] = {
                 name: with_natural(at.run.observed[name], values).distribution.sample()
@@ -245,7 +246,7 @@ class LinearizedPredictive:
     def _means(
         self, args: tuple, kwargs: dict, kinds: tuple[str, ...] | None = None
     ) -> dict[str, Tensor]:
-        def draw(at: Linearization, part: Part, offsets: Tensor, first: bool) -> dict[str, Tensor]:
+        def draw(at: Linearization, part: Part, offsets: Offsets, first: bool) -> dict[str, Tensor]:
             sites = {
                 name: with_natural(at.run.observed[name], outputs.draws(offsets))
                 for name, outputs in part.items()
@@ -262,7 +263,7 @@ class LinearizedPredictive:
         return {n: PredictiveMoments(found[f"mean {n}"], found[f"variance {n}"]) for n in names}
 
     def _draw_moments(self, args: tuple, kwargs: dict) -> dict[str, Tensor]:
-        def draw(at: Linearization, part: Part, offsets: Tensor, first: bool) -> dict[str, Tensor]:
+        def draw(at: Linearization, part: Part, offsets: Offsets, first: bool) -> dict[str, Tensor]:
             found = {}
             for name, outputs in part.items():
                 site = with_natural(at.run.observed[name], outputs.draws(offsets))
@@ -278,7 +279,7 @@ class LinearizedPredictive:
         :raises ValueError: where no target is given.
         """
 
-        def draw(at: Linearization, part: Part, offsets: Tensor, first: bool) -> dict[str, Tensor]:
+        def draw(at: Linearization, part: Part, offsets: Offsets, first: bool) -> dict[str, Tensor]:
             given = {
                 n: outputs for n, outputs in part.items() if at.run.observed[n].value is not None
             }
@@ -320,7 +321,7 @@ class LinearizedPredictive:
     @torch.no_grad()
     def _map_draws(
         self,
-        function: Callable[[Linearization, Part, Tensor, bool], dict[str, Tensor]],
+        function: Callable[[Linearization, Part, Offsets, bool], dict[str, Tensor]],
         args: tuple,
         kwargs: dict,
     ) -> dict[str, Tensor]:
@@ -331,7 +332,7 @@ class LinearizedPredictive:
         known: dict[Any, Alignment] = {}
         chunks = []
         for start in range(0, self.num_samples, at_once):
-            offsets = precision.sample(min(at_once, self.num_samples - start))
+            offsets = precision.draw(min(at_once, self.num_samples - start))
             found, rows = [], []
             for at, part in self._parts(args, kwargs, known):
                 found.append(function(at, part, offsets, start == 0))
@@ -367,7 +368,7 @@ def _as_moments(found: dict[str, tuple]) -> dict[str, Moments]:
 
 
 def _deterministic(
-    at: Linearization, part: Part, natural: dict[str, dict[str, Tensor]], offsets: Tensor
+    at: Linearization, part: Part, natural: dict[str, dict[str, Tensor]], offsets: Offsets
 ) -> dict[str, Tensor]:
     """Draws of the deterministic sites, linearised; parameters of observed sites are reused."""
     result = {}

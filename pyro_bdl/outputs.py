@@ -11,6 +11,7 @@ from torch import Tensor
 from pyro_bdl.curvature.gaussian import Precision
 from pyro_bdl.curvature.jacobian import Jacobian
 from pyro_bdl.curvature.linearize import Linearization
+from pyro_bdl.curvature.offsets import Offsets
 from pyro_bdl.natural import known_kind, natural_parameters
 from pyro_bdl.observation import without_wrappers
 from pyro_bdl.program import Run, Site
@@ -96,13 +97,13 @@ class Outputs:
             for key, shape, part in zip(self.moving, shapes, flat.split(sizes, -1), strict=True)
         }
 
-    def draws(self, offsets: Tensor) -> dict[str, Tensor]:
-        """All tensors, (S, *shape), at offsets (S, p) of the subset; some are expanded."""
+    def draws(self, offsets: Offsets) -> dict[str, Tensor]:
+        """All tensors, (S, *shape), at S offsets of the subset; some are expanded."""
         values = {
             key: value.expand(len(offsets), *value.shape) for key, value in self.values.items()
         }
         if self.moving:
-            change = self.jacobian.apply(offsets.to(self.jacobian.like)).detach()
+            change = offsets.apply(self.jacobian).detach()
             values |= self.split(self.mean + change.to(self.mean))
         return values
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from pyro_bdl.curvature.eigenbasis import Eigenbasis
 from pyro_bdl.curvature.jacobian import Dense, Place
 from pyro_bdl.curvature.joint import joint_gram
+from pyro_bdl.curvature.offsets import EigenOffsets
 
 _NOISE_AT_ONCE = 2**26  # bytes of noise that draws are made of
 
@@ -43,18 +44,11 @@ class EigenPrecision:
         result = like.new_empty(num_samples, self.size)
         at_once = max(1, _NOISE_AT_ONCE // (like.element_size() * self.size))
         for part in result.split(at_once):
-            part.copy_(self._sample(len(part)).flatten(1))
+            part.copy_(self.draw(len(part)).vectors())
         return result
 
-    def _sample(self, num_samples: int) -> Tensor:
-        like, roots = self.values, self.values.rsqrt()
-        shape = self.basis.directions if self.rest is None else self.basis.shape
-        noise = torch.randn(num_samples, *shape, dtype=like.dtype, device=like.device)
-        if self.rest is None:
-            return self.basis.back(noise.mul_(roots))
-        outside = self.rest.rsqrt()
-        inside = self.basis.back(self.basis.rotate(noise.flatten(1)).mul_(roots - outside))
-        return noise.mul_(outside).add_(inside)
+    def draw(self, num_samples: int) -> EigenOffsets:
+        return EigenOffsets(num_samples, self.basis, self.values, self.rest)
 
     def quadratic(self, x: Tensor) -> Tensor:
         squares = self.basis.rotate(x).square()

@@ -1,6 +1,7 @@
 """Orthonormal directions in the entries of one weight, as a Kronecker product."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +34,12 @@ class Eigenbasis:
     @property
     def complete(self) -> bool:
         return self.directions == self.shape
+
+    @property
+    def _few(self) -> tuple[bool, bool]:
+        """Whether there are fewer directions of the inputs, and of the outputs, than entries."""
+        found = self.directions
+        return found[2] < self.shape[2], found[1] < self.shape[1]
 
     def rotate(self, x: Tensor) -> Tensor:
         """Q' x for x (..., m), as (..., groups, s, r)."""
@@ -123,17 +130,39 @@ class Eigenbasis:
         """A block's gradients in these directions, and blocks of what lies outside, which are
         orthogonal to each other and to these."""
         outside = []
-        if self.inputs is None or self.inputs.shape[2] == self.inputs.shape[1]:
-            block = block.rotated(self.inputs, None)
-        else:
+        few_inputs, few_outputs = self._few
+        if few_inputs:
             block, rest = block.split_inputs(self.inputs)
             outside.append(rest)
-        if self.outputs is None or self.outputs.shape[2] == self.outputs.shape[1]:
-            block = block.rotated(None, self.outputs)
         else:
+            block = block.rotated(self.inputs, None)
+        if few_outputs:
             block, rest = block.split_outputs(self.outputs)
             outside.append(rest)
+        else:
+            block = block.rotated(None, self.outputs)
         return block, outside
+
+    @property
+    def outside_shapes(self) -> list[torch.Size]:
+        """Of weights that the blocks outside take (``parts``)."""
+        groups, out, _ = self.shape
+        shapes = [self.shape, torch.Size((groups, out, self.directions[2]))]
+        return [shape for shape, few in zip(shapes, self._few, strict=True) if few]
+
+    def outside_parts(self, weights: list[Tensor]) -> Iterator[Tensor]:
+        """Weights (S, *shape) of these shapes as vectors (S, groups, out, in) whose products with
+        gradients are those of the weights with the blocks outside."""
+        found = iter(weights)
+        few_inputs, few_outputs = self._few
+        of_inputs = replace(self, outputs=None)
+        if few_inputs:
+            weight = next(found)
+            yield weight - of_inputs.back(of_inputs.rotate(weight.flatten(1)))
+        if few_outputs:
+            weight, of_outputs = next(found), replace(self, inputs=None)
+            inside = torch.einsum("gop,sgoi->sgpi", self.outputs, weight)
+            yield of_inputs.back(weight - of_outputs.back(inside))
 
 
 def completed(basis: Tensor) -> Tensor:

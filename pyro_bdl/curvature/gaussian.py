@@ -4,6 +4,7 @@ Every precision has
 
 - ``logdet()``: log det of the precision, a scalar;
 - ``sample(S)``: draws (S, p);
+- ``draw(S)``: draws for what is linear in them, without the vectors where there is a shorter way;
 - ``quadratic(x)``: x' precision x for x (..., p);
 - ``solve(x)``: precision^-1 x for x (..., p);
 - ``variances()``: the marginal variances (p,);
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from pyro_bdl.curvature.jacobian import Jacobian
 from pyro_bdl.curvature.joint import joint_gram
+from pyro_bdl.curvature.offsets import Drawn, Offsets
 from pyro_bdl.errors import BdlWarning
 
 _DOUBLE_UP_TO = 4096
@@ -34,6 +36,8 @@ class Precision(Protocol):
     def logdet(self) -> Tensor: ...
 
     def sample(self, num_samples: int) -> Tensor: ...
+
+    def draw(self, num_samples: int) -> Offsets: ...
 
     def quadratic(self, x: Tensor) -> Tensor: ...
 
@@ -107,6 +111,9 @@ class FullPrecision:
         noise = torch.randn(self.size, num_samples, dtype=like.dtype, device=like.device)
         return torch.linalg.solve_triangular(like.mT, noise, upper=True).mT.to(self.dtype)
 
+    def draw(self, num_samples: int) -> Drawn:
+        return Drawn(self.sample(num_samples))
+
     def quadratic(self, x: Tensor) -> Tensor:
         return (x.to(self.factor) @ self.factor).square().sum(-1).to(self.dtype)
 
@@ -156,6 +163,9 @@ class DiagonalPrecision:
         like = self.diagonal
         noise = torch.randn(num_samples, self.size, dtype=like.dtype, device=like.device)
         return noise * like.rsqrt()
+
+    def draw(self, num_samples: int) -> Drawn:
+        return Drawn(self.sample(num_samples))
 
     def quadratic(self, x: Tensor) -> Tensor:
         return (x.square() * self.diagonal).sum(-1)

@@ -19,7 +19,7 @@ class KroneckerPrecision:
 
     def __init__(self, size: int, parts: list[tuple[Place, Any]], like: Tensor) -> None:
         self.size, self.parts, self.like = size, parts, like
-        self._by_key = {place.key: (place, precision) for place, precision in parts}
+        self._by_key = {place.key: number for number, (place, _) in enumerate(parts)}
 
     def logdet(self) -> Tensor:
         return torch.stack([precision.logdet() for _, precision in self.parts]).sum()
@@ -29,6 +29,9 @@ class KroneckerPrecision:
         for place, precision in self.parts:
             result[:, place.positions] = precision.sample(num_samples)
         return result
+
+    def draw(self, num_samples: int) -> "KroneckerOffsets":
+        return KroneckerOffsets(self, num_samples)
 
     def quadratic(self, x: Tensor) -> Tensor:
         terms = [precision.quadratic(x[..., place.positions]) for place, precision in self.parts]
@@ -50,38 +53,38 @@ class KroneckerPrecision:
     def covariance(self, jacobian: Jacobian) -> Tensor:
         n, columns = jacobian.num_data, jacobian.num_columns
         result = jacobian.like.new_zeros(n, columns, columns)
-        for precision, block in self._met(jacobian):
-            result += precision.covariance(block)
+        for number, block in self.met(jacobian):
+            result += self.parts[number][1].covariance(block)
         return result
 
     def output_variances(self, jacobian: Jacobian) -> Tensor:
         result = jacobian.like.new_zeros(jacobian.num_data, jacobian.num_columns)
-        for precision, block in self._met(jacobian):
-            result += precision.output_variances(block)
+        for number, block in self.met(jacobian):
+            result += self.parts[number][1].output_variances(block)
         return result
 
     def joint_covariance(self, jacobian: Jacobian) -> Tensor:
         result = jacobian.joint_zeros()
-        for precision, block in self._met(jacobian):
-            result += precision.joint_covariance(block)
+        for number, block in self.met(jacobian):
+            result += self.parts[number][1].joint_covariance(block)
         return result
 
-    def _met(self, jacobian: Jacobian) -> Iterator[tuple[Any, Any]]:
-        """The precisions and what of the Jacobian lies in each, a block for that of a product and
-        a Jacobian for the others."""
-        for precision, block in self._blocks(jacobian):
-            is_product = isinstance(precision, EigenPrecision)
-            yield precision, block if is_product else _alone(block, jacobian)
+    def met(self, jacobian: Jacobian) -> Iterator[tuple[int, Any]]:
+        """The numbers of parts, and what of the Jacobian lies in each: a block for that of a
+        product, and a Jacobian for the others."""
+        for number, block in self._blocks(jacobian):
+            is_product = isinstance(self.parts[number][1], EigenPrecision)
+            yield number, block if is_product else _alone(block, jacobian)
 
-    def _blocks(self, jacobian: Jacobian) -> Iterator[tuple[Any, Block]]:
+    def _blocks(self, jacobian: Jacobian) -> Iterator[tuple[int, Block]]:
         """The same with blocks for all, as rows where they are not of the same latents."""
         others: list[Block] = []
         met = set()
         for block in jacobian.blocks:
             found = self._by_key.get(block.place.key)
-            if found is not None and _same_place(found[0], block.place):
+            if found is not None and _same_place(self.parts[found][0], block.place):
                 met.add(block.place.key)
-                yield found[1], block
+                yield found, block
             else:
                 others.append(block)
         if not others:
@@ -90,9 +93,27 @@ class KroneckerPrecision:
         touched = torch.zeros(self.size, dtype=torch.bool, device=rows.device)
         for block in others:
             touched[block.place.positions] = True
-        for place, precision in self.parts:
+        for number, (place, _) in enumerate(self.parts):
             if place.key not in met and touched[place.positions].any():
-                yield precision, Dense(place, rows[..., place.positions])
+                yield number, Dense(place, rows[..., place.positions])
+
+
+class KroneckerOffsets:
+    """Draws of every part, each in its own form."""
+
+    def __init__(self, precision: KroneckerPrecision, num_samples: int) -> None:
+        self.precision, self.count = precision, num_samples
+        self.drawn = [part.draw(num_samples) for _, part in precision.parts]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def apply(self, jacobian: Jacobian) -> Tensor:
+        shape = self.count, jacobian.num_data, jacobian.num_columns
+        result = jacobian.like.new_zeros(shape)
+        for number, block in self.precision.met(jacobian):
+            result += self.drawn[number].apply(block)
+        return result
 
 
 def _same_place(place: Place, other: Place) -> bool:

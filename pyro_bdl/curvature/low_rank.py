@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from pyro_bdl.curvature.gaussian import DiagonalPrecision
 from pyro_bdl.curvature.jacobian import Jacobian
+from pyro_bdl.curvature.offsets import Drawn
 from pyro_bdl.curvature.prior import PriorPrecision
 
 _OVERSAMPLING = 10
@@ -108,6 +109,9 @@ class LowRankPrecision:
         shrink = (1.0 + self.spectrum).rsqrt() - 1.0
         noise = noise + ((noise @ self.vectors) * shrink) @ self.vectors.mT
         return noise * like.rsqrt()
+
+    def draw(self, num_samples: int) -> Drawn:
+        return Drawn(self.sample(num_samples))
 
     def quadratic(self, x: Tensor) -> Tensor:
         x = x * self.diagonal.sqrt()

@@ -14,6 +14,7 @@ from pyro_bdl.curvature.fit import fit_curvature
 from pyro_bdl.curvature.gaussian import DiagonalPrecision, FullPrecision, cholesky, log_prob
 from pyro_bdl.curvature.jacobian import Dense, Place
 from pyro_bdl.curvature.linearize import Linearization
+from pyro_bdl.curvature.offsets import EigenOffsets
 from pyro_bdl.curvature.prior import PriorPrecision
 from pyro_bdl.curvature.recipe import Recipe
 from pyro_bdl.curvature.subset import Subset
@@ -161,7 +162,7 @@ def test_densities(case):
     torch.testing.assert_close(log_prob(case.precision, x), normal.log_prob(x))
 
 
-@pytest.mark.parametrize("name", ["mlp", "tied", "wide"])
+@pytest.mark.parametrize("name", ["mlp", "tied", "wide", "wide table"])
 def test_the_covariance_of_draws(oracle, structure, name):
     case = Case(oracle, name, structure)
     draws = case.precision.sample(100_000)
@@ -171,6 +172,23 @@ def test_the_covariance_of_draws(oracle, structure, name):
     found = draws.T @ draws / len(draws)
     assert ((found - expected).abs() <= 5.5 * error).all()
     assert (draws.mean(0).abs() <= 5 * (variances / len(draws)).sqrt()).all()
+
+
+def test_functions_of_draws_are_the_functions_of_their_vectors(case, structure):
+    draws = case.precision.draw(3)
+    assert len(draws) == 3
+    if structure in ("kron", "ekfac"):
+        vectors = torch.empty(3, case.size)
+        for (place, _), drawn in zip(case.precision.parts, draws.drawn, strict=True):
+            is_product = isinstance(drawn, EigenOffsets)
+            vectors[:, place.positions] = drawn.vectors() if is_product else drawn.vectors
+    else:
+        vectors = draws.vectors
+    torch.testing.assert_close(draws.apply(case.jacobian), case.jacobian.apply(vectors))
+    rows = case.jacobian.rows()
+    blocks = [Dense(Place((name, -1), part), rows[..., part]) for name, part in case.sites.items()]
+    other = replace(case.jacobian, blocks=blocks)
+    torch.testing.assert_close(draws.apply(other), case.jacobian.apply(vectors))
 
 
 @pytest.mark.parametrize("name", ["mlp", "tied", "wide", "wide table"])
