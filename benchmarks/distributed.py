@@ -3,8 +3,9 @@
 Two classifiers of 28 x 28 images under ``AutoMeanField``, LeNet-5 (61 706 weights) and a
 784-400-400-10 network (478 410), are trained with batches of the same size by one process and, in
 equal parts, by K processes (gloo); then Laplace approximations are fitted to the same rows. All
-processes live all the time and have as many threads each; where one works the others wait. Random
-data, whose values do not matter.
+processes live all the time and have as many threads each; where one works the others wait.
+Processor times are those of the busiest process, without waiting: what idle cores come close to.
+The data are random, their values do not matter.
 
     python benchmarks/distributed.py --processes 2
 """
@@ -95,41 +96,49 @@ def fit(structure: str, name: str, rows: int, *, alone: bool) -> Callable[[], An
     return run
 
 
-def seconds(one: Callable[[], Any], all_of_them: Callable[[], Any], repeats: int) -> list[float]:
-    """Medians of both, in turns; the first round does not count."""
-    found: list[list[float]] = [[], []]
+def seconds(
+    one: Callable[[], Any], all_of_them: Callable[[], Any], repeats: int
+) -> tuple[list[float], list[float]]:
+    """Medians for one process and for all, in turns: seconds by the clock, and processor seconds of
+    the busiest process; the first round does not count."""
+    clock: list[list[float]] = [[], []]
+    processor: list[list[float]] = [[], []]
     for _ in range(repeats + 1):
-        for times, work, alone in zip(found, (one, all_of_them), (True, False), strict=True):
+        for side, (work, alone) in enumerate(((one, True), (all_of_them, False))):
             dist.barrier()
-            start = time.perf_counter()
+            start, used = time.perf_counter(), time.process_time()
             if not alone or dist.get_rank() == 0:
                 work()
-            dist.barrier()
-            times.append(time.perf_counter() - start)
-    return [statistics.median(times[1:]) for times in found]
+            most = torch.tensor([time.process_time() - used], dtype=torch.float64)
+            dist.all_reduce(most, dist.ReduceOp.MAX)  # which waits for all
+            clock[side].append(time.perf_counter() - start)
+            processor[side].append(most.item())
+    medians = ([statistics.median(times[1:]) for times in kind] for kind in (clock, processor))
+    return next(medians), next(medians)
+
+
+def told(title: str, unit: str, factor: float, found: tuple[list[float], list[float]]) -> dict:
+    """Both times of both sides, in a unit, and the ratios."""
+    count, results = dist.get_world_size(), {}
+    for kind, (one, many) in zip(("clock", "processor"), found, strict=True):
+        results |= {
+            f"{title}: 1 process, {kind} {unit}": factor * one,
+            f"{title}: {count} processes, {kind} {unit}": factor * many,
+            f"{title}: {kind} ratio": one / many,
+        }
+    return results
 
 
 def measured(options: Any) -> dict[str, Any]:
-    count = dist.get_world_size()
-    results: dict[str, Any] = {"processes": count, "threads of each": options.threads}
+    results = {"processes": dist.get_world_size(), "threads of each": options.threads}
     for name, batch in zip(("LeNet-5", "MLP"), options.batches, strict=True):
         sides = [training(name, batch, options.steps, alone=alone) for alone in (True, False)]
-        one, many = (options.steps / s for s in seconds(*sides, options.repeats))
-        title = f"training {name}, joint batch {batch}"
-        results |= {
-            f"{title}: 1 process, steps/s": one,
-            f"{title}: {count} processes, steps/s": many,
-            f"{title}: ratio": many / one,
-        }
+        found = seconds(*sides, options.repeats)
+        results |= told(f"{name}, joint batch {batch}", "ms/step", 1e3 / options.steps, found)
     for structure, name in (("kron", "LeNet-5"), ("kron", "MLP"), ("full", "small")):
         sides = [fit(structure, name, options.rows, alone=alone) for alone in (True, False)]
-        one, many = seconds(*sides, options.repeats)
-        title = f"Laplace {structure}, {name}, {options.rows} rows"
-        results |= {
-            f"{title}: 1 process, s": one,
-            f"{title}: {count} processes, s": many,
-            f"{title}: ratio": one / many,
-        }
+        found = seconds(*sides, options.repeats)
+        results |= told(f"Laplace {structure}, {name}, {options.rows} rows", "s", 1.0, found)
     return results
 
 
