@@ -9,31 +9,27 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
 
+from pyro_bdl import arguments as given
 from pyro_bdl import models, posteriors
-from pyro_bdl._version import __version__
 from pyro_bdl.compare import CAPTIONS, Comparison, compare
 from pyro_bdl.comparison.costs import seconds_per_draw
-from pyro_bdl.data import Dataset, load_csv, load_default
+from pyro_bdl.data import Dataset
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.nn import bayesianize
 from pyro_bdl.posteriors import Fit, Options, Problem
 from pyro_bdl.priors import FanIn
 from pyro_bdl.report import write_report
 
-_ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 _REFERENCE = "nuts"
-_USUAL = {"steps": None, "chains": 4, "warmup": 500, "draws": 500}
-_QUICK = {"steps": 500, "chains": 2, "warmup": 100, "draws": 100}
 # A step over fewer numbers than this is no faster on several threads, and on cores that other
 # processes use as well it is many times slower, since the threads wait for each other.
 _WORTH_THREADS = 2**19
 
-BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
+FAILED, INTERRUPTED = 1, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: done. 1: a posterior could not be fitted, the table is of the others. 2: bad input, said in
     one sentence on stderr. 130: Ctrl-C before there was anything to show.
     """
-    options = _parser().parse_args(arguments)
+    options = given.parser(_compare).parse_args(arguments)
     with warnings.catch_warnings():
         warnings.simplefilter("always", BdlWarning)
         warnings.showwarning = _show_warning
@@ -50,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return options.run(options)
         except _BadInput as error:
             _say(str(error))
-            return BAD_INPUT
+            return given.BAD_INPUT
         except KeyboardInterrupt:
             _say("interrupted before there was anything to show")
             return INTERRUPTED
@@ -60,97 +56,19 @@ class _BadInput(Exception):
     """What the user gave cannot be worked with; the message says why and what to do."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="pyro-bdl", description="Bayesian deep learning on Pyro programs.")
-    parser.add_argument("--version", action="version", version=f"pyro-bdl {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    command = commands.add_parser(
-        "compare",
-        help="fit several posteriors of one network, and hold them against NUTS",
-        description="Fit several posteriors of a Bayesian neural network to a table of data, run\n"
-        "NUTS on the same program as the reference, print one table, and write it with\n"
-        "figures and a report. By default on scikit-learn's diabetes data.",
-        epilog=_epilog(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    command.set_defaults(run=_compare)
-    add = command.add_argument_group("data").add_argument
-    add("--data", metavar="FILE", help="a CSV file with a header; every other column is a feature")
-    add("--target", metavar="COLUMN", help="the column to predict")
-    add("--task", choices=("regression", "classification"), help="default: found from the target")
-    add("--one-hot", action="store_true", help="turn columns of text into zeros and ones")
-    add("--test-fraction", type=float, default=0.2, metavar="SHARE", help="default: %(default)s")
-    add = command.add_argument_group("network").add_argument
-    add(
-        "--hidden",
-        default="50",
-        metavar="UNITS",
-        help="50, or 50,50 for two layers; default: %(default)s",
-    )
-    add("--activation", choices=tuple(_ACTIVATIONS), default="tanh", help="default: %(default)s")
-    add = command.add_argument_group("posteriors").add_argument
-    add(
-        "--guides",
-        metavar="NAMES",
-        help="some of those below, or all; default: those with a star",
-    )
-    add("--steps", type=int, help="gradient steps of each guide; default: each guide's own")
-    for name, text in (
-        ("chains", "Markov chains"),
-        ("warmup", "iterations of each chain that adapt and are not kept"),
-        ("draws", "draws of each chain"),
-    ):
-        add(f"--{name}", type=int, help=f"{text}; default: {_USUAL[name]}")
-    add(
-        "--max-tree-depth",
-        type=int,
-        default=8,
-        metavar="DEPTH",
-        help="NUTS takes at most 2^DEPTH gradient steps per draw; default: %(default)s",
-    )
-    quick = ", ".join(f"--{name} {value}" for name, value in _QUICK.items())
-    add("--quick", action="store_true", help=f"a first look: {quick}")
-    add = command.add_argument_group("run").add_argument
-    add("--seed", type=int, default=0, help="of everything random; default: %(default)s")
-    add("--device", default="cpu", help="such as cpu or cuda; default: %(default)s")
-    add("--out", default="pyro-bdl-out", metavar="DIR", help="default: %(default)s")
-    add("--details", action="store_true", help="print all columns that table.csv has")
-    return parser
-
-
-def _epilog() -> str:
-    lines = [
-        f"{'*' if entry.default else ' '} {entry.name:<21} {entry.description}"
-        for entry in posteriors.entries()
-    ]
-    return "\n".join(
-        [
-            "posteriors:",
-            *lines,
-            "",
-            "Ctrl-C ends the posterior at work, and shows the table for what there is.",
-        ]
-    )
-
-
 # ---------------------------------------------------------------------------------- the command
 
 
 def _compare(options: argparse.Namespace) -> int:
     with _bad_input():
-        names = _names(options.guides)
-        settings = _settings(options)
-        device = _device(options.device)
-        hidden = _hidden(options.hidden)
-        folder = _folder(options.out)
-        data = _load(options).to(device)
+        names = given.names(options.guides)
+        settings = given.settings(options)
+        device = given.device(options.device)
+        hidden = given.hidden(options.hidden)
+        folder = given.folder(options.out)
+        data = given.load(options).to(device)
     torch.manual_seed(options.seed)
-    model = _model(data, hidden, _ACTIVATIONS[options.activation]).to(device)
+    model = _model(data, hidden, given.ACTIVATIONS[options.activation]).to(device)
     features = data.x_train.shape[1]
     about = (
         f"{data.target_name}: {data.task}"
@@ -319,87 +237,6 @@ def _bad_input() -> Iterator[None]:
         yield
     except (ValueError, OSError) as error:
         raise _BadInput(" ".join(str(error).split())) from error
-
-
-def _names(text: str | None) -> list[str]:
-    if text is None or text.strip() == "all":
-        return [entry.name for entry in posteriors.entries() if text or entry.default]
-    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    if not names:
-        raise ValueError("--guides is empty; name at least one posterior")
-    for name in names:
-        try:
-            posteriors.get(name)
-        except ValueError as error:
-            raise ValueError(f"--guides: {error}") from None
-    return names
-
-
-def _settings(options: argparse.Namespace) -> Options:
-    usual = _QUICK if options.quick else _USUAL
-    chosen = {name: _first_given(getattr(options, name), usual[name]) for name in usual}
-    least = {"steps": 1, "chains": 1, "warmup": 0, "draws": 1, "max_tree_depth": 1, "seed": 0}
-    chosen |= {"max_tree_depth": options.max_tree_depth, "seed": options.seed}
-    for name, value in chosen.items():
-        if value is not None and value < least[name]:
-            option = name.replace("_", "-")
-            raise ValueError(f"--{option} must be at least {least[name]}, got {value}")
-    if options.seed >= 2**32:
-        raise ValueError(f"--seed must be less than 2^32, got {options.seed}")
-    if not 0 < options.test_fraction < 1:
-        raise ValueError(f"--test-fraction must lie between 0 and 1, got {options.test_fraction:g}")
-    return Options(**cast(Any, chosen))
-
-
-def _first_given(value: int | None, usual: int | None) -> int | None:
-    return usual if value is None else value
-
-
-def _load(options: argparse.Namespace) -> Dataset:
-    split = {"test_fraction": options.test_fraction, "seed": options.seed}
-    if options.data is None:
-        for name in ("target", "task", "one_hot"):
-            if getattr(options, name):
-                option = name.replace("_", "-")
-                raise ValueError(f"--{option} is of use with --data only; name a CSV file")
-        return load_default(**split)
-    if options.target is None:
-        raise ValueError("--data needs --target, the name of the column to predict")
-    return load_csv(options.data, options.target, options.task, one_hot=options.one_hot, **split)
-
-
-def _device(name: str) -> torch.device:
-    there = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    if torch.backends.mps.is_available():
-        there.append("mps")
-    try:
-        device = torch.device(name)
-        torch.zeros((), device=device).cpu()
-    except Exception as error:  # torch raises many kinds here
-        raise ValueError(f"--device {name!r} is not there; there is: {', '.join(there)}") from error
-    return device
-
-
-def _hidden(text: str) -> list[int]:
-    try:
-        sizes = [int(part) for part in text.split(",")]
-    except ValueError:
-        sizes = [0]
-    if any(size < 1 for size in sizes):
-        raise ValueError(f"--hidden must be numbers of units such as 50 or 50,50, got {text!r}")
-    return sizes
-
-
-def _folder(name: str) -> Path:
-    folder = Path(name)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".pyro-bdl"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ValueError(f"--out: cannot write to {name!r}: {error.strerror}") from error
-    return folder
 
 
 def _say(text: str) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from matplotlib.image import imread
 
+from pyro_bdl import arguments as given
 from pyro_bdl import cli, posteriors
 from pyro_bdl.curvature import recipe as curvature_recipe
 from pyro_bdl.errors import BdlWarning
@@ -208,10 +209,10 @@ def test_ctrl_c_shows_what_there_is(run, tmp_path, monkeypatch):
 
 
 def test_all_and_default_posteriors(capsys):
-    parse = cli._parser().parse_args
+    parse = given.parser(int).parse_args
     everything = [entry.name for entry in posteriors.entries()]
-    chosen = cli._names(parse(["compare"]).guides)
-    assert cli._names("all") == everything and cli._names("nuts,map") == ["nuts", "map"]
+    chosen = given.names(parse(["compare"]).guides)
+    assert given.names("all") == everything and given.names("nuts,map") == ["nuts", "map"]
     assert chosen == [entry.name for entry in posteriors.entries() if entry.default]
     assert {"map", "mean-field", "laplace-kron", "ensemble", "nuts"} < set(chosen) < set(everything)
     with pytest.raises(SystemExit):
@@ -244,10 +245,10 @@ def test_the_same_seed_gives_the_same_table(table, run, tmp_path):
 
 
 def test_quick_and_given_options():
-    parse = cli._parser().parse_args
-    usual = cli._settings(parse(["compare"]))
+    parse = given.parser(int).parse_args
+    usual = given.settings(parse(["compare"]))
     assert (usual.chains, usual.warmup, usual.draws, usual.steps) == (4, 500, 500, None)
-    quick = cli._settings(parse(["compare", "--quick", "--draws", "7"]))
+    quick = given.settings(parse(["compare", "--quick", "--draws", "7"]))
     assert (quick.chains, quick.warmup, quick.draws, quick.steps) == (2, 100, 7, 500)
 
 
@@ -256,9 +257,9 @@ def test_warnings_are_one_line(capsys, monkeypatch):
         warnings.warn("mind the gap", BdlWarning, stacklevel=2)
         return 0
 
-    parser = cli._Parser()
+    parser = given.Parser()
     parser.set_defaults(run=run)
-    monkeypatch.setattr(cli, "_parser", lambda: parser)
+    monkeypatch.setattr(given, "parser", lambda _: parser)
     shown = warnings.showwarning
     assert cli.main([]) == 0
     assert capsys.readouterr().err == "pyro-bdl: warning: mind the gap\n"
