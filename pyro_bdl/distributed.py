@@ -158,8 +158,8 @@ class DataParallel_ELBO(ELBO):
             loss = self.elbo.differentiable_loss(batch.model, guide, *args, **kwargs)
         self.step += 1
         if not isinstance(loss, Tensor) or not loss.requires_grad:
-            total = torch.as_tensor(loss, device=self._device()).detach() * weight
-            return self._reduced([total.reshape(1)], weight)[0][0]
+            value = torch.as_tensor(loss, device=self._device())
+            return self._reduced([value.reshape(1)], weight)[0][0]
         return self._joint(loss, _leaves(model, guide, statements.trace), weight, guide)
 
     def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
@@ -279,10 +279,9 @@ def _leaves(model: Callable, guide: Callable, trace: Any) -> dict[str, Tensor]:
     same on all ranks.
     """
     named: list[tuple[str, Any]] = []
-    for module in (model, guide):
+    for role, module in (("model", model), ("guide", guide)):
         if isinstance(module, nn.Module):
-            kind = type(module).__name__
-            named += [(f"{kind}.{name}", leaf) for name, leaf in module.named_parameters()]
+            named += [(f"{role}.{name}", leaf) for name, leaf in module.named_parameters()]
     named += [(name, site["value"].unconstrained()) for name, site in trace.nodes.items()]
     leaves: dict[int, tuple[str, Tensor]] = {}
     for name, leaf in named:

@@ -22,7 +22,7 @@ from torch import nn
 
 import pyro_bdl as bdl
 from pyro_bdl import selectors
-from pyro_bdl.distributed import DataParallel_ELBO, Shard, broadcast
+from pyro_bdl.distributed import DataParallel_ELBO, Shard, _leaves, broadcast
 from pyro_bdl.elbo import CompiledELBO, TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.evidence import (
@@ -285,7 +285,10 @@ def evaluation(rank, size):
     elbo = DataParallel_ELBO(TemperedTrace_ELBO())
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), elbo)
     first = svi.evaluate_loss(*data(rank, size))
-    return first, svi.step(*data(rank, size)), svi.evaluate_loss(*data(rank, size))
+    found = [first, svi.step(*data(rank, size)), svi.evaluate_loss(*data(rank, size))]
+    with torch.no_grad():
+        found.append(elbo(model, guide)(*data(rank, size)))
+    return found
 
 
 # ----------------------------------------------------------------------------------- curvature
@@ -616,7 +619,7 @@ def test_one_process_has_the_noise_of_a_seed_and_leaves_the_callers_alone(conjug
 
 
 MESSAGES = {
-    "apart": "RuntimeError: 'AutoMAP.*loc' on rank 1 lies up to 0.5 from that of rank 0",
+    "apart": "RuntimeError: 'guide.loc' on rank 1 lies up to 0.5 from that of rank 0",
     "other point": "RuntimeError: 'location' on rank 1 lies up to 0.1 from that of rank 0",
     "other network": "RuntimeError: rank 1 has other parameters than rank 0 (",
     "too many": "ValueError: the batches of the ranks have 23 rows together, and the program "
@@ -634,9 +637,7 @@ MESSAGES = {
 @pytest.mark.parametrize("name", list(MESSAGES))
 def test_every_rank_says_what_is_wrong(both, name):
     for found in both:
-        start, *rest = MESSAGES[name].split("*")
-        assert found["failures"][name].startswith(start), found["failures"][name]
-        assert all(text in found["failures"][name] for text in rest)
+        assert found["failures"][name].startswith(MESSAGES[name]), found["failures"][name]
 
 
 def test_a_failure_on_one_rank_is_told_by_the_other(both):
@@ -674,6 +675,11 @@ def test_refused_arguments():
         DataParallel_ELBO(Trace_ELBO(), check_every=0)
     with pytest.raises(RuntimeError, match="no parameters yet"):
         broadcast(AutoMAP(program()))
+
+
+def test_a_program_and_a_guide_with_parameters_of_the_same_names():
+    found = _leaves(nn.Linear(1, 2), nn.Linear(1, 2), pyro.poutine.Trace())
+    assert list(found) == ["model.weight", "model.bias", "guide.weight", "guide.bias"]
 
 
 def test_alone_a_shard_is_all_of_the_data():
