@@ -202,7 +202,8 @@ class KroneckerCurvature(nn.Module):
         parts: list[tuple[Place, Any]] = []
         covered = torch.zeros(self.size, dtype=torch.bool, device="cpu")
         for place, block in self._blocks():
-            covered[place.numbers(covered.device)] = True
+            where = place.positions
+            covered[where if isinstance(where, slice) else where.to(covered.device)] = True
             if isinstance(block, Tensor):
                 parts.append((place, _rest_precision(block * factor, prior, place)))
                 continue
@@ -226,6 +227,9 @@ class KroneckerCurvature(nn.Module):
             by_site.setdefault(block.place.key[0], []).append((block.place, value))
         result = []
         for site, members in by_site.items():
+            if len(members) == 1:
+                result += members
+                continue
             numbers = [place.numbers(self.like.device) for place, _ in members]
             union, inverse = torch.cat(numbers).unique(return_inverse=True)
             if len(union) == len(inverse):
@@ -276,8 +280,8 @@ def _product_precision(
 
 def _is_one_number(values: Tensor, known: bool) -> bool:
     """Whether entries are equal, and stay so where the parameters behind them change."""
-    if values.requires_grad and not known:
-        return False
+    if known or values.requires_grad:
+        return known
     return not bool((values.detach() != values.detach()[0]).any())
 
 
