@@ -17,7 +17,7 @@ from torch.nn.functional import softplus
 
 from pyro_bdl.gaussian_prior import TaskPrior
 from pyro_bdl.ownership import OwnParameters
-from pyro_bdl.priors import Scale, beside, checked, hyperparameter
+from pyro_bdl.scales import Scale, beside, checked, hyperparameter
 
 
 class ObservationModel(TaskPrior, OwnParameters):

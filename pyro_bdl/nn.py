@@ -22,12 +22,11 @@ from pyro_bdl.priors import (
     ByName,
     Normal,
     PriorFunction,
-    beside,
     check_prior,
-    hyperparameter_scope,
     is_constant,
     learnable,
 )
+from pyro_bdl.scales import beside, hyperparameter_scope
 
 _PLATES_OF_DRAWS = ("num_particles_vectorized", "_num_predictive_samples")
 

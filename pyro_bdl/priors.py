@@ -8,13 +8,10 @@ objective) or a distribution (a hyperprior: the scale becomes a latent site ``<l
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
-from typing import Any, Protocol
+from typing import Any
 
-import pyro
 import pyro.distributions as dist
 import torch
 from pyro.nn import PyroParam
@@ -22,51 +19,9 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from pyro_bdl import distributions
-from pyro_bdl.distributions import moved_like
-from pyro_bdl.modules import device_of
+from pyro_bdl.scales import Scale, checked, hyperparameter, present_scope
 
-Scale = float | PyroParam | Distribution
 PriorFunction = Callable[[str, nn.Module, Tensor], Distribution | None]
-
-
-class HyperparameterScope(Protocol):
-    """Where the hyperparameters of a prior live while a network's priors are evaluated."""
-
-    def sample(self, name: str, distribution: Distribution) -> Tensor: ...
-
-    def param(self, name: str, declaration: PyroParam) -> Tensor: ...
-
-
-class _PlainScope:
-    def sample(self, name: str, distribution: Any) -> Tensor:
-        return pyro.sample(name, distribution)
-
-    def param(self, name: str, declaration: PyroParam) -> Tensor:
-        return pyro.param(name, declaration.init_value, constraint=declaration.constraint)
-
-
-_scope: ContextVar[HyperparameterScope] = ContextVar("scope", default=_PlainScope())  # noqa: B039
-
-
-@contextmanager
-def hyperparameter_scope(scope: HyperparameterScope) -> Iterator[None]:
-    """Priors called inside take their hyperparameters from ``scope``."""
-    token = _scope.set(scope)
-    try:
-        yield
-    finally:
-        _scope.reset(token)
-
-
-def hyperparameter(value: Scale, name: str, like: Tensor) -> Tensor:
-    """The present value of a number, a PyroParam or a hyperprior, of the dtype and on the device
-    of ``like``."""
-    if isinstance(value, PyroParam):
-        return _scope.get().param(name, value).to(like)
-    if isinstance(value, Distribution):
-        return _scope.get().sample(name, moved_like(value, like))
-    # filled, not copied: a copy to a GPU waits for it
-    return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
 def check_prior(prior: Any, argument: str) -> None:
@@ -78,34 +33,6 @@ def check_prior(prior: Any, argument: str) -> None:
         f"{argument} must be one of pyro_bdl.priors, such as Normal(1.0), or a function (name, "
         f"module, parameter) -> Distribution or None, got {kind}{type(prior).__name__}"
     )
-
-
-def checked(value: Scale, argument: str) -> Scale:
-    """A number, a PyroParam or a distribution, fit for ``hyperparameter``.
-
-    :raises ValueError: for a number that is not positive and finite.
-    """
-    if isinstance(value, PyroParam):
-        start = value.init_value
-        if not callable(start) and not isinstance(start, Tensor):
-            return value._replace(init_value=torch.tensor(start, device="cpu"))
-        return value
-    if not isinstance(value, int | float | Distribution):
-        raise TypeError(
-            f"{argument} must be a number, a PyroParam or a distribution, "
-            f"got {type(value).__name__}"
-        )
-    if not isinstance(value, Distribution) and not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{argument} must be a positive finite number, got {value}")
-    return value
-
-
-def beside(module: nn.Module, declaration: PyroParam) -> PyroParam:
-    """The PyroParam, with its initial value on a module's device."""
-    start = declaration.init_value
-    if not isinstance(start, Tensor):
-        return declaration
-    return declaration._replace(init_value=start.to(device=device_of(module)))
 
 
 class Prior:
@@ -211,7 +138,7 @@ class Horseshoe(Prior):
         self.scale = checked(scale, "scale")
 
     def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution:
-        scope = _scope.get()
+        scope = present_scope()
         tau = scope.sample(f"{name}.global_scale", dist.HalfCauchy(self._value("scale", parameter)))
         local = scope.sample(
             f"{name}.local_scale", _spread(dist.HalfCauchy(parameter.new_ones(())), parameter)

@@ -20,6 +20,7 @@ from pyro_bdl.guides import AutoMCDropout, AutoMeanField
 from pyro_bdl.mcmc.minibatches import Minibatches
 from pyro_bdl.mcmc.starts import _unconstrained
 from pyro_bdl.randomness import fixed_normal
+from pyro_bdl.scales import hyperparameter
 
 PACKAGE = Path(bdl.__file__).parent
 FACTORIES = (
@@ -81,7 +82,7 @@ def test_learned_hyperparameters_stand_beside_the_network():
 def test_numbers_of_priors_follow_the_weights(value):
     like = torch.empty(3, dtype=torch.float64, device="meta")
     if isinstance(value, float):
-        found = bdl.priors.hyperparameter(value, "noise", like)
+        found = hyperparameter(value, "noise", like)
     else:
         found = moved_like(value, like).scale
     assert found.device.type == "meta" and found.dtype == torch.float64 and found.shape == ()

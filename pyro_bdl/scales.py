@@ -1,0 +1,91 @@
+"""Scales of priors and of noise: numbers, parameters or latents, and where these live."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import pyro
+import torch
+from pyro.nn import PyroParam
+from torch import Tensor, nn
+from torch.distributions import Distribution
+
+from pyro_bdl.distributions import moved_like
+from pyro_bdl.modules import device_of
+
+Scale = float | PyroParam | Distribution
+
+
+class HyperparameterScope(Protocol):
+    """Where the hyperparameters of a prior live while a network's priors are evaluated."""
+
+    def sample(self, name: str, distribution: Distribution) -> Tensor: ...
+
+    def param(self, name: str, declaration: PyroParam) -> Tensor: ...
+
+
+class _PlainScope:
+    def sample(self, name: str, distribution: Any) -> Tensor:
+        return pyro.sample(name, distribution)
+
+    def param(self, name: str, declaration: PyroParam) -> Tensor:
+        return pyro.param(name, declaration.init_value, constraint=declaration.constraint)
+
+
+_scope: ContextVar[HyperparameterScope] = ContextVar("scope", default=_PlainScope())  # noqa: B039
+
+
+def present_scope() -> HyperparameterScope:
+    """The scope that priors are evaluated in."""
+    return _scope.get()
+
+
+@contextmanager
+def hyperparameter_scope(scope: HyperparameterScope) -> Iterator[None]:
+    """Priors called inside take their hyperparameters from ``scope``."""
+    token = _scope.set(scope)
+    try:
+        yield
+    finally:
+        _scope.reset(token)
+
+
+def hyperparameter(value: Scale, name: str, like: Tensor) -> Tensor:
+    """The present value of a number, a PyroParam or a hyperprior, of the dtype and on the device
+    of ``like``."""
+    if isinstance(value, PyroParam):
+        return _scope.get().param(name, value).to(like)
+    if isinstance(value, Distribution):
+        return _scope.get().sample(name, moved_like(value, like))
+    # filled, not copied: a copy to a GPU waits for it
+    return torch.full((), value, dtype=like.dtype, device=like.device)
+
+
+def checked(value: Scale, argument: str) -> Scale:
+    """A number, a PyroParam or a distribution, fit for ``hyperparameter``.
+
+    :raises ValueError: for a number that is not positive and finite.
+    """
+    if isinstance(value, PyroParam):
+        start = value.init_value
+        if not callable(start) and not isinstance(start, Tensor):
+            return value._replace(init_value=torch.tensor(start, device="cpu"))
+        return value
+    if not isinstance(value, int | float | Distribution):
+        raise TypeError(
+            f"{argument} must be a number, a PyroParam or a distribution, "
+            f"got {type(value).__name__}"
+        )
+    if not isinstance(value, Distribution) and not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{argument} must be a positive finite number, got {value}")
+    return value
+
+
+def beside(module: nn.Module, declaration: PyroParam) -> PyroParam:
+    """The PyroParam, with its initial value on a module's device."""
+    start = declaration.init_value
+    if not isinstance(start, Tensor):
+        return declaration
+    return declaration._replace(init_value=start.to(device=device_of(module)))
