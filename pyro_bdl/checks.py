@@ -48,7 +48,10 @@ def check_finite_tensor(name: str, value: Tensor) -> None:
     text = f" in rows {rows}" if rows else ""
     if value.dim() > 1:
         text += f", columns {_listed(where[:, 1].unique().tolist())}"
-    raise ValueError(f"{name} holds NaN or infinity{text}: remove or impute these values")
+    raise ValueError(
+        f"{name} holds NaN or infinity{text}: remove or impute these values "
+        "(where a mask leaves them out, any number does)"
+    )
 
 
 def check_support(run: Run) -> None:

@@ -141,15 +141,25 @@ class _Allocations(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        inputs = {
-            leaf.untyped_storage().data_ptr()
-            for leaf in tree_leaves((args, kwargs))
-            if isinstance(leaf, Tensor)
-        }
+        inputs = {_address(leaf) for leaf in tree_leaves((args, kwargs))}
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() not in inputs:
+            if not isinstance(leaf, Tensor):
+                continue
+            address = _address(leaf)
+            if address is None:
+                self.bytes += leaf.numel() * leaf.element_size()
+            elif address not in inputs:
                 self.bytes += leaf.untyped_storage().nbytes()
         return result
+
+
+def _address(leaf: Any) -> int | None:
+    """Where a tensor's numbers are; None where that cannot be told: of sparse tensors, and of those
+    that torch.func works on."""
+    try:
+        return leaf.untyped_storage().data_ptr() if isinstance(leaf, Tensor) else None
+    except (NotImplementedError, RuntimeError):
+        return None
 
 
 def measured(function: Callable[[Draws], Any], draws: Draws) -> tuple[int, Any]:

@@ -63,3 +63,9 @@ def test_data_are_named_through_handlers():
     for handled in (temper(program, 0.5), with_prior(program, posterior)):
         with pytest.raises(ValueError, match="x holds NaN or infinity in rows 1"):
             check_finite(handled, (x,), {})
+
+
+def test_values_that_a_mask_leaves_out_must_be_numbers():
+    y = torch.tensor([1.0, float("nan")])
+    with pytest.raises(ValueError, match=r"y holds NaN .*where a mask leaves them out"):
+        check_finite(lambda y: None, (y,), {})

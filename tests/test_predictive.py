@@ -411,3 +411,40 @@ def test_draws_and_moments_of_other_distributions(name):
 def model_draw(model, x):
     with torch.no_grad():
         return pyro.poutine.trace(model).get_trace(x).nodes["y"]["value"]
+
+
+@pytest.mark.parametrize("how", ["jvp", "vmap of grad", "autograd", "sparse"])
+def test_programs_that_differentiate_or_multiply_sparse_matrices(how):
+    """The draws' functions are those of the program run by itself at each draw."""
+    torch.manual_seed(0)
+    x = torch.randn(6, 1)
+    neighbours = torch.eye(6).roll(1, 0).to_sparse()
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(1, 3), 1.0).to_event(2))
+
+        def net(t):
+            return (w.sum(0) * t).tanh().sum(-1)
+
+        if how == "jvp":
+            f = torch.func.jvp(net, (x,), (torch.ones_like(x),))[1]
+        elif how == "vmap of grad":
+            f = torch.vmap(torch.func.grad(lambda t: net(t[None])))(x[:, 0])
+        elif how == "autograd":
+            with torch.enable_grad():
+                t = x.clone().requires_grad_(True)
+                (f,) = torch.autograd.grad(net(t).sum(), t, create_graph=True)
+            f = f[:, 0]
+        else:
+            f = torch.sparse.mm(neighbours, (w.sum(0) * x).tanh()).sum(-1)
+        pyro.deterministic("f", f)
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f, 0.1), obs=y)
+
+    samples = bdl.Samples({"w": torch.randn(1, 7, 1, 3)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of operators without a batching rule
+        found = bdl.Predictive(model, samples)(x)["f"]
+    for draw, one in zip(samples.latents["w"][0], found, strict=True):
+        trace = pyro.poutine.trace(pyro.condition(model, {"w": draw})).get_trace(x)
+        torch.testing.assert_close(one, trace.nodes["f"]["value"].detach())

@@ -54,7 +54,10 @@ class Batches:
             empty = False
             yield _arguments(batch)
         if empty:
-            raise ValueError("data holds no batch: pass (x, y) or an iterable of such batches")
+            raise ValueError(
+                "data holds no batch: pass (x, y) or an iterable of such batches; [()] for a "
+                "program without arguments"
+            )
 
     def first(self) -> Batch:
         return next(self.part())

@@ -76,7 +76,7 @@ def exact_columns(site: Site) -> Iterator[Cotangent]:
     used = {name: value.detach() for name, value in site_parameters(site).items()}
     roots = cell_roots(base, used)
     weight = cell_weights(site)
-    cells = base.batch_shape[1:]
+    cells = torch.Size(base.batch_shape[1:])  # that of a zero-inflated one is a tuple
     for mask in _one_cell_at_a_time(base.batch_shape, next(iter(used.values()))):
         for root in roots:
             factor = weight if cells.numel() == 1 else weight * mask
@@ -121,7 +121,7 @@ def _scaled(value: Tensor, factor: Tensor) -> Tensor:
 
 
 def _one_cell_at_a_time(batch_shape: torch.Size, like: Tensor) -> Iterator[Tensor]:
-    cells = batch_shape[1:]
+    cells = torch.Size(batch_shape[1:])
     for number in range(cells.numel()):
         mask = torch.zeros(cells.numel(), dtype=like.dtype, device=like.device)
         mask[number] = 1.0

@@ -101,7 +101,8 @@ class Minibatches:
         """Whether a program, built on the first batch, scales its log likelihood by N/B.
 
         :raises ValueError: where it does not know N, or another one than there is.
-        :raises UnsupportedProgramError: for a latent for each datum with minibatches.
+        :raises UnsupportedProgramError: for a latent for each datum with minibatches, or where the
+            program picks its rows itself.
         """
         with torch.no_grad():
             sites = program.run(program.initial).observed
@@ -109,6 +110,11 @@ class Minibatches:
         rows = max((num_data(site) for site in observed), default=0)
         stated = round(max((num_data(site) * site.subsampling for site in observed), default=0))
         if self.is_whole:
+            if stated != rows and stated == self.size:
+                raise UnsupportedProgramError(
+                    f"the program picks {rows} of the {stated} rows at random in each run: use one "
+                    "without subsample_size, and take the rows by batch_size="
+                )
             if stated != rows:
                 raise ValueError(
                     f"the program speaks of {stated} data, but data is one batch of {rows}: pass "

@@ -50,12 +50,26 @@ def _heed(stop: threading.Event) -> None:
 
 def _translated(target: Target, example: Tensor) -> Any:
     try:
-        return to_jax(target.log_density, example)
+        log_density = to_jax(target.log_density, example)
+        if log_density.detaches and not _has_gradient_of(target, log_density, example):
+            return to_jax(target.log_density, example, through_detach=True)
+        return log_density
     except MissingOperatorError as error:
         site = _site_of(error.op, target, example)
         if site is None:
             raise
         raise MissingOperatorError(f"site '{site}': {error}", op=error.op, site=site) from error
+
+
+def _has_gradient_of(target: Target, log_density: Any, point: Tensor) -> bool:
+    """Whether torch differentiates the density to the same gradient. A program's own ``detach``
+    stops both; one that ``torch.autograd.grad`` left behind in the program stops JAX alone."""
+    leaf = point.detach().requires_grad_()
+    with torch.enable_grad():
+        (expected,) = torch.autograd.grad(target.log_density(leaf), leaf)
+    found = torch.tensor(np.asarray(jax.grad(log_density)(jnp.asarray(point.cpu().numpy()))))
+    slack = 1e-2 * expected.abs().max()
+    return bool(((found.to(expected) - expected).abs() <= slack).all())
 
 
 def _site_of(op: str, target: Target, example: Tensor) -> str | None:

@@ -122,5 +122,8 @@ def _unconstrained(program: Program, latents: Mapping[str, Any]) -> Tensor:
 
 
 def _is_usable(restriction: Restriction, vector: Tensor) -> bool:
-    gradient, value = torch.func.grad_and_value(restriction.log_density)(vector)
+    leaf = vector.detach().requires_grad_()  # torch.func refuses programs that call autograd.grad
+    with torch.enable_grad():
+        value = restriction.log_density(leaf)
+        (gradient,) = torch.autograd.grad(value, leaf)
     return bool(torch.isfinite(value) & torch.isfinite(gradient).all())

@@ -215,16 +215,26 @@ class _Constant(NamedTuple):
     shape: tuple[int, ...]
 
 
-def to_jax(function: Callable, example: Tensor, *more_examples: Tensor) -> Callable[..., Any]:
+def to_jax(
+    function: Callable, example: Tensor, *more_examples: Tensor, through_detach: bool = False
+) -> Callable[..., Any]:
     """The JAX version of a pure torch function of tensors that returns a pytree of tensors.
 
     It takes arrays of the examples' shapes and dtypes and can be jitted, differentiated and mapped.
     In float64 it is called under ``jax.enable_x64(True)``; for float32 inputs that is not needed,
     and what the function computes in 64 bits inside is then computed in 32, as always in JAX.
     Raises ``MissingOperatorError``, here and not in the call, if an operator has no translation.
+
+    :param through_detach: differentiate through ``detach``, which ``torch.autograd.grad`` inside
+        the function leaves in its graph too; the result's ``detaches`` says whether there is one.
     """
     examples = (example, *more_examples)
     graph = trace(function, *examples)
+    detached = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default)
+    if through_detach:
+        for node in detached:
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
     _refuse_randomness(graph)
     known = _known(graph)
     operators = [n for n in graph.graph.nodes if n.op == "call_function" and n not in known]
@@ -251,6 +261,7 @@ def to_jax(function: Callable, example: Tensor, *more_examples: Tensor) -> Calla
             values[step.node] = step(values)
         return _replace(output.args[0], values)
 
+    evaluate.detaches = bool(detached)  # type: ignore[attr-defined]
     with jax.enable_x64(any(e.dtype == torch.float64 for e in examples)):
         jax.eval_shape(evaluate, *(jax.ShapeDtypeStruct(e.shape, as_dtype(e)) for e in examples))
     return evaluate

@@ -282,3 +282,11 @@ def test_sampled_columns_converge():
     error = products.std(0) / draws**0.5
     assert ((products.mean(0) - expected).abs() < 5 * error).all()
     assert (error < 0.02).all()
+
+
+def test_cells_of_zero_inflated_counts():
+    """Their batch shape is a tuple once a plate has expanded them."""
+    gate = torch.zeros(3, 2, requires_grad=True)
+    base = dist.ZeroInflatedPoisson(torch.ones(3, 2), gate_logits=gate).expand((3, 2))
+    columns = list(exact_columns(Site(base, None, 1.0, None)))
+    assert [tuple(column["gate_logits"].shape) for column in columns] == [(3, 2)] * 2

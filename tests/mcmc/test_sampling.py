@@ -413,3 +413,35 @@ def test_flat_goes_chain_after_chain_and_thins_evenly():
     assert samples.flat(4)["w"].tolist() == [0, 3, 6, 9]
     with pytest.raises(ValueError, match="between 1 and 12"):
         samples.flat(13)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_programs_that_call_autograd_have_the_draws_of_the_derivative_written_out(stopped):
+    """f(x) = sum tanh(w x) by f'(x) ~ N, as in physics-informed networks. A program's own detach
+    keeps the gradient of torch."""
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64)
+
+    def program(derivative):
+        def model(y=None):
+            prior = dist.Normal(torch.zeros(2, dtype=x.dtype), 1.0)
+            w = pyro.sample("w", prior.to_event(1))
+            w = w + w.detach() - w.detach() if stopped else w
+            with pyro.plate("data", len(x)):
+                pyro.sample("y", dist.Normal(derivative(w), 0.5), obs=y)
+
+        return model
+
+    def by_autograd(w):
+        t = x.clone().requires_grad_(True)
+        with torch.enable_grad():
+            f = (w[:, None] * t).tanh().sum()
+            return torch.autograd.grad(f, t, create_graph=True)[0]
+
+    def by_hand(w):
+        return (w[:, None] / (w[:, None] * x).cosh().square()).sum(0)
+
+    options = {"num_warmup": 40, "num_samples": 5, "progress": False, "init": {"w": torch.ones(2)}}
+    found, expected = (
+        bdl.mcmc.sample(program(f), x.cos(), **options).latents["w"] for f in (by_autograd, by_hand)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)

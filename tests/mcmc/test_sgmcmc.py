@@ -538,6 +538,32 @@ def test_bad_arguments(wrong, error, match):
         sampled(Linear(num_data=20), (x, y), **wrong)
 
 
+def test_a_program_that_picks_rows_itself_is_told_who_picks_them_here():
+    x, y = torch.randn(20), torch.randn(20)
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 20, subsample_size=5) as i:
+            pyro.sample("y", dist.Normal(w * x[i], 1.0), obs=None if y is None else y[i])
+
+    with pytest.raises(UnsupportedProgramError, match=r"picks 5 of the 20 rows .* by batch_size="):
+        bdl.mcmc.sgmcmc(model, (x, y), step_size=1e-3, batch_size=None, progress=False)
+
+
+def test_a_program_without_arguments():
+    y = torch.randn(20)
+
+    def model():
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 20):
+            pyro.sample("y", dist.Normal(w, 1.0), obs=y)
+
+    options = {"step_size": 1e-3, "num_warmup": 2, "num_samples": 3, "progress": False}
+    with pytest.raises(ValueError, match=r"holds no batch.*\[\(\)\] for a program without"):
+        bdl.mcmc.sgmcmc(model, (), **options)
+    assert bdl.mcmc.sgmcmc(model, [()], **options).latents["w"].shape == (1, 3)
+
+
 def test_bad_programs_and_data():
     x, y = linear_data()
     with pytest.raises(UnsupportedProgramError, match="no observed site"):

@@ -63,6 +63,12 @@ def test_detached_parts_have_no_gradient():
     np.testing.assert_allclose(jax.grad(f)(jnp.array([2.0, 3.0])), [2.0, 3.0])
 
 
+def test_gradients_through_detach_where_asked():
+    f = to_jax(lambda z: (z.detach() * z).sum(), torch.ones(2), through_detach=True)
+    np.testing.assert_allclose(jax.grad(f)(jnp.array([2.0, 3.0])), [4.0, 6.0])
+    assert f.detaches and not to_jax(lambda z: z.sum(), torch.ones(2)).detaches
+
+
 def test_control_flow_may_depend_on_constants():
     data = torch.arange(3.0)
     f = to_jax(lambda z: z.sum() * data.max().item() if (data >= 0).all() else z, torch.ones(2))
