@@ -50,7 +50,7 @@ def _heed(stop: threading.Event) -> None:
 
 def _translated(target: Target, example: Tensor) -> Any:
     try:
-        log_density = to_jax(target.log_density, example)
+        log_density: Any = to_jax(target.log_density, example)
         if log_density.detaches and not _has_gradient_of(target, log_density, example):
             return to_jax(target.log_density, example, through_detach=True)
         return log_density
