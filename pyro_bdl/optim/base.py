@@ -100,7 +100,7 @@ class NaturalGradient(torch.optim.Optimizer):
         scale_gradient = self.steadied(scale_gradient, state["momentum"], correction)
         change = relative_change(scale_gradient, scale, group["temperature"])
         peak = max(state["peak"], group["lr"])
-        share = group["lr"] / peak if peak > 0 else 0.0  # a warm-up may start at zero
+        share = math.sqrt(group["lr"] / peak) if peak > 0 else 0.0  # a warm-up may start at zero
         scale = scale * self.growth(change, (1 - beta2) * share).rsqrt()
         momentum = torch.lerp(state["momentum"], loc.grad, 1 - beta1)
         # How many standard deviations the location would move at lr = 1.

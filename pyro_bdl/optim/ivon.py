@@ -15,12 +15,13 @@ class IVON(NaturalGradient):
     an ``AutoMeanField`` with location m, scale s and precision S = 1/s^2:
 
         S' = S + (dL/ds - g e) / (eta s)
-        S  <- S + rho (S' - S) + rho^2 (S' - S)^2 / (2 S),   rho = (1 - b2) lr / max lr so far
+        S  <- S + rho (S' - S) + rho^2 (S' - S)^2 / (2 S),   rho = (1 - b2) sqrt(lr / l)
         g  <- b1 g + (1 - b1) dL/dm
         m  <- m - lr clip(g / ((1 - b1^t) eta S))
 
     S' is the reparameterised estimate of the expected Hessian, prior included; the quadratic term
-    keeps S positive. Where a schedule lets lr fall, S is averaged over more steps, as m is.
+    keeps S positive. With l the largest lr so far, S is averaged over more steps where a schedule
+    lets lr fall, as m is.
 
     e is the draw's standard Normal noise and g the momentum before the step over 1 - b1^(t - 1), so
     that E[g e] = 0: dL/ds is the gradient at the draw times e, and what of that gradient is the
