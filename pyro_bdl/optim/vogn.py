@@ -82,7 +82,7 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
         mode = getattr(model, "training", None)
         if self._modes_agree.get(mode):  # one run serves for the value and for the squares
             at = Linearization(*draw, known=self._known, training=True)
-            likelihood = torch.as_tensor(at.run.log_likelihood())
+            likelihood = torch.as_tensor(at.run.log_likelihood(), device=vector.device)
             log_det = self._subset.layout.constrain(vector)[1]
             kl = self._flat_kl(guide, vector, log_det, at.run)
             disorder = torch.zeros_like(kl)
@@ -93,7 +93,10 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
                 at = Linearization(*draw, known=self._known)
             likelihood, kl, disorder = self.particle(model, guide, vector, args, kwargs)
             if mode not in self._modes_agree:
-                other, slack = torch.as_tensor(at.run.log_likelihood()), rounding_of(vector)
+                other, slack = (
+                    torch.as_tensor(at.run.log_likelihood(), device=vector.device),
+                    rounding_of(vector),
+                )
                 agree = torch.allclose(other, likelihood, rtol=slack, atol=0.0)
                 self._modes_agree[mode] = agree and vector.requires_grad
         if likelihood.requires_grad:
