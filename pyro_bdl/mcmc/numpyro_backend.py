@@ -67,7 +67,9 @@ def _has_gradient_of(target: Target, log_density: Any, point: Tensor) -> bool:
     leaf = point.detach().requires_grad_()
     with torch.enable_grad():
         (expected,) = torch.autograd.grad(target.log_density(leaf), leaf)
-    found = torch.tensor(np.asarray(jax.grad(log_density)(jnp.asarray(point.cpu().numpy()))))
+    found = torch.tensor(
+        np.asarray(jax.grad(log_density)(jnp.asarray(point.cpu().numpy()))), device="cpu"
+    )
     slack = 1e-2 * expected.abs().max()
     return bool(((found.to(expected) - expected).abs() <= slack).all())
 
