@@ -262,7 +262,8 @@ class _Seen:
             return 1.0
         warnings.warn(
             f"the program speaks of {self.stated:.0f} data, {self.num_data} were passed: their "
-            "curvature is scaled up; pass all data as an iterable of batches for the exact sum",
+            "curvature is scaled up; for the exact sum pass all data as an iterable of batches, or "
+            "let a plate that picks its own rows (subsample_size) take all of them",
             BdlWarning,
             stacklevel=5,
         )
