@@ -21,7 +21,10 @@ from torch.utils._pytree import tree_map_only
 from pyro_bdl.compilation.graph import base, changed, is_random, reached, tagged
 
 _HERE = str(Path(__file__).parent)
-_LIBRARIES = (_HERE, *(str(Path(str(library.__file__)).parent) for library in (torch, pyro)))
+_LIBRARIES = (
+    *(_HERE, "<string>", "<frozen"),  # code that Python made itself
+    *(str(Path(str(library.__file__)).parent) for library in (torch, pyro)),
+)
 # Methods that read the numbers of a tensor past the operators, and others that read them.
 _PAST = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr}
 _READS = _PAST | {

@@ -19,6 +19,14 @@ from pyro_bdl.mcmc.chains import Chains, stack_chains
 from pyro_bdl.mcmc.interrupts import deferred_interrupt
 
 
+@pytest.fixture(autouse=True)
+def heeded():
+    """Ctrl-C raises, also where the tests run in the background of a shell, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def one_mean(y):
     mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
     pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
