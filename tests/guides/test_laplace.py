@@ -500,7 +500,7 @@ def test_what_is_missing(conjugate):
     with pytest.raises(ValueError, match=r"site 'y' has no observation"):
         guide.laplace_approximation((conjugate.x, None))
     batches = [(conjugate.x, conjugate.y), (conjugate.x * math.inf, conjugate.y)]
-    with pytest.raises(ValueError, match="batch 1 .*x holds NaN or infinity"):
+    with pytest.raises(ValueError, match=r"batch 1 .*x holds NaN or infinity"):
         guide.laplace_approximation(batches)
 
 
