@@ -11,6 +11,7 @@ from pyro.infer import ELBO
 from pyro.poutine.runtime import _PYRO_STACK
 from torch import Tensor
 
+from pyro_bdl.allocator import keep_freed_blocks
 from pyro_bdl.compilation.arguments import Given, read
 from pyro_bdl.compilation.backends import BACKENDS
 from pyro_bdl.compilation.pair import Graph, Pair, agree, size_of
@@ -234,6 +235,7 @@ class CompiledELBO(ELBO):
 
     def _trace(self, graph: Graph, pair: Pair, given: Given) -> None:
         self.num_traces += 1
+        keep_freed_blocks()  # a graph frees all that it made at its end, and asks for it again
         try:
             graph.make(self.bound, self.backend, pair, given, self._as_tensor(self.temperature))
         except NotTraceable as error:

@@ -5,6 +5,7 @@ function ran, its random ones and changes in place included, so that it gives th
 """
 
 import operator
+import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,11 +21,8 @@ from torch.utils._pytree import tree_map_only
 
 from pyro_bdl.compilation.graph import base, changed, is_random, reached, tagged
 
-_HERE = str(Path(__file__).parent)
-_LIBRARIES = (
-    *(_HERE, "<string>", "<frozen"),  # code that Python made itself
-    *(str(Path(str(library.__file__)).parent) for library in (torch, pyro)),
-)
+_FOLDERS = [Path(str(file)).parent for file in (__file__, torch.__file__, pyro.__file__)]
+_LIBRARIES = ("<string>", "<frozen", *(f"{folder}{os.sep}" for folder in _FOLDERS))
 # Methods that read the numbers of a tensor past the operators, and others that read them.
 _PAST = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr}
 _READS = _PAST | {
