@@ -54,8 +54,9 @@ class Linearization:
     :param subset: the latents of interest; the others count as constants.
     :param vector: where, an unconstrained vector (P,).
     :param known: alignments found in earlier batches of the same program; filled here.
-    :param training: as in a step of training: modules run in their own modes, and the latents stay
-        functions of ``vector``. The modes must not matter, see ``evaluation_mode``.
+    :param training: as in a step of training: modules run in their own modes and move their
+        buffers, and the latents stay functions of ``vector``. What is computed must be the same in
+        evaluation mode.
     """
 
     def __init__(
@@ -78,7 +79,8 @@ class Linearization:
             for name in subset.parts:
                 self.leaves[name] = self.leaves[name].clone().requires_grad_()
         mode = nullcontext() if training else evaluation_mode()
-        with torch.enable_grad(), mode, preserved_buffers(), vmappable():
+        buffers = nullcontext() if training else preserved_buffers()
+        with torch.enable_grad(), mode, buffers, vmappable():
             values = layout.to_supports(self.leaves)
             seen = {n: v for n, v in values.items() if v is self.leaves[n] and n in subset.parts}
             with LinearOperations(seen) as operations:

@@ -327,6 +327,29 @@ def test_running_statistics_move_once_a_step():
         assert int(norm.num_batches_tracked) == before + 1
 
 
+class _Watching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen += self.training
+        return x
+
+
+def test_buffers_that_change_no_output_move_once_a_step():
+    x, y = torch.randn(6, 2), torch.randn(6)
+    net = nn.Sequential(nn.Linear(2, 4), _Watching(), nn.Linear(4, 1))
+    model = bdl.models.Regression(bdl.bayesianize(net), noise=0.5, num_data=6)
+    guide = AutoMeanField(model).prototype(x, y)
+    loss = GaussNewton_ELBO()(model, guide)
+    (watching,) = (m for m in model.modules() if isinstance(m, _Watching))
+    for _ in range(3):
+        before = watching.seen.item()
+        loss(x, y).backward()
+        assert watching.seen.item() == before + 1
+
+
 # In the loop, saved and restored
 
 
