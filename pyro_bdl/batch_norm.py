@@ -29,13 +29,20 @@ def keeps_statistics(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm) and module.running_mean is not None
 
 
-@contextmanager
-def layers_called() -> Iterator[list[_BatchNorm]]:
-    """The BatchNorm layers with running statistics that are called inside."""
-    found: list[_BatchNorm] = []
+def uses_its_batch(module: nn.Module) -> bool:
+    """Whether a module is a BatchNorm layer that normalises by its batch."""
+    return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
 
-    def note(module: Any, args: object) -> None:
-        if keeps_statistics(module) and module not in found:
+
+@contextmanager
+def layers_called(
+    chosen: Callable[[nn.Module], bool] = keeps_statistics,
+) -> Iterator[list[_BatchNorm]]:
+    """The BatchNorm layers that are called inside: those with running statistics, or others."""
+    found: list[Any] = []
+
+    def note(module: nn.Module, args: object) -> None:
+        if chosen(module) and module not in found:
             found.append(module)
 
     hook = register_module_forward_pre_hook(note)

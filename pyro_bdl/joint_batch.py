@@ -1,18 +1,16 @@
 """What the batches of several ranks are together: how many data, and by what each rank counts."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from pyro import poutine
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from pyro_bdl.batch_norm import layers_called, uses_its_batch
 from pyro_bdl.curvature.fisher import check_scales, num_data
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.handlers import Handled
@@ -54,7 +52,7 @@ def read_batch(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> R
         torch.no_grad(),
         preserved_buffers(),
         own_randomness(),
-        _batch_norms() as layers,
+        layers_called(uses_its_batch) as layers,
     ):
         q = record(guide, {}, args, kwargs)
         values = {name: site.value for name, site in q.latents.items()} | q.subsamples
@@ -113,22 +111,6 @@ class _Statements(WholeData):
     def local(self) -> str | None:
         """A latent that stands in the plate of the data."""
         return next((name for name, plates in self.latents.items() if plates & self.leading), None)
-
-
-@contextmanager
-def _batch_norms() -> Iterator[list[nn.Module]]:
-    """The BatchNorm layers called inside that normalise by their batch."""
-    found: list[nn.Module] = []
-
-    def note(module: nn.Module, args: object) -> None:
-        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
-            found.append(module)
-
-    hook = register_module_forward_pre_hook(note)
-    try:
-        yield found
-    finally:
-        hook.remove()
 
 
 class JointBatch:
