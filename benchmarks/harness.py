@@ -5,6 +5,8 @@ import json
 import math
 import platform
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -76,6 +78,15 @@ def memory_of(function: Callable[[], Any]) -> float:
     before = peak_memory_mb()
     function()
     return peak_memory_mb() - before
+
+
+def in_own_process(script: str, *arguments: str) -> Any:
+    """What a script prints last, as JSON, when called with this process's options and more."""
+    command = [sys.executable, script, *sys.argv[1:], *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def machine() -> str:

@@ -22,7 +22,6 @@ largest entry, between fits in float64 to fewer images.
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -202,7 +201,7 @@ def compare(name: str, structure: str, file: str, options: argparse.Namespace) -
     ):
         seconds = harness.in_turns(calls, options.repeats, slow=options.slow)
         memory = {
-            key: in_own_process(options, "--memory-of", file, key, name, structure, what)
+            key: harness.in_own_process(__file__, "--memory-of", file, key, name, structure, what)
             for key in sides
         }
         for key in sides:
@@ -240,15 +239,6 @@ def differences(name: str, structure: str, file: str, options: argparse.Namespac
         )
         for what, (mine, other) in pairs.items()
     }
-
-
-def in_own_process(options: argparse.Namespace, *arguments: str) -> Any:
-    """What this script prints when it is called with the same options and more."""
-    command = [sys.executable, __file__, *sys.argv[1:], *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def memory_of(
@@ -406,7 +396,7 @@ def main() -> None:
         for case in options.cases:
             results |= compare(*case.split(":"), file, options)
     for name in options.large:
-        results |= in_own_process(options, "--only-large", name)
+        results |= harness.in_own_process(__file__, "--only-large", name)
     results["seconds in all"] = time.perf_counter() - started
     harness.show("Laplace approximations against laplace-torch", results, options.json)
 

@@ -15,7 +15,6 @@ The docstring of ``laplace.py`` says how to install laplace-torch; without it on
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 import warnings
@@ -75,9 +74,9 @@ class Ours:
         bdl.evidence.maximize(self.posterior, method="gradient", steps=STEPS)
 
     def predict(self, x: Tensor) -> Tensor:
+        """Variances from the covariances of a datum's outputs, which laplace-torch forms too."""
         predictive = bdl.LinearizedPredictive(self.model, self.posterior)
-        (variance,) = predictive.moments(x)["y"].variance.values()
-        return variance
+        return predictive.covariance(x)["y"][1].diagonal(dim1=-2, dim2=-1)
 
     def log_evidence(self) -> Tensor:
         return bdl.evidence.log_marginal_likelihood(self.posterior).detach()
@@ -139,7 +138,7 @@ def measure(name: str, key: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
     sides = {
-        key: in_own_process(options, "--measure", name, key)
+        key: harness.in_own_process(__file__, "--measure", name, key)
         for key in options.sides
         if not (key == "laplace-torch" and name in options.without)
     }
@@ -201,14 +200,6 @@ def seconds_of(call: Callable[[], Any]) -> float:
     return time.process_time() - start
 
 
-def in_own_process(options: argparse.Namespace, *arguments: str) -> Any:
-    command = [sys.executable, __file__, *sys.argv[1:], *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def main() -> None:
     parser = harness.parser(__doc__.splitlines()[0])
     parser.add_argument("--peer", help="the folder that holds laplace-torch")
@@ -237,7 +228,7 @@ def main() -> None:
     results: dict[str, Any] = {"threads": options.threads}
     for name in options.cases:
         results |= compare(name, options)
-    results |= in_own_process(options, "--only-outputs")
+    results |= harness.in_own_process(__file__, "--only-outputs")
     harness.show("Wide Laplace approximations against laplace-torch", results, options.json)
 
 
