@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import pyro_bdl as bdl
-from pyro_bdl import selectors
 from pyro_bdl.errors import BdlWarning
+from pyro_bdl.guides import selectors
 from pyro_bdl.training import collect_swag, train
 
 SIZES = (0.5, 0.03, 0.01)

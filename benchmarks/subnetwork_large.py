@@ -21,10 +21,10 @@ import torch
 from laplace import resnet
 
 import pyro_bdl as bdl
-from pyro_bdl import selectors
-from pyro_bdl.curvature.data import Batches
 from pyro_bdl.errors import BdlWarning
+from pyro_bdl.guides import selectors
 from pyro_bdl.guides.laplace import LaplaceGuide
+from pyro_bdl.program.batches import Batches
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

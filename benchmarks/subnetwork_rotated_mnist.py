@@ -22,8 +22,9 @@ from pyro.infer.autoguide.initialization import init_to_value
 from torch import Tensor, nn
 
 import pyro_bdl as bdl
-from pyro_bdl import metrics, selectors
+from pyro_bdl import metrics
 from pyro_bdl.errors import BdlWarning
+from pyro_bdl.guides import selectors
 from pyro_bdl.nn import with_learnable_prior
 from pyro_bdl.training import collect_swag, train
 

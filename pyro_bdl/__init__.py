@@ -18,13 +18,14 @@ from pyro_bdl import (
     temperature,
 )
 from pyro_bdl._version import __version__
-from pyro_bdl.arviz import to_arviz
-from pyro_bdl.compare import Comparison, compare
+from pyro_bdl.arviz_export import to_arviz
 from pyro_bdl.comparison import PredictiveDraws
-from pyro_bdl.linearized import LinearizedPredictive
+from pyro_bdl.comparison.compare import compare
+from pyro_bdl.comparison.result import Comparison
 from pyro_bdl.nn import BayesianModule, bayesianize
-from pyro_bdl.predictive import Predictive
-from pyro_bdl.program import Program
+from pyro_bdl.predictive.linearized import LinearizedPredictive
+from pyro_bdl.predictive.sampled import Predictive
+from pyro_bdl.program.program import Program
 from pyro_bdl.samples import Samples
 
 __all__ = [

@@ -2,6 +2,6 @@
 
 import sys
 
-from pyro_bdl.cli import main
+from pyro_bdl.cli.entry import main
 
 sys.exit(main())

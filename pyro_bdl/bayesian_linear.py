@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.gaussian import cholesky
+from pyro_bdl.utils.linear_algebra import cholesky
 
 _SMALLEST = 1e-12  # what is divided by, and residuals relative to the targets' squares
 

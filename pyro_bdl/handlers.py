@@ -1,8 +1,8 @@
 """Effect handlers: programs that target a tempered or a cold posterior, and estimators of the
 expected log likelihood with noise of its own for every datum."""
 
-import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from pyro.distributions import Unit
@@ -11,7 +11,9 @@ from pyro.poutine.subsample_messenger import _Subsample
 from torch import nn
 
 from pyro_bdl.estimators import flipout, local_reparameterization, per_example_dropout
-from pyro_bdl.gaussian_prior import GaussianPrior, as_gaussian_prior
+from pyro_bdl.program.gaussian_prior import GaussianPrior, as_gaussian_prior
+from pyro_bdl.program.wrappers import Handled, Wrapped
+from pyro_bdl.utils.validation import check_temperature
 
 __all__ = [
     "cold",
@@ -21,15 +23,6 @@ __all__ = [
     "temper",
     "with_prior",
 ]
-
-
-def check_temperature(temperature: float, argument: str = "temperature") -> float:
-    """:raises ValueError: unless the temperature is a positive finite number."""
-    if not (math.isfinite(temperature) and temperature > 0):
-        raise ValueError(
-            f"{argument} must be a positive finite number, got {temperature}; use 1.0 for Bayes"
-        )
-    return temperature
 
 
 class _ScaleSites(Messenger):
@@ -45,30 +38,15 @@ class _ScaleSites(Messenger):
             msg["scale"] = msg["scale"] * self.factor
 
 
-class Handled(nn.Module):
-    """A program under a handler; its parameters and modules are the program's own."""
-
-    def __init__(self, model: Callable, handler: Messenger) -> None:
-        super().__init__()
-        self.model = model
-        self.handler = handler
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with self.handler:
-            return self.model(*args, **kwargs)
-
-
-class UnderPrior(nn.Module):
-    """A program with another prior; its parameters and modules are the program's own."""
+class UnderPrior(Wrapped):
+    """A program with another prior."""
 
     def __init__(self, model: Callable, prior: GaussianPrior) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         self.prior = prior
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with self.prior.run():
-            return self.model(*args, **kwargs)
+    def context(self) -> AbstractContextManager:
+        return self.prior.run()
 
 
 def with_prior(model: Callable, posterior: Any) -> nn.Module:

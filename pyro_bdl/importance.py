@@ -10,10 +10,10 @@ from torch import Tensor
 
 from pyro_bdl.diagnostics.psis import good_k, psis
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.modules import evaluation_mode
-from pyro_bdl.program import Program
-from pyro_bdl.randomness import seeded
-from pyro_bdl.vectorize import map_draws
+from pyro_bdl.program.program import Program
+from pyro_bdl.program.vmap import map_draws
+from pyro_bdl.utils.module_state import evaluation_mode
+from pyro_bdl.utils.random_state import seeded
 
 
 @dataclass(frozen=True)

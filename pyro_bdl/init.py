@@ -10,10 +10,8 @@ import torch
 from pyro.infer.autoguide.initialization import init_to_mean, init_to_median
 from torch import Tensor
 
-from pyro_bdl.layout import transform_of
-
-INIT_KEY = "pyro_bdl_init"
-OWNER_KEY = "pyro_bdl_owner"  # the module and attribute that hold a network's value
+from pyro_bdl.program.layout import transform_of
+from pyro_bdl.program.network_sites import INIT_KEY, OWNER_KEY
 
 
 def init_to_network(site: Any = None) -> Any:

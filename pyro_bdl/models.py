@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.nn.functional import softplus
 
-from pyro_bdl.gaussian_prior import TaskPrior
-from pyro_bdl.ownership import OwnParameters
+from pyro_bdl.program.gaussian_prior import TaskPrior
+from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.scales import Scale, beside, checked, hyperparameter
 
 

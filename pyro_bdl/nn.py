@@ -13,25 +13,18 @@ from pyro.poutine.runtime import _PYRO_STACK
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from pyro_bdl.distributions import moved_like, without_validation
+from pyro_bdl.distributions.copies import moved_like, without_validation
 from pyro_bdl.errors import UnsupportedProgramError
-from pyro_bdl.gaussian_prior import TaskPrior
-from pyro_bdl.init import INIT_KEY, OWNER_KEY
-from pyro_bdl.ownership import OwnParameters
-from pyro_bdl.priors import (
-    ByName,
-    Normal,
-    PriorFunction,
-    check_prior,
-    is_constant,
-    learnable,
-)
+from pyro_bdl.priors import ByName, Normal, PriorFunction, check_prior, is_constant, learnable
+from pyro_bdl.program.gaussian_prior import TaskPrior
+from pyro_bdl.program.network_sites import INIT_KEY, OWNER_KEY, SampledNetwork
+from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.scales import beside, hyperparameter_scope
 
 _PLATES_OF_DRAWS = ("num_particles_vectorized", "_num_predictive_samples")
 
 
-class BayesianModule(TaskPrior, OwnParameters):
+class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
     """A network whose weights are sample sites; call it like the network it copies.
 
     Sites are named as the network's parameters, after ``name`` and a dot where a name is given.

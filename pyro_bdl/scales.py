@@ -12,8 +12,8 @@ from pyro.nn import PyroParam
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from pyro_bdl.distributions import moved_like
-from pyro_bdl.modules import device_of
+from pyro_bdl.distributions.copies import moved_like
+from pyro_bdl.utils.module_state import device_of
 
 Scale = float | PyroParam | Distribution
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from pyro_bdl.handlers import check_temperature
+from pyro_bdl.utils.validation import check_temperature
 
 Schedule = Callable[[int], float]
 

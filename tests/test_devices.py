@@ -15,12 +15,12 @@ from pyro.nn import PyroParam
 from torch import nn
 
 import pyro_bdl as bdl
-from pyro_bdl.distributions import moved_like
+from pyro_bdl.distributions.copies import moved_like
 from pyro_bdl.guides import AutoMCDropout, AutoMeanField
-from pyro_bdl.mcmc.minibatches import Minibatches
 from pyro_bdl.mcmc.starts import _unconstrained
-from pyro_bdl.randomness import fixed_normal
+from pyro_bdl.mcmc.stochastic_gradient.minibatches import Minibatches
 from pyro_bdl.scales import hyperparameter
+from pyro_bdl.utils.random_state import fixed_normal
 
 PACKAGE = Path(bdl.__file__).parent
 FACTORIES = (

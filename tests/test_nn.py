@@ -18,9 +18,9 @@ from pyro_bdl import bayesianize, models, priors
 from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides import AutoMeanField
-from pyro_bdl.modules import vmappable
 from pyro_bdl.nn import with_learnable_prior, with_prior
 from pyro_bdl.program import record
+from pyro_bdl.utils.module_state import vmappable
 
 
 class _First(nn.Module):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from pyro_bdl.linearized import LinearizedPredictive, is_linear
-from pyro_bdl.predictive import Predictive
+from pyro_bdl.predictive.linearized import LinearizedPredictive, is_linear
+from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.samples import Samples
 
 _DRAWS = 100

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from pyro_bdl import importance, metrics
+from pyro_bdl.comparison.evaluation import Evaluation
 from pyro_bdl.diagnostics.summary import RHAT_LIMIT
-from pyro_bdl.evaluation import Evaluation
 
 # Draws of each of which all pairs are taken, and of which a k-hat is found.
 _MOST_PAIRED, _MOST_TAIL = 500, 1000

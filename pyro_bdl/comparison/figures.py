@@ -9,9 +9,9 @@ from torch import Tensor
 from pyro_bdl import plots
 from pyro_bdl.comparison.scores import class_labels
 from pyro_bdl.diagnostics import summary
-from pyro_bdl.posterior import latent_draws
-from pyro_bdl.randomness import seeded
+from pyro_bdl.guides.draws import latent_draws
 from pyro_bdl.samples import Samples
+from pyro_bdl.utils.random_state import seeded
 
 if TYPE_CHECKING:
     from pyro_bdl.comparison.result import Comparison

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from pyro_bdl import diagnostics
-from pyro_bdl.comparison.data import Test
+from pyro_bdl.comparison.held_out import Test
 from pyro_bdl.diagnostics.loo import LOO, standard_error
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.modules import evaluation_mode
-from pyro_bdl.predictive import Predictive
-from pyro_bdl.program import Program
+from pyro_bdl.predictive.sampled import Predictive
+from pyro_bdl.program.program import Program
+from pyro_bdl.program.vmap import Draws, map_draws
 from pyro_bdl.samples import Samples
-from pyro_bdl.vectorize import Draws, map_draws
+from pyro_bdl.utils.module_state import evaluation_mode
 
 # A posterior that takes fewer values has no tail that a Pareto distribution could be fitted to.
 _LEAST_VALUES = 25

@@ -10,9 +10,9 @@ from typing import Any
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from pyro_bdl.comparison.evaluation import Evaluation
 from pyro_bdl.comparison.figures import CAPTIONS, figures
-from pyro_bdl.evaluation import Evaluation
-from pyro_bdl.table import Column, groups, to_csv, to_text
+from pyro_bdl.utils.tables import Column, groups, to_csv, to_text
 
 __all__ = ["CAPTIONS", "Comparison", "is_known"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl import metrics
-from pyro_bdl.comparison.data import Observation, PredictiveDraws, Test, Units
+from pyro_bdl.comparison.held_out import Observation, PredictiveDraws, Test, Units
 
 LEVELS = {"coverage": 0.9, "coverage_50": 0.5, "coverage_95": 0.95}
 Scores = dict[str, Any]

@@ -15,8 +15,8 @@ from pyro.distributions.torch_distribution import MaskedDistribution
 from torch import Tensor
 from torch.distributions import Distribution, Independent
 
-from pyro_bdl.observation import parameters_of, rebuild, take_apart, without_wrappers
-from pyro_bdl.program import Site
+from pyro_bdl.distributions.take_apart import parameters_of, rebuild, take_apart, without_wrappers
+from pyro_bdl.program.trace import Site
 
 Cotangent = dict[str, Tensor]
 Roots = list[Cotangent]

@@ -11,12 +11,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from pyro_bdl.checks import check_finite_batches
-from pyro_bdl.curvature.alignment import Alignment
-from pyro_bdl.curvature.data import (
-    Batches,
-)
-from pyro_bdl.curvature.dense import FullCurvature
+from pyro_bdl.curvature.chunking import linearizations
+from pyro_bdl.curvature.config import Recipe, check_memory
 from pyro_bdl.curvature.fisher import (
     Cotangent,
     cell_weights,
@@ -25,15 +21,17 @@ from pyro_bdl.curvature.fisher import (
     parameters_of_any,
     site_parameters,
 )
-from pyro_bdl.curvature.jacobian import Jacobian
-from pyro_bdl.curvature.linearize import Linearization, Pullback
-from pyro_bdl.curvature.low_rank import LowRankCurvature
-from pyro_bdl.curvature.parts import linearizations
-from pyro_bdl.curvature.recipe import Recipe, check_memory
-from pyro_bdl.curvature.subset import Subset
+from pyro_bdl.curvature.jacobian.datum_axes import Alignment
+from pyro_bdl.curvature.jacobian.jacobian import Jacobian
+from pyro_bdl.curvature.jacobian.linearization import Linearization, Pullback
+from pyro_bdl.curvature.structures.dense import FullCurvature
+from pyro_bdl.curvature.structures.low_rank import LowRankCurvature
+from pyro_bdl.distributions.take_apart import without_wrappers
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
-from pyro_bdl.observation import without_wrappers
-from pyro_bdl.program import Run, Site
+from pyro_bdl.program.batches import Batches
+from pyro_bdl.program.subset import Subset
+from pyro_bdl.program.trace import Run, Site
+from pyro_bdl.program.validation import check_finite_batches
 
 _COLUMNS_BUDGET = 8 * 2**20  # bytes of columns that are stacked, which costs a copy
 

@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.gaussian import FullPrecision
-from pyro_bdl.curvature.subset import Subset
+from pyro_bdl.curvature.structures.precision import FullPrecision
+from pyro_bdl.distributions.matrix_normal import MatrixNormal
+from pyro_bdl.distributions.take_apart import without_wrappers
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.gaussian_prior import JointBlock, JointSite
-from pyro_bdl.matrix_normal import MatrixNormal
-from pyro_bdl.modules import evaluation_mode, preserved_buffers
-from pyro_bdl.observation import without_wrappers
-from pyro_bdl.program import Run, Site, leave_open, record
-from pyro_bdl.randomness import fixed_normal
+from pyro_bdl.program.gaussian_prior import JointBlock, JointSite
+from pyro_bdl.program.subset import Subset
+from pyro_bdl.program.trace import Run, Site, leave_open, record
+from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
+from pyro_bdl.utils.random_state import fixed_normal
 
 _DENSE_UP_TO = 2048
 

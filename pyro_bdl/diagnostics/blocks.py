@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from pyro_bdl.allocator import keep_freed_blocks
+from pyro_bdl.utils.memory import keep_freed_blocks
 
 # Numbers in one block of draws; a statistic holds about ten times that in temporaries. A block
 # fits the cache of a processor's core, and fills a GPU.

@@ -7,12 +7,7 @@ from torch import Tensor
 
 from pyro_bdl.diagnostics.blocks import map_blocks, split_chains
 from pyro_bdl.diagnostics.conventions import check_convention
-from pyro_bdl.diagnostics.ess import (
-    ess_below,
-    ess_of_chains,
-    has_nan,
-    squared_deviations,
-)
+from pyro_bdl.diagnostics.ess import ess_below, ess_of_chains, has_nan, squared_deviations
 from pyro_bdl.diagnostics.rank import quantile_of_sorted, sort
 
 _KINDS = ("mean", "sd", "median", "quantile")

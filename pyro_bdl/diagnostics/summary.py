@@ -12,7 +12,7 @@ from pyro_bdl.diagnostics.blocks import check_draws
 from pyro_bdl.diagnostics.convergence import Convergence, convergence
 from pyro_bdl.diagnostics.rank import quantile_of_sorted, sort
 from pyro_bdl.samples import Samples
-from pyro_bdl.table import Column, Row, to_csv, to_text
+from pyro_bdl.utils.tables import Column, Row, to_csv, to_text
 
 RHAT_LIMIT = 1.01
 ESS_LIMIT = 100  # for each chain
@@ -134,7 +134,7 @@ def function_draws(
             f"samples must be Samples, got {type(samples).__name__}: draws of a guide are "
             f"independent, so that R-hat and ESS say nothing about them"
         )
-    from pyro_bdl.predictive import Predictive  # whose relatives import this package
+    from pyro_bdl.predictive.sampled import Predictive  # whose relatives import this package
 
     leading = (samples.num_chains, samples.num_draws)
     means = Predictive(model, samples).mean(*args, **kwargs)

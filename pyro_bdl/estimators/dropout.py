@@ -2,10 +2,10 @@
 
 from torch import Tensor
 
+from pyro_bdl.distributions.dropout_noise import NoisyWeight, draw
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.estimators.per_datum import PerDatum
 from pyro_bdl.estimators.product import Operand, Product
-from pyro_bdl.guides.dropout_noise import NoisyWeight, draw
 
 _NAME = "per-example dropout"
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.distributions import Distribution, Independent
 from torch.utils._pytree import tree_leaves
 
+from pyro_bdl.distributions.dropout_noise import NoisyWeight
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.estimators.product import Batch, Operand, Product, product_of, sizes_of
-from pyro_bdl.guides.dropout_noise import NoisyWeight
-from pyro_bdl.tracking import OPERATIONS, Tag, Tracker
+from pyro_bdl.program.linear_ops.tracker import OPERATIONS, Tag, Tracker
 
 if TYPE_CHECKING:
     from pyro_bdl.guides.base import Guide

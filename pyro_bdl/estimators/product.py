@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import Distribution, Independent, Normal
 
-from pyro_bdl.guides.dropout_noise import NoisyWeight
-from pyro_bdl.tracking import Tag
+from pyro_bdl.distributions.dropout_noise import NoisyWeight
+from pyro_bdl.program.linear_ops.tracker import Tag
 
 Rearrange = Callable[[Tensor], Tensor]
 

@@ -1,9 +1,9 @@
 """The evidence of a Laplace approximation, and hyperparameters that maximise it."""
 
-from pyro_bdl.evidence.alternate import train_by_evidence
+from pyro_bdl.evidence.alternating_training import train_by_evidence
 from pyro_bdl.evidence.em import variational_em
 from pyro_bdl.evidence.last_layer import LastLayerEvidence
-from pyro_bdl.evidence.linearised import linearised_log_likelihood, linearised_optimum
+from pyro_bdl.evidence.linearized import linearised_log_likelihood, linearised_optimum
 from pyro_bdl.evidence.marginal import effective_parameters, log_marginal_likelihood
 from pyro_bdl.evidence.maximize import Evidence, hyperparameters, maximize
 from pyro_bdl.evidence.online import MarginalLikelihoodTraining

@@ -7,12 +7,8 @@ import torch
 from torch import Tensor
 from tqdm import trange
 
-from pyro_bdl.curvature.data import Batches
 from pyro_bdl.curvature.fisher import cell_weights
-from pyro_bdl.curvature.subset import Subset
-from pyro_bdl.elbo import TemperedTraceMeanField_ELBO
-from pyro_bdl.guides.base import Guide
-from pyro_bdl.hyperparameters import (
+from pyro_bdl.curvature.hyperparameters import (
     Hyperparameter,
     Reading,
     group_sum,
@@ -21,10 +17,14 @@ from pyro_bdl.hyperparameters import (
     prior_locations,
     read_at_centre,
 )
-from pyro_bdl.modules import evaluation_mode, preserved_buffers
-from pyro_bdl.observation import without_wrappers
-from pyro_bdl.program import record
-from pyro_bdl.vectorize import map_draws
+from pyro_bdl.distributions.take_apart import without_wrappers
+from pyro_bdl.elbo.tempered import TemperedTraceMeanField_ELBO
+from pyro_bdl.guides.base import Guide
+from pyro_bdl.program.batches import Batches
+from pyro_bdl.program.subset import Subset
+from pyro_bdl.program.trace import record
+from pyro_bdl.program.vmap import map_draws
+from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
 
 _DRAWS = 32
 _CHUNK = 8

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from pyro_bdl.bayesian_linear import SufficientStatistics, log_evidence
 from pyro_bdl.curvature.fisher import cell_weights
-from pyro_bdl.curvature.subset import select
-from pyro_bdl.elbo import check_data
+from pyro_bdl.distributions.take_apart import without_wrappers
+from pyro_bdl.elbo.tempered import check_data
 from pyro_bdl.errors import UnsupportedProgramError
-from pyro_bdl.features import Features, read_features
 from pyro_bdl.guides.last_layer import AutoLastLayer
-from pyro_bdl.observation import without_wrappers
-from pyro_bdl.program import Run, Site
-from pyro_bdl.randomness import fixed_normal
+from pyro_bdl.program.linear_ops.last_layer_features import Features, read_features
+from pyro_bdl.program.subset import select
+from pyro_bdl.program.trace import Run, Site
+from pyro_bdl.utils.random_state import fixed_normal
 
 
 class LastLayerEvidence(Trace_ELBO):

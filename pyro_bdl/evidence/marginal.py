@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_bdl.curvature.hyperparameters import Reading, in_likelihood, noise_site, read
 from pyro_bdl.curvature.prior import PriorPrecision, prior_precision
-from pyro_bdl.evidence.linearised import linearised_log_likelihood
+from pyro_bdl.distributions.take_apart import without_wrappers
+from pyro_bdl.evidence.linearized import linearised_log_likelihood
 from pyro_bdl.guides.laplace import LaplaceGuide
-from pyro_bdl.hyperparameters import Reading, in_likelihood, noise_site, read
-from pyro_bdl.modules import evaluation_mode, preserved_buffers
-from pyro_bdl.observation import without_wrappers
-from pyro_bdl.program import record
+from pyro_bdl.program.trace import record
+from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
 
 
 class Terms(NamedTuple):

@@ -7,15 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.errors import BdlWarning
-from pyro_bdl.evidence.linearised import linearised_log_likelihood, linearised_optimum
-from pyro_bdl.evidence.marginal import (
-    effective_parameters,
-    log_marginal_likelihood,
-    read_guide,
-)
-from pyro_bdl.guides.laplace import LaplaceGuide
-from pyro_bdl.hyperparameters import (
+from pyro_bdl.curvature.hyperparameters import (
     Hyperparameter,
     Reading,
     followed,
@@ -25,6 +17,10 @@ from pyro_bdl.hyperparameters import (
     prior_locations,
     restored_on_error,
 )
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.evidence.linearized import linearised_log_likelihood, linearised_optimum
+from pyro_bdl.evidence.marginal import effective_parameters, log_marginal_likelihood, read_guide
+from pyro_bdl.guides.laplace import LaplaceGuide
 
 METHODS = ("mackay", "gradient")
 

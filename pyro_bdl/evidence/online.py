@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.data import Batches
+from pyro_bdl.curvature.hyperparameters import read_at_centre
 from pyro_bdl.evidence.maximize import Evidence, maximize
 from pyro_bdl.guides.laplace import AutoLaplaceGGN, LaplaceGuide
-from pyro_bdl.hyperparameters import read_at_centre
+from pyro_bdl.program.batches import Batches
 
 
 @dataclass

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pyro_bdl.curvature.hyperparameters import restored_on_error
 from pyro_bdl.evidence.marginal import read_guide
 from pyro_bdl.guides.laplace import LaplaceGuide
-from pyro_bdl.hyperparameters import restored_on_error
-from pyro_bdl.linearized import LinearizedPredictive
+from pyro_bdl.predictive.linearized import LinearizedPredictive
 
 DEFAULT_VALUES = tuple(10.0 ** (exponent / 4) for exponent in range(-12, 9))
 

@@ -1,7 +1,7 @@
 """Posterior families, all of them ``pyro.infer.autoguide.AutoGuide``s."""
 
-from pyro_bdl.guides.dropout import AutoMCDropout
-from pyro_bdl.guides.dropout_noise import BernoulliNoise, GaussianNoise
+from pyro_bdl.distributions.dropout_noise import BernoulliNoise, GaussianNoise
+from pyro_bdl.guides.dropout.guide import AutoMCDropout
 from pyro_bdl.guides.ensemble import AutoEnsemble
 from pyro_bdl.guides.laplace import AutoLaplaceGGN, LaplaceGuide
 from pyro_bdl.guides.last_layer import AutoLastLayer, LastLayerGuide

@@ -13,11 +13,12 @@ from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.ops.tensor_utils import periodic_repeat
 from torch import Tensor
 
-from pyro_bdl.gaussian_prior import GaussianPrior
 from pyro_bdl.init import init_to_network
-from pyro_bdl.layout import Latent, Layout
-from pyro_bdl.ownership import OwnParameters
-from pyro_bdl.program import Program, Run, trace_once
+from pyro_bdl.program.gaussian_prior import GaussianPrior
+from pyro_bdl.program.layout import Latent, Layout
+from pyro_bdl.program.parameter_namespace import OwnParameters
+from pyro_bdl.program.program import Program, trace_once
+from pyro_bdl.program.trace import Run
 
 
 class Guide(OwnParameters, AutoGuide):

@@ -9,15 +9,15 @@ from pyro import poutine
 from pyro.infer.autoguide.initialization import InitMessenger
 from torch import Tensor, nn
 
-from pyro_bdl.batch_norm import layers_called
-from pyro_bdl.curvature.data import Batches
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide, _at_full_size
 from pyro_bdl.guides.laplace import AutoLaplaceGGN
 from pyro_bdl.guides.mixture import MixtureGuide, empirical_quantiles
 from pyro_bdl.guides.point import emit_point
 from pyro_bdl.init import init_afresh
-from pyro_bdl.program import Program, trace_once
+from pyro_bdl.program.batch_norm import layers_called
+from pyro_bdl.program.batches import Batches
+from pyro_bdl.program.program import Program, trace_once
 
 
 class AutoEnsemble(Guide):

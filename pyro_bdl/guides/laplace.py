@@ -11,27 +11,27 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from pyro_bdl.batch_norm import layers_called
-from pyro_bdl.checks import check_finite
-from pyro_bdl.curvature.data import Batches
+from pyro_bdl.curvature.config import Recipe
 from pyro_bdl.curvature.fit import check_factors, fit_curvature
-from pyro_bdl.curvature.gaussian import (
+from pyro_bdl.curvature.hyperparameters import Reading, few_rows, noise_site, read
+from pyro_bdl.curvature.prior import PriorPrecision, prior_precision
+from pyro_bdl.curvature.structures.precision import (
     DiagonalPrecision,
     FullPrecision,
     Precision,
     log_prob,
 )
-from pyro_bdl.curvature.prior import PriorPrecision, prior_precision
-from pyro_bdl.curvature.recipe import Recipe
-from pyro_bdl.curvature.subset import Subset, select
+from pyro_bdl.distributions.take_apart import without_wrappers
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
-from pyro_bdl.gaussian_prior import GaussianPrior, independent_prior, joint_prior
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.joint import JointGuide
 from pyro_bdl.guides.point import UnconstrainedMAP
-from pyro_bdl.hyperparameters import Reading, few_rows, noise_site, read
 from pyro_bdl.init import init_to_network
-from pyro_bdl.observation import without_wrappers
+from pyro_bdl.program.batch_norm import layers_called
+from pyro_bdl.program.batches import Batches
+from pyro_bdl.program.gaussian_prior import GaussianPrior, independent_prior, joint_prior
+from pyro_bdl.program.subset import Subset, select
+from pyro_bdl.program.validation import check_finite
 
 
 class AutoLaplaceGGN(UnconstrainedMAP):
@@ -327,7 +327,7 @@ def last_layer(model: Callable, layout: Any, vector: Tensor, args: tuple, kwargs
 
     :raises ValueError: where no latent enters a linear operation.
     """
-    from pyro_bdl.curvature.linearize import Linearization
+    from pyro_bdl.curvature.jacobian.linearization import Linearization
 
     uses = Linearization(model, Subset(layout), vector, args, kwargs).uses
     numbers = [n for n, use in enumerate(uses) if use.kind == "product" and use.inputs is not None]

@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.data import Batches
-from pyro_bdl.curvature.linearize import Linearization
-from pyro_bdl.curvature.recipe import Recipe
-from pyro_bdl.curvature.subset import Subset
+from pyro_bdl.curvature.config import Recipe
+from pyro_bdl.curvature.jacobian.linearization import Linearization
+from pyro_bdl.distributions.take_apart import parameters_of, without_wrappers
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.laplace import AutoLaplaceGGN, LaplaceGuide, last_layer
 from pyro_bdl.init import init_to_network
-from pyro_bdl.modules import evaluation_mode, preserved_buffers
-from pyro_bdl.observation import parameters_of, without_wrappers
-from pyro_bdl.program import leave_open, record
-from pyro_bdl.randomness import fixed_normal
+from pyro_bdl.program.batches import Batches
+from pyro_bdl.program.subset import Subset
+from pyro_bdl.program.trace import leave_open, record
+from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
+from pyro_bdl.utils.random_state import fixed_normal
 
 _STEPS = 100
 _HALVINGS = 30

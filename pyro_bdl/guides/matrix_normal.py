@@ -10,13 +10,13 @@ from pyro.distributions import constraints
 from pyro.nn import PyroParam
 from torch import Tensor, nn
 
-from pyro_bdl.divergence import marginal, mean_field_kl
-from pyro_bdl.gaussian_prior import GaussianPrior, MatrixBlock, NormalBlock
+from pyro_bdl.distributions.matrix_normal import MatrixNormal
 from pyro_bdl.guides.base import Guide, sample_site
+from pyro_bdl.guides.kl import mean_field_kl
 from pyro_bdl.init import init_to_network
-from pyro_bdl.layout import Latent, Layout
-from pyro_bdl.matrix_normal import MatrixNormal
-from pyro_bdl.program import Run, Site
+from pyro_bdl.program.gaussian_prior import GaussianPrior, MatrixBlock, NormalBlock
+from pyro_bdl.program.layout import Latent, Layout, marginal
+from pyro_bdl.program.trace import Run, Site
 
 
 class AutoMatrixNormal(Guide):

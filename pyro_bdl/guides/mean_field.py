@@ -10,12 +10,12 @@ from pyro.distributions import constraints
 from pyro.nn import PyroParam
 from torch import Tensor, nn
 
-from pyro_bdl.divergence import diagonal_normal_kl, marginal
-from pyro_bdl.gaussian_prior import GaussianPrior, independent_prior
 from pyro_bdl.guides.base import Guide, sample_site
+from pyro_bdl.guides.kl import diagonal_normal_kl
 from pyro_bdl.init import init_to_network
-from pyro_bdl.layout import Layout
-from pyro_bdl.program import Run
+from pyro_bdl.program.gaussian_prior import GaussianPrior, independent_prior
+from pyro_bdl.program.layout import Layout, marginal
+from pyro_bdl.program.trace import Run
 
 SHARING = ("per-weight", "per-row", "per-layer")
 

@@ -9,16 +9,16 @@ from pyro.distributions import constraints
 from pyro.nn import PyroParam
 from torch import Tensor, nn
 
-from pyro_bdl.curvature.data import Batches
-from pyro_bdl.curvature.gaussian import FullPrecision
-from pyro_bdl.curvature.recipe import check_memory
-from pyro_bdl.curvature.subset import Subset
-from pyro_bdl.gaussian_prior import GaussianPrior, joint_prior
+from pyro_bdl.curvature.config import check_memory
+from pyro_bdl.curvature.structures.precision import FullPrecision
 from pyro_bdl.guides.joint import JointGuide
 from pyro_bdl.guides.laplace import AutoLaplaceGGN, LaplaceGuide
+from pyro_bdl.guides.selectors import LargestPredictiveVariance, Selector, Size, Trained, number_of
 from pyro_bdl.init import init_to_network
+from pyro_bdl.program.batches import Batches
+from pyro_bdl.program.gaussian_prior import GaussianPrior, joint_prior
+from pyro_bdl.program.subset import Subset
 from pyro_bdl.samples import Samples
-from pyro_bdl.selectors import LargestPredictiveVariance, Selector, Size, Trained, number_of
 
 
 class AutoSubnetwork(AutoLaplaceGGN):

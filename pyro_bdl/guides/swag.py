@@ -8,20 +8,20 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor, nn
 
-from pyro_bdl.curvature.subset import Subset
-from pyro_bdl.gaussian_prior import GaussianPrior, independent_prior, joint_prior
-from pyro_bdl.guides.base import Guide
-from pyro_bdl.guides.ensemble import AutoEnsemble
-from pyro_bdl.guides.joint import JointGuide
-from pyro_bdl.guides.low_rank import (
+from pyro_bdl.distributions.low_rank_normal import (
     LowRankCovariance,
     capacitance_tril,
     log_determinant,
     quadratic_form,
 )
+from pyro_bdl.guides.base import Guide
+from pyro_bdl.guides.ensemble import AutoEnsemble
+from pyro_bdl.guides.joint import JointGuide
 from pyro_bdl.guides.mixture import MixtureGuide
 from pyro_bdl.guides.point import UnconstrainedMAP
 from pyro_bdl.init import init_afresh, init_to_network
+from pyro_bdl.program.gaussian_prior import GaussianPrior, independent_prior, joint_prior
+from pyro_bdl.program.subset import Subset
 
 STRUCTURES = ("low_rank", "diag")
 

@@ -7,9 +7,9 @@ import torch
 from pyro.poutine.util import prune_subsample_sites
 from torch import Tensor
 
-from pyro_bdl.curvature.subset import Subset
-from pyro_bdl.posterior import latent_draws
-from pyro_bdl.program import Program, trace_once
+from pyro_bdl.guides.draws import latent_draws
+from pyro_bdl.program.program import Program, trace_once
+from pyro_bdl.program.subset import Subset
 
 _ATTEMPTS = 100
 

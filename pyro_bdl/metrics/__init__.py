@@ -18,13 +18,7 @@ from pyro_bdl.metrics.distances import mean_error, sd_error, wasserstein1, wasse
 from pyro_bdl.metrics.joint import energy_distance, median_distance, mmd
 from pyro_bdl.metrics.monte_carlo import halves, monte_carlo_error, split_half
 from pyro_bdl.metrics.predictive import agreement, categorical_kl, gaussian_kl, total_variation
-from pyro_bdl.metrics.scores import (
-    accuracy,
-    brier,
-    crps,
-    negative_log_predictive_density,
-    rmse,
-)
+from pyro_bdl.metrics.scores import accuracy, brier, crps, negative_log_predictive_density, rmse
 from pyro_bdl.metrics.uncertainty import Uncertainty, auroc, entropy_parts, variance_parts
 
 __all__ = [

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.diagnostics.rank import sort
-from pyro_bdl.metrics.points import blocks, checked_labels, same_points
+from pyro_bdl.metrics.blocks import blocks, checked_labels, same_points
 
 
 def interval_coverage(draws: Tensor, y: Tensor, *, level: float | Sequence[float] = 0.9) -> Tensor:

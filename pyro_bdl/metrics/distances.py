@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.diagnostics.rank import sort
-from pyro_bdl.metrics.points import double_blocks, same_functions
+from pyro_bdl.metrics.blocks import double_blocks, same_functions
 
 
 def mean_error(a: Tensor, b: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pyro_bdl.metrics.points import same_functions
+from pyro_bdl.metrics.blocks import same_functions
 
 
 def energy_distance(a: Tensor, b: Tensor) -> Tensor:

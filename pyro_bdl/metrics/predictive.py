@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from pyro_bdl.metrics.points import mean_of_draws, same_functions, same_shape
+from pyro_bdl.metrics.blocks import mean_of_draws, same_functions, same_shape
 
 
 def agreement(a: Tensor, b: Tensor) -> Tensor:

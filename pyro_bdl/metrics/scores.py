@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.diagnostics.rank import sort
-from pyro_bdl.metrics.points import blocks, checked_labels, same_points, same_shape
+from pyro_bdl.metrics.blocks import blocks, checked_labels, same_points, same_shape
 
 
 def rmse(mean: Tensor, y: Tensor) -> Tensor:

@@ -6,17 +6,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.alignment import Alignment, rounding_of
-from pyro_bdl.curvature.linearize import Linearization
-from pyro_bdl.curvature.recipe import Recipe
-from pyro_bdl.curvature.score import gradient_and_squares, parameters_behind
-from pyro_bdl.curvature.subset import Subset
-from pyro_bdl.elbo import Temperature, TemperedTraceMeanField_ELBO
+from pyro_bdl.curvature.config import Recipe
+from pyro_bdl.curvature.jacobian.datum_axes import Alignment, rounding_of
+from pyro_bdl.curvature.jacobian.linearization import Linearization
+from pyro_bdl.curvature.squared_gradients import gradient_and_squares, parameters_behind
+from pyro_bdl.elbo.tempered import Temperature, TemperedTraceMeanField_ELBO
 from pyro_bdl.estimators import PerDatum
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.mean_field import AutoMeanField
 from pyro_bdl.optim.base import NaturalGradient
-from pyro_bdl.randomness import own_randomness
+from pyro_bdl.program.subset import Subset
+from pyro_bdl.utils.random_state import own_randomness
 
 _ROUNDING = 1e-3  # of a relative change whose terms almost cancel
 

@@ -10,15 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 from torch import Tensor
 
-from pyro_bdl.plots.style import (
-    INK,
-    SMALL,
-    SOFT,
-    array,
-    check_posteriors,
-    panels,
-    title,
-)
+from pyro_bdl.plots.style import INK, SMALL, SOFT, array, check_posteriors, panels, title
 
 _LIMIT = 4.0
 _TICKS = (0.25, 0.5, 1.0, 2.0, 4.0)

@@ -9,15 +9,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
-from pyro_bdl.plots.style import (
-    SMALL,
-    array,
-    check_posteriors,
-    legend_below,
-    panels,
-    styles,
-    title,
-)
+from pyro_bdl.plots.style import SMALL, array, check_posteriors, legend_below, panels, styles, title
 
 _MOST = 6
 _DOTS = 500

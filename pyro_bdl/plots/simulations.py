@@ -19,7 +19,7 @@ from pyro_bdl.plots.style import (
 )
 
 if TYPE_CHECKING:
-    from pyro_bdl.calibration import Calibration
+    from pyro_bdl.calibration.simulation import Calibration
 
 _INSIDE, _OUTSIDE = COLOURS[0], COLOURS[1]
 

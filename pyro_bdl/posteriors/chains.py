@@ -3,10 +3,7 @@
 from typing import Any
 
 from pyro_bdl import mcmc
-from pyro_bdl.guides import (
-    AutoEnsemble,
-    AutoSubnetwork,
-)
+from pyro_bdl.guides import AutoEnsemble, AutoSubnetwork
 from pyro_bdl.posteriors.registry import Options, Problem, Result, register, trained
 
 # Rows that "sghmc" takes at once, and in a minibatch of more.

@@ -3,13 +3,9 @@
 import warnings
 
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.guides import (
-    AutoEnsemble,
-    AutoMultiSWAG,
-    AutoSWAG,
-)
+from pyro_bdl.guides import AutoEnsemble, AutoMultiSWAG, AutoSWAG
 from pyro_bdl.posteriors.registry import Options, Problem, Result, register, trained
-from pyro_bdl.training import collect_swag, estimate_elbo
+from pyro_bdl.training.svi import collect_swag, estimate_elbo
 
 
 @register(

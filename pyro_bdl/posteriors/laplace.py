@@ -7,15 +7,10 @@ from torch import nn
 
 from pyro_bdl import evidence
 from pyro_bdl.errors import UnsupportedProgramError
-from pyro_bdl.guides import (
-    AutoLaplaceGGN,
-    AutoLastLayer,
-    AutoSubnetwork,
-    LaplaceGuide,
-)
+from pyro_bdl.guides import AutoLaplaceGGN, AutoLastLayer, AutoSubnetwork, LaplaceGuide
 from pyro_bdl.nn import BayesianModule, with_learnable_prior
 from pyro_bdl.posteriors.registry import Options, Problem, Result, register, trained
-from pyro_bdl.training import train
+from pyro_bdl.training.svi import train
 
 
 def _laplace(

@@ -12,11 +12,9 @@ from torch import Tensor, nn
 
 from pyro_bdl import evidence
 from pyro_bdl.comparison.costs import peak_memory, wait_for
-from pyro_bdl.guides import (
-    LaplaceGuide,
-)
+from pyro_bdl.guides import LaplaceGuide
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.training import estimate_elbo, train
+from pyro_bdl.training.svi import estimate_elbo, train
 
 
 @dataclass(frozen=True)

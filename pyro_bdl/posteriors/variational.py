@@ -1,11 +1,6 @@
 """Points, mean-field and other Gaussian families, and dropout, by SVI."""
 
-from pyro_bdl.guides import (
-    AutoLowRank,
-    AutoMAP,
-    AutoMCDropout,
-    AutoMeanField,
-)
+from pyro_bdl.guides import AutoLowRank, AutoMAP, AutoMCDropout, AutoMeanField
 from pyro_bdl.optim import IVON
 from pyro_bdl.posteriors.registry import Options, Problem, Result, register, trained
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from pyro_bdl.table import Column, Row, groups
+from pyro_bdl.utils.tables import Column, Row, groups
 
 
 def table(rows: Sequence[Row], columns: Sequence[Column], *, label: str) -> str:

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from pyro_bdl._version import __version__
 from pyro_bdl.report.tables import key, table
-from pyro_bdl.table import Column, Row
+from pyro_bdl.utils.tables import Column, Row
 
 
 def write_report(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import pyro_bdl as bdl
-from pyro_bdl.comparison import data as given
+from pyro_bdl.comparison import held_out as given
 from pyro_bdl.comparison import leave_one_out as module
 from pyro_bdl.comparison.leave_one_out import difference, leave_one_out, relative_efficiency
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from pyro_bdl import bayesianize, models
+from pyro_bdl.curvature.config import Recipe
 from pyro_bdl.curvature.fit import fit_curvature
-from pyro_bdl.curvature.recipe import Recipe
-from pyro_bdl.curvature.subset import Subset
-from pyro_bdl.observation import without_wrappers
+from pyro_bdl.distributions.take_apart import without_wrappers
 from pyro_bdl.program import Program
+from pyro_bdl.program.subset import Subset
 
 
 @pytest.fixture(autouse=True)

@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyro_bdl import bayesianize, handlers, models
+from pyro_bdl.curvature import chunking as parts_module
+from pyro_bdl.curvature import config as recipe_module
 from pyro_bdl.curvature import fit as fit_module
-from pyro_bdl.curvature import parts as parts_module
-from pyro_bdl.curvature import recipe as recipe_module
+from pyro_bdl.curvature.config import Recipe, check_memory
 from pyro_bdl.curvature.fit import fit_curvature
-from pyro_bdl.curvature.recipe import Recipe, check_memory
-from pyro_bdl.curvature.subset import Subset
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.nn import _substituted
 from pyro_bdl.program import Program, record
+from pyro_bdl.program.subset import Subset
 
 STRUCTURES = ["full", "diag", "kron", "ekfac", "low_rank"]
 

@@ -13,8 +13,8 @@ from torch.distributions import constraints
 from pyro_bdl import bayesianize, handlers, models, priors
 from pyro_bdl.curvature import prior as prior_module
 from pyro_bdl.curvature.prior import PriorPrecision, prior_precision, run_at
-from pyro_bdl.curvature.subset import Subset
 from pyro_bdl.errors import BdlWarning
+from pyro_bdl.program.subset import Subset
 
 
 def network(prior, noise=1.0):

@@ -12,8 +12,8 @@ from torch import nn
 from pyro_bdl import bayesianize, models, priors
 from pyro_bdl.elbo import TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.estimators import flipout, local_reparameterization, per_example_dropout
 from pyro_bdl.guides import AutoMCDropout, AutoMeanField, GaussianNoise
-from pyro_bdl.handlers import flipout, local_reparameterization, per_example_dropout
 from pyro_bdl.program import record
 
 D = torch.float64

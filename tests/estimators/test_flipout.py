@@ -3,8 +3,8 @@
 import torch
 import torch.nn.functional as F
 
+from pyro_bdl.estimators import flipout
 from pyro_bdl.estimators.flipout import _signs
-from pyro_bdl.handlers import flipout
 
 D = torch.float64
 

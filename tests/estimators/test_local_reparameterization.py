@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from pyro_bdl import handlers
-from pyro_bdl.handlers import local_reparameterization
+from pyro_bdl.estimators import local_reparameterization
 
 D = torch.float64
 

@@ -21,9 +21,9 @@ from torch import nn
 from pyro_bdl import bayesianize, models, priors
 from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
+from pyro_bdl.estimators import flipout, local_reparameterization
 from pyro_bdl.estimators.per_datum import active
 from pyro_bdl.guides import AutoMAP, AutoMeanField
-from pyro_bdl.handlers import flipout, local_reparameterization
 
 D = torch.float64
 CONTEXTS = {"local_reparameterization": local_reparameterization, "flipout": flipout}

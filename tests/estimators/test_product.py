@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pyro_bdl.handlers import flipout, local_reparameterization
+from pyro_bdl.estimators import flipout, local_reparameterization
 
 D = torch.float64
 

@@ -12,10 +12,10 @@ from torch import nn
 from torch.func import jacrev
 
 from pyro_bdl import Program, bayesianize, evidence, models, priors
+from pyro_bdl.distributions.take_apart import without_wrappers
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.evidence import LastLayerEvidence
 from pyro_bdl.guides import AutoLaplaceGGN, AutoLastLayer
-from pyro_bdl.observation import without_wrappers
 
 D = torch.float64
 N = 12

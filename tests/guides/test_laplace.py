@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_bdl import Predictive, bayesianize, handlers, models, priors
-from pyro_bdl.curvature import recipe as recipe_module
+from pyro_bdl.curvature import config as recipe_module
 from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.guides import AutoLaplaceGGN

@@ -12,9 +12,9 @@ from pyro.infer.autoguide import AutoLowRankMultivariateNormal
 from torch.distributions import MultivariateNormal, kl_divergence
 
 from pyro_bdl import bayesianize, models, priors
+from pyro_bdl.distributions.low_rank_normal import capacitance_tril, log_determinant, quadratic_form
 from pyro_bdl.elbo import TemperedTraceMeanField_ELBO
 from pyro_bdl.guides import AutoLowRank
-from pyro_bdl.guides.low_rank import capacitance_tril, log_determinant, quadratic_form
 from pyro_bdl.program import record
 
 D = torch.float64

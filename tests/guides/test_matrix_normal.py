@@ -10,11 +10,11 @@ from torch import nn
 from torch.distributions import MultivariateNormal, kl_divergence
 
 from pyro_bdl import bayesianize, models, priors
+from pyro_bdl.distributions.matrix_normal import MatrixNormal
 from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides import AutoMatrixNormal
 from pyro_bdl.importance import site_khat
-from pyro_bdl.matrix_normal import MatrixNormal
 from pyro_bdl.program import record
 
 D = torch.float64

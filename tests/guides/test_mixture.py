@@ -13,13 +13,7 @@ from torch import nn
 
 import pyro_bdl as bdl
 from pyro_bdl.elbo import TemperedTrace_ELBO
-from pyro_bdl.guides import (
-    AutoEnsemble,
-    AutoLaplaceGGN,
-    AutoMAP,
-    AutoMeanField,
-    MixtureGuide,
-)
+from pyro_bdl.guides import AutoEnsemble, AutoLaplaceGGN, AutoMAP, AutoMeanField, MixtureGuide
 from pyro_bdl.guides.mixture import empirical_quantiles
 from pyro_bdl.posteriors import Options, Problem, fit
 

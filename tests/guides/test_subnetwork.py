@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import pyro_bdl as bdl
-from pyro_bdl import selectors
+from pyro_bdl.guides import selectors
 
 NOISE, SCALE = 0.4, 0.8
 
@@ -130,7 +130,7 @@ def test_bad_options(data):
 
 
 def test_a_matrix_that_cannot_fit_is_told(data, monkeypatch):
-    from pyro_bdl.curvature import recipe
+    from pyro_bdl.curvature import config as recipe
 
     model, mean, _ = linear(data)
     guide = at_mode(model, mean, data, select=selectors.Random(0), size=4)
@@ -140,7 +140,7 @@ def test_a_matrix_that_cannot_fit_is_told(data, monkeypatch):
 
 
 def test_memory_is_checked_before_the_selector_works(data, monkeypatch):
-    from pyro_bdl.curvature import recipe
+    from pyro_bdl.curvature import config as recipe
 
     class Slow(selectors.Selector):
         def scores(self, trained):

@@ -8,7 +8,7 @@ import torch
 from scipy.stats import norm
 
 from pyro_bdl import metrics
-from pyro_bdl.metrics import points
+from pyro_bdl.metrics import blocks as points
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from pyro_bdl.report import write_report
-from pyro_bdl.table import Column
+from pyro_bdl.utils.tables import Column
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None

@@ -9,7 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from pyro_bdl.report import write_report
-from pyro_bdl.table import Column
+from pyro_bdl.utils.tables import Column
 
 VOID = {"meta", "link", "img"}
 

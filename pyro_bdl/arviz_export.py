@@ -1,0 +1,363 @@
+"""Export to ArviZ: an ``InferenceData`` for ArviZ 0.23, an ``xarray.DataTree`` for ArviZ 1.x."""
+
+import inspect
+import json
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import xarray
+from pyro.infer.autoguide.initialization import InitMessenger, init_to_value
+from torch import Tensor
+
+from pyro_bdl._version import __version__
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.guides.base import Guide
+from pyro_bdl.guides.draws import check_sites, latent_draws
+from pyro_bdl.predictive.linearized import UNKNOWN, LinearizedPredictive, is_linear
+from pyro_bdl.predictive.sampled import Predictive
+from pyro_bdl.program.observed_arguments import Targets
+from pyro_bdl.program.program import Program, trace_once
+from pyro_bdl.program.trace import record
+from pyro_bdl.program.unconstrained_parameters import are_known
+from pyro_bdl.program.vmap import Draws, map_draws
+from pyro_bdl.samples import Samples
+from pyro_bdl.utils.module_state import evaluation_mode
+from pyro_bdl.utils.random_state import seeded
+
+_OLDEST = (0, 23)
+# ArviZ's names of the statistics that samplers report.
+_STATISTICS = {
+    "num_steps": "n_steps",
+    "accept_prob": "acceptance_rate",
+    "potential_energy": "lp",  # its negative
+}
+_INDEPENDENT = "independent draws of a guide, for which R-hat and ESS say nothing about the fit"
+
+
+def to_arviz(
+    model: Callable,
+    posterior: Any,
+    *args: Any,
+    num_samples: int = 500,
+    prior_samples: int = 100,
+    sites: str | Sequence[str] = "*",
+    dims: Mapping[str, Sequence[str]] | None = None,
+    coords: Mapping[str, Sequence[Any]] | None = None,
+    seed: int = 0,
+    model_kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    """A posterior, what it predicts and the data, as ArviZ keeps them.
+
+    Groups: ``posterior``, ``sample_stats``, ``log_likelihood`` (one number per datum, unscaled),
+    ``posterior_predictive`` (observed and deterministic sites), ``prior``, ``prior_predictive``,
+    ``observed_data`` and ``constant_data`` (the other tensors among the arguments). A guide is one
+    chain of independent draws, which the attribute ``draws`` of its posterior says. In
+    ``sample_stats``, ``lp`` is log p(w, y), and of a guide with a density ``log_q`` is log q(w),
+    both in nats and as densities over the unconstrained latents. A Laplace approximation predicts
+    by the linearised network, whose draws are not paired with those in ``posterior``. Where the
+    likelihood is in ``pyro.factor`` statements alone, there is nothing to predict, and only
+    ``posterior``, ``sample_stats``, ``prior`` and ``constant_data`` are there.
+
+    Plates name the dimensions of the sites in them; other dimensions are called as in ArviZ,
+    ``site_dim_0``. Numbers of half precision become single. Both kinds write NetCDF by
+    ``to_netcdf``; Zarr by ``to_zarr``, for an ``InferenceData`` after ``to_datatree``.
+
+    :param model: a Pyro program.
+    :param posterior: a guide or ``Samples``.
+    :param args: the program's arguments, targets included; ``model_kwargs`` its keyword arguments.
+    :param num_samples: draws of a guide; of ``Samples`` all are taken.
+    :param prior_samples: draws of the prior; 0 for none.
+    :param sites: names or patterns with shell wildcards of the latents to export.
+    :param dims: site to the names of its dimensions, without chain and draw.
+    :param coords: dimension to the labels along it.
+    :param seed: of the draws.
+    :returns: an ``arviz.InferenceData`` where ArviZ is 0.23, else an ``xarray.DataTree``.
+    :raises ImportError: where ArviZ is older than 0.23.
+    :raises ValueError: for a posterior of another program, one without data, ``sites`` that match
+        no latent, dims that do not fit.
+    """
+    convert = _converter()
+    kwargs = dict(model_kwargs or {})
+    with evaluation_mode(), seeded(seed):
+        samples = _as_samples(posterior, num_samples, args, kwargs)
+        trace = _traced(model, samples, args, kwargs)
+        program = Program.from_trace(model, trace, args, kwargs)
+        program.require_observed()
+        samples = _of_program(program, posterior, samples)
+        labels = Labels(trace, dims or {}, coords or {})
+        exported = _matching(samples.latents, sites)
+        groups = {"posterior": labels.drawn(exported)}
+        groups["posterior"].attrs |= _about(posterior)
+        stats = _statistics(program, posterior, samples)
+        if stats:
+            groups["sample_stats"] = labels.drawn(stats)
+        targets = Targets(program)
+        if program.observed:
+            groups |= _predicted(program, posterior, samples, targets, labels)
+        if prior_samples:
+            groups |= _prior(program, prior_samples, list(exported), targets, labels)
+    if program.observed:
+        groups["observed_data"] = labels.fixed(
+            {name: site.value for name, site in targets.observed.items()}
+        )
+    constants = _constants(model, args, kwargs, targets)
+    if constants:
+        groups["constant_data"] = labels.fixed(constants)
+    for group in groups.values():
+        group.attrs |= {
+            "created_at": datetime.now(UTC).isoformat(),
+            "inference_library": "pyro_bdl",
+            "inference_library_version": __version__,
+        }
+    return convert(xarray.DataTree.from_dict(groups))
+
+
+class Labels:
+    """Tensors of sites as ``xarray`` datasets: names of dimensions, labels along them.
+
+    :param trace: a trace of the program, for the plates of its sites.
+    :param dims: site to the names of its dimensions.
+    :param coords: dimension to labels.
+    """
+
+    def __init__(
+        self, trace: Any, dims: Mapping[str, Sequence[str]], coords: Mapping[str, Sequence[Any]]
+    ) -> None:
+        self.dims, self.coords = dims, coords
+        self.lengths = {name: len(labels) for name, labels in coords.items()}
+        self.plates = {
+            name: _plates(node)
+            for name, node in trace.nodes.items()
+            if node["type"] == "sample" and hasattr(node["fn"], "event_dim")
+        }
+
+    def names(self, site: str, shape: torch.Size) -> list[str]:
+        """A name for each dimension of a site's value.
+
+        :raises ValueError: where the dims given for the site do not fit its shape.
+        """
+        names = [f"{site}_dim_{i}" for i in range(len(shape))]
+        for axis, (plate, length) in self.plates.get(site, {}).items():
+            if axis < len(shape) and shape[axis] == length:
+                names[axis] = plate
+        names = list(self.dims.get(site, names))
+        if len(names) != len(shape):
+            raise ValueError(
+                f"dims[{site!r}] has {len(names)} names, but the site's shape is {tuple(shape)}"
+            )
+        for name, length in zip(names, shape, strict=True):
+            if self.lengths.setdefault(name, length) != length:
+                raise ValueError(
+                    f"the dimension {name!r} of site {site!r} has length {length}, but "
+                    f"{self.lengths[name]} elsewhere: give the site other dims, or coords of "
+                    "that length"
+                )
+        return names
+
+    def dataset(self, values: Mapping[str, Tensor], leading: tuple[str, ...]) -> xarray.Dataset:
+        """Values with ``leading`` dimensions before those of the site."""
+        variables: dict[str, Any] = {}
+        coords: dict[str, Any] = {}
+        for site, value in values.items():
+            names = self.names(site, value.shape[len(leading) :])
+            variables[site] = ([*leading, *names], _as_numpy(value))
+            for name, length in zip([*leading, *names], value.shape, strict=True):
+                coords[name] = list(self.coords.get(name, range(length)))
+        return xarray.Dataset(variables, coords=coords)
+
+    def drawn(self, values: Mapping[str, Tensor]) -> xarray.Dataset:
+        """Values (chains, draws, *shape)."""
+        return self.dataset(values, ("chain", "draw"))
+
+    def fixed(self, values: Mapping[str, Tensor]) -> xarray.Dataset:
+        """Values without draws."""
+        return self.dataset(values, ())
+
+
+def _plates(node: Any) -> dict[int, tuple[str, int]]:
+    """For each batch dimension of a site in a plate, counted from the front: name and length."""
+    shape = node["value"].shape
+    # All of a deterministic value counts as one event, whatever plates it was made in.
+    batch = len(shape) - (0 if node["infer"].get("_deterministic") else node["fn"].event_dim)
+    found = {}
+    for frame in node["cond_indep_stack"]:
+        axis = batch + frame.dim if frame.vectorized else -1
+        if axis >= 0 and shape[axis] == frame.size:
+            found[axis] = frame.name, frame.size
+    return found
+
+
+def _as_numpy(value: Tensor) -> Any:
+    value = value.detach()
+    if value.dtype in (torch.float16, torch.bfloat16):
+        value = value.float()
+    return value.cpu().numpy()
+
+
+# ------------------------------------------------------------------------------------- groups
+
+
+def _as_samples(posterior: Any, num_samples: int, args: tuple, kwargs: dict) -> Samples:
+    """Draws made once, so that all groups speak of the same ones."""
+    if isinstance(posterior, Samples):
+        return posterior
+    latents = latent_draws(posterior, num_samples, *args, **kwargs)
+    return Samples({site: value[None] for site, value in latents.items()})
+
+
+def _traced(model: Callable, samples: Samples, args: tuple, kwargs: dict) -> Any:
+    """A trace of the program; at a draw where its prior is improper."""
+    try:
+        return trace_once(model, args, kwargs)
+    except NotImplementedError:
+        values = {name: value[0, 0] for name, value in samples.latents.items()}
+        return trace_once(InitMessenger(init_to_value(values=values))(model), args, kwargs)
+
+
+def _of_program(program: Program, posterior: Any, samples: Samples) -> Samples:
+    """The program's latents among the draws; Pyro's own guides have auxiliary sites too."""
+    latents = dict(samples.latents)
+    if not isinstance(posterior, Guide | Samples):
+        latents = {name: value for name, value in latents.items() if name in program.latents}
+    check_sites(program.latents, latents)
+    return Samples(latents, samples.stats, samples.info)
+
+
+def _matching(latents: Mapping[str, Tensor], sites: str | Sequence[str]) -> dict[str, Tensor]:
+    patterns = [sites] if isinstance(sites, str) else list(sites)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in latents):
+            raise ValueError(
+                f"sites has {pattern!r}, which matches no latent site; there are: "
+                f"{', '.join(latents)}"
+            )
+    return {
+        name: value
+        for name, value in latents.items()
+        if any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
+
+
+def _about(posterior: Any) -> dict[str, Any]:
+    if not isinstance(posterior, Samples):
+        return {"guide": type(posterior).__name__, "draws": _INDEPENDENT}
+    return {
+        key: value if isinstance(value, str | int | float) else json.dumps(value)
+        for key, value in posterior.info.items()
+    }
+
+
+@torch.no_grad()
+def _statistics(program: Program, posterior: Any, samples: Samples) -> dict[str, Tensor]:
+    if isinstance(posterior, Samples):
+        found = {_STATISTICS.get(name, name): value for name, value in samples.stats.items()}
+        if "lp" in found:
+            found["lp"] = -found["lp"]
+        if "n_steps" in found:
+            found["tree_depth"] = found["n_steps"].clamp(min=1).log2().floor().long() + 1
+        return found
+    if not isinstance(posterior, Guide):
+        return {}
+
+    def densities(draw: Draws) -> dict[str, Tensor]:
+        vector = program.unconstrain(draw)
+        found = {"lp": program.log_density(vector)}
+        if posterior.has_density:
+            log_det = program.constrain(vector)[1]
+            found["log_q"] = posterior.log_density(vector, log_det) + log_det
+        return found
+
+    return {name: value[None] for name, value in map_draws(densities, samples.flat()).items()}
+
+
+def _predicted(
+    program: Program, posterior: Any, samples: Samples, targets: Targets, labels: Labels
+) -> dict[str, xarray.Dataset]:
+    """The groups posterior_predictive and log_likelihood."""
+    predictive: Any = Predictive(program.model, samples)
+    observed = targets.observed
+    if is_linear(posterior) and not are_known(observed.values()):
+        kind = " and ".join(sorted({type(s.distribution).__name__ for s in observed.values()}))
+        said = UNKNOWN.format(kind=kind, posterior="the guide")
+        warnings.warn(said, BdlWarning, stacklevel=3)
+    elif is_linear(posterior):
+        predictive = LinearizedPredictive(program.model, posterior, samples.num_draws)
+    args, kwargs = targets.removed()
+    leading = samples.num_chains, samples.num_draws
+    drawn = predictive(*args, **kwargs)
+    density = predictive.log_likelihood(*program.args, **program.kwargs)
+    return {
+        "posterior_predictive": labels.drawn(_split(drawn, leading)),
+        "log_likelihood": labels.drawn(_split(density, leading)),
+    }
+
+
+def _prior(
+    program: Program, count: int, exported: list[str], targets: Targets, labels: Labels
+) -> dict[str, xarray.Dataset]:
+    try:
+        with torch.no_grad():
+            runs = [record(program.model, {}, program.args, program.kwargs) for _ in range(count)]
+    except NotImplementedError as error:
+        warnings.warn(
+            f"the prior cannot be drawn from, and is left out: {error}", BdlWarning, stacklevel=3
+        )
+        return {}
+    latents = {
+        name: torch.stack([one.latents[name].value for one in runs])[None].to(latent.device)
+        for name, latent in program.latents.items()
+    }
+    groups = {"prior": labels.drawn({name: latents[name] for name in exported})}
+    if program.observed:
+        args, kwargs = targets.removed()
+        drawn = Predictive(program.model, Samples(latents))(*args, **kwargs)
+        groups["prior_predictive"] = labels.drawn(_split(drawn, (1, count)))
+    return groups
+
+
+def _split(values: Mapping[str, Tensor], leading: tuple[int, int]) -> dict[str, Tensor]:
+    return {name: value.reshape(*leading, *value.shape[1:]) for name, value in values.items()}
+
+
+# ------------------------------------------------------------------------------------ the data
+
+
+def _constants(model: Any, args: tuple, kwargs: dict, targets: Targets) -> dict[str, Tensor]:
+    """The tensors among the arguments that are no targets, by their names."""
+    function = model.forward if isinstance(model, torch.nn.Module) else model
+    try:
+        named = inspect.signature(function).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        named = {f"argument_{i}": value for i, value in enumerate(args)} | kwargs
+    found: dict[str, Tensor] = {}
+    for name, value in named.items():
+        parts = {name: value}
+        if isinstance(value, tuple):
+            parts = {f"{name}_{i}": part for i, part in enumerate(value)}
+        elif isinstance(value, dict):
+            parts = value
+        for key, part in parts.items():
+            if isinstance(part, Tensor) and targets.site_of(part) is None:
+                found[key] = part
+    return found
+
+
+# -------------------------------------------------------------------------------------- ArviZ
+
+
+def _converter() -> Callable[[xarray.DataTree], Any]:
+    import arviz
+
+    version = tuple(int(part) for part in arviz.__version__.split(".")[:2])
+    if version < _OLDEST:
+        raise ImportError(
+            f"to_arviz needs ArviZ 0.23 or newer, and this is {arviz.__version__}: "
+            "pip install -U arviz"
+        )
+    if version < (1, 0):
+        return arviz.InferenceData.from_datatree
+    return lambda tree: tree

@@ -1,0 +1,339 @@
+"""Simulation-based calibration: does a way of inference recover what the prior drew?"""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from scipy import stats
+from torch import Tensor
+from tqdm import tqdm
+
+from pyro_bdl.distributions.take_apart import observation_mean
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.guides.base import Guide
+from pyro_bdl.guides.draws import latent_draws
+from pyro_bdl.program.observed_arguments import Targets
+from pyro_bdl.program.program import Program
+from pyro_bdl.program.trace import leave_open, record
+from pyro_bdl.program.vmap import Draws, map_draws
+from pyro_bdl.samples import Samples
+from pyro_bdl.training.parallel_guides import Together
+from pyro_bdl.utils.module_state import evaluation_mode
+from pyro_bdl.utils.random_state import seeded
+from pyro_bdl.utils.tables import Column, to_text
+
+_FEW_LATENTS = 20
+_FEW_POINTS = 10
+_DOUBTFUL = 0.01  # a p-value below which a histogram is called uneven
+# Nats by which the loss of most guides may fall in the second half of their training.
+_SETTLED = 0.5
+Quantities = Callable[[Draws], Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Ranks of the truth among posterior draws, over data sets simulated from the prior.
+
+    Where inference is exact the rank of each quantity is uniform on 0 to L.
+
+    :param ranks: ``(R, Q)``, for R simulations how many of the L draws lie below the truth.
+    :param num_draws: L.
+    :param names: of the Q quantities.
+    """
+
+    ranks: Tensor
+    num_draws: int
+    names: tuple[str, ...]
+
+    @property
+    def probabilities(self) -> Tensor:
+        """(rank + 1/2) / (L + 1), ``(R, Q)``: the posterior probability of less than the truth."""
+        return (self.ranks + 0.5) / (self.num_draws + 1)
+
+    def counts(self, bins: int | None = None) -> Tensor:
+        """Histograms of the ranks, ``(Q, bins)``; bins differ in width by one rank at most.
+
+        :raises ValueError: for more bins than there are ranks, or none.
+        """
+        bins = self._checked(bins)
+        place = self.ranks * bins // (self.num_draws + 1)
+        return torch.nn.functional.one_hot(place, bins).sum(0)
+
+    def widths(self, bins: int | None = None) -> Tensor:
+        """How many of the L + 1 ranks each bin holds, ``(bins,)``."""
+        bins = self._checked(bins)
+        place = torch.arange(self.num_draws + 1, device="cpu") * bins // (self.num_draws + 1)
+        return torch.nn.functional.one_hot(place, bins).sum(0)
+
+    @property
+    def bins(self) -> int:
+        """The most bins, up to 20, that divide the ranks and hold five simulations each; where none
+        divides them, one for each rank, or bins of at least four ranks that differ by one."""
+        ranks, most = self.num_draws + 1, max(2, min(20, len(self.ranks) // 5))
+        whole = [b for b in range(2, most + 1) if ranks % b == 0]
+        if whole and 2 * whole[-1] >= most:
+            return whole[-1]
+        if ranks <= min(40, len(self.ranks) // 5):
+            return ranks
+        return max(2, min(most, ranks // 4))
+
+    def band(self, level: float = 0.99, bins: int | None = None) -> tuple[int, int]:
+        """What the count of any bin lies between with probability ``level``, where the ranks are
+        uniform: quantiles of Binomial(R, share of the ranks) (Talts et al. 2018, section 5.1), the
+        lower one of the narrowest bin and the upper one of the widest."""
+        tail = (1 - level) / 2
+        shares = self.widths(bins).double() / (self.num_draws + 1)
+        narrow, wide = (stats.binom(len(self.ranks), p.item()) for p in shares.aminmax())
+        return int(narrow.ppf(tail)), int(wide.ppf(1 - tail))
+
+    def _checked(self, bins: int | None) -> int:
+        bins = self.bins if bins is None else bins
+        if not 1 <= bins <= self.num_draws + 1:
+            raise ValueError(
+                f"bins must lie between 1 and the {self.num_draws + 1} possible ranks, got {bins}"
+            )
+        return bins
+
+    def uniformity(self) -> Tensor:
+        """The p-value of a chi-squared test of each histogram, ``(Q,)``."""
+        expected = len(self.ranks) * self.widths().double() / (self.num_draws + 1)
+        rows, even = self.counts().tolist(), expected.tolist()
+        return torch.tensor(
+            [float(stats.chisquare(row, even).pvalue) for row in rows], device="cpu"
+        )
+
+    def symmetry(self) -> Tensor:
+        """The p-value of Wilcoxon's signed-rank test of p - 1/2, ``(Q,)``: small where the
+        posterior's centre is biased.
+
+        The question of variational simulation-based calibration (Yao et al. 2018, section 3.2),
+        whose Kolmogorov-Smirnov test of p against 1 - p takes the two for independent.
+        """
+        columns = (self.probabilities.T.double() - 0.5).cpu().numpy()
+        return torch.tensor([float(stats.wilcoxon(p).pvalue) for p in columns], device="cpu")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """For each quantity its p-values and what its histogram says."""
+        uniform, symmetric = self.uniformity().tolist(), self.symmetry().tolist()
+        return [
+            {
+                "quantity": name,
+                "uniformity": u,
+                "symmetry": s,
+                "verdict": _verdict(p, u, s),
+            }
+            for name, p, u, s in zip(
+                self.names, self.probabilities.T.double(), uniform, symmetric, strict=True
+            )
+        ]
+
+    def __str__(self) -> str:
+        return to_text(self.rows(), _COLUMNS)
+
+
+_COLUMNS = (
+    Column("quantity", "quantity", style="text"),
+    Column("uniformity", "p uniform", help="P-value of the chi-squared test of uniform ranks."),
+    Column("symmetry", "p symmetric", help="P-value of the test of a centre without bias."),
+    Column("verdict", "verdict", style="text"),
+)
+
+
+def _verdict(probabilities: Tensor, uniformity: float, symmetry: float) -> str:
+    said = []
+    if symmetry < _DOUBTFUL:
+        said.append("too low" if probabilities.mean() > 0.5 else "too high")
+    if uniformity < _DOUBTFUL:
+        spread = float((probabilities - 0.5).square().mean()) * 12  # 1 for a uniform variable
+        if spread > 1 + 3 * _spread_error(len(probabilities)):
+            said.append("too narrow")
+        elif spread < 1 - 3 * _spread_error(len(probabilities)):
+            said.append("too wide")
+        elif not said:
+            said.append("uneven")
+    return ", ".join(said) if said else "calibrated, as far as seen"
+
+
+def _spread_error(count: int) -> float:
+    """The sd of 12 mean((u - 1/2)^2) over ``count`` uniform u: var((u - 1/2)^2) = 1/180."""
+    return 12 * (1 / 180 / count) ** 0.5
+
+
+def simulation_based_calibration(
+    model: Callable,
+    inference: Callable[..., Any] | Guide,
+    *args: Any,
+    quantities: Quantities | None = None,
+    num_simulations: int = 200,
+    num_draws: int = 99,
+    seed: int = 0,
+    progress: bool = True,
+    model_kwargs: Mapping[str, Any] | None = None,
+    **training: Any,
+) -> Calibration:
+    """Draw latents w and targets y from the program, infer w from y, and rank the truth.
+
+    For each simulation w ~ p(w), y ~ p(y | w); the rank of h(w) among h of L posterior draws is
+    uniform where inference is exact, whatever h (Talts et al. 2018, theorem 1). Weights of
+    networks have no ranks that mean anything, since their units permute: by default h are the
+    values of the site ``f`` (or of the observation's mean) at up to ten inputs, and the latents
+    themselves where they are at most twenty numbers.
+
+    :param model: a program with proper priors, its targets among its arguments.
+    :param inference: a function ``(model, *args) -> guide or Samples``; or a guide, not trained
+        yet, which is then trained on all simulations at once by ``vmap`` (see ``Together.train``,
+        which takes the options ``training``).
+    :param args: the program's arguments; the targets say which are exchanged, and their shapes.
+    :param quantities: h, a function of one draw of the latents (site -> value) to named numbers.
+    :param num_simulations: R.
+    :param num_draws: L; of ``Samples`` so many are taken, evenly spaced, which should be no more
+        than their effective number.
+    :param seed: of the simulations.
+    :raises ValueError: for fewer than 10 simulations, targets that are no arguments, too few draws,
+        draws that are NaN.
+    :warns BdlWarning: where guides were still improving when their training ended.
+    """
+    if num_simulations < 10:
+        raise ValueError(f"num_simulations must be at least 10, got {num_simulations}")
+    if num_draws < 9:
+        raise ValueError(f"num_draws must be at least 9, got {num_draws}")
+    with evaluation_mode(), seeded(seed):
+        program = Program(model, *args, **dict(model_kwargs or {}))
+        program.require_observed()
+        targets = Targets(program)
+        targets.require_arguments()
+        truths, data = simulate(program, targets, num_simulations)
+        h = default_quantities(program, targets) if quantities is None else quantities
+        true = _evaluated(h, truths)
+        if isinstance(inference, Guide):
+            inference.prototype(*program.args, **program.kwargs)
+            together = Together(model, inference, targets, data)
+            _warn_unless_settled(together.train(progress=progress, **training))
+            draws = together.sample_latents(num_draws)
+            ranks = [
+                _ranks(h, true, {name: value[i] for name, value in draws.items()}, i)
+                for i in range(num_simulations)
+            ]
+        else:
+            if training:
+                raise TypeError(
+                    f"the option '{next(iter(training))}' is for training a guide: inference is a "
+                    "function, which has options of its own"
+                )
+            ranks = []
+            for i in tqdm(
+                range(num_simulations),
+                disable=not progress,
+                desc="simulations",
+                leave=False,
+                delay=1,
+            ):
+                new_args, new_kwargs = targets.with_values(
+                    {name: value[i] for name, value in data.items()}
+                )
+                posterior = inference(model, *new_args, **new_kwargs)
+                ranks.append(
+                    _ranks(h, true, _draws_of(posterior, num_draws, new_args, new_kwargs), i)
+                )
+    return Calibration(torch.stack(ranks), num_draws, tuple(true))
+
+
+@torch.no_grad()
+def simulate(program: Program, targets: Targets, count: int) -> tuple[Draws, Draws]:
+    """Latents from the prior, site -> (count, *shape), and targets that follow from them."""
+    args, kwargs = targets.removed()
+    runs = [record(program.model, {}, args, kwargs) for _ in range(count)]
+    latents = [one.latents for one in runs]  # sites without targets are sampled like latents
+
+    def stacked(name: str) -> Tensor:
+        return torch.stack([one[name].value for one in latents])
+
+    return (
+        {name: stacked(name).to(latent.device) for name, latent in program.latents.items()},
+        {name: stacked(name) for name in targets.observed},
+    )
+
+
+def default_quantities(program: Program, targets: Targets) -> Quantities:
+    """The function at up to ten inputs, and the latents where they are few."""
+    args, kwargs = targets.removed()
+
+    def evaluate(draw: Draws) -> dict[str, Tensor]:
+        run = record(program.model, draw, args, kwargs, draw=leave_open)
+        function = run.deterministic.get("f")
+        found: dict[str, Tensor] = {}
+        if function is not None:
+            found |= _numbers("f", function, _FEW_POINTS)
+        else:
+            for name, site in run.observed.items():
+                found |= _numbers(
+                    f"mean of {name}", observation_mean(site.distribution), _FEW_POINTS
+                )
+        if program.size <= _FEW_LATENTS:
+            for name, latent in program.latents.items():
+                found |= _numbers(name, draw[name], latent.shape.numel())
+        return found
+
+    return evaluate
+
+
+def _numbers(name: str, value: Tensor, most: int) -> dict[str, Tensor]:
+    flat = value.reshape(-1)
+    if len(flat) == 1:
+        return {name: flat[0]}
+    chosen = list(range(len(flat)))
+    if len(flat) > most:
+        chosen = [(i * (len(flat) - 1)) // (most - 1) for i in range(most)]
+    return {f"{name}[{i}]": flat[i] for i in chosen}
+
+
+@torch.no_grad()
+def _evaluated(h: Quantities, draws: Draws) -> dict[str, Tensor]:
+    return map_draws(lambda draw: dict(h(draw)), draws)
+
+
+def _ranks(h: Quantities, true: Mapping[str, Tensor], draws: Draws, simulation: int) -> Tensor:
+    """The rank of each truth; among draws that equal it, at random, which keeps the ranks of
+    discrete quantities uniform.
+
+    Source: Modrak et al. (2023), Simulation-based calibration checking for Bayesian computation.
+    """
+    found, ranks = _evaluated(h, draws), []
+    for name in true:
+        values, truth = found[name], true[name][simulation]
+        if values.isnan().any():
+            raise ValueError(f"draws of '{name}' are NaN in simulation {simulation}")
+        ties = int((values == truth).sum())
+        chosen = int(torch.randint(ties + 1, (), device="cpu")) if ties else 0
+        ranks.append((values < truth).sum() + chosen)
+    return torch.stack(ranks)
+
+
+def _warn_unless_settled(losses: Tensor) -> None:
+    """:param losses: ``(steps, D)``, whose steps become smaller and smaller towards the end."""
+    tenth = max(1, len(losses) // 10)
+    middle = losses[len(losses) // 2 - tenth : len(losses) // 2 + 1].mean(0)
+    fall = (middle - losses[-tenth:].mean(0)).median().item()
+    if not fall <= _SETTLED:
+        warnings.warn(
+            f"the guides' losses still fell by {fall:.2g} nats (median) in the second half of "
+            f"their training of {len(losses)} steps: the ranks may show unfinished training and "
+            "not the guide's family; give it more steps, such as "
+            f"steps={5 * len(losses)}",
+            BdlWarning,
+            stacklevel=3,
+        )
+
+
+def _draws_of(
+    posterior: Any, num_draws: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Draws:
+    if isinstance(posterior, Samples):
+        total = posterior.num_chains * posterior.num_draws
+        if total < num_draws:
+            raise ValueError(
+                f"the posterior has {total} draws, fewer than the num_draws={num_draws} asked for"
+            )
+    return latent_draws(posterior, num_draws, *args, **kwargs)

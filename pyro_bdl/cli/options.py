@@ -1,0 +1,201 @@
+"""The options of the command ``pyro-bdl``, and what they mean."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import nn
+
+from pyro_bdl import posteriors
+from pyro_bdl._version import __version__
+from pyro_bdl.data.dataset import Dataset, load_csv, load_default
+from pyro_bdl.posteriors import Options
+
+ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
+_USUAL = {"steps": None, "chains": 4, "warmup": 500, "draws": 500}
+_QUICK = {"steps": 500, "chains": 2, "warmup": 100, "draws": 100}
+
+BAD_INPUT = 2  # the exit code
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def parser(compare: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+    """The command's; the options that it gives hold ``run``, the function that does the work."""
+    result = Parser(prog="pyro-bdl", description="Bayesian deep learning on Pyro programs.")
+    result.add_argument("--version", action="version", version=f"pyro-bdl {__version__}")
+    commands = result.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    command = commands.add_parser(
+        "compare",
+        help="fit several posteriors of one network, and hold them against NUTS",
+        description="Fit several posteriors of a Bayesian neural network to a table of data, run\n"
+        "NUTS on the same program as the reference, print one table, and write it with\n"
+        "figures and a report. By default on scikit-learn's diabetes data.",
+        epilog=_epilog(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.set_defaults(run=compare)
+    add = command.add_argument_group("data").add_argument
+    add("--data", metavar="FILE", help="a CSV file with a header; every other column is a feature")
+    add("--target", metavar="COLUMN", help="the column to predict")
+    add("--task", choices=("regression", "classification"), help="default: found from the target")
+    add("--one-hot", action="store_true", help="turn columns of text into zeros and ones")
+    add("--test-fraction", type=float, default=0.2, metavar="SHARE", help="default: %(default)s")
+    add = command.add_argument_group("network").add_argument
+    add(
+        "--hidden",
+        default="50",
+        metavar="UNITS",
+        help="50, or 50,50 for two layers; default: %(default)s",
+    )
+    add("--activation", choices=tuple(ACTIVATIONS), default="tanh", help="default: %(default)s")
+    add = command.add_argument_group("posteriors").add_argument
+    add(
+        "--guides",
+        metavar="NAMES",
+        help="some of those below, or all; default: those with a star",
+    )
+    add("--steps", type=int, help="gradient steps of each guide; default: each guide's own")
+    for name, text in (
+        ("chains", "Markov chains"),
+        ("warmup", "iterations of each chain that adapt and are not kept"),
+        ("draws", "draws of each chain"),
+    ):
+        add(f"--{name}", type=int, help=f"{text}; default: {_USUAL[name]}")
+    add(
+        "--max-tree-depth",
+        type=int,
+        default=8,
+        metavar="DEPTH",
+        help="NUTS takes at most 2^DEPTH gradient steps per draw; default: %(default)s",
+    )
+    quick = ", ".join(f"--{name} {value}" for name, value in _QUICK.items())
+    add("--quick", action="store_true", help=f"a first look: {quick}")
+    add = command.add_argument_group("run").add_argument
+    add("--seed", type=int, default=0, help="of everything random; default: %(default)s")
+    add("--device", default="cpu", help="such as cpu or cuda; default: %(default)s")
+    add("--out", default="pyro-bdl-out", metavar="DIR", help="default: %(default)s")
+    add("--details", action="store_true", help="print all columns that table.csv has")
+    return result
+
+
+def _epilog() -> str:
+    lines = [
+        f"{'*' if entry.default else ' '} {entry.name:<21} {entry.description}"
+        for entry in posteriors.entries()
+    ]
+    return "\n".join(
+        [
+            "posteriors:",
+            *lines,
+            "",
+            "Ctrl-C ends the posterior at work, and shows the table for what there is.",
+        ]
+    )
+
+
+def names(text: str | None) -> list[str]:
+    """The posteriors that are named, by default those with a star.
+
+    :raises ValueError: for a name that is unknown.
+    """
+    if text is None or text.strip() == "all":
+        return [entry.name for entry in posteriors.entries() if text or entry.default]
+    chosen = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not chosen:
+        raise ValueError("--guides is empty; name at least one posterior")
+    for name in chosen:
+        try:
+            posteriors.get(name)
+        except ValueError as error:
+            raise ValueError(f"--guides: {error}") from None
+    return chosen
+
+
+def settings(options: argparse.Namespace) -> Options:
+    """How the posteriors are fitted.
+
+    :raises ValueError: for numbers out of range.
+    """
+    usual = _QUICK if options.quick else _USUAL
+    chosen = {name: _first_given(getattr(options, name), usual[name]) for name in usual}
+    least = {"steps": 1, "chains": 1, "warmup": 0, "draws": 1, "max_tree_depth": 1, "seed": 0}
+    chosen |= {"max_tree_depth": options.max_tree_depth, "seed": options.seed}
+    for name, value in chosen.items():
+        if value is not None and value < least[name]:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} must be at least {least[name]}, got {value}")
+    if options.seed >= 2**32:
+        raise ValueError(f"--seed must be less than 2^32, got {options.seed}")
+    if not 0 < options.test_fraction < 1:
+        raise ValueError(f"--test-fraction must lie between 0 and 1, got {options.test_fraction:g}")
+    return Options(**cast(Any, chosen))
+
+
+def _first_given(value: int | None, usual: int | None) -> int | None:
+    return usual if value is None else value
+
+
+def load(options: argparse.Namespace) -> Dataset:
+    """The data that are named, by default scikit-learn's diabetes data.
+
+    :raises ValueError: for options that do not fit together, and data that are refused.
+    """
+    split = {"test_fraction": options.test_fraction, "seed": options.seed}
+    if options.data is None:
+        for name in ("target", "task", "one_hot"):
+            if getattr(options, name):
+                option = name.replace("_", "-")
+                raise ValueError(f"--{option} is of use with --data only; name a CSV file")
+        return load_default(**split)
+    if options.target is None:
+        raise ValueError("--data needs --target, the name of the column to predict")
+    return load_csv(options.data, options.target, options.task, one_hot=options.one_hot, **split)
+
+
+def device(name: str) -> torch.device:
+    """:raises ValueError: where no tensor can be put on it."""
+    there = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    if torch.backends.mps.is_available():
+        there.append("mps")
+    try:
+        found = torch.device(name)
+        torch.zeros((), device=found).cpu()
+    except Exception as error:  # torch raises many kinds here
+        raise ValueError(f"--device {name!r} is not there; there is: {', '.join(there)}") from error
+    return found
+
+
+def hidden(text: str) -> list[int]:
+    """The units of each hidden layer, from "50,50".
+
+    :raises ValueError: for anything else.
+    """
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        sizes = [0]
+    if any(size < 1 for size in sizes):
+        raise ValueError(f"--hidden must be numbers of units such as 50 or 50,50, got {text!r}")
+    return sizes
+
+
+def folder(name: str) -> Path:
+    """A folder, made where there is none.
+
+    :raises ValueError: where nothing can be written to it.
+    """
+    path = Path(name)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / ".pyro-bdl"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"--out: cannot write to {name!r}: {error.strerror}") from error
+    return path

@@ -1,0 +1,312 @@
+"""``compare``: posteriors of one program side by side, and how far each is from a reference."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.comparison.columns import columns, details
+from pyro_bdl.comparison.costs import numbers_held
+from pyro_bdl.comparison.distances import distances, doubts, floor, sd_of_draws
+from pyro_bdl.comparison.evaluation import Evaluation, evaluate, evaluate_draws
+from pyro_bdl.comparison.figures import CAPTIONS
+from pyro_bdl.comparison.held_out import PredictiveDraws, Test, Units
+from pyro_bdl.comparison.input_regions import regions
+from pyro_bdl.comparison.leave_one_out import difference
+from pyro_bdl.comparison.program_sites import read_program
+from pyro_bdl.comparison.result import Comparison, is_known
+from pyro_bdl.comparison.verdicts import verdict
+from pyro_bdl.samples import Samples
+from pyro_bdl.utils.random_state import seeded
+from pyro_bdl.utils.tables import Column
+from pyro_bdl.utils.validation import check_finite_tensor
+
+__all__ = ["CAPTIONS", "Comparison", "compare"]
+
+# Test points at which whole sets of draws are kept, and numbers that these may be in all.
+_POINTS = 1000
+_NUMBERS = 2**24
+# A region of fewer test points is not spoken of.
+_LEAST_POINTS = 5
+
+Row = dict[str, Any]
+
+
+def compare(
+    model: Callable,
+    posteriors: Mapping[str, Any],
+    *test: Tensor,
+    reference: str | None = "nuts",
+    train: tuple[Tensor, ...] | None = None,
+    ood: Tensor | tuple[Tensor, ...] | None = None,
+    num_samples: int = 1000,
+    batch_norm_data: Any = None,
+    seconds: Mapping[str, float] | None = None,
+    elbos: Mapping[str, float | None] | None = None,
+    log_evidences: Mapping[str, float | None] | None = None,
+    draw_seconds: Mapping[str, float | None] | None = None,
+    peak_memory: Mapping[str, int | None] | None = None,
+    target_scale: float = 1.0,
+    target_shift: float = 0.0,
+    seed: int = 0,
+) -> Comparison:
+    """Score posteriors of a program on test data, and measure their distance to a reference.
+
+    Distances are in function space: between the draws of the site ``f`` (or of the observation's
+    mean where there is none, or of the class probabilities) at up to 1000 of the test inputs, each
+    with its Monte Carlo error. The last line of the table holds one half of the reference's own
+    draws against the other: a smaller distance cannot be told from none. The same seed gives the
+    same table.
+
+    :param model: a Pyro program with one observed site, called with ``*test`` and, to predict, with
+        None for the targets.
+    :param posteriors: name to guide, ``Samples`` or, where only predictions are known,
+        ``PredictiveDraws``; Pyro's own guides too. At least one is a guide or ``Samples``.
+    :param test: the test inputs and, last, the targets, each ``(N, ...)``.
+    :param reference: the posterior that the others are held against; None for none.
+    :param train: the inputs and, last, the targets that the posteriors were fitted to: for
+        leave-one-out, and to tell test inputs near them from those between and beyond them.
+    :param ood: inputs from elsewhere: how well does the uncertainty tell them from the test inputs?
+    :param num_samples: draws of each guide, at least 2; of ``Samples`` all are taken.
+    :param batch_norm_data: the training data, ``(x, y)`` or an iterable of batches, for networks
+        with BatchNorm: each draw has running statistics of its own, as in ``Predictive``. The
+        linear model of a Laplace approximation keeps the network's.
+    :param seconds: training time by name, where known; that of ``Samples`` is.
+    :param elbos: ELBO at temperature 1 by name, where known.
+    :param log_evidences: log marginal likelihood by name, where known.
+    :param draw_seconds: time of one predictive draw by name, where known; see
+        ``comparison.costs.seconds_per_draw``.
+    :param peak_memory: bytes that the fit took at most by name, where known.
+    :param target_scale: the target in its own units is ``y * target_scale + target_shift``; a
+        regression is reported in these.
+    :param target_shift: see ``target_scale``.
+    :param seed: of the guides' draws and the noise of predictions.
+    :raises TypeError: for a posterior that is none, data that are not tensors.
+    :raises ValueError: for no posterior, an unknown reference, several observed sites, a posterior
+        of another program (its sites that do not match are listed), data that do not fit or are
+        not finite.
+    """
+    given: dict[str, Mapping[str, Any]] = {
+        "seconds": seconds or {},
+        "elbos": elbos or {},
+        "log_evidences": log_evidences or {},
+        "draw_seconds": draw_seconds or {},
+        "peak_memory": peak_memory or {},
+    }
+    _check_posteriors(posteriors, reference, given)
+    data = _data("test", test)
+    known = None if train is None else _training_data(train, data)
+    elsewhere = None if ood is None else _other_inputs(ood, data)
+    if num_samples < 2:
+        raise ValueError(f"num_samples must be at least 2, got {num_samples}")
+    if not (math.isfinite(target_scale) and target_scale > 0):
+        raise ValueError(f"target_scale must be positive and finite, got {target_scale}")
+    kept = _kept_rows(posteriors, data, num_samples)
+    units = Units(target_scale, target_shift)
+    with seeded(seed):
+        found = _evaluations(
+            model, posteriors, data,
+            num_samples=num_samples, kept=kept, units=units, seed=seed, train=known, ood=elsewhere,
+            batch_norm_data=batch_norm_data,
+        )  # fmt: skip
+        areas = {} if known is None else regions(data.part(kept).inputs, known.inputs)
+        rows = [
+            _costs(name, posteriors[name], given) | dict(said.scores)
+            for name, said in found.items()
+        ]
+        floor_row = None
+        if reference is not None:
+            for row in rows:
+                if row["posterior"] != reference:
+                    row |= _against(found[row["posterior"]], found[reference], areas)
+            floor_row = {"posterior": f"{reference}, half to half"} | floor(found[reference])
+    task = next(iter(found.values())).task
+    own = {row["posterior"]: row for row in rows}
+    warned = [] if reference is None else doubts(reference, own[reference])
+    verdicts = {
+        name: verdict(
+            row,
+            reference=None if reference is None else own[reference],
+            floor=floor_row,
+            points=data.rows,
+            doubtful=bool(warned),
+        )
+        for name, row in own.items()
+    }
+    y = data.y[kept]
+    heading = f"{reference} (doubtful)" if warned else reference
+    return Comparison(
+        task=task,
+        reference=reference,
+        rows=(*rows, *([] if floor_row is None else [floor_row])),
+        columns=_filled(columns(task, heading), rows),
+        details=_filled(details(task, heading), rows),
+        verdicts=verdicts,
+        warnings=tuple(warned),
+        evaluations=found,
+        inputs=tuple(x[kept] for x in data.inputs),
+        y=y * target_scale + target_shift if task == "regression" else y,
+    )
+
+
+# --------------------------------------------------------------------------------------- rows
+
+
+def _evaluations(
+    model: Callable,
+    posteriors: Mapping[str, Any],
+    data: Test,
+    *,
+    kept: Tensor,
+    units: Units,
+    seed: int,
+    **options: Any,
+) -> dict[str, Evaluation]:
+    """Each from the same seed, so that none depends on the others."""
+    own = {k: q for k, q in posteriors.items() if not isinstance(q, PredictiveDraws)}
+    subject = read_program(model, data, own)
+    found = {}
+    for name, posterior in posteriors.items():
+        torch.manual_seed(seed)
+        if isinstance(posterior, PredictiveDraws):
+            found[name] = evaluate_draws(
+                name, subject.observation, posterior, data, kept=kept, units=units
+            )
+        else:
+            found[name] = evaluate(
+                name, subject, posterior, data, kept=kept, units=units, **options
+            )
+    return found
+
+
+def _costs(name: str, posterior: Any, given: Mapping[str, Mapping[str, Any]]) -> Row:
+    seconds = given["seconds"].get(name)
+    if seconds is None and isinstance(posterior, Samples):
+        seconds = posterior.info.get("seconds")
+    memory = given["peak_memory"].get(name)
+    return {
+        "posterior": name,
+        "seconds": seconds,
+        "elbo": given["elbos"].get(name),
+        "log_evidence": given["log_evidences"].get(name),
+        "draw_seconds": given["draw_seconds"].get(name),
+        "numbers": numbers_held(posterior),
+        "memory": None if memory is None else memory / 2**20,
+    }
+
+
+def _against(said: Evaluation, reference: Evaluation, areas: Mapping[str, Tensor]) -> Row:
+    """What the row of a posterior says of the reference."""
+    if said.function.shape[1:] != reference.function.shape[1:]:
+        raise ValueError(
+            f"the posteriors' functions must have the shape of the reference's at each draw, "
+            f"{tuple(reference.function.shape[1:])}, got {tuple(said.function.shape[1:])}"
+        )
+    row: Row = dict(distances(said, reference))
+    if said.loo is not None and reference.loo is not None:
+        row["elpd_diff"], row["elpd_diff_se"] = difference(said.loo, reference.loo)
+    ours, theirs = sd_of_draws(said.function), sd_of_draws(reference.function)
+    for name, mask in areas.items():
+        if int(mask.sum()) >= _LEAST_POINTS:
+            row[f"sd_ratio_{name}"] = (ours[mask].mean() / theirs[mask].mean()).item()
+    return row
+
+
+def _filled(candidates: list[Column], rows: list[Row]) -> tuple[Column, ...]:
+    return tuple(c for c in candidates if any(is_known(row.get(c.key)) for row in rows))
+
+
+def _kept_rows(posteriors: Mapping[str, Any], test: Test, num_samples: int) -> Tensor:
+    most = max(_number_of_draws(q, num_samples) for q in posteriors.values())
+    count = min(test.rows, _POINTS, max(1, _NUMBERS // most))
+    return (torch.arange(count, device=test.y.device) * test.rows) // count
+
+
+def _number_of_draws(posterior: Any, num_samples: int) -> int:
+    if isinstance(posterior, Samples):
+        return posterior.num_chains * posterior.num_draws
+    return len(posterior.function) if isinstance(posterior, PredictiveDraws) else num_samples
+
+
+# ------------------------------------------------------------------------------------- checks
+
+
+def _check_posteriors(
+    posteriors: Mapping[str, Any],
+    reference: str | None,
+    given: Mapping[str, Mapping[str, Any]],
+) -> None:
+    if not isinstance(posteriors, Mapping):
+        raise TypeError(
+            f"posteriors must be a mapping from names to guides or Samples, got "
+            f"{type(posteriors).__name__}"
+        )
+    if not posteriors:
+        raise ValueError("posteriors is empty: give at least one guide or Samples by name")
+    if all(isinstance(posterior, PredictiveDraws) for posterior in posteriors.values()):
+        raise ValueError("give at least one guide or Samples besides the predictive draws")
+    there = ", ".join(map(repr, posteriors))
+    if reference is not None and reference not in posteriors:
+        raise ValueError(
+            f"reference {reference!r} is not among the posteriors ({there}); name one of them, or "
+            f"say reference=None to compare without"
+        )
+    for argument, values in given.items():
+        unknown = [name for name in values if name not in posteriors]
+        if unknown:
+            raise ValueError(
+                f"{argument} has {unknown[0]!r}, which is not among the posteriors: {there}"
+            )
+
+
+def _data(kind: str, parts: tuple[Tensor, ...]) -> Test:
+    if len(parts) < 2:
+        raise ValueError(f"give the {kind} inputs and, last, the {kind} targets")
+    for place, part in enumerate(parts):
+        name = f"y_{kind}" if place == len(parts) - 1 else f"x_{kind}"
+        _check_tensor(name, part)
+    if len({len(part) for part in parts}) > 1:
+        shapes = ", ".join(str(tuple(part.shape)) for part in parts)
+        raise ValueError(f"x_{kind} and y_{kind} must have the same number of rows, got {shapes}")
+    return Test(tuple(parts[:-1]), parts[-1])
+
+
+def _training_data(train: Any, test: Test) -> Test:
+    if not isinstance(train, tuple | list):
+        raise TypeError(
+            f"train must be a tuple of the inputs and, last, the targets, got "
+            f"{type(train).__name__}"
+        )
+    if len(train) != len(test.inputs) + 1:
+        raise ValueError(
+            f"train must hold the {len(test.inputs)} input tensors and, last, the targets, as the "
+            f"test data do, got {len(train)} tensors"
+        )
+    return _data("train", tuple(train))
+
+
+def _other_inputs(ood: Any, test: Test) -> tuple[Tensor, ...]:
+    """Up to 1000 rows of them."""
+    parts = (ood,) if isinstance(ood, Tensor) else tuple(ood)
+    for part in parts:
+        _check_tensor("ood", part)
+    if len(parts) != len(test.inputs) or len({len(part) for part in parts}) > 1:
+        raise ValueError(
+            f"ood must hold {len(test.inputs)} input tensors of one length, as the test data "
+            f"without targets, got {', '.join(str(tuple(part.shape)) for part in parts)}"
+        )
+    count = min(len(parts[0]), _POINTS)
+    rows = (torch.arange(count, device=parts[0].device) * len(parts[0])) // count
+    return tuple(part[rows] for part in parts)
+
+
+def _check_tensor(name: str, part: Any) -> None:
+    if part is None:
+        raise TypeError(f"{name} is missing: give it as a tensor")
+    if not isinstance(part, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(part).__name__}")
+    if part.dim() == 0 or not len(part):
+        raise ValueError(f"{name} must have at least one row")
+    check_finite_tensor(name, part)

@@ -1,0 +1,119 @@
+"""Batches of data as linearizations, in parts that fit in memory."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.curvature.config import Recipe
+from pyro_bdl.curvature.fisher import num_data, parameters_of_any
+from pyro_bdl.curvature.jacobian.datum_axes import Alignment
+from pyro_bdl.curvature.jacobian.linearization import Linearization
+from pyro_bdl.distributions.take_apart import without_wrappers
+from pyro_bdl.program.batches import Batch, has_rows, leading_size, rows
+from pyro_bdl.program.subset import Subset
+from pyro_bdl.program.trace import Run, leave_open, record
+from pyro_bdl.utils.memory import Allocations
+from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
+
+_PROBED = 16
+_BUDGET = 24 * 2**20  # bytes of a part's activations and gradients, at least
+_PER_WEIGHT = 8  # or so many times the bytes of the weights, which every part reads and adds to
+
+
+def linearizations(
+    model: Callable,
+    subset: Subset,
+    vector: Tensor,
+    batches: Iterable[Batch],
+    recipe: Recipe | None,
+    *,
+    known: dict[Any, Alignment] | None = None,
+    every_output: bool = False,
+) -> Iterator[Linearization]:
+    """Each batch of the data at the vector, cut into parts where it is large.
+
+    :param every_output: size the parts for Jacobians of all outputs at once.
+    """
+    known = {} if known is None else known
+    size = None
+    for batch in batches:
+        if size is None:
+            size = _part_size(model, subset, vector, batch, recipe, every_output)
+        count = leading_size(batch) if size else 0
+        if not size or count <= size:
+            yield Linearization(model, subset, vector, *batch, known=known)
+            continue
+        for start in range(0, count, size):
+            part = rows(batch, start, start + size, count)
+            yield Linearization(model, subset, vector, *part, known=known)
+
+
+def _outputs(model: Callable, subset: Subset, vector: Tensor, batch: Batch) -> Run:
+    layout = subset.layout
+    with torch.no_grad(), evaluation_mode(), preserved_buffers():
+        values = layout.to_supports(layout.unflatten(vector.detach()))
+        return record(model, values, *batch, draw=leave_open)
+
+
+def _part_size(
+    model: Callable,
+    subset: Subset,
+    vector: Tensor,
+    batch: Batch,
+    recipe: Recipe | None,
+    every_output: bool,
+) -> int:
+    """How many rows to take at once; 0 for all of a batch.
+
+    A batch is cut only where a part of it gives the same outputs as the whole.
+    """
+    count = leading_size(batch)
+    if count < 2 or not has_rows(batch, count):
+        return 0
+    some = min(count, _PROBED)
+    try:
+        with Allocations() as allocations:
+            whole = _outputs(model, subset, vector, rows(batch, 0, some, count))
+        part = _outputs(model, subset, vector, rows(batch, 0, (some + 1) // 2, count))
+    except Exception:
+        return 0  # the program wants all of its data; the run over them tells what is wrong
+    if whole.factors or not _agree(part, whole):
+        return 0
+    per_datum = 2.0 * allocations.bytes / some
+    item = vector.element_size()
+    if every_output:
+        bases = [without_wrappers(site.distribution)[0] for site in whole.observed.values()]
+        outputs = sum(v.numel() for base in bases for v in parameters_of_any(base).values()) / some
+        per_datum *= 1.0 + 0.5 * outputs
+    if recipe is not None and recipe.structure in ("full", "low_rank"):
+        per_datum += item * subset.size
+    elif recipe is None or recipe.structure != "kron":
+        shared = [s.size for s in subset.layout.latents.values() if len(s.shape) > 2]
+        per_datum += item * max(shared, default=0)
+    budget = max(_BUDGET, _PER_WEIGHT * item * subset.layout.size)
+    return max(1, int(budget / max(per_datum, 1.0)))
+
+
+def _agree(part: Run, whole: Run) -> bool:
+    """Whether a run over the first rows gives the first rows of a longer run."""
+    for name, site in whole.observed.items():
+        if name not in part.observed:
+            return False
+        size = num_data(part.observed[name])
+        if size == num_data(site):  # of no datum: parts would count it again and again
+            return False
+        first = parameters_of_any(without_wrappers(part.observed[name].distribution)[0])
+        second = parameters_of_any(without_wrappers(site.distribution)[0])
+        for key, value in first.items():
+            ahead = second[key][:size] if second[key].dim() else second[key]
+            if value.shape != ahead.shape:
+                return False
+            slack = 1e-3 * float(ahead.abs().max()) if ahead.is_floating_point() else 0.0
+            if not math.isfinite(slack) or not torch.allclose(
+                value, ahead, rtol=1e-3, atol=slack, equal_nan=True
+            ):
+                return False
+    return True

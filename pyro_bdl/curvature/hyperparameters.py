@@ -1,0 +1,265 @@
+"""The hyperparameters of a program: positive ``PyroParam``s that scale its priors or its noise."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pyro
+import torch
+from pyro.poutine.messenger import Messenger
+from torch import Tensor
+from torch.distributions import transform_to
+
+from pyro_bdl.curvature.prior import independent_normal, run_at
+from pyro_bdl.distributions.take_apart import without_wrappers
+from pyro_bdl.program.batches import Batch, has_rows, leading_size, rows
+from pyro_bdl.program.subset import Subset
+from pyro_bdl.program.trace import Run, Site, leave_open, record
+from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
+
+
+@dataclass
+class Hyperparameter:
+    """A positive parameter of the program, as its last run read it.
+
+    :param value: constrained, with the graph back to ``leaf``.
+    :param leaf: the unconstrained tensor that optimisers see.
+    """
+
+    name: str
+    value: Tensor
+    leaf: Tensor
+    constraint: Any
+
+    @torch.no_grad()
+    def set(self, value: Tensor) -> None:
+        """Give it another value, in place, for all who hold it; out of its bounds, the bound."""
+        inside = _inside(value.to(self.leaf), self.constraint)
+        self.leaf.copy_(transform_to(self.constraint).inv(inside))
+
+
+def _inside(value: Tensor, constraint: Any) -> Tensor:
+    lower, upper = (getattr(constraint, f"{end}_bound", None) for end in ("lower", "upper"))
+    limits = torch.finfo(value.dtype)
+    if lower is not None:
+        lower = float(lower)
+        value = value.clamp(min=lower + (limits.eps * abs(lower) if lower else limits.tiny))
+    if upper is not None:
+        upper = float(upper)
+        value = value.clamp(max=upper - (limits.eps * abs(upper) if upper else limits.tiny))
+    return value
+
+
+class _Parameters(Messenger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[str, Tensor] = {}
+
+    def _postprocess_message(self, msg: Any) -> None:
+        if msg["type"] == "param" and isinstance(msg["value"], Tensor):
+            self.values[msg["name"]] = msg["value"]
+
+
+@dataclass
+class Reading:
+    """A run of a program at fixed latents, and the parameters that it read."""
+
+    run: Run
+    leaves: dict[str, Tensor]
+    parameters: dict[str, Hyperparameter]
+
+
+def read_at_centre(model: Callable, guide: Any, args: tuple, kwargs: dict[str, Any]) -> Reading:
+    """The program at a guide's centre, on a few of its data."""
+    subset, vector = Subset(guide.require_layout()), guide.location().detach()
+    return read(model, subset, vector, *few_rows(model, subset.layout, vector, (args, kwargs)))
+
+
+def read(
+    model: Callable, subset: Subset, vector: Tensor, args: tuple, kwargs: Mapping[str, Any]
+) -> Reading:
+    """Run the program at an unconstrained vector (P,) and see its parameters."""
+    with _Parameters() as seen:
+        run, leaves = run_at(model, subset, vector.detach(), args, kwargs)
+    store, found = pyro.get_param_store(), {}
+    for name, value in seen.values.items():
+        leaf = value.unconstrained() if hasattr(value, "unconstrained") else value
+        if leaf is not None and leaf.requires_grad and name in store:
+            found[name] = Hyperparameter(name, value, leaf, store._constraints[name])
+    return Reading(run, leaves, found)
+
+
+def few_rows(model: Callable, layout: Any, vector: Tensor, batch: Batch) -> Batch:
+    """The first two rows of a batch, if the program runs on so few; else the batch itself."""
+    count = leading_size(batch)
+    if count <= 2 or not has_rows(batch, count):
+        return batch
+    few = rows(batch, 0, 2, count)
+    try:
+        with torch.no_grad(), evaluation_mode(), preserved_buffers():
+            record(model, layout.constrain(vector)[0], *few, draw=leave_open)
+    except Exception:  # it wants all of its data
+        return batch
+    return few
+
+
+def scales(tensor: Tensor, parameter: Hyperparameter) -> Tensor | None:
+    """Whether ``tensor`` is proportional to a positive parameter: d tensor / d parameter, summed,
+    of the parameter's shape; None where it is not."""
+    if not tensor.requires_grad or not (parameter.value > 0).all():
+        return None
+    (slope,) = torch.autograd.grad(
+        tensor.sum(), parameter.value, allow_unused=True, retain_graph=True
+    )
+    if slope is None:
+        return None
+    whole, part = tensor.detach().sum(), (slope * parameter.value.detach()).sum()
+    return slope if torch.allclose(whole, part.to(whole), rtol=1e-4) else None
+
+
+def prior_scales(reading: Reading, subset: Subset) -> dict[str, Tensor]:
+    """For each site of the subset with independent Normals around a constant: their standard
+    deviations, flat, those that are in the subset."""
+    result = {}
+    for name in subset.parts:
+        site, latent = reading.run.latents[name], subset.layout.latents[name]
+        normal = independent_normal(site, latent.transform, reading.leaves)
+        if normal is None:
+            continue
+        scale = normal.scale.expand(site.value.shape).reshape(-1)
+        chosen = subset.chosen[name]
+        result[name] = scale if chosen is None else scale[chosen.to(scale.device)]
+    return result
+
+
+def prior_locations(reading: Reading, subset: Subset, name: str) -> Tensor:
+    """The means of a site's independent Normals, flat, those that are in the subset."""
+    site = reading.run.latents[name]
+    base: Any = without_wrappers(site.distribution)[0]
+    loc = base.loc.detach().expand(site.value.shape).reshape(-1)
+    chosen = subset.chosen[name]
+    return loc if chosen is None else loc[chosen.to(loc.device)]
+
+
+def owners(reading: Reading, subset: Subset) -> dict[str, list[tuple[str, Tensor]]]:
+    """For each hyperparameter the sites whose prior scales are proportional to it, and these."""
+    result: dict[str, list[tuple[str, Tensor]]] = {}
+    for site, scale in prior_scales(reading, subset).items():
+        for name, parameter in reading.parameters.items():
+            if scales(scale, parameter) is not None:
+                result.setdefault(name, []).append((site, scale))
+    return result
+
+
+def group_sum(scale: Tensor, values: Tensor, parameter: Hyperparameter) -> Tensor:
+    """Sums of ``values`` over the entries that each element of a parameter scales.
+
+    For s_i = c_i theta_g(i): theta * d(sum s_i x_i / s_i) / d theta = sum of x_i over the group.
+
+    :param scale: s (m,), with its graph.
+    :param values: x (m,).
+    """
+    (slope,) = torch.autograd.grad(
+        scale, parameter.value, values.detach() / scale.detach(), retain_graph=True
+    )
+    return slope * parameter.value.detach()
+
+
+def noise_owner(reading: Reading, subset: Subset) -> tuple[Hyperparameter, Site] | None:
+    """The hyperparameter to which the noise of the only observed site, a Normal, is
+    proportional; None where there is no such."""
+    site = noise_site(reading)
+    if site is None:
+        return None
+    normal: Any = without_wrappers(site.distribution)[0]
+    for parameter in reading.parameters.values():
+        if parameter.value.numel() == 1 and scales(normal.scale, parameter) is not None:
+            return parameter, site
+    return None
+
+
+@torch.enable_grad()
+def noise_site(reading: Reading) -> Site | None:
+    """The only observed site, if it is a Normal whose scale no latent moves, and the program's
+    parameters only as a whole."""
+    if len(reading.run.observed) != 1 or reading.run.factors:
+        return None
+    (site,) = reading.run.observed.values()
+    normal: Any = without_wrappers(site.distribution)[0]
+    if type(normal).__name__ != "Normal":
+        return None
+    if normal.scale.requires_grad:
+        found = torch.autograd.grad(
+            normal.scale.sum(), list(reading.leaves.values()), allow_unused=True, retain_graph=True
+        )
+        if any(gradient is not None for gradient in found):
+            return None
+        if not _moves_as_a_whole(normal.scale, reading.parameters):
+            return None
+    return site
+
+
+def _moves_as_a_whole(scale: Tensor, parameters: Mapping[str, Hyperparameter]) -> bool:
+    """Whether d log scale / d parameter is the same for all entries of the scale."""
+    logs = scale.log().reshape(-1)
+    # any weights that add up to zero
+    weights = torch.linspace(-1.0, 1.0, len(logs), dtype=logs.dtype, device=logs.device)
+    for parameter in parameters.values():
+        slopes = [
+            torch.autograd.grad(total, parameter.value, allow_unused=True, retain_graph=True)[0]
+            for total in (logs.abs().sum(), (weights * logs).sum())
+        ]
+        if slopes[1] is not None and not torch.allclose(
+            slopes[1], torch.zeros_like(slopes[1]), atol=1e-4 * float(slopes[0].abs().max()) + 1e-6
+        ):
+            return False
+    return True
+
+
+@torch.enable_grad()
+def in_likelihood(reading: Reading) -> list[str]:
+    """The parameters of the program on which its likelihood depends, other than by the scale of
+    ``noise_site``."""
+    if not reading.parameters:
+        return []
+    noise = noise_site(reading)
+    if noise is not None:
+        normal: Any = without_wrappers(noise.distribution)[0]
+        totals = [normal.loc.sum()]
+    else:
+        sites = (*reading.run.observed.values(), *reading.run.factors.values())
+        totals = [site.log_prob().sum() for site in sites if site.value is not None]
+    total: Any = sum(totals)
+    if not isinstance(total, Tensor) or not total.requires_grad:
+        return []
+    values = [parameter.value for parameter in reading.parameters.values()]
+    found = torch.autograd.grad(total, values, allow_unused=True, retain_graph=True)
+    pairs = zip(reading.parameters, found, strict=True)
+    return [name for name, gradient in pairs if gradient is not None]
+
+
+def followed(reading: Reading) -> dict[str, Hyperparameter]:
+    """The hyperparameters whose every effect on the evidence is known without another fit: those
+    of the priors, and of a Normal's noise."""
+    others = in_likelihood(reading)
+    return {name: p for name, p in reading.parameters.items() if name not in others}
+
+
+@contextmanager
+def restored_on_error(
+    parameters: Mapping[str, Hyperparameter], refresh: Callable[[], Any]
+) -> Iterator[None]:
+    """Hyperparameters get their values back where an error is raised inside.
+
+    :param refresh: called then, for those who follow them.
+    """
+    before = {name: p.leaf.detach().clone() for name, p in parameters.items()}
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.leaf.copy_(before[name])
+        refresh()
+        raise

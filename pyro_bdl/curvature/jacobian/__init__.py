@@ -1,0 +1,1 @@
+"""Jacobians of a batch in the latents, kept as the factors that back-propagation gives."""

@@ -1,0 +1,366 @@
+"""Jacobians of a batch in the latents, kept as the factors that back-propagation gives.
+
+A ``Jacobian`` holds K columns of gradients for each of n data. Its blocks cover disjoint parts of
+the latents and never form rows of length P unless asked to: a product z_t = W a_t has the gradient
+sum_t g_t a_t', and squares, weighted inner products and Kronecker factors follow from (a, g).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.curvature.jacobian.entries import Place
+
+
+@dataclass
+class Product:
+    """Gradients sum_t g_t a_t' in a weight (groups, out, in).
+
+    :param source: gives a, (n, T, groups, in), when it is needed; None: ones, with in = 1 (a
+        bias).
+    :param gradients: g, (K, n, T, groups, out).
+    :param shape: of the weight.
+    """
+
+    place: Place
+    source: Callable[[], Tensor] | None
+    gradients: Tensor
+    shape: torch.Size
+
+    @property
+    def inputs(self) -> Tensor | None:
+        return None if self.source is None else self.source()
+
+    def entries(self) -> Tensor:
+        """Gradients in all entries of the weight, (K, n, groups, out, in)."""
+        g, a = self.gradients, self.inputs
+        if a is None:
+            return g.sum(2)[..., None]
+        if g.shape[2] == 1:
+            return g[:, :, 0, :, :, None] * a[:, 0, :, None, :]
+        return torch.matmul(g.permute(0, 1, 3, 4, 2), a.transpose(1, 2))
+
+    def rows(self) -> Tensor:
+        """Gradients in the chosen entries, (K, n, m)."""
+        chosen, g = self.place.chosen, self.gradients
+        if chosen is None:
+            return self.entries().flatten(2)
+        _, out, into = self.shape
+        group, o, i = chosen // (out * into), chosen // into % out, chosen % into
+        a = self.inputs
+        if a is None:
+            return g[..., group, o].sum(2)
+        rows = g.new_zeros(*g.shape[:2], len(chosen))
+        for t in range(g.shape[2]):
+            rows += g[:, :, t, group, o] * a[:, t, group, i]
+        return rows
+
+    def squares(self) -> Tensor:
+        """Sums over columns and data of the squared gradients, (groups, out, in)."""
+        if self.gradients.shape[2] == 1 and self.source is not None:
+            squares = self.gradients[:, :, 0].square().sum(0)  # (n, groups, out)
+            return torch.einsum("ngo,ngi->goi", squares, self.source()[:, 0].square())
+        return self.entries().square_().sum((0, 1))
+
+    def gram(self, weights: Tensor | None = None) -> Tensor:
+        """Inner products of the columns weighted by (groups, out, in), or not: (n, K, K) of
+        sum_e w_e G_ke G_le."""
+        if self.single:
+            g = self.gradients[:, :, 0].permute(1, 0, 2, 3).flatten(2)
+            scaled = self.input_squares(weights).expand_as(self.gradients[0, :, 0])
+            return torch.matmul(g * scaled.flatten(1)[:, None], g.mT)
+        rows = self.entries().flatten(2).transpose(0, 1)
+        return torch.matmul(weighted(rows, weights), rows.mT)
+
+    def norms(self, weights: Tensor | None = None) -> Tensor:
+        """The diagonals of ``gram``, (n, K)."""
+        if self.single:
+            squares = self.gradients[:, :, 0].square()
+            return (squares * self.input_squares(weights)).sum((2, 3)).mT
+        return weighted(self.entries().flatten(2).square(), weights).sum(2).mT
+
+    @property
+    def single(self) -> bool:
+        """Whether each datum has a single position, so that its gradient is one product g a'."""
+        return self.gradients.shape[2] == 1 and self.source is not None
+
+    def input_squares(self, weights: Tensor | None) -> Tensor:
+        """sum_i w_oi a_i^2 where positions are single, (n, groups, out), or (n, groups, 1)."""
+        assert self.source is not None
+        squares = self.source()[:, 0].square()
+        if weights is None:
+            return squares.sum(2, keepdim=True)
+        return torch.einsum("ngi,goi->ngo", squares, weights)
+
+    def apply(self, weight: Tensor) -> Tensor:
+        """Inner products of the gradients with weights (S, groups, out, in): (S, n, K)."""
+        g = self.gradients
+        if g.shape[2] > 1:
+            return torch.einsum("knm,sm->snk", self.entries().flatten(2), weight.flatten(1))
+        if self.source is None:
+            return torch.einsum("kntgo,sgo->snk", g, weight[..., 0])
+        outputs = torch.einsum("ngi,sgoi->sngo", self.source()[:, 0], weight)
+        return torch.einsum("kngo,sngo->snk", g[:, :, 0], outputs)
+
+    def total(self) -> Tensor:
+        """Sums over columns and data of the gradients, (groups, out, in)."""
+        g, a = self.gradients.sum(0), self.inputs
+        return g.sum((0, 1))[..., None] if a is None else torch.einsum("ntgo,ntgi->goi", g, a)
+
+    def bound(self) -> Tensor:
+        """No entry of ``total`` is larger, whatever cancels in it."""
+        a = self.inputs
+        size = self.gradients[0, ..., 0].numel() if a is None else a.square().sum()
+        return (self.gradients.sum(0).square().sum() * size).sqrt()
+
+    def rotated(self, inputs: Tensor | None, outputs: Tensor | None) -> "Product":
+        """The gradients in other bases: g Q_out and a Q_in, (groups, dim, dim) each."""
+        g, source = self.gradients, self.source
+        if outputs is not None:
+            g = torch.einsum("kntgo,gop->kntgp", g, outputs)
+        if inputs is not None and source is not None:
+            given = source
+            source = cache(lambda: torch.einsum("ntgi,gij->ntgj", given(), inputs))
+        return replace(self, gradients=g, source=source)
+
+    def split_inputs(self, basis: Tensor) -> tuple["Product", "Product"]:
+        """In the coordinates of some orthonormal directions of the inputs (groups, in, r), and
+        what is orthogonal to these in the coordinates it has."""
+        given = self.source
+        assert given is not None
+        inside = cache(lambda: torch.einsum("ntgi,gij->ntgj", given(), basis))
+        outside = cache(lambda: given() - torch.einsum("ntgj,gij->ntgi", inside(), basis))
+        return replace(self, source=inside), replace(self, source=outside)
+
+    def split_outputs(self, basis: Tensor) -> tuple["Product", "Product"]:
+        """The same of the outputs, (groups, out, s)."""
+        inside = torch.einsum("kntgo,gop->kntgp", self.gradients, basis)
+        outside = self.gradients - torch.einsum("kntgp,gop->kntgo", inside, basis)
+        return replace(self, gradients=inside), replace(self, gradients=outside)
+
+
+@dataclass
+class Lookup:
+    """Gradients g_u in rows v_u of a table (rows, features), each of one datum.
+
+    :param data: which datum u belongs to, (U,).
+    :param rows_of: v_u, (U,); no two entries of a datum share a row.
+    :param gradients: (K, U, features).
+    """
+
+    place: Place
+    data: Tensor
+    rows_of: Tensor
+    gradients: Tensor
+    num_data: int
+    num_rows: int
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((1, self.num_rows, self.gradients.shape[-1]))
+
+    def rows(self) -> Tensor:
+        columns, _, features = self.gradients.shape
+        whole = self.gradients.new_zeros(columns, self.num_data, self.num_rows, features)
+        whole[:, self.data, self.rows_of] = self.gradients
+        return self.place.take(whole.flatten(2))
+
+    def squares(self) -> Tensor:
+        sums = self.gradients.new_zeros(self.num_rows, self.gradients.shape[-1])
+        return sums.index_add(0, self.rows_of, self.gradients.square().sum(0))[None]
+
+    def gram(self, weights: Tensor | None = None) -> Tensor:
+        g = self.gradients.transpose(0, 1)
+        products = torch.matmul(self._weighted(g, weights), g.mT)
+        sums = g.new_zeros(self.num_data, g.shape[1], g.shape[1])
+        return sums.index_add(0, self.data, products)
+
+    def norms(self, weights: Tensor | None = None) -> Tensor:
+        g = self.gradients.transpose(0, 1)
+        squares = self._weighted(g.square(), weights).sum(2)
+        return g.new_zeros(self.num_data, g.shape[1]).index_add(0, self.data, squares)
+
+    def _weighted(self, g: Tensor, weights: Tensor | None) -> Tensor:
+        return g if weights is None else g * weights[0][self.rows_of][:, None]
+
+    def apply(self, weight: Tensor) -> Tensor:
+        values = torch.einsum("kud,sud->suk", self.gradients, weight[:, 0, self.rows_of])
+        sums = values.new_zeros(len(weight), self.num_data, values.shape[-1])
+        return sums.index_add(1, self.data, values)
+
+    def total(self) -> Tensor:
+        sums = self.gradients.new_zeros(self.num_rows, self.gradients.shape[-1])
+        return sums.index_add(0, self.rows_of, self.gradients.sum(0))[None]
+
+    def bound(self) -> Tensor:
+        return self.gradients.abs().sum()
+
+    def rotated(self, inputs: Tensor | None, outputs: Tensor | None) -> "Lookup":
+        if inputs is None:
+            return self
+        return replace(self, gradients=torch.matmul(self.gradients, inputs[0]))
+
+    def split_inputs(self, basis: Tensor) -> tuple["Lookup", "Lookup"]:
+        inside = torch.matmul(self.gradients, basis[0])
+        outside = self.gradients - torch.matmul(inside, basis[0].mT)
+        return replace(self, gradients=inside), replace(self, gradients=outside)
+
+
+@dataclass
+class Dense:
+    """Gradients as rows.
+
+    :param values: (K, n, m).
+    """
+
+    place: Place
+    values: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape[-1:]
+
+    def rows(self) -> Tensor:
+        return self.values
+
+    def squares(self) -> Tensor:
+        return self.values.square().sum((0, 1))
+
+    def total(self) -> Tensor:
+        return self.values.sum((0, 1))
+
+    def bound(self) -> Tensor:
+        return self.values.abs().sum()
+
+    def gram(self, weights: Tensor | None = None) -> Tensor:
+        rows = self.values.transpose(0, 1)
+        return torch.matmul(weighted(rows, weights), rows.mT)
+
+    def norms(self, weights: Tensor | None = None) -> Tensor:
+        return weighted(self.values.square(), weights).sum(2).mT
+
+    def apply(self, weight: Tensor) -> Tensor:
+        return torch.einsum("knm,sm->snk", self.values, weight)
+
+
+Block = Product | Lookup | Dense
+
+
+def weighted(rows: Tensor, weights: Tensor | None) -> Tensor:
+    """Rows (..., m), each entry times its weight if there are any."""
+    return rows if weights is None else rows * weights.reshape(-1)
+
+
+@dataclass
+class Jacobian:
+    """K columns of gradients for n data in p latents: blocks over disjoint parts of the p.
+
+    What no block covers has gradient zero.
+    """
+
+    blocks: list[Block]
+    num_columns: int
+    num_data: int
+    size: int  # p
+    like: Tensor
+
+    def rows(self) -> Tensor:
+        """All of it as a tensor (K, n, p)."""
+        result = self.like.new_zeros(self.num_columns, self.num_data, self.size)
+        for block in self.blocks:
+            result[..., block.place.positions] = block.rows()
+        return result
+
+    def joint_zeros(self) -> Tensor:
+        total = self.num_data * self.num_columns
+        return self.like.new_zeros(total, total)
+
+    def apply(self, vectors: Tensor) -> Tensor:
+        """J v for vectors (S, p): (S, n, K)."""
+        result = self.like.new_zeros(len(vectors), self.num_data, self.num_columns)
+        for block in self.blocks:
+            result += block.apply(block.place.spread(vectors, block.shape))
+        return result
+
+    def gram(self, weights: Tensor) -> Tensor:
+        """Inner products of a datum's columns weighted by (p,): (n, K, K)."""
+        result = self.like.new_zeros(self.num_data, self.num_columns, self.num_columns)
+        for block in self.blocks:
+            result += block.gram(block.place.spread(weights, block.shape))
+        return result
+
+    def norms(self, weights: Tensor) -> Tensor:
+        """The diagonals of ``gram``: (n, K)."""
+        result = self.like.new_zeros(self.num_data, self.num_columns)
+        for block in self.blocks:
+            result += block.norms(block.place.spread(weights, block.shape))
+        return result
+
+
+def merged(blocks: Sequence[Block], entries: Sequence[Tensor | None], part: slice) -> list[Block]:
+    """The blocks of one site with shared parts made one.
+
+    Uses of the very same entries (tied weights) are positions of one product; uses that overlap
+    otherwise are added as rows.
+
+    :param entries: for each block which entries of the site its own are; None: all, in order.
+    :param part: where the site lies in the subset's vector.
+    """
+    groups: list[tuple[list[Any], Tensor | None]] = []
+    for block, own in zip(blocks, entries, strict=True):
+        for members, theirs in groups:
+            if (
+                isinstance(block, Product)
+                and isinstance(members[0], Product)
+                and (block.source is None) == (members[0].source is None)
+                and block.shape == members[0].shape
+                and same_entries(own, theirs)
+            ):
+                members.append(block)
+                break
+        else:
+            groups.append(([block], own))
+    joined = [_joined(members) for members, _ in groups]
+    if len(joined) > 1 and _overlap([own for _, own in groups]):
+        return [_added(joined, part)]
+    return joined
+
+
+def same_entries(own: Tensor | None, other: Tensor | None) -> bool:
+    if own is None or other is None:
+        return own is other
+    return own.shape == other.shape and torch.equal(own, other)
+
+
+def _joined(members: list[Any]) -> Any:
+    if len(members) == 1:
+        return members[0]
+    source = None
+    if members[0].source is not None:
+        inputs = torch.cat([block.source() for block in members], 1)
+        source = lambda: inputs  # noqa: E731
+    gradients = torch.cat([block.gradients for block in members], 2)
+    uses = tuple(number for block in members for number in block.place.uses)
+    place = replace(members[0].place, uses=uses)
+    return replace(members[0], place=place, source=source, gradients=gradients)
+
+
+def _overlap(entries: list[Tensor | None]) -> bool:
+    if any(own is None for own in entries):
+        return True
+    numbers = torch.cat([own.reshape(-1) for own in entries if own is not None])
+    return len(numbers.unique()) < len(numbers)
+
+
+def _added(blocks: list[Block], part: slice) -> Dense:
+    """Rows over the whole part of a site."""
+    first = blocks[0].rows()
+    values = first.new_zeros(*first.shape[:2], part.stop - part.start)
+    for block in blocks:
+        where = block.place.numbers(first.device) - part.start
+        values.index_add_(2, where, block.rows().to(values))
+    return Dense(Place((blocks[0].place.key[0], -1), part), values)

@@ -1,0 +1,350 @@
+"""A batch of data run through a program once, ready for any column of its Jacobian."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.curvature.jacobian.affine_uses import LinearOperations, Use
+from pyro_bdl.curvature.jacobian.datum_axes import (
+    Alignment,
+    DatumAxis,
+    aligned_with,
+    as_rows,
+    datum_axes,
+    levels_of,
+    rounding_of,
+    scales_by,
+)
+from pyro_bdl.curvature.jacobian.entries import Place
+from pyro_bdl.curvature.jacobian.jacobian import Block, Dense, Jacobian, Product, merged
+from pyro_bdl.curvature.jacobian.other_latents import blocks_outside, is_shared
+from pyro_bdl.curvature.jacobian.output_layers import IdentityProduct, SoftmaxProduct
+from pyro_bdl.curvature.jacobian.use_blocks import (
+    lookup,
+    numbers_of_entries,
+    place_of,
+    repeats,
+    rows_of,
+    working_dtype,
+)
+from pyro_bdl.program.subset import Subset
+from pyro_bdl.program.trace import Run, leave_open, record
+from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers, vmappable
+from pyro_bdl.utils.random_state import fixed_normal
+
+Outputs = Callable[[Run], Sequence[Tensor]]
+
+
+class Linearization:
+    """One batch at one value of the latents, with the graph of its outputs kept.
+
+    :param model: the program.
+    :param subset: the latents of interest; the others count as constants.
+    :param vector: where, an unconstrained vector (P,).
+    :param known: alignments found in earlier batches of the same program; filled here.
+    :param training: as in a step of training: modules run in their own modes and move their
+        buffers, and the latents stay functions of ``vector``. What is computed must be the same in
+        evaluation mode.
+    """
+
+    def __init__(
+        self,
+        model: Callable,
+        subset: Subset,
+        vector: Tensor,
+        args: tuple,
+        kwargs: Mapping[str, Any],
+        *,
+        known: dict[Any, Alignment] | None = None,
+        training: bool = False,
+    ) -> None:
+        self.model, self.subset, self.vector = model, subset, vector.detach()
+        self.args, self.kwargs, self.training = args, kwargs, training
+        self.known = {} if known is None else known
+        layout = subset.layout
+        self.leaves = layout.unflatten(vector if training else self.vector)
+        if not training:
+            for name in subset.parts:
+                self.leaves[name] = self.leaves[name].clone().requires_grad_()
+        mode = nullcontext() if training else evaluation_mode()
+        buffers = nullcontext() if training else preserved_buffers()
+        with torch.enable_grad(), mode, buffers, vmappable():
+            values = layout.to_supports(self.leaves)
+            seen = {n: v for n, v in values.items() if v is self.leaves[n] and n in subset.parts}
+            with LinearOperations(seen) as operations:
+                self.run: Run = record(model, values, args, kwargs, draw=leave_open)
+        self.uses = operations.uses
+        self.numbers = numbers_of_entries(self.uses)
+        self.unfolded: dict[Any, Tensor] = {}
+        self.unmatched = operations.unmatched | {
+            use.site for use in self.uses if repeats(use.indices)
+        }
+
+    def pullback(self, outputs: Outputs, num_data: int, *, label: Any = None) -> "Pullback":
+        """Outputs of the run, ready to be differentiated datum by datum.
+
+        :param outputs: which, each of shape (n, ...), or of any shape where n = 1.
+        :param label: names these outputs, so that what is found of them may be used again.
+        """
+        return Pullback(self, outputs, num_data, label)
+
+
+class Pullback:
+    """Outputs of a linearization as functions of the subset, datum by datum."""
+
+    def __init__(
+        self, linearization: Linearization, outputs: Outputs, num_data: int, label: Any
+    ) -> None:
+        self.at, self.read, self.num_data = linearization, outputs, num_data
+        self.outputs = list(outputs(linearization.run))
+        kinds = tuple((use.site, use.kind, len(use.output_shape)) for use in linearization.uses)
+        known = linearization.known.get((label, kinds)) if label is not None else None
+        self.alignment = known if known is not None else self._align()
+        if label is not None and num_data > 1:
+            linearization.known[label, kinds] = self.alignment
+
+    def gradients(
+        self, cotangents: Sequence[Tensor], inputs: Sequence[Any]
+    ) -> tuple[Tensor | None, ...]:
+        return torch.autograd.grad(
+            self.outputs, list(inputs), list(cotangents), retain_graph=True, allow_unused=True
+        )
+
+    def jacobian(
+        self,
+        columns: Sequence[Sequence[Tensor]],
+        arrived: Sequence[Sequence[Tensor | None]] | None = None,
+    ) -> Jacobian:
+        """The gradients of sum_j <column_kj, output_j> in the subset, for every datum.
+
+        :param columns: K cotangents, each with a tensor for every output.
+        :param arrived: where they are known, the gradients that each column leaves at the outputs
+            of all uses; by default they are sent back from the columns.
+        """
+        blocks = self._aligned_blocks(columns, self.alignment, arrived)
+        blocks += blocks_outside(self, columns)
+        return self._of_blocks(blocks, len(columns))
+
+    def identity(self) -> Jacobian:
+        """All K numbers of a datum as K columns."""
+        sizes = [output.numel() // self.num_data for output in self.outputs]
+        uses = self._direct_uses()
+        if uses and self._arrives(lambda noise: noise):
+            (size,) = sizes
+            like = self.outputs[0].detach()
+            eye = torch.eye(size, dtype=working_dtype(like.dtype), device=like.device)
+            eye = eye[:, None, None, None].expand(size, self.num_data, 1, 1, size)
+            blocks: list[Block] = [
+                IdentityProduct(*self._product(use, place), eye, use.shape) for use, place in uses
+            ]
+            return self._of_blocks(blocks, size)
+        columns: list[list[Tensor]] = []
+        for number, size in enumerate(sizes):
+            for entry in range(size):
+                column = [torch.zeros_like(output) for output in self.outputs]
+                column[number].view(self.num_data, -1)[:, entry] = 1.0
+                columns.append(column)
+        return self.jacobian(columns)
+
+    def softmax(self, weights: Tensor) -> Jacobian | None:
+        """Of logits (n, K) that a product makes, up to a sum over the classes: the columns of
+        their Fisher information times weights (n,); None where they are no such logits."""
+        uses = self._direct_uses()
+        if not uses:
+            return None
+        p = self.outputs[0].detach().softmax(-1)
+        if not self._arrives(lambda noise: noise - p * noise.sum(-1, keepdim=True)):
+            return None
+        p = p.to(working_dtype(p.dtype))
+        blocks: list[Block] = [
+            SoftmaxProduct(
+                *self._product(use, place), p[None, :, None, None], use.shape,
+                weights.to(p)[:, None],
+            )
+            for use, place in uses
+        ]  # fmt: skip
+        return self._of_blocks(blocks, p.shape[-1])
+
+    def _direct_uses(self) -> list[tuple[Use, Place]]:
+        """The uses of whole sites in one plain product, if these are all, and its output has the
+        shape (n, K) of the only output asked for; otherwise none."""
+        at, shape = self.at, self.outputs[0].shape
+        reached = [i for i, axis in enumerate(self.alignment.axes) if axis is not None]
+        uses = [at.uses[i] for i in reached]
+        places = [place_of(at.uses[i], at.subset, at.numbers[i]) for i in reached]
+        plain = (
+            len(self.outputs) == 1
+            and len(shape) == 2
+            and not self.alignment.others
+            and len({use.site for use in uses}) == len(uses)
+            and all(use.edge == uses[0].edge and use.output_shape == shape for use in uses)
+            and all(use.kind == "product" and use.to_rows is None for use in uses)
+            and all(use.groups == 1 and use.indices is None for use in uses)
+        )
+        found = [(u, p) for u, p in zip(uses, places, strict=True) if p and p.chosen is None]
+        return found if plain and len(found) == len(uses) else []
+
+    def _arrives(self, expected: Callable[[Tensor], Tensor]) -> bool:
+        """Whether the outputs' gradient in the product's is as expected, which noise tells."""
+        (output,) = self.outputs
+        edge = next(use.edge for use, _ in self._direct_uses())
+        noise = fixed_normal(output, seed=1)
+        (found,) = self.gradients([noise], [edge])
+        slack = rounding_of(self.at.vector) * float(noise.abs().max()) * 10
+        return found is not None and torch.allclose(found, expected(noise), rtol=0.0, atol=slack)
+
+    def _product(self, use: Use, place: Place) -> tuple[Place, Callable[[], Tensor] | None]:
+        source = partial(self._inputs, use, DatumAxis(0, True))
+        return place, None if use.inputs is None else source
+
+    def _of_blocks(self, blocks: list[Block], num_columns: int) -> Jacobian:
+        like = self.at.vector.new_empty(0, dtype=working_dtype(self.at.vector.dtype))
+        return Jacobian(blocks, num_columns, self.num_data, self.at.subset.size, like)
+
+    def _aligned_blocks(
+        self,
+        columns: Sequence[Sequence[Tensor]],
+        alignment: Alignment,
+        arrived: Sequence[Sequence[Tensor | None]] | None = None,
+    ) -> list[Block]:
+        at = self.at
+        which = [
+            i
+            for i, (use, axis) in enumerate(zip(at.uses, alignment.axes, strict=True))
+            if axis is not None and use.site not in alignment.others
+        ]
+        edges = [at.uses[i].edge for i in which]
+        pulled: list[Sequence[Tensor | None]] = []
+        if arrived is not None:
+            pulled = [[gradients[i] for i in which] for gradients in arrived]
+        elif edges:
+            pulled = [self.gradients(column, edges) for column in columns]
+        by_site: dict[str, list[tuple[Block, Tensor | None]]] = {}
+        stacks: dict[Any, Tensor] = {}  # one for the weight and the bias of an operation
+        for i, position in enumerate(which):
+            use, axis = at.uses[position], alignment.axes[position]
+            assert axis is not None
+            place = place_of(use, at.subset, at.numbers[position])
+            if place is not None:
+                key = (use.edge, axis, use.groups) if use.kind == "product" else i
+                if key not in stacks:
+                    found = [rows_of(use, axis, g[i], self.num_data, at.vector) for g in pulled]
+                    stacks[key] = found[0][None] if len(found) == 1 else torch.stack(found)
+                block = self._block(use, axis, stacks[key], place)
+                by_site.setdefault(use.site, []).append((block, use.indices))
+        blocks: list[Block] = []
+        for site, members in by_site.items():
+            part = at.subset.parts[site]
+            blocks += merged([block for block, _ in members], [own for _, own in members], part)
+        return blocks
+
+    def _block(self, use: Use, axis: DatumAxis, stacked: Tensor, place: Place) -> Block:
+        if use.kind == "scale":
+            return Dense(replace(place, chosen=None), place.take(stacked))
+        if use.kind == "lookup":
+            assert use.inputs is not None
+            return lookup(axis.first(use.inputs, self.num_data), stacked, use.shape, place)
+        if use.inputs is None:
+            return Product(place, None, stacked, use.shape)
+        return Product(place, partial(self._inputs, use, axis), stacked, use.shape)
+
+    def _inputs(self, use: Use, axis: DatumAxis) -> Tensor:
+        """a of a product as (n, T, groups, in); patches of images are kept for other columns."""
+        kept = self.at.unfolded.get((use.edge, use.number, axis))
+        if kept is not None:
+            return kept
+        assert use.inputs is not None
+        inputs = use.inputs.to(working_dtype(use.inputs.dtype))
+        inputs = inputs[..., None, :] if use.unfold is None else use.unfold(inputs)
+        inputs = axis.first(inputs, self.num_data).flatten(1, -3)
+        self.at.unfolded[use.edge, use.number, axis] = inputs
+        return inputs
+
+    # Which rows belong to which datum
+
+    def _align(self) -> Alignment:
+        """Send noise back, and again with each datum's noise times a power of two of its own.
+
+        A row of an operation's output belongs to a datum if what arrives there is multiplied by
+        that datum's factor, and rows that several data reach belong to none. Scaling by powers of
+        two is exact, and two data have different ones in at least one pass. At last the sums
+        over the data are compared with the gradients themselves, which finds out what entered in
+        ways that the mode did not see.
+        """
+        at = self.at
+        noise = [fixed_normal(output, seed) for seed, output in enumerate(self.outputs)]
+        names = list(at.subset.parts)
+        edges = [use.edge for use in at.uses]
+        found = self.gradients(noise, [*edges, *(at.leaves[name] for name in names)])
+        arrived, of_sites = found[: len(edges)], found[len(edges) :]
+        candidates = [
+            [] if g is None else datum_axes(use, self.num_data)
+            for use, g in zip(at.uses, arrived, strict=True)
+        ]
+        for levels in levels_of(self.num_data, at.vector.device):
+            if not edges:
+                break
+            scaled = self.gradients([n * aligned_with(levels, n) for n in noise], edges)
+            for i, (use, before, after) in enumerate(zip(at.uses, arrived, scaled, strict=True)):
+                if before is not None and after is not None:
+                    pair = as_rows(use, before), as_rows(use, after)
+                    candidates[i] = [a for a in candidates[i] if scales_by(*pair, a, levels)]
+        axes = tuple(found[0] if found else None for found in candidates)
+        used = list(zip(at.uses, axes, arrived, strict=True))
+        lost = {use.site for use, axis, g in used if axis is None and g is not None}
+        by_use = {use.site for use, axis, _ in used if axis is not None}
+        others = tuple(
+            name
+            for name, gradient in zip(names, of_sites, strict=True)
+            if gradient is not None and (name in at.unmatched or name in lost or name not in by_use)
+        )
+        wrong = self._incomplete(
+            Alignment(axes, others, ()), noise, dict(zip(names, of_sites, strict=True))
+        )
+        others = tuple(name for name in names if name in wrong or name in others)
+        return Alignment(axes, others, self._behind_shared_outputs(others))
+
+    def _behind_shared_outputs(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Those of the sites that act on no outputs but such as are the same for all data."""
+        own = [o for o in self.outputs if not is_shared(o, self.num_data) and o.requires_grad]
+        if not own or not names:
+            return tuple(names)
+        leaves = [self.at.leaves[name] for name in names]
+        found = torch.autograd.grad(
+            own, leaves, [torch.ones_like(o) for o in own], retain_graph=True, allow_unused=True
+        )
+        return tuple(name for name, g in zip(names, found, strict=True) if g is None)
+
+    def _incomplete(
+        self, alignment: Alignment, noise: Sequence[Tensor], gradients: Mapping[str, Tensor | None]
+    ) -> set[str]:
+        """The sites whose gradients are not the sums of their uses'."""
+        subset, totals, bounds = self.at.subset, {}, {}
+        for block in self._aligned_blocks([noise], alignment):
+            site = block.place.key[0]
+            if site not in totals:
+                size = subset.parts[site].stop - subset.parts[site].start
+                totals[site], bounds[site] = block.total().new_zeros(size), 0.0
+            total = block.total().flatten()
+            if not isinstance(block, Dense):
+                total = block.place.take(total)
+            where = block.place.numbers(total.device) - subset.parts[site].start
+            totals[site].index_add_(0, where, total)
+            bounds[site] = bounds[site] + float(block.bound())
+        wrong = set()
+        for site, total in totals.items():
+            gradient = gradients[site]
+            expected = torch.zeros_like(total) if gradient is None else gradient.reshape(-1)
+            chosen = subset.chosen[site]
+            if gradient is not None and chosen is not None:
+                expected = expected[chosen.to(expected.device)]
+            slack = rounding_of(self.at.vector) * bounds[site]
+            if not ((total - expected).abs() <= slack).all() and math.isfinite(slack):
+                wrong.add(site)
+        return wrong

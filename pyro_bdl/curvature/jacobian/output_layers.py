@@ -1,0 +1,87 @@
+"""Products whose outputs are themselves what is asked for, as in the last layer of a network.
+
+What would be back-propagated through nothing, one column for each output, is known then: an
+identity for the outputs, and for the Fisher information of classes diag(p) - p p'.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.curvature.jacobian.jacobian import Product
+
+
+@dataclass
+class IdentityProduct(Product):
+    """The outputs z of a product as columns: the gradient of z_k in z is e_k for every datum.
+
+    ``gradients`` are a matrix (K, out) expanded over the data.
+    """
+
+    def rotated(self, inputs: Tensor | None, outputs: Tensor | None) -> "IdentityProduct":
+        turned = replace(self, source=super().rotated(inputs, None).source)
+        return turned if outputs is None else turned._with_columns(outputs[0])  # e_k' Q
+
+    def split_outputs(self, basis: Tensor) -> tuple["IdentityProduct", "IdentityProduct"]:
+        (inside,) = basis
+        return self._with_columns(inside), self._with_columns(self.columns - inside @ inside.mT)
+
+    def _with_columns(self, columns: Tensor) -> "IdentityProduct":
+        gradients = columns[:, None, None, None].expand(-1, self.gradients.shape[1], -1, -1, -1)
+        return replace(self, gradients=gradients)
+
+    @property
+    def columns(self) -> Tensor:
+        """(K, out)."""
+        return self.gradients[:, 0, 0, 0]
+
+    def gram(self, weights: Tensor | None = None) -> Tensor:
+        """(n, K, K), or (1, K, K) where it is the same for all data."""
+        return torch.matmul(self.columns * self._scaled(weights)[:, None], self.columns.mT)
+
+    def norms(self, weights: Tensor | None = None) -> Tensor:
+        """(n, K), or (1, K)."""
+        return self._scaled(weights) @ self.columns.square().mT
+
+    def _scaled(self, weights: Tensor | None) -> Tensor:
+        """sum_i w_oi a_i^2, (n, out), or (1, out) of a bias."""
+        if self.source is not None:
+            return self.input_squares(weights)[:, 0].expand(-1, self.columns.shape[1])
+        like = self.columns
+        return like.new_ones(1, like.shape[1]) if weights is None else weights[..., 0]
+
+
+@dataclass
+class SoftmaxProduct(Product):
+    """The Fisher information of classes whose logits are the outputs of a product.
+
+    Sums over the columns sqrt(w p_k) (e_k - p) of S are those of w (diag(p) - p p'). ``gradients``
+    are p, (1, n, 1, 1, out).
+
+    :param weights: w, the tempering of each datum, (n, 1).
+    :param basis: the outputs' basis Q, (out, out); None for their own.
+    """
+
+    weights: Tensor
+    basis: Tensor | None = None
+
+    def rotated(self, inputs: Tensor | None, outputs: Tensor | None) -> "SoftmaxProduct":
+        turned = super().rotated(inputs, None)
+        return replace(self, source=turned.source, basis=None if outputs is None else outputs[0])
+
+    def moments(self) -> Tensor:
+        """Sums over columns and data of g g', (1, out, out)."""
+        p = self.gradients[0, :, 0, 0]
+        weighted = self.weights * p
+        return (torch.diag(weighted.sum(0)) - weighted.mT @ p)[None]
+
+    def squares(self) -> Tensor:
+        p = self.gradients[0, :, 0, 0]
+        if self.basis is None:
+            of_data = self.weights * (p - p.square())
+        else:
+            of_data = self.weights * (p @ self.basis.square() - (p @ self.basis).square())
+        if self.source is None:
+            return of_data.sum(0)[None, :, None]
+        return (of_data.mT @ self.source()[:, 0, 0].square())[None]

@@ -1,0 +1,86 @@
+"""Uses of latents as blocks of a Jacobian: where their entries lie, gradients as rows."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.curvature.jacobian.affine_uses import Use
+from pyro_bdl.curvature.jacobian.datum_axes import DatumAxis, as_rows
+from pyro_bdl.curvature.jacobian.entries import Place
+from pyro_bdl.curvature.jacobian.jacobian import Lookup, same_entries
+from pyro_bdl.program.subset import Subset
+
+
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def repeats(indices: Tensor | None) -> bool:
+    return indices is not None and len(indices.unique()) < indices.numel()
+
+
+def numbers_of_entries(uses: Sequence[Use]) -> list[int]:
+    """For each use the number of the first use of the very same entries in the same way."""
+    numbers: list[int] = []
+    alike: dict[Any, list[Use]] = {}
+    for use in uses:
+        key = use.site, use.kind, use.shape, use.inputs is None, use.indices is None
+        others = alike.setdefault(key, [])
+        first = next((o for o in others if same_entries(o.indices, use.indices)), use)
+        if first is use:
+            others.append(use)
+        numbers.append(first.number)
+    return numbers
+
+
+def place_of(use: Use, subset: Subset, number: int) -> Place | None:
+    """Where the entries of a use, of that number, lie in the subset; None if none of them does."""
+    key = use.site, number
+    part, chosen = subset.parts[use.site], subset.chosen[use.site]
+    if chosen is None:
+        if use.indices is None:
+            return Place(key, part, uses=(use.number,))
+        return Place(key, use.indices.reshape(-1) + part.start, uses=(use.number,))
+    entries = subset.layout.latents[use.site].size
+    table = torch.full((entries,), -1, dtype=torch.long, device="cpu")
+    table[chosen.cpu()] = torch.arange(part.start, part.stop, device="cpu")
+    positions = table if use.indices is None else table[use.indices.reshape(-1).cpu()]
+    inside = (positions >= 0).nonzero()[:, 0]
+    if not len(inside):
+        return None
+    device = chosen.device if use.inputs is None else use.inputs.device
+    some = None if len(inside) == len(positions) else inside.to(device)
+    return Place(key, positions[inside].to(device), some, (use.number,))
+
+
+def rows_of(
+    use: Use, axis: DatumAxis, gradient: Tensor | None, num_data: int, like: Tensor
+) -> Tensor:
+    """A gradient of z as (n, T, groups, out), or (n, m) for a scale."""
+    if gradient is None:
+        gradient = like.new_zeros(use.output_shape)
+    gradient = gradient.to(working_dtype(gradient.dtype))
+    if use.kind == "scale":
+        if use.inputs is not None:
+            gradient = gradient * use.inputs
+        rest = [d for d in range(gradient.dim()) if d != axis.dim]
+        rows = axis.first(gradient, num_data)
+        summed = [1] + [2 + i for i, d in enumerate(rest) if d in use.reduce_dims]
+        return rows.sum(summed).reshape(num_data, -1)
+    rows = axis.first(as_rows(use, gradient), num_data)
+    return rows.flatten(1, -2).unflatten(-1, (use.groups, -1))
+
+
+def lookup(indices: Tensor, stacked: Tensor, shape: torch.Size, place: Place) -> Lookup:
+    """Gradients of the same row in the same datum, added up."""
+    num_rows, features = shape
+    num_data = len(indices)
+    indices = indices.reshape(num_data, -1)
+    keys = torch.arange(num_data, device=indices.device)[:, None] * num_rows + indices
+    looked_up = indices.reshape(-1) >= 0
+    unique, inverse = keys.reshape(-1)[looked_up].unique(return_inverse=True)
+    flat = stacked.reshape(len(stacked), -1, features)[:, looked_up]
+    sums = flat.new_zeros(len(stacked), len(unique), features).index_add(1, inverse, flat)
+    return Lookup(place, unique // num_rows, unique % num_rows, sums, num_data, num_rows)

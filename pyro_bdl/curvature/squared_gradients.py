@@ -1,0 +1,103 @@
+"""The gradient of a log likelihood, and the squares of each datum's, in a training step."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from pyro.distributions.torch_distribution import MaskedDistribution
+from torch import Tensor, nn
+from torch.distributions import Independent
+
+from pyro_bdl.curvature.config import Recipe
+from pyro_bdl.curvature.fisher import site_parameters
+from pyro_bdl.curvature.fit import site_jacobians, site_pullback
+from pyro_bdl.curvature.jacobian.linearization import Linearization
+from pyro_bdl.curvature.structures.dense import DiagonalCurvature
+from pyro_bdl.program.trace import Site
+
+
+def gradient_and_squares(
+    likelihood: Tensor, wanted: Sequence[Tensor], at: Linearization, recipe: Recipe
+) -> tuple[list[Tensor], Tensor]:
+    """The gradients of a batch's log likelihood, and the diagonal of its curvature, (P,).
+
+    The curvature is scaled up to all data as the log likelihood is. Where it is the empirical
+    Fisher of one observed site, and the log likelihood that of ``at`` itself, one backward pass
+    gives all of it.
+
+    :param likelihood: a scalar.
+    :param wanted: tensors that it depends on.
+    :param at: the program at the same draw.
+    """
+    name = _only_site(at) if at.training and recipe.curvature == "empirical-fisher" else None
+    if name is None:
+        return _gradients(likelihood, wanted), _squares(at, recipe)
+    site = at.run.observed[name]
+    parameters = site_parameters(site)
+    pullback = site_pullback(at, name, tuple(parameters))
+    inputs = [*parameters.values(), *(use.edge for use in at.uses)]
+    found = torch.autograd.grad(
+        likelihood, [*wanted, *inputs], retain_graph=True, allow_unused=True
+    )
+    score = found[len(wanted) :]
+    column = _filled(score[: len(parameters)], list(parameters.values()))
+    diagonal = DiagonalCurvature(len(at.vector), at.vector)
+    diagonal.add(pullback.jacobian([column], [score[len(parameters) :]]))
+    diagonal.scale(1.0 / site.subsampling)  # it is in both factors of a square
+    return _filled(found[: len(wanted)], wanted), diagonal.diagonal()
+
+
+def _gradients(output: Tensor, wanted: Sequence[Tensor]) -> list[Tensor]:
+    found = torch.autograd.grad(output, wanted, retain_graph=True, allow_unused=True)
+    return _filled(found, wanted)
+
+
+def _filled(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor]:
+    pairs = zip(gradients, like, strict=True)
+    return [torch.zeros_like(value) if g is None else g for g, value in pairs]
+
+
+def _only_site(at: Linearization) -> str | None:
+    """The observed site, where all of the log likelihood is one's that weighs no cells."""
+    run = at.run
+    if len(run.observed) != 1 or run.factors:
+        return None
+    ((name, site),) = run.observed.items()
+    return name if _counts_plainly(site) and site_parameters(site) else None
+
+
+def _counts_plainly(site: Site) -> bool:
+    """Whether it is known that every cell counts once or not at all: no temperatures, and no
+    masks but Boolean ones."""
+    if not isinstance(site.scale, float | int) or site.scale != site.subsampling:
+        return False
+    outer: Any = site.distribution
+    masks = [site.mask]
+    while isinstance(outer, Independent | MaskedDistribution):
+        masks += [outer._mask] if isinstance(outer, MaskedDistribution) else []
+        outer = outer.base_dist
+    return all(not isinstance(mask, Tensor) or mask.dtype == torch.bool for mask in masks)
+
+
+def _squares(at: Linearization, recipe: Recipe) -> Tensor:
+    total = torch.zeros_like(at.vector)
+    for name, site in at.run.observed.items():
+        diagonal = DiagonalCurvature(len(at.vector), at.vector)
+        for jacobian in site_jacobians(at, name, recipe):
+            diagonal.add(jacobian)
+        total += site.subsampling * diagonal.diagonal()
+    return total
+
+
+def parameters_behind(output: Tensor, stop: Tensor) -> list[nn.Parameter]:
+    """The parameters that an output was computed from, other than through ``stop``."""
+    nodes, seen, found = [output.grad_fn], {stop.grad_fn}, []
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):  # where gradients of a leaf accumulate
+            found.append(node.variable)
+        nodes += [earlier for earlier, _ in node.next_functions]
+    return found

@@ -1,0 +1,1 @@
+"""Curvature structures and the Gaussians that each makes with a prior."""

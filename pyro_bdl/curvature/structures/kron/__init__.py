@@ -1,0 +1,1 @@
+"""Kronecker-factored curvature (KFAC, EKFAC) and its Gaussians."""

@@ -1,0 +1,290 @@
+"""Kronecker-factored curvature: KFAC, and its eigenvalue-corrected form EKFAC.
+
+For a product z_t = W a_t the block of W in sum_n J_n' J_n is approximated by
+(1/R) (sum a a') kron (sum g g') with sums over data, positions t and columns, R the number of
+data times positions ("expand"); or, with a averaged and g summed over the positions, R the number
+of data ("reduce"). Both are exact for one datum with one position. Sources: Martens & Grosse 2015;
+Grosse & Martens 2016 for convolutions; Eschenhagen et al. 2023 for expand and reduce; George et
+al. 2018 for EKFAC. Where the vectors are fewer than half of a factor's size, as of many inputs and
+few data, they stand for it, and directions that they do not span have the prior's precision, at
+once and exactly (``moments.py``, ``eigenbasis.py``). Latents outside products have exact blocks of
+their own, dense up to 1024 numbers and diagonal beyond; blocks of different sites are independent.
+"""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyro_bdl.curvature.jacobian.entries import Place
+from pyro_bdl.curvature.jacobian.jacobian import Block, Dense, Jacobian, Lookup, Product
+from pyro_bdl.curvature.prior import PriorPrecision
+from pyro_bdl.curvature.structures.kron.eigen_precision import EigenPrecision
+from pyro_bdl.curvature.structures.kron.factors import ProductFactors, output_vectors
+from pyro_bdl.curvature.structures.kron.moments import Vectors, decompose
+from pyro_bdl.curvature.structures.kron.precision import KroneckerPrecision
+from pyro_bdl.curvature.structures.precision import DiagonalPrecision, FullPrecision, Precision
+
+_DENSE_UP_TO = 1024
+
+
+class DenseBlock(nn.Module):
+    """Exact curvature of latents outside products: a matrix, or its diagonal if it is large."""
+
+    values: Tensor
+
+    def __init__(self, place: Place, size: int, like: Tensor) -> None:
+        super().__init__()
+        self.place = place
+        shape = (size, size) if size <= _DENSE_UP_TO else (size,)
+        self.register_buffer("values", like.new_zeros(shape))
+
+    def add(self, block: Block) -> None:
+        rows = block.rows().flatten(0, 1)
+        self.values += rows.mT @ rows if self.values.dim() == 2 else rows.square().sum(0)
+
+    def diagonal(self) -> Tensor:
+        return self.values.diagonal() if self.values.dim() == 2 else self.values
+
+
+class KroneckerCurvature(nn.Module):
+    """Kronecker factors of every product, exact blocks of the rest.
+
+    :param reduce: average inputs and add gradients over positions, instead of taking every
+        position as a datum of its own.
+    :param corrected: a second pass over the data replaces the products of eigenvalues by the
+        second moments of the gradients in the eigenbasis (EKFAC).
+    :param start: a curvature of earlier data that this one will be merged into; its eigenbases
+        are then used.
+    """
+
+    like: Tensor
+
+    def __init__(
+        self,
+        size: int,
+        like: Tensor,
+        *,
+        reduce: bool = False,
+        corrected: bool = False,
+        start: "KroneckerCurvature | None" = None,
+    ) -> None:
+        super().__init__()
+        self.__dict__["_start"] = start
+        self.size, self.reduce, self.corrected = size, reduce, corrected
+        self.passes = 2 if corrected else 1
+        self.register_buffer("like", like.new_zeros(0), persistent=False)
+        self.products: Any = nn.ModuleDict()
+        self.rest: Any = nn.ModuleDict()
+        self._names: dict[tuple[str, int], str] = {}
+        self._seen: set[tuple[tuple[str, int], tuple[int, ...]]] = set()
+        self._rotated: dict[Any, Any] = {}
+        self._pass = 0
+
+    # Accumulation
+
+    def start_pass(self, number: int) -> None:
+        self._pass = number
+        if number == 1:
+            self._decompose()
+            start = self.__dict__["_start"]
+            for key, name in self._names.items():
+                if name in self.products:
+                    known = start is not None and start._names.get(key) in start.products
+                    earlier = start.products[start._names[key]] if known else None
+                    self.products[name].correct(earlier)
+            self.__dict__["_start"] = None
+
+    def end_batch(self) -> None:
+        self._seen.clear()
+        self._rotated.clear()
+
+    def add(self, jacobian: Jacobian) -> None:
+        users = Counter(id(b.gradients) for b in jacobian.blocks if not isinstance(b, Dense))
+        outputs: dict[int, Vectors] = {}  # of gradients that a weight and a bias share
+        for block in jacobian.blocks:
+            if block.place.chosen is not None:
+                raise ValueError(
+                    f"a part of the entries of site '{block.place.key[0]}' has no Kronecker "
+                    'factors: choose whole sites, or structure="full", "diag" or "low_rank"'
+                )
+            if isinstance(block, Dense):
+                if self._pass == 0:
+                    self._rest(block).add(block)
+                continue
+            factors = self._factors(block)
+            origin = block.place.key, block.place.uses
+            if self._pass == 1:
+                rotated = factors.basis().rotated(block)
+                if isinstance(rotated, Product):  # its inputs are the same for other columns
+                    rotated = replace(
+                        rotated, source=self._rotated.setdefault(origin, rotated.source)
+                    )
+                factors.corrected += rotated.squares()
+                continue
+            if origin not in self._seen:
+                self._seen.add(origin)
+                factors.add_inputs(block, reduce=self.reduce)
+            own = id(block.gradients)
+            if own not in outputs:
+                reused = users[own] > 1
+                outputs[own] = output_vectors(block, reduce=self.reduce, reused=reused)
+            factors.outputs.add(outputs[own])
+
+    def _factors(self, block: Product | Lookup) -> Any:
+        key = block.place.key
+        if key not in self._names:
+            self._names[key] = f"product{len(self.products)}"
+            self.products[self._names[key]] = ProductFactors(
+                block.place, block.shape, self.like, lookup=isinstance(block, Lookup)
+            )
+        return self.products[self._names[key]]
+
+    def _rest(self, block: Dense) -> Any:
+        key = block.place.key
+        if key not in self._names:
+            self._names[key] = f"rest{len(self.rest)}"
+            self.rest[self._names[key]] = DenseBlock(block.place, block.place.size, self.like)
+        return self.rest[self._names[key]]
+
+    def sums(self) -> list[Tensor]:
+        """What the last pass has added up, by place, to be added to in place."""
+        result: list[Tensor] = []
+        for key in sorted(self._names):
+            name = self._names[key]
+            if name in self.products:
+                factors: Any = self.products[name]
+                result += factors.accumulated() if self._pass == 0 else [factors.corrected]
+            elif self._pass == 0:
+                result.append(self.rest[name].values)
+        return result
+
+    def scale(self, factor: float) -> None:
+        for factors in self.products.values():
+            factors.scale(factor)
+        for block in self.rest.values():
+            block.values *= factor
+
+    def merge(self, other: "KroneckerCurvature") -> None:
+        """Add a curvature of more data, whose eigenvalue corrections are in this one's bases."""
+        for key, name in other._names.items():
+            theirs: Any = (other.products if name in other.products else other.rest)[name]
+            if key not in self._names:
+                kind = "product" if name in other.products else "rest"
+                table = self.products if kind == "product" else self.rest
+                self._names[key] = f"{kind}{len(table)}"
+                table[self._names[key]] = theirs
+                continue
+            mine: Any = (self.products if name in other.products else self.rest)[self._names[key]]
+            if isinstance(mine, DenseBlock):
+                mine.values += theirs.values
+            else:
+                mine.merge(theirs)
+
+    def _decompose(self) -> None:
+        decompose([sums for factors in self.products.values() for sums in factors.sums()])
+
+    # Algebra
+
+    def with_prior(self, prior: PriorPrecision, factor: Tensor | float = 1.0) -> KroneckerPrecision:
+        """factor times this curvature, plus the prior's; a prior that varies within a product
+        enters by its diagonal in the product's eigenbasis, one that couples sites by its blocks.
+        """
+        self._decompose()
+        parts: list[tuple[Place, Any]] = []
+        covered = torch.zeros(self.size, dtype=torch.bool, device="cpu")
+        for place, block in self._blocks():
+            where = place.positions
+            covered[where if isinstance(where, slice) else where.to(covered.device)] = True
+            if isinstance(block, Tensor):
+                parts.append((place, _rest_precision(block * factor, prior, place)))
+                continue
+            parts.append((place, _product_precision(block, prior, factor)))
+        left = (~covered).nonzero()[:, 0].to(self.like.device)
+        if len(left):
+            zero = self.like.new_zeros(len(left))
+            parts.append((Place(("", 0), left), _rest_precision(zero, prior, Place(("", 0), left))))
+        return KroneckerPrecision(self.size, parts, self.like)
+
+    def _blocks(self) -> list[tuple[Place, Any]]:
+        """Blocks over disjoint latents: products, and exact matrices or diagonals.
+
+        Where blocks of a site share entries, which outputs that use it differently give, they
+        are added up in one.
+        """
+        by_site: dict[str, list[tuple[Place, Any]]] = {}
+        for module in (*self.products.values(), *self.rest.values()):
+            block: Any = module
+            value = block.values if isinstance(block, DenseBlock) else block
+            by_site.setdefault(block.place.key[0], []).append((block.place, value))
+        result = []
+        for site, members in by_site.items():
+            if len(members) == 1:
+                result += members
+                continue
+            numbers = [place.numbers(self.like.device) for place, _ in members]
+            union, inverse = torch.cat(numbers).unique(return_inverse=True)
+            if len(union) == len(inverse):
+                result += members
+                continue
+            whole = self.like.new_zeros(len(union), len(union))
+            dense = len(union) <= _DENSE_UP_TO
+            whole = whole if dense else whole.new_zeros(len(union))
+            parts = inverse.split([len(own) for own in numbers])
+            for (_, block), where in zip(members, parts, strict=True):
+                if isinstance(block, Tensor):
+                    square = block if block.dim() == 2 else torch.diag(block)
+                    part = square if dense else square.diagonal()
+                else:
+                    part = block.matrix() if dense else block.diagonal()
+                if dense:
+                    whole[where[:, None], where] += part
+                else:
+                    whole[where] += part
+            result.append((Place((site, -2), union), whole))
+        return result
+
+    def diagonal(self) -> Tensor:
+        self._decompose()
+        result = self.like.new_zeros(self.size)
+        for module in (*self.products.values(), *self.rest.values()):
+            block: Any = module
+            result[block.place.positions] += block.diagonal()
+        return result
+
+
+def _product_precision(
+    factors: ProductFactors, prior: PriorPrecision, factor: Tensor | float
+) -> EigenPrecision:
+    place, values, basis = factors.place, factors.spectrum() * factor, factors.basis()
+    added = prior.diagonal[place.positions].to(values)
+    coupled = prior.couples(place.positions)
+    if not coupled and _is_one_number(added, place.key[0] in prior.uniform):
+        rest = None if basis.complete else added[0]
+        return EigenPrecision(place, basis, values + added[0], rest)
+    basis = factors.complete_basis()
+    if coupled:
+        added = basis.turned_diagonal(prior.within(place.positions).to(values))
+    else:
+        added = basis.gathered(added.reshape(factors.shape))
+    return EigenPrecision(place, basis, basis.padded(values) + added, None)
+
+
+def _is_one_number(values: Tensor, known: bool) -> bool:
+    """Whether entries are equal, and stay so where the parameters behind them change."""
+    if known or values.requires_grad:
+        return known
+    return not bool((values.detach() != values.detach()[0]).any())
+
+
+def _rest_precision(values: Tensor, prior: PriorPrecision, place: Place) -> Precision:
+    if values.dim() == 2 and prior.couples(place.positions):
+        block = prior.within(place.positions).to(values)
+        if not torch.linalg.cholesky_ex(block)[1]:  # a hierarchical prior's may be indefinite
+            return FullPrecision(values + block)
+    added = prior.diagonal[place.positions].to(values)
+    if values.dim() == 1:
+        return DiagonalPrecision(values + added)
+    return FullPrecision(values + torch.diag(added))

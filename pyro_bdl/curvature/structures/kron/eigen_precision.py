@@ -1,0 +1,116 @@
+"""The Gaussian with the Kronecker factors of one weight as its precision."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.curvature.jacobian.entries import Place
+from pyro_bdl.curvature.jacobian.gram import joint_gram
+from pyro_bdl.curvature.jacobian.jacobian import Dense
+from pyro_bdl.curvature.structures.draws import EigenOffsets
+from pyro_bdl.curvature.structures.kron.eigenbasis import Eigenbasis
+
+_NOISE_AT_ONCE = 2**26  # bytes of noise that draws are made of
+
+
+class EigenPrecision:
+    """The precision Q diag(values) Q' + rest (1 - Q Q') of one weight, Q a Kronecker product.
+
+    :param place: of the weight.
+    :param basis: Q.
+    :param values: positive, (groups, s, r).
+    :param rest: of all directions outside Q, a positive scalar; None where Q is complete.
+    """
+
+    def __init__(
+        self, place: Place, basis: Eigenbasis, values: Tensor, rest: Tensor | None
+    ) -> None:
+        if not (values > 0).all() or (rest is not None and not rest > 0):
+            raise ValueError(
+                f"the posterior precision of '{place.key[0]}' is not positive: directions "
+                "without curvature need a prior with a finite variance"
+            )
+        self.basis, self.values, self.rest = basis, values, rest
+        self.size = basis.shape.numel()
+
+    def logdet(self) -> Tensor:
+        total = self.values.log().sum()
+        if self.rest is None:
+            return total
+        return total + (self.size - self.values.numel()) * self.rest.log()
+
+    def sample(self, num_samples: int) -> Tensor:
+        like = self.values
+        result = like.new_empty(num_samples, self.size)
+        at_once = max(1, _NOISE_AT_ONCE // (like.element_size() * self.size))
+        for part in result.split(at_once):
+            part.copy_(self.draw(len(part)).vectors())
+        return result
+
+    def draw(self, num_samples: int) -> EigenOffsets:
+        return EigenOffsets(num_samples, self.basis, self.values, self.rest)
+
+    def quadratic(self, x: Tensor) -> Tensor:
+        squares = self.basis.rotate(x).square()
+        if self.rest is None:
+            return (squares * self.values).sum((-3, -2, -1))
+        inside = (squares * (self.values - self.rest)).sum((-3, -2, -1))
+        return inside + self.rest * x.square().sum(-1)
+
+    def solve(self, x: Tensor) -> Tensor:
+        inside = self.basis.rotate(x)
+        result = self.basis.back(inside / self.values).reshape(x.shape)
+        if self.rest is None:
+            return result
+        outside = x - self.basis.back(inside).reshape(x.shape)
+        # once more, since what rounding left inside would be divided by the smallest precision
+        outside = outside - self.basis.back(self.basis.rotate(outside)).reshape(x.shape)
+        return result + outside / self.rest
+
+    def variances(self) -> Tensor:
+        result = self.basis.spread(self.values.reciprocal())
+        if self.rest is not None:
+            result = result + self.basis.share_outside() / self.rest
+        return result.flatten()
+
+    # Of the functions whose gradients a block holds
+
+    def covariance(self, block: Any) -> Tensor:
+        if isinstance(block, Dense):
+            rows = self._whitened(block).transpose(0, 1)
+            return rows @ rows.mT
+        inside, outside = self.basis.parts(block)
+        result = inside.gram(self.values.reciprocal())
+        for part in outside:
+            result = result + part.gram() / self.rest
+        return result
+
+    def output_variances(self, block: Any) -> Tensor:
+        if isinstance(block, Dense):
+            return self._whitened(block).square().sum(2).mT
+        inside, outside = self.basis.parts(block)
+        result = inside.norms(self.values.reciprocal())
+        for part in outside:
+            result = result + part.norms() / self.rest
+        return result
+
+    def joint_covariance(self, block: Any) -> Tensor:
+        if isinstance(block, Dense):
+            rows = self._whitened(block).transpose(0, 1).flatten(0, 1)
+            return rows @ rows.mT
+        inside, outside = self.basis.parts(block)
+        result = joint_gram(inside, self.values.reciprocal())
+        for part in outside:
+            assert self.rest is not None
+            result += joint_gram(part) / self.rest
+        return result
+
+    def _whitened(self, block: Dense) -> Tensor:
+        """Gradients (K, n, m) whose inner products are covariances."""
+        inside = self.basis.rotate(block.values)
+        rows = (inside * self.values.rsqrt()).flatten(-3)
+        if self.rest is None:
+            return rows
+        outside = block.values - self.basis.back(inside).flatten(-3)
+        return torch.cat([rows, outside * self.rest.rsqrt()], -1)

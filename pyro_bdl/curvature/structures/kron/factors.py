@@ -1,0 +1,136 @@
+"""The Kronecker factors of one weight."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyro_bdl.curvature.jacobian.entries import Place
+from pyro_bdl.curvature.jacobian.jacobian import Lookup, Product
+from pyro_bdl.curvature.jacobian.output_layers import SoftmaxProduct
+from pyro_bdl.curvature.structures.kron.eigenbasis import Eigenbasis
+from pyro_bdl.curvature.structures.kron.moments import Moments, Vectors, make_room
+
+
+class ProductFactors(nn.Module):
+    """A = sum a a' and B = sum g g' of one weight, (groups, in, in) and (groups, out, out).
+
+    A look-up of rows v in a table (rows, features) has a diagonal A, how many data look up each
+    row, (rows,), and B over the features.
+    """
+
+    count: Tensor  # of data, or of data and positions
+    looked_up: Tensor | None
+    corrected: Tensor | None  # second moments in the eigenbasis, (groups, s, r)
+
+    def __init__(self, place: Place, shape: torch.Size, like: Tensor, *, lookup: bool) -> None:
+        super().__init__()
+        self.place, self.shape = place, shape
+        groups, out, into = shape
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64, device=like.device))
+        self.register_buffer("looked_up", like.new_zeros(out) if lookup else None)
+        self.register_buffer("corrected", None)
+        self.inputs = None if lookup else Moments(groups, into, like)
+        self.outputs = Moments(groups, into if lookup else out, like)
+
+    def add_inputs(self, block: Product | Lookup, *, reduce: bool) -> None:
+        if isinstance(block, Lookup):
+            assert self.looked_up is not None
+            self.looked_up += torch.bincount(block.rows_of, minlength=block.num_rows)
+            self.count += block.num_data
+            return
+        assert self.inputs is not None
+        positions = 1 if reduce else block.gradients.shape[2]
+        self.count += block.gradients.shape[1] * positions
+        if block.source is None:
+            number = float(block.gradients.shape[1] * positions)
+            self.inputs.add(Vectors(total=block.gradients.new_full((self.shape[0], 1, 1), number)))
+            return
+        a = block.source().detach()
+        self.inputs.add(Vectors(a.mean(1, keepdim=True) if reduce else a))
+
+    def sums(self) -> list[Moments]:
+        return [sums for sums in (self.inputs, self.outputs) if sums is not None]
+
+    def accumulated(self) -> list[Tensor]:
+        """What was added up, to be added to in place."""
+        inputs = self.looked_up if self.inputs is None else self.inputs.as_matrix()
+        assert inputs is not None
+        return [inputs, self.outputs.as_matrix(), self.count]
+
+    def correct(self, earlier: "ProductFactors | None") -> None:
+        """Begin second moments: in the eigenbasis, or in that of earlier data, which is extended
+        to what these data span."""
+        if earlier is not None and earlier.corrected is not None:
+            for mine, theirs in zip(self.sums(), earlier.sums(), strict=True):
+                theirs.extend(mine)
+                mine.take(*theirs.eigen())
+            earlier.corrected = earlier.basis().padded(earlier.corrected)
+        self.corrected = self.spectrum().new_zeros(self.basis().directions)
+
+    def merge(self, other: "ProductFactors") -> None:
+        """Add the factors of more data, whose second moments are in the same basis."""
+        if self.corrected is not None:
+            assert other.corrected is not None
+            self.corrected = self.corrected + other.corrected
+        else:
+            for mine, theirs in zip(self.sums(), other.sums(), strict=True):
+                mine.merge(theirs)
+        if self.looked_up is not None and other.looked_up is not None:
+            self.looked_up += other.looked_up
+        self.count += other.count
+
+    def scale(self, factor: float) -> None:
+        if self.corrected is not None:
+            self.corrected *= factor
+        elif factor != 1.0:
+            self.outputs.scale(factor)
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        make_room(self, ("corrected",), state, prefix, next(self.outputs.buffers()))
+        super()._load_from_state_dict(state, prefix, *rest)
+
+    # Results
+
+    def basis(self) -> Eigenbasis:
+        """The eigenvectors of both factors; the rows of a table are directions of their own."""
+        if self.inputs is None:
+            return Eigenbasis(self.shape, None, self.outputs.eigen()[1])
+        return Eigenbasis(self.shape, self.outputs.eigen()[1], self.inputs.eigen()[1])
+
+    def complete_basis(self) -> Eigenbasis:
+        """The same, made complete and kept, for what does not treat the rest alike."""
+        for sums in self.sums():
+            sums.complete()
+        if self.corrected is not None:
+            self.corrected = self.basis().padded(self.corrected)
+        return self.basis()
+
+    def spectrum(self) -> Tensor:
+        """The curvature in the directions of the basis, (groups, s, r); outside it is zero."""
+        if self.corrected is not None:
+            return self.corrected
+        outputs = self.outputs.eigen()[0]
+        count = self.count.to(outputs.dtype).clamp(min=1.0)
+        if self.inputs is None:
+            assert self.looked_up is not None
+            return (self.looked_up / count)[None, :, None] * outputs[:, None, :]
+        return outputs[:, :, None] * (self.inputs.eigen()[0] / count)[:, None, :]
+
+    def matrix(self) -> Tensor:
+        """The block as a matrix over the flattened weight."""
+        return self.basis().matrix(self.spectrum())
+
+    def diagonal(self) -> Tensor:
+        """The block's diagonal, (groups * out * in,)."""
+        return self.basis().spread(self.spectrum()).flatten()
+
+
+def output_vectors(block: Product | Lookup, *, reduce: bool, reused: bool) -> Vectors:
+    """g of a block, whose outer products add up to B."""
+    if isinstance(block, SoftmaxProduct):
+        return Vectors(total=block.moments())
+    if isinstance(block, Lookup):
+        return Vectors(block.gradients.flatten(0, 1)[:, None, None], reused=reused)
+    g = block.gradients.flatten(0, 1)
+    return Vectors(g.sum(1, keepdim=True) if reduce else g, reused=reused)

@@ -1,0 +1,241 @@
+"""Sums of outer products, sum_r x_r x_r', and their eigenvectors."""
+
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyro_bdl.curvature.structures.kron.eigenbasis import completed, extended
+from pyro_bdl.utils.linear_algebra import add_products, products
+
+# beyond, float64 takes twice the time of float32, for variances of six digits in place of three
+_DOUBLE_UP_TO = 1024
+
+
+class Vectors:
+    """Vectors whose outer products sums take up.
+
+    :param x: (n, T, groups, m), of data and positions.
+    :param total: in their place the sum of their outer products, (groups, m, m).
+    :param reused: several sums take them up, so that the products are made once and kept.
+    """
+
+    def __init__(
+        self, x: Tensor | None = None, *, total: Tensor | None = None, reused: bool = False
+    ) -> None:
+        self.x, self.given, self.reused = x, total, reused
+
+    @property
+    def count(self) -> int | None:
+        """How many vectors each group has; None where only the sum is known."""
+        return None if self.x is None else self.x.shape[0] * self.x.shape[1]
+
+    def rows(self) -> Tensor:
+        """(groups, count, m)."""
+        assert self.x is not None
+        return self.x.flatten(0, 1).transpose(0, 1)
+
+    @cached_property
+    def total(self) -> Tensor:
+        """The sum of the outer products, (groups, m, m)."""
+        if self.given is not None:
+            return self.given
+        if not self._features_first:
+            return products(self.rows())
+        assert self.x is not None
+        return torch.stack([products(part).sum(0) for part in self.x.permute(2, 0, 1, 3)])
+
+    @property
+    def _features_first(self) -> bool:
+        """Whether positions are so many that products of each datum's are cheaper than a copy of
+        what convolutions leave, features before positions."""
+        if self.x is None:
+            return False
+        positions, size = self.x.shape[1], self.x.shape[3]
+        return positions > 1 and size <= 2 * positions
+
+    def add_to(self, sums: Tensor) -> None:
+        """sums += the outer products, (groups, m, m), in place."""
+        if self.x is None or self.reused or len(sums) > 1 or self._features_first:
+            sums += self.total
+        else:
+            add_products(sums[0], self.rows()[0])
+
+
+class Moments(nn.Module):
+    """A = sum_r x_r x_r' of vectors of m numbers, for each of several groups.
+
+    While there are at most m / 2 vectors they are kept themselves, and only the eigenvectors V
+    (m, R) of what they span are made: A = V diag(values) V'. Once it is decomposed, the values and
+    V are all that it holds.
+
+    :param like: gives dtype and device.
+    """
+
+    rows: Tensor | None  # (groups, R or more, m), zeros after the first R
+    matrix: Tensor | None  # (groups, m, m)
+    values: Tensor | None  # (groups, r)
+    vectors: Tensor | None  # (groups, m, r)
+
+    def __init__(self, groups: int, size: int, like: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("rows", like.new_zeros(groups, 0, size))
+        self.count = 0  # R
+        for name in ("matrix", "values", "vectors"):
+            self.register_buffer(name, None)
+
+    # Accumulation
+
+    def add(self, vectors: Vectors) -> None:
+        self._compose()
+        if self._has_room(vectors.count):
+            self._append(vectors.rows())
+        else:
+            vectors.add_to(self.as_matrix())
+
+    def merge(self, other: "Moments") -> None:
+        """Add the other's sum, which keeps its value."""
+        other._compose()
+        if other.rows is None:
+            self.add(Vectors(total=other.matrix))
+        else:
+            self.add(Vectors(other.rows[:, : other.count].transpose(0, 1)[:, None]))
+
+    def scale(self, factor: float) -> None:
+        """
+        :param factor: not negative.
+        """
+        self._compose()
+        if self.rows is not None:
+            self.rows *= factor**0.5
+        else:
+            self.as_matrix().mul_(factor)
+
+    def _has_room(self, count: int | None) -> bool:
+        if count is None or self.rows is None:
+            return False
+        return self.count + count <= self.rows.shape[2] // 2
+
+    def _append(self, rows: Tensor) -> None:
+        assert self.rows is not None
+        groups, room, size = self.rows.shape
+        end = self.count + rows.shape[1]
+        if end > room:  # twice as many, so that the copies add up to no more than the rows
+            longer = self.rows.new_zeros(groups, min(max(end, 2 * room), size // 2), size)
+            longer[:, : self.count] = self.rows[:, : self.count]
+            self.rows = longer
+        self.rows[:, self.count : end] = rows
+        self.count = end
+
+    def as_matrix(self) -> Tensor:
+        """A (groups, m, m), not decomposed yet, as what it is kept in from now on."""
+        if self.matrix is None:
+            assert self.rows is not None
+            self.matrix, self.rows, self.count = products(self.rows[:, : self.count]), None, 0
+        return self.matrix
+
+    def _compose(self) -> None:
+        """From eigenvectors back to a sum."""
+        if self.vectors is None or self.values is None:
+            return
+        roots = self.vectors * self.values.sqrt()[:, None]
+        self.values = self.vectors = None
+        if 2 * roots.shape[2] <= roots.shape[1]:
+            self.rows, self.count = roots.mT.contiguous(), roots.shape[2]
+        else:
+            self.matrix = roots @ roots.mT
+
+    # Results
+
+    def dense(self) -> Tensor:
+        """A, (groups, m, m)."""
+        if self.vectors is not None and self.values is not None:
+            return (self.vectors * self.values[:, None]) @ self.vectors.mT
+        if self.rows is not None:
+            return products(self.rows[:, : self.count])
+        return self.as_matrix()
+
+    def eigen(self) -> tuple[Tensor, Tensor]:
+        """Eigenvalues (groups, r) and orthonormal eigenvectors (groups, m, r); where r < m, the
+        other eigenvalues are zero."""
+        if self.vectors is None or self.values is None:
+            if self.rows is not None:
+                found = _eigen_of_rows(self.rows[:, : self.count])
+            else:
+                found = _eigen(self.as_matrix())
+            self.take(*found)
+            return found
+        return self.values, self.vectors
+
+    def extend(self, other: "Moments") -> None:
+        """Add directions of eigenvalue zero, until the eigenvectors span the other's too."""
+        self._lengthen(extended(self.eigen()[1], other.eigen()[1].mT))
+
+    def complete(self) -> None:
+        """Add directions of eigenvalue zero until there are m."""
+        self._lengthen(completed(self.eigen()[1]))
+
+    def _lengthen(self, vectors: Tensor) -> None:
+        values = self.eigen()[0]
+        self.take(nn.functional.pad(values, (0, vectors.shape[2] - values.shape[1])), vectors)
+
+    def take(self, values: Tensor, vectors: Tensor) -> None:
+        """Hold these eigenvalues and eigenvectors."""
+        self.values, self.vectors = values, vectors
+        self.rows, self.matrix, self.count = None, None, 0
+
+    def _equals(self, other: "Moments") -> bool:
+        """Whether both, not decomposed yet, are the same sum."""
+        if self.count != other.count or (self.rows is None) != (other.rows is None):
+            return False
+        mine, theirs = (m.rows if m.rows is not None else m.as_matrix() for m in (self, other))
+        same = mine.shape == theirs.shape and torch.equal(mine[:, :1], theirs[:, :1])
+        return same and torch.equal(mine, theirs)
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        if any(prefix + name in state for name in self._buffers):
+            make_room(self, tuple(self._buffers), state, prefix, next(self.buffers()))
+        super()._load_from_state_dict(state, prefix, *rest)
+        self.count = 0 if self.rows is None else self.rows.shape[1]
+
+
+def make_room(
+    module: nn.Module, names: tuple[str, ...], state: Any, prefix: str, like: Tensor
+) -> None:
+    """Give a module's buffers the shapes of those to be loaded, since they depend on the data."""
+    for name in names:
+        value = state.get(prefix + name)
+        setattr(module, name, None if value is None else like.new_empty(value.shape))
+
+
+def decompose(sums: Iterable[Moments]) -> None:
+    """Decompose each; those that are equal once, as a weight and its bias have the same gradients
+    and weights side by side the same inputs."""
+    alike: list[list[Moments]] = []
+    for own in sums:
+        if own.vectors is None:
+            found = next((group for group in alike if own._equals(group[0])), None)
+            if found is None:
+                alike.append([own])
+            else:
+                found.append(own)
+    for first, *others in alike:
+        values, vectors = first.eigen()
+        for other in others:
+            other.take(values, vectors)
+
+
+def _eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    precise = matrix.double() if matrix.shape[-1] <= _DOUBLE_UP_TO else matrix
+    values, vectors = torch.linalg.eigh(precise)
+    return values.clamp(min=0.0).to(matrix), vectors.to(matrix)
+
+
+def _eigen_of_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Those of X'X for X (groups, R, m): with X' = Q T they are Q times those of T T'."""
+    precise = rows.double() if rows.shape[1] <= _DOUBLE_UP_TO else rows
+    q, t = torch.linalg.qr(precise.mT)
+    values, turn = torch.linalg.eigh(t @ t.mT)
+    return values.clamp(min=0.0).to(rows), (q @ turn).to(rows)

@@ -1,0 +1,326 @@
+"""Data sets for the command and the tutorials: read, checked, split and standardised."""
+
+import difflib
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyro_bdl.data.csv import listed, numeric_features, plain, quoted, read_csv, target_values
+from pyro_bdl.errors import BdlWarning
+
+_MAX_INTEGER_CLASSES = 10
+_MIN_ROWS = 10
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A supervised task, split and standardised.
+
+    :param x_train: ``(N, D)``, standardised with its mean and sd.
+    :param y_train: ``(N,)``. Regression: standardised, see :meth:`in_units`. Classification: int64
+        indices into ``class_names``.
+    :param x_test: ``(N, D)``, standardised with the mean and sd of the training part.
+    :param y_test: ``(N,)``, as ``y_train``.
+    :param feature_names: names of the D columns.
+    :param target_name: name of the target.
+    :param task: ``"regression"`` or ``"classification"``.
+    :param class_names: names of the classes, empty for regression.
+    :param y_mean: what was taken from the regression target, in its units.
+    :param y_sd: what it was then divided by, in its units.
+    """
+
+    x_train: Tensor
+    y_train: Tensor
+    x_test: Tensor
+    y_test: Tensor
+    feature_names: tuple[str, ...]
+    target_name: str
+    task: str
+    class_names: tuple[str, ...] = ()
+    y_mean: float = 0.0
+    y_sd: float = 1.0
+
+    def in_units(self, y: Tensor) -> Tensor:
+        """Standardised targets or predictions in the units of the target, y * sd + mean."""
+        return y * self.y_sd + self.y_mean
+
+    def to(self, device: torch.device | str) -> "Dataset":
+        """The same data set on another device."""
+        moved = {
+            name: getattr(self, name).to(device)
+            for name in ("x_train", "y_train", "x_test", "y_test")
+        }
+        return replace(self, **moved)
+
+
+# ------------------------------------------------------------------------------------- sources
+
+
+def load_csv(
+    path: str | Path,
+    target: str,
+    task: str | None = None,
+    *,
+    one_hot: bool = False,
+    test_fraction: float = 0.2,
+    seed: int = 0,
+) -> Dataset:
+    """Read a CSV file with a header; every column but the target is a feature.
+
+    :param path: the file. The separator (comma, semicolon, tab or bar) is found from the header;
+        numbers may have decimal commas.
+    :param target: name of the target column.
+    :param task: ``"regression"`` or ``"classification"``; found from the target if None: text, or
+        whole numbers with at most 10 distinct values, are classes.
+    :param one_hot: turn each column of text into one column of zeros and ones for each of its
+        values, named ``column=value``.
+    :param test_fraction: see :func:`prepare`.
+    :param seed: see :func:`prepare`.
+    :raises FileNotFoundError: where there is no such file.
+    :raises ValueError: where the file is empty, has only a header, ragged rows, unnamed or repeated
+        columns; the target is not among them; a feature is not numeric, or has commas that may
+        separate thousands; and all that :func:`prepare` refuses.
+    """
+    frame = read_csv(Path(path))
+    if target not in frame.columns:
+        near = difflib.get_close_matches(target, frame.columns, n=3, cutoff=0.5)
+        hint = f"did you mean {quoted(near, 'or')}?" if near else f"it has {quoted(frame.columns)}"
+        raise ValueError(f"target: {path} has no column {target!r}; {hint}")
+    features = numeric_features(frame.drop(columns=target), Path(path), one_hot)
+    return prepare(
+        features.to_numpy(dtype=float),
+        target_values(frame[target], target, task),
+        feature_names=tuple(features.columns),
+        target_name=target,
+        task=task,
+        test_fraction=test_fraction,
+        seed=seed,
+    )
+
+
+def load_default(*, test_fraction: float = 0.2, seed: int = 0) -> Dataset:
+    """scikit-learn's diabetes data: 442 patients, 10 features, disease progression after a year.
+
+    Source: Efron, Hastie, Johnstone, Tibshirani (2004), Least angle regression.
+    """
+    from sklearn.datasets import load_diabetes
+
+    bunch = load_diabetes(scaled=False)
+    return prepare(
+        bunch.data,
+        bunch.target,
+        feature_names=tuple(bunch.feature_names),
+        target_name="disease progression",
+        test_fraction=test_fraction,
+        seed=seed,
+    )
+
+
+def two_clusters(n: int = 100, seed: int = 0, *, noise: float = 0.1) -> Dataset:
+    """One feature in two clusters with a gap between them, y = cos(4 x + 0.8) + noise.
+
+    Half of the inputs are uniform on [-1, -0.7], half on [0.5, 1]. The test inputs are 200 evenly
+    spaced points on [-1.5, 1.5]. Nothing is standardised.
+
+    :param n: number of training points, at least 2.
+    :param seed: of the inputs and the noise.
+    :param noise: sd of the noise on the training and the test targets.
+    :raises ValueError: where ``n`` is smaller than 2 or ``noise`` is negative.
+
+    Source: Foong et al. (2019), "In-between" uncertainty in Bayesian neural networks, section 4.
+    """
+    if n < 2:
+        raise ValueError(f"n={n}: two clusters need at least 2 points")
+    if noise < 0:
+        raise ValueError(f"noise={noise}: a standard deviation is not negative")
+    generator = torch.Generator().manual_seed(seed)
+    left = -1 + 0.3 * torch.rand(n // 2, 1, generator=generator, device="cpu")
+    right = 0.5 + 0.5 * torch.rand(n - n // 2, 1, generator=generator, device="cpu")
+    x_train = torch.cat([left, right])
+    x_test = torch.linspace(-1.5, 1.5, 200, device="cpu")[:, None]
+    y_train, y_test = (
+        torch.cos(4 * x + 0.8).squeeze(-1)
+        + noise * torch.randn(len(x), generator=generator, device="cpu")
+        for x in (x_train, x_test)
+    )
+    return Dataset(x_train, y_train, x_test, y_test, ("x",), "y", "regression")
+
+
+# --------------------------------------------------------------------- from numbers to a Dataset
+
+
+def prepare(
+    x: np.ndarray,
+    y: np.ndarray,
+    *,
+    feature_names: Sequence[str],
+    target_name: str = "y",
+    task: str | None = None,
+    test_fraction: float = 0.2,
+    seed: int = 0,
+) -> Dataset:
+    """Check, split and standardise; tensors have torch's default dtype and are on the CPU.
+
+    The split of classes is stratified: each class has its share in both parts, and at least one
+    row in the training part. Columns that are constant in the training part become zeros, with a
+    warning that names them.
+
+    :param x: ``(N, D)``, numbers.
+    :param y: ``(N,)``, numbers or, for classes, text.
+    :param feature_names: D names, used in messages.
+    :param target_name: name of the target, used in messages.
+    :param task: ``"regression"``, ``"classification"``, or None to find it from ``y``.
+    :param test_fraction: share of the rows in the test part, between 0 and 1.
+    :param seed: of the split.
+    :raises ValueError: for shapes that do not fit; fewer than 10 rows; NaN or infinity (rows and
+        columns are named); a constant target, or one that the dtype cannot resolve; fewer than two
+        classes; too few rows of each class to have any in the test part; an unknown task or a test
+        fraction outside (0, 1).
+    """
+    x, y = np.asarray(x, dtype=float), np.asarray(y)
+    _check_arguments(x, y, feature_names, task, test_fraction)
+    _check_finite(x, y, feature_names, target_name)
+    task = task or _find_task(y)
+    rng = np.random.default_rng(seed)
+    if task == "classification":
+        class_values, labels = np.unique(y, return_inverse=True)
+        _check_classes(class_values, y, target_name)
+        test = _stratified_test_rows(labels, test_fraction, rng, target_name)
+        y, y_mean, y_sd = labels, 0.0, 1.0
+        class_names = tuple(plain(value) for value in class_values)
+    else:
+        test = np.zeros(len(y), dtype=bool)
+        test[rng.permutation(len(y))[: max(1, round(test_fraction * len(y)))]] = True
+        y = y.astype(float)
+        with np.errstate(over="ignore"):
+            y_mean, y_sd = float(y[~test].mean()), float(y[~test].std())
+        if np.ptp(y[~test]) == 0:
+            raise ValueError(
+                f"target: column {target_name!r} is constant ({y[~test][0]:g} in all training "
+                f"rows): there is nothing to learn; choose another target"
+            )
+        _check_resolution(y_mean, y_sd, target_name)
+        y, class_names = (y - y_mean) / y_sd, ()
+    x = _standardise(x, ~test, feature_names)
+
+    dtype = torch.get_default_dtype()
+    y_dtype = torch.int64 if task == "classification" else dtype
+    return Dataset(
+        x_train=torch.as_tensor(x[~test], dtype=dtype, device="cpu"),
+        y_train=torch.as_tensor(y[~test], dtype=y_dtype, device="cpu"),
+        x_test=torch.as_tensor(x[test], dtype=dtype, device="cpu"),
+        y_test=torch.as_tensor(y[test], dtype=y_dtype, device="cpu"),
+        feature_names=tuple(feature_names),
+        target_name=target_name,
+        task=task,
+        class_names=class_names,
+        y_mean=y_mean,
+        y_sd=y_sd,
+    )
+
+
+def _find_task(y: np.ndarray) -> str:
+    if y.dtype.kind not in "iuf":
+        return "classification"
+    whole = np.all(y == np.round(y))
+    few = len(np.unique(y)) <= _MAX_INTEGER_CLASSES
+    # A constant is a broken regression target rather than a single class.
+    return "classification" if whole and few and np.ptp(y) > 0 else "regression"
+
+
+def _stratified_test_rows(
+    labels: np.ndarray, fraction: float, rng: np.random.Generator, target_name: str
+) -> np.ndarray:
+    test = np.zeros(len(labels), dtype=bool)
+    for label in np.unique(labels):
+        rows = rng.permutation(np.flatnonzero(labels == label))
+        test[rows[: min(round(fraction * len(rows)), len(rows) - 1)]] = True
+    if not test.any():
+        raise ValueError(
+            f"target: the classes of column {target_name!r} have too few rows for a test part of "
+            f"{fraction:g}; give more rows, or a larger test_fraction"
+        )
+    return test
+
+
+def _standardise(x: np.ndarray, train: np.ndarray, names: Sequence[str]) -> np.ndarray:
+    constant = np.ptp(x[train], axis=0) == 0
+    if constant.any():
+        columns = [name for name, flag in zip(names, constant, strict=True) if flag]
+        warnings.warn(
+            f"constant in the training part, so set to zero: {quoted(columns)}",
+            BdlWarning,
+            stacklevel=4,
+        )
+    sd = np.where(constant, 1.0, x[train].std(axis=0))
+    return np.where(constant, 0.0, (x - x[train].mean(axis=0)) / sd)
+
+
+# ---------------------------------------------------------------------------------------- checks
+
+
+def _check_arguments(
+    x: np.ndarray, y: np.ndarray, names: Sequence[str], task: str | None, test_fraction: float
+) -> None:
+    if task not in (None, "regression", "classification"):
+        raise ValueError(f"task={task!r} is unknown; choose 'regression' or 'classification'")
+    if not 0 < test_fraction < 1:
+        raise ValueError(f"test_fraction={test_fraction} must lie between 0 and 1")
+    if x.ndim != 2 or y.shape != x.shape[:1]:
+        raise ValueError(
+            f"x and y must have shapes (N, D) and (N,), but have {x.shape} and {y.shape}"
+        )
+    if len(names) != x.shape[1]:
+        raise ValueError(f"feature_names has {len(names)} names for {x.shape[1]} columns of x")
+    if len(y) < _MIN_ROWS:
+        raise ValueError(f"data: {len(y)} rows are too few; at least {_MIN_ROWS} are needed")
+
+
+def _check_finite(
+    x: np.ndarray, y: np.ndarray, feature_names: Sequence[str], target_name: str
+) -> None:
+    bad_y = ~np.isfinite(y) if y.dtype.kind == "f" else np.array([value is None for value in y])
+    bad = np.column_stack([~np.isfinite(x), bad_y])
+    if not bad.any():
+        return
+    names = [*feature_names, target_name]
+    places = [
+        f"row {row + 1}: {quoted(names[i] for i in np.flatnonzero(bad[row]))}"
+        for row in np.flatnonzero(bad.any(axis=1))
+    ]
+    raise ValueError(
+        f"data: missing, NaN or infinite values in {listed(places, separator='; ')}; fill them "
+        f"in or remove the rows or columns"
+    )
+
+
+def _check_resolution(mean: float, sd: float, target_name: str) -> None:
+    """In their units, targets and predictions are y * sd + mean in torch's default dtype."""
+    dtype = torch.get_default_dtype()
+    if not torch.finfo(dtype).eps * abs(mean) < 0.01 * sd < np.inf:
+        raise ValueError(
+            f"target: column {target_name!r} has mean {mean:g} and sd {sd:g}, which {dtype} cannot "
+            "resolve: subtract a constant from it, or give it in other units"
+        )
+
+
+def _check_classes(class_values: np.ndarray, y: np.ndarray, target_name: str) -> None:
+    if len(class_values) < 2:
+        raise ValueError(
+            f"target: column {target_name!r} has the single class {plain(class_values[0])!r}; at "
+            f"least two are needed"
+        )
+    if len(class_values) > len(y) // 2:
+        if y.dtype.kind in "iuf":
+            remedy = "say task='regression' (--task regression)"
+        else:
+            remedy = f"where it is a quantity or a date ({y[0]!r} in row 1), make it numbers,"
+        raise ValueError(
+            f"target: column {target_name!r} has {len(class_values)} different values in "
+            f"{len(y)} rows, too many for classes; {remedy} or choose another target"
+        )

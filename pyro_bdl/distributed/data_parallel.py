@@ -1,0 +1,299 @@
+"""Training and curvature on several processes, each with a part of the data.
+
+Started by ``torchrun --nproc_per_node=K script.py``, K processes ("ranks") run the same script,
+each on its own rows::
+
+    torch.distributed.init_process_group()
+    rows = slice(torch.distributed.get_rank(), None, K)     # or a DistributedSampler
+    elbo = bdl.distributed.DataParallel_ELBO(bdl.elbo.TemperedTraceMeanField_ELBO())
+    svi = pyro.infer.SVI(model, guide, optimizer, elbo)     # or torch's loop, elbo(model, guide)
+    ...
+    posterior = guide.laplace_approximation(bdl.distributed.Shard((x[rows], y[rows])))
+
+The number of all data N (``num_data``, or the size of the program's plate) is that of all ranks
+together.
+"""
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from pyro import poutine
+from pyro.infer.elbo import ELBO
+from pyro.util import warn_if_nan
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from pyro_bdl.distributed.joint_batch import JointBatch, joint_batch, read_batch
+from pyro_bdl.elbo.tempered import check_data
+from pyro_bdl.guides.base import Guide
+from pyro_bdl.program.batches import Batches
+from pyro_bdl.utils.collectives import Ranks
+
+__all__ = ["DataParallel_ELBO", "Shard", "broadcast"]
+
+
+class Shard(Batches):
+    """This rank's part of the data, in the place of the data.
+
+    ``guide.laplace_approximation(Shard(data))``, called on every rank at the same parameters, gives
+    every rank the posterior that one process finds from all data: sums over the data (curvature,
+    log likelihood, squared residuals) are added up over the ranks after each pass. This is exact
+    for all structures: "full", "diag" and "kron" are sums; "ekfac" adds up its factors, and in its
+    second pass the moments in their common eigenbasis; "low_rank" the products of each pass. What
+    draws of observations estimate ("ggn-mc") has other draws. The evidence follows from these sums.
+    Where a method goes over the data for something else, it says that it needs all of them.
+
+    A datum that is on two ranks counts twice: a DistributedSampler repeats rows, unless the number
+    of data is a multiple of K or ``drop_last=True``; ``x[rank::K]`` does not.
+
+    :param data: ``(x, y)`` or an iterable of batches; at least one batch on each rank.
+    :param group: a process group; None for all processes.
+    :raises RuntimeError: where there are several processes and no process group.
+    """
+
+    def __init__(self, data: Any, *, group: Any = None) -> None:
+        super().__init__(data)
+        ranks = Ranks(group)
+        self.ranks = ranks if ranks.size > 1 else None
+
+
+def broadcast(*modules: nn.Module, group: Any = None) -> None:
+    """Give all ranks the parameters and buffers of rank 0, in place.
+
+    ``DataParallel_ELBO`` does so at its first step; this is for guides that were trained or loaded
+    without it.
+
+    :param modules: such as the program and its guide, which has been called (``prototype``).
+    :param group: a process group; None for all processes.
+    :raises RuntimeError: where the ranks' modules differ in names or shapes.
+    """
+    for module in modules:
+        if isinstance(module, Guide):
+            module.require_layout()
+    Ranks(group).broadcast(_values_of(modules))
+
+
+class DataParallel_ELBO(ELBO):
+    """The bound of the batches of all ranks together, and its gradient, on each rank.
+
+    With B_k data in the batch of rank k, B = sum_k B_k, and L_k the bound of this batch, the sum
+    over its data scaled by N / B_k,
+
+        sum_k (B_k / B) L_k = (N / B) sum_n E_q[log p(y_n | w)] - eta KL(q || p(w))
+
+    is the bound of the joint batch, its KL counted once, also where the last batches are unequal.
+    A program that takes its batch for all of the data, N = B_k, is about the joint batch, N = B.
+    Losses and gradients are those of the joint batch on every rank before the optimiser sees them,
+    in Pyro's loop and in torch's, so that the ranks' parameters stay the same. The ranks take the
+    same number of steps, with at least one datum in each.
+
+    Every rank draws latents of its own, so that K ranks are K particles at the price of one. For a
+    gradient G(w, D) at a draw w and data D their mean has the variance Var(G) / K. One draw for
+    all ranks has (1 - 1/K) Var_w(E[G | w]) more; it is what one process does with the joint batch.
+
+    The first step gives all ranks the parameters and buffers of rank 0. An error in it is raised
+    on all ranks; one in a later step on its own, and ``torchrun`` then ends the others.
+
+    :param elbo: any ELBO with ``differentiable_loss``: the tempered ones, those of the natural
+        gradient, Pyro's. Its attributes, such as ``kl``, are about this rank's own batch.
+    :param same_draws: one draw of the latents for all ranks. Not for estimators with noise for
+        every datum, since rows of different ranks would share it.
+    :param check_every: steps from one comparison of the ranks' parameters to the next.
+    :param group: a process group; None for all processes.
+    :raises RuntimeError: where there are several processes and no process group; at a step, on all
+        ranks, where parameters have come to differ, or another rank's first step failed.
+    :raises TypeError: for an ELBO without ``differentiable_loss``.
+    :raises UnsupportedProgramError: at the first step, for BatchNorm layers in training mode, which
+        would normalise by the rank's batch; for plates that pick rows at random.
+    """
+
+    def __init__(
+        self,
+        elbo: Any,
+        *,
+        same_draws: bool = False,
+        check_every: int = 100,
+        group: Any = None,
+    ) -> None:
+        if not hasattr(elbo, "differentiable_loss"):
+            raise TypeError(
+                f"{type(elbo).__name__} has no differentiable_loss: use an ELBO that has one, such "
+                "as TemperedTraceMeanField_ELBO or pyro.infer.Trace_ELBO"
+            )
+        if check_every < 1:
+            raise ValueError(f"check_every must be at least 1, got {check_every}")
+        super().__init__(num_particles=elbo.num_particles)
+        self.elbo, self.ranks = elbo, Ranks(group)
+        self.same_draws, self.check_every = same_draws, check_every
+        self.step = 0
+        self._batch: JointBatch | None = None
+        self._leaves: dict[str, Tensor] = {}
+        self._used: dict[str, bool] = {}
+        self._seeds = random.Random()
+
+    def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
+        """The loss of the joint batch; every rank calls it."""
+        batch = self._prepared(model, guide, args, kwargs)
+        weight = batch.weight(args, kwargs)
+        with torch.no_grad(), self._noise():
+            value = self.elbo.loss(batch.model, guide, *args, **kwargs)
+        total = torch.tensor([weight * value, weight], dtype=torch.float64, device=self._device())
+        self.ranks.add(total)
+        return (total[0] / total[1]).item()
+
+    def differentiable_loss(
+        self, model: Callable, guide: Callable, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """The loss of the joint batch, whose ``backward()`` gives its gradient on every rank."""
+        batch = self._prepared(model, guide, args, kwargs)
+        if self._leaves and self.step and self.step % self.check_every == 0:
+            self.ranks.check_same(self._leaves)
+        weight = batch.weight(args, kwargs)
+        with poutine.trace(param_only=True) as statements, self._noise():
+            loss = self.elbo.differentiable_loss(batch.model, guide, *args, **kwargs)
+        self.step += 1
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            value = torch.as_tensor(loss, device=self._device())
+            return self._reduced([value.reshape(1)], weight)[0][0]
+        return self._joint(loss, _leaves(model, guide, statements.trace), weight, guide)
+
+    def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
+        """The loss of the joint batch, its gradients added to the parameters'."""
+        loss = self.differentiable_loss(model, guide, *args, **kwargs)
+        value = loss.item()
+        if not math.isfinite(value):  # on all ranks
+            self.ranks.together(lambda: check_data(model, guide, args, kwargs))
+            warn_if_nan(loss.detach(), "loss")
+        if loss.requires_grad:
+            loss.backward()
+        return value
+
+    def _get_trace(self, model: Callable, guide: Callable, args: Any, kwargs: Any) -> Any:
+        return self.elbo._get_trace(model, guide, args, kwargs)
+
+    # The first step
+
+    def _prepared(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> JointBatch:
+        if self._batch is not None and self._batch.pair == (model, guide):
+            return self._batch
+
+        def look() -> Any:
+            with poutine.trace(param_only=True) as statements:
+                reading = read_batch(model, guide, args, kwargs)
+            self._leaves = _leaves(model, guide, statements.trace)
+            return reading, torch.randint(2**62, (), device="cpu").item()
+
+        found = self.ranks.gather(self.ranks.together(look))
+        batch = joint_batch(model, guide, [reading for reading, _ in found])
+        modules = [part for part in (model, guide) if isinstance(part, nn.Module)]
+        self.ranks.broadcast(self._leaves | _values_of(modules))
+        self._seeds = random.Random(found[0][1] + (0 if self.same_draws else self.ranks.number))
+        self._used, self._batch = {}, batch
+        return batch
+
+    @contextmanager
+    def _noise(self) -> Iterator[None]:
+        """Random numbers of this rank's own, or the same on all; the caller's stay as they were."""
+        device, seed = self._device(), self._seeds.getrandbits(62)
+        generators = [torch.default_generator]
+        if device.type == "cuda":
+            number = torch.cuda.current_device() if device.index is None else device.index
+            generators.append(torch.cuda.default_generators[number])
+        states = [generator.get_state() for generator in generators]
+        try:
+            for generator in generators:
+                generator.manual_seed(seed)
+            yield
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+
+    def _device(self) -> torch.device:
+        return next((leaf.device for leaf in self._leaves.values()), torch.device("cpu"))
+
+    # A step
+
+    def _joint(
+        self, loss: Tensor, leaves: dict[str, Tensor], weight: float, guide: Callable
+    ) -> Tensor:
+        self._leaves = leaves
+        found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        if list(self._used) != list(leaves):  # the first step, or more parameters since then
+            here = [gradient is not None for gradient in found]
+            used = [any(flags) for flags in zip(*self.ranks.gather(here), strict=True)]
+            self._used = dict(zip(leaves, used, strict=True))
+        trained = [leaf for name, leaf in leaves.items() if self._used[name]]
+        gradients = [
+            torch.zeros_like(leaf) if gradient is None else gradient
+            for name, leaf, gradient in zip(leaves, leaves.values(), found, strict=True)
+            if self._used[name]
+        ]
+        values = [loss.detach().reshape(1), *gradients]
+        noise = getattr(guide, "last_noise", None)  # by which IVON steadies its gradient
+        if noise is not None:
+            values.append(noise)
+        value, *gradients = self._reduced(values, weight)
+        if noise is not None:
+            guide.last_noise = gradients.pop()  # type: ignore[attr-defined]
+        return _WithGradients.apply(value[0], gradients, *trained)
+
+    def _reduced(self, values: list[Tensor], weight: float) -> list[Tensor]:
+        """sum_k weight_k values_k / sum_k weight_k, by one reduction."""
+        if self.ranks.size == 1:
+            return [value.detach() for value in values]
+        dtype = torch.float32
+        for value in values:
+            dtype = torch.promote_types(dtype, value.dtype)
+        parts = [value.detach().reshape(-1).to(dtype) for value in values]
+        parts.append(parts[0].new_ones(1))
+        flat = torch.cat(parts).mul_(weight)
+        self.ranks.add(flat)
+        flat /= flat[-1].clone()
+        pieces = flat[:-1].split([value.numel() for value in values])
+        return [p.view(v.shape).to(v.dtype) for p, v in zip(pieces, values, strict=True)]
+
+
+class _WithGradients(torch.autograd.Function):
+    """A value with gradients that are known."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradients: list[Tensor], *leaves: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple:  # type: ignore[override]
+        return None, None, *(upstream.to(gradient) * gradient for gradient in ctx.gradients)
+
+
+def _leaves(model: Callable, guide: Callable, trace: Any) -> dict[str, Tensor]:
+    """The parameters of a pair by name: of its modules, and of its ``pyro.param`` statements.
+
+    In statements a guide has a number if it is not the first of its class, which may not be the
+    same on all ranks.
+    """
+    named: list[tuple[str, Any]] = []
+    for role, module in (("model", model), ("guide", guide)):
+        if isinstance(module, nn.Module):
+            named += [(f"{role}.{name}", leaf) for name, leaf in module.named_parameters()]
+    named += [(name, site["value"].unconstrained()) for name, site in trace.nodes.items()]
+    leaves: dict[int, tuple[str, Tensor]] = {}
+    for name, leaf in named:
+        if leaf is not None and leaf.requires_grad and leaf.is_leaf:
+            leaves.setdefault(id(leaf), (name, leaf))
+    return dict(leaves.values())
+
+
+def _values_of(modules: Any) -> dict[str, Tensor]:
+    """Parameters and buffers of modules."""
+    return {
+        f"{number}.{name}": value
+        for number, module in enumerate(modules)
+        for name, value in chain(module.named_parameters(), module.named_buffers())
+    }

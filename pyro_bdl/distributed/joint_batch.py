@@ -1,0 +1,205 @@
+"""What the batches of several ranks are together: how many data, and by what each rank counts."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from pyro import poutine
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.subsample_messenger import _Subsample
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from pyro_bdl.curvature.fisher import check_scales, num_data
+from pyro_bdl.distributions.take_apart import without_wrappers
+from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.program.batch_norm import layers_called, uses_its_batch
+from pyro_bdl.program.subsampling import WholeData
+from pyro_bdl.program.trace import Run, record
+from pyro_bdl.program.wrappers import Handled
+from pyro_bdl.utils.module_state import preserved_buffers
+from pyro_bdl.utils.random_state import own_randomness
+
+
+class Reading(NamedTuple):
+    """What a rank's batch is to its program.
+
+    :param rows: B_k, how many data the batch has.
+    :param size: N, of how many data the program speaks; None where the batch is all of its data.
+    :param stated: N as the program's attribute ``num_data`` has it, if there is one.
+    :param local: a latent of each datum, if there is one.
+    :param factor: a factor statement, if there is one.
+    :param normalised: a layer that normalises by its batch, if there is one.
+    """
+
+    rows: int
+    size: int | None
+    stated: int | None
+    local: str | None
+    factor: str | None
+    normalised: str | None
+
+
+def read_batch(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Reading:
+    """Run a pair once, which leaves no trace in it, and see what the batch is to it.
+
+    :raises ValueError: where observed sites take different numbers of rows.
+    :raises UnsupportedProgramError: where a plate picks rows at random.
+    """
+    seen = _Statements(args, kwargs)
+    with (
+        poutine.block(hide_types=["sample"]),
+        torch.no_grad(),
+        preserved_buffers(),
+        own_randomness(),
+        layers_called(uses_its_batch) as layers,
+    ):
+        q = record(guide, {}, args, kwargs)
+        values = {name: site.value for name, site in q.latents.items()} | q.subsamples
+        p = record(Handled(model, seen), values, args, kwargs)
+    rows, size = _rows(p)
+    stated = getattr(model, "num_data", None)
+    stated = stated if isinstance(stated, int) else None
+    factor = next(iter(p.factors), None)
+    normalised = next((type(layer).__name__ for layer in layers), None)
+    return Reading(rows, size, stated, seen.local(), factor, normalised)
+
+
+def _rows(run: Run) -> tuple[int, int | None]:
+    """B_k and N of a run, N None where nothing is scaled up."""
+    sites = {name: site for name, site in run.observed.items() if site.value is not None}
+    if not sites and not run.factors:
+        raise ValueError(
+            "the program has no observed site: pass the targets to the step, so that a sample "
+            "statement gets obs=..."
+        )
+    check_scales(sites)
+    scaled = {name: site for name, site in sites.items() if site.subsampling != 1}
+    if not scaled:
+        return max(map(num_data, sites.values()), default=1), None
+    first, *others = scaled
+    rows, size = num_data(scaled[first]), round(num_data(scaled[first]) * scaled[first].subsampling)
+    for name in others:
+        if num_data(scaled[name]) != rows:
+            raise ValueError(
+                f"the observed sites '{first}' and '{name}' have {rows} and "
+                f"{num_data(scaled[name])} rows of larger data, and ranks cannot count by both: "
+                "train the program in one process"
+            )
+    return rows, size
+
+
+class _Statements(WholeData):
+    """Refuses plates that pick rows at random, and keeps in which plates the sites stand."""
+
+    def __init__(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        super().__init__(
+            args, kwargs, advice="pass each rank its rows as arguments, and N as num_data"
+        )
+        self.latents: dict[str, set[str]] = {}
+        self.leading: set[str] = set()
+
+    def _postprocess_message(self, msg: Any) -> None:
+        if msg["type"] != "sample" or isinstance(msg["fn"], _Subsample):
+            return
+        frames = [frame for frame in msg["cond_indep_stack"] if frame.vectorized]
+        if not msg["is_observed"]:
+            self.latents[msg["name"]] = {frame.name for frame in frames}
+        elif frames:
+            self.leading.add(min(frames, key=lambda frame: frame.dim).name)
+
+    def local(self) -> str | None:
+        """A latent that stands in the plate of the data."""
+        return next((name for name, plates in self.latents.items() if plates & self.leading), None)
+
+
+class JointBatch:
+    """How a pair's loss L_k on the batch of rank k counts in that of the joint batch,
+    sum_k weight_k L_k / sum_k weight_k: by its B_k rows where the program scales them up to N.
+
+    :param pair: the program and its guide.
+    :param model: the program to run in its place.
+    :param scaled: whether the program scales the batch up to N data by itself.
+    """
+
+    def __init__(self, pair: tuple[Callable, Callable], model: Callable, scaled: bool) -> None:
+        self.pair, self.model, self.scaled = pair, model, scaled
+        self._rows: dict[Any, int] = {}
+
+    def weight(self, args: tuple, kwargs: dict) -> float:
+        """Of this rank's loss in the mean over the ranks; the program runs once more for
+        arguments of new shapes."""
+        if not self.scaled:
+            return 1.0
+        key = tuple(_kind(leaf) for leaf in tree_leaves((args, kwargs)))
+        if key not in self._rows:
+            self._rows[key] = read_batch(*self.pair, args, kwargs).rows
+        return float(self._rows[key])
+
+
+def _kind(leaf: Any) -> Any:
+    return leaf.shape if isinstance(leaf, Tensor) else leaf if isinstance(leaf, int) else None
+
+
+def joint_batch(model: Callable, guide: Callable, ranks: Sequence[Reading]) -> JointBatch:
+    """How to count the ranks' losses.
+
+    :param ranks: what each rank read.
+    :raises ValueError: where ranks disagree on N, or have more rows than that.
+    :raises UnsupportedProgramError: for layers, latents and factors whose part in the joint batch
+        is not known.
+    """
+    pair, first = (model, guide), ranks[0]
+    if len(ranks) == 1:
+        return JointBatch(pair, model, False)
+    for number, other in enumerate(ranks):
+        if other.size != first.size:
+            raise ValueError(
+                f"the program speaks of {_data(other)} on rank {number} and of {_data(first)} on "
+                "rank 0: give it the number of all data, those of all ranks together (num_data)"
+            )
+    if first.normalised is not None:
+        raise UnsupportedProgramError(
+            f"a {first.normalised} layer in training mode normalises by the batch of its rank, not "
+            "by the joint batch: put it into evaluation mode (module.eval()), or use LayerNorm or "
+            "GroupNorm"
+        )
+    rows = sum(reading.rows for reading in ranks)
+    size = first.stated if first.size is None else first.size
+    if size is not None and rows > size:
+        raise ValueError(
+            f"the batches of the ranks have {rows} rows together, and the program speaks of {size} "
+            "data: give each rank its own rows, and the program the number of all data (num_data)"
+        )
+    if first.size is not None:
+        return JointBatch(pair, model, True)
+    if first.local is not None:
+        raise UnsupportedProgramError(
+            f"the latent '{first.local}' stands in the plate of the data, which has another batch "
+            "on every rank: give the plate the size of all data, and the indices of the batch"
+        )
+    if first.factor is not None:
+        raise UnsupportedProgramError(
+            f"the factor '{first.factor}' may be about the data of a rank or about none: let the "
+            "program scale its data up to all of them (num_data), where a factor counts once"
+        )
+    return JointBatch(pair, Handled(model, _StandForAll(len(ranks))), False)
+
+
+def _data(reading: Reading) -> str:
+    return "its batch alone" if reading.size is None else f"{reading.size} data"
+
+
+class _StandForAll(Messenger):
+    """The observations of a batch count K times, for those of K ranks: the mean of the ranks'
+    bounds is then sum_k log p(y_k | w) - KL."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.ranks = ranks
+
+    def _process_message(self, msg: Any) -> None:
+        if msg["type"] != "sample" or not msg["is_observed"] or msg["infer"].get("_deterministic"):
+            return
+        if msg["cond_indep_stack"] or without_wrappers(msg["fn"])[0].batch_shape:
+            msg["scale"] = msg["scale"] * self.ranks  # not one number, the same on all ranks

@@ -1,0 +1,97 @@
+"""Copies of distributions, without validation or with their tensors elsewhere; an improper one."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution
+
+
+def without_validation(distribution: Distribution) -> Distribution:
+    """The distribution if it never validates, or else a copy of it that does not.
+
+    ``vmap`` and ``make_fx`` forbid such checks, and they cost more than the densities.
+    """
+    state = distribution.__dict__
+    if _CHECKED in state:
+        return distribution
+    changes: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, Distribution):
+            part = without_validation(value)
+            if part is not value:
+                changes[key] = part
+    if state.get("_validate_args") is not False:
+        changes["_validate_args"] = False
+    if not changes:
+        return distribution
+    result = _changed(distribution, changes)
+    result.__dict__[_CHECKED] = True
+    return result
+
+
+_CHECKED = "_pyro_bdl_unvalidated"  # marks copies of ours, which need no second look
+
+
+def moved_like(distribution: Distribution, like: Tensor) -> Distribution:
+    """The distribution with tensors of the device and floating dtype of ``like``; a copy where
+    they differ."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            dtype = like.dtype if value.is_floating_point() else value.dtype
+            return value.to(like.device, dtype, non_blocking=like.is_cuda)  # no wait for the GPU
+        if isinstance(value, Distribution):
+            return moved_like(value, like)
+        if isinstance(value, list | tuple) and any(isinstance(v, Tensor) for v in value):
+            return type(value)(moved(v) for v in value)
+        return value
+
+    state = distribution.__dict__
+    changes = {key: new for key, value in state.items() if (new := moved(value)) is not value}
+    return _changed(distribution, changes) if changes else distribution
+
+
+def on_device_of(distribution: Distribution, value: Any) -> Distribution:
+    """The distribution with its tensors on the device of a value; a copy where they are not."""
+    if not isinstance(value, Tensor):
+        return distribution
+    with torch._C.DisableTorchFunction():  # no use of the value that trackers should see
+        device = value.device
+    if device.type == "cpu":
+        return distribution  # as nearly always
+    like = _first_tensor(distribution)
+    if like is None or like.device == device:
+        return distribution
+    return moved_like(distribution, like.new_empty(0, device=device))
+
+
+def placeholder(distribution: Distribution) -> Tensor:
+    """Zeros of the shape, dtype and device of a draw."""
+    like = _first_tensor(distribution)
+    if like is None:
+        like = torch.zeros((), device="cpu")
+    dtype = torch.long if _holds_categories(distribution) else like.dtype
+    return like.new_zeros(distribution.shape(), dtype=dtype)  # type: ignore[attr-defined]
+
+
+def _changed(distribution: Distribution, changes: dict[str, Any]) -> Distribution:
+    result = object.__new__(type(distribution))
+    result.__dict__.update(distribution.__dict__)
+    result.__dict__.update(changes)
+    return result
+
+
+def _first_tensor(distribution: Distribution) -> Tensor | None:
+    for value in distribution.__dict__.values():
+        if isinstance(value, Distribution):
+            value = _first_tensor(value)
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value
+    return None
+
+
+def _holds_categories(distribution: Distribution) -> bool:
+    while hasattr(distribution, "base_dist"):
+        distribution = distribution.base_dist
+    return isinstance(distribution, torch.distributions.Categorical)

@@ -1,0 +1,243 @@
+"""The noises of dropout: laws of a random factor eps with E[eps] = 1 and variance p / (1 - p).
+
+All are named by the rate p of the Bernoulli noise of the same variance, so that a Gaussian noise
+of variance alpha has p = alpha / (1 + alpha) (Srivastava et al. 2014, section 10).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, ClassVar
+
+import torch
+from pyro.distributions import TorchDistribution, constraints
+from torch import Tensor
+from torch.distributions import Independent, Normal, register_kl
+
+from pyro_bdl.distributions.log_uniform import LogUniform
+
+Temperature = float | Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class Annealed:
+    """The temperature start * (stop / start)^(step / steps), then ``stop``."""
+
+    start: float = 1.0
+    stop: float = 0.1
+    steps: int = 1000
+
+    def __post_init__(self) -> None:
+        if not (self.start > 0 and self.stop > 0 and self.steps >= 1):
+            raise ValueError(f"temperatures must be positive and steps at least 1, got {self}")
+
+    def __call__(self, step: int) -> float:
+        return self.start * (self.stop / self.start) ** min(step / self.steps, 1.0)
+
+
+def checked_rate(p: Any, where: str) -> float:
+    """
+    :raises TypeError: for a rate that is no number.
+    :raises ValueError: for one that does not lie between 0 and 1.
+    """
+    if not isinstance(p, Real) and not (isinstance(p, Tensor) and p.dim() == 0):
+        raise TypeError(f"{where} must be a number between 0 and 1, got {p!r}")
+    rate = float(p)
+    if not 0 < rate < 1:
+        raise ValueError(f"{where} must lie between 0 and 1, both excluded, got {p!r}")
+    return rate
+
+
+def variance(p: Tensor) -> Tensor:
+    """Var[eps] = p / (1 - p)."""
+    return p / (1.0 - p)
+
+
+class Noise:
+    """Base of the laws. ``p`` is a tensor (K,) of rates, one for each factor."""
+
+    def sample(self, p: Tensor, num_samples: int) -> Tensor:
+        """Independent factors (num_samples, K)."""
+        raise NotImplementedError
+
+    def rsample(self, p: Tensor, num_samples: int, step: int) -> Tensor:
+        """The same, differentiable in p; ``step`` counts the steps of the training."""
+        raise NotImplementedError
+
+    def entropy(self, p: Tensor) -> Tensor:
+        """Entropy of each factor's law, as far as it depends on p, (K,) in nats."""
+        raise NotImplementedError
+
+    def quantile(self, levels: Tensor, p: Tensor) -> Tensor:
+        """Quantiles of eps at ``levels``, broadcast with p."""
+        raise NotImplementedError
+
+
+class BernoulliNoise(Noise):
+    """eps = 0 with probability p, else 1 / (1 - p): what ``torch.nn.Dropout`` multiplies with.
+
+    A learned rate is trained through the concrete relaxation z / (1 - p) of eps, with
+    z = sigmoid((log (1 - p) / p + log u / (1 - u)) / T) for a uniform u (Gal, Hron & Kendall 2017,
+    section 3.2; Maddison et al. 2017). Draws without gradients are exact.
+
+    :param temperature: T, a number or a schedule ``step -> T``.
+    :raises TypeError: for a temperature that is neither.
+    :raises ValueError: for one that is not positive.
+    """
+
+    def __init__(self, temperature: Temperature | None = None) -> None:
+        if isinstance(temperature, Real) and not temperature > 0:
+            raise ValueError(f"temperature must be positive, got {temperature}")
+        if not isinstance(temperature, Real | None) and not callable(temperature):
+            raise TypeError(
+                f"temperature must be a number or a schedule step -> number, got {temperature!r}"
+            )
+        self.temperature = Annealed() if temperature is None else temperature
+
+    def sample(self, p: Tensor, num_samples: int) -> Tensor:
+        uniform = torch.rand(num_samples, len(p), dtype=p.dtype, device=p.device)
+        return (uniform >= p) / (1.0 - p)
+
+    def rsample(self, p: Tensor, num_samples: int, step: int) -> Tensor:
+        kept = self.temperature
+        temperature = kept(step) if callable(kept) else kept
+        uniform = torch.rand(num_samples, len(p), dtype=p.dtype, device=p.device)
+        tiny = torch.finfo(p.dtype).eps
+        odds = torch.logit(1.0 - p, eps=tiny) + torch.logit(uniform, eps=tiny)
+        return torch.sigmoid(odds / temperature) / (1.0 - p)
+
+    def entropy(self, p: Tensor) -> Tensor:
+        return -(torch.xlogy(p, p) + torch.xlogy(1.0 - p, 1.0 - p))
+
+    def quantile(self, levels: Tensor, p: Tensor) -> Tensor:
+        return (levels > p) / (1.0 - p)
+
+
+class GaussianNoise(Noise):
+    """eps ~ Normal(1, alpha) with alpha = p / (1 - p) (Kingma, Salimans & Welling 2015).
+
+    Learned rates have the entropies of eps in the bound, under the program's own prior. The prior
+    of variational dropout is ``priors.LogUniform``: the bound then holds the density of w too, and
+    its KL is a function of alpha alone, ``log_uniform_kl`` for each weight. That prior is improper:
+    no posterior of the weights exists under it, and what training maximises is no bound of a
+    marginal likelihood (Hron, Matthews & Ghahramani 2018, section 3).
+    """
+
+    def sample(self, p: Tensor, num_samples: int) -> Tensor:
+        normal = torch.randn(num_samples, len(p), dtype=p.dtype, device=p.device)
+        return 1.0 + variance(p).sqrt() * normal
+
+    def rsample(self, p: Tensor, num_samples: int, step: int) -> Tensor:
+        return self.sample(p, num_samples)
+
+    def entropy(self, p: Tensor) -> Tensor:
+        return 0.5 * (math.log(2 * math.pi * math.e) + variance(p).log())
+
+    def quantile(self, levels: Tensor, p: Tensor) -> Tensor:
+        return 1.0 + variance(p).sqrt() * torch.special.ndtri(levels)
+
+
+def log_uniform_kl(alpha: Tensor) -> Tensor:
+    """KL of w ~ Normal(m, alpha m^2) from the improper prior p(log |w|) constant, in nats for each
+    weight, 0 as alpha grows: the approximation of Molchanov, Ashukha & Vetrov (2017), eq. 14."""
+    k1, k2, k3 = _K
+    return k1 - k1 * torch.sigmoid(k2 + k3 * alpha.log()) + 0.5 * torch.log1p(1.0 / alpha)
+
+
+_K = (0.63576, 1.87320, 1.48695)
+# E[log q - log p] for the density 1 / |w| is the KL less its value for a narrow q, which is exact
+_OFFSET = _K[0] + 0.5 * math.log(2 * math.pi * math.e)
+
+
+def scale_free_kl(p: Tensor, count: int) -> Tensor:
+    """E_q[log q(w) - log 1 / |w|], a scalar, for ``count`` weights of the rate p."""
+    return count * (log_uniform_kl(variance(p)) - _OFFSET)
+
+
+class NoisyWeight(TorchDistribution):
+    """w = m * eps[index], with mean m and one factor eps for all entries of the same index.
+
+    It has no density for m: ``log_prob`` is minus the entropy of the factors where their rate is
+    learned, and zero where it is not. With a log-uniform prior it is the expected log density of
+    weights that are independent of each other.
+
+    :param loc: m, of any shape.
+    :param index: the number of each entry's factor, of the shape of m.
+    :param p: the rate, a scalar.
+    :param count: how many factors.
+    :param noise: their law.
+    :param step: None for a fixed rate, else the step of the training.
+    :param scale_free: whether the prior is log-uniform.
+    """
+
+    arg_constraints: ClassVar[dict[str, Any]] = {}
+    has_rsample = True
+
+    def __init__(
+        self,
+        loc: Tensor,
+        index: Tensor,
+        p: Tensor,
+        count: int,
+        noise: Noise,
+        step: int | None,
+        scale_free: bool = False,
+    ) -> None:
+        self.loc, self.index, self.p, self.count = loc, index, p, count
+        self.noise, self.step, self.scale_free = noise, step, scale_free
+        super().__init__(torch.Size(), loc.shape, validate_args=False)
+
+    @property
+    def support(self) -> Any:
+        return constraints.independent(constraints.real, len(self.event_shape))
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        shape = torch.Size(sample_shape)
+        factors = draw(self.noise, self.p.expand(self.count), shape.numel(), self.step)
+        return (self.loc * factors[:, self.index]).reshape(shape + self.event_shape)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        batch = value.shape[: value.dim() - len(self.event_shape)]
+        return -self.entropy().expand(batch)
+
+    def entropy(self) -> Tensor:
+        if self.scale_free:
+            return self.loc.numel() * self.noise.entropy(self.p) + self.loc.abs().log().sum()
+        if self.step is None:
+            return torch.zeros_like(self.p)
+        return self.count * self.noise.entropy(self.p)
+
+    def as_normal(self) -> Normal | None:
+        """Normal(m, alpha m^2) for Gaussian factors, one for each weight; None for all others."""
+        if not isinstance(self.noise, GaussianNoise) or self.count < self.loc.numel():
+            return None
+        deviation = variance(self.p).sqrt() * self.loc.abs()
+        return Normal(self.loc, deviation, validate_args=False)
+
+    @property
+    def mean(self) -> Tensor:
+        return self.loc
+
+    @property
+    def variance(self) -> Tensor:
+        return variance(self.p) * self.loc.square()
+
+
+def draw(noise: Noise, p: Tensor, num_samples: int, step: int | None) -> Tensor:
+    """Factors (num_samples, K): relaxed where the rate is learned and a gradient is wanted."""
+    if step is None or not torch.is_grad_enabled():
+        return noise.sample(p, num_samples)
+    return noise.rsample(p, num_samples, step)
+
+
+@register_kl(NoisyWeight, Independent)
+def _kl_noisy_normal(q: NoisyWeight, p: Independent) -> Tensor:
+    """-H(eps) - E_q[log p(w)] for independent Normals p, or log-uniform ones."""
+    base = p.base_dist
+    if isinstance(base, LogUniform) and q.scale_free:
+        return scale_free_kl(q.p, q.loc.numel())
+    if not isinstance(base, Normal) or p.batch_shape:
+        raise NotImplementedError
+    distance = (q.variance + (q.loc - base.loc).square()) / (2.0 * base.scale.square())
+    return (distance + base.scale.log() + 0.5 * math.log(2 * math.pi)).sum() - q.entropy()

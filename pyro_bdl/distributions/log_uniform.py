@@ -1,0 +1,31 @@
+"""The improper log-uniform density."""
+
+from typing import Any, ClassVar
+
+from pyro.distributions import TorchDistribution, constraints
+from torch import Tensor
+
+
+class LogUniform(TorchDistribution):
+    """The improper density 1 / |w|, uniform in log |w|; it cannot be sampled.
+
+    :param like: a tensor of the batch shape, of whose dtype and device it is.
+    """
+
+    arg_constraints: ClassVar[dict[str, Any]] = {}
+    support = constraints.real
+
+    def __init__(self, like: Tensor) -> None:
+        self.like = like
+        super().__init__(like.shape, validate_args=False)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> "LogUniform":
+        return LogUniform(self.like.expand(batch_shape))
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        return -value.abs().log()
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        raise NotImplementedError(
+            "a log-uniform prior is improper and cannot be sampled: give the latent a value"
+        )

@@ -1,0 +1,321 @@
+"""The compiled ELBO: the program is traced once, with its gradient, and then its graph is run."""
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import torch
+from pyro.infer import ELBO
+from pyro.poutine.runtime import _PYRO_STACK
+from torch import Tensor
+
+from pyro_bdl.elbo.graph import Graph, Pair, agree, size_of
+from pyro_bdl.elbo.tempered import (
+    Temperature,
+    TemperedTrace_ELBO,
+    TemperedTraceMeanField_ELBO,
+    _questioned,
+    check_data,
+)
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.estimators.per_datum import active
+from pyro_bdl.tracing.arguments import Given, read
+from pyro_bdl.tracing.backends import BACKENDS
+from pyro_bdl.tracing.step import Outcome
+from pyro_bdl.tracing.trace import NotTraceable
+from pyro_bdl.utils.memory import keep_freed_blocks
+from pyro_bdl.utils.side_effects import rehearsal
+from pyro_bdl.utils.validation import check_temperature
+
+# More shapes of the arguments, or changes of the program, than so many run uncompiled.
+MOST_GRAPHS = 8
+
+
+class CompiledELBO(ELBO):
+    """-L(eta) of ``TemperedTraceMeanField_ELBO``, and its gradient, as a graph that is traced once.
+
+    A drop-in replacement in ``pyro.infer.SVI`` and in torch's loops, with the same random numbers
+    and the same attributes after a step (``expected_log_likelihood``, ``kl``, ``temperature``,
+    ``step``), whose losses agree with it up to rounding. The first step of a shape runs the
+    program, which checks it and traces it (``make_fx``); the second one runs both, and compares;
+    from then on the graph alone is run, which spares Python, Pyro and autograd. Temperature,
+    arguments, parameters and random numbers, indices of subsampled plates among them, are new in
+    each run. It is traced anew for other shapes, dtypes and devices of the arguments, other
+    arguments that are no tensors, and where attributes of modules change (modes, numbers, tensors
+    that are replaced). It does not see other changes: of Python variables that the program closes
+    over.
+
+    What is no graph goes on uncompiled, with a warning that says why: control flow or shapes that
+    depend on numbers of tensors, noise from elsewhere than torch, side effects in Python. So does,
+    without one, what runs under ``torch.autocast`` or without gradients, as ``loss`` does.
+
+    :param temperature: as for ``TemperedTraceMeanField_ELBO``, as are ``num_particles`` and the
+        ``options``.
+    :param bound: the ELBO to compile: that class, or ``TemperedTrace_ELBO``.
+    :param backend: "eager" runs the graph's operators one by one, "inductor" as kernels that it
+        compiles: faster still, after seconds to a minute for each shape, with a C++ compiler (on
+        the CPU) or Triton.
+    :param options: of the bound: ``cold_temperature``, ``estimator``, ``sticking_the_landing``.
+    :raises ValueError: for an unknown backend, and what the bound refuses.
+    :raises TypeError: for another kind of bound.
+    """
+
+    def __init__(
+        self,
+        temperature: Temperature = 1.0,
+        num_particles: int = 1,
+        *,
+        bound: type[TemperedTrace_ELBO] = TemperedTraceMeanField_ELBO,
+        backend: str = "eager",
+        **options: Any,
+    ) -> None:
+        if bound not in (TemperedTrace_ELBO, TemperedTraceMeanField_ELBO):
+            raise TypeError(
+                "bound must be TemperedTraceMeanField_ELBO or TemperedTrace_ELBO, got "
+                f"{getattr(bound, '__name__', bound)}: use that one uncompiled"
+            )
+        if backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+        self.bound = bound(temperature, num_particles, **options)
+        super().__init__(num_particles=num_particles)
+        self.backend = backend
+        self.num_traces = 0  # how often the program was traced
+        self.num_replays = 0  # how many steps ran a graph alone
+        self._graphs: dict[tuple, Graph] = {}
+        self._eta: tuple[float, Tensor] | None = None
+        self._said: set[str] = set()
+
+    # What the bound says of the last step
+
+    @property
+    def step(self) -> int:
+        """The number of steps taken, where the temperature's schedule is."""
+        return self.bound.step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self.bound.step = value
+
+    @property
+    def num_particles(self) -> int:
+        """Draws per step."""
+        return self.bound.num_particles
+
+    @num_particles.setter
+    def num_particles(self, value: int) -> None:
+        self.bound.num_particles = value
+
+    @property
+    def temperature(self) -> float:
+        """That of the last step."""
+        return self.bound.temperature
+
+    @property
+    def kl(self) -> Tensor | None:
+        """KL(q || p) of the last step in nats, a detached scalar."""
+        return self.bound.kl
+
+    @property
+    def expected_log_likelihood(self) -> Tensor | None:
+        """E_q[log p(y | w)] of the last step in nats, a detached scalar."""
+        return self.bound.expected_log_likelihood
+
+    # The loss
+
+    def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
+        """-L(eta) at the present step's temperature, uncompiled; the step counter stays."""
+        return self.bound.loss(model, guide, *args, **kwargs)
+
+    def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
+        """-L(eta), its gradients added to the parameters'."""
+        pair = Pair(model, guide, args, kwargs)
+        outcome = self._take(pair)
+        loss = outcome if isinstance(outcome, Tensor) else outcome.results[0]
+        value = _questioned(loss.item(), model, guide, args, kwargs)
+        if not isinstance(outcome, Tensor):
+            if outcome.add_gradients():
+                return value
+            loss = outcome.differentiable()
+        if loss.requires_grad:
+            loss.backward(retain_graph=self.retain_graph)
+        return value
+
+    def differentiable_loss(
+        self, model: Callable, guide: Callable, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """-L(eta) as a tensor to differentiate once; counts as one step of the schedule."""
+        outcome = self._take(Pair(model, guide, args, kwargs))
+        return outcome if isinstance(outcome, Tensor) else outcome.differentiable()
+
+    def _take(self, pair: Pair) -> Tensor | Outcome:
+        """Take a step: the bound's loss, or what a graph gave."""
+        if not torch.is_grad_enabled() or _is_transformed():
+            return self._plain(pair)
+        try:
+            given = read(pair.args, pair.kwargs)
+        except NotTraceable as error:
+            self._warn(str(error))
+            return self._plain(pair)
+        key = (
+            pair.model, pair.guide, getattr(pair.model, "training", None),
+            getattr(pair.guide, "training", None), given.kind, active(),
+            self.num_particles, self.bound.estimator, getattr(pair.guide, "keeps_noise", False),
+        )  # fmt: skip
+        graph = self._graphs.get(key)
+        if graph is None:
+            if not self._make_room(pair):
+                return self._plain(pair)
+            graph = self._graphs[key] = Graph()
+        if graph.step is None:
+            loss = self._plain(pair)
+            if graph.refused is None:
+                self._trace(graph, pair, given)
+            return loss
+        change = graph.guards.broken()
+        if change is not None:
+            loss = self._plain(pair)
+            self._trace_again(graph, pair, given, change)
+            return loss
+        if not graph.is_checked:
+            return self._compare(graph, pair, given)
+        return self._replay(graph, pair, given)
+
+    def _plain(self, pair: Pair) -> Tensor:
+        return self.bound.differentiable_loss(pair.model, pair.guide, *pair.args, **pair.kwargs)
+
+    def _replay(self, graph: Graph, pair: Pair, given: Given) -> Outcome:
+        bound, step = self.bound, graph.step
+        assert step is not None
+        temperature = check_temperature(bound.schedule(bound.step))
+        arguments = (*given.tensors, self._as_tensor(temperature))
+        try:
+            outcome = step(arguments)
+        except RuntimeError:
+            with contextlib.suppress(RuntimeError):
+                check_data(pair.model, pair.guide, pair.args, pair.kwargs)
+            raise
+        bound.temperature = temperature
+        _, bound.expected_log_likelihood, bound.kl, *noise = outcome.results
+        if graph.keeps_noise:
+            pair.guide.last_noise = noise[0] if noise else None
+        if _PYRO_STACK:
+            with torch.no_grad():
+                for name in graph.guards.parameters:
+                    pyro.param(name)  # by which SVI finds what to optimise
+        bound.step += 1
+        self.num_replays += 1
+        return outcome
+
+    def _as_tensor(self, temperature: float) -> Tensor:
+        """A scalar of the dtype of the KL: of float64 it would make the loss one."""
+        assert self.kl is not None
+        if self._eta is None or self._eta[0] != temperature or self._eta[1].dtype != self.kl.dtype:
+            value = torch.tensor(temperature, dtype=self.kl.dtype, device="cpu")
+            self._eta = temperature, value
+        return self._eta[1]
+
+    # Graphs
+
+    def _make_room(self, pair: Pair) -> bool:
+        """Whether there may be one graph more: those of other programs and guides are dropped."""
+        if len(self._graphs) < MOST_GRAPHS:
+            return True
+        others = [key for key in self._graphs if key[:2] != (pair.model, pair.guide)]
+        if others:
+            del self._graphs[others[0]]
+            return True
+        self._warn(
+            f"its arguments come in more than {MOST_GRAPHS} shapes or with more than {MOST_GRAPHS} "
+            "values of what is no tensor; the first ones stay compiled: pad the arguments, pass "
+            "numbers as tensors"
+        )
+        return False
+
+    def _trace(self, graph: Graph, pair: Pair, given: Given) -> None:
+        self.num_traces += 1
+        keep_freed_blocks()  # a graph frees all that it made at its end, and asks for it again
+        try:
+            graph.make(self.bound, self.backend, pair, given, self._as_tensor(self.temperature))
+        except NotTraceable as error:
+            graph.refuse(str(error))
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [""]
+            graph.refuse(f"tracing it failed ({type(error).__name__}: {lines[0]})")
+        if graph.refused is not None:
+            self._warn(graph.refused)
+
+    def _trace_again(self, graph: Graph, pair: Pair, given: Given, change: str) -> None:
+        graph.changes += 1
+        if graph.changes < MOST_GRAPHS:
+            self._trace(graph, pair, given)
+            return
+        graph.refuse(
+            f"{change} was changed between steps, as something was {MOST_GRAPHS} times by now, and "
+            "each change asks for a new trace"
+        )
+        self._warn(str(graph.refused))
+
+    def _compare(self, graph: Graph, pair: Pair, given: Given) -> Tensor:
+        """A step of the bound, and what the graph says of it."""
+        step, bound = graph.step, self.bound
+        assert step is not None
+        temperature = check_temperature(bound.schedule(bound.step))
+        arguments = (*given.tensors, self._as_tensor(temperature))
+        try:
+            with rehearsal(pair.modules(), step.written):
+                outcome = step(arguments)
+                written = [tensor.clone() for tensor in step.written]
+        except Exception as error:
+            graph.refuse(f"its graph cannot be run ({type(error).__name__}: {error})")
+            self._warn(str(graph.refused))
+            return self._plain(pair)
+        loss = self._plain(pair)
+        if not loss.isfinite():
+            return loss  # nothing can be said; the next step will
+        gradients = torch.autograd.grad(
+            loss, outcome.leaves(), retain_graph=True, allow_unused=True
+        )
+        assert self.kl is not None and self.expected_log_likelihood is not None
+        size = self.expected_log_likelihood.abs() + temperature * self.kl.abs()
+        pairs = [(outcome.results[0], loss.detach(), size)]
+        pairs += [
+            (ours, theirs, size_of(theirs)) if theirs is not None else (ours, ours, ours)
+            for ours, theirs in zip(outcome.gradients, gradients, strict=True)
+        ]
+        pairs += [(a, b, size_of(b)) for a, b in zip(written, step.written, strict=True)]
+        graph.is_checked = all(agree(*three) for three in pairs)
+        if not graph.is_checked:
+            graph.refuse(
+                f"its graph gives a loss of {outcome.results[0]:.6g} and the program itself "
+                f"{loss.detach():.6g}, or another gradient: it computes with something else than "
+                "tensors, such as numpy's or Python's random numbers or a counter"
+            )
+            self._warn(str(graph.refused))
+        return loss
+
+    def _warn(self, reason: str) -> None:
+        if reason not in self._said:
+            self._said.add(reason)
+            warnings.warn(
+                f"CompiledELBO runs the program uncompiled, since {reason}",
+                BdlWarning,
+                stacklevel=6,
+            )
+
+    def _get_trace(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Any:
+        return self.bound._get_trace(model, guide, args, kwargs)  # Pyro's base class asks for it
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies begin without graphs."""
+        return self.__dict__ | {"_graphs": {}}
+
+
+def _is_transformed() -> bool:
+    """Whether something else than plain tensors is computed with: autocast, vmap, a trace."""
+    return (
+        torch._C._is_any_autocast_enabled()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0
+    )

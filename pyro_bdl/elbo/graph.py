@@ -1,0 +1,101 @@
+"""The graph of a program and a guide under a bound."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pyro
+import torch
+from pyro import poutine
+from torch import Tensor, nn
+
+from pyro_bdl.guides.base import Guide
+from pyro_bdl.tracing.arguments import Given
+from pyro_bdl.tracing.guards import Called, Guards
+from pyro_bdl.tracing.step import Step, trace_step
+from pyro_bdl.tracing.trace import NotTraceable
+from pyro_bdl.utils.side_effects import rehearsal
+
+if TYPE_CHECKING:
+    from pyro_bdl.elbo.tempered import TemperedTrace_ELBO
+
+
+@dataclass
+class Pair:
+    """A call: the program, the guide, and their arguments."""
+
+    model: Callable
+    guide: Any
+    args: tuple
+    kwargs: dict[str, Any]
+
+    def modules(self) -> list[nn.Module]:
+        return [part for part in (self.model, self.guide) if isinstance(part, nn.Module)]
+
+
+class Graph:
+    """The graph of a pair for one kind of arguments, or why there is none.
+
+    ``is_checked`` tells that it gave what the program gives, at a step after that of the trace.
+    """
+
+    step: Step | None = None
+    guards: Guards
+    refused: str | None = None
+    is_checked = False
+    keeps_noise = False
+    changes = 0
+
+    def refuse(self, reason: str) -> None:
+        self.step, self.refused = None, reason
+
+    def make(
+        self,
+        bound: "TemperedTrace_ELBO",
+        backend: str,
+        pair: Pair,
+        given: Given,
+        temperature: Tensor,
+    ) -> None:
+        """:raises NotTraceable: where the program is no graph."""
+        self.step, self.is_checked = None, False
+        guide = pair.guide
+        self.keeps_noise = isinstance(guide, Guide) and guide.keeps_noise
+        before = guide.last_noise if self.keeps_noise else None
+        if isinstance(guide, Guide):
+            guide.require_layout().kept = None  # the graph is to see what it was made from
+
+        def loss(*tensors: Tensor) -> tuple[Tensor, ...]:
+            args, kwargs = given.rebuild(tensors[:-1])
+            with pyro.validation_enabled(False):
+                likelihood, kl, disorder = bound.terms(pair.model, guide, args, kwargs)
+            noise = guide.last_noise if self.keeps_noise else None
+            value = bound.negative_bound(likelihood, kl, disorder, tensors[-1])
+            return value, likelihood, kl, *([] if noise is None else [noise])
+
+        called = Called(pair.modules())
+        statements = poutine.trace(param_only=True)
+        with rehearsal(pair.modules()), called, poutine.block(), statements:
+            step = trace_step(loss, [*given.tensors, temperature], backend)
+        if self.keeps_noise:
+            guide.last_noise = before
+        change = called.change()
+        if change is not None:
+            raise NotTraceable(f"a run changes the attribute '{change.key}' of {change.kind}")
+        stored = pyro.get_param_store()._params
+        parameters = {name: stored[name] for name in statements.trace.nodes if name in stored}
+        self.guards = Guards(called.before, parameters, step.parameters, step.constants)
+        self.step = step
+
+
+def size_of(tensor: Tensor) -> Tensor:
+    """A norm, to which errors are compared."""
+    return tensor.norm() if tensor.is_floating_point() else tensor.new_zeros(())
+
+
+def agree(a: Tensor, b: Tensor, size: Tensor) -> bool:
+    """Whether two tensors agree in half of their digits, relative to a size."""
+    if not b.is_floating_point():
+        return torch.equal(a, b)
+    error = (a - b).norm()
+    return bool(error <= torch.finfo(b.dtype).eps ** 0.5 * size)

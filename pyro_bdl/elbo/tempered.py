@@ -1,0 +1,351 @@
+"""Tempered evidence lower bounds for ``pyro.infer.SVI`` and for torch's optimisers.
+
+L(eta) = E_q[log p(y | w)] - eta KL(q || p(w)), the sum over data scaled by N / B. Its optimum
+approximates the tempered posterior p(y | w)^(1/eta) p(w); eta = 1 is Bayes.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.infer import Trace_ELBO
+from pyro.util import warn_if_nan
+from torch import Tensor
+from torch.distributions import Distribution
+
+from pyro_bdl.distributions.dropout_noise import NoisyWeight
+from pyro_bdl.estimators import PerDatum, as_estimator
+from pyro_bdl.estimators.per_datum import active
+from pyro_bdl.estimators.sticking import constant_parameters
+from pyro_bdl.guides.base import Guide
+from pyro_bdl.guides.kl import entropy, mean_field_kl, sampled_kl
+from pyro_bdl.guides.training_step import one_step
+from pyro_bdl.program.supports import check_support
+from pyro_bdl.program.trace import Run, record
+from pyro_bdl.program.validation import check_finite
+from pyro_bdl.program.vmap import DrawMap
+from pyro_bdl.utils.module_state import preserved_buffers
+from pyro_bdl.utils.random_state import own_randomness
+from pyro_bdl.utils.validation import check_temperature
+
+Temperature = float | Callable[[int], float]
+
+
+class TemperedTrace_ELBO(Trace_ELBO):
+    """L(eta) = E_q[log p(y | w)] - eta E_q[log q(w) - log p(w)], both at draws of the guide.
+
+    ``pyro.factor`` terms count as likelihood. After each step ``expected_log_likelihood``,
+    ``kl`` (both in nats, detached scalars) and ``temperature`` hold the terms of that step.
+
+    :param temperature: eta, a number or a schedule ``step -> eta``.
+    :param cold_temperature: T of the cold mode instead: the target is the cold posterior
+        (p(y | w) p(w))^(1/T) and the bound E_q[log p(y, w)] + T H(q).
+    :param num_particles: draws per step, evaluated at once by ``vmap``.
+    :param estimator: how the expected log likelihood is estimated: "local_reparameterization",
+        "flipout" or, for dropout guides, "per_example_dropout", with noise of its own for every
+        datum; None for one draw for all data. Also one of these contexts of
+        ``pyro_bdl.handlers``; inside such a context None means that one.
+    :param sticking_the_landing: the parameters of q count as constants inside log q(w) (Roeder et
+        al. 2017), whose gradient in them has mean zero: without it the gradient stays unbiased,
+        and with ``estimator=None`` it vanishes at every draw where q is the posterior. For guides
+        whose parameters are ``pyro.param`` statements or attributes of a PyroModule.
+    :raises ValueError: for a temperature that is not positive, for data that are not finite, an
+        unknown estimator.
+    :raises UnsupportedProgramError: at a step, for a program that the estimator cannot treat.
+    """
+
+    def __init__(
+        self,
+        temperature: Temperature = 1.0,
+        num_particles: int = 1,
+        *,
+        cold_temperature: Temperature | None = None,
+        estimator: str | PerDatum | None = None,
+        sticking_the_landing: bool = False,
+    ) -> None:
+        super().__init__(num_particles=num_particles)
+        if num_particles < 1:
+            raise ValueError(f"num_particles must be at least 1, got {num_particles}")
+        if cold_temperature is not None and (callable(temperature) or temperature != 1.0):
+            raise ValueError("give either temperature or cold_temperature, not both")
+        self.is_cold = cold_temperature is not None
+        self.schedule = _as_schedule(temperature if cold_temperature is None else cold_temperature)
+        self.step = 0
+        self.temperature = self.schedule(0)
+        self.kl: Tensor | None = None
+        self.expected_log_likelihood: Tensor | None = None
+        self.estimator = as_estimator(estimator)
+        self.sticking_the_landing = sticking_the_landing
+        self._map = DrawMap()
+        self._checked: tuple[Callable, Callable] | None = None
+        self._plates: frozenset[int] = frozenset()
+
+    def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
+        """-L(eta) at the present step's temperature; the step counter stays."""
+        with torch.no_grad():
+            loss = self._loss(model, guide, args, kwargs).item()
+        return _questioned(loss, model, guide, args, kwargs)
+
+    def differentiable_loss(
+        self, model: Callable, guide: Callable, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """-L(eta) as a tensor to differentiate; counts as one step of the schedule."""
+        loss = self._loss(model, guide, args, kwargs)
+        self.step += 1
+        return loss
+
+    def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
+        """-L(eta), its gradients added to the parameters'."""
+        loss = self.differentiable_loss(model, guide, *args, **kwargs)
+        value = _questioned(loss.item(), model, guide, args, kwargs)
+        if loss.requires_grad:
+            loss.backward(retain_graph=self.retain_graph)
+        return value
+
+    def _loss(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Tensor:
+        if self._checked != (model, guide):
+            self._plates = _check(model, guide, args, kwargs)
+            self._checked = model, guide
+        temperature = check_temperature(self.schedule(self.step))
+        try:
+            with pyro.validation_enabled(False):
+                likelihood, kl, disorder = self.terms(model, guide, args, kwargs)
+        except RuntimeError:
+            with contextlib.suppress(RuntimeError):
+                check_data(model, guide, args, kwargs)  # tells of a class that does not exist
+            raise
+        self.temperature = temperature
+        self.expected_log_likelihood, self.kl = likelihood.detach(), kl.detach()
+        return self.negative_bound(likelihood, kl, disorder, temperature)
+
+    def negative_bound(
+        self, likelihood: Tensor, kl: Tensor, disorder: Tensor, temperature: float | Tensor
+    ) -> Tensor:
+        """-L from what ``terms`` gives."""
+        if self.is_cold:
+            return -(likelihood - kl + (temperature - 1.0) * disorder)
+        return temperature * kl - likelihood
+
+    def _estimator(self, args: tuple, kwargs: dict) -> PerDatum | None:
+        """The estimator of this step, told how many data there may be."""
+        estimator = self.estimator or active()
+        if estimator is not None:
+            estimator.about(args, kwargs, self._plates)
+        return estimator
+
+    def terms(
+        self, model: Callable, guide: Callable, args: tuple, kwargs: dict
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """E_q[log p(y | w)], KL and (in cold mode) H(q), means over the particles."""
+        estimator = self._estimator(args, kwargs)
+        if isinstance(guide, Guide) and not guide.subsampled:
+            with guide.reading():
+                return self.flat_terms(model, guide, args, kwargs, estimator)
+        with one_step():
+            particles = [
+                self._site_terms(model, guide, args, kwargs, estimator)
+                for _ in range(self.num_particles)
+            ]
+        likelihood, kl, disorder = (torch.stack(t).mean() for t in zip(*particles, strict=True))
+        return likelihood, kl, disorder
+
+    def _site_terms(
+        self,
+        model: Callable,
+        guide: Callable,
+        args: tuple,
+        kwargs: dict,
+        estimator: PerDatum | None,
+    ) -> tuple[Any, Tensor, Tensor]:
+        """The same at one draw of any guide, by its sample statements."""
+        with _run(estimator, {}, {}):
+            sample = None if estimator is None else estimator.sample
+            q = record(guide, {}, args, kwargs, draw=sample)
+            p = record(model, _values(q), args, kwargs)
+            likelihood = p.log_likelihood()
+        kl = self._site_kl(q, p) + q.log_likelihood()  # of the guide's own factors
+        disorder = entropy(q.latents) if self.is_cold else torch.zeros_like(kl)
+        if self.sticking_the_landing:
+            log_q = _log_density_without_score(guide, q, args, kwargs)
+            kl, disorder = log_q - p.log_prior(), -log_q
+        return likelihood, kl, disorder
+
+    def flat_terms(
+        self,
+        model: Callable,
+        guide: Guide,
+        args: tuple,
+        kwargs: dict,
+        estimator: PerDatum | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The same from the flat vectors of our guides, without their sample statements."""
+
+        def particle(draw: dict[str, Tensor]) -> tuple[Any, Tensor, Tensor]:
+            return self.particle(model, guide, draw["u"], args, kwargs, estimator)
+
+        vectors = guide.sample_vectors(self.num_particles)
+        if estimator is not None:
+            guide.last_noise = None  # the gradient in the scales comes from other noise
+        if self.num_particles == 1:
+            return particle({"u": vectors[0]})
+        likelihood, kl, disorder = (t.mean() for t in self._map(particle, {"u": vectors}))
+        return likelihood, kl, disorder
+
+    def particle(
+        self,
+        model: Callable,
+        guide: Guide,
+        vector: Tensor,
+        args: tuple,
+        kwargs: dict,
+        estimator: PerDatum | None = None,
+    ) -> tuple[Any, Tensor, Tensor]:
+        """log p(y | w), KL and (in cold mode) H(q) at a draw u (P,)."""
+        latents, log_det = guide.require_layout().constrain(vector)
+        distributions = {} if estimator is None else estimator.distributions(guide)
+        with _run(estimator, distributions, latents):
+            p = record(model, latents, args, kwargs)
+            likelihood = p.log_likelihood()
+        kl = self._flat_kl(guide, vector, log_det, p)
+        disorder = torch.zeros_like(kl)
+        if self.is_cold:
+            disorder = self._flat_entropy(guide, vector, log_det)
+        return likelihood, kl, disorder
+
+    def _site_kl(self, q: Run, p: Run) -> Tensor:
+        return sampled_kl(q.latents, p.latents)
+
+    def _flat_kl(self, guide: Guide, vector: Tensor, log_det: Tensor, p: Run) -> Tensor:
+        return self._log_density(guide, vector, log_det) - p.log_prior()
+
+    def _flat_entropy(self, guide: Guide, vector: Tensor, log_det: Tensor) -> Tensor:
+        if self.sticking_the_landing:
+            return -self._log_density(guide, vector, log_det)
+        return guide.entropy(vector, log_det)
+
+    def _log_density(self, guide: Guide, vector: Tensor, log_det: Tensor) -> Tensor:
+        if not self.sticking_the_landing:
+            return guide.log_density(vector, log_det)
+        with guide.constant():
+            return guide.log_density(vector, log_det)
+
+
+class TemperedTraceMeanField_ELBO(TemperedTrace_ELBO):
+    """L(eta) with the KL in closed form, site by site, where there is one.
+
+    For guides that factorise over the sites, such as ``AutoMeanField``; sites without a closed
+    form, and guides that emit a Delta, are evaluated at the draw, log-determinants included.
+
+    :raises ValueError: for ``sticking_the_landing``, since closed forms have no score.
+    """
+
+    def __init__(self, *args: Any, sticking_the_landing: bool = False, **options: Any) -> None:
+        if sticking_the_landing:
+            raise ValueError(
+                "sticking_the_landing concerns a KL that is evaluated at draws, and this ELBO has "
+                "closed forms: use TemperedTrace_ELBO"
+            )
+        super().__init__(*args, **options)
+
+    def _site_kl(self, q: Run, p: Run) -> Tensor:
+        return mean_field_kl(q.latents, p.latents)
+
+    def _flat_kl(self, guide: Guide, vector: Tensor, log_det: Tensor, p: Run) -> Tensor:
+        return guide.kl(vector, log_det, p)
+
+
+def _run(
+    estimator: PerDatum | None, distributions: Mapping[str, Distribution], draws: dict[str, Tensor]
+) -> contextlib.AbstractContextManager:
+    return contextlib.nullcontext() if estimator is None else estimator.run(distributions, draws)
+
+
+def _log_density_without_score(guide: Callable, q: Run, args: tuple, kwargs: dict) -> Tensor:
+    """log q(w), factors of the guide included, at its draw w, with constant parameters; but for
+    dropped weights, whose density is an entropy in closed form and has no score."""
+    closed = {n: s for n, s in q.latents.items() if isinstance(s.distribution, NoisyWeight)}
+    with constant_parameters(guide):
+        again = record(guide, _values(q), args, kwargs)
+        rest = {name: site for name, site in again.latents.items() if name not in closed}
+        log_q = sampled_kl(rest, {}) + again.log_likelihood()
+    return log_q + sampled_kl(closed, {})
+
+
+def _as_schedule(temperature: Temperature) -> Callable[[int], float]:
+    if callable(temperature):
+        return temperature
+    check_temperature(temperature)
+    return lambda step: temperature
+
+
+def _questioned(loss: float, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> float:
+    """The loss; where it is not finite for bad data, an error that names their rows."""
+    if not math.isfinite(loss):
+        check_data(model, guide, args, kwargs)
+        warn_if_nan(torch.tensor(loss, device="cpu"), "loss")
+    return loss
+
+
+def check_data(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
+    """:raises ValueError: where the data are not finite, or targets outside of their support."""
+    check_finite(model, args, kwargs)
+    with poutine.block(), torch.no_grad(), preserved_buffers():
+        check_support(_draw(model, guide, args, kwargs)[1])
+
+
+def _check(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> frozenset[int]:
+    """What is asked of a pair, once: later runs do without Pyro's validation.
+
+    It leaves the random numbers as they were, so that a training that is taken up again from a
+    saved state goes on as it would have.
+
+    :returns: the sizes of the program's plates.
+    """
+    check_finite(model, args, kwargs)
+    with poutine.block(), torch.no_grad(), preserved_buffers(), own_randomness():
+        q, p = _draw(model, guide, args, kwargs)
+        _check_sites(q, p, isinstance(guide, Guide))
+        check_support(p)
+        Trace_ELBO().loss(model, guide, *args, **kwargs)
+    return frozenset(len(indices) for indices in p.subsamples.values())
+
+
+def _draw(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> tuple[Run, Run]:
+    """A run of the guide, and one of the program at the guide's draw."""
+    q = record(guide, {}, args, kwargs)
+    return q, record(model, _values(q), args, kwargs)
+
+
+def _values(q: Run) -> dict[str, Any]:
+    """A guide's draw and the indices of its plates."""
+    return {name: site.value for name, site in q.latents.items()} | q.subsamples
+
+
+def _check_sites(q: Run, p: Run, complete: bool) -> None:
+    for name, site in q.latents.items():
+        if not site.distribution.has_rsample:
+            raise ValueError(
+                f"the guide's distribution at site '{name}' cannot be reparameterised "
+                f"({type(site.distribution).__name__}): use pyro.infer.Trace_ELBO"
+            )
+    if not p.observed and not p.factors:
+        raise ValueError(
+            "the program has no observed site: pass the targets to the step, so that a sample "
+            "statement gets obs=..."
+        )
+    missing = [name for name in p.latents if name not in q.latents]
+    if missing:
+        raise ValueError(f"the guide has no value for the latent site '{missing[0]}'")
+    surplus = [name for name in q.latents if name not in p.latents] if complete else []
+    if surplus:
+        raise ValueError(
+            f"the guide has the site '{surplus[0]}', which is no latent of the program here: make "
+            "a new guide, and give prototype(...) the targets too"
+        )
+
+
+# at the end, since it is built on the classes above

@@ -1,0 +1,70 @@
+"""MAP and hyperparameters by turns, for training from start to end."""
+
+import warnings
+
+from torch import Tensor, nn
+
+from pyro_bdl.curvature.config import check_memory
+from pyro_bdl.curvature.hyperparameters import followed, read_at_centre
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.evidence.marginal import read_guide
+from pyro_bdl.evidence.maximize import mackay_update, maximize
+from pyro_bdl.guides.laplace import AutoLaplaceGGN, LaplaceGuide
+from pyro_bdl.training.svi import train
+
+_ROUNDS = 4
+
+
+def train_by_evidence(
+    model: nn.Module,
+    guide: AutoLaplaceGGN,
+    x: Tensor,
+    y: Tensor,
+    *,
+    steps: int = 2000,
+    rounds: int = _ROUNDS,
+    progress: str | None = None,
+) -> tuple[LaplaceGuide, bool]:
+    """Train the MAP, set the hyperparameters to the maximum of its evidence, and so on; then make
+    the Laplace approximation.
+
+    Where the guide's subset is a part of the latents, the others' prior stays as it is while the
+    MAP is trained, and the hyperparameters are set once, at the end.
+
+    :param model: a program ``model(x, y)``; its hyperparameters change in place.
+    :param guide: of the program; trained in place.
+    :param x: ``(N, ...)``, all training inputs.
+    :param y: ``(N, ...)``, their targets.
+    :param steps: gradient steps of the first training; the later ones take half as many.
+    :param rounds: how often the MAP is trained.
+    :param progress: description of the progress bar; None for no bar.
+    :returns: the posterior, and whether Ctrl-C ended the training early.
+    :raises MemoryError: where the guide's structure cannot fit in memory.
+    """
+    guide.prototype(x, y)
+    tuned = followed(read_at_centre(model, guide, (x, y), {}))
+    partial = guide.subset is not None
+    if not partial:  # said before the training, not after it
+        check_memory(guide.recipe, guide.require_layout().size, guide.location())
+    leaves = {id(parameter.leaf) for parameter in tuned.values()}
+    trained = [p for p in (*guide.parameters(), *model.parameters()) if id(p) not in leaves]
+    rounds = rounds if tuned and not partial else 1
+    for number in range(rounds):
+        run = train(
+            model, guide, x, y, steps=steps if number == 0 else max(1, steps // 2),
+            parameters=trained, progress=progress,
+        )  # fmt: skip
+        if run.interrupted or number == rounds - 1:
+            break
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", BdlWarning)  # the MAP moves on
+            _set(guide.laplace_approximation((x, y)))
+    posterior = guide.laplace_approximation((x, y))
+    if tuned and partial:
+        _set(posterior)
+    return posterior, run.interrupted
+
+
+def _set(posterior: LaplaceGuide) -> None:
+    closed = mackay_update(posterior, read_guide(posterior))
+    maximize(posterior, method="mackay" if closed else "gradient")

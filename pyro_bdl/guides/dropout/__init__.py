@@ -1,0 +1,1 @@
+"""MC dropout as a guide."""

@@ -1,0 +1,398 @@
+"""Monte Carlo dropout as variational inference: q(W) = M diag(eps), other latents points."""
+
+import difflib
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.distributions import constraints
+from pyro.nn import PyroParam
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from pyro_bdl.distributions.dropout_noise import (
+    BernoulliNoise,
+    GaussianNoise,
+    Noise,
+    NoisyWeight,
+    draw,
+    scale_free_kl,
+    variance,
+)
+from pyro_bdl.distributions.log_uniform import LogUniform
+from pyro_bdl.distributions.take_apart import without_wrappers
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.guides.base import Guide, sample_site
+from pyro_bdl.guides.dropout.layers import DropoutLayers
+from pyro_bdl.guides.dropout.weights import Weight, reading_run, source_of, total_num_data
+from pyro_bdl.guides.kl import expected_log_prior
+from pyro_bdl.guides.training_step import present_step
+from pyro_bdl.init import init_to_network
+from pyro_bdl.program.trace import Run
+
+MASKS = ("units", "weights")
+
+
+class AutoMCDropout(Guide):
+    """Dropout: each draw multiplies the input units of the chosen weights by random factors.
+
+    A draw of a weight with mean M (out, in) is M diag(eps), with one factor eps_i for each input
+    unit: a feature of a product, a channel of a convolution, a row of an embedding, an input
+    feature of an attention projection or of a recurrent cell. The factors are those of
+    ``torch.nn.Dropout``, 0 with probability p and else 1 / (1 - p), so that M are the mean weights
+    and those of a network trained with dropout layers. All other latents, biases too, are point
+    masses at T(u). The parameter ``loc`` (P,) holds M and u, in unconstrained units.
+
+    The guide contributes no log density for M (Gal & Ghahramani 2016, appendix 4.1), so that for
+    Normal(0, s^2) priors the negative ELBO is, up to a constant,
+
+        -E[log p(y | w)] + sum_i |M_i|^2 / (2 s^2 (1 - p)) + sum |b|^2 / (2 s^2),
+
+    with M_i the weights of input unit i. Gal's keep-scaled M' = M / (1 - p) turns the second term
+    into his (1 - p) |M'_i|^2 / (2 s^2). With ``learn_p`` the entropies of the factors, H(p) each,
+    are part of the bound (Gal, Hron & Kendall 2017, equation 3): where the paper divides by N, the
+    bound here is a sum over data. It has no maximum where the weights can interpolate the data and
+    the noise's scale is learned too: point masses lose no entropy, so that rates and scale fall to
+    zero together and N data gain N log(1 / scale). With few data for each weight fix one of them,
+    or give the noise a prior that vanishes at zero, such as ``LogNormal`` or ``InverseGamma``.
+
+    A draw is one function: a module that is called several times, or at every step of a sequence,
+    computes with the same factors in all calls, and all data of a batch share them.
+
+    ``weights`` says for each dropped site along which axis its input units lie, ``rates()`` its p,
+    and ``mean_latents()`` gives all latents at their means.
+
+    :param model: a Pyro program with continuous latents.
+    :param p: the rate, in (0, 1); or a dict from names or patterns of sites to rates, which then
+        chooses the sites too, by the first that matches.
+    :param sites: which weights have dropout: "hidden", those whose inputs are hidden units, as
+        dropout layers usually stand; "all", which drops the inputs of the network and the rows of
+        embeddings too; or names and patterns with shell wildcards.
+    :param learn_p: learn one rate for each site, starting at ``p``.
+    :param noise: the law of the factors, ``BernoulliNoise()`` or ``GaussianNoise()``, of
+        variance p / (1 - p).
+    :param mask: "units", or "weights" for a factor of its own for every weight (DropConnect, Wan
+        et al. 2013).
+    :param init_loc_fn: where M and u start; by default the network's own values.
+    :param create_plates: as in Pyro's autoguides.
+    :raises TypeError: for a rate that is no number, sites that are no names, a noise that is none.
+    :raises ValueError: for a rate outside of (0, 1), an unknown mask; at the first run for a site
+        that is no weight, and for ``learn_p`` with a single datum.
+    """
+
+    weights: dict[str, Weight]
+    steps: Tensor
+    layers: tuple[nn.Module, ...]  # dropout layers of the program, which the guide stands for
+
+    def __init__(
+        self,
+        model: Callable,
+        *,
+        p: float | Mapping[str, float] = 0.1,
+        sites: str | Iterable[str] | None = None,
+        learn_p: bool = False,
+        noise: Noise | None = None,
+        mask: str = "units",
+        init_loc_fn: Callable = init_to_network,
+        create_plates: Callable | None = None,
+    ) -> None:
+        if mask not in MASKS:
+            near = difflib.get_close_matches(str(mask), MASKS, n=1, cutoff=0.4) or MASKS
+            raise ValueError(f"mask must be {' or '.join(map(repr, near))}, got {mask!r}")
+        if noise is not None and not isinstance(noise, Noise):
+            raise TypeError(
+                "noise must be BernoulliNoise() or GaussianNoise() of pyro_bdl.guides, got "
+                f"{noise!r}"
+            )
+        source = source_of(p, sites)
+        super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
+        self.learn_p, self.mask = learn_p, mask
+        self.__dict__["noise"] = BernoulliNoise() if noise is None else noise
+        self.__dict__["_source"] = source
+        self.__dict__["layers"] = ()
+
+    @classmethod
+    def from_dropout_layers(cls, model: Callable, **options: Any) -> "AutoMCDropout":
+        """The guide that a network's own dropout layers stand for, with their rates.
+
+        The program is run once to see which weights each layer's output feeds; two layers in a
+        row multiply. What a mask of weights cannot say is told in a warning: factors of their own
+        at every position (pixels, tokens) or in every call of a module become one for all, dropout
+        on a residual branch or on attention weights is left out. Whenever the guide draws, it puts
+        the program's dropout layers, which are copies of the network's, into evaluation mode, so
+        that nothing is dropped twice.
+
+        :param model: a Pyro program, such as one around ``bayesianize(net)`` for a ``net`` with
+            ``nn.Dropout`` layers.
+        :param options: ``learn_p``, ``noise``, ``init_loc_fn`` and ``create_plates``.
+        :raises ValueError: at the first run, where the program has no dropout layer, none that a
+            mask of weights can say, or one that drops in evaluation mode too.
+        """
+        for name in ("p", "sites", "mask"):
+            if name in options:
+                raise ValueError(f"the dropout layers say what '{name}' would: leave it out")
+        guide = cls(model, **options)
+        guide.__dict__["_source"] = DropoutLayers()
+        return guide
+
+    # Structure
+
+    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        self.__dict__["_arguments"] = args, kwargs
+        try:
+            super()._setup_prototype(*args, **kwargs)
+        except Exception:
+            self.layout = None
+            raise
+        finally:
+            del self.__dict__["_arguments"]
+
+    def _create_parameters(self, start: Tensor) -> None:
+        (model,), layout = self._program_model, self.require_layout()
+        # a guide around another one's point has that one's run behind it
+        args, kwargs = self.__dict__.get("_arguments") or self._prototype_arguments()
+        reader, run = reading_run(self._source.reader, model, layout, start, args, kwargs)
+        if self.learn_p and total_num_data(run) == 1:
+            raise ValueError(
+                "learn_p needs several data: with one datum the entropy of the masks outweighs the "
+                "likelihood; call the program with more data, or give num_data to it"
+            )
+        rates = self._source(reader, layout, model)
+        self.__dict__["layers"] = getattr(reader, "layers", ())
+        if not self.layers:
+            _warn_of_layers(model)
+        self.__dict__["weights"] = {name: weight for name, (weight, _) in rates.items()}
+        if not rates:
+            warnings.warn(
+                "AutoMCDropout drops nothing, every latent is a point mass: no weight takes hidden "
+                'units as its input; sites="all" drops the inputs of the network too',
+                BdlWarning,
+                stacklevel=5,
+            )
+        self.__dict__["_scale_free"] = self._log_uniform_sites(run)
+        self.loc = nn.Parameter(start.clone())
+        self._create_rates(start.new_tensor([p for _, p in rates.values()]))
+        self._create_index(start.device)
+
+    def _log_uniform_sites(self, run: Run) -> tuple[str, ...]:
+        """The dropped sites whose prior is log-uniform."""
+        found = []
+        for name, site in run.latents.items():
+            if not isinstance(without_wrappers(site.distribution)[0], LogUniform):
+                continue
+            if name not in self.weights or not isinstance(self.noise, GaussianNoise):
+                raise ValueError(
+                    f"the log-uniform prior of '{name}' needs noise=GaussianNoise() on it: a point "
+                    "mass, or a factor of 0, would fall to w = 0, where the density is infinite"
+                )
+            found.append(name)
+        return tuple(found)
+
+    def _create_rates(self, p: Tensor) -> None:
+        if self.learn_p and len(p):
+            self.p = PyroParam(p, constraints.unit_interval)
+            self.register_buffer("steps", torch.zeros((), dtype=torch.long, device="cpu"))
+        else:
+            self.register_buffer("p", p, persistent=False)
+
+    def _create_index(self, device: torch.device) -> None:
+        """Number the factors: of each entry of the vector (K: a constant 1), and the site of each
+        factor and of each entry."""
+        layout = self.require_layout()
+        sites: list[Tensor] = []
+        counts: list[int] = []
+        parts: list[tuple[slice, Tensor]] = []
+        for name, weight in self.weights.items():
+            index = self._index(weight)
+            parts.append((layout.slices[name], index.reshape(-1) + sum(counts)))
+            counts.append(int(index.max()) + 1)
+            sites.append(torch.full((counts[-1],), len(sites), device="cpu"))
+        factor = torch.full((layout.size,), sum(counts), device="cpu")
+        site = torch.full((layout.size,), len(counts), device="cpu")
+        for number, (where, index) in enumerate(parts):
+            factor[where], site[where] = index, number
+        of_factor = torch.cat(sites) if sites else torch.zeros(0, dtype=torch.long, device="cpu")
+        pairs = zip(self.weights, counts, strict=True)
+        with_entropy = [0 if name in self._scale_free else count for name, count in pairs]
+        for name, value in (
+            ("_factor_of_entry", factor), ("_site_of_entry", site), ("_site_of_factor", of_factor),
+            ("_entropies", torch.tensor(with_entropy, dtype=torch.long, device="cpu")),
+        ):  # fmt: skip
+            self.register_buffer(name, value.to(device), persistent=False)
+        self.__dict__["_counts"] = tuple(counts)
+
+    def _index(self, weight: Weight) -> Tensor:
+        """The number of each entry's factor within a site."""
+        if self.mask == "weights":
+            return torch.arange(weight.shape.numel(), device="cpu").reshape(weight.shape)
+        return weight.factors()
+
+    def _apply(self, function: Callable, recurse: bool = True) -> Any:
+        steps = self._buffers.pop("steps", None)  # stays on the host, which reads it in every step
+        try:
+            return super()._apply(function, recurse)
+        finally:
+            if steps is not None:
+                self._buffers["steps"] = steps
+
+    def _silence_layers(self) -> None:
+        for layer in self.layers:
+            layer.training = False
+
+    def _shared_on_copy(self) -> tuple[str, ...]:
+        return (*super()._shared_on_copy(), "_source", "layers")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "AutoMCDropout":
+        """With a program that was copied before it, the guide silences that copy's layers."""
+        result = super().__deepcopy__(memo)
+        result.__dict__["layers"] = tuple(memo.get(id(layer), layer) for layer in self.layers)
+        return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"layers": ()}
+
+    # The guide
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Sample every site; returns site -> value."""
+        self.prototype(*args, **kwargs)
+        self._silence_layers()
+        step, p, result = self._step(), self._parameter("p"), {}
+        order = {name: number for number, name in enumerate(self.weights)}
+        for latent, (loc,) in self._sites(args, kwargs, self._parameter("loc")):
+            if latent.name in order:
+                noisy = self._noisy_weight(latent.name, loc, p[order[latent.name]], step)
+                result[latent.name] = pyro.sample(latent.name, noisy)
+                continue
+            value = loc if latent.transform is None else latent.transform(loc)
+            result[latent.name] = sample_site(latent, dist.Delta(value, event_dim=latent.event_dim))
+        return result
+
+    def _noisy_weight(self, name: str, loc: Tensor, p: Tensor, step: int | None) -> NoisyWeight:
+        number, where = list(self.weights).index(name), self.require_layout().slices[name]
+        index = self._factor_of_entry[where].view(loc.shape) - sum(self._counts[:number])
+        count = self._counts[number]
+        return NoisyWeight(loc, index, p, count, self.noise, step, name in self._scale_free)
+
+    def site_distributions(self) -> dict[str, dist.TorchDistribution]:
+        """Those of the dropped weights; the other latents are points."""
+        loc = self.require_layout().unflatten(self._parameter("loc"))
+        step = int(self.steps) if self.learn_p and self.weights else None
+        rates = zip(self.weights, self._parameter("p").unbind(), strict=True)
+        return {name: self._noisy_weight(name, loc[name], p, step) for name, p in rates}
+
+    @property
+    def has_density(self) -> bool:
+        return False
+
+    def _step(self) -> int | None:
+        """None for fixed rates, else how many steps were taken before; counts a training step."""
+        if not self.learn_p or not self.weights:
+            return None
+        step, now = int(self.steps), present_step()
+        if not torch.is_grad_enabled():
+            return step
+        if now is not None and now is self.__dict__.get("_counted"):
+            return step - 1
+        self.__dict__["_counted"] = now
+        self.steps += 1
+        return step
+
+    def sample_vectors(self, num_samples: int) -> Tensor:
+        loc = self._parameter("loc")
+        self._silence_layers()
+        if not self.weights:
+            return loc.expand(num_samples, -1)
+        rates = self._parameter("p")[self._site_of_factor]
+        factors = draw(self.noise, rates, num_samples, self._step())
+        factors = torch.cat([factors, factors.new_ones(num_samples, 1)], 1)
+        return loc * factors[:, self._factor_of_entry]
+
+    def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
+        """Minus the entropy of the factors where p is learned, else 0."""
+        return torch.zeros_like(log_det) - self._entropy() - sum(self._scale_free_entropies())
+
+    @contextmanager
+    def constant(self) -> Iterator[None]:
+        """Nothing changes inside: a density that holds closed forms alone has no score."""
+        yield
+
+    def _entropy(self) -> Tensor | float:
+        """H(eps) of learned rates, but for sites with a log-uniform prior."""
+        if not self.learn_p or not self.weights:
+            return 0.0
+        return (self._entropies * self.noise.entropy(self._parameter("p"))).sum()
+
+    def _scale_free_entropies(self) -> list[Tensor]:
+        """sum_i H(eps) + log |M_i| over the weights of each site with a log-uniform prior."""
+        result = []
+        for name in self._scale_free:
+            where, number = self.require_layout().slices[name], list(self.weights).index(name)
+            mean, entropy = self._parameter("loc")[where], self.noise.entropy(self._parameter("p"))
+            result.append(len(mean) * entropy[number] + mean.abs().log().sum())
+        return result
+
+    def kl(self, vector: Tensor, log_det: Tensor, run: Run) -> Tensor:
+        """-H(eps) - E_q[log p(w)], in closed form for Normal and log-uniform priors."""
+        expected = expected_log_prior(
+            self.require_layout(), self._parameter("loc"), self.variances(), run.latents
+        )
+        total = -expected - self._entropy()
+        for name in self._scale_free:  # whose log prior at the draw is in the expectation
+            p = self._parameter("p")[list(self.weights).index(name)]
+            site = run.latents[name]
+            total = total + site.log_prob().sum() + scale_free_kl(p, site.value.numel())
+        return total
+
+    # Summaries
+
+    def location(self) -> Tensor:
+        """M, and u of the other latents (P,)."""
+        return self._parameter("loc")
+
+    def mean_latents(self) -> dict[str, Tensor]:
+        """The mean weights M, the other latents where they are, by site."""
+        return self.require_layout().constrain(self._parameter("loc"))[0]
+
+    def rates(self) -> dict[str, Tensor]:
+        """The present rate p of each dropped site."""
+        self.require_layout()
+        return dict(zip(self.weights, self._parameter("p").detach().unbind(), strict=True))
+
+    def _per_entry(self, values: Tensor) -> Tensor:
+        """Values (sites,) spread to the vector (P,), 0 for point masses."""
+        return torch.cat([values, values.new_zeros(1)])[self._site_of_entry]
+
+    def variances(self) -> Tensor:
+        """The marginal variances p / (1 - p) M^2 (P,), zero for point masses."""
+        return self._per_entry(variance(self._parameter("p"))) * self._parameter("loc").square()
+
+    def vector_quantiles(self, levels: Tensor) -> Tensor:
+        loc, p = self._parameter("loc"), self._per_entry(self._parameter("p"))
+        levels = torch.where(loc >= 0, levels[:, None], 1.0 - levels[:, None])
+        factors = self.noise.quantile(levels, p)
+        return loc * torch.where(p > 0, factors, torch.ones_like(factors))
+
+    @torch.no_grad()
+    def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """The median of each site; for a rate below one half that of the kept units."""
+        middle = self.quantiles([0.5], *args, **kwargs)
+        return {name: value[0].clone() for name, value in middle.items()}
+
+
+def _warn_of_layers(model: Any) -> None:
+    """Say that a program's dropout layers drop on top of the guide."""
+    for name, part in model.named_modules() if isinstance(model, nn.Module) else ():
+        if isinstance(part, _DropoutNd) and part.training and part.p > 0:
+            warnings.warn(
+                f"the network's own {type(part).__name__}({part.p:g}) '{name}' drops in training "
+                "too, on top of the guide's masks: take AutoMCDropout.from_dropout_layers(model), "
+                "or set its p to 0",
+                BdlWarning,
+                stacklevel=6,
+            )
+            return

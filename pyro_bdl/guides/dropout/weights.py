@@ -1,0 +1,338 @@
+"""Which latents of a program are weights, and along which axis their input units lie."""
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from pyro_bdl.distributions.dropout_noise import checked_rate
+from pyro_bdl.program.layout import Layout
+from pyro_bdl.program.linear_ops.tracker import OPERATIONS, Tag, Tracker
+from pyro_bdl.program.trace import Run, record
+from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers, vmappable
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A latent that multiplies the units of a layer's input.
+
+    :param site: its name.
+    :param shape: its shape.
+    :param axis: the axis of the input units: features of a product, channels of a convolution,
+        rows of an embedding.
+    :param groups: of a convolution; each has input units of its own, and output channels in the
+        order of the groups.
+    :param hidden: whether the input is computed from other latents or parameters.
+    :param tied: the number of each input unit's factor, where several share one.
+    """
+
+    site: str
+    shape: torch.Size
+    axis: int
+    groups: int = 1
+    hidden: bool = False
+    tied: tuple[int, ...] | None = None
+
+    @property
+    def num_units(self) -> int:
+        """How many input units there are."""
+        return self.shape[self.axis] * self.groups
+
+    def factors(self) -> Tensor:
+        """The number of each entry's factor, of the weight's shape."""
+        units = self.units()
+        return units if self.tied is None else torch.tensor(self.tied, device="cpu")[units]
+
+    def units(self) -> Tensor:
+        """The number of each entry's input unit, of the weight's shape."""
+        shape = [1] * len(self.shape)
+        shape[self.axis] = self.shape[self.axis]
+        units = torch.arange(self.shape[self.axis], device="cpu").reshape(shape).expand(self.shape)
+        if self.groups == 1:
+            return units
+        group = torch.arange(self.shape[0], device="cpu") // (self.shape[0] // self.groups)
+        group = group.reshape(-1, *[1] * (len(self.shape) - 1))
+        return units + self.shape[self.axis] * group
+
+
+class WeightReader(Tracker):
+    """Sees which latents are weights while a program runs.
+
+    :param latents: site -> the very tensors that the program gets, which require gradients.
+    """
+
+    def __init__(self, latents: Mapping[str, Tensor]) -> None:
+        super().__init__(latents)
+        self.weights: dict[str, Weight] = {}
+
+    def operate(self, func: Any, args: tuple, kwargs: dict, tagged: list[Tag]) -> Any:
+        result = func(*args, **kwargs)
+        for product in _products(func, args, kwargs, self.tag):
+            axis = product.axis()
+            if axis is not None:
+                self.use(product, axis)
+        return result
+
+    def use(self, product: "Product", axis: int) -> None:
+        """The first use of a weight counts, but one with hidden units goes before."""
+        site, shape = product.tag.site, product.tag.root.shape
+        before = self.weights.get(site)
+        if before is None or (product.hidden and not before.hidden):
+            self.weights[site] = Weight(site, shape, axis, product.groups, product.hidden)
+
+
+@dataclass(frozen=True)
+class Product:
+    """An operation that is linear in the units of its input.
+
+    :param tag: the weight.
+    :param dim: the dimension of the weight, as the operation takes it, of the input units.
+    :param input: the input.
+    :param units: the dimension of the input that numbers units; None for indices.
+    :param groups: of a convolution.
+    """
+
+    tag: Tag
+    dim: int
+    input: Tensor
+    units: int | None = -1
+    groups: int = 1
+
+    @property
+    def hidden(self) -> bool:
+        return self.input.requires_grad
+
+    def axis(self) -> int | None:
+        """The axis of the latent along which the input units lie."""
+        if self.tag.whole:
+            return self.dim
+        numbers = self.tag.index().movedim(self.dim, -1)
+        return _axis(numbers.reshape(-1, numbers.shape[-1]), self.tag.root.shape)
+
+
+def _products(
+    func: Any, args: tuple, kwargs: dict, tag: Callable[[Any], Tag | None]
+) -> Iterator[Product]:
+    """The products with latents that a function of torch computes."""
+    name, operation = getattr(func, "__name__", ""), OPERATIONS.get(func)
+    if operation is not None:
+        named = operation.bind(args, kwargs)
+        weight = tag(named.get("weight"))
+        if operation.family == "linear" and weight and weight.tensor.dim() == 2:
+            yield Product(weight, 1, named["input"])
+        elif operation.family == "convolution" and weight:
+            units = named["input"].dim() - weight.tensor.dim() + 1
+            yield Product(weight, 1, named["input"], units, named.get("groups", 1))
+        elif operation.family == "embedding" and weight:
+            yield Product(weight, 0, named["input"], None)
+        elif operation.family in _FACTORS:
+            left, right = (named[key] for key in _FACTORS[operation.family])
+            first, second = tag(left), tag(right)
+            if second and not first and right.dim() == 2:
+                yield Product(second, 0, left)
+            elif first and not second and left.dim() == 2:
+                yield Product(first, 1, right, -2 if right.dim() > 1 else -1)
+    elif name in _TRANSPOSED:
+        weight = tag(args[1])
+        if weight:
+            yield Product(weight, 0, args[0], args[0].dim() - weight.tensor.dim() + 1)
+    elif name in RECURRENT:
+        for leaf in tree_leaves(args):
+            weight = tag(leaf)
+            if weight and leaf.dim() == 2:
+                yield Product(weight, 1, args[0] if "weight_ih_l0" in weight.site else leaf)
+    elif name in CELLS:
+        for place, inputs in ((2, args[0]), (3, CELLS[name](args[1]))):
+            weight = tag(args[place])
+            if weight:
+                yield Product(weight, 1, args[3] if inputs is None else inputs)
+
+
+_FACTORS = {
+    "matmul": ("input", "other"),
+    "rmatmul": ("other", "input"),
+    "addmm": ("mat1", "mat2"),
+}
+_TRANSPOSED = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+# The part of a cell's state that enters its weights alone; None where the state enters more.
+CELLS: dict[str, Callable[[Any], Tensor | None]] = {
+    "lstm_cell": lambda state: state[0],
+    "rnn_tanh_cell": lambda state: state,
+    "rnn_relu_cell": lambda state: state,
+    "gru_cell": lambda state: None,
+}
+
+
+def _axis(indices: Tensor, shape: torch.Size) -> int | None:
+    """The axis of a site along which the inputs of a product (out, in) lie; ``indices`` are the
+    numbers of its entries in the flattened site."""
+    stride = shape.numel()
+    for axis, size in enumerate(shape):
+        stride //= size
+        coordinate = (indices // stride) % size
+        if (coordinate == coordinate[:1]).all() and len(coordinate[0].unique()) == len(
+            coordinate[0]
+        ):
+            return axis
+    return None
+
+
+def reading_run(
+    reader: Callable[[Mapping[str, Tensor]], Tracker],
+    model: Callable,
+    layout: Layout,
+    start: Tensor,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+) -> tuple[Any, Run]:
+    """Run a program once, in evaluation mode, inside a reader of its weights.
+
+    :param reader: makes the reader from the latents that it is to see.
+    :param start: an unconstrained vector (P,).
+    """
+    leaves = {
+        name: value.detach().clone().requires_grad_()
+        for name, value in layout.unflatten(start).items()
+        if _can_be_weight(layout, name)
+    }
+    others = {
+        name: value.detach()
+        for name, value in layout.constrain(start)[0].items()
+        if name not in leaves and not layout.latents[name].plates
+    }
+    mode: Any = reader(leaves)
+    with torch.enable_grad(), evaluation_mode(), preserved_buffers(), vmappable(), mode:
+        run = record(model, {**leaves, **others}, args, kwargs)
+    return mode, run
+
+
+def _can_be_weight(layout: Layout, name: str) -> bool:
+    latent = layout.latents[name]
+    return not latent.plates and latent.transform is None
+
+
+def total_num_data(run: Run) -> int | None:
+    """How many data the observed sites of a run stand for; None where there is none.
+
+    The data of a site without a plate are its first event dimension.
+    """
+    counts = []
+    for site in run.observed.values():
+        shape = site.distribution.batch_shape or site.distribution.event_shape[:1]
+        counts.append(round(shape.numel() * site.subsampling))
+    return sum(counts) if counts else None
+
+
+class Source:
+    """Where a guide has its rates from; called after the reading run."""
+
+    reader: type[WeightReader] = WeightReader
+
+    def __call__(
+        self, reader: Any, layout: Layout, model: Callable
+    ) -> dict[str, tuple[Weight, float]]:
+        """The dropped sites in the program's order, each with its rate."""
+        raise NotImplementedError
+
+
+# Which of them ------------------------------------------------------------------------------------
+
+
+def chosen(
+    weights: Mapping[str, Weight], layout: Layout, sites: str | Iterable[str]
+) -> dict[str, Weight]:
+    """The weights that a user means, in the program's order.
+
+    :param sites: "hidden" for those whose inputs are hidden units, "all", or names and patterns
+        with shell wildcards.
+    :raises ValueError: for a name that is no latent site or no weight, a pattern without any.
+    """
+    if sites in ("hidden", "all"):
+        kept = {n for n, weight in weights.items() if sites == "all" or weight.hidden}
+    else:
+        patterns = [sites] if isinstance(sites, str) else list(sites)
+        kept = {name for pattern in patterns for name in matching(weights, layout, pattern)}
+    return {name: weights[name] for name in layout.latents if name in kept}
+
+
+def matching(weights: Mapping[str, Weight], layout: Layout, pattern: str) -> list[str]:
+    """The weights that one name or pattern means.
+
+    :raises ValueError: where there is none.
+    """
+    if not isinstance(pattern, str):
+        raise TypeError(f"a site is given by its name or a pattern, got {type(pattern).__name__}")
+    if pattern in weights:  # also a name with brackets in it
+        return [pattern]
+    found = [name for name in layout.latents if pattern == name or fnmatchcase(name, pattern)]
+    if not found:
+        if word := difflib.get_close_matches(pattern, ["hidden", "all"], n=1):
+            hint = f"did you mean '{word[0]}'?"
+        else:
+            near = difflib.get_close_matches(pattern, weights, n=3) or list(weights)
+            hint = f"its weights are {_listed(near)}"
+        raise ValueError(f"'{pattern}' is no latent site of the program; {hint}")
+    kept = [name for name in found if name in weights]
+    if not kept:
+        raise ValueError(
+            f"'{pattern}' is no weight matrix, kernel or embedding, so that it has no input units "
+            f"to drop; the program's weights are {_listed(weights)}"
+        )
+    return kept
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names) or "none"
+
+
+def source_of(p: Any, sites: Any) -> Source:
+    """What ``p`` and ``sites`` of ``AutoMCDropout`` say.
+
+    :raises TypeError: for a rate that is no number, sites that are no names.
+    :raises ValueError: for both a dict of rates and sites, one without any, a rate that does not
+        lie between 0 and 1.
+    """
+    if not isinstance(p, Mapping):
+        return _OneRate(checked_rate(p, "p"), _names(sites))
+    if sites is not None:
+        raise ValueError("p names the sites already: give either a dict of rates or sites=...")
+    if not p:
+        raise ValueError("p names no site: give at least one, such as {'*.weight': 0.1}")
+    return _RatesByName({name: checked_rate(rate, f"p[{name!r}]") for name, rate in p.items()})
+
+
+def _names(sites: Any) -> str | list[str]:
+    if sites is None or isinstance(sites, str):
+        return "hidden" if sites is None else sites
+    if not isinstance(sites, Iterable):
+        raise TypeError(f'sites must be "hidden", "all" or names of weights, got {sites!r}')
+    names = list(sites)
+    if not names:
+        raise ValueError('sites names no weight: give at least one name, "hidden" or "all"')
+    return names
+
+
+class _OneRate(Source):
+    def __init__(self, p: float, sites: str | list[str]) -> None:
+        self.p, self.sites = p, sites
+
+    def __call__(self, reader: Any, layout: Any, model: Any) -> dict[str, tuple[Weight, float]]:
+        return {n: (w, self.p) for n, w in chosen(reader.weights, layout, self.sites).items()}
+
+
+class _RatesByName(Source):
+    def __init__(self, p: Mapping[str, float]) -> None:
+        self.p = dict(p)
+
+    def __call__(self, reader: Any, layout: Any, model: Any) -> dict[str, tuple[Weight, float]]:
+        found: dict[str, tuple[Weight, float]] = {}
+        for pattern, p in self.p.items():
+            for name in matching(reader.weights, layout, pattern):
+                found.setdefault(name, (reader.weights[name], p))
+        return {name: found[name] for name in layout.latents if name in found}

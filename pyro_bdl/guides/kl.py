@@ -1,0 +1,215 @@
+"""KL divergences between the sites of a guide and of a program."""
+
+import math
+from collections.abc import Collection, Mapping
+
+import torch
+from pyro.distributions import Delta
+from torch import Tensor
+from torch.distributions import (
+    Distribution,
+    Exponential,
+    Gamma,
+    HalfNormal,
+    Independent,
+    InverseGamma,
+    LogNormal,
+    Normal,
+    kl_divergence,
+    register_kl,
+)
+
+from pyro_bdl.program.layout import Layout, marginal
+from pyro_bdl.program.trace import Site
+
+
+def sampled_kl(q: Mapping[str, Site], p: Mapping[str, Site]) -> Tensor:
+    """log q(w) - log p(w) at the draw w that the sites hold, a scalar."""
+    terms = [site.log_prob().sum() for site in q.values()]
+    terms += [-site.log_prob().sum() for site in p.values()]
+    return _sum(terms)
+
+
+def mean_field_kl(q: Mapping[str, Site], p: Mapping[str, Site]) -> Tensor:
+    """KL(q || p), a scalar: in closed form site by site where there is one, else at the draw.
+
+    Right where q factorises over the sites. Where scales differ, the sum over sites of
+    s_q E[log q] - s_p E[log p] = s_p KL + (s_p - s_q) H(q) is meant.
+    """
+    terms = []
+    for name, site in q.items():
+        prior = p.get(name)
+        # an auxiliary site of the guide has no counterpart in the program
+        terms.append(site.log_prob().sum() if prior is None else _site_kl(site, prior))
+    terms += [-p[name].log_prob().sum() for name in p if name not in q]
+    return _sum(terms)
+
+
+def diagonal_normal_kl(
+    layout: Layout,
+    loc: Tensor,
+    scale: Tensor,
+    values: Mapping[str, Tensor],
+    p: Mapping[str, Site],
+) -> Tensor:
+    """KL of q(u) = Normal(loc, scale^2), u in R^P, from the program's prior, a scalar.
+
+    Sites over the reals with a Normal prior share one closed form,
+    sum_i log(t_i / s_i) + (s_i^2 + (m_i - n_i)^2) / (2 t_i^2) - 1/2 for a prior Normal(n, t^2);
+    the others are taken site by site at ``values``, the constrained draw.
+    """
+    terms, names, priors = [], [], []
+    for name, latent in layout.latents.items():
+        prior = p[name]
+        normal = _normal(prior)
+        if normal is not None:
+            names.append(name)
+            priors.append(normal)
+        else:
+            part, shape = layout.slices[name], latent.unconstrained_shape
+            q = marginal(latent, loc[part].view(shape), scale[part].view(shape))
+            q = q.to_event(latent.event_dim - q.event_dim)
+            terms.append(_site_kl(Site(q, values[name], 1.0, None), prior))
+    if names:
+        prior_loc, prior_scale = _side_by_side(layout, priors)
+        ratio = layout.take(scale, names) / prior_scale
+        distance = (layout.take(loc, names) - prior_loc) / prior_scale
+        quadratic = torch.dot(ratio, ratio) + torch.dot(distance, distance)
+        terms.append(0.5 * (quadratic - len(ratio)) - ratio.log().sum())
+    return _sum(terms)
+
+
+def expected_log_prior(
+    layout: Layout,
+    loc: Tensor,
+    variance: Tensor,
+    p: Mapping[str, Site],
+    *,
+    at_draw: Collection[str] = (),
+) -> Tensor:
+    """E_q[log p(w)], a scalar, for a q over w in R^P with means ``loc`` and marginal variances
+    ``variance`` (P,).
+
+    Sites over the reals with a Normal prior(n, t^2) in closed form,
+    -sum_i log t_i + (v_i + (m_i - n_i)^2) / (2 t_i^2) + log(2 pi) / 2; the others at the draw
+    that ``p`` holds.
+
+    :param at_draw: sites to take at the draw as well: those whose prior moves with a latent that
+        q does not hold independent of them.
+    """
+    terms, names, priors = [], [], []
+    for name in layout.latents:
+        normal = None if name in at_draw else _normal(p[name])
+        if normal is None:
+            terms.append(p[name].log_prob().sum())
+        else:
+            names.append(name)
+            priors.append(normal)
+    if names:
+        prior_loc, prior_scale = _side_by_side(layout, priors)
+        square = layout.take(variance, names) + (layout.take(loc, names) - prior_loc).square()
+        quadratic = (square / prior_scale.square()).sum() + len(square) * math.log(2 * math.pi)
+        terms.append(-0.5 * quadratic - prior_scale.log().sum())
+    return _sum(terms)
+
+
+def _side_by_side(layout: Layout, normals: list[Normal]) -> tuple[Tensor, Tensor]:
+    """Locations and scales as two vectors, which are kept while the tensors are the same."""
+    tensors = [tensor for normal in normals for tensor in (normal.loc, normal.scale)]
+    if layout.kept is not None:
+        before, versions, vectors = layout.kept
+        if len(before) == len(tensors) and all(
+            old is new and version == new._version
+            for old, new, version in zip(before, tensors, versions, strict=True)
+        ):
+            return vectors
+    locs = torch.cat([normal.loc.reshape(-1) for normal in normals])
+    scales = torch.cat([normal.scale.reshape(-1) for normal in normals])
+    if not (locs.requires_grad or scales.requires_grad):
+        layout.kept = tensors, [tensor._version for tensor in tensors], (locs, scales)
+    return locs, scales
+
+
+def entropy(q: Mapping[str, Site]) -> Tensor:
+    """H(q) of a guide that factorises over the sites, a scalar: in closed form or at the draw."""
+    terms = []
+    for site in q.values():
+        try:
+            value = site.distribution.entropy()
+        except NotImplementedError:
+            value = -site.distribution.log_prob(site.value)
+        terms.append((value * site.scale).sum())
+    return _sum(terms)
+
+
+def _sum(terms: list[Tensor]) -> Tensor:
+    if len(terms) == 1:
+        return terms[0]
+    return torch.stack(terms).sum() if terms else torch.zeros((), device="cpu")
+
+
+def _alike(a: Site, b: Site) -> bool:
+    same_scale = a.scale is b.scale or (
+        isinstance(a.scale, int | float) and isinstance(b.scale, int | float) and a.scale == b.scale
+    )
+    return same_scale and a.mask is None and b.mask is None
+
+
+def _site_kl(site: Site, prior: Site) -> Tensor:
+    # A Delta carries the log-determinant of a guide in its log density, which the closed form
+    # with a Delta leaves out.
+    at_draw = isinstance(_base(site.distribution), Delta) or site.mask is not None
+    if not at_draw and prior.mask is None:
+        try:
+            kl = kl_divergence(site.distribution, prior.distribution)
+            if _alike(site, prior):
+                return (kl * site.scale).sum()
+            h = site.distribution.entropy()
+            return (prior.scale * kl + (prior.scale - site.scale) * h).sum()
+        except NotImplementedError:
+            pass
+    return site.log_prob().sum() - prior.log_prob().sum()
+
+
+def _base(distribution: Distribution) -> Distribution:
+    while isinstance(distribution, Independent):
+        distribution = distribution.base_dist
+    return distribution
+
+
+def _normal(site: Site) -> Normal | None:
+    base = _base(site.distribution)
+    if not isinstance(base, Normal) or site.mask is not None:
+        return None
+    return base if isinstance(site.scale, int | float) and site.scale == 1.0 else None
+
+
+# KL(q || p) for q = LogNormal(m, s^2), which mean-field guides have on positive sites: with
+# E[log w] = m and E[w^k] = exp(k m + k^2 s^2 / 2) it is -H(q) - E_q[log p(w)].
+
+
+def _moment(q: LogNormal, power: int) -> Tensor:
+    return torch.exp(power * q.loc + 0.5 * power**2 * q.scale.square())
+
+
+@register_kl(LogNormal, HalfNormal)
+def _kl_lognormal_halfnormal(q: LogNormal, p: HalfNormal) -> Tensor:
+    log_p = 0.5 * math.log(2 / math.pi) - p.scale.log() - _moment(q, 2) / (2 * p.scale.square())
+    return -q.entropy() - log_p
+
+
+@register_kl(LogNormal, Gamma)
+def _kl_lognormal_gamma(q: LogNormal, p: Gamma) -> Tensor:
+    a, b = p.concentration, p.rate
+    return -q.entropy() - (a * b.log() - a.lgamma() + (a - 1) * q.loc - b * _moment(q, 1))
+
+
+@register_kl(LogNormal, Exponential)
+def _kl_lognormal_exponential(q: LogNormal, p: Exponential) -> Tensor:
+    return -q.entropy() - (p.rate.log() - p.rate * _moment(q, 1))
+
+
+@register_kl(LogNormal, InverseGamma)
+def _kl_lognormal_inversegamma(q: LogNormal, p: InverseGamma) -> Tensor:
+    a, b = p.concentration, p.rate
+    return -q.entropy() - (a * b.log() - a.lgamma() - (a + 1) * q.loc - b * _moment(q, -1))

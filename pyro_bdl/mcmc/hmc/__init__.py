@@ -1,0 +1,1 @@
+"""HMC and NUTS, on Pyro or on NumPyro."""

@@ -1,0 +1,248 @@
+"""HMC and NUTS of NumPyro on the user's own Pyro program, translated to JAX."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from numpyro.infer import HMC, NUTS
+from torch import Tensor
+
+from pyro_bdl.errors import MissingOperatorError
+from pyro_bdl.mcmc.chains import Chains, Settings, Target, progress_bar, stack_chains
+from pyro_bdl.mcmc.jax.translate import to_jax
+from pyro_bdl.utils.interrupts import deferred_interrupt
+
+# Iterations between two looks at the clock and the keyboard are chosen to take about so long.
+_SECONDS_PER_BLOCK = 0.5
+_MOST_PER_BLOCK = 64
+
+
+def run(target: Target, start: Tensor, settings: Settings) -> Chains:
+    """Sample ``target`` from the starting vectors (chains, P)."""
+    with deferred_interrupt() as stop, jax.enable_x64(start.dtype == torch.float64):
+        log_density = _translated(target, start[0])
+        _heed(stop)
+        kernel = _kernel(lambda vector: -log_density(vector), settings)
+        starts = jnp.asarray(start.detach().cpu().numpy())
+        keys = jax.random.split(jax.random.PRNGKey(settings.seed), len(start))
+        if settings.chain_method == "vectorized" and len(start) > 1:
+            chains = _Chain(kernel, keys, starts, settings).run(stop)
+        else:
+            chains = _one_by_one(kernel, keys, starts, settings, stop)
+    chains.interrupted |= stop.is_set()  # in the last block
+    chains.vectors = chains.vectors.to(start)
+    chains.stats = {name: value.to(start.device) for name, value in chains.stats.items()}
+    return chains
+
+
+def _heed(stop: threading.Event) -> None:
+    if stop.is_set():
+        raise KeyboardInterrupt
+
+
+def _translated(target: Target, example: Tensor) -> Any:
+    try:
+        log_density: Any = to_jax(target.log_density, example)
+        if log_density.detaches and not _has_gradient_of(target, log_density, example):
+            return to_jax(target.log_density, example, through_detach=True)
+        return log_density
+    except MissingOperatorError as error:
+        site = _site_of(error.op, target, example)
+        if site is None:
+            raise
+        raise MissingOperatorError(f"site '{site}': {error}", op=error.op, site=site) from error
+
+
+def _has_gradient_of(target: Target, log_density: Any, point: Tensor) -> bool:
+    """Whether torch differentiates the density to the same gradient. A program's own ``detach``
+    stops both; one that ``torch.autograd.grad`` left behind in the program stops JAX alone."""
+    leaf = point.detach().requires_grad_()
+    with torch.enable_grad():
+        (expected,) = torch.autograd.grad(target.log_density(leaf), leaf)
+    found = torch.tensor(
+        np.asarray(jax.grad(log_density)(jnp.asarray(point.cpu().numpy()))), device="cpu"
+    )
+    slack = 1e-2 * expected.abs().max()
+    return bool(((found.to(expected) - expected).abs() <= slack).all())
+
+
+def _site_of(op: str, target: Target, example: Tensor) -> str | None:
+    """The first site whose own density needs the operator."""
+    for name in target.terms(example):
+        try:
+            to_jax(_term(target, name), example)
+        except MissingOperatorError as error:
+            if error.op == op:
+                return name
+    return None
+
+
+def _term(target: Target, name: str) -> Callable[[Tensor], Tensor]:
+    def density(vector: Tensor) -> Tensor:
+        return target.terms(vector)[name]
+
+    return density
+
+
+def _kernel(potential: Any, settings: Settings) -> HMC:
+    kernel = NUTS if settings.kernel == "nuts" else HMC
+    return kernel(
+        potential_fn=potential, dense_mass=settings.dense_mass, **settings.kernel_options()
+    )
+
+
+class _Chain:
+    """One chain, or several in lockstep: blocks of iterations on the device, progress between.
+
+    The number of iterations of a block is an argument of one compiled function, so that warm-up
+    and sampling share it.
+    """
+
+    def __init__(self, kernel: HMC, keys: jax.Array, starts: jax.Array, settings: Settings) -> None:
+        self.settings = settings
+        self.batched = starts.ndim == 2
+        self.state = kernel.init(
+            keys, settings.num_warmup, init_params=starts, model_args=(), model_kwargs={}
+        )
+        self.advance = jax.jit(partial(_advance, kernel))
+        self.collected: list[dict[str, np.ndarray]] = []
+
+    def run(self, stop: threading.Event, bar: Any = None) -> Chains:
+        """Warm up and sample; Ctrl-C, or ``stop`` once it is set, ends it with what there is."""
+        settings = self.settings
+        own = bar is None
+        total = settings.num_warmup + settings.num_samples
+        bar = bar if bar is not None else progress_bar(settings, total, settings.kernel.upper())
+        interrupted = False
+        try:
+            self._iterate(settings.num_warmup, bar, stop, keep=False)
+            self._iterate(settings.num_samples, bar, stop, keep=True)
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            if own:
+                bar.close()
+        if not self.collected:
+            raise KeyboardInterrupt
+        return self._chains(interrupted)
+
+    def _iterate(self, count: int, bar: Any, stop: threading.Event, *, keep: bool) -> None:
+        block = 1
+        while count > 0:
+            _heed(stop)
+            size = min(block, count)
+            started = time.perf_counter()
+            state, kept = self.advance(self.state, size)
+            jax.block_until_ready(state)
+            seconds = time.perf_counter() - started
+            self.state = state
+            if keep:
+                self.collected.append({k: np.asarray(v)[:size] for k, v in kept.items()})
+            bar.update(size)
+            count -= size
+            block = int(np.clip(size * _SECONDS_PER_BLOCK / seconds, 1, _MOST_PER_BLOCK))
+
+    def _chains(self, interrupted: bool) -> Chains:
+        joined = {
+            name: np.concatenate([block[name] for block in self.collected])
+            for name in self.collected[0]
+        }
+        if self.batched:
+            joined = {name: np.moveaxis(value, 1, 0) for name, value in joined.items()}
+        else:
+            joined = {name: value[None] for name, value in joined.items()}
+        tensors = {name: torch.from_numpy(np.array(value)) for name, value in joined.items()}
+        return Chains(tensors.pop("vector"), tensors, interrupted)
+
+
+def _advance(kernel: HMC, state: Any, count: Any) -> tuple[Any, dict[str, jax.Array]]:
+    """``count`` iterations; the first ``count`` rows of the result hold them."""
+    first = _kept(state)
+    buffer = jax.tree.map(lambda v: jnp.zeros((_MOST_PER_BLOCK, *v.shape), v.dtype), first)
+
+    def body(i: Any, carry: Any) -> Any:
+        state, buffer = carry
+        state = kernel.sample(state, (), {})
+        buffer = jax.tree.map(lambda rows, v: rows.at[i].set(v), buffer, _kept(state))
+        return state, buffer
+
+    return jax.lax.fori_loop(0, count, body, (state, buffer))
+
+
+def _kept(state: Any) -> dict[str, jax.Array]:
+    return {
+        "vector": state.z,
+        "potential_energy": state.potential_energy,
+        "energy": state.energy,
+        "num_steps": state.num_steps,
+        "accept_prob": state.accept_prob,
+        "step_size": state.adapt_state.step_size,
+        "diverging": state.diverging,
+    }
+
+
+def _one_by_one(
+    kernel: HMC, keys: jax.Array, starts: jax.Array, settings: Settings, stop: threading.Event
+) -> Chains:
+    """Chains that do not wait for each other: in turn, or in parallel on threads of their own."""
+    chains = [_Chain(kernel, key, start, settings) for key, start in zip(keys, starts, strict=True)]
+    for chain in chains[1:]:
+        chain.advance = chains[0].advance
+    total = len(chains) * (settings.num_warmup + settings.num_samples)
+    bar = progress_bar(settings, total, settings.kernel.upper())
+    try:
+        if settings.chain_method == "parallel" and len(chains) > 1:
+            return _in_threads(chains, bar, stop)
+        return _in_turn(chains, bar, stop)
+    finally:
+        bar.close()
+
+
+def _in_turn(chains: list[_Chain], bar: Any, stop: threading.Event) -> Chains:
+    results: list[Chains] = []
+    for chain in chains:
+        try:
+            results.append(chain.run(stop, bar))
+        except KeyboardInterrupt:
+            if not results:
+                raise
+            results[-1].interrupted = True
+        if results[-1].interrupted:
+            break
+    return stack_chains(results)
+
+
+def _in_threads(chains: list[_Chain], bar: Any, stop: threading.Event) -> Chains:
+    x64 = bool(jax.config.read("jax_enable_x64"))
+
+    def run(chain: _Chain) -> Chains:
+        with jax.enable_x64(x64):
+            return chain.run(stop, bar)
+
+    with ThreadPoolExecutor(len(chains)) as pool:
+        running = [pool.submit(run, chain) for chain in chains]
+        # A second Ctrl-C reaches this thread only, and the error of one chain only its own.
+        with contextlib.suppress(KeyboardInterrupt):
+            wait(running, return_when=FIRST_EXCEPTION)
+        if not all(each.done() for each in running):
+            stop.set()
+        wait(running)
+    results = []
+    for each in running:
+        try:
+            results.append(each.result())
+        except KeyboardInterrupt:  # before its first draw
+            continue
+    if not results:
+        raise KeyboardInterrupt
+    joined = stack_chains(results)
+    joined.interrupted |= len(results) < len(chains)
+    return joined

@@ -1,0 +1,1 @@
+"""Torch functions evaluated in JAX."""

@@ -1,0 +1,285 @@
+"""ATen operators in JAX: arithmetic, comparisons, creation and reductions."""
+
+import builtins
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.scipy import special
+
+from pyro_bdl.mcmc.jax.ops.registry import OPERATORS, aten, axes, cast, register, table
+
+# Elementwise ------------------------------------------------------------------------------------
+
+
+def _floating(function: Callable) -> Callable:
+    """For functions of two that JAX cannot differentiate while one of them is of integers."""
+
+    def apply(x, y):
+        dtype = jnp.result_type(x, y)
+        return function(jnp.asarray(x, dtype), jnp.asarray(y, dtype))
+
+    return apply
+
+
+SAME_NAME = """
+    exp exp2 expm1 log log2 log10 log1p sqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh
+    atanh floor ceil trunc sign signbit isnan isinf isfinite atan2 hypot maximum minimum fmax fmin
+    fmod remainder copysign heaviside logical_not logical_and logical_or logical_xor bitwise_not
+    bitwise_and bitwise_or bitwise_xor floor_divide isin
+"""
+table({name: getattr(jnp, name) for name in SAME_NAME.split()})
+
+table({
+    "eq": jnp.equal, "ne": jnp.not_equal, "lt": jnp.less, "le": jnp.less_equal,
+    "gt": jnp.greater, "ge": jnp.greater_equal,
+    "neg": jnp.negative, "sgn": jnp.sign, "reciprocal": lambda x: 1.0 / x, "rsqrt": lax.rsqrt,
+    "mul": jnp.multiply,
+    "logaddexp": _floating(jnp.logaddexp), "logaddexp2": _floating(jnp.logaddexp2),
+    "relu": jax.nn.relu, "sigmoid": jax.nn.sigmoid, "log_sigmoid": jax.nn.log_sigmoid,
+    "erf": special.erf, "erfc": special.erfc, "erfinv": special.erfinv,
+    "lgamma": special.gammaln, "digamma": special.digamma,
+    "igamma": special.gammainc, "igammac": special.gammaincc,
+    "i0": special.i0, "special_i0e": special.i0e, "special_i1": special.i1,
+    "special_i1e": special.i1e, "special_ndtri": special.ndtri, "special_entr": special.entr,
+    "special_ndtr": special.ndtr, "special_zeta": special.zeta,
+    "xlogy": _floating(special.xlogy), "special_xlog1py": _floating(special.xlog1py),
+    "detach": lax.stop_gradient,
+})  # fmt: skip
+
+
+@register(aten.clone, aten.alias, aten.lift_fresh_copy, aten.contiguous, aten._to_copy)
+def _same(x, **_):
+    return jnp.asarray(x)
+
+
+@register(aten.abs)
+def _abs(x):
+    # torch's subgradient at 0 is 0, not 1.
+    return jnp.where(x == 0, 0, jnp.abs(x))
+
+
+@register(aten.add)
+def _add(x, y, alpha=1):
+    return jnp.add(x, y if alpha == 1 else alpha * y)
+
+
+@register(aten.sub)
+def _sub(x, y, alpha=1):
+    return jnp.subtract(x, y if alpha == 1 else alpha * y)
+
+
+@register(aten.rsub)
+def _rsub(x, y, alpha=1):
+    return _sub(y, x, alpha)
+
+
+@register(aten.div)
+def _div(x, y, rounding_mode=None):
+    if rounding_mode == "floor":
+        return jnp.floor_divide(x, y)
+    quotient = jnp.true_divide(x, y)
+    return jnp.trunc(quotient) if rounding_mode == "trunc" else quotient
+
+
+@register(aten.pow)
+def _pow(x, y):
+    if isinstance(y, int | float) and y == int(y) and builtins.abs(y) <= 64:
+        return lax.integer_pow(x, int(y))
+    return jnp.power(x, y)
+
+
+@register(aten.round)
+def _round(x, decimals=0):
+    return jnp.round(x, decimals)
+
+
+@register(aten.polygamma)
+def _polygamma(n, x):
+    return special.digamma(x) if n == 0 else special.polygamma(n, x)
+
+
+@register(aten.special_log_ndtr)
+def _log_ndtr(x):
+    # JAX loses the digits of the upper tail.
+    upper = x > 1
+    tail = special.ndtr(-jnp.where(upper, x, 1))
+    return jnp.where(upper, jnp.log1p(-tail), special.log_ndtr(jnp.where(upper, 1, x)))
+
+
+@register(aten.softplus)
+def _softplus(x, beta=1, threshold=20):
+    linear = x * beta > threshold
+    return jnp.where(linear, x, jnp.log1p(jnp.exp(jnp.where(linear, 0, x) * beta)) / beta)
+
+
+@register(aten.log_sigmoid_forward)
+def _log_sigmoid_forward(x):
+    return jax.nn.log_sigmoid(x), None
+
+
+@register(aten.silu)
+def _silu(x):
+    return jax.nn.silu(x)
+
+
+@register(aten.elu)
+def _elu(x, alpha=1, scale=1, input_scale=1):
+    negative = alpha * scale * jnp.expm1(jnp.where(x > 0, 0, x) * input_scale)
+    return jnp.where(x > 0, scale * x, negative)
+
+
+@register(aten.celu)
+def _celu(x, alpha=1):
+    return _elu(x, alpha, 1, 1 / alpha)
+
+
+@register(aten.leaky_relu)
+def _leaky_relu(x, negative_slope=0.01):
+    return jnp.where(x > 0, x, negative_slope * x)
+
+
+@register(aten.gelu)
+def _gelu(x, approximate="none"):
+    return jax.nn.gelu(x, approximate=approximate == "tanh")
+
+
+@register(aten.clamp)
+def _clamp(x, min=None, max=None):
+    # jnp.clip halves the gradient at the bounds, torch passes it on.
+    if min is not None:
+        x = jnp.where(x < min, min, x)
+    return x if max is None else jnp.where(x > max, max, x)
+
+
+@register(aten.hardtanh)
+def _hardtanh(x, min_val=-1, max_val=1):
+    return jnp.where(x <= min_val, min_val, jnp.where(x >= max_val, max_val, x))
+
+
+@register(aten.hardsigmoid)
+def _hardsigmoid(x):
+    return _hardtanh(x + 3, 0, 6) / 6
+
+
+@register(aten.where)
+def _where(condition, x, y):
+    return jnp.where(condition, x, y)
+
+
+@register(aten.masked_fill)
+def _masked_fill(x, mask, value):
+    return jnp.where(mask, value, x)
+
+
+@register(aten.nan_to_num)
+def _nan_to_num(x, nan=None, posinf=None, neginf=None):
+    return jnp.nan_to_num(x, nan=nan or 0.0, posinf=posinf, neginf=neginf)
+
+
+@register(aten.copy)
+def _copy(x, source, non_blocking=False):
+    return jnp.broadcast_to(source, x.shape)
+
+
+# Creation ---------------------------------------------------------------------------------------
+
+
+@register(aten.full_like)
+def _full_like(x, value, **_):
+    return jnp.full(x.shape, value)
+
+
+@register(aten.zeros_like, aten.empty_like)
+def _zeros_like(x, **_):
+    return jnp.zeros(x.shape)
+
+
+@register(aten.ones_like)
+def _ones_like(x, **_):
+    return jnp.ones(x.shape)
+
+
+@register(aten.new_zeros, aten.new_empty)
+def _new_zeros(x, size, **_):
+    return jnp.zeros(size)
+
+
+@register(aten.new_ones)
+def _new_ones(x, size, **_):
+    return jnp.ones(size)
+
+
+@register(aten.new_full)
+def _new_full(x, size, value, **_):
+    return jnp.full(size, value)
+
+
+# Reductions and scans ---------------------------------------------------------------------------
+
+
+def _reduction(function: Callable) -> Callable:
+    def reduce(x, dim=None, keepdim=False, *, dtype=None):
+        x = x if dtype is None else cast(x, dtype)
+        return function(x, axis=axes(dim), keepdims=keepdim)
+
+    return reduce
+
+
+table({
+    "sum": _reduction(jnp.sum), "mean": _reduction(jnp.mean), "prod": _reduction(jnp.prod),
+    "amax": _reduction(jnp.max), "amin": _reduction(jnp.min), "any": _reduction(jnp.any),
+    "all": _reduction(jnp.all), "argmax": _reduction(jnp.argmax), "argmin": _reduction(jnp.argmin),
+    "logsumexp": _reduction(jax.nn.logsumexp),
+})  # fmt: skip
+OPERATORS[aten.max.default] = OPERATORS[aten.amax]
+OPERATORS[aten.min.default] = OPERATORS[aten.amin]
+OPERATORS[aten.max.other] = jnp.maximum
+OPERATORS[aten.min.other] = jnp.minimum
+
+
+@register(aten.var.correction)
+def _var(x, dim=None, *, correction=1, keepdim=False):
+    return jnp.var(x, axes(dim), ddof=1 if correction is None else correction, keepdims=keepdim)
+
+
+@register(aten.std.correction)
+def _std(x, dim=None, **options):
+    return jnp.sqrt(_var(x, dim, **options))
+
+
+@register(aten.var_mean.correction)
+def _var_mean(x, dim=None, *, keepdim=False, **options):
+    mean = jnp.mean(x, axes(dim), keepdims=keepdim)
+    return _var(x, dim, keepdim=keepdim, **options), mean
+
+
+@register(aten.linalg_vector_norm)
+def _vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
+    x = x if dtype is None else cast(x, dtype)
+    options: dict[str, Any] = {"axis": axes(dim), "keepdims": keepdim}
+    if np.isinf(ord):
+        return (jnp.max if ord > 0 else jnp.min)(_abs(x), **options)
+    if ord == 0:
+        return jnp.sum(x != 0, **options)
+    if ord == 1:
+        return jnp.sum(_abs(x), **options)
+    total = jnp.sum(x * x if ord == 2 else _abs(x) ** ord, **options)
+    # torch's subgradient at the origin is 0, the root's would be NaN.
+    root = jnp.where(total == 0, 1, total)
+    return jnp.where(total == 0, 0, jnp.sqrt(root) if ord == 2 else root ** (1 / ord))
+
+
+def _scan(function: Callable) -> Callable:
+    def scan(x, dim, *, dtype=None):
+        x = x if dtype is None else cast(x, dtype)
+        return function(jnp.atleast_1d(x), dim).reshape(x.shape)
+
+    return scan
+
+
+table({"cumsum": _scan(jnp.cumsum), "cumprod": _scan(jnp.cumprod)})
+OPERATORS[aten.logcumsumexp] = _scan(lambda x, dim: lax.cumlogsumexp(x, dim % x.ndim))

@@ -1,0 +1,44 @@
+"""ATen operators in JAX: complex numbers and Fourier transforms."""
+
+import jax.numpy as jnp
+
+from pyro_bdl.mcmc.jax.ops.registry import aten, register, table
+
+# torch's codes for what a transform is divided by: nothing, the root of its length, its length.
+NORMS = ("backward", "ortho", "forward")
+
+table({
+    "complex": lambda real, imag: real + 1j * imag,
+    "polar": lambda radius, angle: radius * jnp.exp(1j * angle),
+    "real": jnp.real, "imag": jnp.imag, "angle": jnp.angle,
+    "_conj": jnp.conj, "_conj_physical": jnp.conj, "conj_physical": jnp.conj,
+})  # fmt: skip
+
+
+@register(aten.view_as_real)
+def _view_as_real(x):
+    return jnp.stack([x.real, x.imag], -1)
+
+
+@register(aten.view_as_complex)
+def _view_as_complex(x):
+    return x[..., 0] + 1j * x[..., 1]
+
+
+@register(aten._fft_r2c)
+def _fft_r2c(x, dim, normalization, onesided):
+    return (jnp.fft.rfftn if onesided else jnp.fft.fftn)(x, axes=dim, norm=NORMS[normalization])
+
+
+@register(aten._fft_c2c)
+def _fft_c2c(x, dim, normalization, forward):
+    if forward:
+        return jnp.fft.fftn(x, axes=dim, norm=NORMS[normalization])
+    # The codes say what this very transform is divided by.
+    return jnp.fft.ifftn(x, axes=dim, norm=NORMS[::-1][normalization])
+
+
+@register(aten._fft_c2r)
+def _fft_c2r(x, dim, normalization, last_dim_size):
+    sizes = [x.shape[d] for d in dim[:-1]] + [last_dim_size]
+    return jnp.fft.irfftn(x, sizes, dim, norm=NORMS[::-1][normalization])

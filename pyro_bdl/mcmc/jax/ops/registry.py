@@ -1,0 +1,67 @@
+"""The table of ATen operators in JAX, and the helpers of the files that fill it.
+
+``OPERATORS`` maps an overload (``aten.max.dim``) or a whole packet (``aten.add``) to a function of
+JAX arrays with the schema's own arguments. Results need not have torch's dtype: the translation
+casts them. Gradients at ties and kinks follow torch, so that both samplers feel the same force.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import lax
+
+aten = torch.ops.aten
+
+
+OPERATORS: dict[Any, Callable] = {}
+
+
+# torch multiplies float32 in float32; JAX on an accelerator would round to TF32.
+EXACT = lax.Precision.HIGHEST
+
+
+def register(*operators: Any) -> Callable[[Callable], Callable]:
+    """Enter the decorated function in the table under overloads or packets."""
+
+    def enter(function: Callable) -> Callable:
+        OPERATORS.update(dict.fromkeys(operators, function))
+        return function
+
+    return enter
+
+
+def lookup(operator: Any) -> Callable | None:
+    """The function for an overload, or for its packet, or None."""
+    return OPERATORS.get(operator) or OPERATORS.get(getattr(operator, "overloadpacket", None))
+
+
+def as_dtype(tensor: Any) -> np.dtype:
+    """The JAX dtype of a torch tensor, or of a torch dtype."""
+    return jnp.dtype(str(getattr(tensor, "dtype", tensor)).removeprefix("torch."))
+
+
+def cast(x: Any, tensor: Any) -> jax.Array:
+    """``x`` in the dtype of a torch tensor (or a torch dtype), or in its half without x64."""
+    return lax.convert_element_type(x, jax.dtypes.canonicalize_dtype(as_dtype(tensor)))
+
+
+def axes(dim: Any) -> Any:
+    """A torch ``dim`` (None or an empty list: all) as a JAX ``axis``."""
+    if dim is None or isinstance(dim, int):
+        return dim
+    return tuple(dim) or None
+
+
+def each(value: Any, n: int) -> list[int]:
+    """A per-dimension setting of torch (one number may stand for all) as ``n`` numbers."""
+    value = [value] if isinstance(value, int) else list(value)
+    return value * n if len(value) == 1 else value
+
+
+def table(functions: dict[str, Callable]) -> None:
+    """Enter functions under the names of packets."""
+    OPERATORS.update({getattr(aten, name): function for name, function in functions.items()})

@@ -1,0 +1,375 @@
+"""A pure torch function as a pure JAX function: traced to ATen operators, evaluated in JAX.
+
+Whatever the function closes over (data, parameters) becomes a constant, and what depends on
+constants alone is computed once, in torch.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pyro
+import torch
+from torch import Tensor, fx
+from torch._decomp import core_aten_decompositions, get_decompositions
+from torch.distributions import Distribution
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from pyro_bdl.errors import MissingOperatorError
+from pyro_bdl.mcmc.jax.ops.registry import as_dtype, aten, cast, lookup
+
+WAY_OUT = 'Sample with backend="pyro", which runs any program.'
+# Options of creation operators that say where and how memory is laid out.
+LAYOUT = {"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"}
+# torch decomposes these too, but not by default.
+DECOMPOSED = [aten.grid_sampler_2d, aten.upsample_bicubic2d, aten.dist, aten.ldexp]
+# A constant that an operator (expand, say) blows up beyond this many elements stays small.
+LARGE = 2**16
+
+
+# Tracing ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
+def _fast_path_off() -> Iterator[None]:
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextmanager
+def _plain_torch() -> Iterator[None]:
+    """No fused kernels, no validation: both hide or branch on what a trace must see."""
+    with ExitStack() as stack:
+        for setting in (
+            torch.no_grad(),
+            sdpa_kernel(SDPBackend.MATH),
+            _fast_path_off(),
+            _set(torch.backends.mkldnn, "enabled", False),
+            _set(torch.backends.cudnn, "enabled", False),
+            # The class's default holds for distributions made in the trace, the method for those
+            # made before it. Pyro's context restores its own default into torch's, hence first.
+            _set(Distribution, "_validate_args", False),
+            _set(Distribution, "_validate_sample", lambda self, value: None),
+            pyro.validation_enabled(False),
+        ):
+            stack.enter_context(setting)
+        yield
+
+
+@functools.cache
+def _decompositions() -> dict[Any, Callable]:
+    """torch's decompositions of the operators that the table lacks."""
+    table = {**core_aten_decompositions(), **get_decompositions(DECOMPOSED)}
+    return {op: rule for op, rule in table.items() if lookup(op) is None}
+
+
+def trace(function: Callable, example: Tensor, *more_examples: Tensor) -> fx.GraphModule:
+    """The graph of ATen operators of a pure function of tensors, without in-place operators.
+
+    It holds for the shapes and dtypes of the examples. Validation, fused attention and oneDNN are
+    off while tracing and restored afterwards. Raises ``MissingOperatorError`` if control flow
+    depends on the inputs or if a tensor from outside is changed in place.
+    """
+    examples = [e.detach() for e in (example, *more_examples)]
+    with _plain_torch():
+        graph = _operators(function, examples)
+        _refuse_branches(graph)
+        graph.graph.eliminate_dead_code(lambda node: _is_border(node) or _mutates(node))
+        if any(map(_mutates, graph.graph.nodes)):
+            graph = _functional(graph, examples)
+    for node in graph.graph.nodes:
+        if _mutates(node):
+            message = "changes a tensor that it did not make, in place (a module in train mode?)."
+            raise _missing([node], message)
+    graph.graph.eliminate_dead_code(_is_border)
+    graph.recompile()
+    return graph
+
+
+def _operators(function: Callable, arguments: Sequence[Tensor]) -> fx.GraphModule:
+    make = make_fx(
+        function,
+        decomposition_table=_decompositions(),
+        # Where values may be read, and where not, is decided on the whole graph.
+        _error_on_data_dependent_ops=False,
+    )
+    return make(*arguments)
+
+
+class _Lifted(fx.Interpreter):
+    """Runs a graph with its constants given from outside."""
+
+    given: dict[str, Tensor]
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Tensor:
+        return self.given[target]
+
+
+def _functional(graph: fx.GraphModule, examples: Sequence[Tensor]) -> fx.GraphModule:
+    """The graph without in-place operators; functionalize asks for all its tensors as inputs."""
+    nodes = graph.graph.find_nodes(op="get_attr")
+    attributes = {node.target: getattr(graph, node.target) for node in nodes}
+
+    def lifted(*arguments: Tensor) -> Any:
+        interpreter = _Lifted(graph)
+        interpreter.given = dict(zip(attributes, arguments[len(examples) :], strict=True))
+        return interpreter.run(*arguments[: len(examples)])
+
+    arguments = (*examples, *attributes.values())
+    functional = _operators(torch.func.functionalize(lifted), arguments)
+    inputs = list(functional.graph.find_nodes(op="placeholder"))[len(examples) :]
+    for node, (name, value) in zip(inputs, attributes.items(), strict=True):
+        functional.register_buffer(f"lifted{name}", value.detach())
+        with functional.graph.inserting_before(node):
+            node.replace_all_uses_with(functional.graph.get_attr(f"lifted{name}"))
+        functional.graph.erase_node(node)
+    return functional
+
+
+def _is_border(node: fx.Node) -> bool:
+    return node.op in ("placeholder", "output")
+
+
+def _schema(node: fx.Node) -> Any:
+    return getattr(node.target, "_schema", None)
+
+
+def _mutates(node: fx.Node) -> bool:
+    schema = _schema(node)
+    return schema is not None and schema.is_mutable
+
+
+def _tagged(node: fx.Node, tag: torch.Tag) -> bool:
+    return tag in getattr(node.target, "tags", ())
+
+
+def _refuse_branches(graph: fx.GraphModule) -> None:
+    """Reading a constant's value is fine, reading an input's would freeze the example's."""
+    live = set(graph.graph.find_nodes(op="placeholder"))
+    for node in graph.graph.nodes:
+        if not live.intersection(node.all_input_nodes):
+            continue
+        live.add(node)
+        if _tagged(node, torch.Tag.data_dependent_output):
+            raise _missing([node], "reads a value of the latents, as control flow does.")
+        if _mutates(node):
+            # So is what the changed tensor is a view of.
+            while node.args and isinstance(node.args[0], fx.Node):
+                node = node.args[0]
+                live.add(node)
+
+
+# Translation ------------------------------------------------------------------------------------
+
+
+class _Step(NamedTuple):
+    """One operator: its node, its function, and its arguments, nodes among them."""
+
+    node: fx.Node
+    function: Any
+    args: Any
+    kwargs: Any
+
+    def __call__(self, values: dict[fx.Node, Any]) -> Any:
+        args, kwargs = _replace((self.args, self.kwargs), values)
+        expected = self.node.meta["val"]
+        try:
+            result = self.function(*args, **kwargs)
+            if isinstance(expected, Tensor):
+                return _like(expected, result)
+            return [_like(*pair) for pair in zip(expected, result, strict=True)]
+        except (NotImplementedError, TypeError, ValueError, IndexError) as error:
+            raise _missing([self.node], f"cannot be translated as it is used: {error}") from error
+
+
+class _Constant(NamedTuple):
+    """An array, or the one value that fills it: XLA fuses its broadcast for free."""
+
+    value: np.ndarray
+    shape: tuple[int, ...]
+
+
+def to_jax(
+    function: Callable, example: Tensor, *more_examples: Tensor, through_detach: bool = False
+) -> Callable[..., Any]:
+    """The JAX version of a pure torch function of tensors that returns a pytree of tensors.
+
+    It takes arrays of the examples' shapes and dtypes and can be jitted, differentiated and mapped.
+    In float64 it is called under ``jax.enable_x64(True)``; for float32 inputs that is not needed,
+    and what the function computes in 64 bits inside is then computed in 32, as always in JAX.
+    Raises ``MissingOperatorError``, here and not in the call, if an operator has no translation.
+
+    :param through_detach: differentiate through ``detach``, which ``torch.autograd.grad`` inside
+        the function leaves in its graph too; the result's ``detaches`` says whether there is one.
+    """
+    examples = (example, *more_examples)
+    graph = trace(function, *examples)
+    detached = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default)
+    if through_detach:
+        for node in detached:
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
+    _refuse_randomness(graph)
+    known = _known(graph)
+    operators = [n for n in graph.graph.nodes if n.op == "call_function" and n not in known]
+    _refuse_unknown(operators)
+    steps = [_step(node) for node in operators]
+    inputs = list(graph.graph.find_nodes(op="placeholder"))
+    output = graph.graph.output_node()
+    used = {n for user in (*operators, output) for n in user.all_input_nodes}
+    index, constants = _constants({node: known[node] for node in known if node in used})
+
+    @functools.cache
+    def arrays(x64: bool) -> list[jax.Array]:
+        with jax.ensure_compile_time_eval():
+            return [jnp.asarray(constant.value) for constant in constants]
+
+    def evaluate(*arguments: jax.Array) -> Any:
+        _check(arguments, examples)
+        values: dict[fx.Node, Any] = dict(zip(inputs, arguments, strict=True))
+        held = arrays(jax.config.read("jax_enable_x64"))
+        for node, i in index.items():
+            shape = constants[i].shape
+            values[node] = held[i] if held[i].shape == shape else jnp.broadcast_to(held[i], shape)
+        for step in steps:
+            values[step.node] = step(values)
+        return _replace(output.args[0], values)
+
+    evaluate.detaches = bool(detached)  # type: ignore[attr-defined]
+    with jax.enable_x64(any(e.dtype == torch.float64 for e in examples)):
+        jax.eval_shape(evaluate, *(jax.ShapeDtypeStruct(e.shape, as_dtype(e)) for e in examples))
+    return evaluate
+
+
+def _replace(structure: Any, values: dict[fx.Node, Any]) -> Any:
+    """Nodes by their values, in plain containers, which JAX knows (fx has its own)."""
+    match structure:
+        case fx.Node():
+            return values[structure]
+        case dict():
+            return {key: _replace(value, values) for key, value in structure.items()}
+        case list():
+            return [_replace(value, values) for value in structure]
+        case tuple():
+            return tuple(_replace(value, values) for value in structure)
+    return structure
+
+
+def _like(expected: Tensor | None, result: Any) -> jax.Array | None:
+    """An operator's result in torch's dtype; None stands for one that nobody can use."""
+    if expected is None or result is None:
+        return None
+    result = cast(result, expected)
+    if result.shape != expected.shape:
+        raise ValueError(f"its shape is {tuple(expected.shape)}, not {result.shape}")
+    return result
+
+
+def _step(node: fx.Node) -> _Step:
+    options = {name: value for name, value in node.kwargs.items() if name not in LAYOUT}
+    function = operator.getitem if node.target is operator.getitem else lookup(node.target)
+    return _Step(node, function, node.args, options)
+
+
+def _check(arguments: Sequence[jax.Array], examples: Sequence[Tensor]) -> None:
+    if len(arguments) != len(examples):
+        raise TypeError(f"The function takes {len(examples)} arrays, not {len(arguments)}.")
+    for argument, example in zip(arguments, examples, strict=True):
+        if jnp.shape(argument) != example.shape:
+            shape = tuple(example.shape)
+            raise ValueError(f"The function takes shape {shape}, not {jnp.shape(argument)}.")
+        if jnp.result_type(argument) != as_dtype(example):
+            hint = " (call it under jax.enable_x64(True))" if example.dtype == torch.float64 else ""
+            raise TypeError(
+                f"The function takes {example.dtype}, not {jnp.result_type(argument)}{hint}."
+            )
+
+
+# Constants --------------------------------------------------------------------------------------
+
+
+def _known(graph: fx.GraphModule) -> dict[fx.Node, Any]:
+    """The values of the nodes that no input reaches."""
+    known: dict[fx.Node, Any] = {}
+    with _plain_torch():
+        for node in graph.graph.nodes:
+            if node.op == "get_attr":
+                known[node] = getattr(graph, node.target)
+            elif _foldable(node, known):
+                value = node.target(*_replace(node.args, known), **_replace(node.kwargs, known))
+                sources = [known[n] for n in node.all_input_nodes]
+                if not sources or _size(value) <= max(LARGE, sum(map(_size, sources))):
+                    known[node] = value
+    return known
+
+
+def _foldable(node: fx.Node, known: dict[fx.Node, Any]) -> bool:
+    random = _tagged(node, torch.Tag.nondeterministic_seeded)
+    return node.op == "call_function" and not random and known.keys() >= set(node.all_input_nodes)
+
+
+def _size(value: Any) -> int:
+    return value.numel() if isinstance(value, Tensor) else sum(map(_size, value))
+
+
+def _constants(tensors: dict[fx.Node, Tensor]) -> tuple[dict[fx.Node, int], list[_Constant]]:
+    """Each node's place in the list of distinct constants, and that list."""
+    constants: dict[Any, tuple[int, _Constant]] = {}
+    index = {}
+    for node, tensor in tensors.items():
+        array = _numpy(tensor)
+        # Whole numbers may be indices or masks, which must stay concrete under jit.
+        filled = tensor.is_floating_point() and array.size > 1 and (array == array.flat[0]).all()
+        constant = _Constant(array.flat[0] if filled else array, array.shape)
+        key = array.dtype, array.shape, constant.value.tobytes()
+        index[node], _ = constants.setdefault(key, (len(constants), constant))
+    return index, [constant for _, constant in constants.values()]
+
+
+def _numpy(tensor: Tensor) -> np.ndarray:
+    """A copy: the program's own tensors may change later."""
+    tensor = tensor.detach().cpu()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().copy().view(jnp.bfloat16)
+    return tensor.numpy().copy()
+
+
+# Errors -----------------------------------------------------------------------------------------
+
+
+def _missing(nodes: Sequence[fx.Node], what: str) -> MissingOperatorError:
+    names = list(dict.fromkeys(str(node.target) for node in nodes))
+    return MissingOperatorError(f"{', '.join(names)}: {what} {WAY_OUT}", op=names[0])
+
+
+def _refuse_randomness(graph: fx.GraphModule) -> None:
+    for node in graph.graph.nodes:
+        if _tagged(node, torch.Tag.nondeterministic_seeded) and lookup(node.target) is None:
+            what = "draws random numbers, but a density is a function (dropout in train mode?)."
+            raise _missing([node], what)
+
+
+def _refuse_unknown(nodes: Sequence[fx.Node]) -> None:
+    unknown = [n for n in nodes if n.target is not operator.getitem and lookup(n.target) is None]
+    if unknown:
+        raise _missing(unknown, "no JAX translation.")

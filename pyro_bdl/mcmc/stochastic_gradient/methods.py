@@ -1,0 +1,58 @@
+"""The samplers that ``sgmcmc`` knows by name."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from pyro_bdl.mcmc.stochastic_gradient.samplers import (
+    hamiltonian,
+    langevin,
+    preconditioned,
+    thermostat,
+)
+
+
+class Method(NamedTuple):
+    """How one of the samplers moves.
+
+    :param init: position (chains, P) -> state.
+    :param update: (state, gradient, step size, temperature=, options) -> state.
+    :param statistics: (state, gradient, step size) -> name -> (chains,).
+    :param settle: called with the state after the first half of the warm-up.
+    :param whole: whether it needs all data in each step.
+    :param corrected: whether a Metropolis step follows each update.
+    """
+
+    init: Callable[..., Any]
+    update: Callable[..., Any]
+    statistics: Callable[..., dict[str, Tensor]] | None = None
+    settle: Callable[[Any], Any] | None = None
+    whole: bool = False
+    corrected: bool = False
+
+    def begin(self, position: Tensor, temperature: float) -> Any:
+        """The state at a position; a momentum is drawn at the temperature."""
+        takes = inspect.signature(self.init).parameters
+        heat = {"temperature": temperature} if "temperature" in takes else {}
+        return self.init(position, **heat)
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """What the update can be told besides the temperature."""
+        parameters = inspect.signature(self.update).parameters.values()
+        named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        return tuple(name for name in named if name != "temperature")
+
+
+METHODS = {
+    "sgld": Method(langevin.init, langevin.update),
+    "psgld": Method(preconditioned.init, preconditioned.update, settle=preconditioned.settle),
+    "sghmc": Method(hamiltonian.init, hamiltonian.update, hamiltonian.statistics),
+    "sgnht": Method(
+        thermostat.init, thermostat.update, thermostat.statistics, settle=thermostat.settle
+    ),
+    "lmc": Method(langevin.init, langevin.update, whole=True),
+    "mala": Method(langevin.init, langevin.update, whole=True, corrected=True),
+}

@@ -1,0 +1,150 @@
+"""Endless minibatches for a chain, and whether the program scales their likelihood rightly."""
+
+import itertools
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from pyro_bdl.curvature.fisher import check_scales, num_data
+from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
+from pyro_bdl.program.batches import Batch, Batches, has_rows, leading_size
+from pyro_bdl.program.program import Program
+
+
+class Minibatches:
+    """The arguments of a program, batch after batch without end.
+
+    :param data: ``(x, y)`` or an iterable of such batches, as in ``Batches``; an iterable is passed
+        over again and again.
+    :param batch_size: rows of each batch of ``(x, y)``, drawn in a new order on every pass, whose
+        rest is left out; None for all rows.
+    :raises ValueError: for a ``batch_size`` below 1, one for an iterable, one of data whose tensors
+        differ in their number of rows; for data without a batch.
+    """
+
+    def __init__(self, data: Any, batch_size: int | None = None) -> None:
+        self.source = Batches(data)
+        some = list(itertools.islice(self.source, 2))
+        self.first = some[0]
+        self.is_whole = len(some) == 1  # every gradient is of all data
+        self.num_rows: int | None = None  # of all data, where it is known
+        self.stated: int | None = None  # by the program
+        self.size = leading_size(self.first)
+        if self.is_whole:
+            self.num_rows = self.size
+        if batch_size is not None:
+            self._split(batch_size)
+
+    def _split(self, batch_size: int) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        if not self.is_whole:
+            raise ValueError(
+                "batch_size is for data given as (x, y); the batches of an iterable have their own"
+            )
+        if batch_size >= self.size:
+            return
+        if not has_rows(self.first, self.size):
+            raise ValueError(
+                "batch_size needs tensors that all have a row for each datum: pass an iterable of "
+                "batches instead"
+            )
+        self.size, self.is_whole = batch_size, False
+        self.whole = self.first
+        self.device = next(v.device for v in tree_leaves(self.whole) if isinstance(v, Tensor))
+        self.first = self._rows(torch.arange(batch_size, device=self.device))
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self.is_whole:
+            return itertools.repeat(self.first)
+        return self._passes() if self.num_rows is None else self._shuffled(self.num_rows)
+
+    def _shuffled(self, num_rows: int) -> Iterator[Batch]:
+        while True:
+            order = torch.randperm(num_rows, device=self.device)
+            parts = order.split(self.size)
+            yield from (self._rows(part) for part in parts if len(part) == self.size)
+
+    def _rows(self, index: Tensor) -> Batch:
+        def part(value: Any) -> Any:
+            return value[index.to(value.device)] if isinstance(value, Tensor) else value
+
+        args, kwargs = self.whole
+        return tree_map(part, args), tree_map(part, kwargs)
+
+    def _passes(self) -> Iterator[Batch]:
+        for number in itertools.count():
+            rows = 0
+            for batch in self.source:
+                rows += leading_size(batch)
+                yield batch
+            if number == 0:
+                self._compare(rows)
+
+    def _compare(self, rows: int) -> None:
+        """A pass may leave out a last batch that is not full, and no more."""
+        if self.stated is None or self.stated - self.size < rows <= self.stated:
+            return
+        warnings.warn(
+            f"the program speaks of {self.stated} data, a pass over the batches holds {rows}: the "
+            f"posterior counts the likelihood as of {self.stated}; give the program the number of "
+            "all data as its num_data",
+            BdlWarning,
+            stacklevel=2,
+        )
+
+    def check_scale(self, program: Program) -> None:
+        """Whether a program, built on the first batch, scales its log likelihood by N/B.
+
+        :raises ValueError: where it does not know N, or another one than there is.
+        :raises UnsupportedProgramError: for a latent for each datum with minibatches, or where the
+            program picks its rows itself.
+        """
+        with torch.no_grad():
+            sites = program.run(program.initial).observed
+        observed = sites.values()
+        rows = max((num_data(site) for site in observed), default=0)
+        stated = round(max((num_data(site) * site.subsampling for site in observed), default=0))
+        if self.is_whole:
+            if stated != rows and stated == self.size:
+                raise UnsupportedProgramError(
+                    f"the program picks {rows} of the {stated} rows at random in each run: use one "
+                    "without subsample_size, and take the rows by batch_size="
+                )
+            if stated != rows:
+                raise ValueError(
+                    f"the program speaks of {stated} data, but data is one batch of {rows}: pass "
+                    "all of them, (x, y) with batch_size= or an iterable of batches"
+                )
+            return
+        for name, latent in program.latents.items():
+            if any(plate in program.plates for plate in latent.plates if _is_part(program, plate)):
+                raise UnsupportedProgramError(
+                    f"the latent site '{name}' stands in a plate of which a minibatch holds a "
+                    "part: there is one for each datum, which minibatches cannot move; pass all "
+                    "data at once"
+                )
+        total = self.num_rows if rows == self.size else None
+        known = f"{total}" if total else "the number of all data"
+        if stated == rows:
+            raise ValueError(
+                f"the program takes a minibatch of {rows} rows for all data, so that its log "
+                f"likelihood would count too little: make it with num_data={known}, or give its "
+                f"plate that size"
+            )
+        check_scales(sites)
+        if total is not None and stated != total:
+            raise ValueError(
+                f"the program speaks of {stated} data, but data holds {total}: make it with "
+                f"num_data={total}"
+            )
+        self.stated = stated if rows == self.size else None
+
+
+def _is_part(program: Program, plate: str) -> bool:
+    size, present = program.plates[plate]
+    return present < size

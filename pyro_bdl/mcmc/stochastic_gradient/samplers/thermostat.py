@@ -1,0 +1,116 @@
+"""The stochastic-gradient Nose-Hoover thermostat (SG-NHT) in a symmetric splitting.
+
+    dtheta = p dt,    dp = grad log p(theta) dt - xi p dt + sqrt(2 A T) dW
+    dxi = (p'p / P - T) / Q dt
+
+The friction xi of each chain grows while its kinetic temperature p'p / P exceeds T: it settles
+where friction takes out the heat of both the injected noise A and the unknown noise of minibatches.
+In steps of length h = sqrt(eps), with z = xi h and a = A h, friction and noise per step, an update
+is the kick by the gradient, half a drift, half a step of z, the exact Ornstein-Uhlenbeck step::
+
+    p  <-  e^-z p + sqrt(a T (1 - e^-2z) / z) w,    w ~ Normal(0, I)
+
+and the halves of z and of the drift again. Two half kicks meet in one, as in ``hamiltonian.py``.
+The inertia Q, which the stationary density in theta does not depend on, is 2 h^2 T / a^2, at which
+the temperature returns to T without swinging: a step of z is (a^2 / 2) (p'p / (P T) - 1).
+
+The thermostat is switched on by ``settle``. Before, friction is a: a chain that falls from a far
+start is hot, and a thermostat would gather a friction that it needs many steps to lose.
+
+Sources: Ding, Fang, Babbush, Chen, Skeel & Neven (2014), Bayesian sampling using stochastic
+gradient thermostats, algorithm 2, where Q = 1; Leimkuhler & Shang (2016), Adaptive thermostats for
+noisy gradient systems (the splitting BADODAB).
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.mcmc.stochastic_gradient.samplers.hamiltonian import (
+    check_friction,
+    kinetic_temperature,
+)
+
+
+class State(NamedTuple):
+    """
+    :param position: theta, (chains, P).
+    :param momentum: p, (chains, P), of variance T.
+    :param decay: z, (chains, 1); None before the first step, which starts from z = a.
+    :param steered: whether the thermostat is on.
+    """
+
+    position: Tensor
+    momentum: Tensor
+    decay: Tensor | None = None
+    steered: bool = False
+
+
+def init(position: Tensor, *, temperature: float = 1.0) -> State:
+    return State(position, math.sqrt(temperature) * torch.randn_like(position))
+
+
+def update(
+    state: State,
+    gradient: Tensor,
+    step_size: float,
+    *,
+    temperature: float = 1.0,
+    friction: float = 0.02,
+) -> State:
+    """One step of every chain; at T = 0 the thermostat rests.
+
+    :param gradient: (chains, P).
+    :param step_size: eps.
+    :param temperature: T.
+    :param friction: f in (0, 1): the injected noise is that which without minibatches balances the
+        loss of a share f of the momentum per step, a = -log(1 - f).
+    :raises ValueError: for a friction outside its range.
+    """
+    check_friction(friction)
+    if friction == 1:
+        raise ValueError("friction must be less than 1 for a thermostat, got 1")
+    length, injected = math.sqrt(step_size), -math.log1p(-friction)
+    momentum = torch.add(state.momentum, gradient, alpha=length)
+    position = torch.add(state.position, momentum, alpha=length / 2)
+    decay = state.decay
+    if decay is None:
+        decay = momentum.new_full((*momentum.shape[:-1], 1), injected)
+    coupling = injected**2 / 4 if state.steered and temperature else 0.0
+    decay = _steered(decay, momentum, coupling, temperature)
+    momentum = momentum * torch.exp(-decay)
+    if temperature:
+        variance = 2 * injected * temperature * _mean_decay(2 * decay)
+        momentum.addcmul_(variance.sqrt(), torch.randn_like(momentum))
+    decay = _steered(decay, momentum, coupling, temperature)
+    position.add_(momentum, alpha=length / 2)
+    return State(position, momentum, decay, state.steered)
+
+
+def settle(state: State) -> State:
+    """The state with the thermostat on."""
+    return state._replace(steered=True)
+
+
+def _steered(decay: Tensor, momentum: Tensor, coupling: float, temperature: float) -> Tensor:
+    """z after half a step of the thermostat."""
+    if not coupling:
+        return decay
+    hot = momentum.square().mean(-1, keepdim=True) / temperature - 1
+    return torch.add(decay, hot, alpha=coupling)
+
+
+def _mean_decay(decay: Tensor) -> Tensor:
+    """(1 - e^-z) / z, the mean of e^-zt over t in (0, 1); 1 at z = 0."""
+    zero = decay == 0
+    return torch.where(zero, 1.0, -torch.expm1(-decay) / torch.where(zero, 1.0, decay))
+
+
+def statistics(state: State, gradient: Tensor, step_size: float) -> dict[str, Tensor]:
+    """``kinetic_temperature``, and ``friction``: the share 1 - e^-z that a step takes out."""
+    found = {"kinetic_temperature": kinetic_temperature(state.momentum, gradient, step_size)}
+    if state.decay is not None:
+        found["friction"] = -torch.expm1(-state.decay.squeeze(-1))
+    return found

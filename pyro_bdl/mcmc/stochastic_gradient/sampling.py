@@ -1,0 +1,223 @@
+"""``sgmcmc``: Langevin and Hamiltonian dynamics by gradients of minibatches."""
+
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.mcmc.chains import at_least, one_of
+from pyro_bdl.mcmc.hmc.sampling import require_all_data
+from pyro_bdl.mcmc.starts import Restriction, starting_vectors
+from pyro_bdl.mcmc.stochastic_gradient.chains import StepSize, Track, Walk, kept_steps
+from pyro_bdl.mcmc.stochastic_gradient.methods import METHODS, Method
+from pyro_bdl.mcmc.stochastic_gradient.minibatches import Minibatches
+from pyro_bdl.program.program import Program
+from pyro_bdl.program.subset import Subset
+from pyro_bdl.program.supports import check_support
+from pyro_bdl.program.validation import check_finite
+from pyro_bdl.samples import Samples
+from pyro_bdl.utils.memory import available_memory
+from pyro_bdl.utils.module_state import evaluation_mode
+from pyro_bdl.utils.random_state import seeded
+from pyro_bdl.utils.validation import check_temperature
+
+
+def sgmcmc(
+    model: Callable,
+    data: Any,
+    *,
+    step_size: StepSize,
+    method: str = "sghmc",
+    num_warmup: int = 1000,
+    num_samples: int = 500,
+    thinning: int = 10,
+    num_chains: int = 1,
+    batch_size: int | None = None,
+    temperature: float = 1.0,
+    seed: int = 0,
+    init: Any = "prior",
+    subset: Subset | None = None,
+    at: Tensor | None = None,
+    progress: bool = True,
+    **options: float,
+) -> Samples:
+    """Draw from the posterior of a Pyro program by stochastic-gradient MCMC.
+
+    Each step moves all chains along the gradient of the log density of one minibatch, its
+    likelihood scaled by N/B, in the latents' unconstrained space::
+
+        "sgld"   stochastic-gradient Langevin dynamics (Welling & Teh 2011)
+        "psgld"  the same, preconditioned as RMSprop (Li et al. 2016); averaging=, damping=
+        "sghmc"  underdamped Langevin dynamics (Chen et al. 2014); friction=
+        "sgnht"  the same, its friction found by a thermostat (Ding et al. 2014); friction=
+        "lmc"    Langevin dynamics on all data, unadjusted
+        "mala"   the same with a Metropolis correction, exact at every step size
+
+    The step size multiplies the gradient in all of them; the equations are in the
+    files of ``samplers``. The chains move at once by ``vmap``, with noise of their own and the
+    same minibatch. The program runs in evaluation mode. A program under ``handlers.temper`` has its
+    tempered posterior sampled. The same seed gives the same draws, where the data come in the same
+    order. Ctrl-C keeps the draws made so far, and so does a step size that diverges.
+
+    :param model: a Pyro program with continuous latents; for minibatches it must know N
+        (``num_data=`` of the ready-made programs).
+    :param data: ``(x, y)``, or an iterable of such batches that can be passed over again and again,
+        such as a ``DataLoader``.
+    :param step_size: a number, or a function of the step from 0, such as ``mcmc.Polynomial`` or
+        ``mcmc.Cyclical``, which explores without noise and without draws in parts of its cycles.
+        See ``mcmc.suggest_step_size``.
+    :param num_warmup: steps before the first draw. In the first half of them "psgld" adapts its
+        preconditioner, and "sgnht" runs without its thermostat.
+    :param num_samples: draws per chain.
+    :param thinning: steps from a draw to the next, those that explore not counted.
+    :param num_chains: chains.
+    :param batch_size: rows of each minibatch of ``(x, y)``; by default all rows.
+    :param temperature: T; the stationary density is the posterior's to the power 1/T.
+    :param init: where the chains start: "prior" (a draw of the prior each), "network" (the
+        networks' own values), a guide or ``Samples`` (a draw each), or a dict of latents.
+    :param subset: move only these of the latents' unconstrained numbers, the others staying ``at``
+        an unconstrained vector (P,).
+    :param progress: show a progress bar.
+    :param options: of the method, see its file.
+    :returns: draws in the latents' supports, with statistics: ``step_size``; ``potential_energy``
+        (nats, on the minibatch that followed the draw, scaled to all data);
+        ``configurational_temperature`` -(u - u_0)' grad log p(u) / P, u_0 the chain's start, and
+        ``kinetic_temperature`` of "sghmc" and "sgnht", both of mean T where the step size is small
+        enough; ``accept_prob`` of "mala"; ``friction`` of "sgnht". The entry ``failure`` of
+        ``info`` says why the chains ended early, if they did.
+    :raises UnsupportedProgramError: for a program without observed sites or with discrete latents.
+    :raises ValueError: for data that are not finite, targets outside of their support, a program
+        that does not know N, a step size that diverges before the first draw, or an argument
+        outside its range.
+    :raises MemoryError: where the draws would not fit.
+    """
+    chosen = METHODS[one_of("method", method, tuple(METHODS))]
+    at_least("num_samples", num_samples, 1)
+    at_least("thinning", thinning, 1)
+    at_least("num_chains", num_chains, 1)
+    at_least("num_warmup", num_warmup, 2 if chosen.settle else 0)
+    check_temperature(temperature)
+    check_step_size(step_size, method, chosen)
+    check_options(method, chosen, options)
+    started = time.perf_counter()
+    with evaluation_mode(), seeded(seed):
+        batches = Minibatches(data, batch_size)
+        restriction = checked_restriction(model, batches, subset, at)
+        if chosen.whole:
+            _require_whole(method, restriction.program, batches)
+        start = starting_vectors(restriction, init, num_chains)
+        _check_memory(num_samples, start)
+        walk = Walk(
+            chosen,
+            restriction,
+            batches,
+            start,
+            step_size=step_size,
+            temperature=temperature,
+            options=options,
+        )
+        steps = kept_steps(step_size, num_warmup, num_samples, thinning)
+        track = walk.run(steps, num_warmup, progress)
+    _tell(track, num_samples)
+    info = {
+        "method": method,
+        "step_size": step_size if isinstance(step_size, float | int) else repr(step_size),
+        "num_warmup": num_warmup,
+        "thinning": thinning,
+        "batch_size": batches.size,
+        "temperature": temperature,
+        "seed": seed,
+        "seconds": time.perf_counter() - started,
+        "steps": track.steps,
+        "interrupted": track.interrupted,
+        "failure": track.failure,
+        **options,
+    }
+    with torch.no_grad():
+        return Samples(restriction.constrain(track.vectors), track.stats, info)
+
+
+def _tell(track: Track, num_samples: int) -> None:
+    """:raises ValueError: where the chains diverged before the first draw."""
+    made = track.vectors.shape[1]
+    if track.failure is not None:
+        if not made:
+            raise ValueError(f"{track.failure} (there was no draw before it)")
+        warnings.warn(
+            f"{track.failure}; the {made} of {num_samples} draws per chain made before it are "
+            "kept, of which the last may be off already",
+            BdlWarning,
+            stacklevel=3,
+        )
+    elif track.interrupted:
+        warnings.warn(
+            f"interrupted: {made} of {num_samples} draws per chain were made",
+            BdlWarning,
+            stacklevel=3,
+        )
+
+
+# ---------------------------------------------------------------------------------- what is given
+
+
+def checked_restriction(
+    model: Callable, batches: Minibatches, subset: Subset | None, at: Tensor | None
+) -> Restriction:
+    """The program on the first minibatch.
+
+    :raises ValueError: for data that are not finite, targets outside of their support, a program
+        that does not know N.
+    """
+    args, kwargs = batches.first
+    whole, named = getattr(batches, "whole", batches.first)
+    check_finite(model, whole, named)
+    program = Program(model, *args, **kwargs)
+    program.require_observed()
+    with torch.no_grad():
+        check_support(program.run(program.initial))
+    batches.check_scale(program)
+    return Restriction(program, subset, at)
+
+
+def check_options(method: str, chosen: Method, options: dict[str, float]) -> None:
+    """:raises TypeError: for an option that the method does not have."""
+    for name in options:
+        if name not in chosen.options:
+            there = ", ".join(chosen.options) or "none"
+            raise TypeError(
+                f"sgmcmc has no argument '{name}' with method '{method}' (its options: {there})"
+            )
+
+
+def check_step_size(step_size: StepSize, method: str, chosen: Method) -> None:
+    if callable(step_size):
+        if chosen.corrected and hasattr(step_size, "explores"):
+            raise ValueError(
+                f"method '{method}' cannot explore without noise: use a number as step_size"
+            )
+    elif not 0 < step_size < float("inf"):
+        raise ValueError(f"step_size must be a positive finite number, got {step_size}")
+
+
+def _require_whole(method: str, program: Program, batches: Minibatches) -> None:
+    if not batches.is_whole:
+        raise ValueError(
+            f"method '{method}' needs all data in each step: pass data=(x, y) without batch_size, "
+            "or use 'sgld' or 'sghmc' for minibatches"
+        )
+    require_all_data(program)
+
+
+def _check_memory(num_samples: int, start: Tensor) -> None:
+    needed = num_samples * start.numel() * start.element_size()
+    there = available_memory(start.device)
+    if there is not None and needed > there:
+        raise MemoryError(
+            f"{num_samples} draws of {len(start)} chains over {start.shape[-1]} numbers take "
+            f"{needed / 2**30:.1f} GiB, of which {there / 2**30:.1f} are free: keep fewer draws "
+            "(num_samples), or sample a subset"
+        )

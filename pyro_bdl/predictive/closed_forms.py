@@ -1,0 +1,154 @@
+"""Expectations over a Gaussian of what observation models say, without draws."""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from pyro.distributions.torch_distribution import MaskedDistribution
+from torch import Tensor
+from torch.distributions import Independent
+
+from pyro_bdl.predictive.linear_outputs import Gaussian
+from pyro_bdl.program.trace import Site
+
+DISCRETE = ("Categorical", "OneHotCategorical", "Bernoulli")
+
+_NODES = 24
+
+
+def probit(mean: Tensor, variance: Tensor) -> Tensor:
+    """E[sigmoid(f)] for f ~ N(mean, variance), about sigmoid(m / sqrt(1 + pi v / 8)) (MacKay
+    1992, equation 10)."""
+    return torch.sigmoid(mean / torch.sqrt(1.0 + math.pi / 8.0 * variance))
+
+
+def multiclass_probit(mean: Tensor, variance: Tensor) -> Tensor:
+    """E[softmax(f)] about softmax(m_k / sqrt(1 + pi v_k / 8)), (..., C) (Gibbs 1997)."""
+    return torch.softmax(mean / torch.sqrt(1.0 + math.pi / 8.0 * variance), -1)
+
+
+def laplace_bridge(mean: Tensor, covariance: Tensor) -> Tensor:
+    """E[softmax(f)], (N, C), from the Dirichlet whose Laplace approximation in the softmax basis
+    is f ~ N(mean, covariance) restricted to sum f = 0:
+
+        alpha_k = (1 - 2/C + exp(m_k) / C^2 sum_l exp(-m_l)) / v_k
+
+    (Hobbhahn, Kristiadi & Hennig 2022, equations 3 and 12). It is good where variances are small.
+
+    :param mean: m (N, C).
+    :param covariance: (N, C, C), with v on its diagonal.
+    """
+    classes = mean.shape[-1]
+    tiny = torch.finfo(mean.dtype).tiny
+    rows = covariance.sum(-1)
+    total = rows.sum(-1, keepdim=True).clamp(min=tiny)
+    mean = mean - rows * mean.sum(-1, keepdim=True) / total
+    variance = covariance.diagonal(dim1=-2, dim2=-1) - rows.square() / total
+    spread = mean + torch.logsumexp(-mean, -1, keepdim=True) - 2.0 * math.log(classes)
+    flat = torch.full_like(mean, 1.0 - 2.0 / classes).log()
+    return torch.softmax(torch.logaddexp(flat, spread) - variance.clamp(min=tiny).log(), -1)
+
+
+def normal_log_density(y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    """log N(y; mean, variance), entry by entry."""
+    return -0.5 * ((y - mean).square() / variance + variance.log() + math.log(2 * math.pi))
+
+
+def joint_normal_log_density(y: Tensor, mean: Tensor, covariance: Tensor) -> Tensor:
+    """log N(y; mean, covariance) for y (..., E)."""
+    if y.shape[-1] == 1:
+        return normal_log_density(y, mean, covariance[..., 0])[..., 0]
+    normal = torch.distributions.MultivariateNormal(mean, covariance, validate_args=False)
+    return normal.log_prob(y)
+
+
+def uncertain_noise_log_density(
+    y: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    log_scale: Tensor,
+    log_scale_variance: Tensor,
+    cross: Tensor,
+) -> Tensor:
+    """log p(y) for y ~ N(f, sigma^2) with (f, log sigma) Gaussian, entry by entry.
+
+    Given log sigma, y is Gaussian; log sigma is integrated by Gauss-Hermite quadrature.
+
+    :param cross: the covariance of f and log sigma.
+    """
+    nodes, weights = np.polynomial.hermite_e.hermegauss(_NODES)
+    spread = log_scale_variance.sqrt()
+    slope = cross / spread.clamp(min=torch.finfo(spread.dtype).tiny)
+    rest = (variance - slope.square()).clamp(min=0.0)
+    terms = []
+    for node, weight in zip(nodes, weights / math.sqrt(2 * math.pi), strict=True):
+        total = rest + (2.0 * (log_scale + node * spread)).exp()
+        terms.append(normal_log_density(y, mean + slope * node, total) + math.log(weight))
+    return torch.stack(terms).logsumexp(0)
+
+
+# ------------------------------------------------------------------------- by kind of observation
+
+
+def noise_variance(gaussian: Gaussian) -> Tensor:
+    """E[sigma^2] of a Normal: exp(2 m + 2 v) for log sigma ~ N(m, v)."""
+    mean, variance = gaussian.cells("scale")
+    return (2.0 * mean + 2.0 * variance).exp().reshape(gaussian.outputs.values["scale"].shape)
+
+
+def class_probabilities(gaussian: Gaussian, method: str) -> Tensor:
+    """P(y = class) of a discrete site, by "probit" or "laplace-bridge"."""
+    logits, binary = gaussian.outputs.values["logits"], gaussian.outputs.kind == "Bernoulli"
+    if method == "laplace-bridge":
+        if binary:
+            raise ValueError('"laplace-bridge" is for several classes: use "probit" for two')
+        if logits.dim() != 2:
+            raise ValueError('"laplace-bridge" needs one Categorical per datum: use "probit"')
+        return laplace_bridge(logits, gaussian.block("logits", "logits"))
+    variance = gaussian.cells("logits")[1].reshape(logits.shape)
+    return (probit if binary else multiclass_probit)(logits, variance)
+
+
+def log_density(site: Site, gaussian: Gaussian) -> Tensor | None:
+    """log p(y) of the distribution's batch shape; None where there is no closed form."""
+    kind, distribution = gaussian.outputs.kind, site.distribution
+    inner: Any = distribution
+    while isinstance(inner, Independent):
+        inner = inner.base_dist
+    if isinstance(inner, MaskedDistribution):
+        return None
+    shape = distribution.batch_shape
+    event = inner.batch_shape[len(shape) :].numel()
+    if kind == "Normal":
+        density = _normal_log_density(gaussian, site.value, event)
+    elif kind in DISCRETE and event == 1:
+        density = _discrete_log_density(kind, class_probabilities(gaussian, "probit"), site.value)
+    else:
+        return None
+    return None if density is None else density.reshape(shape)
+
+
+def _normal_log_density(gaussian: Gaussian, value: Tensor, event: int) -> Tensor | None:
+    (mean, variance), (log_scale, uncertainty) = gaussian.cells("loc"), gaussian.cells("scale")
+    y, size = value.reshape(mean.shape), len(mean)
+    if "scale" in gaussian.outputs.moving:
+        if event > 1:
+            return None
+        cross = gaussian.block("loc", "scale").diagonal(dim1=-2, dim2=-1)
+        return uncertain_noise_log_density(y, mean, variance, log_scale, uncertainty, cross)
+    blocks = gaussian.block("loc", "loc").reshape(size, -1, event, mean.shape[1] // event, event)
+    own = blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)
+    total = own + torch.diag_embed((2.0 * log_scale).exp().reshape(size, -1, event))
+    y, mean = y.reshape(size, -1, event), mean.reshape(size, -1, event)
+    return joint_normal_log_density(y, mean, total)
+
+
+def _discrete_log_density(kind: str, probabilities: Tensor, value: Tensor) -> Tensor:
+    if kind == "Bernoulli":
+        probabilities = torch.where(value > 0.5, probabilities, 1.0 - probabilities)
+    elif kind == "OneHotCategorical":
+        probabilities = (probabilities * value).sum(-1)
+    else:
+        probabilities = probabilities.gather(-1, value[..., None].long())[..., 0]
+    return probabilities.clamp(min=torch.finfo(probabilities.dtype).tiny).log()

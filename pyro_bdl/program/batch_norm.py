@@ -1,0 +1,200 @@
+"""BatchNorm layers where there are several draws of the weights at once.
+
+A layer's running statistics are those of its inputs, and so belong to one draw of the weights
+before it. For prediction they are computed anew for each draw; in training, which needs none, the
+layers that ``vmap`` runs for several draws take them up afterwards.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from tqdm import trange
+
+from pyro_bdl.program.batches import Batches
+from pyro_bdl.program.trace import leave_open, record
+
+_RUNNING = ("running_mean", "running_var")
+_STATISTICS = (*_RUNNING, "num_batches_tracked")
+
+Draws = dict[str, Tensor]
+
+
+def keeps_statistics(module: nn.Module) -> bool:
+    """Whether a module is a BatchNorm layer with running statistics."""
+    return isinstance(module, _BatchNorm) and module.running_mean is not None
+
+
+def uses_its_batch(module: nn.Module) -> bool:
+    """Whether a module is a BatchNorm layer that normalises by its batch."""
+    return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+
+
+@contextmanager
+def layers_called(
+    chosen: Callable[[nn.Module], bool] = keeps_statistics,
+) -> Iterator[list[_BatchNorm]]:
+    """The BatchNorm layers that are called inside: those with running statistics, or others."""
+    found: list[Any] = []
+
+    def note(module: nn.Module, args: object) -> None:
+        if chosen(module) and module not in found:
+            found.append(module)
+
+    hook = register_module_forward_pre_hook(note)
+    try:
+        yield found
+    finally:
+        hook.remove()
+
+
+# ----------------------------------------------------------------------------------- prediction
+
+
+@contextmanager
+def gathering() -> Iterator[list[_BatchNorm]]:
+    """BatchNorm layers called inside gather the mean and variance of all their inputs in their
+    running statistics, each batch with the same weight; they have their own back afterwards."""
+    found: list[_BatchNorm] = []
+    saved: list[tuple[bool, Any, list[Tensor]]] = []
+
+    def begin(module: Any, args: object) -> None:
+        if not keeps_statistics(module) or module in found:
+            return
+        values = [getattr(module, name).clone() for name in _STATISTICS]
+        found.append(module)
+        saved.append((module.training, module.momentum, values))
+        module.reset_running_stats()
+        module.training, module.momentum = True, None
+
+    hook = register_module_forward_pre_hook(begin)
+    try:
+        yield found
+    finally:
+        hook.remove()
+        for module, (training, momentum, values) in zip(found, saved, strict=True):
+            module.training, module.momentum = training, momentum
+            for name, value in zip(_STATISTICS, values, strict=True):
+                getattr(module, name).data.copy_(value)
+
+
+@torch.no_grad()
+def statistics_of_draws(
+    model: Callable, draws: Draws, data: Batches, *, progress: bool = False
+) -> tuple[list[_BatchNorm], Draws]:
+    """The layers of a program, and for each draw of its latents their statistics over the data,
+    (S, C), under names of their own. Other layers stay in the mode that they are in.
+
+    :raises ValueError: where the program calls no BatchNorm layer with running statistics.
+    """
+    rows: list[Draws] = []
+    total = next(iter(draws.values())).shape[0]
+    for i in trange(total, desc="batch norm", disable=not progress, leave=False, delay=1):
+        draw = {name: value[i] for name, value in draws.items()}
+        with gathering() as layers:
+            for args, kwargs in data:
+                record(model, draw, args, kwargs, draw=leave_open)
+            rows.append(_values(layers))
+        if not layers:
+            raise ValueError(
+                "batch_norm_data is given, but the program has no BatchNorm layer with running "
+                "statistics: leave it out"
+            )
+    return layers, {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def _values(layers: list[_BatchNorm]) -> Draws:
+    return {
+        _key(i, name): getattr(layer, name).clone()
+        for i, layer in enumerate(layers)
+        for name in _RUNNING
+    }
+
+
+def _key(number: int, name: str) -> str:
+    return f"<batch norm {number}>.{name}"  # no sample site is called so
+
+
+@contextmanager
+def computing_with(layers: list[_BatchNorm], draw: Draws) -> Iterator[None]:
+    """Inside, the layers have one draw's statistics."""
+    saved = [{name: layer._buffers[name] for name in _RUNNING} for layer in layers]
+    try:
+        for i, layer in enumerate(layers):
+            layer._buffers.update({name: draw[_key(i, name)] for name in _RUNNING})
+        yield
+    finally:
+        for layer, values in zip(layers, saved, strict=True):
+            layer._buffers.update(values)
+
+
+# ------------------------------------------------------------------------------------- training
+
+
+class BatchStatistics(NamedTuple):
+    """The mean (C,) and variance (C,), with correction, of a layer's inputs in one call."""
+
+    layer: _BatchNorm
+    mean: Tensor
+    variance: Tensor
+
+
+@contextmanager
+def leaving_running_statistics() -> Iterator[list[BatchStatistics]]:
+    """BatchNorm layers in training mode called inside leave their running statistics as they are;
+    those of their calls are given instead, in order."""
+    calls: list[BatchStatistics] = []
+    away: dict[_BatchNorm, dict[str, Tensor | None]] = {}
+
+    def take_away(module: Any, args: tuple) -> None:
+        if not keeps_statistics(module) or not module.training:
+            return
+        inputs = args[0].detach()
+        dims = [0, *range(2, inputs.dim())]
+        variance, mean = torch.var_mean(inputs, dims, correction=1)
+        calls.append(BatchStatistics(module, mean, variance))
+        away[module] = {name: module._buffers[name] for name in _STATISTICS}
+        module._buffers.update(dict.fromkeys(_STATISTICS))
+
+    def put_back(module: Any, args: object = None, result: object = None) -> None:
+        if module in away:
+            module._buffers.update(away.pop(module))
+
+    before = register_module_forward_pre_hook(take_away)
+    after = register_module_forward_hook(put_back)
+    try:
+        yield calls
+    finally:
+        before.remove()
+        after.remove()
+        for module in list(away):
+            put_back(module)
+
+
+@torch.no_grad()
+def take_up(calls: list[BatchStatistics]) -> None:
+    """Update running statistics by calls whose means and variances are (S, C), of S draws, as the
+    draws one after the other would: r <- (1 - m) r + m s with momentum m, or cumulatively."""
+    for layer in dict.fromkeys(call.layer for call in calls):
+        own = [call for call in calls if call.layer is layer]
+        count: Any = layer.num_batches_tracked
+        before, steps = int(count), own[0].mean.shape[0] * len(own)
+        for name, values in (
+            ("running_mean", [call.mean for call in own]),
+            ("running_var", [call.variance for call in own]),
+        ):
+            running: Any = getattr(layer, name)
+            rows = torch.stack(values, 1).flatten(0, 1).to(running)
+            if layer.momentum is None:
+                kept = before / (before + steps)
+                weights = torch.full_like(rows[:, 0], 1.0 / (before + steps))
+            else:
+                kept = (1.0 - layer.momentum) ** steps
+                powers = torch.arange(steps - 1, -1, -1, device=rows.device)
+                weights = layer.momentum * (1.0 - layer.momentum) ** powers.to(running)
+            running.mul_(kept).add_(weights @ rows)
+        count += steps

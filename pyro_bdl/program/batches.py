@@ -1,0 +1,122 @@
+"""Data for a pass: one batch or an iterable of batches, in parts that fit in memory."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from pyro_bdl.utils.collectives import Ranks
+
+Batch = tuple[tuple, dict[str, Any]]
+
+
+class Batches:
+    """The arguments of a program, batch after batch, as often as asked.
+
+    :param data: a tuple ``(x, y)`` of arguments, a dict of keyword arguments, one tensor, or an
+        iterable of any of these (a list, a ``DataLoader``); an iterator is read once and kept.
+    :raises ValueError: where there is no batch.
+    """
+
+    ranks: Ranks | None = None  # that hold the other parts of the data, see distributed.Shard
+
+    def __init__(self, data: Any) -> None:
+        self.source: Iterable[Any]
+        if isinstance(data, Batches):
+            self.source, self.ranks = data.source, data.ranks
+        elif _is_batch(data):
+            self.source = [data]
+        elif isinstance(data, Iterator):
+            self.source = list(data)
+        elif isinstance(data, Iterable):
+            self.source = data
+        else:
+            raise TypeError(
+                "data must be the program's arguments, such as (x, y), or an iterable of such "
+                f"batches, got {type(data).__name__}"
+            )
+
+    def __iter__(self) -> Iterator[Batch]:
+        """:raises TypeError: for one rank's part of the data, since these are not all."""
+        if self.ranks is not None:
+            raise TypeError(
+                "a Shard holds one rank's part of the data, and all of them are needed here: pass "
+                "the data themselves"
+            )
+        return self.part()
+
+    def part(self) -> Iterator[Batch]:
+        """The batches of this process. Who sums over them also calls ``add_up``."""
+        empty = True
+        for batch in self.source:
+            empty = False
+            yield _arguments(batch)
+        if empty:
+            raise ValueError(
+                "data holds no batch: pass (x, y) or an iterable of such batches; [()] for a "
+                "program without arguments"
+            )
+
+    def first(self) -> Batch:
+        return next(self.part())
+
+    def check_same(self, name: str, value: Tensor) -> None:
+        """:raises RuntimeError: where processes that share the data have different values."""
+        if self.ranks is not None:
+            self.ranks.check_same({name: value})
+
+    def together(self, function: Callable[[], Any]) -> Any:
+        """``function()``, a pass over the data; where it fails in a process that has a part of
+        them, it fails in all."""
+        return function() if self.ranks is None else self.ranks.together(function)
+
+    def add_up(self, *tensors: Tensor) -> None:
+        """Turn sums over this process's part of the data into sums over all data, in place."""
+        if self.ranks is not None:
+            self.ranks.add_up(tensors)
+
+
+def _is_batch(data: Any) -> bool:
+    if isinstance(data, Tensor | Mapping):
+        return True
+    return (
+        isinstance(data, tuple | list)
+        and len(data) > 0
+        and not any(isinstance(part, tuple | list | Mapping) for part in data)
+    )
+
+
+def _arguments(batch: Any) -> Batch:
+    if isinstance(batch, Tensor):
+        return (batch,), {}
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, tuple | list):
+        return tuple(batch), {}
+    raise TypeError(
+        f"a batch must be the program's arguments, such as (x, y), got {type(batch).__name__}"
+    )
+
+
+def rows(batch: Batch, start: int, stop: int, num_data: int) -> Batch:
+    """The rows from start to stop of every tensor that has ``num_data`` of them."""
+
+    def part(value: Any) -> Any:
+        is_data = isinstance(value, Tensor) and value.dim() > 0 and len(value) == num_data
+        return value[start:stop] if is_data else value
+
+    args, kwargs = batch
+    return tree_map(part, args), tree_map(part, kwargs)
+
+
+def leading_size(batch: Batch) -> int:
+    """How many rows the first tensor among the arguments has; 0 where it has none."""
+    leaves = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+    return next((len(leaf) if leaf.dim() else 0 for leaf in leaves), 0)
+
+
+def has_rows(batch: Batch, num_data: int) -> bool:
+    """Whether every tensor among the arguments has ``num_data`` rows."""
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    return bool(tensors) and all(t.dim() > 0 and len(t) == num_data for t in tensors)

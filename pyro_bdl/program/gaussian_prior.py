@@ -1,0 +1,359 @@
+"""A Gaussian over the unconstrained latents of a program, in place of the program's own prior.
+
+``guide.as_prior()`` makes it, for the next task of continual learning: with q_t(w) ~ p(w | y_1..t)
+as the prior, the posterior given y_t+1 is p(w | y_1..t+1) again. With variational guides this is
+variational continual learning (Nguyen et al. 2018), with Laplace approximations online Laplace
+(Ritter, Botev & Barber 2018). Constrained latents w = T(u) have the prior that T makes of the
+Gaussian over u: a noise scale a log-normal one.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Self
+
+import pyro.distributions as dist
+import torch
+from pyro.distributions import TorchDistribution
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.subsample_messenger import _Subsample
+from torch import Tensor, nn
+
+from pyro_bdl.distributions.matrix_normal import MatrixNormal
+from pyro_bdl.program.layout import Latent, Layout, marginal
+from pyro_bdl.program.network_sites import INIT_KEY
+from pyro_bdl.program.subset import Subset
+
+
+class NormalBlock(nn.Module):
+    """Independent Normals over one site's unconstrained numbers."""
+
+    loc: Tensor
+    scale: Tensor
+
+    def __init__(self, latent: Latent, loc: Tensor, scale: Tensor) -> None:
+        super().__init__()
+        self.latents = (latent,)
+        self.register_buffer("loc", loc.detach().clone())
+        self.register_buffer("scale", scale.detach().clone())
+
+    def distribution(self, latent: Latent, run: "_Run") -> Any:
+        return marginal(latent, self.loc, self.scale)
+
+
+class MatrixBlock(nn.Module):
+    """A matrix normal over one site."""
+
+    loc: Tensor
+    row_factor: Tensor
+    column_factor: Tensor
+
+    def __init__(self, latent: Latent, loc: Tensor, rows: Tensor, columns: Tensor) -> None:
+        super().__init__()
+        self.latents = (latent,)
+        for name, value in (("loc", loc), ("row_factor", rows), ("column_factor", columns)):
+            self.register_buffer(name, value.detach().clone())
+
+    def distribution(self, latent: Latent, run: "_Run") -> Any:
+        return MatrixNormal(self.loc, self.row_factor, self.column_factor)
+
+
+class FixedBlock(nn.Module):
+    """One site held at a value, as a guide over a subset of the latents leaves it."""
+
+    loc: Tensor
+
+    def __init__(self, latent: Latent, loc: Tensor) -> None:
+        super().__init__()
+        self.latents = (latent,)
+        self.register_buffer("loc", loc.detach().clone())
+
+
+class JointBlock(nn.Module):
+    """One Gaussian N(loc, precision^-1) over several sites.
+
+    :param latents: the sites, in the order in which the vector holds them.
+    :param loc: (p,).
+    :param precision: an object with ``logdet()``, ``quadratic(x)`` and ``sample(S)``; see
+        ``pyro_bdl.curvature.structures.precision``.
+    :param diagonal: of the precision (p,); by default taken from it.
+    """
+
+    loc: Tensor
+    precision: Any
+    precision_diagonal: Tensor
+
+    def __init__(
+        self,
+        latents: Iterable[Latent],
+        loc: Tensor,
+        precision: Any,
+        diagonal: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.layout = Layout(list(latents))
+        self.latents = tuple(self.layout.latents.values())
+        self.register_buffer("loc", loc.detach().clone())
+        self.__dict__["precision"] = precision
+        diagonal = self.precision_matrix().diagonal() if diagonal is None else diagonal
+        self.register_buffer("precision_diagonal", diagonal.detach().clone())
+
+    def distribution(self, latent: Latent, run: "_Run") -> Any:
+        return JointSite(self, latent, run)
+
+    def log_prob(self, values: dict[str, Tensor]) -> Tensor:
+        """log p(w) of values (*shape) of all sites, a scalar."""
+        vector = self.layout.unconstrain(values)
+        log_det = self.layout.constrain(vector)[1]
+        quadratic = self.precision.quadratic(vector - self.loc).to(vector)
+        constant = self.layout.size * math.log(2 * math.pi)
+        return 0.5 * (self.precision.logdet().to(vector) - quadratic - constant) - log_det
+
+    def sample(self, num_samples: int) -> dict[str, Tensor]:
+        """Draws of the sites, site -> (num_samples, *shape)."""
+        draws = self.loc + self.precision.sample(num_samples).to(self.loc)
+        return self.layout.constrain(draws)[0]
+
+    @torch.enable_grad()
+    def precision_matrix(self) -> Tensor:
+        """The dense precision (p, p): half the gradient of x' P x, row by row."""
+        rows = torch.eye(self.layout.size, dtype=self.loc.dtype, device=self.loc.device)
+        rows.requires_grad_()
+        (gradient,) = torch.autograd.grad(self.precision.quadratic(rows).sum(), rows)
+        return 0.5 * gradient
+
+    def _apply(self, function: Callable, recurse: bool = True) -> Any:
+        self.__dict__["precision"] = _moved(self.precision, function)
+        return super()._apply(function, recurse)
+
+
+def _moved(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """A precision whose tensors went through ``function``, as those of a module do."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, torch.dtype):  # of the results
+        return function(torch.empty(0, dtype=value, device="cpu")).dtype
+    if isinstance(value, nn.Module):
+        return value._apply(function)
+    if isinstance(value, list | tuple):
+        return type(value)(_moved(part, function) for part in value)
+    if type(value).__module__.startswith("pyro_bdl."):
+        result = copy.copy(value)
+        for key, part in vars(value).items():
+            object.__setattr__(result, key, _moved(part, function))
+        return result
+    return value
+
+
+class JointSite(TorchDistribution):
+    """One site of a ``JointBlock``: the last one that a run meets carries the block's density.
+
+    Its draws are those of the block, the sites of one run together.
+    """
+
+    arg_constraints: dict[str, Any] = {}  # noqa: RUF012
+
+    def __init__(self, block: JointBlock, latent: Latent, run: "_Run") -> None:
+        self.block, self.latent, self.run = block, latent, run
+        super().__init__(event_shape=latent.shape, validate_args=False)
+
+    @property
+    def support(self) -> Any:
+        return self.latent.support
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        if self.latent.name != self.run.last[self.block]:
+            return value.new_zeros(())
+        values = {latent.name: self.run.values[latent.name] for latent in self.block.latents}
+        return self.block.log_prob({**values, self.latent.name: value})
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        shape = torch.Size(sample_shape)
+        if shape:
+            draws = self.block.sample(shape.numel())[self.latent.name]
+            return draws.reshape(shape + self.event_shape)
+        if self.block not in self.run.draws:
+            self.run.draws[self.block] = self.block.sample(1)
+        return self.run.draws[self.block][self.latent.name][0]
+
+
+class _Run(Messenger):
+    """One run of a program under a ``GaussianPrior``.
+
+    ``values`` are those of the sites so far, ``draws`` the blocks' joint draws, ``last`` of each
+    block the site that was met last.
+    """
+
+    def __init__(self, prior: "GaussianPrior") -> None:
+        super().__init__()
+        self.prior = prior
+        self.values: dict[str, Tensor] = {}
+        self.draws: dict[nn.Module, dict[str, Tensor]] = {}
+        self.last: dict[nn.Module, str] = {}
+        self._met: set[str] = set()
+
+    def _process_message(self, msg: Any) -> None:
+        if msg["type"] != "sample" or isinstance(msg["fn"], _Subsample):
+            return
+        block = self.prior.blocks_by_site.get(msg["name"])
+        if block is None:
+            return
+        self._met.add(msg["name"])
+        if msg["is_observed"]:
+            raise ValueError(
+                f"the prior is about the latent site '{msg['name']}', which the program observes"
+            )
+        latent = next(v for v in block.latents if v.name == msg["name"])
+        if msg["fn"].shape() != latent.shape:
+            raise ValueError(
+                f"the prior of site '{latent.name}' has shape {tuple(latent.shape)}, the program "
+                f"samples one of shape {tuple(msg['fn'].shape())}: take the prior from a guide "
+                "for the same program"
+            )
+        if isinstance(block, FixedBlock):
+            value = _constrained(latent, block.loc)
+            msg["fn"] = dist.Delta(value, event_dim=latent.event_dim).mask(False)
+            msg["value"], msg["is_observed"] = value, True
+            msg["infer"] = {**msg["infer"], "_deterministic": True}
+            return
+        self.last[block] = latent.name
+        fn = block.distribution(latent, self)
+        msg["fn"] = fn.to_event(latent.event_dim - fn.event_dim)
+        msg["infer"] = {**msg["infer"], INIT_KEY: self.prior.centre(latent.name)}
+
+    def _postprocess_message(self, msg: Any) -> None:
+        if msg["type"] == "sample" and msg["name"] in self.prior.blocks_by_site:
+            self.values[msg["name"]] = msg["value"]
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        missing = [name for name in self.prior.blocks_by_site if name not in self._met]
+        if kind is None and missing:
+            raise ValueError(
+                f"the prior is about the site '{missing[0]}', which the program does not sample: "
+                "take the prior from a guide for the same program"
+            )
+
+
+class GaussianPrior(nn.Module):
+    """Blocks of Gaussians over a program's latents, independent of each other.
+
+    It is a copy of what the guide was: training the guide on leaves it as it is. Use it by
+    ``model.update_prior(prior)`` or ``handlers.with_prior(program, prior)``; latents that it says
+    nothing about, such as the output layer of a new task, keep the program's own prior.
+
+    :param blocks: together they hold a site at most once.
+    """
+
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.blocks: Any = nn.ModuleList(blocks)
+
+    @property
+    def blocks_by_site(self) -> dict[str, Any]:
+        return {latent.name: block for block in self.blocks for latent in block.latents}
+
+    def centre(self, site: str) -> Tensor:
+        """T(mean of u) of one site, where guides start."""
+        block = self.blocks_by_site[site]
+        if isinstance(block, JointBlock):
+            return block.layout.constrain(block.loc)[0][site]
+        return _constrained(block.latents[0], block.loc)
+
+    def run(self) -> Messenger:
+        """A handler for one run of the program."""
+        return _Run(self)
+
+
+def _constrained(latent: Latent, value: Tensor) -> Tensor:
+    return value if latent.transform is None else latent.transform(value)
+
+
+def independent_prior(layout: Layout, loc: Tensor, scale: Tensor) -> GaussianPrior:
+    """u ~ Normal(loc, scale^2), both (P,), independently."""
+    locs, scales = layout.unflatten(loc), layout.unflatten(scale)
+    return GaussianPrior(
+        NormalBlock(latent, locs[name], scales[name]) for name, latent in layout.latents.items()
+    )
+
+
+def joint_prior(
+    subset: Subset, loc: Tensor, precision: Any, diagonal: Tensor | None = None
+) -> GaussianPrior:
+    """u ~ N(loc, precision^-1) on a subset of whole sites, the others fixed at ``loc``.
+
+    :param loc: (P,).
+    :param precision: as in ``JointBlock``, over the subset.
+    :raises ValueError: where the subset holds a part of a site's entries.
+    """
+    layout = subset.layout
+    parts = [name for name, entries in subset.chosen.items() if entries is not None]
+    if parts:
+        raise ValueError(
+            f"the posterior covers {len(subset.chosen[parts[0]])} of "  # type: ignore[arg-type]
+            f"{layout.latents[parts[0]].size} entries of site '{parts[0]}' and fixes the others: "
+            "as a prior it needs whole sites, such as subset=[names]"
+        )
+    for name in subset.parts:
+        if layout.latents[name].plates:
+            raise ValueError(
+                f"the latent site '{name}' stands in the plate '{layout.latents[name].plates[0]}': "
+                "a prior that couples sites needs latents outside plates; take AutoMeanField"
+            )
+    blocks: list[nn.Module] = [
+        JointBlock([layout.latents[n] for n in subset.parts], subset.take(loc), precision, diagonal)
+    ]
+    values = layout.unflatten(loc)
+    for name, latent in layout.latents.items():
+        if name not in subset.parts:
+            blocks.append(FixedBlock(latent, values[name]))
+    return GaussianPrior(blocks)
+
+
+class TaskPrior:
+    """Mixin of programs whose prior can be replaced by a posterior: ``update_prior``."""
+
+    def update_prior(self, posterior: Any) -> Self:
+        """Take a posterior as the prior of the next task, in place; returns itself.
+
+        The program's latents then have the density of ``posterior`` as it is now, for ELBOs, MCMC
+        and Laplace approximations alike; a latent that it does not cover keeps its prior, one that
+        it fixes stays fixed. New guides start at the posterior's mean. Hyperparameters of the
+        networks' priors (``PyroParam``s), which count for nothing now, become fixed numbers. Take
+        the evidence of a Laplace guide before, which reads the prior in the program; for a program
+        that keeps its own prior use ``handlers.with_prior``.
+
+        :param posterior: a Gaussian guide, or its ``as_prior()``.
+        :raises TypeError: for a posterior that is not Gaussian.
+        """
+        prior = as_gaussian_prior(posterior)
+        module: Any = self
+        for part in module.modules():
+            if hasattr(part, "freeze_hyperparameters"):
+                part.freeze_hyperparameters()
+        module._modules["task_prior"] = prior
+        return self
+
+    @property
+    def has_task_prior(self) -> bool:
+        """Whether ``update_prior`` has replaced the program's own prior."""
+        return self.__dict__["_modules"].get("task_prior") is not None
+
+    def _under_task_prior(self) -> AbstractContextManager[Any]:
+        prior = self.__dict__["_modules"].get("task_prior")
+        return nullcontext() if prior is None else prior.run()
+
+
+def as_gaussian_prior(posterior: Any) -> GaussianPrior:
+    """A guide's ``as_prior()``, or a copy of a prior, which a program may move.
+
+    :raises TypeError: for anything else.
+    """
+    if isinstance(posterior, GaussianPrior):
+        return copy.deepcopy(posterior)
+    if not hasattr(posterior, "as_prior"):
+        raise TypeError(
+            f"a prior is made of a Gaussian guide or its as_prior(), got {type(posterior).__name__}"
+        )
+    return posterior.as_prior()

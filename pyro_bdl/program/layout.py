@@ -1,0 +1,156 @@
+"""One flat vector of unconstrained numbers for a dict of constrained sites."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from pyro.distributions import TorchDistribution, constraints
+from torch import Tensor
+from torch.distributions import (
+    biject_to,
+)
+from torch.distributions.constraints import Constraint
+from torch.distributions.transforms import ExpTransform, Transform
+
+_BOUNDED_BELOW = (type(constraints.greater_than(0)), type(constraints.greater_than_eq(0)))
+
+
+def transform_of(support: Constraint) -> Transform | None:
+    """The bijection from R^k onto ``support``, or None where it is the identity.
+
+    A mixture has the support of its components.
+    """
+    base, event_dims = support, 0
+    while hasattr(base, "base_constraint"):
+        event_dims += getattr(base, "reinterpreted_batch_ndims", 0)
+        base = base.base_constraint
+    if base is constraints.real or base is constraints.real_vector:
+        return None
+    if isinstance(base, _BOUNDED_BELOW):
+        bound = base.lower_bound
+        if isinstance(bound, int | float) and bound == 0:
+            return ExpTransform()
+    return biject_to(constraints.independent(base, event_dims) if event_dims else base)
+
+
+@dataclass(frozen=True)
+class Latent:
+    """A latent site: its shape, its support and its place in the flat vector.
+
+    ``shape`` is that of a constrained value, ``unconstrained_shape`` that of its preimage under
+    ``transform`` (a simplex of k entries has k - 1), ``event_dim`` the number of event
+    dimensions of the constrained value, ``plates`` the vectorised plates around it.
+    """
+
+    name: str
+    shape: torch.Size
+    unconstrained_shape: torch.Size
+    event_dim: int
+    support: Constraint
+    transform: Transform | None
+    plates: tuple[str, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def unconstrained_event_dim(self) -> int:
+        return self.event_dim + len(self.unconstrained_shape) - len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return self.unconstrained_shape.numel()
+
+
+class Layout:
+    """Where each latent sits in one vector of R^P, and the way there and back.
+
+    :param latents: the sites in the order in which the vector holds them.
+    """
+
+    def __init__(self, latents: list[Latent]) -> None:
+        self.latents = {latent.name: latent for latent in latents}
+        self._sizes = [latent.size for latent in latents]
+        self.size = sum(self._sizes)
+        self.kept: Any = None  # what a function of the latents' priors keeps from step to step
+        ends = torch.tensor([0, *self._sizes], device="cpu").cumsum(0).tolist()
+        self.slices = {
+            latent.name: slice(start, stop)
+            for latent, start, stop in zip(latents, ends, ends[1:], strict=False)
+        }
+
+    def flatten(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Unconstrained values of shape (..., *unconstrained_shape) as a vector (..., P)."""
+        parts = []
+        for name, latent in self.latents.items():
+            if name not in values:
+                raise KeyError(f"no value for the latent site '{name}'")
+            value = values[name]
+            batch = value.shape[: value.dim() - len(latent.unconstrained_shape)]
+            if value.shape != batch + latent.unconstrained_shape:
+                raise ValueError(
+                    f"the value of site '{name}' has shape {tuple(value.shape)}, which does not "
+                    f"end in {tuple(latent.unconstrained_shape)}"
+                )
+            parts.append(value.reshape(*batch, -1))
+        return torch.cat(parts, -1)
+
+    def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
+        """A vector (..., P) as a dict of unconstrained values (..., *unconstrained_shape)."""
+        if vector.shape[-1] != self.size:
+            raise ValueError(
+                f"expected a vector of {self.size} numbers in the last dimension, "
+                f"got shape {tuple(vector.shape)}"
+            )
+        batch = vector.shape[:-1]
+        return {
+            name: part.reshape(batch + latent.unconstrained_shape)
+            for (name, latent), part in zip(
+                self.latents.items(), torch.split(vector, self._sizes, -1), strict=True
+            )
+        }
+
+    def to_supports(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Latents in their supports from unconstrained ones; the same tensors where both agree."""
+        return {
+            name: values[name] if latent.transform is None else latent.transform(values[name])
+            for name, latent in self.latents.items()
+        }
+
+    def take(self, vector: Tensor, names: Sequence[str]) -> Tensor:
+        """The entries (..., p) of a vector (..., P) that belong to the named sites, in order."""
+        parts = [self.slices[name] for name in names]
+        if all(a.stop == b.start for a, b in pairwise(parts)):
+            return vector[..., parts[0].start : parts[-1].stop]
+        return torch.cat([vector[..., part] for part in parts], -1)
+
+    def constrain(self, vector: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """A vector u (..., P) as constrained latents T(u), and log |det dT/du| of shape (...)."""
+        values = self.unflatten(vector)
+        log_det = vector.new_zeros(vector.shape[:-1])
+        for name, latent in self.latents.items():
+            if latent.transform is not None:
+                unconstrained = values[name]
+                values[name] = value = latent.transform(unconstrained)
+                term = latent.transform.log_abs_det_jacobian(unconstrained, value)
+                log_det = log_det + term.reshape(*vector.shape[:-1], -1).sum(-1)
+        return values, log_det
+
+    def unconstrain(self, latents: Mapping[str, Tensor]) -> Tensor:
+        """Constrained latents of shape (..., *shape) as the vector (..., P) that maps to them."""
+        values = dict(latents)
+        for name, latent in self.latents.items():
+            if name in values and latent.transform is not None:
+                values[name] = latent.transform.inv(values[name])
+        return self.flatten(values)
+
+
+def marginal(latent: Latent, loc: Tensor, scale: Tensor) -> TorchDistribution:
+    """The distribution of T(u) for u ~ Normal(loc, scale^2) and the latent's transform T."""
+    if latent.transform is None:
+        return dist.Normal(loc, scale)
+    if isinstance(latent.transform, ExpTransform):
+        return dist.LogNormal(loc, scale)
+    return dist.TransformedDistribution(dist.Normal(loc, scale), [latent.transform])

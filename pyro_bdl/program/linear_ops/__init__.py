@@ -1,0 +1,1 @@
+"""Linear operations that latents enter: einsums, trackers, features of a last layer."""

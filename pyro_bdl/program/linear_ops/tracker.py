@@ -1,0 +1,212 @@
+"""Where the latents of a program enter linear operations: what every such mode shares.
+
+``Tracker`` is a ``TorchFunctionMode`` that follows latents through the views a program makes of
+them and hands every other operation on them to a subclass. ``OPERATIONS`` names the functions of
+torch that are affine in some of their arguments. Curvature records these operations
+(``curvature/operations.py``); the estimators compute them with noise of their own for every datum
+(``estimators/``).
+"""
+
+import types
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from pyro_bdl.program.linear_ops.einsum import as_linear
+
+
+@dataclass
+class Tag:
+    """A tensor made of a latent's entries.
+
+    :param site: the latent.
+    :param root: the latent itself; kept, so that its id stays its own.
+    :param tensor: what was made of it.
+    :param view: how; None for the latent itself.
+    :param whole: whether the tensor holds all entries in their order and shape.
+    """
+
+    site: str
+    root: Tensor
+    tensor: Tensor
+    view: Callable[[Tensor], Tensor] | None = None
+    whole: bool = True
+
+    def of(self, values: Tensor) -> Tensor:
+        """The same view of other numbers that have the latent's shape."""
+        return values if self.view is None else self.view(values)
+
+    def index(self) -> Tensor:
+        """The entries' numbers in the flattened site, of the tensor's shape."""
+        numbers = torch.arange(self.root.numel(), device=self.root.device)
+        return self.of(numbers.view(self.root.shape))
+
+    @cached_property
+    def indices(self) -> Tensor | None:
+        """``index()``; None for all entries in order."""
+        return None if self.whole else self.index()
+
+
+_CASTS = {"to", "float", "double", "bfloat16", "half"}
+VIEWS = _CASTS | {
+    "view", "reshape", "t", "transpose", "permute", "chunk", "split", "unbind", "__getitem__",
+    "unsqueeze", "squeeze", "expand", "contiguous", "flatten", "unflatten", "narrow", "select",
+    "swapaxes", "swapdims", "movedim", "moveaxis", "tensor_split", "view_as", "expand_as",
+    "clone", "broadcast_to", "split_with_sizes", "adjoint",
+}  # fmt: skip
+_VIEW_PROPERTIES = {torch.Tensor.T, torch.Tensor.mT}
+
+
+def _body(function: Any) -> Callable:
+    """A Python function of torch.nn.functional that does not offer itself to modes again, so
+    that the operations inside it are seen."""
+    scope = {**function.__globals__, "has_torch_function": lambda args: False}
+    copied = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+COMPOSITES = {F.multi_head_attention_forward: _body(F.multi_head_attention_forward)}
+
+
+class Tracker(TorchFunctionMode):
+    """Follows latents while a program runs; a subclass says what operations on them do.
+
+    :param latents: site -> the very tensors that the program gets.
+    """
+
+    def __init__(self, latents: Mapping[str, Tensor] | None = None) -> None:
+        super().__init__()
+        self.tags: dict[int, Tag] = {}
+        for name, value in (latents or {}).items():
+            self.track(name, value)
+
+    def track(self, site: str, value: Tensor) -> None:
+        self.tags[id(value)] = Tag(site, value, value)
+
+    def tag(self, value: Any) -> Tag | None:
+        return self.tags.get(id(value)) if isinstance(value, Tensor) else None
+
+    def operate(self, func: Any, args: tuple, kwargs: dict, tagged: list[Tag]) -> Any:
+        """The result of an operation, no view, on tagged tensors."""
+        raise NotImplementedError
+
+    def inside(self, func: Any, args: tuple, kwargs: dict) -> Callable[[], Any] | None:
+        """A function that is made of several operations on latents, to be called; None for one
+        that is not."""
+        if func in COMPOSITES:
+            return partial(COMPOSITES[func], *args, **kwargs)
+        if func is torch.einsum:
+            return as_linear(args, lambda operand: self.tag(operand) is not None)
+        return None
+
+    def look_into(self, func: Any, args: tuple, kwargs: dict, body: Callable[[], Any]) -> Any:
+        """The result of a function whose ``inside`` is ``body``."""
+        with self:
+            return body()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tagged = self._tagged(args) + self._tagged(kwargs.values()) if self.tags else None
+        if not tagged:
+            return func(*args, **kwargs)
+        body = self.inside(func, args, kwargs)
+        if body is not None:
+            return self.look_into(func, args, kwargs, body)
+        if self._is_view(func, args, tagged):
+            return self._follow(func, args, kwargs)
+        return self.operate(func, args, kwargs, tagged)
+
+    def _tagged(self, values: Iterable[Any]) -> list[Tag]:
+        """The tags among arguments; by hand, since torch's pytrees take longer than small ops."""
+        found = []
+        for value in values:
+            tag = self.tags.get(id(value))
+            if tag is not None:
+                found.append(tag)
+            elif isinstance(value, list | tuple):
+                found += self._tagged(value)
+            elif isinstance(value, dict):
+                found += self._tagged(value.values())
+        return found
+
+    def _is_view(self, func: Any, args: tuple, tagged: list[Tag]) -> bool:
+        if len(tagged) != 1 or not args or id(args[0]) not in self.tags:
+            return False
+        name = getattr(func, "__name__", "")
+        return name in VIEWS or (
+            name == "__get__" and getattr(func, "__self__", None) in _VIEW_PROPERTIES
+        )
+
+    def _follow(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        tag, is_cast = self.tags[id(args[0])], func.__name__ in _CASTS
+        result = func(*args, **kwargs)
+        for number, output in enumerate(_tensors(result)):
+            if id(output) in self.tags:  # the very same tensor
+                continue
+
+            def view(values: Tensor, number: int = number) -> Tensor:
+                values = tag.of(values)
+                if is_cast and not values.is_floating_point():
+                    return values
+                return _tensors(func(values, *args[1:], **kwargs))[number]
+
+            whole = tag.whole and is_cast
+            self.tags[id(output)] = Tag(tag.site, tag.root, output, view, whole)
+        return result
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+
+
+@dataclass(frozen=True)
+class LinearFunction:
+    """A function of torch that is affine in some of its arguments.
+
+    :param family: what functions that compute alike share.
+    :param names: of the arguments, in order.
+    """
+
+    family: str
+    names: tuple[str, ...]
+
+    def bind(self, args: tuple, kwargs: dict) -> dict[str, Any]:
+        return dict(zip(self.names, args, strict=False)) | kwargs
+
+
+_CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_PAIR = ("input", "other")
+_EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
+_BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum")
+
+_FAMILIES: dict[str, tuple[tuple[str, ...], tuple[Any, ...]]] = {
+    "linear": (("input", "weight", "bias"), (F.linear,)),
+    "addmm": (("input", "mat1", "mat2"), (torch.addmm,)),
+    "matmul": (_PAIR, (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)),
+    "rmatmul": (_PAIR, (Tensor.__rmatmul__,)),
+    "convolution": (_CONVOLUTION, (F.conv1d, F.conv2d, F.conv3d)),
+    "embedding": (_EMBEDDING, (F.embedding,)),
+    "layer_norm": (("input", "normalized_shape", "weight", "bias", "eps"), (F.layer_norm,)),
+    "rms_norm": (("input", "normalized_shape", "weight", "eps"), (F.rms_norm,)),
+    "group_norm": (("input", "num_groups", "weight", "bias", "eps"), (F.group_norm,)),
+    "batch_norm": ((*_BATCH_NORM, "eps"), (F.batch_norm,)),
+    "add": (_PAIR, (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)),
+    "subtract": (_PAIR, (torch.sub, Tensor.sub, Tensor.__sub__)),
+    "subtract_from": (_PAIR, (Tensor.__rsub__,)),
+    "multiply": (_PAIR, (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)),
+}
+OPERATIONS: dict[Any, LinearFunction] = {
+    function: LinearFunction(family, names)
+    for family, (names, functions) in _FAMILIES.items()
+    for function in functions
+}

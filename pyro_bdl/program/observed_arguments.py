@@ -1,0 +1,81 @@
+"""Which of a program's arguments are its targets, so that others can take their places."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.program.program import Program
+from pyro_bdl.program.trace import Site, leave_open, record
+from pyro_bdl.utils.module_state import evaluation_mode
+
+Arguments = tuple[tuple, dict[str, Any]]
+
+
+class Targets:
+    """The arguments of a program's run that its observed sites hold.
+
+    An argument that a site holds itself is that site's target; for a site that holds none of them,
+    such as one of a reshaped copy, arguments of the same numbers are.
+
+    :param program: run with its targets.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        observed = program.run(program.initial).observed
+        self.observed = {name: site for name, site in observed.items() if site.value is not None}
+        given = {id(value) for value in (*program.args, *program.kwargs.values())}
+        self._copied = [n for n, site in self.observed.items() if id(site.value) not in given]
+
+    def site_of(self, value: Any) -> str | None:
+        """The observed site that holds an argument, up to its shape; None where it is no target."""
+        if not isinstance(value, Tensor):
+            return None
+        for name, site in self.observed.items():
+            if site.value is value:
+                return name
+        return next((n for n in self._copied if _same(self.observed[n], value)), None)
+
+    def replaced(self, by: Callable[[str, Tensor], Any]) -> Arguments:
+        """The arguments with ``by(site, target)`` in the targets' places."""
+
+        def put(value: Any) -> Any:
+            site = self.site_of(value)
+            return value if site is None else by(site, value)
+
+        program = self.program
+        return tuple(map(put, program.args)), {key: put(v) for key, v in program.kwargs.items()}
+
+    def removed(self) -> Arguments:
+        """The arguments with None for the targets; as they are where the program does not run
+        without its targets, such as one that counts its rows by them."""
+        found = self.replaced(lambda site, target: None)
+        try:
+            with torch.no_grad(), evaluation_mode():
+                record(self.program.model, self.program.initial, *found, draw=leave_open)
+        except (AttributeError, TypeError):
+            return self.program.args, self.program.kwargs
+        return found
+
+    def with_values(self, values: Mapping[str, Tensor]) -> Arguments:
+        """The arguments with other values of the observed sites for the targets."""
+        return self.replaced(lambda site, target: values[site].reshape(target.shape).to(target))
+
+    def require_arguments(self) -> None:
+        """:raises ValueError: where an observed site's data are no argument of the program."""
+        found = {self.site_of(v) for v in (*self.program.args, *self.program.kwargs.values())}
+        missing = [name for name in self.observed if name not in found]
+        if missing:
+            raise ValueError(
+                f"the data of the observed site '{missing[0]}' are no argument of the program, so "
+                "that no others can take their place: pass them to it"
+            )
+
+
+def _same(site: Site, value: Tensor) -> bool:
+    held = site.value
+    if not isinstance(held, Tensor) or held.numel() != value.numel():
+        return False
+    return torch.equal(held.reshape(-1), value.reshape(-1).to(held))

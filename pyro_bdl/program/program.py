@@ -1,0 +1,277 @@
+"""A Pyro program as a family of pure functions of its latents.
+
+``Program`` runs the program once to find its latent and observed sites. From then on it offers
+functions of the latents that survive ``torch.func.vmap``, ``grad``, ``jvp`` and ``vjp``,
+``make_fx`` and ``torch.compile``. Everything else in the package is built on these.
+"""
+
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from pyro import poutine
+from pyro.distributions import Unit
+from pyro.nn import PyroModule
+from pyro.poutine.subsample_messenger import _Subsample
+from torch import Tensor
+
+from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.program.layout import Latent, Layout, transform_of
+from pyro_bdl.program.supports import check_fixed_supports
+from pyro_bdl.program.trace import RENAME, Run, Site, leave_open, record, sample_open
+from pyro_bdl.utils.module_state import preserved_buffers
+
+__all__ = ["Program", "Run", "Site", "leave_open", "record", "sample_open", "trace_once"]
+
+
+class Program:
+    """The pure functions of a Pyro program.
+
+    Latents are dicts from site to a tensor in the site's support; a vector is their unconstrained
+    image in R^P, site after site in the program's order. Where a function takes ``*args,
+    **kwargs`` and none are given, those of the construction are used, and with them the indices
+    that its plates drew then; ``latents`` may hold others under a plate's name. All functions run
+    the program in the mode (training or evaluation) in which its modules are.
+
+    :param model: any Pyro program with continuous latents.
+    :param args: the arguments of one run, targets included.
+    :raises UnsupportedProgramError: for a discrete latent site, a support that depends on other
+        latents, a sequential plate, or weights sampled inside a plate.
+    """
+
+    layout: Layout
+
+    def __init__(self, model: Callable, *args: Any, **kwargs: Any) -> None:
+        self._read(model, trace_once(model, args, kwargs), args, kwargs)
+
+    @classmethod
+    def from_trace(cls, model: Callable, trace: Any, args: tuple, kwargs: dict) -> "Program":
+        """The program of a model whose trace is at hand already."""
+        program = cls.__new__(cls)
+        program._read(model, trace, args, kwargs)
+        return program
+
+    def _read(self, model: Callable, trace: Any, args: tuple, kwargs: dict) -> None:
+        self.model, self.args, self.kwargs = model, args, kwargs
+        latents: list[Latent] = []
+        self.observed: tuple[str, ...] = ()
+        self.factors: tuple[str, ...] = ()
+        self.deterministic: tuple[str, ...] = ()
+        self.plates: dict[str, tuple[int, int]] = {}
+        self.initial: dict[str, Tensor] = {}
+        self._subsamples: dict[str, Tensor] = {}
+        device = _device(trace)
+        for name, node in trace.nodes.items():
+            if node["type"] != "sample":
+                continue
+            if isinstance(node["fn"], _Subsample):
+                self.plates[name] = (node["fn"].size, len(node["value"]))
+                self._subsamples[name] = node["value"]
+            elif node["infer"].get("_deterministic"):
+                self.deterministic += (name,)
+            elif isinstance(node["fn"], Unit):
+                self.factors += (name,)
+            elif node["is_observed"]:
+                self.observed += (name,)
+            else:
+                value = node["value"].detach().to(device)
+                latents.append(_read_latent(name, node, value))
+                self.initial[name] = value
+        self.layout = Layout(latents)
+        check_fixed_supports(self, latents)
+
+    # Latents and vectors
+
+    @property
+    def latents(self) -> dict[str, Latent]:
+        """The latent sites in the program's order."""
+        return self.layout.latents
+
+    @property
+    def size(self) -> int:
+        """P, how many unconstrained numbers the latents are."""
+        return self.layout.size
+
+    @property
+    def slices(self) -> dict[str, slice]:
+        """For each latent site its index range in the vector."""
+        return self.layout.slices
+
+    def flatten(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Unconstrained values (..., *shape) as a vector (..., P)."""
+        return self.layout.flatten(values)
+
+    def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
+        """A vector (..., P) as unconstrained values (..., *shape)."""
+        return self.layout.unflatten(vector)
+
+    def constrain(self, vector: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """A vector u (..., P) as latents T(u), and log |det dT/du| of shape (...)."""
+        return self.layout.constrain(vector)
+
+    def unconstrain(self, latents: Mapping[str, Tensor]) -> Tensor:
+        """Latents (..., *shape) as the vector (..., P) that maps to them."""
+        return self.layout.unconstrain(latents)
+
+    # Densities
+
+    def run(self, latents: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Run:
+        """Run the program at ``latents``; targets that are not given stay without a value."""
+        if not args and not kwargs:
+            args, kwargs = self.args, self.kwargs
+            latents = {**self._subsamples, **latents}
+        return record(self.model, latents, args, kwargs, draw=self._open)
+
+    def log_prior(self, latents: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """log p(w), a scalar; scaled where a latent stands in a subsampled plate."""
+        return _as_tensor(self.run(latents, *args, **kwargs).log_prior(), latents)
+
+    def observations(
+        self, latents: Mapping[str, Tensor], *args: Any, **kwargs: Any
+    ) -> dict[str, Site]:
+        """For each observed site its distribution p(y | w, x), value, scale N/B and mask."""
+        return self.run(latents, *args, **kwargs).observed
+
+    def log_likelihood(
+        self, latents: Mapping[str, Tensor], *args: Any, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        """For each observed site log p(y_n | w, x_n) per datum: masked entries 0, not scaled."""
+        observed = self.run(latents, *args, **kwargs).observed
+        return {
+            name: site.unscaled_log_prob()
+            for name, site in observed.items()
+            if site.value is not None
+        }
+
+    def log_joint(self, latents: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """log p(w) + (N/B) sum_n log p(y_n | w, x_n) + factors, a scalar, tempered if a handler
+        in the program says so."""
+        run = self.run(latents, *args, **kwargs)
+        return _as_tensor(run.log_prior() + run.log_likelihood(), latents)
+
+    def log_density(self, vector: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """log p(T(u), y) + log |det dT/du| at an unconstrained vector u (P,), a scalar."""
+        latents, log_det = self.constrain(vector)
+        return self.log_joint(latents, *args, **kwargs) + log_det
+
+    def log_density_terms(self, vector: Tensor, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """``log_density`` without the log-determinant, as one scalar per site."""
+        run = self.run(self.constrain(vector)[0], *args, **kwargs)
+        sites = run.latents | run.observed | run.factors
+        return {
+            name: site.log_prob().sum() for name, site in sites.items() if site.value is not None
+        }
+
+    def require_observed(self) -> None:
+        """:raises UnsupportedProgramError: where the program conditions on nothing."""
+        if not self.observed and not self.factors:
+            raise UnsupportedProgramError(
+                "the program has no observed site: pass the targets to it, so that a sample "
+                "statement gets obs=..."
+            )
+
+    def _open(self, msg: Any) -> None:
+        if msg["name"] in self.latents:
+            raise KeyError(f"no value for the latent site '{msg['name']}'")
+        leave_open(msg)
+
+
+def trace_once(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """The Pyro trace of one run that leaves buffers (BatchNorm statistics) as they were."""
+    tracer = poutine.trace(model)
+    try:
+        with poutine.block(), torch.no_grad(), preserved_buffers():
+            return tracer.get_trace(*args, **kwargs)
+    except Exception as error:
+        if str(error).startswith("Multiple sample sites named"):
+            raise UnsupportedProgramError(f"{str(error).splitlines()[0]}: {RENAME}") from error
+        inside = _sites_in_plates(tracer.trace)
+        weights = [name for name in _called_weights(error) if name in inside]
+        if weights:
+            raise UnsupportedProgramError(_inside(weights[0], inside[weights[0]])) from error
+        for name, plate in inside.items():
+            error.add_note(f"if '{name}' are weights: {_inside(name, plate)}")
+        raise
+
+
+def _inside(site: str, plate: str) -> str:
+    return (
+        f"the weights '{site}' are sampled inside the plate '{plate}', which gives every datum its "
+        "own copy: call the network outside the plate and observe inside it"
+    )
+
+
+def _sites_in_plates(trace: Any) -> dict[str, str]:
+    """The latent sites with event dimensions that stand in a plate, and its name."""
+    return {
+        name: node["cond_indep_stack"][0].name
+        for name, node in trace.nodes.items()
+        if node["type"] == "sample"
+        and not node["is_observed"]
+        and not isinstance(node["fn"], _Subsample)
+        and node["fn"].event_dim >= 1
+        and node["cond_indep_stack"]
+    }
+
+
+def _called_weights(error: BaseException) -> Iterator[str]:
+    """The sample sites of the PyroModules in whose calls an error was raised."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
+        if isinstance(module, PyroModule):
+            yield from map(module._pyro_get_fullname, module._pyro_samples)
+
+
+def _device(trace: Any) -> torch.device:
+    """Where all latents stand: on the accelerator that some site's value is on, since priors of
+    plain numbers, such as Normal(0.0, 1.0), draw on the CPU."""
+    values = [node["value"] for node in trace.nodes.values() if node["type"] == "sample"]
+    devices = [value.device for value in values if isinstance(value, Tensor)]
+    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+
+
+def _read_latent(name: str, node: Any, value: Tensor) -> Latent:
+    distribution = node["fn"]
+    if distribution.support.is_discrete:
+        raise UnsupportedProgramError(
+            f"the latent site '{name}' is discrete ({type(distribution).__name__}): marginalise "
+            "it out of the program, or observe it (were the targets passed?); continuous latents "
+            "are needed here"
+        )
+    plates = []
+    for frame in node["cond_indep_stack"]:
+        if not frame.vectorized:
+            raise UnsupportedProgramError(
+                f"the latent site '{name}' stands in the sequential plate '{frame.name}': use the "
+                "plate as a context manager (with pyro.plate(...)) instead of a loop"
+            )
+        plates.append(frame.name)
+    support = distribution.support
+    try:
+        transform = transform_of(support)
+    except NotImplementedError as error:
+        raise UnsupportedProgramError(
+            f"the support of the latent site '{name}' ({type(distribution).__name__}) is not the "
+            "image of R^n under a bijection: sample it on another support and map it in the program"
+        ) from error
+    with torch.no_grad():
+        unconstrained = value if transform is None else transform.inv(value)
+    return Latent(
+        name=name,
+        shape=value.shape,
+        unconstrained_shape=unconstrained.shape,
+        event_dim=distribution.event_dim,
+        support=support,
+        transform=transform,
+        plates=tuple(plates),
+        dtype=value.dtype,
+        device=value.device,
+    )
+
+
+def _as_tensor(value: Tensor | float, latents: Mapping[str, Tensor]) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    like = next(iter(latents.values()), torch.empty(0, device="cpu"))
+    return like.new_tensor(value)

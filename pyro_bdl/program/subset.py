@@ -1,0 +1,161 @@
+"""Which of a program's latents a curvature is about."""
+
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyro_bdl.program.layout import Latent, Layout
+from pyro_bdl.program.network_sites import SampledNetwork
+
+Selection = (
+    str | nn.Module | Callable[[str, Latent], bool] | Tensor | Iterable["str | nn.Module"] | None
+)
+
+
+class Subset:
+    """Numbers chosen from the flat vector (P,) of the latents, in the vector's order.
+
+    :param layout: the latents.
+    :param indices: the chosen positions in the vector, sorted and unique; None for all.
+    """
+
+    def __init__(self, layout: Layout, indices: Tensor | None = None) -> None:
+        self.layout = layout
+        self.indices = indices
+        self.parts: dict[str, slice] = {}  # of the subset's vector, for each site in it
+        self.chosen: dict[str, Tensor | None] = {}  # entries of the site; None: all of it
+        start = 0
+        for name, where in layout.slices.items():
+            entries, count = None, where.stop - where.start
+            if indices is not None:
+                inside = indices[(indices >= where.start) & (indices < where.stop)]
+                if len(inside) < count:
+                    entries, count = inside - where.start, len(inside)
+            if count:
+                self.parts[name] = slice(start, start + count)
+                self.chosen[name] = entries
+                start += count
+        self.size = start
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        return tuple(self.parts)
+
+    @property
+    def complete(self) -> bool:
+        return self.size == self.layout.size
+
+    def take(self, vector: Tensor) -> Tensor:
+        """The chosen entries (..., p) of vectors (..., P)."""
+        return vector if self.indices is None else vector[..., self.indices.to(vector.device)]
+
+    def put(self, vector: Tensor, values: Tensor) -> Tensor:
+        """Copies (..., P) of the vector (P,) with ``values`` (..., p) at the chosen entries."""
+        if self.indices is None:
+            return values
+        result = vector.expand(*values.shape[:-1], -1).clone()
+        result[..., self.indices.to(vector.device)] = values
+        return result
+
+
+def select(layout: Layout, selection: Any = None, *, model: Any = None) -> Subset:
+    """The subset that a user means.
+
+    :param selection: None for all latents; a site's name or a pattern with shell wildcards; a
+        module of the network, for its weights; a predicate ``(name, latent) -> bool``; positions
+        in the flat vector, as integers or a mask (P,); or several names and modules.
+    :param model: the program, in which modules are looked for.
+    :raises ValueError: for a selection that chooses nothing, or that is not in the program.
+    """
+    if selection is None:
+        return Subset(layout)
+    if isinstance(selection, Tensor):
+        return Subset(layout, _checked_indices(layout, selection))
+    if callable(selection) and not isinstance(selection, nn.Module):
+        names = {name for name, latent in layout.latents.items() if selection(name, latent)}
+        if not names:
+            raise ValueError("the subset is empty: the predicate is true for no latent site")
+    else:
+        single = isinstance(selection, str | nn.Module)
+        names = set()
+        for part in [selection] if single else selection:
+            names |= _named(layout, part, model)
+    if not names:
+        raise ValueError("the subset is empty: name at least one latent site")
+    if len(names) == len(layout.latents):
+        return Subset(layout)
+    parts = [layout.slices[name] for name in layout.latents if name in names]
+    every = torch.arange(layout.size, device="cpu")
+    return Subset(layout, torch.cat([every[part] for part in parts]))
+
+
+def _checked_indices(layout: Layout, selection: Tensor) -> Tensor:
+    if selection.dtype == torch.bool:
+        if selection.shape != (layout.size,):
+            raise ValueError(
+                f"the subset's mask has shape {tuple(selection.shape)}, the latents are "
+                f"{layout.size} numbers"
+            )
+        selection = selection.nonzero()[:, 0]
+    indices = selection.detach().reshape(-1).cpu().unique()
+    if not len(indices):
+        raise ValueError("the subset is empty: choose at least one index")
+    if indices.is_floating_point() or indices[0] < 0 or indices[-1] >= layout.size:
+        raise ValueError(f"the subset's indices must be integers from 0 to {layout.size - 1}")
+    return indices
+
+
+def _named(layout: Layout, part: Any, model: Any) -> set[str]:
+    if isinstance(part, nn.Module):
+        return _of_module(layout, part, model)
+    if not isinstance(part, str):
+        raise TypeError(
+            "a subset is given by names, modules, a predicate or indices, got "
+            f"{type(part).__name__}"
+        )
+    if part in layout.latents:  # also a name with brackets in it
+        return {part}
+    names = {name for name in layout.latents if fnmatchcase(name, part)}
+    if not names:
+        raise ValueError(
+            f"the subset names '{part}', which is no latent site: {_near(layout, part)}"
+        )
+    return names
+
+
+_LISTED = 12
+
+
+def _near(layout: Layout, name: str) -> str:
+    """What may have been meant: the sites of a module so called, names that are alike, or all."""
+    sites = list(layout.latents)
+    modules = {site[:i] for site in sites for i, c in enumerate(site) if c == "."}
+    near = [name] if name in modules else get_close_matches(name, [*sites, *modules], n=3)
+    if near:
+        said = [f"'{found}.*'" if found in modules else f"'{found}'" for found in near]
+        return f"did you mean {' or '.join(said)}?"
+    more = f", ... ({len(sites)} in all)" if len(sites) > _LISTED else ""
+    return f"there are {', '.join(sites[:_LISTED])}{more}"
+
+
+def _of_module(layout: Layout, module: nn.Module, model: Any) -> set[str]:
+    alike = []
+    for outer in model.modules() if isinstance(model, nn.Module) else ():
+        if not isinstance(outer, SampledNetwork):
+            continue
+        for prefix, inner in outer.network.named_modules():
+            start = outer.site_prefix + (f"{prefix}." if prefix else "")
+            if inner is module:
+                return {name for name in layout.latents if name.startswith(start)}
+            if type(inner) is type(module) and repr(inner) == repr(module):
+                alike.append(f"'{start}*'")
+    hint = f", such as {' or '.join(alike)}" if alike else ""
+    raise ValueError(
+        f"the subset names a module ({type(module).__name__}) that is not in the program: take it "
+        f"from the network that bayesianize returned (bnn.network.<name>), or give the sites' "
+        f"names{hint}"
+    )

@@ -1,0 +1,188 @@
+"""One run of a Pyro program, statement by statement."""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pyro
+import torch
+from pyro.distributions import Unit
+from pyro.distributions.util import scale_and_mask
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.subsample_messenger import _Subsample
+from torch import Tensor
+from torch.distributions import Distribution
+
+from pyro_bdl.distributions.copies import on_device_of, placeholder, without_validation
+from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.program.network_sites import OWNER_KEY
+
+RENAME = "give each its own name (two networks in one program: bayesianize(net, prior, name=...))"
+
+
+class Site(NamedTuple):
+    """What one sample statement said in one run: p(value), its scale and its mask.
+
+    ``subsampling`` is the part N/B of the scale that its plates account for; the rest of the
+    scale is tempering.
+    """
+
+    distribution: Distribution
+    value: Any  # a tensor; None at an open site
+    scale: float | Tensor
+    mask: bool | Tensor | None
+    subsampling: float = 1.0
+
+    def log_prob(self) -> Tensor:
+        """log p(value), scaled and masked, of the distribution's batch shape."""
+        return scale_and_mask(self.distribution.log_prob(self.value), self.scale, self.mask)
+
+    def unscaled_log_prob(self) -> Tensor:
+        """log p(value) per datum: masked, not scaled."""
+        return scale_and_mask(self.distribution.log_prob(self.value), 1.0, self.mask)
+
+
+@dataclass
+class Run:
+    """What one run of a program said, statement by statement.
+
+    ``observed`` also holds open sites, which the program would observe but was given no value
+    for. ``open`` tells that there are such, ``followed`` that statements come after one of them
+    and may use its value. ``subsamples`` are the indices of the plates.
+    """
+
+    latents: dict[str, Site] = field(default_factory=dict)
+    observed: dict[str, Site] = field(default_factory=dict)
+    factors: dict[str, Site] = field(default_factory=dict)
+    deterministic: dict[str, Tensor] = field(default_factory=dict)
+    subsamples: dict[str, Tensor] = field(default_factory=dict)
+    open: bool = False
+    followed: bool = False
+    result: Any = None
+
+    def log_prior(self) -> Tensor | float:
+        return _total(self.latents.values())
+
+    def log_likelihood(self) -> Tensor | float:
+        return _total((*self.observed.values(), *self.factors.values()))
+
+
+def _total(sites: Iterable[Site]) -> Tensor | float:
+    terms = [site.log_prob().sum() for site in sites if site.value is not None]
+    return functools.reduce(torch.add, terms) if terms else 0.0
+
+
+class _Recorder(Messenger):
+    """Runs a program at given values and keeps what each sample statement says.
+
+    :param values: site -> value for latents and plates' indices; other sites are sampled.
+    :param draw: what to do at a site that has neither an observation nor a value.
+    """
+
+    def __init__(
+        self, values: Mapping[str, Any], draw: Callable[[dict], Any] | None = None
+    ) -> None:
+        super().__init__()
+        self.values = values
+        self.draw = draw
+        self.run = Run()
+
+    def _process_message(self, msg: Any) -> None:
+        if msg["type"] != "sample":
+            return
+        msg["stop"] = True  # a pure function: no handler outside may see or change its sites
+        name = msg["name"]
+        if isinstance(msg["fn"], _Subsample):
+            if msg["value"] is None and name in self.values:
+                msg["value"] = self.values[name]
+            return
+        msg["fn"] = without_validation(msg["fn"])
+        if msg["is_observed"]:
+            return
+        if name in self.values:
+            msg["value"] = self.values[name]
+            msg["fn"] = on_device_of(msg["fn"], msg["value"])
+            msg["done"] = True
+        elif self.draw is not None:
+            self.draw(msg)
+
+    def _postprocess_message(self, msg: Any) -> None:
+        if msg["type"] != "sample":
+            return
+        name, run = msg["name"], self.run
+        if isinstance(msg["fn"], _Subsample):
+            run.subsamples[name] = msg["value"]
+            return
+        if name in run.latents or name in run.observed or name in run.factors:
+            raise UnsupportedProgramError(f"two sample statements are named '{name}': {RENAME}")
+        value = None if msg["infer"].get("_placeholder") else msg["value"]
+        frames = msg["cond_indep_stack"]
+        subsampling = math.prod((f.full_size or f.size) / f.size for f in frames)
+        site = Site(msg["fn"], value, msg["scale"], msg["mask"], subsampling)
+        run.followed = run.followed or run.open
+        if msg["infer"].get("_deterministic"):
+            run.deterministic[name] = msg["value"]
+        elif isinstance(msg["fn"], Unit):
+            run.factors[name] = site
+        elif msg["is_observed"]:
+            run.observed[name] = site
+        elif msg["infer"].get("_open"):
+            run.observed[name] = site
+            run.open = True
+        else:
+            run.latents[name] = site
+
+
+@contextmanager
+def _unvalidated() -> Iterator[None]:
+    with pyro.validation_enabled(False):
+        yield
+
+
+def record(
+    function: Callable,
+    values: Mapping[str, Any],
+    args: tuple = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    draw: Callable[[dict], Any] | None = None,
+) -> Run:
+    """Run a Pyro program or guide with some of its sites held at given values.
+
+    :param function: a program or a guide.
+    :param values: site -> value; for a plate's name the indices of its subsample.
+    :param draw: called with the message of a site that has no value; by default it is sampled.
+    :returns: the distribution, value, scale and mask of every sample statement.
+    """
+    recorder = _Recorder(values, draw)
+    with _unvalidated(), recorder:
+        recorder.run.result = function(*args, **(kwargs or {}))
+    return recorder.run
+
+
+def leave_open(msg: Any) -> None:
+    """Let the program go on from a site without a value, whose distribution alone is wanted."""
+    _refuse_weights(msg)
+    msg["infer"].update(_open=True, _placeholder=True)
+    msg["value"] = placeholder(msg["fn"])
+    msg["done"] = True
+
+
+def sample_open(msg: Any) -> None:
+    """Sample a site without a value, and count it as one that would be observed."""
+    _refuse_weights(msg)
+    msg["infer"]["_open"] = True
+    msg["value"] = msg["fn"].sample()  # not rsample, which vmap refuses
+    msg["done"] = True
+
+
+def _refuse_weights(msg: Any) -> None:
+    """A network's weights are never what is to be predicted."""
+    if OWNER_KEY in msg["infer"]:
+        raise ValueError(
+            f"there is no value for the network's weights '{msg['name']}': the posterior is of "
+            "another program"
+        )

@@ -1,0 +1,134 @@
+"""The parameters of observation distributions on an unbounded scale, where models are linear."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from pyro.distributions.torch_distribution import MaskedDistribution
+from torch import Tensor
+from torch.distributions import (
+    AffineTransform,
+    Distribution,
+    Independent,
+    constraints,
+    transform_to,
+)
+from torch.distributions.transforms import identity_transform
+from torch.distributions.utils import probs_to_logits
+
+from pyro_bdl.distributions.take_apart import (
+    Structure,
+    parameters_of,
+    part_with,
+    rebuild,
+    take_apart,
+    without_wrappers,
+)
+from pyro_bdl.program.trace import Run, Site
+
+SEVERAL_CLASSES = ("Categorical", "OneHotCategorical")
+_BINARY = ("Bernoulli", "Geometric", "ContinuousBernoulli")
+
+
+def natural_parameters(distribution: Distribution, run: Run | None = None) -> dict[str, Tensor]:
+    """A distribution's tensors by constructor argument, unbounded: scales and rates as their
+    logarithms, probabilities as logits.
+
+    :param run: the run that the distribution is from. Where it recorded the network's own output
+        behind normalised logits, that output is taken: approximations of class probabilities use
+        its variances.
+    """
+    base: Any = without_wrappers(distribution)[0]
+    kind, result = type(base).__name__, {}
+    for key, value in parameters_of(base).items():
+        part, name = part_with(base, key)
+        if name in ("probs", "gate"):
+            binary = name == "gate" or type(part).__name__ in _BINARY
+            key = key.removesuffix(name) + ("gate_logits" if name == "gate" else "logits")
+            value = probs_to_logits(value, is_binary=binary)
+        if kind in SEVERAL_CLASSES and run is not None:
+            value = _as_given(value, run)
+        result[key] = natural_value(base, key, value)
+    return result
+
+
+def constrained_value(base: Distribution, key: str, natural: Tensor) -> Tensor:
+    """One argument of a distribution without wrappers from its unbounded value."""
+    return _bijection(base, key)(natural)
+
+
+def natural_value(base: Distribution, key: str, value: Tensor) -> Tensor:
+    """One argument of a distribution without wrappers on its unbounded scale.
+
+    :raises NotImplementedError: for an affine transform with a negative scale.
+    """
+    if key.startswith("transforms.") and key.endswith(".scale") and not bool((value > 0).all()):
+        raise NotImplementedError(
+            "the linearised model does not know affine transforms with a scale that is not "
+            "positive: use Predictive"
+        )
+    return _bijection(base, key).inv(value)
+
+
+def with_natural(site: Site, natural: dict[str, Tensor]) -> Site:
+    """The site with other unbounded parameters, which may have more leading dimensions."""
+    base, _ = without_wrappers(site.distribution)
+    structure, _ = _apart(site)
+    arguments = {key: constrained_value(base, key, value) for key, value in natural.items()}
+    again = rebuild(structure._replace(event_dims=0), arguments)
+    return site._replace(distribution=_wrapped_like(site.distribution, again))
+
+
+def known_kind(site: Site) -> str:
+    """The name of the site's distribution without wrappers.
+
+    :raises NotImplementedError: where it is not made of tensors that can be moved.
+    """
+    _apart(site)
+    return type(without_wrappers(site.distribution)[0]).__name__
+
+
+def are_known(sites: Iterable[Site]) -> bool:
+    """Whether every site's distribution is made of tensors that can be moved."""
+    return all(take_apart(site.distribution) is not None for site in sites)
+
+
+def _apart(site: Site) -> tuple[Structure, dict[str, Tensor]]:
+    apart = take_apart(site.distribution)
+    if apart is None:
+        kind = type(without_wrappers(site.distribution)[0]).__name__
+        raise NotImplementedError(
+            f"the linearised model does not know {kind} observations: use Predictive"
+        )
+    return apart
+
+
+def _wrapped_like(outer: Distribution, base: Any) -> Any:
+    """``base`` with the masks and event dimensions of another distribution."""
+    if isinstance(outer, Independent):
+        inner = _wrapped_like(outer.base_dist, base)
+        return inner.to_event(outer.reinterpreted_batch_ndims)
+    if isinstance(outer, MaskedDistribution):
+        inner = _wrapped_like(outer.base_dist, base)
+        return inner if outer._mask is None else inner.mask(outer._mask)
+    return base
+
+
+def _bijection(base: Distribution, key: str) -> Any:
+    part, name = part_with(base, key)
+    if name in ("logits", "gate_logits"):
+        return identity_transform
+    if isinstance(part, AffineTransform):
+        return transform_to(constraints.positive if name == "scale" else constraints.real)
+    constraint = part.arg_constraints[name]
+    return identity_transform if constraint.is_discrete else transform_to(constraint)
+
+
+def _as_given(logits: Tensor, run: Run) -> Tensor:
+    for value in run.deterministic.values():
+        if not isinstance(value, Tensor) or value.shape != logits.shape:
+            continue
+        ours, theirs = (torch.log_softmax(v.detach(), -1) for v in (value, logits))
+        if torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5):
+            return value
+    return logits

@@ -1,0 +1,136 @@
+"""Functions of one draw, evaluated at many: by ``vmap`` in chunks, or one by one."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.program.batch_norm import (
+    BatchStatistics,
+    layers_called,
+    leaving_running_statistics,
+    take_up,
+)
+from pyro_bdl.utils.memory import Allocations, keep_freed_blocks
+from pyro_bdl.utils.module_state import vmappable
+
+Draws = dict[str, Tensor]
+
+
+def number_of_draws(draws: Draws) -> int:
+    return next(iter(draws.values())).shape[0]
+
+
+class DrawMap:
+    """Stacks function(draw) over draws; random numbers differ by draw.
+
+    Uses ``vmap`` for chunks of several draws; where an operator of the network has no batching
+    rule it says so, once, and loops over the draws from then on. BatchNorm layers in training mode
+    update their running statistics as they would in the loop.
+    """
+
+    def __init__(self) -> None:
+        self._evaluate: Callable[[Callable[[Draws], Any], Draws], Any] = self._first
+
+    def __call__(
+        self,
+        function: Callable[[Draws], Any],
+        draws: Draws,
+        *,
+        chunk_size: int | None = None,
+        finish: Callable[[Any], Any] | None = None,
+    ) -> Any:
+        """Stack function(draw) over the leading axis of ``draws``.
+
+        :param chunk_size: how many draws are evaluated at once; all by default.
+        :param finish: applied to each chunk's stacked results, outside ``vmap``.
+        """
+        total = number_of_draws(draws)
+        chunk_size = min(chunk_size or total, total)
+        if chunk_size < total:
+            keep_freed_blocks()
+        result = None
+        for start in range(0, total, chunk_size):
+            chunk = {name: value[start : start + chunk_size] for name, value in draws.items()}
+            part = self._chunk(function, chunk)
+            part = part if finish is None else finish(part)
+            if chunk_size == total:
+                return part
+            if result is None:
+                result = tree_map(lambda leaf: leaf.new_empty(total, *leaf.shape[1:]), part)
+            for whole, leaf in zip(tree_leaves(result), tree_leaves(part), strict=True):
+                whole[start : start + chunk_size] = leaf
+        return result
+
+    def _chunk(self, function: Callable[[Draws], Any], draws: Draws) -> Any:
+        if number_of_draws(draws) == 1:  # nothing to gain, and batched convolutions are slower
+            return _looped(function, draws)
+        try:
+            return self._evaluate(function, draws)
+        except RuntimeError as error:
+            if self._evaluate is _looped or not _is_vmap_failure(error):
+                raise
+            warnings.warn(
+                "the network cannot be vectorised over draws, which are taken one by one "
+                f"instead: {str(error).splitlines()[0]}",
+                BdlWarning,
+                stacklevel=3,
+            )
+            self._evaluate = _looped
+            return _looped(function, draws)
+
+    def _first(self, function: Callable[[Draws], Any], draws: Draws) -> Any:
+        with layers_called() as layers:
+            result = _vmapped_with_batch_norm(function, draws)
+        if not layers:
+            self._evaluate = _vmapped  # hooks on every module cost time
+        return result
+
+
+def map_draws(function: Callable[[Draws], Any], draws: Draws, **options: Any) -> Any:
+    """``DrawMap`` for one function, used once."""
+    return DrawMap()(function, draws, **options)
+
+
+def _vmapped(function: Callable[[Draws], Any], draws: Draws) -> Any:
+    with vmappable():
+        return torch.vmap(function, randomness="different")(draws)
+
+
+def _vmapped_with_batch_norm(function: Callable[[Draws], Any], draws: Draws) -> Any:
+    layers: list[Any] = []
+
+    def evaluate(draw: Draws) -> tuple:
+        with leaving_running_statistics() as calls:
+            result = function(draw)
+        layers[:] = [call.layer for call in calls]
+        return result, [(call.mean, call.variance) for call in calls]
+
+    result, statistics = _vmapped(evaluate, draws)
+    take_up([BatchStatistics(l, *values) for l, values in zip(layers, statistics, strict=True)])
+    return result
+
+
+def _looped(function: Callable[[Draws], Any], draws: Draws) -> Any:
+    results = [
+        tree_flatten(function({name: value[i] for name, value in draws.items()}))
+        for i in range(number_of_draws(draws))
+    ]
+    columns = zip(*(leaves for leaves, _ in results), strict=True)
+    return tree_unflatten([torch.stack(column) for column in columns], results[0][1])
+
+
+def _is_vmap_failure(error: RuntimeError) -> bool:
+    text = str(error).lower()
+    return any(word in text for word in ("vmap", "batching rule", "functorch", "functionalize"))
+
+
+def measured(function: Callable[[Draws], Any], draws: Draws) -> tuple[int, Any]:
+    """function(first draw), and the bytes of the tensors that it made on the way."""
+    with Allocations() as allocations:
+        result = function({name: value[0] for name, value in draws.items()})
+    return max(1, allocations.bytes), result

@@ -1,0 +1,251 @@
+"""Fewer and cheaper operators: a graph that computes the same numbers.
+
+``make_fx`` records what autograd and the densities did, much of which is for nothing: aliases,
+products with one, sums with zero, the same thing twice, and functions of what never changes.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch._C import _VariableFunctions
+
+from pyro_bdl.tracing.graph import (
+    base,
+    changed,
+    is_needed,
+    is_random,
+    kind_of,
+    mutates,
+    name_of,
+    schema_of,
+)
+
+# What is computed once must not take much more memory than what it is computed from.
+LARGE = 2**16
+
+Known = dict[fx.Node, Tensor]
+
+_FILLED = {"ones_like", "zeros_like", "full_like", "new_zeros", "new_ones", "new_full"}
+_SAME_NUMBERS = {"detach", "alias", "view", "_unsafe_view", "reshape", "expand", "squeeze", "slice"}
+_INVERSE_OF_ITSELF = {"t", "neg"}
+
+
+def simplify(graph: fx.Graph, known: Known) -> None:
+    """Change a graph in place.
+
+    Results may share memory with others where they did not before: the graph's results with its
+    inputs too.
+
+    :param known: the nodes whose numbers are the same in every run, and these numbers. Nodes that
+        are computed from these alone are added.
+    """
+    touched = _touched(graph)
+    _join_parts(graph, touched)
+    seen: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node in touched or is_random(node) or mutates(node):
+            continue
+        if touched.intersection(node.all_input_nodes):
+            continue
+        value = _constant(node, known)
+        if value is not None:
+            known[node] = value
+            continue
+        other = _simpler(node, known)
+        if other is None:
+            key = (node.target, _hashable(node.args), _hashable(node.kwargs))
+            other = seen.setdefault(key, node)
+        if other is not node:
+            node.replace_all_uses_with(other)
+    graph.eliminate_dead_code(is_needed)
+    for node in [node for node in known if node.graph is not graph or node._erased]:
+        del known[node]
+
+
+def _touched(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes of memory that is changed in place: when they are read matters."""
+    roots = {base(part) for node in graph.nodes for part in changed(node)}
+    return {node for node in graph.nodes if base(node) in roots}
+
+
+def _constant(node: fx.Node, known: Known) -> Any:
+    """The value of a node that depends on nothing, or on known numbers alone; else None."""
+    operate: Any = node.target
+    if name_of(node) in _FILLED and isinstance(node.args[0], fx.Node):
+        example = _empty(node.args[0])
+        if example is None or any(isinstance(n, fx.Node) for n in node.args[1:]):
+            return None
+        value = operate(example, *node.args[1:], **node.kwargs)
+        return value if value.numel() <= LARGE else None
+    if not known.keys() >= set(node.all_input_nodes):
+        return None
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: known[n])
+    with torch.no_grad():
+        value = operate(*args, **kwargs)
+    if not isinstance(value, Tensor):
+        return None
+    sources = sum(known[n].numel() for n in node.all_input_nodes)
+    return value if value.numel() <= max(LARGE, sources) else None
+
+
+def _empty(node: fx.Node) -> Tensor | None:
+    """A tensor like a node's, with any numbers."""
+    kind = kind_of(node)
+    if kind is None:
+        return None
+    return torch.empty_strided(kind.shape, kind.stride, dtype=kind.dtype, device=kind.device)
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(map(_hashable, value))
+    if isinstance(value, dict):
+        return tuple((key, _hashable(v)) for key, v in value.items())
+    return type(value), value  # 1, 1.0 and True are not the same
+
+
+# One operator less -------------------------------------------------------------------------------
+
+
+def _simpler(node: fx.Node, known: Known) -> fx.Node | None:
+    """An earlier node with the same numbers, shape and dtype, if the operator shows that."""
+    name = name_of(node)
+    args = node.args
+    first = args[0] if args else None
+    if not isinstance(first, fx.Node):
+        return None
+    if name == "select" and name_of(first) == "expand":
+        inner: Any = first.args[0]
+        return inner if _alike(node, inner) else None
+    if name == "sum":  # over dimensions of size 1, which stay
+        return first if _alike(node, first) and not node.kwargs else None
+    if name in _SAME_NUMBERS or (name == "pow" and args[1] == 1):
+        return first if _alike(node, first) else None
+    if name in _INVERSE_OF_ITSELF and name_of(first) == name:
+        inner = first.args[0]
+        return inner if isinstance(inner, fx.Node) and _alike(node, inner) else None
+    if len(args) != 2 or node.kwargs:
+        return None
+    second: Any = args[1]
+    neutral = {"mul": 1, "div": 1, "add": 0, "sub": 0}.get(name)
+    if neutral is None:
+        return None
+    if _is(second, neutral, known) and _alike(node, first):
+        return first
+    commutes = name in ("mul", "add") and isinstance(second, fx.Node)
+    if commutes and _is(first, neutral, known) and _alike(node, second):
+        return second
+    return None
+
+
+def _is(value: Any, number: int, known: Known) -> bool:
+    """Whether a number or a known tensor is that number everywhere."""
+    if isinstance(value, fx.Node):
+        return value in known and bool((known[value] == number).all())
+    return isinstance(value, int | float) and value == number
+
+
+def _alike(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two nodes have the same shape, strides, dtype and device."""
+    kind = kind_of(a)
+    return kind is not None and kind == kind_of(b)
+
+
+# Gradients of parts -------------------------------------------------------------------------------
+
+
+def _join_parts(graph: fx.Graph, touched: set[fx.Node]) -> None:
+    """The gradient in a vector whose parts went different ways: the parts side by side instead of
+    a sum of vectors that are zero elsewhere. x + 0 = x, so that the numbers are the same."""
+    for node in list(graph.nodes):
+        if node in touched:
+            continue
+        if name_of(node) == "select_backward":
+            part, sizes, dim, _ = node.args
+            if sizes[dim] == 1:  # type: ignore[index]
+                node.target, node.args = torch.ops.aten.unsqueeze.default, (part, dim)
+        elif name_of(node) == "add" and not any(map(_parts, node.users)):  # the outermost sum
+            parts = _parts(node) or []
+            if _is_complete(parts):
+                dim = parts[0].slice.args[2]
+                values = [part.slice.args[0] for part in parts]
+                node.target, node.args = torch.ops.aten.cat.default, (values, dim)
+
+
+class _Part(NamedTuple):
+    """A vector of zeros but for the entries from ``start`` to ``stop``.
+
+    :param slice: the node of it, a ``slice_backward``.
+    """
+
+    start: int
+    stop: int
+    slice: fx.Node
+
+
+def _parts(node: fx.Node) -> list[_Part] | None:
+    """The parts that a sum of such vectors is made of, in order; None for another node."""
+    if name_of(node) == "slice_backward":
+        _, sizes, dim, start, stop, step = node.args
+        length: Any = sizes[dim]  # type: ignore[index]
+        if step != 1 or not 0 <= start < stop:  # type: ignore[operator]
+            return None
+        return [_Part(start, min(stop, length), node)]  # type: ignore[arg-type,type-var]
+    if name_of(node) != "add" or len(node.args) != 2 or node.kwargs:
+        return None
+    first, second = [_parts(a) if isinstance(a, fx.Node) else None for a in node.args]
+    if first is None or second is None:
+        return None
+    return sorted(first + second, key=lambda part: part.start)
+
+
+def _is_complete(parts: list[_Part]) -> bool:
+    """Whether they follow each other from the first entry to the last, in one dimension."""
+    kinds = [part.slice.args[1:3] for part in parts]
+    if not kinds or any(kind != kinds[0] for kind in kinds):
+        return False
+    sizes, dim = kinds[0]
+    ends = [part.stop for part in parts]
+    return [part.start for part in parts] == [0, *ends[:-1]] and ends[-1] == sizes[dim]  # type: ignore[index]
+
+
+# Cheaper calls -----------------------------------------------------------------------------------
+
+
+def call_directly(graph: fx.Graph) -> None:
+    """Call operators by torch's own functions where these are the same, which halves the cost of a
+    call: the general way looks at the schema each time."""
+    for node in graph.nodes:
+        if node.target is torch.ops.aten.slice.Tensor and _is_narrow(node):
+            start: Any = node.args[2]
+            kind: Any = kind_of(node)
+            length = kind.shape[node.args[1]]
+            node.target, node.args = torch.narrow, (*node.args[:2], start, length)
+            continue
+        function = _direct(node)
+        if function is not None:
+            node.target = function
+
+
+def _is_narrow(node: fx.Node) -> bool:
+    """Whether a slice has bounds that are numbers from 0 on, and a step of 1."""
+    if len(node.args) != 4 or node.kwargs:
+        return False
+    return all(isinstance(bound, int) and bound >= 0 for bound in node.args[2:])
+
+
+def _direct(node: fx.Node) -> Callable | None:
+    name = name_of(node)
+    if not name or node.target is operator.getitem or mutates(node):
+        return None
+    schema = schema_of(node)
+    if schema.name != f"aten::{name}":
+        return None
+    if any(str(argument.type) == "List[Optional[Tensor]]" for argument in schema.arguments):
+        return None  # of index_put and its like, which torch's functions do not take
+    if name in ("view", "expand"):
+        return getattr(Tensor, name)
+    return getattr(_VariableFunctions, name, None)

@@ -1,0 +1,173 @@
+"""A loss and its gradient as one graph, and as a function that autograd knows."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from pyro_bdl.tracing.backends import BACKENDS, Run
+from pyro_bdl.tracing.graph import is_needed
+from pyro_bdl.tracing.simplify import simplify
+from pyro_bdl.tracing.trace import NotTraceable, mutated, tensor_of, trace, variable_nodes
+
+Loss = Callable[..., tuple[Tensor, ...]]
+
+
+@dataclass
+class Step:
+    """The graph of (loss, further results, gradients).
+
+    :param run: takes the arguments, then ``outside``.
+    :param outside: the tensors that the loss found elsewhere: parameters, constants.
+    :param constants: those of which functions were computed once.
+    :param written: those that it changes in place.
+    :param leaves: what the gradients are taken in: parameters, and arguments by their numbers.
+    :param others: how many further results there are.
+    """
+
+    run: Run
+    outside: tuple[Tensor, ...]
+    constants: list[Tensor]
+    written: list[Tensor]
+    leaves: list[Tensor | int]
+    others: int
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    def __call__(self, arguments: Sequence[Tensor]) -> "Outcome":
+        with torch.no_grad():
+            results = self.run(*arguments, *self.outside)
+        return Outcome(self, arguments, results[: 1 + self.others], results[1 + self.others :])
+
+
+class Outcome(NamedTuple):
+    """What a graph gave.
+
+    :param results: the loss and further results, detached.
+    :param gradients: of the loss in the leaves.
+    """
+
+    step: Step
+    arguments: Sequence[Tensor]
+    results: tuple[Tensor, ...]
+    gradients: tuple[Tensor, ...]
+
+    def leaves(self) -> list[Tensor]:
+        return [self.arguments[n] if isinstance(n, int) else n for n in self.step.leaves]
+
+    def differentiable(self) -> Tensor:
+        """The loss, to be differentiated once."""
+        return _Loss.apply(self.results[0], self.gradients, *self.leaves())
+
+    def add_gradients(self) -> bool:
+        """Add the gradients to the parameters', as ``backward`` would; False, and nothing done,
+        where somebody waits for ``backward``."""
+        for leaf in self.step.leaves:
+            if isinstance(leaf, int) or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+                return False
+        with torch.no_grad():
+            for leaf, gradient in zip(self.step.parameters, self.gradients, strict=True):
+                if leaf.grad is None:
+                    leaf.grad = gradient.clone()  # it may share its memory
+                else:
+                    leaf.grad.add_(gradient)
+        return True
+
+
+class _Loss(torch.autograd.Function):
+    """A loss whose gradients are known already."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: tuple[Tensor, ...], *leaves: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.view_as(loss)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None, None, *[gradient * g for g in ctx.gradients]
+
+
+def trace_step(loss: Loss, examples: Sequence[Tensor], backend: str) -> Step:
+    """Trace a loss and its gradient.
+
+    :param loss: from tensors to the loss, a scalar, and further results.
+    :param examples: of the tensors; those that require a gradient get one.
+    :param backend: of ``BACKENDS``.
+    :raises NotTraceable: where the graph would not stand for the loss, or for one without gradient.
+    """
+    arguments = [e.detach().requires_grad_(e.requires_grad) for e in examples]
+    leaves: list[Tensor] = []
+    others = 0
+
+    def function(*tensors: Tensor) -> tuple[Tensor, ...]:
+        nonlocal others
+        value, *rest = loss(*tensors)
+        others = len(rest)
+        found = _leaves(value)
+        if not found:
+            raise NotTraceable("its loss depends on no parameter")
+        gradients = torch.autograd.grad(value, found, allow_unused=True)
+        pairs = [(a, g) for a, g in zip(found, gradients, strict=True) if g is not None]
+        leaves[:] = [leaf for leaf, _ in pairs]
+        return value.detach(), *[r.detach() for r in rest], *[g for _, g in pairs]
+
+    graph = trace(function, arguments)
+    written = list({id(t): t for t in (tensor_of(graph, n) for n in mutated(graph))}.values())
+    variable = {tensor_of(graph, n) for n in variable_nodes(graph) if n.op == "get_attr"}
+    attributes = {n: tensor_of(graph, n) for n in graph.graph.find_nodes(op="get_attr")}
+    inputs = _lift(graph.graph, attributes)
+    known = {node: tensor for node, tensor in inputs.items() if tensor not in variable}
+    constants = list(known.values())  # those of which only a number was read included
+    simplify(graph.graph, known)
+    inputs |= _lift(graph.graph, {n: t for n, t in known.items() if n.op != "placeholder"})
+    for node in [node for node in inputs if not node.users]:
+        graph.graph.erase_node(node)
+        del inputs[node]
+    graph.recompile()
+    outside = tuple(inputs.values())
+    run = BACKENDS[backend](graph, [*arguments, *outside])
+    places = {id(argument): number for number, argument in enumerate(arguments)}
+    where = [places.get(id(leaf), leaf) for leaf in leaves]
+    return Step(run, outside, constants, written, where, others)
+
+
+def _leaves(value: Tensor) -> list[Tensor]:
+    """The tensors that ``value.backward()`` would give a gradient."""
+    found: list[Tensor] = []
+    seen: set[Any] = set()
+    todo = [value.grad_fn]
+    while todo:
+        node: Any = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        todo += [before for before, _ in node.next_functions]
+    return found
+
+
+def _lift(graph: fx.Graph, tensors: dict[fx.Node, Tensor]) -> dict[fx.Node, Tensor]:
+    """Make nodes with these values arguments of the graph, after the others; one for each tensor.
+
+    :returns: the new arguments and their values, in order.
+    """
+    lifted: dict[int, fx.Node] = {}
+    result: dict[fx.Node, Tensor] = {}
+    places = list(graph.find_nodes(op="placeholder"))
+    last = places[-1]
+    for node, tensor in tensors.items():
+        if id(tensor) not in lifted:
+            with graph.inserting_after(last):
+                last = graph.placeholder(f"outside_{len(places) + len(result)}")
+            last.meta["val"] = tensor.detach()
+            lifted[id(tensor)] = last
+            result[last] = tensor
+        node.replace_all_uses_with(lifted[id(tensor)])
+    graph.eliminate_dead_code(is_needed)
+    return result

@@ -1,0 +1,184 @@
+"""From a function of tensors to a graph of ATen operators that computes the same at other ones.
+
+Unlike the translation to JAX, the graph runs in torch: it keeps the very operators that the
+function ran, its random ones and changes in place included, so that it gives the same numbers.
+"""
+
+import operator
+import os
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyro
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map_only
+
+from pyro_bdl.tracing.graph import base, changed, is_random, reached, tagged
+
+_FOLDERS = [Path(str(file)).parent for file in (__file__, torch.__file__, pyro.__file__)]
+_LIBRARIES = ("<string>", "<frozen", *(f"{folder}{os.sep}" for folder in _FOLDERS))
+# Methods that read the numbers of a tensor past the operators, and others that read them.
+_PAST = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr}
+_READS = _PAST | {
+    Tensor.item, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__,
+    Tensor.__contains__, torch.equal, torch.allclose,
+}  # fmt: skip
+_DATA: Any = Tensor.data
+
+
+class NotTraceable(Exception):
+    """Why a function is no graph: half a sentence, which goes on after "since"."""
+
+
+class _Methods(TorchFunctionMode):
+    """Lets the graph see reads that are no operators, and notes the lines of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[str] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        if func is _DATA.__get__:
+            return args[0].detach()  # the same numbers, which the trace can follow
+        if func in _READS:
+            self.places.append(_users_line())
+        if func in _PAST and args[0].numel():
+            torch.ops.aten._local_scalar_dense(args[0].detach().reshape(-1)[0])
+        return func(*args, **(kwargs or {}))
+
+
+class _Outside(TorchDispatchMode):
+    """Lets the graph see reads of tensors that no operator has met yet, by making it one, and
+    keeps what is changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.saved: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        if torch.Tag.data_dependent_output in func.tags:
+            args = tree_map_only(Tensor, torch.ops.aten.detach.default, args)
+        if func._schema.is_mutable:
+            tensors = [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, Tensor)]
+            with _disable_current_modes():
+                for tensor in tensors:
+                    if id(tensor) not in self.saved:
+                        self.saved[id(tensor)] = tensor, tensor.detach().clone()
+        return func(*args, **(kwargs or {}))
+
+    def put_back(self) -> None:
+        """Tensors that were changed in place have their numbers again."""
+        for tensor, value in reversed(self.saved.values()):
+            if tensor.shape == value.shape:  # one that was reshaped in place is the run's own
+                tensor.data.copy_(value)
+
+
+def _users_line() -> str:
+    """Where the innermost frame is that belongs to no library."""
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith(_LIBRARIES):
+            return f" in line {frame.lineno} of {Path(frame.filename).name}"
+    return ""
+
+
+def trace(function: Callable[..., Any], examples: Sequence[Tensor]) -> fx.GraphModule:
+    """The graph of a function of tensors that returns a tuple of tensors.
+
+    It holds for the examples' shapes, strides, dtypes and devices. Tensors that the function finds
+    elsewhere are its attributes (nodes ``get_attr``), the very tensors and no copies. The function
+    runs once; what it changes in place is put back.
+
+    :raises NotTraceable: where control flow or a shape depends on numbers that may be others in
+        the next run: those of arguments, of parameters, random ones, those changed in place.
+    """
+    methods, outside = _Methods(), _Outside()
+
+    def followed(*tensors: Tensor) -> Any:
+        with methods, outside:
+            return function(*tensors)
+
+    try:
+        # Where values may be read, and where not, is decided on the whole graph.
+        graph = make_fx(followed, _error_on_data_dependent_ops=False)(*examples)
+    finally:
+        outside.put_back()
+    _refuse(graph, methods.places)
+    return graph
+
+
+def tensor_of(graph: fx.GraphModule, node: fx.Node) -> Tensor:
+    """The outside tensor that a node ``get_attr`` stands for."""
+    return getattr(graph, str(node.target))
+
+
+def variable_nodes(graph: fx.GraphModule) -> set[fx.Node]:
+    """The nodes whose numbers differ from run to run by themselves: arguments, parameters, random
+    numbers and outside tensors that are changed in place."""
+    found = set()
+    for node in graph.graph.nodes:
+        if node.op == "placeholder" or is_random(node):
+            found.add(node)
+        elif node.op == "get_attr":
+            tensor = tensor_of(graph, node)
+            if tensor.requires_grad or isinstance(tensor, torch.nn.Parameter):
+                found.add(node)
+    written = {tensor_of(graph, node) for node in mutated(graph)}
+    for node in graph.graph.find_nodes(op="get_attr"):
+        if tensor_of(graph, node) in written:
+            found.add(node)
+    return found
+
+
+def mutated(graph: fx.GraphModule) -> Iterator[fx.Node]:
+    """The nodes of outside tensors that the graph changes in place."""
+    for node in graph.graph.nodes:
+        for part in changed(node):
+            source = base(part)
+            if source.op == "get_attr":
+                yield source
+
+
+def _refuse(graph: fx.GraphModule, places: list[str]) -> None:
+    for node in graph.graph.find_nodes(op="get_attr"):
+        if tensor_of(graph, node).grad_fn is not None:
+            raise NotTraceable(
+                "it uses a tensor with a gradient that was computed outside of it: compute it in "
+                "the program"
+            )
+    for node in graph.graph.nodes:
+        for part in changed(node):
+            if base(part).op == "placeholder":
+                raise NotTraceable(f"it changes an argument in place ({node.target})")
+    live = set(reached(graph.graph, variable_nodes(graph)))
+    readers = [n for n in graph.graph.nodes if tagged(n, torch.Tag.data_dependent_output)]
+    for number, node in enumerate(readers):
+        if live.intersection(node.all_input_nodes):
+            place = places[number] if len(places) == len(readers) else ""
+            raise NotTraceable(
+                f"it reads numbers that change from step to step{place}, as control flow does"
+            )
+    for node in graph.graph.nodes:
+        if live.intersection(node.all_input_nodes) and _shape_varies(node, live):
+            raise NotTraceable(
+                f"the shape of a tensor depends on numbers that change from step to step "
+                f"({node.target})"
+            )
+
+
+def _shape_varies(node: fx.Node, live: set[fx.Node]) -> bool:
+    if node.target is operator.getitem or not tagged(node, torch.Tag.dynamic_output_shape):
+        return False
+    if node.target is not torch.ops.aten.index.Tensor:
+        return True
+    indices = [n for n in node.all_input_nodes[1:] if n in live]
+    return any(n.meta["val"].dtype in (torch.bool, torch.uint8) for n in indices)

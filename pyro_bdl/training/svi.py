@@ -1,0 +1,320 @@
+"""Training a guide by stochastic variational inference, and the ELBO that it reached."""
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from pyro_bdl.elbo.tempered import TemperedTraceMeanField_ELBO, check_data
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.estimators import PerDatum
+from pyro_bdl.guides.base import Guide
+from pyro_bdl.guides.swag import AutoMultiSWAG, AutoSWAG
+from pyro_bdl.program.validation import check_finite
+from pyro_bdl.utils.module_state import preserved_buffers
+from pyro_bdl.utils.random_state import own_randomness
+
+_MOST_FULL_BATCH = 1024
+_BATCH = 256
+_ROWS_AT_ONCE = 4096
+_PARTICLES_AT_ONCE = 16
+_SHOWN_EVERY = 50
+_REFRESH = 0.5  # seconds
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a training run did.
+
+    :param losses: ``(steps,)``, the negative ELBO of each step taken, in nats.
+    :param batch_size: rows in each step.
+    :param interrupted: whether Ctrl-C ended it early.
+    """
+
+    losses: Tensor
+    batch_size: int
+    interrupted: bool
+
+
+def train(
+    model: nn.Module,
+    guide: Guide,
+    x: Tensor,
+    y: Tensor,
+    *,
+    steps: int,
+    learning_rate: float = 0.01,
+    temperature: float = 1.0,
+    num_particles: int = 1,
+    estimator: str | PerDatum | None = None,
+    batch_size: int | None = None,
+    parameters: Iterable[Tensor] | None = None,
+    elbo: Any = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    progress: str | None = None,
+) -> Training:
+    """Maximise the tempered ELBO by Adam, whose learning rate falls to zero along half a cosine.
+
+    Ctrl-C ends the training with a warning and keeps what was learned.
+
+    :param model: a program ``model(x, y)``.
+    :param guide: trained in place.
+    :param x: ``(N, ...)``, all training inputs.
+    :param y: ``(N, ...)``, their targets.
+    :param steps: number of gradient steps, at least 1.
+    :param learning_rate: Adam's, at the start.
+    :param temperature: eta, see :mod:`pyro_bdl.elbo`.
+    :param num_particles: draws of the guide in each step.
+    :param estimator: of the expected log likelihood, see :class:`pyro_bdl.elbo.TemperedTrace_ELBO`.
+    :param batch_size: rows in each step. By default all of up to 1024; of more rows 256, where the
+        program knows by its ``num_data`` that there are N.
+    :param parameters: which to train; by default the guide's and the program's.
+    :param elbo: another loss, in place of the ELBO at that temperature, draws and estimator.
+    :param optimizer: another optimiser, in place of Adam over these parameters at that learning
+        rate; its own learning rate falls in the same way.
+    :param progress: description of the progress bar; None for no bar.
+    :raises ValueError: for data that are not finite, targets outside of their support; fewer than
+        one step; a minibatch for a program whose ``num_data`` is not N, so that its log likelihood
+        would count too little.
+    """
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
+    check_finite(model, (x, y), {})
+    size = _batch_size(model, len(x), batch_size)
+    guide.prototype(x, y)
+    if size < len(x):  # a full batch is checked at the first step, as the first minibatch is
+        for rows in torch.arange(len(x), device=x.device).split(_ROWS_AT_ONCE):
+            check_data(model, guide, (x[rows], y[rows]), {})
+    if elbo is None:
+        elbo = TemperedTraceMeanField_ELBO(temperature, num_particles, estimator=estimator)
+    objective: Any = elbo(model, guide)
+    if optimizer is None:
+        trained = list(objective.parameters() if parameters is None else parameters)
+        optimizer = torch.optim.Adam(trained, lr=learning_rate)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    losses, interrupted = _descend(
+        objective, optimizer, _parts(x, y, size, steps), steps, progress, lambda _: schedule.step()
+    )
+    if interrupted:
+        warnings.warn(
+            f"interrupted after {len(losses)} of {steps} steps: what was learned so far is kept",
+            BdlWarning,
+            stacklevel=2,
+        )
+    return Training(losses, size, interrupted)
+
+
+def collect_swag(
+    model: nn.Module,
+    guide: AutoSWAG | AutoMultiSWAG,
+    x: Tensor,
+    y: Tensor,
+    *,
+    snapshots: int = 40,
+    every: int | None = None,
+    learning_rate: float = 0.01,
+    final_learning_rate: float | None = None,
+    momentum: float = 0.9,
+    temperature: float = 1.0,
+    batch_size: int | None = None,
+    progress: str | None = None,
+) -> Training:
+    """From the MAP on, SGD at a constant or cyclic learning rate, with snapshots on the way.
+
+    The loss is -log p(u, y) / N, per datum, for each member of an ensemble; minibatches give the
+    noise that moves the point. Only the guide's parameters move; afterwards they are at the last
+    step. Ctrl-C ends it with a warning and keeps the snapshots. The posterior is as wide as the
+    learning rate makes it: under a Gaussian posterior -log p(u, y) lies P / 2 above its minimum on
+    average, so that a rate is too high where N times the mean loss lies further above (Mandt,
+    Hoffman & Blei 2017, section 3.2). A warning tells where it lies more than P above that of the
+    start; the default is often too high for convolutions, whose weights act on many positions.
+
+    With ``final_learning_rate`` the rate falls linearly in each cycle of c = ``every`` steps, at
+    the end of which a snapshot is taken: a(i) = (1 - t) a_1 + t a_2, t = (1 + (i - 1) mod c) / c
+    (Izmailov et al. 2018, section 3.1). Otherwise it is constant (Maddox et al. 2019, section 3).
+
+    :param model: a program ``model(x, y)``; its ``num_data`` is N.
+    :param guide: trained to a maximum; takes the snapshots.
+    :param x: ``(N, ...)``, all training inputs.
+    :param y: ``(N, ...)``, their targets.
+    :param snapshots: how many more are taken, at least 1.
+    :param every: steps from one to the next; by default one pass over the data.
+    :param learning_rate: of SGD, at the start of each cycle.
+    :param final_learning_rate: at the end of each cycle; None for a constant rate.
+    :param momentum: of SGD.
+    :param temperature: eta, see :mod:`pyro_bdl.elbo`.
+    :param batch_size: rows in each step; by default a tenth of all, at most 256.
+    :param progress: description of the progress bar; None for no bar.
+    :raises ValueError: where a step diverges, with the guide put back to where it started and
+        the snapshots before it kept; for minibatches of a program that does not know N.
+    """
+    if not isinstance(guide, AutoSWAG | AutoMultiSWAG):
+        raise TypeError(f"collect_swag needs an AutoSWAG guide, got {type(guide).__name__}")
+    if snapshots < 1 or (every is not None and every < 1):
+        raise ValueError(f"snapshots and every must be at least 1, got {snapshots} and {every}")
+    if not learning_rate > 0 or not (final_learning_rate is None or final_learning_rate > 0):
+        raise ValueError("learning rates must be positive")
+    check_finite(model, (x, y), {})
+    tenth = min(_BATCH, max(1, len(x) // 10))
+    size = _batch_size(model, len(x), tenth if batch_size is None else batch_size)
+    every = max(1, len(x) // size) if every is None else every
+    steps = snapshots * every
+    guide.prototype(x, y)
+    members = guide.size if isinstance(guide, AutoMultiSWAG) else 1
+    elbo = TemperedTraceMeanField_ELBO(temperature=temperature, num_particles=members)
+    pair: Any = elbo(model, guide)
+    parameters = list(guide.parameters())
+    before = [parameter.detach().clone() for parameter in parameters]
+    optimizer = torch.optim.SGD(parameters, lr=learning_rate, momentum=momentum)
+
+    def objective(*args: Tensor) -> Tensor:  # a sum over the members, which share nothing
+        return pair(*args) * members / len(x)
+
+    def rate(step: int) -> None:
+        if final_learning_rate is not None:
+            t = (1 + step % every) / every
+            optimizer.param_groups[0]["lr"] = (1 - t) * learning_rate + t * final_learning_rate
+
+    def after(step: int) -> None:
+        if step % every == 0:
+            try:
+                guide.collect()
+            except ValueError as error:
+                with torch.no_grad():
+                    for parameter, value in zip(parameters, before, strict=True):
+                        parameter.copy_(value)
+                raise ValueError(
+                    f"SGD diverged within {step} steps at learning_rate={learning_rate}: lower it; "
+                    f"the guide is back where it started, the {int(guide.snapshots.count)} "
+                    "snapshots from before are kept"
+                ) from error
+        rate(step)
+
+    rate(0)
+    start = _mean_loss(objective, x, y, size)
+    losses, interrupted = _descend(
+        objective, optimizer, _parts(x, y, size, steps), steps, progress, after
+    )
+    if interrupted:
+        warnings.warn(
+            f"interrupted after {len(losses)} of {steps} steps: the guide keeps its "
+            f"{int(guide.snapshots.count)} snapshots",
+            BdlWarning,
+            stacklevel=2,
+        )
+        return Training(losses, size, interrupted)
+    rise = (losses[steps // 2 :].mean().item() - start) * len(x) / members
+    expected = 0.5 * temperature * len(guide.location())
+    if rise > 2.0 * expected:
+        warnings.warn(
+            f"the loss rose by {rise:.0f} nats while the snapshots were taken, where a Gaussian "
+            f"posterior explains {expected:.0f}: learning_rate={learning_rate} makes the posterior "
+            "too wide, lower it",
+            BdlWarning,
+            stacklevel=2,
+        )
+    return Training(losses, size, interrupted)
+
+
+@torch.no_grad()
+def _mean_loss(objective: Callable[..., Tensor], x: Tensor, y: Tensor, size: int) -> float:
+    """The mean over all rows, in parts as large as a step's; nothing changes by it."""
+    with preserved_buffers(), own_randomness():
+        parts = zip(x.split(size), y.split(size), strict=True)
+        return sum(objective(*part).item() * len(part[0]) for part in parts) / len(x)
+
+
+def _descend(
+    objective: Callable[..., Tensor],
+    optimizer: torch.optim.Optimizer,
+    parts: Iterable[tuple[Tensor, Tensor]],
+    steps: int,
+    progress: str | None,
+    after: Callable[[int], None],
+) -> tuple[Tensor, bool]:
+    """Gradient steps with a bar, ``after(number)`` following each; the losses (steps taken,) and
+    whether Ctrl-C ended them."""
+    losses: list[Tensor] = []
+    interrupted = False
+    bar = tqdm(
+        total=steps,
+        desc=progress,
+        disable=progress is None,
+        leave=False,
+        mininterval=_REFRESH,
+        delay=1,
+    )
+    with bar:
+        try:
+            for part in parts:
+                loss = objective(*part)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.detach())
+                after(len(losses))
+                if len(losses) % _SHOWN_EVERY == 0:
+                    recent = torch.stack(losses[-_SHOWN_EVERY:]).mean().item()
+                    bar.set_postfix_str(f"loss {recent:.4g}", refresh=False)
+                bar.update()
+        except KeyboardInterrupt:
+            interrupted = True
+    return torch.stack(losses) if losses else torch.empty(0, device="cpu"), interrupted
+
+
+@torch.no_grad()
+def estimate_elbo(
+    model: nn.Module, guide: Guide, x: Tensor, y: Tensor, *, num_particles: int = 512
+) -> float:
+    """ELBO at temperature 1, E_q[log p(y | w)] - KL(q || p), in nats, over all of the data.
+
+    Many rows are taken in parts, which needs a program whose ``num_data`` is N.
+
+    :param model: a program ``model(x, y)``.
+    :param guide: a guide with a density; for a point mass the number is log p(y, w) instead.
+    :param x: ``(N, ...)``, the training inputs.
+    :param y: ``(N, ...)``, their targets.
+    :param num_particles: draws of the guide that the expectation is averaged over.
+    """
+    elbo = TemperedTraceMeanField_ELBO(num_particles=_PARTICLES_AT_ONCE)
+    in_parts = len(x) > _ROWS_AT_ONCE and getattr(model, "num_data", None) == len(x)
+    parts = torch.arange(len(x), device=x.device).split(_ROWS_AT_ONCE if in_parts else len(x))
+    repeats = max(1, math.ceil(num_particles / _PARTICLES_AT_ONCE))
+    total = 0.0
+    for _ in range(repeats):
+        for rows in parts:
+            total -= elbo.loss(model, guide, x[rows], y[rows]) * len(rows) / len(x)
+    return total / repeats
+
+
+def _batch_size(model: Callable, rows: int, asked: int | None) -> int:
+    knows_all = getattr(model, "num_data", None) == rows
+    if asked is None:
+        return _BATCH if rows > _MOST_FULL_BATCH and knows_all else rows
+    if asked < 1:
+        raise ValueError(f"batch_size must be at least 1, got {asked}")
+    if asked < rows and not knows_all:
+        raise ValueError(
+            f"batch_size={asked} of {rows} rows needs a program that knows of all of them: make "
+            f"it with num_data={rows}"
+        )
+    return min(asked, rows)
+
+
+def _parts(x: Tensor, y: Tensor, size: int, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The rows of each step; each pass over the data is in a new order."""
+    if size == len(x):
+        yield from [(x, y)] * steps
+        return
+    taken = 0
+    while taken < steps:
+        for rows in torch.randperm(len(x), device=x.device).split(size):
+            if len(rows) < size or taken == steps:
+                break
+            taken += 1
+            yield x[rows], y[rows]

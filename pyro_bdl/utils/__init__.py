@@ -1,0 +1,1 @@
+"""Helpers that know nothing of programs: memory, module state, random states, collectives."""

@@ -1,0 +1,35 @@
+"""A run that leaves no trace: not in random numbers, nor in buffers."""
+
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+from torch import Tensor, nn
+
+from pyro_bdl.utils.module_state import preserved_buffers
+from pyro_bdl.utils.random_state import own_randomness
+
+
+@contextmanager
+def rehearsal(modules: Iterable[nn.Module], tensors: Iterable[Tensor] = ()) -> Iterator[None]:
+    """Inside, whatever runs draws the numbers of torch that the caller would draw next, who draws
+    them again afterwards, and other ones of Python and numpy, which a trace takes for constants;
+    buffers keep their values.
+
+    :param modules: besides those that are called inside, whose buffers are kept too.
+    :param tensors: that keep their values as well.
+    """
+    kept = [*tensors, *(buffer for module in modules for buffer in module.buffers())]
+    values = [tensor.detach().clone() for tensor in kept]
+    python, numpy = random.getstate(), np.random.get_state()
+    random.seed(0)
+    np.random.seed(0)
+    try:
+        with own_randomness(), preserved_buffers():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        for tensor, value in zip(kept, values, strict=True):
+            tensor.data.copy_(value)

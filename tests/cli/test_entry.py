@@ -1,0 +1,299 @@
+"""The command end to end on small files, its exit codes and what it says of bad input."""
+
+import csv
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.image import imread
+
+from pyro_bdl import posteriors
+from pyro_bdl.cli import entry as cli
+from pyro_bdl.cli import options as given
+from pyro_bdl.curvature import config as curvature_recipe
+from pyro_bdl.errors import BdlWarning
+
+TINY = ["--steps", "20", "--chains", "2", "--warmup", "20", "--draws", "20", "--hidden", "4"]
+TINY += ["--max-tree-depth", "3"]
+
+
+@pytest.fixture
+def table(tmp_path):
+    """A file with a number, a text and two targets, and the folder for the results."""
+    random = np.random.default_rng(0)
+    lines = ["size,colour,price,kind"]
+    for i in range(40):
+        size = random.normal()
+        colour, kind = ("red", "green")[i % 2], ("cat", "dog", "bird")[i % 3]
+        lines.append(f"{size:.3f},{colour},{2 * size + 0.1 * random.normal():.3f},{kind}")
+    path = tmp_path / "table.csv"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture
+def run(tmp_path, capsys):
+    def run(*arguments):
+        """Exit code, stdout and stderr."""
+        try:
+            code = cli.main(["compare", *map(str, arguments), "--out", str(tmp_path / "out")])
+        except SystemExit as stopped:
+            code = stopped.code
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
+def rows_of(folder):
+    with open(folder / "table.csv", newline="", encoding="utf-8") as file:
+        return {row["posterior"]: row for row in csv.DictReader(file)}
+
+
+def test_regression_writes_a_table_figures_and_a_report(table, run, tmp_path):
+    given = ["--data", table, "--target", "price", "--one-hot", "--activation", "relu"]
+    code, out, _ = run(*TINY, *given)
+    assert code == 0
+    assert "price: regression, 6 features, 32 training and 8 test rows" in out
+    assert "RMSE, CRPS and distances are in units of price" in out
+    folder = tmp_path / "out"
+    rows = rows_of(folder)
+    chosen = [e.name for e in posteriors.entries() if e.default]
+    assert list(rows) == [*chosen, "nuts, half to half"]
+    assert all(float(rows[name]["rmse"]) > 0 for name in chosen)
+    assert all(float(rows[name]["draw_seconds"]) > 0 for name in chosen)
+    assert float(rows["mean-field"]["elpd_loo"]) < 0 and rows["map"]["elpd_loo"] == ""
+    assert float(rows["map"]["sd_ratio"]) == 0 and rows["map"]["elbo"] == ""
+    assert float(rows["mean-field"]["wasserstein"]) > 0 and rows["nuts"]["wasserstein"] == ""
+    assert float(rows["nuts"]["rhat"]) > 0 and rows["nuts"]["verdict"]
+    shown = {path.stem for path in folder.glob("*.png")}
+    assert shown >= {"calibration", "pit", "cost", "function_space", "forest"}
+    assert shown >= {"hyperparameters", "trace", "ranks", "layers"}
+    assert all(imread(folder / f"{name}.png").shape[1] == 1000 for name in shown)
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert page.count("data:image/svg+xml") == len(shown)
+    assert '<section class="warning">' in page and "nuts cannot be trusted" in page
+    for word in ("mean-field-tempered", "half to half", "32 training", "max tree depth", "relu"):
+        assert word in page
+
+
+def test_classes_of_text_without_the_reference(table, run, tmp_path):
+    given = ["--data", table, "--target", "kind", "--one-hot", "--guides", "mean-field, map"]
+    code, out, _ = run(*TINY, *given)
+    assert code == 0 and "classification into 3 classes" in out and "accuracy" in out
+    rows = rows_of(tmp_path / "out")
+    assert list(rows) == ["mean-field", "map"]
+    assert "sd_ratio" not in rows["map"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "calibration.png",
+        "report.html",
+        "table.csv",
+    ]
+
+
+def test_two_classes_of_numbers(table, run):
+    lines = table.read_text().splitlines()
+    coded = [lines[0].replace(",colour", "")]
+    coded += [line.replace(",red", "").replace(",green", "") for line in lines[1:]]
+    coded = [",".join(line.split(",")[:2]) + f",{i % 2}" for i, line in enumerate(coded)]
+    table.write_text("\n".join(["size,price,kind", *coded[1:]]) + "\n")
+    code, out, _ = run(*TINY, "--data", table, "--target", "kind", "--guides", "map,nuts")
+    assert code == 0 and "classification into 2 classes" in out and "agree" in out
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ("--data nowhere.csv --target price", "there is no file nowhere.csv"),
+        ("--data TABLE", "--data needs --target"),
+        ("--data TABLE --target prize", "did you mean 'price'"),
+        ("--data TABLE --target price", "not numeric: 'colour'"),
+        ("--data TABLE --target kind --task regression --one-hot", "'kind' is not numeric"),
+        ("--target price", "--target is of use with --data"),
+        ("--guides map,foo", "unknown posterior 'foo'"),
+        ("--guides ,", "--guides is empty"),
+        ("--hidden 5,x", "--hidden must be numbers"),
+        ("--hidden 0", "--hidden must be numbers"),
+        ("--chains 0", "--chains must be at least 1, got 0"),
+        ("--warmup -1", "--warmup must be at least 0, got -1"),
+        ("--draws 2.5", "invalid int value: '2.5'"),
+        ("--steps 0", "--steps must be at least 1"),
+        ("--seed -1", "--seed must be at least 0"),
+        ("--test-fraction 1", "--test-fraction must lie between 0 and 1"),
+        ("--device abacus", "'abacus' is not there; there is: cpu"),
+        ("--device meta", "'meta' is not there"),
+        ("--activation step", "invalid choice: 'step'"),
+        ("--nonsense", "unrecognized arguments: --nonsense"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(arguments, words, table, run, monkeypatch):
+    monkeypatch.setattr(posteriors, "fit", None)  # nothing may be fitted
+    code, out, err = run(*arguments.replace("TABLE", str(table)).split())
+    assert code == 2 and out == ""
+    assert words in err and err.startswith("pyro-bdl") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("", "is empty"),
+        ("a,y\n", "has a header but no rows"),
+        ("a,y\n" + "1,2.5\n" * 20, "constant"),
+        ("a,y\n" + "1,cat\n" * 20, "single class 'cat'"),
+        ("a,y\n" + "".join(f"{i},{i / 3}\n" for i in range(20)) + ",1.5\n", "row 21: 'a'"),
+    ],
+)
+def test_bad_files_are_one_sentence(text, words, table, run):
+    table.write_text(text)
+    code, _, err = run("--data", table, "--target", "y")
+    assert code == 2 and words in err and err.count("\n") == 1
+
+
+def test_an_output_folder_that_is_a_file(table, capsys):
+    assert cli.main(["compare", "--out", str(table)]) == 2
+    assert "--out: cannot write to" in capsys.readouterr().err
+
+
+def test_a_posterior_that_fails_loses_no_other(run, tmp_path, monkeypatch):
+    fit = posteriors.fit
+
+    def failing(name, *args, **kwargs):
+        if name == "mean-field":
+            raise RuntimeError("no luck today")
+        return fit(name, *args, **kwargs)
+
+    monkeypatch.setattr(posteriors, "fit", failing)
+    code, out, err = run(*TINY, "--guides", "map,mean-field,mean-field-tempered")
+    assert code == 1 and "mean-field could not be fitted: RuntimeError: no luck today" in err
+    assert list(rows_of(tmp_path / "out")) == ["map", "mean-field-tempered"] and "RMSE" in out
+
+
+def test_a_posterior_that_does_not_fit_in_memory_is_left_out(run, tmp_path, monkeypatch):
+    """By the very error that the matrix of a large network raises; the exit code stays 0."""
+    monkeypatch.setattr(curvature_recipe, "available_memory", lambda device: 5000)
+    code, out, err = run(*TINY, "--guides", "map,laplace-full,laplace-diag")
+    assert code == 0, err
+    assert 'laplace-full is left out: structure="full" over' in err and "GiB are free" in err
+    assert "laplace-full:" not in err  # before any training
+    rows = rows_of(tmp_path / "out")
+    assert list(rows) == ["map", "laplace-diag"] and "RMSE" in out
+
+
+def test_laplace_says_its_evidence_and_its_scale(table, run, tmp_path):
+    given = ["--data", table, "--target", "price", "--one-hot"]
+    code, out, _ = run(*TINY, *given, "--guides", "map,laplace-kron,laplace-last-layer")
+    assert code == 0 and "log evid." in out
+    rows = rows_of(tmp_path / "out")
+    assert rows["map"]["log_evidence"] == "" == rows["laplace-last-layer"]["elbo"]
+    assert all(float(rows[name]["log_evidence"]) < 0 for name in list(rows)[1:])
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "prior gain" in page and "subset last-layer" in page
+
+
+def test_ctrl_c_shows_what_there_is(run, tmp_path, monkeypatch):
+    fit = posteriors.fit
+
+    def interrupted(name, *args, **kwargs):
+        if name == "mean-field":
+            raise KeyboardInterrupt
+        return fit(name, *args, **kwargs)
+
+    monkeypatch.setattr(posteriors, "fit", interrupted)
+    code, _, err = run(*TINY)
+    assert code == 0
+    names = [entry.name for entry in posteriors.entries() if entry.default]
+    assert f"interrupted; not fitted: {', '.join(names[1:])}" in err
+    assert list(rows_of(tmp_path / "out")) == ["map"]
+    code, _, err = run(*TINY, "--guides", "mean-field")
+    assert code == 130 and "Traceback" not in err
+
+
+def test_all_and_default_posteriors(capsys):
+    parse = given.parser(int).parse_args
+    everything = [entry.name for entry in posteriors.entries()]
+    chosen = given.names(parse(["compare"]).guides)
+    assert given.names("all") == everything and given.names("nuts,map") == ["nuts", "map"]
+    assert chosen == [entry.name for entry in posteriors.entries() if entry.default]
+    assert {"map", "mean-field", "laplace-kron", "ensemble", "nuts"} < set(chosen) < set(everything)
+    with pytest.raises(SystemExit):
+        cli.main(["compare", "--help"])
+    shown = capsys.readouterr().out
+    assert "* map" in shown and "  laplace-full" in shown and "* laplace-full" not in shown
+
+
+def test_details_are_printed_when_asked_for(table, run):
+    given = ["--data", table, "--target", "price", "--one-hot", "--guides", "map,nuts"]
+    short, full = (run(*TINY, *given, *more)[1] for more in ([], ["--details"]))
+    assert "W2" not in short and "energy" not in short and "s / draw" not in short
+    assert "W2" in full and "energy" in full and "s / draw" in full
+    lines = full.split("\nmap   ")[0].splitlines()
+    assert max(map(len, lines)) <= 110
+
+
+def test_the_same_seed_gives_the_same_table(table, run, tmp_path):
+    """Times and memory apart."""
+    given = ["--data", table, "--target", "price", "--one-hot", "--guides", "map,mean-field,nuts"]
+    tables = []
+    for _ in range(2):
+        run(*TINY, *given)
+        rows = rows_of(tmp_path / "out")
+        for row in rows.values():
+            for key in ("seconds", "draw_seconds", "memory"):
+                row.pop(key)
+        tables.append(rows)
+    assert tables[0] == tables[1]
+
+
+def test_quick_and_given_options():
+    parse = given.parser(int).parse_args
+    usual = given.settings(parse(["compare"]))
+    assert (usual.chains, usual.warmup, usual.draws, usual.steps) == (4, 500, 500, None)
+    quick = given.settings(parse(["compare", "--quick", "--draws", "7"]))
+    assert (quick.chains, quick.warmup, quick.draws, quick.steps) == (2, 100, 7, 500)
+
+
+def test_warnings_are_one_line(capsys, monkeypatch):
+    def run(options):
+        warnings.warn("mind the gap", BdlWarning, stacklevel=2)
+        return 0
+
+    parser = given.Parser()
+    parser.set_defaults(run=run)
+    monkeypatch.setattr(given, "parser", lambda _: parser)
+    shown = warnings.showwarning
+    assert cli.main([]) == 0
+    assert capsys.readouterr().err == "pyro-bdl: warning: mind the gap\n"
+    assert warnings.showwarning is shown
+
+
+def test_threads_are_given_back():
+    torch.set_num_threads(2)
+    with cli._threads(100):
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == 2
+    with cli._threads(10**9):
+        assert torch.get_num_threads() == 2
+
+
+def test_help_and_version(capsys):
+    for arguments, words in (
+        (["--version"], "pyro-bdl 0."),
+        (["--help"], "compare"),
+        (["compare", "--help"], "mean-field-tempered"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(arguments)
+        assert stopped.value.code == 0 and words in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_defaults_converge(run, tmp_path):
+    code, _, err = run()
+    rows = rows_of(tmp_path / "out")
+    assert code == 0 and "warning" not in err
+    assert float(rows["nuts"]["rhat"]) < 1.05 and int(rows["nuts"]["divergences"]) < 10
+    assert -480 < float(rows["mean-field"]["elbo"]) < -465
+    floor = float(rows["nuts, half to half"]["wasserstein"])
+    assert all(float(rows[name]["wasserstein"]) > 3 * floor for name in ("map", "mean-field"))
+    assert all(40 < float(rows[name]["rmse"]) < 65 for name in ("map", "mean-field", "nuts"))

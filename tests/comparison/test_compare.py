@@ -1,0 +1,278 @@
+"""The table: exact distances, every kind of posterior, and the command from end to end."""
+
+import csv
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import AutoNormal
+from sklearn.datasets import load_iris
+
+import pyro_bdl as bdl
+from pyro_bdl import posteriors
+from pyro_bdl.cli import main
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.utils.tables import number
+
+QUICK = ["--steps", "20", "--chains", "2", "--warmup", "20", "--draws", "20", "--hidden", "4"]
+
+
+def shift(x, y=None):
+    """f = w for every input; y ~ Normal(f, 1)."""
+    w = pyro.sample("w", dist.Normal(torch.tensor(0.0), 1.0))
+    f = pyro.deterministic("f", w.expand(len(x)))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(f, 1.0), obs=y)
+
+
+def normal_samples(mean, sd, count=4000):
+    quantiles = (torch.arange(count) + 0.5) / count
+    draws = mean + sd * torch.special.ndtri(quantiles)[torch.randperm(count)]
+    return bdl.Samples({"w": draws.reshape(4, -1)})
+
+
+def test_distances_between_normals_are_exact():
+    x, y = torch.zeros(5, 1), torch.zeros(5)
+    table = bdl.compare(
+        shift,
+        {"a": normal_samples(1.0, 0.5), "nuts": normal_samples(0.0, 1.0)},
+        x,
+        y,
+        reference="nuts",
+    ).to_dict()
+    row = table["a"]
+    assert math.isclose(row["mean_error"], 1.0, rel_tol=1e-3)
+    assert math.isclose(row["sd_error"], 0.5, rel_tol=1e-2)
+    assert math.isclose(row["sd_ratio"], 0.5, rel_tol=1e-2)
+    # W1 = E|1 - 0.5 z|, the mean of a folded Normal(1, 0.5)
+    exact = 0.5 * math.sqrt(2 / math.pi) * math.exp(-2) + math.erf(math.sqrt(2))
+    assert math.isclose(row["wasserstein"], exact, rel_tol=1e-2)
+
+
+def test_scores_of_a_known_predictive():
+    x, y = torch.zeros(5, 1), torch.tensor([-1.0, 0.0, 0.5, 1.0, 2.0])
+    row = bdl.compare(shift, {"a": normal_samples(0.0, 1.0)}, x, y, reference=None).to_dict()["a"]
+    predictive = dist.Normal(0.0, math.sqrt(2))
+    assert math.isclose(row["rmse"], y.square().mean().sqrt(), rel_tol=2e-2)
+    assert math.isclose(row["nlpd"], -predictive.log_prob(y).mean(), rel_tol=1e-2)
+    z = y / math.sqrt(2)
+    standard = dist.Normal(0.0, 1.0)
+    crps = z * (2 * standard.cdf(z) - 1) + 2 * standard.log_prob(z).exp() - 1 / math.sqrt(math.pi)
+    assert math.isclose(row["crps"], (math.sqrt(2) * crps).mean(), rel_tol=2e-2)
+    assert row["coverage"] == 1.0
+
+
+def test_one_function_that_is_all_right_or_all_wrong_is_no_fault_of_its_interval():
+    """All targets are one number that the posterior is sure not to know: 90 % or none of them."""
+
+    def shared(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.tensor(0.0), 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(w, 0.01), obs=y)
+
+    x, draws = torch.zeros(50, 1), {"exact": normal_samples(0.0, 1.0)}
+    for truth in (0.7, 2.5):
+        y = truth + 0.01 * torch.randn(50)
+        found = bdl.compare(shared, draws, x, y, reference=None)
+        row = found.to_dict()["exact"]
+        assert row["coverage"] == pytest.approx(1.0 if truth < 1 else 0.0, abs=0.01)
+        said = bdl.metrics.coverage_range(found.evaluations["exact"].predictions)
+        assert [row["coverage_from"], row["coverage_to"]] == said.tolist() == [0, 1]
+        assert "interval holds" not in found.verdicts["exact"]
+    assert {"coverage_from", "coverage_to"} <= {column.key for column in found.details}
+
+
+def test_no_line_is_wider_than_asked_for():
+    draws = {"a": normal_samples(1.0, 0.5), "a-rather-long-name": normal_samples(0.0, 1.0)}
+    found = bdl.compare(
+        shift, draws, torch.zeros(5, 1), torch.zeros(5), reference="a-rather-long-name"
+    )
+    text = found.to_text(80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert " ".join(text.split()).count(" ".join(found.verdicts["a"].split())) == 1
+    assert found.verdicts["a"] in found.to_text(None)
+    for key in ("mean_error", "sd_error", "wasserstein", "sd_ratio"):  # with Monte Carlo errors
+        row = found.to_dict()["a"]
+        assert f"± {number(row[f'{key}_se'], 2)}" in text
+
+
+def test_a_posterior_is_as_far_from_itself_as_its_halves():
+    same = normal_samples(0.0, 1.0)
+    found = bdl.compare(
+        shift, {"same": same, "nuts": same}, torch.zeros(3, 1), torch.zeros(3), reference="nuts"
+    )
+    assert found.to_dict()["same"]["wasserstein"] == 0.0
+    assert 0 < found.rows[-1]["wasserstein"] < 0.1
+
+
+def test_guides_of_both_houses_and_classes(tmp_path):
+    net = bdl.bayesianize(torch.nn.Linear(2, 3))
+    model = bdl.models.Classification(net)
+    x, y = torch.randn(30, 2), torch.arange(30) % 3
+    ours, theirs = bdl.guides.AutoMeanField(model).prototype(x, y), AutoNormal(model)
+    theirs(x, y)
+    found = bdl.compare(model, {"a": ours, "b": theirs}, x, y, reference="a", num_samples=50)
+    row = found.to_dict()["b"]
+    assert 0 <= row["agreement"] <= 1 and 0 <= row["total_variation"] <= 1
+    assert 0 <= row["accuracy"] <= 1 and row["brier"] > 0
+    path = found.to_csv(tmp_path / "table.csv")
+    with open(path, newline="") as file:
+        rows = list(csv.reader(file))
+    assert len(rows) == 4
+    assert "a" in str(found)
+
+
+def test_log_evidences_are_a_column_where_they_are_known(tmp_path):
+    x, y = torch.zeros(3, 1), torch.zeros(3)
+    draws = {"a": normal_samples(0.0, 1.0), "b": normal_samples(0.0, 1.0)}
+    plain = bdl.compare(shift, draws, x, y, reference=None)
+    assert "log evid." not in str(plain) and "log_evidence" not in [c.key for c in plain.columns]
+    found = bdl.compare(shift, draws, x, y, reference=None, log_evidences={"a": -12.345, "b": None})
+    assert "log evid." in str(found) and "-12.3" in str(found)
+    table = found.to_dict()
+    assert table["a"]["log_evidence"] == -12.345 and table["b"]["log_evidence"] is None
+    with open(found.to_csv(tmp_path / "table.csv"), newline="") as file:
+        rows = {row["posterior"]: row for row in csv.DictReader(file)}
+    assert float(rows["a"]["log_evidence"]) == -12.345 and rows["b"]["log_evidence"] == ""
+    with pytest.raises(ValueError, match="log_evidences has 'c', which is not among"):
+        bdl.compare(shift, draws, x, y, reference=None, log_evidences={"c": 0.0})
+
+
+def test_laplace_beside_the_others():
+    """A guide of another prior than the program's, as evidence leaves it."""
+    torch.manual_seed(0)
+    x, y = torch.randn(10, 2), torch.randn(10)
+    model = bdl.models.Regression(bdl.bayesianize(torch.nn.Linear(2, 1)), noise=0.5)
+    fits = {
+        name: posteriors.fit(name, posteriors.Problem(model, x, y), posteriors.Options(steps=300))
+        for name in ("mean-field", "laplace-full")
+    }
+    found = bdl.compare(
+        model,
+        {name: fit.posterior for name, fit in fits.items()},
+        x,
+        y,
+        reference="mean-field",
+        log_evidences={name: fit.log_evidence for name, fit in fits.items()},
+    ).to_dict()
+    assert found["mean-field"]["log_evidence"] is None
+    assert found["laplace-full"]["log_evidence"] == fits["laplace-full"].log_evidence < 0
+    assert 0 < found["laplace-full"]["wasserstein"] < 0.5
+
+
+def test_laplace_of_a_likelihood_that_has_no_linear_model_goes_through_the_network():
+    torch.manual_seed(0)
+    x = torch.randn(30, 2)
+    net = bdl.bayesianize(torch.nn.Linear(2, 1))
+
+    def model(x, y=None):
+        degrees = net(x)[:, 0].exp()
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Chi2(degrees), obs=y)
+
+    y = torch.rand(30) + 0.5
+    guide = bdl.guides.AutoLaplaceGGN(model, structure="full").prototype(x, y)
+    posterior = guide.laplace_approximation((x, y))
+    with pytest.warns(BdlWarning, match="does not know Chi2 .* the draws of 'laplace' go through"):
+        found = bdl.compare(model, {"laplace": posterior}, x, y, reference=None, num_samples=20)
+    assert found.to_dict()["laplace"]["rmse"] > 0
+    with pytest.warns(BdlWarning, match="does not know Chi2 .* the draws of the guide go through"):
+        data = bdl.to_arviz(model, posterior, x, y, num_samples=20)
+    assert data.posterior_predictive["y"].shape == (1, 20, 30)
+
+
+def test_ordinal_targets_are_classes():
+    torch.manual_seed(0)
+    x = torch.randn(60, 2)
+    net = bdl.bayesianize(torch.nn.Linear(2, 1))
+
+    def model(x, y=None):
+        f = net(x)[:, 0]
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.OrderedLogistic(f, torch.tensor([-1.0, 1.0])), obs=y)
+
+    y = (x[:, 0] > -1).long() + (x[:, 0] > 1).long()
+    guide = bdl.guides.AutoLaplaceGGN(model, structure="full").prototype(x, y)
+    posteriors = {"map": guide, "laplace": guide.laplace_approximation((x, y))}
+    found = bdl.compare(model, posteriors, x, y, reference=None, num_samples=20).to_dict()
+    assert 0 <= found["laplace"]["accuracy"] <= 1 and found["laplace"]["nlpd"] > 0
+
+
+def test_bad_input_is_told():
+    x, y = torch.zeros(3, 1), torch.zeros(3)
+    with pytest.raises(ValueError, match="nuts"):
+        bdl.compare(shift, {"a": normal_samples(0.0, 1.0)}, x, y, reference="nuts")
+    with pytest.raises(ValueError):
+        bdl.compare(shift, {}, x, y, reference=None)
+    with pytest.raises(ValueError):
+        bdl.compare(shift, {"a": normal_samples(0.0, 1.0)}, x, y[:2], reference=None)
+
+
+def test_registry_names_what_there_is():
+    assert {entry.name for entry in posteriors.entries()} >= {
+        "map",
+        "mean-field",
+        "mean-field-tempered",
+        "laplace-kron",
+        "laplace-full",
+        "laplace-diag",
+        "laplace-last-layer",
+        "nuts",
+    }
+    with pytest.raises(ValueError, match="mean-field"):
+        posteriors.get("mean-feild")
+
+
+def test_command_on_the_default_data(tmp_path, capsys):
+    assert main(["compare", *QUICK, "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    for name in ("map", "mean-field", "mean-field-tempered", "nuts", "RMSE", "R-hat"):
+        assert name in printed
+    report = (tmp_path / "report.html").read_text()
+    assert "<table" in report and "image/svg" in report and "nuts" in report
+    assert list(tmp_path.glob("*.png"))
+    assert (tmp_path / "table.csv").read_text().count("\n") >= 5
+
+
+def test_command_on_classes_of_a_csv(tmp_path, capsys):
+    iris = load_iris(as_frame=True).frame
+    path = tmp_path / "iris.csv"
+    iris.to_csv(path, index=False)
+    out = tmp_path / "out"
+    arguments = ["--data", str(path), "--target", "target", "--out", str(out)]
+    assert main(["compare", *QUICK, *arguments, "--guides", "map,nuts"]) == 0
+    assert "accuracy" in capsys.readouterr().out
+    assert (out / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, word",
+    [
+        (["--data", "nothing.csv", "--target", "y"], "nothing.csv"),
+        (["--target", "y"], "--data"),
+        (["--guides", "mean-feild"], "mean-field"),
+        (["--device", "cuda:77"], "device"),
+        (["--hidden", "many"], "hidden"),
+        (["--draws", "0"], "draws"),
+    ],
+)
+def test_command_says_what_is_wrong(arguments, word, tmp_path, capsys):
+    assert main(["compare", *arguments, "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert word in error and "Traceback" not in error
+
+
+def test_command_names_unknown_columns_and_bad_rows(tmp_path, capsys):
+    path = tmp_path / "table.csv"
+    rows = [f"{i},{i % 7},{i * 0.5}" for i in range(30)]
+    path.write_text("first,second,price\n" + "\n".join(rows) + "\n")
+    assert main(["compare", "--data", str(path), "--target", "prise"]) == 2
+    assert "price" in capsys.readouterr().err
+    path.write_text("first,second,price\n" + "\n".join([*rows, "1,,3.0"]) + "\n")
+    assert main(["compare", "--data", str(path), "--target", "price"]) == 2
+    assert "second" in capsys.readouterr().err
+    path.write_text("")
+    assert main(["compare", "--data", str(path), "--target", "price"]) == 2
+    assert "empty" in capsys.readouterr().err

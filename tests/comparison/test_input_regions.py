@@ -1,0 +1,61 @@
+"""Near, between and beyond the training inputs, and the verdict on a posterior narrow there."""
+
+import pyro
+import pyro.distributions as dist
+import torch
+
+import pyro_bdl as bdl
+from pyro_bdl.comparison.input_regions import regions
+
+
+def test_two_clusters_on_a_line():
+    train = torch.cat([torch.linspace(-2, -1, 40), torch.linspace(1, 2, 40)])[:, None]
+    test = torch.tensor([[-1.5], [-1.01], [0.0], [0.8], [1.7], [2.01], [3.0], [-9.0]])
+    found = regions((test,), (train,))
+    assert found["near"].tolist() == [True, True, False, False, True, True, False, False]
+    assert found["between"].nonzero().flatten().tolist() == [2, 3]
+    assert found["beyond"].nonzero().flatten().tolist() == [6, 7]
+
+
+def test_features_count_in_their_sds_and_one_outlier_feature_is_beyond():
+    torch.manual_seed(0)
+    train = torch.rand(400, 2) * torch.tensor([1.0, 1000.0])
+    test = torch.tensor([[0.5, 500.0], [0.5, 3000.0], [3.0, 500.0]])
+    found = regions((test,), (train,))
+    assert found["near"].tolist() == [True, False, False]
+    assert found["beyond"].tolist() == [False, True, True]
+    scaled = regions((test * 7 + 3,), (train * 7 + 3,))
+    assert all(torch.equal(scaled[name], found[name]) for name in found)
+
+
+def test_what_has_no_distance_has_no_regions():
+    whole = torch.zeros(5, 1, dtype=torch.long)
+    assert regions((whole,), (whole,)) == {}
+    assert regions((torch.zeros(5, 1),), (torch.zeros(2, 1),)) == {}
+
+
+def gap_model(x, y=None):
+    """f(x) = w0 + w1 b(x) with a bump b in the gap, which the data do not see."""
+    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    f = pyro.deterministic("f", w[0] + w[1] * (-8 * x[:, 0].square()).exp())
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(f, 0.1), obs=y)
+
+
+def test_overconfidence_in_the_gap_is_named():
+    torch.manual_seed(0)
+    x = torch.cat([torch.linspace(-2, -1, 40), torch.linspace(1, 2, 40)])[:, None]
+    test = torch.linspace(-2, 2, 81)[:, None]
+    draws = torch.randn(4, 500, 2) * torch.tensor([0.05, 1.0])
+    narrow = draws.flip(1) * torch.tensor([1.0, 0.1])
+    posteriors = {"vi": bdl.Samples({"w": narrow}), "nuts": bdl.Samples({"w": draws})}
+    found = bdl.compare(gap_model, posteriors, test, torch.zeros(81), train=(x, torch.zeros(80)))
+    row = found.to_dict()["vi"]
+    assert row["sd_ratio_between"] < 0.3 and row["sd_ratio_near"] > 0.8
+    assert "sd_ratio_beyond" not in row
+    said = found.verdicts["vi"]
+    assert said.startswith(
+        f"sd between the training data is {row['sd_ratio_between']:.2f} times the"
+    )
+    assert "overconfident there" in said
+    assert "between" in found.to_text(details=True)

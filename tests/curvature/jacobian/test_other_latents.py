@@ -1,0 +1,116 @@
+"""Jacobians in latents outside of linear operations against one backward pass for every datum."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_bdl.curvature.config import Recipe
+from pyro_bdl.curvature.fit import fisher_jacobians
+from pyro_bdl.curvature.jacobian import other_latents as outside
+from pyro_bdl.curvature.jacobian.linearization import Linearization
+from pyro_bdl.curvature.structures.dense import FullCurvature
+from pyro_bdl.program import Program
+from pyro_bdl.program.subset import Subset
+
+N, OUT = 10, 3
+
+
+def _sample(name, *shape, positive=False):
+    zeros = torch.zeros(shape, dtype=torch.float64)
+    prior = dist.LogNormal(zeros - 0.3, 0.5) if positive else dist.Normal(zeros, 0.5)
+    return pyro.sample(name, prior.to_event(len(shape)))
+
+
+def one_scale(x, y):
+    mean = x @ _sample("w", 2, OUT)
+    pyro.sample("y", dist.Normal(mean, _sample("noise", positive=True)).to_event(1), obs=y)
+
+
+def a_scale_for_each_output(x, y):
+    mean = x @ _sample("w", 2, OUT)
+    pyro.sample("y", dist.Normal(mean, _sample("noise", OUT, positive=True)).to_event(1), obs=y)
+
+
+def a_factor(x, y):
+    mean = x @ _sample("w", 2, OUT)
+    factor = torch.eye(OUT, dtype=x.dtype) + _sample("factor", OUT, OUT).tril(-1)
+    pyro.sample("y", dist.MultivariateNormal(mean, scale_tril=factor), obs=y)
+
+
+def degrees_too(x, y):
+    mean = x @ _sample("w", 2, OUT)
+    degrees, scale = _sample("degrees", positive=True), _sample("noise", positive=True)
+    pyro.sample("y", dist.StudentT(2.0 + degrees, mean, scale).to_event(1), obs=y)
+
+
+def in_the_mean_as_well(x, y):
+    noise = _sample("noise", positive=True)
+    mean = x @ _sample("w", 2, OUT) + noise.sin()
+    pyro.sample("y", dist.Normal(mean, noise).to_event(1), obs=y)
+
+
+def heteroscedastic(x, y):
+    mean, slope = x @ _sample("w", 2, OUT), _sample("slope", 2)
+    pyro.sample("y", dist.Normal(mean, (x * slope).sum(1, True).exp()).to_event(1), obs=y)
+
+
+SHARED = [one_scale, a_scale_for_each_output, a_factor, degrees_too]
+PROGRAMS = [*SHARED, in_the_mean_as_well, heteroscedastic]
+
+
+def _found(program, x, y, curvature):
+    torch.manual_seed(1)
+    layout = Program(program, x, y).layout
+    vector = 0.3 * torch.randn(layout.size, dtype=torch.float64)
+    at = Linearization(program, Subset(layout), vector, (x, y), {})
+    full = FullCurvature(layout.size, vector)
+    recipe = Recipe("full", curvature)
+    jacobians = list(fisher_jacobians(at, recipe))
+    for jacobian in jacobians:
+        full.add(jacobian)
+    return layout, vector, full.matrix
+
+
+@pytest.mark.parametrize("rows", [1, N])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_empirical_fisher_is_the_sum_over_the_datas_own_gradients(program, rows):
+    torch.manual_seed(0)
+    x = torch.randn(rows, 2, dtype=torch.float64)
+    y = torch.randn(rows, OUT, dtype=torch.float64)
+    layout, vector, found = _found(program, x, y, "empirical-fisher")
+    scores = torch.stack(
+        [
+            torch.func.grad(
+                lambda u, n=n: Program(program, x, y).log_likelihood(
+                    layout.constrain(u)[0], x, y
+                )["y"][n]
+            )(vector)
+            for n in range(rows)
+        ]
+    )  # fmt: skip
+    torch.testing.assert_close(found, scores.mT @ scores)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_gauss_newton_matrix_is_that_of_backward_passes(program, monkeypatch):
+    torch.manual_seed(0)
+    x, y = torch.randn(N, 2, dtype=torch.float64), torch.randn(N, OUT, dtype=torch.float64)
+    found = _found(program, x, y, "ggn")[2]
+    monkeypatch.setattr(
+        outside, "_shared_outputs", lambda pullback: [(0, torch.empty(10**9, device="meta"))]
+    )
+    monkeypatch.setattr(outside, "_forward_rows", lambda *args: None)
+    expected = _found(program, x, y, "ggn")[2]
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("program", SHARED)
+def test_what_all_data_share_takes_no_pass_through_the_program(program, monkeypatch):
+    def refused(*args):
+        raise AssertionError("a pass through the whole program")
+
+    monkeypatch.setattr(outside, "_forward_rows", refused)
+    monkeypatch.setattr(outside, "_backward_rows", refused)
+    x, y = torch.randn(N, 2, dtype=torch.float64), torch.randn(N, OUT, dtype=torch.float64)
+    assert _found(program, x, y, "empirical-fisher")[2].diagonal().gt(0).any()

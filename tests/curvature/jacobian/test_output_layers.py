@@ -1,0 +1,88 @@
+"""The last layer's closed forms are what its columns add up to, one by one."""
+
+import pytest
+import torch
+from torch import nn
+
+import pyro_bdl as bdl
+from pyro_bdl.curvature.jacobian.linearization import Pullback
+from pyro_bdl.curvature.jacobian.output_layers import IdentityProduct, SoftmaxProduct
+
+
+def case(bias: bool = True):
+    torch.manual_seed(0)
+    last = nn.Linear(4, 5, bias=bias, dtype=torch.float64)
+    net = nn.Sequential(nn.Linear(3, 4, dtype=torch.float64), nn.Tanh(), last)
+    x, y = torch.randn(7, 3, dtype=torch.float64), torch.randint(5, (7,))
+    model = bdl.models.Classification(bdl.bayesianize(net))
+    guide = bdl.guides.AutoLaplaceGGN(model, subset="last-layer").prototype(x, y)
+    return model, guide, x, y
+
+
+def results(model, guide, x, y, structure):
+    posterior = guide.laplace_approximation((x, y), structure=structure, rank=8)
+    predictive = bdl.LinearizedPredictive(model, posterior)
+    return [
+        posterior.curvature.diagonal(),
+        posterior.precision.logdet(),
+        predictive.moments(x)["y"].variance["logits"],
+        predictive.covariance(x)["y"][1],
+        predictive.joint_covariance(x)["y"][1],
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("structure", ["kron", "ekfac", "diag", "full", "low_rank"])
+def test_the_closed_forms_are_the_sums_over_columns(structure, bias, monkeypatch):
+    made = case(bias)
+    known = results(*made, structure)
+    monkeypatch.setattr(Pullback, "_direct_uses", lambda self: [])
+    for mine, expected in zip(known, results(*made, structure), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
+@pytest.mark.parametrize("structure", ["kron", "full"])
+@pytest.mark.parametrize(
+    ("method", "kind"), [("softmax", SoftmaxProduct), ("identity", IdentityProduct)]
+)
+def test_a_last_layer_takes_them(method, kind, structure, monkeypatch):
+    model, guide, x, y = case()
+    seen = []
+    whole = getattr(Pullback, method)
+
+    def spy(self, *args):
+        result = whole(self, *args)
+        seen.extend(type(block) for block in result.blocks)
+        return result
+
+    monkeypatch.setattr(Pullback, method, spy)
+    results(model, guide, x, y, structure)
+    assert set(seen) == {kind}
+
+
+@pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
+def test_a_layer_whose_output_goes_on_does_not(monkeypatch):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last = nn.Linear(3, 5, dtype=torch.float64)
+
+        def forward(self, x):
+            return 2.0 * self.last(x)
+
+    torch.manual_seed(0)
+    x, y = torch.randn(7, 3, dtype=torch.float64), torch.randint(5, (7,))
+    model = bdl.models.Classification(bdl.bayesianize(Scaled()))
+    guide = bdl.guides.AutoLaplaceGGN(model).prototype(x, y)
+    found = []
+    whole = Pullback.softmax
+    monkeypatch.setattr(
+        Pullback, "softmax", lambda self, w: found.append(whole(self, w)) or found[-1]
+    )
+    known = results(model, guide, x, y, "kron")
+    assert found == [None]
+    monkeypatch.setattr(Pullback, "_direct_uses", lambda self: [])
+    for mine, expected in zip(known, results(model, guide, x, y, "kron"), strict=True):
+        torch.testing.assert_close(mine, expected)

@@ -1,0 +1,57 @@
+"""Leading eigenpairs without the matrix."""
+
+import torch
+from torch import nn
+
+from pyro_bdl.curvature.config import Recipe
+from pyro_bdl.curvature.fit import fit_curvature
+from pyro_bdl.curvature.structures.low_rank import LowRankPrecision
+from pyro_bdl.program.subset import Subset
+
+
+def mlp(oracle):
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
+    model, (x, y) = oracle.classification(net, torch.randn(20, 3))
+    return (*oracle.program(model, x, y), x, y)
+
+
+def test_leading_eigenpairs(oracle):
+    program, vector, x, y = mlp(oracle)
+    exact = oracle.ggn(program, vector)
+    curvature = oracle.fit(program, vector, (x, y), structure="low_rank", rank=6).curvature
+    assert curvature.vectors.shape == (program.size, 6)
+    torch.testing.assert_close(curvature.vectors.T @ curvature.vectors, torch.eye(6))
+    values = torch.linalg.eigvalsh(exact).flip(0)[:6]
+    torch.testing.assert_close(curvature.values, values, rtol=1e-3, atol=0)
+    residual = exact @ curvature.vectors - curvature.vectors * curvature.values
+    assert residual.norm() < 0.02 * values[0]
+    assert (curvature.diagonal() <= exact.diagonal() + 1e-9).all()
+
+
+def test_more_rank_than_the_matrix_has(oracle):
+    program, vector, x, y = mlp(oracle)
+    data = (x[:2], y[:2])
+    curvature = oracle.fit(program, vector, data, structure="low_rank", rank=30).curvature
+    exact = oracle.fit(program, vector, data, structure="full").curvature.matrix
+    assert int((curvature.values > 1e-10).sum()) == 4  # two data, three classes
+    found = curvature.vectors * curvature.values @ curvature.vectors.T
+    torch.testing.assert_close(found, exact)
+
+
+def test_more_data(oracle):
+    program, vector, x, y = mlp(oracle)
+    subset, recipe = Subset(program.layout), Recipe("low_rank", rank=program.size)
+    first = fit_curvature(program.model, subset, vector, (x[:8], y[:8]), recipe).curvature
+    both = fit_curvature(
+        program.model, subset, vector, (x[8:], y[8:]), recipe, before=first
+    ).curvature
+    found = both.vectors * both.values @ both.vectors.T
+    torch.testing.assert_close(found, oracle.ggn(program, vector), rtol=1e-9, atol=1e-9)
+
+
+def test_no_curvature_at_all():
+    precision = LowRankPrecision(torch.tensor([1.0, 2.0]), torch.eye(2), torch.zeros(2))
+    torch.testing.assert_close(precision.variances(), torch.tensor([1.0, 0.5]))
+    torch.testing.assert_close(precision.logdet(), torch.tensor(2.0).log())
+    assert torch.isfinite(precision.sample(3)).all()

@@ -1,0 +1,276 @@
+"""The algebra that all structures share, against dense matrices."""
+
+import copy
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from pyro_bdl import bayesianize, models
+from pyro_bdl.curvature.config import Recipe
+from pyro_bdl.curvature.fit import fit_curvature
+from pyro_bdl.curvature.jacobian.entries import Place
+from pyro_bdl.curvature.jacobian.jacobian import Dense
+from pyro_bdl.curvature.jacobian.linearization import Linearization
+from pyro_bdl.curvature.prior import PriorPrecision
+from pyro_bdl.curvature.structures.draws import EigenOffsets
+from pyro_bdl.curvature.structures.kron.eigen_precision import EigenPrecision
+from pyro_bdl.curvature.structures.precision import DiagonalPrecision, FullPrecision, log_prob
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.program.subset import Subset
+from pyro_bdl.utils.linear_algebra import cholesky
+
+STRUCTURES = ["full", "diag", "kron", "ekfac", "low_rank"]
+
+
+class Tied(nn.Module):
+    """Shared entries, a look-up, a norm, a scale, attention in part, a recurrent layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.a = nn.Linear(3, 3)
+        self.norm = nn.LayerNorm(3)
+        self.scale = nn.Parameter(torch.rand(3))
+        self.r = nn.RNN(3, 3, batch_first=True)
+
+    def forward(self, x):
+        h = self.norm(self.a(self.a(self.embed(x)).tanh()) * self.scale)
+        return self.r(h)[0][:, -1] @ self.a.weight[:2].T
+
+
+def network(name):
+    torch.manual_seed(4)
+    if name == "mlp":
+        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(6, 3)
+    if name == "conv":
+        conv = nn.Conv2d(2, 4, 3, groups=2, padding=1)
+        return nn.Sequential(conv, nn.Tanh(), nn.Flatten(), nn.Linear(36, 2)), torch.randn(
+            4, 2, 3, 3
+        )
+    if name == "attention":
+        layer = nn.TransformerEncoderLayer(4, 2, 4, dropout=0.0)
+        net = nn.Sequential(layer, nn.Flatten(), nn.Linear(12, 2))
+        return net, torch.randn(5, 3, 4)
+    if name == "wide":  # factors of fewer vectors than half their size
+        return nn.Sequential(nn.Linear(9, 10), nn.Tanh(), nn.Linear(10, 2)), torch.randn(2, 9)
+    if name == "wide table":
+        return nn.Sequential(nn.Embedding(4, 9), nn.Flatten(), nn.Linear(9, 2)), torch.tensor(
+            [[3], [1]]
+        )
+    if name == "wide conv":
+        conv = nn.Conv1d(8, 12, 3, groups=2)
+        return nn.Sequential(conv, nn.Tanh(), nn.Flatten(), nn.Linear(24, 2)), torch.randn(2, 8, 4)
+    return Tied(), torch.randint(0, 5, (6, 4))
+
+
+class Case:
+    """A precision, what it is as a matrix, and a Jacobian at the same point."""
+
+    def __init__(self, oracle, name, structure, varied=False):
+        net, x = network(name)
+        model = models.Regression(bayesianize(net))
+        y = torch.randn(len(x), 2)
+        program, vector = oracle.program(model, x, y)
+        subset = Subset(program.layout)
+        self.curvature = fit_curvature(
+            model, subset, vector, (x, y), Recipe(structure, rank=5)
+        ).curvature
+        diagonal = torch.rand(program.size) + 0.5 if varied else torch.full((program.size,), 0.7)
+        self.prior = PriorPrecision(diagonal)
+        self.precision = self.curvature.with_prior(self.prior)
+        self.size, self.sites = program.size, program.slices
+        self.matrix = self.by_quadratic()
+        linearization = Linearization(model, subset, vector, (x, y), {})
+        pullback = linearization.pullback(lambda run: [run.deterministic["f"]], len(x))
+        columns = [[torch.eye(2)[k].expand(len(x), 2)] for k in range(2)]
+        self.jacobian = pullback.jacobian(columns)
+
+    def by_quadratic(self):
+        """The matrix of the quadratic form, by polarisation."""
+        eye = torch.eye(self.size)
+        single = self.precision.quadratic(eye)
+        pairs = self.precision.quadratic(eye[:, None] + eye[None])
+        return 0.5 * (pairs - single[:, None] - single[None])
+
+
+@pytest.fixture(params=STRUCTURES)
+def structure(request):
+    return request.param
+
+
+@pytest.fixture(params=["mlp", "conv", "attention", "tied", "wide", "wide table", "wide conv"])
+def case(request, oracle, structure):
+    return Case(oracle, request.param, structure)
+
+
+def test_log_determinant(case):
+    torch.testing.assert_close(case.precision.logdet(), torch.logdet(case.matrix))
+
+
+def test_variances_are_the_diagonal_of_the_inverse(case):
+    expected = torch.linalg.inv(case.matrix).diagonal()
+    torch.testing.assert_close(case.precision.variances(), expected, rtol=1e-9, atol=1e-10)
+
+
+def test_covariances_of_functions(case):
+    rows = case.jacobian.rows().transpose(0, 1)  # (n, K, p)
+    covariance = torch.linalg.inv(case.matrix)
+    expected = rows @ covariance @ rows.mT
+    found = case.precision.covariance(case.jacobian)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+    flat = rows.flatten(0, 1)
+    own = case.precision.output_variances(case.jacobian)
+    torch.testing.assert_close(own, expected.diagonal(dim1=1, dim2=2), rtol=1e-9, atol=1e-10)
+    joint = case.precision.joint_covariance(case.jacobian)
+    torch.testing.assert_close(joint, flat @ covariance @ flat.T, rtol=1e-9, atol=1e-10)
+
+
+def test_covariances_of_functions_whose_blocks_are_others(case):
+    """The same Jacobian as rows over whole sites, as other programs may give it."""
+    rows = case.jacobian.rows()
+    blocks = [Dense(Place((name, -1), part), rows[..., part]) for name, part in case.sites.items()]
+    other = replace(case.jacobian, blocks=blocks)
+    close = torch.testing.assert_close
+    close(case.precision.covariance(other), case.precision.covariance(case.jacobian))
+    close(case.precision.joint_covariance(other), case.precision.joint_covariance(case.jacobian))
+    own = case.precision.output_variances(other)
+    close(own, case.precision.output_variances(case.jacobian).expand_as(own))
+
+
+def test_precision_is_curvature_plus_prior(case):
+    torch.testing.assert_close(
+        case.matrix.diagonal(), case.curvature.diagonal() + 0.7, rtol=1e-9, atol=1e-9
+    )
+    twice = case.curvature.with_prior(case.prior, 2.0)
+    torch.testing.assert_close(
+        twice.quadratic(torch.eye(case.size)), 2 * case.curvature.diagonal() + 0.7
+    )
+
+
+def test_solve(case):
+    x = torch.randn(2, 3, case.size)
+    expected = x @ torch.linalg.inv(case.matrix)
+    torch.testing.assert_close(case.precision.solve(x), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_densities(case):
+    x = 0.1 * torch.randn(3, case.size)
+    normal = torch.distributions.MultivariateNormal(
+        torch.zeros(case.size), precision_matrix=case.matrix
+    )
+    torch.testing.assert_close(log_prob(case.precision, x), normal.log_prob(x))
+
+
+@pytest.mark.parametrize("name", ["mlp", "tied", "wide", "wide table"])
+def test_the_covariance_of_draws(oracle, structure, name):
+    case = Case(oracle, name, structure)
+    draws = case.precision.sample(100_000)
+    expected = torch.linalg.inv(case.matrix)
+    variances = expected.diagonal()
+    error = ((variances[:, None] * variances + expected.square()) / len(draws)).sqrt()
+    found = draws.T @ draws / len(draws)
+    assert ((found - expected).abs() <= 5.5 * error).all()
+    assert (draws.mean(0).abs() <= 5 * (variances / len(draws)).sqrt()).all()
+
+
+def test_functions_of_draws_are_the_functions_of_their_vectors(case, structure):
+    draws = case.precision.draw(3)
+    assert len(draws) == 3
+    if structure in ("kron", "ekfac"):
+        vectors = torch.empty(3, case.size)
+        for (place, _), drawn in zip(case.precision.parts, draws.drawn, strict=True):
+            is_product = isinstance(drawn, EigenOffsets)
+            vectors[:, place.positions] = drawn.vectors() if is_product else drawn.vectors
+    else:
+        vectors = draws.vectors
+    torch.testing.assert_close(draws.apply(case.jacobian), case.jacobian.apply(vectors))
+    rows = case.jacobian.rows()
+    blocks = [Dense(Place((name, -1), part), rows[..., part]) for name, part in case.sites.items()]
+    other = replace(case.jacobian, blocks=blocks)
+    torch.testing.assert_close(draws.apply(other), case.jacobian.apply(vectors))
+
+
+@pytest.mark.parametrize("name", ["mlp", "tied", "wide", "wide table"])
+def test_a_prior_that_varies_among_weights(oracle, structure, name):
+    case = Case(oracle, name, structure, varied=True)
+    diagonal = case.curvature.diagonal() + case.prior.diagonal
+    if structure in ("kron", "ekfac"):  # in the eigenbasis: the trace of every block is kept
+        for place, _ in case.precision.parts:
+            where = place.positions
+            torch.testing.assert_close(case.matrix.diagonal()[where].sum(), diagonal[where].sum())
+    else:
+        torch.testing.assert_close(case.matrix.diagonal(), diagonal)
+    torch.testing.assert_close(case.precision.logdet(), torch.logdet(case.matrix))
+    expected = torch.linalg.inv(case.matrix).diagonal()
+    torch.testing.assert_close(case.precision.variances(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_dtype_is_kept(oracle, structure, dtype):
+    case = Case(oracle, "mlp", structure)
+    expected = case.precision.variances()
+    curvature = copy.deepcopy(case.curvature).to(dtype)
+    precision = curvature.with_prior(PriorPrecision(case.prior.diagonal.to(dtype)))
+    x = torch.zeros(2, case.size, dtype=dtype)
+    for value in (
+        precision.logdet(),
+        precision.sample(2),
+        precision.quadratic(x),
+        precision.variances(),
+        precision.solve(x),
+    ):
+        assert value.dtype == dtype
+    torch.testing.assert_close(precision.variances().double(), expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("structure", ["kron", "ekfac"])
+@pytest.mark.parametrize("name", ["wide", "wide table", "wide conv"])
+def test_few_vectors_make_few_directions(oracle, structure, name):
+    """As many as there are inputs of data and positions, or columns; the prior has the others."""
+    parts = [part for _, part in Case(oracle, name, structure).precision.parts]
+    products = [part for part in parts if isinstance(part, EigenPrecision)]
+    found = [part.basis.directions for part in products if part.rest is not None]
+    expected = {
+        "wide": [(1, 4, 2), (1, 4, 1), (1, 2, 2)],
+        "wide table": [(1, 4, 4), (1, 2, 2)],
+        "wide conv": [(2, 6, 4), (1, 2, 2)],
+    }
+    assert found == [torch.Size(shape) for shape in expected[name]]
+
+
+# Factorisation
+
+
+def test_jitter_only_after_a_failure_and_said():
+    matrix = torch.diag(torch.tensor([1.0, 2.0, 3.0]))
+    assert torch.equal(cholesky(matrix, "it"), matrix.sqrt())
+    singular = torch.ones(3, 3)
+    with pytest.warns(BdlWarning, match=r"it is not positive definite in float64.*added") as caught:
+        factor = cholesky(singular, "it")
+    assert len(caught) == 1
+    assert (factor @ factor.T - singular).abs().max() < 1e-10
+    assert cholesky(matrix.float(), "it").dtype == torch.float64
+
+
+def test_what_cannot_be_factorised():
+    with pytest.raises(ValueError, match=r"lowest eigenvalue -1\).*Gauss-Newton"):
+        cholesky(torch.diag(torch.tensor([1.0, -1.0])), "it")
+    with pytest.raises(ValueError, match="it holds NaN or infinity"):
+        cholesky(torch.tensor([[float("nan")]]), "it")
+    with pytest.raises(ValueError, match=r"lowest entry 0\).*finite variance"):
+        DiagonalPrecision(torch.tensor([1.0, 0.0]))
+    with pytest.raises(ValueError, match="not positive"):
+        DiagonalPrecision(torch.tensor([1.0, float("nan")]))
+
+
+def test_a_badly_scaled_matrix_in_float32():
+    """Factors in float64 tell 1e-6 apart from 1e6, which float32 does not."""
+    q = torch.linalg.qr(torch.randn(4, 4))[0]
+    matrix = q @ torch.diag(torch.tensor([1e4, 1.0, 1.0, 1e-2])) @ q.T
+    precision = FullPrecision(matrix.float())
+    exact = torch.linalg.inv(matrix.float().double()).diagonal()
+    torch.testing.assert_close(precision.variances().double(), exact, rtol=1e-5, atol=0)
+    assert math.isfinite(precision.logdet())

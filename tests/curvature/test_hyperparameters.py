@@ -1,0 +1,273 @@
+"""A program's hyperparameters: which there are, what they scale, and how they are set."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.distributions import constraints
+from pyro.nn import PyroParam
+from torch import nn
+
+from pyro_bdl import bayesianize, models, priors
+from pyro_bdl.curvature.hyperparameters import (
+    Hyperparameter,
+    few_rows,
+    followed,
+    group_sum,
+    in_likelihood,
+    noise_owner,
+    noise_site,
+    owners,
+    prior_locations,
+    prior_scales,
+    read,
+    read_at_centre,
+    restored_on_error,
+    scales,
+)
+from pyro_bdl.guides import AutoLaplaceGGN
+from pyro_bdl.program.subset import select
+
+X, Y = torch.arange(12.0).reshape(6, 2) / 10, torch.arange(6.0)
+
+
+def learned(value, constraint=constraints.positive):
+    return PyroParam(torch.as_tensor(value), constraint=constraint)
+
+
+def reading_of(model, selection=None):
+    guide = AutoLaplaceGGN(model).prototype(X, Y)
+    subset = select(guide.layout, selection, model=model)
+    return read(model, subset, guide.loc, (X, Y), {}), subset
+
+
+def short(names):
+    return [name.rpartition(".")[2] for name in names]
+
+
+def regression(prior=None, noise=0.5, net=None):
+    return models.Regression(bayesianize(net or nn.Linear(2, 1), prior), noise=noise)
+
+
+# Reading
+
+
+def test_a_reading_has_the_parameters_and_their_graph():
+    model = regression(priors.Normal(learned(0.7)), learned(0.5))
+    reading, _ = reading_of(model)
+    assert short(reading.parameters) == ["hyper_prior_scale", "noise"]
+    for parameter, value in zip(reading.parameters.values(), (0.7, 0.5), strict=True):
+        assert parameter.value.item() == pytest.approx(value)
+        (slope,) = torch.autograd.grad(parameter.value, parameter.leaf)
+        assert slope.item() == pytest.approx(value)  # of exp
+        assert any(parameter.leaf is p for p in model.parameters())
+    assert set(reading.leaves) == {"weight", "bias"}
+    assert reading.run.observed["y"].value is not None
+
+
+def test_frozen_and_plain_parameters():
+    """A PyroParam that is frozen is none; a weight without a prior is one."""
+    model = regression(priors.ByName({"weight": priors.Normal(learned(0.7))}), learned(0.5))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("noise" not in name)
+    reading, _ = reading_of(model)
+    assert short(reading.parameters) == ["hyper_prior_weight__scale", "bias"]
+    assert short(followed(reading)) == ["hyper_prior_weight__scale"]
+
+
+def test_the_module_and_its_mode_stay():
+    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    model = regression(priors.Normal(learned(0.7)), learned(0.5), net).train()
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    guide = AutoLaplaceGGN(model).prototype(X, Y)
+    read_at_centre(model, guide, (X, Y), {})
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in state.items())
+    assert all(module.training for module in model.modules())
+
+
+# Setting
+
+
+@pytest.mark.parametrize(
+    ("constraint", "value", "kept"),
+    [
+        (constraints.positive, 2.5, 2.5),
+        (constraints.softplus_positive, 2.5, 2.5),
+        (constraints.interval(0.1, 3.0), 2.5, 2.5),
+        (constraints.interval(0.1, 2.0), 2.5, 2.0),
+        (constraints.interval(0.1, 2.0), 0.01, 0.1),
+        (constraints.greater_than(1e-3), 1e-5, 1e-3),
+        (constraints.greater_than_eq(1.0), 0.5, 1.0),
+        (constraints.less_than(2.0), 5.0, 2.0),
+        (constraints.real, -5.0, -5.0),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_set(constraint, value, kept, dtype):
+    start = torch.tensor([1.5, 1.5], dtype=dtype)
+    pyro.clear_param_store()
+    pyro.param("p", start, constraint=constraint)
+    now = pyro.param("p")
+    leaf = now.unconstrained()
+    Hyperparameter("p", now, leaf, constraint).set(torch.full((2,), value))
+    found = pyro.param("p")
+    assert found.unconstrained() is leaf and torch.isfinite(leaf).all()
+    torch.testing.assert_close(
+        found.detach(), torch.full((2,), kept, dtype=dtype), rtol=1e-5, atol=1e-5
+    )
+    assert constraint.check(found).all()
+
+
+def test_values_come_back_after_an_error():
+    reading, _ = reading_of(regression(priors.Normal(learned(0.7)), learned(0.5)))
+    leaves = [p.leaf for p in reading.parameters.values()]
+    before, refreshed = [leaf.detach().clone() for leaf in leaves], []
+    with (
+        pytest.raises(KeyboardInterrupt),
+        restored_on_error(reading.parameters, lambda: refreshed.append(1)),
+    ):
+        for parameter in reading.parameters.values():
+            parameter.set(torch.tensor(9.0))
+        raise KeyboardInterrupt
+    assert all(torch.equal(a, b) for a, b in zip(leaves, before, strict=True)) and refreshed == [1]
+    with restored_on_error(reading.parameters, lambda: refreshed.append(2)):
+        next(iter(reading.parameters.values())).set(torch.tensor(9.0))
+    assert not torch.equal(leaves[0], before[0]) and refreshed == [1]
+
+
+# What they scale
+
+
+def parameter(value):
+    leaf = torch.as_tensor(value).clone().requires_grad_()
+    return Hyperparameter("p", leaf * 1.0, leaf, constraints.positive)
+
+
+def test_what_is_proportional():
+    p = parameter([0.5, 2.0])
+    for tensor in (p.value, 3 * p.value, p.value.repeat(4), p.value[0].expand(3), p.value / 7):
+        assert scales(tensor, p) is not None
+    unit = torch.ones(2)
+    for tensor in (p.value.square(), p.value + 1, p.value.sqrt(), unit, p.value.detach()):
+        assert scales(tensor, p) is None
+    assert scales(torch.ones(2, requires_grad=True), p) is None
+    negative = parameter([-0.5, 2.0])
+    assert scales(negative.value, negative) is None
+
+
+def test_sums_over_groups():
+    p = parameter([0.5, 2.0])
+    values = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+    scale = torch.cat([3 * p.value[:1].expand(2), p.value[1:].expand(3)])
+    torch.testing.assert_close(group_sum(scale, values, p), torch.tensor([3.0, 12.0]))
+    single = parameter(0.3)
+    torch.testing.assert_close(
+        group_sum(single.value.expand(5), values, single), torch.tensor(15.0)
+    )
+
+
+def test_owners_of_every_prior():
+    prior = priors.ByName(
+        {
+            "0.weight": priors.FanIn(learned(0.5)),
+            "0.bias": priors.Normal(learned([0.1, 0.2, 0.3])),
+            "1.weight": priors.Laplace(learned(1.0)),
+            "1.bias": priors.Normal(2.0),
+        }
+    )
+    model = regression(prior, net=nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)))
+    reading, subset = reading_of(model)
+    found = owners(reading, subset)
+    assert {k.rpartition(".")[2]: [s for s, _ in v] for k, v in found.items()} == {
+        "hyper_prior_0_weight__gain": ["0.weight"],
+        "hyper_prior_0_bias__scale": ["0.bias"],
+    }
+    widths = prior_scales(reading, subset)
+    torch.testing.assert_close(widths["0.weight"].detach(), torch.full((6,), 0.5 / 2**0.5))
+    torch.testing.assert_close(widths["1.bias"], torch.tensor([2.0]))
+    assert "1.weight" not in widths
+    reading, subset = reading_of(model, torch.tensor([1, 4, 6, 8]))
+    widths = prior_scales(reading, subset)
+    assert widths["0.weight"].shape == (2,)
+    torch.testing.assert_close(widths["0.bias"].detach(), torch.tensor([0.1, 0.3]))
+    assert prior_locations(reading, subset, "0.bias").tolist() == [0.0, 0.0]
+
+
+def test_a_hyperprior_owns_nothing():
+    """The scale is a latent: priors that depend on latents have no closed form."""
+    reading, subset = reading_of(regression(priors.Normal(dist.HalfNormal(1.0))))
+    assert owners(reading, subset) == {} and reading.parameters == {}
+    assert set(prior_scales(reading, subset)) == set()
+
+
+def test_the_owner_of_the_noise():
+    reading, _ = reading_of(regression(noise=learned(0.5)))
+    found, site = noise_owner(reading, None)
+    assert short([found.name]) == ["noise"] and site is reading.run.observed["y"]
+    for noise in (0.5, dist.HalfNormal(1.0)):
+        reading, _ = reading_of(regression(noise=noise))
+        assert noise_owner(reading, None) is None
+    assert noise_site(reading) is None  # a latent
+    reading, _ = reading_of(regression())
+    assert noise_site(reading) is not None
+    student = models.StudentTRegression(bayesianize(nn.Linear(2, 1)), noise=learned(0.5))
+    reading, _ = reading_of(student)
+    assert noise_site(reading) is None
+    assert short(in_likelihood(reading)) == ["noise"] and followed(reading) == {}
+
+
+def test_a_noise_in_parts_is_not_one_number():
+    """Two numbers move it differently, a constant is added, or both move as one."""
+
+    class Shifted(models.Regression):
+        def likelihood(self, output):
+            noise = self._hyperparameter("noise", output)
+            return dist.Normal(output, noise + torch.arange(len(output)))
+
+    class Scaled(models.Regression):
+        def likelihood(self, output):
+            noise = self._hyperparameter("noise", output)
+            return dist.Normal(output, noise * (1.0 + torch.arange(len(output))))
+
+    for kind, known in ((Shifted, False), (Scaled, True)):
+        model = kind(bayesianize(nn.Linear(2, 1)), noise=learned(0.5))
+        assert (noise_site(reading_of(model)[0]) is not None) == known
+    several = models.Regression(bayesianize(nn.Linear(2, 2)), noise=learned([0.5, 1.0]))
+    guide = AutoLaplaceGGN(several).prototype(X, X)
+    reading = read_at_centre(several, guide, (X, X), {})
+    assert noise_site(reading) is None and short(in_likelihood(reading)) == ["noise"]
+
+
+def test_two_observations_have_no_common_noise():
+    bnn = bayesianize(nn.Linear(2, 1))
+
+    def model(x, y=None):
+        f = bnn(x)[:, 0]
+        noise = pyro.param("noise", torch.tensor(0.5), constraint=constraints.positive)
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f, noise), obs=y)
+            pyro.sample("z", dist.Normal(f, 1.0), obs=y)
+
+    reading, _ = reading_of(model)
+    assert noise_site(reading) is None and list(reading.parameters) == ["noise"]
+
+
+# A few rows
+
+
+def test_two_rows_are_enough_where_the_program_takes_them():
+    model = regression()
+    guide = AutoLaplaceGGN(model).prototype(X, Y)
+    few, _ = few_rows(model, guide.layout, guide.loc, ((X, Y), {}))
+    assert torch.equal(few[0], X[:2]) and torch.equal(few[1], Y[:2])
+    short, _ = few_rows(model, guide.layout, guide.loc, ((X[:1], Y[:1]), {}))
+    assert len(short[0]) == 1
+    offsets = torch.zeros(6)
+
+    def whole(x, y=None):
+        return model(x, None if y is None else y + offsets)
+
+    guide = AutoLaplaceGGN(whole).prototype(X, Y)
+    all_rows, _ = few_rows(whole, guide.layout, guide.loc, ((X, Y), {}))
+    assert len(all_rows[0]) == 6

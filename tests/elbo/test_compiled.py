@@ -1,0 +1,760 @@
+"""The compiled ELBO gives the losses and gradients of the plain one, step by step, and says where
+it cannot."""
+
+import copy
+import math
+import random
+import warnings
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+from pyro.infer.autoguide import AutoDelta, AutoGuideList, AutoNormal
+from pyro.nn import PyroModule, PyroParam, PyroSample
+from torch import nn
+
+from pyro_bdl import bayesianize, models, priors, temperature
+from pyro_bdl.elbo import CompiledELBO, TemperedTrace_ELBO, TemperedTraceMeanField_ELBO, compiled
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.estimators import local_reparameterization
+from pyro_bdl.guides import (
+    AutoEnsemble,
+    AutoLaplaceGGN,
+    AutoLastLayer,
+    AutoLowRank,
+    AutoMAP,
+    AutoMatrixNormal,
+    AutoMCDropout,
+    AutoMeanField,
+    AutoSWAG,
+)
+from pyro_bdl.handlers import temper
+from pyro_bdl.optim import IVON, GaussNewton_ELBO, InSVI
+
+X = torch.linspace(-1, 1, 12).reshape(6, 2)
+Y = torch.tensor([0.1, -0.4, 0.3, 0.9, 0.2, -0.1])
+GUIDES = [
+    AutoMAP,
+    AutoMeanField,
+    AutoLowRank,
+    AutoMatrixNormal,
+    AutoLaplaceGGN,
+    AutoLastLayer,
+    AutoSWAG,
+    AutoMCDropout,
+    AutoEnsemble,
+    AutoNormal,
+    AutoDelta,
+]
+SCHEDULE = temperature.linear(0.1, 1.0, 5)
+OPTIONS = {
+    "cold": {"cold_temperature": 0.3},
+    "cold particles": {"cold_temperature": 0.3, "num_particles": 3},
+    "sampled": {"bound": TemperedTrace_ELBO, "temperature": SCHEDULE},
+    "sticking": {"bound": TemperedTrace_ELBO, "sticking_the_landing": True, "num_particles": 2},
+    "local": {"estimator": "local_reparameterization"},
+    "local particles": {"estimator": "local_reparameterization", "num_particles": 2},
+    "flipout": {"estimator": "flipout", "temperature": SCHEDULE},
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_warnings():
+    """What runs uncompiled must be expected by the test."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", category=BdlWarning, message="CompiledELBO")
+        yield
+
+
+def _net(dtype=torch.float32):
+    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).to(dtype)
+
+
+def _model(net=None, **kwargs):
+    kwargs.setdefault("noise", dist.HalfNormal(1.0))
+    return models.Regression(bayesianize(_net() if net is None else net), **kwargs)
+
+
+def _plain(options):
+    options = {name: value for name, value in options.items() if name != "backend"}
+    return options.pop("bound", TemperedTraceMeanField_ELBO)(**options)
+
+
+class Record(list):
+    """What a training run did: (loss, expected log likelihood, KL, temperature) of each step, and
+    the parameters and buffers at its end."""
+
+    def __init__(self, make, elbo, batches, *, kind=AutoMeanField, optimiser=None, between=None):
+        super().__init__()
+        pyro.clear_param_store()
+        pyro.set_rng_seed(1)
+        self.model = make()
+        self.guide = kind(self.model)
+        optimiser = optimiser or (lambda guide: pyro.optim.Adam({"lr": 0.05}))
+        self.guide(*batches[0])
+        pyro.set_rng_seed(2)
+        svi = SVI(self.model, self.guide, optimiser(self.guide), elbo)
+        for number, batch in enumerate(batches):
+            if between is not None:
+                between(number, self.model, self.guide)
+            loss = svi.step(*batch)
+            self.append(
+                (loss, elbo.expected_log_likelihood.item(), elbo.kl.item(), elbo.temperature)
+            )
+        self.step = elbo.step
+        self.state = {
+            **{name: p.detach().clone() for name, p in pyro.get_param_store().named_parameters()},
+            **{n: b.clone() for n, b in getattr(self.model, "named_buffers", dict)()},
+        }
+        self.next = torch.rand(())  # the random numbers go on alike
+
+
+def _same(options, batches, *, make=_model, rtol=2e-5, replays=None, **how):
+    """Train plainly and compiled; the steps are the same, and all but two are replays."""
+    plain = Record(make, _plain(options), batches, **how)
+    elbo = CompiledELBO(**options)
+    ours = Record(make, elbo, batches, **how)
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(plain), rtol=rtol, atol=1e-4)
+    assert ours.step == plain.step == len(batches)
+    for (_, a), (_, b) in zip(ours.state.items(), plain.state.items(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    assert ours.next == plain.next
+    assert elbo.num_replays == (len(batches) - 2 if replays is None else replays)
+    return elbo, ours
+
+
+# The same steps as the plain ELBO
+
+
+@pytest.mark.parametrize("kind", GUIDES, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("num_particles", [1, 3])
+def test_every_guide(kind, num_particles):
+    options = {"temperature": SCHEDULE, "num_particles": num_particles}
+    elbo, _ = _same(options, [(X, Y)] * 5, kind=kind)
+    assert elbo.num_traces == 1
+
+
+@pytest.mark.parametrize("kind", [AutoMeanField, AutoNormal], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_every_bound_and_estimator(kind, options):
+    _same(options, [(X, Y)] * 5, kind=kind)
+
+
+def test_dropout_for_every_datum():
+    _same({"estimator": "per_example_dropout"}, [(X, Y)] * 5, kind=AutoMCDropout)
+
+
+def test_several_guides_in_a_list():
+    from pyro import poutine
+
+    def make_guide(model):
+        guide = AutoGuideList(model)
+        guide.append(AutoMeanField(poutine.block(model, hide=["noise"])))
+        guide.append(AutoDelta(poutine.block(model, expose=["noise"])))
+        return guide
+
+    _same({}, [(X, Y)] * 5, kind=make_guide)
+
+
+def _torch_loop(elbo, steps=5, loss_of=lambda loss: loss):
+    pyro.clear_param_store()
+    pyro.set_rng_seed(1)
+    model = _model()
+    guide = AutoMeanField(model).prototype(X, Y)
+    pair = elbo(model, guide)
+    adam = torch.optim.Adam(pair.parameters(), lr=0.05)
+    losses, gradients = [], []
+    for _ in range(steps):
+        adam.zero_grad()
+        loss = loss_of(pair(X, Y))
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append(torch.cat([p.grad.clone() for p in guide.parameters()]))
+        adam.step()
+    return torch.stack(losses), torch.stack(gradients)
+
+
+@pytest.mark.parametrize("loss_of", [lambda loss: loss, lambda loss: 0.5 * loss + 1.0])
+def test_torchs_loop(loss_of):
+    elbo = CompiledELBO()
+    for ours, theirs in zip(
+        _torch_loop(elbo, loss_of=loss_of),
+        _torch_loop(TemperedTraceMeanField_ELBO(), loss_of=loss_of),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
+    assert elbo.num_replays == 3
+
+
+def test_gradients_add_up_and_hooks_are_called():
+    model = _model()
+    guide = AutoMeanField(model).prototype(X, Y)
+    elbo = CompiledELBO()
+    for _ in range(3):
+        elbo.loss_and_grads(model, guide, X, Y)
+    assert elbo.num_replays == 1
+    before = guide.loc.grad.clone()
+    torch.manual_seed(5)
+    elbo.loss_and_grads(model, guide, X, Y)
+    once = guide.loc.grad - before
+    seen = []
+    guide.loc.register_hook(lambda gradient: seen.append(gradient.clone()))
+    torch.manual_seed(5)
+    elbo.loss_and_grads(model, guide, X, Y)
+    torch.testing.assert_close(guide.loc.grad, before + 2 * once)
+    assert elbo.num_replays == 3
+    torch.testing.assert_close(seen[0], once)
+
+
+def test_arguments_with_gradients():
+    """Such as features that a network outside of the program computes."""
+    encoder = nn.Linear(2, 2)
+    model = _model()
+    guide = AutoMeanField(model).prototype(X, Y)
+    elbos = TemperedTraceMeanField_ELBO(), CompiledELBO()
+    for _ in range(4):
+        gradients = []
+        for elbo in elbos:
+            torch.manual_seed(7)
+            encoder.zero_grad()
+            elbo(model, guide)(encoder(X), Y).backward()
+            gradients.append(encoder.weight.grad.clone())
+        torch.testing.assert_close(*gradients)
+        with torch.no_grad():
+            encoder.weight.add_(0.1)
+    assert elbos[1].num_replays == 2
+
+
+# Arguments
+
+
+def test_another_shape_is_traced_anew():
+    batches = [(X[:4], Y[:4]), (X[4:], Y[4:])] * 4
+    elbo, _ = _same({}, batches, make=lambda: _model(num_data=6), replays=4)
+    assert elbo.num_traces == 2
+
+
+def test_too_many_shapes_run_uncompiled(monkeypatch):
+    monkeypatch.setattr(compiled, "MOST_GRAPHS", 2)
+    model = _model()
+    guide = AutoMeanField(model).prototype(X, Y)
+    elbo = CompiledELBO()
+    many = torch.randn(20, 2)
+    for rows in (2, 3):
+        elbo.loss_and_grads(model, guide, many[:rows], many[:rows, 0])
+    with pytest.warns(BdlWarning, match="more than 2 shapes"):
+        elbo.loss_and_grads(model, guide, many, many[:, 0])
+    assert elbo.num_traces == 2
+    other = AutoMeanField(model).prototype(X, Y)  # another pair takes their place
+    for _ in range(3):
+        elbo.loss_and_grads(model, other, X, Y)
+    assert (elbo.num_traces, elbo.num_replays) == (3, 1)
+
+
+def nested(data, scale=1.0, *, y):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(data["x"] @ w, scale), obs=y)
+
+
+def test_nested_and_keyword_arguments():
+    guide = AutoMeanField(nested).prototype({"x": X}, y=Y)
+    plain, elbo = TemperedTraceMeanField_ELBO(), CompiledELBO()
+    for scale in (1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 1.0):
+        losses = []
+        for bound in (plain, elbo):
+            torch.manual_seed(1)
+            losses.append(bound.loss_and_grads(nested, guide, {"x": X}, scale, y=Y))
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert (elbo.num_traces, elbo.num_replays) == (2, 3)
+
+
+def test_the_same_tensor_twice_is_two_arguments():
+    def model(a, b):
+        w = pyro.sample("w", dist.Normal(torch.tensor(0.0), 1.0))
+        pyro.sample("y", dist.Normal(w * a.sum(), 1.0), obs=b.sum())
+
+    guide = AutoMeanField(model).prototype(X, X)
+    plain, elbo = TemperedTraceMeanField_ELBO(), CompiledELBO()
+    for _ in range(3):
+        elbo.loss_and_grads(model, guide, X, X)
+    losses = []
+    for bound in (plain, elbo):
+        torch.manual_seed(1)
+        losses.append(bound.loss_and_grads(model, guide, X, 3.0 * X))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+class Wrapped:
+    def __init__(self, x):
+        self.x = x
+
+
+def test_an_argument_that_holds_tensors_unseen_is_refused():
+    def model(data):
+        w = pyro.sample("w", dist.Normal(torch.tensor(0.0), 1.0))
+        pyro.sample("y", dist.Normal(w, 1.0), obs=data.x.sum())
+
+    guide = AutoMeanField(model).prototype(Wrapped(X))
+    elbo = CompiledELBO()
+    with pytest.warns(BdlWarning, match="an argument holds Wrapped"):
+        elbo.loss_and_grads(model, guide, Wrapped(X))
+    assert math.isfinite(elbo.loss_and_grads(model, guide, Wrapped(X)))  # said once
+    assert elbo.num_traces == 0
+
+
+def test_bad_data_are_named_as_by_the_plain_elbo():
+    model = _model()
+    guide = AutoMeanField(model).prototype(X, Y)
+    elbo = CompiledELBO()
+    for _ in range(3):
+        elbo.loss_and_grads(model, guide, X, Y)
+    gradient = guide.loc.grad.clone()
+    bad = X.clone()
+    bad[2, 1] = math.nan
+    with pytest.raises(ValueError, match="x holds NaN or infinity in rows 2, columns 1"):
+        elbo.loss_and_grads(model, guide, bad, Y)
+    assert torch.equal(guide.loc.grad, gradient)
+    net = nn.Linear(2, 3)
+    model = models.Classification(bayesianize(net))
+    labels = torch.tensor([0, 1, 2, 0, 1, 2])
+    guide = AutoMeanField(model).prototype(X, labels)
+    for _ in range(3):
+        elbo.loss_and_grads(model, guide, X, labels)
+    with pytest.raises(ValueError, match="outside the support"):
+        elbo.loss_and_grads(model, guide, X, labels + 1)
+
+
+# Randomness inside the program
+
+
+def rows(x, y):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    with pyro.plate("data", 6, subsample_size=3) as i:
+        pyro.sample("y", dist.Normal(x[i] @ w, 1.0), obs=y[i])
+
+
+def test_subsamples_are_drawn_in_every_step():
+    _, record = _same({}, [(X, Y)] * 8, make=lambda: rows)
+    assert len({round(likelihood, 3) for _, likelihood, *_ in record}) > 4
+
+
+def local(x, y):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    with pyro.plate("data", 6, subsample_size=3) as i:
+        z = pyro.sample("z", dist.LogNormal(torch.zeros(()), 1.0))
+        pyro.sample("y", dist.Normal(z * (x[i] @ w), 1.0), obs=y[i])
+
+
+def test_local_latents_in_a_subsampled_plate():
+    _same({}, [(X, Y)] * 6, make=lambda: local)
+
+
+def _with(*layers):
+    return _model(nn.Sequential(nn.Linear(2, 3), *layers, nn.Linear(3, 1)))
+
+
+def test_dropout_layers_drop_anew_and_follow_the_mode():
+    def to_evaluation(number, model, guide):
+        model.train(number < 5)
+
+    elbo, _ = _same(
+        {}, [(X, Y)] * 10, make=lambda: _with(nn.Dropout(0.5)), between=to_evaluation, replays=6
+    )
+    assert elbo.num_traces == 2
+
+
+def test_batch_norm_moves_its_statistics():
+    _, record = _same({}, [(X, Y), (2 * X, Y)] * 3, make=lambda: _with(nn.BatchNorm1d(3)))
+    assert record.model.network.net[1].num_batches_tracked == 6
+
+
+def test_batch_norm_for_several_particles_runs_uncompiled():
+    with pytest.warns(BdlWarning, match="reads numbers that change .* batch_norm.py"):
+        _same({"num_particles": 2}, [(X, Y)] * 4, make=lambda: _with(nn.BatchNorm1d(3)), replays=0)
+
+
+# What changes outside of the arguments
+
+
+def test_learned_hyperparameters():
+    def make():
+        prior = priors.Normal(PyroParam(torch.tensor(1.0), dist.constraints.positive))
+        return models.Regression(bayesianize(_net(), prior), noise=PyroParam(torch.tensor(0.5)))
+
+    _, record = _same({}, [(X, Y)] * 8, make=make)
+    assert len(record.state) == 4 + 4  # and the network's buffers
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, guide: guide.load_state_dict(
+            {name: value + 0.1 for name, value in guide.state_dict().items()}
+        ),
+        lambda model, guide: setattr(guide, "loc", nn.Parameter(guide.loc.detach() + 0.1)),
+        lambda model, guide: setattr(model.network.net[1], "p", 0.9),
+        lambda model, guide: setattr(model, "num_data", 60),
+        lambda model, guide: model.__dict__.update(_noise=2.0),
+        lambda model, guide: guide.loc.requires_grad_(False),
+    ],
+    ids=["state", "parameter", "layer", "num_data", "noise", "frozen"],
+)
+def test_changes_between_steps_are_seen(change):
+    def make():
+        net = nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.5), nn.Linear(3, 1))
+        return models.Regression(bayesianize(net), noise=0.5, num_data=6)
+
+    def between(number, model, guide):
+        if number == 4:
+            change(model, guide)
+
+    in_place = change.__code__.co_names[0] == "load_state_dict"
+    _same({}, [(X, Y)] * 8, make=make, between=between, replays=6 if in_place else 4)
+
+
+def test_a_prior_that_is_changed_in_place():
+    scale = torch.tensor(1.0)
+
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), scale).to_event(1))
+        pyro.sample("y", dist.Normal(x @ w, 1.0).to_event(1), obs=y)
+
+    def make():
+        scale.fill_(1.0)
+        return model
+
+    def between(number, model, guide):
+        if number == 4:
+            scale.fill_(0.1)
+
+    elbo, _ = _same({}, [(X, Y)] * 8, make=make, between=between, replays=4)
+    assert elbo.num_traces == 2
+
+
+def test_endless_changes_end_uncompiled(monkeypatch):
+    monkeypatch.setattr(compiled, "MOST_GRAPHS", 3)
+
+    def between(number, model, guide):
+        model.num_data = 6 + number
+
+    with pytest.warns(BdlWarning, match="'num_data' of Regression was changed between steps"):
+        elbo, _ = _same(
+            {}, [(X, Y)] * 7, make=lambda: _model(num_data=6), between=between, replays=0
+        )
+    assert elbo.num_traces == 3
+
+
+def test_values_from_pyros_store(tmp_path):
+    def between(number, model, guide):
+        if number == 2:
+            pyro.get_param_store().save(tmp_path / "store")
+        if number == 5:
+            pyro.get_param_store().load(tmp_path / "store")
+
+    _same({}, [(X, Y)] * 9, between=between, replays=5)
+
+
+def test_double_precision_on_the_way():
+    model = _model()
+    guide = AutoMeanField(model).prototype(X, Y)
+    elbo = CompiledELBO()
+    for _ in range(3):
+        elbo.loss_and_grads(model, guide, X, Y)
+    guide.double()
+    model.double()
+    guide.zero_grad()
+    for _ in range(3):
+        elbo.loss_and_grads(model, guide, X.double(), Y.double())
+    assert (elbo.num_traces, elbo.num_replays) == (2, 2)
+    assert guide.loc.grad.dtype == torch.float64
+    options = {"temperature": 0.3}
+    batches = [(X.double(), Y.double())] * 5
+    _same(options, batches, make=lambda: _model(_net(torch.float64)), rtol=1e-12)
+
+
+def test_an_estimator_in_a_context():
+    model = _model()
+    guide = AutoMeanField(model).prototype(X, Y)
+    plain, elbo = TemperedTraceMeanField_ELBO(), CompiledELBO()
+    context = local_reparameterization()
+    for _ in range(4):
+        for inside in (True, False):
+            losses = []
+            for bound in (plain, elbo):
+                torch.manual_seed(1)
+                with context if inside else warnings.catch_warnings():
+                    losses.append(bound.loss_and_grads(model, guide, X, Y))
+            assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert elbo.num_traces == 2
+
+
+def test_ivon_has_its_noise():
+    def optimiser(guide):
+        return InSVI(IVON(guide, lr=0.05))
+
+    noises = []
+
+    def between(number, model, guide):
+        noises.append(guide.last_noise)
+
+    _same({}, [(X, Y)] * 8, optimiser=optimiser, between=between)
+    model = _model()
+    guide = AutoMeanField(model).prototype(X, Y)
+    IVON(guide)
+    elbo = CompiledELBO()
+    for seed in range(4):
+        torch.manual_seed(seed)
+        elbo.loss_and_grads(model, guide, X, Y)
+        torch.manual_seed(seed)
+        assert torch.equal(guide.last_noise, torch.randn(1, guide.layout.size)[0])
+    assert elbo.num_replays == 2
+
+
+def test_an_optimiser_that_asks_for_the_noise_later():
+    model = _model()
+    guide = AutoMeanField(model).prototype(X, Y)
+    elbo = CompiledELBO()
+    for _ in range(3):
+        elbo.loss_and_grads(model, guide, X, Y)
+    assert guide.last_noise is None
+    IVON(guide)
+    for _ in range(3):
+        elbo.loss_and_grads(model, guide, X, Y)
+        assert guide.last_noise is not None
+        guide.last_noise = None
+
+
+def test_tensors_that_the_program_changes_in_place():
+    """Such as a running mean that it keeps in a closure."""
+    total = torch.zeros(())
+
+    def make():
+        total.zero_()
+        return model
+
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        mean = x @ w
+        total.mul_(0.5).add_(mean.detach().sum())
+        pyro.sample("y", dist.Normal(mean + total, 1.0).to_event(1), obs=y)
+
+    totals = []
+
+    def between(number, model, guide):
+        totals.append(total.clone())
+
+    _same({}, [(X, Y)] * 6, make=make, between=between)
+    torch.testing.assert_close(totals[6:], totals[:6])
+
+
+# What is no graph
+
+
+class Branches(nn.Linear):
+    def forward(self, x):
+        result = super().forward(x)
+        return result if result.mean() > 0 else -result
+
+
+class Lists(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + torch.tensor(self.weight.tolist()).sum()
+
+
+class Masks(nn.Linear):
+    def forward(self, x):
+        result = super().forward(x)
+        return result + result[result > 0].sum()
+
+
+class Counts(nn.Linear):
+    calls = 0
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return super().forward(x)
+
+
+class Jitters(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + float(np.random.randn())
+
+
+class Shuffles(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * random.random()
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (Branches, "reads numbers that change from step to step in line .* of test_compiled.py"),
+        (Lists, "reads numbers that change from step to step in line .* of test_compiled.py"),
+        (Masks, "the shape of a tensor depends on numbers"),
+        (Counts, "changes the attribute 'calls' of Counts"),
+        (Jitters, "numpy's or Python's random numbers"),
+        (Shuffles, "numpy's or Python's random numbers"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_what_is_no_graph_runs_uncompiled(layer, reason):
+    def make():
+        np.random.seed(1)
+        random.seed(1)
+        net = layer(2, 1)
+        net.calls = 0
+        return _model(net)
+
+    with pytest.warns(BdlWarning, match=reason) as caught:
+        _same({}, [(X, Y)] * 6, make=make, replays=0)
+    assert len([w for w in caught if issubclass(w.category, BdlWarning)]) == 1
+
+
+def test_branches_on_what_stays_the_same_are_fine():
+    class Fixed(nn.Linear):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.register_buffer("flag", torch.tensor(1.0))
+
+        def forward(self, x):
+            return super().forward(x) * (1.0 if self.flag > 0 else -1.0)
+
+    def between(number, model, guide):
+        if number == 4:
+            model.network.net.flag.fill_(-1.0)
+
+    elbo, _ = _same({}, [(X, Y)] * 8, make=lambda: _model(Fixed(2, 1)), between=between, replays=4)
+    assert elbo.num_traces == 2
+
+
+def test_a_tensor_computed_outside_is_refused():
+    raw = torch.zeros(2, requires_grad=True)
+    scale = raw.exp()
+
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), scale).to_event(1))
+        pyro.sample("y", dist.Normal(x @ w, 1.0).to_event(1), obs=y)
+
+    guide = AutoMeanField(model).prototype(X, Y)
+    elbo = CompiledELBO()
+    with pytest.warns(BdlWarning, match="computed outside"):
+        elbo(model, guide)(X, Y)
+
+
+def test_without_gradients_and_under_autocast_it_is_the_plain_one():
+    model = _model()
+    guide = AutoMeanField(model).prototype(X, Y)
+    elbo, plain = CompiledELBO(0.5), TemperedTraceMeanField_ELBO(0.5)
+    for _ in range(4):
+        elbo.loss_and_grads(model, guide, X, Y)
+    plain.step = elbo.step
+    for how in (torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)):
+        losses = []
+        for bound in (elbo, plain):
+            torch.manual_seed(3)
+            with how():
+                losses.append(bound.differentiable_loss(model, guide, X, Y))
+        assert torch.equal(*losses)
+    torch.manual_seed(3)
+    value = elbo.loss(model, guide, X, Y)
+    torch.manual_seed(3)
+    assert value == plain.loss(model, guide, X, Y)
+    assert elbo.num_replays == 2
+    assert elbo.step == plain.step == 6
+
+
+# The object
+
+
+def test_copies_begin_anew():
+    model = _model()
+    guide = AutoMeanField(model).prototype(X, Y)
+    elbo = CompiledELBO(0.5)
+    for _ in range(3):
+        elbo.loss_and_grads(model, guide, X, Y)
+    other = copy.deepcopy(elbo)
+    assert other.step == 3 and not other._graphs
+    for _ in range(3):
+        other.loss_and_grads(model, guide, X, Y)
+    assert (other.step, elbo.step) == (6, 3)
+
+
+def test_what_is_refused_at_once():
+    with pytest.raises(TypeError, match="GaussNewton_ELBO: use that one uncompiled"):
+        CompiledELBO(bound=GaussNewton_ELBO)
+    with pytest.raises(ValueError, match="backend must be one of eager, inductor"):
+        CompiledELBO(backend="jit")
+    with pytest.raises(ValueError, match="sticking_the_landing"):
+        CompiledELBO(sticking_the_landing=True)
+    with pytest.raises(ValueError, match="num_particles"):
+        CompiledELBO(num_particles=0)
+
+
+def test_errors_of_the_program_are_the_plain_ones():
+    elbo = CompiledELBO()
+    with pytest.raises(ValueError, match="no observed site"):
+        elbo.loss_and_grads(_model(), AutoMeanField(_model()), X)
+
+
+def test_a_tempered_program():
+    _same({}, [(X, Y)] * 5, make=lambda: temper(_model(), 0.1))
+
+
+def test_a_program_of_pyro_modules():
+    class Hand(PyroModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = PyroModule[nn.Linear](2, 1)
+            self.layer.weight = PyroSample(dist.Normal(0.0, 1.0).expand([1, 2]).to_event(2))
+
+        def forward(self, x, y):
+            mean = self.layer(x)[:, 0]
+            with pyro.plate("data", len(x)):
+                pyro.sample("y", dist.Normal(mean, 0.5), obs=y)
+
+    _same({}, [(X, Y)] * 5, make=Hand)
+
+
+# Inductor
+
+
+@pytest.mark.slow
+def test_inductor_takes_the_same_steps():
+    elbo, _ = _same({"backend": "inductor", "temperature": 0.3}, [(X, Y)] * 6, rtol=1e-4)
+    assert elbo.num_traces == 1
+
+
+@pytest.mark.slow
+def test_inductor_with_noise_in_the_network_and_statistics():
+    _same(
+        {"backend": "inductor"},
+        [(X, Y)] * 5,
+        make=lambda: _with(nn.BatchNorm1d(3), nn.Dropout(0.5)),
+        rtol=1e-4,
+    )
+
+
+def test_without_a_compiler_the_operators_run_one_by_one(monkeypatch):
+    def fails(*args, **kwargs):
+        raise RuntimeError("No working C++ compiler found")
+
+    monkeypatch.setattr("torch._inductor.compile", fails)
+    model = _model()
+    guide = AutoMeanField(model).prototype(X, Y)
+    elbo = CompiledELBO(backend="inductor")
+    with pytest.warns(BdlWarning, match=r"No working C\+\+ compiler found.*needs a C\+\+ compiler"):
+        elbo.loss_and_grads(model, guide, X, Y)
+    for _ in range(2):
+        elbo.loss_and_grads(model, guide, X, Y)
+    assert elbo.num_replays == 1
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu():
+    batches = [(X.cuda(), Y.cuda())] * 6
+    _same({"temperature": 0.3}, batches, make=lambda: _model().to("cuda"), rtol=1e-4)

@@ -1,0 +1,723 @@
+"""Dropout as a guide: its bound enumerated, its closed forms, which weights it drops."""
+
+import copy
+import itertools
+import math
+import pickle
+import warnings
+
+import numpy
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.nn.functional as F
+from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
+from pyro.infer.autoguide import AutoGuideList
+from torch import nn
+
+from pyro_bdl import Predictive, bayesianize, models, priors
+from pyro_bdl.distributions.dropout_noise import log_uniform_kl
+from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.guides import AutoMCDropout, AutoMeanField, BernoulliNoise, GaussianNoise
+
+D = torch.float64
+OURS = [TemperedTrace_ELBO, TemperedTraceMeanField_ELBO]
+ELBOS = [Trace_ELBO, TraceMeanField_ELBO, *OURS]
+GRID = (torch.arange(4, dtype=D) + 0.5) / 4  # below p = k / 4 lie k of the four
+
+
+@pytest.fixture
+def data():
+    return torch.randn(7, 2, dtype=D), torch.randn(7, dtype=D)
+
+
+@pytest.fixture
+def net():
+    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).to(D)
+
+
+@pytest.fixture
+def model(net):
+    return models.Regression(bayesianize(net, priors.Normal(0.7)), noise=0.5)
+
+
+@pytest.fixture
+def every_mask(monkeypatch):
+    """Uniform numbers become all 4^K points of a grid: with p = k / 4 the mean over as many
+    particles is the exact expectation over the masks."""
+
+    def install(count):
+        points = torch.tensor(list(itertools.product(GRID.tolist(), repeat=count)), dtype=D)
+
+        def rand(*shape, dtype, device):
+            assert shape == points.shape
+            return points.to(dtype)
+
+        monkeypatch.setattr(torch, "rand", rand)
+        return len(points)
+
+    return install
+
+
+def _decay(latents, dropped, scale):
+    """Gal's weight decay in the convention of mean weights, and the prior's constants."""
+    total = torch.zeros((), dtype=D)
+    for name, value in latents.items():
+        rate = dropped.get(name, 0.0)
+        total = total + value.square().sum() / (2 * scale**2 * (1 - rate))
+        total = total + value.numel() * (math.log(scale) + 0.5 * math.log(2 * math.pi))
+    return total
+
+
+def _enumerated(net, latents, p, x, y, noise):
+    """-E[log p(y | w)] with dropout on the three hidden units, mask by mask."""
+    total = torch.zeros((), dtype=D)
+    hidden = torch.tanh(F.linear(x, latents["0.weight"], latents["0.bias"]))
+    for kept in itertools.product([0.0, 1.0], repeat=3):
+        probability = math.prod(1 - p if k else p for k in kept)
+        dropped = hidden * torch.tensor(kept, dtype=D) / (1 - p)
+        mean = F.linear(dropped, latents["2.weight"], latents["2.bias"])[:, 0]
+        density = dist.Normal(mean, torch.tensor(noise, dtype=D)).log_prob(y).sum()
+        total = total - probability * density
+    return total
+
+
+@pytest.mark.parametrize("elbo", OURS)
+@pytest.mark.parametrize("p", [0.25, 0.5, 0.75])
+def test_the_bound_is_gals_objective(elbo, p, model, data, every_mask):
+    guide = AutoMCDropout(model, p=p).prototype(*data)
+    value = elbo(num_particles=1)(model, guide)
+    value(*data)  # its checks of the first step
+    value = elbo(num_particles=every_mask(3))
+    value._checked = model, guide
+    loss = value.differentiable_loss(model, guide, *data)
+    (gradient,) = torch.autograd.grad(loss, guide.loc)
+    latents = {k: v.detach().clone().requires_grad_() for k, v in guide.mean_latents().items()}
+    expected = _enumerated(model.network.net, latents, p, *data, 0.5)
+    expected = expected + _decay(latents, {"2.weight": p}, 0.7)
+    torch.testing.assert_close(loss, expected)
+    by_hand = torch.autograd.grad(expected, list(latents.values()))
+    torch.testing.assert_close(gradient, torch.cat([g.reshape(-1) for g in by_hand]))
+
+
+@pytest.mark.parametrize("options", [{}, {"mask": "weights"}, {"noise": GaussianNoise()}])
+@pytest.mark.parametrize("learn_p", [False, True])
+def test_every_bound_has_the_same_expectation(options, learn_p, model, data):
+    guide = AutoMCDropout(model, p=0.3, sites="all", learn_p=learn_p, **options).prototype(*data)
+    found = []
+    with torch.no_grad():
+        for elbo in ELBOS:
+            bound = elbo()
+            losses = torch.tensor([bound.loss(model, guide, *data) for _ in range(100)])
+            found.append((losses.mean(), losses.var() / len(losses)))
+    for mean, variance in found[1:]:
+        assert abs(mean - found[0][0]) < 4.5 * (variance + found[0][1]).sqrt()
+
+
+def test_sampled_and_closed_prior_terms_agree_exactly(net, data, every_mask):
+    """E_q[log p(w)] over all masks, for a prior whose mean is not zero too."""
+    rules = {"*.bias": priors.Normal(0.3), "*": lambda name, module, value: dist.Normal(0.4, 0.9)}
+    model = models.Regression(bayesianize(net, priors.ByName(rules)), noise=0.5)
+    guide = AutoMCDropout(model, p=0.25).prototype(*data)
+    bounds = [elbo() for elbo in OURS]
+    for bound in bounds:
+        bound.loss(model, guide, *data)
+        bound.num_particles = 64
+    every_mask(3)
+    losses = [bound.loss(model, guide, *data) for bound in bounds]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
+def test_another_prior_is_taken_at_the_draw(net, data):
+    model = models.Regression(bayesianize(net, priors.Laplace(0.5)), noise=0.5)
+    guide = AutoMCDropout(model, p=0.4).prototype(*data)
+    pyro.set_rng_seed(1)
+    sampled = TemperedTrace_ELBO().loss(model, guide, *data)
+    pyro.set_rng_seed(1)
+    assert TemperedTraceMeanField_ELBO().loss(model, guide, *data) == pytest.approx(sampled)
+
+
+def test_the_rate_scales_the_decay_under_a_learned_prior_scale(net, data):
+    model = models.Regression(bayesianize(net, priors.Normal(dist.HalfNormal(1.0))), noise=0.5)
+    guide = AutoMCDropout(model, p=0.5).prototype(*data)
+    elbo = TemperedTraceMeanField_ELBO()
+    elbo.loss(model, guide, *data)
+    latents = guide.mean_latents()
+    scale = latents.pop("prior.scale").item()
+    expected = _decay(latents, {"2.weight": 0.5}, scale)
+    expected -= dist.HalfNormal(torch.tensor(1.0, dtype=D)).log_prob(torch.tensor(scale)).item()
+    torch.testing.assert_close(elbo.kl, expected.detach())
+
+
+# Learned rates
+
+
+def test_the_gradient_of_a_learned_rate(model, data):
+    """d/dp of -K H(p) + |M|^2 / (2 s^2 (1 - p)), against the closed form."""
+    guide = AutoMCDropout(model, p=0.2, learn_p=True).prototype(*data)
+    elbo = TemperedTraceMeanField_ELBO(num_particles=2)
+    elbo.loss(model, guide, *data)
+    with guide.reading():
+        vector = guide.sample_vectors(1)[0]
+        values, log_det = guide.layout.constrain(vector)
+        from pyro_bdl.program import record
+
+        kl = guide.kl(vector, log_det, record(model, values, data))
+        (gradient,) = torch.autograd.grad(kl, guide._parameter("p"))
+    p, weight = 0.2, guide.mean_latents()["2.weight"]
+    expected = 3 * math.log(p / (1 - p)) + weight.square().sum() / (2 * 0.7**2 * (1 - p) ** 2)
+    torch.testing.assert_close(gradient[0], expected.detach())
+    assert kl.item() == pytest.approx(
+        _decay(guide.mean_latents(), {"2.weight": p}, 0.7).item()
+        + 3 * (p * math.log(p) + (1 - p) * math.log(1 - p))
+    )
+
+
+def _line():
+    x = torch.linspace(-1, 1, 30, dtype=D)[:, None]
+    model = models.Regression(
+        bayesianize(nn.Linear(1, 1, bias=False).to(D), priors.Normal(1.0)), noise=0.5
+    )
+    return model, x, 0.6 * x[:, 0] + 0.5 * torch.randn(30, dtype=D)
+
+
+def _best_rate(curvature, entropy_slope):
+    """Where d/dp [alpha curvature / 2] equals the slope of the entropy, by bisection."""
+    low, high = 1e-6, 1 - 1e-6
+    for _ in range(100):
+        middle = (low + high) / 2
+        if curvature / (2 * (1 - middle) ** 2) < entropy_slope(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@pytest.mark.parametrize("noise", [BernoulliNoise(temperature=0.05), GaussianNoise()])
+def test_a_learned_rate_ends_at_the_closed_form(noise, data):
+    """One weight M fixed: the bound is c p / (1 - p) - H(p) + constant."""
+    model, x, y = _line()
+    guide = AutoMCDropout(model, p=0.1, sites="all", learn_p=True, noise=noise).prototype(x, y)
+    with torch.no_grad():
+        guide.loc.fill_(0.25)
+    weight = guide.location().detach().square().item()
+    curvature = weight * (x.square().sum().item() / 0.5**2 + 1.0)
+    if isinstance(noise, BernoulliNoise):
+        best = _best_rate(curvature, lambda p: math.log((1 - p) / p))
+    else:
+        best = _best_rate(curvature, lambda p: 0.5 / (p * (1 - p)))
+    elbo = TemperedTraceMeanField_ELBO(num_particles=64)
+    optimiser = torch.optim.Adam([guide.p_unconstrained], lr=0.05)
+    rates = []
+    for _ in range(400):
+        optimiser.zero_grad()
+        elbo.differentiable_loss(model, guide, x, y).backward()
+        optimiser.step()
+        rates.append(guide.rates()["weight"])
+    assert torch.stack(rates[200:]).mean().item() == pytest.approx(best, rel=0.08)
+
+
+@pytest.mark.parametrize(
+    ("prior", "learn_p", "grows"),
+    [
+        (dist.HalfNormal(1.0), True, True),
+        (dist.LogNormal(-1.0, 0.5), True, False),
+        (dist.HalfNormal(1.0), False, False),
+    ],
+)
+def test_learned_rates_and_noise_collapse_where_weights_interpolate(prior, learn_p, grows):
+    """y = X M, scale s and rates s^2: E[log p(y | w)] = -N log s - sum_i M_i^2 |x_i|^2 / 2 + ...,
+    and the entropies fall to 0, so that the bound grows by N log 10 for each tenth of the scale,
+    exactly. Fixed rates, or a prior of the noise that vanishes at zero, prevent it."""
+    x = torch.randn(4, 6, dtype=D)
+    y = torch.randn(4, 1, dtype=D)
+    net = nn.Linear(6, 1, bias=False).to(D)
+    model = models.Regression(bayesianize(net, priors.Normal(1.0)), noise=prior)
+    guide = AutoMCDropout(model, sites="all", learn_p=learn_p, p=0.1).prototype(x, y)
+    layout, weight = guide.require_layout(), torch.linalg.pinv(x) @ y
+    bounds = []
+    for scale in 10.0 ** -torch.arange(2, 6, dtype=D):
+        with torch.no_grad():
+            guide.loc.copy_(layout.unconstrain({"weight": weight.T, "noise": scale}))
+            if learn_p:
+                guide.p = scale.square()[None]
+        ((_, p),) = guide.rates().items()
+        spread = p / (1 - p) * weight[:, 0].square() @ x.square().sum(0) / scale.square()
+        likelihood = -4 * (scale.log() + 0.5 * math.log(2 * math.pi)) - 0.5 * spread
+        elbo = TemperedTraceMeanField_ELBO()
+        elbo.loss(model, guide, x, y)
+        bounds.append(likelihood - elbo.kl)
+    gains = torch.stack(bounds).diff()
+    if grows:
+        torch.testing.assert_close(
+            gains, torch.full_like(gains, 4 * math.log(10.0)), atol=0.02, rtol=0
+        )
+    else:
+        assert (gains < 0).all()
+
+
+def test_relaxed_draws_become_masks(model, data):
+    guide = AutoMCDropout(model, p=0.3, learn_p=True).prototype(*data)
+    weight = guide.mean_latents()["2.weight"].detach()
+    relaxed = guide.sample_latents(2000)["2.weight"] / weight
+    assert relaxed.requires_grad and len(relaxed.unique()) > 1000
+    with torch.no_grad():
+        hard = guide.sample_latents(2000)["2.weight"] / weight
+    values = hard.unique()
+    torch.testing.assert_close(values.min(), torch.tensor(0.0, dtype=D))
+    torch.testing.assert_close(values.max(), torch.tensor(1 / 0.7, dtype=D))
+    assert hard.mean().item() == pytest.approx(1.0, abs=4.5 * (0.3 / 0.7 / 6000) ** 0.5)
+    cold = AutoMCDropout(model, p=0.3, learn_p=True, noise=BernoulliNoise(1e-4)).prototype(*data)
+    relaxed = (cold.sample_latents(2000)["2.weight"] / weight).detach()
+    between = (relaxed > 0.01 / 0.7) & (relaxed < 0.99 / 0.7)
+    assert between.double().mean() < 0.01
+    error = 4.5 * (0.3 / 0.7 / 6000) ** 0.5
+    assert relaxed.mean().item() == pytest.approx(1.0, abs=error)
+
+
+def test_the_temperature_falls_with_the_steps_and_is_saved(model, data):
+    seen = []
+
+    def schedule(step):
+        seen.append(step)
+        return 0.5
+
+    guide = AutoMCDropout(model, learn_p=True, noise=BernoulliNoise(schedule)).prototype(*data)
+    elbo = TemperedTraceMeanField_ELBO()
+    elbo.loss(model, guide, *data)
+    for _ in range(3):
+        elbo.differentiable_loss(model, guide, *data)
+    assert seen == [0, 1, 2]
+    other = AutoMCDropout(model, learn_p=True).prototype(*data)
+    other.load_state_dict(guide.state_dict())
+    assert int(other.steps) == 3
+
+
+@pytest.mark.parametrize("options", [{"sticking_the_landing": True}, {"num_particles": 3}])
+def test_steps_of_a_part_of_a_guide(model, data, options):
+    """A step counts once, however often the guide is run in it, and has one temperature."""
+    seen = []
+
+    def schedule(step):
+        seen.append(step)
+        return 0.5
+
+    guide, noise = AutoGuideList(model), BernoulliNoise(schedule)
+    part = pyro.poutine.block(model, hide=["0.bias"])
+    guide.append(AutoMCDropout(part, learn_p=True, noise=noise))
+    guide.append(AutoMeanField(pyro.poutine.block(model, expose=["0.bias"])))
+    elbo = TemperedTrace_ELBO(**options)
+    for _ in range(3):
+        elbo.differentiable_loss(model, guide, *data).backward()
+    assert seen == [step for step in range(3) for _ in range(elbo.num_particles)]
+    assert int(guide[0].steps) == 3
+
+
+# The improper prior of variational dropout
+
+
+@pytest.fixture
+def scale_free(net):
+    rules = {"*.weight": priors.LogUniform(), "*": priors.Normal(1.0)}
+    return models.Regression(bayesianize(net, priors.ByName(rules)), noise=0.5)
+
+
+def test_the_approximation_of_the_log_uniform_kl():
+    """Against -H(eps) + E log |eps| + constant by quadrature, within the paper's 0.009 nats."""
+    alphas = torch.logspace(-3, 2, 30, dtype=D)
+    expected = []
+    for alpha in alphas:
+        grid = torch.linspace(-9, 9, 400_001, dtype=D)
+        density = torch.exp(-0.5 * grid**2) / math.sqrt(2 * math.pi)
+        values = (1 + alpha.sqrt() * grid).abs().clamp(min=1e-12).log() * density
+        expected.append(torch.trapezoid(values, grid) - 0.5 * alpha.log())
+    limit = -0.5 * (math.log(2) + 0.5772156649)  # E log |z|: the KL falls to 0 as alpha grows
+    assert (log_uniform_kl(alphas) - (torch.stack(expected) - limit)).abs().max() < 0.01
+    narrow = torch.tensor(1e-8, dtype=D)
+    exact = -0.5 * math.log(1e-8) + 0.5 * (math.log(2) + 0.5772156649)
+    assert log_uniform_kl(narrow).item() == pytest.approx(exact, abs=0.01)
+
+
+@pytest.mark.parametrize("learn_p", [False, True])
+def test_every_bound_of_variational_dropout(learn_p, scale_free, data):
+    options = {"p": 0.3, "sites": "all", "learn_p": learn_p, "noise": GaussianNoise()}
+    guide = AutoMCDropout(scale_free, mask="weights", **options).prototype(*data)
+    found = []
+    with torch.no_grad():
+        for elbo in ELBOS:
+            bound = elbo()
+            losses = torch.tensor([bound.loss(scale_free, guide, *data) for _ in range(150)])
+            found.append((losses.mean(), losses.var() / len(losses)))
+    for mean, variance in found[1:]:
+        error = 4.5 * (variance + found[0][1]).sqrt()
+        assert abs(mean - found[0][0]) < error + 9 * 0.01  # nine weights of the approximation
+
+
+def test_its_kl_does_not_depend_on_the_means(scale_free, data):
+    guide = AutoMCDropout(scale_free, p=0.3, sites="all", noise=GaussianNoise()).prototype(*data)
+    elbo = TemperedTraceMeanField_ELBO()
+    found = []
+    for factor in (1.0, 7.0):
+        with torch.no_grad():
+            for name in guide.weights:
+                guide.loc[guide.layout.slices[name]] *= factor
+        elbo.loss(scale_free, guide, *data)
+        found.append(elbo.kl)
+    torch.testing.assert_close(*found)
+
+
+def test_where_the_improper_prior_is_refused(net, scale_free, data):
+    with pytest.raises(ValueError, match=r"log-uniform prior of '0.weight' needs noise"):
+        AutoMCDropout(scale_free, sites="all").prototype(*data)
+    everywhere = models.Regression(bayesianize(net, priors.LogUniform()), noise=0.5)
+    with pytest.raises(ValueError, match=r"log-uniform prior of '0.bias'"):
+        AutoMCDropout(everywhere, sites="all", noise=GaussianNoise()).prototype(*data)
+    with pytest.raises(NotImplementedError, match="improper"):
+        scale_free(data[0])
+
+
+# Noise and masks
+
+
+def test_moments_and_quantiles_of_the_draws(model, data):
+    for noise, mask in itertools.product([BernoulliNoise(), GaussianNoise()], ["units", "weights"]):
+        guide = AutoMCDropout(model, p=0.3, sites="all", noise=noise, mask=mask).prototype(*data)
+        draws = guide.sample_vectors(20000).detach()
+        mean, variance = guide.location(), guide.variances()
+        error = (variance / 20000).sqrt()
+        assert ((draws.mean(0) - mean).abs() <= 4.5 * error).all()
+        torch.testing.assert_close(draws.var(0), variance, rtol=0.08, atol=1e-12)
+        levels = torch.tensor([0.05, 0.2, 0.4, 0.6, 0.8, 0.95], dtype=D)
+        expected = torch.quantile(draws, levels, dim=0)
+        found = guide.vector_quantiles(levels)
+        torch.testing.assert_close(found, expected, rtol=0.06, atol=2e-2)
+        single = guide.median()["0.weight"]
+        torch.testing.assert_close(single, guide.quantiles([0.5])["0.weight"][0])
+
+
+def test_which_entries_share_a_factor(model, data):
+    def factors(**options):
+        guide = AutoMCDropout(model, p=0.5, sites="all", **options).prototype(*data)
+        draws = guide.sample_latents(300)
+        return {n: (draws[n] / guide.mean_latents()[n]).detach() for n in guide.weights}
+
+    units = factors()["0.weight"]
+    assert (units == units[:, :1]).all()  # all outputs of one input unit
+    assert (units[..., 0] != units[..., 1]).any()
+    single = factors(mask="weights")["0.weight"].reshape(300, -1)
+    for a, b in itertools.combinations(single.T, 2):
+        assert (a != b).any()
+
+
+def test_the_covariance_of_draws(model, data):
+    """Within an input unit alpha M_i M_i', between units and sites nothing."""
+    guide = AutoMCDropout(model, p=0.25, sites="all").prototype(*data)
+    draws = guide.sample_vectors(40000).detach()
+    weight = guide.mean_latents()["0.weight"].detach()
+    expected = torch.zeros(guide.layout.size, guide.layout.size, dtype=D)
+    block = torch.zeros(3, 2, 3, 2, dtype=D)
+    for i in range(2):
+        block[:, i, :, i] = torch.outer(weight[:, i], weight[:, i]) / 3
+    expected[:6, :6] = block.reshape(6, 6)
+    last = guide.layout.slices["2.weight"]
+    expected[last, last] = torch.diag(guide.location().detach()[last].square()) / 3
+    torch.testing.assert_close(torch.cov(draws.T), expected, rtol=0.05, atol=4e-3)
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.again = nn.Linear(2, 3), nn.Linear(3, 3)
+        self.last = nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.last(self.again(torch.relu(self.again(torch.relu(self.first(x))))))
+
+
+def test_a_module_called_twice_has_one_mask_per_draw(data):
+    """The program sees one matrix M diag(eps), in both calls."""
+    net = Twice().to(D)
+    model = models.Regression(bayesianize(net), noise=0.5)
+    guide = AutoMCDropout(model, p=0.5).prototype(*data)
+    assert set(guide.weights) == {"again.weight", "last.weight"}
+    draws = guide.sample_latents(20)
+    found = Predictive(model, guide)(data[0])["f"]
+    assert len(found) == 100
+    with torch.no_grad():
+        for i in range(20):
+            weights = {name: value[i] for name, value in draws.items()}
+            factor = weights["again.weight"] / net.again.weight
+            assert (factor == factor[:1]).all()
+            by_hand = torch.func.functional_call(net, weights, (data[0],))[:, 0]
+            from pyro_bdl.program import record
+
+            run = record(model, weights, data)
+            torch.testing.assert_close(run.deterministic["f"], by_hand)
+
+
+# Which weights
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.attend = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+        self.recur = nn.LSTM(4, 3, num_layers=2, batch_first=True)
+        self.conv, self.grouped = nn.Conv1d(3, 4, 3, padding=1), nn.Conv1d(4, 4, 3, groups=2)
+        self.up, self.norm = nn.ConvTranspose1d(4, 2, 2), nn.BatchNorm1d(2, affine=True)
+        self.last = nn.Linear(10, 1)
+
+    def forward(self, tokens):
+        hidden, _ = self.recur(self.attend(self.embed(tokens)))
+        hidden = self.norm(self.up(self.grouped(self.conv(hidden.mT))))
+        return self.last(hidden.flatten(1))
+
+
+AXES = {
+    "embed.weight": (0, 5),
+    "attend.self_attn.in_proj_weight": (1, 4),
+    "attend.self_attn.out_proj.weight": (1, 4),
+    "attend.linear1.weight": (1, 4),
+    "attend.linear2.weight": (1, 8),
+    "recur.weight_ih_l0": (1, 4),
+    "recur.weight_hh_l0": (1, 3),
+    "recur.weight_ih_l1": (1, 3),
+    "recur.weight_hh_l1": (1, 3),
+    "conv.weight": (1, 3),
+    "grouped.weight": (1, 4),
+    "up.weight": (0, 4),
+    "last.weight": (1, 10),
+}
+
+
+def test_the_input_units_of_every_layer():
+    model = models.Regression(bayesianize(Mixed()), noise=0.5)
+    data = torch.randint(0, 5, (3, 6)), torch.randn(3)
+    modes = [part.training for part in model.modules()]
+    guide = AutoMCDropout(model, sites="all").prototype(*data)
+    assert {n: (w.axis, w.num_units) for n, w in guide.weights.items()} == AXES
+    assert [part.training for part in model.modules()] == modes
+    assert int(model.network.net.norm.num_batches_tracked) == 0
+    hidden = AutoMCDropout(model).prototype(*data)
+    assert set(hidden.weights) == set(AXES) - {"embed.weight"}
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TemperedTraceMeanField_ELBO())
+    assert all(math.isfinite(svi.step(*data)) for _ in range(2))
+
+
+def test_dropping_a_channel_is_dropping_its_columns_of_a_kernel():
+    """M diag(eps) on an input is M on the input times eps, for each layer's own axis."""
+    x = torch.randn(2, 4, 6, dtype=D)
+    for layer in (nn.Conv1d(4, 6, 3, groups=2), nn.ConvTranspose1d(4, 6, 3), nn.Conv1d(4, 2, 1)):
+        layer = layer.to(D)
+        net = nn.Sequential(layer, nn.Flatten(), nn.LazyLinear(1).to(D))
+        net(x)
+        model = models.Regression(bayesianize(net), noise=0.5)
+        guide = AutoMCDropout(model, sites=["0.weight"]).prototype(x, torch.randn(2, dtype=D))
+        weight = guide.weights["0.weight"]
+        factors = torch.randn(weight.num_units, dtype=D)
+        masked = {"weight": layer.weight * factors[weight.units()], "bias": layer.bias}
+        by_weight = torch.func.functional_call(layer, masked, (x,))
+        torch.testing.assert_close(by_weight, layer(x * factors[:, None]))
+
+
+class Unrolled(nn.Module):
+    """A cell called at every step."""
+
+    def __init__(self, cell):
+        super().__init__()
+        self.cell, self.last = cell, nn.Linear(3, 1)
+
+    def forward(self, x):
+        state = None
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+        return self.last(state[0] if isinstance(state, tuple) else state)
+
+
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_recurrent_cells(cell):
+    """Their weights are read, and dropping input units of them is dropping the input's."""
+    net, x = Unrolled(cell(2, 3)).to(D), torch.randn(4, 3, 2, dtype=D)
+    model = models.Regression(bayesianize(net), noise=0.5)
+    guide = AutoMCDropout(model, sites="all").prototype(x, torch.randn(4, dtype=D))
+    found = {n: (w.axis, w.num_units, w.hidden) for n, w in guide.weights.items()}
+    assert found == {
+        "cell.weight_ih": (1, 2, False),
+        "cell.weight_hh": (1, 3, True),
+        "last.weight": (1, 3, True),
+    }
+    factors = torch.tensor([0.0, 1.5], dtype=D)
+    masked = {
+        "cell.weight_ih": net.cell.weight_ih * factors[guide.weights["cell.weight_ih"].units()]
+    }
+    by_weight = torch.func.functional_call(net, masked, (x,))
+    torch.testing.assert_close(by_weight, net(x * factors))
+
+
+def test_a_program_written_by_hand(data):
+    def model(x, y=None):
+        first = pyro.sample("first", dist.Normal(torch.zeros(2, 5, dtype=D), 1.0).to_event(2))
+        second = pyro.sample("second", dist.Normal(torch.zeros(1, 5, dtype=D), 1.0).to_event(2))
+        scale = pyro.sample("scale", dist.Normal(torch.zeros(2, dtype=D), 1.0).to_event(1))
+        mean = (torch.relu((x * scale) @ first) @ second.T)[:, 0]
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+    guide = AutoMCDropout(model).prototype(*data)
+    assert {n: w.axis for n, w in guide.weights.items()} == {"first": 0, "second": 1}
+    assert all(w.hidden for w in guide.weights.values())  # the inputs are scaled by a latent
+    assert len((guide.sample_latents(9)["first"] == 0).all(-1).unique()) == 2
+
+
+def test_rates_by_name(model, data):
+    guide = AutoMCDropout(model, p={"0.*": 0.2, "*.weight": 0.4}).prototype(*data)
+    assert {n: r.item() for n, r in guide.rates().items()} == pytest.approx(
+        {"0.weight": 0.2, "2.weight": 0.4}
+    )
+    only = AutoMCDropout(model, sites="0.weight").prototype(*data)
+    assert list(only.weights) == ["0.weight"]
+    assert (only.sample_latents(50)["2.weight"] == only.mean_latents()["2.weight"]).all()
+
+
+def test_copies_keep_what_is_dropped(model, data):
+    for options in ({"p": {"0.*": 0.2}}, {"learn_p": True}):
+        guide = AutoMCDropout(model, **options).prototype(*data)
+        for clone in (copy.deepcopy(guide), pickle.loads(pickle.dumps(guide))):
+            assert clone.rates() == guide.rates() and clone.weights == guide.weights
+            assert clone.sample_vectors(3).shape == (3, guide.layout.size)
+
+
+# Prediction
+
+
+def test_predictive_moments_are_the_papers(model, data):
+    """Mean over draws; variance = 1 / tau + variance over draws (Gal & Ghahramani 2016, 4.2)."""
+    guide = AutoMCDropout(model, p=0.5).prototype(*data)
+    pyro.set_rng_seed(3)
+    moments = Predictive(model, guide, 50).moments(data[0])["y"]
+    pyro.set_rng_seed(3)
+    draws = Predictive(model, guide, 50).mean(data[0])["y"]
+    torch.testing.assert_close(moments.mean, draws.mean(0))
+    torch.testing.assert_close(moments.variance, 0.5**2 + draws.var(0, correction=0))
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("p", ["a", None, [0.1, 0.2]])
+def test_rates_that_are_no_numbers(p, model):
+    with pytest.raises(TypeError, match=r"p must be a number between 0 and 1"):
+        AutoMCDropout(model, p=p)
+
+
+def test_numbers_of_other_libraries_are_rates(model, data):
+    for p in (torch.tensor(0.3), numpy.float32(0.3)):
+        guide = AutoMCDropout(model, p=p).prototype(*data)
+        assert guide.rates()["2.weight"].item() == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("p", [0.0, 1.0, -0.1, 1.5, math.nan])
+def test_rates_outside_of_the_interval(p, model):
+    with pytest.raises(ValueError, match=r"p must lie between 0 and 1"):
+        AutoMCDropout(model, p=p)
+    with pytest.raises(ValueError, match=r"p\['0.weight'\] must lie between 0 and 1"):
+        AutoMCDropout(model, p={"0.weight": p})
+
+
+@pytest.mark.parametrize(
+    ("sites", "message"),
+    [
+        ("0.bias", r"'0.bias' is no weight matrix.*'0.weight', '2.weight'"),
+        (["*.weight", "*.bias"], r"'\*.bias' is no weight matrix"),
+        ("0.weigth", r"'0.weigth' is no latent site.*'0.weight'"),
+        ("hiden", r"'hiden' is no latent site.*did you mean 'hidden'"),
+    ],
+)
+def test_a_site_that_is_no_weight(sites, message, model, data):
+    guide = AutoMCDropout(model, sites=sites)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            guide.prototype(*data)
+    rates = dict.fromkeys([sites] if isinstance(sites, str) else sites, 0.1)
+    with pytest.raises(ValueError, match=message):
+        AutoMCDropout(model, p=rates).prototype(*data)
+
+
+def test_a_learned_rate_needs_several_data(net, model, data):
+    one = data[0][:1], data[1][:1]
+    guide = AutoMCDropout(model, learn_p=True)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="learn_p needs several data"):
+            guide.prototype(*one)
+    AutoMCDropout(model).prototype(*one)
+    many = models.Regression(bayesianize(net), noise=0.5, num_data=7)
+    AutoMCDropout(many, learn_p=True).prototype(*one)
+
+
+def test_a_learned_rate_without_a_plate(data):
+    """The data are an event of one statement."""
+
+    def program(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2, 1, dtype=D), 1.0).to_event(2))
+        pyro.sample("y", dist.Normal(x @ w, 1.0).to_event(2), obs=y[:, None])
+
+    AutoMCDropout(program, sites="all", learn_p=True).prototype(*data)
+    with pytest.raises(ValueError, match="learn_p needs several data"):
+        AutoMCDropout(program, sites="all", learn_p=True).prototype(data[0][:1], data[1][:1])
+
+
+def test_other_refusals(model, data):
+    with pytest.raises(ValueError, match="mask must be 'units', got 'unit'"):
+        AutoMCDropout(model, mask="unit")
+    with pytest.raises(TypeError, match="noise must be"):
+        AutoMCDropout(model, noise=0.3)
+    with pytest.raises(ValueError, match="either a dict of rates or sites"):
+        AutoMCDropout(model, p={"*": 0.1}, sites="all")
+    with pytest.raises(ValueError, match="p names no site"):
+        AutoMCDropout(model, p={})
+    with pytest.raises(ValueError, match="sites names no weight"):
+        AutoMCDropout(model, sites=[])
+    with pytest.raises(TypeError, match=r"sites must be .*names of weights, got 3"):
+        AutoMCDropout(model, sites=3)
+    with pytest.raises(ValueError, match="temperature must be positive"):
+        BernoulliNoise(0.0)
+    with pytest.raises(TypeError, match="temperature must be a number or a schedule"):
+        BernoulliNoise("warm")
+
+
+def test_nothing_to_drop_is_said(data):
+    model = models.Regression(bayesianize(nn.Linear(2, 1).to(D)), noise=0.5)
+    with pytest.warns(BdlWarning, match='drops nothing.*sites="all"'):
+        guide = AutoMCDropout(model, learn_p=True).prototype(*data)
+    assert (guide.sample_vectors(3) == guide.location()).all()
+    assert math.isfinite(TemperedTraceMeanField_ELBO().loss(model, guide, *data))
+
+
+def test_dropout_layers_on_top_of_the_guide_are_said(data):
+    net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Dropout(0.3), nn.Linear(3, 1)).to(D)
+    model = models.Regression(bayesianize(net), noise=0.5)
+    with pytest.warns(
+        BdlWarning, match=r"own Dropout\(0.3\) 'network.*2' drops.*from_dropout_layers"
+    ):
+        AutoMCDropout(model).prototype(*data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BdlWarning)
+        AutoMCDropout.from_dropout_layers(model).prototype(*data)
+        model.eval()
+        AutoMCDropout(model).prototype(*data)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("noise", [BernoulliNoise(), GaussianNoise()])
+@pytest.mark.parametrize("mask", ["units", "weights"])
+def test_on_a_gpu(noise, mask, model, data):
+    model, data = model.to("cuda"), [part.cuda() for part in data]
+    guide = AutoMCDropout(model, sites="all", learn_p=True, noise=noise, mask=mask)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TemperedTraceMeanField_ELBO())
+    losses = [svi.step(*data) for _ in range(60)]
+    assert sum(losses[-10:]) < sum(losses[:10])
+    assert guide.quantiles([0.2])["0.weight"].is_cuda

@@ -1,0 +1,647 @@
+"""A posterior as the prior of the next task: two steps of Bayes are one on all data."""
+
+import copy
+import math
+import pickle
+import warnings
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.nn import PyroParam
+from torch import nn
+from torch.distributions import MultivariateNormal, constraints
+
+from pyro_bdl import bayesianize, evidence, handlers, mcmc, models, priors
+from pyro_bdl.curvature import prior as prior_module
+from pyro_bdl.curvature.prior import prior_precision, run_at
+from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.guides import (
+    AutoEnsemble,
+    AutoLaplaceGGN,
+    AutoLowRank,
+    AutoMAP,
+    AutoMatrixNormal,
+    AutoMeanField,
+    AutoSubnetwork,
+    selectors,
+)
+from pyro_bdl.nn import with_learnable_prior, with_prior
+from pyro_bdl.program import Program, record
+from pyro_bdl.program.subset import Subset
+
+D = torch.float64
+SIZE = 4
+
+
+class Tasks:
+    """y ~ Normal(X w + b, 0.5^2) with w, b ~ Normal(0, 2^2), its data in two parts."""
+
+    def __init__(self):
+        torch.manual_seed(5)
+        self.x = torch.randn(20, 3, dtype=D)
+        self.x[:, 1] += 0.8 * self.x[:, 0]
+        self.y = self.x @ torch.tensor([1.0, -0.5, 0.3], dtype=D) + 0.1
+        self.y += 0.5 * torch.randn(20, dtype=D)
+        self.first, self.second = (self.x[:8], self.y[:8]), (self.x[8:], self.y[8:])
+
+    def model(self):
+        torch.manual_seed(1)
+        net = nn.Linear(3, 1).double()
+        return models.Regression(bayesianize(net, priors.Normal(2.0)), noise=0.5)
+
+    def posterior(self, x, y):
+        """Mean and covariance given data."""
+        design = torch.cat([x, torch.ones(len(x), 1, dtype=D)], 1)
+        precision = design.T @ design / 0.25 + torch.eye(SIZE, dtype=D) / 4
+        return torch.linalg.solve(precision, design.T @ y / 0.25), precision.inverse()
+
+    def log_evidence(self, x, y):
+        design = torch.cat([x, torch.ones(len(x), 1, dtype=D)], 1)
+        covariance = 4 * design @ design.T + 0.25 * torch.eye(len(x), dtype=D)
+        return MultivariateNormal(torch.zeros(len(x), dtype=D), covariance).log_prob(y)
+
+
+@pytest.fixture
+def tasks():
+    return Tasks()
+
+
+def fit(model, guide, args, elbo=None):
+    """The optimum by a quasi-Newton method; the objective must not be random."""
+    guide.prototype(*args)
+    optimiser = torch.optim.LBFGS(
+        list(guide.parameters()),
+        max_iter=500,
+        line_search_fn="strong_wolfe",
+        tolerance_grad=1e-11,
+        tolerance_change=1e-16,
+    )
+    loss = (elbo or TemperedTrace_ELBO())(model, guide)
+
+    def closure():
+        optimiser.zero_grad()
+        value = loss(*args)
+        value.backward()
+        return value
+
+    optimiser.step(closure)
+    return guide
+
+
+def laplace(model, args, **options):
+    return fit(model, AutoLaplaceGGN(model, **options), args).laplace_approximation(args)
+
+
+def covariance(guide):
+    return guide.precision.solve(torch.eye(SIZE, dtype=D))
+
+
+# Exact: two steps are one
+
+
+@pytest.mark.parametrize("how", ["update_prior", "with_prior"])
+def test_online_laplace_is_exact_for_a_linear_gaussian_model(tasks, how):
+    model = tasks.model()
+    first = laplace(model, tasks.first, structure="full")
+    log_evidence = evidence.log_marginal_likelihood(first)
+    if how == "update_prior":
+        assert model.update_prior(first) is model
+    else:
+        model = handlers.with_prior(model, first.as_prior())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BdlWarning)
+        second = laplace(model, tasks.second, structure="full")
+    mean, exact = tasks.posterior(tasks.x, tasks.y)
+    torch.testing.assert_close(second.location(), mean)
+    torch.testing.assert_close(covariance(second), exact)
+    # log p(y1) + log p(y2 | y1) = log p(y1, y2)
+    total = log_evidence + evidence.log_marginal_likelihood(second)
+    torch.testing.assert_close(total, tasks.log_evidence(tasks.x, tasks.y))
+
+
+def test_variational_continual_learning_is_exact_with_enough_rank(tasks, exact_expectations):
+    model = tasks.model()
+    guide = AutoLowRank(model, rank=4).prototype(*tasks.first)
+    elbo = TemperedTraceMeanField_ELBO(num_particles=exact_expectations(8))
+    fit(model, guide, tasks.first, elbo)
+    bounds = -elbo.loss(model, guide, *tasks.first)
+    model.update_prior(guide)
+    guide = AutoLowRank(model, rank=4).prototype(*tasks.second)
+    fit(model, guide, tasks.second, elbo)
+    mean, exact = tasks.posterior(tasks.x, tasks.y)
+    q = guide.get_posterior()
+    torch.testing.assert_close(q.mean.detach(), mean, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(q.covariance_matrix.detach(), exact, rtol=1e-2, atol=1e-4)
+    bounds -= elbo.loss(model, guide, *tasks.second)
+    assert bounds == pytest.approx(float(tasks.log_evidence(tasks.x, tasks.y)), abs=1e-3)
+
+
+def test_mean_field_after_mean_field(tasks, exact_expectations):
+    """The second optimum has precision 1 / s_1^2 + diag(X2' X2) / noise^2, in closed form."""
+    model = tasks.model()
+    elbo = TemperedTraceMeanField_ELBO(num_particles=exact_expectations(4))
+    first = fit(model, AutoMeanField(model), tasks.first, elbo)
+    model.update_prior(first)
+    second = fit(model, AutoMeanField(model), tasks.second, elbo)
+    design = torch.cat([tasks.second[0], torch.ones(12, 1, dtype=D)], 1)
+    precision = 1 / first.variances() + (design.square() / 0.25).sum(0)
+    torch.testing.assert_close(second.variances(), 1 / precision, rtol=1e-4, atol=0)
+    total = torch.diag(1 / first.variances()) + design.T @ design / 0.25
+    right = first.location() / first.variances() + design.T @ tasks.second[1] / 0.25
+    torch.testing.assert_close(
+        second.location(), torch.linalg.solve(total, right), rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("structure", ["kron", "ekfac", "diag", "low_rank"])
+def test_the_mode_after_any_structure(tasks, structure):
+    """The next mode solves (P1 + X2' X2 / noise^2) u = P1 u1 + X2' y2 / noise^2."""
+    model = tasks.model()
+    first = laplace(
+        model, tasks.first, structure=structure, **({"rank": 2} if structure == "low_rank" else {})
+    )
+    precision = covariance(first).inverse()
+    model.update_prior(first)
+    second = laplace(model, tasks.second, structure="full")
+    design = torch.cat([tasks.second[0], torch.ones(12, 1, dtype=D)], 1)
+    total = precision + design.T @ design / 0.25
+    right = precision @ first.location() + design.T @ tasks.second[1] / 0.25
+    torch.testing.assert_close(second.location(), torch.linalg.solve(total, right))
+    torch.testing.assert_close(covariance(second), total.inverse())
+    third = laplace(model, tasks.second, structure=structure)
+    assert torch.isfinite(third.variances()).all()
+
+
+@pytest.mark.parametrize("structure", ["kron", "ekfac"])
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_kronecker_after_kronecker_adds_up_where_the_eigenbases_agree(structure, outputs):
+    """The same data again: prior precision + H, then + H, block by block."""
+    torch.manual_seed(1)
+    x, y = torch.randn(9, 3, dtype=D), torch.randn(9, outputs, dtype=D)
+    net = bayesianize(nn.Linear(3, outputs).double(), priors.Normal(2.0))
+    model = models.Regression(net, noise=0.5)
+    size = 4 * outputs
+    first = laplace(model, (x, y), structure=structure)
+    before = first.precision.solve(torch.eye(size, dtype=D)).inverse()
+    model.update_prior(first)
+    second = laplace(model, (x, y), structure=structure)
+    after = second.precision.solve(torch.eye(size, dtype=D)).inverse()
+    torch.testing.assert_close(after, 2 * before - torch.eye(size, dtype=D) / 4)
+    assert (after - torch.diag(after.diagonal())).abs().max() > 1
+
+
+def test_kronecker_factors_take_the_diagonal_in_their_eigenbasis(tasks):
+    """Of a prior with other eigenvectors: its trace over a product is kept."""
+    model = tasks.model()
+    first = laplace(model, tasks.first, structure="full")
+    alone = laplace(tasks.model(), tasks.second, structure="kron")
+    model.update_prior(first)
+    second = laplace(model, tasks.second, structure="kron")
+    block = alone.curvature.products["product0"]
+    turned = torch.kron(torch.eye(1, dtype=D), block.basis().inputs[0])
+    prior = covariance(first).inverse()[:3, :3]
+    expected = alone.curvature.products["product0"].spectrum().reshape(-1)
+    expected = expected + (turned.T @ prior @ turned).diagonal()
+    found = torch.linalg.eigvalsh(covariance(second).inverse()[:3, :3])
+    torch.testing.assert_close(found, expected.sort().values)
+
+
+# Everybody sees the same prior
+
+
+def network(noise=None):
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    model = models.Regression(
+        bayesianize(net, priors.Normal(1.0)),
+        noise=dist.HalfNormal(torch.ones((), dtype=D)) if noise is None else noise,
+    )
+    return model, torch.randn(6, 2, dtype=D), torch.randn(6, dtype=D)
+
+
+def gaussian_guides(model, x, y):
+    torch.manual_seed(8)
+    mean_field = AutoMeanField(model, init_scale=0.3).prototype(x, y)
+    low_rank = AutoLowRank(model, rank=3, init_scale=0.4).prototype(x, y)
+    matrix = AutoMatrixNormal(model, init_scale=0.3).prototype(x, y)
+    with torch.no_grad():
+        mean_field.scale = torch.rand(14, dtype=D) + 0.2
+        for name in ("row_0", "column_0", "row_1", "column_1"):
+            size = len(getattr(matrix, name))
+            lower = torch.randn(size, size, dtype=D).tril(-1)
+            setattr(matrix, name, lower + torch.diag(torch.rand(size, dtype=D) + 0.4))
+    found = {"mean-field": mean_field, "low-rank": low_rank, "matrix-normal": matrix}
+    for structure in ("full", "kron", "ekfac", "diag", "low_rank"):
+        found[f"laplace-{structure}"] = laplace_anywhere(model, x, y, structure)
+    return found
+
+
+def laplace_anywhere(model, x, y, structure):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BdlWarning)  # it is at no maximum
+        guide = AutoLaplaceGGN(model, structure=structure).prototype(x, y)
+        return guide.laplace_approximation((x, y))
+
+
+GAUSSIAN = [
+    "mean-field",
+    "low-rank",
+    "matrix-normal",
+    "laplace-full",
+    "laplace-kron",
+    "laplace-ekfac",
+    "laplace-diag",
+    "laplace-low_rank",
+]
+
+
+@pytest.mark.parametrize("name", GAUSSIAN)
+def test_the_programs_prior_is_the_guides_density(name):
+    model, x, y = network()
+    guide = gaussian_guides(model, x, y)[name]
+    vectors = guide.sample_vectors(3).detach()
+    log_det = guide.layout.constrain(vectors)[1]
+    expected = torch.stack(
+        [guide.log_density(u, v) for u, v in zip(vectors, log_det, strict=True)]
+    ).detach()
+    plain = Program(model, x, y)
+    before = plain.log_prior(plain.constrain(vectors[0])[0])
+    under = handlers.with_prior(model, guide)
+    torch.testing.assert_close(plain.log_prior(plain.constrain(vectors[0])[0]), before)
+    model.update_prior(guide)
+    for program in (Program(under, x, y), Program(model, x, y)):
+        values = program.constrain(vectors)[0]
+        torch.testing.assert_close(torch.vmap(program.log_prior)(values), expected)
+    likelihood = plain.log_likelihood(plain.constrain(vectors[0])[0])["y"]
+    again = program.log_likelihood(program.constrain(vectors[0])[0])["y"]
+    torch.testing.assert_close(again, likelihood)
+
+
+@pytest.mark.parametrize("name", GAUSSIAN)
+@pytest.mark.parametrize("part", [False, True], ids=["all", "some"])
+def test_the_precision_that_laplace_reads_is_the_hessian(name, part):
+    model, x, y = network()
+    model.update_prior(gaussian_guides(model, x, y)[name])
+    program = Program(model, x, y)
+    vector = program.unconstrain(program.initial)
+
+    def density(u):
+        values, log_det = program.constrain(u)
+        return program.log_prior(values) + log_det
+
+    expected = -torch.autograd.functional.hessian(density, vector)
+    subset = Subset(program.layout, torch.arange(0, 14, 3) if part else None)
+    found = prior_precision(*run_at(model, subset, vector, (x, y), {}), subset)
+    expected = expected[::3, ::3] if part else expected
+    size = len(expected)
+    torch.testing.assert_close(found.added_to(torch.zeros(size, size, dtype=D)), expected)
+    torch.testing.assert_close(found.diagonal, expected.diagonal())
+
+
+def test_a_large_prior_counts_by_its_diagonal(monkeypatch):
+    monkeypatch.setattr(prior_module, "_DENSE_UP_TO", 5)
+    model, x, y = network(noise=0.4)
+    guide = laplace_anywhere(model, x, y, "kron")
+    model.update_prior(guide)
+    subset = Subset(guide.layout)
+    found = prior_precision(*run_at(model, subset, guide.loc, (x, y), {}), subset)
+    assert found.dense is None
+    exact = guide.precision.solve(torch.eye(13, dtype=D)).inverse()
+    torch.testing.assert_close(found.diagonal, exact.diagonal())
+
+
+@pytest.mark.parametrize("name", GAUSSIAN)
+def test_draws_of_the_program_have_the_guides_moments(name):
+    model, x, y = network()
+    guide = gaussian_guides(model, x, y)[name]
+    under = handlers.with_prior(model, guide)
+    draws = []
+    with torch.no_grad():
+        for _ in range(400):
+            run = record(under, {}, (x,))
+            values = {site: run.latents[site].value for site in guide.layout.latents}
+            draws.append(guide.layout.unconstrain(values))
+    draws, oracle = torch.stack(draws), guide.sample_vectors(40000).detach()
+    matrix = torch.cov(oracle.T)
+    variances = matrix.diagonal()
+    error = ((variances[:, None] * variances + matrix.square()) / 400).sqrt()
+    assert ((torch.cov(draws.T) - matrix).abs() < 5 * error).all()
+    assert ((draws.mean(0) - guide.location()).abs() < 5 * (variances / 400).sqrt()).all()
+
+
+@pytest.mark.parametrize("name", GAUSSIAN)
+def test_the_prior_is_a_copy_that_can_be_copied(name):
+    model, x, y = network()
+    guide = gaussian_guides(model, x, y)[name]
+    prior = guide.as_prior()
+    values = guide.layout.constrain(guide.sample_vectors(1)[0].detach())[0]
+
+    def density(prior):
+        return Program(handlers.with_prior(model, prior), x, y).log_prior(values)
+
+    expected = density(prior)
+    with torch.no_grad():
+        for tensor in [*guide.parameters(), *guide.buffers()]:
+            if tensor.is_floating_point():
+                tensor.add_(0.3)
+    for other in (prior, copy.deepcopy(prior), pickle.loads(pickle.dumps(prior))):
+        torch.testing.assert_close(density(other), expected)
+    assert not list(prior.parameters())
+    single = copy.deepcopy(model).update_prior(prior).float()
+    found = Program(single, x.float(), y.float()).log_prior(
+        {name: value.float() for name, value in values.items()}
+    )
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected.float(), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(density(prior), expected)  # the model's move did not touch it
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", GAUSSIAN)
+def test_the_prior_follows_the_model_to_a_gpu(name):
+    model, x, y = network()
+    model.update_prior(gaussian_guides(model, x, y)[name])
+    values = {k: site.value.detach() for k, site in record(model, {}, (x,)).latents.items()}
+    here = Program(model, x, y).log_prior(values)
+    model.cuda()
+    there = Program(model, x.cuda(), y.cuda()).log_prior({k: v.cuda() for k, v in values.items()})
+    assert there.device.type == "cuda"
+    torch.testing.assert_close(there.cpu(), here)
+
+
+def test_new_guides_start_at_the_posteriors_mean():
+    model, x, y = network()
+    guide = gaussian_guides(model, x, y)["low-rank"]
+    with torch.no_grad():
+        guide.loc.add_(0.5)
+    model.update_prior(guide)
+    for fresh in (AutoMeanField(model), AutoMAP(model)):
+        torch.testing.assert_close(fresh.prototype(x, y).location(), guide.location())
+
+
+@pytest.mark.parametrize("name", ["mean-field", "laplace-full", "laplace-kron"])
+def test_every_bound_and_optimiser_takes_the_prior(name):
+    model, x, y = network()
+    model.update_prior(gaussian_guides(model, x, y)[name])
+    for kind in (AutoMeanField, AutoLowRank, AutoMatrixNormal, AutoMAP):
+        guide = kind(model)
+        elbo = TemperedTraceMeanField_ELBO(num_particles=2)
+        svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), elbo)
+        losses = [svi.step(x, y) for _ in range(60)]
+        assert sum(losses[-15:]) < sum(losses[:15])
+
+
+def test_the_sampled_kl_is_that_of_the_two_gaussians(tasks):
+    model = tasks.model()
+    first = laplace(model, tasks.first, structure="full")
+    guide = AutoMeanField(model, init_scale=0.2).prototype(*tasks.first)
+    model.update_prior(first)
+    elbo = TemperedTraceMeanField_ELBO(num_particles=20_000)
+    elbo.loss(model, guide, *tasks.second)
+    q = MultivariateNormal(guide.location(), torch.diag(guide.variances()))
+    p = MultivariateNormal(first.location(), covariance(first))
+    expected = torch.distributions.kl_divergence(q, p).item()
+    # within five standard errors: log q - log p has the standard deviation 2.3
+    assert elbo.kl.item() == pytest.approx(expected, abs=5 * 2.3 / 20_000**0.5)
+
+
+def test_nuts_draws_the_posterior_of_all_data(tasks):
+    model = tasks.model()
+    model.update_prior(laplace(model, tasks.first, structure="full"))
+    samples = mcmc.sample(
+        model, *tasks.second, num_warmup=200, num_samples=600, seed=1, progress=False
+    )
+    draws = torch.cat([samples.latents[n].flatten(2) for n in ("weight", "bias")], -1).flatten(0, 1)
+    mean, exact = tasks.posterior(tasks.x, tasks.y)
+    error = (exact.diagonal() / 200).sqrt()  # of at least 200 effective draws
+    assert ((draws.mean(0) - mean).abs() < 4.5 * error).all()
+    torch.testing.assert_close(torch.cov(draws.T), exact, rtol=0.35, atol=3e-3)
+
+
+def test_a_temperature_leaves_the_prior_alone(tasks):
+    model = tasks.model().update_prior(laplace(tasks.model(), tasks.first, structure="full"))
+    values = {k: site.value for k, site in record(model, {}, tasks.second[:1]).latents.items()}
+    plain, tempered = (Program(m, *tasks.second) for m in (model, handlers.temper(model, 0.1)))
+    torch.testing.assert_close(tempered.log_prior(values), plain.log_prior(values))
+    difference = tempered.log_joint(values) - tempered.log_prior(values)
+    torch.testing.assert_close(difference, 10 * (plain.log_joint(values) - plain.log_prior(values)))
+
+
+# Programs
+
+
+def test_a_program_written_by_hand_and_a_constrained_latent():
+    def model(y):
+        s = pyro.sample("s", dist.HalfNormal(torch.ones((), dtype=D)))
+        w = pyro.sample("w", dist.Normal(torch.zeros(2, dtype=D), s).to_event(1))
+        with pyro.plate("data", 2):
+            pyro.sample("y", dist.Normal(w, 1.0), obs=y)
+
+    y = torch.tensor([0.3, -0.2], dtype=D)
+    guide = AutoLowRank(model, rank=2, init_scale=0.6).prototype(y)
+    under = handlers.with_prior(model, guide)
+    program = Program(under, y)
+    assert list(program.latents) == ["s", "w"]
+    u = torch.tensor([0.2, -0.5, 0.4], dtype=D)
+    values, log_det = program.constrain(u)
+    expected = guide.get_posterior().log_prob(u) - log_det
+    torch.testing.assert_close(program.log_prior(values), expected)
+    assert program.log_prior(values) != Program(model, y).log_prior(values)
+
+
+def test_a_single_network_takes_a_prior(tasks):
+    bnn = bayesianize(nn.Linear(3, 1).double(), priors.Normal(2.0))
+
+    def model(x, y):
+        mean = bnn(x)[:, 0]
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(mean, 0.5), obs=y)
+
+    first = laplace(model, tasks.first, structure="full")
+    assert bnn.update_prior(first) is bnn
+    second = laplace(model, tasks.second, structure="full")
+    mean, exact = tasks.posterior(tasks.x, tasks.y)
+    torch.testing.assert_close(second.location(), mean)
+    torch.testing.assert_close(covariance(second), exact)
+
+
+def test_a_new_output_layer_keeps_its_own_prior():
+    class TwoHeads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.body = bayesianize(nn.Linear(2, 3).double(), name="body")
+            self.heads = nn.ModuleList(
+                bayesianize(nn.Linear(3, 1).double(), priors.Normal(0.6), name=f"head{k}")
+                for k in range(2)
+            )
+
+        def forward(self, x, y, task=0):
+            mean = self.heads[task](self.body(x).tanh())[:, 0]
+            with pyro.plate("data", len(x)):
+                pyro.sample("y", dist.Normal(mean, 0.5), obs=y)
+
+    model, x, y = TwoHeads(), torch.randn(5, 2, dtype=D), torch.randn(5, dtype=D)
+    guide = AutoMeanField(model).prototype(x, y)
+    under = handlers.with_prior(model, guide)
+    with pytest.raises(ValueError, match=r"about the site 'head0.weight', which the program does"):
+        record(under, {}, (x, y, 1))
+    body = AutoMeanField(pyro.poutine.block(model, expose=["body.weight", "body.bias"]))
+    under = handlers.with_prior(model, body.prototype(x, y))
+    run = record(under, {}, (x, y, 1))
+    assert (
+        run.latents["body.weight"].distribution.base_dist.scale == body.scale[:6].view(3, 2)
+    ).all()
+    assert (run.latents["head1.weight"].distribution.base_dist.scale == 0.6).all()
+
+
+def test_what_a_subset_fixes_stays_fixed():
+    model, x, y = network(noise=0.4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BdlWarning)
+        guide = AutoLaplaceGGN(model, structure="full", subset=["2.*"]).prototype(x, y)
+        posterior = guide.laplace_approximation((x, y))
+    model.update_prior(posterior)
+    program = Program(model, x, y)
+    assert list(program.latents) == ["2.weight", "2.bias"]
+    u = torch.randn(4, dtype=D)
+    expected = MultivariateNormal(
+        posterior.location()[9:], precision_matrix=posterior.curvature.matrix + torch.eye(4)
+    ).log_prob(u)
+    torch.testing.assert_close(program.log_prior(program.constrain(u)[0]), expected)
+    run = record(model, {}, (x, y))
+    torch.testing.assert_close(run.deterministic["0.weight"], posterior.median()["0.weight"])
+    svi = pyro.infer.SVI(
+        model, AutoMeanField(model), pyro.optim.Adam({"lr": 0.01}), TemperedTrace_ELBO()
+    )
+    assert math.isfinite(svi.step(x, y))
+
+
+def test_a_subnetworks_normal():
+    model, x, y = network(noise=0.4)
+    guide = AutoSubnetwork(model, select=selectors.ByName("2.*"))
+    normal = guide.prototype(x, y).variational((x, y), init_scale=0.3)
+    with torch.no_grad():
+        normal.scale_tril = 0.3 * torch.eye(4, dtype=D) + 0.1 * torch.ones(4, 4, dtype=D).tril(-1)
+    program = Program(handlers.with_prior(model, normal), x, y)
+    u = torch.randn(4, dtype=D)
+    expected = MultivariateNormal(normal.loc, scale_tril=normal.scale_tril).log_prob(u)
+    torch.testing.assert_close(program.log_prior(program.constrain(u)[0]), expected.detach())
+    partly = AutoSubnetwork(model, size=5).prototype(x, y).variational((x, y))
+    with pytest.raises(ValueError, match=r"entries of site .* needs whole sites"):
+        partly.as_prior()
+
+
+# Hyperparameters
+
+
+def test_learned_prior_scales_become_numbers():
+    torch.manual_seed(0)
+    prior = priors.Normal(PyroParam(torch.tensor(0.7), constraints.positive))
+    noise = PyroParam(torch.tensor(0.4), constraints.positive)
+    model = models.Regression(bayesianize(nn.Linear(2, 1), prior), noise=noise)
+    x, y = torch.randn(5, 2), torch.randn(5)
+    guide = AutoMeanField(model).prototype(x, y)
+    assert len(list(model.parameters())) == 2
+    model.update_prior(guide)
+    assert [name for name, _ in model.named_parameters()] == ["noise_unconstrained"]
+    torch.testing.assert_close(
+        dict(model.network.named_buffers())["hyper_prior_scale"], torch.tensor(0.7)
+    )
+    elbo = TemperedTraceMeanField_ELBO()(model, AutoMeanField(model).prototype(x, y))
+    elbo(x, y).backward()
+    assert model.noise_unconstrained.grad is not None
+    with pytest.raises(TypeError, match="is the posterior of a guide"):
+        with_learnable_prior(model)
+    again = with_prior(model, priors.Normal(3.0))
+    assert [name for name, _ in again.named_parameters()] == ["noise_unconstrained"]
+    assert "hyper_prior_scale" not in dict(again.network.named_buffers())
+
+
+def test_hyperpriors_are_latents_like_others():
+    torch.manual_seed(0)
+    net = nn.Linear(2, 1)
+    model = models.Regression(bayesianize(net, priors.Normal(dist.HalfNormal(1.0))), noise=0.4)
+    x, y = torch.randn(5, 2), torch.randn(5)
+    guide = AutoMeanField(model).prototype(x, y)
+    model.update_prior(guide)
+    run = record(model, {}, (x, y))
+    assert isinstance(run.latents["prior.scale"].distribution, dist.LogNormal)
+    torch.testing.assert_close(
+        run.latents["weight"].distribution.base_dist.scale.reshape(-1), guide.scale[1:3].detach()
+    )
+
+
+def test_another_prior_takes_its_place(tasks):
+    model = tasks.model()
+    model.update_prior(AutoMeanField(model).prototype(*tasks.first))
+    again = with_prior(model, priors.Normal(3.0))
+    assert model.has_task_prior and not again.has_task_prior
+    run = record(again, {}, tasks.first)
+    assert (run.latents["weight"].distribution.base_dist.scale == 3.0).all()
+
+
+def test_a_state_with_a_prior_does_not_fit_a_program_without(tasks):
+    model = tasks.model()
+    model.update_prior(AutoMeanField(model).prototype(*tasks.first))
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*task_prior"):
+        tasks.model().load_state_dict(model.state_dict())
+    other = tasks.model().update_prior(AutoMeanField(tasks.model()).prototype(*tasks.second))
+    other.load_state_dict(model.state_dict())
+    for a, b in zip(model.task_prior.buffers(), other.task_prior.buffers(), strict=True):
+        assert torch.equal(a, b)
+
+
+# What is refused
+
+
+def test_posteriors_that_are_no_gaussians(tasks):
+    model = tasks.model()
+    for kind in (AutoMAP, AutoEnsemble, AutoLaplaceGGN):
+        with pytest.raises(TypeError, match=f"{kind.__name__} is not a Gaussian"):
+            model.update_prior(kind(model).prototype(*tasks.first))
+    with pytest.raises(TypeError, match="Gaussian guide or its as_prior"):
+        handlers.with_prior(model, priors.Normal(1.0))
+    assert not model.has_task_prior
+
+
+def test_a_guide_before_its_first_run(tasks):
+    for kind in (AutoMeanField, AutoLowRank, AutoMatrixNormal):
+        with pytest.raises(RuntimeError, match="prototype"):
+            kind(tasks.model()).as_prior()
+
+
+def test_a_prior_of_another_program(tasks):
+    guide = AutoMeanField(tasks.model()).prototype(*tasks.first)
+    wide = models.Regression(bayesianize(nn.Linear(5, 1).double()), noise=0.5)
+    with pytest.raises(ValueError, match=r"site 'weight' has shape \(1, 3\), .* shape \(1, 5\)"):
+        record(wide.update_prior(guide), {}, (torch.randn(2, 5, dtype=D),))
+
+
+def test_latents_in_plates():
+    def model(x):
+        with pyro.plate("rows", 4, subsample_size=2, dim=-1) as i:
+            z = pyro.sample("z", dist.Normal(torch.zeros(()), 1.0))
+            pyro.sample("y", dist.Normal(z, 1.0), obs=x[i])
+
+    def whole(x):
+        with pyro.plate("rows", 4):
+            z = pyro.sample("z", dist.Normal(torch.zeros(()), 1.0))
+            pyro.sample("y", dist.Normal(z, 1.0), obs=x)
+
+    x = torch.randn(4)
+    for kind in (AutoMeanField, AutoLowRank):
+        with pytest.raises(ValueError, match="'z' stands in a subsampled plate"):
+            kind(model).prototype(x).as_prior()
+    with pytest.raises(ValueError, match="'z' stands in the plate 'rows'"):
+        AutoLowRank(whole).prototype(x).as_prior()
+    guide = AutoMeanField(whole, init_scale=0.3).prototype(x)
+    program = Program(handlers.with_prior(whole, guide), x)
+    u = torch.randn(4)
+    torch.testing.assert_close(
+        program.log_prior({"z": u}), guide.get_posterior().log_prob(u).detach()
+    )

@@ -1,0 +1,179 @@
+"""Ctrl-C while chains run, and what is kept of chains of different lengths."""
+
+import gc
+import signal
+import threading
+import time
+import warnings
+from concurrent.futures import wait
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_bdl import mcmc
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.mcmc.chains import Chains, stack_chains
+from pyro_bdl.mcmc.hmc import numpyro_backend
+from pyro_bdl.utils.interrupts import deferred_interrupt
+
+
+@pytest.fixture(autouse=True)
+def heeded():
+    """Ctrl-C raises, also where the tests run in the background of a shell, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def one_mean(y):
+    mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+    pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+
+def chain(draws, value, interrupted=False):
+    values = torch.full((1, draws, 2), float(value))
+    return Chains(values, {"diverging": values[..., 0]}, interrupted)
+
+
+@pytest.mark.parametrize(
+    "lengths, kept, draws",
+    [((5, 5, 5), (0, 1, 2), 5), ((5, 1, 5), (0, 2), 5), ((5, 4, 3), (0, 1, 2), 3)],
+)
+def test_as_many_draws_as_possible_are_kept(lengths, kept, draws):
+    joined = stack_chains([chain(length, i, length < 5) for i, length in enumerate(lengths)])
+    assert joined.vectors[:, 0, 0].tolist() == list(kept)
+    assert joined.vectors.shape == (len(kept), draws, 2)
+    assert joined.stats["diverging"].shape == (len(kept), draws)
+    assert joined.interrupted == (min(lengths) < 5)
+
+
+def test_ctrl_c_ends_parallel_chains_and_keeps_their_draws(monkeypatch):
+    chains = []
+
+    class Watched(numpyro_backend._Chain):
+        def __init__(self, *args):
+            super().__init__(*args)
+            chains.append(self)
+
+    calls = []
+
+    def interrupted_once(running, **options):
+        """Ctrl-C reaches the waiting thread as soon as each chain has a draw."""
+        calls.append(options)
+        if len(calls) > 1:
+            return wait(running, **options)
+        while not all(chain.collected for chain in chains) and not all(f.done() for f in running):
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(numpyro_backend, "_Chain", Watched)
+    monkeypatch.setattr(numpyro_backend, "_MOST_PER_BLOCK", 4)
+    monkeypatch.setattr(numpyro_backend, "wait", interrupted_once)
+    with pytest.warns(BdlWarning, match="interrupted"):
+        samples = mcmc.sample(
+            one_mean,
+            torch.tensor(0.5),
+            num_chains=2,
+            num_warmup=20,
+            num_samples=20_000,
+            chain_method="parallel",
+            progress=False,
+        )
+    assert samples.info["interrupted"]
+    assert 0 < samples.num_draws < 20_000
+    assert samples.latents["mean"].isfinite().all()
+
+
+class Collecting:
+    """A bar in which garbage is collected after n iterations, with Ctrl-C in the midst of it."""
+
+    def __init__(self, n):
+        self.left = n
+
+    def update(self, size):
+        before, self.left = self.left, self.left - size
+        if before > 0 >= self.left:
+            gc.callbacks.append(self.strike)
+            gc.collect()
+
+    def strike(self, phase, info):
+        gc.callbacks.remove(self.strike)
+        signal.raise_signal(signal.SIGINT)
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("chains, method", [(1, "parallel"), (2, "sequential"), (2, "vectorized")])
+def test_ctrl_c_inside_the_garbage_collector(chains, method, monkeypatch):
+    """Python drops what is raised there: JAX has such a callback."""
+    monkeypatch.setattr(numpyro_backend, "_MOST_PER_BLOCK", 4)
+    monkeypatch.setattr(numpyro_backend, "progress_bar", lambda *_: Collecting(50))
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.warns(BdlWarning, match="interrupted"):
+        samples = mcmc.sample(
+            one_mean,
+            torch.tensor(0.5),
+            num_chains=chains,
+            num_warmup=20,
+            num_samples=100,
+            chain_method=method,
+        )
+    assert samples.info["interrupted"] and 0 < samples.num_draws < 100
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("method", ["parallel", "sequential", "vectorized"])
+def test_chains_that_nobody_interrupted(method):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BdlWarning)
+        samples = mcmc.sample(
+            one_mean, torch.tensor(0.5), num_chains=2, num_warmup=20, num_samples=20,
+            chain_method=method,
+        )  # fmt: skip
+    assert not samples.info["interrupted"] and samples.num_draws == 20
+
+
+def test_ctrl_c_in_the_last_block_is_told(monkeypatch):
+    monkeypatch.setattr(numpyro_backend, "progress_bar", lambda *_: Collecting(40))
+    with pytest.warns(BdlWarning, match="interrupted: 20 of 20 draws"):
+        samples = mcmc.sample(one_mean, torch.tensor(0.5), num_warmup=20, num_samples=20)
+    assert samples.info["interrupted"]
+
+
+def test_ctrl_c_inside_the_garbage_collector_before_the_first_iteration(monkeypatch):
+    bar, to_jax = Collecting(1), numpyro_backend.to_jax
+
+    def interrupted(*args):
+        bar.update(1)
+        return to_jax(*args)
+
+    monkeypatch.setattr(numpyro_backend, "to_jax", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        mcmc.sample(one_mean, torch.tensor(0.5), num_warmup=20, num_samples=20, progress=False)
+
+
+def test_the_first_interrupt_is_remembered_and_the_second_raised():
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), deferred_interrupt() as event:
+        assert not event.is_set()
+        signal.raise_signal(signal.SIGINT)
+        assert event.is_set()
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("not reached")
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_thread_leaves_signals_alone():
+    before, seen = signal.getsignal(signal.SIGINT), []
+
+    def work():
+        with deferred_interrupt() as event:
+            seen.append((event.is_set(), signal.getsignal(signal.SIGINT) is before))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [(False, True)]

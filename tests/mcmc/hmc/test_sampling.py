@@ -1,0 +1,447 @@
+"""HMC and NUTS of both backends against exact posteriors, and what surrounds them."""
+
+import math
+
+import jax
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+
+import pyro_bdl as bdl
+from pyro_bdl.errors import BdlWarning, MissingOperatorError, UnsupportedProgramError
+from pyro_bdl.mcmc.hmc import numpyro_backend, pyro_backend
+from pyro_bdl.mcmc.jax.translate import to_jax
+
+BACKENDS = ("numpyro", "pyro")
+QUICK = {"num_warmup": 30, "num_samples": 20, "max_tree_depth": 4, "progress": False}
+
+
+def linear_model(x, y=None):
+    w = pyro.sample("w", dist.Normal(torch.zeros(3, dtype=x.dtype), 1.0).to_event(1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(x @ w, 0.5), obs=y)
+
+
+def linear_data(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(20, 3, generator=generator, dtype=dtype)
+    y = x @ torch.tensor([1.0, -2.0, 0.5], dtype=dtype)
+    return x, y + 0.5 * torch.randn(20, generator=generator, dtype=dtype)
+
+
+def exact_posterior(x, y, temperature=1.0):
+    """Mean and covariance for prior N(0, 1) and likelihood N(x w, 0.5^2)^(1/temperature)."""
+    precision = x.T @ x / (0.25 * temperature) + torch.eye(3, dtype=x.dtype)
+    covariance = torch.linalg.inv(precision)
+    return covariance @ x.T @ y / (0.25 * temperature), covariance
+
+
+def assert_moments(samples, mean, covariance):
+    """Each mean within 5 Monte Carlo standard errors, each sd within 15 %."""
+    draws = samples.latents["w"]
+    error = bdl.diagnostics.mcse(draws)
+    flat = draws.flatten(0, 1)
+    assert ((flat.mean(0) - mean).abs() < 5 * error).all()
+    assert (flat.std(0) / covariance.diagonal().sqrt() - 1).abs().max() < 0.15
+    correlation = torch.corrcoef(flat.T)
+    exact = covariance / torch.outer(covariance.diagonal().sqrt(), covariance.diagonal().sqrt())
+    assert (correlation - exact).abs().max() < 0.15
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kernel", ["nuts", "hmc"])
+@pytest.mark.parametrize("temperature", [1.0, 0.1])
+def test_conjugate_posterior(backend, kernel, temperature):
+    x, y = linear_data()
+    model = bdl.handlers.temper(linear_model, temperature) if temperature != 1 else linear_model
+    samples = bdl.mcmc.sample(
+        model, x, y, kernel=kernel, backend=backend, num_warmup=150, num_samples=400,
+        num_chains=2 if backend == "numpyro" else 1, trajectory_length=1.5, max_tree_depth=5,
+        seed=3, progress=False,
+    )  # fmt: skip
+    assert_moments(samples, *exact_posterior(x, y, temperature))
+
+
+def test_cold_posterior_scales_prior_and_likelihood():
+    x, y = linear_data()
+    samples = bdl.mcmc.sample(
+        bdl.handlers.cold(linear_model, 0.25), x, y, num_warmup=150, num_samples=600, progress=False
+    )
+    mean, covariance = exact_posterior(x, y)
+    assert_moments(samples, mean, 0.25 * covariance)
+
+
+def positive_model(y):
+    rate = pyro.sample("rate", dist.Gamma(torch.tensor(2.0), 1.0))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Poisson(rate), obs=y)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_constrained_latent_has_its_exact_posterior(backend):
+    y = torch.tensor([3.0, 1.0, 4.0, 2.0])
+    samples = bdl.mcmc.sample(
+        positive_model, y, backend=backend, num_warmup=150, num_samples=500, progress=False
+    )
+    draws = samples.latents["rate"].double()
+    exact = dist.Gamma(torch.tensor(12.0), 5.0)
+    assert (draws > 0).all()
+    assert abs(draws.mean() - exact.mean) < 5 * bdl.diagnostics.mcse(draws)
+    assert abs(draws.std() / exact.stddev - 1) < 0.15
+
+
+def mlp(inputs, outputs):
+    return bdl.bayesianize(
+        nn.Sequential(nn.Linear(inputs, 5), nn.Tanh(), nn.Linear(5, outputs)),
+        bdl.priors.PerLayer(bdl.priors.Normal(dist.HalfCauchy(1.0))),
+    )
+
+
+def every_model():
+    targets = torch.randn(7)
+    classes = torch.tensor([0, 1, 2, 1, 0, 2, 1])
+    models = bdl.models
+    return {
+        "Regression": (models.Regression(mlp(3, 1)), targets),
+        "two targets": (models.Regression(mlp(3, 2), noise=0.3), torch.randn(7, 2)),
+        "HeteroscedasticRegression": (models.HeteroscedasticRegression(mlp(3, 2)), targets),
+        "StudentTRegression": (
+            models.StudentTRegression(mlp(3, 1), df=dist.Gamma(2.0, 0.1)),
+            targets,
+        ),
+        "Classification": (models.Classification(mlp(3, 3)), classes),
+        "BinaryClassification": (models.BinaryClassification(mlp(3, 1)), classes % 2),
+        "PoissonRegression": (models.PoissonRegression(mlp(3, 1)), classes),
+    }
+
+
+@pytest.mark.parametrize("name", list(every_model()))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_jax_density_and_gradient_equal_torch(name, dtype):
+    model, y = every_model()[name]
+    model = model.to(dtype)
+    x = torch.randn(7, 3, dtype=dtype)
+    program = bdl.Program(model, x, y.to(dtype) if y.is_floating_point() else y)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-10
+    with jax.enable_x64(dtype == torch.float64):
+        density = to_jax(program.log_density, torch.zeros(program.size, dtype=dtype))
+        for _ in range(3):
+            u = torch.randn(program.size, dtype=dtype)
+            value, gradient = jax.value_and_grad(density)(jax.numpy.asarray(u.numpy()))
+            exact_gradient, exact = torch.func.grad_and_value(program.log_density)(u)
+            assert abs(float(value) / float(exact) - 1) < tolerance
+            scale = float(exact_gradient.abs().max())
+            assert np.abs(np.asarray(gradient) - exact_gradient.numpy()).max() < tolerance * scale
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_same_seed_same_draws_and_another_seed_others(backend):
+    x, y = linear_data()
+    runs = [
+        bdl.mcmc.sample(linear_model, x, y, backend=backend, seed=s, **QUICK) for s in (5, 5, 6)
+    ]
+    assert torch.equal(runs[0].latents["w"], runs[1].latents["w"])
+    assert not torch.equal(runs[0].latents["w"], runs[2].latents["w"])
+
+
+def test_sampling_leaves_the_callers_random_state():
+    x, y = linear_data()
+    state = torch.random.get_rng_state()
+    for backend in BACKENDS:
+        bdl.mcmc.sample(linear_model, x, y, backend=backend, **QUICK)
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize("method", ["vectorized", "parallel", "sequential"])
+def test_chain_methods_give_the_same_shapes_and_different_chains(method):
+    x, y = linear_data()
+    samples = bdl.mcmc.sample(linear_model, x, y, num_chains=3, chain_method=method, **QUICK)
+    assert samples.latents["w"].shape == (3, 20, 3)
+    assert samples.latents["w"].dtype == torch.float64
+    assert all(value.shape == (3, 20) for value in samples.stats.values())
+    assert not torch.equal(samples.latents["w"][0], samples.latents["w"][1])
+
+
+def test_parallel_chains_equal_sequential_ones():
+    x, y = linear_data()
+    runs = [
+        bdl.mcmc.sample(linear_model, x, y, num_chains=2, chain_method=method, **QUICK)
+        for method in ("parallel", "sequential")
+    ]
+    assert torch.equal(runs[0].latents["w"], runs[1].latents["w"])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_statistics_mean_what_they_say(backend):
+    x, y = linear_data()
+    samples = bdl.mcmc.sample(linear_model, x, y, backend=backend, seed=2, **QUICK)
+    stats = samples.stats
+    program = bdl.Program(linear_model, x, y)
+    for i in (0, 19):
+        density = program.log_joint({"w": samples.latents["w"][0, i]})
+        assert math.isclose(-float(density), float(stats["potential_energy"][0, i]), rel_tol=1e-6)
+    assert (stats["energy"] > stats["potential_energy"].min()).all()
+    assert ((stats["accept_prob"] >= 0) & (stats["accept_prob"] <= 1)).all()
+    assert ((stats["num_steps"] >= 1) & (stats["num_steps"] <= 16)).all()
+    assert (stats["step_size"] > 0).all() and stats["step_size"].unique().numel() == 1
+    assert stats["diverging"].dtype == torch.bool
+    assert samples.info["backend"] == backend
+
+
+def funnel(y):
+    log_sd = pyro.sample("log_sd", dist.Normal(torch.tensor(0.0), 6.0))
+    with pyro.plate("data", len(y)):
+        z = pyro.sample("z", dist.Normal(0.0, log_sd.exp()))
+        pyro.sample("y", dist.Normal(z, 10.0), obs=y)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_divergences_are_reported(backend):
+    samples = bdl.mcmc.sample(
+        funnel, torch.zeros(5), backend=backend, num_warmup=60, num_samples=100,
+        max_tree_depth=6, target_accept=0.3, progress=False,
+    )  # fmt: skip
+    assert samples.stats["diverging"].any()
+
+
+def regression(rows=12):
+    torch.manual_seed(0)
+    model = bdl.models.Regression(mlp(3, 1))
+    return model, torch.randn(rows, 3), torch.randn(rows)
+
+
+@pytest.mark.parametrize("init", ["prior", "network", "guide", "point", "samples", "dict"])
+def test_starting_points(init):
+    model, x, y = regression()
+    program = bdl.Program(model, x, y)
+    start = {
+        "guide": bdl.guides.AutoMeanField(model).prototype(x, y),
+        "point": bdl.guides.AutoMAP(model).prototype(x, y),
+        "samples": bdl.Samples({k: v.expand(2, 3, *v.shape) for k, v in program.initial.items()}),
+        "dict": program.initial,
+    }.get(init, init)
+    samples = bdl.mcmc.sample(model, x, y, init=start, num_chains=2, **QUICK)
+    assert samples.latents["noise"].shape == (2, 20)
+
+
+def test_chain_really_starts_where_it_is_told():
+    x, y = linear_data()
+    far = {"w": torch.tensor([30.0, 40.0, 50.0], dtype=x.dtype)}
+    samples = bdl.mcmc.sample(
+        linear_model, x, y, init=far, num_warmup=0, num_samples=1, max_tree_depth=1,
+        progress=False,
+    )  # fmt: skip
+    assert (samples.latents["w"][0, 0] - far["w"]).norm() < 60
+    assert samples.latents["w"][0, 0].norm() > 5
+
+
+def test_mode_is_evaluation_inside_and_restored_after():
+    class Watching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.dropout = nn.Linear(3, 1), nn.Dropout(0.5)
+
+        def forward(self, x):
+            return self.dropout(self.linear(x))
+
+    model = bdl.models.Regression(bdl.bayesianize(Watching()))
+    model.train()
+    x, y = torch.randn(5, 3), torch.randn(5)
+    for backend in BACKENDS:
+        bdl.mcmc.sample(model, x, y, backend=backend, **QUICK)
+    assert all(module.training for module in model.modules())
+
+
+class Interrupting:
+    """Raises KeyboardInterrupt at the n-th call."""
+
+    def __init__(self, function, n):
+        self.function, self.left = function, n
+
+    def __call__(self, *args, **kwargs):
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return self.function(*args, **kwargs)
+
+
+def test_interrupt_keeps_the_draws_made_numpyro(monkeypatch):
+    x, y = linear_data()
+    advance = numpyro_backend._advance
+    original = jax.jit
+
+    def jit(function, *args, **kwargs):
+        compiled = original(function, *args, **kwargs)
+        is_ours = getattr(function, "func", None) is advance
+        return Interrupting(compiled, 8) if is_ours else compiled
+
+    monkeypatch.setattr(numpyro_backend, "_MOST_PER_BLOCK", 10)
+    monkeypatch.setattr(jax, "jit", jit)
+    with pytest.warns(BdlWarning, match="interrupted"):
+        samples = bdl.mcmc.sample(
+            linear_model, x, y, num_warmup=20, num_samples=500, progress=False
+        )
+    assert 1 <= samples.num_draws < 500
+    assert samples.info["interrupted"]
+
+
+class _Stopping(Interrupting):
+    """An interrupting collector that still shows what it collected."""
+
+    def __getattr__(self, name):
+        return getattr(self.function, name)
+
+
+def test_interrupt_keeps_the_draws_made_pyro(monkeypatch):
+    x, y = linear_data()
+    collector = pyro_backend._Collector
+    monkeypatch.setattr(pyro_backend, "_Collector", lambda *a: _Stopping(collector(*a), 41))
+    with pytest.warns(BdlWarning, match="interrupted"):
+        samples = bdl.mcmc.sample(
+            linear_model, x, y, backend="pyro", num_warmup=30, num_samples=50, progress=False
+        )
+    assert samples.num_draws == 10
+
+
+def branching(x, y=None):
+    w = pyro.sample("w", dist.Normal(torch.tensor(0.0), 1.0))
+    slope = torch.cummax(w * torch.ones(4), 0).values[0]
+    with pyro.plate("data", len(x)):
+        pyro.sample("why", dist.Normal(slope * x, 1.0), obs=y)
+
+
+def test_missing_operator_names_operator_site_and_way_out():
+    x = torch.randn(4)
+    with pytest.raises(MissingOperatorError, match='backend="pyro"') as caught:
+        bdl.mcmc.sample(branching, x, x, **QUICK)
+    assert caught.value.site == "why" and "cummax" in caught.value.op
+    assert "why" in str(caught.value)
+    samples = bdl.mcmc.sample(branching, x, x, backend="pyro", **QUICK)
+    assert samples.latents["w"].shape == (1, 20)
+
+
+def discrete(x, y=None):
+    pyro.sample("z", dist.Bernoulli(0.5))
+    pyro.sample("y", dist.Normal(0.0, 1.0), obs=y)
+
+
+def test_bad_programs_and_arguments():
+    x, y = linear_data()
+    with pytest.raises(UnsupportedProgramError, match="no observed site"):
+        bdl.mcmc.sample(linear_model, x, **QUICK)
+    with pytest.raises(UnsupportedProgramError, match="'z' is discrete"):
+        bdl.mcmc.sample(discrete, x, torch.tensor(1.0), **QUICK)
+    broken = x.clone()
+    broken[4, 1] = math.nan
+    with pytest.raises(ValueError, match=r"x holds NaN or infinity in rows 4, columns 1"):
+        bdl.mcmc.sample(linear_model, broken, y, **QUICK)
+    bits = bdl.models.BinaryClassification(bdl.bayesianize(nn.Linear(2, 1)))
+    with pytest.raises(ValueError, match=r"outside the support.* in rows 0, 1"):
+        bdl.mcmc.sample(bits, torch.randn(3, 2), torch.tensor([2, -1, 1]), **QUICK)
+    model, inputs, targets = regression()
+    model.num_data = 100
+    with pytest.raises(ValueError, match="'data' stands for 100 data but holds 12"):
+        bdl.mcmc.sample(model, inputs, targets, **QUICK)
+    for wrong, match in (
+        ({"kernel": "gibbs"}, "kernel must be one of nuts, hmc"),
+        ({"backend": "stan"}, "backend must be one of"),
+        ({"chain_method": "gpu"}, "chain_method must be one of"),
+        ({"num_samples": 0}, "num_samples must be at least 1"),
+        ({"num_chains": 0}, "num_chains must be at least 1"),
+        ({"target_accept": 1.0}, "target_accept must lie between"),
+        ({"init": "nowhere"}, "init must be"),
+        ({"init": {"v": torch.zeros(3)}}, "no value for the latent site 'w'"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            bdl.mcmc.sample(linear_model, x, y, **(QUICK | wrong))
+
+
+def test_unusable_starting_point_is_told():
+    x, y = linear_data()
+    with pytest.raises(ValueError, match="no starting point with a finite log density"):
+        start = {"w": torch.full((3,), math.inf, dtype=x.dtype)}
+        bdl.mcmc.sample(linear_model, x, y, init=start, **QUICK)
+
+
+def test_a_trajectory_has_a_length():
+    x, y = linear_data()
+    with pytest.raises(ValueError, match="trajectory_length must be positive, got -1"):
+        bdl.mcmc.sample(linear_model, x, y, kernel="hmc", trajectory_length=-1.0, **QUICK)
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_save_and_load(tmp_path, suffix, dtype):
+    samples = bdl.Samples(
+        {"a.b": torch.randn(2, 3, 4, dtype=dtype), "noise": torch.rand(2, 3, dtype=dtype)},
+        {"diverging": torch.tensor([[True, False, True]] * 2), "num_steps": torch.ones(2, 3).int()},
+        {"kernel": "nuts", "seconds": 1.5},
+    )
+    loaded = bdl.Samples.load(samples.save(tmp_path / f"draws{suffix}"))
+    assert list(loaded.latents) == ["a.b", "noise"]
+    for name, value in samples.latents.items():
+        assert (
+            torch.equal(value, loaded.latents[name]) and value.dtype == loaded.latents[name].dtype
+        )
+    for name, value in samples.stats.items():
+        assert torch.equal(value, loaded.stats[name]) and value.dtype == loaded.stats[name].dtype
+    assert loaded.info == samples.info
+
+
+def test_samples_say_what_is_wrong(tmp_path):
+    good = bdl.Samples({"w": torch.randn(2, 5, 3)})
+    with pytest.raises(ValueError, match=r"must end in .safetensors or .npz"):
+        good.save(tmp_path / "draws.pkl")
+    with pytest.raises(FileNotFoundError):
+        bdl.Samples.load(tmp_path / "nothing.npz")
+    np.savez(tmp_path / "other.npz", a=np.zeros(3))
+    for name in ("other.npz", "text.npz", "text.safetensors", "empty.npz"):
+        if name != "other.npz":
+            (tmp_path / name).write_text("text" if "text" in name else "")
+        with pytest.raises(ValueError, match=f"{name}' does not hold samples"):
+            bdl.Samples.load(tmp_path / name)
+    with pytest.raises(ValueError, match=r"same \(chains, draws\)"):
+        bdl.Samples({"w": torch.randn(2, 5), "v": torch.randn(2, 6)})
+
+
+def test_flat_goes_chain_after_chain_and_thins_evenly():
+    samples = bdl.Samples({"w": torch.arange(12.0).reshape(2, 6)})
+    assert samples.flat()["w"].tolist() == list(range(12))
+    assert samples.flat(4)["w"].tolist() == [0, 3, 6, 9]
+    with pytest.raises(ValueError, match="between 1 and 12"):
+        samples.flat(13)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_programs_that_call_autograd_have_the_draws_of_the_derivative_written_out(stopped):
+    """f(x) = sum tanh(w x) by f'(x) ~ N, as in physics-informed networks. A program's own detach
+    keeps the gradient of torch."""
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64)
+
+    def program(derivative):
+        def model(y=None):
+            prior = dist.Normal(torch.zeros(2, dtype=x.dtype), 1.0)
+            w = pyro.sample("w", prior.to_event(1))
+            w = w + w.detach() - w.detach() if stopped else w
+            with pyro.plate("data", len(x)):
+                pyro.sample("y", dist.Normal(derivative(w), 0.5), obs=y)
+
+        return model
+
+    def by_autograd(w):
+        t = x.clone().requires_grad_(True)
+        with torch.enable_grad():
+            f = (w[:, None] * t).tanh().sum()
+            return torch.autograd.grad(f, t, create_graph=True)[0]
+
+    def by_hand(w):
+        return (w[:, None] / (w[:, None] * x).cosh().square()).sum(0)
+
+    options = {"num_warmup": 40, "num_samples": 5, "progress": False, "init": {"w": torch.ones(2)}}
+    found, expected = (
+        bdl.mcmc.sample(program(f), x.cos(), **options).latents["w"] for f in (by_autograd, by_hand)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)

@@ -1,0 +1,213 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pyro_bdl.errors import MissingOperatorError
+from pyro_bdl.mcmc.jax.translate import to_jax, trace
+
+# Types, constants, results ----------------------------------------------------------------------
+
+PROMOTIONS = {
+    "integer division": lambda z: torch.arange(3) / 2 + z,
+    "integers": lambda z: (z > 0) + torch.arange(3),
+    "sum of booleans": lambda z: (z > 0).sum(),
+    "mean in double": lambda z: z.sum(dtype=torch.float64),
+    "zero-dimensional double": lambda z: z * torch.tensor(0.1, dtype=torch.float64),
+    "double": lambda z: z * torch.ones(3, dtype=torch.float64),
+    "bfloat16": lambda z: z.bfloat16() * torch.ones(3, dtype=torch.bfloat16),
+    "weak scalar": lambda z: z.bfloat16() * 2.5,
+    "conversion": lambda z: (10 * z).long() // 3,
+    "full like": lambda z: torch.full_like(z, 2) * torch.zeros_like(z, dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("case", PROMOTIONS)
+def test_dtypes_follow_torch(case):
+    point = torch.tensor([0.3, -0.2, 1.7])
+    expected = PROMOTIONS[case](point)
+    with jax.enable_x64(True):
+        actual = to_jax(PROMOTIONS[case], point)(jnp.asarray(point.numpy()))
+    assert str(actual.dtype) == str(expected.dtype).removeprefix("torch.")
+    np.testing.assert_allclose(actual.astype("float32"), expected.float(), 1e-6)
+
+
+def test_results_may_be_nested_and_inputs_several():
+    def function(x, y):
+        return {"sum": (x + y, [y.sum()]), "input": x, "constant": torch.arange(3), "number": 2}
+
+    x, y = torch.arange(3.0), torch.ones(2, 3)
+    result = jax.jit(to_jax(function, x, y))(x.numpy(), y.numpy())
+    assert jax.tree.map(jnp.shape, result) == {
+        "sum": ((2, 3), [()]), "input": (3,), "constant": (3,), "number": ()
+    }  # fmt: skip
+    np.testing.assert_array_equal(result["sum"][0], x + y)
+    np.testing.assert_array_equal(result["constant"], [0, 1, 2])
+
+
+def test_parameters_are_constants_and_stay_what_they_were():
+    weight = nn.Parameter(torch.arange(3.0))
+    f = to_jax(lambda z: (weight * z).sum(), torch.ones(3))
+    with torch.no_grad():
+        weight.zero_()
+    np.testing.assert_allclose(f(jnp.ones(3)), 3.0)
+
+
+def test_detached_parts_have_no_gradient():
+    f = to_jax(lambda z: (z.detach() * z).sum(), torch.ones(2))
+    np.testing.assert_allclose(jax.grad(f)(jnp.array([2.0, 3.0])), [2.0, 3.0])
+
+
+def test_gradients_through_detach_where_asked():
+    f = to_jax(lambda z: (z.detach() * z).sum(), torch.ones(2), through_detach=True)
+    np.testing.assert_allclose(jax.grad(f)(jnp.array([2.0, 3.0])), [4.0, 6.0])
+    assert f.detaches and not to_jax(lambda z: z.sum(), torch.ones(2)).detaches
+
+
+def test_control_flow_may_depend_on_constants():
+    data = torch.arange(3.0)
+    f = to_jax(lambda z: z.sum() * data.max().item() if (data >= 0).all() else z, torch.ones(2))
+    np.testing.assert_allclose(f(jnp.ones(2)), 4.0)
+
+
+def test_distributions_that_validate_may_come_from_outside():
+    prior = dist.Normal(torch.zeros(2), torch.ones(2), validate_args=True)
+    f = to_jax(lambda z: prior.log_prob(z).sum(), torch.ones(2))
+    np.testing.assert_allclose(f(jnp.ones(2)), -1 - np.log(2 * np.pi), 1e-6)
+
+
+def test_what_constants_alone_determine_is_computed_once():
+    data = torch.arange(3.0)
+    f = to_jax(lambda z: (z * torch.lgamma(data + 1)).sum() + data.exp().sum(), torch.ones(3))
+    program = str(jax.make_jaxpr(f)(jnp.ones(3)))
+    assert "lgamma" not in program and "exp" not in program
+
+
+def test_equal_constants_are_stored_once():
+    first, second = torch.arange(3.0), torch.arange(3.0)
+    f = to_jax(lambda z: (z * first).sum() + (z - second).prod(), torch.ones(3))
+    assert len(jax.make_jaxpr(f)(jnp.ones(3)).consts) == 1
+
+
+@pytest.mark.filterwarnings("error")
+def test_double_precision_inside_a_float32_function_becomes_single_without_x64():
+    data = torch.arange(3, dtype=torch.float64)
+    f = to_jax(lambda z: (z * data).sum(dtype=torch.float64), torch.ones(3))
+    assert f(jnp.ones(3)).dtype == jnp.float32
+
+
+# Errors -----------------------------------------------------------------------------------------
+
+
+def test_a_missing_operator_is_named():
+    with pytest.raises(MissingOperatorError, match=r'special_airy_ai.*backend="pyro"') as caught:
+        to_jax(lambda z: torch.special.airy_ai(z).sum(), torch.ones(2))
+    assert caught.value.op == "aten.special_airy_ai.default"
+    assert caught.value.site is None
+
+
+def test_an_unsupported_use_of_an_operator_is_named():
+    with pytest.raises(MissingOperatorError) as caught:
+        to_jax(lambda z: z[z > 0].sum(), torch.ones(2))
+    assert caught.value.op == "aten.index.Tensor"
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda z: nn.Dropout(0.5)(z).sum(),
+        lambda z: (z * F.dropout(torch.ones(2), training=True)).sum(),
+        lambda z: F.rrelu(z, training=True).sum(),
+        lambda z: (z + torch.randn(2)).sum(),
+        lambda z: (z * dist.Bernoulli(0.5).sample((2,))).sum(),
+    ],
+    ids=["dropout", "dropout of data", "rrelu", "randn", "sample"],
+)
+def test_a_random_operator_is_told(function):
+    with pytest.raises(MissingOperatorError, match=r"random.*train mode"):
+        to_jax(function, torch.ones(2))
+
+
+def test_unused_draws_do_no_harm():
+    f = to_jax(lambda z: (torch.randn(2), z.sum())[1], torch.ones(2))
+    np.testing.assert_allclose(f(jnp.ones(2)), 2.0)
+
+
+def branch_on_written(z):
+    out = torch.zeros(2)
+    out[0] = z[0]
+    return z.sum() if out.sum() > 0 else -z.sum()
+
+
+@pytest.mark.parametrize("function", [lambda z: z.sum() if z[0] > 0 else z, branch_on_written])
+def test_control_flow_on_latents_is_refused(function):
+    with pytest.raises(MissingOperatorError, match="control flow"):
+        to_jax(function, torch.ones(2))
+
+
+def test_changing_a_tensor_outside_is_refused():
+    norm = nn.BatchNorm1d(2)
+    with pytest.raises(MissingOperatorError, match="in place"):
+        to_jax(lambda z: norm(z).sum(), torch.randn(3, 2))
+
+
+def test_arguments_are_checked():
+    f = to_jax(lambda z: z.sum(), torch.ones(2, dtype=torch.float64))
+    with pytest.raises(TypeError, match=r"float64.*enable_x64"):
+        f(jnp.ones(2))
+    with pytest.raises(ValueError, match=r"shape \(2,\)"):
+        f(jnp.ones(3))
+    with pytest.raises(TypeError, match="1 arrays"):
+        f(jnp.ones(2), jnp.ones(2))
+
+
+def flags():
+    return (
+        torch.backends.mha.get_fastpath_enabled(),
+        torch.backends.mkldnn.enabled,
+        torch.backends.cudnn.enabled,
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.is_grad_enabled(),
+        torch.distributions.Distribution._validate_args,
+        torch.distributions.Distribution._validate_sample,
+        pyro.distributions.is_validation_enabled(),
+        pyro.poutine.is_validation_enabled(),
+        pyro.infer.is_validation_enabled(),
+    )
+
+
+@pytest.mark.parametrize("validation", [True, False])
+def test_global_flags_are_restored_after_an_exception(validation):
+    def fails(z):
+        seen.append(flags())
+        raise KeyboardInterrupt
+
+    seen = []
+    original = torch.distributions.Distribution._validate_args
+    try:
+        torch.distributions.Distribution.set_default_validate_args(validation)
+        before = flags()
+        with pytest.raises(KeyboardInterrupt):
+            trace(fails, torch.ones(2))
+        assert flags() == before != seen[0]
+    finally:
+        torch.distributions.Distribution.set_default_validate_args(original)
+
+
+def test_the_trace_has_no_operator_in_place():
+    def function(z):
+        out = torch.zeros(3)
+        out[1:] = z
+        return out.mul_(weight).sum()
+
+    weight = torch.arange(3.0)
+    graph = trace(function, torch.ones(2))
+    targets = [n.target for n in graph.graph.nodes if n.op == "call_function"]
+    assert not any(target._schema.is_mutable for target in targets)
+    torch.testing.assert_close(graph(weight[1:]), torch.tensor(5.0))

@@ -1,0 +1,604 @@
+"""``sgmcmc`` on programs: exact posteriors, minibatches, schedules, and how it ends."""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import pyro_bdl as bdl
+from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
+from pyro_bdl.mcmc.stochastic_gradient.methods import METHODS
+from pyro_bdl.mcmc.stochastic_gradient.minibatches import Minibatches
+from pyro_bdl.program import Program
+from pyro_bdl.utils.module_state import vmappable
+
+QUICK = {"step_size": 0.01, "num_warmup": 4, "num_samples": 6, "thinning": 2, "progress": False}
+
+
+class Linear(nn.Module):
+    """w ~ Normal(0, 1) of five numbers, y ~ Normal(x w, 0.5)."""
+
+    def __init__(self, num_data=None):
+        super().__init__()
+        self.num_data = num_data
+
+    def forward(self, x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(5, dtype=x.dtype), 1.0).to_event(1))
+        rows = torch.arange(len(x))
+        with pyro.plate("data", self.num_data or len(x), subsample=rows):
+            pyro.sample("y", dist.Normal(x @ w, 0.5), obs=y)
+
+
+def linear_data(rows=20, curvature=4.0):
+    """Correlated inputs for which the posterior's precision has eigenvalues from 1 to 4."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(rows, 5, generator=generator, dtype=torch.float64)
+    left, _, right = torch.linalg.svd(x, full_matrices=False)
+    spread = torch.linspace(0, curvature - 1, 5, dtype=torch.float64).sqrt()
+    x = 0.5 * (left * spread) @ right
+    y = x @ torch.tensor([1.0, -1.0, 0.5, 0.0, 2.0], dtype=torch.float64)
+    return x, y + 0.5 * torch.randn(rows, generator=generator, dtype=torch.float64)
+
+
+def exact_posterior(x, y, temperature=1.0):
+    precision = x.T @ x / (0.25 * temperature) + torch.eye(5, dtype=x.dtype)
+    covariance = torch.linalg.inv(precision)
+    return covariance @ x.T @ y / (0.25 * temperature), covariance
+
+
+def assert_moments(draws, mean, covariance, errors=3.0):
+    """Mean and covariance within so many Monte Carlo standard errors, each of which is small."""
+    offset = draws - mean
+    products = offset[..., :, None] * offset[..., None, :]
+    assert (offset.mean((0, 1)).abs() < errors * bdl.diagnostics.mcse(offset)).all()
+    error = bdl.diagnostics.mcse(products)
+    assert (error < 0.06 * covariance.diagonal().max()).all()
+    assert ((products.mean((0, 1)) - covariance).abs() < errors * error).all()
+
+
+def sampled(model, data, **options):
+    return bdl.mcmc.sgmcmc(model, data, **(QUICK | options))
+
+
+# --------------------------------------------------------------------------- the stationary density
+
+EXACT = {
+    "sgld": {"step_size": 0.01, "thinning": 10, "num_warmup": 200},
+    "psgld": {"step_size": 0.01, "thinning": 10, "num_warmup": 400},
+    "mala": {"step_size": 0.25, "thinning": 4, "num_warmup": 60},
+    "sghmc": {"step_size": 0.2, "thinning": 8, "num_warmup": 100, "friction": 0.1},
+    "sgnht": {"step_size": 0.04, "thinning": 10, "num_warmup": 150, "friction": 0.1},
+}
+
+
+@pytest.mark.parametrize("method", list(EXACT))
+def test_gaussian_posterior(method):
+    x, y = linear_data()
+    samples = sampled(Linear(), (x, y), method=method, num_chains=400, num_samples=30, seed=1,
+                      **EXACT[method])  # fmt: skip
+    mean, covariance = exact_posterior(x, y)
+    assert_moments(samples.latents["w"], mean, covariance)
+    stats = samples.stats
+    assert set(stats) >= {"step_size", "potential_energy", "configurational_temperature"}
+    assert all(value.shape == (400, 30) for value in stats.values())
+    # E[-(u - u_0)' grad log p] = P T and E[p'p] = P T, up to the step size.
+    for name in ("configurational_temperature", "kinetic_temperature"):
+        if name in stats:
+            found, error = stats[name].mean(), bdl.diagnostics.mcse(stats[name][..., None])
+            assert abs(found - 1) < 4 * error + 0.1
+    assert ("accept_prob" in stats) == (method == "mala")
+    assert ("kinetic_temperature" in stats) == (method in ("sghmc", "sgnht"))
+
+
+@pytest.mark.parametrize("method", ["sgld", "mala", "sghmc", "sgnht"])
+def test_temperature_scales_deviations_by_its_root(method):
+    """On a Normal posterior, from its mean and with the same noise, exactly."""
+    x, y = linear_data()
+    mean, _ = exact_posterior(x, y)
+    runs = [
+        sampled(Linear(), (x, y), method=method, init={"w": mean}, temperature=t, num_chains=2)
+        for t in (1.0, 0.04)
+    ]
+    warm, cold = (run.latents["w"] - mean for run in runs)
+    assert torch.allclose(cold, 0.2 * warm, atol=1e-12) and warm.abs().max() > 0.05
+
+
+def test_full_batch_sgld_is_lmc():
+    x, y = linear_data()
+    runs = [sampled(Linear(), (x, y), method=method) for method in ("sgld", "lmc")]
+    assert torch.equal(runs[0].latents["w"], runs[1].latents["w"])
+
+
+def test_tempered_program_has_its_tempered_posterior():
+    x, y = linear_data()
+    model = bdl.handlers.temper(Linear(), 0.25)
+    samples = sampled(model, (x, y), num_chains=300, num_samples=40, **EXACT["sghmc"])
+    assert_moments(samples.latents["w"], *exact_posterior(x, y, 0.25))
+
+
+def test_constrained_latent_has_its_exact_posterior():
+    def program(y):
+        rate = pyro.sample("rate", dist.Gamma(torch.tensor(2.0, dtype=torch.float64), 1.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Poisson(rate), obs=y)
+
+    y = torch.tensor([3.0, 1.0, 4.0, 2.0], dtype=torch.float64)
+    samples = sampled(
+        program, y, step_size=0.005, num_chains=300, num_samples=40, num_warmup=200, thinning=10
+    )
+    draws = samples.latents["rate"][..., None]
+    exact = dist.Gamma(torch.tensor(12.0), 5.0)
+    assert (draws > 0).all()
+    assert abs(draws.mean() - exact.mean) < 3 * bdl.diagnostics.mcse(draws)
+    squares = (draws - exact.mean).square()
+    assert abs(squares.mean() - exact.variance) < 3 * bdl.diagnostics.mcse(squares)
+
+
+# -------------------------------------------------------------------------------------- minibatches
+
+
+def test_mean_of_the_minibatch_gradients_is_the_full_gradient():
+    x, y = linear_data()
+    batches = Minibatches((x, y), 4)
+    program = Program(Linear(num_data=20), *batches.first[0])
+    batches.check_scale(program)
+    u = torch.randn(5, dtype=torch.float64)
+    stream = iter(batches)
+    for _ in range(2):  # passes
+        one_pass = [next(stream)[0] for _ in range(5)]
+        rows = torch.cat([batch[0] for batch in one_pass])
+        assert torch.equal(rows.sort(0).values, x.sort(0).values)
+        gradients = [
+            torch.func.grad(lambda u, batch=batch: program.log_density(u, *batch))(u)
+            for batch in one_pass
+        ]
+        full = torch.func.grad(Program(Linear(), x, y).log_density)(u)
+        assert torch.allclose(torch.stack(gradients).mean(0), full)
+        assert not torch.allclose(gradients[0], full, rtol=0.01)
+
+
+@pytest.mark.parametrize("method", ["sgld", "psgld", "sghmc", "sgnht"])
+@pytest.mark.parametrize("kind", ["tuple", "loader"])
+def test_linear_regression_by_minibatches(method, kind):
+    """200 rows in batches of 50: a likelihood not scaled by N/B would give sds twice as wide."""
+    x, y = linear_data(rows=200)
+    model, options = Linear(num_data=200), {"batch_size": 50}
+    data = (x, y)
+    if kind == "loader":
+        data, options = DataLoader(TensorDataset(x, y), batch_size=50, shuffle=True), {}
+    inert = method in ("sghmc", "sgnht")
+    options |= {"step_size": 0.01, "friction": 0.2} if inert else {"step_size": 0.03}
+    samples = sampled(model, data, method=method, num_chains=40, num_samples=60, num_warmup=100,
+                      thinning=5, **options)  # fmt: skip
+    mean, covariance = exact_posterior(x, y)
+    draws = samples.latents["w"].flatten(0, 1)
+    sd = covariance.diagonal().sqrt()
+    assert ((draws.mean(0) - mean).abs() < 0.2 * sd).all()
+    assert (draws.std(0) / sd - 1).abs().max() < 0.2
+    assert samples.info["batch_size"] == 50
+
+
+def test_full_batch_as_a_tuple_a_list_of_one_and_a_dict():
+    x, y = linear_data()
+    runs = [sampled(Linear(), data) for data in ((x, y), [(x, y)], {"x": x, "y": y})]
+    assert torch.equal(runs[0].latents["w"], runs[1].latents["w"])
+    assert torch.equal(runs[0].latents["w"], runs[2].latents["w"])
+    again = sampled(Linear(), (x, y), batch_size=100)
+    assert torch.equal(runs[0].latents["w"], again.latents["w"])
+
+
+def test_programs_that_do_not_know_how_many_data_there_are():
+    x, y = linear_data()
+    with pytest.raises(ValueError, match=r"takes a minibatch of 5 rows for all data.*num_data=20"):
+        sampled(Linear(), (x, y), batch_size=5)
+    batches = [(x[:10], y[:10]), (x[10:], y[10:])]
+    with pytest.raises(ValueError, match=r"10 rows for all data.*num_data=the number of all data"):
+        sampled(Linear(), batches)
+    with pytest.raises(ValueError, match="speaks of 50 data, but data holds 20"):
+        sampled(Linear(num_data=50), (x, y), batch_size=5)
+    with pytest.raises(ValueError, match="speaks of 50 data, but data is one batch of 20"):
+        sampled(Linear(num_data=50), (x, y))
+    with pytest.warns(BdlWarning, match="speaks of 50 data, a pass over the batches holds 20"):
+        sampled(Linear(num_data=50), batches)
+
+
+def test_a_site_that_is_not_scaled_beside_one_that_is():
+    def two(x, y=None, z=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(5, dtype=x.dtype), 1.0).to_event(1))
+        rows = torch.arange(len(x))
+        with pyro.plate("a", 20, subsample=rows):
+            pyro.sample("y", dist.Normal(x @ w, 0.5), obs=y)
+        with pyro.plate("b", len(x)):
+            pyro.sample("z", dist.Normal(x @ w, 0.5), obs=z)
+
+    x, y = linear_data()
+    with pytest.raises(ValueError, match=r"observed site 'z' takes a minibatch of 5.*size=20"):
+        sampled(two, (x, y, y), batch_size=5)
+
+
+def test_a_loader_that_leaves_out_its_last_batch_is_no_reason_to_warn(recwarn):
+    x, y = linear_data()
+    loader = DataLoader(TensorDataset(x, y), batch_size=6, drop_last=True)
+    sampled(Linear(num_data=20), loader)
+    assert not [w for w in recwarn if issubclass(w.category, BdlWarning)]
+
+
+def test_latent_for_each_datum():
+    class Local(nn.Module):
+        def __init__(self, num_data):
+            super().__init__()
+            self.num_data = num_data
+
+        def forward(self, y):
+            with pyro.plate("data", self.num_data, subsample=torch.arange(len(y))):
+                z = pyro.sample("z", dist.Normal(torch.zeros(()), 1.0))
+                pyro.sample("y", dist.Normal(z, 1.0), obs=y)
+
+    y = torch.randn(6)
+    assert sampled(Local(6), (y,)).latents["z"].shape == (1, 6, 6)
+    with pytest.raises(UnsupportedProgramError, match="'z' stands in a plate of which a minibatch"):
+        sampled(Local(6), (y,), batch_size=2)
+
+
+# ------------------------------------------------------------------------------ steps and schedules
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+def test_thinning_and_warmup_leave_out_draws_and_nothing_else(method):
+    x, y = linear_data()
+    options = {"method": method, "num_chains": 2}
+    every = sampled(Linear(), (x, y), **options, num_warmup=4, num_samples=18, thinning=1)
+    third = sampled(Linear(), (x, y), **options, num_warmup=4, num_samples=6, thinning=3)
+    assert torch.equal(third.latents["w"], every.latents["w"][:, 2::3])
+    assert third.info["steps"] == every.info["steps"] == 22
+    for name, value in third.stats.items():
+        assert torch.equal(value, every.stats[name][:, 2::3])
+
+
+def test_potential_energy_is_that_of_the_draw():
+    x, y = linear_data()
+    samples = sampled(Linear(), (x, y), num_chains=2)
+    program = Program(Linear(), x, y)
+    for i, j in ((0, 0), (1, 5)):
+        density = program.log_joint({"w": samples.latents["w"][i, j]})
+        assert -density.item() == pytest.approx(samples.stats["potential_energy"][i, j].item())
+
+
+def test_cyclical_steps_explore_without_noise_and_draw_in_the_rest():
+    x, y = linear_data()
+    schedule = bdl.mcmc.Cyclical(0.1, period=10, exploration=0.55)
+    start = {"w": torch.full((5,), 2.0, dtype=x.dtype)}
+    samples = sampled(
+        Linear(), (x, y), method="sgld", step_size=schedule, init=start, num_chains=500,
+        num_warmup=0, num_samples=8, thinning=1,
+    )  # fmt: skip
+    steps = [6, 7, 8, 9, 16, 17, 18, 19]
+    exact = torch.tensor([schedule(step) for step in steps], dtype=x.dtype)
+    assert torch.allclose(samples.stats["step_size"], exact.expand(500, 8))
+    mean, covariance = exact_posterior(x, y)
+    precision, position = torch.linalg.inv(covariance), start["w"]
+    for step in range(7):
+        position = position + schedule(step) * precision @ (mean - position)
+    noise = (samples.latents["w"][:, 0] - position) / math.sqrt(2 * schedule(6))
+    assert noise.mean().abs() < 4 / 2500**0.5 and abs(noise.var() - 1) < 4 * (2 / 2500) ** 0.5
+    assert samples.info["steps"] == 20 and "Cyclical(peak=0.1" in samples.info["step_size"]
+
+
+def test_decaying_steps_follow_their_formula():
+    x, y = linear_data()
+    schedule = bdl.mcmc.Polynomial(0.05, offset=5.0, power=0.6)
+    samples = sampled(Linear(), (x, y), method="sgld", step_size=schedule)
+    exact = [schedule(step) for step in (5, 7, 9, 11, 13, 15)]
+    assert samples.stats["step_size"][0].tolist() == pytest.approx(exact)
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+def test_same_seed_same_draws_and_the_callers_random_state_stays(method):
+    x, y = linear_data()
+    state = torch.random.get_rng_state()
+    runs = [
+        sampled(Linear(num_data=20), (x, y), method=method, seed=seed, num_chains=2,
+                batch_size=None if METHODS[method].whole else 5)
+        for seed in (5, 5, 6)
+    ]  # fmt: skip
+    first, again, other = (run.latents["w"] for run in runs)
+    assert torch.equal(first, again)
+    assert not torch.isclose(first, other).any()
+    assert not torch.isclose(first[0], first[1]).any()
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+def test_suggested_step_size_is_a_fraction_of_the_inverse_curvature():
+    x, y = linear_data()
+    at = {"w": torch.zeros(5, dtype=x.dtype)}
+    step = bdl.mcmc.suggest_step_size(Linear(), (x, y), at=at, fraction=0.3)
+    assert step == pytest.approx(0.3 / 4.0, rel=0.01)
+    part = bdl.mcmc.suggest_step_size(Linear(num_data=20), (x, y), at=at, batch_size=5)
+    gram = 4 * x[:5].T @ x[:5] / 0.25 + torch.eye(5)
+    assert part == pytest.approx(0.1 / torch.linalg.eigvalsh(gram)[-1].item(), rel=0.01)
+    with pytest.raises(ValueError, match="fraction must be positive"):
+        bdl.mcmc.suggest_step_size(Linear(), (x, y), at=at, fraction=0.0)
+
+
+def test_suggested_step_size_reaches_through_attention():
+    torch.manual_seed(0)
+    x = torch.randn(6, 3, 4, dtype=torch.float64)
+    attention = nn.MultiheadAttention(4, 2, batch_first=True, dtype=torch.float64)
+    network = bdl.bayesianize(attention)
+
+    def model(x, y=None):
+        mean = network(x, x, x, need_weights=False)[0].sum((1, 2))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+    at = {name: value.detach() for name, value in attention.named_parameters()}
+    y = torch.ones(6, dtype=torch.float64)
+    step = bdl.mcmc.suggest_step_size(model, (x, y), at=at, fraction=1.0)
+
+    program = Program(model, x, y)
+    with vmappable():
+        hessian = torch.func.hessian(program.log_density)(program.unconstrain(at))
+    largest = torch.linalg.eigvalsh(hessian).abs().max().item()
+    assert step == pytest.approx(1 / largest, rel=0.01)
+
+
+# -------------------------------------------------------------------------------------- how it ends
+
+
+def test_diverging_step_size_stops_and_keeps_the_draws_before_it():
+    x, y = linear_data()
+    options = {"step_size": lambda step: 0.01 if step < 30 else 1e4, "thinning": 3}
+    with pytest.warns(BdlWarning, match=r"chain \d diverged at step 3\d: use a smaller step_size"):
+        samples = sampled(Linear(), (x, y), **options, num_warmup=0, num_samples=50, num_chains=3)
+    assert samples.num_draws == 10
+    assert samples.latents["w"].abs().max() < 10
+    assert "diverged" in samples.info["failure"] and samples.info["steps"] >= 31
+    with pytest.raises(ValueError, match=r"diverged at step 3\d.*no draw before it"):
+        sampled(Linear(), (x, y), **options, num_warmup=40, num_samples=50)
+
+
+@pytest.mark.parametrize("method", ["sgld", "lmc", "psgld", "sghmc", "sgnht"])
+def test_every_unadjusted_method_tells_that_it_diverges(method):
+    x, y = linear_data()
+    with pytest.raises(ValueError, match="diverged at step"):
+        sampled(Linear(), (x, y), method=method, step_size=30.0, num_warmup=400)
+
+
+def test_batch_that_is_not_finite_is_named():
+    x, y = linear_data()
+    bad = y.clone()
+    bad[12] = math.nan
+    batches = [(x[:5], y[:5]), (x[5:10], y[5:10]), (x[10:15], bad[10:15]), (x[15:], y[15:])]
+    options = {"num_warmup": 0, "thinning": 1}
+    with pytest.warns(BdlWarning, match="a batch at step 2 is bad: y holds NaN .* in rows 2"):
+        samples = sampled(Linear(num_data=20), batches, **options)
+    assert samples.num_draws == 1
+    with pytest.raises(ValueError, match="y holds NaN or infinity in rows 12"):
+        sampled(Linear(num_data=20), (x, bad), batch_size=5)
+
+
+def interrupted_at(step):
+    def step_size(now):
+        if now == step:
+            raise KeyboardInterrupt
+        return 0.01
+
+    return step_size
+
+
+def test_interrupt_keeps_the_draws_made():
+    x, y = linear_data()
+    options = {"num_samples": 50, "num_warmup": 5, "thinning": 3, "num_chains": 2}
+    whole = sampled(Linear(), (x, y), **options)
+    with pytest.warns(BdlWarning, match="interrupted: 4 of 50 draws per chain were made"):
+        samples = sampled(Linear(), (x, y), **options, step_size=interrupted_at(18))
+    assert torch.equal(samples.latents["w"], whole.latents["w"][:, :4])
+    assert samples.info["interrupted"] and samples.stats["potential_energy"].shape == (2, 4)
+    with pytest.raises(KeyboardInterrupt):
+        sampled(Linear(), (x, y), **options, step_size=interrupted_at(7))
+
+
+# ------------------------------------------------------------------------------ networks and starts
+
+
+def regression(network=None, rows=12):
+    torch.manual_seed(0)
+    network = network or nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+    return bdl.models.Regression(bdl.bayesianize(network)), torch.randn(rows, 3), torch.randn(rows)
+
+
+def test_batch_norm_runs_in_evaluation_mode_and_is_left_as_it_was():
+    network = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    model, x, y = regression(network)
+    model.train()
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    options = {"num_chains": 2, "step_size": 1e-4, "init": "network"}
+    trained = sampled(model, (x, y), **options)
+    assert all(module.training for module in model.modules())
+    assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
+    evaluated = sampled(model.eval(), (x, y), **options)
+    for name, value in trained.latents.items():
+        assert torch.equal(value, evaluated.latents[name])
+
+
+def test_network_that_cannot_be_vectorised_is_looped_over_chains_and_told_once():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell, self.read = nn.GRU(3, 4, batch_first=True), nn.Linear(4, 1)
+
+        def forward(self, x):
+            return self.read(self.cell(x)[0][:, -1])
+
+    torch.manual_seed(0)
+    model = bdl.models.Regression(bdl.bayesianize(Recurrent()))
+    x, y = torch.randn(6, 2, 3), torch.randn(6)
+    with pytest.warns(BdlWarning, match="cannot be vectorised") as told:
+        samples = sampled(model, (x, y), num_chains=2, step_size=1e-4, init="network")
+    assert len([w for w in told if "vectorised" in str(w.message)]) == 1
+    assert samples.latents["read.bias"].shape == (2, 6, 1)
+    assert samples.latents["read.bias"].isfinite().all()
+
+
+@pytest.mark.parametrize("init", ["prior", "network", "guide", "samples", "dict"])
+def test_starting_points(init):
+    model, x, y = regression()
+    initial = Program(model, x, y).initial
+    start = {
+        "guide": bdl.guides.AutoMeanField(model).prototype(x, y),
+        "samples": bdl.Samples({k: v.expand(2, 3, *v.shape) for k, v in initial.items()}),
+        "dict": initial,
+    }.get(init, init)
+    samples = sampled(model, (x, y), init=start, num_chains=2, step_size=1e-14, num_warmup=0)
+    assert samples.latents["noise"].shape == (2, 6)
+    if init in ("samples", "dict"):
+        for name, value in initial.items():
+            found = samples.latents[name]
+            assert torch.allclose(found, value.expand_as(found), atol=1e-4)
+
+
+def test_each_chain_starts_from_its_own_draw_of_samples():
+    x, y = linear_data()
+    starts = torch.randn(4, 1, 5, dtype=x.dtype)
+    samples = sampled(
+        Linear(), (x, y), init=bdl.Samples({"w": starts}), num_chains=4, step_size=1e-20
+    )
+    assert torch.allclose(samples.latents["w"][:, 0], starts[:, 0], atol=1e-6)
+
+
+def test_subset_moves_and_the_rest_stays():
+    x, y = linear_data()
+    program = Program(Linear(), x, y)
+    at = torch.linspace(-1, 1, 5, dtype=x.dtype)
+    subset = bdl.mcmc.sampling.Subset(program.layout, torch.tensor([1, 3]))
+    samples = sampled(
+        Linear(), (x, y), subset=subset, at=at, num_chains=300, num_samples=40, **EXACT["sghmc"]
+    )
+    draws = samples.latents["w"]
+    fixed = torch.tensor([0, 2, 4])
+    assert torch.equal(draws[..., fixed], at[fixed].expand(300, 40, 3))
+    mean, covariance = exact_posterior(x, y)
+    precision, chosen = torch.linalg.inv(covariance), torch.tensor([1, 3])
+    inner = torch.linalg.inv(precision[chosen][:, chosen])
+    coupled = precision[chosen][:, fixed] @ (at - mean)[fixed]
+    assert_moments(draws[..., chosen], mean[chosen] - inner @ coupled, inner)
+
+
+def test_classification_on_convolutions_and_what_is_saved(tmp_path):
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3))
+    model = bdl.models.Classification(bdl.bayesianize(network), num_data=12)
+    x, y = torch.randn(12, 1, 4, 4), torch.arange(12) % 3
+    schedule = bdl.mcmc.Cyclical(1e-3, 6)
+    samples = sampled(model, (x, y), batch_size=4, step_size=schedule, num_chains=2)
+    loaded = bdl.Samples.load(samples.save(tmp_path / "draws.npz"))
+    assert loaded.info == samples.info
+    assert bdl.Predictive(model, samples)(x)["f"].shape == (12, 12, 3)
+
+
+# ---------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "match"),
+    [
+        ({"method": "sgdl"}, ValueError, "method must be one of sgld, psgld, sghmc"),
+        ({"step_size": 0.0}, ValueError, "step_size must be a positive finite number, got 0.0"),
+        ({"step_size": math.nan}, ValueError, "step_size must be a positive finite number"),
+        ({"step_size": lambda step: -1.0}, ValueError, "got -1.0 at step 0"),
+        ({"temperature": 0.0}, ValueError, "temperature must be a positive"),
+        ({"num_samples": 0}, ValueError, "num_samples must be at least 1"),
+        ({"thinning": 0}, ValueError, "thinning must be at least 1"),
+        ({"num_chains": 0}, ValueError, "num_chains must be at least 1"),
+        ({"num_warmup": -1}, ValueError, "num_warmup must be at least 0"),
+        ({"method": "psgld", "num_warmup": 1}, ValueError, "num_warmup must be at least 2"),
+        ({"batch_size": 0}, ValueError, "batch_size must be at least 1"),
+        ({"method": "mala", "batch_size": 5}, ValueError, "'mala' needs all data in each step"),
+        ({"method": "lmc", "batch_size": 5}, ValueError, "'lmc' needs all data in each step"),
+        (
+            {"method": "mala", "step_size": bdl.mcmc.Cyclical(0.1, 10)},
+            ValueError,
+            "'mala' cannot explore without noise",
+        ),
+        ({"method": "sgld", "friction": 0.1}, TypeError, "'friction' with method 'sgld'"),
+        ({"frictoin": 0.1}, TypeError, r"no argument 'frictoin'.*its options: friction"),
+        ({"friction": 2.0}, ValueError, "friction must lie in"),
+        ({"init": "nowhere"}, ValueError, "init must be"),
+        ({"init": {"v": torch.zeros(3)}}, ValueError, "no value for the latent site 'w'"),
+        ({"at": torch.zeros(5)}, ValueError, "both subset and at"),
+    ],
+)
+def test_bad_arguments(wrong, error, match):
+    x, y = linear_data()
+    with pytest.raises(error, match=match):
+        sampled(Linear(num_data=20), (x, y), **wrong)
+
+
+def test_a_program_that_picks_rows_itself_is_told_who_picks_them_here():
+    x, y = torch.randn(20), torch.randn(20)
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 20, subsample_size=5) as i:
+            pyro.sample("y", dist.Normal(w * x[i], 1.0), obs=None if y is None else y[i])
+
+    with pytest.raises(UnsupportedProgramError, match=r"picks 5 of the 20 rows .* by batch_size="):
+        bdl.mcmc.sgmcmc(model, (x, y), step_size=1e-3, batch_size=None, progress=False)
+
+
+def test_a_program_without_arguments():
+    y = torch.randn(20)
+
+    def model():
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 20):
+            pyro.sample("y", dist.Normal(w, 1.0), obs=y)
+
+    options = {"step_size": 1e-3, "num_warmup": 2, "num_samples": 3, "progress": False}
+    with pytest.raises(ValueError, match=r"holds no batch.*\[\(\)\] for a program without"):
+        bdl.mcmc.sgmcmc(model, (), **options)
+    assert bdl.mcmc.sgmcmc(model, [()], **options).latents["w"].shape == (1, 3)
+
+
+def test_bad_programs_and_data():
+    x, y = linear_data()
+    with pytest.raises(UnsupportedProgramError, match="no observed site"):
+        sampled(Linear(), (x,))
+    with pytest.raises(ValueError, match="data holds no batch"):
+        sampled(Linear(), [])
+    with pytest.raises(ValueError, match="batch_size is for data given as"):
+        sampled(Linear(num_data=20), [(x[:10], y[:10]), (x[10:], y[10:])], batch_size=5)
+    with pytest.raises(ValueError, match="tensors that all have a row for each datum"):
+        sampled(Linear(num_data=20), (x, torch.zeros(3)), batch_size=5)
+    bits = bdl.models.BinaryClassification(bdl.bayesianize(nn.Linear(2, 1)))
+    with pytest.raises(ValueError, match=r"outside the support.* in rows 0, 1"):
+        sampled(bits, (torch.randn(3, 2), torch.tensor([2, -1, 1])))
+
+
+def test_draws_that_cannot_fit_are_refused_before_the_first_step():
+    x, y = linear_data()
+    with pytest.raises(MemoryError, match="keep fewer draws"):
+        sampled(Linear(), (x, y), num_samples=10**13)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("method", list(METHODS))
+def test_on_a_gpu(method):
+    x, y = (value.cuda() for value in linear_data())
+
+    def program(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(5).to(x), 1.0).to_event(1))
+        with pyro.plate("data", 20, subsample=torch.arange(len(x), device=x.device)):
+            pyro.sample("y", dist.Normal(x @ w, 0.5), obs=y)
+
+    batch = None if METHODS[method].whole else 10
+    runs = [
+        sampled(program, (x, y), method=method, num_chains=2, batch_size=batch) for _ in range(2)
+    ]
+    assert runs[0].latents["w"].is_cuda and runs[0].latents["w"].isfinite().all()
+    assert torch.equal(runs[0].latents["w"], runs[1].latents["w"])

@@ -1,0 +1,450 @@
+"""Predictive draws: exact moments, vectorised equals looped, one shape for all posteriors."""
+
+import warnings
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import AutoDelta, AutoMultivariateNormal, AutoNormal
+from torch import nn
+
+import pyro_bdl as bdl
+from pyro_bdl.distributions.take_apart import observation_mean, rebuild, take_apart
+from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
+from pyro_bdl.program.vmap import map_draws
+
+
+def network(inputs=3, outputs=1):
+    return bdl.bayesianize(
+        nn.Sequential(nn.Linear(inputs, 6), nn.Tanh(), nn.Linear(6, outputs)),
+        bdl.priors.FanIn(1.0),
+    )
+
+
+def model_and_data(kind="Regression", rows=9):
+    outputs = {"Classification": 4, "HeteroscedasticRegression": 2}.get(kind, 1)
+    model = getattr(bdl.models, kind)(network(outputs=outputs))
+    x = torch.randn(rows, 3)
+    y = torch.randint(0, 2, (rows,)) if "Class" in kind or "Poisson" in kind else torch.randn(rows)
+    return model, x, y
+
+
+KINDS = (
+    "Regression",
+    "HeteroscedasticRegression",
+    "StudentTRegression",
+    "Classification",
+    "BinaryClassification",
+    "PoissonRegression",
+)
+
+
+def posteriors(model, x, y):
+    guides = [bdl.guides.AutoMeanField(model), bdl.guides.AutoMAP(model)]
+    theirs = [AutoNormal(model), AutoDelta(model), AutoMultivariateNormal(model)]
+    for guide in [*guides, *theirs]:
+        guide(x, y)
+    latents = guides[0].sample_latents(20)
+    samples = bdl.Samples({k: v.reshape(4, 5, *v.shape[1:]) for k, v in latents.items()})
+    return [*guides, *theirs, samples]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_keys_and_shapes_for_every_posterior(kind):
+    model, x, y = model_and_data(kind)
+    expected = {"y": (20, 9), "f": (20, 9)}
+    if kind == "Classification":
+        expected["f"] = (20, 9, 4)
+    if kind == "HeteroscedasticRegression":
+        expected["noise"] = (20, 9)
+    for posterior in posteriors(model, x, y):
+        draws = bdl.Predictive(model, posterior, 20)(x)
+        assert {name: tuple(value.shape) for name, value in draws.items()} == expected
+        assert not any(value.requires_grad for value in draws.values())
+
+
+@pytest.mark.parametrize("ask", ["__call__", "mean", "log_likelihood"])
+def test_a_posterior_without_some_of_the_weights_is_refused(ask):
+    model, x, y = model_and_data("Regression")
+    latents = bdl.guides.AutoMeanField(model).prototype(x, y).sample_latents(3)
+    lost = next(name for name in latents if "weight" in name)
+    samples = bdl.Samples({k: v[None] for k, v in latents.items() if k != lost})
+    with pytest.raises(ValueError, match=f"no value for the network's weights '{lost}'"):
+        getattr(bdl.Predictive(model, samples), ask)(x, y)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("memory", [1, 10_000, 2**30])
+def test_chunks_equal_the_program_conditioned_on_each_draw(kind, memory):
+    model, x, y = model_and_data(kind)
+    guide = bdl.guides.AutoMeanField(model, init_scale=0.5).prototype(x, y)
+    samples = bdl.Samples({k: v[None] for k, v in guide.sample_latents(7).items()})
+    predictive = bdl.Predictive(model, samples, memory=memory)
+    f, mean, likelihood = predictive(x)["f"], predictive.mean(x), predictive.log_likelihood(x, y)
+    for i in range(7):
+        latents = {name: value[0, i] for name, value in samples.latents.items()}
+        trace = pyro.poutine.trace(pyro.condition(model, latents)).get_trace(x, y)
+        trace.compute_log_prob()
+        torch.testing.assert_close(f[i], trace.nodes["f"]["value"])
+        torch.testing.assert_close(likelihood["y"][i], trace.nodes["y"]["log_prob"])
+        torch.testing.assert_close(mean["y"][i], observation_mean(trace.nodes["y"]["fn"]))
+
+
+def test_draws_have_the_predictive_moments_of_the_conjugate_model():
+    torch.manual_seed(0)
+    x = torch.randn(5, 2, dtype=torch.float64)
+    weights = dist.MultivariateNormal(
+        torch.tensor([1.0, -1.0]).double(), 0.3 * torch.eye(2).double()
+    )
+
+    def linear(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2).to(x), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(x @ w, 0.5), obs=y)
+
+    count = 40_000
+    samples = bdl.Samples({"w": weights.sample((1, count))})
+    y = bdl.Predictive(linear, samples)(x)["y"]
+    mean = x @ weights.loc
+    covariance = x @ weights.covariance_matrix @ x.T + 0.25 * torch.eye(5).double()
+    sd = covariance.diagonal().sqrt()
+    assert ((y.mean(0) - mean).abs() < 5 * sd / count**0.5).all()
+    assert ((torch.cov(y.T) - covariance).abs() < 0.05 * torch.outer(sd, sd)).all()
+
+
+@pytest.mark.parametrize(
+    "distribution",
+    [
+        dist.Normal(torch.tensor([1.0, -2.0]), 0.5),
+        dist.Normal(torch.zeros(2, 3), 0.5).to_event(1),
+        dist.StudentT(5.0, torch.tensor([1.0, 2.0]), 0.1),
+        dist.Gamma(torch.tensor([2.0, 3.0]), 4.0),
+        dist.LogNormal(torch.tensor([0.0, 0.2]), 0.3),
+        dist.Beta(torch.tensor([2.0, 3.0]), 1.5),
+        dist.Poisson(torch.tensor([3.0, 5.0])),
+        dist.NegativeBinomial(torch.tensor([5.0, 7.0]), probs=torch.tensor([0.3, 0.5])),
+        dist.Binomial(8, torch.tensor([0.3, 0.5])),
+        dist.Bernoulli(torch.tensor([0.3, 0.5])),
+        dist.Bernoulli(logits=torch.tensor([0.3, -0.5])),
+        dist.Categorical(torch.tensor([[0.2, 0.8], [0.5, 0.5]])),
+        dist.Categorical(logits=torch.tensor([[0.2, 0.8], [0.5, 0.5]])),
+        dist.OneHotCategorical(logits=torch.tensor([[0.2, 0.8], [0.5, 0.5]])),
+        dist.MultivariateNormal(torch.zeros(2), torch.tensor([[2.0, 0.3], [0.3, 1.0]])),
+        dist.Normal(torch.zeros(3), 1.0).mask(torch.tensor([True, False, True])),
+        dist.Exponential(torch.tensor([1.0, 2.0])),
+        dist.Laplace(torch.tensor([1.0, 2.0]), 0.3),
+    ],
+    ids=lambda d: type(d).__name__,
+)
+def test_distributions_taken_apart_are_rebuilt(distribution):
+    structure, tensors = take_apart(distribution)
+    again = rebuild(structure, tensors)
+    value = distribution.sample()
+    masked = hasattr(distribution, "_mask")
+    expected = (distribution.base_dist if masked else distribution).log_prob(value)
+    torch.testing.assert_close(again.log_prob(value), expected)
+    widened = {name: tensor.expand(6, *tensor.shape) for name, tensor in tensors.items()}
+    assert rebuild(structure, widened).sample().shape == (6, *distribution.shape())
+
+
+def chain_of_observations(x, first=None, second=None):
+    w = pyro.sample("w", dist.Normal(torch.tensor(2.0), 0.1))
+    with pyro.plate("data", len(x)):
+        first = pyro.sample("first", dist.Normal(w * x, 0.1), obs=first)
+        pyro.sample("second", dist.Normal(10 * first, 0.1), obs=second)
+
+
+def test_a_site_that_uses_a_predicted_one_follows_it():
+    samples = bdl.Samples({"w": torch.full((1, 500), 2.0)})
+    draws = bdl.Predictive(chain_of_observations, samples)(torch.ones(4))
+    assert (draws["first"].std(0) > 0.05).all()
+    residual = draws["second"] - 10 * draws["first"]
+    assert residual.std() < 0.12 and abs(residual.mean()) < 0.02
+
+
+def after_the_observation(x, y=None):
+    w = pyro.sample("w", dist.Normal(torch.tensor(0.0), 1.0))
+    with pyro.plate("data", len(x)):
+        y = pyro.sample("y", dist.Normal(w * x, 1.0), obs=y)
+    pyro.deterministic("twice", 2 * y)
+
+
+def test_a_deterministic_site_after_the_observation_uses_its_draw():
+    samples = bdl.Samples({"w": torch.randn(1, 50)})
+    draws = bdl.Predictive(after_the_observation, samples)(torch.ones(4))
+    torch.testing.assert_close(draws["twice"], 2 * draws["y"])
+
+
+def test_a_program_that_picks_rows_itself_is_refused():
+    def model(x, y=None, size=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 6 if size is None else len(x), subsample_size=size or len(x)) as i:
+            rows = slice(None) if size is None else i
+            y = None if y is None else y[rows]
+            return pyro.sample("y", dist.Normal(w * x[rows], 1.0), obs=y)
+
+    x, y = torch.randn(6), torch.randn(6)
+    guide = bdl.guides.AutoMeanField(model).prototype(x, y, 3)
+    predictive = bdl.Predictive(model, guide, 4)
+    for call in (predictive, predictive.mean, predictive.moments, predictive.log_likelihood):
+        with pytest.raises(UnsupportedProgramError, match=r"'data' picks 3 of the 6 rows"):
+            call(x, y, 3)
+    with pytest.raises(UnsupportedProgramError, match=r"picks 3 of the 6 rows"):
+        bdl.to_arviz(model, guide, x, y, 3)
+    laplace = bdl.guides.AutoLaplaceGGN(model).prototype(x, y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BdlWarning)  # not at a maximum
+        laplace = laplace.laplace_approximation((x, y))
+    linearized = bdl.LinearizedPredictive(model, laplace, 4)
+    for call in (linearized, linearized.moments, linearized.log_likelihood):
+        with pytest.raises(UnsupportedProgramError, match=r"picks 3 of the 6 rows"):
+            call(x, y, 3)
+    w = torch.randn(1, 4)  # two of six that are given, are not picked
+    found = bdl.Predictive(model, bdl.Samples({"w": w})).log_likelihood(x[:2], y[:2])["y"]
+    torch.testing.assert_close(found, dist.Normal(w.T * x[:2], 1.0).log_prob(y[:2]))
+
+
+def test_given_targets_are_predicted_not_returned():
+    model, x, y = model_and_data()
+    guide = bdl.guides.AutoMeanField(model).prototype(x, y)
+    draws = bdl.Predictive(model, guide, 10)(x, y)["y"]
+    assert draws.shape == (10, 9) and not (draws == y).any()
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.recurrent = kind(3, 4, num_layers=2, bidirectional=True, batch_first=True)
+        self.out = nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.out(self.recurrent(x)[0][:, -1])
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_networks_are_looped_over_and_it_is_said_once(kind):
+    model = bdl.models.Regression(bdl.bayesianize(Recurrent(kind)))
+    x, y = torch.randn(4, 5, 3), torch.randn(4)
+    guide = bdl.guides.AutoMeanField(model).prototype(x, y)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        draws = bdl.Predictive(model, guide, 6)(x)
+    assert draws["f"].shape == (6, 4)
+    assert len([w for w in caught if issubclass(w.category, BdlWarning)]) == 1
+
+
+def test_a_function_that_cannot_be_vectorised_is_told_of_once_for_all_chunks():
+    draws = {"w": torch.arange(5.0)}
+    with pytest.warns(BdlWarning, match="cannot be vectorised") as caught:
+        result = map_draws(lambda d: d["w"] * d["w"].item(), draws, chunk_size=2)
+    assert torch.equal(result, draws["w"] ** 2) and len(caught) == 1
+
+
+def test_draws_that_fill_the_memory_are_evaluated_without_vmap():
+    """A network that runs once per draw sees plain tensors; results equal the vectorised ones."""
+    seen = []
+
+    class Spy(nn.Conv2d):
+        def forward(self, x):
+            seen.append(torch._C._functorch.is_batchedtensor(self.weight))
+            return super().forward(x)
+
+    net = nn.Sequential(Spy(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(2 * 4 * 4, 3))
+    model = bdl.models.Classification(bdl.bayesianize(net, bdl.priors.FanIn(1.0)))
+    x, y = torch.randn(5, 1, 6, 6), torch.randint(3, (5,))
+    guide = bdl.guides.AutoMeanField(model, init_scale=0.5).prototype(x, y)
+    samples = bdl.Samples({k: v[None] for k, v in guide.sample_latents(7).items()})
+    results = {}
+    for memory, vectorised in ((1, False), (2**30, True)):
+        seen.clear()
+        results[memory] = bdl.Predictive(model, samples, memory=memory)(x)
+        assert seen[1:] == ([True] if vectorised else 7 * [False])
+    torch.testing.assert_close(results[1]["f"], results[2**30]["f"])
+    assert results[1]["y"].shape == results[2**30]["y"].shape == (7, 5)
+
+
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm, self.drop = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.out(self.drop(self.norm(self.linear(x))))
+
+
+def test_runs_in_evaluation_mode_and_restores_everything():
+    model = bdl.models.Regression(bdl.bayesianize(Noisy()))
+    x, y = torch.randn(8, 3), torch.randn(8)
+    guide = bdl.guides.AutoMAP(model).prototype(x, y)
+    model.train()
+    model.network.net.drop.eval()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    f = bdl.Predictive(model, guide, 3)(x)["f"]
+    assert torch.equal(f[0], f[1])
+    assert (
+        model.training and model.network.net.norm.training and not model.network.net.drop.training
+    )
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    with pytest.raises(RuntimeError):
+        bdl.Predictive(model, guide, 3)(torch.randn(8, 5))
+    assert (
+        model.training and model.network.net.norm.training and not model.network.net.drop.training
+    )
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
+def test_function_programs_have_their_closures_in_evaluation_mode_too():
+    net = bdl.bayesianize(Noisy())
+
+    def program(x, y=None):
+        f = pyro.deterministic("f", net(x).squeeze(-1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f, 1.0), obs=y)
+
+    x, y = torch.randn(8, 3), torch.randn(8)
+    guide = bdl.guides.AutoMAP(program).prototype(x, y)
+    f = bdl.Predictive(program, guide, 2)(x)["f"]
+    assert torch.equal(f[0], f[1]) and net.training
+
+
+def test_an_error_of_the_network_is_not_taken_for_a_vmap_failure():
+    def broken(draw):
+        raise RuntimeError("size mismatch")
+
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        map_draws(broken, {"w": torch.zeros(3)})
+
+
+def test_number_of_draws():
+    model, x, y = model_and_data()
+    guide = bdl.guides.AutoMeanField(model).prototype(x, y)
+    assert bdl.Predictive(model, guide)(x)["f"].shape[0] == 100
+    samples = bdl.Samples(
+        {k: v.reshape(2, 15, *v.shape[1:]) for k, v in guide.sample_latents(30).items()}
+    )
+    assert bdl.Predictive(model, samples)(x)["f"].shape[0] == 30
+    assert bdl.Predictive(model, samples, 4)(x)["f"].shape[0] == 4
+    for wrong in (0, 31):
+        with pytest.raises(ValueError, match="num_samples"):
+            bdl.Predictive(model, samples, wrong)(x)
+    with pytest.raises(TypeError, match="a posterior is a guide or Samples"):
+        bdl.Predictive(model, 3)(x)
+    with pytest.raises(ValueError, match="pass the targets"):
+        bdl.Predictive(model, samples).log_likelihood(x)
+    fresh = bdl.guides.AutoMeanField(model)
+    with pytest.raises(RuntimeError, match=r"call guide\.prototype"):
+        bdl.Predictive(model, fresh)(x)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda():
+    model, x, y = model_and_data()
+    model, x, y = model.cuda(), x.cuda(), y.cuda()
+    guide = bdl.guides.AutoMeanField(model).prototype(x, y)
+    assert bdl.Predictive(model, guide, 5)(x)["y"].is_cuda
+
+
+def test_moments_of_each_draw_are_those_of_its_distribution():
+    def program(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Gamma((w[0] * x).exp(), w[1].exp()), obs=y)
+
+    torch.manual_seed(0)
+    x, w = torch.randn(5), torch.randn(1, 7, 2)
+    found = bdl.Predictive(program, bdl.Samples({"w": w})).draw_moments(x)["y"]
+    each = dist.Gamma((w[0, :, :1] * x).exp(), w[0, :, 1:].exp())
+    torch.testing.assert_close(found.mean, each.mean)
+    torch.testing.assert_close(found.variance, each.variance)
+    whole = found.over_draws()  # of the mixture of the seven, by its first two raw moments
+    torch.testing.assert_close(whole.mean, each.mean.mean(0))
+    second = (each.variance + each.mean.square()).mean(0)
+    torch.testing.assert_close(whole.variance, second - whole.mean.square(), rtol=1e-4, atol=1e-5)
+
+
+def ones(x):
+    return torch.ones_like(x[:, 0])
+
+
+OTHERS = {
+    "OrderedLogistic": lambda f, x: dist.OrderedLogistic(f, torch.tensor([-1.0, 0.5])),
+    "ZeroInflatedPoisson": lambda f, x: dist.ZeroInflatedPoisson(f.exp(), gate=0.3 * ones(x)),
+    "Weibull": lambda f, x: dist.Weibull(f.exp(), 2 * ones(x)),
+    "VonMises": lambda f, x: dist.VonMises(f.tanh(), 2 * ones(x)),
+    "Dirichlet": lambda f, x: dist.Dirichlet(torch.stack([f.exp(), ones(x)], -1)),
+    "MixtureSameFamily": lambda f, x: dist.MixtureSameFamily(
+        dist.Categorical(torch.ones(2)), dist.Normal(torch.stack([f, f + 2.0], -1), 0.3)
+    ),
+    "TransformedDistribution": lambda f, x: dist.TransformedDistribution(
+        dist.Normal(f, 0.3), [dist.transforms.SigmoidTransform()]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_draws_and_moments_of_other_distributions(name):
+    """Moments of the draws of y at one point of the posterior, within five standard errors."""
+    torch.manual_seed(0)
+    net = network()
+
+    def model(x, y=None):
+        f = net(x)[:, 0]
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", OTHERS[name](f, x), obs=y)
+
+    x = torch.randn(5, 3)
+    guide = bdl.guides.AutoMAP(model).prototype(x, model_draw(model, x))
+    predictive = bdl.Predictive(model, guide, 4000)
+    drawn, found = predictive(x)["y"], predictive.moments(x)["y"]
+    if name == "OrderedLogistic":
+        drawn = torch.nn.functional.one_hot(drawn, 3).float()
+    error = found.variance.sqrt() / 4000**0.5 + found.variance.sqrt() / 256**0.5 / 4000**0.5
+    assert found.mean.shape == drawn.shape[1:]
+    assert ((drawn.mean(0) - found.mean).abs() <= 5 * error + 1e-6).all()
+    if name != "VonMises":  # whose variance is that of the circle
+        torch.testing.assert_close(drawn.var(0), found.variance, rtol=0.25, atol=1e-3)
+
+
+def model_draw(model, x):
+    with torch.no_grad():
+        return pyro.poutine.trace(model).get_trace(x).nodes["y"]["value"]
+
+
+@pytest.mark.parametrize("how", ["jvp", "vmap of grad", "autograd", "sparse"])
+def test_programs_that_differentiate_or_multiply_sparse_matrices(how):
+    """The draws' functions are those of the program run by itself at each draw."""
+    torch.manual_seed(0)
+    x = torch.randn(6, 1)
+    neighbours = torch.eye(6).roll(1, 0).to_sparse()
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(1, 3), 1.0).to_event(2))
+
+        def net(t):
+            return (w.sum(0) * t).tanh().sum(-1)
+
+        if how == "jvp":
+            f = torch.func.jvp(net, (x,), (torch.ones_like(x),))[1]
+        elif how == "vmap of grad":
+            f = torch.vmap(torch.func.grad(lambda t: net(t[None])))(x[:, 0])
+        elif how == "autograd":
+            with torch.enable_grad():
+                t = x.clone().requires_grad_(True)
+                (f,) = torch.autograd.grad(net(t).sum(), t, create_graph=True)
+            f = f[:, 0]
+        else:
+            f = torch.sparse.mm(neighbours, (w.sum(0) * x).tanh()).sum(-1)
+        pyro.deterministic("f", f)
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f, 0.1), obs=y)
+
+    samples = bdl.Samples({"w": torch.randn(1, 7, 1, 3)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of operators without a batching rule
+        found = bdl.Predictive(model, samples)(x)["f"]
+    for draw, one in zip(samples.latents["w"][0], found, strict=True):
+        trace = pyro.poutine.trace(pyro.condition(model, {"w": draw})).get_trace(x)
+        torch.testing.assert_close(one, trace.nodes["f"]["value"].detach())

@@ -1,0 +1,311 @@
+"""BatchNorm: statistics of every draw, and training of several draws at once."""
+
+import copy
+import math
+import warnings
+
+import pyro
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import update_bn
+
+import pyro_bdl as bdl
+from pyro_bdl.guides import AutoEnsemble, AutoLaplaceGGN, AutoMAP, AutoMeanField
+from pyro_bdl.program.batch_norm import (
+    computing_with,
+    gathering,
+    leaving_running_statistics,
+    take_up,
+)
+from pyro_bdl.program.vmap import DrawMap
+
+
+def network():
+    return nn.Sequential(
+        nn.Conv1d(1, 3, 3, padding=1),
+        nn.BatchNorm1d(3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(12, 4),
+        nn.BatchNorm1d(4),
+        nn.Tanh(),
+        nn.Linear(4, 1),
+    ).double()
+
+
+def problem(net=None):
+    torch.manual_seed(0)
+    x = 2.0 * torch.randn(30, 1, 4, dtype=torch.float64) + 1.0
+    y = x.mean((1, 2)).sin()
+    net = network() if net is None else net
+    return bdl.models.Regression(bdl.bayesianize(net), noise=0.3, num_data=30), net, x, y
+
+
+def layers(model):
+    return [part for part in model.modules() if isinstance(part, nn.BatchNorm1d)]
+
+
+def state(model):
+    return (
+        {name: value.clone() for name, value in model.named_buffers()},
+        [(part.training, getattr(part, "momentum", None)) for part in model.modules()],
+    )
+
+
+def same(a, b):
+    return a[1] == b[1] and all(torch.equal(b[0][name], value) for name, value in a[0].items())
+
+
+def torchs(net, draw, batches, inputs):
+    """What torch gives: a network with these weights whose statistics ``update_bn`` has set."""
+    net = copy.deepcopy(net)
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            parameter.copy_(draw[name])
+    update_bn(batches, net)
+    return net.eval()(inputs)[:, 0].detach()
+
+
+# Prediction
+
+
+@pytest.fixture(params=["samples", "mean-field", "ensemble"])
+def posterior(request):
+    model, net, x, y = problem()
+    model.network.net(x)  # statistics that are not those of any draw
+    if request.param == "mean-field":
+        guide = AutoMeanField(model, init_scale=0.3).prototype(x, y)
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            guide = AutoEnsemble(model, size=6).prototype(x, y)
+    # the guide's own draws, fixed, so that torch can have the same
+    draws = {name: value.detach() for name, value in guide.sample_latents(6).items()}
+    if request.param == "samples":
+        result = bdl.Samples({name: value[None] for name, value in draws.items()})
+    else:
+        guide.sample_latents = lambda count: draws
+        result = guide
+    return model, net, x, y, result, draws
+
+
+@pytest.mark.parametrize("memory", [16 * 2**20, 1], ids=["at once", "one by one"])
+@pytest.mark.parametrize("in_batches", [False, True], ids=["whole", "batches"])
+def test_every_draw_has_the_statistics_that_torch_gives_it(posterior, in_batches, memory):
+    model, net, x, y, result, draws = posterior
+    inputs = torch.randn(7, 1, 4, dtype=torch.float64)
+    given = [(x[:10], y[:10]), (x[10:], y[10:])] if in_batches else (x, y)
+    batches = [x[:10], x[10:]] if in_batches else [x]
+    before = state(model)
+    predictive = bdl.Predictive(model, result, 6, batch_norm_data=given, memory=memory)
+    found = predictive(inputs)["f"]
+    assert found.shape == (6, 7)
+    for i in range(6):
+        draw = {name: value[i] for name, value in draws.items()}
+        torch.testing.assert_close(found[i], torchs(net, draw, batches, inputs))
+    torch.testing.assert_close(predictive.mean(inputs)["y"], found)
+    assert same(before, state(model)) and model.training
+    plain = bdl.Predictive(model, result, 6)(inputs)["f"]
+    assert (plain - found).abs().max() > 0.05
+
+
+def test_the_statistics_of_samples_are_computed_once(posterior):
+    model, _, x, y, result, _ = posterior
+    passes = []
+
+    class Loader:
+        def __iter__(self):
+            passes.append(1)
+            yield x, y
+
+    predictive = bdl.Predictive(model, result, 6, batch_norm_data=Loader())
+    first = predictive(x)["f"]
+    assert len(passes) == 6
+    torch.testing.assert_close(predictive(x)["f"], first)
+    assert len(passes) == (6 if isinstance(result, bdl.Samples) else 12)
+
+
+def test_compare_scores_draws_with_their_own_statistics(posterior):
+    model, _, x, y, result, _ = posterior
+    inputs, targets = torch.randn(7, 1, 4, dtype=torch.float64), torch.randn(7).double()
+    given = {"train": (x, y), "reference": None, "num_samples": 6}
+    found = bdl.compare(model, {"q": result}, inputs, targets, batch_norm_data=(x, y), **given)
+    own = bdl.Predictive(model, result, 6, batch_norm_data=(x, y))
+    torch.testing.assert_close(found.evaluations["q"].function, own(inputs)["f"])
+    expected = -(own.log_likelihood(inputs, targets)["y"].logsumexp(0) - math.log(6)).mean()
+    assert found.to_dict()["q"]["nlpd"] == pytest.approx(expected.item())
+    plain = bdl.compare(model, {"q": result}, inputs, targets, **given)
+    assert (plain.evaluations["q"].function - own(inputs)["f"]).abs().max() > 0.05
+
+
+def test_dropout_stays_off_and_other_layers_in_their_mode():
+    net = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.9), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    model, net, x, y = problem(net.double())
+    x = x[:, 0]
+    guide = AutoMAP(model).prototype(x, y)
+    found = bdl.Predictive(model, guide, 1, batch_norm_data=(x, y))(x)["f"][0]
+    without = copy.deepcopy(net)
+    without[1].p = 0.0
+    expected = torchs(without, {k: v[0] for k, v in guide.sample_latents(1).items()}, [x], x)
+    torch.testing.assert_close(found, expected)
+    assert model.network.net[1].training
+
+
+def test_all_is_as_before_after_an_error():
+    model, _, x, y = problem()
+    guide = AutoMAP(model).prototype(x, y)
+    before = state(model)
+
+    def breaks():
+        yield x, y
+        raise KeyError("midway")
+
+    class Loader:
+        def __iter__(self):
+            return breaks()
+
+    with pytest.raises(KeyError, match="midway"):
+        bdl.Predictive(model, guide, 2, batch_norm_data=Loader())(x)
+    assert same(before, state(model))
+    with pytest.raises(RuntimeError):
+        bdl.Predictive(model, guide, 2, batch_norm_data=(x, y))(x[:, :, :2])
+    assert same(before, state(model))
+    with pytest.raises(KeyError), computing_with(layers(model), {}):
+        pass
+    assert same(before, state(model))
+
+
+def test_a_network_without_batch_norm():
+    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 1)).double()
+    model, _, x, y = problem(net)
+    guide = AutoMAP(model).prototype(x, y)
+    with pytest.raises(ValueError, match=r"no BatchNorm layer .*leave it out"):
+        bdl.Predictive(model, guide, 2, batch_norm_data=(x, y))(x)
+
+
+def test_gathering_counts_a_layer_that_is_called_twice():
+    layer = nn.BatchNorm1d(2, track_running_stats=True)
+    a, b = torch.randn(5, 2), torch.randn(5, 2) + 1.0
+    with gathering() as found:
+        layer(a), layer(b)
+        assert found == [layer]
+        torch.testing.assert_close(layer.running_mean, 0.5 * (a.mean(0) + b.mean(0)))
+        torch.testing.assert_close(layer.running_var, 0.5 * (a.var(0) + b.var(0)))
+    assert torch.equal(layer.running_mean, torch.zeros(2)) and layer.num_batches_tracked == 0
+
+
+# Training
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("calls", [1, 2])
+def test_vmap_updates_statistics_as_a_loop_does(momentum, calls):
+    layer = nn.BatchNorm1d(3, momentum=momentum).double()
+    x, scale = torch.randn(8, 3, dtype=torch.float64), torch.rand(4, 3, dtype=torch.float64)
+
+    def function(draw):
+        result = x
+        for _ in range(calls):
+            result = layer(result * draw["scale"] + 1.0)
+        return result
+
+    layer(x)  # some statistics to begin with
+    other = copy.deepcopy(layer)
+    found = DrawMap()(function, {"scale": scale})
+    layer, at_once = other, layer
+    expected = torch.stack([function({"scale": row}) for row in scale])
+    torch.testing.assert_close(found, expected)
+    for name, value in other.named_buffers():
+        torch.testing.assert_close(getattr(at_once, name), value)
+    assert at_once.num_batches_tracked == 1 + 4 * calls
+
+
+def test_networks_without_batch_norm_pay_for_no_hooks():
+    linear, draws = nn.Linear(2, 1), {"b": torch.randn(3, 1)}
+    mapped = DrawMap()
+    for _ in range(2):
+        mapped(lambda draw: linear(torch.ones(2)) + draw["b"], draws)
+    assert mapped._evaluate.__name__ == "_vmapped"
+
+
+@pytest.mark.filterwarnings("ignore:var_mean")
+def test_statistics_come_back_after_an_error():
+    layer = nn.BatchNorm1d(3)
+    before = {name: id(value) for name, value in layer.named_buffers()}
+    with pytest.raises(ValueError, match="channel"), leaving_running_statistics():
+        layer(torch.ones(1, 3))
+    assert {name: id(value) for name, value in layer.named_buffers()} == before
+    with leaving_running_statistics() as calls:
+        layer.eval()(torch.ones(1, 3))
+    assert not calls
+    take_up(calls)
+
+
+def test_an_ensemble_trains_at_once_as_one_by_one():
+    """Members with BatchNorm in training mode, by vmap, without falling back to a loop."""
+    model, _, x, y = problem()
+    with pytest.warns(bdl.errors.BdlWarning, match="batch_norm_data"):
+        ensemble = AutoEnsemble(model, size=3).prototype(x, y)
+    starts = ensemble.locs.detach().clone()
+    order = [torch.randperm(30)[:10] for _ in range(40)]
+
+    def trained(guide, particles):
+        elbo = bdl.elbo.TemperedTrace_ELBO(num_particles=particles)
+        optimiser = torch.optim.Adam(guide.parameters(), lr=0.02, eps=1e-20)
+        for rows in order:
+            optimiser.zero_grad()
+            elbo.differentiable_loss(model, guide, x[rows], y[rows]).backward()
+            optimiser.step()
+        return guide
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(ensemble, 3)
+    for k in range(3):
+        alone = AutoLaplaceGGN(model).prototype(x, y)
+        alone.loc.data.copy_(starts[k])
+        trained(alone, 1)
+        torch.testing.assert_close(ensemble.locs[k], alone.loc, rtol=1e-5, atol=1e-5)
+    predictive = bdl.Predictive(model, ensemble, 3, batch_norm_data=(x, y))
+    error = (predictive.mean(x)["y"].mean(0) - y).square().mean()
+    assert error < 0.5 * y.var()
+
+
+def test_dropout_differs_by_member():
+    net = nn.Sequential(nn.Linear(4, 50), nn.Dropout(0.5), nn.Linear(50, 1)).double()
+    model, _, x, y = problem(net)
+    x = x[:, 0]
+    ensemble = AutoEnsemble(model, size=2).prototype(x, y)
+    ensemble.locs.data[1] = ensemble.locs.data[0]
+    program = bdl.Program(model, x, y)
+    outputs = DrawMap()(
+        lambda draw: program.run(program.constrain(draw["u"])[0], x, y).deterministic["f"],
+        {"u": ensemble.locs.detach()},
+    )
+    assert not torch.allclose(outputs[0], outputs[1])  # the same weights, other masks
+    svi = pyro.infer.SVI(
+        model, ensemble, pyro.optim.Adam({"lr": 0.01}), bdl.elbo.TemperedTrace_ELBO(num_particles=2)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        svi.step(x, y)
+    assert not torch.allclose(ensemble.locs[0], ensemble.locs[1])
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu():
+    model, net, x, y = problem()
+    model, net, x, y = model.cuda(), net.cuda(), x.cuda(), y.cuda()
+    guide = AutoMeanField(model, init_scale=0.3).prototype(x, y)
+    draws = {name: value.detach() for name, value in guide.sample_latents(4).items()}
+    samples = bdl.Samples({name: value[None] for name, value in draws.items()})
+    found = bdl.Predictive(model, samples, batch_norm_data=(x, y))(x)["f"]
+    for i in range(4):
+        draw = {name: value[i] for name, value in draws.items()}
+        torch.testing.assert_close(found[i], torchs(net, draw, [x], x))
+    elbo = bdl.elbo.TemperedTrace_ELBO(num_particles=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        elbo.differentiable_loss(model, guide, x, y).backward()

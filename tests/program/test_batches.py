@@ -1,0 +1,84 @@
+"""Data as one batch or many, and in parts."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from pyro_bdl.program.batches import Batches, has_rows, leading_size, rows
+from pyro_bdl.utils.memory import available_memory
+
+X, Y = torch.randn(6, 2), torch.randn(6)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        (X, Y),
+        [X, Y],
+        [(X, Y)],
+        ((X, Y),),
+        [[X, Y]],
+        iter([(X, Y)]),
+        (batch for batch in [(X, Y)]),
+        DataLoader(TensorDataset(X, Y), batch_size=6),
+    ],
+    ids=lambda data: type(data).__name__,
+)
+def test_one_batch(data):
+    batches = Batches(data)
+    for _ in range(2):  # as often as asked
+        ((args, kwargs),) = batches
+        assert kwargs == {}
+        assert torch.equal(args[0], X) and torch.equal(args[1], Y)
+    assert torch.equal(batches.first()[0][1], Y)
+
+
+def test_other_forms():
+    assert Batches(X).first()[1] == {}
+    assert Batches({"x": X, "y": Y}).first() == ((), {"x": X, "y": Y})
+    assert [kwargs["x"] for _, kwargs in Batches([{"x": 1}, {"x": 2}])] == [1, 2]
+    assert Batches([()]).first() == ((), {})
+    assert Batches((X, None)).first()[0][1] is None
+
+
+def test_many_batches():
+    loader = DataLoader(TensorDataset(X, Y), batch_size=4, shuffle=True)
+    batches = Batches(loader)
+    for _ in range(2):
+        parts = [args[1] for args, _ in batches]
+        assert [len(part) for part in parts] == [4, 2]
+        assert torch.equal(torch.cat(parts).sort().values, Y.sort().values)
+
+
+@pytest.mark.parametrize("data", [[], (), iter([]), DataLoader([])], ids=lambda d: type(d).__name__)
+def test_no_batch(data):
+    with pytest.raises(ValueError, match=r"no batch.*\(x, y\)"):
+        Batches(data).first()
+    with pytest.raises(ValueError, match="no batch"):
+        list(Batches(data))
+
+
+def test_no_data():
+    with pytest.raises(TypeError, match="got int"):
+        Batches(3)
+    with pytest.raises(TypeError, match="got int"):
+        list(Batches(range(2)))
+
+
+def test_rows():
+    batch = ((X, {"a": Y, "b": torch.zeros(5), "c": 3.0}), {"d": X})
+    (x, inner), kwargs = rows(batch, 2, 4, 6)
+    assert torch.equal(x, X[2:4]) and torch.equal(kwargs["d"], X[2:4])
+    assert torch.equal(inner["a"], Y[2:4])
+    assert len(inner["b"]) == 5 and inner["c"] == 3.0
+    assert leading_size(batch) == 6
+    assert not has_rows(batch, 6)
+    assert leading_size(((), {})) == leading_size(((torch.tensor(1.0),), {})) == 0
+    assert has_rows(((X, Y), {}), 6)
+    assert not has_rows(((X, torch.tensor(1.0)), {}), 6)
+    assert not has_rows(((), {}), 6)
+
+
+def test_memory():
+    free = available_memory(torch.device("cpu"))
+    assert free is None or free > 2**20

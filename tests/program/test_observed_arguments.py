@@ -1,0 +1,61 @@
+"""Which arguments of a program are its targets."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_bdl.program import Program
+from pyro_bdl.program.observed_arguments import Targets
+
+
+def two_sites(x, left=None, right=None):
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(x)):
+        pyro.sample("left", dist.Normal(w * x[:, 0], 1.0), obs=left)
+        pyro.sample("right", dist.Normal(-w * x[:, 0], 1.0), obs=right)
+
+
+def reshaped(x, y=None):
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(w * x, 1.0), obs=None if y is None else y.reshape(-1))
+
+
+def test_arguments_of_the_same_numbers_are_told_apart():
+    x, left, right = torch.ones(4, 1), torch.ones(4), torch.ones(4)
+    targets = Targets(Program(two_sites, x, left, right=right))
+    assert [targets.site_of(value) for value in (x, left, right)] == [None, "left", "right"]
+    (inputs, first), named = targets.with_values(
+        {"left": torch.full((4,), 2.0), "right": torch.full((4,), 3.0)}
+    )
+    assert inputs is x
+    assert first.tolist() == [2.0] * 4 and named["right"].tolist() == [3.0] * 4
+    targets.require_arguments()
+
+
+def test_a_reshaped_target_is_found_by_its_numbers():
+    x, y = torch.arange(4.0), torch.randn(4, 1)
+    targets = Targets(Program(reshaped, x, y))
+    assert targets.site_of(x) is None and targets.site_of(y) == "y"
+    (_, replaced), _ = targets.with_values({"y": torch.zeros(4)})
+    assert replaced.shape == y.shape
+
+
+def test_targets_that_are_no_arguments_are_refused():
+    def closed(x):
+        reshaped(x, torch.tensor([0.5, 1.5, 2.5, 3.5]))
+
+    with pytest.raises(ValueError, match="observed site 'y' are no argument"):
+        Targets(Program(closed, torch.arange(4.0))).require_arguments()
+
+
+def test_a_program_that_does_not_run_without_its_targets_keeps_them():
+    def counts_by_its_target(y):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(w, 1.0), obs=y)
+
+    x, y = torch.ones(4), torch.arange(4.0)
+    assert Targets(Program(counts_by_its_target, y)).removed()[0][0] is y
+    assert Targets(Program(reshaped, x, y)).removed()[0][1] is None

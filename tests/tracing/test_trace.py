@@ -1,0 +1,88 @@
+"""What can be a graph and what not; the graph's numbers are the function's."""
+
+import pytest
+import torch
+
+from pyro_bdl.tracing.step import trace_step
+from pyro_bdl.tracing.trace import NotTraceable, trace
+
+X = torch.tensor([0.5, -1.0, 2.0])
+
+
+def test_outside_tensors_are_the_very_same():
+    weight = torch.ones(3)
+    graph = trace(lambda x: (x * weight,), (X,))
+    weight.mul_(3.0)
+    assert torch.equal(graph(X)[0], 3.0 * X)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x if x.sum() > 0 else -x,),
+        lambda x: (x * float(x[0]),),
+        lambda x: (x[: int(x[2])],),
+        lambda x: (torch.tensor(x.tolist()),),
+        lambda x: (torch.from_numpy(x.numpy() + 1),),
+        lambda x: (x + float(torch.randn(())),),
+        lambda x: (x if torch.equal(x, -x) else -x,),
+    ],
+)
+def test_reads_are_refused_where_they_are(function):
+    with pytest.raises(NotTraceable, match=r"reads numbers .* in line \d+ of test_tracing.py"):
+        trace(function, (X,))
+
+
+@pytest.mark.parametrize("function", [lambda x: (x[x > 0],), lambda x: (x.unique(),)])
+def test_shapes_that_vary_are_refused(function):
+    with pytest.raises(NotTraceable, match="the shape of a tensor depends on numbers"):
+        trace(function, (X,))
+
+
+def test_reads_of_what_changes_in_place_are_refused():
+    count = torch.tensor(0)
+
+    def function(x):
+        count.add_(1)
+        return (x * int(count),)
+
+    with pytest.raises(NotTraceable, match="reads numbers"):
+        trace(function, (X,))
+
+
+def test_an_argument_that_is_changed_is_refused():
+    with pytest.raises(NotTraceable, match="changes an argument in place"):
+        trace(lambda x: (x.mul_(2.0),), (X.clone(),))
+
+
+def test_constants_may_be_read_and_indexed_with():
+    flag, index = torch.tensor(True), torch.tensor([2, 0])
+    graph = trace(lambda x: (x[index] if flag else x, x[torch.tensor([True, False, True])]), (X,))
+    assert torch.equal(graph(2 * X)[0], 2 * X[[2, 0]])
+    assert torch.equal(graph(2 * X)[1], 2 * X[[0, 2]])
+
+
+def test_data_is_followed():
+    graph = trace(lambda x: (x.data * 2.0,), (X,))
+    assert torch.equal(graph(3 * X)[0], 6 * X)
+
+
+def test_the_step_of_a_loss():
+    weight = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    unused = torch.ones(3, requires_grad=True)
+
+    def loss(x, factor):
+        return factor * (weight * x).square().sum() + 0.0 * unused.detach().sum(), x.sum()
+
+    step = trace_step(loss, [X, torch.tensor(1.0)], "eager")
+    assert [leaf is weight for leaf in step.leaves] == [True]
+    with torch.no_grad():
+        weight.mul_(2.0)
+    outcome = step([3 * X, torch.tensor(0.5)])
+    expected = 0.5 * (weight * 3 * X).square().sum()
+    torch.testing.assert_close(outcome.results[0], expected.detach())
+    torch.testing.assert_close(outcome.results[1], 3 * X.sum())
+    (outcome.differentiable() * 2.0).backward()
+    torch.testing.assert_close(weight.grad, 2.0 * weight.detach() * (3 * X).square())
+    with pytest.raises(NotTraceable, match="depends on no parameter"):
+        trace_step(lambda x: (x.sum(),), [X], "eager")

@@ -1,0 +1,26 @@
+import platform
+import resource
+import subprocess
+import sys
+
+import pytest
+
+COUNT = """
+import resource, torch
+from pyro_bdl.utils.memory import keep_freed_blocks
+keep_freed_blocks()
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+before = faults()
+for _ in range(20):
+    blocks = [torch.ones(2**20) for _ in range(8)]  # 32 MB in all, in blocks of 4
+    del blocks
+print(faults() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries keep memory anyway")
+def test_blocks_that_are_freed_are_not_faulted_in_again():
+    run = subprocess.run([sys.executable, "-c", COUNT], capture_output=True, text=True, check=True)
+    once = 2**25 // resource.getpagesize()
+    assert int(run.stdout) < 2 * once  # all 20 rounds would be 20 times once

@@ -1,0 +1,70 @@
+"""Tables as text and CSV."""
+
+import csv
+import math
+
+import pytest
+
+from pyro_bdl.utils.tables import Column, groups, number, to_csv, to_text
+
+COLUMNS = [
+    Column("name", "posterior", style="text"),
+    Column("rmse", "RMSE", "prediction"),
+    Column("cover", "90 %", "prediction", style="percent"),
+    Column("rhat", "R-hat", digits=4),
+]
+ROWS = [
+    {"name": "map", "rmse": 55.333, "cover": 0.7123, "rhat": math.nan},
+    {"name": "mean-field", "rmse": 1234.5, "cover": None, "rhat": 1.0042},
+]
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [
+        (0.0, "0"),
+        (3, "3"),
+        (1.0, "1"),
+        (0.012345, "0.0123"),
+        (-55.55, "-55.5"),
+        (1234.5, "1234"),
+        (123456.7, "123457"),
+        (1.2345e9, "1.23e+09"),
+        (1.2e-6, "1.20e-06"),
+        (math.inf, "inf"),
+    ],
+)
+def test_number(value, text):
+    assert number(value) == text
+
+
+def test_text_is_aligned_under_groups():
+    lines = to_text(ROWS, COLUMNS).splitlines()
+    assert lines == [
+        "             prediction",
+        "posterior   RMSE    90 %  R-hat",
+        "----------  ----  ------  -----",
+        "map         55.3   71.2%      –",
+        "mean-field  1234       –  1.004",
+    ]
+
+
+def test_groups_join_neighbours_only():
+    assert groups(COLUMNS) == [("", 1), ("prediction", 2), ("", 1)]
+
+
+def test_csv_keeps_all_digits(tmp_path):
+    path = to_csv(tmp_path / "new" / "table.csv", ROWS, COLUMNS)
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == ["name", "rmse", "cover", "rhat"]
+    assert float(rows[0]["rmse"]) == 55.333
+    assert rows[1]["cover"] == ""
+    assert math.isnan(float(rows[0]["rhat"]))
+
+
+def test_a_cell_shows_its_standard_error():
+    column = Column("x", "x", error="x_se")
+    assert column.cell({"x": 8.976, "x_se": 0.2136}) == "8.98 ± 0.21"
+    assert column.cell({"x": 8.976, "x_se": math.nan}) == column.cell({"x": 8.976}) == "8.98"
+    assert column.cell({"x": None, "x_se": 1.0}) == "–"
