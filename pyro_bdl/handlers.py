@@ -12,6 +12,7 @@ from torch import nn
 
 from pyro_bdl.estimators import flipout, local_reparameterization, per_example_dropout
 from pyro_bdl.program.gaussian_prior import GaussianPrior, as_gaussian_prior
+from pyro_bdl.program.trace import is_deterministic
 from pyro_bdl.program.wrappers import Handled, Wrapped
 from pyro_bdl.utils.validation import check_temperature
 
@@ -33,7 +34,8 @@ class _ScaleSites(Messenger):
     def _process_message(self, msg: Any) -> None:
         if msg["type"] != "sample" or isinstance(msg["fn"], _Subsample):
             return
-        observed = msg["is_observed"] or isinstance(msg["fn"], Unit)
+        observed = msg["is_observed"] and not is_deterministic(msg)
+        observed = observed or isinstance(msg["fn"], Unit)
         if observed or not self.likelihood_only:
             msg["scale"] = msg["scale"] * self.factor
 

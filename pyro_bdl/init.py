@@ -7,11 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from pyro.infer.autoguide.initialization import init_to_mean, init_to_median
+from pyro.infer.autoguide.initialization import InitMessenger, init_to_mean, init_to_median
+from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
+from pyro_bdl.distributions.copies import is_improper
 from pyro_bdl.program.layout import transform_of
 from pyro_bdl.program.network_sites import INIT_KEY, OWNER_KEY
+from pyro_bdl.program.supports import feasible_value
 
 
 def init_to_network(site: Any = None) -> Any:
@@ -28,11 +31,27 @@ def init_to_network(site: Any = None) -> Any:
     if value is not None:
         return value.detach().clone()
     fn = site["fn"]
+    improper = is_improper(fn)
     if len(fn.event_shape) < 2 or not _is_real(fn.support):
-        return init_to_median(site, num_samples=15)
-    start = init_to_mean(site)
-    fan_in = fn.event_shape[1:].numel()
+        return feasible_value(fn) if improper else init_to_median(site, num_samples=15)
+    start = feasible_value(fn) if improper else init_to_mean(site)
+    fan_in = torch.Size(fn.event_shape[1:]).numel()
     return start + torch.randn_like(start) * _prior_sd(fn, start).clamp(max=fan_in**-0.5)
+
+
+def start_at(init_loc_fn: Callable) -> Messenger:
+    """A handler that starts a program's latents by an initialization of Pyro's kind; those of
+    improper priors, which it may not know how to start, at a feasible value."""
+
+    def start(site: Any) -> Any:
+        try:
+            return init_loc_fn(site)
+        except NotImplementedError:
+            if not is_improper(site["fn"]):
+                raise
+            return feasible_value(site["fn"])
+
+    return InitMessenger(start)
 
 
 def init_afresh(site: Any = None) -> Any:

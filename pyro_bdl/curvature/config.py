@@ -6,7 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from pyro_bdl.curvature.fisher import Cotangent, empirical_columns, exact_columns, sampled_columns
+from pyro_bdl.curvature.fisher import (
+    ESTIMATION_DRAWS,
+    Cotangent,
+    empirical_columns,
+    exact_columns,
+    sampled_columns,
+)
 from pyro_bdl.curvature.structures.dense import DiagonalCurvature, FullCurvature
 from pyro_bdl.curvature.structures.kron.curvature import KroneckerCurvature
 from pyro_bdl.curvature.structures.low_rank import LowRankCurvature
@@ -25,13 +31,15 @@ class Recipe:
     :param structure: "kron", "ekfac", "full", "diag" or "low_rank".
     :param curvature: "ggn", the generalised Gauss-Newton matrix; "ggn-mc", its estimate from
         ``num_draws`` drawn observations per datum; "empirical-fisher"; or "hessian" (full only).
+    :param num_draws: observations drawn per datum, 1 by default for "ggn-mc" and 512 for the
+        distributions whose information "ggn" has no closed form of (``fisher.cell_roots``).
     :param rank: of "low_rank".
     :param reduce: of "kron" and "ekfac", see ``KroneckerCurvature``.
     """
 
     structure: str = "kron"
     curvature: str = "ggn"
-    num_draws: int = 1
+    num_draws: int | None = None
     rank: int = 50
     reduce: bool = False
 
@@ -47,16 +55,17 @@ class Recipe:
         if self.curvature == "hessian" and self.structure != "full":
             raise ValueError('curvature="hessian" needs structure="full": it may be indefinite')
         for name in ("num_draws", "rank"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
 
     def columns(self, site: Site) -> Iterator[Cotangent]:
         """Cotangents whose outer products are the Fisher information of a site."""
         if self.curvature == "ggn-mc":
-            return sampled_columns(site, self.num_draws)
+            return sampled_columns(site, self.num_draws or 1)
         if self.curvature == "empirical-fisher":
             return empirical_columns(site)
-        return exact_columns(site)
+        return exact_columns(site, self.num_draws or ESTIMATION_DRAWS)
 
     def empty(self, size: int, like: Tensor, before: Any = None) -> Any:
         """A curvature of this structure over nothing yet, in R^p."""

@@ -7,21 +7,29 @@ column of S is a cotangent that is sent back through the network.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from pyro.distributions.torch_distribution import MaskedDistribution
 from torch import Tensor
-from torch.distributions import Distribution, Independent
+from torch.distributions import Distribution, Independent, constraints
 
-from pyro_bdl.distributions.take_apart import parameters_of, rebuild, take_apart, without_wrappers
+from pyro_bdl.distributions.take_apart import (
+    broadcast_parameter,
+    parameters_of,
+    rebuild,
+    take_apart,
+    without_wrappers,
+)
+from pyro_bdl.program.layout import support_bounds
 from pyro_bdl.program.trace import Site
 
 Cotangent = dict[str, Tensor]
-Roots = list[Cotangent]
+Roots = Iterable[Cotangent]
 
-_ESTIMATION_DRAWS = 512
+ESTIMATION_DRAWS = 512  # per datum, of information without a closed form
+_CLOSED_FORM_UP_TO = 2048  # columns of a multivariate Normal's information
 _NUMBERS_AT_ONCE = 2**18
 
 
@@ -41,8 +49,13 @@ def parameters_of_any(base: Any) -> dict[str, Tensor]:
     if not values:  # of distributions made by a transform, which hold another one
         names = [name for name in base.arg_constraints if hasattr(base, name)]
         names = [name for name in names if name != "logits" or "probs" not in names]
-        values = {name: getattr(base, name) for name in names}
-    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        found = {name: getattr(base, name) for name in names}
+        values = {
+            name: broadcast_parameter(base, name, value)
+            for name, value in found.items()
+            if isinstance(value, Tensor)
+        }
+    return values
 
 
 def num_data(site: Site) -> int:
@@ -66,19 +79,56 @@ def check_scales(sites: Mapping[str, Site]) -> None:
             )
 
 
-def exact_columns(site: Site) -> Iterator[Cotangent]:
-    """The columns of S for every datum at once, F being exact.
+def check_information(name: str, site: Site) -> None:
+    """
+    :raises ValueError: where an observed site has no Fisher information that its parameters tell:
+        its support moves with the latents, or these enter its density in other ways too.
+    """
+    base: Any = without_wrappers(site.distribution)[0]
+    used, kind = site_parameters(site), type(base).__name__
+    if not used:
+        return
+    advice = 'use structure="full" with curvature="hessian", or observe another distribution'
+    if any(bound.requires_grad for bound in support_bounds(_support(base))):
+        raise ValueError(
+            f"the support of site '{name}' ({kind}) moves with the latents, so that there is no "
+            f"Fisher information: {advice}"
+        )
+    everything = {key: value.detach() for key, value in parameters_of_any(base).items()}
+    with torch.enable_grad():
+        found = rebuilt(base, everything).log_prob(site.value)
+    expected = base.log_prob(site.value).detach()
+    slack = max(1e-3, 32 * torch.finfo(expected.dtype).eps)
+    if found.requires_grad or not torch.allclose(
+        found.to(expected), expected, rtol=slack, atol=slack, equal_nan=True
+    ):
+        raise ValueError(
+            f"the density of site '{name}' ({kind}) is not told by its parameters "
+            f"{', '.join(everything)} alone, so that its Fisher information is not known: {advice}"
+        )
+
+
+def _support(base: Any) -> Any:
+    try:
+        return base.support
+    except NotImplementedError:
+        return constraints.real
+
+
+def exact_columns(site: Site, num_draws: int = ESTIMATION_DRAWS) -> Iterator[Cotangent]:
+    """The columns of S for every datum at once, F being exact where it has a closed form.
 
     Where a datum has several cells (outputs, pixels), independent given the parameters, each
     cell has columns of its own.
+
+    :param num_draws: observations drawn per datum where F has no closed form.
     """
     base, _ = without_wrappers(site.distribution)
     used = {name: value.detach() for name, value in site_parameters(site).items()}
-    roots = cell_roots(base, used)
     weight = cell_weights(site)
     cells = torch.Size(base.batch_shape[1:])  # that of a zero-inflated one is a tuple
-    for mask in _one_cell_at_a_time(base.batch_shape, next(iter(used.values()))):
-        for root in roots:
+    for root in cell_roots(base, used, num_draws):
+        for mask in _one_cell_at_a_time(base.batch_shape, next(iter(used.values()))):
             factor = weight if cells.numel() == 1 else weight * mask
             yield {name: _scaled(value, factor) for name, value in root.items()}
 
@@ -154,35 +204,54 @@ def rebuilt(base: Any, parameters: dict[str, Tensor]) -> Any:
         return kind(**parameters, validate_args=False)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"the Fisher information of {kind.__name__} has no closed form here, and it cannot be "
-            f"made again from its parameters ({', '.join(parameters)}) to estimate it; use "
-            'structure="full" with curvature="hessian"'
+            _no_estimate(base, f"be made again from its parameters ({', '.join(parameters)})")
         ) from error
+
+
+def _no_estimate(base: Any, missing: str) -> str:
+    return (
+        f"the Fisher information of {type(base).__name__} has no closed form here, and it cannot "
+        f'{missing} to estimate it; use structure="full" with curvature="hessian"'
+    )
 
 
 # ------------------------------------------------------------------------------- closed forms
 
 
-def cell_roots(base: Distribution, parameters: dict[str, Tensor]) -> Roots:
+def cell_roots(
+    base: Distribution, parameters: dict[str, Tensor], num_draws: int = ESTIMATION_DRAWS
+) -> Roots:
     """Columns of S with S S' = F for each cell of a distribution.
+
+    F has a closed form for Normal, LogNormal, Laplace, Cauchy, Gumbel, StudentT, Gamma, Beta,
+    Exponential, HalfNormal, Poisson, Bernoulli, Binomial and NegativeBinomial (where the count is
+    known), Categorical, OneHotCategorical, MultivariateNormal and LowRankMultivariateNormal (up to
+    63 dimensions, where more than the mean is latent). It is a sum over all observations where
+    these are at most 512. For all other distributions it is estimated from drawn
+    observations.
 
     :param base: the distribution, without ``to_event`` and masks.
     :param parameters: those of its tensors that matter; the others count as known.
+    :param num_draws: observations drawn per datum where F has no closed form.
+    :raises ValueError: where the density has no gradient in any of the parameters.
     """
-    function = _CLOSED_FORMS.get(type(base).__name__)
-    roots = function(base, parameters) if function else None
-    if roots is None:
-        return _estimated_roots(base, parameters)
-    return roots
+    kind = type(base).__name__
+    roots: Roots | None = None
+    if kind == "TransformedDistribution":
+        roots = _transformed(base, parameters, num_draws)
+    elif kind in _CLOSED_FORMS:
+        function, covered = _CLOSED_FORMS[kind]
+        roots = function(base, parameters) if parameters.keys() <= covered else None
+    return _estimated_roots(base, parameters, num_draws) if roots is None else roots
 
 
-def _diagonal(information: dict[str, Tensor], parameters: dict[str, Tensor]) -> Roots:
+def _diagonal(information: dict[str, Tensor], parameters: dict[str, Tensor]) -> list[Cotangent]:
     return [{name: information[name].sqrt()} for name in information if name in parameters]
 
 
 def _pair(
     first: tuple[str, Tensor], second: tuple[str, Tensor], cross: Tensor, parameters: dict
-) -> Roots:
+) -> list[Cotangent]:
     """[[a, c], [c, b]] = S S', or only the known part of it."""
     (x, a), (y, b) = first, second
     if x not in parameters or y not in parameters:
@@ -257,29 +326,29 @@ def _poisson(base: Any, parameters: dict[str, Tensor]) -> Roots:
 
 
 def _bernoulli(base: Any, parameters: dict[str, Tensor]) -> Roots:
+    return _of_probability(base, parameters, 1.0)
+
+
+def _binomial(base: Any, parameters: dict[str, Tensor]) -> Roots:
+    return _of_probability(base, parameters, base.total_count.detach())
+
+
+def _negative_binomial(base: Any, parameters: dict[str, Tensor]) -> Roots:
+    """The information of r failures: r p for the logits of p."""
+    tiny = torch.finfo(base.logits.dtype).tiny
+    rest = torch.sigmoid(-base.logits.detach())
+    return _of_probability(base, parameters, base.total_count.detach() / rest.clamp(min=tiny))
+
+
+def _of_probability(base: Any, parameters: dict[str, Tensor], count: Any) -> Roots:
+    """count p (1 - p) for the logits of p, count / (p (1 - p)) for p itself."""
     if "probs" in parameters:
         p = base.probs.detach()
         tiny = torch.finfo(p.dtype).tiny
-        return _diagonal({"probs": (p * (1 - p)).clamp(min=tiny).reciprocal()}, parameters)
-    return _diagonal({"logits": _logistic_variance(base.logits.detach())}, parameters)
-
-
-def _binomial(base: Any, parameters: dict[str, Tensor]) -> Roots | None:
-    if "total_count" in parameters:
-        return None
-    variance = _logistic_variance(base.logits.detach())
-    return _diagonal({"logits": base.total_count.detach() * variance}, parameters)
-
-
-def _negative_binomial(base: Any, parameters: dict[str, Tensor]) -> Roots | None:
-    if "total_count" in parameters:
-        return None
-    information = base.total_count.detach() * torch.sigmoid(base.logits.detach())
-    return _diagonal({"logits": information}, parameters)
-
-
-def _logistic_variance(logits: Tensor) -> Tensor:
-    return torch.sigmoid(logits) * torch.sigmoid(-logits)
+        return _diagonal({"probs": count / (p * (1 - p)).clamp(min=tiny)}, parameters)
+    logits = base.logits.detach()
+    variance = torch.sigmoid(logits) * torch.sigmoid(-logits)
+    return _diagonal({"logits": count * variance}, parameters)
 
 
 def _categorical(base: Any, parameters: dict[str, Tensor]) -> Roots:
@@ -299,81 +368,149 @@ def _categorical(base: Any, parameters: dict[str, Tensor]) -> Roots:
 
 
 def _multivariate_normal(base: Any, parameters: dict[str, Tensor]) -> Roots | None:
-    if "scale_tril" in parameters:
-        return None
+    """P = Sigma^-1 for the mean and, for Sigma = L L', tr(P dSigma P dSigma) / 2.
+
+    With M = L^-1 dL, a lower triangle, the latter is sum_ij M_ij^2 + sum_i M_ii^2.
+    """
     inverse = torch.linalg.inv(base.scale_tril.detach())  # F = L^-T L^-1
     inverse = inverse.expand(*base.batch_shape, *inverse.shape[-2:])
-    return [{"loc": inverse[..., k, :]} for k in range(inverse.shape[-1])]
+    if not _is_small(inverse.shape[-1], "scale_tril" in parameters):
+        return None
+
+    def of_scale(row: int, column: int) -> Cotangent:
+        root = torch.zeros_like(inverse)
+        root[..., column] = inverse[..., row, :] * (math.sqrt(2.0) if row == column else 1.0)
+        return {"scale_tril": root.tril()}
+
+    return _of_mean_and_covariance(inverse, parameters, "scale_tril", of_scale)
 
 
-def _transformed(base: Any, parameters: dict[str, Tensor]) -> Roots | None:
+def _low_rank_multivariate_normal(base: Any, parameters: dict[str, Tensor]) -> Roots | None:
+    """As of any multivariate Normal, with Sigma = W W' + D."""
+    factor = base.cov_factor.detach()
+    inverse = torch.linalg.inv(base.scale_tril.detach())
+    inverse = inverse.expand(*base.batch_shape, *inverse.shape[-2:])
+    if not _is_small(inverse.shape[-1], bool(parameters.keys() & {"cov_factor", "cov_diag"})):
+        return None
+
+    def of_scale(row: int, column: int) -> Cotangent:
+        first, second = inverse[..., row, :], inverse[..., column, :]
+        weight = math.sqrt(0.5) if row == column else 1.0
+        root = {"cov_diag": weight * first * second}
+        through_first = (second[..., None, :] @ factor) * first[..., :, None]
+        through_second = (first[..., None, :] @ factor) * second[..., :, None]
+        root["cov_factor"] = weight * (through_first + through_second)
+        return {name: value for name, value in root.items() if name in parameters}
+
+    return _of_mean_and_covariance(inverse, parameters, "cov_", of_scale)
+
+
+def _is_small(size: int, has_scale: bool) -> bool:
+    return not has_scale or size * (size + 1) // 2 <= _CLOSED_FORM_UP_TO
+
+
+def _of_mean_and_covariance(
+    inverse: Tensor, parameters: dict[str, Tensor], scale: str, of_scale: Callable
+) -> Iterator[Cotangent]:
+    """One column after the other, since there are d (d + 1) / 2 of d x d numbers per datum.
+
+    :param inverse: L^-1 for the covariance L L'.
+    :param scale: how the names of the covariance's tensors start.
+    :param of_scale: the column of an entry on or below the diagonal.
+    """
+    size = inverse.shape[-1]
+    if "loc" in parameters:
+        for k in range(size):
+            yield {"loc": inverse[..., k, :]}
+    if any(name.startswith(scale) for name in parameters):
+        for row in range(size):
+            for column in range(row + 1):
+                yield of_scale(row, column)
+
+
+def _transformed(base: Any, parameters: dict[str, Tensor], num_draws: int) -> Roots | None:
     """A bijection of the observation leaves the information as it is."""
     inner, start = without_wrappers(base.base_dist)[0], "base_dist."
     moved = not all(name.startswith(start) for name in parameters)
     if moved or inner.batch_shape != base.batch_shape:
         return None
     own = {name.removeprefix(start): value for name, value in parameters.items()}
-    return [{start + k: v for k, v in root.items()} for root in cell_roots(inner, own)]
+    roots = cell_roots(inner, own, num_draws)
+    return ({start + k: v for k, v in root.items()} for root in roots)
 
 
-_CLOSED_FORMS: dict[str, Callable[[Any, dict[str, Tensor]], Roots | None]] = {
-    "Normal": _normal,
-    "LogNormal": _normal,
-    "Laplace": _laplace,
-    "Cauchy": _cauchy,
-    "Gumbel": _gumbel,
-    "StudentT": _student_t,
-    "Gamma": _gamma,
-    "Beta": _beta,
-    "Exponential": _exponential,
-    "HalfNormal": _half_normal,
-    "Poisson": _poisson,
-    "Bernoulli": _bernoulli,
-    "Binomial": _binomial,
-    "NegativeBinomial": _negative_binomial,
-    "Categorical": _categorical,
-    "OneHotCategorical": _categorical,
-    "MultivariateNormal": _multivariate_normal,
-    "TransformedDistribution": _transformed,
+# For each kind its closed form, and the parameters that it covers.
+_CLOSED_FORMS: dict[str, tuple[Callable[..., Roots | None], frozenset[str]]] = {
+    "Normal": (_normal, frozenset({"loc", "scale"})),
+    "LogNormal": (_normal, frozenset({"loc", "scale"})),
+    "Laplace": (_laplace, frozenset({"loc", "scale"})),
+    "Cauchy": (_cauchy, frozenset({"loc", "scale"})),
+    "Gumbel": (_gumbel, frozenset({"loc", "scale"})),
+    "StudentT": (_student_t, frozenset({"df", "loc", "scale"})),
+    "Gamma": (_gamma, frozenset({"concentration", "rate"})),
+    "Beta": (_beta, frozenset({"concentration1", "concentration0"})),
+    "Exponential": (_exponential, frozenset({"rate"})),
+    "HalfNormal": (_half_normal, frozenset({"scale"})),
+    "Poisson": (_poisson, frozenset({"rate"})),
+    "Bernoulli": (_bernoulli, frozenset({"probs", "logits"})),
+    "Binomial": (_binomial, frozenset({"probs", "logits"})),
+    "NegativeBinomial": (_negative_binomial, frozenset({"probs", "logits"})),
+    "Categorical": (_categorical, frozenset({"probs", "logits"})),
+    "OneHotCategorical": (_categorical, frozenset({"probs", "logits"})),
+    "MultivariateNormal": (_multivariate_normal, frozenset({"loc", "scale_tril"})),
+    "LowRankMultivariateNormal": (
+        _low_rank_multivariate_normal,
+        frozenset({"loc", "cov_factor", "cov_diag"}),
+    ),
 }
 
 
-def _estimated_roots(base: Distribution, parameters: dict[str, Tensor]) -> Roots:
+def _estimated_roots(
+    base: Distribution, parameters: dict[str, Tensor], num_draws: int
+) -> Iterator[Cotangent]:
     """S for distributions without a closed form, from F = sum over y of p(y) s s' where y takes a
-    few values, else the mean of s s' over many draws.
+    few values, else the mean of s s' over draws.
 
     The estimate is positive semi-definite by construction. Nothing goes through the network.
     """
     shapes = {name: v.shape[len(base.batch_shape) :] for name, v in parameters.items()}
+    sizes = [shape.numel() for shape in shapes.values()]
+
+    def cotangent(column: Tensor) -> Cotangent:
+        parts = zip(shapes.items(), column.split(sizes, -1), strict=True)
+        return {name: part.reshape((*base.batch_shape, *shape)) for (name, shape), part in parts}
+
     total: Any = 0.0
-    for values, weights in _weighted_values(base, sum(v.numel() for v in parameters.values())):
+    numbers = sum(v.numel() for v in parameters.values())
+    for values, weights in _weighted_values(base, numbers, num_draws):
         scores = _scores(base, tuple(parameters), values)
-        total = total + torch.einsum("d...i,d...j->...ij", scores * weights[..., None], scores)
-    values, vectors = torch.linalg.eigh(total)
-    columns = vectors * values.clamp(min=0.0).sqrt()[..., None, :]
-    roots = []
-    for k in range(columns.shape[-1]):
-        parts = columns[..., k].split([shape.numel() for shape in shapes.values()], -1)
-        roots.append(
-            {
-                name: part.reshape((*base.batch_shape, *shape))
-                for (name, shape), part in zip(shapes.items(), parts, strict=True)
-            }
-        )
-    return roots
+        if sum(sizes) > num_draws:  # the scores are fewer columns than the root of their squares
+            yield from map(cotangent, scores * weights.sqrt()[..., None])
+        else:
+            squares = torch.einsum("d...i,d...j->...ij", scores * weights[..., None], scores)
+            total = total + squares
+    if sum(sizes) <= num_draws:
+        values, vectors = torch.linalg.eigh(total)
+        columns = vectors * values.clamp(min=0.0).sqrt()[..., None, :]
+        yield from map(cotangent, columns.unbind(-1))
 
 
-def _weighted_values(base: Distribution, numbers: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _weighted_values(
+    base: Distribution, numbers: int, num_draws: int
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Values (d, *batch, *event) of the observation and their weights (d, *batch) or (d, 1...),
     in blocks; ``numbers`` are those of one score."""
-    size = max(1, min(_ESTIMATION_DRAWS, _NUMBERS_AT_ONCE // max(1, numbers)))
+    size = max(1, min(num_draws, _NUMBERS_AT_ONCE // max(1, numbers)))
     support = _few_values(base)
     if support is None:
         ones = (1,) * len(base.batch_shape)
-        for start in range(0, _ESTIMATION_DRAWS, size):
-            values = base.sample((min(size, _ESTIMATION_DRAWS - start),))
+        for start in range(0, num_draws, size):
+            try:
+                values = base.sample((min(size, num_draws - start),))
+            except NotImplementedError as error:
+                raise ValueError(_no_estimate(base, "be sampled")) from error
             like = next(iter(parameters_of_any(base).values())).detach()
-            yield values, like.new_full((len(values), *ones), 1.0 / _ESTIMATION_DRAWS)
+            yield values, like.new_full((len(values), *ones), 1.0 / num_draws)
         return
     for values in support.split(size):
         yield values, base.log_prob(values).detach().exp()
@@ -386,7 +523,7 @@ def _few_values(base: Any) -> Tensor | None:
         values = base.enumerate_support()
     except NotImplementedError:  # as many as differ from datum to datum
         return None
-    return values if len(values) <= _ESTIMATION_DRAWS else None
+    return values if len(values) <= ESTIMATION_DRAWS else None
 
 
 def _scores(base: Distribution, names: tuple[str, ...], values: Tensor) -> Tensor:
@@ -395,6 +532,19 @@ def _scores(base: Distribution, names: tuple[str, ...], values: Tensor) -> Tenso
     every = {n: v.detach().expand(count, *v.shape) for n, v in parameters_of_any(base).items()}
     with torch.enable_grad():
         leaves = {name: every[name].clone().requires_grad_() for name in names}
-        log_prob = rebuilt(base, every | leaves).log_prob(values).sum()
-        scores = torch.autograd.grad(log_prob, list(leaves.values()))
+        again = rebuilt(base, every | leaves)
+        if again.batch_shape != (count, *base.batch_shape):
+            raise ValueError(_no_estimate(base, "be given a batch of parameters"))
+        log_prob = again.log_prob(values).sum()
+        found: Any = [None] * len(names)
+        if log_prob.requires_grad:
+            found = torch.autograd.grad(log_prob, list(leaves.values()), allow_unused=True)
+    if all(gradient is None for gradient in found):
+        raise ValueError(
+            f"the density of {type(base).__name__} has no gradient in its {', '.join(names)}, so "
+            "that it has no Fisher information: observe a distribution whose density moves with "
+            "the latents"
+        )
+    pairs = zip(leaves.values(), found, strict=True)
+    scores = [torch.zeros_like(leaf) if g is None else g for leaf, g in pairs]
     return torch.cat([s.reshape(count, *base.batch_shape, -1) for s in scores], -1)

@@ -16,6 +16,7 @@ from pyro_bdl.curvature.config import Recipe, check_memory
 from pyro_bdl.curvature.fisher import (
     Cotangent,
     cell_weights,
+    check_information,
     check_scales,
     num_data,
     parameters_of_any,
@@ -133,7 +134,10 @@ def _accumulated(
         )
         for linearization in parts:
             if number == 0:
+                first = not seen.num_data
                 seen.add(linearization)
+                for name, site in linearization.run.observed.items() if first else ():
+                    check_information(name, site)
             for jacobian in fisher_jacobians(linearization, recipe):
                 curvature.add(jacobian)
             if hasattr(curvature, "end_batch"):
@@ -169,11 +173,35 @@ def _check_shape(name: str, site: Site) -> None:
         )
 
 
+class FactorStatements:
+    """Tells factors of the data from those of the latents alone, batch after batch.
+
+    ``values`` are those of the last batch. ``new`` are the factors to be counted for it: not those
+    that had the same value in the batch before, which are about the latents alone and count once.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, Tensor] = {}
+        self.new: list[Site] = []
+
+    def read(self, run: Run) -> None:
+        before = self.values
+        self.values = {name: site.log_prob().detach() for name, site in run.factors.items()}
+        self.new = [
+            site
+            for name, site in run.factors.items()
+            if name not in before or not torch.equal(before[name], self.values[name])
+        ]
+
+
 class _Seen:
     """Counts data and adds up their log likelihood and its gradient in a pass."""
 
-    def __init__(self, vector: Tensor, batches: Batches) -> None:
-        self.batches = batches
+    def __init__(
+        self, vector: Tensor, batches: Batches, *, second_derivatives: bool = False
+    ) -> None:
+        self.batches, self.second_derivatives = batches, second_derivatives
+        self.factors = FactorStatements()
         self.log_likelihood: Any = 0.0
         self.num_data = 0
         self.gradient = torch.zeros_like(vector)
@@ -183,13 +211,13 @@ class _Seen:
 
     def add(self, linearization: Linearization) -> None:
         run = linearization.run
-        if not run.observed and run.factors:
+        if not run.observed and run.factors and not self.second_derivatives:
             raise UnsupportedProgramError(
                 f"the likelihood is in the factor '{next(iter(run.factors))}', which has no Fisher "
-                "information: write it as a sample statement with obs=..., or use a variational "
-                "guide or NUTS"
+                'information: take structure="full" with curvature="hessian", write it as a sample '
+                "statement with obs=..., or use a variational guide or NUTS"
             )
-        if not run.observed:
+        if not run.observed and not run.factors:
             raise ValueError(
                 "the program has no observed site: pass the targets, so that a sample statement "
                 "gets obs=..."
@@ -209,7 +237,8 @@ class _Seen:
             self.stated = max(self.stated, round(count * site.subsampling, 3))  # N / B * B
             self.scaled = self.scaled or site.subsampling != 1
             part = part + (site.log_prob() / site.subsampling).sum()
-        for factor in run.factors.values():
+        self.factors.read(run)
+        for factor in self.factors.new:
             part = part + (factor.log_prob() / factor.subsampling).sum()
         if not torch.isfinite(part):
             check_finite_batches(linearization.model, self.batches.part())
@@ -258,6 +287,12 @@ class _Seen:
     def factor(self) -> float:
         if self.stated <= self.num_data or not self.num_data:
             return 1.0
+        if self.factors.values and self.second_derivatives:
+            raise ValueError(
+                f"the program speaks of {self.stated:.0f} data, {self.num_data} were passed, and "
+                f"by what the factor '{next(iter(self.factors.values))}' is to be scaled up is not "
+                "known: pass all data, in batches if need be"
+            )
         warnings.warn(
             f"the program speaks of {self.stated:.0f} data, {self.num_data} were passed: their "
             "curvature is scaled up; for the exact sum pass all data as an iterable of batches, or "
@@ -368,15 +403,18 @@ def _hessian(
     model: Callable, subset: Subset, vector: Tensor, batches: Batches, like: Tensor
 ) -> tuple[FullCurvature, _Seen]:
     """Minus the second derivatives of the log likelihood, factors included."""
-    curvature, seen = FullCurvature(subset.size, like), _Seen(vector, batches)
+    curvature = FullCurvature(subset.size, like)
+    seen = _Seen(vector, batches, second_derivatives=True)
     for linearization in linearizations(model, subset, vector, batches.part(), None):
         seen.add(linearization)
         total: Any = 0.0
         run = linearization.run
-        for site in (*run.observed.values(), *run.factors.values()):
+        for site in (*run.observed.values(), *seen.factors.new):
             total = total + (site.log_prob() / site.subsampling).sum()
         leaves = [linearization.leaves[name] for name in subset.parts]
         chosen = [subset.chosen[name] for name in subset.parts]
+        if not isinstance(total, Tensor) or not total.requires_grad:
+            continue
         gradients = torch.autograd.grad(total, leaves, create_graph=True, allow_unused=True)
         start = 0
         for gradient, leaf, kept in zip(gradients, leaves, chosen, strict=True):
@@ -401,9 +439,10 @@ def _hessian(
 
 def check_factors(run: Run, recipe: Recipe) -> None:
     """Warn where the program has factor statements, which have no Fisher information."""
-    if run.factors and recipe.curvature != "hessian":
+    moved = [name for name, site in run.factors.items() if site.log_prob().requires_grad]
+    if moved and recipe.curvature != "hessian":
         warnings.warn(
-            f"the factor '{next(iter(run.factors))}' has no Fisher information and is left out of "
+            f"the factor '{moved[0]}' has no Fisher information and is left out of "
             'the curvature; structure="full" with curvature="hessian" includes it',
             BdlWarning,
             stacklevel=4,

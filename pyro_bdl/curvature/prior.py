@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.structures.precision import FullPrecision
+from pyro_bdl.distributions.copies import masks_of
 from pyro_bdl.distributions.matrix_normal import MatrixNormal
 from pyro_bdl.distributions.take_apart import without_wrappers
 from pyro_bdl.errors import BdlWarning
@@ -186,7 +187,8 @@ def _differentiated(
             for gradient, leaf in zip(gradients, inputs, strict=True)
         )
     fixed = [
-        _concave(name, part, run.latents[name]) for name, part in zip(names, parts, strict=True)
+        _concave(name, part, run.latents[name], layout.latents[name].unconstrained_shape)
+        for name, part in zip(names, parts, strict=True)
     ]
     if dense is not None:
         dense = dense + torch.diag(torch.cat(fixed) - dense.diagonal())
@@ -205,7 +207,9 @@ def _of_subset(pieces: Mapping[str, Tensor], subset: Subset, like: Tensor) -> Te
 def independent_normal(site: Site, transform: Any, leaves: Mapping[str, Tensor]) -> Any:
     """The Normal of a site of independent Normals that depend on no other latent, else None."""
     base: Any = without_wrappers(site.distribution)[0]
-    if transform is not None or type(base).__name__ != "Normal" or site.mask is not None:
+    if transform is not None or type(base).__name__ != "Normal":
+        return None
+    if site.mask is not None or masks_of(site.distribution):
         return None
     for tensor in (base.loc, base.scale):
         if tensor.requires_grad and _depends(tensor, leaves):
@@ -214,7 +218,10 @@ def independent_normal(site: Site, transform: Any, leaves: Mapping[str, Tensor])
 
 
 def _normal_precision(site: Site, transform: Any, leaves: Mapping[str, Tensor]) -> Tensor | None:
-    """scale / sd^2 for independent Normals, of the site's shape, else None."""
+    """scale / sd^2 for independent Normals and 0 for flat densities over the reals, of the site's
+    shape, else None."""
+    if site.mask is False and transform is None:
+        return site.value.new_zeros(()).expand(site.value.shape)
     normal = independent_normal(site, transform, leaves)
     if normal is None:
         return None
@@ -298,9 +305,15 @@ def _hessian(gradients: Any, inputs: list[Tensor], create_graph: bool) -> Tensor
     return torch.stack(rows)
 
 
-def _concave(name: str, diagonal: Tensor, site: Site) -> Tensor:
-    """The diagonal, with 1 / variance of the prior where it is not positive."""
-    bad = ~(diagonal.detach() > 0)
+def _concave(name: str, diagonal: Tensor, site: Site, shape: torch.Size) -> Tensor:
+    """The diagonal, with 1 / variance of the prior where it is not positive, and no less than 0
+    where the prior is flat.
+
+    :param shape: of the unconstrained value.
+    """
+    flat = flat_entries(site, shape, diagonal.device)
+    diagonal = torch.where(flat, diagonal.clamp(min=0.0), diagonal)
+    bad = ~(diagonal.detach() > 0) & ~flat
     if not bad.any():
         return diagonal
     try:
@@ -320,3 +333,15 @@ def _concave(name: str, diagonal: Tensor, site: Site) -> Tensor:
         stacklevel=5,
     )
     return torch.where(bad, variance.reciprocal(), diagonal)
+
+
+def flat_entries(site: Site, shape: torch.Size, device: torch.device) -> Tensor:
+    """The unconstrained numbers, flat, whose prior the site's masks leave out."""
+    result = torch.full(shape, site.mask is False, device=device)
+    masks = masks_of(site.distribution)
+    if isinstance(site.mask, Tensor):
+        masks.append((site.mask, site.distribution.batch_shape))
+    for mask, batch in masks:
+        left_out = ~mask.to(device).bool().expand(batch)
+        result = result | left_out.reshape(*batch, *(1,) * (len(shape) - len(batch)))
+    return result.reshape(-1)

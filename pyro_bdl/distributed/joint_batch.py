@@ -15,7 +15,7 @@ from pyro_bdl.distributions.take_apart import without_wrappers
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.batch_norm import layers_called, uses_its_batch
 from pyro_bdl.program.subsampling import WholeData
-from pyro_bdl.program.trace import Run, record
+from pyro_bdl.program.trace import Run, is_deterministic, record
 from pyro_bdl.program.wrappers import Handled
 from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.random_state import own_randomness
@@ -199,7 +199,7 @@ class _StandForAll(Messenger):
         self.ranks = ranks
 
     def _process_message(self, msg: Any) -> None:
-        if msg["type"] != "sample" or not msg["is_observed"] or msg["infer"].get("_deterministic"):
+        if msg["type"] != "sample" or not msg["is_observed"] or is_deterministic(msg):
             return
         if msg["cond_indep_stack"] or without_wrappers(msg["fn"])[0].batch_shape:
             msg["scale"] = msg["scale"] * self.ranks  # not one number, the same on all ranks

@@ -3,8 +3,10 @@
 from typing import Any
 
 import torch
+from pyro.distributions import Delta, ImproperUniform
+from pyro.distributions.torch_distribution import MaskedDistribution
 from torch import Tensor
-from torch.distributions import Distribution
+from torch.distributions import Distribution, Independent
 
 
 def without_validation(distribution: Distribution) -> Distribution:
@@ -31,6 +33,59 @@ def without_validation(distribution: Distribution) -> Distribution:
 
 
 _CHECKED = "_pyro_bdl_unvalidated"  # marks copies of ours, which need no second look
+
+
+def without_masks(
+    distribution: Distribution, mask: bool | Tensor | None = None
+) -> tuple[Any, bool | Tensor | None]:
+    """The distribution inside ``mask``, and all masks as one, of its batch shape.
+
+    An improper uniform distribution has the mask False. A mask tensor inside ``to_event`` stays
+    where it is, since it has more dimensions.
+    """
+    if isinstance(distribution, ImproperUniform):
+        return distribution, False
+    if isinstance(distribution, MaskedDistribution):
+        inner, own = without_masks(distribution.base_dist, distribution._mask)
+        return inner, _both(own, mask)
+    if isinstance(distribution, Independent):
+        inner, own = without_masks(distribution.base_dist)
+        if isinstance(own, bool):
+            return inner.to_event(distribution.reinterpreted_batch_ndims), _both(own, mask)
+    return distribution, mask
+
+
+def _both(one: bool | Tensor | None, other: bool | Tensor | None) -> bool | Tensor | None:
+    if one is False or other is False:
+        return False
+    if one is None or one is True:
+        return other
+    return one if other is None or other is True else one & other
+
+
+def masks_of(distribution: Distribution) -> list[tuple[Tensor, torch.Size]]:
+    """The mask tensors inside a distribution, and the batch shape that each is of."""
+    masks = []
+    while isinstance(distribution, Independent | MaskedDistribution):
+        mask = getattr(distribution, "_mask", None)
+        if isinstance(mask, Tensor):
+            masks.append((mask, distribution.batch_shape))
+        distribution = distribution.base_dist
+    return masks
+
+
+def point_of(distribution: Distribution) -> Delta | None:
+    """The Delta inside ``to_event`` and ``mask``; None where there is another distribution."""
+    while isinstance(distribution, Independent | MaskedDistribution):
+        distribution = distribution.base_dist
+    return distribution if isinstance(distribution, Delta) else None
+
+
+def is_improper(distribution: Distribution) -> bool:
+    """Whether nothing can be drawn from it: an ``ImproperUniform``, maybe in ``to_event``."""
+    while isinstance(distribution, Independent | MaskedDistribution):
+        distribution = distribution.base_dist
+    return isinstance(distribution, ImproperUniform)
 
 
 def moved_like(distribution: Distribution, like: Tensor) -> Distribution:

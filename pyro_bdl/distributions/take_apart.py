@@ -95,7 +95,25 @@ def parameters_of(base: Distribution) -> dict[str, Tensor]:
     if _structure(base) is not None:
         return dict(_tensors(base))
     values = {name: vars(base).get(name) for name in base.arg_constraints}
-    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    return {
+        name: broadcast_parameter(base, name, value)
+        for name, value in values.items()
+        if isinstance(value, Tensor)
+    }
+
+
+def broadcast_parameter(base: Any, name: str, value: Tensor) -> Tensor:
+    """An argument of a distribution with all of the batch shape, where its shape allows it."""
+    constraint = base.arg_constraints.get(name)
+    try:
+        event_dims = 0 if constraint is None else constraint.event_dim
+    except NotImplementedError:  # a bound of a support, which is a number
+        event_dims = 0
+    shape = base.batch_shape + value.shape[max(0, value.dim() - event_dims) :]
+    if value.shape == shape or value.dim() > len(shape):
+        return value
+    fits = all(a in (1, b) for a, b in zip(value.shape[::-1], shape[::-1], strict=False))
+    return value.expand(shape) if fits else value
 
 
 def part_with(base: Any, key: str) -> tuple[Any, str]:
@@ -202,10 +220,7 @@ def _structure(distribution: Distribution) -> Structure | None:
 def _tensors(base: Any) -> Iterator[tuple[str, Tensor]]:
     for name in _argument_names(base) or ():
         value = getattr(base, name)
-        constraint = base.arg_constraints.get(name)
-        event_dims = 0 if constraint is None else constraint.event_dim
-        shape = base.batch_shape + value.shape[value.dim() - event_dims :]
-        yield name, value if value.shape == shape else value.expand(shape)
+        yield name, broadcast_parameter(base, name, value)
     for part in _PARTS.get(_kind(base), ()):
         for name, value in _tensors(without_wrappers(_expanded(base, part))[0]):
             yield f"{part}.{name}", value

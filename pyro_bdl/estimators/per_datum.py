@@ -20,6 +20,7 @@ from pyro_bdl.distributions.dropout_noise import NoisyWeight
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.estimators.product import Batch, Operand, Product, product_of, sizes_of
 from pyro_bdl.program.linear_ops.tracker import OPERATIONS, Tag, Tracker
+from pyro_bdl.program.trace import is_deterministic
 
 if TYPE_CHECKING:
     from pyro_bdl.guides.base import Guide
@@ -171,7 +172,7 @@ class PerDatum(Messenger):
         if isinstance(msg["fn"], _Subsample):
             self._products.batch = Batch(self._products.batch.sizes | {len(msg["value"])})
         elif msg["is_observed"]:
-            self._products.observed |= not msg["infer"].get("_deterministic")
+            self._products.observed |= not is_deterministic(msg)
         elif isinstance(msg["value"], Tensor):
             self._products.drawn(msg["name"], msg["fn"], msg["value"])
 

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_bdl.curvature.fit import FactorStatements
 from pyro_bdl.curvature.hyperparameters import Reading, in_likelihood, noise_site, read
-from pyro_bdl.curvature.prior import PriorPrecision, prior_precision
+from pyro_bdl.curvature.prior import PriorPrecision, flat_entries, prior_precision
 from pyro_bdl.distributions.take_apart import without_wrappers
 from pyro_bdl.evidence.linearized import linearised_log_likelihood
 from pyro_bdl.guides.laplace import LaplaceGuide
@@ -106,11 +107,13 @@ def _passed(guide: LaplaceGuide) -> Tensor:
     (model,) = guide._program_model
     latents = guide.require_layout().constrain(guide.loc)[0]
     total = guide.loc.new_zeros((), dtype=torch.float64)
+    factors = FactorStatements()
     with evaluation_mode(), preserved_buffers():
         for batches, count in guide.passes:
             for args, kwargs in batches:
                 run = record(model, latents, args, kwargs)
-                for site in (*run.observed.values(), *run.factors.values()):
+                factors.read(run)
+                for site in (*run.observed.values(), *factors.new):
                     total = total + count * (site.log_prob() / site.subsampling).sum().double()
     return total
 
@@ -134,6 +137,8 @@ def _log_prior(guide: LaplaceGuide, reading: Reading, offset: Tensor | None) -> 
                 raise ValueError(
                     f"the prior of site '{name}' couples its entries: choose all or none of them"
                 )
+            flat = flat_entries(site, latent.unconstrained_shape, density.device)
+            density = density.masked_fill(flat, 0.0)
             total = total + (site.scale * density[chosen.to(density.device)]).sum().double()
         if latent.transform is not None:
             leaf = reading.leaves[name]

@@ -9,11 +9,10 @@ import torch
 from pyro import poutine
 from pyro.distributions import TorchDistribution
 from pyro.infer.autoguide import AutoGuide
-from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.ops.tensor_utils import periodic_repeat
 from torch import Tensor
 
-from pyro_bdl.init import init_to_network
+from pyro_bdl.init import init_to_network, start_at
 from pyro_bdl.program.gaussian_prior import GaussianPrior
 from pyro_bdl.program.layout import Latent, Layout
 from pyro_bdl.program.parameter_namespace import OwnParameters
@@ -48,7 +47,7 @@ class Guide(OwnParameters, AutoGuide):
         init_loc_fn: Callable = init_to_network,
         create_plates: Callable | None = None,
     ) -> None:
-        AutoGuide.__init__(self, InitMessenger(init_loc_fn)(model), create_plates=create_plates)
+        AutoGuide.__init__(self, start_at(init_loc_fn)(model), create_plates=create_plates)
         self._take_name()
         self._program_model = (model,)
         self.layout = None

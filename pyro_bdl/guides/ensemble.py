@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from pyro import poutine
-from pyro.infer.autoguide.initialization import InitMessenger
 from torch import Tensor, nn
 
 from pyro_bdl.errors import BdlWarning
@@ -14,7 +13,7 @@ from pyro_bdl.guides.base import Guide, _at_full_size
 from pyro_bdl.guides.laplace import AutoLaplaceGGN
 from pyro_bdl.guides.mixture import MixtureGuide, empirical_quantiles
 from pyro_bdl.guides.point import emit_point
-from pyro_bdl.init import init_afresh
+from pyro_bdl.init import init_afresh, start_at
 from pyro_bdl.program.batch_norm import layers_called
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.program import Program, trace_once
@@ -66,7 +65,7 @@ class AutoEnsemble(Guide):
             )
 
     def _start(self, args: tuple, kwargs: dict) -> Tensor:
-        started = InitMessenger(self._init)(self._program_model[0])
+        started = start_at(self._init)(self._program_model[0])
         trace = trace_once(poutine.block(started, self._prototype_hide_fn), args, kwargs)
         return _at_full_size(Program.from_trace(started, trace, args, kwargs), trace)[0]
 

@@ -49,7 +49,10 @@ class AutoLaplaceGGN(UnconstrainedMAP):
     :param subset: which latents get a covariance, the others staying at the MAP: names or
         patterns, modules of the network, a predicate ``(name, latent) -> bool``, positions in the
         flat vector, or "last-layer"; None for all.
-    :param num_draws: of "ggn-mc".
+    :param num_draws: observations drawn per datum: of "ggn-mc", 1 by default; of "ggn", 512 by
+        default, where the observed distribution's Fisher information has no closed form and is
+        estimated (``curvature.fisher.cell_roots`` lists those that have one). The estimate's
+        error falls with the root of draws times data.
     :param rank: eigenpairs of "low_rank".
     :param reduce: how "kron" and "ekfac" treat weight sharing, see ``KroneckerCurvature``.
     :param init_loc_fn: where u starts; by default the network's own values.
@@ -64,7 +67,7 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         structure: str = "kron",
         curvature: str = "ggn",
         subset: Any = None,
-        num_draws: int = 1,
+        num_draws: int | None = None,
         rank: int = 50,
         reduce: bool = False,
         init_loc_fn: Callable = init_to_network,

@@ -43,7 +43,7 @@ class AutoSubnetwork(AutoLaplaceGGN):
         select: Selector | None = None,
         size: Size = None,
         curvature: str = "ggn",
-        num_draws: int = 1,
+        num_draws: int | None = None,
         init_loc_fn: Callable = init_to_network,
         create_plates: Callable | None = None,
     ) -> None:

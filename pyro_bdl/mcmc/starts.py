@@ -8,6 +8,7 @@ from pyro.poutine.util import prune_subsample_sites
 from torch import Tensor
 
 from pyro_bdl.guides.draws import latent_draws
+from pyro_bdl.init import init_to_network, start_at
 from pyro_bdl.program.program import Program, trace_once
 from pyro_bdl.program.subset import Subset
 
@@ -69,7 +70,8 @@ class Restriction:
 def starting_vectors(restriction: Restriction, init: Any, num_chains: int) -> Tensor:
     """Starting points (chains, p) at which the log density and its gradient are finite.
 
-    :param init: "prior" (a draw of the prior each), "network" (the networks' own values), a guide
+    :param init: "prior" (a draw of the prior each; where it is improper, of a uniform distribution
+        over [-2, 2] in the unconstrained numbers), "network" (the networks' own values), a guide
         or ``Samples`` (a draw each), or a dict of latents.
     :raises ValueError: where no such point is found, or for another ``init``.
     """
@@ -103,11 +105,7 @@ def _named_start(program: Program, init: str | Mapping[str, Tensor]) -> Mapping[
         trace = prune_subsample_sites(trace_once(program.model, program.args, program.kwargs))
         return {name: trace.nodes[name]["value"] for name in program.latents}
     if init == "network":
-        from pyro.infer.autoguide.initialization import InitMessenger
-
-        from pyro_bdl.init import init_to_network
-
-        started = InitMessenger(init_to_network)(program.model)
+        started = start_at(init_to_network)(program.model)
         return Program(started, *program.args, **program.kwargs).initial
     raise ValueError(f"init must be 'prior', 'network', a guide, Samples or a dict, got '{init}'")
 

@@ -36,6 +36,17 @@ def transform_of(support: Constraint) -> Transform | None:
     return biject_to(constraints.independent(base, event_dims) if event_dims else base)
 
 
+def support_bounds(support: Any) -> list[Tensor]:
+    """The tensors that bound a support."""
+    bounds = []
+    for value in vars(support).values():
+        if isinstance(value, Tensor):
+            bounds.append(value)
+        elif isinstance(value, Constraint):
+            bounds.extend(support_bounds(value))
+    return bounds
+
+
 @dataclass(frozen=True)
 class Latent:
     """A latent site: its shape, its support and its place in the flat vector.

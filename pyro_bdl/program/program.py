@@ -13,13 +13,24 @@ import torch
 from pyro import poutine
 from pyro.distributions import Unit
 from pyro.nn import PyroModule
+from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 
+from pyro_bdl.distributions.copies import is_improper
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.layout import Latent, Layout, transform_of
-from pyro_bdl.program.supports import check_fixed_supports
-from pyro_bdl.program.trace import RENAME, Run, Site, leave_open, record, sample_open
+from pyro_bdl.program.supports import check_fixed_supports, feasible_value
+from pyro_bdl.program.trace import (
+    RENAME,
+    Run,
+    Site,
+    is_deterministic,
+    leave_open,
+    point_density,
+    record,
+    sample_open,
+)
 from pyro_bdl.utils.module_state import preserved_buffers
 
 __all__ = ["Program", "Run", "Site", "leave_open", "record", "sample_open", "trace_once"]
@@ -68,8 +79,10 @@ class Program:
             if isinstance(node["fn"], _Subsample):
                 self.plates[name] = (node["fn"].size, len(node["value"]))
                 self._subsamples[name] = node["value"]
-            elif node["infer"].get("_deterministic"):
+            elif is_deterministic(node):
                 self.deterministic += (name,)
+                if point_density(node) and _point_density_at(name, node).any():
+                    self.factors += (name,)
             elif isinstance(node["fn"], Unit):
                 self.factors += (name,)
             elif node["is_observed"]:
@@ -177,11 +190,19 @@ class Program:
         leave_open(msg)
 
 
+class _ImproperStart(Messenger):
+    """Gives latents with an improper prior, which nothing can be drawn from, a value."""
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["value"] is None and is_improper(msg["fn"]):
+            msg["value"] = feasible_value(msg["fn"], radius=2.0)
+
+
 def trace_once(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
     """The Pyro trace of one run that leaves buffers (BatchNorm statistics) as they were."""
     tracer = poutine.trace(model)
     try:
-        with poutine.block(), torch.no_grad(), preserved_buffers():
+        with poutine.block(), _ImproperStart(), torch.no_grad(), preserved_buffers():
             return tracer.get_trace(*args, **kwargs)
     except Exception as error:
         if str(error).startswith("Multiple sample sites named"):
@@ -193,6 +214,19 @@ def trace_once(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         for name, plate in inside.items():
             error.add_note(f"if '{name}' are weights: {_inside(name, plate)}")
         raise
+
+
+def _point_density_at(name: str, node: Any) -> Tensor:
+    """
+    :raises UnsupportedProgramError: where a Delta observes other values than its own.
+    """
+    result = node["fn"].log_prob(node["value"])
+    if torch.isneginf(result).any():
+        raise UnsupportedProgramError(
+            f"the site '{name}' observes values that its Delta does not take, so that the program "
+            "has no density: give it a distribution with some noise"
+        )
+    return result
 
 
 def _inside(site: str, plate: str) -> str:

@@ -8,7 +8,7 @@ from pyro.distributions.torch_distribution import MaskedDistribution
 from torch import Tensor
 
 from pyro_bdl.errors import UnsupportedProgramError
-from pyro_bdl.program.layout import Latent
+from pyro_bdl.program.layout import Latent, support_bounds, transform_of
 from pyro_bdl.program.trace import Run
 from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.validation import listed
@@ -16,7 +16,7 @@ from pyro_bdl.utils.validation import listed
 
 def check_fixed_supports(program: Any, latents: list[Latent]) -> None:
     """A support with tensor bounds must not move with the other latents."""
-    bounded = [site for site in latents if tensor_bounds(site.support)]
+    bounded = [site for site in latents if support_bounds(site.support)]
     if not bounded or len(latents) < 2:
         return
     with torch.no_grad(), poutine.block(), preserved_buffers():
@@ -24,24 +24,14 @@ def check_fixed_supports(program: Any, latents: list[Latent]) -> None:
         again = program.run(elsewhere).latents
     for site in bounded:
         before, after = (
-            tensor_bounds(site.support),
-            tensor_bounds(again[site.name].distribution.support),
+            support_bounds(site.support),
+            support_bounds(again[site.name].distribution.support),
         )
         if any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)):
             raise UnsupportedProgramError(
                 f"the support of site '{site.name}' depends on other latents: sample it on a fixed "
                 "support and rescale it in the program"
             )
-
-
-def tensor_bounds(support: Any) -> list[Tensor]:
-    bounds = []
-    for value in vars(support).values():
-        if isinstance(value, Tensor):
-            bounds.append(value)
-        elif isinstance(value, torch.distributions.constraints.Constraint):
-            bounds.extend(tensor_bounds(value))
-    return bounds
 
 
 def check_support(run: Run) -> None:
@@ -58,7 +48,7 @@ def check_support(run: Run) -> None:
             masks.append(distribution._mask)
             distribution = distribution.base_dist
         support: Any = distribution.support
-        if tensor_bounds(support):
+        if support_bounds(support):
             continue
         bad = ~support.check(site.value)
         for mask in masks:
@@ -70,3 +60,15 @@ def check_support(run: Run) -> None:
             f"the targets of site '{name}' hold values outside the support of their distribution "
             f"({support}){where}: correct these targets"
         )
+
+
+def feasible_value(fn: Any, radius: float = 0.0) -> Tensor:
+    """A value in the support of a distribution that need not be one to draw from.
+
+    :param radius: the unconstrained numbers are drawn uniformly from [-radius, radius].
+    """
+    transform, shape = transform_of(fn.support), fn.shape()
+    if transform is not None:
+        shape = transform.inverse_shape(shape)
+    numbers = torch.empty(shape, device="cpu").uniform_(-radius, radius)
+    return numbers if transform is None else transform(numbers)

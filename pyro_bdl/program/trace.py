@@ -16,7 +16,13 @@ from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 from torch.distributions import Distribution
 
-from pyro_bdl.distributions.copies import on_device_of, placeholder, without_validation
+from pyro_bdl.distributions.copies import (
+    on_device_of,
+    placeholder,
+    point_of,
+    without_masks,
+    without_validation,
+)
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.network_sites import OWNER_KEY
 
@@ -26,8 +32,9 @@ RENAME = "give each its own name (two networks in one program: bayesianize(net, 
 class Site(NamedTuple):
     """What one sample statement said in one run: p(value), its scale and its mask.
 
-    ``subsampling`` is the part N/B of the scale that its plates account for; the rest of the
-    scale is tempering.
+    ``mask`` holds the distribution's own masks too; it is False where the statement leaves the
+    density as it is, as flat priors do. ``subsampling`` is the part N/B of the scale that its
+    plates account for; the rest of the scale is tempering.
     """
 
     distribution: Distribution
@@ -49,9 +56,11 @@ class Site(NamedTuple):
 class Run:
     """What one run of a program said, statement by statement.
 
-    ``observed`` also holds open sites, which the program would observe but was given no value
-    for. ``open`` tells that there are such, ``followed`` that statements come after one of them
-    and may use its value. ``subsamples`` are the indices of the plates.
+    ``deterministic`` holds observed Deltas too, whose value the latents give; ``factors`` their
+    densities, unless they are masked. ``observed`` also holds open sites, which the program would
+    observe but was given no value for. ``open`` tells that there are such, ``followed`` that
+    statements come after one of them and may use its value. ``subsamples`` are the indices of the
+    plates.
     """
 
     latents: dict[str, Site] = field(default_factory=dict)
@@ -73,6 +82,20 @@ class Run:
 def _total(sites: Iterable[Site]) -> Tensor | float:
     terms = [site.log_prob().sum() for site in sites if site.value is not None]
     return functools.reduce(torch.add, terms) if terms else 0.0
+
+
+def is_deterministic(msg: Any) -> bool:
+    """Whether a sample statement's value is given by the latents: one of ``pyro.deterministic``, or
+    an observed Delta, as reparameterizations make of a latent that they replace."""
+    return bool(msg["infer"].get("_deterministic")) or (
+        msg["is_observed"] and point_of(msg["fn"]) is not None
+    )
+
+
+def point_density(msg: Any) -> bool:
+    """Whether a deterministic statement has a density, as a Delta that stands for a change of
+    variables does."""
+    return point_of(msg["fn"]) is not None and without_masks(msg["fn"], msg["mask"])[1] is not False
 
 
 class _Recorder(Messenger):
@@ -121,10 +144,13 @@ class _Recorder(Messenger):
         value = None if msg["infer"].get("_placeholder") else msg["value"]
         frames = msg["cond_indep_stack"]
         subsampling = math.prod((f.full_size or f.size) / f.size for f in frames)
-        site = Site(msg["fn"], value, msg["scale"], msg["mask"], subsampling)
+        distribution, mask = without_masks(msg["fn"], msg["mask"])
+        site = Site(distribution, value, msg["scale"], mask, subsampling)
         run.followed = run.followed or run.open
-        if msg["infer"].get("_deterministic"):
+        if is_deterministic(msg):
             run.deterministic[name] = msg["value"]
+            if point_density(msg):
+                run.factors[name] = site
         elif isinstance(msg["fn"], Unit):
             run.factors[name] = site
         elif msg["is_observed"]:

@@ -202,17 +202,37 @@ def test_student_t_is_concave_near_its_centre_only(oracle):
     torch.testing.assert_close(added, torch.diag(expected))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: dist.Cauchy(0.0, 0.1).expand([2]).to_event(1),
-        lambda: dist.ImproperUniform(constraints.real_vector, (), (2,)),
-    ],
-    ids=["Cauchy", "flat"],
-)
-def test_no_curvature_and_no_variance(oracle, make):
+FLAT = {
+    "masked": lambda: dist.Normal(0.0, 1.0).expand([2]).to_event(1).mask(False),
+    "masked inside": lambda: dist.Normal(0.0, 1.0).mask(False).expand([2]).to_event(1),
+    "Laplace": lambda: dist.Laplace(0.0, 1.0).expand([2]).to_event(1).mask(False),
+    "improper": lambda: dist.ImproperUniform(constraints.real, (), (2,)),
+    "improper batch": lambda: dist.ImproperUniform(constraints.real, (2,), ()).to_event(1),
+    "positive": lambda: dist.HalfNormal(1.0).expand([2]).to_event(1).mask(False),
+    "simplex": lambda: dist.ImproperUniform(constraints.simplex, (), (3,)),
+    "one entry": lambda: dist.Normal(0.0, 1.0).mask(torch.tensor([True, False])).to_event(1),
+    "one row": lambda: (
+        dist.Normal(0.0, 1.0).expand([2, 2]).to_event(1).mask(torch.tensor([True, False]))
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FLAT)
+def test_flat_priors_have_no_precision(oracle, kind):
+    """Only the log-determinant of a support that is not all of R^n has a curvature."""
+
     def model(y):
-        w = pyro.sample("w", make())
+        w = pyro.sample("w", FLAT[kind]())
+        pyro.sample("y", dist.Normal(w.sum(), 1.0), obs=y)
+
+    precision, _ = check(oracle, model, torch.tensor(0.0))
+    if kind not in ("simplex", "one entry", "one row"):
+        assert not precision.diagonal.any()
+
+
+def test_no_curvature_and_no_variance(oracle):
+    def model(y):
+        w = pyro.sample("w", dist.Cauchy(0.0, 0.1).expand([2]).to_event(1))
         pyro.sample("y", dist.Normal(w.sum(), 1.0), obs=y)
 
     y = torch.tensor(0.0)

@@ -21,6 +21,7 @@ from pyro.infer.autoguide import (
     init_to_value,
 )
 from torch import nn
+from torch.distributions import constraints
 
 from pyro_bdl import Predictive, bayesianize, models
 from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
@@ -666,3 +667,21 @@ def test_an_unscaled_network_of_one_weight(kind):
     guide = kind(model).prototype(X, Y)
     assert guide.sample_latents(4)["w"].shape == (4,)
     assert record(guide, {}, (X, Y)).latents["w"].value.shape == ()
+
+
+def improper(y=None):
+    scale = pyro.sample("scale", dist.ImproperUniform(constraints.positive, (), ()))
+    weight = pyro.sample("weight", dist.ImproperUniform(constraints.real, (), (2, 3)))
+    with pyro.plate("data", 4):
+        pyro.sample("y", dist.Normal(weight.sum(), scale), obs=torch.arange(4.0))
+
+
+@pytest.mark.parametrize("init", [None, init_to_feasible, init_to_mean])
+def test_improper_priors_have_a_start(kind, init):
+    guide = kind(improper) if init is None else kind(improper, init_loc_fn=init)
+    losses = [
+        SVI(improper, guide, pyro.optim.Adam({"lr": 0.02}), Trace_ELBO()).step() for _ in range(3)
+    ]
+    assert all(map(math.isfinite, losses))
+    weight = guide.median()["weight"]
+    assert (weight.std() > 0.1) == (init is None)  # hidden units are not all alike

@@ -7,6 +7,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
+from pyro.infer.reparam import AutoReparam, LocScaleReparam
 from pyro.nn import PyroModule, PyroParam, PyroSample
 from torch import nn
 from torch.distributions import constraints
@@ -581,3 +582,53 @@ def test_buffers_and_parameters_are_not_moved_by_reading():
     after = bnn.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
     assert bnn.net.training
+
+
+# Reparameterizations
+
+
+def eight_schools(y=None):
+    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    with pyro.plate("schools", 3):
+        effect = pyro.sample("effect", dist.Normal(1.0, scale))
+        pyro.sample("y", dist.Normal(effect, 1.0), obs=y)
+
+
+def test_what_a_reparameterization_replaces_is_no_observation():
+    y = torch.tensor([0.3, -0.4, 2.0])
+    centered = Program(eight_schools, y)
+    program = Program(poutine.reparam(eight_schools, {"effect": LocScaleReparam(0.0)}), y)
+    assert tuple(program.latents) == ("scale", "effect_decentered")
+    assert (program.observed, program.deterministic) == (("y",), ("effect",))
+    assert program.factors == ()
+    latents = {"scale": torch.tensor(0.7), "effect_decentered": torch.tensor([0.1, -0.2, 1.0])}
+    run = program.run(latents)
+    effect = 1.0 + 0.7 * latents["effect_decentered"]
+    torch.testing.assert_close(run.deterministic["effect"], effect)
+    assert not run.factors
+    moved = centered.log_joint({"scale": latents["scale"], "effect": effect})
+    torch.testing.assert_close(program.log_joint(latents), moved + 3 * latents["scale"].log())
+    everything = Program(poutine.reparam(eight_schools, AutoReparam()), y)
+    assert everything.observed == ("y",)
+    assert {"effect", "scale"} <= set(everything.deterministic)
+
+
+def test_the_density_of_an_observed_delta_counts_as_a_factor():
+    def model():
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        pyro.sample("v", dist.Delta(w.exp(), log_density=w), obs=w.exp())
+        pyro.sample("u", dist.Delta(2 * w), obs=2 * w)
+
+    program = Program(model)
+    assert (program.deterministic, program.factors) == (("v", "u"), ("v",))
+    w = torch.tensor(0.3)
+    expected = dist.Normal(0.0, 1.0).log_prob(w) + w
+    torch.testing.assert_close(program.log_joint({"w": w}), expected)
+
+
+def test_a_delta_that_observes_other_values_is_refused():
+    def model():
+        pyro.sample("v", dist.Delta(pyro.sample("w", dist.Normal(0.0, 1.0))), obs=torch.ones(()))
+
+    with pytest.raises(UnsupportedProgramError, match="'v' observes values that its Delta"):
+        Program(model)

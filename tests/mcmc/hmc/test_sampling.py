@@ -9,6 +9,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
+from torch.distributions import constraints
 
 import pyro_bdl as bdl
 from pyro_bdl.errors import BdlWarning, MissingOperatorError, UnsupportedProgramError
@@ -445,3 +446,26 @@ def test_programs_that_call_autograd_have_the_draws_of_the_derivative_written_ou
         bdl.mcmc.sample(program(f), x.cos(), **options).latents["w"] for f in (by_autograd, by_hand)
     )
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def flat(y):
+    """The scale's posterior density is s^-n exp(-sum y^2 / (2 s^2)): 1 / s^2 is a Gamma."""
+    scale = pyro.sample("scale", dist.ImproperUniform(constraints.positive, (), ()))
+    other = pyro.sample("other", dist.HalfNormal(1.0).mask(False))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(0.0, scale), obs=y)
+        pyro.sample("z", dist.Normal(0.0, other), obs=y)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_improper_priors(backend):
+    """E[1 / s^2] of a Gamma((n - 1) / 2, sum y^2 / 2)."""
+    y = torch.linspace(-2.0, 2.0, 9)
+    samples = bdl.mcmc.sample(
+        flat, y, backend=backend, num_warmup=60, num_samples=150, num_chains=1, seed=0,
+        progress=False,
+    )  # fmt: skip
+    for name in ("scale", "other"):
+        draws = samples.latents[name].square().reciprocal()[..., None]
+        error = 5 * bdl.diagnostics.mcse(draws)
+        assert abs(draws.mean() - 8 / y.square().sum()) < error
