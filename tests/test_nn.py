@@ -352,11 +352,12 @@ def test_two_instances_share_nothing_in_the_store():
     second = copy.deepcopy(first)
     third = models.Regression(_partly(), noise=PyroParam(torch.tensor(2.0), constraints.positive))
     fourth = pickle.loads(pickle.dumps(first))
-    seen = set()
+    seen, guides = set(), []
     for model in (first, second, third, fourth):
         before = set(pyro.get_param_store().keys())
         state = {name: value.clone() for name, value in model.state_dict().items()}
         guide = AutoMeanField(model)
+        guides.append(guide)
         svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), TemperedTrace_ELBO())
         svi.step(x, y)
         new = set(pyro.get_param_store().keys()) - before

@@ -162,17 +162,6 @@ def _set_random_states(states: list[Tensor], device: torch.device) -> None:
         torch.cuda.set_rng_state(states[1], device)
 
 
-def _check_shape(name: str, site: Site) -> None:
-    """:raises ValueError: where values broadcast against a distribution, which hides data."""
-    distribution: Any = site.distribution
-    if site.log_prob().shape != distribution.batch_shape:
-        raise ValueError(
-            f"site '{name}' observes values of shape {tuple(site.value.shape)} under a "
-            f"distribution of shape {tuple(distribution.shape())}: put it into a plate over "
-            "the data, or expand the distribution"
-        )
-
-
 class FactorStatements:
     """Tells factors of the data from those of the latents alone, batch after batch.
 
@@ -231,7 +220,6 @@ class _Seen:
                     "laplace_approximation((x, y))"
                 )
             count = num_data(site)
-            _check_shape(name, site)
             self._add_squares(site)
             largest = max(largest, count)
             self.stated = max(self.stated, round(count * site.subsampling, 3))  # N / B * B

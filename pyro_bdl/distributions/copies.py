@@ -1,5 +1,7 @@
-"""Copies of distributions, without validation or with their tensors elsewhere; an improper one."""
+"""Copies of distributions, without validation, with their tensors elsewhere, or of the shape of
+their targets; an improper one."""
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -128,6 +130,67 @@ def placeholder(distribution: Distribution) -> Tensor:
         like = torch.zeros((), device="cpu")
     dtype = torch.long if _holds_categories(distribution) else like.dtype
     return like.new_zeros(distribution.shape(), dtype=dtype)  # type: ignore[attr-defined]
+
+
+def expanded_to_targets(
+    name: str, distribution: Any, targets: Any, plate_dims: Collection[int | None] = ()
+) -> Any:
+    """The distribution of an observed site with all dimensions of its targets, so that each term of
+    log p(targets) is that of a distribution of its own.
+
+    Targets of fewer numbers than the distribution has stand for all of them, as in Pyro.
+
+    :param name: of the site.
+    :param targets: its value.
+    :param plate_dims: the dims of the plates around it.
+    :raises ValueError: where targets and distribution broadcast against each other, such as N
+        targets against means (N, 1), which makes N x N terms.
+    """
+    if not isinstance(targets, Tensor) or targets.shape == distribution.shape():
+        return distribution
+    try:
+        full = torch.broadcast_shapes(distribution.shape(), targets.shape)
+    except RuntimeError:  # for log_prob to judge: events may be of any length
+        return distribution
+    batch = full[: len(full) - distribution.event_dim]
+    if full.numel() > max(distribution.shape().numel(), targets.numel()) or (
+        _are_repeated(batch, targets, distribution.event_dim, plate_dims)
+    ):
+        raise ValueError(
+            f"the targets of site '{name}' have shape {tuple(targets.shape)} and their "
+            f"distribution {tuple(distribution.shape())}, which makes {full.numel()} terms of "
+            f"{targets.numel()} targets: give both one shape, for example by mean.squeeze(-1) or "
+            "y.reshape(mean.shape)"
+        )
+    return _expanded(distribution, batch, full[len(batch) :])
+
+
+def _are_repeated(
+    batch: torch.Size, targets: Tensor, event_dim: int, plate_dims: Collection[int | None]
+) -> bool:
+    """Whether several targets are repeated along a batch dimension that is no plate's, although
+    there are plates."""
+    if not plate_dims or targets.numel() == 1:
+        return False
+    own = targets.shape[: max(0, targets.dim() - event_dim)]
+    own = torch.Size([1] * (len(batch) - len(own))) + own
+    return any(
+        size > 1 and there == 1 and dim not in plate_dims
+        for dim, (size, there) in enumerate(zip(batch, own, strict=True), -len(batch))
+    )
+
+
+def _expanded(distribution: Any, batch: torch.Size, event: torch.Size) -> Any:
+    """The distribution with these shapes; an event of dependent numbers keeps its own."""
+    if distribution.batch_shape == batch and distribution.event_shape == event:
+        return distribution
+    if isinstance(distribution, Independent):
+        dims = distribution.reinterpreted_batch_ndims
+        base = _expanded(distribution.base_dist, batch + event[:dims], event[dims:])
+        return base.to_event(dims)
+    if isinstance(distribution, MaskedDistribution):
+        return _expanded(distribution.base_dist, batch, event).mask(distribution._mask)
+    return distribution if distribution.batch_shape == batch else distribution.expand(batch)
 
 
 def _changed(distribution: Distribution, changes: dict[str, Any]) -> Distribution:

@@ -1,5 +1,7 @@
 """What the guides share: a layout of the latents, unique parameters, draws and summaries."""
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -9,15 +11,17 @@ import torch
 from pyro import poutine
 from pyro.distributions import TorchDistribution
 from pyro.infer.autoguide import AutoGuide
+from pyro.infer.autoguide.guides import prototype_hide_fn
 from pyro.ops.tensor_utils import periodic_repeat
+from pyro.poutine.runtime import get_plates
 from torch import Tensor
 
 from pyro_bdl.init import init_to_network, start_at
 from pyro_bdl.program.gaussian_prior import GaussianPrior
-from pyro_bdl.program.layout import Latent, Layout
+from pyro_bdl.program.layout import Latent, Layout, differences
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.program import Program, trace_once
-from pyro_bdl.program.trace import Run
+from pyro_bdl.program.trace import Run, distribution_of_targets
 
 
 class Guide(OwnParameters, AutoGuide):
@@ -48,13 +52,20 @@ class Guide(OwnParameters, AutoGuide):
         create_plates: Callable | None = None,
     ) -> None:
         AutoGuide.__init__(self, start_at(init_loc_fn)(model), create_plates=create_plates)
+        self.layout = None
         self._take_name()
         self._program_model = (model,)
-        self.layout = None
         self.subsampled: set[str] = set()
         self._loaded: dict[str, Tensor] | None = None
 
     # Structure
+
+    @staticmethod
+    def _prototype_hide_fn(msg: Any) -> bool:
+        """Whether a statement of the first run is no latent site's; observed ones are checked."""
+        if msg["type"] == "sample" and msg["is_observed"]:
+            distribution_of_targets(msg)
+        return prototype_hide_fn(msg)
 
     def prototype(self, *args: Any, **kwargs: Any) -> "Guide":
         """Create the parameters by one run of the program, unless they exist; returns itself.
@@ -77,6 +88,7 @@ class Guide(OwnParameters, AutoGuide):
             for frame in node["cond_indep_stack"]
         }
         self.layout = Layout(full)
+        self._rename()
         self.subsampled = {
             name
             for name, latent in self.layout.latents.items()
@@ -99,6 +111,7 @@ class Guide(OwnParameters, AutoGuide):
     def _take_structure(self, source: "Guide") -> None:
         """What ``prototype`` finds out, from a guide for the same program that knows it."""
         self.layout = source.require_layout()
+        self._rename()
         self.subsampled = source.subsampled
         self.prototype_trace = source.prototype_trace
         self._prototype_frames = source._prototype_frames
@@ -118,12 +131,48 @@ class Guide(OwnParameters, AutoGuide):
             )
         return self.layout
 
+    def get_extra_state(self) -> Tensor:
+        """The sites of the program, which travel with the parameters: their names, shapes and
+        order as text in bytes, so that a state holds tensors only."""
+        text = json.dumps(None if self.layout is None else _sites_of(self.layout))
+        return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Check that a state is of this program.
+
+        :raises RuntimeError: where its sites have other names, shapes or another order.
+        """
+        theirs = json.loads(bytes(state.tolist()).decode())
+        ours = _sites_of(self.require_layout())
+        if theirs is None or theirs == ours:
+            return
+        shapes = ({name: torch.Size(shape) for name, shape, _ in sites} for sites in (ours, theirs))
+        found = differences(*shapes) or "its sites have another order or other supports"
+        raise RuntimeError(
+            f"the state of {type(self).__name__} is of another program ({found}): load it into a "
+            "guide for the program that it was saved from"
+        )
+
     def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        *lists: Any,
     ) -> None:
-        """Before the first run the values wait until the parameters exist."""
+        """Before the first run the values wait until the parameters exist. A state of another
+        program is refused before any value is taken; one without sites is taken as it is."""
         if self.layout is not None:
-            super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+            key = f"{prefix}_extra_state"
+            if key in state_dict:
+                self.set_extra_state(state_dict[key])
+            super()._load_from_state_dict(
+                state_dict, prefix, local_metadata, strict, missing_keys, *lists
+            )
+            if key in missing_keys:
+                missing_keys.remove(key)
             return
         self._loaded = {
             key.removeprefix(prefix): value.detach().clone()
@@ -263,15 +312,25 @@ class Guide(OwnParameters, AutoGuide):
 
     # Sample statements
 
+    def _vectors_in_plates(self) -> Tensor:
+        """A draw of the vector for each cell of the plates around the guide, such as Pyro's
+        vectorized particles, (*plates, P)."""
+        sizes = {dim: frame.size for frame in get_plates() if (dim := frame.dim) is not None}
+        shape = torch.Size([sizes.get(dim, 1) for dim in range(min(sizes, default=0), 0)])
+        return self.sample_vectors(shape.numel()).reshape(*shape, -1)
+
     def _sites(
         self, args: tuple, kwargs: dict, *vectors: Tensor
     ) -> Iterator[tuple[Latent, list[Tensor]]]:
-        """For each site its parts of the vectors; the site's plates are open at the yield."""
+        """For each site its parts of the vectors; the site's plates are open at the yield.
+
+        :param vectors: (P,), or (*plates, P) with the plates around the guide.
+        """
         layout = self.require_layout()
         plates = self._create_plates(*args, **kwargs)
         parts = [layout.unflatten(vector) for vector in vectors]
         for name, latent in layout.latents.items():
-            values = [part[name] for part in parts]
+            values = [_aligned(part[name], latent) for part in parts]
             if not latent.plates:
                 yield latent, values
                 continue
@@ -286,7 +345,16 @@ class Guide(OwnParameters, AutoGuide):
                         ]
                 yield latent, values
 
-    # Copies
+    # Names and copies
+
+    def _name_of_kind(self) -> str:
+        """The class and, once the program is known, a digest of its sites: in any process, whatever
+        else was made before, a guide for the same program finds its parameters in Pyro's store."""
+        kind = super()._name_of_kind()
+        if self.layout is None:
+            return kind
+        digest = hashlib.sha256(json.dumps(_sites_of(self.layout)).encode()).hexdigest()
+        return f"{kind}_{digest[:8]}"
 
     def _shared_on_copy(self) -> tuple[str, ...]:
         return "_model", "_program_model", "master"
@@ -296,6 +364,14 @@ class Guide(OwnParameters, AutoGuide):
         state = dict(super(AutoGuide, self).__getstate__())
         state.update(_model=None, _program_model=None, master=None)
         return state
+
+
+def _sites_of(layout: Layout) -> list[list[Any]]:
+    """Names and shapes of the sites, constrained and unconstrained, in the vector's order."""
+    return [
+        [name, list(latent.shape), list(latent.unconstrained_shape)]
+        for name, latent in layout.latents.items()
+    ]
 
 
 def _at_full_size(program: Program, trace: Any) -> tuple[Tensor, list[Latent]]:
@@ -319,6 +395,22 @@ def _at_full_size(program: Program, trace: Any) -> tuple[Tensor, list[Latent]]:
     if not latents:
         raise ValueError("the program has no latent site: give its weights priors")
     return torch.cat(start).contiguous(), latents
+
+
+def _aligned(value: Tensor, latent: Latent) -> Tensor:
+    """An unconstrained value (*plates, *shape) with the batch dimensions of its shape in the places
+    of the last plates, which have size one there."""
+    outer = value.shape[: value.dim() - len(latent.unconstrained_shape)]
+    own = len(latent.unconstrained_shape) - latent.unconstrained_event_dim
+    if not outer or not own:
+        return value
+    if outer[-own:].numel() > 1:
+        raise ValueError(
+            f"a plate around the guide has a dimension in which the site '{latent.name}' has its "
+            "own: give that plate a dim to the left of all plates of the program, and declare "
+            "other dimensions of the site by .to_event(...)"
+        )
+    return value.reshape(*outer[:-own], *latent.unconstrained_shape)
 
 
 def sample_site(latent: Latent, distribution: Any) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.program.layout import Latent
+from pyro_bdl.program.layout import Latent, differences
 from pyro_bdl.program.trace import record
 from pyro_bdl.samples import Samples
 
@@ -49,21 +49,9 @@ def check_sites(
     :param draws: site -> values with ``leading`` dimensions before the site's own.
     :raises ValueError: where names or shapes do not match, with all that do not.
     """
-    missing = [name for name in latents if name not in draws]
-    surplus = [name for name in draws if name not in latents]
-    differing = [
-        f"{name!r} {tuple(draws[name].shape[leading:])} for {tuple(latent.shape)}"
-        for name, latent in latents.items()
-        if name in draws and draws[name].shape[leading:] != latent.shape
-    ]
-    said = [
-        f"{what}: {', '.join(names)}"
-        for what, names in (
-            ("no value for", [repr(name) for name in missing]),
-            ("sites that the program does not have", [repr(name) for name in surplus]),
-            ("other shapes", differing),
-        )
-        if names
-    ]
-    if said:
-        raise ValueError(f"the posterior is of another program ({'; '.join(said)})")
+    found = differences(
+        {name: latent.shape for name, latent in latents.items()},
+        {name: value.shape[leading:] for name, value in draws.items()},
+    )
+    if found:
+        raise ValueError(f"the posterior is of another program ({found})")

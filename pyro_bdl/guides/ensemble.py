@@ -73,9 +73,10 @@ class AutoEnsemble(Guide):
         self.locs = nn.Parameter(torch.stack([start, *self._starts]))
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Emit one member, chosen at random, as a Delta at every site."""
+        """Emit a Delta at every site: a member chosen at random, or members in turn for the cells
+        of the plates around the guide."""
         self.prototype(*args, **kwargs)
-        return emit_point(self, self.sample_vectors(1)[0], args, kwargs)
+        return emit_point(self, self._vectors_in_plates(), args, kwargs)
 
     @property
     def has_density(self) -> bool:

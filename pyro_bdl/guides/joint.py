@@ -30,23 +30,32 @@ class AutoJoint(Guide):
     normal_marginals = True
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Emit a joint draw; the first site's Delta carries the joint log density."""
+        """Emit a joint draw for each cell of the plates around the guide; the first site's Delta
+        carries the joint log density."""
         self.prototype(*args, **kwargs)
         with self.reading():
-            vector = self.sample_vectors(1)[0]
-            log_det = self.require_layout().constrain(vector)[1]
-            log_q = self.log_density(vector, log_det)
+            vectors = self._vectors_in_plates()
+            log_q = self._log_densities(vectors)
+        draws = max(1, log_q.numel())
         result: dict[str, Tensor] = {}
-        for latent, (part,) in self._sites(args, kwargs, vector):
+        for latent, (part,) in self._sites(args, kwargs, vectors):
             value = part if latent.transform is None else latent.transform(part)
             shape = value.shape[: value.dim() - latent.event_dim]
-            density = log_q.expand(shape) / max(1, math.prod(shape)) if not result else 0.0
+            density = log_q.expand(shape) / max(1, math.prod(shape) // draws) if not result else 0.0
             if latent.name in self.subsampled:  # whose plate would scale it up
-                density = density * (part.numel() / latent.size)
+                density = density * (part.numel() / (draws * latent.size))
             result[latent.name] = sample_site(
                 latent, JointDelta(value, log_density=density, event_dim=latent.event_dim)
             )
         return result
+
+    def _log_densities(self, vectors: Tensor) -> Tensor:
+        """log q(w), (*plates), at vectors (*plates, P)."""
+        log_dets = self.require_layout().constrain(vectors)[1]
+        if vectors.dim() == 1:
+            return self.log_density(vectors, log_dets)
+        densities = torch.vmap(self.log_density)(vectors.flatten(0, -2), log_dets.flatten())
+        return densities.reshape(log_dets.shape)
 
     def variances(self) -> Tensor:
         """The marginal variances of the unconstrained vector (P,)."""

@@ -70,8 +70,10 @@ class UnconstrainedMAP(AutoMAP):
 
 
 def emit_point(guide: Guide, vector: Tensor, args: tuple, kwargs: dict) -> dict[str, Tensor]:
-    """Sample statements of a guide at an unconstrained vector (P,): a Delta at every site, its log
-    density minus log |det dT/du|; returns site -> value."""
+    """Emit a Delta at every site, its log density minus log |det dT/du|; returns site -> value.
+
+    :param vector: unconstrained, (P,), or (*plates, P) with the plates around the guide.
+    """
     result = {}
     for latent, (loc,) in guide._sites(args, kwargs, vector):
         value, density = loc, torch.zeros_like(loc)

@@ -83,12 +83,26 @@ class Predictive:
         self._statistics: tuple[list[Any], Draws] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Draws y ~ p(y | w_s, x) and the deterministic sites, each (S, ...)."""
+        """Draws y ~ p(y | w_s, x) and the deterministic sites, each (S, ...).
+
+        Observed sites whose data are given, or held by the program, are drawn too; the statements
+        after them go on from the data.
+        """
         program = on_whole_data(self.model)
 
         def ancestral(draw: Draws) -> dict[str, Tensor]:
-            run = record(program, draw, args, kwargs, draw=sample_open)
-            return {name: site.value for name, site in run.observed.items()} | run.deterministic
+            drawn: set[str] = set()
+
+            def sample(msg: Any) -> None:
+                sample_open(msg)
+                drawn.add(msg["name"])
+
+            run = record(program, draw, args, kwargs, draw=sample)
+            observed = {
+                name: site.value if name in drawn else site.distribution.sample()
+                for name, site in run.observed.items()
+            }
+            return observed | run.deterministic
 
         def choose(draw: Draws) -> tuple[Callable, Callable | None]:
             run = record(program, draw, args, kwargs, draw=leave_open)

@@ -75,6 +75,28 @@ class Latent:
         return self.unconstrained_shape.numel()
 
 
+def differences(expected: Mapping[str, torch.Size], given: Mapping[str, torch.Size]) -> str:
+    """How the sites of one program differ from those of another, by name and shape; empty where
+    they do not.
+
+    :param expected: site -> shape in the program.
+    :param given: those of what is held against it.
+    """
+    missing = [repr(name) for name in expected if name not in given]
+    surplus = [repr(name) for name in given if name not in expected]
+    differing = [
+        f"{name!r} {tuple(given[name])} for {tuple(shape)}"
+        for name, shape in expected.items()
+        if name in given and given[name] != shape
+    ]
+    kinds = (
+        ("no value for", missing),
+        ("sites that the program does not have", surplus),
+        ("other shapes", differing),
+    )
+    return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds if names)
+
+
 class Layout:
     """Where each latent sits in one vector of R^P, and the way there and back.
 

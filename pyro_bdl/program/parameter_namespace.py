@@ -4,20 +4,34 @@ Pyro keeps parameters in one global store under the module's name, and the root'
 class: a second module of a class silently adopts the first one's values. A module with
 ``OwnParameters`` has a name of its own, keeps it inside other modules, and takes its entries out
 of the store when it goes.
+
+The name says of what kind the module is, and is the same in every process. Only modules of the
+same kind that exist at the same time are numbered, in the order in which they were made: nothing
+else tells them apart, and they must share nothing.
 """
 
 import copy
 import itertools
+import threading
 import weakref
-from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import pyro
 import torch
 from pyro.nn import PyroModule
 
-_counters: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+_named: weakref.WeakValueDictionary[str, PyroModule] = weakref.WeakValueDictionary()
+_naming = threading.Lock()
+
+
+def _free_name(kind: str, module: PyroModule) -> str:
+    """The kind, with a number where another module that exists has that name."""
+    with _naming:
+        for number in itertools.count():
+            name = kind if number == 0 else f"{kind}_{number}"
+            if _named.setdefault(name, module) is module:
+                return name
+    raise AssertionError("there is always another number")
 
 
 def _forget(name: str) -> None:
@@ -26,23 +40,38 @@ def _forget(name: str) -> None:
         del store[key]
 
 
+def _pyro_modules(module: PyroModule) -> list[PyroModule]:
+    return [inner for inner in module.modules() if isinstance(inner, PyroModule)]
+
+
 class OwnParameters(PyroModule):
     """A PyroModule whose name in Pyro's parameter store no other module has."""
 
+    def _name_of_kind(self) -> str:
+        """The name but for a number."""
+        return type(self).__name__
+
     def _take_name(self) -> None:
-        kind = type(self).__name__
-        number = next(_counters[kind])
-        own = kind if number == 0 else f"{kind}_{number}"
+        own = _free_name(self._name_of_kind(), self)
         self.__dict__["_own_name"] = own
         self._pyro_name = own
-        for inner in self.modules():
-            if isinstance(inner, PyroModule):
-                inner._pyro_context.used = False  # else Pyro refuses the new name of a copy
+        for inner in _pyro_modules(self):
+            inner._pyro_context.used = False  # else Pyro refuses the new name of a copy
         for key, module in self._modules.items():
             if isinstance(module, PyroModule):
                 module._pyro_name = ""
                 module._pyro_set_supermodule(f"{own}.{key}", self._pyro_context)
         weakref.finalize(self, _forget, own).atexit = False
+
+    def _rename(self) -> None:
+        """Take the name of what the module has become, before it has parameters, in the middle of
+        a call too."""
+        contexts = {m._pyro_context: m._pyro_context.used for m in _pyro_modules(self)}
+        with _naming:
+            del _named[self._own_name]
+        self._take_name()
+        for context, used in contexts.items():
+            context.used = used
 
     def __init__(self) -> None:
         super().__init__()

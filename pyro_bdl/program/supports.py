@@ -50,7 +50,7 @@ def check_support(run: Run) -> None:
         support: Any = distribution.support
         if support_bounds(support):
             continue
-        bad = ~support.check(site.value)
+        bad = ~support.check(_of_shape(distribution, site.value))
         for mask in masks:
             bad = bad if mask is None else bad & mask
         if not bad.any():

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from pyro_bdl.distributions.copies import (
+    expanded_to_targets,
     on_device_of,
     placeholder,
     point_of,
@@ -144,7 +145,8 @@ class _Recorder(Messenger):
         value = None if msg["infer"].get("_placeholder") else msg["value"]
         frames = msg["cond_indep_stack"]
         subsampling = math.prod((f.full_size or f.size) / f.size for f in frames)
-        distribution, mask = without_masks(msg["fn"], msg["mask"])
+        distribution = distribution_of_targets(msg) if msg["is_observed"] else msg["fn"]
+        distribution, mask = without_masks(distribution, msg["mask"])
         site = Site(distribution, value, msg["scale"], mask, subsampling)
         run.followed = run.followed or run.open
         if is_deterministic(msg):
@@ -160,6 +162,17 @@ class _Recorder(Messenger):
             run.open = True
         else:
             run.latents[name] = site
+
+
+def distribution_of_targets(msg: Any) -> Any:
+    """The distribution of an observed statement, of the shape of its targets.
+
+    :raises ValueError: where the two broadcast against each other.
+    """
+    if isinstance(msg["fn"], Unit):
+        return msg["fn"]
+    plate_dims = [frame.dim for frame in msg["cond_indep_stack"]]
+    return expanded_to_targets(msg["name"], msg["fn"], msg["value"], plate_dims)
 
 
 @contextmanager

@@ -38,6 +38,12 @@ def _is_mask(value: Tensor) -> bool:
     return bool((kept | (value == -torch.inf)).all()) and bool(kept.any())
 
 
+def _of_shape(distribution: Any, value: Tensor) -> Tensor:
+    """A value that broadcasts against a distribution, with the dimensions of its events."""
+    missing = distribution.event_dim - value.dim()
+    return value.expand(distribution.event_shape) if missing > 0 else value
+
+
 def _named_arguments(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     function = unwrapped(model)
     if isinstance(function, torch.nn.Module):

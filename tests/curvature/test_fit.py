@@ -555,14 +555,15 @@ def test_data_and_outputs_that_are_not_finite(oracle):
         oracle.fit(program, vector, (x, y), structure="full")
 
 
-def test_values_that_broadcast_against_their_distribution(oracle):
+def test_values_that_broadcast_against_their_distribution_count_each(oracle):
     def model(y=None):
         m = pyro.sample("m", dist.Normal(0.0, 1.0))
-        pyro.sample("y", dist.Normal(m, 1.0), obs=y)
+        pyro.sample("y", dist.Normal(m, 0.5), obs=y)
 
     program, vector = oracle.program(model, torch.randn(4))
-    with pytest.raises(ValueError, match=r"'y' observes values of shape \(4,\).*plate"):
-        oracle.fit(program, vector, (torch.randn(4),), structure="full")
+    found = oracle.fit(program, vector, (torch.randn(4),), structure="full")
+    assert found.num_data == 4
+    torch.testing.assert_close(found.curvature.matrix, torch.full((1, 1), 4 / 0.5**2))
 
 
 def test_distributions_that_cannot_be_read(oracle):

@@ -362,12 +362,71 @@ def test_a_state_that_does_not_fit_is_refused_and_can_be_replaced(kind):
     fresh = kind(large)
     fresh.load_state_dict(_trained(kind, small).state_dict())
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="size mismatch"):
+        with pytest.raises(RuntimeError, match=r"another program \(no value for: 'noise'\)"):
             fresh.prototype(X, Y)
     right = _trained(kind, large)
     fresh.load_state_dict(right.state_dict())
     fresh.prototype(X, Y)
     assert _same(right, fresh)
+
+
+def _of_sites(*sites):
+    def model(x, y):
+        total = sum(
+            pyro.sample(n, dist.Normal(torch.zeros(s), 1.0).to_event(1)).sum() for n, s in sites
+        )
+        pyro.sample("y", dist.Normal(total, 1.0), obs=y[0])
+
+    return model
+
+
+@pytest.mark.parametrize(
+    "sites, word",
+    [
+        ([("a", 2), ("c", 3)], "no value for: 'c'"),
+        ([("a", 3), ("b", 2)], r"other shapes: 'a' \(2,\) for \(3,\)"),
+        ([("b", 3), ("a", 2)], "another order"),
+        ([("a", 5)], r"sites that the program does not have: 'b'"),
+    ],
+)
+def test_a_state_of_other_sites_is_refused_and_changes_nothing(kind, sites, word):
+    state = kind(_of_sites(("a", 2), ("b", 3))).prototype(X, Y).state_dict()
+    guide = kind(_of_sites(*sites)).prototype(X, Y)
+    before = {name: value.clone() for name, value in guide.state_dict().items()}
+    with pytest.raises(RuntimeError, match=word):
+        guide.load_state_dict(state)
+    assert all(torch.equal(value, before[name]) for name, value in guide.state_dict().items())
+    late = kind(_of_sites(*sites))
+    late.load_state_dict(state)
+    with pytest.raises(RuntimeError, match=word):
+        late.prototype(X, Y)
+
+
+def test_a_state_without_sites_is_taken_as_it_is(kind):
+    model = _model()
+    guide = _trained(kind, model)
+    state = {k: v for k, v in guide.state_dict().items() if "extra_state" not in k}
+    fresh = kind(model).prototype(X, Y)
+    fresh.load_state_dict(state)
+    assert _same(guide, fresh)
+
+
+def test_names_in_the_store_do_not_depend_on_the_order_of_construction(kind):
+    programs = [_of_sites(("a", 2)), _of_sites(("b", 2)), _of_sites(("a", 3))]
+
+    def names(order):
+        pyro.clear_param_store()
+        guides = {i: kind(programs[i]) for i in order}
+        found = {}
+        for i, guide in guides.items():
+            before = set(pyro.get_param_store().keys())
+            _losses(guide, programs[i], TemperedTrace_ELBO(), 1)
+            found[i] = set(pyro.get_param_store().keys()) - before
+        return found
+
+    first = names([0, 1, 2])
+    assert first == names([2, 0, 1])
+    assert len(set.union(*first.values())) == sum(map(len, first.values()))
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])

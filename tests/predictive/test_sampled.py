@@ -212,6 +212,31 @@ def test_given_targets_are_predicted_not_returned():
     assert draws.shape == (10, 9) and not (draws == y).any()
 
 
+@pytest.mark.parametrize(
+    "observation",
+    [
+        lambda mean: dist.Normal(mean, 1.0),
+        lambda mean: dist.FoldedDistribution(dist.Normal(mean, 1.0)),
+    ],
+    ids=["taken apart", "unknown"],
+)
+@pytest.mark.parametrize("followed", [False, True])
+def test_data_that_the_program_holds_are_predicted_not_returned(observation, followed):
+    x, y = torch.ones(4), torch.tensor([0.5, 1.5, 2.5, 3.5])
+
+    def model():
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        if followed:
+            pyro.sample("open", dist.Normal(w, 1.0))
+        with pyro.plate("data", 4):
+            pyro.sample("y", observation(w * x), obs=y)
+
+    samples = bdl.Samples({"w": torch.full((1, 600), 3.0)})
+    draws = bdl.Predictive(model, samples)()["y"]
+    torch.testing.assert_close(draws.mean(0), torch.full((4,), 3.0), atol=0.2, rtol=0)
+    torch.testing.assert_close(draws.std(0), torch.ones(4), atol=0.15, rtol=0)
+
+
 class Recurrent(nn.Module):
     def __init__(self, kind):
         super().__init__()

@@ -116,3 +116,33 @@ def test_a_cleared_store_does_not_lose_values():
     pyro.clear_param_store()
     assert module() == 8.0
     assert pyro.get_param_store()[f"{module._own_name}.loc"] is module.loc
+
+
+def test_a_name_depends_on_what_else_exists_alone():
+    first, second = Own(1.0), Own(2.0)
+    names = first._own_name, second._own_name
+    assert names[1] == f"{names[0]}_1"
+    del first
+    gc.collect()
+    assert Own(3.0)._own_name == names[0]
+    assert second._own_name == names[1]
+
+
+def test_a_new_name_in_the_middle_of_a_call():
+    class Late(Own):
+        known = False
+
+        def _name_of_kind(self):
+            return "Known" if self.known else "Unknown"
+
+        def forward(self):
+            if not self.known:
+                self.known = True
+                self._rename()
+            return super().forward()
+
+    module, other = Late(1.0), Late(5.0)
+    assert module() == 2.0 and other() == 10.0 and module() == 2.0
+    assert {
+        f"{name}.{part}" for name in ("Known", "Known_1") for part in ("loc", "scale")
+    } == _keys()
