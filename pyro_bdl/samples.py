@@ -5,13 +5,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from pyro_bdl.utils.files import atomic_write
 
 _VERSION = "1"
 
@@ -69,7 +70,8 @@ class Samples:
         return Samples(latents, stats, dict(self.info))
 
     def save(self, path: str | Path) -> Path:
-        """Write to ``.safetensors`` or ``.npz``; neither format can hold code.
+        """Write to ``.safetensors`` or ``.npz``; neither format can hold code. Where that fails, a
+        file that was there before stays as it was.
 
         :raises ValueError: for another suffix.
         """
@@ -83,10 +85,11 @@ class Samples:
         }
         if path.suffix == ".safetensors":
             stored = {key: value.detach().contiguous().clone() for key, value in tensors.items()}
-            save_file(stored, str(path), header)
+            with atomic_write(path) as part:
+                save_file(stored, str(part), header)
         elif path.suffix == ".npz":
             arrays: dict[str, Any] = {key: _as_numpy(key, value) for key, value in tensors.items()}
-            with open(path, "wb") as file:
+            with atomic_write(path) as part, open(part, "wb") as file:
                 np.savez(file, __header__=np.array(json.dumps(header)), **arrays)
         else:
             raise ValueError(f"'{path}' must end in .safetensors or .npz")
@@ -105,20 +108,22 @@ class Samples:
         if path.suffix not in _READERS:
             raise ValueError(f"'{path}' must end in .safetensors or .npz")
         try:
-            header, tensors = _READERS[path.suffix](path, device)
-        except (SafetensorError, BadZipFile, ValueError, EOFError) as error:
+            header, tensors = _READERS[path.suffix](path)
+            if header["version"] != _VERSION:
+                raise ValueError(f"version {header['version']!r} is not {_VERSION!r}")
+            latents = {name: tensors[f"latents/{name}"] for name in json.loads(header["sites"])}
+            stats = {
+                key.removeprefix("stats/"): value
+                for key, value in tensors.items()
+                if key.startswith("stats/")
+            }
+            found = cls(latents, stats, dict(json.loads(header["info"])))
+        except Exception as error:  # of many kinds: the file may be any file, or a part of one
             raise ValueError(
-                f"'{path}' does not hold samples that Samples.save wrote, or is damaged: {error}"
+                f"'{path}' does not hold samples that Samples.save wrote, or is damaged "
+                f"({type(error).__name__}: {error})"
             ) from error
-        if header.get("version") != _VERSION:
-            raise ValueError(f"'{path}' does not hold samples that Samples.save wrote")
-        latents = {name: tensors[f"latents/{name}"] for name in json.loads(header["sites"])}
-        stats = {
-            key.removeprefix("stats/"): value
-            for key, value in tensors.items()
-            if key.startswith("stats/")
-        }
-        return cls(latents, stats, json.loads(header["info"]))
+        return found.to(device)
 
     def __repr__(self) -> str:
         return (
@@ -133,18 +138,16 @@ def _as_numpy(key: str, value: Tensor) -> np.ndarray:
     return value.detach().cpu().numpy()
 
 
-def _read_safetensors(path: Path, device: torch.device | str) -> tuple[dict, dict[str, Tensor]]:
-    with safe_open(str(path), framework="pt", device=str(device)) as file:
+def _read_safetensors(path: Path) -> tuple[dict, dict[str, Tensor]]:
+    with safe_open(str(path), framework="pt") as file:
         return file.metadata() or {}, {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
 
 
-def _read_npz(path: Path, device: torch.device | str) -> tuple[dict, dict[str, Tensor]]:
+def _read_npz(path: Path) -> tuple[dict, dict[str, Tensor]]:
     with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as file:
-        header = json.loads(str(file["__header__"])) if "__header__" in file else {}
+        header = json.loads(str(file["__header__"]))
         tensors = {
-            key: torch.from_numpy(np.array(file[key])).to(device)
-            for key in file.files
-            if key != "__header__"
+            key: torch.from_numpy(np.array(file[key])) for key in file.files if key != "__header__"
         }
     return header, tensors
 

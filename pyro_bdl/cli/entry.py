@@ -7,26 +7,35 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from torch import nn
 
 from pyro_bdl import models, posteriors
 from pyro_bdl.cli import options as command
+from pyro_bdl.comparison.columns import columns
 from pyro_bdl.comparison.compare import compare
 from pyro_bdl.comparison.costs import seconds_per_draw
 from pyro_bdl.comparison.figures import CAPTIONS
 from pyro_bdl.comparison.result import Comparison
 from pyro_bdl.data.dataset import Dataset
-from pyro_bdl.errors import BdlWarning
+from pyro_bdl.errors import BdlWarning, UnusableDrawsError
 from pyro_bdl.nn import bayesianize
 from pyro_bdl.posteriors import Fit, Options, Problem
 from pyro_bdl.priors import FanIn
 from pyro_bdl.report import write_report
+from pyro_bdl.samples import Samples
+from pyro_bdl.utils.files import LenientStream, atomic_write
+from pyro_bdl.utils.interrupts import deferred_interrupt
+from pyro_bdl.utils.tables import to_csv, to_text
 
 _REFERENCE = "nuts"
+_TABLE, _REPORT = "table.csv", "report.html"
+_FILES = (_TABLE, _REPORT, *(f"{name}.png" for name in CAPTIONS))
 # A step over fewer numbers than this is no faster on several threads, and on cores that other
 # processes use as well it is many times slower, since the threads wait for each other.
 _WORTH_THREADS = 2**19
@@ -37,11 +46,13 @@ FAILED, INTERRUPTED = 1, 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code.
 
-    0: done. 1: a posterior could not be fitted, the table is of the others. 2: bad input, said in
-    one sentence on stderr. 130: Ctrl-C before there was anything to show.
+    0: done. 1: a posterior could not be fitted or scored, or a file could not be written; there is
+    what could be. 2: bad input, said in one sentence on stderr. 130: Ctrl-C before all was shown.
     """
-    options = command.parser(_compare).parse_args(arguments)
-    with warnings.catch_warnings():
+    output: Any = LenientStream(sys.stdout)
+    errors: Any = LenientStream(sys.stderr)
+    with redirect_stdout(output), redirect_stderr(errors), warnings.catch_warnings():
+        options = command.parser(_compare).parse_args(arguments)
         warnings.simplefilter("always", BdlWarning)
         warnings.showwarning = _show_warning
         try:
@@ -50,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _say(str(error))
             return command.BAD_INPUT
         except KeyboardInterrupt:
-            _say("interrupted before there was anything to show")
+            _say("interrupted")
             return INTERRUPTED
 
 
@@ -67,8 +78,8 @@ def _compare(options: argparse.Namespace) -> int:
         settings = command.settings(options)
         device = command.device(options.device)
         hidden = command.hidden(options.hidden)
-        folder = command.folder(options.out)
         data = command.load(options).to(device)
+        folder = command.folder(options.out, _FILES)
     torch.manual_seed(options.seed)
     model = _model(data, hidden, command.ACTIVATIONS[options.activation]).to(device)
     features = data.x_train.shape[1]
@@ -79,26 +90,52 @@ def _compare(options: argparse.Namespace) -> int:
         f"{len(data.x_test)} test rows; {options.hidden} hidden units ({options.activation})"
     )
     print(about, flush=True)
+    comparison, files = None, _Files(folder)
     with _threads(len(data.x_train) * max(hidden)):
         fits, failed = _fit_all(names, Problem(model, data.x_train, data.y_train), settings)
         if not fits:
             return FAILED if failed else INTERRUPTED
-        comparison = _compared(model, fits, data, options.seed)
-    units = _units(data)
+        code = FAILED if failed else 0
+        try:
+            with deferred_interrupt() as pressed:
+                comparison = _compared(model, fits, data, options.seed)
+                figures = {} if pressed.is_set() else _figures(comparison, fits, data)
+                if pressed.is_set():
+                    _say("interrupted: there are no figures")
+                notes = [f"{about}. {_units(data)}"]
+                _write(comparison, figures, files, data, notes, _made_with(options, settings, fits))
+        except KeyboardInterrupt:
+            _say("interrupted")
+            code = INTERRUPTED
+        except Exception as error:  # of whatever kind, it must not lose what was fitted
+            _say(f"the posteriors could not be compared: {type(error).__name__}: {error}")
+            code = FAILED
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
-    print(f"\n{comparison.to_text(width, details=options.details)}\n")
-    print(textwrap.fill(f"{units} {_EXPLAINED}", width))
-    made_with: dict[str, object] = {"data": "scikit-learn's diabetes data"}
-    made_with |= {
+    if comparison is None:
+        print(f"\n{_keep(fits, files)}\n")
+    else:
+        print(f"\n{comparison.to_text(width, details=options.details)}\n")
+        print(textwrap.fill(f"{_units(data)} {_EXPLAINED}", width))
+        lost = len(comparison.evaluations) < len(fits)
+        code = FAILED if lost and code == 0 else code
+    files.clear()
+    if files.written:
+        print(f"Written to {folder}: {', '.join(files.written)}")
+    return FAILED if files.failed and code == 0 else code
+
+
+def _made_with(
+    options: argparse.Namespace, settings: Options, fits: list[Fit]
+) -> dict[str, object]:
+    """What the report says of the run."""
+    result: dict[str, object] = {"data": "scikit-learn's diabetes data"}
+    result |= {
         name.replace("_", " "): value
         for name, value in vars(options).items()
         if name not in _NOT_SHOWN and value is not None and value is not False
     }
-    made_with |= {name: getattr(settings, name) for name in ("chains", "warmup", "draws")}
-    made_with |= {fit.name: _shown(fit) for fit in fits}
-    written = _write(comparison, fits, folder, data, [f"{about}. {units}"], made_with)
-    print(f"Written to {folder}: {', '.join(path.name for path in written)}")
-    return FAILED if failed else 0
+    result |= {name: getattr(settings, name) for name in ("chains", "warmup", "draws")}
+    return result | {fit.name: _shown(fit) for fit in fits}
 
 
 _NOT_SHOWN = ("command", "run", "out", "quick", "guides", "steps", "details")
@@ -115,10 +152,16 @@ def _fit_all(names: list[str], problem: Problem, options: Options) -> tuple[list
     failed: list[str] = []
     width = max(map(len, names))
     for place, name in enumerate(names):
+        left = names[place:]
         try:
             fit = posteriors.fit(name, problem, options, progress=True)
+            fits.append(fit)
+            left = names[place + 1 :]
+            elbo = "" if fit.elbo is None else f"   ELBO {fit.elbo:.1f}"
+            print(f"  {name.ljust(width)} {fit.seconds:7.1f} s{elbo}", flush=True)
+            interrupted = fit.interrupted
         except KeyboardInterrupt:
-            left = names[place:]
+            interrupted = True
         except MemoryError as error:
             _say(f"{name} is left out: {error}")
             continue
@@ -126,73 +169,151 @@ def _fit_all(names: list[str], problem: Problem, options: Options) -> tuple[list
             failed.append(name)
             _say(f"{name} could not be fitted: {type(error).__name__}: {error}")
             continue
-        else:
-            fits.append(fit)
-            elbo = "" if fit.elbo is None else f"   ELBO {fit.elbo:.1f}"
-            print(f"  {name.ljust(width)} {fit.seconds:7.1f} s{elbo}", flush=True)
-            if not fit.interrupted:
-                continue
-            left = names[place + 1 :]
-        _say(f"interrupted; not fitted: {', '.join(left) or 'none'}")
-        break
+        if interrupted:
+            _say(f"interrupted; not fitted: {', '.join(left) or 'none'}")
+            break
     return fits, failed
 
 
 def _compared(model: nn.Module, fits: list[Fit], data: Dataset, seed: int) -> Comparison:
-    there = {fit.name: fit.posterior for fit in fits}
-    return compare(
-        model,
-        there,
-        data.x_test,
-        data.y_test,
-        reference=_REFERENCE if _REFERENCE in there else None,
-        train=(data.x_train, data.y_train),
-        seconds={fit.name: fit.seconds for fit in fits},
-        elbos={fit.name: fit.elbo for fit in fits},
-        log_evidences={fit.name: fit.log_evidence for fit in fits},
-        draw_seconds={
-            name: seconds_per_draw(model, posterior, data.x_test)
-            for name, posterior in there.items()
-        },
-        peak_memory={fit.name: fit.peak_memory for fit in fits},
-        target_scale=data.y_sd,
-        target_shift=data.y_mean,
-        seed=seed,
-    )
+    """The posteriors side by side, without those whose draws cannot be scored.
+
+    :raises UnusableDrawsError: where no posterior is left.
+    """
+    draw_seconds = {fit.name: _seconds_per_draw(model, fit, data) for fit in fits}
+    while True:
+        there = {fit.name: fit.posterior for fit in fits}
+        try:
+            return compare(
+                model,
+                there,
+                data.x_test,
+                data.y_test,
+                reference=_REFERENCE if _REFERENCE in there else None,
+                train=(data.x_train, data.y_train),
+                seconds={fit.name: fit.seconds for fit in fits},
+                elbos={fit.name: fit.elbo for fit in fits},
+                log_evidences={fit.name: fit.log_evidence for fit in fits},
+                draw_seconds={fit.name: draw_seconds[fit.name] for fit in fits},
+                peak_memory={fit.name: fit.peak_memory for fit in fits},
+                target_scale=data.y_sd,
+                target_shift=data.y_mean,
+                seed=seed,
+            )
+        except UnusableDrawsError as error:
+            others = [fit for fit in fits if fit.name != error.posterior]
+            if not others or len(others) == len(fits):
+                raise
+            _say(f"{error.posterior} is left out: {error}")
+            fits = others
+
+
+def _seconds_per_draw(model: nn.Module, fit: Fit, data: Dataset) -> float | None:
+    try:
+        return seconds_per_draw(model, fit.posterior, data.x_test)
+    except Exception:  # compare says what is wrong with the draws
+        return None
+
+
+# -------------------------------------------------------------------------------------- results
+
+
+class _Files:
+    """The files of one run: one that cannot be written is told of, and the others are written."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.written: list[str] = []
+        self.failed = False
+
+    def write(self, name: str, writer: Callable[[Path], object]) -> bool:
+        """Whether ``writer(path)`` wrote the file."""
+        try:
+            writer(self.folder / name)
+        except Exception as error:  # of a disk, or of what is drawn
+            _say(f"{self.folder / name} could not be written: {error}")
+            self.failed = True
+            return False
+        self.written.append(name)
+        return True
+
+    def clear(self) -> None:
+        """Remove those of an earlier run that this one did not write."""
+        for name in _FILES:
+            path = self.folder / name
+            if name not in self.written and path.is_file():
+                path.unlink()
+
+
+def _figures(comparison: Comparison, fits: list[Fit], data: Dataset) -> dict[str, Figure]:
+    try:
+        return comparison.figures(
+            target=data.target_name,
+            features=[f"{name} (standardised)" for name in data.feature_names],
+            train=(data.x_train, data.y_train * data.y_sd + data.y_mean),
+            posteriors={f.name: f.posterior for f in fits if f.name in comparison.evaluations},
+        )
+    except Exception as error:  # the table must not be lost for a picture
+        _say(f"there are no figures: {type(error).__name__}: {error}")
+        return {}
 
 
 def _write(
     comparison: Comparison,
-    fits: list[Fit],
-    folder: Path,
+    figures: dict[str, Figure],
+    files: _Files,
     data: Dataset,
     notes: list[str],
     settings: dict[str, object],
-) -> list[Path]:
+) -> None:
     """The table, the figures and the report."""
-    written = [comparison.to_csv(folder / "table.csv")]
-    figures = comparison.figures(
-        target=data.target_name,
-        features=[f"{name} (standardised)" for name in data.feature_names],
-        train=(data.x_train, data.y_train * data.y_sd + data.y_mean),
-        posteriors={fit.name: fit.posterior for fit in fits},
+    files.write(_TABLE, comparison.to_csv)
+
+    def draw(figure: Figure) -> Callable[[Path], None]:
+        def draw_to(path: Path) -> None:
+            with atomic_write(path) as part:
+                figure.savefig(part, dpi=200)
+
+        return draw_to
+
+    drawn = {
+        name: figure for name, figure in figures.items() if files.write(f"{name}.png", draw(figure))
+    }
+    files.write(
+        _REPORT,
+        lambda path: write_report(
+            path,
+            title=f"Posteriors of a neural network for {data.target_name}",
+            rows=comparison.rows,
+            columns=comparison.columns,
+            details=comparison.details,
+            verdicts=comparison.verdicts,
+            warnings=comparison.warnings,
+            figures={CAPTIONS[name]: figure for name, figure in drawn.items()},
+            notes=notes,
+            settings=settings,
+        ),
     )
-    for name, figure in figures.items():
-        written.append(folder / f"{name}.png")
-        figure.savefig(written[-1], dpi=200)
-    report = write_report(
-        folder / "report.html",
-        title=f"Posteriors of a neural network for {data.target_name}",
-        rows=comparison.rows,
-        columns=comparison.columns,
-        details=comparison.details,
-        verdicts=comparison.verdicts,
-        warnings=comparison.warnings,
-        figures={CAPTIONS[name]: figure for name, figure in figures.items()},
-        notes=notes,
-        settings=settings,
-    )
-    return [*written, report]
+
+
+def _keep(fits: list[Fit], files: _Files) -> str:
+    """Write what is known of fits that were not compared, and the draws of Markov chains; returns
+    the table as text."""
+    known = [
+        {
+            "posterior": fit.name,
+            "seconds": fit.seconds,
+            "elbo": fit.elbo,
+            "log_evidence": fit.log_evidence,
+        }
+        for fit in fits
+    ]
+    shown = [column for column in columns("regression", None) if column.key in known[0]]
+    files.write(_TABLE, lambda path: to_csv(path, known, shown))
+    for fit in fits:
+        if isinstance(fit.posterior, Samples):
+            files.write(f"{fit.name}.safetensors", fit.posterior.save)
+    return to_text(known, shown)
 
 
 def _units(data: Dataset) -> str:

@@ -1,7 +1,7 @@
 """The options of the command ``pyro-bdl``, and what they mean."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -94,7 +94,8 @@ def _epilog() -> str:
             "posteriors:",
             *lines,
             "",
-            "Ctrl-C ends the posterior at work, and shows the table for what there is.",
+            "Ctrl-C ends the posterior at work, and shows the table for what there is; after the",
+            "last fit it leaves the figures out.",
         ]
     )
 
@@ -124,7 +125,7 @@ def settings(options: argparse.Namespace) -> Options:
     """
     usual = _QUICK if options.quick else _USUAL
     chosen = {name: _first_given(getattr(options, name), usual[name]) for name in usual}
-    least = {"steps": 1, "chains": 1, "warmup": 0, "draws": 1, "max_tree_depth": 1, "seed": 0}
+    least = {"steps": 1, "chains": 1, "warmup": 0, "draws": 2, "max_tree_depth": 1, "seed": 0}
     chosen |= {"max_tree_depth": options.max_tree_depth, "seed": options.seed}
     for name, value in chosen.items():
         if value is not None and value < least[name]:
@@ -185,10 +186,11 @@ def hidden(text: str) -> list[int]:
     return sizes
 
 
-def folder(name: str) -> Path:
+def folder(name: str, files: Sequence[str]) -> Path:
     """A folder, made where there is none.
 
-    :raises ValueError: where nothing can be written to it.
+    :param files: what will be written to it.
+    :raises ValueError: where nothing can be written to it, or a folder takes a file's place.
     """
     path = Path(name)
     try:
@@ -198,4 +200,10 @@ def folder(name: str) -> Path:
         probe.unlink()
     except OSError as error:
         raise ValueError(f"--out: cannot write to {name!r}: {error.strerror}") from error
+    for file in files:
+        if (path / file).is_dir():
+            raise ValueError(
+                f"--out: {str(path / file)!r} is a folder, but a file of that name is to be "
+                "written: remove it, or name another folder"
+            )
     return path

@@ -18,6 +18,7 @@ from pyro_bdl.comparison.leave_one_out import difference
 from pyro_bdl.comparison.program_sites import read_program
 from pyro_bdl.comparison.result import Comparison, is_known
 from pyro_bdl.comparison.verdicts import verdict
+from pyro_bdl.errors import UnusableDrawsError
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.tables import Column
@@ -60,6 +61,10 @@ def compare(
     draws against the other: a smaller distance cannot be told from none. The same seed gives the
     same table.
 
+    Where one distribution is of all rows, as of a Gaussian process whose function is integrated
+    out, NLPD is that of all targets together, divided by their number; all else is of each row's
+    marginal distribution, and no row can be left out.
+
     :param model: a Pyro program with one observed site, called with ``*test`` and, to predict, with
         None for the targets.
     :param posteriors: name to guide, ``Samples`` or, where only predictions are known,
@@ -84,6 +89,8 @@ def compare(
     :param target_shift: see ``target_scale``.
     :param seed: of the guides' draws and the noise of predictions.
     :raises TypeError: for a posterior that is none, data that are not tensors.
+    :raises UnusableDrawsError: for a posterior with draws that are NaN or infinite, or that give
+        such predictions; it names the posterior and counts the draws.
     :raises ValueError: for no posterior, an unknown reference, several observed sites, a posterior
         of another program (its sites that do not match are listed), data that do not fit or are
         not finite.
@@ -175,9 +182,12 @@ def _evaluations(
                 name, subject.observation, posterior, data, kept=kept, units=units
             )
         else:
-            found[name] = evaluate(
-                name, subject, posterior, data, kept=kept, units=units, **options
-            )
+            try:
+                found[name] = evaluate(
+                    name, subject, posterior, data, kept=kept, units=units, **options
+                )
+            except UnusableDrawsError as error:
+                raise UnusableDrawsError(f"posterior {name!r}: {error}", name) from None
     return found
 
 
@@ -247,6 +257,11 @@ def _check_posteriors(
         raise ValueError("posteriors is empty: give at least one guide or Samples by name")
     if all(isinstance(posterior, PredictiveDraws) for posterior in posteriors.values()):
         raise ValueError("give at least one guide or Samples besides the predictive draws")
+    for name, posterior in posteriors.items():
+        if isinstance(posterior, Samples) and posterior.num_chains * posterior.num_draws < 2:
+            raise UnusableDrawsError(
+                f"posterior {name!r} has one draw: at least 2 are needed", name
+            )
     there = ", ".join(map(repr, posteriors))
     if reference is not None and reference not in posteriors:
         raise ValueError(
@@ -306,7 +321,9 @@ def _check_tensor(name: str, part: Any) -> None:
     if part is None:
         raise TypeError(f"{name} is missing: give it as a tensor")
     if not isinstance(part, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(part).__name__}")
+        raise TypeError(
+            f"{name} must be a tensor, got {type(part).__name__}: pass torch.as_tensor(...)"
+        )
     if part.dim() == 0 or not len(part):
         raise ValueError(f"{name} must have at least one row")
     check_finite_tensor(name, part)

@@ -56,7 +56,7 @@ def sd_of_draws(draws: Tensor) -> Tensor:
     """The sd at each test point, zero where it is no more than rounding."""
     sd = (draws - draws[0]).double().std(0, correction=0)
     rounding = 4 * torch.finfo(draws.dtype).eps * draws.abs().max()
-    return torch.where(sd > rounding, sd, 0.0)
+    return torch.where(sd <= rounding, 0.0, sd)  # NaN stays
 
 
 def evenly(draws: Tensor, chains: int, most: int) -> Tensor:

@@ -13,6 +13,7 @@ from pyro_bdl.comparison.held_out import Observation, PredictiveDraws, Test, Uni
 from pyro_bdl.comparison.leave_one_out import leave_one_out
 from pyro_bdl.comparison.program_sites import Subject, as_samples, of_program, stated_num_data
 from pyro_bdl.comparison.scores import (
+    check_draws,
     class_labels,
     score_classes,
     score_draws_of_classes,
@@ -119,6 +120,7 @@ def evaluate(
     :raises TypeError: where the posterior is neither a guide nor ``Samples``.
     :raises ValueError: for a posterior of another program, or targets that do not fit the
         predictions.
+    :raises UnusableDrawsError: where some of the draws are not finite.
     """
     predictive: Any
     model, observation = subject.model, subject.observation
@@ -134,7 +136,9 @@ def evaluate(
         drawn = as_samples(name, posterior, num_samples, test)
         samples = of_program(name, subject, posterior, drawn)
         predictive = Predictive(model, samples, batch_norm_data=batch_norm_data)
-    parts = _parts(test, predictive)
+    for site, values in samples.flat().items():
+        check_draws(f"values of the site {site!r}", ~values.isfinite())
+    parts = _parts(test, predictive, observation)
     pit = None
     scores: dict[str, Any]
     if observation.is_class:
@@ -151,8 +155,17 @@ def evaluate(
         scores |= convergence(said.function, posterior)
     loo = None
     if train is not None:
-        pieces = _parts(train, predictive)
-        found = leave_one_out(model, posterior, samples, predictive, observation.site, pieces)
+        pieces = _parts(train, predictive, observation)
+        found = None
+        if observation.joint:
+            warnings.warn(
+                f"the site {observation.site!r} is one observation of all rows, of which none can "
+                "be left out: there is no elpd",
+                BdlWarning,
+                stacklevel=3,
+            )
+        else:
+            found = leave_one_out(model, posterior, samples, predictive, observation.site, pieces)
         if found is not None:
             loo, kind = found
             scores |= {"elpd_loo": loo.elpd, "elpd_loo_se": loo.se, "p_loo": loo.p_loo}
@@ -274,6 +287,8 @@ def _at(
     function = drawn.get("f")
     if function is None or function.shape[1:2] != (len(inputs[0]),):
         function = expected
+    bad = ~function.isfinite()
+    check_draws("functions", bad & ~bad.all(0))  # in all draws it is the distribution's mean
     return Evaluation(
         task="regression",
         chains=chains,
@@ -285,8 +300,10 @@ def _at(
     )
 
 
-def _parts(test: Test, predictive: Any) -> list[Test]:
-    """The test rows in parts that bound the memory of their draws."""
+def _parts(test: Test, predictive: Any, observation: Observation) -> list[Test]:
+    """The test rows in parts that bound the memory of their draws; of a joint observation all."""
+    if observation.joint:
+        return [test]
     draws = predictive.num_samples
     if draws is None:
         draws = predictive.posterior.num_chains * predictive.posterior.num_draws

@@ -71,7 +71,7 @@ def figures(
     found |= _scalars(known or {}, comparison.reference)
     if chains:
         found["trace"] = plots.trace(chains)
-        if len(next(iter(chains.values()))) > 1:
+        if min(next(iter(chains.values())).shape[:2]) > 1:
             found["ranks"] = plots.ranks(chains)
     reference = (posteriors or {}).get(comparison.reference or "")
     if isinstance(reference, Samples) and reference.num_chains > 1 and reference.num_draws >= 4:

@@ -40,11 +40,13 @@ class Observation:
     """The observed site and the kind of its distribution.
 
     :param linear: whether the linearised model knows this distribution.
+    :param joint: whether one distribution is of all rows, such as a MultivariateNormal over them.
     """
 
     site: str
     kind: str
     linear: bool = True
+    joint: bool = False
 
     @property
     def is_class(self) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pyro_bdl import diagnostics
 from pyro_bdl.comparison.held_out import Test
+from pyro_bdl.comparison.scores import log_likelihood
 from pyro_bdl.diagnostics.loo import LOO, standard_error
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide
@@ -48,7 +49,7 @@ def leave_one_out(
     linear = not isinstance(predictive, Predictive)
     if not linear and _number_of_values(samples) < _LEAST_VALUES:
         return None
-    density = [predictive.log_likelihood(*part.inputs, part.y)[site].flatten(1) for part in parts]
+    density = [log_likelihood(predictive, site, part) for part in parts]
     shape = (samples.num_chains, -1) if isinstance(posterior, Samples) else (1, -1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BdlWarning)  # the table holds the number of high k-hats

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pyro_bdl.comparison.held_out import Observation, Test
 from pyro_bdl.distributions.take_apart import without_wrappers
@@ -40,25 +41,54 @@ def read_program(model: Callable, test: Test, posteriors: Mapping[str, Any]) -> 
     :param posteriors: guides or ``Samples``, of which the first one helps where the program cannot
         be run alone, since its prior is improper.
     :raises ValueError: where it has no observed site or several.
+    :raises UnsupportedProgramError: where it does not sample the site without targets, and its
+        distribution is one that cannot be drawn from with them.
     """
     rows = test.part(slice(0, stated_num_data(model)))
     latents: Mapping[str, Latent] | None = None
     with evaluation_mode():
         try:
             program = Program(model, *rows.inputs, rows.y)
-            latents, observed = program.latents, program.run(program.initial).observed
+            latents, at = program.latents, program.initial
+            observed = program.run(at).observed
         except (NotImplementedError, UnsupportedProgramError):
             name, posterior = next(iter(posteriors.items()))
             draws = as_samples(name, posterior, 1, rows).latents
-            one_draw = {site: value[0, 0] for site, value in draws.items()}
-            run = record(model, one_draw, (*rows.inputs, rows.y), draw=leave_open)
+            at = {site: value[0, 0] for site, value in draws.items()}
+            run = record(model, at, (*rows.inputs, rows.y), draw=leave_open)
             observed = {n: said for n, said in run.observed.items() if said.value is not None}
+        without = record(model, at, (*rows.inputs, None), draw=leave_open).observed
     if len(observed) != 1:
         sites = ", ".join(map(repr, observed)) or "none"
         raise ValueError(f"compare needs a program with one observed site, but it has: {sites}")
     ((site, said),) = observed.items()
     kind = type(without_wrappers(said.distribution)[0]).__name__
-    return Subject(model, Observation(site, kind, are_known([said])), latents)
+    if site not in without:
+        if not are_known([said]):
+            raise UnsupportedProgramError(
+                f"the program does not sample the site {site!r} where the targets are None: write "
+                "it with y=None as an argument and pyro.sample(..., obs=y)"
+            )
+        model = _AlwaysWithTargets(model, rows.y[:1])
+    joint = rows.rows > 1 and said.distribution.event_shape.numel() == rows.y.numel()
+    return Subject(model, Observation(site, kind, are_known([said]), joint), latents)
+
+
+class _AlwaysWithTargets:
+    """A program that samples its site with targets only, as those of ``pyro.contrib.gp``: called
+    with None it gets others in their place, which predictions do not depend on.
+
+    :param target: the targets of one row.
+    """
+
+    def __init__(self, model: Callable, target: Tensor) -> None:
+        self.model, self.target = model, target
+
+    def __call__(self, *args: Any) -> Any:
+        *inputs, y = args
+        if y is None:
+            y = self.target.expand(len(inputs[0]), *self.target.shape[1:])
+        return self.model(*inputs, y)
 
 
 def as_samples(name: str, posterior: Any, num_samples: int, test: Test) -> Samples:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pyro_bdl import metrics
 from pyro_bdl.comparison.held_out import Observation, PredictiveDraws, Test, Units
+from pyro_bdl.errors import UnusableDrawsError
 
 LEVELS = {"coverage": 0.9, "coverage_50": 0.5, "coverage_95": 0.95}
 Scores = dict[str, Any]
@@ -34,9 +35,11 @@ def score_numbers(
         mean = mean * units.scale + units.shift
         means.append(mean)
         square += share * metrics.rmse(mean, y).item() ** 2
-        density = predictive.log_likelihood(*part.inputs, part.y)[site].flatten(1)
+        density = log_likelihood(predictive, site, part)
         nlpd += share * _nlpd(density, y, units)
-        drawn = predictive(*part.inputs, None)[site] * units.scale + units.shift
+        drawn = predictive(*part.inputs, None)[site]
+        check_draws("predictions", drawn.isnan())
+        drawn = drawn * units.scale + units.shift
         crps += share * metrics.crps(drawn, y).item()
         inside += share * metrics.interval_coverage(drawn, y, level=list(LEVELS.values())).cpu()
         places.append(metrics.pit(drawn, y))
@@ -74,11 +77,13 @@ def score_classes(
     """Mean class probabilities ``(N, C)`` and the scores of a classification."""
     site, means, labels, nlpd = observation.site, [], [], 0.0
     for part in parts:
-        mean = observation.probabilities(predictive.mean(*part.inputs, None)[site]).mean(0)
+        mean = predictive.mean(*part.inputs, None)[site]
+        check_draws("class probabilities", ~mean.isfinite())
+        mean = observation.probabilities(mean).mean(0)
         means.append(mean)
         labels.append(class_labels(part.y, mean))
-        density = predictive.log_likelihood(*part.inputs, part.y)[site].flatten(1)
-        nlpd += metrics.negative_log_predictive_density(density).item() * part.rows / rows
+        density = log_likelihood(predictive, site, part)
+        nlpd += _nlpd(density, part.y, Units()) * part.rows / rows
     mean = torch.cat(means)
     return mean, _of_probabilities(mean, torch.cat(labels)) | {"nlpd": nlpd}
 
@@ -90,6 +95,26 @@ def score_draws_of_classes(probabilities: Tensor, y: Tensor) -> tuple[Tensor, Sc
     scores = _of_probabilities(mean, labels)
     of_labels = mean.double().gather(-1, labels[:, None])
     return mean, scores | {"nlpd": -of_labels.log().mean().item()}
+
+
+def log_likelihood(predictive: Any, site: str, data: Test) -> Tensor:
+    """log p(y_n | draw), ``(S, N)``; ``(S, 1)`` where one distribution is of all rows.
+
+    :raises UnusableDrawsError: where one is NaN.
+    """
+    found = predictive.log_likelihood(*data.inputs, data.y)[site]
+    check_draws("log likelihoods", found.isnan())
+    return found.reshape(len(found), -1)
+
+
+def check_draws(name: str, bad: Tensor) -> None:
+    """:raises UnusableDrawsError: where some of ``bad`` ``(S, ...)`` are true, with the draws."""
+    draws = bad.reshape(len(bad), -1).any(1).nonzero().flatten().tolist()
+    if draws:
+        raise UnusableDrawsError(
+            f"{len(draws)} of {len(bad)} draws (the first is number {draws[0]}, counted from 0) "
+            f"have {name} that are NaN or infinite: leave these draws out, or fit it again"
+        )
 
 
 def class_labels(y: Tensor, probabilities: Tensor) -> Tensor:
@@ -108,10 +133,12 @@ def _of_probabilities(mean: Tensor, labels: Tensor) -> Scores:
     }
 
 
-def _nlpd(log_likelihood: Tensor, y: Tensor, units: Units) -> float:
-    """A density over y * scale is smaller by the scale, for each number of a target."""
-    shift = math.log(units.scale) * y.numel() / log_likelihood.shape[1]
-    return metrics.negative_log_predictive_density(log_likelihood).item() + shift
+def _nlpd(density: Tensor, y: Tensor, units: Units) -> float:
+    """A density over y * scale is smaller by the scale, for each number of a target. One of all
+    rows is shared out among them."""
+    shift = math.log(units.scale) * y.numel() / density.shape[1]
+    found = metrics.negative_log_predictive_density(density).item() + shift
+    return found / len(y) if density.shape[1] == 1 else found
 
 
 def _fitting(y: Tensor, mean: Tensor) -> Tensor:

@@ -14,7 +14,9 @@ from pyro_bdl.data.csv import listed, numeric_features, plain, quoted, read_csv,
 from pyro_bdl.errors import BdlWarning
 
 _MAX_INTEGER_CLASSES = 10
-_MIN_ROWS = 10
+_MIN_ROWS, _MIN_TRAINING_ROWS = 10, 5
+# An sd of fewer roundings of the largest number than this holds no digit that means anything.
+_ROUNDINGS = 64
 
 
 @dataclass(frozen=True)
@@ -167,8 +169,8 @@ def prepare(
     """Check, split and standardise; tensors have torch's default dtype and are on the CPU.
 
     The split of classes is stratified: each class has its share in both parts, and at least one
-    row in the training part. Columns that are constant in the training part become zeros, with a
-    warning that names them.
+    row in the training part. Columns that are constant in the training part, up to the rounding of
+    their numbers, become zeros, with a warning that names them.
 
     :param x: ``(N, D)``, numbers.
     :param y: ``(N,)``, numbers or, for classes, text.
@@ -177,14 +179,19 @@ def prepare(
     :param task: ``"regression"``, ``"classification"``, or None to find it from ``y``.
     :param test_fraction: share of the rows in the test part, between 0 and 1.
     :param seed: of the split.
-    :raises ValueError: for shapes that do not fit; fewer than 10 rows; NaN or infinity (rows and
-        columns are named); a constant target, or one that the dtype cannot resolve; fewer than two
-        classes; too few rows of each class to have any in the test part; an unknown task or a test
-        fraction outside (0, 1).
+    :raises ValueError: for shapes that do not fit; fewer than 10 rows, or 5 in the training part;
+        NaN, infinity, or numbers so large, as they are or standardised, that squares of errors
+        overflow (rows and columns are named); a constant target, or one that the dtype cannot
+        resolve; fewer than two classes; too few rows of each class to have any in the test part;
+        an unknown task or a test fraction outside (0, 1).
     """
     x, y = np.asarray(x, dtype=float), np.asarray(y)
     _check_arguments(x, y, feature_names, task, test_fraction)
     _check_finite(x, y, feature_names, target_name)
+    names = [*feature_names, target_name]
+    dtype = torch.get_default_dtype()
+    _check_size(x, np.zeros(len(y)), names, np.finfo(float).max)
+    _check_size(np.zeros(x.shape), y, names, torch.finfo(dtype).max)  # scored in its own units
     task = task or _find_task(y)
     rng = np.random.default_rng(seed)
     if task == "classification":
@@ -193,12 +200,13 @@ def prepare(
         test = _stratified_test_rows(labels, test_fraction, rng, target_name)
         y, y_mean, y_sd = labels, 0.0, 1.0
         class_names = tuple(plain(value) for value in class_values)
+        _check_split(test, test_fraction)
     else:
         test = np.zeros(len(y), dtype=bool)
         test[rng.permutation(len(y))[: max(1, round(test_fraction * len(y)))]] = True
+        _check_split(test, test_fraction)
         y = y.astype(float)
-        with np.errstate(over="ignore"):
-            y_mean, y_sd = float(y[~test].mean()), float(y[~test].std())
+        y_mean, y_sd = float(y[~test].mean()), float(y[~test].std())
         if np.ptp(y[~test]) == 0:
             raise ValueError(
                 f"target: column {target_name!r} is constant ({y[~test][0]:g} in all training "
@@ -207,8 +215,8 @@ def prepare(
         _check_resolution(y_mean, y_sd, target_name)
         y, class_names = (y - y_mean) / y_sd, ()
     x = _standardise(x, ~test, feature_names)
+    _check_size(x, y, names, torch.finfo(dtype).max)
 
-    dtype = torch.get_default_dtype()
     y_dtype = torch.int64 if task == "classification" else dtype
     return Dataset(
         x_train=torch.as_tensor(x[~test], dtype=dtype, device="cpu"),
@@ -249,7 +257,8 @@ def _stratified_test_rows(
 
 
 def _standardise(x: np.ndarray, train: np.ndarray, names: Sequence[str]) -> np.ndarray:
-    constant = np.ptp(x[train], axis=0) == 0
+    sd, largest = x[train].std(axis=0), abs(x[train]).max(axis=0)
+    constant = sd <= _ROUNDINGS * np.finfo(float).eps * largest
     if constant.any():
         columns = [name for name, flag in zip(names, constant, strict=True) if flag]
         warnings.warn(
@@ -257,7 +266,7 @@ def _standardise(x: np.ndarray, train: np.ndarray, names: Sequence[str]) -> np.n
             BdlWarning,
             stacklevel=4,
         )
-    sd = np.where(constant, 1.0, x[train].std(axis=0))
+    sd = np.where(constant, 1.0, sd)
     return np.where(constant, 0.0, (x - x[train].mean(axis=0)) / sd)
 
 
@@ -286,17 +295,41 @@ def _check_finite(
 ) -> None:
     bad_y = ~np.isfinite(y) if y.dtype.kind == "f" else np.array([value is None for value in y])
     bad = np.column_stack([~np.isfinite(x), bad_y])
-    if not bad.any():
-        return
-    names = [*feature_names, target_name]
+    if bad.any():
+        raise ValueError(
+            f"data: missing, NaN or infinite values in "
+            f"{_places(bad, [*feature_names, target_name])}; fill them in or remove the rows or "
+            f"columns"
+        )
+
+
+def _check_size(x: np.ndarray, y: np.ndarray, names: Sequence[str], largest: float) -> None:
+    """Squares must not overflow, nor those of numbers a thousand times larger."""
+    numbers = y if y.dtype.kind == "f" else np.zeros(len(y))
+    bad = ~(abs(np.column_stack([x, numbers])) < largest**0.5 / 1000)
+    if bad.any():
+        raise ValueError(
+            f"data: numbers too large, or too far from those of the training part, to compute "
+            f"with, in {_places(bad, names)}; correct them or remove the rows"
+        )
+
+
+def _places(bad: np.ndarray, names: Sequence[str]) -> str:
+    """Rows and columns in which ``bad`` is true."""
     places = [
-        f"row {row + 1}: {quoted(names[i] for i in np.flatnonzero(bad[row]))}"
+        f"row {row + 1}: {quoted(names[i] for i in np.flatnonzero(bad[row]).tolist())}"
         for row in np.flatnonzero(bad.any(axis=1))
     ]
-    raise ValueError(
-        f"data: missing, NaN or infinite values in {listed(places, separator='; ')}; fill them "
-        f"in or remove the rows or columns"
-    )
+    return listed(places, separator="; ")
+
+
+def _check_split(test: np.ndarray, test_fraction: float) -> None:
+    left = int((~test).sum())
+    if left < _MIN_TRAINING_ROWS:
+        raise ValueError(
+            f"test_fraction={test_fraction:g} (--test-fraction) leaves {left} of the {len(test)} "
+            f"rows to learn from; at least {_MIN_TRAINING_ROWS} are needed: make it smaller"
+        )
 
 
 def _check_resolution(mean: float, sd: float, target_name: str) -> None:

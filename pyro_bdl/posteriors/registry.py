@@ -160,15 +160,20 @@ def fit(
     with peak_memory(problem.x.device) as peak:
         result = entry.function(problem, options, progress)
     wait_for(problem.x)
-    seconds = time.perf_counter() - started
+    seconds, interrupted = time.perf_counter() - started, result.interrupted
+    elbo = log_evidence = None
+    try:
+        elbo, log_evidence = _elbo(problem, result.posterior), _log_evidence(result.posterior)
+    except KeyboardInterrupt:  # what was fitted is kept
+        interrupted = True
     return Fit(
         name=name,
         posterior=result.posterior,
         seconds=seconds,
-        elbo=_elbo(problem, result.posterior),
+        elbo=elbo,
         settings=result.settings,
-        interrupted=result.interrupted,
-        log_evidence=_log_evidence(result.posterior),
+        interrupted=interrupted,
+        log_evidence=log_evidence,
         peak_memory=peak.bytes,
     )
 

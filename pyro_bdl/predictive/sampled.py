@@ -14,6 +14,7 @@ from pyro_bdl.distributions.take_apart import (
     rebuild,
     take_apart,
 )
+from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.draws import latent_draws
 from pyro_bdl.program.batch_norm import computing_with, statistics_of_draws
 from pyro_bdl.program.batches import Batches
@@ -61,7 +62,7 @@ class Predictive:
         statistics.
     :param progress: show a bar over the draws in that.
     :raises UnsupportedProgramError: by its calls, where the program picks some of the rows that it
-        is given at random (``subsample_size`` of a plate).
+        is given at random (``subsample_size`` of a plate); by a call that gives no site.
     """
 
     def __init__(
@@ -111,7 +112,14 @@ class Predictive:
                 return ancestral, None
             return _outside_vmap(program, args, kwargs, lambda d: d.sample(), values=True)
 
-        return self._map(choose, args, kwargs)
+        found = self._map(choose, args, kwargs)
+        if not found:
+            raise UnsupportedProgramError(
+                "the program samples nothing without its targets, and has no deterministic site: "
+                "pass targets too (of the right shape; predictions do not depend on them), or "
+                "write pyro.sample(..., obs=y) so that it also runs with y=None"
+            )
+        return found
 
     def mean(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """E[y | w_s, x] for each observed site, (S, N, ...); for classes the probabilities

@@ -14,8 +14,9 @@ Batch = tuple[tuple, dict[str, Any]]
 class Batches:
     """The arguments of a program, batch after batch, as often as asked.
 
-    :param data: a tuple ``(x, y)`` of arguments, a dict of keyword arguments, one tensor, or an
-        iterable of any of these (a list, a ``DataLoader``); an iterator is read once and kept.
+    :param data: a tuple ``(x, y)`` of arguments, of which any may be a dict or a tuple; a dict of
+        keyword arguments; one tensor; or an iterable of any of these (a list, a ``DataLoader``, a
+        tuple of tuples); an iterator is read once and kept.
     :raises ValueError: where there is no batch.
     """
 
@@ -80,8 +81,10 @@ class Batches:
 def _is_batch(data: Any) -> bool:
     if isinstance(data, Tensor | Mapping):
         return True
+    if isinstance(data, tuple):  # (x, y), ({"x": x}, y) or ((a, b), y), but not ((x, y),)
+        return not all(isinstance(part, tuple | list) for part in data)
     return (
-        isinstance(data, tuple | list)
+        isinstance(data, list)
         and len(data) > 0
         and not any(isinstance(part, tuple | list | Mapping) for part in data)
     )

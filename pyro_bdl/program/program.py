@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pyro_bdl.distributions.copies import is_improper
 from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.program.argument_errors import explain
 from pyro_bdl.program.layout import Latent, Layout, transform_of
 from pyro_bdl.program.supports import check_fixed_supports, feasible_value
 from pyro_bdl.program.trace import (
@@ -205,6 +206,7 @@ def trace_once(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         with poutine.block(), _ImproperStart(), torch.no_grad(), preserved_buffers():
             return tracer.get_trace(*args, **kwargs)
     except Exception as error:
+        explain(error, model, args, kwargs)
         if str(error).startswith("Multiple sample sites named"):
             raise UnsupportedProgramError(f"{str(error).splitlines()[0]}: {RENAME}") from error
         inside = _sites_in_plates(tracer.trace)

@@ -1,5 +1,6 @@
 """Programs that choose a minibatch of their data themselves, where all of them are needed."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -50,6 +51,7 @@ class WholeData(Messenger):
 def on_whole_data(model: Callable) -> Callable:
     """The program, each run of it under :class:`WholeData`."""
 
+    @functools.wraps(model, updated=())
     def program(*args: Any, **kwargs: Any) -> Any:
         with WholeData(args, kwargs):
             return model(*args, **kwargs)

@@ -72,3 +72,9 @@ def feasible_value(fn: Any, radius: float = 0.0) -> Tensor:
         shape = transform.inverse_shape(shape)
     numbers = torch.empty(shape, device="cpu").uniform_(-radius, radius)
     return numbers if transform is None else transform(numbers)
+
+
+def _of_shape(distribution: Any, value: Tensor) -> Tensor:
+    """A value that broadcasts against a distribution, with the dimensions of its events."""
+    missing = distribution.event_dim - value.dim()
+    return value.expand(distribution.event_shape) if missing > 0 else value

@@ -25,6 +25,7 @@ from pyro_bdl.distributions.copies import (
     without_validation,
 )
 from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.program.argument_errors import explain
 from pyro_bdl.program.network_sites import OWNER_KEY
 
 RENAME = "give each its own name (two networks in one program: bayesianize(net, prior, name=...))"
@@ -195,10 +196,15 @@ def record(
     :param values: site -> value; for a plate's name the indices of its subsample.
     :param draw: called with the message of a site that has no value; by default it is sampled.
     :returns: the distribution, value, scale and mask of every sample statement.
+    :raises ArgumentError: for arguments that it cannot compute with.
     """
     recorder = _Recorder(values, draw)
     with _unvalidated(), recorder:
-        recorder.run.result = function(*args, **(kwargs or {}))
+        try:
+            recorder.run.result = function(*args, **(kwargs or {}))
+        except (TypeError, AttributeError, RuntimeError) as error:
+            explain(error, function, args, kwargs or {})
+            raise
     return recorder.run
 
 

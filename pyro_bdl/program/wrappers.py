@@ -35,10 +35,3 @@ class Handled(Wrapped):
 
     def context(self) -> AbstractContextManager:
         return self.handler
-
-
-def unwrapped(model: Callable) -> Callable:
-    """The user's own program inside any number of wrappers."""
-    while isinstance(model, Wrapped):
-        model = model.model
-    return model

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from pyro_bdl._version import __version__
 from pyro_bdl.report.tables import key, table
+from pyro_bdl.utils.files import atomic_write
 from pyro_bdl.utils.tables import Column, Row
 
 
@@ -56,8 +57,8 @@ def write_report(
         script=_part("script.js"),
     )
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
+    with atomic_write(path) as part:
+        part.write_text(page, encoding="utf-8")
     return path
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pyro_bdl.utils.files import atomic_write
+
 Row = Mapping[str, object]
 
 MISSING = "–"
@@ -100,8 +102,7 @@ def groups(columns: Sequence[Column]) -> list[tuple[str, int]]:
 def to_csv(path: str | Path, rows: Sequence[Row], columns: Sequence[Column]) -> Path:
     """Write all digits, one line for each row, headed by the columns' keys; returns the path."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
+    with atomic_write(path) as part, part.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow([column.key for column in columns])
         for row in rows:

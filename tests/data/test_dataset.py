@@ -112,6 +112,60 @@ def test_constant_column_becomes_zero(write):
     assert torch.equal(data.x_test[:, 1], torch.zeros(4))
 
 
+def split(x, y=None, **options):
+    """The data set of one feature, beside a column of noise."""
+    y = np.random.default_rng(1).standard_normal(len(x)) if y is None else y
+    x = np.column_stack([x, np.arange(len(x))])
+    return prepare(x, y, feature_names=("a", "b"), **options)
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        1e8 + 1e-8 * (np.arange(40) % 2),
+        np.where(np.arange(40) % 3, 0.3, 0.1 + 0.2),
+        1e-200 * np.arange(1.0, 41.0),
+    ],
+    ids=["nearly_equal", "last_digit", "underflow"],
+)
+def test_a_column_that_differs_by_rounding_alone_is_constant(column):
+    with pytest.warns(BdlWarning, match="constant in the training part, so set to zero: 'a'"):
+        data = split(column)
+    assert not data.x_train[:, 0].any() and not data.x_test[:, 0].any()
+
+
+def test_a_small_but_real_spread_is_kept(recwarn):
+    data = split(1e9 + np.arange(40.0))
+    assert data.x_train[:, 0].std(correction=0) == pytest.approx(1.0, abs=1e-3)
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("size", [1e300, 1e30])
+@pytest.mark.parametrize("column", ["a", "y"])
+def test_numbers_that_would_overflow_are_named(size, column):
+    """A feature of 1e30 in the training part sets the sd, one in the test part lies 1e30 sds away;
+    targets are scored in their own units."""
+    refused = 0
+    for row in range(12):
+        x, y = np.random.default_rng(0).standard_normal((2, 12))
+        (x if column == "a" else y)[row] = size
+        try:
+            data = split(x, y)
+        except ValueError as error:
+            assert f"row {row + 1}: '{column}'" in str(error)
+            refused += 1
+        else:
+            assert data.x_train.isfinite().all() and data.x_test.abs().max() < 1e9
+    assert refused == (2 if size == 1e30 and column == "a" else 12)
+
+
+@pytest.mark.parametrize("y", [np.arange(40.0), np.arange(40) % 2])
+def test_a_test_part_that_leaves_nothing_to_learn_from(y):
+    with pytest.raises(ValueError, match=r"test_fraction=0.999 .* leaves [02] of the 40 rows"):
+        split(np.arange(40.0), y, test_fraction=0.999)
+    assert len(split(np.arange(40.0), y, test_fraction=0.85).y_train) >= 5
+
+
 def test_two_clusters():
     data = two_clusters(50, seed=1)
     x = data.x_train.squeeze(-1)
@@ -223,7 +277,12 @@ BAD_FILES = {
         {},
         r"mean 1e\+09 and sd .*float32 cannot resolve: subtract",
     ),
-    "too large": (table("a,y", NUMBERS, [1e300 * i for i in range(20)]), "y", {}, "sd inf"),
+    "too large": (
+        table("a,y", NUMBERS, [1e300 * i for i in range(20)]),
+        "y",
+        {},
+        "numbers too large",
+    ),
     "one class": (table("a,y", NUMBERS, ["u"] * 20), "y", {}, "single class 'u'"),
     "all different": (
         table("a,y", NUMBERS, [f"n{i}" for i in range(20)]),

@@ -41,6 +41,17 @@ def test_other_forms():
     assert Batches((X, None)).first()[0][1] is None
 
 
+def test_a_tuple_holds_arguments_of_any_kind():
+    """({...},) is a program's one argument, a dict; [{...}] is a batch of keyword arguments."""
+    named = {"x": X, "y": Y}
+    assert Batches((named,)).first() == ((named,), {})
+    assert Batches((named, Y)).first() == ((named, Y), {})
+    assert Batches(((X, X), Y)).first() == (((X, X), Y), {})
+    assert Batches([(named,)]).first() == ((named,), {})
+    assert Batches([named]).first() == ((), named)
+    assert len(list(Batches(((X, Y), (X, Y))))) == 2
+
+
 def test_many_batches():
     loader = DataLoader(TensorDataset(X, Y), batch_size=4, shuffle=True)
     batches = Batches(loader)

@@ -1,0 +1,196 @@
+"""Files are written whole or not at all, and output may end before the work does."""
+
+import io
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+from pyro_bdl import Samples
+from pyro_bdl.report import write_report
+from pyro_bdl.utils.files import LenientStream, atomic_write
+from pyro_bdl.utils.tables import Column, to_csv
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_file_takes_the_place_of_the_old_one(tmp_path):
+    path = tmp_path / "new" / "a.txt"
+    for text in ("first", "second"):
+        with atomic_write(path) as part:
+            part.write_text(text)
+            assert part.suffix == ".txt" and part != path
+        assert path.read_text() == text
+    assert names(path.parent) == ["a.txt"]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_failure_leaves_the_old_file_and_no_other(tmp_path, error):
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+    with pytest.raises(type(error)), atomic_write(path) as part:
+        part.write_text("half of the n")
+        raise error
+    assert path.read_text() == "old" and names(tmp_path) == ["a.txt"]
+
+
+def test_permissions_links_folders_and_devices(tmp_path):
+    path, link = tmp_path / "a.txt", tmp_path / "link.txt"
+    path.write_text("old")
+    path.chmod(0o640)
+    link.symlink_to(path)
+    with atomic_write(link) as part:
+        part.write_text("new")
+    assert link.is_symlink() and path.read_text() == "new"
+    assert path.stat().st_mode & 0o777 == 0o640
+    with pytest.raises(IsADirectoryError, match="is a folder"), atomic_write(tmp_path):
+        pass
+    with atomic_write(os.devnull) as part:
+        part.write_text("gone")
+    assert not os.path.isfile(os.devnull)
+
+
+class Broken:
+    """A number whose text cannot be had, as a disk that is full."""
+
+    def __str__(self):
+        raise OSError(28, "No space left on device")
+
+
+def test_tables_reports_and_samples_keep_the_old_file(tmp_path, monkeypatch):
+    columns = [Column("a", "a", style="text")]
+    path = to_csv(tmp_path / "table.csv", [{"a": "1"}] * 2, columns)
+    before = path.read_bytes()
+    with pytest.raises(OSError, match="No space"):
+        to_csv(path, [{"a": "1"}, {"a": Broken()}], columns)
+    assert path.read_bytes() == before
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    samples = Samples({"w": torch.zeros(1, 3)})
+    for suffix, writer in ((".npz", "numpy.savez"), (".safetensors", "pyro_bdl.samples.save_file")):
+        path = samples.save(tmp_path / f"draws{suffix}")
+        before = path.read_bytes()
+        with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
+            patched.setattr(writer, full)
+            Samples({"w": torch.ones(1, 3)}).save(path)
+        assert path.read_bytes() == before
+    path = write_report(tmp_path / "r.html", title="t", rows=[], columns=columns)
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
+        patched.setattr("pathlib.Path.write_text", full)
+        write_report(path, title="other", rows=[], columns=columns)
+    assert "<title>t</title>" in path.read_text()
+    assert names(tmp_path) == ["draws.npz", "draws.safetensors", "r.html", "table.csv"]
+
+
+def test_figures_are_written_in_the_format_of_their_suffix(tmp_path):
+    with atomic_write(tmp_path / "a.png") as part:
+        Figure().savefig(part)
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ------------------------------------------------------------------------------- damaged samples
+
+GOOD = {
+    "__header__": np.array('{"version": "1", "sites": "[\\"w\\"]", "info": "{}"}'),
+    "latents/w": np.zeros((1, 3)),
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"__header__": None},
+        {"latents/w": None},
+        {"__header__": np.array("[]")},
+        {"__header__": np.array("{")},
+        {"__header__": np.array('{"version": "1"}')},
+        {"__header__": np.array('{"version": "1", "sites": "3", "info": "{}"}')},
+        {"__header__": np.array('{"version": "1", "sites": "[\\"w\\"]", "info": "7"}')},
+        {"__header__": np.array('{"version": "1", "sites": "[[]]", "info": "{}"}')},
+        {"__header__": np.array('{"version": "9", "sites": "[\\"w\\"]", "info": "{}"}')},
+        {"latents/w": np.array(["text"])},
+        {"latents/w": np.zeros(3)},
+        {"latents/w": np.array([None])},
+    ],
+    ids=str,
+)
+def test_malformed_samples_are_a_value_error(tmp_path, change):
+    arrays = {key: value for key, value in (GOOD | change).items() if value is not None}
+    path = tmp_path / "draws.npz"
+    np.savez(path, **GOOD)
+    assert Samples.load(path).num_draws == 3
+    np.savez(path, **arrays)
+    with pytest.raises(ValueError, match=r"does not hold samples that Samples\.save wrote"):
+        Samples.load(path)
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+def test_cut_or_changed_samples_are_a_value_error_or_numbers(tmp_path, suffix):
+    path = Samples({"w": torch.zeros(1, 3)}, info={"kernel": "nuts"}).save(tmp_path / f"d{suffix}")
+    whole = path.read_bytes()
+    for end in range(0, len(whole), 29):
+        path.write_bytes(whole[:end])
+        with pytest.raises(ValueError, match="does not hold samples"):
+            Samples.load(path)
+    for place in range(0, len(whole), 13):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
+        try:
+            Samples.load(path)
+        except ValueError as error:
+            assert "does not hold samples" in str(error)
+
+
+# --------------------------------------------------------------------------------------- streams
+
+
+def test_a_narrow_encoding_gets_other_characters_of_the_same_width():
+    raw = io.BytesIO()
+    stream = LenientStream(io.TextIOWrapper(raw, encoding="ascii"))
+    print("1.0 ± 0.2  –  MMD²  größe", file=stream, flush=True)
+    assert raw.getvalue() == b"1.0 +-0.2  -  MMD2  gr\\xf6\\xdfe\n"
+    assert stream.encoding == "ascii" and not stream.isatty()
+
+
+def test_a_stream_that_is_closed_or_none():
+    closed = io.StringIO()
+    closed.close()
+    for stream in (LenientStream(closed), LenientStream(None)):
+        print("text", file=stream, flush=True)
+        stream.flush()
+        assert not stream.isatty() and stream.encoding == "utf-8"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="of POSIX pipes")
+def test_a_pipe_that_was_closed_ends_nothing(tmp_path):
+    """``| true``: the work goes on to its end, without a traceback and with its own exit code."""
+    script = tmp_path / "work.py"
+    script.write_text(
+        "import importlib.util, sys, pathlib, time\n"
+        "spec = importlib.util.spec_from_file_location('files', sys.argv[1])\n"
+        "files = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(files)\n"
+        "sys.stdout = files.LenientStream(sys.stdout)\n"
+        "for _ in range(50): print('x' * 10000, flush=True)\n"
+        "pathlib.Path(sys.argv[2]).write_text('done')\n"
+        "sys.exit(3)\n"
+    )
+    module = sys.modules["pyro_bdl.utils.files"].__file__
+    done = tmp_path / "done"
+    reader, writer = os.pipe()
+    os.close(reader)
+    work = subprocess.run(
+        [sys.executable, str(script), module, str(done)],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    os.close(writer)
+    assert work.returncode == 3 and work.stderr == b"" and done.read_text() == "done"
