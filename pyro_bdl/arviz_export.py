@@ -82,7 +82,7 @@ def to_arviz(
     """
     convert = _converter()
     kwargs = dict(model_kwargs or {})
-    with evaluation_mode(), seeded(seed):
+    with evaluation_mode(model, posterior, args, kwargs), seeded(seed):
         samples = _as_samples(posterior, num_samples, args, kwargs)
         trace = _traced(model, samples, args, kwargs)
         program = Program.from_trace(model, trace, args, kwargs)

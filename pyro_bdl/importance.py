@@ -84,7 +84,7 @@ def ratios(
     :raises ValueError: for a guide without a density, too few draws.
     """
     _check(guide, num_samples)
-    with evaluation_mode(), seeded(seed), torch.no_grad():
+    with evaluation_mode(model, guide, args), seeded(seed), torch.no_grad():
         program = Program(model, *args, **dict(model_kwargs or {}))
         program.require_observed()
         ratios = _log_ratios(program, guide, guide.sample_vectors(num_samples))
@@ -116,7 +116,7 @@ def site_khat(
             "ratios(...) for all of them, or function_khat(...)"
         )
     found = {}
-    with evaluation_mode(), seeded(seed), torch.no_grad():
+    with evaluation_mode(model, guide, args), seeded(seed), torch.no_grad():
         program = Program(model, *args, **dict(model_kwargs or {}))
         program.require_observed()
         layout, centre = guide.require_layout(), guide.location()

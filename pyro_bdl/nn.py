@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import pyro
@@ -16,6 +17,7 @@ from torch.distributions import Distribution
 from pyro_bdl.distributions.copies import moved_like, without_validation
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.priors import ByName, Normal, PriorFunction, check_prior, is_constant, learnable
+from pyro_bdl.program.checkpointing import kept_for_recomputation
 from pyro_bdl.program.gaussian_prior import TaskPrior
 from pyro_bdl.program.network_sites import INIT_KEY, OWNER_KEY, SampledNetwork
 from pyro_bdl.program.parameter_namespace import OwnParameters
@@ -163,6 +165,10 @@ def bayesianize(
 ) -> BayesianModule:
     """A copy of ``net`` as a PyroModule whose weights are sampled from ``prior``.
 
+    The network may checkpoint its activations (``torch.utils.checkpoint``): with one draw of the
+    weights at a time they are computed again in the backward pass, with the same draw. Where
+    several draws are computed at once, and in compiled ELBOs, they are stored instead.
+
     :param net: any torch module; it is not changed.
     :param prior: ``(name, module, parameter) -> Distribution or None``, see ``pyro_bdl.priors``;
         Normal(1.0) by default. None leaves a parameter learnable.
@@ -303,7 +309,14 @@ def _fitted(distribution: Distribution, name: str, parameter: Tensor) -> Distrib
 
 @contextmanager
 def _substituted(places: Places, values: dict[str, Tensor]) -> Iterator[None]:
-    """The network computes with ``values`` inside and has its own tensors back after."""
+    """The network computes with ``values`` inside and has its own tensors back after. What it
+    checkpoints is computed with them again in the backward pass."""
+    with _in_place(places, values), kept_for_recomputation(partial(_in_place, places, values)):
+        yield
+
+
+@contextmanager
+def _in_place(places: Places, values: dict[str, Tensor]) -> Iterator[None]:
     saved = []
     recurrent = set()
     try:
@@ -321,7 +334,7 @@ def _substituted(places: Places, values: dict[str, Tensor]) -> Iterator[None]:
         with _differentiable(recurrent):
             yield
     finally:
-        for table, key, tensor in saved:
+        for table, key, tensor in reversed(saved):
             table[key] = tensor
         for module in recurrent:
             module._flat_weights = [getattr(module, key) for key in module._flat_weights_names]

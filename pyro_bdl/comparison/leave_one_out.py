@@ -105,7 +105,7 @@ def _densities(
     """log p(u) and log q(u) over the unconstrained latents, ``(S,)`` each."""
     if not any(latent.plates for latent in guide.require_layout().latents.values()):
         data = data.part(slice(0, 2))  # the prior does not depend on them
-    with evaluation_mode():
+    with evaluation_mode(model, guide):
         program = Program(model, *data.inputs, data.y)
 
         def both(draw: Draws) -> dict[str, Tensor]:

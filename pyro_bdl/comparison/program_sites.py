@@ -46,7 +46,7 @@ def read_program(model: Callable, test: Test, posteriors: Mapping[str, Any]) -> 
     """
     rows = test.part(slice(0, stated_num_data(model)))
     latents: Mapping[str, Latent] | None = None
-    with evaluation_mode():
+    with evaluation_mode(model, dict(posteriors)):
         try:
             program = Program(model, *rows.inputs, rows.y)
             latents, at = program.latents, program.initial

@@ -53,7 +53,7 @@ def linearizations(
 
 def _outputs(model: Callable, subset: Subset, vector: Tensor, batch: Batch) -> Run:
     layout = subset.layout
-    with torch.no_grad(), evaluation_mode(), preserved_buffers():
+    with torch.no_grad(), evaluation_mode(model), preserved_buffers(model):
         values = layout.to_supports(layout.unflatten(vector.detach()))
         return record(model, values, *batch, draw=leave_open)
 

@@ -97,7 +97,7 @@ def few_rows(model: Callable, layout: Any, vector: Tensor, batch: Batch) -> Batc
         return batch
     few = rows(batch, 0, 2, count)
     try:
-        with torch.no_grad(), evaluation_mode(), preserved_buffers():
+        with torch.no_grad(), evaluation_mode(model), preserved_buffers(model):
             record(model, layout.constrain(vector)[0], *few, draw=leave_open)
     except Exception:  # it wants all of its data
         return batch

@@ -77,7 +77,7 @@ def run_at(
 ) -> tuple[Run, dict[str, Tensor]]:
     """The program run at a vector (P,), and the unconstrained leaves of the graph."""
     leaves = {n: v.clone().requires_grad_() for n, v in subset.layout.unflatten(vector).items()}
-    with torch.enable_grad(), evaluation_mode(), preserved_buffers():
+    with torch.enable_grad(), evaluation_mode(model), preserved_buffers(model):
         values = subset.layout.to_supports(leaves)
         return record(model, values, args, kwargs, draw=leave_open), leaves
 

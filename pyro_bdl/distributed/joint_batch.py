@@ -50,9 +50,9 @@ def read_batch(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> R
     with (
         poutine.block(hide_types=["sample"]),
         torch.no_grad(),
-        preserved_buffers(),
+        preserved_buffers(model, guide),
         own_randomness(),
-        layers_called(uses_its_batch) as layers,
+        layers_called(model, guide, chosen=uses_its_batch) as layers,
     ):
         q = record(guide, {}, args, kwargs)
         values = {name: site.value for name, site in q.latents.items()} | q.subsamples

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.tracing.arguments import Given
-from pyro_bdl.tracing.guards import Called, Guards
+from pyro_bdl.tracing.guards import Guards, Snapshot
 from pyro_bdl.tracing.step import Step, trace_step
 from pyro_bdl.tracing.trace import NotTraceable
+from pyro_bdl.utils.module_state import as_written, modules_of
 from pyro_bdl.utils.side_effects import rehearsal
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class Pair:
     kwargs: dict[str, Any]
 
     def modules(self) -> list[nn.Module]:
-        return [part for part in (self.model, self.guide) if isinstance(part, nn.Module)]
+        return modules_of(self.model, self.guide)
 
 
 class Graph:
@@ -73,18 +74,19 @@ class Graph:
             value = bound.negative_bound(likelihood, kl, disorder, tensors[-1])
             return value, likelihood, kl, *([] if noise is None else [noise])
 
-        called = Called(pair.modules())
+        modules = pair.modules()
+        snapshot = Snapshot(modules)
         statements = poutine.trace(param_only=True)
-        with rehearsal(pair.modules()), called, poutine.block(), statements:
+        with rehearsal(modules), as_written(modules), poutine.block(), statements:
             step = trace_step(loss, [*given.tensors, temperature], backend)
         if self.keeps_noise:
             guide.last_noise = before
-        change = called.change()
+        change = snapshot.change()
         if change is not None:
             raise NotTraceable(f"a run changes the attribute '{change.key}' of {change.kind}")
         stored = pyro.get_param_store()._params
         parameters = {name: stored[name] for name in statements.trace.nodes if name in stored}
-        self.guards = Guards(called.before, parameters, step.parameters, step.constants)
+        self.guards = Guards(modules, parameters, step.parameters, step.constants)
         self.step = step
 
 

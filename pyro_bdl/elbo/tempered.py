@@ -293,7 +293,7 @@ def _questioned(loss: float, model: Callable, guide: Callable, args: tuple, kwar
 def check_data(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
     """:raises ValueError: where the data are not finite, or targets outside of their support."""
     check_finite(model, args, kwargs)
-    with poutine.block(), torch.no_grad(), preserved_buffers():
+    with poutine.block(), torch.no_grad(), preserved_buffers(model, guide):
         check_support(_draw(model, guide, args, kwargs)[1])
 
 
@@ -306,7 +306,7 @@ def _check(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> froze
     :returns: the sizes of the program's plates.
     """
     check_finite(model, args, kwargs)
-    with poutine.block(), torch.no_grad(), preserved_buffers(), own_randomness():
+    with poutine.block(), torch.no_grad(), preserved_buffers(model, guide), own_randomness():
         q, p = _draw(model, guide, args, kwargs)
         _check_sites(q, p, isinstance(guide, Guide))
         check_support(p)

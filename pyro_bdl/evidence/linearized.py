@@ -36,7 +36,7 @@ def linearised_log_likelihood(guide: LaplaceGuide, offset: Tensor) -> Tensor:
             run = record(model, latents, args, kwargs, draw=leave_open)
             return {name: natural_parameters(s.distribution) for name, s in run.observed.items()}
 
-        with evaluation_mode(), preserved_buffers(), vmappable():
+        with evaluation_mode(model), preserved_buffers(model), vmappable():
             start, slope = torch.func.jvp(natural, (guide.loc,), (direction,))[:2]
             sites = record(model, layout.constrain(guide.loc)[0], args, kwargs).observed
         for name, site in sites.items():
@@ -98,7 +98,7 @@ def _prior_around(guide: LaplaceGuide) -> Callable[[Tensor], Tensor]:
     def log_prior(offset: Tensor) -> Tensor:
         vector = subset.put(guide.loc, subset.take(guide.loc) + offset)
         latents, log_det = layout.constrain(vector)
-        with evaluation_mode(), preserved_buffers():
+        with evaluation_mode(model), preserved_buffers(model):
             run = record(model, latents, *guide.few, draw=leave_open)
         return run.log_prior() + log_det
 

@@ -108,7 +108,7 @@ def _passed(guide: LaplaceGuide) -> Tensor:
     latents = guide.require_layout().constrain(guide.loc)[0]
     total = guide.loc.new_zeros((), dtype=torch.float64)
     factors = FactorStatements()
-    with evaluation_mode(), preserved_buffers():
+    with evaluation_mode(model), preserved_buffers(model):
         for batches, count in guide.passes:
             for args, kwargs in batches:
                 run = record(model, latents, args, kwargs)

@@ -51,7 +51,7 @@ class AutoEnsemble(Guide):
         self.__dict__["_init"] = init_loc_fn
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        with layers_called() as layers:
+        with layers_called(self._program_model) as layers:
             self.__dict__["_starts"] = [self._start(args, kwargs) for _ in range(1, self.size)]
         super()._setup_prototype(*args, **kwargs)
         del self.__dict__["_starts"]

@@ -267,7 +267,7 @@ class LaplaceGuide(JointGuide):
         values = self.precision.variances()
         gain = 0.5 * float((gradient.square() * values.to(gradient)).sum())
         if gain > 1.0 + 0.1 * self.subset.size:
-            with layers_called() as layers:
+            with layers_called(self._program_model) as layers:
                 self._read()
             ending = (
                 ", the last steps after model.eval(): a BatchNorm layer is in training mode, and "

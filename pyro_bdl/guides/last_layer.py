@@ -283,7 +283,7 @@ class LastLayerGuide(LaplaceGuide):
         """The tempered log p(y, w) + log |det dw/du| at a vector (P,)."""
         (model,) = self._program_model
         latents, log_det = self.require_layout().constrain(vector)
-        with evaluation_mode(), preserved_buffers():
+        with evaluation_mode(model), preserved_buffers(model):
             run = record(model, latents, *self.few, draw=leave_open)
             total = torch.as_tensor(run.log_prior() + log_det, device=vector.device).double()
             for batches, factor in self.passes:
@@ -325,7 +325,7 @@ def is_quadratic(model: Callable, subset: Subset, vector: Tensor, args: tuple, k
     likelihoods, prior_parameters = [], []
     for length in (-1.0, 0.0, 1.0):
         latents = layout.constrain(subset.put(vector, start + length * direction))[0]
-        with evaluation_mode(), preserved_buffers():
+        with evaluation_mode(model), preserved_buffers(model):
             run = record(model, latents, args, kwargs, draw=leave_open)
         observed, prior = (
             [without_wrappers(site.distribution)[0] for site in sites]

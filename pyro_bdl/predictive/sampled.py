@@ -187,7 +187,7 @@ class Predictive:
     @torch.no_grad()
     def _map(self, choose: Callable[[Draws], tuple], args: tuple, kwargs: dict) -> Any:
         """``choose`` looks at one draw and says what to evaluate and how to finish a chunk."""
-        with evaluation_mode():
+        with evaluation_mode(self.model, self.posterior, args, kwargs):
             draws = latent_draws(self.posterior, self.num_samples, *args, **kwargs)
             if self.batch_norm_data is not None:
                 layers, statistics = self._statistics or statistics_of_draws(

@@ -5,18 +5,18 @@ before it. For prediction they are computed anew for each draw; in training, whi
 layers that ``vmap`` runs for several draws take them up afterwards.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from tqdm import trange
 
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.trace import leave_open, record
+from pyro_bdl.utils.module_state import hooked, modules_of
 
 _RUNNING = ("running_mean", "running_var")
 _STATISTICS = (*_RUNNING, "num_batches_tracked")
@@ -36,29 +36,28 @@ def uses_its_batch(module: nn.Module) -> bool:
 
 @contextmanager
 def layers_called(
-    chosen: Callable[[nn.Module], bool] = keeps_statistics,
+    *programs: Any, chosen: Callable[[nn.Module], bool] = keeps_statistics
 ) -> Iterator[list[_BatchNorm]]:
-    """The BatchNorm layers that are called inside: those with running statistics, or others."""
+    """The BatchNorm layers of programs that are called inside: those with running statistics, or
+    others."""
     found: list[Any] = []
 
     def note(module: nn.Module, args: object) -> None:
         if chosen(module) and module not in found:
             found.append(module)
 
-    hook = register_module_forward_pre_hook(note)
-    try:
+    with hooked(modules_of(*programs), note, kind=_BatchNorm):
         yield found
-    finally:
-        hook.remove()
 
 
 # ----------------------------------------------------------------------------------- prediction
 
 
 @contextmanager
-def gathering() -> Iterator[list[_BatchNorm]]:
-    """BatchNorm layers called inside gather the mean and variance of all their inputs in their
-    running statistics, each batch with the same weight; they have their own back afterwards."""
+def gathering(*programs: Any) -> Iterator[list[_BatchNorm]]:
+    """BatchNorm layers of programs that are called inside gather the mean and variance of all their
+    inputs in their running statistics, each batch with the same weight; they have their own back
+    afterwards."""
     found: list[_BatchNorm] = []
     saved: list[tuple[bool, Any, list[Tensor]]] = []
 
@@ -71,11 +70,10 @@ def gathering() -> Iterator[list[_BatchNorm]]:
         module.reset_running_stats()
         module.training, module.momentum = True, None
 
-    hook = register_module_forward_pre_hook(begin)
     try:
-        yield found
+        with hooked(modules_of(*programs), begin, kind=_BatchNorm):
+            yield found
     finally:
-        hook.remove()
         for module, (training, momentum, values) in zip(found, saved, strict=True):
             module.training, module.momentum = training, momentum
             for name, value in zip(_STATISTICS, values, strict=True):
@@ -95,7 +93,7 @@ def statistics_of_draws(
     total = next(iter(draws.values())).shape[0]
     for i in trange(total, desc="batch norm", disable=not progress, leave=False, delay=1):
         draw = {name: value[i] for name, value in draws.items()}
-        with gathering() as layers:
+        with gathering(model) as layers:
             for args, kwargs in data:
                 record(model, draw, args, kwargs, draw=leave_open)
             rows.append(_values(layers))
@@ -144,9 +142,9 @@ class BatchStatistics(NamedTuple):
 
 
 @contextmanager
-def leaving_running_statistics() -> Iterator[list[BatchStatistics]]:
-    """BatchNorm layers in training mode called inside leave their running statistics as they are;
-    those of their calls are given instead, in order."""
+def leaving_running_statistics(modules: Iterable[nn.Module]) -> Iterator[list[BatchStatistics]]:
+    """BatchNorm layers among the modules that are called in training mode inside leave their
+    running statistics as they are; those of their calls are given instead, in order."""
     calls: list[BatchStatistics] = []
     away: dict[_BatchNorm, dict[str, Tensor | None]] = {}
 
@@ -164,13 +162,10 @@ def leaving_running_statistics() -> Iterator[list[BatchStatistics]]:
         if module in away:
             module._buffers.update(away.pop(module))
 
-    before = register_module_forward_pre_hook(take_away)
-    after = register_module_forward_hook(put_back)
     try:
-        yield calls
+        with hooked(modules, take_away, put_back, kind=_BatchNorm):
+            yield calls
     finally:
-        before.remove()
-        after.remove()
         for module in list(away):
             put_back(module)
 

@@ -53,7 +53,7 @@ class Targets:
         without its targets, such as one that counts its rows by them."""
         found = self.replaced(lambda site, target: None)
         try:
-            with torch.no_grad(), evaluation_mode():
+            with torch.no_grad(), evaluation_mode(self.program.model):
                 record(self.program.model, self.program.initial, *found, draw=leave_open)
         except (AttributeError, TypeError):
             return self.program.args, self.program.kwargs

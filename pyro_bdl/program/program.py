@@ -203,7 +203,8 @@ def trace_once(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
     """The Pyro trace of one run that leaves buffers (BatchNorm statistics) as they were."""
     tracer = poutine.trace(model)
     try:
-        with poutine.block(), _ImproperStart(), torch.no_grad(), preserved_buffers():
+        quiet = preserved_buffers(model, args, dict(kwargs))
+        with poutine.block(), _ImproperStart(), torch.no_grad(), quiet:
             return tracer.get_trace(*args, **kwargs)
     except Exception as error:
         explain(error, model, args, kwargs)

@@ -19,7 +19,7 @@ def check_fixed_supports(program: Any, latents: list[Latent]) -> None:
     bounded = [site for site in latents if support_bounds(site.support)]
     if not bounded or len(latents) < 2:
         return
-    with torch.no_grad(), poutine.block(), preserved_buffers():
+    with torch.no_grad(), poutine.block(), preserved_buffers(program.model):
         elsewhere = program.constrain(program.unconstrain(program.initial) + 0.5)[0]
         again = program.run(elsewhere).latents
     for site in bounded:

@@ -11,6 +11,7 @@ import pyro
 import torch
 from pyro.distributions import Unit
 from pyro.distributions.util import scale_and_mask
+from pyro.poutine.condition_messenger import ConditionMessenger
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
@@ -26,6 +27,7 @@ from pyro_bdl.distributions.copies import (
 )
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.argument_errors import explain
+from pyro_bdl.program.checkpointing import kept_for_recomputation
 from pyro_bdl.program.network_sites import OWNER_KEY
 
 RENAME = "give each its own name (two networks in one program: bayesianize(net, prior, name=...))"
@@ -134,6 +136,11 @@ class _Recorder(Messenger):
         elif self.draw is not None:
             self.draw(msg)
 
+    def again(self) -> ConditionMessenger:
+        """A context in which statements that are run once more have the values of this run."""
+        latents = self.run.latents.items()
+        return ConditionMessenger({name: site.value for name, site in latents})
+
     def _postprocess_message(self, msg: Any) -> None:
         if msg["type"] != "sample":
             return
@@ -199,7 +206,7 @@ def record(
     :raises ArgumentError: for arguments that it cannot compute with.
     """
     recorder = _Recorder(values, draw)
-    with _unvalidated(), recorder:
+    with _unvalidated(), recorder, kept_for_recomputation(recorder.again):
         try:
             recorder.run.result = function(*args, **(kwargs or {}))
         except (TypeError, AttributeError, RuntimeError) as error:

@@ -2,10 +2,11 @@
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from pyro_bdl.errors import BdlWarning
@@ -16,7 +17,7 @@ from pyro_bdl.program.batch_norm import (
     take_up,
 )
 from pyro_bdl.utils.memory import Allocations, keep_freed_blocks
-from pyro_bdl.utils.module_state import vmappable
+from pyro_bdl.utils.module_state import modules_of, vmappable
 
 Draws = dict[str, Tensor]
 
@@ -84,10 +85,11 @@ class DrawMap:
             return _looped(function, draws)
 
     def _first(self, function: Callable[[Draws], Any], draws: Draws) -> Any:
-        with layers_called() as layers:
-            result = _vmapped_with_batch_norm(function, draws)
-        if not layers:
-            self._evaluate = _vmapped  # hooks on every module cost time
+        modules = modules_of(function)
+        with layers_called(modules) as layers:
+            result = _vmapped_with_batch_norm(modules, function, draws)
+        # hooks cost time, and so does looking for modules
+        self._evaluate = partial(_vmapped_with_batch_norm, modules) if layers else _vmapped
         return result
 
 
@@ -101,11 +103,13 @@ def _vmapped(function: Callable[[Draws], Any], draws: Draws) -> Any:
         return torch.vmap(function, randomness="different")(draws)
 
 
-def _vmapped_with_batch_norm(function: Callable[[Draws], Any], draws: Draws) -> Any:
+def _vmapped_with_batch_norm(
+    modules: list[nn.Module], function: Callable[[Draws], Any], draws: Draws
+) -> Any:
     layers: list[Any] = []
 
     def evaluate(draw: Draws) -> tuple:
-        with leaving_running_statistics() as calls:
+        with leaving_running_statistics(modules) as calls:
             result = function(draw)
         layers[:] = [call.layer for call in calls]
         return result, [(call.mean, call.variance) for call in calls]

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import pyro
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 _MISSING = object()
 _RESULT = "last_noise"  # of a guide: what a run gives, and a graph too
@@ -30,28 +29,11 @@ class Entry(NamedTuple):
         return type(now) is type(self.value) and isinstance(now, _PLAIN) and now == self.value
 
 
-class Called:
-    """The modules that are called inside, with their parts and what they held before.
-
-    :param modules: others that count as called.
-    """
+class Snapshot:
+    """What modules held before a run."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.before: dict[nn.Module, list[Entry]] = {}
-        for module in modules:
-            self._note(module, ())
-
-    def _note(self, module: nn.Module, args: object) -> None:
-        if module not in self.before:
-            for part in module.modules():
-                self.before.setdefault(part, entries([part]))
-
-    def __enter__(self) -> "Called":
-        self._hook = register_module_forward_pre_hook(self._note)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._hook.remove()
+        self.before = {module: entries([module]) for module in modules}
 
     def change(self) -> Entry | None:
         """The first attribute that is no longer what it was."""

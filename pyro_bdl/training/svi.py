@@ -224,7 +224,7 @@ def collect_swag(
 @torch.no_grad()
 def _mean_loss(objective: Callable[..., Tensor], x: Tensor, y: Tensor, size: int) -> float:
     """The mean over all rows, in parts as large as a step's; nothing changes by it."""
-    with preserved_buffers(), own_randomness():
+    with preserved_buffers(objective), own_randomness():
         parts = zip(x.split(size), y.split(size), strict=True)
         return sum(objective(*part).item() * len(part[0]) for part in parts) / len(x)
 

@@ -1,17 +1,30 @@
-"""Running torch modules without leaving a trace on them: evaluation mode, untouched buffers.
+"""Running a program's torch modules without leaving a trace on them: evaluation mode, untouched
+buffers, hooks.
 
-Both contexts act on whatever module is called inside them, so that they also reach networks
-that a Pyro program holds in a closure or a global variable.
+The contexts act on the modules that a program holds, wherever it holds them (``modules_of``), and
+on no others: what other threads run stays as it is.
 """
 
-from collections.abc import Iterator
+import functools
+import inspect
+import sys
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.modules.module import register_module_forward_pre_hook
+
+_MOST_ENTRIES = 1000  # of a container that is searched for modules; longer ones are data
+_PLAIN = {type(None), bool, int, float, complex, str, bytes, Tensor, nn.Parameter, torch.Size}
+_TABLES = {dict, OrderedDict, list, tuple, set}
+_CONTAINERS = (list, tuple, set, frozenset)
+_HOSTS = {"pyro", "pyro_bdl"}  # their objects hold programs, their globals do not
+_MISSING: Any = object()
 
 
 def device_of(module: nn.Module) -> torch.device | None:
@@ -20,48 +33,187 @@ def device_of(module: nn.Module) -> torch.device | None:
     return None if first is None else first.device
 
 
+def modules_of(*programs: Any) -> list[nn.Module]:
+    """The modules that programs hold: as parts, attributes and arguments, in closures, under
+    handlers, in lists and dicts, and in the global variables that their functions name.
+
+    :param programs: functions, modules, methods, or containers of them.
+    """
+    home = {_package(program) for program in programs} | {"__main__"}
+    found: list[nn.Module] = []
+    seen: dict[int, Any] = {}  # with the objects, so that no id is given to another one
+    pending: list[Any] = list(reversed(programs))
+    while pending:
+        value = pending.pop()
+        if type(value) in _PLAIN or id(value) in seen or isinstance(value, Tensor):
+            continue
+        seen[id(value)] = value
+        if isinstance(value, nn.Module):
+            found.append(value)
+        pending.extend(reversed(list(_held(value, home))))
+    return found
+
+
+def _held(value: Any, home: set[str]) -> Iterable[Any]:
+    """The objects that an object holds."""
+    if isinstance(value, dict):
+        return list(value.values()) if len(value) <= _MOST_ENTRIES else ()
+    if isinstance(value, _CONTAINERS):
+        return value if len(value) <= _MOST_ENTRIES else ()
+    if isinstance(value, types.FunctionType):
+        return _held_by_function(value, home)
+    if isinstance(value, types.MethodType):
+        return value.__self__, value.__func__
+    if isinstance(value, functools.partial):
+        return value.func, value.args, value.keywords
+    if isinstance(value, types.ModuleType):
+        return ()
+    if isinstance(value, type):
+        bases = (base for base in value.__mro__ if not _is_foreign(_root(base.__module__), home))
+        methods = chain.from_iterable(vars(base).values() for base in bases)
+        return [method for method in methods if isinstance(method, types.FunctionType)]
+    package = _root(type(value).__module__)
+    attributes = [part for part in getattr(value, "__dict__", {}).values() if _may_hold(part)]
+    parts = value.children() if isinstance(value, nn.Module) else ()
+    if not _is_foreign(package, home):
+        return chain(parts, attributes, (type(value),))
+    return chain(parts, attributes) if package in _HOSTS or isinstance(value, nn.Module) else ()
+
+
+def _may_hold(value: Any) -> bool:
+    return type(value) not in _PLAIN and (type(value) not in _TABLES or len(value) > 0)
+
+
+def _held_by_function(function: types.FunctionType, home: set[str]) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # a variable that has no value yet
+            continue
+    yield function.__defaults__
+    yield function.__kwdefaults__
+    yield function.__dict__
+    if _is_foreign(_package(function), home):
+        return
+    pending = [function.__code__]
+    while pending:
+        code = pending.pop()
+        pending += [constant for constant in code.co_consts if inspect.iscode(constant)]
+        for name in code.co_names:
+            value = function.__globals__.get(name)
+            yield value
+            if isinstance(value, types.ModuleType) and not _is_foreign(_root(value.__name__), home):
+                yield from (vars(value).get(attribute) for attribute in code.co_names)
+
+
+def _package(value: Any) -> str:
+    """The top-level package in which a function or an object's class is defined."""
+    value = inspect.unwrap(value) if inspect.isfunction(value) else value
+    owner = value if isinstance(value, types.FunctionType | types.MethodType) else type(value)
+    return _root(getattr(owner, "__module__", None) or "builtins")
+
+
+def _root(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _is_foreign(package: str, home: set[str]) -> bool:
+    """Whether a package is a library, whose functions and objects know of no program."""
+    if package in _HOSTS or package in sys.stdlib_module_names:
+        return True
+    if package in home:
+        return False
+    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    return "site-packages" in file or "dist-packages" in file
+
+
 @contextmanager
-def evaluation_mode() -> Iterator[None]:
-    """Every module called inside runs as after ``module.eval()``; its mode is restored after."""
-    modes: dict[nn.Module, bool] = {}
+def evaluation_mode(*programs: Any) -> Iterator[None]:
+    """Programs run as after ``eval()`` of all modules that they hold, and these as they are
+    written, also where they are compiled; their modes are restored after.
 
-    def switch_off_training(module: nn.Module, args: object) -> None:
-        if module in modes:
-            return
-        for part in module.modules():
-            modes.setdefault(part, part.training)
-            part.training = False
+    :param programs: as in ``modules_of``.
+    """
+    modules = modules_of(*programs)
+    modes = [module.training for module in modules]
+    with as_written(modules):
+        for module in modules:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module, training in zip(modules, modes, strict=True):
+                module.training = training
 
-    hook = register_module_forward_pre_hook(switch_off_training)
+
+@contextmanager
+def preserved_buffers(*programs: Any) -> Iterator[None]:
+    """Buffers of the programs' modules in training mode (BatchNorm's running statistics) keep their
+    values.
+
+    :param programs: as in ``modules_of``.
+    """
+    saved = [
+        (buffer, buffer.detach().clone())
+        for module in modules_of(*programs)
+        if module.training
+        for buffer in module.buffers(recurse=False)
+    ]
     try:
         yield
     finally:
-        hook.remove()
-        for module, training in modes.items():
-            module.training = training
+        for buffer, value in saved:
+            buffer.data.copy_(value)
 
 
 @contextmanager
-def preserved_buffers() -> Iterator[None]:
-    """Buffers of modules called inside (BatchNorm's running statistics) keep their values."""
-    saved: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
+def as_written(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Modules of ``torch.compile`` run uncompiled, so that hooks, tracers and transforms of
+    ``torch.func`` see their operations."""
+    saved: list[tuple[nn.Module, str, Any]] = []
 
-    def save(module: nn.Module, args: object) -> None:
-        if module in saved:
-            return
-        # All parts at once, before the outermost call can put draws in the buffers' places.
-        for part in module.modules():
-            buffers = part.buffers(recurse=False) if part.training else ()
-            saved.setdefault(part, [(buffer, buffer.detach().clone()) for buffer in buffers])
+    def put(module: nn.Module, name: str, value: Any) -> None:
+        saved.append((module, name, module.__dict__.get(name, _MISSING)))
+        module.__dict__[name] = value
 
-    hook = register_module_forward_pre_hook(save)
+    for module in modules:
+        if "dynamo_ctx" in module.__dict__:  # torch.compile(module)
+            put(module, "forward", module._orig_mod)
+        if module.__dict__.get("_compiled_call_impl") is not None:
+            put(module, "_compiled_call_impl", None)
     try:
         yield
     finally:
-        hook.remove()
-        for pairs in saved.values():
-            for buffer, value in pairs:
-                buffer.data.copy_(value)
+        for module, name, value in reversed(saved):
+            if value is _MISSING:
+                del module.__dict__[name]
+            else:
+                module.__dict__[name] = value
+
+
+@contextmanager
+def hooked(
+    modules: Iterable[nn.Module],
+    before: Callable[..., Any],
+    after: Callable[..., Any] | None = None,
+    *,
+    kind: type[nn.Module] = nn.Module,
+) -> Iterator[None]:
+    """Modules run as they are written, with a hook before and one after each call of those of a
+    kind."""
+    modules = list(modules)
+    hooks = []
+    with as_written(modules):
+        try:
+            for module in modules:
+                if isinstance(module, kind):
+                    hooks.append(module.register_forward_pre_hook(before))
+                    if after is not None:
+                        hooks.append(module.register_forward_hook(after, always_call=True))
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 import numpy as np
 from torch import Tensor, nn
 
-from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.random_state import own_randomness
 
 
@@ -17,16 +16,17 @@ def rehearsal(modules: Iterable[nn.Module], tensors: Iterable[Tensor] = ()) -> I
     them again afterwards, and other ones of Python and numpy, which a trace takes for constants;
     buffers keep their values.
 
-    :param modules: besides those that are called inside, whose buffers are kept too.
+    :param modules: whose buffers are kept.
     :param tensors: that keep their values as well.
     """
-    kept = [*tensors, *(buffer for module in modules for buffer in module.buffers())]
+    buffers = (buffer for module in modules for buffer in module.buffers(recurse=False))
+    kept = [*tensors, *buffers]
     values = [tensor.detach().clone() for tensor in kept]
     python, numpy = random.getstate(), np.random.get_state()
     random.seed(0)
     np.random.seed(0)
     try:
-        with own_randomness(), preserved_buffers():
+        with own_randomness():
             yield
     finally:
         random.setstate(python)

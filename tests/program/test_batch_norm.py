@@ -187,7 +187,7 @@ def test_a_network_without_batch_norm():
 def test_gathering_counts_a_layer_that_is_called_twice():
     layer = nn.BatchNorm1d(2, track_running_stats=True)
     a, b = torch.randn(5, 2), torch.randn(5, 2) + 1.0
-    with gathering() as found:
+    with gathering(layer) as found:
         layer(a), layer(b)
         assert found == [layer]
         torch.testing.assert_close(layer.running_mean, 0.5 * (a.mean(0) + b.mean(0)))
@@ -233,10 +233,10 @@ def test_networks_without_batch_norm_pay_for_no_hooks():
 def test_statistics_come_back_after_an_error():
     layer = nn.BatchNorm1d(3)
     before = {name: id(value) for name, value in layer.named_buffers()}
-    with pytest.raises(ValueError, match="channel"), leaving_running_statistics():
+    with pytest.raises(ValueError, match="channel"), leaving_running_statistics([layer]):
         layer(torch.ones(1, 3))
     assert {name: id(value) for name, value in layer.named_buffers()} == before
-    with leaving_running_statistics() as calls:
+    with leaving_running_statistics([layer]) as calls:
         layer.eval()(torch.ones(1, 3))
     assert not calls
     take_up(calls)

@@ -1,12 +1,23 @@
 """Modes and buffers are as they were, also after an error."""
 
+import functools
+from concurrent.futures import ThreadPoolExecutor
+
+import pyro
 import pytest
 import torch
+from pyro import poutine
 from torch import nn
 
-from pyro_bdl import bayesianize
+from pyro_bdl import bayesianize, handlers
 from pyro_bdl.program import record
-from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers, vmappable
+from pyro_bdl.utils.module_state import (
+    evaluation_mode,
+    hooked,
+    modules_of,
+    preserved_buffers,
+    vmappable,
+)
 
 
 def _net():
@@ -28,7 +39,7 @@ def test_evaluation_mode_reaches_every_part_and_gives_it_back(error):
     expected = _net().eval()
     expected.load_state_dict(net.state_dict())
     try:
-        with evaluation_mode():
+        with evaluation_mode(net):
             assert torch.equal(net(x), expected(x))
             if error:
                 raise KeyError
@@ -47,19 +58,120 @@ def test_evaluation_mode_nests_and_reaches_closures():
     def program(x):
         return net(x)
 
-    with evaluation_mode():
-        with evaluation_mode():
+    with evaluation_mode(program):
+        with evaluation_mode(program):
             program(torch.randn(4, 2))
         assert not net.training
     assert all(_modes(net))
 
 
-def test_a_part_called_before_its_whole_gets_its_own_mode_back():
+_GLOBAL = {"net": _net()}
+
+
+class _Holder:
+    def __init__(self, net):
+        self.parts = [{"net": net}]
+
+    def program(self, x):
+        return self.parts[0]["net"](x)
+
+
+class _Hidden(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.parts = (net,)
+
+
+def _of_global(x):
+    return (lambda: _GLOBAL["net"](x))()
+
+
+def _through_another(x):
+    return _of_global(x)
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda net: net,
+        _Hidden,
+        lambda net: lambda x: net(x),
+        lambda net: [lambda x: [net for _ in x]],
+        lambda net: functools.partial(lambda net, x: net(x), net),
+        lambda net: _Holder(net).program,
+        lambda net: poutine.scale(lambda x: net(x), 2.0),
+        lambda net: handlers.temper(lambda x: net(x), 2.0),
+        lambda net: torch.no_grad()(lambda x: net(x)),
+        lambda net: torch.compile(lambda x: net(x), backend="eager"),
+        lambda net: {"args": (1.0, net)},
+        lambda net: lambda x, part=net: part(x),
+    ],
+    ids=str,
+)
+def test_modules_are_found_wherever_a_program_holds_them(hold):
     net = _net()
-    with evaluation_mode():
-        net[2](torch.ones(3))
-        net(torch.randn(4, 2))
-    assert _modes(net) == [True] * 5
+    found = modules_of(hold(net))
+    assert {id(part) for part in net.modules()} <= {id(part) for part in found}
+    assert len(found) <= len(list(net.modules())) + 1
+
+
+def test_modules_are_found_in_global_variables():
+    for program in (_of_global, _through_another):
+        assert modules_of(program) == list(_GLOBAL["net"].modules())
+
+
+def test_data_and_libraries_are_not_searched():
+    rows = [nn.Identity() for _ in range(2000)]
+    assert modules_of(lambda x: (torch.nn.functional.relu(x), len(rows), pyro.sample)) == []
+
+
+@pytest.mark.parametrize("way", ["evaluation", "hooks"])
+def test_networks_of_other_threads_are_left_alone(way):
+    own, other = _net(), _net()
+    calls = []
+    context = (
+        evaluation_mode(own)
+        if way == "evaluation"
+        else hooked([own], lambda module, args: calls.append(module))
+    )
+
+    def train():
+        other(torch.randn(4, 2))
+        return _modes(other), other[1].num_batches_tracked.item()
+
+    with context, ThreadPoolExecutor(1) as pool:
+        modes, count = pool.submit(train).result()
+    assert all(modes) and count == 1 and not calls
+
+
+class _Tanh(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 3)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_compiled_networks_run_as_they_are_written(in_place):
+    calls = []
+
+    def backend(graph, inputs):
+        return lambda *args: calls.append(len(args)) or graph(*args)
+
+    net = _Tanh()
+    x = torch.randn(4, 2)
+    expected = net(x)
+    if in_place:
+        net.compile(backend=backend)
+    else:
+        net = torch.compile(net, backend=backend)
+    with evaluation_mode(net), preserved_buffers(net):
+        assert torch.equal(net(x), expected)
+        assert not calls
+    assert net.training and torch.equal(net(x), expected)
+    assert calls
 
 
 @pytest.mark.parametrize("error", [False, True])
@@ -70,7 +182,7 @@ def test_preserved_buffers(error):
     before = {name: value.clone() for name, value in net.named_buffers()}
     identity = {name: id(value) for name, value in net.named_buffers()}
     try:
-        with preserved_buffers():
+        with preserved_buffers(net):
             net(x)
             assert not torch.equal(net[1].running_mean, before["1.running_mean"])
             if error:
@@ -91,7 +203,7 @@ def test_preserved_buffers_do_not_meet_draws():
     x = torch.randn(5, 2)
     before = {name: value.clone() for name, value in bnn.state_dict().items()}
     given = {name: value.clone() for name, value in draws.items()}
-    with preserved_buffers():
+    with preserved_buffers(bnn):
         torch.vmap(lambda draw: record(bnn, draw, (x,)).result)(draws)
     assert all(torch.equal(bnn.state_dict()[name], value) for name, value in before.items())
     assert all(torch.equal(draws[name], value) for name, value in given.items())

@@ -72,8 +72,8 @@ class Linearization:
         if not training:
             for name in subset.parts:
                 self.leaves[name] = self.leaves[name].clone().requires_grad_()
-        mode = nullcontext() if training else evaluation_mode()
-        buffers = nullcontext() if training else preserved_buffers()
+        mode = nullcontext() if training else evaluation_mode(model, args)
+        buffers = nullcontext() if training else preserved_buffers(model)
         with torch.enable_grad(), mode, buffers, vmappable():
             values = layout.to_supports(self.leaves)
             seen = {n: v for n, v in values.items() if v is self.leaves[n] and n in subset.parts}

@@ -128,7 +128,7 @@ def _forward_rows(pullback: "Pullback", columns: Columns, names: Names) -> Tenso
 
     rows = []
     try:
-        with evaluation_mode(), preserved_buffers(), vmappable():
+        with evaluation_mode(at.model), preserved_buffers(at.model), vmappable():
             for position in where.tolist():
                 tangent = torch.zeros_like(at.vector)
                 tangent[position] = 1.0

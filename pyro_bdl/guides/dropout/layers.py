@@ -8,13 +8,13 @@ reshapes, pooling of whole channels, multiplication by a number.
 
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from pyro_bdl.distributions.dropout_noise import checked_rate
@@ -23,6 +23,7 @@ from pyro_bdl.guides.dropout.weights import RECURRENT, Product, Source, Weight, 
 from pyro_bdl.program.layout import Layout
 from pyro_bdl.program.linear_ops.tracker import VIEWS, Tag
 from pyro_bdl.program.network_sites import SampledNetwork
+from pyro_bdl.utils.module_state import hooked, modules_of
 
 _ELEMENTS = {F.dropout, torch.dropout}
 _CHANNELS = {F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout}
@@ -68,28 +69,16 @@ class LayerReader(WeightReader):
         self.arrivals: dict[str, list[set[_Arrival]]] = {}  # of each use of a weight
         self._factors: dict[int, list[_Factors]] = {}
         self._calls: list[nn.Module] = []
-        self._hooks: list[Any] = []
-        self._depth = 0
         self._used: set[int] = set()  # ids of the inputs that the running operation multiplies
 
-    def __enter__(self) -> Any:
-        self._depth += 1
-        if self._depth == 1:  # it is entered again for the inside of a composite
-            self._hooks = [
-                register_module_forward_pre_hook(lambda module, args: self._calls.append(module)),
-                register_module_forward_hook(self._returned, always_call=True),
-            ]
-        return super().__enter__()
+    def following(self, model: Callable) -> AbstractContextManager:
+        return hooked(modules_of(model), self._called, self._returned)
+
+    def _called(self, module: nn.Module, args: Any) -> None:
+        self._calls.append(module)
 
     def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
         self._calls.pop()
-
-    def __exit__(self, *error: Any) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            for hook in self._hooks:
-                hook.remove()
-        super().__exit__(*error)
 
     @property
     def layers(self) -> tuple[nn.Module, ...]:

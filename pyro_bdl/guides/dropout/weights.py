@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -77,6 +78,10 @@ class WeightReader(Tracker):
             if axis is not None:
                 self.use(product, axis)
         return result
+
+    def following(self, model: Callable) -> AbstractContextManager:
+        """A context in which the reader is told of the program's modules that are called."""
+        return nullcontext()
 
     def use(self, product: "Product", axis: int) -> None:
         """The first use of a weight counts, but one with hidden units goes before."""
@@ -207,7 +212,14 @@ def reading_run(
         if name not in leaves and not layout.latents[name].plates
     }
     mode: Any = reader(leaves)
-    with torch.enable_grad(), evaluation_mode(), preserved_buffers(), vmappable(), mode:
+    with (
+        torch.enable_grad(),
+        evaluation_mode(model),
+        preserved_buffers(model),
+        vmappable(),
+        mode.following(model),
+        mode,
+    ):
         run = record(model, {**leaves, **others}, args, kwargs)
     return mode, run
 

@@ -90,7 +90,7 @@ def sample(
     kwargs = dict(model_kwargs or {})
     check_finite(model, args, kwargs)
     started = time.perf_counter()
-    with evaluation_mode(), seeded(seed):
+    with evaluation_mode(model, args, kwargs, init), seeded(seed):
         program = Program(model, *args, **kwargs)
         program.require_observed()
         require_all_data(program)

@@ -104,7 +104,7 @@ def sgmcmc(
     check_step_size(step_size, method, chosen)
     check_options(method, chosen, options)
     started = time.perf_counter()
-    with evaluation_mode(), seeded(seed):
+    with evaluation_mode(model, init), seeded(seed):
         batches = Minibatches(data, batch_size)
         restriction = checked_restriction(model, batches, subset, at)
         if chosen.whole:

@@ -45,7 +45,7 @@ def suggest_step_size(
     """
     if not fraction > 0:
         raise ValueError(f"fraction must be positive, got {fraction}")
-    with evaluation_mode(), seeded(seed):
+    with evaluation_mode(model, at), seeded(seed):
         batches = Minibatches(data, batch_size)
         restriction = checked_restriction(model, batches, None, None)
         vectors = starting_vectors(restriction, at, at_least("num_points", num_points, 1))

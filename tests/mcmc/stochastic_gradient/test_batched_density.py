@@ -33,7 +33,7 @@ def batch_of(rows, classes):
 def test_recorded_scores_are_the_programs(name, chains):
     model, classes = networks()[name]
     model = model.double()
-    with evaluation_mode():
+    with evaluation_mode(model):
         program = Program(model, *batch_of(8, classes)[0])
         recorded, run = Scores(program.log_density), Scores(program.log_density, traced=False)
         for rows in (8, 8, 8, 8, 5, 5, 5, 8):
