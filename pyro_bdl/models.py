@@ -18,6 +18,7 @@ from torch.nn.functional import softplus
 from pyro_bdl.program.gaussian_prior import TaskPrior
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.scales import Scale, beside, checked, hyperparameter
+from pyro_bdl.utils.whole_numbers import whole_number
 
 
 class ObservationModel(TaskPrior, OwnParameters):
@@ -26,14 +27,13 @@ class ObservationModel(TaskPrior, OwnParameters):
     :param network: a module of ``bayesianize``, or any module that samples its weights.
     :param num_data: N, the number of data that the posterior is about, where the program is
         called with minibatches: their log likelihood then counts N / B times.
+    :raises ValueError: for a ``num_data`` that is no whole number of at least 1.
     """
 
     def __init__(self, network: nn.Module, *, num_data: int | None = None) -> None:
         super().__init__()
-        if num_data is not None and num_data < 1:
-            raise ValueError(f"num_data must be at least 1, got {num_data}")
         self.network = network
-        self.num_data = num_data
+        self.num_data = None if num_data is None else whole_number(num_data, "num_data")
 
     def likelihood(self, output: Tensor) -> Distribution:
         """p(y | f) with batch shape (N,) for outputs of shape (N, ...)."""

@@ -37,6 +37,7 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
 
     def __init__(self, network: nn.Module, prior: PriorFunction, *, name: str = "") -> None:
         super().__init__()
+        _refuse(network)
         copied = copy.deepcopy(network)
         self._modules["network"] = copied
         self.training = network.training
@@ -44,6 +45,7 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
         self.site_prefix = f"{name}." if name else ""
         self._cache: dict[str, tuple[Any, Distribution]] = {}
         self._places = _places(copied)
+        self._structure = _structure(copied)
         self._hyperparameters: dict[str, str] = {}
         with hyperparameter_scope(_Declarations(self)):
             self._find_sites()
@@ -79,10 +81,37 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._refuse_plates()
+        self._check_structure()
         with self._under_task_prior():
             values = self._sample()
         with _substituted(self._places, values):
             return self.network(*args, **kwargs)
+
+    def _check_structure(self) -> None:
+        """:raises UnsupportedProgramError: where layers were added, replaced or taken away, so that
+        there are weights without a prior, or sampled ones that nothing uses."""
+        network = self.network
+        same = self._structure[0][0] is network
+        if same and all(tuple(m._modules.values()) == parts for m, parts in self._structure):
+            return
+        known = {place for places in self._places.values() for place in places}
+        names = {part: name for name, part in network.named_modules()}
+        for part, name in names.items():
+            for key, parameter in part._parameters.items():
+                is_new = parameter is not None and (part, key) not in known
+                if is_new and parameter.requires_grad:
+                    where = f"'{name}.{key}'" if name else f"'{key}'"
+                    raise UnsupportedProgramError(
+                        f"the parameter {where} came into the network after bayesianize and has no "
+                        "prior: change the layers first, and call bayesianize then"
+                    )
+        for site in self.sites:
+            if not any(part in names for part, _ in self._places[site]):
+                raise UnsupportedProgramError(
+                    f"the layer of the weights '{self.site_prefix}{site}' was taken out of the "
+                    "network after bayesianize: change the layers first, and call bayesianize then"
+                )
+        self._structure = _structure(network)
 
     def _sample(self) -> dict[str, Tensor]:
         values = {}
@@ -107,9 +136,15 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
         if name in self._cache and self._cache[name][0] == kind:
             return self._cache[name][1]
         owner = self._places[name][0][0]
-        result = self.prior(name, owner, parameter)
+        is_complex = parameter.is_complex()
+        result = self.prior(name, owner, parameter.real if is_complex else parameter)
         if result is None:
             return None
+        if is_complex:
+            raise UnsupportedProgramError(
+                f"the parameter '{name}' is complex, and priors are of real numbers: keep its real "
+                "and imaginary parts as two parameters, or let the prior return None for it"
+            )
         result = _fitted(result, name, parameter)
         if is_constant(self.prior):
             result = without_validation(result)
@@ -174,7 +209,10 @@ def bayesianize(
         Normal(1.0) by default. None leaves a parameter learnable.
     :param name: put before all site names; needed where a program has two networks.
     :raises ValueError: where no parameter gets a prior, or a prior has the wrong shape.
-    :raises TypeError: for a prior that is no such function, such as a distribution itself.
+    :raises TypeError: for a prior that is no such function, such as a distribution itself; for a
+        network that is compiled to TorchScript.
+    :raises UnsupportedProgramError: for lazy layers that were not called yet, pruned layers, and
+        complex parameters with a prior.
     """
     if not isinstance(net, nn.Module):
         raise TypeError(f"net must be a torch.nn.Module, got {type(net).__name__}")
@@ -268,6 +306,40 @@ class _Scope:
         if name not in self.values:
             self.values[name] = getattr(self.module, self.module._hyperparameters[name])
         return self.values[name]
+
+
+Structure = list[tuple[nn.Module, tuple[nn.Module | None, ...]]]
+
+
+def _structure(network: nn.Module) -> Structure:
+    """Each module of a network and its parts, the network itself first."""
+    return [(module, tuple(module._modules.values())) for module in network.modules()]
+
+
+def _refuse(network: nn.Module) -> None:
+    """Refuse modules whose parameters cannot be sampled."""
+    for prefix, module in network.named_modules():
+        dot = f"{prefix}." if prefix else ""
+        if isinstance(module, torch.jit.ScriptModule):
+            part = f"its part '{prefix}'" if prefix else "it"
+            raise TypeError(
+                f"net cannot be sampled, since {part} is compiled to TorchScript, whose parameters "
+                "are fixed: pass the module that it was made from"
+            )
+        for key, parameter in module._parameters.items():
+            if isinstance(parameter, nn.parameter.UninitializedParameter):
+                raise UnsupportedProgramError(
+                    f"the parameter '{dot}{key}' of {type(module).__name__} has no shape yet: call "
+                    "the network once on inputs, before bayesianize"
+                )
+        for key, value in vars(module).items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                raise UnsupportedProgramError(
+                    f"the tensor '{dot}{key}' is computed from other parameters by a hook, as by "
+                    "torch.nn.utils.prune or the old weight_norm: make it a parameter "
+                    f"(prune.remove(module, '{key}'), after which zeros have a prior as well), or "
+                    "use torch.nn.utils.parametrize"
+                )
 
 
 Places = dict[str, list[tuple[nn.Module, str]]]

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 
 from pyro_bdl.utils.validation import check_temperature
+from pyro_bdl.utils.whole_numbers import whole_number
 
 Schedule = Callable[[int], float]
 
@@ -50,6 +51,5 @@ def overparameterized(tau: float, num_data: int, num_neurons: int) -> float:
     """eta = tau p / N for p data and N neurons (Huix et al. 2022): keeps the likelihood and the
     KL in balance as the layer widens."""
     check_temperature(tau, "tau")
-    if num_data < 1 or num_neurons < 1:
-        raise ValueError("num_data and num_neurons must be at least 1")
-    return tau * num_data / num_neurons
+    num_data = whole_number(num_data, "num_data")
+    return tau * num_data / whole_number(num_neurons, "num_neurons")

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -157,8 +158,16 @@ def test_a_batch_beyond_num_data(case):
     model = make(num_data=N - 1)
     with pytest.raises(ValueError, match=f"num_data is {N - 1}.*{N} rows"):
         model(torch.randn(N, 2, dtype=D), y)
-    with pytest.raises(ValueError, match="num_data"):
+    with pytest.raises(ValueError, match="num_data must be at least 1, got 0"):
         make(num_data=0)
+    for bad in (2.5, math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"num_data must be a whole number, got {bad}"):
+            make(num_data=bad)
+    for bad in ("10", True):
+        with pytest.raises(TypeError, match=f"num_data must be a whole number, got {bad!r}"):
+            make(num_data=bad)
+    for good in (1e5, np.int64(100_000), torch.tensor(100_000)):
+        assert make(num_data=good).num_data == 100_000
 
 
 def test_shapes_without_targets(case):

@@ -9,18 +9,22 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 from pyro.infer import SVI
 from pyro.nn import PyroModule, PyroParam
 from torch import nn
 from torch.distributions import constraints
+from torch.nn.utils import prune, weight_norm
 
 from pyro_bdl import bayesianize, models, priors
 from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
-from pyro_bdl.errors import UnsupportedProgramError
-from pyro_bdl.guides import AutoMeanField
+from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
+from pyro_bdl.guides import AutoLaplaceGGN, AutoMatrixNormal, AutoMeanField
 from pyro_bdl.nn import with_learnable_prior, with_prior
 from pyro_bdl.program import record
 from pyro_bdl.utils.module_state import vmappable
+
+X = torch.linspace(-1.0, 1.0, 8).reshape(4, 2)
 
 
 class _First(nn.Module):
@@ -438,6 +442,131 @@ def test_bad_arguments():
         bayesianize(nn.Linear(3, 1), "normal")
     with pytest.raises(TypeError, match="prior of 'weight' gave float"):
         bayesianize(nn.Linear(3, 1), lambda name, m, p: 1.0)
+
+
+class _Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.phase = nn.Parameter(torch.randn(2, dtype=torch.cfloat))
+        self.linear = nn.Linear(2, 1)
+
+    def forward(self, x):
+        return self.linear((x * self.phase).real)
+
+
+def _called(net, x):
+    net(x)
+    return net
+
+
+@pytest.mark.parametrize("scripted", [torch.jit.script, lambda n: torch.jit.trace(n, X)])
+@pytest.mark.parametrize("part", [False, True])
+def test_torchscript_is_refused(scripted, part):
+    net = scripted(nn.Linear(2, 1))
+    with pytest.raises(TypeError, match=r"(its part '0'|it) is compiled to TorchScript"):
+        bayesianize(nn.Sequential(net) if part else net)
+
+
+def test_parameters_that_cannot_be_sampled_are_named():
+    lazy = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(UnsupportedProgramError, match=r"'0.weight' of LazyLinear .* call the net"):
+        bayesianize(lazy)
+    assert bayesianize(_called(lazy, X)).sites == ("0.weight", "0.bias")
+    with pytest.raises(UnsupportedProgramError, match="'phase' is complex"):
+        bayesianize(_Complex())
+    some = bayesianize(_Complex(), priors.ByName({"linear.*": priors.Normal(1.0)}))
+    assert some.learnable == ("phase",) and some(X).shape == (len(X), 1)
+
+
+@pytest.mark.parametrize(
+    "hooked", [lambda m: prune.l1_unstructured(m, "weight", amount=0.5), weight_norm]
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+def test_weights_that_a_hook_computes_are_refused(hooked):
+    net = nn.Sequential(nn.Linear(2, 2))
+    hooked(net[0])
+    with pytest.raises(UnsupportedProgramError, match=r"'0.weight' is computed .* by a hook"):
+        bayesianize(net)
+
+
+def test_a_pruned_layer_that_is_made_permanent():
+    net = nn.Sequential(prune.l1_unstructured(nn.Linear(2, 2), "weight", amount=0.5))
+    prune.remove(net[0], "weight")
+    assert set(bayesianize(net).sites) == {"0.weight", "0.bias"}
+
+
+class _Empty(nn.Module):
+    """Parameters without entries beside others."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.none = nn.Linear(2, 1), nn.Linear(0, 1)
+        self.empty = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x):
+        return self.linear(x) + self.none(x[:, :0]) + self.empty.sum()
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("guide", [AutoMeanField, AutoMatrixNormal, "full", "diag", "kron"])
+def test_parameters_without_entries(guide):
+    model, y = models.Regression(bayesianize(_Empty().double()), noise=0.5), X[:, 0].double()
+    if isinstance(guide, str):
+        source = AutoLaplaceGGN(model, structure=guide)
+        with pytest.warns(BdlWarning, match="not at a maximum"):
+            posterior = source.laplace_approximation((X.double(), y))
+    else:
+        posterior = guide(model)
+        TemperedTrace_ELBO()(model, posterior)(X.double(), y).backward()
+    draws = posterior.sample_latents(3)
+    assert draws["empty"].shape == (3, 0, 3) and draws["none.weight"].shape == (3, 1, 0)
+
+
+def _replaced(bnn):
+    bnn.network[0] = nn.Linear(2, 3)
+
+
+def _added(bnn):
+    bnn.network.append(nn.Linear(1, 1))
+
+
+def _taken_out(bnn):
+    bnn.network[2] = nn.Flatten()
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (_replaced, "'0.weight' came into the network after bayesianize"),
+        (_added, "'3.weight' came into the network after bayesianize"),
+        (_taken_out, "the weights '2.weight' was taken out"),
+        (lambda bnn: setattr(bnn, "network", nn.Linear(2, 1)), "'weight' came into the network"),
+    ],
+)
+def test_layers_that_are_changed_later_are_refused(change, message):
+    bnn = bayesianize(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)))
+    copied = copy.deepcopy(bnn)
+    bnn(X)
+    change(bnn)
+    with pytest.raises(UnsupportedProgramError, match=message):
+        bnn(X)
+    assert copied(X).shape == (len(X), 1)
+    change(copied)
+    with pytest.raises(UnsupportedProgramError, match=message):
+        copied(X)
+
+
+def test_layers_without_parameters_may_be_changed_later():
+    bnn = bayesianize(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)))
+    bnn.network[1] = nn.Softplus()
+    frozen = nn.Linear(1, 1).requires_grad_(False)
+    bnn.network.append(frozen)
+    with poutine.trace() as tracer:
+        output = bnn(X)
+    weights = {name: site["value"] for name, site in tracer.trace.nodes.items()}
+    hidden = nn.functional.softplus(X @ weights["0.weight"].T + weights["0.bias"])
+    expected = frozen(hidden @ weights["2.weight"].T + weights["2.bias"])
+    torch.testing.assert_close(output, expected)
 
 
 def test_weights_in_a_plate_are_refused():

@@ -63,3 +63,5 @@ def test_bad_lengths():
             temperature.cyclical(0.1, 1.0, 5, ramp=ramp)
     with pytest.raises(ValueError, match="at least 1"):
         temperature.overparameterized(1.0, 0, 5)
+    with pytest.raises(ValueError, match="num_data must be a whole number, got nan"):
+        temperature.overparameterized(1.0, math.nan, 5)

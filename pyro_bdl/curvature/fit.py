@@ -31,6 +31,7 @@ from pyro_bdl.distributions.take_apart import without_wrappers
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.subset import Subset
+from pyro_bdl.program.supports import check_support
 from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.program.validation import check_finite_batches
 
@@ -212,6 +213,7 @@ class _Seen:
                 "gets obs=..."
             )
         check_scales(run.observed)
+        check_support(run, first_row=self.num_data)
         part, largest = linearization.vector.new_zeros(()), 0
         for name, site in run.observed.items():
             if site.value is None:

@@ -232,7 +232,7 @@ def _normal_precision(site: Site, transform: Any, leaves: Mapping[str, Tensor]) 
 def _is_one_number(values: Tensor) -> bool:
     """Whether a tensor is one number in memory, expanded."""
     steps = zip(values.shape, values.stride(), strict=True)
-    return all(size == 1 or step == 0 for size, step in steps)
+    return values.numel() > 0 and all(size == 1 or step == 0 for size, step in steps)
 
 
 def _parents(run: Run, leaves: Mapping[str, Tensor], names: set[str]) -> set[str]:

@@ -14,21 +14,21 @@ The number of all data N (``num_data``, or the size of the program's plate) is t
 together.
 """
 
-import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from pyro import poutine
 from pyro.infer.elbo import ELBO
-from pyro.util import warn_if_nan
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from pyro_bdl.distributed.joint_batch import JointBatch, joint_batch, read_batch
+from pyro_bdl.elbo.finite_loss import check_value, guarded, left_to_caller
 from pyro_bdl.elbo.tempered import check_data
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.batches import Batches
@@ -150,11 +150,15 @@ class DataParallel_ELBO(ELBO):
         self, model: Callable, guide: Callable, *args: Any, **kwargs: Any
     ) -> Tensor:
         """The loss of the joint batch, whose ``backward()`` gives its gradient on every rank."""
+        loss = self._step(model, guide, args, kwargs)
+        return guarded(loss, partial(self._check_data, model, guide, args, kwargs))
+
+    def _step(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Tensor:
         batch = self._prepared(model, guide, args, kwargs)
         if self._leaves and self.step and self.step % self.check_every == 0:
             self.ranks.check_same(self._leaves)
         weight = batch.weight(args, kwargs)
-        with poutine.trace(param_only=True) as statements, self._noise():
+        with poutine.trace(param_only=True) as statements, self._noise(), left_to_caller():
             loss = self.elbo.differentiable_loss(batch.model, guide, *args, **kwargs)
         self.step += 1
         if not isinstance(loss, Tensor) or not loss.requires_grad:
@@ -164,14 +168,15 @@ class DataParallel_ELBO(ELBO):
 
     def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """The loss of the joint batch, its gradients added to the parameters'."""
-        loss = self.differentiable_loss(model, guide, *args, **kwargs)
-        value = loss.item()
-        if not math.isfinite(value):  # on all ranks
-            self.ranks.together(lambda: check_data(model, guide, args, kwargs))
-            warn_if_nan(loss.detach(), "loss")
+        loss = self._step(model, guide, args, kwargs)
+        value = check_value(loss.item(), partial(self._check_data, model, guide, args, kwargs))
         if loss.requires_grad:
             loss.backward()
         return value
+
+    def _check_data(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
+        """Look for bad data on all ranks; all call it, since the joint loss is the same on all."""
+        self.ranks.together(lambda: check_data(model, guide, args, kwargs))
 
     def _get_trace(self, model: Callable, guide: Callable, args: Any, kwargs: Any) -> Any:
         return self.elbo._get_trace(model, guide, args, kwargs)

@@ -34,7 +34,7 @@ class MatrixNormal(TorchDistribution):
     ) -> None:
         self.loc, self.row_factor, self.column_factor = loc, row_factor, column_factor
         self.rows, self.columns = len(row_factor), len(column_factor)
-        if loc.dim() < 1 or (loc.shape[0], loc[0].numel()) != (self.rows, self.columns):
+        if loc.dim() < 1 or (loc.shape[0], loc.shape[1:].numel()) != (self.rows, self.columns):
             raise ValueError(
                 f"a mean of shape {tuple(loc.shape)} does not fit to {self.rows} rows and "
                 f"{self.columns} columns"

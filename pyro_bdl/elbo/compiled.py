@@ -3,6 +3,7 @@
 import contextlib
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pyro
@@ -11,12 +12,12 @@ from pyro.infer import ELBO
 from pyro.poutine.runtime import _PYRO_STACK
 from torch import Tensor
 
+from pyro_bdl.elbo.finite_loss import check_value, guarded, left_to_caller, require_gradients
 from pyro_bdl.elbo.graph import Graph, Pair, agree, size_of
 from pyro_bdl.elbo.tempered import (
     Temperature,
     TemperedTrace_ELBO,
     TemperedTraceMeanField_ELBO,
-    _questioned,
     check_data,
 )
 from pyro_bdl.errors import BdlWarning
@@ -44,8 +45,9 @@ class CompiledELBO(ELBO):
     arguments, parameters and random numbers, indices of subsampled plates among them, are new in
     each run. It is traced anew for other shapes, dtypes and devices of the arguments, other
     arguments that are no tensors, and where attributes of modules change (modes, numbers, tensors
-    that are replaced). It does not see other changes: of Python variables that the program closes
-    over.
+    that are replaced), or variables that the program's functions close over or name: cells,
+    globals, entries of dicts, attributes of objects. It does not see changes inside lists and
+    other containers.
 
     What is no graph goes on uncompiled, with a warning that says why: control flow or shapes that
     depend on numbers of tensors, noise from elsewhere than torch, side effects in Python. So does,
@@ -130,10 +132,12 @@ class CompiledELBO(ELBO):
 
     def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """-L(eta), its gradients added to the parameters'."""
+        require_gradients()
         pair = Pair(model, guide, args, kwargs)
-        outcome = self._take(pair)
+        with left_to_caller():  # the number is read here on every device
+            outcome = self._take(pair)
         loss = outcome if isinstance(outcome, Tensor) else outcome.results[0]
-        value = _questioned(loss.item(), model, guide, args, kwargs)
+        value = check_value(loss.item(), partial(check_data, model, guide, args, kwargs))
         if not isinstance(outcome, Tensor):
             if outcome.add_gradients():
                 return value
@@ -147,7 +151,10 @@ class CompiledELBO(ELBO):
     ) -> Tensor:
         """-L(eta) as a tensor to differentiate once; counts as one step of the schedule."""
         outcome = self._take(Pair(model, guide, args, kwargs))
-        return outcome if isinstance(outcome, Tensor) else outcome.differentiable()
+        if isinstance(outcome, Tensor):
+            return outcome
+        question = partial(check_data, model, guide, args, kwargs)
+        return guarded(outcome.differentiable(), question)
 
     def _take(self, pair: Pair) -> Tensor | Outcome:
         """Take a step: the bound's loss, or what a graph gave."""
@@ -188,6 +195,7 @@ class CompiledELBO(ELBO):
     def _replay(self, graph: Graph, pair: Pair, given: Given) -> Outcome:
         bound, step = self.bound, graph.step
         assert step is not None
+        bound.batches.report()
         temperature = check_temperature(bound.schedule(bound.step))
         arguments = (*given.tensors, self._as_tensor(temperature))
         try:

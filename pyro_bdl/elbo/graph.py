@@ -74,8 +74,8 @@ class Graph:
             value = bound.negative_bound(likelihood, kl, disorder, tensors[-1])
             return value, likelihood, kl, *([] if noise is None else [noise])
 
-        modules = pair.modules()
-        snapshot = Snapshot(modules)
+        modules, callables = pair.modules(), (pair.model, guide)
+        snapshot = Snapshot(callables, modules)
         statements = poutine.trace(param_only=True)
         with rehearsal(modules), as_written(modules), poutine.block(), statements:
             step = trace_step(loss, [*given.tensors, temperature], backend)
@@ -86,7 +86,7 @@ class Graph:
             raise NotTraceable(f"a run changes the attribute '{change.key}' of {change.kind}")
         stored = pyro.get_param_store()._params
         parameters = {name: stored[name] for name in statements.trace.nodes if name in stored}
-        self.guards = Guards(modules, parameters, step.parameters, step.constants)
+        self.guards = Guards(callables, modules, parameters, step.parameters, step.constants)
         self.step = step
 
 

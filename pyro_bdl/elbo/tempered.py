@@ -5,32 +5,35 @@ approximates the tempered posterior p(y | w)^(1/eta) p(w); eta = 1 is Bayes.
 """
 
 import contextlib
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import pyro
 import torch
 from pyro import poutine
 from pyro.infer import Trace_ELBO
-from pyro.util import warn_if_nan
 from torch import Tensor
 from torch.distributions import Distribution
 
 from pyro_bdl.distributions.dropout_noise import NoisyWeight
+from pyro_bdl.elbo.finite_loss import check_value, guarded, left_to_caller, require_gradients
+from pyro_bdl.elbo.unscaled_batches import UnscaledBatches
 from pyro_bdl.estimators import PerDatum, as_estimator
 from pyro_bdl.estimators.per_datum import active
 from pyro_bdl.estimators.sticking import constant_parameters
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.kl import entropy, mean_field_kl, sampled_kl
 from pyro_bdl.guides.training_step import one_step
-from pyro_bdl.program.supports import check_support
+from pyro_bdl.program.argument_errors import explained
+from pyro_bdl.program.supports import check_support, nan_outside_support
 from pyro_bdl.program.trace import Run, record
 from pyro_bdl.program.validation import check_finite
 from pyro_bdl.program.vmap import DrawMap
 from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.validation import check_temperature
+from pyro_bdl.utils.whole_numbers import whole_number
 
 Temperature = float | Callable[[int], float]
 
@@ -53,8 +56,10 @@ class TemperedTrace_ELBO(Trace_ELBO):
         al. 2017), whose gradient in them has mean zero: without it the gradient stays unbiased,
         and with ``estimator=None`` it vanishes at every draw where q is the posterior. For guides
         whose parameters are ``pyro.param`` statements or attributes of a PyroModule.
-    :raises ValueError: for a temperature that is not positive, for data that are not finite, an
-        unknown estimator.
+    :raises ValueError: for a temperature that is not positive, an unknown estimator; at a step, for
+        data that are not finite, targets outside of their support or missing.
+    :raises TypeError: at a step, for an argument that the program cannot compute with: an array or
+        a list, a tensor of another dtype than the weights.
     :raises UnsupportedProgramError: at a step, for a program that the estimator cannot treat.
     """
 
@@ -67,9 +72,7 @@ class TemperedTrace_ELBO(Trace_ELBO):
         estimator: str | PerDatum | None = None,
         sticking_the_landing: bool = False,
     ) -> None:
-        super().__init__(num_particles=num_particles)
-        if num_particles < 1:
-            raise ValueError(f"num_particles must be at least 1, got {num_particles}")
+        super().__init__(num_particles=whole_number(num_particles, "num_particles"))
         if cold_temperature is not None and (callable(temperature) or temperature != 1.0):
             raise ValueError("give either temperature or cold_temperature, not both")
         self.is_cold = cold_temperature is not None
@@ -83,25 +86,29 @@ class TemperedTrace_ELBO(Trace_ELBO):
         self._map = DrawMap()
         self._checked: tuple[Callable, Callable] | None = None
         self._plates: frozenset[int] = frozenset()
+        self.batches = UnscaledBatches(enabled=callable(temperature) or temperature == 1.0)
 
     def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """-L(eta) at the present step's temperature; the step counter stays."""
         with torch.no_grad():
             loss = self._loss(model, guide, args, kwargs).item()
-        return _questioned(loss, model, guide, args, kwargs)
+        return check_value(loss, partial(check_data, model, guide, args, kwargs))
 
     def differentiable_loss(
         self, model: Callable, guide: Callable, *args: Any, **kwargs: Any
     ) -> Tensor:
         """-L(eta) as a tensor to differentiate; counts as one step of the schedule."""
-        loss = self._loss(model, guide, args, kwargs)
+        with self.batches.step(model, guide):
+            loss = self._loss(model, guide, args, kwargs)
         self.step += 1
-        return loss
+        return guarded(loss, partial(check_data, model, guide, args, kwargs))
 
     def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """-L(eta), its gradients added to the parameters'."""
-        loss = self.differentiable_loss(model, guide, *args, **kwargs)
-        value = _questioned(loss.item(), model, guide, args, kwargs)
+        require_gradients()
+        with left_to_caller():  # the number is read here on every device
+            loss = self.differentiable_loss(model, guide, *args, **kwargs)
+        value = check_value(loss.item(), partial(check_data, model, guide, args, kwargs))
         if loss.requires_grad:
             loss.backward(retain_graph=self.retain_graph)
         return value
@@ -112,7 +119,7 @@ class TemperedTrace_ELBO(Trace_ELBO):
             self._checked = model, guide
         temperature = check_temperature(self.schedule(self.step))
         try:
-            with pyro.validation_enabled(False):
+            with explained(model, args, kwargs), pyro.validation_enabled(False):
                 likelihood, kl, disorder = self.terms(model, guide, args, kwargs)
         except RuntimeError:
             with contextlib.suppress(RuntimeError):
@@ -166,7 +173,7 @@ class TemperedTrace_ELBO(Trace_ELBO):
             sample = None if estimator is None else estimator.sample
             q = record(guide, {}, args, kwargs, draw=sample)
             p = record(model, _values(q), args, kwargs)
-            likelihood = p.log_likelihood()
+            likelihood = self.log_likelihood(p, q.latents)
         kl = self._site_kl(q, p) + q.log_likelihood()  # of the guide's own factors
         disorder = entropy(q.latents) if self.is_cold else torch.zeros_like(kl)
         if self.sticking_the_landing:
@@ -209,12 +216,23 @@ class TemperedTrace_ELBO(Trace_ELBO):
         distributions = {} if estimator is None else estimator.distributions(guide)
         with _run(estimator, distributions, latents):
             p = record(model, latents, args, kwargs)
-            likelihood = p.log_likelihood()
+            likelihood = self.log_likelihood(p, latents)
         kl = self._flat_kl(guide, vector, log_det, p)
         disorder = torch.zeros_like(kl)
         if self.is_cold:
             disorder = self._flat_entropy(guide, vector, log_det)
         return likelihood, kl, disorder
+
+    def log_likelihood(self, run: Run, latents: Collection[str]) -> Any:
+        """log p(y | w) of a run, a scalar; NaN where a target lies outside of its support.
+
+        :param latents: the sites that the run got values for.
+        :raises ValueError: where the program drew further latents, such as missing targets.
+        """
+        if run.open or not run.latents.keys() <= set(latents):
+            raise ValueError(_without_value(run, latents))
+        self.batches.see(run.observed)
+        return nan_outside_support(run.log_likelihood(), run)
 
     def _site_kl(self, q: Run, p: Run) -> Tensor:
         return sampled_kl(q.latents, p.latents)
@@ -282,19 +300,20 @@ def _as_schedule(temperature: Temperature) -> Callable[[int], float]:
     return lambda step: temperature
 
 
-def _questioned(loss: float, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> float:
-    """The loss; where it is not finite for bad data, an error that names their rows."""
-    if not math.isfinite(loss):
-        check_data(model, guide, args, kwargs)
-        warn_if_nan(torch.tensor(loss, device="cpu"), "loss")
-    return loss
-
-
 def check_data(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
-    """:raises ValueError: where the data are not finite, or targets outside of their support."""
+    """
+    :raises ValueError: where the data are not finite, or targets missing or outside of their
+        support.
+    :raises TypeError: for an argument that the program cannot compute with.
+    """
     check_finite(model, args, kwargs)
-    with poutine.block(), torch.no_grad(), preserved_buffers(model, guide):
-        check_support(_draw(model, guide, args, kwargs)[1])
+    with (
+        explained(model, args, kwargs), poutine.block(), torch.no_grad(),
+        preserved_buffers(model, guide),
+    ):  # fmt: skip
+        q, p = _draw(model, guide, args, kwargs)
+        _check_sites(q, p, isinstance(guide, Guide))
+        check_support(p)
 
 
 def _check(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> frozenset[int]:
@@ -306,7 +325,10 @@ def _check(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> froze
     :returns: the sizes of the program's plates.
     """
     check_finite(model, args, kwargs)
-    with poutine.block(), torch.no_grad(), preserved_buffers(model, guide), own_randomness():
+    with (
+        explained(model, args, kwargs), poutine.block(), torch.no_grad(),
+        preserved_buffers(model, guide), own_randomness(),
+    ):  # fmt: skip
         q, p = _draw(model, guide, args, kwargs)
         _check_sites(q, p, isinstance(guide, Guide))
         check_support(p)
@@ -337,9 +359,8 @@ def _check_sites(q: Run, p: Run, complete: bool) -> None:
             "the program has no observed site: pass the targets to the step, so that a sample "
             "statement gets obs=..."
         )
-    missing = [name for name in p.latents if name not in q.latents]
-    if missing:
-        raise ValueError(f"the guide has no value for the latent site '{missing[0]}'")
+    if not p.latents.keys() <= q.latents.keys():
+        raise ValueError(_without_value(p, q.latents))
     surplus = [name for name in q.latents if name not in p.latents] if complete else []
     if surplus:
         raise ValueError(
@@ -348,4 +369,10 @@ def _check_sites(q: Run, p: Run, complete: bool) -> None:
         )
 
 
-# at the end, since it is built on the classes above
+def _without_value(run: Run, latents: Collection[str]) -> str:
+    names = [name for name, site in run.observed.items() if site.value is None]
+    name = next(name for name in (*names, *run.latents) if name not in latents)
+    return (
+        f"the guide has no value for the latent site '{name}': if it is observed, pass its targets "
+        "to this step too"
+    )

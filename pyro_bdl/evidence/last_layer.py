@@ -69,7 +69,11 @@ class LastLayerEvidence(Trace_ELBO):
             values |= {name: values[name].detach().requires_grad_() for name in sites}
             run, features = read_features(model, values, sites, args, kwargs)
         inside = [values[name] for name in sites]
-        total = log_marginal(run, features, values) + _others(run, sites, inside).double()
+        try:
+            total = log_marginal(run, features, values) + _others(run, sites, inside).double()
+        except ValueError:
+            check_data(model, guide, args, kwargs)  # which may be the reason
+            raise
         return -(total + log_det).to(vector.dtype)
 
     def _sites(self, model: Callable, guide: Any, args: tuple, kwargs: dict) -> list[str]:

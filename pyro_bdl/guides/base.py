@@ -17,11 +17,13 @@ from pyro.poutine.runtime import get_plates
 from torch import Tensor
 
 from pyro_bdl.init import init_to_network, start_at
+from pyro_bdl.program.argument_errors import explained
 from pyro_bdl.program.gaussian_prior import GaussianPrior
 from pyro_bdl.program.layout import Latent, Layout, differences
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.program import Program, trace_once
 from pyro_bdl.program.trace import Run, distribution_of_targets
+from pyro_bdl.utils.module_state import outside_inference_mode
 
 
 class Guide(OwnParameters, AutoGuide):
@@ -76,8 +78,10 @@ class Guide(OwnParameters, AutoGuide):
             self._setup_prototype(*args, **kwargs)
         return self
 
+    @outside_inference_mode()
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        trace = trace_once(poutine.block(self.model, self._prototype_hide_fn), args, kwargs)
+        with explained(self._program_model[0], args, kwargs):
+            trace = trace_once(poutine.block(self.model, self._prototype_hide_fn), args, kwargs)
         program = Program.from_trace(self.model, trace, args, kwargs)
         start, full = _at_full_size(program, trace)
         if self.master is not None:

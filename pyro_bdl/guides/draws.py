@@ -10,6 +10,7 @@ from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.layout import Latent, differences
 from pyro_bdl.program.trace import record
 from pyro_bdl.samples import Samples
+from pyro_bdl.utils.whole_numbers import whole_number
 
 DEFAULT_DRAWS = 100
 
@@ -24,11 +25,11 @@ def latent_draws(
     :param num_samples: how many; by default all of ``Samples``, 100 of a guide.
     :param args: the program's arguments, which Pyro's own guides are run with.
     """
+    if num_samples is not None:
+        num_samples = whole_number(num_samples, "num_samples")
     if isinstance(posterior, Samples):
         return posterior.flat(num_samples)
     num_samples = DEFAULT_DRAWS if num_samples is None else num_samples
-    if num_samples < 1:
-        raise ValueError(f"num_samples must be at least 1, got {num_samples}")
     if isinstance(posterior, Guide):
         return posterior.sample_latents(num_samples)
     if not callable(posterior):

@@ -125,7 +125,7 @@ def _side_by_side(layout: Layout, normals: list[Normal]) -> tuple[Tensor, Tensor
             return vectors
     locs = torch.cat([normal.loc.reshape(-1) for normal in normals])
     scales = torch.cat([normal.scale.reshape(-1) for normal in normals])
-    if not (locs.requires_grad or scales.requires_grad):
+    if not (locs.requires_grad or scales.requires_grad or any(t.is_inference() for t in tensors)):
         layout.kept = tensors, [tensor._version for tensor in tensors], (locs, scales)
     return locs, scales
 

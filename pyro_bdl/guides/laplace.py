@@ -27,6 +27,7 @@ from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.joint import JointGuide
 from pyro_bdl.guides.point import UnconstrainedMAP
 from pyro_bdl.init import init_to_network
+from pyro_bdl.program.argument_errors import explained
 from pyro_bdl.program.batch_norm import layers_called
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.gaussian_prior import GaussianPrior, independent_prior, joint_prior
@@ -97,7 +98,9 @@ class AutoLaplaceGGN(UnconstrainedMAP):
             ``reduce`` for this approximation alone.
         :raises MemoryError: where the structure cannot fit in memory.
         :raises UnsupportedProgramError: where latents stand in subsampled plates.
-        :raises ValueError: for an empty iterable, a missing target, a singular precision.
+        :raises ValueError: for an empty iterable, a missing target, one outside of its support
+            (rows are counted over all batches), a singular precision.
+        :raises TypeError: for data that are no tensors, or of another dtype than the weights.
         """
         subset = changes.pop("subset", self.subset)
         recipe = replace(self.recipe, **changes)
@@ -143,7 +146,8 @@ class LaplaceGuide(JointGuide):
         if isinstance(selection, str) and selection == "last-layer":
             selection = last_layer(model, layout, self.loc, *self.few)
         self.__dict__["subset"] = select(layout, selection, model=model)
-        gradient = self._fit(batches, None, progress)
+        with explained(model, *self.few):
+            gradient = self._fit(batches, None, progress)
         if check:
             self._check_maximum(gradient)
 

@@ -82,7 +82,8 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
         mode = getattr(model, "training", None)
         if self._modes_agree.get(mode):  # one run serves for the value and for the squares
             at = Linearization(*draw, known=self._known, training=True)
-            likelihood = torch.as_tensor(at.run.log_likelihood(), device=vector.device)
+            total = self.log_likelihood(at.run, self._subset.layout.latents)
+            likelihood = torch.as_tensor(total, device=vector.device)
             log_det = self._subset.layout.constrain(vector)[1]
             kl = self._flat_kl(guide, vector, log_det, at.run)
             disorder = torch.zeros_like(kl)

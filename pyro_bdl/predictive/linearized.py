@@ -34,6 +34,7 @@ from pyro_bdl.predictive.sampled import PredictiveMoments
 from pyro_bdl.program.batches import leading_size
 from pyro_bdl.program.subsampling import on_whole_data
 from pyro_bdl.program.unconstrained_parameters import constrained_value, with_natural
+from pyro_bdl.utils.whole_numbers import whole_number
 
 METHODS = ("probit", "laplace-bridge", "monte-carlo")
 
@@ -113,8 +114,8 @@ class LinearizedPredictive:
                 "LinearizedPredictive needs the Gaussian guide, or mixture of such, that "
                 f"laplace_approximation(data) returns, got {type(posterior).__name__}"
             )
-        if num_samples is not None and num_samples < 1:
-            raise ValueError(f"num_samples must be at least 1, got {num_samples}")
+        if num_samples is not None:
+            num_samples = whole_number(num_samples, "num_samples")
         self.model, self.posterior = model, posterior
         self.num_samples = 100 if num_samples is None else num_samples
 

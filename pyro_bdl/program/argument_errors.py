@@ -2,7 +2,10 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,39 +14,34 @@ from torch import Tensor, nn
 
 from pyro_bdl.errors import ArgumentError
 
-_SAYS_DTYPE = ("dtype", "scalar type", "Input type")
-
 
 def explain(error: Exception, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> None:
-    """Return where the arguments do not explain the error.
+    """Raise the error of the argument that ended a run; return where the arguments do not tell.
 
     :param error: what a run of the program raised.
     :param function: the program, also under handlers.
-    :raises ArgumentError: naming the arguments that are arrays, tables or lists in place of
-        tensors, or the dtypes of the tensors where the error is of dtypes.
+    :raises ArgumentError: where an argument is an array, a table or a list in place of a tensor,
+        has another dtype than the weights, is sparse, or was made in inference mode.
     """
     if isinstance(error, ArgumentError):
         return
-    given = named_arguments(function, args, kwargs)
-    if isinstance(error, TypeError | AttributeError):
-        arrays = [f"{n} is a {_kind(v)}" for n, v in given.items() if _is_array(v)]
-        if arrays:
-            raise ArgumentError(
-                f"the program could not compute with its arguments ({', '.join(arrays)}): pass "
-                f"tensors, such as torch.as_tensor(...), of the network's dtype"
-            ) from error
-    if isinstance(error, RuntimeError) and any(word in str(error) for word in _SAYS_DTYPE):
-        tensors = [
-            f"{n} is {str(v.dtype).removeprefix('torch.')}"
-            for n, v in given.items()
-            if isinstance(v, Tensor)
-        ]
-        if tensors:
-            raise ArgumentError(
-                f"the arguments ({', '.join(tensors)}) are not of the dtype that the program "
-                f"computes in ({str(error).splitlines()[0]}): convert them with .to(dtype), or the "
-                f"network with .float() or .double()"
-            ) from error
+    reason = _unusual(named_arguments(function, args, kwargs), error)
+    if reason is not None:
+        text = (str(error).strip().splitlines() or [""])[0]
+        raise ArgumentError(f"{reason} ({type(error).__name__}: {text})") from error
+
+
+@contextmanager
+def explained(function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Errors inside are those of ``explain`` where the arguments tell why.
+
+    :raises ArgumentError: see ``explain``.
+    """
+    try:
+        yield
+    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+        explain(error, function, args, kwargs)
+        raise
 
 
 def named_arguments(function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,4 +100,46 @@ def _is_array(value: Any) -> bool:
 def _kind(value: Any) -> str:
     if isinstance(value, list):
         return "list of numbers"
-    return f"{type(value).__module__.split('.')[0]} {type(value).__name__}"
+    return f"{type(value).__module__.partition('.')[0]} {type(value).__name__}"
+
+
+def _unusual(arguments: Mapping[str, Any], error: Exception) -> str | None:
+    """What an argument has to do with an error; None where it cannot be told."""
+    text = str(error).lower()
+    others = {} if isinstance(error, RuntimeError) else arguments  # which is of tensors
+    for name, value in others.items():
+        if _is_array(value):
+            return (
+                f"{name} is a {_kind(value)}, and the program computes with tensors: pass it as a "
+                "tensor, such as torch.as_tensor(...)"
+            )
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    for name, value in tensors.items():
+        if value.is_inference() and "inference" in text:
+            return (
+                f"{name} was made under torch.inference_mode(), and no gradient passes it: pass "
+                f"{name}.clone()"
+            )
+        if value.layout is not torch.strided and ("sparse" in text or "layout" in text):
+            return f"{name} is sparse, which the program cannot take: pass {name}.to_dense()"
+    weights = _dtype_of_called(error) if "dtype" in text or "scalar type" in text else None
+    differing = {n: v.dtype for n, v in tensors.items() if v.dtype != weights}
+    floats = {n: dtype for n, dtype in differing.items() if dtype.is_floating_point}
+    for name, dtype in (floats or differing).items() if weights is not None else ():
+        other = f", or give the network weights of {dtype}" if floats else ""
+        return (
+            f"{name} has dtype {dtype}, and the weights have {weights}: pass {name}.to({weights})"
+            + other
+        )
+    return None
+
+
+def _dtype_of_called(error: BaseException) -> torch.dtype | None:
+    """The dtype of the innermost module in whose call an error was raised."""
+    found = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            own = chain(module.parameters(recurse=False), module.buffers(recurse=False))
+            found = next((t.dtype for t in own if t.is_floating_point()), found)
+    return found

@@ -30,12 +30,12 @@ class Batches:
             self.source = [data]
         elif isinstance(data, Iterator):
             self.source = list(data)
-        elif isinstance(data, Iterable):
+        elif isinstance(data, Iterable) and _package(data) not in ("numpy", "pandas"):
             self.source = data
         else:
             raise TypeError(
                 "data must be the program's arguments, such as (x, y), or an iterable of such "
-                f"batches, got {type(data).__name__}"
+                f"batches, of tensors, got {type(data).__name__}"
             )
 
     def __iter__(self) -> Iterator[Batch]:
@@ -78,15 +78,20 @@ class Batches:
             self.ranks.add_up(tensors)
 
 
+def _package(value: Any) -> str:
+    return type(value).__module__.partition(".")[0]
+
+
 def _is_batch(data: Any) -> bool:
+    """Whether data are the arguments of one run, and not a sequence of batches."""
     if isinstance(data, Tensor | Mapping):
         return True
     if isinstance(data, tuple):  # (x, y), ({"x": x}, y) or ((a, b), y), but not ((x, y),)
-        return not all(isinstance(part, tuple | list) for part in data)
+        return len(data) > 0 and not all(isinstance(part, tuple | list) for part in data)
     return (
         isinstance(data, list)
         and len(data) > 0
-        and not any(isinstance(part, tuple | list | Mapping) for part in data)
+        and not all(isinstance(part, tuple | list | Mapping) for part in data)
     )
 
 

@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 from pyro import poutine
-from pyro.distributions.torch_distribution import MaskedDistribution
 from torch import Tensor
+from torch.distributions import constraints
 
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.layout import Latent, support_bounds, transform_of
-from pyro_bdl.program.trace import Run
+from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.validation import listed
 
@@ -34,32 +34,55 @@ def check_fixed_supports(program: Any, latents: list[Latent]) -> None:
             )
 
 
-def check_support(run: Run) -> None:
-    """Supports with tensors for bounds are left out: these may move with the latents.
+def check_support(run: Run, *, first_row: int = 0) -> None:
+    """Check that targets lie in the supports of their distributions.
 
+    Supports with tensors for bounds are left out: these may move with the latents.
+
+    :param first_row: the number of the run's first row, for messages.
     :raises ValueError: naming site and rows, where a target is none that its distribution gives,
         such as a class that does not exist.
     """
     for name, site in run.observed.items():
-        if site.value is None:
+        bad = _outside_support(site)
+        if bad is None or not bad.any():
             continue
-        distribution, masks = site.distribution, [site.mask]
-        while isinstance(distribution, MaskedDistribution):
-            masks.append(distribution._mask)
-            distribution = distribution.base_dist
-        support: Any = distribution.support
-        if support_bounds(support):
-            continue
-        bad = ~support.check(_of_shape(distribution, site.value))
-        for mask in masks:
-            bad = bad if mask is None else bad & mask
-        if not bad.any():
-            continue
-        where = f" in rows {listed(bad.nonzero()[:, 0].unique().tolist())}" if bad.dim() else ""
+        rows = (bad.nonzero()[:, 0].unique() + first_row).tolist() if bad.dim() else []
+        where = f" in rows {listed(rows)}" if rows else ""
+        support = site.distribution.support  # type: ignore[attr-defined]
         raise ValueError(
             f"the targets of site '{name}' hold values outside the support of their distribution "
             f"({support}){where}: correct these targets"
         )
+
+
+def nan_outside_support(total: Any, run: Run) -> Any:
+    """Replace a log likelihood by NaN where a target is none that its distribution gives, for which
+    many densities are finite. No number is read, so that this can stand in a graph."""
+    for site in run.observed.values():
+        bad = _outside_support(site)
+        if bad is not None:
+            total = torch.where(bad.any(), torch.nan, total)
+    return total
+
+
+def _outside_support(site: Site) -> Tensor | None:
+    """The targets outside the support of their distribution; None where there can be none, or where
+    the support may move with the latents."""
+    if site.value is None:
+        return None
+    distribution: Any = site.distribution
+    support = distribution.support
+    if _is_real(support) or (support_bounds(support) and not support.is_discrete):
+        return None
+    bad = ~support.check(_of_shape(distribution, site.value))
+    return bad if site.mask is None else bad & site.mask
+
+
+def _is_real(support: Any) -> bool:
+    while isinstance(support, constraints.independent):
+        support = support.base_constraint
+    return support is constraints.real
 
 
 def feasible_value(fn: Any, radius: float = 0.0) -> Tensor:

@@ -1,9 +1,8 @@
-"""Checks of what the user hands over; each failure is told in one sentence."""
+"""Checks of a program's arguments; each failure is told in one sentence."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pyro_bdl.program.argument_errors import named_arguments
@@ -11,13 +10,13 @@ from pyro_bdl.utils.validation import check_finite_tensor
 
 
 def check_finite(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> None:
-    """Additive attention masks, of zeros and -inf alone, count as finite.
+    """Check that arguments are finite; additive attention masks, of zeros and -inf alone, count.
 
     :raises ValueError: naming argument, rows and columns, where a tensor is not finite.
     """
     for name, value in named_arguments(model, args, kwargs).items():
-        if isinstance(value, Tensor) and value.is_floating_point() and not _is_mask(value):
-            check_finite_tensor(name, value)
+        if isinstance(value, Tensor) and value.is_floating_point():
+            check_finite_tensor(name, value, masks=True)
 
 
 def check_finite_batches(
@@ -29,9 +28,3 @@ def check_finite_batches(
             check_finite(model, args, kwargs)
         except ValueError as error:
             raise ValueError(f"batch {number} (counted from 0, as rows are): {error}") from None
-
-
-def _is_mask(value: Tensor) -> bool:
-    """Whether there are zeros and -inf and nothing else."""
-    kept = value == 0
-    return bool((kept | (value == -torch.inf)).all()) and bool(kept.any())

@@ -75,6 +75,7 @@ class DrawMap:
         except RuntimeError as error:
             if self._evaluate is _looped or not _is_vmap_failure(error):
                 raise
+            result = _looped(function, draws)  # which may raise what is wrong without vmap too
             warnings.warn(
                 "the network cannot be vectorised over draws, which are taken one by one "
                 f"instead: {str(error).splitlines()[0]}",
@@ -82,7 +83,7 @@ class DrawMap:
                 stacklevel=3,
             )
             self._evaluate = _looped
-            return _looped(function, draws)
+            return result
 
     def _first(self, function: Callable[[Draws], Any], draws: Draws) -> Any:
         modules = modules_of(function)

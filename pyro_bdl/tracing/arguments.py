@@ -29,7 +29,8 @@ class Given(NamedTuple):
 
 
 def read(args: tuple, kwargs: dict[str, Any]) -> Given:
-    """:raises NotTraceable: for arguments of which it cannot be told whether they changed."""
+    """:raises NotTraceable: for arguments of which it cannot be told whether they changed, and for
+    sparse tensors."""
     if not kwargs and all(type(value) is Tensor for value in args):
         return Given(args, _kinds(args), _positional)
     leaves, structure = tree_flatten((args, kwargs))
@@ -59,4 +60,6 @@ def _positional(values: Sequence[Tensor]) -> Call:
 
 
 def _kinds(tensors: Sequence[Tensor]) -> Hashable:
+    if any(tensor.layout is not torch.strided for tensor in tensors):
+        raise NotTraceable("an argument is a sparse tensor")
     return tuple([(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors])

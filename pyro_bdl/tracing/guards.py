@@ -1,10 +1,12 @@
 """What a graph takes for granted about the modules that it was traced from."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import pyro
 from torch import Tensor, nn
+
+from pyro_bdl.tracing.variables import variables
 
 _MISSING = object()
 _RESULT = "last_noise"  # of a guide: what a run gives, and a graph too
@@ -12,12 +14,13 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class Entry(NamedTuple):
-    """One entry of a module's dictionaries.
+    """One entry of a module's dictionaries, or a variable of a function.
 
-    :param kind: of the module, for messages.
+    :param table: a dict, or what is read like one.
+    :param kind: of the module, or the function's name, for messages.
     """
 
-    table: dict[str, Any]
+    table: Any
     key: str
     value: Any
     kind: str
@@ -30,15 +33,24 @@ class Entry(NamedTuple):
 
 
 class Snapshot:
-    """What modules held before a run."""
+    """The attributes of modules, and the variables of functions, before a run.
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.before = {module: entries([module]) for module in modules}
+    :param callables: the program and its guide, whose variables are read.
+    :param modules: of both.
+    """
+
+    def __init__(self, callables: Iterable[Callable], modules: Iterable[nn.Module]) -> None:
+        modules = list(modules)
+        self.recorded = [*_variables(callables, modules), *entries(modules)]
 
     def change(self) -> Entry | None:
-        """The first attribute that is no longer what it was."""
-        recorded = (entry for held in self.before.values() for entry in held)
-        return next((entry for entry in recorded if not entry.holds()), None)
+        """The first that is no longer what it was."""
+        return next((entry for entry in self.recorded if not entry.holds()), None)
+
+
+def _variables(callables: Iterable[Callable], modules: Iterable[nn.Module]) -> list[Entry]:
+    """The variables that the functions of a program and of its modules close over."""
+    return [Entry(*variable) for variable in variables(callables, modules)]
 
 
 def entries(modules: Iterable[nn.Module]) -> list[Entry]:
@@ -57,9 +69,11 @@ def entries(modules: Iterable[nn.Module]) -> list[Entry]:
 
 
 class Guards:
-    """Whether a graph still stands for the program: modules have the same attributes, parameters
-    their dtype and device, Pyro's store the same parameters, constants their numbers.
+    """Whether a graph still stands for the program: modules have the same attributes, functions the
+    same variables, parameters their dtype and device, Pyro's store the same parameters, constants
+    their numbers.
 
+    :param callables: the program and its guide.
     :param modules: that the graph was traced from.
     :param parameters: names in Pyro's store, and the tensors that an optimiser moves.
     :param leaves: what the gradient is taken in.
@@ -68,13 +82,14 @@ class Guards:
 
     def __init__(
         self,
+        callables: Iterable[Callable],
         modules: Iterable[nn.Module],
         parameters: dict[str, Tensor],
         leaves: Iterable[Tensor],
         constants: Iterable[Tensor],
     ) -> None:
         modules = list(modules)
-        self.entries = entries(modules)
+        self.entries = entries(modules) + _variables(callables, modules)
         self.sizes = [
             (table, len(table), type(module).__name__)
             for module in modules

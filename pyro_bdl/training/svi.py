@@ -18,6 +18,7 @@ from pyro_bdl.guides.swag import AutoMultiSWAG, AutoSWAG
 from pyro_bdl.program.validation import check_finite
 from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.random_state import own_randomness
+from pyro_bdl.utils.whole_numbers import whole_number
 
 _MOST_FULL_BATCH = 1024
 _BATCH = 256
@@ -81,9 +82,10 @@ def train(
     :raises ValueError: for data that are not finite, targets outside of their support; fewer than
         one step; a minibatch for a program whose ``num_data`` is not N, so that its log likelihood
         would count too little.
+    :raises TypeError: for data that are no tensors, or of another dtype than the weights.
     """
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, got {steps}")
+    steps = whole_number(steps, "steps")
+    _require_tensors(x=x, y=y)
     check_finite(model, (x, y), {})
     size = _batch_size(model, len(x), batch_size)
     guide.prototype(x, y)
@@ -155,10 +157,11 @@ def collect_swag(
     """
     if not isinstance(guide, AutoSWAG | AutoMultiSWAG):
         raise TypeError(f"collect_swag needs an AutoSWAG guide, got {type(guide).__name__}")
-    if snapshots < 1 or (every is not None and every < 1):
-        raise ValueError(f"snapshots and every must be at least 1, got {snapshots} and {every}")
+    snapshots = whole_number(snapshots, "snapshots")
+    every = None if every is None else whole_number(every, "every")
     if not learning_rate > 0 or not (final_learning_rate is None or final_learning_rate > 0):
         raise ValueError("learning rates must be positive")
+    _require_tensors(x=x, y=y)
     check_finite(model, (x, y), {})
     tenth = min(_BATCH, max(1, len(x) // 10))
     size = _batch_size(model, len(x), tenth if batch_size is None else batch_size)
@@ -281,6 +284,7 @@ def estimate_elbo(
     :param y: ``(N, ...)``, their targets.
     :param num_particles: draws of the guide that the expectation is averaged over.
     """
+    _require_tensors(x=x, y=y)
     elbo = TemperedTraceMeanField_ELBO(num_particles=_PARTICLES_AT_ONCE)
     in_parts = len(x) > _ROWS_AT_ONCE and getattr(model, "num_data", None) == len(x)
     parts = torch.arange(len(x), device=x.device).split(_ROWS_AT_ONCE if in_parts else len(x))
@@ -292,12 +296,18 @@ def estimate_elbo(
     return total / repeats
 
 
+def _require_tensors(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if not isinstance(value, Tensor):
+            kind = f"{type(value).__module__}.{type(value).__name__}".removeprefix("builtins.")
+            raise TypeError(f"{name} must be a tensor, got {kind}: pass it as a tensor")
+
+
 def _batch_size(model: Callable, rows: int, asked: int | None) -> int:
     knows_all = getattr(model, "num_data", None) == rows
     if asked is None:
         return _BATCH if rows > _MOST_FULL_BATCH and knows_all else rows
-    if asked < 1:
-        raise ValueError(f"batch_size must be at least 1, got {asked}")
+    asked = whole_number(asked, "batch_size")
     if asked < rows and not knows_all:
         raise ValueError(
             f"batch_size={asked} of {rows} rows needs a program that knows of all of them: make "

@@ -217,6 +217,16 @@ def hooked(
 
 
 @contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """Tensors made inside can be trained, also where ``torch.inference_mode`` is on."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+@contextmanager
 def vmappable() -> Iterator[None]:
     """Attention computes with plain operators, which ``vmap`` and tracing can follow."""
     fast_path = torch.backends.mha.get_fastpath_enabled()

@@ -15,8 +15,18 @@ def check_temperature(temperature: float, argument: str = "temperature") -> floa
     return temperature
 
 
-def check_finite_tensor(name: str, value: Tensor) -> None:
-    """:raises ValueError: naming rows and columns, where ``value`` holds NaN or infinity."""
+def check_finite_tensor(name: str, value: Tensor, *, masks: bool = False) -> None:
+    """
+    :param masks: whether an additive attention mask counts as finite.
+    :raises ValueError: naming rows and columns, where ``value`` holds NaN or infinity.
+    """
+    if value.layout is not torch.strided:
+        entries = value.coalesce() if value.layout is torch.sparse_coo else value
+        if entries.values().isfinite().all():
+            return
+        value = value.to_dense()
+    if masks and _is_mask(value):
+        return
     bad = ~torch.isfinite(value)
     if not bad.any():
         return
@@ -34,3 +44,9 @@ def check_finite_tensor(name: str, value: Tensor) -> None:
 def listed(numbers: list[int], most: int = 8) -> str:
     shown = ", ".join(map(str, numbers[:most]))
     return shown + (f", ... ({len(numbers)} in all)" if len(numbers) > most else "")
+
+
+def _is_mask(value: Tensor) -> bool:
+    """Whether there are zeros and -inf and nothing else."""
+    kept = value == 0
+    return bool((kept | (value == -torch.inf)).all()) and bool(kept.any())

@@ -555,6 +555,20 @@ def test_data_and_outputs_that_are_not_finite(oracle):
         oracle.fit(program, vector, (x, y), structure="full")
 
 
+@pytest.mark.parametrize(
+    "structure,curvature", [("full", "ggn"), ("full", "hessian"), ("kron", "ggn")]
+)
+def test_targets_outside_their_support_in_a_later_batch(oracle, structure, curvature):
+    """A Bernoulli's density is finite at 2."""
+    model, x, _ = observations("bernoulli")
+    y = (torch.arange(len(x)) % 2).to(x)
+    program, vector = oracle.program(model, x, y)
+    batches = [(x, y), (x, y + 1.0)]
+    first = ", ".join(str(len(x) + n) for n in range(1, len(x), 2))
+    with pytest.raises(ValueError, match=f"outside the support .* in rows {first}: correct"):
+        oracle.fit(program, vector, batches, structure=structure, curvature=curvature)
+
+
 def test_values_that_broadcast_against_their_distribution_count_each(oracle):
     def model(y=None):
         m = pyro.sample("m", dist.Normal(0.0, 1.0))

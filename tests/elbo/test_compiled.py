@@ -5,12 +5,14 @@ import copy
 import math
 import random
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 from pyro.infer import SVI
 from pyro.infer.autoguide import AutoDelta, AutoGuideList, AutoNormal
 from pyro.nn import PyroModule, PyroParam, PyroSample
@@ -414,6 +416,77 @@ def test_changes_between_steps_are_seen(change):
 
     in_place = change.__code__.co_names[0] == "load_state_dict"
     _same({}, [(X, Y)] * 8, make=make, between=between, replays=6 if in_place else 4)
+
+
+SHIFT, OPTIONS = 0.0, {"noise": 1.0}
+
+
+def _shifted(mean):
+    return mean + SHIFT
+
+
+def _with_variables(settings):
+    sd = 1.0
+
+    def program(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), sd).to_event(1))
+        with pyro.plate("data", len(x)):
+            mean = _shifted(x @ w) * settings.factor
+            pyro.sample("y", dist.Normal(mean, OPTIONS["noise"]), obs=y)
+
+    def change():
+        nonlocal sd
+        sd = 2.0
+
+    return program, change
+
+
+@pytest.mark.parametrize(
+    "handled", [lambda p: p, lambda p: temper(p, 0.5), poutine.scale(scale=2.0)]
+)
+def test_variables_that_change_between_steps_are_seen(handled, monkeypatch):
+    """Cells, globals of functions that are called, entries of dicts, attributes of objects."""
+    settings = SimpleNamespace(factor=1.0)
+    program, change_cell = _with_variables(settings)
+    model = handled(program)
+    guide = AutoMeanField(model).prototype(X, Y)
+    elbos = [CompiledELBO(), TemperedTraceMeanField_ELBO()]
+
+    def losses(times):
+        for _ in range(times):
+            torch.manual_seed(0)
+            ours = elbos[0].loss_and_grads(model, guide, X, Y)
+            torch.manual_seed(0)
+            assert ours == pytest.approx(elbos[1].loss_and_grads(model, guide, X, Y), rel=1e-5)
+
+    changes = [
+        change_cell,
+        lambda: monkeypatch.setitem(globals(), "SHIFT", 0.5),
+        lambda: monkeypatch.setitem(OPTIONS, "noise", 0.5),
+        lambda: setattr(settings, "factor", 0.5),
+    ]
+    losses(3)
+    for number, change in enumerate(changes):
+        assert (elbos[0].num_traces, elbos[0].num_replays) == (number + 1, number + 1)
+        change()
+        losses(3)
+    assert elbos[0].num_replays == 5
+
+
+def test_a_variable_that_each_run_changes_ends_uncompiled():
+    calls = 0
+
+    def program(x, y):
+        nonlocal calls
+        calls += 1
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ w * calls, 1.0), obs=y)
+
+    guide = AutoMeanField(program).prototype(X, Y)
+    elbo = CompiledELBO()
+    with pytest.warns(BdlWarning, match="a run changes the attribute 'calls' of .*program"):
+        elbo.loss_and_grads(program, guide, X, Y)
 
 
 def test_a_prior_that_is_changed_in_place():

@@ -12,10 +12,11 @@ from pyro.infer.autoguide import AutoDelta, AutoMultivariateNormal, AutoNormal
 from torch import nn
 
 from pyro_bdl import bayesianize, models, temperature
-from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
+from pyro_bdl.elbo import CompiledELBO, TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides import AutoMAP, AutoMeanField
 from pyro_bdl.handlers import cold, temper
+from pyro_bdl.optim import GaussNewton_ELBO
 
 ELBOS = [TemperedTrace_ELBO, TemperedTraceMeanField_ELBO]
 D = torch.float64
@@ -416,6 +417,8 @@ def test_bad_temperatures(kind, bad):
 def test_bad_options(kind):
     with pytest.raises(ValueError, match="num_particles"):
         kind(num_particles=0)
+    with pytest.raises(ValueError, match="num_particles must be a whole number"):
+        kind(num_particles=2.5)
     with pytest.raises(ValueError, match="not both"):
         kind(0.5, cold_temperature=0.5)
 
@@ -452,18 +455,63 @@ def test_so_are_those_of_a_later_batch(kind):
     assert math.isfinite(svi.step(X, Y))
 
 
+def test_and_in_a_torch_loop_before_a_step_can_be_taken(kind):
+    model = _network()
+    guide = AutoMeanField(model).prototype(X, Y)
+    loss = kind()(model, guide)
+    loss(X, Y).backward()
+    gradient = guide.loc.grad.clone()
+    with pytest.raises(ValueError, match=r"x holds NaN or infinity in rows 4, columns 0"):
+        loss(_bad(X, [(4, 0)], math.nan), Y).backward()
+    assert torch.equal(guide.loc.grad, gradient)
+    loss(X, Y).backward()
+
+
+def test_a_loss_that_diverges_on_good_data_is_a_warning(kind):
+    model = _network()
+    guide = AutoMeanField(model).prototype(X, Y)
+    loss = kind()(model, guide)
+    loss(X, Y)
+    guide.loc.data.fill_(math.nan)
+    with pytest.warns(UserWarning, match="Encountered NaN: loss"):
+        assert loss(X, Y).isnan()
+
+
+def _binomial(x, y=None):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2, dtype=D), 1.0).to_event(1))
+    with pyro.plate("data", len(x)):
+        return pyro.sample("y", dist.Binomial(total_count=2, logits=x @ w), obs=y)
+
+
+def _exponential(x, y=None):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2, dtype=D), 1.0).to_event(1))
+    with pyro.plate("data", len(x)):
+        return pyro.sample("y", dist.Exponential((x @ w).exp()), obs=y)
+
+
 @pytest.mark.parametrize("particles", [1, 3])
 @pytest.mark.parametrize(
     "program,outputs,bad",
-    [(models.Classification, 3, 3), (models.PoissonRegression, 1, -1)],
+    [
+        (models.Classification, 3, 3),
+        (models.PoissonRegression, 1, -1),
+        (models.PoissonRegression, 1, 0.5),
+        (models.BinaryClassification, 1, 2),
+        (models.BinaryClassification, 1, 0.5),
+        (_binomial, 1, 0.5),
+        (_exponential, 1, -1.0),
+    ],
 )
 def test_targets_outside_the_support_are_named_in_a_later_batch(
     kind, program, outputs, bad, particles
 ):
-    model = program(bayesianize(nn.Linear(2, outputs).to(X.dtype)))
+    model = program
+    if isinstance(program, type):
+        model = program(bayesianize(nn.Linear(2, outputs).to(X.dtype)))
     guide = AutoMeanField(model)
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), kind(num_particles=particles))
-    y = torch.arange(len(X)) % 3
+    y = torch.arange(len(X)) % (3 if program is models.Classification else 2)
+    y = y if isinstance(bad, int) else y.to(D)
     svi.step(X, y)
     with pytest.raises(ValueError, match=r"site 'y' hold values outside the support.*in rows 1, 4"):
         svi.step(X, y.index_fill(0, torch.tensor([1, 4]), bad))
@@ -513,6 +561,73 @@ def test_a_guide_without_a_latent(kind):
 
     with pytest.raises(ValueError, match="no value for the latent site"):
         kind()(_network(), guide)(X, Y)
+
+
+@pytest.mark.parametrize("bound", [*ELBOS, CompiledELBO, GaussNewton_ELBO])
+@pytest.mark.parametrize("particles", [1, 3])
+def test_targets_that_are_missing_in_a_later_step(bound, particles):
+    """Else they would be drawn as latents, and the loss would be the KL alone."""
+    model = _network()
+    guide = AutoMeanField(model)
+    loss = bound(num_particles=particles)(model, guide)
+    for _ in range(3):
+        loss(X, Y)
+    with pytest.raises(ValueError, match=r"no value for the latent site 'y': .* pass its targets"):
+        loss(X)
+
+
+def test_targets_that_are_missing_for_a_guide_of_sample_statements(kind):
+    model = _network()
+    guide = AutoMeanField(model)
+    by_sites = kind()(model, lambda *args: guide(*args))
+    by_sites(X, Y)
+    with pytest.raises(ValueError, match=r"no value for the latent site 'y': .* pass its targets"):
+        by_sites(X, None)
+
+
+def _warnings_of(elbo, model, batches):
+    guide = AutoMeanField(model).prototype(*batches[0])
+    bound = elbo(model, guide)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for batch in batches:
+            bound(*batch).backward()
+    return [str(w.message) for w in seen if w.category is BdlWarning]
+
+
+@pytest.mark.parametrize("particles", [1, 3])
+@pytest.mark.parametrize("bound", [*ELBOS, CompiledELBO])
+def test_batches_that_count_as_all_data_are_told_once(bound, particles):
+    halves = [(X[:2], Y[:2]), (X[2:4], Y[2:4])] * 3
+    (told,) = _warnings_of(bound(num_particles=particles), _network(), halves)
+    assert "different targets at site 'y'" in told and "num_data=N" in told
+    unequal = [(X[:2], Y[:2]), (X[2:], Y[2:])] * 3
+    assert len(_warnings_of(bound(num_particles=particles), _network(), unequal)) == 1
+
+
+def test_batches_that_differ_for_a_reason_are_left_alone(kind):
+    halves = [(X[:2], Y[:2]), (X[2:4], Y[2:4])] * 2
+    assert not _warnings_of(kind(), _network(num_data=5), halves)
+    assert not _warnings_of(kind(), temper(_network(), 0.4), halves)  # a scale of its own
+    assert not _warnings_of(kind(0.4), _network(), halves)  # a weight of the KL by hand
+    assert not _warnings_of(kind(), _network(), [(X, Y)] * 4)
+    orders = [torch.randperm(5) for _ in range(4)]
+    assert not _warnings_of(kind(), _network(), [(X[i], Y[i]) for i in orders])  # the same data
+    augmented = [(X + 0.1 * torch.randn_like(X), Y) for _ in range(4)]
+    assert not _warnings_of(kind(), _network(), augmented)
+    late = [(X[:2], Y[:2])] * 3 + [(X[2:4], Y[2:4])]  # looked for in the first steps alone
+    assert not _warnings_of(kind(), _network(), late)
+
+
+def test_an_evaluation_between_the_steps_is_no_batch(kind):
+    model = _network()
+    guide = AutoMeanField(model).prototype(X, Y)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), kind())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BdlWarning)
+        for _ in range(3):
+            svi.step(X[:2], Y[:2])
+            svi.evaluate_loss(X[2:], Y[2:])
 
 
 def test_num_data_smaller_than_the_batch(kind):

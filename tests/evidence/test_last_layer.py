@@ -225,6 +225,17 @@ def refused(model, x, y, message, error=UnsupportedProgramError, guide=AutoLastL
         LastLayerEvidence().loss(model, guide(model), x, y)
 
 
+def test_data_that_are_not_finite_in_a_later_step():
+    x, y = data()
+    model = shared(1)
+    guide, loss = AutoLastLayer(model), LastLayerEvidence()
+    loss.differentiable_loss(model, guide, x, y)
+    bad = x.clone()
+    bad[3, 0] = torch.nan
+    with pytest.raises(ValueError, match="x holds NaN or infinity in rows 3, columns 0"):
+        loss.differentiable_loss(model, guide, bad, y)
+
+
 def test_other_observations():
     x, y = data()
     model = models.StudentTRegression(bayesianize(network()), noise=0.3)

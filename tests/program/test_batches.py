@@ -39,6 +39,12 @@ def test_other_forms():
     assert [kwargs["x"] for _, kwargs in Batches([{"x": 1}, {"x": 2}])] == [1, 2]
     assert Batches([()]).first() == ((), {})
     assert Batches((X, None)).first()[0][1] is None
+    (argument,) = Batches(({"x": X, "y": Y},)).first()[0]  # of a program that takes one dict
+    assert argument["x"] is X
+    args, kwargs = Batches(({"x": X}, Y)).first()
+    assert args[1] is Y and kwargs == {}
+    assert Batches([{"x": X}]).first() == ((), {"x": X})
+    assert Batches((X, [Y, Y])).first()[0][0] is X
 
 
 def test_a_tuple_holds_arguments_of_any_kind():

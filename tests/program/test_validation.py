@@ -1,15 +1,19 @@
 """Bad data are named; masks and moving supports are no bad data."""
 
 import math
+from functools import partial
 
+import pandas as pd
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import SVI
+from torch import nn
 
-from pyro_bdl.elbo import TemperedTrace_ELBO
-from pyro_bdl.guides import AutoMeanField
+from pyro_bdl import bayesianize, models, training
+from pyro_bdl.elbo import CompiledELBO, TemperedTrace_ELBO
+from pyro_bdl.guides import AutoLaplaceGGN, AutoMeanField
 from pyro_bdl.handlers import temper, with_prior
 from pyro_bdl.program import record
 from pyro_bdl.program.supports import check_support
@@ -70,3 +74,132 @@ def test_values_that_a_mask_leaves_out_must_be_numbers():
     y = torch.tensor([1.0, float("nan")])
     with pytest.raises(ValueError, match=r"y holds NaN .*where a mask leaves them out"):
         check_finite(lambda y: None, (y,), {})
+
+
+# Arguments of the wrong kind
+
+X, Y = torch.randn(6, 2), torch.randn(6)
+with torch.inference_mode():
+    MADE_IN_INFERENCE = X.clone()
+
+KINDS = {
+    "numpy": (X.numpy(), Y, r"x is a numpy\.ndarray"),
+    "numpy targets": (X, Y.numpy(), r"y is a numpy\.ndarray"),
+    "pandas": (pd.DataFrame(X.numpy()), Y, r"x is a pandas\.DataFrame"),
+    "list": (X.tolist(), Y, "x is a list"),
+    "double": (X.double(), Y, r"x has dtype torch\.float64, and the weights have torch\.float32"),
+    "whole": ((4 * X).long(), Y, r"x has dtype torch\.int64.* pass x\.to\(torch\.float32\)"),
+    "inference": (MADE_IN_INFERENCE, Y, r"x was made under .* pass x\.clone\(\)"),
+}
+
+
+def _program(**options):
+    return models.Regression(bayesianize(nn.Linear(2, 1)), noise=0.5, **options)
+
+
+def _first_step(model, x, y):
+    SVI(model, AutoMeanField(model), pyro.optim.Adam({}), TemperedTrace_ELBO()).step(x, y)
+
+
+def _later(elbo):
+    def step(model, x, y):
+        loss = elbo(model, AutoMeanField(model))
+        for _ in range(3):
+            loss(X, Y).backward()
+        loss(x, y).backward()
+
+    return step
+
+
+def _laplace(model, x, y):
+    AutoLaplaceGGN(model, structure="full").laplace_approximation([(x, y)])
+
+
+USES = {
+    "first step": _first_step,
+    "later step": _later(TemperedTrace_ELBO()),
+    "later step, vmap": _later(TemperedTrace_ELBO(num_particles=2)),
+    "later step, compiled": _later(CompiledELBO()),
+    "laplace": _laplace,
+}
+TAKEN = ("later step, compiled", "inference")  # a graph asks for no gradient of its operators
+
+
+@pytest.mark.parametrize("use,kind", [(u, k) for u in USES for k in KINDS if (u, k) != TAKEN])
+@pytest.mark.filterwarnings("ignore:CompiledELBO runs:UserWarning")
+@pytest.mark.filterwarnings("ignore:the guide is not at a maximum:UserWarning")
+def test_an_argument_of_the_wrong_kind_is_named(use, kind):
+    x, y, message = KINDS[kind]
+    with pytest.raises(TypeError, match=message):
+        USES[use](_program(), x, y)
+
+
+@pytest.mark.parametrize("kind", ["numpy", "numpy targets", "pandas", "list"])
+def test_training_takes_tensors(kind):
+    x, y, _ = KINDS[kind]
+    name = "y" if kind == "numpy targets" else "x"
+    model = _program()
+    guide = AutoMeanField(model)
+    for function in (partial(training.train, steps=1), training.estimate_elbo):
+        with pytest.raises(TypeError, match=f"{name} must be a tensor, got"):
+            function(model, guide, x, y)
+
+
+@pytest.mark.parametrize("data", [pd.DataFrame(X.numpy()), X.numpy(), (X.tolist(), Y.tolist())])
+def test_data_of_a_pass_are_tensors(data):
+    with pytest.raises(TypeError, match=r"(of tensors, got (DataFrame|ndarray)|is a list)"):
+        AutoLaplaceGGN(_program()).laplace_approximation(data)
+
+
+def test_a_list_that_the_program_takes_is_no_fault():
+    def program(parts, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(parts[0] @ w, 1.0), obs=y)
+
+    _first_step(program, [X], Y)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        _first_step(program, [X[:, :1]], Y)
+
+
+@pytest.mark.parametrize("elbo", [TemperedTrace_ELBO(), CompiledELBO()])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+@pytest.mark.filterwarnings("ignore:CompiledELBO runs .* sparse tensor:UserWarning")
+def test_sparse_inputs(elbo):
+    model = _program()
+    guide = AutoMeanField(model)
+    losses = []
+    for x in (X, X.to_sparse(), X.to_sparse_csr()):
+        torch.manual_seed(0)
+        losses.append(elbo.loss_and_grads(model, guide.prototype(X, Y), x, Y))
+    assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-5)
+    bad = X.index_fill(0, torch.tensor(3), math.nan).to_sparse()
+    with pytest.raises(ValueError, match="x holds NaN or infinity in rows 3"):
+        elbo.loss_and_grads(model, guide, bad, Y)
+    with pytest.raises(TypeError, match=r"x is sparse.* pass x\.to_dense\(\)"):
+        _laplace(model, X.to_sparse(), Y)
+
+
+# Inference mode
+
+
+@pytest.mark.parametrize("elbo", [TemperedTrace_ELBO(), CompiledELBO()])
+def test_a_step_in_inference_mode_is_refused(elbo):
+    model = _program()
+    guide = AutoMeanField(model)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="train outside of it"):
+        elbo.loss_and_grads(model, guide, X, Y)
+    elbo.loss_and_grads(model, guide, X, Y)
+    with torch.inference_mode():
+        assert math.isfinite(elbo.loss(model, guide, X, Y))
+
+
+def test_a_guide_made_in_inference_mode_can_be_trained():
+    with torch.inference_mode():
+        model = _program()
+        guide = AutoMeanField(model).prototype(X, Y)
+    assert not guide.loc.is_inference()
+    TemperedTrace_ELBO()(model, guide)(X, Y).backward()
+    torch.optim.Adam(guide.parameters(), lr=0.1).step()
+    with torch.no_grad():
+        assert AutoMeanField(model).prototype(X, Y).loc.requires_grad

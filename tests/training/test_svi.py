@@ -1,6 +1,7 @@
 """Training reaches the known optimum, in full and small batches; Ctrl-C keeps what is there."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -112,6 +113,9 @@ def test_bad_input_is_told():
         training.train(model, guide, x, y, steps=1, batch_size=0)
     with pytest.raises(ValueError, match="steps must be at least 1"):
         training.train(model, guide, x, y, steps=0)
+    for options in ({"steps": 2.5}, {"steps": math.nan}, {"steps": 1, "batch_size": 2.5}):
+        with pytest.raises(ValueError, match="must be a whole number"):
+            training.train(model, guide, x, y, **options)
     bits = models.BinaryClassification(model.network, num_data=20)
     wrong = (y > 0).long().index_fill(0, torch.tensor([2, 17]), 2)
     with pytest.raises(ValueError, match=r"support.* in rows 2, 17"):

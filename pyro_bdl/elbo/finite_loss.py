@@ -1,0 +1,106 @@
+"""Losses of a training, checked before their gradients reach an optimizer."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from pyro.util import warn_if_nan
+from torch import Tensor
+from torch.autograd import Variable
+
+_left_to_caller: ContextVar[bool] = ContextVar("_left_to_caller", default=False)
+
+
+class OnHost:
+    """The numbers of a tensor on the CPU, fetched from an accelerator without waiting for it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        tensor = tensor.detach()
+        self._event: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._value = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self._value.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(tensor.device))
+        else:
+            self._value = tensor
+
+    def has_arrived(self) -> bool:
+        """Whether ``value`` returns at once."""
+        return self._event is None or self._event.query()
+
+    def value(self) -> Tensor:
+        """The numbers, as soon as they are known."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._value
+
+
+def require_gradients() -> None:
+    """:raises RuntimeError: in inference mode, where no step of a training can be taken."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "torch.inference_mode() turns off the gradients that a training step needs: train "
+            "outside of it"
+        )
+
+
+@contextmanager
+def left_to_caller() -> Iterator[None]:
+    """Turn ``guarded`` off, for a caller that guards a loss made of these losses."""
+    token = _left_to_caller.set(True)
+    try:
+        yield
+    finally:
+        _left_to_caller.reset(token)
+
+
+def guarded(loss: Tensor, check_data: Callable[[], None]) -> Tensor:
+    """Return the loss; where it is not finite, see ``check_value``, before an optimizer can step.
+
+    On the CPU this happens at once. On an accelerator it happens at the end of ``backward``, when
+    the gradients' kernels are queued, so that no step waits for the device.
+
+    :param loss: a scalar.
+    :param check_data: raises an error where the data are at fault.
+    """
+    if _left_to_caller.get() or _is_transformed():
+        return loss
+    if loss.device.type == "cpu":
+        check_value(loss.item(), check_data)
+    elif loss.requires_grad:
+        number = OnHost(loss)
+
+        def check() -> None:
+            check_value(number.value().item(), check_data)
+
+        at_end_of_backward(loss, check)
+    return loss
+
+
+def at_end_of_backward(loss: Tensor, function: Callable[[], None]) -> None:
+    """Call a function when a ``backward`` through ``loss`` has dealt with all gradients; an error
+    in it is raised by ``backward``."""
+    loss.register_hook(lambda _: Variable._execution_engine.queue_callback(function))
+
+
+def check_value(loss: float, check_data: Callable[[], None]) -> float:
+    """Return the loss; where it is not finite call ``check_data``, and warn if that finds nothing.
+
+    :raises ValueError: by ``check_data``.
+    """
+    if not math.isfinite(loss):
+        check_data()
+        warn_if_nan(torch.tensor(loss, device="cpu"), "loss")
+    return loss
+
+
+def _is_transformed() -> bool:
+    """Whether the loss has no number to read: in vmap, in a trace."""
+    return (
+        torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch.compiler.is_compiling()
+    )
