@@ -24,10 +24,6 @@ class UnsupportedProgramError(ValueError):
     """A Pyro program that cannot be read as a density of continuous latents."""
 
 
-class ArgumentError(TypeError):
-    """An argument of a program is of a kind that the program cannot compute with."""
-
-
 class MissingOperatorError(NotImplementedError):
     """An operator that has no translation; ``op`` holds its name, ``site`` where it came from."""
 
