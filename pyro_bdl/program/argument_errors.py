@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from pyro_bdl.errors import ArgumentError
 
+TENSORS_NEEDED = "the program computes with tensors: pass torch.as_tensor(...) of it"
+
 
 def explain(error: Exception, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> None:
     """Raise the error of the argument that ended a run; return where the arguments do not tell.
@@ -97,7 +99,8 @@ def _is_array(value: Any) -> bool:
     return not isinstance(value, Tensor | torch.Size) and hasattr(value, "__array__")
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """The kind of an argument, for messages."""
     if isinstance(value, list):
         return "list of numbers"
     return f"{type(value).__module__.partition('.')[0]} {type(value).__name__}"
@@ -109,10 +112,7 @@ def _unusual(arguments: Mapping[str, Any], error: Exception) -> str | None:
     others = {} if isinstance(error, RuntimeError) else arguments  # which is of tensors
     for name, value in others.items():
         if _is_array(value):
-            return (
-                f"{name} is a {_kind(value)}, and the program computes with tensors: pass it as a "
-                "tensor, such as torch.as_tensor(...)"
-            )
+            return f"{name} is a {kind_of(value)}: {TENSORS_NEEDED}"
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     for name, value in tensors.items():
         if value.is_inference() and "inference" in text:

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from pyro_bdl.elbo.tempered import TemperedTraceMeanField_ELBO, check_data
-from pyro_bdl.errors import BdlWarning
+from pyro_bdl.errors import ArgumentError, BdlWarning
 from pyro_bdl.estimators import PerDatum
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.swag import AutoMultiSWAG, AutoSWAG
+from pyro_bdl.program.argument_errors import TENSORS_NEEDED, kind_of
 from pyro_bdl.program.validation import check_finite
 from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.random_state import own_randomness
@@ -299,8 +300,7 @@ def estimate_elbo(
 def _require_tensors(**arguments: Any) -> None:
     for name, value in arguments.items():
         if not isinstance(value, Tensor):
-            kind = f"{type(value).__module__}.{type(value).__name__}".removeprefix("builtins.")
-            raise TypeError(f"{name} must be a tensor, got {kind}: pass it as a tensor")
+            raise ArgumentError(f"{name} is a {kind_of(value)}: {TENSORS_NEEDED}")
 
 
 def _batch_size(model: Callable, rows: int, asked: int | None) -> int:

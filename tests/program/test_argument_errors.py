@@ -72,9 +72,9 @@ def test_arrays_are_named(model, call, kind):
 
 @pytest.mark.parametrize("call", CALLS)
 def test_tensors_of_another_dtype_are_named(model, call):
-    with pytest.raises(ArgumentError, match="x is float64, y is float64") as raised:
+    found = r"x has dtype torch\.float64, and the weights have torch\.float32: pass x\.to\("
+    with pytest.raises(ArgumentError, match=found):
         CALLS[call](model, X.double(), Y.double())
-    assert "Double and Float" in str(raised.value) and ".to(dtype)" in str(raised.value)
 
 
 def test_compare_names_what_is_no_tensor(model):
@@ -86,7 +86,7 @@ def test_compare_names_what_is_no_tensor(model):
             bdl.compare(model, {"a": guide}, x, y, **given)
         with pytest.raises(TypeError, match="y_train must be a tensor"):
             bdl.compare(model, {"a": guide}, X, Y, train=(X, y), **given)
-    with pytest.raises(ArgumentError, match="x is float64"):
+    with pytest.raises(ArgumentError, match=r"x has dtype torch\.float64"):
         bdl.compare(model, {"a": guide}, X.double(), Y, **given)
 
 

@@ -9,6 +9,7 @@ import torch
 from pyro_bdl import bayesianize, guides, models, priors, training
 from pyro_bdl.elbo import TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import BdlWarning
+from pyro_bdl.training import svi
 
 
 @pytest.mark.parametrize("eta", [1.0, 0.1])
@@ -73,7 +74,7 @@ def test_elbo_of_many_rows_is_taken_in_parts(monkeypatch):
     model, x, y = straight_line(100, num_data=100)
     guide = guides.AutoMeanField(model, init_scale=1e-4).prototype(x, y)
     whole = training.estimate_elbo(model, guide, x, y)
-    monkeypatch.setattr(training, "_ROWS_AT_ONCE", 30)
+    monkeypatch.setattr(svi, "_ROWS_AT_ONCE", 30)
     assert training.estimate_elbo(model, guide, x, y) == pytest.approx(whole, rel=1e-3)
 
 
