@@ -98,7 +98,7 @@ def test_a_long_walk_is_recorded_and_gives_the_same_draws(monkeypatch):
     options = {"step_size": 1e-5, "num_chains": 2, "init": "network", "progress": False}
     options |= {"num_warmup": 20, "num_samples": 8, "batch_size": 10}
     short = bdl.mcmc.sgmcmc(model, (x, y), **options)
-    monkeypatch.setattr(bdl.mcmc.walk, "_WORTH_TRACING", 100)
+    monkeypatch.setattr(bdl.mcmc.stochastic_gradient.chains, "_WORTH_TRACING", 100)
     used = []
     monkeypatch.setattr(
         module._Graph, "__call__", lambda self, *a, call=module._Graph.__call__: used.append(0)

@@ -474,7 +474,7 @@ def test_subset_moves_and_the_rest_stays():
     x, y = linear_data()
     program = Program(Linear(), x, y)
     at = torch.linspace(-1, 1, 5, dtype=x.dtype)
-    subset = bdl.mcmc.sampling.Subset(program.layout, torch.tensor([1, 3]))
+    subset = bdl.mcmc.hmc.sampling.Subset(program.layout, torch.tensor([1, 3]))
     samples = sampled(
         Linear(), (x, y), subset=subset, at=at, num_chains=300, num_samples=40, **EXACT["sghmc"]
     )
