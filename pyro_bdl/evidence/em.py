@@ -109,7 +109,7 @@ def _train(
 def _maximise(
     model: Callable, guide: Guide, subset: Subset, reading: Reading, batches: Batches
 ) -> list[tuple[Hyperparameter, Tensor]]:
-    mean, variance = vector_moments(guide)
+    mean, variance = guide.location(), guide.variances()
     changes: list[tuple[Hyperparameter, Tensor]] = []
     for name, sites in owners(reading, subset).items():
         parameter = reading.parameters[name]
@@ -128,16 +128,6 @@ def _maximise(
         ratio = _mean_square(model, guide, batches)
         changes.append((parameter, (parameter.value * ratio.sqrt()).detach()))
     return changes
-
-
-@torch.no_grad()
-def vector_moments(guide: Guide) -> tuple[Tensor, Tensor]:
-    """Mean and variance (P,) of a guide's unconstrained vector, from draws unless it knows."""
-    variances = getattr(guide, "variances", None)
-    if variances is not None:
-        return guide.location(), variances()
-    draws = guide.sample_vectors(256)
-    return draws.mean(0), draws.var(0)
 
 
 @torch.no_grad()

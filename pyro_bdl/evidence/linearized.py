@@ -25,7 +25,7 @@ def linearised_log_likelihood(guide: LaplaceGuide, offset: Tensor) -> Tensor:
 
     It is differentiable in the offset (p,) and in the program's parameters.
     """
-    (model,) = guide._program_model
+    model = guide.program_model
     subset, layout = guide.subset, guide.require_layout()
     direction = subset.put(torch.zeros_like(guide.loc), offset.to(guide.loc))
     total = guide.loc.new_zeros((), dtype=torch.float64)
@@ -92,7 +92,7 @@ def linearised_optimum(
 
 def _prior_around(guide: LaplaceGuide) -> Callable[[Tensor], Tensor]:
     """log p(T(u)) + log |det dT/du| as a function of the offset."""
-    (model,) = guide._program_model
+    model = guide.program_model
     subset, layout = guide.subset, guide.require_layout()
 
     def log_prior(offset: Tensor) -> Tensor:

@@ -104,7 +104,7 @@ def _log_likelihood(
 
 def _passed(guide: LaplaceGuide) -> Tensor:
     """The log likelihood by a pass over the data."""
-    (model,) = guide._program_model
+    model = guide.program_model
     latents = guide.require_layout().constrain(guide.loc)[0]
     total = guide.loc.new_zeros((), dtype=torch.float64)
     factors = FactorStatements()
@@ -122,7 +122,7 @@ def _log_prior(guide: LaplaceGuide, reading: Reading, offset: Tensor | None) -> 
     """log p(T(u)) + log |det dT/du| of the subset's latents."""
     subset, layout = guide.subset, guide.require_layout()
     if offset is not None:
-        (model,) = guide._program_model
+        model = guide.program_model
         vector = subset.put(guide.loc, subset.take(guide.loc) + offset.to(guide.loc))
         reading = read(model, subset, vector, *guide.few)
     total = guide.loc.new_zeros((), dtype=torch.float64)

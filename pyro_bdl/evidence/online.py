@@ -128,7 +128,7 @@ class MarginalLikelihoodTraining:
         assert self._best is not None
         with torch.no_grad():
             self.guide.loc.copy_(self._best.loc)
-        (model,) = self.guide._program_model
+        model = self.guide.program_model
         reading = read_at_centre(model, self.guide, *self.batches.first())
         for name, value in best.hyperparameters.items():
             reading.parameters[name].set(value)

@@ -42,7 +42,7 @@ def tune_on_validation(
     :raises ValueError: where the parameter is not found, or not the only one.
     """
     parameters = read_guide(guide).parameters
-    (model,) = guide._program_model
+    model = guide.program_model
     found = [name for name in parameters if parameter is None or parameter in name]
     found = [parameter] if parameter in found else found
     if len(found) != 1:

@@ -29,11 +29,14 @@ from pyro_bdl.utils.module_state import outside_inference_mode
 class Guide(OwnParameters, AutoGuide):
     """Base of the guides: an ``AutoGuide`` over one flat unconstrained vector of the latents.
 
-    A subclass gives ``_create_parameters(start)``, ``forward`` and the methods below that raise
-    here: draws, log density, centre and quantiles over the vector u with latents w = T(u).
+    A subclass gives
 
-    ``normal_marginals`` says whether every number of u is Normal, or fixed, with the mean
-    ``location()`` and the variance ``variances()``.
+    - ``_create_parameters(start)``: its parameters, from an initial vector;
+    - ``forward(*args)``: a sample statement for each latent site;
+    - ``sample_vectors(num_samples)``, ``log_density(vector, log_det)``, ``location()`` and
+      ``variances()`` over the vector u with latents w = T(u);
+    - ``vector_quantiles(levels)``, unless every number of u is Normal, or fixed, with that location
+      and variance: then ``normal_marginals = True`` says so.
 
     :param model: a Pyro program.
     :param init_loc_fn: a per-site initialisation, one of Pyro's or ``init_to_network``.
@@ -56,9 +59,16 @@ class Guide(OwnParameters, AutoGuide):
         AutoGuide.__init__(self, start_at(init_loc_fn)(model), create_plates=create_plates)
         self.layout = None
         self._take_name()
-        self._program_model = (model,)
+        self._program_model = (model,)  # in a tuple: no module of the guide's
+        self._values: dict[str, Tensor] | None = None  # of parameters, inside reading and holding
+        self._detached = False
         self.subsampled: set[str] = set()
         self._loaded: dict[str, Tensor] | None = None
+
+    @property
+    def program_model(self) -> Callable:
+        """The program as the user gave it."""
+        return self._program_model[0]
 
     # Structure
 
@@ -80,7 +90,7 @@ class Guide(OwnParameters, AutoGuide):
 
     @outside_inference_mode()
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        with explained(self._program_model[0], args, kwargs):
+        with explained(self.program_model, args, kwargs):
             trace = trace_once(poutine.block(self.model, self._prototype_hide_fn), args, kwargs)
         program = Program.from_trace(self.model, trace, args, kwargs)
         start, full = _at_full_size(program, trace)
@@ -186,48 +196,45 @@ class Guide(OwnParameters, AutoGuide):
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Inside, a parameter is read once, by a ``pyro.param`` statement for optimisers."""
-        with self._pyro_context:
-            self.__dict__["_read"] = {}
-            try:
-                yield
-            finally:
-                del self.__dict__["_read"]
+        """Read each parameter once, by a ``pyro.param`` statement for optimizers."""
+        with self._pyro_context, self._reading_from({}):
+            yield
 
     @contextmanager
     def holding(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Inside, parameters are read as ``values``: the guide as a function of its parameters."""
-        before = self.__dict__.get("_read")
-        self.__dict__["_read"] = dict(values)
+        """Read parameters as ``values``: the guide as a function of its parameters."""
+        with self._reading_from(dict(values)):
+            yield
+
+    @contextmanager
+    def _reading_from(self, values: dict[str, Tensor]) -> Iterator[None]:
+        before, self._values = self._values, values
         try:
             yield
         finally:
-            self.__dict__.pop("_read")
-            if before is not None:
-                self.__dict__["_read"] = before
+            self._values = before
 
     @contextmanager
     def constant(self) -> Iterator[None]:
-        """Inside, the parameters count as constants."""
-        self.__dict__["_constant"] = True
+        """Read parameters as constants."""
+        before, self._detached = self._detached, True
         try:
             yield
         finally:
-            del self.__dict__["_constant"]
+            self._detached = before
 
     def _parameter(self, name: str) -> Tensor:
         value = self._attached(name)
-        return value.detach() if "_constant" in self.__dict__ else value
+        return value.detach() if self._detached else value
 
     def _attached(self, name: str) -> Tensor:
-        read = self.__dict__.get("_read")
-        if read is not None and name in read:
-            return read[name]
+        if self._values is not None and name in self._values:
+            return self._values[name]
         self.require_layout()
         self._follow_store(name)
         value = getattr(self, name)
-        if read is not None:
-            read[name] = value
+        if self._values is not None:
+            self._values[name] = value
         return value
 
     # Draws and summaries
@@ -263,9 +270,18 @@ class Guide(OwnParameters, AutoGuide):
         """The guide's centre as an unconstrained vector (P,)."""
         raise NotImplementedError
 
-    def vector_quantiles(self, levels: Tensor) -> Tensor:
-        """Marginal quantiles (levels, P) of the unconstrained vector."""
+    def variances(self) -> Tensor:
+        """The marginal variances (P,) of the unconstrained vector."""
         raise NotImplementedError
+
+    def vector_quantiles(self, levels: Tensor) -> Tensor:
+        """Marginal quantiles (levels, P) of the unconstrained vector: m + s Phi^-1(level) of Normal
+        marginals, m of a fixed number."""
+        if not self.normal_marginals:
+            raise NotImplementedError
+        scale = self.variances().sqrt()
+        offsets = scale * torch.special.ndtri(levels)[:, None]
+        return self.location() + torch.where(scale > 0, offsets, torch.zeros_like(offsets))
 
     def sample_latents(self, num_samples: int) -> dict[str, Tensor]:
         """Independent draws as a dict site -> (num_samples, *shape)."""

@@ -51,7 +51,7 @@ class AutoEnsemble(Guide):
         self.__dict__["_init"] = init_loc_fn
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        with layers_called(self._program_model) as layers:
+        with layers_called((self.program_model,)) as layers:
             self.__dict__["_starts"] = [self._start(args, kwargs) for _ in range(1, self.size)]
         super()._setup_prototype(*args, **kwargs)
         del self.__dict__["_starts"]
@@ -65,7 +65,7 @@ class AutoEnsemble(Guide):
             )
 
     def _start(self, args: tuple, kwargs: dict) -> Tensor:
-        started = start_at(self._init)(self._program_model[0])
+        started = start_at(self._init)(self.program_model)
         trace = trace_once(poutine.block(started, self._prototype_hide_fn), args, kwargs)
         return _at_full_size(Program.from_trace(started, trace, args, kwargs), trace)[0]
 
@@ -127,7 +127,7 @@ class AutoEnsemble(Guide):
                 f"{kind.__name__} starts from several vectors, and a member is one: give a kind "
                 "such as AutoLaplaceGGN, AutoSWAG or AutoMeanField"
             )
-        (model,) = self._program_model
+        model = self.program_model
         self.require_layout()
         guides = []
         for vector in self._parameter("locs").detach():

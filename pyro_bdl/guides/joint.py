@@ -57,16 +57,6 @@ class AutoJoint(Guide):
         densities = torch.vmap(self.log_density)(vectors.flatten(0, -2), log_dets.flatten())
         return densities.reshape(log_dets.shape)
 
-    def variances(self) -> Tensor:
-        """The marginal variances of the unconstrained vector (P,)."""
-        raise NotImplementedError
-
-    def vector_quantiles(self, levels: Tensor) -> Tensor:
-        """Those of Normal marginals."""
-        scale = self.variances().sqrt()
-        offsets = scale * torch.special.ndtri(levels)[:, None]
-        return self.location() + torch.where(scale > 0, offsets, torch.zeros_like(offsets))
-
 
 class JointGuide(AutoJoint):
     """Base of joint guides around a trained one.
@@ -75,6 +65,6 @@ class JointGuide(AutoJoint):
     """
 
     def __init__(self, source: Guide) -> None:
-        (model,) = source._program_model
+        model = source.program_model
         super().__init__(model, create_plates=source.create_plates)
         self._take_structure(source)

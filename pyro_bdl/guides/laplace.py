@@ -115,7 +115,7 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         return LaplaceGuide(self, recipe, subset, batches, progress=progress)
 
     def _begin(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        check_finite(self._program_model[0], args, kwargs)
+        check_finite(self.program_model, args, kwargs)
         self.prototype(*args, **kwargs)
 
 
@@ -139,7 +139,7 @@ class LaplaceGuide(JointGuide):
         progress: bool = False,
     ) -> None:
         super().__init__(source)
-        (model,), layout = source._program_model, source.require_layout()
+        model, layout = source.program_model, source.require_layout()
         self.recipe = recipe
         self.__dict__["few"] = batches.first()
         self.register_buffer("loc", source.location().detach().clone())
@@ -156,7 +156,7 @@ class LaplaceGuide(JointGuide):
 
     def _fit(self, batches: Batches, before: Any, progress: bool) -> Tensor:
         """Take up data; returns the gradient of the log joint density in the subset (p,)."""
-        (model,) = self._program_model
+        model = self.program_model
         fitted = fit_curvature(
             model, self.subset, self.loc, batches, self.recipe,
             before=before, progress=progress,
@@ -191,7 +191,7 @@ class LaplaceGuide(JointGuide):
         return self
 
     def _read(self) -> Reading:
-        (model,) = self._program_model
+        model = self.program_model
         return read(model, self.subset, self.loc, *self.few)
 
     def _noise(self) -> Tensor | None:
@@ -271,7 +271,7 @@ class LaplaceGuide(JointGuide):
         values = self.precision.variances()
         gain = 0.5 * float((gradient.square() * values.to(gradient)).sum())
         if gain > 1.0 + 0.1 * self.subset.size:
-            with layers_called(self._program_model) as layers:
+            with layers_called((self.program_model,)) as layers:
                 self._read()
             ending = (
                 ", the last steps after model.eval(): a BatchNorm layer is in training mode, and "

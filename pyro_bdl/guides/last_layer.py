@@ -133,7 +133,7 @@ class AutoLastLayer(AutoLaplaceGGN):
         """
         if not (isinstance(self.subset, str) and self.subset == "last-layer"):
             return self.subset
-        (model,), layout = self._program_model, self.require_layout()
+        model, layout = self.program_model, self.require_layout()
         return last_layer(model, layout, self.location().detach(), args, kwargs)
 
     @torch.no_grad()
@@ -173,7 +173,7 @@ class LastLayerGuide(LaplaceGuide):
     ) -> None:
         self.__dict__["quadratic"] = False
         super().__init__(source, recipe, selection, batches, check=False, progress=progress)
-        (model,) = self._program_model
+        model = self.program_model
         _check_used_once(model, self.subset, self.loc, *self.few)
         quadratic = recipe.curvature in ("ggn", "hessian")
         quadratic = quadratic and is_quadratic(model, self.subset, self.loc, *batches.first())
@@ -281,7 +281,7 @@ class LastLayerGuide(LaplaceGuide):
 
     def _log_joint(self, vector: Tensor) -> float:
         """The tempered log p(y, w) + log |det dw/du| at a vector (P,)."""
-        (model,) = self._program_model
+        model = self.program_model
         latents, log_det = self.require_layout().constrain(vector)
         with evaluation_mode(model), preserved_buffers(model):
             run = record(model, latents, *self.few, draw=leave_open)

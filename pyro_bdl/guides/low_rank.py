@@ -74,7 +74,7 @@ class AutoLowRank(AutoJoint):
         """The sites whose priors are no Normals, or Normals that another latent moves."""
         if self.subsampled:
             return frozenset()
-        (model,), layout = self._program_model, self.require_layout()
+        model, layout = self.program_model, self.require_layout()
         run, leaves = run_at(model, Subset(layout), vector, *self._prototype_arguments())
         return frozenset(
             name

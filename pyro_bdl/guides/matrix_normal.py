@@ -180,9 +180,6 @@ class AutoMatrixNormal(Guide):
                 blocks.append(NormalBlock(latent, loc, scales[name]))
         return GaussianPrior(blocks)
 
-    def vector_quantiles(self, levels: Tensor) -> Tensor:
-        return self.location() + self.variances().sqrt() * torch.special.ndtri(levels)[:, None]
-
 
 def is_matrix(latent: Latent) -> bool:
     """Whether a latent is a weight matrix or kernel: real, of two or more dimensions, all of them

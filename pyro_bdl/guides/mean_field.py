@@ -159,10 +159,6 @@ class AutoMeanField(Guide):
         self._require_global()
         return independent_prior(self.require_layout(), *self.loc_and_scale())
 
-    def vector_quantiles(self, levels: Tensor) -> Tensor:
-        loc, scale = self.loc_and_scale()
-        return loc + scale * torch.special.ndtri(levels)[:, None]
-
 
 def shared_groups(layout: Layout, sharing: str) -> Tensor | None:
     """For each of the P numbers which group it belongs to, (P,), counted from 0 without gaps;

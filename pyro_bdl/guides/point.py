@@ -51,9 +51,6 @@ class AutoMAP(Guide):
         """Zeros (P,)."""
         return torch.zeros_like(self.location())
 
-    def vector_quantiles(self, levels: Tensor) -> Tensor:
-        return self.location().expand(len(levels), -1)
-
 
 class UnconstrainedMAP(AutoMAP):
     """Base of guides that train the mode u* of the unconstrained vector, whose density is

@@ -103,12 +103,14 @@ class LargestVariance(Selector):
     """
 
     def __init__(self, of: Guide | None = None) -> None:
+        if not isinstance(of, Guide | None):
+            raise TypeError(
+                f"LargestVariance needs a guide with marginal variances, got {type(of).__name__}"
+            )
         self.of = of
 
     def scores(self, trained: Trained) -> Tensor:
-        guide: Any = diagonal_laplace(trained) if self.of is None else self.of
-        if not hasattr(guide, "variances"):
-            raise ValueError(f"LargestVariance: {type(guide).__name__} has no marginal variances")
+        guide = diagonal_laplace(trained) if self.of is None else self.of
         variances = guide.variances().detach()
         if not (variances > 0).any():
             raise ValueError(
@@ -170,7 +172,7 @@ class _Sites(Selector):
         raise NotImplementedError
 
     def scores(self, trained: Trained) -> Tensor:
-        (model,) = trained.guide._program_model
+        model = trained.guide.program_model
         subset = select(trained.guide.require_layout(), self.selection(trained), model=model)
         inside = subset.put(
             torch.full_like(trained.vector, -torch.inf), subset.take(trained.vector.abs())
@@ -182,7 +184,7 @@ class LastLayer(_Sites):
     """The weights of the last linear operation of the program."""
 
     def selection(self, trained: Trained) -> Any:
-        (model,) = trained.guide._program_model
+        model = trained.guide.program_model
         layout = trained.guide.require_layout()
         return last_layer(model, layout, trained.vector, *trained.batches.first())
 

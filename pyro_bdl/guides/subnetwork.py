@@ -129,7 +129,7 @@ class AutoSubnetwork(AutoLaplaceGGN):
         """
         from pyro_bdl import mcmc
 
-        (model,) = self._program_model
+        model = self.program_model
         indices = self.choose(args, select=select, size=size)
         start = LaplaceGuide(self, self.recipe, indices, Batches(args)) if init is None else init
         subset = Subset(self.require_layout(), indices.cpu())

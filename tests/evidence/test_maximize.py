@@ -248,7 +248,7 @@ def test_an_error_restores_everything(line, method, values, monkeypatch):
 
 def test_bad_arguments(line, learn):
     guide = line.laplace()
-    (model,) = guide._program_model
+    model = guide.program_model
     for call in (maximize, evidence.log_marginal_likelihood):
         with pytest.raises(TypeError, match=r"laplace_approximation\(data\).* got AutoLaplaceGGN"):
             call(AutoLaplaceGGN(model))

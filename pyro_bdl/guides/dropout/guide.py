@@ -152,7 +152,7 @@ class AutoMCDropout(Guide):
             del self.__dict__["_arguments"]
 
     def _create_parameters(self, start: Tensor) -> None:
-        (model,), layout = self._program_model, self.require_layout()
+        model, layout = self.program_model, self.require_layout()
         # a guide around another one's point has that one's run behind it
         args, kwargs = self.__dict__.get("_arguments") or self._prototype_arguments()
         reader, run = reading_run(self._source.reader, model, layout, start, args, kwargs)
