@@ -127,7 +127,7 @@ def _compare(options: argparse.Namespace) -> int:
 def _made_with(
     options: argparse.Namespace, settings: Options, fits: list[Fit]
 ) -> dict[str, object]:
-    """What the report says of the run."""
+    """Return the settings that the report lists."""
     result: dict[str, object] = {"data": "scikit-learn's diabetes data"}
     result |= {
         name.replace("_", " "): value
@@ -227,7 +227,7 @@ class _Files:
         self.failed = False
 
     def write(self, name: str, writer: Callable[[Path], object]) -> bool:
-        """Whether ``writer(path)`` wrote the file."""
+        """Call ``writer(path)``; returns True where it wrote the file."""
         try:
             writer(self.folder / name)
         except Exception as error:  # of a disk, or of what is drawn

@@ -61,9 +61,10 @@ def compare(
     draws against the other: a smaller distance cannot be told from none. The same seed gives the
     same table.
 
-    Where one distribution is of all rows, as of a Gaussian process whose function is integrated
-    out, NLPD is that of all targets together, divided by their number; all else is of each row's
-    marginal distribution, and no row can be left out.
+    Where one distribution is of all rows, NLPD is that of all targets together, divided by their
+    number; all else is of each row's marginal distribution, and no row can be left out. Where the
+    latents do not move its mean, as of a Gaussian process whose function is integrated out,
+    distances are between draws of the target, and R-hat and ESS are of its log density.
 
     :param model: a Pyro program with one observed site, called with ``*test`` and, to predict, with
         None for the targets.

@@ -15,6 +15,7 @@ from pyro_bdl.comparison.program_sites import Subject, as_samples, of_program, s
 from pyro_bdl.comparison.scores import (
     check_draws,
     class_labels,
+    log_likelihood,
     score_classes,
     score_draws_of_classes,
     score_draws_of_numbers,
@@ -152,7 +153,10 @@ def evaluate(
         elsewhere = _at(predictive, observation, ood, units, samples.num_chains)
         scores |= detection(said, elsewhere)
     if isinstance(posterior, Samples):
-        scores |= convergence(said.function, posterior)
+        told = said.function
+        if observation.fixed_mean:  # draws of the target are noisy, and always seem to mix
+            told = log_likelihood(predictive, observation.site, test)
+        scores |= convergence(told, posterior)
     loo = None
     if train is not None:
         pieces = _parts(train, predictive, observation)
@@ -286,7 +290,7 @@ def _at(
     expected, noise = predictive.draw_moments(*inputs, None)[observation.site]
     function = drawn.get("f")
     if function is None or function.shape[1:2] != (len(inputs[0]),):
-        function = expected
+        function = drawn[observation.site] if observation.fixed_mean else expected
     bad = ~function.isfinite()
     check_draws("functions", bad & ~bad.all(0))  # in all draws it is the distribution's mean
     return Evaluation(

@@ -41,12 +41,15 @@ class Observation:
 
     :param linear: whether the linearised model knows this distribution.
     :param joint: whether one distribution is of all rows, such as a MultivariateNormal over them.
+    :param fixed_mean: whether the latents of a joint one do not move its mean, as of a Gaussian
+        process whose function is integrated out.
     """
 
     site: str
     kind: str
     linear: bool = True
     joint: bool = False
+    fixed_mean: bool = False
 
     @property
     def is_class(self) -> bool:

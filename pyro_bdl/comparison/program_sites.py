@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.comparison.held_out import Observation, Test
-from pyro_bdl.distributions.take_apart import without_wrappers
+from pyro_bdl.distributions.take_apart import observation_mean, without_wrappers
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.draws import check_sites, latent_draws
@@ -71,7 +71,15 @@ def read_program(model: Callable, test: Test, posteriors: Mapping[str, Any]) -> 
             )
         model = _AlwaysWithTargets(model, rows.y[:1])
     joint = rows.rows > 1 and said.distribution.event_shape.numel() == rows.y.numel()
-    return Subject(model, Observation(site, kind, are_known([said]), joint), latents)
+    fixed = joint and latents is not None and _same_mean(program, site)
+    return Subject(model, Observation(site, kind, are_known([said]), joint, fixed), latents)
+
+
+def _same_mean(program: Program, site: str) -> bool:
+    """Return True where the observation has one mean, wherever the latents are."""
+    elsewhere = program.constrain(program.unconstrain(program.initial) + 0.5)[0]
+    runs = (program.run(latents) for latents in (program.initial, elsewhere))
+    return torch.equal(*(observation_mean(run.observed[site].distribution) for run in runs))
 
 
 class _AlwaysWithTargets:

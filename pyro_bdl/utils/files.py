@@ -83,7 +83,7 @@ class LenientStream(io.TextIOBase):
         return self.stream.fileno()
 
     def isatty(self) -> bool:
-        """Whether a terminal shows it."""
+        """Return True where a terminal shows it."""
         try:
             return self.stream is not None and self.stream.isatty()
         except ValueError:

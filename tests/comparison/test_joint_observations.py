@@ -74,6 +74,26 @@ def test_all_but_the_density_is_as_of_independent_rows():
         assert value is None or value == pytest.approx(rows[1][key], rel=1e-9), key
 
 
+def test_of_a_fixed_mean_the_targets_are_compared():
+    """The function of a process is integrated out: its mean would agree whatever the posterior."""
+    theirs = Samples({"length": 3 + lengths(200).latents["length"]})
+    row = compare(process, {"a": lengths(200), "b": theirs}, X, Y, reference="b").to_dict()["a"]
+    assert row["sd_ratio"] == pytest.approx(1.0, abs=0.1)  # the marginals are the same
+    assert row["energy"] > 5 * row["energy_se"]  # but not the correlations
+    wide = Samples({"w": torch.randn(2, 50, dtype=torch.float64)})
+    found = compare(line(joint=True), {"a": wide}, X, Y, reference=None)
+    assert torch.allclose(found.evaluations["a"].function[0], wide.flat()["w"][0] * X[:, 0])
+
+
+def test_chains_of_a_process_that_disagree_are_found_out():
+    """Draws of the target would hide it: they are mostly noise."""
+    values = lengths(50).latents["length"]
+    apart = Samples({"length": values + torch.tensor([[0.0], [3.0]], dtype=torch.float64)})
+    rows = [compare(process, {"a": q}, X, Y, reference="a") for q in (lengths(50), apart)]
+    assert rows[0].to_dict()["a"]["rhat"] < 1.1 < 1.5 < rows[1].to_dict()["a"]["rhat"]
+    assert rows[1].warnings and "R-hat" in rows[1].warnings[0]
+
+
 def test_one_draw_has_the_density_of_independent_rows():
     same = Samples({"w": torch.full((1, 4), 0.3, dtype=torch.float64)})
     found = [compare(line(j), {"a": same}, X, Y, reference=None).to_dict()["a"] for j in (0, 1)]
@@ -137,6 +157,37 @@ def test_processes_of_pyro_pass_through_compare_and_predictive(name):
     drawn = Predictive(process.model, held, 200)()["y"]
     assert drawn.shape == (200, 7)
     assert 0.5 < drawn.std() < 2 and not torch.equal(drawn[0], drawn[1])
+
+
+def test_sparse_regression_passes():
+    """The weights of features and of their pairs are integrated out (Agrawal et al. 2019)."""
+
+    def program(x, y, scales):
+        sigma = pyro.sample("sigma", dist.HalfNormal(scales["noise"]))
+        eta = pyro.sample("eta", dist.HalfCauchy(sigma))
+        local = pyro.sample("local", dist.HalfCauchy(torch.ones_like(x[0])).to_event(1))
+        inner = (local * x) @ (local * x).T
+        k = 0.5 * (1 + inner).square() - 0.5 + eta.square() * inner
+        noise = (sigma.square() + 1e-4) * torch.eye(len(x), dtype=x.dtype)
+        likelihood = dist.MultivariateNormal(x.new_zeros(len(x)), covariance_matrix=k + noise)
+        pyro.sample("y", likelihood, obs=y)
+
+    torch.manual_seed(0)
+    x = torch.randn(8, 3, dtype=torch.float64)
+    y, scales = x[:, 0] * x[:, 1] + x[:, 2], {"noise": x.new_tensor(1.0)}
+
+    def of_data(x, y=None):
+        return program(x, y, scales)
+
+    guide = guides.AutoMeanField(program).prototype(x, y, scales)
+    laplace = guides.AutoLaplaceGGN(of_data, structure="full").prototype(x, y)
+    with pytest.warns(BdlWarning, match="not at a maximum"):
+        laplace = laplace.laplace_approximation((x, y))
+    found = compare(
+        of_data, {"vi": guide, "laplace": laplace}, x, y, reference="vi", num_samples=40
+    ).to_dict()["laplace"]
+    assert all(math.isfinite(found[key]) for key in ("nlpd", "crps", "wasserstein", "sd_ratio"))
+    assert Predictive(program, guide, 5)(x, None, scales)["y"].shape == (5, 8)
 
 
 def test_predictions_that_need_targets_say_so():
