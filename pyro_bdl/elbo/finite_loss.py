@@ -66,7 +66,7 @@ def guarded(loss: Tensor, check_data: Callable[[], None]) -> Tensor:
     :param loss: a scalar.
     :param check_data: raises an error where the data are at fault.
     """
-    if _left_to_caller.get() or _is_transformed():
+    if _left_to_caller.get() or _has_no_number(loss):
         return loss
     if loss.device.type == "cpu":
         check_value(loss.item(), check_data)
@@ -97,10 +97,11 @@ def check_value(loss: float, check_data: Callable[[], None]) -> float:
     return loss
 
 
-def _is_transformed() -> bool:
-    """Whether the loss has no number to read: in vmap, in a trace."""
+def _has_no_number(loss: Tensor) -> bool:
+    """Whether a loss cannot be read: in vmap, in a trace, in the capture of a CUDA graph."""
     return (
-        torch._C._are_functorch_transforms_active()
+        (loss.is_cuda and torch.cuda.is_current_stream_capturing())
+        or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch.compiler.is_compiling()
     )

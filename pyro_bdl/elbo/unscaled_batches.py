@@ -83,7 +83,7 @@ class UnscaledBatches:
                     'pyro.plate("data", N, subsample=...); if each batch is all there is, ignore '
                     "this",
                     BdlWarning,
-                    stacklevel=2,
+                    stacklevel=7,  # the line of SVI's step
                 )
 
 

@@ -62,7 +62,7 @@ def nan_outside_support(total: Any, run: Run) -> Any:
     for site in run.observed.values():
         bad = _outside_support(site)
         if bad is not None:
-            total = torch.where(bad.any(), torch.nan, total)
+            total = total.masked_fill(bad.any(), torch.nan)  # torch.where would copy the number
     return total
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -105,6 +106,8 @@ def point_density(msg: Any) -> bool:
 class _Recorder(Messenger):
     """Runs a program at given values and keeps what each sample statement says.
 
+    Statements of another thread reach it too, and are refused.
+
     :param values: site -> value for latents and plates' indices; other sites are sampled.
     :param draw: what to do at a site that has neither an observation nor a value.
     """
@@ -116,8 +119,16 @@ class _Recorder(Messenger):
         self.values = values
         self.draw = draw
         self.run = Run()
+        # torch.compile, which runs one thread, cannot follow get_ident
+        self.thread = None if torch.compiler.is_compiling() else threading.get_ident()
 
     def _process_message(self, msg: Any) -> None:
+        if self.thread is not None and self.thread != threading.get_ident():
+            raise RuntimeError(
+                f"the statement '{msg['name']}' is of another thread than the program that runs: "
+                "Pyro's handlers and its parameter store are the same for all threads; run one "
+                "program at a time, or several in processes of their own"
+            )
         if msg["type"] != "sample":
             return
         msg["stop"] = True  # a pure function: no handler outside may see or change its sites

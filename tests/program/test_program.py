@@ -1,6 +1,7 @@
 """A program's pure functions equal Pyro's own trace and survive torch's transformations."""
 
 import math
+import threading
 
 import pyro
 import pyro.distributions as dist
@@ -632,3 +633,25 @@ def test_a_delta_that_observes_other_values_is_refused():
 
     with pytest.raises(UnsupportedProgramError, match="'v' observes values that its Delta"):
         Program(model)
+
+
+def test_a_statement_of_another_thread_is_refused():
+    """Pyro's stack of handlers is one for all threads: its site would land in this program."""
+    failures = []
+
+    def other():
+        try:
+            pyro.sample("other", dist.Normal(0.0, 1.0))
+        except RuntimeError as error:
+            failures.append(str(error))
+
+    def program():
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        pyro.sample("y", dist.Normal(w, 1.0), obs=torch.tensor(0.0))
+
+    found = record(program, {})
+    assert set(found.latents) == {"w"}
+    assert len(failures) == 1 and "'other' is of another thread" in failures[0]
