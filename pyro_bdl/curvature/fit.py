@@ -3,7 +3,7 @@
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +32,9 @@ from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.supports import check_support
-from pyro_bdl.program.trace import Run, Site
+from pyro_bdl.program.trace import Run, Site, leave_open, record
 from pyro_bdl.program.validation import check_finite_batches
+from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
 
 _COLUMNS_BUDGET = 8 * 2**20  # bytes of columns that are stacked, which costs a copy
 
@@ -437,3 +438,30 @@ def check_factors(run: Run, recipe: Recipe) -> None:
             BdlWarning,
             stacklevel=4,
         )
+
+
+def warn_of_randomness(
+    model: Callable, subset: Subset, vector: Tensor, args: tuple, kwargs: Mapping[str, Any]
+) -> None:
+    """Warn where a program in evaluation mode observes other distributions in a second run at the
+    same latents, as dropout that is always on makes it."""
+    values = subset.layout.constrain(vector)[0]
+    with torch.no_grad(), evaluation_mode(), preserved_buffers():
+        first = record(model, values, args, kwargs, draw=leave_open)
+        again = record(model, {**values, **first.subsamples}, args, kwargs, draw=leave_open)
+    for name in first.observed:
+        before, after = (
+            parameters_of_any(without_wrappers(run.observed[name].distribution)[0])
+            for run in (first, again)
+        )
+        for key, value in before.items():
+            if not torch.allclose(value, after[key].to(value), rtol=1e-3, equal_nan=True):
+                warnings.warn(
+                    f"the {key} of site '{name}' is random: it differs between two runs of the "
+                    "program in evaluation mode with the same latents, and the approximation is "
+                    "that of one draw; for dropout write F.dropout(x, p, self.training) or "
+                    "nn.Dropout, or take AutoMCDropout",
+                    BdlWarning,
+                    stacklevel=5,
+                )
+                return

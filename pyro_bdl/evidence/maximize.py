@@ -24,6 +24,7 @@ from pyro_bdl.guides.laplace import LaplaceGuide
 
 METHODS = ("mackay", "gradient")
 
+_ROUNDING = 1e-4  # of the log evidence
 _SMALLEST = 1e-8  # of gamma and of squared weights
 
 
@@ -63,12 +64,15 @@ def maximize(
 
     (MacKay 1992, section 3; alpha = gamma / w'w, beta = (N - gamma) / residuals). "gradient"
     ascends the log evidence by Adam in all parameters of the priors and of a Normal's noise.
+    Where gamma is not below N, which a curvature that is no Gauss-Newton matrix of all latents
+    (such as "kron") allows, or where the evidence falls below that of the start, the fixed point
+    is given up with a warning: the remaining steps, or as many again, are gradient ascent.
 
     The parameters change in place, and the guide follows. Retrain the MAP afterwards, or use
     ``MarginalLikelihoodTraining``, which alternates.
 
     :param steps: at most so many.
-    :param learning_rate: of "gradient", in unconstrained units.
+    :param learning_rate: of gradient ascent, in unconstrained units.
     :param tolerance: "mackay" ends when no parameter changes by more than this fraction.
     :param linearised: evaluate at the optimum of the linearised model, which is found anew at
         every step (Antoran et al. 2022, recommendation 1).
@@ -84,10 +88,12 @@ def maximize(
         )
     with restored_on_error(reading.parameters, guide.refresh):
         guide.refresh()
+        history: list[float] = []
+        left = steps
         if method == "mackay":
-            history = _fixed_point(guide, steps, tolerance, linearised)
-        else:
-            history = _ascend(guide, steps, learning_rate, linearised)
+            history, left = _fixed_point(guide, steps, tolerance, linearised)
+        if left:
+            history += _ascend(guide, left, learning_rate, linearised)
         guide.refresh()
     offset = linearised_optimum(guide) if linearised else None
     values = hyperparameters(guide)
@@ -107,8 +113,10 @@ def hyperparameters(guide: LaplaceGuide) -> dict[str, Tensor]:
 
 def _fixed_point(
     guide: LaplaceGuide, steps: int, tolerance: float, linearised: bool
-) -> list[float]:
-    history = []
+) -> tuple[list[float], int]:
+    """The history, and how many steps are left to gradient ascent where the fixed point fails."""
+    history: list[float] = []
+    best: tuple[float, dict[str, Tensor]] | None = None
     for step in range(steps):
         reading = read_guide(guide)
         offset = linearised_optimum(guide) if linearised else None
@@ -118,6 +126,11 @@ def _fixed_point(
                 "no hyperparameter of the program is the scale of Normal priors or of a Normal "
                 'observation: use method="gradient"'
             )
+        noise = noise_owner(reading, guide.subset)
+        if noise is not None and not any(noise[0].name == p.name for p, _ in changes):
+            return history, steps - step  # mackay_update has said so
+        if best is None:
+            best = log_marginal_likelihood(guide, offset=offset).item(), hyperparameters(guide)
         largest = 0.0
         for parameter, value in changes:
             before = parameter.value.detach()
@@ -128,7 +141,20 @@ def _fixed_point(
             history.append(log_marginal_likelihood(guide, offset=offset).item())
         if largest < tolerance:
             break
-    return history
+    offset = linearised_optimum(guide) if linearised else None
+    reached = log_marginal_likelihood(guide, offset=offset).item()
+    if best is None or reached >= best[0] - _ROUNDING * max(1.0, abs(best[0])):
+        return history, 0
+    warnings.warn(
+        f"the fixed point has taken the log evidence from {best[0]:.6g} to {reached:.6g}: gradient "
+        "ascent goes on from where it started",
+        BdlWarning,
+        stacklevel=3,
+    )
+    for name, parameter in followed(read_guide(guide)).items():
+        parameter.set(best[1][name])
+    guide.refresh()
+    return history, steps
 
 
 @torch.enable_grad()
@@ -161,7 +187,7 @@ def mackay_update(
         if free <= 0:
             warnings.warn(
                 f"the effective number of parameters ({float(gamma):.1f}) is not below the number "
-                f"of observations ({float(guide.cells):.0f}): the noise is left as it is",
+                f"of observations ({float(guide.cells):.0f}): the noise has no fixed point there",
                 BdlWarning,
                 stacklevel=4,
             )

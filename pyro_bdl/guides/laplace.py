@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from pyro_bdl.curvature.config import Recipe
-from pyro_bdl.curvature.fit import check_factors, fit_curvature
+from pyro_bdl.curvature.fit import check_factors, fit_curvature, warn_of_randomness
 from pyro_bdl.curvature.hyperparameters import Reading, few_rows, noise_site, read
 from pyro_bdl.curvature.prior import PriorPrecision, prior_precision
 from pyro_bdl.curvature.structures.precision import (
@@ -170,6 +170,7 @@ class LaplaceGuide(JointGuide):
         self.__dict__["passes"] = [*earlier, (batches, fitted.factor)]
         if before is None:
             self.__dict__["few"] = few_rows(model, self.require_layout(), self.loc, self.few)
+            warn_of_randomness(model, self.subset, self.loc, *self.few)
             self.register_buffer("noise_factor", torch.ones_like(self.squares))
             self.register_buffer("reference_noise", None)
             self.reference_noise = self._noise()
@@ -332,14 +333,25 @@ class LaplaceGuide(JointGuide):
 def last_layer(model: Callable, layout: Any, vector: Tensor, args: tuple, kwargs: Any) -> list[str]:
     """The sites of the last linear operation of a program, and of a bias added to its output.
 
+    The operation is a product with a weight matrix or with a vector of weights.
+
     :raises ValueError: where no latent enters a linear operation.
     """
     from pyro_bdl.curvature.jacobian.linearization import Linearization
 
-    uses = Linearization(model, Subset(layout), vector, args, kwargs).uses
+    at = Linearization(model, Subset(layout), vector, args, kwargs)
+    uses, vectors = at.uses, at.vector_products
     numbers = [n for n, use in enumerate(uses) if use.kind == "product" and use.inputs is not None]
+    if vectors and vectors[-1].position > (numbers[-1] if numbers else -1):
+        site, start, shape = vectors[-1]
+        added = [u for u in uses[start:] if u.inputs is None and u.output_shape == shape]
+        return list(dict.fromkeys([site, *(use.site for use in added)]))
     if not numbers:
-        raise ValueError('subset="last-layer" needs a program in which a latent is a weight matrix')
+        raise ValueError(
+            'subset="last-layer" needs a program in which a latent is a weight matrix, or a vector '
+            "of weights in a product (inputs @ weights): name the sites of the last layer instead, "
+            "as in subset=['weights']"
+        )
     last = uses[numbers[-1]]
 
     def is_added(use: Any) -> bool:

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.jacobian.jacobian import Jacobian
+from pyro_bdl.curvature.jacobian.entries import Place
+from pyro_bdl.curvature.jacobian.jacobian import Block, Dense, Jacobian
 from pyro_bdl.curvature.jacobian.linearization import Linearization
+from pyro_bdl.curvature.jacobian.use_blocks import working_dtype
 from pyro_bdl.curvature.structures.draws import Offsets
 from pyro_bdl.curvature.structures.precision import Precision
 from pyro_bdl.distributions.take_apart import without_wrappers
@@ -24,6 +26,8 @@ class Outputs:
     :param label: names them, the same in every batch.
     :param read: the tensors by name in any run of the program.
     :param has_data: whether their leading axis numbers the data; else they are of one datum.
+    :param differentiable: keep the graph back to the program's arguments; the Jacobian is then one
+        dense matrix for each datum.
     """
 
     kind = ""  # of an observed site the name of its distribution
@@ -35,38 +39,56 @@ class Outputs:
         read: Callable[[Run], dict[str, Tensor]],
         *,
         has_data: bool,
+        differentiable: bool = False,
     ) -> None:
         self.at, self.label, self.has_data = at, label, has_data
+        self.differentiable = differentiable
         with torch.enable_grad():
             found = read(at.run)
         leaves = [at.leaves[name] for name in at.subset.parts]
-        self.values = {key: value.detach() for key, value in found.items()}
+        self.values = {key: self.kept(value) for key, value in found.items()}
         self.moving = [key for key, value in found.items() if _depends(value, leaves)]
         self.num_data = len(next(iter(found.values()))) if has_data else 1
         self._read = read
         self._jacobian: Jacobian | None = None
 
+    def kept(self, value: Tensor) -> Tensor:
+        """A result with its graph where it is to be differentiated, else without."""
+        return value if self.differentiable else value.detach()
+
     @classmethod
-    def of_site(cls, at: Linearization, name: str, site: Site) -> "Outputs":
+    def of_site(
+        cls, at: Linearization, name: str, site: Site, *, differentiable: bool = False
+    ) -> "Outputs":
         """The unconstrained parameters of an observed site."""
 
         def read(run: Run) -> dict[str, Tensor]:
             return natural_parameters(run.observed[name].distribution, run)
 
         kind, base = known_kind(site), without_wrappers(site.distribution)[0]
-        result = cls(at, ("observed", name), read, has_data=len(base.batch_shape) > 0)
+        result = cls(
+            at,
+            ("observed", name),
+            read,
+            has_data=len(base.batch_shape) > 0,
+            differentiable=differentiable,
+        )
         result.kind = kind
         return result
 
     @classmethod
-    def of_deterministic(cls, at: Linearization, name: str) -> "Outputs":
+    def of_deterministic(
+        cls, at: Linearization, name: str, *, differentiable: bool = False
+    ) -> "Outputs":
         """A deterministic site, named "value"."""
 
         def read(run: Run) -> dict[str, Tensor]:
             return {"value": run.deterministic[name]}
 
         has_data = at.run.deterministic[name].dim() > 0
-        return cls(at, ("deterministic", name), read, has_data=has_data)
+        return cls(
+            at, ("deterministic", name), read, has_data=has_data, differentiable=differentiable
+        )
 
     @property
     def mean(self) -> Tensor:
@@ -78,11 +100,40 @@ class Outputs:
     @property
     def jacobian(self) -> Jacobian:
         """The K numbers as K columns."""
-        if self._jacobian is None:
+        if self._jacobian is None and self.differentiable:
+            self._jacobian = self._dense_jacobian()
+        elif self._jacobian is None:
             with torch.enable_grad():
                 pullback = self.at.pullback(self._outputs, self.num_data, label=self.label)
             self._jacobian = pullback.identity()
         return self._jacobian
+
+    def _dense_jacobian(self) -> Jacobian:
+        """Row by row, each with its graph."""
+        at = self.at
+        leaves = [at.leaves[name] for name in at.subset.parts]
+        with torch.enable_grad():
+            flat = self.mean
+            rows = []
+            for output in flat.reshape(-1):
+                found = torch.autograd.grad(output, leaves, create_graph=True, allow_unused=True)
+                parts = [
+                    (torch.zeros_like(leaf) if g is None else g).reshape(-1)
+                    for g, leaf in zip(found, leaves, strict=True)
+                ]
+                chosen = [
+                    part if kept is None else part[kept.to(part.device)]
+                    for part, kept in zip(parts, at.subset.chosen.values(), strict=True)
+                ]
+                rows.append(torch.cat(chosen))
+            dtype = working_dtype(at.vector.dtype)
+            values = torch.stack(rows).unflatten(0, flat.shape).transpose(0, 1).to(dtype)
+        blocks: list[Block] = [
+            Dense(Place((name, -1), part), values[..., part])
+            for name, part in at.subset.parts.items()
+        ]
+        like = at.vector.new_empty(0, dtype=dtype)
+        return Jacobian(blocks, flat.shape[1], len(flat), at.subset.size, like)
 
     def _outputs(self, run: Run) -> list[Tensor]:
         found = self._read(run)
@@ -103,7 +154,7 @@ class Outputs:
             key: value.expand(len(offsets), *value.shape) for key, value in self.values.items()
         }
         if self.moving:
-            change = offsets.apply(self.jacobian).detach()
+            change = self.kept(offsets.apply(self.jacobian))
             values |= self.split(self.mean + change.to(self.mean))
         return values
 
@@ -128,7 +179,8 @@ class Gaussian:
         """(n, K, K)."""
         if not self.outputs.moving:
             return self.mean.new_zeros(*self.mean.shape, self.mean.shape[-1])
-        return self.precision.covariance(self.outputs.jacobian).detach().to(self.mean)
+        covariance = self.precision.covariance(self.outputs.jacobian)
+        return self.outputs.kept(covariance).to(self.mean)
 
     @cached_property
     def diagonal(self) -> Tensor:
@@ -137,7 +189,8 @@ class Gaussian:
             return torch.zeros_like(self.mean)
         if "covariance" in self.__dict__:
             return self.covariance.diagonal(dim1=-2, dim2=-1)
-        return self.precision.output_variances(self.outputs.jacobian).detach().to(self.mean)
+        variances = self.precision.output_variances(self.outputs.jacobian)
+        return self.outputs.kept(variances).to(self.mean)
 
     def means(self) -> dict[str, Tensor]:
         """By name, those that move."""

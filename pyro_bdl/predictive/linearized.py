@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pyro_bdl.curvature.chunking import linearizations
 from pyro_bdl.curvature.jacobian.datum_axes import Alignment
@@ -94,6 +94,10 @@ class LinearizedPredictive:
     ``LinearizedPredictive(model, guide)(x)`` gives draws ``{"y": (S, N, ...), "f": (S, N, ...)}``
     like ``Predictive``, each one function of all inputs, and their ``moments`` in closed form.
 
+    Where an argument requires gradients (and gradients are not switched off), moments, densities,
+    means and drawn functions are differentiable in it, as a search for the next input needs; the
+    Jacobian is then dense, so give few rows at once.
+
     :param model: the Pyro program; call the result with its arguments, without the targets.
     :param posterior: a guide of ``laplace_approximation``; of a mixture of such the program is
         linearised around each member (``LinearizedMixture``).
@@ -127,7 +131,7 @@ class LinearizedPredictive:
         def draw(at: Linearization, part: Part, offsets: Offsets, first: bool) -> dict[str, Tensor]:
             natural = {name: outputs.draws(offsets) for name, outputs in part.items()}
             drawn: dict[str, Tensor] = {
-                name: with_natural(at.run.observed[name], values).distribution.sample()
+                name: _drawn(with_natural(at.run.observed[name], values).distribution)
                 for name, values in natural.items()
             }
             if first:
@@ -168,16 +172,16 @@ class LinearizedPredictive:
 
         return self._map(function, args, kwargs)
 
-    @torch.no_grad()
     def joint_covariance(self, *args: Any, **kwargs: Any) -> dict[str, tuple[Tensor, Tensor]]:
         """For each observed site the mean (N K,) and the covariance (N K, N K) over all inputs,
         data before parameters. Takes the whole batch at once."""
         guide, result = self.posterior, {}
-        at = Linearization(self.model, guide.subset, guide.loc, args, kwargs)
-        for name, outputs in _observed(at).items():
-            if outputs.moving:
-                covariance = guide.precision.joint_covariance(outputs.jacobian)
-                result[name] = (outputs.mean.reshape(-1), covariance.detach())
+        with torch.set_grad_enabled(_are_differentiable(args, kwargs)):
+            at = Linearization(self.model, guide.subset, guide.loc, args, kwargs)
+            for name, outputs in _observed(at).items():
+                if outputs.moving:
+                    covariance = guide.precision.joint_covariance(outputs.jacobian)
+                    result[name] = (outputs.mean.reshape(-1), outputs.kept(covariance))
         return result
 
     def probabilities(self, *args: Any, method: str = "probit", **kwargs: Any) -> dict[str, Tensor]:
@@ -297,7 +301,6 @@ class LinearizedPredictive:
 
     # Over the data, in parts
 
-    @torch.no_grad()
     def _parts(
         self, args: tuple, kwargs: dict, known: dict[Any, Alignment] | None = None
     ) -> Iterator[tuple[Linearization, Part]]:
@@ -308,18 +311,17 @@ class LinearizedPredictive:
         ):
             yield at, _observed(at)
 
-    @torch.no_grad()
     def _map(
         self, function: Callable[[Linearization, Part], Any], args: tuple, kwargs: dict
     ) -> Any:
         """Nested results of every part, put together along their first axes."""
         found, rows = [], []
-        for at, part in self._parts(args, kwargs):
-            found.append(function(at, part))
-            rows.append(_rows(at))
-        return _joined(found, rows, 0)
+        with torch.set_grad_enabled(_are_differentiable(args, kwargs)):
+            for at, part in self._parts(args, kwargs):
+                found.append(function(at, part))
+                rows.append(_rows(at))
+            return _joined(found, rows, 0)
 
-    @torch.no_grad()
     def _map_draws(
         self,
         function: Callable[[Linearization, Part, Offsets, bool], dict[str, Tensor]],
@@ -332,18 +334,35 @@ class LinearizedPredictive:
         at_once = max(1, _DRAWS_AT_ONCE // max(1, item * self.posterior.subset.size))
         known: dict[Any, Alignment] = {}
         chunks = []
-        for start in range(0, self.num_samples, at_once):
-            offsets = precision.draw(min(at_once, self.num_samples - start))
-            found, rows = [], []
-            for at, part in self._parts(args, kwargs, known):
-                found.append(function(at, part, offsets, start == 0))
-                rows.append(_rows(at))
-            chunks.append(_joined(found, rows, 1))
-        return {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+        with torch.set_grad_enabled(_are_differentiable(args, kwargs)):
+            for start in range(0, self.num_samples, at_once):
+                offsets = precision.draw(min(at_once, self.num_samples - start))
+                found, rows = [], []
+                for at, part in self._parts(args, kwargs, known):
+                    found.append(function(at, part, offsets, start == 0))
+                    rows.append(_rows(at))
+                chunks.append(_joined(found, rows, 1))
+            return {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+
+
+def _are_differentiable(args: Any, kwargs: Any) -> bool:
+    """Whether results are wanted as functions of some argument."""
+    tensors = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _observed(at: Linearization) -> Part:
-    return {name: Outputs.of_site(at, name, site) for name, site in at.run.observed.items()}
+    differentiable = _are_differentiable(at.args, at.kwargs)
+    return {
+        name: Outputs.of_site(at, name, site, differentiable=differentiable)
+        for name, site in at.run.observed.items()
+    }
+
+
+def _drawn(distribution: Any) -> Tensor:
+    """A draw, differentiable where that is wanted and can be."""
+    wanted = torch.is_grad_enabled() and distribution.has_rsample
+    return distribution.rsample() if wanted else distribution.sample()
 
 
 def _rows(at: Linearization) -> int:
@@ -377,7 +396,10 @@ def _deterministic(
         if isinstance(value, Tensor) and value.is_floating_point():
             drawn = _reused(at, value, part, natural)
             if drawn is None:
-                drawn = Outputs.of_deterministic(at, name).draws(offsets)["value"]
+                outputs = Outputs.of_deterministic(
+                    at, name, differentiable=_are_differentiable(at.args, at.kwargs)
+                )
+                drawn = outputs.draws(offsets)["value"]
             result[name] = drawn
     return result
 

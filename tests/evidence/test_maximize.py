@@ -1,5 +1,6 @@
 """The fixed point and the ascent, against the maximum of the exact evidence."""
 
+import sys
 import warnings
 
 import pyro.distributions as dist
@@ -15,6 +16,8 @@ from pyro_bdl.evidence import maximize
 from pyro_bdl.evidence import maximize as function
 from pyro_bdl.evidence.maximize import mackay_update
 from pyro_bdl.guides import AutoLaplaceGGN
+
+module = sys.modules[function.__module__]
 
 
 @pytest.mark.parametrize("method", ["mackay", "gradient"])
@@ -207,13 +210,35 @@ def test_weights_without_a_prior_are_left_to_the_optimiser(learn):
     assert names == ["hyper_prior_weight__scale", "noise"]
 
 
-def test_a_noise_that_cannot_be_told_is_left_with_a_warning(make_line, values):
+def test_where_the_noise_has_no_fixed_point_the_gradient_goes_on(make_line):
     """As many parameters as data: N - gamma is not positive when tempered."""
-    line = make_line(size=4, prior=50.0, noise=0.01)
-    guide = line.laplace(model=handlers.temper(line.model, 4.0), loc=line.mode(eta=4.0))
-    with pytest.warns(BdlWarning, match="is not below the number of observations .1.: the noise"):
-        maximize(guide, steps=1)
-    assert values(guide)["noise"].item() == pytest.approx(0.01)
+    found = []
+    for method in ("mackay", "gradient"):
+        line = make_line(size=4, prior=50.0, noise=0.01)
+        guide = line.laplace(model=handlers.temper(line.model, 4.0), loc=line.mode(eta=4.0))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", BdlWarning)
+            found.append(maximize(guide, method=method, steps=150))
+        said = [str(w.message) for w in caught if w.category is BdlWarning]
+        assert [("observations (1): the noise" in text) for text in said] == [True] * (
+            method == "mackay"
+        )
+    mackay, gradient = found
+    assert mackay.log_evidence == pytest.approx(gradient.log_evidence, abs=1e-3)
+    assert mackay.log_evidence > mackay.history[0] + 1.0
+
+
+def test_a_fixed_point_that_loses_evidence_is_given_up(line, monkeypatch):
+    guide, other = line.laplace(), line.laplace()
+    best = maximize(other, method="gradient", steps=60).log_evidence
+
+    def away(guide, reading, offset=None):
+        return [(p, 3.0 * p.value.detach()) for p in reading.parameters.values()]
+
+    monkeypatch.setattr(module, "mackay_update", away)
+    with pytest.warns(BdlWarning, match="gradient ascent goes on"):
+        found = maximize(guide, steps=60)
+    assert found.log_evidence == pytest.approx(best, abs=1e-3)
 
 
 def test_gradients_of_the_users_parameters_are_kept(line):

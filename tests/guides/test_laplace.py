@@ -919,3 +919,24 @@ def test_a_reparameterized_program(conjugate):
     assert drawn["y"].shape == (3, len(x))
     result = compare(decentered, {"laplace": laplace}, x, y, reference=None)
     assert "laplace" in str(result)
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_dropout_that_is_always_on_is_told(always):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 20), nn.Linear(20, 1)
+
+        def forward(self, x):
+            hidden = torch.nn.functional.dropout(self.first(x), 0.5, always or self.training)
+            return self.last(hidden)
+
+    x, y = torch.randn(8, 3), torch.randn(8)
+    model = models.Regression(bayesianize(Net()), noise=1.0)
+    guide = AutoLaplaceGGN(model, structure="diag").prototype(x, y)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", BdlWarning)
+        guide.laplace_approximation((x, y))
+    said = [w for w in caught if "the loc of site 'y' is random" in str(w.message)]
+    assert len(said) == always

@@ -477,3 +477,35 @@ def test_on_a_gpu(case):
     assert there.loc.is_cuda
     torch.testing.assert_close(there.loc.cpu(), expected.loc)
     torch.testing.assert_close(there.variances().cpu(), expected.variances())
+
+
+VECTORS = {
+    "x @ w": lambda x, w: x @ w,
+    "w @ x'": lambda x, w: w @ x.T,
+    "mv": torch.mv,
+    "linear": torch.nn.functional.linear,
+}
+
+
+@pytest.mark.parametrize("form", VECTORS)
+def test_a_vector_of_weights(form):
+    """Bayesian linear regression on features that another latent makes."""
+    torch.manual_seed(0)
+    x = torch.randn(12, 2, dtype=torch.float64)
+    y = x.sum(-1).sin()
+
+    def model(x, y=None):
+        inside = pyro.sample("inside", dist.Normal(x.new_zeros(2, 3), 1.0).to_event(2))
+        w = pyro.sample("w", dist.Normal(x.new_zeros(3), 1.0).to_event(1))
+        b = pyro.sample("b", dist.Normal(x.new_zeros(()), 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(VECTORS[form]((x @ inside).tanh(), w) + b, 0.3), obs=y)
+
+    guide = AutoLastLayer(model).prototype(x, y)
+    assert list(guide.layer(x, y)) == ["w", "b"]
+    laplace = guide.laplace_approximation((x, y))
+    features = torch.cat([(x @ guide.median()["inside"]).tanh(), torch.ones_like(x[:, :1])], 1)
+    precision = features.T @ features / 0.09 + torch.eye(4, dtype=torch.float64)
+    mean = torch.linalg.solve(precision, features.T @ y / 0.09)
+    torch.testing.assert_close(laplace.loc[-4:], mean)
+    torch.testing.assert_close(laplace.variances()[-4:], precision.inverse().diagonal())

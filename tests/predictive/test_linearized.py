@@ -823,3 +823,33 @@ def test_moments_of_each_draw_add_up_to_the_predictive_ones():
         assert ((drawn.mean - exact.mean["loc"]).abs() < 5 * error).all()
         assert ((mean.mean(0) - exact.mean["loc"]).abs() < 5 * error).all()
         assert (variance == 0.25).all()
+
+
+@pytest.mark.parametrize("structure", ["full", "kron", "diag", "low_rank"])
+def test_predictions_are_differentiable_in_the_inputs(structure):
+    """Moments as functions of the inputs have the derivatives that finite differences find, and
+    the values that they have without."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 2, dtype=torch.float64)
+    net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    model = models.Regression(bayesianize(net), noise=0.3)
+    guide = AutoLaplaceGGN(model, structure=structure).prototype(x, x.sum(-1).sin())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BdlWarning)
+        laplace = guide.laplace_approximation((x, x.sum(-1).sin()))
+    predictive = LinearizedPredictive(model, laplace, num_samples=2)
+    inputs = torch.randn(2, 2, dtype=torch.float64)
+
+    def moments(inputs):
+        found = predictive.moments(inputs)["y"]
+        joint = predictive.joint_covariance(inputs)["y"][1]
+        return found.mean["loc"], found.variance["loc"], joint
+
+    plain = moments(inputs)
+    assert not any(value.requires_grad for value in plain)
+    inputs.requires_grad_()
+    torch.testing.assert_close([value.detach() for value in moments(inputs)], list(plain))
+    assert torch.autograd.gradcheck(moments, (inputs,))
+    assert predictive(inputs)["f"].requires_grad
+    with torch.no_grad():
+        assert not predictive(inputs)["f"].requires_grad

@@ -9,7 +9,7 @@ z. A latent that enters any other operation is listed in ``unmatched``.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +57,18 @@ class Use:
     reduce_dims: tuple[int, ...] = ()
 
 
+class VectorProduct(NamedTuple):
+    """A product of inputs and a latent vector, whose latent is among the unmatched: its curvature
+    is a dense block.
+
+    :param position: how many uses were recorded before.
+    """
+
+    site: str
+    position: int
+    output_shape: torch.Size
+
+
 class LinearOperations(Tracker):
     """Records the uses of latents while a program runs.
 
@@ -68,6 +80,7 @@ class LinearOperations(Tracker):
         self.uses: list[Use] = []
         self._counts: Counter[str] = Counter()
         self.unmatched: set[str] = set()
+        self.vector_products: list[VectorProduct] = []
 
     def operate(self, func: Any, args: tuple, kwargs: dict, tagged: list[Tag]) -> Any:
         result = func(*args, **kwargs)
@@ -155,6 +168,8 @@ def _linear(mode: LinearOperations, named: dict, output: Tensor) -> set[int]:
     if weight and not mode.tag(inputs) and weight.tensor.dim() == 2:
         _product(mode, weight, output, inputs)
         seen.add(id(weight.tensor))
+    elif weight and weight.tensor.dim() == 1:
+        _vector_product(mode, weight, output)
     if bias:
         _bias(mode, bias, output)
         seen.add(id(bias.tensor))
@@ -172,11 +187,23 @@ def _matmul(mode: LinearOperations, named: dict, output: Tensor) -> set[int]:
     if first and left.dim() == 2 and right.dim() >= 2:
         _product(mode, first, output, right.mT, to_rows=lambda z: z.mT)
         return {id(left)}
+    if second and right.dim() == 1 and left.dim() >= 2:
+        _vector_product(mode, second, output)
+    if first and left.dim() == 1 and right.dim() >= 2:
+        _vector_product(mode, first, output)
     return set()
+
+
+def _vector_product(mode: LinearOperations, tag: Tag, output: Tensor) -> None:
+    mode.vector_products.append(VectorProduct(tag.site, len(mode.uses), output.shape))
 
 
 def _rmatmul(mode: LinearOperations, named: dict, output: Tensor) -> set[int]:
     return _matmul(mode, {"input": named["other"], "other": named["input"]}, output)
+
+
+def _mv(mode: LinearOperations, named: dict, output: Tensor) -> set[int]:
+    return _matmul(mode, {"input": named["input"], "other": named["vec"]}, output)
 
 
 def _addmm(mode: LinearOperations, named: dict, output: Tensor) -> set[int]:
@@ -369,6 +396,7 @@ _RECORDERS: dict[str, Callable[[LinearOperations, dict, Tensor], set[int]]] = {
     "addmm": _addmm,
     "matmul": _matmul,
     "rmatmul": _rmatmul,
+    "mv": _mv,
     "convolution": _convolution,
     "embedding": _embedding,
     "layer_norm": _layer_norm,

@@ -80,6 +80,7 @@ class Linearization:
             with LinearOperations(seen) as operations:
                 self.run: Run = record(model, values, args, kwargs, draw=leave_open)
         self.uses = operations.uses
+        self.vector_products = operations.vector_products
         self.numbers = numbers_of_entries(self.uses)
         self.unfolded: dict[Any, Tensor] = {}
         self.unmatched = operations.unmatched | {

@@ -193,6 +193,7 @@ _FAMILIES: dict[str, tuple[tuple[str, ...], tuple[Any, ...]]] = {
     "linear": (("input", "weight", "bias"), (F.linear,)),
     "addmm": (("input", "mat1", "mat2"), (torch.addmm,)),
     "matmul": (_PAIR, (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)),
+    "mv": (("input", "vec"), (torch.mv, Tensor.mv)),
     "rmatmul": (_PAIR, (Tensor.__rmatmul__,)),
     "convolution": (_CONVOLUTION, (F.conv1d, F.conv2d, F.conv3d)),
     "embedding": (_EMBEDDING, (F.embedding,)),
