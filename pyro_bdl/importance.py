@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyro_bdl.diagnostics.psis import good_k, psis
 from pyro_bdl.guides.base import Guide
+from pyro_bdl.guides.draws import check_guide
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.vmap import map_draws
 from pyro_bdl.utils.module_state import evaluation_mode
@@ -81,12 +82,13 @@ def ratios(
     :param args: the program's arguments with all data, targets included.
     :param num_samples: S, at least 25, which k-hat needs.
     :param seed: of the draws.
-    :raises ValueError: for a guide without a density, too few draws.
+    :raises ValueError: for a guide without a density or of another program, too few draws.
     """
     _check(guide, num_samples)
     with evaluation_mode(model, guide, args), seeded(seed), torch.no_grad():
         program = Program(model, *args, **dict(model_kwargs or {}))
         program.require_observed()
+        check_guide(program.latents, guide)
         ratios = _log_ratios(program, guide, guide.sample_vectors(num_samples))
     return _summary(ratios)
 
@@ -119,6 +121,7 @@ def site_khat(
     with evaluation_mode(model, guide, args), seeded(seed), torch.no_grad():
         program = Program(model, *args, **dict(model_kwargs or {}))
         program.require_observed()
+        check_guide(program.latents, guide)
         layout, centre = guide.require_layout(), guide.location()
         for name, part in layout.slices.items():
             vectors = centre.repeat(num_samples, 1)

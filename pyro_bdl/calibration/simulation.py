@@ -13,7 +13,7 @@ from tqdm import tqdm
 from pyro_bdl.distributions.take_apart import observation_mean
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.guides.draws import latent_draws
+from pyro_bdl.guides.draws import check_guide, latent_draws
 from pyro_bdl.program.observed_arguments import Targets
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.trace import leave_open, record
@@ -209,6 +209,7 @@ def simulation_based_calibration(
         true = _evaluated(h, truths)
         if isinstance(inference, Guide):
             inference.prototype(*program.args, **program.kwargs)
+            check_guide(program.latents, inference)
             together = Together(model, inference, targets, data)
             _warn_unless_settled(together.train(progress=progress, **training))
             draws = together.sample_latents(num_draws)

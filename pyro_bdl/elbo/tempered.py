@@ -23,6 +23,7 @@ from pyro_bdl.estimators import PerDatum, as_estimator
 from pyro_bdl.estimators.per_datum import active
 from pyro_bdl.estimators.sticking import constant_parameters
 from pyro_bdl.guides.base import Guide
+from pyro_bdl.guides.draws import run_at_draw
 from pyro_bdl.guides.kl import entropy, mean_field_kl, sampled_kl
 from pyro_bdl.guides.training_step import one_step
 from pyro_bdl.program.argument_errors import explained
@@ -303,7 +304,7 @@ def _as_schedule(temperature: Temperature) -> Callable[[int], float]:
 def check_data(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
     """
     :raises ValueError: where the data are not finite, or targets missing or outside of their
-        support.
+        support, or the guide is of another program.
     :raises TypeError: for an argument that the program cannot compute with.
     """
     check_finite(model, args, kwargs)
@@ -339,7 +340,7 @@ def _check(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> froze
 def _draw(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> tuple[Run, Run]:
     """A run of the guide, and one of the program at the guide's draw."""
     q = record(guide, {}, args, kwargs)
-    return q, record(model, _values(q), args, kwargs)
+    return q, run_at_draw(model, _values(q), args, kwargs)
 
 
 def _values(q: Run) -> dict[str, Any]:

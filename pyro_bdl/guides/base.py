@@ -136,6 +136,10 @@ class Guide(OwnParameters, AutoGuide):
         given = trace.nodes["_INPUT"]
         return given["args"], given["kwargs"]
 
+    def is_of(self, model: Callable) -> bool:
+        """Whether the guide was made for this very program; False for a guide from a file."""
+        return self._program_model is not None and self._program_model[0] is model
+
     def require_layout(self) -> Layout:
         """:raises RuntimeError: before the first run, which finds the latents."""
         if self.layout is None:

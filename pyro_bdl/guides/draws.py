@@ -1,15 +1,18 @@
 """Draws from a posterior, be it a guide or ``Samples``."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyro_bdl.distributions.take_apart import parameters_of, without_wrappers
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.program.layout import Latent, differences
-from pyro_bdl.program.trace import record
+from pyro_bdl.program.layout import Latent, differences, transform_of
+from pyro_bdl.program.trace import Run, Site, leave_open, record
 from pyro_bdl.samples import Samples
+from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.whole_numbers import whole_number
 
 DEFAULT_DRAWS = 100
@@ -54,5 +57,120 @@ def check_sites(
         {name: latent.shape for name, latent in latents.items()},
         {name: value.shape[leading:] for name, value in draws.items()},
     )
+    _refuse(found)
+
+
+def _refuse(found: str) -> None:
     if found:
         raise ValueError(f"the posterior is of another program ({found})")
+
+
+def check_guide(latents: Mapping[str, Latent], guide: Guide) -> None:
+    """Whether a guide's vector is one of a program's latents, in their order.
+
+    :param latents: the program's latent sites.
+    :raises ValueError: where names, shapes or the order do not match.
+    """
+    theirs = guide.require_layout().latents
+    _refuse(differences(_shapes(latents), _shapes(theirs)))
+    if list(latents) != list(theirs):
+        _refuse(f"its sites have another order: {', '.join(map(repr, theirs))}")
+
+
+def _shapes(latents: Mapping[str, Latent]) -> dict[str, torch.Size]:
+    return {name: latent.shape for name, latent in latents.items()}
+
+
+def run_at_draw(
+    program: Callable,
+    values: Mapping[str, Tensor],
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    *,
+    draw: Callable[[dict], Any] | None = None,
+) -> Run:
+    """Run a program at one draw of a posterior, as ``record`` does.
+
+    :raises ValueError: where the draw has other shapes than the program's latents, also where the
+        program fails for that reason.
+    """
+    try:
+        run = record(program, values, args, kwargs, draw=draw)
+    except (RuntimeError, ValueError, IndexError):
+        prior = Run()
+        with contextlib.suppress(RuntimeError, ValueError, IndexError, NotImplementedError):
+            prior = record(program, {}, args, kwargs)
+        _check_shapes(prior, values)
+        raise
+    _check_shapes(run, values)
+    return run
+
+
+def _check_shapes(run: Run, values: Mapping[str, Tensor]) -> None:
+    expected = {name: shape for name, shape in _latent_shapes(run).items() if name in values}
+    _refuse(differences(expected, {name: values[name].shape for name in expected}))
+
+
+def _latent_shapes(run: Run) -> dict[str, torch.Size]:
+    sites: Mapping[str, Any] = run.latents
+    return {name: site.distribution.shape() for name, site in sites.items()}
+
+
+@torch.no_grad()
+def check_posterior(
+    program: Callable,
+    posterior: Any,
+    draws: Mapping[str, Tensor],
+    args: tuple,
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Whether a posterior is of a program that is called without its targets.
+
+    A site without plates whose distribution is the same for all draws is no observation but a
+    latent that the posterior does not know.
+
+    :param draws: of the posterior, site -> (S, *shape); the first one counts.
+    :raises ValueError: where names or shapes of the latents do not match, with all that do not.
+    """
+    values = {name: value[0] for name, value in draws.items()}
+    with preserved_buffers():
+        run = run_at_draw(program, values, args, kwargs, draw=leave_open)
+        expected = _latent_shapes(run) | _open_latents(run, program, args, kwargs)
+    given = {name: value.shape for name, value in values.items()}
+    if not isinstance(posterior, Guide | Samples):  # Pyro's own guides have auxiliary sites too
+        given = {name: shape for name, shape in given.items() if name in expected}
+    _refuse(differences(expected, given))
+
+
+def _moved(site: Site) -> Tensor:
+    """Another value in the support of a latent site."""
+    support: Any = site.distribution.support
+    try:
+        transform = transform_of(support)
+    except NotImplementedError:
+        return site.value
+    return site.value + 0.1 if transform is None else transform(transform.inv(site.value) + 0.1)
+
+
+def _open_latents(
+    run: Run, program: Callable, args: tuple, kwargs: Mapping[str, Any]
+) -> dict[str, torch.Size]:
+    """The open sites without plates whose distribution does not move with the latents, by shape."""
+    parameters: dict[str, dict[str, Tensor]] = {}
+    for name, site in run.observed.items():
+        if site.value is None and not site.distribution.batch_shape:
+            parameters[name] = parameters_of(without_wrappers(site.distribution)[0])
+    if not any(parameters.values()):
+        return {}
+    moved = {name: _moved(site) for name, site in run.latents.items()}
+    found = {}
+    for name, site in record(program, moved, args, kwargs, draw=leave_open).observed.items():
+        before, after = parameters.get(name), parameters_of(without_wrappers(site.distribution)[0])
+        if (
+            before
+            and before.keys() == after.keys()
+            and all(torch.equal(value, after[key]) for key, value in before.items())
+        ):
+            distribution: Any = site.distribution
+            found[name] = distribution.shape()
+    return found

@@ -26,6 +26,7 @@ from pyro_bdl.distributions.take_apart import (
     parameters_of,
     without_wrappers,
 )
+from pyro_bdl.guides.draws import check_posterior
 from pyro_bdl.guides.laplace import LaplaceGuide
 from pyro_bdl.guides.mixture import MixtureGuide
 from pyro_bdl.predictive import closed_forms
@@ -34,6 +35,7 @@ from pyro_bdl.predictive.sampled import PredictiveMoments
 from pyro_bdl.program.batches import leading_size
 from pyro_bdl.program.subsampling import on_whole_data
 from pyro_bdl.program.unconstrained_parameters import constrained_value, with_natural
+from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.whole_numbers import whole_number
 
 METHODS = ("probit", "laplace-bridge", "monte-carlo")
@@ -103,6 +105,7 @@ class LinearizedPredictive:
         linearised around each member (``LinearizedMixture``).
     :param num_samples: S, how many draws.
     :raises TypeError: for another posterior.
+    :raises ValueError: by its calls, for a posterior of another program, whose sites are named.
     """
 
     def __new__(cls, model: Callable, posterior: Any, *args: Any, **kwargs: Any) -> Any:
@@ -121,6 +124,7 @@ class LinearizedPredictive:
         if num_samples is not None:
             num_samples = whole_number(num_samples, "num_samples")
         self.model, self.posterior = model, posterior
+        self._is_checked = False
         self.num_samples = 100 if num_samples is None else num_samples
 
     def __call__(self, *args: Any, **kwargs: Any) -> Draws:
@@ -176,6 +180,7 @@ class LinearizedPredictive:
         """For each observed site the mean (N K,) and the covariance (N K, N K) over all inputs,
         data before parameters. Takes the whole batch at once."""
         guide, result = self.posterior, {}
+        self._check(self.model, args, kwargs)
         with torch.set_grad_enabled(_are_differentiable(args, kwargs)):
             at = Linearization(self.model, guide.subset, guide.loc, args, kwargs)
             for name, outputs in _observed(at).items():
@@ -299,6 +304,14 @@ class LinearizedPredictive:
 
         return self._map_draws(draw, args, kwargs)
 
+    def _check(self, program: Callable, args: tuple, kwargs: dict) -> None:
+        if self._is_checked or self.posterior.is_of(self.model):
+            return
+        centre = self.posterior.require_layout().constrain(self.posterior.loc[None])[0]
+        with evaluation_mode():
+            check_posterior(program, self.posterior, centre, args, kwargs)
+        self._is_checked = True
+
     # Over the data, in parts
 
     def _parts(
@@ -306,6 +319,7 @@ class LinearizedPredictive:
     ) -> Iterator[tuple[Linearization, Part]]:
         guide = self.posterior
         batch, program = [(args, kwargs)], on_whole_data(self.model)
+        self._check(program, args, kwargs)
         for at in linearizations(
             program, guide.subset, guide.loc, batch, None, known=known, every_output=True
         ):

@@ -15,7 +15,8 @@ from pyro_bdl.distributions.take_apart import (
     take_apart,
 )
 from pyro_bdl.errors import UnsupportedProgramError
-from pyro_bdl.guides.draws import latent_draws
+from pyro_bdl.guides.base import Guide
+from pyro_bdl.guides.draws import check_posterior, latent_draws
 from pyro_bdl.program.batch_norm import computing_with, statistics_of_draws
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.subsampling import on_whole_data
@@ -61,6 +62,7 @@ class Predictive:
         which stay the same, are computed once. By default all draws have the network's present
         statistics.
     :param progress: show a bar over the draws in that.
+    :raises ValueError: by its calls, for a posterior of another program, whose sites are named.
     :raises UnsupportedProgramError: by its calls, where the program picks some of the rows that it
         is given at random (``subsample_size`` of a plate); by a call that gives no site.
     """
@@ -82,6 +84,7 @@ class Predictive:
         self.batch_norm_data = None if batch_norm_data is None else Batches(batch_norm_data)
         self.progress = progress
         self._statistics: tuple[list[Any], Draws] | None = None
+        self._is_checked = isinstance(posterior, Guide) and posterior.is_of(model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draws y ~ p(y | w_s, x) and the deterministic sites, each (S, ...).
@@ -189,6 +192,10 @@ class Predictive:
         """``choose`` looks at one draw and says what to evaluate and how to finish a chunk."""
         with evaluation_mode(self.model, self.posterior, args, kwargs):
             draws = latent_draws(self.posterior, self.num_samples, *args, **kwargs)
+            if not self._is_checked:
+                program = on_whole_data(self.model)
+                check_posterior(program, self.posterior, draws, args, kwargs)
+                self._is_checked = True
             if self.batch_norm_data is not None:
                 layers, statistics = self._statistics or statistics_of_draws(
                     self.model, draws, self.batch_norm_data, progress=self.progress

@@ -284,7 +284,8 @@ def test_draws_that_fill_the_memory_are_evaluated_without_vmap():
     for memory, vectorised in ((1, False), (2**30, True)):
         seen.clear()
         results[memory] = bdl.Predictive(model, samples, memory=memory)(x)
-        assert seen[1:] == ([True] if vectorised else 7 * [False])
+        # after the run that checks the posterior and the one that measures the memory
+        assert seen[2:] == ([True] if vectorised else 7 * [False])
     torch.testing.assert_close(results[1]["f"], results[2**30]["f"])
     assert results[1]["y"].shape == results[2**30]["y"].shape == (7, 5)
 

@@ -688,10 +688,12 @@ def test_other_refusals(model, data):
         BernoulliNoise("warm")
 
 
-def test_nothing_to_drop_is_said(data):
+@pytest.mark.parametrize("sites", [None, "hidden"])
+@pytest.mark.parametrize("learn_p", [False, True])
+def test_nothing_to_drop_is_said(data, sites, learn_p):
     model = models.Regression(bayesianize(nn.Linear(2, 1).to(D)), noise=0.5)
     with pytest.warns(BdlWarning, match='drops nothing.*sites="all"'):
-        guide = AutoMCDropout(model, learn_p=True).prototype(*data)
+        guide = AutoMCDropout(model, sites=sites, learn_p=learn_p).prototype(*data)
     assert (guide.sample_vectors(3) == guide.location()).all()
     assert math.isfinite(TemperedTraceMeanField_ELBO().loss(model, guide, *data))
 
