@@ -446,7 +446,7 @@ def warn_of_randomness(
     """Warn where a program in evaluation mode observes other distributions in a second run at the
     same latents, as dropout that is always on makes it."""
     values = subset.layout.constrain(vector)[0]
-    with torch.no_grad(), evaluation_mode(), preserved_buffers():
+    with torch.no_grad(), evaluation_mode(model), preserved_buffers(model):
         first = record(model, values, args, kwargs, draw=leave_open)
         again = record(model, {**values, **first.subsamples}, args, kwargs, draw=leave_open)
     for name in first.observed:

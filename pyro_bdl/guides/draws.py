@@ -133,7 +133,7 @@ def check_posterior(
     :raises ValueError: where names or shapes of the latents do not match, with all that do not.
     """
     values = {name: value[0] for name, value in draws.items()}
-    with preserved_buffers():
+    with preserved_buffers(program, posterior):
         run = run_at_draw(program, values, args, kwargs, draw=leave_open)
         expected = _latent_shapes(run) | _open_latents(run, program, args, kwargs)
     given = {name: value.shape for name, value in values.items()}

@@ -308,7 +308,7 @@ class LinearizedPredictive:
         if self._is_checked or self.posterior.is_of(self.model):
             return
         centre = self.posterior.require_layout().constrain(self.posterior.loc[None])[0]
-        with evaluation_mode():
+        with evaluation_mode(program, self.posterior):
             check_posterior(program, self.posterior, centre, args, kwargs)
         self._is_checked = True
 
