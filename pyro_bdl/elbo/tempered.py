@@ -2,6 +2,9 @@
 
 L(eta) = E_q[log p(y | w)] - eta KL(q || p(w)), the sum over data scaled by N / B. Its optimum
 approximates the tempered posterior p(y | w)^(1/eta) p(w); eta = 1 is Bayes.
+
+All threads share Pyro's handlers: one thread at a time may run programs and take steps. The bounds
+here refuse a second one; Pyro's own cannot tell.
 """
 
 import contextlib

@@ -1,6 +1,8 @@
 """What the backends have in common: the density they sample, settings, draws, progress."""
 
 import math
+import operator
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from tqdm import tqdm
+
+from pyro_bdl.errors import BdlWarning
+
+_ENOUGH = 10  # draws, to judge chains by
+_DIVERGENT = 0.1  # the share of divergent draws that is said
+_SHORTEST = 1e-4  # trajectory, in standard deviations
 
 STATS = ("potential_energy", "energy", "num_steps", "accept_prob", "step_size", "diverging")
 
@@ -84,6 +92,54 @@ def one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
 
 
 def at_least(name: str, value: int, least: int) -> int:
+    """
+    :raises TypeError: for something that is no whole number.
+    :raises ValueError: for a number below ``least``.
+    """
+    try:
+        value = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number, got {value!r}") from None
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
     return value
+
+
+def warn_of_divergences(chains: Chains) -> None:
+    """Warn where more than a tenth of the draws ended in a divergence."""
+    diverging = chains.stats["diverging"].bool()
+    count, total = int(diverging.sum()), diverging.numel()
+    if total < _ENOUGH or count <= _DIVERGENT * total:
+        return
+    warnings.warn(
+        f"{count} of {total} draws ended in a divergence: the chains do not reach a part of the "
+        "posterior; raise target_accept, give scales priors that keep away from 0, or start "
+        "elsewhere (init='uniform', a trained guide)",
+        BdlWarning,
+        stacklevel=3,
+    )
+
+
+def warn_of_stuck_chains(chains: Chains) -> None:
+    """Warn of chains that stay where they began: trajectories far shorter than the posterior is
+    wide, or every proposal rejected.
+
+    A trajectory has the length step size times steps, in units of the standard deviations that the
+    mass matrix knows: about 1 where the adaptation went well.
+    """
+    if chains.vectors.shape[1] < _ENOUGH:
+        return
+    length = (chains.stats["step_size"] * chains.stats["num_steps"]).double().median(1).values
+    rests = (chains.vectors == chains.vectors[:, :1]).flatten(1).all(1)
+    stuck = ((length < _SHORTEST) | rests).nonzero().flatten().tolist()
+    if not stuck:
+        return
+    sizes = ", ".join(f"{float(chains.stats['step_size'][i, -1]):.1e}" for i in stuck)
+    which = ", ".join(map(str, stuck))
+    warnings.warn(
+        f"of {len(chains.vectors)} chains these hardly moved from their start, and so say nothing "
+        f"of the posterior: {which} (step size {sizes}); start elsewhere (init='uniform', "
+        "'network', or a trained guide) or take a longer num_warmup",
+        BdlWarning,
+        stacklevel=3,
+    )

@@ -13,6 +13,7 @@ from pyro_bdl.program.program import Program, trace_once
 from pyro_bdl.program.subset import Subset
 
 _ATTEMPTS = 100
+_RADIUS = 2.0  # of uniform starts; that of NumPyro and Stan
 
 
 class Restriction:
@@ -71,8 +72,9 @@ def starting_vectors(restriction: Restriction, init: Any, num_chains: int) -> Te
     """Starting points (chains, p) at which the log density and its gradient are finite.
 
     :param init: "prior" (a draw of the prior each; where it is improper, of a uniform distribution
-        over [-2, 2] in the unconstrained numbers), "network" (the networks' own values), a guide
-        or ``Samples`` (a draw each), or a dict of latents.
+        over [-2, 2] in the unconstrained numbers), "uniform" (unconstrained numbers between -2 and
+        2, as NumPyro starts), "network" (the networks' own values), a guide or ``Samples`` (a draw
+        each), or a dict of latents.
     :raises ValueError: where no such point is found, or for another ``init``.
     """
     starts = _proposed_starts(restriction, init, num_chains)
@@ -83,13 +85,18 @@ def starting_vectors(restriction: Restriction, init: Any, num_chains: int) -> Te
         starts[bad] = _proposed_starts(restriction, init, len(bad))
     raise ValueError(
         f"no starting point with a finite log density was found from init={init!r}: "
-        "start from a trained guide (init=guide), or check the program's data"
+        "start from a trained guide (init=guide) or elsewhere (init='uniform'), or check the "
+        "program's data"
     )
 
 
 def _proposed_starts(restriction: Restriction, init: Any, count: int) -> Tensor:
     program = restriction.program
-    if isinstance(init, str | Mapping):
+    if isinstance(init, str) and init == "uniform":
+        like = program.unconstrain(program.initial)
+        starts = torch.rand(count, program.size, dtype=like.dtype, device=like.device)
+        starts = _RADIUS * (2.0 * starts - 1.0)
+    elif isinstance(init, str | Mapping):
         rows = [_unconstrained(program, _named_start(program, init)) for _ in range(count)]
         starts = torch.stack(rows)
     else:
@@ -107,7 +114,9 @@ def _named_start(program: Program, init: str | Mapping[str, Tensor]) -> Mapping[
     if init == "network":
         started = start_at(init_to_network)(program.model)
         return Program(started, *program.args, **program.kwargs).initial
-    raise ValueError(f"init must be 'prior', 'network', a guide, Samples or a dict, got '{init}'")
+    raise ValueError(
+        f"init must be 'prior', 'uniform', 'network', a guide, Samples or a dict, got '{init}'"
+    )
 
 
 def _unconstrained(program: Program, latents: Mapping[str, Any]) -> Tensor:

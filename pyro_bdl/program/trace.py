@@ -14,6 +14,7 @@ from pyro.distributions import Unit
 from pyro.distributions.util import scale_and_mask
 from pyro.poutine.condition_messenger import ConditionMessenger
 from pyro.poutine.messenger import Messenger
+from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 from torch.distributions import Distribution
@@ -32,6 +33,10 @@ from pyro_bdl.program.checkpointing import kept_for_recomputation
 from pyro_bdl.program.network_sites import OWNER_KEY
 
 RENAME = "give each its own name (two networks in one program: bayesianize(net, prior, name=...))"
+_THREADS = (
+    "Pyro's handlers and its parameter store are not thread-safe, but the same for all threads; run "
+    "one program at a time, with a lock around each step, or several in processes of their own"
+)
 
 
 class Site(NamedTuple):
@@ -122,12 +127,14 @@ class _Recorder(Messenger):
         # torch.compile, which runs one thread, cannot follow get_ident
         self.thread = None if torch.compiler.is_compiling() else threading.get_ident()
 
+    def is_of_another_thread(self) -> bool:
+        return self.thread is not None and self.thread != threading.get_ident()
+
     def _process_message(self, msg: Any) -> None:
-        if self.thread is not None and self.thread != threading.get_ident():
+        if self.is_of_another_thread():
             raise RuntimeError(
                 f"the statement '{msg['name']}' is of another thread than the program that runs: "
-                "Pyro's handlers and its parameter store are the same for all threads; run one "
-                "program at a time, or several in processes of their own"
+                f"{_THREADS}"
             )
         if msg["type"] != "sample":
             return
@@ -200,6 +207,12 @@ def _unvalidated() -> Iterator[None]:
         yield
 
 
+def _refuse_other_threads() -> None:
+    for handler in _PYRO_STACK:
+        if isinstance(handler, _Recorder) and handler.is_of_another_thread():
+            raise RuntimeError(f"two threads run Pyro programs at the same time: {_THREADS}")
+
+
 def record(
     function: Callable,
     values: Mapping[str, Any],
@@ -215,7 +228,9 @@ def record(
     :param draw: called with the message of a site that has no value; by default it is sampled.
     :returns: the distribution, value, scale and mask of every sample statement.
     :raises ArgumentError: for arguments that it cannot compute with.
+    :raises RuntimeError: where another thread runs a program at this time.
     """
+    _refuse_other_threads()
     recorder = _Recorder(values, draw)
     with _unvalidated(), recorder, kept_for_recomputation(recorder.again):
         try:

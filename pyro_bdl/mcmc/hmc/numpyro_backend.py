@@ -1,8 +1,10 @@
 """HMC and NUTS of NumPyro on the user's own Pyro program, translated to JAX."""
 
 import contextlib
+import os
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import partial
@@ -15,7 +17,7 @@ import torch
 from numpyro.infer import HMC, NUTS
 from torch import Tensor
 
-from pyro_bdl.errors import MissingOperatorError
+from pyro_bdl.errors import BdlWarning, MissingOperatorError
 from pyro_bdl.mcmc.chains import Chains, Settings, Target, progress_bar, stack_chains
 from pyro_bdl.mcmc.jax.translate import to_jax
 from pyro_bdl.utils.interrupts import deferred_interrupt
@@ -23,10 +25,16 @@ from pyro_bdl.utils.interrupts import deferred_interrupt
 # Iterations between two looks at the clock and the keyboard are chosen to take about so long.
 _SECONDS_PER_BLOCK = 0.5
 _MOST_PER_BLOCK = 64
+_PROCESS = os.getpid()  # where JAX has its threads
 
 
 def run(target: Target, start: Tensor, settings: Settings) -> Chains:
-    """Sample ``target`` from the starting vectors (chains, P)."""
+    """Sample ``target`` from the starting vectors (chains, P).
+
+    :raises RuntimeError: in a process that was forked after JAX was used, or without a device.
+    """
+    _check_process()
+    _check_device(start.device)
     with deferred_interrupt() as stop, jax.enable_x64(start.dtype == torch.float64):
         log_density = _translated(target, start[0])
         _heed(stop)
@@ -41,6 +49,32 @@ def run(target: Target, start: Tensor, settings: Settings) -> Chains:
     chains.vectors = chains.vectors.to(start)
     chains.stats = {name: value.to(start.device) for name, value in chains.stats.items()}
     return chains
+
+
+def _check_process() -> None:
+    if os.getpid() != _PROCESS:
+        raise RuntimeError(
+            "this process was forked from one in which JAX was used, whose threads it lacks, so "
+            "that JAX would wait for ever: start processes with "
+            "multiprocessing.get_context('spawn'), or use backend='pyro'"
+        )
+
+
+def _check_device(device: torch.device) -> None:
+    try:
+        platform = jax.default_backend()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"JAX has no device to run on ({str(error).splitlines()[0]}): install JAX for the "
+            "platform, unset JAX_PLATFORMS, or use backend='pyro'"
+        ) from error
+    if platform == "cpu" and device.type != "cpu":
+        warnings.warn(
+            f"the program is on '{device}', and this JAX knows the CPU alone: the chains run "
+            "there; install JAX for the accelerator, or use backend='pyro'",
+            BdlWarning,
+            stacklevel=4,
+        )
 
 
 def _heed(stop: threading.Event) -> None:

@@ -6,8 +6,10 @@ from typing import Any
 import torch
 from pyro.infer.mcmc import HMC, MCMC, NUTS
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 from pyro_bdl.mcmc.chains import Chains, Settings, Target, progress_bar, stack_chains
+from pyro_bdl.utils.random_state import seeded
 
 
 def run(target: Target, start: Tensor, settings: Settings) -> Chains:
@@ -16,9 +18,9 @@ def run(target: Target, start: Tensor, settings: Settings) -> Chains:
     bar = progress_bar(settings, total, settings.kernel.upper())
     chains = []
     for i, vector in enumerate(start):
-        torch.manual_seed(settings.seed + 7919 * i)
         try:
-            chains.append(_run_chain(target, vector, settings, bar))
+            with seeded(settings.seed + 7919 * i):
+                chains.append(_run_chain(target, vector, settings, bar))
         except KeyboardInterrupt:
             if not chains:
                 raise
@@ -29,15 +31,34 @@ def run(target: Target, start: Tensor, settings: Settings) -> Chains:
     return stack_chains(chains)
 
 
+class _Known(torch.autograd.Function):
+    """A value whose gradient is known."""
+
+    @staticmethod
+    def forward(ctx: Any, point: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return above[0] * gradient, None, None
+
+
 class _Potential:
-    """-log p(u) that counts its evaluations."""
+    """-log p(u) that counts its evaluations. Its operators draw no random numbers, and so run
+    outside of the mode that seeds them."""
 
     def __init__(self, target: Target) -> None:
         self.target, self.count = target, 0
 
     def __call__(self, parameters: dict[str, Tensor]) -> Tensor:
         self.count += 1
-        return -self.target.log_density(parameters["u"])
+        leaf = parameters["u"].detach().requires_grad_()
+        with disable_current_modes(), torch.enable_grad():
+            value = -self.target.log_density(leaf)
+            (gradient,) = torch.autograd.grad(value, leaf)
+        return _Known.apply(parameters["u"], value.detach(), gradient)
 
 
 class _Collector:

@@ -1,15 +1,25 @@
 """``sample``: HMC and NUTS on a Pyro program, on Pyro's or NumPyro's implementation."""
 
+import random
 import time
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.mcmc.chains import Chains, Settings, Target, at_least, one_of
+from pyro_bdl.mcmc.chains import (
+    Chains,
+    Settings,
+    Target,
+    at_least,
+    one_of,
+    warn_of_divergences,
+    warn_of_stuck_chains,
+)
 from pyro_bdl.mcmc.starts import Restriction, starting_vectors
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.subset import Subset
@@ -18,6 +28,8 @@ from pyro_bdl.program.validation import check_finite
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.random_state import seeded
+
+_SAME = 1e-4  # relative; sums in single precision depend on the number of threads
 
 
 def sample(
@@ -52,8 +64,9 @@ def sample(
     :param kernel: "nuts" (Hoffman & Gelman 2014) or "hmc" (Neal 2011).
     :param num_warmup: iterations per chain that adapt step size and mass matrix, not kept.
     :param num_samples: draws per chain.
-    :param init: where the chains start: "prior" (a draw of the prior each), "network" (the
-        networks' own values), a guide or ``Samples`` (a draw each), or a dict of latents.
+    :param init: where the chains start: "prior" (a draw of the prior each), "uniform"
+        (unconstrained numbers between -2 and 2, as NumPyro starts), "network" (the networks' own
+        values), a guide or ``Samples`` (a draw each), or a dict of latents.
     :param target_accept: the acceptance probability that the step size aims at.
     :param max_tree_depth: NUTS takes at most 2^depth gradient steps per draw.
     :param trajectory_length: step size times number of steps of HMC, 2 pi by default.
@@ -64,6 +77,9 @@ def sample(
         an unconstrained vector (P,).
     :param progress: show a progress bar.
     :returns: draws in the latents' supports, on the program's device, with statistics.
+    :warns BdlWarning: where the program draws random numbers in its run, where more than a tenth of
+        the draws ended in a divergence, where chains hardly moved from their start.
+    :raises TypeError: for a number of draws or chains that is no whole number.
     :raises UnsupportedProgramError: for a program without observed sites or with discrete latents.
     :raises MissingOperatorError: where an operator has no translation to JAX.
     :raises ValueError: for data that are not finite, targets outside of their support, or a plate
@@ -98,10 +114,12 @@ def sample(
             check_support(program.run(program.initial))
         restriction = Restriction(program, subset, at)
         start = starting_vectors(restriction, init, num_chains)
+        _warn_if_random(restriction, start[0], backend)
         target = Target(
             lambda vector: restriction.log_density(vector),  # make_fx counts a method's self
             restriction.log_density_terms,
         )
+    with evaluation_mode(model, args, kwargs):
         chains = _runner(backend)(target, start, settings)
     if chains.interrupted:
         warnings.warn(
@@ -109,6 +127,8 @@ def sample(
             BdlWarning,
             stacklevel=2,
         )
+    warn_of_divergences(chains)
+    warn_of_stuck_chains(chains)
     info = {
         "kernel": kernel,
         "backend": backend,
@@ -129,6 +149,28 @@ def _runner(backend: str) -> Callable[[Target, Tensor, Settings], Chains]:
     from pyro_bdl.mcmc.hmc import numpyro_backend
 
     return numpyro_backend.run
+
+
+@torch.no_grad()
+def _warn_if_random(restriction: Restriction, vector: Tensor, backend: str) -> None:
+    """Warn where two runs at the same latents differ. What numpy and Python would draw next is left
+    to the caller."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        first, second = (float(restriction.log_density(vector)) for _ in range(2))
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+    if abs(first - second) <= _SAME * max(abs(first), abs(second)):
+        return
+    held = "holds what one run gave" if backend == "numpyro" else "takes for one density"
+    warnings.warn(
+        f"the program's log density is {first:.6g} in one run and {second:.6g} in another at the "
+        "same latents: it computes with random numbers of torch, numpy or Python or with a "
+        f"counter, which MCMC {held}; make them latents (pyro.sample) or arguments",
+        BdlWarning,
+        stacklevel=3,
+    )
 
 
 @torch.no_grad()

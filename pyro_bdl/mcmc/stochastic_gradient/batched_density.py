@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.vmap import DrawMap
 from pyro_bdl.utils.module_state import vmappable
+from pyro_bdl.utils.random_state import everywhere
 
 _MOST_GRAPHS = 4  # of batches that differ in shape
 _CHECKED = 2  # evaluations of a graph that are held against the program
@@ -63,7 +64,7 @@ class Scores:
 
         # The chains do not touch each other: the gradient of their sum is each one's own.
         leaf = vectors.detach().requires_grad_()
-        with torch.enable_grad():
+        with torch.enable_grad(), everywhere():
             values = self.map(density, {"u": leaf})
             (gradient,) = torch.autograd.grad(values.sum(), leaf)
         return values.detach(), gradient

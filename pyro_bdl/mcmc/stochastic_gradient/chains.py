@@ -133,7 +133,11 @@ class Walk:
             check_finite(self.restriction.program.model, *batch)
         except ValueError as error:
             return f"a batch at step {self.steps} is bad: {error}"
-        return f"chain {chain} diverged at step {self.steps}: use a smaller step_size"
+        return (
+            f"chain {chain} diverged at step {self.steps}: use a smaller step_size, which "
+            "mcmc.suggest_step_size(model, data, at=guide) tells from a trained guide, and start "
+            "from that guide (init=guide)"
+        )
 
     def _size(self, step: int) -> float:
         if not callable(self.step_size):

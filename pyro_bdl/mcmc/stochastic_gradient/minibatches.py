@@ -2,7 +2,7 @@
 
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from pyro_bdl.curvature.fisher import check_scales, num_data
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.program.batches import Batch, Batches, has_rows, leading_size
 from pyro_bdl.program.program import Program
+from pyro_bdl.utils.random_state import everywhere, permutation
 
 
 class Minibatches:
@@ -65,7 +66,7 @@ class Minibatches:
 
     def _shuffled(self, num_rows: int) -> Iterator[Batch]:
         while True:
-            order = torch.randperm(num_rows, device=self.device)
+            order = permutation(num_rows, self.device)
             parts = order.split(self.size)
             yield from (self._rows(part) for part in parts if len(part) == self.size)
 
@@ -79,7 +80,7 @@ class Minibatches:
     def _passes(self) -> Iterator[Batch]:
         for number in itertools.count():
             rows = 0
-            for batch in self.source:
+            for batch in _with_given_randomness(self.source):
                 rows += leading_size(batch)
                 yield batch
             if number == 0:
@@ -143,6 +144,18 @@ class Minibatches:
                 f"num_data={total}"
             )
         self.stated = stated if rows == self.size else None
+
+
+def _with_given_randomness(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Batches in an order that follows the seed, where a ``DataLoader`` draws it."""
+    with everywhere():
+        iterator = iter(batches)
+    while True:
+        with everywhere():
+            batch = next(iterator, None)
+        if batch is None:
+            return
+        yield batch
 
 
 def _is_part(program: Program, plate: str) -> bool:

@@ -22,7 +22,7 @@ from pyro_bdl.program.validation import check_finite
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.memory import available_memory
 from pyro_bdl.utils.module_state import evaluation_mode
-from pyro_bdl.utils.random_state import seeded
+from pyro_bdl.utils.random_state import explicit, seeded
 from pyro_bdl.utils.validation import check_temperature
 
 
@@ -77,8 +77,9 @@ def sgmcmc(
     :param num_chains: chains.
     :param batch_size: rows of each minibatch of ``(x, y)``; by default all rows.
     :param temperature: T; the stationary density is the posterior's to the power 1/T.
-    :param init: where the chains start: "prior" (a draw of the prior each), "network" (the
-        networks' own values), a guide or ``Samples`` (a draw each), or a dict of latents.
+    :param init: where the chains start: "prior" (a draw of the prior each), "uniform"
+        (unconstrained numbers between -2 and 2, as NumPyro starts), "network" (the networks' own
+        values), a guide or ``Samples`` (a draw each), or a dict of latents.
     :param subset: move only these of the latents' unconstrained numbers, the others staying ``at``
         an unconstrained vector (P,).
     :param progress: show a progress bar.
@@ -104,13 +105,14 @@ def sgmcmc(
     check_step_size(step_size, method, chosen)
     check_options(method, chosen, options)
     started = time.perf_counter()
-    with evaluation_mode(model, init), seeded(seed):
+    with evaluation_mode(model, init), seeded(seed) as generators:
         batches = Minibatches(data, batch_size)
         restriction = checked_restriction(model, batches, subset, at)
         if chosen.whole:
             _require_whole(method, restriction.program, batches)
         start = starting_vectors(restriction, init, num_chains)
         _check_memory(num_samples, start)
+    with evaluation_mode(model), explicit(generators):
         walk = Walk(
             chosen,
             restriction,

@@ -28,6 +28,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_bdl.utils.random_state import normal_like
+
 
 class State(NamedTuple):
     """
@@ -40,7 +42,7 @@ class State(NamedTuple):
 
 
 def init(position: Tensor, *, temperature: float = 1.0) -> State:
-    return State(position, math.sqrt(temperature) * torch.randn_like(position))
+    return State(position, math.sqrt(temperature) * normal_like(position))
 
 
 def update(
@@ -65,7 +67,7 @@ def update(
     position = torch.add(state.position, momentum, alpha=length / 2)
     momentum.mul_(kept)
     if temperature:
-        noise = torch.randn_like(momentum)
+        noise = normal_like(momentum)
         momentum.add_(noise, alpha=math.sqrt((1 - kept**2) * temperature))
     position.add_(momentum, alpha=length / 2)
     return State(position, momentum)

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_bdl.utils.random_state import normal_like
+
 
 class State(NamedTuple):
     """:param position: (chains, P)."""
@@ -35,6 +37,6 @@ def update(state: State, gradient: Tensor, step_size: float, *, temperature: flo
     """
     position = torch.add(state.position, gradient, alpha=step_size)
     if temperature:
-        noise = torch.randn_like(position)
+        noise = normal_like(position)
         position.add_(noise, alpha=math.sqrt(2 * step_size * temperature))
     return State(position)

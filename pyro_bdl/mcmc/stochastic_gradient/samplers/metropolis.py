@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_bdl.utils.random_state import uniform_like
+
 
 class Point(NamedTuple):
     """Positions of the chains, and the log density there.
@@ -40,7 +42,7 @@ def correct(
     log_ratio = log_ratio - _log_proposal(before, proposed, step_size, temperature)
     log_ratio = log_ratio.where(proposed.log_density.isfinite(), -torch.inf)
     probability = log_ratio.clamp_max(0).exp().nan_to_num(0.0)
-    accepted = torch.rand_like(probability) < probability
+    accepted = uniform_like(probability) < probability
     column = accepted[:, None]
     kept = Point(
         torch.where(column, proposed.position, before.position),

@@ -22,6 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_bdl.utils.random_state import normal_like
+
 
 class State(NamedTuple):
     """
@@ -69,7 +71,7 @@ def update(
     scale = preconditioner(square, damping)
     position = torch.addcmul(state.position, scale, gradient, value=step_size)
     if temperature:
-        noise = torch.randn_like(position)
+        noise = normal_like(position)
         size = math.sqrt(2 * step_size * temperature)
         position.addcmul_(scale.sqrt(), noise, value=size)
     return State(position, square, state.adapting)

@@ -32,6 +32,7 @@ from pyro_bdl.mcmc.stochastic_gradient.samplers.hamiltonian import (
     check_friction,
     kinetic_temperature,
 )
+from pyro_bdl.utils.random_state import normal_like
 
 
 class State(NamedTuple):
@@ -49,7 +50,7 @@ class State(NamedTuple):
 
 
 def init(position: Tensor, *, temperature: float = 1.0) -> State:
-    return State(position, math.sqrt(temperature) * torch.randn_like(position))
+    return State(position, math.sqrt(temperature) * normal_like(position))
 
 
 def update(
@@ -83,7 +84,7 @@ def update(
     momentum = momentum * torch.exp(-decay)
     if temperature:
         variance = 2 * injected * temperature * _mean_decay(2 * decay)
-        momentum.addcmul_(variance.sqrt(), torch.randn_like(momentum))
+        momentum.addcmul_(variance.sqrt(), normal_like(momentum))
     decay = _steered(decay, momentum, coupling, temperature)
     position.add_(momentum, alpha=length / 2)
     return State(position, momentum, decay, state.steered)

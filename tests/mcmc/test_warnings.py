@@ -1,0 +1,199 @@
+"""What MCMC says of programs, chains and processes that give no posterior."""
+
+import multiprocessing
+import os
+import random
+import threading
+import warnings
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+
+from pyro_bdl import bayesianize, mcmc, models
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.mcmc.chains import Chains, warn_of_divergences, warn_of_stuck_chains
+from pyro_bdl.mcmc.hmc import numpyro_backend
+from pyro_bdl.mcmc.starts import Restriction, starting_vectors
+from pyro_bdl.program import Program, record
+
+FEW = {"num_warmup": 2, "num_samples": 2, "max_tree_depth": 2, "progress": False}
+
+
+def _program(number=lambda: 0.0):
+    def model(y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        s = pyro.sample("s", dist.HalfNormal(1.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(w.sum() + number(), 0.1 + s), obs=y)
+
+    return model
+
+
+_COUNT = [0]
+
+
+def _counted():
+    _COUNT[0] += 1
+    return _COUNT[0]
+
+
+@pytest.mark.parametrize(
+    "number", [random.random, np.random.rand, _counted], ids=["python", "numpy", "counter"]
+)
+def test_numbers_that_are_no_latents_are_said(number):
+    with pytest.warns(BdlWarning, match=r"log density is .* in one run and .* in another"):
+        mcmc.sample(_program(number), torch.ones(3), backend="pyro", **FEW)
+
+
+def test_what_numpy_and_python_draw_next_is_left_alone():
+    random.seed(1)
+    np.random.seed(1)
+    states = random.getstate(), np.random.get_state()[1].copy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BdlWarning)
+        mcmc.sample(_program(), torch.ones(3), backend="pyro", **FEW)
+    assert random.getstate() == states[0]
+    assert (np.random.get_state()[1] == states[1]).all()
+
+
+def _chains(step_size=0.1, num_steps=7, diverging=0, still=False, draws=20):
+    vectors = torch.randn(3, draws, 2)
+    if still:
+        vectors[1] = vectors[1, :1]
+    sizes = torch.full((3, draws), 0.1)
+    sizes[1] = step_size
+    diverged = torch.zeros(3, draws, dtype=torch.bool)
+    diverged.view(-1)[:diverging] = True
+    steps = torch.full((3, draws), num_steps)
+    return Chains(vectors, {"step_size": sizes, "num_steps": steps, "diverging": diverged})
+
+
+def test_divergences_are_said():
+    with pytest.warns(BdlWarning, match="60 of 60 draws ended in a divergence"):
+        warn_of_divergences(_chains(diverging=60))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_divergences(_chains(diverging=6))
+        warn_of_divergences(_chains(diverging=9, draws=3))
+
+
+def test_chains_that_hardly_move_are_said():
+    with pytest.warns(BdlWarning, match=r"of 3 chains .* hardly moved .*: 1 \(step size 1.0e-11\)"):
+        warn_of_stuck_chains(_chains(step_size=1e-11, num_steps=1023))
+    with pytest.warns(BdlWarning, match=r"hardly moved .*: 1 \(step size 1.0e-01\)"):
+        warn_of_stuck_chains(_chains(still=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_stuck_chains(_chains(step_size=1e-3))
+        warn_of_stuck_chains(_chains(still=True, draws=3))
+
+
+@pytest.mark.parametrize("backend", ["pyro", pytest.param("numpyro", marks=pytest.mark.slow)])
+def test_a_chain_that_is_stuck_from_the_start(backend):
+    def model(y):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal((1e6 * w).exp(), 1e-6), obs=y)
+
+    with pytest.warns(BdlWarning, match="hardly moved"):
+        mcmc.sample(
+            model,
+            torch.tensor(1.0),
+            backend=backend,
+            init={"w": torch.tensor(1e-5)},
+            num_warmup=5,
+            num_samples=10,
+            max_tree_depth=2,
+            progress=False,
+        )
+
+
+def test_uniform_starts():
+    program = Program(_program(), torch.ones(3))
+    starts = starting_vectors(Restriction(program, None, None), "uniform", 500)
+    assert starts.shape == (500, 4)
+    assert starts.min() >= -2.0 and starts.max() <= 2.0
+    torch.testing.assert_close(starts.mean(0), torch.zeros(4), atol=0.2, rtol=0.0)
+    torch.testing.assert_close(starts.var(0), torch.full((4,), 4.0 / 3.0), atol=0.2, rtol=0.0)
+    samples = mcmc.sample(_program(), torch.ones(3), backend="pyro", init="uniform", **FEW)
+    assert samples.latents["w"].shape == (1, 2, 3)
+    with pytest.raises(ValueError, match="'uniform'"):
+        mcmc.sample(_program(), torch.ones(3), backend="pyro", init="unifrom", **FEW)
+
+
+@pytest.mark.parametrize("name", ["num_samples", "num_warmup", "num_chains", "max_tree_depth"])
+def test_numbers_of_draws_are_whole(name):
+    with pytest.raises(TypeError, match=f"{name} must be a whole number, got 2.5"):
+        mcmc.sample(_program(), torch.ones(3), **{**FEW, name: 2.5})
+    if name != "max_tree_depth":
+        with pytest.raises(TypeError, match=f"{name} must be a whole number, got 2.5"):
+            options = {"num_warmup": 2, "num_samples": 2, name: 2.5}
+            mcmc.sgmcmc(_program(), (torch.ones(3),), step_size=1e-3, **options)
+
+
+def _ask(queue):
+    try:
+        mcmc.sample(_program(), torch.ones(3), **FEW)
+    except RuntimeError as error:
+        queue.put(str(error))
+    else:
+        queue.put("")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork.*")
+def test_a_fork_after_jax_is_refused():
+    assert numpyro_backend.run  # imported before the fork, as by a call of sample
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    process = context.Process(target=_ask, args=(queue,))
+    process.start()
+    assert "forked" in queue.get(timeout=60)
+    process.join(10)
+
+
+def test_an_accelerator_that_jax_lacks_is_said():
+    with pytest.warns(BdlWarning, match=r"on 'cuda:0', and this JAX knows the CPU alone"):
+        numpyro_backend._check_device(torch.device("cuda:0"))
+
+
+def test_jax_without_a_device_is_said(monkeypatch):
+    def fail():
+        raise RuntimeError("Unable to initialize backend 'cuda'\nand so on")
+
+    monkeypatch.setattr(numpyro_backend.jax, "default_backend", fail)
+    with pytest.raises(
+        RuntimeError, match=r"JAX has no device .*'cuda'\): install .*JAX_PLATFORMS"
+    ):
+        mcmc.sample(_program(), torch.ones(3), **FEW)
+
+
+def test_two_threads_in_programs_are_refused():
+    model = _program()
+    inside, left = threading.Event(), threading.Event()
+
+    def slow(y):
+        inside.set()
+        left.wait(10)
+        return model(y)
+
+    thread = threading.Thread(target=record, args=(slow, {}, (torch.ones(3),)))
+    thread.start()
+    assert inside.wait(10)
+    try:
+        with pytest.raises(RuntimeError, match="not thread-safe"):
+            record(model, {}, (torch.ones(3),))
+    finally:
+        left.set()
+        thread.join()
+    assert set(record(model, {}, (torch.ones(3),)).latents) == {"w", "s"}
+
+
+def test_the_divergence_of_sgmcmc_names_what_helps():
+    model = models.Regression(bayesianize(nn.Linear(2, 1)), noise=0.1)
+    data = torch.ones(4, 2), torch.ones(4)
+    with pytest.raises(ValueError, match=r"suggest_step_size\(.*init=guide"):
+        mcmc.sgmcmc(model, data, step_size=1e6, num_warmup=5, num_samples=5, progress=False)
