@@ -88,11 +88,10 @@ def _part_size(
         bases = [without_wrappers(site.distribution)[0] for site in whole.observed.values()]
         outputs = sum(v.numel() for base in bases for v in parameters_of_any(base).values()) / some
         per_datum *= 1.0 + 0.5 * outputs
-    if recipe is not None and recipe.structure in ("full", "low_rank"):
-        per_datum += item * subset.size
-    elif recipe is None or recipe.structure != "kron":
-        shared = [s.size for s in subset.layout.latents.values() if len(s.shape) > 2]
-        per_datum += item * max(shared, default=0)
+    shared = [s.size for s in subset.layout.latents.values() if len(s.shape) > 2]
+    largest = max(shared, default=0)
+    numbers = recipe.kind.numbers_per_gradient(subset.size, largest) if recipe else largest
+    per_datum += item * numbers
     budget = max(_BUDGET, _PER_WEIGHT * item * subset.layout.size)
     return max(1, int(budget / max(per_datum, 1.0)))
 

@@ -25,8 +25,7 @@ from pyro_bdl.curvature.fisher import (
 from pyro_bdl.curvature.jacobian.datum_axes import Alignment
 from pyro_bdl.curvature.jacobian.jacobian import Jacobian
 from pyro_bdl.curvature.jacobian.linearization import Linearization, Pullback
-from pyro_bdl.curvature.structures.dense import FullCurvature
-from pyro_bdl.curvature.structures.low_rank import LowRankCurvature
+from pyro_bdl.curvature.structures.base import Curvature
 from pyro_bdl.distributions.take_apart import without_wrappers
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.program.batches import Batches
@@ -51,7 +50,7 @@ class Fitted:
     :param cells: of Normal sites how many terms that sum has, each times its tempering.
     """
 
-    curvature: Any
+    curvature: Curvature
     log_likelihood: Tensor
     num_data: int
     gradient: Tensor
@@ -85,7 +84,9 @@ def fit_curvature(
     like = vector.detach().new_empty(0, dtype=torch.promote_types(vector.dtype, torch.float32))
     check_memory(recipe, subset.size, like)
     if recipe.curvature == "hessian":
-        curvature, seen = batches.together(lambda: _hessian(model, subset, vector, batches, like))
+        curvature, seen = batches.together(
+            lambda: _hessian(model, subset, vector, batches, recipe, like)
+        )
         batches.add_up(*curvature.sums())
         seen.add_up(batches)
     else:
@@ -94,11 +95,7 @@ def fit_curvature(
         )
     factor = seen.factor()
     curvature.scale(factor)
-    if isinstance(curvature, LowRankCurvature):
-        curvature.finish()
-    elif before is not None:
-        before.merge(curvature)
-        curvature = before
+    curvature = curvature.finish(before)
     total = torch.as_tensor(seen.log_likelihood * factor, device=seen.gradient.device)
     gradient = subset.take(seen.gradient) * factor
     squares, cells = seen.squares * factor, seen.cells * factor
@@ -114,8 +111,8 @@ def _accumulated(
     like: Tensor,
     before: Any,
     progress: bool,
-) -> tuple[Any, "_Seen"]:
-    curvature = recipe.empty(subset.size, like, before)
+) -> tuple[Curvature, "_Seen"]:
+    curvature = recipe.kind.empty(subset, like, recipe.options, before)
     known: dict[Any, Alignment] = {}
     seen = _Seen(vector, batches)
     states = _random_states(vector.device)
@@ -123,8 +120,7 @@ def _accumulated(
     def one_pass(number: int) -> None:
         if number:  # the same draws, so that all passes are about one matrix
             _set_random_states(states, vector.device)
-        if hasattr(curvature, "start_pass"):
-            curvature.start_pass(number)
+        curvature.start_pass(number)
         parts = tqdm(
             linearizations(model, subset, vector, batches.part(), recipe, known=known),
             desc=f"curvature, pass {number + 1} of {curvature.passes}",
@@ -141,8 +137,7 @@ def _accumulated(
                     check_information(name, site)
             for jacobian in fisher_jacobians(linearization, recipe):
                 curvature.add(jacobian)
-            if hasattr(curvature, "end_batch"):
-                curvature.end_batch()
+            curvature.end_batch()
 
     for number in range(curvature.passes):
         batches.together(functools.partial(one_pass, number))
@@ -348,7 +343,7 @@ def _softmax_jacobian(
     base, _ = without_wrappers(site.distribution)
     if (
         recipe.curvature != "ggn"
-        or recipe.structure not in ("kron", "ekfac", "diag", "full")
+        or not recipe.kind.takes_softmax
         or type(base).__name__ not in ("Categorical", "OneHotCategorical")
         or tuple(site_parameters(site)) != ("logits",)
         or len(base.batch_shape) != 1
@@ -378,11 +373,9 @@ def site_pullback(linearization: Linearization, name: str, keys: tuple[str, ...]
 def _columns_at_once(linearization: Linearization, count: int, recipe: Recipe) -> int:
     item = linearization.vector.element_size()
     per_column = item * sum(math.prod(use.output_shape) for use in linearization.uses)
-    if recipe.structure in ("full", "low_rank"):
-        per_column += item * linearization.subset.size * count
-    elif recipe.structure != "kron":
-        shared = [math.prod(u.shape) for u in linearization.uses if u.unfold is not None]
-        per_column += item * max(shared, default=0) * count
+    shared = [math.prod(u.shape) for u in linearization.uses if u.unfold is not None]
+    numbers = recipe.kind.numbers_per_gradient(linearization.subset.size, max(shared, default=0))
+    per_column += item * numbers * count
     return max(1, int(_COLUMNS_BUDGET / max(1, per_column)))
 
 
@@ -390,10 +383,15 @@ def _columns_at_once(linearization: Linearization, count: int, recipe: Recipe) -
 
 
 def _hessian(
-    model: Callable, subset: Subset, vector: Tensor, batches: Batches, like: Tensor
-) -> tuple[FullCurvature, _Seen]:
+    model: Callable,
+    subset: Subset,
+    vector: Tensor,
+    batches: Batches,
+    recipe: Recipe,
+    like: Tensor,
+) -> tuple[Curvature, _Seen]:
     """Minus the second derivatives of the log likelihood, factors included."""
-    curvature = FullCurvature(subset.size, like)
+    matrix = like.new_zeros(subset.size, subset.size)
     seen = _Seen(vector, batches, second_derivatives=True)
     for linearization in linearizations(model, subset, vector, batches.part(), None):
         seen.add(linearization)
@@ -421,10 +419,9 @@ def _hessian(
                         r if k is None else r[k.to(r.device)]
                         for r, k in zip(row, chosen, strict=True)
                     ]
-                    curvature.matrix[start] -= torch.cat(row)
+                    matrix[start] -= torch.cat(row)
                 start += 1
-    curvature.matrix = 0.5 * (curvature.matrix + curvature.matrix.mT)
-    return curvature, seen
+    return recipe.kind.from_matrix(0.5 * (matrix + matrix.mT)), seen
 
 
 def check_factors(run: Run, recipe: Recipe) -> None:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.structures.precision import FullPrecision
 from pyro_bdl.distributions.copies import masks_of
 from pyro_bdl.distributions.matrix_normal import MatrixNormal
 from pyro_bdl.distributions.take_apart import without_wrappers
@@ -149,7 +148,7 @@ def _stated(run: Run, layout: Any) -> list[tuple[list[str], Tensor, Tensor | Non
         if isinstance(prior, JointSite) and prior.block not in blocks:
             block = prior.block
             blocks.add(block)
-            dense = block.layout.size <= _DENSE_UP_TO or isinstance(block.precision, FullPrecision)
+            dense = block.layout.size <= _DENSE_UP_TO or block.precision.dense
             matrix = site.scale * block.precision_matrix() if dense else None
             diagonal = site.scale * block.precision_diagonal
             result.append(([latent.name for latent in block.latents], diagonal, matrix))

@@ -12,7 +12,7 @@ from pyro_bdl.curvature.config import Recipe
 from pyro_bdl.curvature.fisher import site_parameters
 from pyro_bdl.curvature.fit import site_jacobians, site_pullback
 from pyro_bdl.curvature.jacobian.linearization import Linearization
-from pyro_bdl.curvature.structures.dense import DiagonalCurvature
+from pyro_bdl.curvature.structures.diagonal import DiagonalCurvature
 from pyro_bdl.program.trace import Site
 
 

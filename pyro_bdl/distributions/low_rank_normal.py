@@ -11,6 +11,8 @@ class LowRankCovariance:
     :param factor: W (P, rank).
     """
 
+    dense = False
+
     def __init__(self, scale: Tensor, factor: Tensor) -> None:
         self.scale, self.factor = scale.detach().clone(), factor.detach().clone()
         self.tril = capacitance_tril(self.scale, self.factor)

@@ -15,12 +15,7 @@ from pyro_bdl.curvature.config import Recipe
 from pyro_bdl.curvature.fit import check_factors, fit_curvature
 from pyro_bdl.curvature.hyperparameters import Reading, few_rows, noise_site, read
 from pyro_bdl.curvature.prior import PriorPrecision, prior_precision
-from pyro_bdl.curvature.structures.precision import (
-    DiagonalPrecision,
-    FullPrecision,
-    Precision,
-    log_prob,
-)
+from pyro_bdl.curvature.structures.base import Precision, log_prob
 from pyro_bdl.distributions.take_apart import without_wrappers
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
@@ -314,13 +309,12 @@ class LaplaceGuide(JointGuide):
         :raises ValueError: where the subset holds a part of a site's entries.
         """
         precision = copy.deepcopy(self.precision)
-        if isinstance(precision, DiagonalPrecision) and self.subset.complete:
-            return independent_prior(self.require_layout(), self.loc, precision.diagonal.rsqrt())
-        diagonal = None
-        if not isinstance(precision, FullPrecision):
-            with torch.no_grad():
-                factor = self.curvature_factor(self.noise_factor).to(self.prior_diagonal)
-                diagonal = self.curvature.diagonal() * factor + self.prior_diagonal
+        if precision.independent and self.subset.complete:
+            scale = precision.variances().sqrt()
+            return independent_prior(self.require_layout(), self.loc, scale)
+        with torch.no_grad():
+            factor = self.curvature_factor(self.noise_factor).to(self.prior_diagonal)
+            diagonal = self.curvature.diagonal() * factor + self.prior_diagonal
         return joint_prior(self.subset, self.loc, precision, diagonal)
 
     def variances(self) -> Tensor:

@@ -10,7 +10,7 @@ from pyro.nn import PyroParam
 from torch import Tensor, nn
 
 from pyro_bdl.curvature.config import check_memory
-from pyro_bdl.curvature.structures.precision import FullPrecision
+from pyro_bdl.curvature.structures.full import FullPrecision
 from pyro_bdl.guides.joint import JointGuide
 from pyro_bdl.guides.laplace import AutoLaplaceGGN, LaplaceGuide
 from pyro_bdl.guides.selectors import LargestPredictiveVariance, Selector, Size, Trained, number_of

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pyro_bdl.curvature.jacobian.jacobian import Jacobian
 from pyro_bdl.curvature.jacobian.linearization import Linearization
-from pyro_bdl.curvature.structures.draws import Offsets
-from pyro_bdl.curvature.structures.precision import Precision
+from pyro_bdl.curvature.structures.base import Precision
+from pyro_bdl.curvature.structures.draws import LinearDraws
 from pyro_bdl.distributions.take_apart import without_wrappers
 from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.program.unconstrained_parameters import known_kind, natural_parameters
@@ -97,7 +97,7 @@ class Outputs:
             for key, shape, part in zip(self.moving, shapes, flat.split(sizes, -1), strict=True)
         }
 
-    def draws(self, offsets: Offsets) -> dict[str, Tensor]:
+    def draws(self, offsets: LinearDraws) -> dict[str, Tensor]:
         """All tensors, (S, *shape), at S offsets of the subset; some are expanded."""
         values = {
             key: value.expand(len(offsets), *value.shape) for key, value in self.values.items()

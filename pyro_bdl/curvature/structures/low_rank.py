@@ -4,30 +4,31 @@ Randomised subspace iteration (Halko, Martinsson & Tropp 2011, algorithm 4.4) ov
 the matrix; each pass over the data multiplies the p x (rank + oversampling) basis once.
 """
 
+from typing import Self
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pyro_bdl.curvature.jacobian.jacobian import Jacobian
 from pyro_bdl.curvature.prior import PriorPrecision
-from pyro_bdl.curvature.structures.draws import Drawn
-from pyro_bdl.curvature.structures.precision import DiagonalPrecision
+from pyro_bdl.curvature.structures.base import Curvature, Precision, StructureOptions
+from pyro_bdl.curvature.structures.diagonal import DiagonalPrecision
+from pyro_bdl.program.subset import Subset
 
 _OVERSAMPLING = 10
 _ITERATIONS = 2
 
 
-class LowRankCurvature(nn.Module):
+class LowRankCurvature(Curvature):
     """vectors diag(values) vectors' with orthonormal vectors (p, k) and k leading eigenvalues."""
 
+    passes = 1 + _ITERATIONS
     vectors: Tensor
     values: Tensor
 
-    def __init__(
-        self, size: int, like: Tensor, *, rank: int, start: "LowRankCurvature | None" = None
-    ) -> None:
+    def __init__(self, size: int, like: Tensor, *, rank: int, start: Self | None = None) -> None:
         super().__init__()
         self.size, self.rank = size, min(rank, size)
-        self.passes = 1 + _ITERATIONS
         self.register_buffer("vectors", like.new_zeros(size, self.rank))
         self.register_buffer("values", like.new_zeros(self.rank))
         width = min(size, self.rank + _OVERSAMPLING)
@@ -37,6 +38,16 @@ class LowRankCurvature(nn.Module):
         self._product = torch.zeros_like(self._basis)
         self._factor = 1.0
         self._before = start
+
+    @classmethod
+    def empty(
+        cls, subset: Subset, like: Tensor, options: StructureOptions, before: Self | None
+    ) -> Self:
+        return cls(subset.size, like, rank=options.rank, start=before)
+
+    @classmethod
+    def memory(cls, size: int, options: StructureOptions) -> int:
+        return 3 * (options.rank + _OVERSAMPLING) * size
 
     def start_pass(self, number: int) -> None:
         if number:
@@ -56,14 +67,13 @@ class LowRankCurvature(nn.Module):
         return product
 
     def sums(self) -> list[Tensor]:
-        """What a pass has added up, to be added to in place."""
         return [self._product]
 
     def scale(self, factor: float) -> None:
         self._factor = factor
 
-    def finish(self) -> None:
-        """Rayleigh-Ritz: the eigenpairs of the matrix in the span of the basis."""
+    def finish(self, before: Self | None) -> Self:
+        """Take the eigenpairs of the matrix in the span of the basis (Rayleigh-Ritz)."""
         projected = (self._basis.mT @ self._total()).double()
         values, vectors = torch.linalg.eigh(0.5 * (projected + projected.mT))
         kept = slice(-self.rank, None)
@@ -71,16 +81,17 @@ class LowRankCurvature(nn.Module):
         self.vectors = self._basis @ vectors[:, kept].flip(1).to(self._basis)
         self._basis = self._product = self.vectors.new_empty(0, 0)
         self._before = None
+        return self
 
     def diagonal(self) -> Tensor:
         return (self.vectors.square() * self.values).sum(-1)
 
     def with_prior(self, prior: PriorPrecision, factor: Tensor | float = 1.0) -> "LowRankPrecision":
-        """factor times this curvature, plus the prior's diagonal."""
+        """Return factor times this curvature, plus the prior's diagonal."""
         return LowRankPrecision(prior.diagonal, self.vectors, self.values * factor)
 
 
-class LowRankPrecision:
+class LowRankPrecision(Precision):
     """D + U diag(values) U' = D^1/2 (1 + V diag(s) V') D^1/2 with orthonormal V (p, k).
 
     :param diagonal: D, (p,), positive.
@@ -109,9 +120,6 @@ class LowRankPrecision:
         shrink = (1.0 + self.spectrum).rsqrt() - 1.0
         noise = noise + ((noise @ self.vectors) * shrink) @ self.vectors.mT
         return noise * like.rsqrt()
-
-    def draw(self, num_samples: int) -> Drawn:
-        return Drawn(self.sample(num_samples))
 
     def quadratic(self, x: Tensor) -> Tensor:
         x = x * self.diagonal.sqrt()

@@ -9,7 +9,7 @@ from pyro_bdl.curvature.config import Recipe
 from pyro_bdl.curvature.fit import fisher_jacobians
 from pyro_bdl.curvature.jacobian import other_latents as outside
 from pyro_bdl.curvature.jacobian.linearization import Linearization
-from pyro_bdl.curvature.structures.dense import FullCurvature
+from pyro_bdl.curvature.structures.full import FullCurvature
 from pyro_bdl.program import Program
 from pyro_bdl.program.subset import Subset
 

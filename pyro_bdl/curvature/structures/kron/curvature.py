@@ -13,7 +13,7 @@ their own, dense up to 1024 numbers and diagonal beyond; blocks of different sit
 
 from collections import Counter
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,14 @@ from torch import Tensor, nn
 from pyro_bdl.curvature.jacobian.entries import Place
 from pyro_bdl.curvature.jacobian.jacobian import Block, Dense, Jacobian, Lookup, Product
 from pyro_bdl.curvature.prior import PriorPrecision
+from pyro_bdl.curvature.structures.base import Curvature, Precision, StructureOptions
+from pyro_bdl.curvature.structures.diagonal import DiagonalPrecision
+from pyro_bdl.curvature.structures.full import FullPrecision
 from pyro_bdl.curvature.structures.kron.eigen_precision import EigenPrecision
 from pyro_bdl.curvature.structures.kron.factors import ProductFactors, output_vectors
 from pyro_bdl.curvature.structures.kron.moments import Vectors, decompose
 from pyro_bdl.curvature.structures.kron.precision import KroneckerPrecision
-from pyro_bdl.curvature.structures.precision import DiagonalPrecision, FullPrecision, Precision
+from pyro_bdl.program.subset import Subset
 
 _DENSE_UP_TO = 1024
 
@@ -49,17 +52,14 @@ class DenseBlock(nn.Module):
         return self.values.diagonal() if self.values.dim() == 2 else self.values
 
 
-class KroneckerCurvature(nn.Module):
+class KroneckerCurvature(Curvature):
     """Kronecker factors of every product, exact blocks of the rest.
 
     :param reduce: average inputs and add gradients over positions, instead of taking every
         position as a datum of its own.
-    :param corrected: a second pass over the data replaces the products of eigenvalues by the
-        second moments of the gradients in the eigenbasis (EKFAC).
-    :param start: a curvature of earlier data that this one will be merged into; its eigenbases
-        are then used.
     """
 
+    takes_softmax = True
     like: Tensor
 
     def __init__(
@@ -68,13 +68,9 @@ class KroneckerCurvature(nn.Module):
         like: Tensor,
         *,
         reduce: bool = False,
-        corrected: bool = False,
-        start: "KroneckerCurvature | None" = None,
     ) -> None:
         super().__init__()
-        self.__dict__["_start"] = start
-        self.size, self.reduce, self.corrected = size, reduce, corrected
-        self.passes = 2 if corrected else 1
+        self.size, self.reduce = size, reduce
         self.register_buffer("like", like.new_zeros(0), persistent=False)
         self.products: Any = nn.ModuleDict()
         self.rest: Any = nn.ModuleDict()
@@ -83,19 +79,21 @@ class KroneckerCurvature(nn.Module):
         self._rotated: dict[Any, Any] = {}
         self._pass = 0
 
-    # Accumulation
+    @classmethod
+    def empty(
+        cls, subset: Subset, like: Tensor, options: StructureOptions, before: Self | None
+    ) -> Self:
+        return cls(subset.size, like, reduce=options.reduce)
 
-    def start_pass(self, number: int) -> None:
-        self._pass = number
-        if number == 1:
-            self._decompose()
-            start = self.__dict__["_start"]
-            for key, name in self._names.items():
-                if name in self.products:
-                    known = start is not None and start._names.get(key) in start.products
-                    earlier = start.products[start._names[key]] if known else None
-                    self.products[name].correct(earlier)
-            self.__dict__["_start"] = None
+    @classmethod
+    def memory(cls, size: int, options: StructureOptions) -> int:
+        return 0
+
+    @classmethod
+    def numbers_per_gradient(cls, size: int, largest_shared: int) -> int:
+        return 0
+
+    # Accumulation
 
     def end_batch(self) -> None:
         self._seen.clear()
@@ -150,7 +148,6 @@ class KroneckerCurvature(nn.Module):
         return self.rest[self._names[key]]
 
     def sums(self) -> list[Tensor]:
-        """What the last pass has added up, by place, to be added to in place."""
         result: list[Tensor] = []
         for key in sorted(self._names):
             name = self._names[key]
@@ -167,8 +164,7 @@ class KroneckerCurvature(nn.Module):
         for block in self.rest.values():
             block.values *= factor
 
-    def merge(self, other: "KroneckerCurvature") -> None:
-        """Add a curvature of more data, whose eigenvalue corrections are in this one's bases."""
+    def merge(self, other: Self) -> None:
         for key, name in other._names.items():
             theirs: Any = (other.products if name in other.products else other.rest)[name]
             if key not in self._names:
@@ -253,6 +249,48 @@ class KroneckerCurvature(nn.Module):
             block: Any = module
             result[block.place.positions] += block.diagonal()
         return result
+
+
+class EKFACCurvature(KroneckerCurvature):
+    """Kronecker factors with corrected eigenvalues.
+
+    A second pass over the data replaces the products of eigenvalues by the second moments of the
+    gradients in the eigenbasis.
+
+    :param start: a curvature of earlier data that this one will be merged into; its eigenbases
+        are then used.
+    """
+
+    passes = 2
+
+    def __init__(
+        self, size: int, like: Tensor, *, reduce: bool = False, start: Self | None = None
+    ) -> None:
+        super().__init__(size, like, reduce=reduce)
+        self.__dict__["_start"] = start
+
+    @classmethod
+    def empty(
+        cls, subset: Subset, like: Tensor, options: StructureOptions, before: Self | None
+    ) -> Self:
+        return cls(subset.size, like, reduce=options.reduce, start=before)
+
+    @classmethod
+    def numbers_per_gradient(cls, size: int, largest_shared: int) -> int:
+        return largest_shared
+
+    def start_pass(self, number: int) -> None:
+        self._pass = number
+        if number == 0:
+            return
+        self._decompose()
+        start = self.__dict__["_start"]
+        for key, name in self._names.items():
+            if name in self.products:
+                known = start is not None and start._names.get(key) in start.products
+                earlier = start.products[start._names[key]] if known else None
+                self.products[name].correct(earlier)
+        self.__dict__["_start"] = None
 
 
 def _product_precision(

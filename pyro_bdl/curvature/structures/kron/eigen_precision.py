@@ -8,10 +8,48 @@ from torch import Tensor
 from pyro_bdl.curvature.jacobian.entries import Place
 from pyro_bdl.curvature.jacobian.gram import joint_gram
 from pyro_bdl.curvature.jacobian.jacobian import Dense
-from pyro_bdl.curvature.structures.draws import EigenOffsets
 from pyro_bdl.curvature.structures.kron.eigenbasis import Eigenbasis
 
 _NOISE_AT_ONCE = 2**26  # bytes of noise that draws are made of
+
+
+class EigenbasisDraws:
+    """Draws of one weight (groups, out, in), independent within the directions Q and outside them:
+    the covariance is Q diag(1 / values) Q' + (1 - Q Q') / rest.
+
+    :param basis: Q.
+    :param values: positive, (groups, s, r).
+    :param rest: a positive scalar; None where Q is complete.
+    """
+
+    def __init__(
+        self, num_samples: int, basis: Eigenbasis, values: Tensor, rest: Tensor | None
+    ) -> None:
+        def noise(shape: torch.Size) -> Tensor:
+            return torch.randn(num_samples, *shape, dtype=values.dtype, device=values.device)
+
+        self.basis, self.count = basis, num_samples
+        self.inside = noise(basis.directions).mul_(values.rsqrt())
+        self.outside: list[Tensor] = []
+        if rest is not None:
+            self.outside = [noise(shape).mul_(rest.rsqrt()) for shape in basis.outside_shapes]
+
+    def vectors(self) -> Tensor:
+        """(S, groups * out * in)."""
+        result = self.basis.back(self.inside)
+        for part in self.basis.outside_parts(self.outside):
+            result += part
+        return result.flatten(1)
+
+    def apply(self, block: Any) -> Tensor:
+        """The products with a block's gradients, (S, n, K)."""
+        if isinstance(block, Dense):
+            return block.apply(self.vectors())
+        inside, outside = self.basis.parts(block)
+        result = inside.apply(self.inside)
+        for part, noise in zip(outside, self.outside, strict=True):
+            result = result + part.apply(noise)
+        return result
 
 
 class EigenPrecision:
@@ -48,8 +86,8 @@ class EigenPrecision:
             part.copy_(self.draw(len(part)).vectors())
         return result
 
-    def draw(self, num_samples: int) -> EigenOffsets:
-        return EigenOffsets(num_samples, self.basis, self.values, self.rest)
+    def draw(self, num_samples: int) -> EigenbasisDraws:
+        return EigenbasisDraws(num_samples, self.basis, self.values, self.rest)
 
     def quadratic(self, x: Tensor) -> Tensor:
         squares = self.basis.rotate(x).square()

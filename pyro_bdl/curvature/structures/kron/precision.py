@@ -9,10 +9,11 @@ from torch import Tensor
 
 from pyro_bdl.curvature.jacobian.entries import Place
 from pyro_bdl.curvature.jacobian.jacobian import Block, Dense, Jacobian, same_entries
+from pyro_bdl.curvature.structures.base import Precision
 from pyro_bdl.curvature.structures.kron.eigen_precision import EigenPrecision
 
 
-class KroneckerPrecision:
+class KroneckerPrecision(Precision):
     """Independent blocks, each with a precision of its own.
 
     :param parts: for each block its place and precision; together they cover all of (p,).
@@ -31,8 +32,8 @@ class KroneckerPrecision:
             result[:, place.positions] = precision.sample(num_samples)
         return result
 
-    def draw(self, num_samples: int) -> "KroneckerOffsets":
-        return KroneckerOffsets(self, num_samples)
+    def draw(self, num_samples: int) -> "KroneckerDraws":
+        return KroneckerDraws(self, num_samples)
 
     def quadratic(self, x: Tensor) -> Tensor:
         terms = [precision.quadratic(x[..., place.positions]) for place, precision in self.parts]
@@ -99,7 +100,7 @@ class KroneckerPrecision:
                 yield number, Dense(place, rows[..., place.positions])
 
 
-class KroneckerOffsets:
+class KroneckerDraws:
     """Draws of every part, each in its own form."""
 
     def __init__(self, precision: KroneckerPrecision, num_samples: int) -> None:

@@ -4,25 +4,28 @@ import copy
 import math
 from dataclasses import replace
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
 
 from pyro_bdl import bayesianize, models
-from pyro_bdl.curvature.config import Recipe
+from pyro_bdl.curvature import structures
+from pyro_bdl.curvature.config import STRUCTURES, Recipe
 from pyro_bdl.curvature.fit import fit_curvature
 from pyro_bdl.curvature.jacobian.entries import Place
 from pyro_bdl.curvature.jacobian.jacobian import Dense
 from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.prior import PriorPrecision
-from pyro_bdl.curvature.structures.draws import EigenOffsets
-from pyro_bdl.curvature.structures.kron.eigen_precision import EigenPrecision
-from pyro_bdl.curvature.structures.precision import DiagonalPrecision, FullPrecision, log_prob
+from pyro_bdl.curvature.structures.base import StructureOptions, log_prob
+from pyro_bdl.curvature.structures.diagonal import DiagonalPrecision
+from pyro_bdl.curvature.structures.full import FullPrecision
+from pyro_bdl.curvature.structures.kron.eigen_precision import EigenbasisDraws, EigenPrecision
 from pyro_bdl.errors import BdlWarning
+from pyro_bdl.program import Program
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils.linear_algebra import cholesky
-
-STRUCTURES = ["full", "diag", "kron", "ekfac", "low_rank"]
 
 
 class Tied(nn.Module):
@@ -106,6 +109,21 @@ def case(request, oracle, structure):
     return Case(oracle, request.param, structure)
 
 
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_every_structure_is_one_class(name):
+    """Fields that the passes over data ask for, and an empty curvature."""
+    kind = structures.STRUCTURES[name]
+    assert kind.passes >= 1 and kind.memory(10, StructureOptions(rank=3)) >= 0
+    assert kind.numbers_per_gradient(10, 5) in (0, 5, 10)
+    layout = Program(lambda: pyro.sample("w", dist.Normal(torch.zeros(4), 1.0).to_event(1))).layout
+    curvature = kind.empty(Subset(layout), torch.zeros(0), StructureOptions(rank=3), None)
+    assert curvature.size == 4 and curvature.finish(None) is curvature
+    torch.testing.assert_close(curvature.diagonal(), torch.zeros(4))
+    precision = curvature.with_prior(PriorPrecision(torch.full((4,), 2.0)))
+    torch.testing.assert_close(precision.variances(), torch.full((4,), 0.5))
+    assert precision.independent == (name == "diag") and precision.dense == (name == "full")
+
+
 def test_log_determinant(case):
     torch.testing.assert_close(case.precision.logdet(), torch.logdet(case.matrix))
 
@@ -182,7 +200,7 @@ def test_functions_of_draws_are_the_functions_of_their_vectors(case, structure):
     if structure in ("kron", "ekfac"):
         vectors = torch.empty(3, case.size)
         for (place, _), drawn in zip(case.precision.parts, draws.drawn, strict=True):
-            is_product = isinstance(drawn, EigenOffsets)
+            is_product = isinstance(drawn, EigenbasisDraws)
             vectors[:, place.positions] = drawn.vectors() if is_product else drawn.vectors
     else:
         vectors = draws.vectors
