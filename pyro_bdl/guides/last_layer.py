@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyro_bdl.curvature.config import Recipe
 from pyro_bdl.curvature.jacobian.linearization import Linearization
+from pyro_bdl.curvature.structures.full import FullCurvature
 from pyro_bdl.distributions.take_apart import parameters_of, without_wrappers
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
@@ -158,6 +159,7 @@ class LastLayerGuide(LaplaceGuide):
     score: Tensor
     prior_gradient: Tensor
     quadratic: bool
+    curvature: FullCurvature
     loc: Tensor
     log_likelihood: Tensor
     squares: Tensor

@@ -13,6 +13,7 @@ from pyro_bdl.curvature.jacobian.jacobian import Jacobian
 from pyro_bdl.curvature.prior import PriorPrecision
 from pyro_bdl.curvature.structures.base import Curvature, Precision, StructureOptions
 from pyro_bdl.curvature.structures.diagonal import DiagonalPrecision
+from pyro_bdl.distributions.low_rank_normal import DiagonalPlusLowRank
 from pyro_bdl.program.subset import Subset
 
 _OVERSAMPLING = 10
@@ -92,68 +93,49 @@ class LowRankCurvature(Curvature):
 
 
 class LowRankPrecision(Precision):
-    """D + U diag(values) U' = D^1/2 (1 + V diag(s) V') D^1/2 with orthonormal V (p, k).
+    """The precision diag(d) + U diag(values) U'.
 
-    :param diagonal: D, (p,), positive.
+    :param diagonal: d, (p,), positive.
     :param vectors: U, (p, k).
     :param values: (k,), not negative.
     """
 
     def __init__(self, diagonal: Tensor, vectors: Tensor, values: Tensor) -> None:
-        self.base = DiagonalPrecision(diagonal)
-        self.size, self.diagonal = len(diagonal), diagonal
-        scaled = vectors * values.sqrt() * diagonal.rsqrt()[:, None]
-        # eigenpairs of the small Gram matrix give those of the large one
-        gram = (scaled.mT @ scaled).double()
-        spectrum, turn = torch.linalg.eigh(gram)
-        spectrum = spectrum.clamp(min=0.0)
-        safe = torch.where(spectrum > 0, spectrum, torch.ones_like(spectrum))
-        self.spectrum = spectrum.to(vectors)
-        self.vectors = scaled @ (turn * safe.rsqrt()).to(vectors)
+        self.base, self.size = DiagonalPrecision(diagonal), len(diagonal)
+        self.matrix = DiagonalPlusLowRank(diagonal.sqrt(), vectors * values.sqrt())
 
     def logdet(self) -> Tensor:
-        return self.base.logdet() + self.spectrum.log1p().sum()
+        return self.matrix.log_det()
 
     def sample(self, num_samples: int) -> Tensor:
-        like = self.diagonal
-        noise = torch.randn(num_samples, self.size, dtype=like.dtype, device=like.device)
-        shrink = (1.0 + self.spectrum).rsqrt() - 1.0
-        noise = noise + ((noise @ self.vectors) * shrink) @ self.vectors.mT
-        return noise * like.rsqrt()
+        return self.matrix.sample_inverse(num_samples)
 
     def quadratic(self, x: Tensor) -> Tensor:
-        x = x * self.diagonal.sqrt()
-        return x.square().sum(-1) + ((x @ self.vectors).square() * self.spectrum).sum(-1)
+        return self.matrix.quadratic(x)
 
     def solve(self, x: Tensor) -> Tensor:
-        x = x * self.diagonal.rsqrt()
-        x = x - ((x @ self.vectors) * self._shrinkage()) @ self.vectors.mT
-        return x * self.diagonal.rsqrt()
-
-    def _shrinkage(self) -> Tensor:
-        """C = D^-1/2 (1 - V diag(shrinkage) V') D^-1/2."""
-        return self.spectrum / (1.0 + self.spectrum)
+        return self.matrix.solve(x)
 
     def variances(self) -> Tensor:
-        reduced = (self.vectors.square() * self._shrinkage()).sum(-1)
-        return (1.0 - reduced) / self.diagonal
+        return self.matrix.inverse_diagonal()
 
-    def _projected(self, jacobian: Jacobian) -> Tensor:
-        """J D^-1/2 V diag(shrinkage)^1/2, (n, K, k)."""
-        directions = (self.vectors * self.diagonal.rsqrt()[:, None]) * self._shrinkage().sqrt()
-        return jacobian.apply(directions.mT).permute(1, 2, 0)
+    def _reduction(self, jacobian: Jacobian) -> Tensor:
+        """J C, (n, K, k), with J C C' J' the reduction of the covariance by the low rank."""
+        return self.matrix.inverse_reduction(
+            lambda columns: jacobian.apply(columns.mT).permute(1, 2, 0)
+        )
 
     def covariance(self, jacobian: Jacobian) -> Tensor:
-        projected = self._projected(jacobian)
-        return self.base.covariance(jacobian) - projected @ projected.mT
+        reduction = self._reduction(jacobian)
+        return self.base.covariance(jacobian) - reduction @ reduction.mT
 
     def output_variances(self, jacobian: Jacobian) -> Tensor:
-        projected = self._projected(jacobian)
-        return self.base.output_variances(jacobian) - projected.square().sum(2)
+        reduction = self._reduction(jacobian)
+        return self.base.output_variances(jacobian) - reduction.square().sum(2)
 
     def joint_covariance(self, jacobian: Jacobian) -> Tensor:
-        projected = self._projected(jacobian).flatten(0, 1)
-        return self.base.joint_covariance(jacobian) - projected @ projected.mT
+        reduction = self._reduction(jacobian).flatten(0, 1)
+        return self.base.joint_covariance(jacobian) - reduction @ reduction.mT
 
 
 def _orthonormal(matrix: Tensor) -> Tensor:
