@@ -62,7 +62,7 @@ def one(options: argparse.Namespace) -> dict[str, float]:
         warnings.simplefilter("ignore", BdlWarning)  # the network is not trained
         chosen = guide.choose(data, select=select, size=options.only_count)
         mark()
-        posterior = LaplaceGuide(guide, guide.recipe, chosen, Batches(data))
+        posterior = LaplaceGuide(guide, guide.config, chosen, Batches(data))
         mark()
         predicted = x[: options.predicted]
         bdl.LinearizedPredictive(model, posterior).probabilities(predicted)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.config import Recipe
+from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fisher import num_data, parameters_of_any
 from pyro_bdl.curvature.jacobian.datum_axes import Alignment
 from pyro_bdl.curvature.jacobian.linearization import Linearization
@@ -28,7 +28,7 @@ def linearizations(
     subset: Subset,
     vector: Tensor,
     batches: Iterable[Batch],
-    recipe: Recipe | None,
+    config: CurvatureConfig | None,
     *,
     known: dict[Any, Alignment] | None = None,
     every_output: bool = False,
@@ -41,7 +41,7 @@ def linearizations(
     size = None
     for batch in batches:
         if size is None:
-            size = _part_size(model, subset, vector, batch, recipe, every_output)
+            size = _part_size(model, subset, vector, batch, config, every_output)
         count = leading_size(batch) if size else 0
         if not size or count <= size:
             yield Linearization(model, subset, vector, *batch, known=known)
@@ -63,7 +63,7 @@ def _part_size(
     subset: Subset,
     vector: Tensor,
     batch: Batch,
-    recipe: Recipe | None,
+    config: CurvatureConfig | None,
     every_output: bool,
 ) -> int:
     """How many rows to take at once; 0 for all of a batch.
@@ -90,7 +90,7 @@ def _part_size(
         per_datum *= 1.0 + 0.5 * outputs
     shared = [s.size for s in subset.layout.latents.values() if len(s.shape) > 2]
     largest = max(shared, default=0)
-    numbers = recipe.kind.numbers_per_gradient(subset.size, largest) if recipe else largest
+    numbers = config.kind.numbers_per_gradient(subset.size, largest) if config else largest
     per_datum += item * numbers
     budget = max(_BUDGET, _PER_WEIGHT * item * subset.layout.size)
     return max(1, int(budget / max(per_datum, 1.0)))

@@ -23,7 +23,7 @@ _SLACK = 1.1  # for what lies beside the matrix: rows of the Jacobian, parts of 
 
 
 @dataclass(frozen=True)
-class Recipe:
+class CurvatureConfig:
     """Which matrix is computed, and in which form.
 
     :param structure: "kron", "ekfac", "full", "diag" or "low_rank".
@@ -81,22 +81,24 @@ class Recipe:
         return _SLACK * self.kind.memory(size, self.options) * like.element_size()
 
 
-def check_memory(recipe: Recipe, size: int, like: Tensor, *, advice: str | None = None) -> None:
+def check_memory(
+    config: CurvatureConfig, size: int, like: Tensor, *, advice: str | None = None
+) -> None:
     """
     :param advice: what would fit; by default other structures.
     :raises MemoryError: before a matrix is made that cannot fit, naming what would.
     """
-    needed, available = recipe.memory(size, like), available_memory(like.device)
+    needed, available = config.memory(size, like), available_memory(like.device)
     if available is None or needed <= available:
         return
     fitting = [
         f'"{name}"'
         for name in STRUCTURES
-        if replace(recipe, curvature="ggn", structure=name).memory(size, like) <= available
+        if replace(config, curvature="ggn", structure=name).memory(size, like) <= available
     ]
     others = f"use structure={' or '.join(fitting)}, or " if fitting else "use "
     raise MemoryError(
-        f'structure="{recipe.structure}" over {size:,} latents needs about '
+        f'structure="{config.structure}" over {size:,} latents needs about '
         f"{needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free: "
         + (advice or f"{others}a subset of the latents")
     )

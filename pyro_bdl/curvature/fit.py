@@ -12,7 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pyro_bdl.curvature.chunking import linearizations
-from pyro_bdl.curvature.config import Recipe, check_memory
+from pyro_bdl.curvature.config import CurvatureConfig, check_memory
 from pyro_bdl.curvature.fisher import (
     Cotangent,
     cell_weights,
@@ -65,7 +65,7 @@ def fit_curvature(
     subset: Subset,
     vector: Tensor,
     data: Any,
-    recipe: Recipe,
+    config: CurvatureConfig,
     *,
     before: Any = None,
     progress: bool = False,
@@ -82,16 +82,16 @@ def fit_curvature(
     batches = data if isinstance(data, Batches) else Batches(data)
     batches.check_same("location", vector)
     like = vector.detach().new_empty(0, dtype=torch.promote_types(vector.dtype, torch.float32))
-    check_memory(recipe, subset.size, like)
-    if recipe.curvature == "hessian":
+    check_memory(config, subset.size, like)
+    if config.curvature == "hessian":
         curvature, seen = batches.together(
-            lambda: _hessian(model, subset, vector, batches, recipe, like)
+            lambda: _hessian(model, subset, vector, batches, config, like)
         )
         batches.add_up(*curvature.sums())
         seen.add_up(batches)
     else:
         curvature, seen = _accumulated(
-            model, subset, vector, batches, recipe, like, before, progress
+            model, subset, vector, batches, config, like, before, progress
         )
     factor = seen.factor()
     curvature.scale(factor)
@@ -107,12 +107,12 @@ def _accumulated(
     subset: Subset,
     vector: Tensor,
     batches: Batches,
-    recipe: Recipe,
+    config: CurvatureConfig,
     like: Tensor,
     before: Any,
     progress: bool,
 ) -> tuple[Curvature, "_Seen"]:
-    curvature = recipe.kind.empty(subset, like, recipe.options, before)
+    curvature = config.kind.empty(subset, like, config.options, before)
     known: dict[Any, Alignment] = {}
     seen = _Seen(vector, batches)
     states = _random_states(vector.device)
@@ -122,7 +122,7 @@ def _accumulated(
             _set_random_states(states, vector.device)
         curvature.start_pass(number)
         parts = tqdm(
-            linearizations(model, subset, vector, batches.part(), recipe, known=known),
+            linearizations(model, subset, vector, batches.part(), config, known=known),
             desc=f"curvature, pass {number + 1} of {curvature.passes}",
             unit="batch",
             disable=not progress,
@@ -135,7 +135,7 @@ def _accumulated(
                 seen.add(linearization)
                 for name, site in linearization.run.observed.items() if first else ():
                     check_information(name, site)
-            for jacobian in fisher_jacobians(linearization, recipe):
+            for jacobian in fisher_jacobians(linearization, config):
                 curvature.add(jacobian)
             curvature.end_batch()
 
@@ -291,25 +291,27 @@ class _Seen:
 # ------------------------------------------------------------------------------- Jacobians
 
 
-def fisher_jacobians(linearization: Linearization, recipe: Recipe) -> Iterator[Jacobian]:
+def fisher_jacobians(linearization: Linearization, config: CurvatureConfig) -> Iterator[Jacobian]:
     """Jacobians whose rows' outer products add up to the batch's curvature."""
     for name in linearization.run.observed:
-        yield from site_jacobians(linearization, name, recipe)
+        yield from site_jacobians(linearization, name, config)
 
 
-def site_jacobians(linearization: Linearization, name: str, recipe: Recipe) -> Iterator[Jacobian]:
+def site_jacobians(
+    linearization: Linearization, name: str, config: CurvatureConfig
+) -> Iterator[Jacobian]:
     """Those of one observed site, each datum counted once."""
     site = linearization.run.observed[name]
     if not site_parameters(site):
         _check_readable(linearization, name, site)
         return
-    known = _softmax_jacobian(linearization, name, site, recipe)
+    known = _softmax_jacobian(linearization, name, site, config)
     if known is not None:
         yield known
         return
     groups: dict[tuple[str, ...], list[Cotangent]] = {}
-    most = _columns_at_once(linearization, num_data(site), recipe)
-    for column in recipe.columns(site):
+    most = _columns_at_once(linearization, num_data(site), config)
+    for column in config.columns(site):
         touched = tuple(key for key, value in column.items() if value.any())
         if not touched:
             continue
@@ -337,13 +339,13 @@ def _check_readable(linearization: Linearization, name: str, site: Site) -> None
 
 
 def _softmax_jacobian(
-    linearization: Linearization, name: str, site: Site, recipe: Recipe
+    linearization: Linearization, name: str, site: Site, config: CurvatureConfig
 ) -> Jacobian | None:
     """All columns at once where the subset is the last layer of a classifier."""
     base, _ = without_wrappers(site.distribution)
     if (
-        recipe.curvature != "ggn"
-        or not recipe.kind.takes_softmax
+        config.curvature != "ggn"
+        or not config.kind.takes_softmax
         or type(base).__name__ not in ("Categorical", "OneHotCategorical")
         or tuple(site_parameters(site)) != ("logits",)
         or len(base.batch_shape) != 1
@@ -370,11 +372,11 @@ def site_pullback(linearization: Linearization, name: str, keys: tuple[str, ...]
     return linearization.pullback(outputs, num_data(site), label=(name, keys))
 
 
-def _columns_at_once(linearization: Linearization, count: int, recipe: Recipe) -> int:
+def _columns_at_once(linearization: Linearization, count: int, config: CurvatureConfig) -> int:
     item = linearization.vector.element_size()
     per_column = item * sum(math.prod(use.output_shape) for use in linearization.uses)
     shared = [math.prod(u.shape) for u in linearization.uses if u.unfold is not None]
-    numbers = recipe.kind.numbers_per_gradient(linearization.subset.size, max(shared, default=0))
+    numbers = config.kind.numbers_per_gradient(linearization.subset.size, max(shared, default=0))
     per_column += item * numbers * count
     return max(1, int(_COLUMNS_BUDGET / max(1, per_column)))
 
@@ -387,7 +389,7 @@ def _hessian(
     subset: Subset,
     vector: Tensor,
     batches: Batches,
-    recipe: Recipe,
+    config: CurvatureConfig,
     like: Tensor,
 ) -> tuple[Curvature, _Seen]:
     """Minus the second derivatives of the log likelihood, factors included."""
@@ -421,13 +423,13 @@ def _hessian(
                     ]
                     matrix[start] -= torch.cat(row)
                 start += 1
-    return recipe.kind.from_matrix(0.5 * (matrix + matrix.mT)), seen
+    return config.kind.from_matrix(0.5 * (matrix + matrix.mT)), seen
 
 
-def check_factors(run: Run, recipe: Recipe) -> None:
+def check_factors(run: Run, config: CurvatureConfig) -> None:
     """Warn where the program has factor statements, which have no Fisher information."""
     moved = [name for name, site in run.factors.items() if site.log_prob().requires_grad]
-    if moved and recipe.curvature != "hessian":
+    if moved and config.curvature != "hessian":
         warnings.warn(
             f"the factor '{moved[0]}' has no Fisher information and is left out of "
             'the curvature; structure="full" with curvature="hessian" includes it',

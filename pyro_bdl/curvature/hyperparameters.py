@@ -62,7 +62,7 @@ class _Parameters(Messenger):
 
 
 @dataclass
-class Reading:
+class ParameterReading:
     """A run of a program at fixed latents, and the parameters that it read."""
 
     run: Run
@@ -70,7 +70,9 @@ class Reading:
     parameters: dict[str, Hyperparameter]
 
 
-def read_at_centre(model: Callable, guide: Any, args: tuple, kwargs: dict[str, Any]) -> Reading:
+def read_at_center(
+    model: Callable, guide: Any, args: tuple, kwargs: dict[str, Any]
+) -> ParameterReading:
     """The program at a guide's centre, on a few of its data."""
     subset, vector = Subset(guide.require_layout()), guide.location().detach()
     return read(model, subset, vector, *few_rows(model, subset.layout, vector, (args, kwargs)))
@@ -78,7 +80,7 @@ def read_at_centre(model: Callable, guide: Any, args: tuple, kwargs: dict[str, A
 
 def read(
     model: Callable, subset: Subset, vector: Tensor, args: tuple, kwargs: Mapping[str, Any]
-) -> Reading:
+) -> ParameterReading:
     """Run the program at an unconstrained vector (P,) and see its parameters."""
     with _Parameters() as seen:
         run, leaves = run_at(model, subset, vector.detach(), args, kwargs)
@@ -87,7 +89,7 @@ def read(
         leaf = value.unconstrained() if hasattr(value, "unconstrained") else value
         if leaf is not None and leaf.requires_grad and name in store:
             found[name] = Hyperparameter(name, value, leaf, store._constraints[name])
-    return Reading(run, leaves, found)
+    return ParameterReading(run, leaves, found)
 
 
 def few_rows(model: Callable, layout: Any, vector: Tensor, batch: Batch) -> Batch:
@@ -118,7 +120,7 @@ def scales(tensor: Tensor, parameter: Hyperparameter) -> Tensor | None:
     return slope if torch.allclose(whole, part.to(whole), rtol=1e-4) else None
 
 
-def prior_scales(reading: Reading, subset: Subset) -> dict[str, Tensor]:
+def prior_scales(reading: ParameterReading, subset: Subset) -> dict[str, Tensor]:
     """For each site of the subset with independent Normals around a constant: their standard
     deviations, flat, those that are in the subset."""
     result = {}
@@ -133,7 +135,7 @@ def prior_scales(reading: Reading, subset: Subset) -> dict[str, Tensor]:
     return result
 
 
-def prior_locations(reading: Reading, subset: Subset, name: str) -> Tensor:
+def prior_locations(reading: ParameterReading, subset: Subset, name: str) -> Tensor:
     """The means of a site's independent Normals, flat, those that are in the subset."""
     site = reading.run.latents[name]
     base: Any = without_wrappers(site.distribution)[0]
@@ -142,7 +144,7 @@ def prior_locations(reading: Reading, subset: Subset, name: str) -> Tensor:
     return loc if chosen is None else loc[chosen.to(loc.device)]
 
 
-def owners(reading: Reading, subset: Subset) -> dict[str, list[tuple[str, Tensor]]]:
+def owners(reading: ParameterReading, subset: Subset) -> dict[str, list[tuple[str, Tensor]]]:
     """For each hyperparameter the sites whose prior scales are proportional to it, and these."""
     result: dict[str, list[tuple[str, Tensor]]] = {}
     for site, scale in prior_scales(reading, subset).items():
@@ -166,7 +168,7 @@ def group_sum(scale: Tensor, values: Tensor, parameter: Hyperparameter) -> Tenso
     return slope * parameter.value.detach()
 
 
-def noise_owner(reading: Reading, subset: Subset) -> tuple[Hyperparameter, Site] | None:
+def noise_owner(reading: ParameterReading, subset: Subset) -> tuple[Hyperparameter, Site] | None:
     """The hyperparameter to which the noise of the only observed site, a Normal, is
     proportional; None where there is no such."""
     site = noise_site(reading)
@@ -180,7 +182,7 @@ def noise_owner(reading: Reading, subset: Subset) -> tuple[Hyperparameter, Site]
 
 
 @torch.enable_grad()
-def noise_site(reading: Reading) -> Site | None:
+def noise_site(reading: ParameterReading) -> Site | None:
     """The only observed site, if it is a Normal whose scale no latent moves, and the program's
     parameters only as a whole."""
     if len(reading.run.observed) != 1 or reading.run.factors:
@@ -218,7 +220,7 @@ def _moves_as_a_whole(scale: Tensor, parameters: Mapping[str, Hyperparameter]) -
 
 
 @torch.enable_grad()
-def in_likelihood(reading: Reading) -> list[str]:
+def in_likelihood(reading: ParameterReading) -> list[str]:
     """The parameters of the program on which its likelihood depends, other than by the scale of
     ``noise_site``."""
     if not reading.parameters:
@@ -239,7 +241,7 @@ def in_likelihood(reading: Reading) -> list[str]:
     return [name for name, gradient in pairs if gradient is not None]
 
 
-def followed(reading: Reading) -> dict[str, Hyperparameter]:
+def followed(reading: ParameterReading) -> dict[str, Hyperparameter]:
     """The hyperparameters whose every effect on the evidence is known without another fit: those
     of the priors, and of a Normal's noise."""
     others = in_likelihood(reading)

@@ -8,7 +8,7 @@ from pyro.distributions.torch_distribution import MaskedDistribution
 from torch import Tensor, nn
 from torch.distributions import Independent
 
-from pyro_bdl.curvature.config import Recipe
+from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fisher import site_parameters
 from pyro_bdl.curvature.fit import site_jacobians, site_pullback
 from pyro_bdl.curvature.jacobian.linearization import Linearization
@@ -17,7 +17,7 @@ from pyro_bdl.program.trace import Site
 
 
 def gradient_and_squares(
-    likelihood: Tensor, wanted: Sequence[Tensor], at: Linearization, recipe: Recipe
+    likelihood: Tensor, wanted: Sequence[Tensor], at: Linearization, config: CurvatureConfig
 ) -> tuple[list[Tensor], Tensor]:
     """The gradients of a batch's log likelihood, and the diagonal of its curvature, (P,).
 
@@ -29,9 +29,9 @@ def gradient_and_squares(
     :param wanted: tensors that it depends on.
     :param at: the program at the same draw.
     """
-    name = _only_site(at) if at.training and recipe.curvature == "empirical-fisher" else None
+    name = _only_site(at) if at.training and config.curvature == "empirical-fisher" else None
     if name is None:
-        return _gradients(likelihood, wanted), _squares(at, recipe)
+        return _gradients(likelihood, wanted), _squares(at, config)
     site = at.run.observed[name]
     parameters = site_parameters(site)
     pullback = site_pullback(at, name, tuple(parameters))
@@ -79,11 +79,11 @@ def _counts_plainly(site: Site) -> bool:
     return all(not isinstance(mask, Tensor) or mask.dtype == torch.bool for mask in masks)
 
 
-def _squares(at: Linearization, recipe: Recipe) -> Tensor:
+def _squares(at: Linearization, config: CurvatureConfig) -> Tensor:
     total = torch.zeros_like(at.vector)
     for name, site in at.run.observed.items():
         diagonal = DiagonalCurvature(len(at.vector), at.vector)
-        for jacobian in site_jacobians(at, name, recipe):
+        for jacobian in site_jacobians(at, name, config):
             diagonal.add(jacobian)
         total += site.subsampling * diagonal.diagonal()
     return total

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.jacobian.affine_uses import Use
+from pyro_bdl.curvature.jacobian.affine_uses import AffineUse
 
 
 class DatumAxis(NamedTuple):
@@ -37,7 +37,7 @@ class Alignment(NamedTuple):
     shared: tuple[str, ...]
 
 
-def as_rows(use: Use, output: Tensor) -> Tensor:
+def as_rows(use: AffineUse, output: Tensor) -> Tensor:
     return output if use.to_rows is None else use.to_rows(output)
 
 
@@ -56,7 +56,7 @@ def levels_of(num_data: int, device: torch.device) -> Iterator[Tensor]:
         numbers = numbers // 16
 
 
-def datum_axes(use: Use, num_data: int) -> list[DatumAxis]:
+def datum_axes(use: AffineUse, num_data: int) -> list[DatumAxis]:
     """The axes of an operation's output that may number the data, the likely ones first."""
     shape = as_rows(use, torch.empty(use.output_shape, device="meta")).shape
     candidates = use.reduce_dims if use.kind == "scale" else range(len(shape) - 1)

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from pyro_bdl.curvature.jacobian.block_position import BlockPosition
 from pyro_bdl.curvature.jacobian.datum_axes import aligned_with
-from pyro_bdl.curvature.jacobian.entries import Place
-from pyro_bdl.curvature.jacobian.jacobian import Block, Dense
+from pyro_bdl.curvature.jacobian.jacobian import Block, DenseBlock
 from pyro_bdl.curvature.jacobian.use_blocks import working_dtype
 from pyro_bdl.program.trace import leave_open, record
 from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers, vmappable
@@ -21,7 +21,7 @@ Names = Sequence[str]
 
 
 @torch.enable_grad()  # parts of the outputs are taken here
-def blocks_outside(pullback: "Pullback", columns: Columns) -> list[Block]:
+def blocks_of_other_latents(pullback: "Pullback", columns: Columns) -> list[Block]:
     """Blocks of the sites whose gradients no use of them gives.
 
     :param columns: K cotangents, each with a tensor for every output.
@@ -52,7 +52,7 @@ def _sizes(pullback: "Pullback", names: Names) -> list[int]:
 def _as_blocks(pullback: "Pullback", names: Names, rows: Tensor) -> list[Block]:
     rows = rows.to(working_dtype(rows.dtype))
     return [
-        Dense(Place((name, -1), pullback.at.subset.parts[name]), values)
+        DenseBlock(BlockPosition((name, -1), pullback.at.subset.parts[name]), values)
         for name, values in zip(names, rows.split(_sizes(pullback, names), -1), strict=True)
     ]
 

@@ -9,25 +9,25 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.jacobian.jacobian import Product
+from pyro_bdl.curvature.jacobian.jacobian import ProductBlock
 
 
 @dataclass
-class IdentityProduct(Product):
+class IdentityBlock(ProductBlock):
     """The outputs z of a product as columns: the gradient of z_k in z is e_k for every datum.
 
     ``gradients`` are a matrix (K, out) expanded over the data.
     """
 
-    def rotated(self, inputs: Tensor | None, outputs: Tensor | None) -> "IdentityProduct":
+    def rotated(self, inputs: Tensor | None, outputs: Tensor | None) -> "IdentityBlock":
         turned = replace(self, source=super().rotated(inputs, None).source)
         return turned if outputs is None else turned._with_columns(outputs[0])  # e_k' Q
 
-    def split_outputs(self, basis: Tensor) -> tuple["IdentityProduct", "IdentityProduct"]:
+    def split_outputs(self, basis: Tensor) -> tuple["IdentityBlock", "IdentityBlock"]:
         (inside,) = basis
         return self._with_columns(inside), self._with_columns(self.columns - inside @ inside.mT)
 
-    def _with_columns(self, columns: Tensor) -> "IdentityProduct":
+    def _with_columns(self, columns: Tensor) -> "IdentityBlock":
         gradients = columns[:, None, None, None].expand(-1, self.gradients.shape[1], -1, -1, -1)
         return replace(self, gradients=gradients)
 
@@ -53,7 +53,7 @@ class IdentityProduct(Product):
 
 
 @dataclass
-class SoftmaxProduct(Product):
+class SoftmaxBlock(ProductBlock):
     """The Fisher information of classes whose logits are the outputs of a product.
 
     Sums over the columns sqrt(w p_k) (e_k - p) of S are those of w (diag(p) - p p'). ``gradients``
@@ -66,7 +66,7 @@ class SoftmaxProduct(Product):
     weights: Tensor
     basis: Tensor | None = None
 
-    def rotated(self, inputs: Tensor | None, outputs: Tensor | None) -> "SoftmaxProduct":
+    def rotated(self, inputs: Tensor | None, outputs: Tensor | None) -> "SoftmaxBlock":
         turned = super().rotated(inputs, None)
         return replace(self, source=turned.source, basis=None if outputs is None else outputs[0])
 

@@ -39,7 +39,7 @@ class DiagonalCurvature(Curvature):
 
     def add(self, jacobian: Jacobian) -> None:
         for block in jacobian.blocks:
-            self.values[block.place.positions] += block.place.take(block.squares().flatten())
+            self.values[block.position.indices] += block.position.take(block.squares().flatten())
 
     def sums(self) -> list[Tensor]:
         return [self.values]
@@ -102,5 +102,5 @@ class DiagonalPrecision(Precision):
     def joint_covariance(self, jacobian: Jacobian) -> Tensor:
         result, variances = jacobian.joint_zeros(), self.variances()
         for block in jacobian.blocks:
-            result += joint_gram(block, block.place.spread(variances, block.shape))
+            result += joint_gram(block, block.position.spread(variances, block.shape))
         return result

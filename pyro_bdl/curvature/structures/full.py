@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.jacobian.jacobian import Jacobian
-from pyro_bdl.curvature.jacobian.output_layers import SoftmaxProduct
+from pyro_bdl.curvature.jacobian.output_layers import SoftmaxBlock
 from pyro_bdl.curvature.prior import PriorPrecision
 from pyro_bdl.curvature.structures.base import Curvature, Precision, StructureOptions
 from pyro_bdl.program.subset import Subset
@@ -41,14 +41,16 @@ class FullCurvature(Curvature):
         return 3 * size * size
 
     def add(self, jacobian: Jacobian) -> None:
-        classes = [block for block in jacobian.blocks if isinstance(block, SoftmaxProduct)]
+        classes = [block for block in jacobian.blocks if isinstance(block, SoftmaxBlock)]
         if classes:
             assert len(classes) == len(jacobian.blocks)
             self._add_classes(classes)
             return
-        covered = sum(block.place.size for block in jacobian.blocks)
+        covered = sum(block.position.size for block in jacobian.blocks)
         if 2 * covered < self.size:
-            positions = [block.place.numbers(self.matrix.device) for block in jacobian.blocks]
+            positions = [
+                block.position.index_tensor(self.matrix.device) for block in jacobian.blocks
+            ]
             if positions:
                 where = torch.cat(positions)
                 rows = torch.cat([block.rows() for block in jacobian.blocks], -1).flatten(0, 1)
@@ -56,7 +58,7 @@ class FullCurvature(Curvature):
             return
         add_products(self.matrix, jacobian.rows().flatten(0, 1))
 
-    def _add_classes(self, blocks: list[SoftmaxProduct]) -> None:
+    def _add_classes(self, blocks: list[SoftmaxBlock]) -> None:
         """Sums over the data of w (diag(p) - p p') x a a', a the inputs of all blocks: as many
         products as there are pairs of classes, where the columns' rows would take more by the
         number of classes."""
@@ -64,7 +66,7 @@ class FullCurvature(Curvature):
         ones = p.new_ones(len(p), 1)
         a = torch.cat([ones if b.source is None else b.source()[:, 0, 0] for b in blocks], 1)
         device, classes = self.matrix.device, p.shape[1]
-        where = torch.cat([b.place.numbers(device).view(classes, -1) for b in blocks], 1)
+        where = torch.cat([b.position.index_tensor(device).view(classes, -1) for b in blocks], 1)
         for k in range(classes):
             weights = -w * p[:, k : k + 1] * p[:, : k + 1]
             others = p[:, :k].sum(1) + p[:, k + 1 :].sum(1)  # 1 - p_k, which would round to zero

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from pyro_bdl.curvature.jacobian.entries import Place
-from pyro_bdl.curvature.jacobian.jacobian import Dense, Jacobian
+from pyro_bdl.curvature.jacobian.block_position import BlockPosition
+from pyro_bdl.curvature.jacobian.jacobian import DenseBlock, Jacobian
 
 
-def _jacobian(size, *places):
+def _jacobian(size, *positions):
     blocks = []
-    for i, where in enumerate(places):
+    for i, where in enumerate(positions):
         count = where.stop - where.start if isinstance(where, slice) else len(where)
-        blocks.append(Dense(Place((f"site{i}", -1), where), torch.randn(2, 3, count)))
+        blocks.append(DenseBlock(BlockPosition((f"site{i}", -1), where), torch.randn(2, 3, count)))
     return Jacobian(blocks, 2, 3, size, torch.zeros(0))
 
 

@@ -6,10 +6,10 @@ from pyro_bdl.curvature.prior import PriorPrecision
 from pyro_bdl.curvature.structures.diagonal import DiagonalCurvature
 
 
-def test_sums_of_squares(jacobian, places):
+def test_sums_of_squares(jacobian, positions):
     diagonal, expected = DiagonalCurvature(10, torch.zeros(0)), torch.zeros(10)
     for _ in range(2):
-        batch = jacobian(10, *places)
+        batch = jacobian(10, *positions)
         expected += batch.rows().square().sum((0, 1))
         diagonal.add(batch)
     torch.testing.assert_close(diagonal.diagonal(), expected)

@@ -6,10 +6,10 @@ from pyro_bdl.curvature.prior import PriorPrecision
 from pyro_bdl.curvature.structures.full import FullCurvature
 
 
-def test_sums_of_outer_products(jacobian, places):
+def test_sums_of_outer_products(jacobian, positions):
     full, expected = FullCurvature(10, torch.zeros(0)), torch.zeros(10, 10)
     for _ in range(2):
-        batch = jacobian(10, *places)
+        batch = jacobian(10, *positions)
         rows = batch.rows().flatten(0, 1)
         expected += rows.T @ rows
         full.add(batch)

@@ -58,7 +58,7 @@ class Eigenbasis:
             x = torch.einsum("gij,...goj->...goi", self.inputs, x)
         return x
 
-    def spread(self, values: Tensor) -> Tensor:
+    def diagonal(self, values: Tensor) -> Tensor:
         """diag(Q diag(values) Q') for values (groups, s, r), (groups, out, in)."""
         if self.inputs is not None:
             values = torch.einsum("goj,gij->goi", values, self.inputs.square())
@@ -66,7 +66,7 @@ class Eigenbasis:
             values = torch.einsum("gpi,gop->goi", values, self.outputs.square())
         return values
 
-    def gathered(self, diagonal: Tensor) -> Tensor:
+    def rotated_diagonal(self, diagonal: Tensor) -> Tensor:
         """diag(Q' diag(d) Q) for d (groups, out, in), (groups, s, r)."""
         if self.inputs is not None:
             diagonal = torch.einsum("goi,gij->goj", diagonal, self.inputs.square())
@@ -74,7 +74,7 @@ class Eigenbasis:
             diagonal = torch.einsum("goi,gop->gpi", diagonal, self.outputs.square())
         return diagonal
 
-    def share_outside(self) -> Tensor:
+    def complement_share(self) -> Tensor:
         """Of every entry's unit vector the squared length that lies outside, (groups, out, in)."""
         inside: Any = 1.0
         if self.outputs is not None:
@@ -83,7 +83,7 @@ class Eigenbasis:
             inside = inside * self.inputs.square().sum(2)[:, None]
         return (1.0 - inside).clamp(min=0.0).expand(self.shape)
 
-    def turned_diagonal(self, matrix: Tensor) -> Tensor:
+    def rotated_matrix_diagonal(self, matrix: Tensor) -> Tensor:
         """diag(Q' matrix Q) for a matrix over the flattened entries, (groups, s, r)."""
         groups, out, into = self.shape
         result = []
@@ -126,7 +126,7 @@ class Eigenbasis:
         """A block's gradients in these directions."""
         return block.rotated(self.inputs, self.outputs)
 
-    def parts(self, block: Any) -> tuple[Any, list[Any]]:
+    def split(self, block: Any) -> tuple[Any, list[Any]]:
         """A block's gradients in these directions, and blocks of what lies outside, which are
         orthogonal to each other and to these."""
         outside = []
@@ -144,13 +144,13 @@ class Eigenbasis:
         return block, outside
 
     @property
-    def outside_shapes(self) -> list[torch.Size]:
-        """Of weights that the blocks outside take (``parts``)."""
+    def complement_shapes(self) -> list[torch.Size]:
+        """Of weights that the blocks outside take (``split``)."""
         groups, out, _ = self.shape
         shapes = [self.shape, torch.Size((groups, out, self.directions[2]))]
         return [shape for shape, few in zip(shapes, self._few, strict=True) if few]
 
-    def outside_parts(self, weights: list[Tensor]) -> Iterator[Tensor]:
+    def complement_weights(self, weights: list[Tensor]) -> Iterator[Tensor]:
         """Weights (S, *shape) of these shapes as vectors (S, groups, out, in) whose products with
         gradients are those of the weights with the blocks outside."""
         found = iter(weights)

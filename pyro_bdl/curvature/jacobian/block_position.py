@@ -5,21 +5,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Positions = slice | Tensor
+Indices = slice | Tensor
 
 
 @dataclass
-class Place:
+class BlockPosition:
     """Where a block's entries lie.
 
     :param key: names the block: the site, and which use of it.
-    :param positions: in the vector of the subset, one for each chosen entry.
+    :param indices: in the vector of the subset, one for each chosen entry.
     :param chosen: which of the block's flattened entries are in the subset; None: all.
     :param uses: the numbers of the site's uses that the block is made of.
     """
 
     key: tuple[str, int]
-    positions: Positions
+    indices: Indices
     chosen: Tensor | None = None
     uses: tuple[int, ...] = ()
 
@@ -30,7 +30,7 @@ class Place:
     def spread(self, vectors: Tensor, shape: torch.Size) -> Tensor:
         """The subset's values (..., p) as all of this block's entries (..., *shape), zeros at
         those that are not in the subset."""
-        values = vectors[..., self.positions]
+        values = vectors[..., self.indices]
         if self.chosen is not None:
             whole = values.new_zeros(*values.shape[:-1], shape.numel())
             whole[..., self.chosen] = values
@@ -39,12 +39,12 @@ class Place:
 
     @property
     def size(self) -> int:
-        if isinstance(self.positions, slice):
-            return self.positions.stop - self.positions.start
-        return len(self.positions)
+        if isinstance(self.indices, slice):
+            return self.indices.stop - self.indices.start
+        return len(self.indices)
 
-    def numbers(self, device: torch.device) -> Tensor:
-        """The positions as integers (m,)."""
-        if isinstance(self.positions, slice):
-            return torch.arange(self.positions.start, self.positions.stop, device=device)
-        return self.positions.to(device)
+    def index_tensor(self, device: torch.device) -> Tensor:
+        """The indices as integers (m,)."""
+        if isinstance(self.indices, slice):
+            return torch.arange(self.indices.start, self.indices.stop, device=device)
+        return self.indices.to(device)

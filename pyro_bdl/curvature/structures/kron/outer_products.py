@@ -14,11 +14,11 @@ from pyro_bdl.utils.linear_algebra import add_products, products
 _DOUBLE_UP_TO = 1024
 
 
-class Vectors:
+class OuterVectors:
     """Vectors whose outer products sums take up.
 
     :param x: (n, T, groups, m), of data and positions.
-    :param total: in their place the sum of their outer products, (groups, m, m).
+    :param total: instead, the sum of their outer products, (groups, m, m).
     :param reused: several sums take them up, so that the products are made once and kept.
     """
 
@@ -64,7 +64,7 @@ class Vectors:
             add_products(sums[0], self.rows()[0])
 
 
-class Moments(nn.Module):
+class OuterProductSum(nn.Module):
     """A = sum_r x_r x_r' of vectors of m numbers, for each of several groups.
 
     While there are at most m / 2 vectors they are kept themselves, and only the eigenvectors V
@@ -88,20 +88,20 @@ class Moments(nn.Module):
 
     # Accumulation
 
-    def add(self, vectors: Vectors) -> None:
+    def add(self, vectors: OuterVectors) -> None:
         self._compose()
         if self._has_room(vectors.count):
             self._append(vectors.rows())
         else:
             vectors.add_to(self.as_matrix())
 
-    def merge(self, other: "Moments") -> None:
+    def merge(self, other: "OuterProductSum") -> None:
         """Add the other's sum, which keeps its value."""
         other._compose()
         if other.rows is None:
-            self.add(Vectors(total=other.matrix))
+            self.add(OuterVectors(total=other.matrix))
         else:
-            self.add(Vectors(other.rows[:, : other.count].transpose(0, 1)[:, None]))
+            self.add(OuterVectors(other.rows[:, : other.count].transpose(0, 1)[:, None]))
 
     def scale(self, factor: float) -> None:
         """
@@ -169,7 +169,7 @@ class Moments(nn.Module):
             return found
         return self.values, self.vectors
 
-    def extend(self, other: "Moments") -> None:
+    def extend(self, other: "OuterProductSum") -> None:
         """Add directions of eigenvalue zero, until the eigenvectors span the other's too."""
         self._lengthen(extended(self.eigen()[1], other.eigen()[1].mT))
 
@@ -186,7 +186,7 @@ class Moments(nn.Module):
         self.values, self.vectors = values, vectors
         self.rows, self.matrix, self.count = None, None, 0
 
-    def _equals(self, other: "Moments") -> bool:
+    def _equals(self, other: "OuterProductSum") -> bool:
         """Whether both, not decomposed yet, are the same sum."""
         if self.count != other.count or (self.rows is None) != (other.rows is None):
             return False
@@ -210,10 +210,10 @@ def make_room(
         setattr(module, name, None if value is None else like.new_empty(value.shape))
 
 
-def decompose(sums: Iterable[Moments]) -> None:
+def decompose(sums: Iterable[OuterProductSum]) -> None:
     """Decompose each; those that are equal once, as a weight and its bias have the same gradients
     and weights side by side the same inputs."""
-    alike: list[list[Moments]] = []
+    alike: list[list[OuterProductSum]] = []
     for own in sums:
         if own.vectors is None:
             found = next((group for group in alike if own._equals(group[0])), None)
