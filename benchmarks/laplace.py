@@ -338,8 +338,8 @@ def fitting(model: Any, guide: Any, data: tuple) -> Any:
     subset, at = bdl.curvature.Subset(guide.require_layout()), guide.location().detach()
 
     def fit(structure: str, curvature: str = "ggn") -> Any:
-        recipe = bdl.curvature.Recipe(structure, curvature)
-        return bdl.curvature.fit_curvature(model, subset, at, data, recipe)
+        config = bdl.curvature.CurvatureConfig(structure, curvature)
+        return bdl.curvature.fit_curvature(model, subset, at, data, config)
 
     return fit
 

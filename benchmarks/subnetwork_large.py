@@ -51,7 +51,7 @@ def program(options: argparse.Namespace, dtype: torch.dtype) -> tuple[Any, torch
 def one(options: argparse.Namespace) -> dict[str, float]:
     """Processor seconds and peak memory of one count, in this process."""
     guide, x, y = program(options, torch.float32)
-    (model,), data = guide._program_model, (x, y)
+    model, data = guide.program_model, (x, y)
     select, times, memory = selectors.LargestPredictiveVariance(), [time.process_time()], []
 
     def mark() -> None:
@@ -62,7 +62,7 @@ def one(options: argparse.Namespace) -> dict[str, float]:
         warnings.simplefilter("ignore", BdlWarning)  # the network is not trained
         chosen = guide.choose(data, select=select, size=options.only_count)
         mark()
-        posterior = LaplaceGuide(guide, guide.recipe, chosen, Batches(data))
+        posterior = LaplaceGuide(guide, guide.config, chosen, Batches(data))
         mark()
         predicted = x[: options.predicted]
         bdl.LinearizedPredictive(model, posterior).probabilities(predicted)

@@ -144,7 +144,7 @@ def quiet():
 def test_laplace_tells_what_it_was_made_with(name, problem, quiet):
     found = posteriors.fit(name, problem, OPTIONS)
     structure = {"laplace-kron": "kron", "laplace-diag": "diag"}.get(name, "full")
-    assert found.settings["structure"] == structure == found.posterior.recipe.structure
+    assert found.settings["structure"] == structure == found.posterior.config.structure
     assert found.settings["steps"] == 30
     tuned = evidence.hyperparameters(found.posterior)
     (value,) = tuned.values()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.config import Recipe
+from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fisher import num_data, parameters_of_any
 from pyro_bdl.curvature.jacobian.datum_axes import Alignment
 from pyro_bdl.curvature.jacobian.linearization import Linearization
@@ -28,12 +28,12 @@ def linearizations(
     subset: Subset,
     vector: Tensor,
     batches: Iterable[Batch],
-    recipe: Recipe | None,
+    config: CurvatureConfig | None,
     *,
     known: dict[Any, Alignment] | None = None,
     every_output: bool = False,
 ) -> Iterator[Linearization]:
-    """Each batch of the data at the vector, cut into parts where it is large.
+    """Yield the linearization of each batch at the vector; a large batch is cut into parts.
 
     :param every_output: size the parts for Jacobians of all outputs at once.
     """
@@ -41,7 +41,7 @@ def linearizations(
     size = None
     for batch in batches:
         if size is None:
-            size = _part_size(model, subset, vector, batch, recipe, every_output)
+            size = _part_size(model, subset, vector, batch, config, every_output)
         count = leading_size(batch) if size else 0
         if not size or count <= size:
             yield Linearization(model, subset, vector, *batch, known=known)
@@ -63,10 +63,10 @@ def _part_size(
     subset: Subset,
     vector: Tensor,
     batch: Batch,
-    recipe: Recipe | None,
+    config: CurvatureConfig | None,
     every_output: bool,
 ) -> int:
-    """How many rows to take at once; 0 for all of a batch.
+    """Return the number of rows to take at once, 0 for all of a batch.
 
     A batch is cut only where a part of it gives the same outputs as the whole.
     """
@@ -88,17 +88,16 @@ def _part_size(
         bases = [without_wrappers(site.distribution)[0] for site in whole.observed.values()]
         outputs = sum(v.numel() for base in bases for v in parameters_of_any(base).values()) / some
         per_datum *= 1.0 + 0.5 * outputs
-    if recipe is not None and recipe.structure in ("full", "low_rank"):
-        per_datum += item * subset.size
-    elif recipe is None or recipe.structure != "kron":
-        shared = [s.size for s in subset.layout.latents.values() if len(s.shape) > 2]
-        per_datum += item * max(shared, default=0)
+    shared = [s.size for s in subset.layout.latents.values() if len(s.shape) > 2]
+    largest = max(shared, default=0)
+    numbers = config.kind.numbers_per_gradient(subset.size, largest) if config else largest
+    per_datum += item * numbers
     budget = max(_BUDGET, _PER_WEIGHT * item * subset.layout.size)
     return max(1, int(budget / max(per_datum, 1.0)))
 
 
 def _agree(part: Run, whole: Run) -> bool:
-    """Whether a run over the first rows gives the first rows of a longer run."""
+    """Return True if a run over the first rows gives the first rows of a longer run."""
     for name, site in whole.observed.items():
         if name not in part.observed:
             return False

@@ -12,7 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pyro_bdl.curvature.chunking import linearizations
-from pyro_bdl.curvature.config import Recipe, check_memory
+from pyro_bdl.curvature.config import CurvatureConfig, check_memory
 from pyro_bdl.curvature.fisher import (
     Cotangent,
     cell_weights,
@@ -25,8 +25,7 @@ from pyro_bdl.curvature.fisher import (
 from pyro_bdl.curvature.jacobian.datum_axes import Alignment
 from pyro_bdl.curvature.jacobian.jacobian import Jacobian
 from pyro_bdl.curvature.jacobian.linearization import Linearization, Pullback
-from pyro_bdl.curvature.structures.dense import FullCurvature
-from pyro_bdl.curvature.structures.low_rank import LowRankCurvature
+from pyro_bdl.curvature.structures.base import Curvature
 from pyro_bdl.distributions.take_apart import without_wrappers
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.program.batches import Batches
@@ -41,7 +40,7 @@ _COLUMNS_BUDGET = 8 * 2**20  # bytes of columns that are stacked, which costs a 
 
 @dataclass
 class Fitted:
-    """A curvature over data, and what was met on the way.
+    """A curvature over data, with the sums of the same pass.
 
     :param curvature: of minus the tempered log likelihood in the subset.
     :param log_likelihood: the tempered log likelihood of the data, factors included, a scalar.
@@ -52,7 +51,7 @@ class Fitted:
     :param cells: of Normal sites how many terms that sum has, each times its tempering.
     """
 
-    curvature: Any
+    curvature: Curvature
     log_likelihood: Tensor
     num_data: int
     gradient: Tensor
@@ -67,12 +66,12 @@ def fit_curvature(
     subset: Subset,
     vector: Tensor,
     data: Any,
-    recipe: Recipe,
+    config: CurvatureConfig,
     *,
     before: Any = None,
     progress: bool = False,
 ) -> Fitted:
-    """The curvature of a program's log likelihood at a vector (P,).
+    """Compute the curvature of a program's log likelihood at a vector (P,).
 
     Every datum counts once, times its tempering. Where the program speaks of more data than were
     passed (``num_data``), the sum is scaled up to them, and a warning says so. A program that does
@@ -84,22 +83,20 @@ def fit_curvature(
     batches = data if isinstance(data, Batches) else Batches(data)
     batches.check_same("location", vector)
     like = vector.detach().new_empty(0, dtype=torch.promote_types(vector.dtype, torch.float32))
-    check_memory(recipe, subset.size, like)
-    if recipe.curvature == "hessian":
-        curvature, seen = batches.together(lambda: _hessian(model, subset, vector, batches, like))
+    check_memory(config, subset.size, like)
+    if config.curvature == "hessian":
+        curvature, seen = batches.together(
+            lambda: _hessian(model, subset, vector, batches, config, like)
+        )
         batches.add_up(*curvature.sums())
         seen.add_up(batches)
     else:
         curvature, seen = _accumulated(
-            model, subset, vector, batches, recipe, like, before, progress
+            model, subset, vector, batches, config, like, before, progress
         )
     factor = seen.factor()
     curvature.scale(factor)
-    if isinstance(curvature, LowRankCurvature):
-        curvature.finish()
-    elif before is not None:
-        before.merge(curvature)
-        curvature = before
+    curvature = curvature.finish(before)
     total = torch.as_tensor(seen.log_likelihood * factor, device=seen.gradient.device)
     gradient = subset.take(seen.gradient) * factor
     squares, cells = seen.squares * factor, seen.cells * factor
@@ -111,12 +108,12 @@ def _accumulated(
     subset: Subset,
     vector: Tensor,
     batches: Batches,
-    recipe: Recipe,
+    config: CurvatureConfig,
     like: Tensor,
     before: Any,
     progress: bool,
-) -> tuple[Any, "_Seen"]:
-    curvature = recipe.empty(subset.size, like, before)
+) -> tuple[Curvature, "_Seen"]:
+    curvature = config.kind.empty(subset, like, config.options, before)
     known: dict[Any, Alignment] = {}
     seen = _Seen(vector, batches)
     states = _random_states(vector.device)
@@ -124,10 +121,9 @@ def _accumulated(
     def one_pass(number: int) -> None:
         if number:  # the same draws, so that all passes are about one matrix
             _set_random_states(states, vector.device)
-        if hasattr(curvature, "start_pass"):
-            curvature.start_pass(number)
+        curvature.start_pass(number)
         parts = tqdm(
-            linearizations(model, subset, vector, batches.part(), recipe, known=known),
+            linearizations(model, subset, vector, batches.part(), config, known=known),
             desc=f"curvature, pass {number + 1} of {curvature.passes}",
             unit="batch",
             disable=not progress,
@@ -140,10 +136,9 @@ def _accumulated(
                 seen.add(linearization)
                 for name, site in linearization.run.observed.items() if first else ():
                     check_information(name, site)
-            for jacobian in fisher_jacobians(linearization, recipe):
+            for jacobian in fisher_jacobians(linearization, config):
                 curvature.add(jacobian)
-            if hasattr(curvature, "end_batch"):
-                curvature.end_batch()
+            curvature.end_batch()
 
     for number in range(curvature.passes):
         batches.together(functools.partial(one_pass, number))
@@ -165,7 +160,7 @@ def _set_random_states(states: list[Tensor], device: torch.device) -> None:
 
 
 class FactorStatements:
-    """Tells factors of the data from those of the latents alone, batch after batch.
+    """A memory of factors that tells those of the data from those of the latents alone.
 
     ``values`` are those of the last batch. ``new`` are the factors to be counted for it: not those
     that had the same value in the batch before, which are about the latents alone and count once.
@@ -186,7 +181,7 @@ class FactorStatements:
 
 
 class _Seen:
-    """Counts data and adds up their log likelihood and its gradient in a pass."""
+    """Sums over the data of a pass: their number, log likelihood and its gradient."""
 
     def __init__(
         self, vector: Tensor, batches: Batches, *, second_derivatives: bool = False
@@ -256,7 +251,7 @@ class _Seen:
             self.cells = self.cells + weights.sum().double()
 
     def add_up(self, batches: Batches) -> None:
-        """What the other processes have seen as well, where the data are shared among them."""
+        """Add the sums of the other processes, where the data are shared among them."""
         ranks = batches.ranks
         if ranks is None:
             return
@@ -297,25 +292,27 @@ class _Seen:
 # ------------------------------------------------------------------------------- Jacobians
 
 
-def fisher_jacobians(linearization: Linearization, recipe: Recipe) -> Iterator[Jacobian]:
-    """Jacobians whose rows' outer products add up to the batch's curvature."""
+def fisher_jacobians(linearization: Linearization, config: CurvatureConfig) -> Iterator[Jacobian]:
+    """Yield Jacobians whose rows' outer products add up to the batch's curvature."""
     for name in linearization.run.observed:
-        yield from site_jacobians(linearization, name, recipe)
+        yield from site_jacobians(linearization, name, config)
 
 
-def site_jacobians(linearization: Linearization, name: str, recipe: Recipe) -> Iterator[Jacobian]:
-    """Those of one observed site, each datum counted once."""
+def site_jacobians(
+    linearization: Linearization, name: str, config: CurvatureConfig
+) -> Iterator[Jacobian]:
+    """Yield the Jacobians of one observed site, each datum counted once."""
     site = linearization.run.observed[name]
     if not site_parameters(site):
         _check_readable(linearization, name, site)
         return
-    known = _softmax_jacobian(linearization, name, site, recipe)
+    known = _softmax_jacobian(linearization, name, site, config)
     if known is not None:
         yield known
         return
     groups: dict[tuple[str, ...], list[Cotangent]] = {}
-    most = _columns_at_once(linearization, num_data(site), recipe)
-    for column in recipe.columns(site):
+    most = _columns_at_once(linearization, num_data(site), config)
+    for column in config.columns(site):
         touched = tuple(key for key, value in column.items() if value.any())
         if not touched:
             continue
@@ -327,7 +324,10 @@ def site_jacobians(linearization: Linearization, name: str, recipe: Recipe) -> I
 
 
 def _check_readable(linearization: Linearization, name: str, site: Site) -> None:
-    """:raises ValueError: where latents enter a distribution in ways that are not understood."""
+    """Raise an error if latents move a site's density other than by its parameters.
+
+    :raises ValueError: where they enter the distribution in ways that are not understood.
+    """
     total = site.log_prob().sum()
     leaves = [linearization.leaves[part] for part in linearization.subset.parts]
     if not total.requires_grad:
@@ -343,13 +343,13 @@ def _check_readable(linearization: Linearization, name: str, site: Site) -> None
 
 
 def _softmax_jacobian(
-    linearization: Linearization, name: str, site: Site, recipe: Recipe
+    linearization: Linearization, name: str, site: Site, config: CurvatureConfig
 ) -> Jacobian | None:
-    """All columns at once where the subset is the last layer of a classifier."""
+    """Return all columns at once where the subset is the last layer of a classifier."""
     base, _ = without_wrappers(site.distribution)
     if (
-        recipe.curvature != "ggn"
-        or recipe.structure not in ("kron", "ekfac", "diag", "full")
+        config.curvature != "ggn"
+        or not config.kind.takes_softmax
         or type(base).__name__ not in ("Categorical", "OneHotCategorical")
         or tuple(site_parameters(site)) != ("logits",)
         or len(base.batch_shape) != 1
@@ -376,14 +376,12 @@ def site_pullback(linearization: Linearization, name: str, keys: tuple[str, ...]
     return linearization.pullback(outputs, num_data(site), label=(name, keys))
 
 
-def _columns_at_once(linearization: Linearization, count: int, recipe: Recipe) -> int:
+def _columns_at_once(linearization: Linearization, count: int, config: CurvatureConfig) -> int:
     item = linearization.vector.element_size()
     per_column = item * sum(math.prod(use.output_shape) for use in linearization.uses)
-    if recipe.structure in ("full", "low_rank"):
-        per_column += item * linearization.subset.size * count
-    elif recipe.structure != "kron":
-        shared = [math.prod(u.shape) for u in linearization.uses if u.unfold is not None]
-        per_column += item * max(shared, default=0) * count
+    shared = [math.prod(u.shape) for u in linearization.uses if u.unfold is not None]
+    numbers = config.kind.numbers_per_gradient(linearization.subset.size, max(shared, default=0))
+    per_column += item * numbers * count
     return max(1, int(_COLUMNS_BUDGET / max(1, per_column)))
 
 
@@ -391,10 +389,15 @@ def _columns_at_once(linearization: Linearization, count: int, recipe: Recipe) -
 
 
 def _hessian(
-    model: Callable, subset: Subset, vector: Tensor, batches: Batches, like: Tensor
-) -> tuple[FullCurvature, _Seen]:
+    model: Callable,
+    subset: Subset,
+    vector: Tensor,
+    batches: Batches,
+    config: CurvatureConfig,
+    like: Tensor,
+) -> tuple[Curvature, _Seen]:
     """Minus the second derivatives of the log likelihood, factors included."""
-    curvature = FullCurvature(subset.size, like)
+    matrix = like.new_zeros(subset.size, subset.size)
     seen = _Seen(vector, batches, second_derivatives=True)
     for linearization in linearizations(model, subset, vector, batches.part(), None):
         seen.add(linearization)
@@ -422,16 +425,15 @@ def _hessian(
                         r if k is None else r[k.to(r.device)]
                         for r, k in zip(row, chosen, strict=True)
                     ]
-                    curvature.matrix[start] -= torch.cat(row)
+                    matrix[start] -= torch.cat(row)
                 start += 1
-    curvature.matrix = 0.5 * (curvature.matrix + curvature.matrix.mT)
-    return curvature, seen
+    return config.kind.from_matrix(0.5 * (matrix + matrix.mT)), seen
 
 
-def check_factors(run: Run, recipe: Recipe) -> None:
+def check_factors(run: Run, config: CurvatureConfig) -> None:
     """Warn where the program has factor statements, which have no Fisher information."""
     moved = [name for name, site in run.factors.items() if site.log_prob().requires_grad]
-    if moved and recipe.curvature != "hessian":
+    if moved and config.curvature != "hessian":
         warnings.warn(
             f"the factor '{moved[0]}' has no Fisher information and is left out of "
             'the curvature; structure="full" with curvature="hessian" includes it',

@@ -34,7 +34,7 @@ class Hyperparameter:
 
     @torch.no_grad()
     def set(self, value: Tensor) -> None:
-        """Give it another value, in place, for all who hold it; out of its bounds, the bound."""
+        """Give it another value in place; a value out of its bounds becomes the bound."""
         inside = _inside(value.to(self.leaf), self.constraint)
         self.leaf.copy_(transform_to(self.constraint).inv(inside))
 
@@ -62,7 +62,7 @@ class _Parameters(Messenger):
 
 
 @dataclass
-class Reading:
+class ParameterReading:
     """A run of a program at fixed latents, and the parameters that it read."""
 
     run: Run
@@ -70,16 +70,18 @@ class Reading:
     parameters: dict[str, Hyperparameter]
 
 
-def read_at_centre(model: Callable, guide: Any, args: tuple, kwargs: dict[str, Any]) -> Reading:
-    """The program at a guide's centre, on a few of its data."""
+def read_at_center(
+    model: Callable, guide: Any, args: tuple, kwargs: dict[str, Any]
+) -> ParameterReading:
+    """Read the program's parameters at a guide's center, on a few of its data."""
     subset, vector = Subset(guide.require_layout()), guide.location().detach()
     return read(model, subset, vector, *few_rows(model, subset.layout, vector, (args, kwargs)))
 
 
 def read(
     model: Callable, subset: Subset, vector: Tensor, args: tuple, kwargs: Mapping[str, Any]
-) -> Reading:
-    """Run the program at an unconstrained vector (P,) and see its parameters."""
+) -> ParameterReading:
+    """Run the program at an unconstrained vector (P,) and note the parameters that it reads."""
     with _Parameters() as seen:
         run, leaves = run_at(model, subset, vector.detach(), args, kwargs)
     store, found = pyro.get_param_store(), {}
@@ -87,7 +89,7 @@ def read(
         leaf = value.unconstrained() if hasattr(value, "unconstrained") else value
         if leaf is not None and leaf.requires_grad and name in store:
             found[name] = Hyperparameter(name, value, leaf, store._constraints[name])
-    return Reading(run, leaves, found)
+    return ParameterReading(run, leaves, found)
 
 
 def few_rows(model: Callable, layout: Any, vector: Tensor, batch: Batch) -> Batch:
@@ -105,8 +107,11 @@ def few_rows(model: Callable, layout: Any, vector: Tensor, batch: Batch) -> Batc
 
 
 def scales(tensor: Tensor, parameter: Hyperparameter) -> Tensor | None:
-    """Whether ``tensor`` is proportional to a positive parameter: d tensor / d parameter, summed,
-    of the parameter's shape; None where it is not."""
+    """Return d tensor / d parameter, summed over the tensor, where they are proportional.
+
+    :param parameter: positive.
+    :returns: of the parameter's shape; None where ``tensor`` is not proportional to it.
+    """
     if not tensor.requires_grad or not (parameter.value > 0).all():
         return None
     (slope,) = torch.autograd.grad(
@@ -118,9 +123,11 @@ def scales(tensor: Tensor, parameter: Hyperparameter) -> Tensor | None:
     return slope if torch.allclose(whole, part.to(whole), rtol=1e-4) else None
 
 
-def prior_scales(reading: Reading, subset: Subset) -> dict[str, Tensor]:
-    """For each site of the subset with independent Normals around a constant: their standard
-    deviations, flat, those that are in the subset."""
+def prior_scales(reading: ParameterReading, subset: Subset) -> dict[str, Tensor]:
+    """Return the standard deviations of the sites with independent Normal priors, by site.
+
+    :returns: flat, the entries that are in the subset.
+    """
     result = {}
     for name in subset.parts:
         site, latent = reading.run.latents[name], subset.layout.latents[name]
@@ -133,8 +140,8 @@ def prior_scales(reading: Reading, subset: Subset) -> dict[str, Tensor]:
     return result
 
 
-def prior_locations(reading: Reading, subset: Subset, name: str) -> Tensor:
-    """The means of a site's independent Normals, flat, those that are in the subset."""
+def prior_locations(reading: ParameterReading, subset: Subset, name: str) -> Tensor:
+    """Return the means of a site's independent Normals, flat, the entries in the subset."""
     site = reading.run.latents[name]
     base: Any = without_wrappers(site.distribution)[0]
     loc = base.loc.detach().expand(site.value.shape).reshape(-1)
@@ -142,8 +149,11 @@ def prior_locations(reading: Reading, subset: Subset, name: str) -> Tensor:
     return loc if chosen is None else loc[chosen.to(loc.device)]
 
 
-def owners(reading: Reading, subset: Subset) -> dict[str, list[tuple[str, Tensor]]]:
-    """For each hyperparameter the sites whose prior scales are proportional to it, and these."""
+def owners(reading: ParameterReading, subset: Subset) -> dict[str, list[tuple[str, Tensor]]]:
+    """Return the sites whose prior scales are proportional to a hyperparameter, with these scales.
+
+    :returns: hyperparameter -> [(site, scales), ...].
+    """
     result: dict[str, list[tuple[str, Tensor]]] = {}
     for site, scale in prior_scales(reading, subset).items():
         for name, parameter in reading.parameters.items():
@@ -153,7 +163,7 @@ def owners(reading: Reading, subset: Subset) -> dict[str, list[tuple[str, Tensor
 
 
 def group_sum(scale: Tensor, values: Tensor, parameter: Hyperparameter) -> Tensor:
-    """Sums of ``values`` over the entries that each element of a parameter scales.
+    """Return sums of ``values`` over the entries that each element of a parameter scales.
 
     For s_i = c_i theta_g(i): theta * d(sum s_i x_i / s_i) / d theta = sum of x_i over the group.
 
@@ -166,9 +176,11 @@ def group_sum(scale: Tensor, values: Tensor, parameter: Hyperparameter) -> Tenso
     return slope * parameter.value.detach()
 
 
-def noise_owner(reading: Reading, subset: Subset) -> tuple[Hyperparameter, Site] | None:
-    """The hyperparameter to which the noise of the only observed site, a Normal, is
-    proportional; None where there is no such."""
+def noise_owner(reading: ParameterReading, subset: Subset) -> tuple[Hyperparameter, Site] | None:
+    """Return the hyperparameter to which the noise is proportional, and the observed site.
+
+    :returns: None unless the program observes one site alone, a Normal, with such a noise.
+    """
     site = noise_site(reading)
     if site is None:
         return None
@@ -180,9 +192,11 @@ def noise_owner(reading: Reading, subset: Subset) -> tuple[Hyperparameter, Site]
 
 
 @torch.enable_grad()
-def noise_site(reading: Reading) -> Site | None:
-    """The only observed site, if it is a Normal whose scale no latent moves, and the program's
-    parameters only as a whole."""
+def noise_site(reading: ParameterReading) -> Site | None:
+    """Return the only observed site, if it is a Normal with a noise scale of its own.
+
+    :returns: None if latents move the scale, or parameters move its entries differently.
+    """
     if len(reading.run.observed) != 1 or reading.run.factors:
         return None
     (site,) = reading.run.observed.values()
@@ -201,7 +215,7 @@ def noise_site(reading: Reading) -> Site | None:
 
 
 def _moves_as_a_whole(scale: Tensor, parameters: Mapping[str, Hyperparameter]) -> bool:
-    """Whether d log scale / d parameter is the same for all entries of the scale."""
+    """Return True if d log scale / d parameter is the same for all entries of the scale."""
     logs = scale.log().reshape(-1)
     # any weights that add up to zero
     weights = torch.linspace(-1.0, 1.0, len(logs), dtype=logs.dtype, device=logs.device)
@@ -218,9 +232,11 @@ def _moves_as_a_whole(scale: Tensor, parameters: Mapping[str, Hyperparameter]) -
 
 
 @torch.enable_grad()
-def in_likelihood(reading: Reading) -> list[str]:
-    """The parameters of the program on which its likelihood depends, other than by the scale of
-    ``noise_site``."""
+def in_likelihood(reading: ParameterReading) -> list[str]:
+    """Return the names of the parameters that move the likelihood.
+
+    The scale of ``noise_site`` does not count.
+    """
     if not reading.parameters:
         return []
     noise = noise_site(reading)
@@ -239,9 +255,11 @@ def in_likelihood(reading: Reading) -> list[str]:
     return [name for name, gradient in pairs if gradient is not None]
 
 
-def followed(reading: Reading) -> dict[str, Hyperparameter]:
-    """The hyperparameters whose every effect on the evidence is known without another fit: those
-    of the priors, and of a Normal's noise."""
+def followed(reading: ParameterReading) -> dict[str, Hyperparameter]:
+    """Return the hyperparameters that the evidence follows without another fit.
+
+    They are those of the priors, and of a Normal's noise.
+    """
     others = in_likelihood(reading)
     return {name: p for name, p in reading.parameters.items() if name not in others}
 
@@ -250,7 +268,7 @@ def followed(reading: Reading) -> dict[str, Hyperparameter]:
 def restored_on_error(
     parameters: Mapping[str, Hyperparameter], refresh: Callable[[], Any]
 ) -> Iterator[None]:
-    """Hyperparameters get their values back where an error is raised inside.
+    """Give hyperparameters their values back if the body raises an error.
 
     :param refresh: called then, for those who follow them.
     """

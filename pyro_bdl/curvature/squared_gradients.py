@@ -1,4 +1,4 @@
-"""The gradient of a log likelihood, and the squares of each datum's, in a training step."""
+"""The gradient of a log likelihood and the squared gradients of its data, in a training step."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,18 +8,18 @@ from pyro.distributions.torch_distribution import MaskedDistribution
 from torch import Tensor, nn
 from torch.distributions import Independent
 
-from pyro_bdl.curvature.config import Recipe
+from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fisher import site_parameters
 from pyro_bdl.curvature.fit import site_jacobians, site_pullback
 from pyro_bdl.curvature.jacobian.linearization import Linearization
-from pyro_bdl.curvature.structures.dense import DiagonalCurvature
+from pyro_bdl.curvature.structures.diagonal import DiagonalCurvature
 from pyro_bdl.program.trace import Site
 
 
 def gradient_and_squares(
-    likelihood: Tensor, wanted: Sequence[Tensor], at: Linearization, recipe: Recipe
+    likelihood: Tensor, wanted: Sequence[Tensor], at: Linearization, config: CurvatureConfig
 ) -> tuple[list[Tensor], Tensor]:
-    """The gradients of a batch's log likelihood, and the diagonal of its curvature, (P,).
+    """Return the gradients of a batch's log likelihood and the diagonal of its curvature, (P,).
 
     The curvature is scaled up to all data as the log likelihood is. Where it is the empirical
     Fisher of one observed site, and the log likelihood that of ``at`` itself, one backward pass
@@ -29,9 +29,9 @@ def gradient_and_squares(
     :param wanted: tensors that it depends on.
     :param at: the program at the same draw.
     """
-    name = _only_site(at) if at.training and recipe.curvature == "empirical-fisher" else None
+    name = _only_site(at) if at.training and config.curvature == "empirical-fisher" else None
     if name is None:
-        return _gradients(likelihood, wanted), _squares(at, recipe)
+        return _gradients(likelihood, wanted), _squares(at, config)
     site = at.run.observed[name]
     parameters = site_parameters(site)
     pullback = site_pullback(at, name, tuple(parameters))
@@ -58,7 +58,7 @@ def _filled(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[
 
 
 def _only_site(at: Linearization) -> str | None:
-    """The observed site, where all of the log likelihood is one's that weighs no cells."""
+    """Return the only observed site, if there are no factors and its cells have no weights."""
     run = at.run
     if len(run.observed) != 1 or run.factors:
         return None
@@ -67,8 +67,10 @@ def _only_site(at: Linearization) -> str | None:
 
 
 def _counts_plainly(site: Site) -> bool:
-    """Whether it is known that every cell counts once or not at all: no temperatures, and no
-    masks but Boolean ones."""
+    """Return True if every cell counts once or not at all.
+
+    There are no temperatures then, and no masks but Boolean ones.
+    """
     if not isinstance(site.scale, float | int) or site.scale != site.subsampling:
         return False
     outer: Any = site.distribution
@@ -79,18 +81,18 @@ def _counts_plainly(site: Site) -> bool:
     return all(not isinstance(mask, Tensor) or mask.dtype == torch.bool for mask in masks)
 
 
-def _squares(at: Linearization, recipe: Recipe) -> Tensor:
+def _squares(at: Linearization, config: CurvatureConfig) -> Tensor:
     total = torch.zeros_like(at.vector)
     for name, site in at.run.observed.items():
         diagonal = DiagonalCurvature(len(at.vector), at.vector)
-        for jacobian in site_jacobians(at, name, recipe):
+        for jacobian in site_jacobians(at, name, config):
             diagonal.add(jacobian)
         total += site.subsampling * diagonal.diagonal()
     return total
 
 
 def parameters_behind(output: Tensor, stop: Tensor) -> list[nn.Parameter]:
-    """The parameters that an output was computed from, other than through ``stop``."""
+    """Return the parameters behind an output, other than those through ``stop``."""
     nodes, seen, found = [output.grad_fn], {stop.grad_fn}, []
     while nodes:
         node = nodes.pop()

@@ -1,74 +1,148 @@
-"""The algebra of Normal(0, diag(s^2) + W W')."""
+"""Gaussians whose covariance, or precision, is diagonal plus low rank."""
+
+from collections.abc import Callable
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+_ROWS_AT_ONCE = 2**16  # of float64 copies of tall matrices
 
-class LowRankCovariance:
-    """N(0, diag(s^2) + W W') with the methods of a precision that a density needs.
 
-    :param scale: s (P,).
-    :param factor: W (P, rank).
+class DiagonalPlusLowRank:
+    """The matrix M = diag(s^2) + W W' = S (1 + F F') S with S = diag(s) and F = S^-1 W.
+
+    All follows from the Gram matrix F' F (rank, rank) and K = 1 + F' F = L L', both in float64:
+
+        log det M = 2 sum_i log s_i + 2 sum_k log L_kk
+        M^-1 = S^-1 (1 - F K^-1 F') S^-1 = S^-2 - C C' with C = S^-1 F L^-T
+
+    M may be a covariance or a precision: its owner's name says which.
+
+    :param scale: s, (P,), positive.
+    :param factor: W, (P, rank).
     """
 
     def __init__(self, scale: Tensor, factor: Tensor) -> None:
-        self.scale, self.factor = scale.detach().clone(), factor.detach().clone()
-        self.tril = capacitance_tril(self.scale, self.factor)
+        self.scale, self.factor = scale, factor
 
-    def logdet(self) -> Tensor:
-        """log det of the precision."""
-        return -log_determinant(self.scale, self.tril)
+    @cached_property
+    def columns(self) -> Tensor:
+        """F, (P, rank)."""
+        return self.factor / self.scale[:, None]
 
-    def quadratic(self, x: Tensor) -> Tensor:
-        return quadratic_form(x, self.scale, self.factor, self.tril)
+    @cached_property
+    def gram(self) -> Tensor:
+        """F' F, (rank, rank)."""
+        return (self.columns.mT @ self.columns).double()
 
-    def sample(self, num_samples: int) -> Tensor:
-        rows, rank = self.factor.shape
-        like = self.factor
-        noise = torch.randn(num_samples, rows + rank, dtype=like.dtype, device=like.device)
-        own, common = noise.split([rows, rank], -1)
-        return self.scale * own + common @ self.factor.mT
+    @cached_property
+    def tril(self) -> Tensor:
+        """L, (rank, rank)."""
+        return torch.linalg.cholesky(self.gram.double() + self._eye())
+
+    def _eye(self) -> Tensor:
+        return torch.eye(self.factor.shape[1], dtype=torch.float64, device=self.factor.device)
+
+    def log_det(self) -> Tensor:
+        """Return log det M, a scalar."""
+        return 2.0 * (self.scale.log().sum() + self.tril.diagonal().log().sum().to(self.scale))
 
     def diagonal(self) -> Tensor:
-        """That of the precision (P,): s^-2 - s^-4 diag(W K^-1 W')."""
-        columns = (self.factor / self.scale[:, None]).double()
-        inner = torch.linalg.solve_triangular(self.tril, columns.mT, upper=False)
-        return ((1.0 - inner.square().sum(0)) / self.scale.double().square()).to(self.scale)
+        """Return the diagonal of M, (P,)."""
+        return self.scale.square() + self.factor.square().sum(-1)
+
+    def inverse_diagonal(self) -> Tensor:
+        """Return the diagonal of M^-1, (P,), computed in float64."""
+        parts = []
+        for part in self.columns.split(_ROWS_AT_ONCE):
+            inner = torch.linalg.solve_triangular(self.tril.double(), part.double().mT, upper=False)
+            parts.append(1.0 - inner.square().sum(0))
+        return (torch.cat(parts) / self.scale.double().square()).to(self.scale)
+
+    def inverse_reduction(self, project: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return X C, by which X M^-1 X' is less than X S^-2 X': X M^-1 X' = X S^-2 X' - X C C' X'.
+
+        :param project: gives the products of X with columns (P, rank), as (..., rank).
+        """
+        inverse = torch.linalg.solve_triangular(self.tril.double(), self._eye(), upper=False)
+        return project(self.columns / self.scale[:, None]) @ inverse.mT.to(self.columns)
+
+    def quadratic(self, x: Tensor) -> Tensor:
+        """Return x' M x for x (..., P)."""
+        z = x * self.scale
+        return z.square().sum(-1) + (z @ self.columns).square().sum(-1)
+
+    def inverse_quadratic(self, x: Tensor) -> Tensor:
+        """Return x' M^-1 x = min over a of |z - F a|^2 + |a|^2 for x (..., P), with z = S^-1 x.
+
+        The minimum is at a = K^-1 F' z. It is Woodbury's |z|^2 - z' F a without the difference of
+        large numbers, which single precision does not bear where W is much larger than s.
+        """
+        z = x / self.scale
+        best = self._weights(z)
+        return (z - best @ self.columns.mT).square().sum(-1) + best.square().sum(-1)
+
+    def solve(self, x: Tensor) -> Tensor:
+        """Return M^-1 x for x (..., P)."""
+        z = x / self.scale
+        return (z - self._weights(z) @ self.columns.mT) / self.scale
+
+    def _weights(self, z: Tensor) -> Tensor:
+        """K^-1 F' z, (..., rank)."""
+        projected = (z @ self.columns).double()[..., None]
+        return torch.cholesky_solve(projected, self.tril.double())[..., 0].to(z)
+
+    def sample(self, num_samples: int) -> Tensor:
+        """Return draws (S, P) of N(0, M)."""
+        size, rank = self.factor.shape
+        like = self.factor
+        noise = torch.randn(num_samples, size + rank, dtype=like.dtype, device=like.device)
+        own, common = noise.split([size, rank], -1)
+        return self.scale * own + common @ self.factor.mT
+
+    def sample_inverse(self, num_samples: int) -> Tensor:
+        """Return draws (S, P) of N(0, M^-1): S^-1 (1 + F F')^(-1/2) applied to noise."""
+        like = self.factor
+        noise = torch.randn(num_samples, len(like), dtype=like.dtype, device=like.device)
+        shrunk = (noise @ self.columns) @ self._root.to(noise)
+        return (noise - shrunk @ self.columns.mT) / self.scale
+
+    @cached_property
+    def _root(self) -> Tensor:
+        """R with (1 + F F')^(-1/2) = 1 - F R F': a function of the Gram matrix,
+        r(g) = (1 - (1 + g)^(-1/2)) / g, without the difference and the quotient."""
+        values, vectors = torch.linalg.eigh(self.gram.double())
+        roots = (1.0 + values.clamp(min=0.0)).sqrt()
+        return (vectors / (roots * (1.0 + roots))) @ vectors.mT
 
 
-def capacitance_tril(scale: Tensor, factor: Tensor) -> Tensor:
-    """The Cholesky factor of 1 + W' diag(s)^-2 W, (rank, rank), in float64.
+class PrecisionOfLowRankCovariance:
+    """The precision M^-1 of N(0, M) with M = diag(s^2) + W W', detached.
+
+    Its methods are those of a ``Precision`` that a density needs.
 
     :param scale: s (P,).
     :param factor: W (P, rank).
     """
-    columns = factor / scale[:, None]
-    eye = torch.eye(factor.shape[1], dtype=torch.float64, device=factor.device)
-    return torch.linalg.cholesky(eye + (columns.mT @ columns).double())
 
+    dense = False
 
-def log_determinant(scale: Tensor, tril: Tensor) -> Tensor:
-    """log det (diag(s^2) + W W') = 2 sum_i log s_i + 2 sum_k log L_kk, a scalar.
+    def __init__(self, scale: Tensor, factor: Tensor) -> None:
+        self.covariance = DiagonalPlusLowRank(scale.detach().clone(), factor.detach().clone())
 
-    :param scale: s (P,).
-    :param tril: L, of ``capacitance_tril`` (rank, rank).
-    """
-    return 2.0 * (scale.log().sum() + tril.diagonal().log().sum().to(scale))
+    def logdet(self) -> Tensor:
+        """Return log det of the precision, a scalar."""
+        return -self.covariance.log_det()
 
+    def quadratic(self, x: Tensor) -> Tensor:
+        """Return x' M^-1 x for x (..., P)."""
+        return self.covariance.inverse_quadratic(x)
 
-def quadratic_form(x: Tensor, scale: Tensor, factor: Tensor, tril: Tensor) -> Tensor:
-    """x' (diag(s^2) + W W')^-1 x = min over a of |z - F a|^2 + |a|^2, with z = x / s and
-    F = W / s; the minimum is at a = (1 + F' F)^-1 F' z.
+    def sample(self, num_samples: int) -> Tensor:
+        """Return draws (S, P)."""
+        return self.covariance.sample(num_samples)
 
-    It is Woodbury's |z|^2 - z' F a without the difference of large numbers, which single
-    precision does not bear where W is much larger than s.
-
-    :param x: (..., P).
-    :param scale: s (P,).
-    :param factor: W (P, rank).
-    :param tril: of ``capacitance_tril`` (rank, rank).
-    """
-    z, columns = x / scale, factor / scale[:, None]
-    projected = (z @ columns).double()[..., None]
-    best = torch.cholesky_solve(projected, tril.double())[..., 0].to(z)
-    return (z - best @ columns.mT).square().sum(-1) + best.square().sum(-1)
+    def diagonal(self) -> Tensor:
+        """Return the diagonal of the precision, (P,)."""
+        return self.covariance.inverse_diagonal()

@@ -5,7 +5,7 @@ import warnings
 from torch import Tensor, nn
 
 from pyro_bdl.curvature.config import check_memory
-from pyro_bdl.curvature.hyperparameters import followed, read_at_centre
+from pyro_bdl.curvature.hyperparameters import followed, read_at_center
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.evidence.marginal import read_guide
 from pyro_bdl.evidence.maximize import mackay_update, maximize
@@ -42,10 +42,10 @@ def train_by_evidence(
     :raises MemoryError: where the guide's structure cannot fit in memory.
     """
     guide.prototype(x, y)
-    tuned = followed(read_at_centre(model, guide, (x, y), {}))
+    tuned = followed(read_at_center(model, guide, (x, y), {}))
     partial = guide.subset is not None
     if not partial:  # said before the training, not after it
-        check_memory(guide.recipe, guide.require_layout().size, guide.location())
+        check_memory(guide.config, guide.require_layout().size, guide.location())
     leaves = {id(parameter.leaf) for parameter in tuned.values()}
     trained = [p for p in (*guide.parameters(), *model.parameters()) if id(p) not in leaves]
     rounds = rounds if tuned and not partial else 1

@@ -10,12 +10,12 @@ from tqdm import trange
 from pyro_bdl.curvature.fisher import cell_weights
 from pyro_bdl.curvature.hyperparameters import (
     Hyperparameter,
-    Reading,
+    ParameterReading,
     group_sum,
     noise_owner,
     owners,
     prior_locations,
-    read_at_centre,
+    read_at_center,
 )
 from pyro_bdl.distributions.take_apart import without_wrappers
 from pyro_bdl.elbo.tempered import TemperedTraceMeanField_ELBO
@@ -69,7 +69,7 @@ def variational_em(
     history = []
     for _ in trange(rounds, desc="variational EM", disable=not progress, leave=False, delay=1):
         _train(model, guide, batches, elbo, optimiser, parameters, steps)
-        reading = read_at_centre(model, guide, args, kwargs)
+        reading = read_at_center(model, guide, args, kwargs)
         changes = _maximise(model, guide, subset, reading, batches)
         if not changes:
             raise ValueError(
@@ -107,7 +107,7 @@ def _train(
 
 @torch.enable_grad()
 def _maximise(
-    model: Callable, guide: Guide, subset: Subset, reading: Reading, batches: Batches
+    model: Callable, guide: Guide, subset: Subset, reading: ParameterReading, batches: Batches
 ) -> list[tuple[Hyperparameter, Tensor]]:
     mean, variance = guide.location(), guide.variances()
     changes: list[tuple[Hyperparameter, Tensor]] = []

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.fit import FactorStatements
-from pyro_bdl.curvature.hyperparameters import Reading, in_likelihood, noise_site, read
+from pyro_bdl.curvature.hyperparameters import ParameterReading, in_likelihood, noise_site, read
 from pyro_bdl.curvature.prior import PriorPrecision, flat_entries, prior_precision
 from pyro_bdl.distributions.take_apart import without_wrappers
 from pyro_bdl.evidence.linearized import linearised_log_likelihood
@@ -51,7 +51,7 @@ def log_marginal_likelihood(guide: LaplaceGuide, *, offset: Tensor | None = None
         return terms(guide, reading, offset=offset).total()
 
 
-def read_guide(guide: LaplaceGuide) -> Reading:
+def read_guide(guide: LaplaceGuide) -> ParameterReading:
     """A run of the guide's program on a few of its data, at the present hyperparameters.
 
     :raises TypeError: for any other guide.
@@ -64,7 +64,7 @@ def read_guide(guide: LaplaceGuide) -> Reading:
     return guide._read()
 
 
-def terms(guide: LaplaceGuide, reading: Reading, *, offset: Tensor | None = None) -> Terms:
+def terms(guide: LaplaceGuide, reading: ParameterReading, *, offset: Tensor | None = None) -> Terms:
     """The terms of the evidence at the hyperparameters of a reading."""
     prior = prior_precision(reading.run, reading.leaves, guide.subset, create_graph=True)
     factor = noise_factor(guide, reading)
@@ -75,7 +75,7 @@ def terms(guide: LaplaceGuide, reading: Reading, *, offset: Tensor | None = None
     return Terms(likelihood, log_prior, posterior.logdet(), guide.subset.size)
 
 
-def noise_factor(guide: LaplaceGuide, reading: Reading) -> Tensor | None:
+def noise_factor(guide: LaplaceGuide, reading: ParameterReading) -> Tensor | None:
     """By how much the present noise of a Normal observation multiplies the curvature as it was
     fitted: (reference / noise)^2; None where the noise is no parameter of the program."""
     site = noise_site(reading)
@@ -89,7 +89,7 @@ def noise_factor(guide: LaplaceGuide, reading: Reading) -> Tensor | None:
 
 
 def _log_likelihood(
-    guide: LaplaceGuide, reading: Reading, factor: Tensor | None, offset: Tensor | None
+    guide: LaplaceGuide, reading: ParameterReading, factor: Tensor | None, offset: Tensor | None
 ) -> Tensor:
     if offset is not None:
         return linearised_log_likelihood(guide, offset)
@@ -118,7 +118,7 @@ def _passed(guide: LaplaceGuide) -> Tensor:
     return total
 
 
-def _log_prior(guide: LaplaceGuide, reading: Reading, offset: Tensor | None) -> Tensor:
+def _log_prior(guide: LaplaceGuide, reading: ParameterReading, offset: Tensor | None) -> Tensor:
     """log p(T(u)) + log |det dT/du| of the subset's latents."""
     subset, layout = guide.subset, guide.require_layout()
     if offset is not None:

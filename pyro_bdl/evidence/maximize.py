@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyro_bdl.curvature.hyperparameters import (
     Hyperparameter,
-    Reading,
+    ParameterReading,
     followed,
     group_sum,
     noise_owner,
@@ -159,7 +159,7 @@ def _fixed_point(
 
 @torch.enable_grad()
 def mackay_update(
-    guide: LaplaceGuide, reading: Reading, offset: Tensor | None = None
+    guide: LaplaceGuide, reading: ParameterReading, offset: Tensor | None = None
 ) -> list[tuple[Hyperparameter, Tensor]]:
     """One step of the fixed point: new values for the hyperparameters that it covers."""
     subset = guide.subset

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.hyperparameters import read_at_centre
+from pyro_bdl.curvature.hyperparameters import read_at_center
 from pyro_bdl.evidence.maximize import Evidence, maximize
 from pyro_bdl.guides.laplace import AutoLaplaceGGN, LaplaceGuide
 from pyro_bdl.program.batches import Batches
@@ -73,7 +73,7 @@ class MarginalLikelihoodTraining:
         self.every, self.burn_in, self.patience = every, burn_in, patience
         self.method, self.steps, self.linearised = method, steps, linearised
         self.subset = changes.pop("subset", guide.subset)
-        self.recipe = replace(guide.recipe, **changes)
+        self.config = replace(guide.config, **changes)
         self.epoch = 0
         self.history: list[tuple[int, Evidence]] = []
         self._best: _Best | None = None
@@ -101,7 +101,7 @@ class MarginalLikelihoodTraining:
     def _laplace(self, *, check: bool = False) -> LaplaceGuide:
         args, kwargs = self.batches.first()
         self.guide.prototype(*args, **kwargs)
-        return LaplaceGuide(self.guide, self.recipe, self.subset, self.batches, check=check)
+        return LaplaceGuide(self.guide, self.config, self.subset, self.batches, check=check)
 
     @property
     def best(self) -> Evidence:
@@ -129,7 +129,7 @@ class MarginalLikelihoodTraining:
         with torch.no_grad():
             self.guide.loc.copy_(self._best.loc)
         model = self.guide.program_model
-        reading = read_at_centre(model, self.guide, *self.batches.first())
+        reading = read_at_center(model, self.guide, *self.batches.first())
         for name, value in best.hyperparameters.items():
             reading.parameters[name].set(value)
         return self._laplace()

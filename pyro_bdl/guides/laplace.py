@@ -11,16 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from pyro_bdl.curvature.config import Recipe
+from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fit import check_factors, fit_curvature, warn_of_randomness
-from pyro_bdl.curvature.hyperparameters import Reading, few_rows, noise_site, read
+from pyro_bdl.curvature.hyperparameters import ParameterReading, few_rows, noise_site, read
 from pyro_bdl.curvature.prior import PriorPrecision, prior_precision
-from pyro_bdl.curvature.structures.precision import (
-    DiagonalPrecision,
-    FullPrecision,
-    Precision,
-    log_prob,
-)
+from pyro_bdl.curvature.structures.base import Precision, log_prob
 from pyro_bdl.distributions.take_apart import without_wrappers
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
@@ -74,7 +69,7 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         init_loc_fn: Callable = init_to_network,
         create_plates: Callable | None = None,
     ) -> None:
-        self.__dict__["recipe"] = Recipe(structure, curvature, num_draws, rank, reduce)
+        self.__dict__["config"] = CurvatureConfig(structure, curvature, num_draws, rank, reduce)
         super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
         self.__dict__["subset"] = subset
 
@@ -103,7 +98,7 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         :raises TypeError: for data that are no tensors, or of another dtype than the weights.
         """
         subset = changes.pop("subset", self.subset)
-        recipe = replace(self.recipe, **changes)
+        config = replace(self.config, **changes)
         batches = Batches(data)
         batches.together(lambda: self._begin(*batches.first()))
         if self.subsampled:
@@ -112,7 +107,7 @@ class AutoLaplaceGGN(UnconstrainedMAP):
                 "no run of the program holds all latents: call the program with all of its data, "
                 "or use AutoMeanField"
             )
-        return LaplaceGuide(self, recipe, subset, batches, progress=progress)
+        return LaplaceGuide(self, config, subset, batches, progress=progress)
 
     def _begin(self, args: tuple, kwargs: dict[str, Any]) -> None:
         check_finite(self.program_model, args, kwargs)
@@ -131,7 +126,7 @@ class LaplaceGuide(JointGuide):
     def __init__(
         self,
         source: Guide,
-        recipe: Recipe,
+        config: CurvatureConfig,
         selection: Any,
         batches: Batches,
         *,
@@ -140,7 +135,7 @@ class LaplaceGuide(JointGuide):
     ) -> None:
         super().__init__(source)
         model, layout = source.program_model, source.require_layout()
-        self.recipe = recipe
+        self.config = config
         self.__dict__["few"] = batches.first()
         self.register_buffer("loc", source.location().detach().clone())
         if isinstance(selection, str) and selection == "last-layer":
@@ -158,7 +153,7 @@ class LaplaceGuide(JointGuide):
         """Take up data; returns the gradient of the log joint density in the subset (p,)."""
         model = self.program_model
         fitted = fit_curvature(
-            model, self.subset, self.loc, batches, self.recipe,
+            model, self.subset, self.loc, batches, self.config,
             before=before, progress=progress,
         )  # fmt: skip
         self.curvature = fitted.curvature
@@ -191,7 +186,7 @@ class LaplaceGuide(JointGuide):
         self._fit(Batches(data), self.curvature, progress)
         return self
 
-    def _read(self) -> Reading:
+    def _read(self) -> ParameterReading:
         model = self.program_model
         return read(model, self.subset, self.loc, *self.few)
 
@@ -209,7 +204,7 @@ class LaplaceGuide(JointGuide):
         Normal observation; returns the gradient of the log prior in the subset (p,)."""
         reading = self._read()
         run, leaves = reading.run, reading.leaves
-        check_factors(run, self.recipe)
+        check_factors(run, self.config)
         self._keep_prior(prior_precision(run, leaves, self.subset))
         if self.reference_noise is not None:
             noise = self._noise()
@@ -249,7 +244,7 @@ class LaplaceGuide(JointGuide):
 
     def curvature_factor(self, noise_factor: Tensor) -> Tensor:
         """By how much a change of the noise multiplies the curvature: scores are r / noise^2."""
-        empirical = self.recipe.curvature == "empirical-fisher"
+        empirical = self.config.curvature == "empirical-fisher"
         return noise_factor.square() if empirical else noise_factor
 
     def _forget(self) -> None:
@@ -315,13 +310,12 @@ class LaplaceGuide(JointGuide):
         :raises ValueError: where the subset holds a part of a site's entries.
         """
         precision = copy.deepcopy(self.precision)
-        if isinstance(precision, DiagonalPrecision) and self.subset.complete:
-            return independent_prior(self.require_layout(), self.loc, precision.diagonal.rsqrt())
-        diagonal = None
-        if not isinstance(precision, FullPrecision):
-            with torch.no_grad():
-                factor = self.curvature_factor(self.noise_factor).to(self.prior_diagonal)
-                diagonal = self.curvature.diagonal() * factor + self.prior_diagonal
+        if precision.independent and self.subset.complete:
+            scale = precision.variances().sqrt()
+            return independent_prior(self.require_layout(), self.loc, scale)
+        with torch.no_grad():
+            factor = self.curvature_factor(self.noise_factor).to(self.prior_diagonal)
+            diagonal = self.curvature.diagonal() * factor + self.prior_diagonal
         return joint_prior(self.subset, self.loc, precision, diagonal)
 
     def variances(self) -> Tensor:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.config import Recipe
+from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.jacobian.linearization import Linearization
+from pyro_bdl.curvature.structures.full import FullCurvature
 from pyro_bdl.distributions.take_apart import parameters_of, without_wrappers
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
@@ -81,16 +82,16 @@ class AutoLastLayer(AutoLaplaceGGN):
         :raises ValueError: for an empty iterable, a missing target, another structure than "full".
         """
         subset = changes.pop("subset", self.subset)
-        recipe = replace(self.recipe, **changes)
-        if recipe.structure != "full":
+        config = replace(self.config, **changes)
+        if config.structure != "full":
             raise ValueError(
                 'AutoLastLayer has structure="full" alone: use AutoLaplaceGGN with '
-                f'subset="last-layer" for structure="{recipe.structure}"'
+                f'subset="last-layer" for structure="{config.structure}"'
             )
         batches = Batches(data)
         args, kwargs = batches.first()
         self.prototype(*args, **kwargs)
-        return LastLayerGuide(self, recipe, subset, batches, progress=progress)
+        return LastLayerGuide(self, config, subset, batches, progress=progress)
 
     def maximize_evidence(
         self, data: Any, *, rounds: int = _ROUNDS, tolerance: float = 1e-4, progress: bool = False
@@ -158,6 +159,7 @@ class LastLayerGuide(LaplaceGuide):
     score: Tensor
     prior_gradient: Tensor
     quadratic: bool
+    curvature: FullCurvature
     loc: Tensor
     log_likelihood: Tensor
     squares: Tensor
@@ -165,17 +167,17 @@ class LastLayerGuide(LaplaceGuide):
     def __init__(
         self,
         source: Guide,
-        recipe: Recipe,
+        config: CurvatureConfig,
         selection: Any,
         batches: Batches,
         *,
         progress: bool = False,
     ) -> None:
         self.__dict__["quadratic"] = False
-        super().__init__(source, recipe, selection, batches, check=False, progress=progress)
+        super().__init__(source, config, selection, batches, check=False, progress=progress)
         model = self.program_model
         _check_used_once(model, self.subset, self.loc, *self.few)
-        quadratic = recipe.curvature in ("ggn", "hessian")
+        quadratic = config.curvature in ("ggn", "hessian")
         quadratic = quadratic and is_quadratic(model, self.subset, self.loc, *batches.first())
         self.find_mode(steps=1 if quadratic else _STEPS, progress=progress)
         self.__dict__["quadratic"] = quadratic

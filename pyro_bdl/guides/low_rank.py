@@ -12,10 +12,8 @@ from torch import Tensor, nn
 
 from pyro_bdl.curvature.prior import independent_normal, run_at
 from pyro_bdl.distributions.low_rank_normal import (
-    LowRankCovariance,
-    capacitance_tril,
-    log_determinant,
-    quadratic_form,
+    DiagonalPlusLowRank,
+    PrecisionOfLowRankCovariance,
 )
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.joint import AutoJoint
@@ -101,6 +99,10 @@ class AutoLowRank(AutoJoint):
         scale = self._parameter("scale")
         return scale, scale[:, None] * self._parameter("factor")
 
+    def _covariance(self) -> DiagonalPlusLowRank:
+        """diag(s^2) + W W'."""
+        return DiagonalPlusLowRank(*self._scale_and_factor())
+
     def location(self) -> Tensor:
         return self._parameter("loc")
 
@@ -111,11 +113,10 @@ class AutoLowRank(AutoJoint):
         return torch.addcmul(loc, scale, own) + common @ factor.mT
 
     def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
-        scale, factor = self._scale_and_factor()
-        tril = capacitance_tril(scale, factor)
-        quadratic = quadratic_form(vector - self.location(), scale, factor, tril)
-        constant = len(scale) * math.log(2 * math.pi)
-        return -0.5 * (quadratic + log_determinant(scale, tril) + constant) - log_det
+        covariance = self._covariance()
+        quadratic = covariance.inverse_quadratic(vector - self.location())
+        constant = vector.shape[-1] * math.log(2 * math.pi)
+        return -0.5 * (quadratic + covariance.log_det() + constant) - log_det
 
     def kl(self, vector: Tensor, log_det: Tensor, run: Run) -> Tensor:
         """-H(q) - E_q[log p(w)], in closed form but for sites without a Normal prior and those
@@ -127,18 +128,17 @@ class AutoLowRank(AutoJoint):
         return -self.entropy(vector, log_det) - expected
 
     def entropy(self, vector: Tensor, log_det: Tensor) -> Tensor:
-        scale, factor = self._scale_and_factor()
-        logdet = log_determinant(scale, capacitance_tril(scale, factor))
-        return 0.5 * (len(scale) * (1.0 + math.log(2 * math.pi)) + logdet) + log_det
+        covariance = self._covariance()
+        constant = len(covariance.scale) * (1.0 + math.log(2 * math.pi))
+        return 0.5 * (constant + covariance.log_det()) + log_det
 
     def as_prior(self) -> GaussianPrior:
         """One Gaussian over all latents, see ``Guide.as_prior``."""
         self._require_global()
-        covariance = LowRankCovariance(*self._scale_and_factor())
+        precision = PrecisionOfLowRankCovariance(*self._scale_and_factor())
         subset = Subset(self.require_layout())
-        return joint_prior(subset, self.location(), covariance, covariance.diagonal())
+        return joint_prior(subset, self.location(), precision, precision.diagonal())
 
     def variances(self) -> Tensor:
         """The marginal variances of the unconstrained vector (P,)."""
-        scale, factor = self._scale_and_factor()
-        return scale.square() + factor.square().sum(-1)
+        return self._covariance().diagonal()

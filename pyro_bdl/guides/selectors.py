@@ -139,8 +139,8 @@ class LargestPredictiveVariance(Selector):
 
 def diagonal_laplace(trained: Trained) -> LaplaceGuide:
     """A diagonal Laplace approximation of all latents."""
-    recipe = replace(trained.guide.recipe, structure="diag")
-    return LaplaceGuide(trained.guide, recipe, None, trained.batches, check=False)
+    config = replace(trained.guide.config, structure="diag")
+    return LaplaceGuide(trained.guide, config, None, trained.batches, check=False)
 
 
 class LargestMagnitude(Selector):

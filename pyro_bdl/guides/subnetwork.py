@@ -10,7 +10,7 @@ from pyro.nn import PyroParam
 from torch import Tensor, nn
 
 from pyro_bdl.curvature.config import check_memory
-from pyro_bdl.curvature.structures.precision import FullPrecision
+from pyro_bdl.curvature.structures.full import FullPrecision
 from pyro_bdl.guides.joint import JointGuide
 from pyro_bdl.guides.laplace import AutoLaplaceGGN, LaplaceGuide
 from pyro_bdl.guides.selectors import LargestPredictiveVariance, Selector, Size, Trained, number_of
@@ -76,7 +76,7 @@ class AutoSubnetwork(AutoLaplaceGGN):
         if size is not None and select.needs_size:  # before the selector starts its work
             vector = self.location().detach()
             count = number_of(size, len(vector), vector)
-            check_memory(self.recipe, count, vector, advice="choose a smaller size, such as '4 GB'")
+            check_memory(self.config, count, vector, advice="choose a smaller size, such as '4 GB'")
         return select(Trained(self, batches), size)
 
     def laplace_approximation(
@@ -94,9 +94,9 @@ class AutoSubnetwork(AutoLaplaceGGN):
         :raises MemoryError: where the matrix cannot fit, before any work.
         """
         batches = Batches(data)
-        recipe = replace(self.recipe, **changes)
+        config = replace(self.config, **changes)
         chosen = self.choose(batches, select=select, size=size)
-        return LaplaceGuide(self, recipe, chosen, batches, progress=progress)
+        return LaplaceGuide(self, config, chosen, batches, progress=progress)
 
     def variational(
         self,
@@ -131,7 +131,7 @@ class AutoSubnetwork(AutoLaplaceGGN):
 
         model = self.program_model
         indices = self.choose(args, select=select, size=size)
-        start = LaplaceGuide(self, self.recipe, indices, Batches(args)) if init is None else init
+        start = LaplaceGuide(self, self.config, indices, Batches(args)) if init is None else init
         subset = Subset(self.require_layout(), indices.cpu())
         at = self.location().detach()
         return mcmc.sample(model, *args, init=start, subset=subset, at=at, **options)

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from pyro_bdl.distributions.low_rank_normal import (
-    LowRankCovariance,
-    capacitance_tril,
-    log_determinant,
-    quadratic_form,
+    DiagonalPlusLowRank,
+    PrecisionOfLowRankCovariance,
 )
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.ensemble import AutoEnsemble
@@ -300,11 +298,10 @@ class SWAGGuide(JointGuide):
         :raises ValueError: where S has a zero.
         """
         self._require_density()
-        scale, factor = self.diagonal.sqrt(), self.factor.mT
-        tril = capacitance_tril(scale, factor)
-        quadratic = quadratic_form(vector - self.loc, scale, factor, tril)
-        constant = len(scale) * math.log(2 * math.pi)
-        return -0.5 * (quadratic + log_determinant(scale, tril) + constant) - log_det
+        covariance = DiagonalPlusLowRank(self.diagonal.sqrt(), self.factor.mT)
+        quadratic = covariance.inverse_quadratic(vector - self.loc)
+        constant = len(self.loc) * math.log(2 * math.pi)
+        return -0.5 * (quadratic + covariance.log_det() + constant) - log_det
 
     def _require_density(self) -> None:
         if self.has_density:
@@ -327,10 +324,8 @@ class SWAGGuide(JointGuide):
         self._require_global()
         if not len(self.factor):
             return independent_prior(self.require_layout(), self.loc, self.diagonal.sqrt())
-        covariance = LowRankCovariance(self.diagonal.sqrt(), self.factor.mT)
-        return joint_prior(
-            Subset(self.require_layout()), self.loc, covariance, covariance.diagonal()
-        )
+        precision = PrecisionOfLowRankCovariance(self.diagonal.sqrt(), self.factor.mT)
+        return joint_prior(Subset(self.require_layout()), self.loc, precision, precision.diagonal())
 
     def variances(self) -> Tensor:
         """The marginal variances of the unconstrained vector (P,)."""

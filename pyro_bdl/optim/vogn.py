@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.config import Recipe
+from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.jacobian.datum_axes import Alignment, rounding_of
 from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.squared_gradients import gradient_and_squares, parameters_behind
@@ -45,7 +45,7 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
         curvature: str = "empirical-fisher",
     ) -> None:
         super().__init__(temperature, num_particles, cold_temperature=cold_temperature)
-        self.recipe = Recipe("diag", curvature)
+        self.config = CurvatureConfig("diag", curvature)
         self._known: dict[Any, Alignment] = {}
         self._subset: Subset | None = None
         self._modes_agree: dict[bool | None, bool] = {}
@@ -101,18 +101,22 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
                 agree = torch.allclose(other, likelihood, rtol=slack, atol=0.0)
                 self._modes_agree[mode] = agree and vector.requires_grad
         if likelihood.requires_grad:
-            likelihood = _with_squares(guide, vector, likelihood, at, self.recipe)
+            likelihood = _with_squares(guide, vector, likelihood, at, self.config)
         return likelihood, kl, disorder
 
 
 def _with_squares(
-    guide: AutoMeanField, vector: Tensor, likelihood: Tensor, at: Linearization, recipe: Recipe
+    guide: AutoMeanField,
+    vector: Tensor,
+    likelihood: Tensor,
+    at: Linearization,
+    config: CurvatureConfig,
 ) -> Tensor:
     """The log likelihood with the gradient g in the location, -s sum_n g_n^2 in the scale, and its
     own in the program's parameters; nothing goes back through the program any more."""
     parameters = parameters_behind(likelihood, vector)
     wanted = [vector, *parameters] if vector.requires_grad else parameters
-    gradients, squares = gradient_and_squares(likelihood, wanted, at, recipe)
+    gradients, squares = gradient_and_squares(likelihood, wanted, at, config)
     loc, scale = guide.loc_and_scale()
     targets = [loc, *parameters] if vector.requires_grad else parameters
     change = -0.5 * torch.dot(squares, scale.square())

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.jacobian.entries import Place
-from pyro_bdl.curvature.jacobian.jacobian import Block, Dense, Jacobian
+from pyro_bdl.curvature.jacobian.block_position import BlockPosition
+from pyro_bdl.curvature.jacobian.jacobian import Block, DenseBlock, Jacobian
 from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.jacobian.use_blocks import working_dtype
-from pyro_bdl.curvature.structures.draws import Offsets
-from pyro_bdl.curvature.structures.precision import Precision
+from pyro_bdl.curvature.structures.base import Precision
+from pyro_bdl.curvature.structures.draws import LinearDraws
 from pyro_bdl.distributions.take_apart import without_wrappers
 from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.program.unconstrained_parameters import known_kind, natural_parameters
@@ -129,7 +129,7 @@ class Outputs:
             dtype = working_dtype(at.vector.dtype)
             values = torch.stack(rows).unflatten(0, flat.shape).transpose(0, 1).to(dtype)
         blocks: list[Block] = [
-            Dense(Place((name, -1), part), values[..., part])
+            DenseBlock(BlockPosition((name, -1), part), values[..., part])
             for name, part in at.subset.parts.items()
         ]
         like = at.vector.new_empty(0, dtype=dtype)
@@ -148,7 +148,7 @@ class Outputs:
             for key, shape, part in zip(self.moving, shapes, flat.split(sizes, -1), strict=True)
         }
 
-    def draws(self, offsets: Offsets) -> dict[str, Tensor]:
+    def draws(self, offsets: LinearDraws) -> dict[str, Tensor]:
         """All tensors, (S, *shape), at S offsets of the subset; some are expanded."""
         values = {
             key: value.expand(len(offsets), *value.shape) for key, value in self.values.items()

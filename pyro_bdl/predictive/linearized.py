@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from pyro_bdl.curvature.chunking import linearizations
 from pyro_bdl.curvature.jacobian.datum_axes import Alignment
 from pyro_bdl.curvature.jacobian.linearization import Linearization
-from pyro_bdl.curvature.structures.draws import Offsets
+from pyro_bdl.curvature.structures.draws import LinearDraws
 from pyro_bdl.distributions.take_apart import (
     observation_mean,
     observation_variance,
@@ -132,7 +132,9 @@ class LinearizedPredictive:
         moments: list[dict[str, tuple]] = []
         rows: list[int] = []
 
-        def draw(at: Linearization, part: Part, offsets: Offsets, first: bool) -> dict[str, Tensor]:
+        def draw(
+            at: Linearization, part: Part, offsets: LinearDraws, first: bool
+        ) -> dict[str, Tensor]:
             natural = {name: outputs.draws(offsets) for name, outputs in part.items()}
             drawn: dict[str, Tensor] = {
                 name: _drawn(with_natural(at.run.observed[name], values).distribution)
@@ -256,7 +258,9 @@ class LinearizedPredictive:
     def _means(
         self, args: tuple, kwargs: dict, kinds: tuple[str, ...] | None = None
     ) -> dict[str, Tensor]:
-        def draw(at: Linearization, part: Part, offsets: Offsets, first: bool) -> dict[str, Tensor]:
+        def draw(
+            at: Linearization, part: Part, offsets: LinearDraws, first: bool
+        ) -> dict[str, Tensor]:
             sites = {
                 name: with_natural(at.run.observed[name], outputs.draws(offsets))
                 for name, outputs in part.items()
@@ -273,7 +277,9 @@ class LinearizedPredictive:
         return {n: PredictiveMoments(found[f"mean {n}"], found[f"variance {n}"]) for n in names}
 
     def _draw_moments(self, args: tuple, kwargs: dict) -> dict[str, Tensor]:
-        def draw(at: Linearization, part: Part, offsets: Offsets, first: bool) -> dict[str, Tensor]:
+        def draw(
+            at: Linearization, part: Part, offsets: LinearDraws, first: bool
+        ) -> dict[str, Tensor]:
             found = {}
             for name, outputs in part.items():
                 site = with_natural(at.run.observed[name], outputs.draws(offsets))
@@ -289,7 +295,9 @@ class LinearizedPredictive:
         :raises ValueError: where no target is given.
         """
 
-        def draw(at: Linearization, part: Part, offsets: Offsets, first: bool) -> dict[str, Tensor]:
+        def draw(
+            at: Linearization, part: Part, offsets: LinearDraws, first: bool
+        ) -> dict[str, Tensor]:
             given = {
                 n: outputs for n, outputs in part.items() if at.run.observed[n].value is not None
             }
@@ -338,7 +346,7 @@ class LinearizedPredictive:
 
     def _map_draws(
         self,
-        function: Callable[[Linearization, Part, Offsets, bool], dict[str, Tensor]],
+        function: Callable[[Linearization, Part, LinearDraws, bool], dict[str, Tensor]],
         args: tuple,
         kwargs: dict,
     ) -> dict[str, Tensor]:
@@ -402,7 +410,7 @@ def _as_moments(found: dict[str, tuple]) -> dict[str, Moments]:
 
 
 def _deterministic(
-    at: Linearization, part: Part, natural: dict[str, dict[str, Tensor]], offsets: Offsets
+    at: Linearization, part: Part, natural: dict[str, dict[str, Tensor]], offsets: LinearDraws
 ) -> dict[str, Tensor]:
     """Draws of the deterministic sites, linearised; parameters of observed sites are reused."""
     result = {}

@@ -75,8 +75,8 @@ class JointBlock(nn.Module):
 
     :param latents: the sites, in the order in which the vector holds them.
     :param loc: (p,).
-    :param precision: an object with ``logdet()``, ``quadratic(x)`` and ``sample(S)``; see
-        ``pyro_bdl.curvature.structures.precision``.
+    :param precision: an object with ``dense``, ``logdet()``, ``quadratic(x)`` and ``sample(S)``,
+        as in ``curvature.structures.base.Precision``.
     :param diagonal: of the precision (p,); by default taken from it.
     """
 

@@ -11,7 +11,7 @@ from matplotlib.image import imread
 from pyro_bdl import posteriors
 from pyro_bdl.cli import entry as cli
 from pyro_bdl.cli import options as given
-from pyro_bdl.curvature import config as curvature_recipe
+from pyro_bdl.curvature import config as curvature_config
 from pyro_bdl.errors import BdlWarning
 
 TINY = ["--steps", "20", "--chains", "2", "--warmup", "20", "--draws", "20", "--hidden", "4"]
@@ -171,7 +171,7 @@ def test_a_posterior_that_fails_loses_no_other(run, tmp_path, monkeypatch):
 
 def test_a_posterior_that_does_not_fit_in_memory_is_left_out(run, tmp_path, monkeypatch):
     """By the very error that the matrix of a large network raises; the exit code stays 0."""
-    monkeypatch.setattr(curvature_recipe, "available_memory", lambda device: 5000)
+    monkeypatch.setattr(curvature_config, "available_memory", lambda device: 5000)
     code, out, err = run(*TINY, "--guides", "map,laplace-full,laplace-diag")
     assert code == 0, err
     assert 'laplace-full is left out: structure="full" over' in err and "GiB are free" in err

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pyro_bdl import bayesianize, models
-from pyro_bdl.curvature.config import Recipe
+from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fit import fit_curvature
 from pyro_bdl.distributions.take_apart import without_wrappers
 from pyro_bdl.program import Program
@@ -72,7 +72,7 @@ class Oracle:
     @staticmethod
     def fit(program, vector, data, subset=None, **options):
         subset = Subset(program.layout, subset) if not isinstance(subset, Subset) else subset
-        return fit_curvature(program.model, subset, vector, data, Recipe(**options))
+        return fit_curvature(program.model, subset, vector, data, CurvatureConfig(**options))
 
     @staticmethod
     def regression(net, x, outputs=1, noise=0.5, prior=None):

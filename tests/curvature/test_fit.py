@@ -12,9 +12,9 @@ from torch import nn
 
 from pyro_bdl import bayesianize, handlers, models
 from pyro_bdl.curvature import chunking as parts_module
-from pyro_bdl.curvature import config as recipe_module
+from pyro_bdl.curvature import config as config_module
 from pyro_bdl.curvature import fit as fit_module
-from pyro_bdl.curvature.config import Recipe, check_memory
+from pyro_bdl.curvature.config import CurvatureConfig, check_memory
 from pyro_bdl.curvature.fit import fit_curvature
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.nn import _substituted
@@ -93,9 +93,9 @@ def test_kron_of_one_datum_is_the_block_diagonal(oracle, kind):
         curvature = oracle.fit(program, vector, (x[:1], y[:1]), structure=structure).curvature
         curvature.diagonal()
         seen = set()
-        for place, block in curvature._blocks():
+        for position, block in curvature._blocks():
             block = block if isinstance(block, torch.Tensor) else block.matrix()
-            where = place.numbers(torch.device("cpu"))
+            where = position.index_tensor(torch.device("cpu"))
             torch.testing.assert_close(block, expected[where][:, where], rtol=1e-9, atol=1e-10)
             seen |= set(where.tolist())
         assert seen == set(expected.diagonal().nonzero()[:, 0].tolist())
@@ -112,8 +112,8 @@ def test_kron_of_deep_linear_networks_is_the_block_diagonal(oracle):
         curvature = oracle.fit(program, vector, data, structure=structure).curvature
         curvature.diagonal()
         assert len(curvature._blocks()) == 6
-        for place, block in curvature._blocks():
-            where = place.numbers(torch.device("cpu"))
+        for position, block in curvature._blocks():
+            where = position.index_tensor(torch.device("cpu"))
             torch.testing.assert_close(block.matrix(), expected[where][:, where])
 
 
@@ -129,8 +129,8 @@ def total(curvature):
     if hasattr(curvature, "products"):
         curvature.diagonal()
         result = torch.zeros(curvature.size, curvature.size)
-        for place, block in curvature._blocks():
-            where = place.numbers(torch.device("cpu"))
+        for position, block in curvature._blocks():
+            where = position.index_tensor(torch.device("cpu"))
             block = block if isinstance(block, torch.Tensor) else block.matrix()
             result[where[:, None], where] = block
         return result
@@ -236,8 +236,8 @@ def test_two_sites_with_different_numbers_of_data(oracle):
         elif structure == "diag":
             torch.testing.assert_close(matrix.diagonal(), expected.diagonal())
         else:
-            places = [place for place, _ in found.curvature._blocks()]
-            assert sum(place.size for place in places) == program.size
+            positions = [position for position, _ in found.curvature._blocks()]
+            assert sum(position.size for position in positions) == program.size
             assert len(found.curvature.products) == 4
             if structure == "ekfac":
                 torch.testing.assert_close(matrix.trace(), expected.trace())
@@ -270,7 +270,7 @@ def test_sites_that_use_the_same_entries_differently(oracle):
         curvature = oracle.fit(program, vector, data, structure=structure, rank=99).curvature
         matrix = total(curvature)
         if structure in ("kron", "ekfac"):
-            assert [place.size for place, _ in curvature._blocks()] == [6]
+            assert [position.size for position, _ in curvature._blocks()] == [6]
         elif structure == "diag":
             torch.testing.assert_close(matrix.diagonal(), expected.diagonal())
         else:
@@ -503,17 +503,17 @@ def test_kronecker_factors_want_whole_sites(oracle, structure):
 # What is refused
 
 
-def test_recipes():
+def test_configs():
     with pytest.raises(ValueError, match=r"unknown structure 'kfac' \(there are kron"):
-        Recipe("kfac")
+        CurvatureConfig("kfac")
     with pytest.raises(ValueError, match="unknown curvature 'fisher'"):
-        Recipe(curvature="fisher")
+        CurvatureConfig(curvature="fisher")
     with pytest.raises(ValueError, match='needs structure="full"'):
-        Recipe("kron", "hessian")
+        CurvatureConfig("kron", "hessian")
     with pytest.raises(ValueError, match="num_draws must be at least 1"):
-        Recipe(num_draws=0)
+        CurvatureConfig(num_draws=0)
     with pytest.raises(ValueError, match="rank must be at least 1"):
-        Recipe(rank=0)
+        CurvatureConfig(rank=0)
 
 
 def test_missing_targets(oracle):
@@ -637,17 +637,19 @@ def test_a_distribution_made_by_a_transform(oracle):
 
 
 def test_memory_is_checked_before_it_is_taken(monkeypatch):
-    monkeypatch.setattr(recipe_module, "available_memory", lambda device: 2**20)
+    monkeypatch.setattr(config_module, "available_memory", lambda device: 2**20)
     like = torch.zeros(0)
-    check_memory(Recipe("kron"), 10**9, like)
-    check_memory(Recipe("diag"), 10**4, like)
-    check_memory(Recipe("full"), 100, like)
-    with pytest.raises(MemoryError, match=r'"full" over 10,000 latents.*"kron", "low_rank"'):
-        check_memory(Recipe("full"), 10_000, like)
-    with pytest.raises(MemoryError, match=r'"low_rank".*"kron" or "diag"'):
-        check_memory(Recipe("low_rank"), 10_000, like)
-    monkeypatch.setattr(recipe_module, "available_memory", lambda device: None)
-    check_memory(Recipe("full"), 10**6, like)
+    check_memory(CurvatureConfig("kron"), 10**9, like)
+    check_memory(CurvatureConfig("diag"), 10**4, like)
+    check_memory(CurvatureConfig("full"), 100, like)
+    with pytest.raises(
+        MemoryError, match=r'"full" over 10,000 latents.*"kron" or "ekfac" or "diag",'
+    ):
+        check_memory(CurvatureConfig("full"), 10_000, like)
+    with pytest.raises(MemoryError, match=r'"low_rank".*"kron" or "ekfac" or "diag",'):
+        check_memory(CurvatureConfig("low_rank"), 10_000, like)
+    monkeypatch.setattr(config_module, "available_memory", lambda device: None)
+    check_memory(CurvatureConfig("full"), 10**6, like)
 
 
 def test_under_no_grad(oracle):
@@ -665,11 +667,11 @@ def test_under_no_grad(oracle):
 def test_the_bar_waits_for_passes_that_take_long(oracle, capsys, monkeypatch):
     model, x, y = observations("normal")
     program, vector = oracle.program(model, x, y)
-    recipe = Recipe("ekfac")
-    fit_curvature(model, Subset(program.layout), vector, (x, y), recipe, progress=True)
+    config = CurvatureConfig("ekfac")
+    fit_curvature(model, Subset(program.layout), vector, (x, y), config, progress=True)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr("tqdm.std.time", itertools.count().__next__)  # a second at each look
-    fit_curvature(model, Subset(program.layout), vector, (x, y), recipe, progress=True)
+    fit_curvature(model, Subset(program.layout), vector, (x, y), config, progress=True)
     assert "curvature, pass 2 of 2" in capsys.readouterr().err
     oracle.fit(program, vector, (x, y), structure="ekfac")
     assert capsys.readouterr().err == ""
@@ -688,7 +690,7 @@ def test_an_observation_of_no_datum_counts_once(monkeypatch):
     program = Program(model, x, y)
     monkeypatch.setattr(parts_module, "_BUDGET", 1)
     fitted = fit_curvature(
-        model, Subset(program.layout), torch.zeros(1), (x, y), Recipe(structure="full")
+        model, Subset(program.layout), torch.zeros(1), (x, y), CurvatureConfig(structure="full")
     )
     expected = x.square().sum()[None, None] + 4.0
     torch.testing.assert_close(fitted.curvature.matrix, expected)

@@ -21,7 +21,7 @@ from pyro_bdl.curvature.hyperparameters import (
     prior_locations,
     prior_scales,
     read,
-    read_at_centre,
+    read_at_center,
     restored_on_error,
     scales,
 )
@@ -49,7 +49,7 @@ def regression(prior=None, noise=0.5, net=None):
     return models.Regression(bayesianize(net or nn.Linear(2, 1), prior), noise=noise)
 
 
-# Reading
+# ParameterReading
 
 
 def test_a_reading_has_the_parameters_and_their_graph():
@@ -80,7 +80,7 @@ def test_the_module_and_its_mode_stay():
     model = regression(priors.Normal(learned(0.7)), learned(0.5), net).train()
     state = {key: value.clone() for key, value in model.state_dict().items()}
     guide = AutoLaplaceGGN(model).prototype(X, Y)
-    read_at_centre(model, guide, (X, Y), {})
+    read_at_center(model, guide, (X, Y), {})
     assert all(torch.equal(model.state_dict()[key], value) for key, value in state.items())
     assert all(module.training for module in model.modules())
 
@@ -235,7 +235,7 @@ def test_a_noise_in_parts_is_not_one_number():
         assert (noise_site(reading_of(model)[0]) is not None) == known
     several = models.Regression(bayesianize(nn.Linear(2, 2)), noise=learned([0.5, 1.0]))
     guide = AutoLaplaceGGN(several).prototype(X, X)
-    reading = read_at_centre(several, guide, (X, X), {})
+    reading = read_at_center(several, guide, (X, X), {})
     assert noise_site(reading) is None and short(in_likelihood(reading)) == ["noise"]
 
 

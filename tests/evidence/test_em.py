@@ -36,7 +36,7 @@ def exact_posterior(monkeypatch, line, values):
         with torch.no_grad():
             now = {
                 name.rpartition(".")[2]: p.value
-                for name, p in em.read_at_centre(model, guide, *batches.first()).parameters.items()
+                for name, p in em.read_at_center(model, guide, *batches.first()).parameters.items()
             }
             a, s = now["hyper_prior_scale"], now["noise"]
             guide.loc.copy_(line.mode(a, s))

@@ -119,9 +119,9 @@ def test_options_of_the_approximation(line):
     guide = map_guide(line, structure="kron")
     online = MarginalLikelihoodTraining(guide, line.data, structure="diag", subset="weight")
     posterior = online._laplace()
-    assert posterior.recipe.structure == "diag" and posterior.subset.sites == ("weight",)
+    assert posterior.config.structure == "diag" and posterior.subset.sites == ("weight",)
     again = MarginalLikelihoodTraining(guide, line.data)._laplace()
-    assert again.recipe.structure == "kron" and again.subset.complete
+    assert again.config.structure == "kron" and again.subset.complete
 
 
 def test_it_says_what_is_wrong(line):

@@ -1,4 +1,4 @@
-"""Diagonal plus low rank: Pyro's family, its exact optimum, Woodbury against dense matrices."""
+"""Diagonal plus low rank: Pyro's family and its exact optimum."""
 
 import copy
 import math
@@ -12,7 +12,6 @@ from pyro.infer.autoguide import AutoLowRankMultivariateNormal
 from torch.distributions import MultivariateNormal, kl_divergence
 
 from pyro_bdl import bayesianize, models, priors
-from pyro_bdl.distributions.low_rank_normal import capacitance_tril, log_determinant, quadratic_form
 from pyro_bdl.elbo import TemperedTraceMeanField_ELBO
 from pyro_bdl.guides import AutoLowRank
 from pyro_bdl.program import record
@@ -45,15 +44,6 @@ def guide():
         guide.scale = scale
         guide.factor.copy_(0.4 * factor / scale[:, None])
     return guide
-
-
-def test_woodbury_against_dense_matrices():
-    scale, factor = parts()
-    tril, matrix = capacitance_tril(scale, factor), dense(scale, factor)
-    x = torch.randn(4, 6, dtype=D)
-    expected = torch.einsum("ni,ij,nj->n", x, matrix.inverse(), x)
-    torch.testing.assert_close(quadratic_form(x, scale, factor, tril), expected)
-    torch.testing.assert_close(log_determinant(scale, tril), matrix.logdet())
 
 
 def test_it_is_pyros_family(guide):

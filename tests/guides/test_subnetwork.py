@@ -130,17 +130,17 @@ def test_bad_options(data):
 
 
 def test_a_matrix_that_cannot_fit_is_told(data, monkeypatch):
-    from pyro_bdl.curvature import config as recipe
+    from pyro_bdl.curvature import config
 
     model, mean, _ = linear(data)
     guide = at_mode(model, mean, data, select=selectors.Random(0), size=4)
-    monkeypatch.setattr(recipe, "available_memory", lambda device: 8)
+    monkeypatch.setattr(config, "available_memory", lambda device: 8)
     with pytest.raises(MemoryError, match="GiB"):
         guide.laplace_approximation(data)
 
 
 def test_memory_is_checked_before_the_selector_works(data, monkeypatch):
-    from pyro_bdl.curvature import config as recipe
+    from pyro_bdl.curvature import config
 
     class Slow(selectors.Selector):
         def scores(self, trained):
@@ -148,7 +148,7 @@ def test_memory_is_checked_before_the_selector_works(data, monkeypatch):
 
     model, mean, _ = linear(data)
     guide = at_mode(model, mean, data, select=Slow(), size=4)
-    monkeypatch.setattr(recipe, "available_memory", lambda device: 8)
+    monkeypatch.setattr(config, "available_memory", lambda device: 8)
     with pytest.raises(MemoryError, match="GiB"):
         guide.laplace_approximation(data)
 

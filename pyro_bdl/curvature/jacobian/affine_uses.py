@@ -1,9 +1,9 @@
-"""Where the latents of a program enter linear operations, for derivatives.
+"""The affine operations in which a program uses its latents, for derivatives.
 
-While a program runs inside ``LinearOperations``, every operation on a latent that is affine in it
-(products, convolutions, look-ups, norm scales, biases) is recorded as a ``Use``: the gradient of
-any output in the latent is then the product of the use's input a and the gradient g of its output
-z. A latent that enters any other operation is listed in ``unmatched``.
+While a program runs inside ``UseRecorder``, every operation on a latent that is affine in it
+(products, convolutions, look-ups, norm scales, biases) is recorded as an ``AffineUse``. The
+gradient of any output in the latent is then the product of the use's input a and the gradient g of
+its output z. A latent that enters any other operation is listed in ``unmatched``.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ from pyro_bdl.program.linear_ops.tracker import OPERATIONS, Tag, Tracker
 
 
 @dataclass
-class Use:
+class AffineUse:
     """One affine use of a latent: z = op(a, w).
 
     ``edge`` is where autograd knows z. ``lead`` is how many leading dimensions of z (in the
@@ -69,15 +69,15 @@ class VectorProduct(NamedTuple):
     output_shape: torch.Size
 
 
-class LinearOperations(Tracker):
-    """Records the uses of latents while a program runs.
+class UseRecorder(Tracker):
+    """A recorder of the uses of latents while a program runs.
 
     :param latents: site -> the very tensors that the program gets.
     """
 
     def __init__(self, latents: Mapping[str, Tensor]) -> None:
         super().__init__(latents)
-        self.uses: list[Use] = []
+        self.uses: list[AffineUse] = []
         self._counts: Counter[str] = Counter()
         self.unmatched: set[str] = set()
         self.vector_products: list[VectorProduct] = []
@@ -94,7 +94,7 @@ class LinearOperations(Tracker):
 
     def add(self, tag: Tag, kind: str, output: Tensor, **options: Any) -> None:
         self.uses.append(
-            Use(
+            AffineUse(
                 site=tag.site,
                 number=self._counts[tag.site],
                 kind=kind,
@@ -106,7 +106,7 @@ class LinearOperations(Tracker):
         self._counts[tag.site] += 1
 
 
-def _record(func: Any, args: tuple, kwargs: dict, result: Any, mode: LinearOperations) -> set[int]:
+def _record(func: Any, args: tuple, kwargs: dict, result: Any, mode: UseRecorder) -> set[int]:
     """Record the uses of one operation; returns the ids of the tensors that were understood."""
     operation = OPERATIONS.get(func)
     if operation is None or not isinstance(result, Tensor):
@@ -118,7 +118,7 @@ def _record(func: Any, args: tuple, kwargs: dict, result: Any, mode: LinearOpera
 
 
 def _product(
-    mode: LinearOperations,
+    mode: UseRecorder,
     tag: Tag,
     output: Tensor,
     inputs: Tensor,
@@ -126,7 +126,7 @@ def _product(
     transposed: bool = False,
     to_rows: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
-    """z = a w' for w (out, in), or z = a w for w (in, out) where ``transposed``."""
+    """Record z = a w' for w (out, in), or z = a w for w (in, out) where ``transposed``."""
     weight = tag.tensor
     out, into = weight.shape[::-1] if transposed else weight.shape
     indices = tag.indices
@@ -144,12 +144,12 @@ def _product(
 
 
 def _bias(
-    mode: LinearOperations,
+    mode: UseRecorder,
     tag: Tag,
     output: Tensor,
     to_rows: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
-    """z = ... + b with b along the features."""
+    """Record z = ... + b with b along the features."""
     size = tag.tensor.numel()
     mode.add(
         tag,
@@ -162,7 +162,7 @@ def _bias(
     )
 
 
-def _linear(mode: LinearOperations, named: dict, output: Tensor) -> set[int]:
+def _linear(mode: UseRecorder, named: dict, output: Tensor) -> set[int]:
     inputs, seen = named["input"], set()
     weight, bias = mode.tag(named["weight"]), mode.tag(named.get("bias"))
     if weight and not mode.tag(inputs) and weight.tensor.dim() == 2:
@@ -176,7 +176,7 @@ def _linear(mode: LinearOperations, named: dict, output: Tensor) -> set[int]:
     return seen
 
 
-def _matmul(mode: LinearOperations, named: dict, output: Tensor) -> set[int]:
+def _matmul(mode: UseRecorder, named: dict, output: Tensor) -> set[int]:
     left, right = named["input"], named["other"]
     first, second = mode.tag(left), mode.tag(right)
     if (first and second) or not isinstance(left, Tensor) or not isinstance(right, Tensor):
@@ -194,19 +194,19 @@ def _matmul(mode: LinearOperations, named: dict, output: Tensor) -> set[int]:
     return set()
 
 
-def _vector_product(mode: LinearOperations, tag: Tag, output: Tensor) -> None:
+def _vector_product(mode: UseRecorder, tag: Tag, output: Tensor) -> None:
     mode.vector_products.append(VectorProduct(tag.site, len(mode.uses), output.shape))
 
 
-def _rmatmul(mode: LinearOperations, named: dict, output: Tensor) -> set[int]:
+def _rmatmul(mode: UseRecorder, named: dict, output: Tensor) -> set[int]:
     return _matmul(mode, {"input": named["other"], "other": named["input"]}, output)
 
 
-def _mv(mode: LinearOperations, named: dict, output: Tensor) -> set[int]:
+def _mv(mode: UseRecorder, named: dict, output: Tensor) -> set[int]:
     return _matmul(mode, {"input": named["input"], "other": named["vec"]}, output)
 
 
-def _addmm(mode: LinearOperations, named: dict, output: Tensor) -> set[int]:
+def _addmm(mode: UseRecorder, named: dict, output: Tensor) -> set[int]:
     if named.get("beta", 1) != 1 or named.get("alpha", 1) != 1:
         return set()
     seen = _matmul(mode, {"input": named["mat1"], "other": named["mat2"]}, output)
@@ -220,7 +220,7 @@ def _addmm(mode: LinearOperations, named: dict, output: Tensor) -> set[int]:
 # ------------------------------------------------------------------------------- convolutions
 
 
-def _convolution(mode: LinearOperations, named: dict, output: Tensor) -> set[int]:
+def _convolution(mode: UseRecorder, named: dict, output: Tensor) -> set[int]:
     inputs, weight = named["input"], named["weight"]
     spatial = weight.dim() - 2
     tag, bias, seen = mode.tag(weight), mode.tag(named.get("bias")), set()
@@ -267,7 +267,7 @@ def _spread(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
 # ------------------------------------------------------------------------------- look-ups, scales
 
 
-def _embedding(mode: LinearOperations, named: dict, output: Tensor) -> set[int]:
+def _embedding(mode: UseRecorder, named: dict, output: Tensor) -> set[int]:
     tag = mode.tag(named["weight"])
     if not tag or named.get("max_norm") is not None or named.get("scale_grad_by_freq"):
         return set()
@@ -281,8 +281,8 @@ def _embedding(mode: LinearOperations, named: dict, output: Tensor) -> set[int]:
     return {id(tag.tensor)}
 
 
-def _norm(mode: LinearOperations, named: dict, output: Tensor, plain: Callable, dim: int) -> set:
-    """z = xhat * w + b, with w along dimension ``dim`` of z and the following ones."""
+def _norm(mode: UseRecorder, named: dict, output: Tensor, plain: Callable, dim: int) -> set:
+    """Record z = xhat * w + b, with w along dimension ``dim`` of z and the following ones."""
     seen: set[int] = set()
     weight, bias = mode.tag(named.get("weight")), mode.tag(named.get("bias"))
     if mode.tag(named["input"]):
@@ -297,9 +297,9 @@ def _norm(mode: LinearOperations, named: dict, output: Tensor, plain: Callable, 
 
 
 def _scale(
-    mode: LinearOperations, tag: Tag, output: Tensor, multiplier: Tensor | None, dim: int
+    mode: UseRecorder, tag: Tag, output: Tensor, multiplier: Tensor | None, dim: int
 ) -> set[int]:
-    """z = multiplier * w + ..., with the dimensions of w at ``dim`` of z and after."""
+    """Record z = multiplier * w + ..., with the dimensions of w at ``dim`` of z and after."""
     start = dim % output.dim()
     shape = (1,) * start + tuple(tag.tensor.shape)
     shape += (1,) * (output.dim() - len(shape))
@@ -316,28 +316,28 @@ def _scale(
     return {id(tag.tensor)}
 
 
-def _layer_norm(mode: LinearOperations, named: dict, output: Tensor) -> set[int]:
+def _layer_norm(mode: UseRecorder, named: dict, output: Tensor) -> set[int]:
     def plain(n: dict) -> Tensor:
         return F.layer_norm(n["input"], n["normalized_shape"], None, None, n.get("eps", 1e-5))
 
     return _norm(mode, named, output, plain, -len(named["normalized_shape"]))
 
 
-def _rms_norm(mode: LinearOperations, named: dict, output: Tensor) -> set[int]:
+def _rms_norm(mode: UseRecorder, named: dict, output: Tensor) -> set[int]:
     def plain(n: dict) -> Tensor:
         return F.rms_norm(n["input"], n["normalized_shape"], None, n.get("eps"))
 
     return _norm(mode, named, output, plain, -len(named["normalized_shape"]))
 
 
-def _group_norm(mode: LinearOperations, named: dict, output: Tensor) -> set[int]:
+def _group_norm(mode: UseRecorder, named: dict, output: Tensor) -> set[int]:
     def plain(n: dict) -> Tensor:
         return F.group_norm(n["input"], n["num_groups"], None, None, n.get("eps", 1e-5))
 
     return _norm(mode, named, output, plain, 1)
 
 
-def _batch_norm(mode: LinearOperations, named: dict, output: Tensor) -> set[int]:
+def _batch_norm(mode: UseRecorder, named: dict, output: Tensor) -> set[int]:
     if named.get("training"):
         raise ValueError(
             "a BatchNorm layer computes with the batch's own statistics, which makes data depend "
@@ -353,9 +353,9 @@ def _batch_norm(mode: LinearOperations, named: dict, output: Tensor) -> set[int]
 
 
 def _elementwise(
-    mode: LinearOperations, named: dict, output: Tensor, multiplied: bool, signs: tuple[int, int]
+    mode: UseRecorder, named: dict, output: Tensor, multiplied: bool, signs: tuple[int, int]
 ) -> set[int]:
-    """z = w + x, w - x, x - w or w * x; a latent along the last dimensions of z."""
+    """Record z = w + x, w - x, x - w or w * x; the latent lies along the last dimensions of z."""
     left, right = named["input"], named["other"]
     first, second = mode.tag(left), mode.tag(right)
     if (first and second) or named.get("alpha", 1) != 1:
@@ -375,23 +375,23 @@ def _elementwise(
     return _scale(mode, tag, output, multiplier, dim) if output.dim() else set()
 
 
-def _add(mode: LinearOperations, named: dict, output: Tensor) -> set[int]:
+def _add(mode: UseRecorder, named: dict, output: Tensor) -> set[int]:
     return _elementwise(mode, named, output, False, (1, 1))
 
 
-def _subtract(mode: LinearOperations, named: dict, output: Tensor) -> set[int]:
+def _subtract(mode: UseRecorder, named: dict, output: Tensor) -> set[int]:
     return _elementwise(mode, named, output, False, (1, -1))
 
 
-def _subtract_from(mode: LinearOperations, named: dict, output: Tensor) -> set[int]:
+def _subtract_from(mode: UseRecorder, named: dict, output: Tensor) -> set[int]:
     return _elementwise(mode, named, output, False, (-1, 1))
 
 
-def _multiply(mode: LinearOperations, named: dict, output: Tensor) -> set[int]:
+def _multiply(mode: UseRecorder, named: dict, output: Tensor) -> set[int]:
     return _elementwise(mode, named, output, True, (1, 1))
 
 
-_RECORDERS: dict[str, Callable[[LinearOperations, dict, Tensor], set[int]]] = {
+_RECORDERS: dict[str, Callable[[UseRecorder, dict, Tensor], set[int]]] = {
     "linear": _linear,
     "addmm": _addmm,
     "matmul": _matmul,

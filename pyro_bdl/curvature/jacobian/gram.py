@@ -4,30 +4,30 @@ from typing import Any
 
 from torch import Tensor
 
-from pyro_bdl.curvature.jacobian.jacobian import Product, weighted
+from pyro_bdl.curvature.jacobian.jacobian import ProductBlock, weighted
 from pyro_bdl.utils.linear_algebra import products
 
 
 def joint_gram(block: Any, weights: Tensor | None = None) -> Tensor:
-    """sum_e w_e G_ie G_je of all rows i, j of a block's gradients, (n K, n K), data before columns.
+    """Return sum_e w_e G_ie G_je for all rows i, j of a block, (n K, n K), data before columns.
 
-    Of products at single positions, G = g a', the sum over the inputs is made for each output o by
-    itself, sum_o g_io g_jo (sum_e a_ie w_oe a_je), so that no row over all entries is formed.
+    For products at single positions, G = g a', the sum over the inputs is made for each output o
+    by itself, sum_o g_io g_jo (sum_e a_ie w_oe a_je): no row over all entries is formed.
 
     :param weights: not negative, of the block's shape (groups, out, in); None: ones.
     """
-    if isinstance(block, Product) and block.single:
+    if isinstance(block, ProductBlock) and block.single:
         return _of_products(block, weights)
-    if isinstance(block, Product):
+    if isinstance(block, ProductBlock):
         rows = block.entries().flatten(2)
     else:
         rows = block.rows()
-        weights = None if weights is None else block.place.take(weights.flatten())
+        weights = None if weights is None else block.position.take(weights.flatten())
     rows = weighted(rows, None if weights is None else weights.sqrt())
     return products(rows.transpose(0, 1).flatten(0, 1).mT)
 
 
-def _of_products(block: Product, weights: Tensor | None) -> Tensor:
+def _of_products(block: ProductBlock, weights: Tensor | None) -> Tensor:
     assert block.source is not None
     a, g = block.source()[:, 0], block.gradients[:, :, 0]  # (n, groups, in), (K, n, groups, out)
     columns, n = g.shape[:2]

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.jacobian.entries import Place
+from pyro_bdl.curvature.jacobian.block_position import BlockPosition
 
 
 @dataclass
-class Product:
+class ProductBlock:
     """Gradients sum_t g_t a_t' in a weight (groups, out, in).
 
     :param source: gives a, (n, T, groups, in), when it is needed; None: ones, with in = 1 (a
@@ -26,7 +26,7 @@ class Product:
     :param shape: of the weight.
     """
 
-    place: Place
+    position: BlockPosition
     source: Callable[[], Tensor] | None
     gradients: Tensor
     shape: torch.Size
@@ -46,7 +46,7 @@ class Product:
 
     def rows(self) -> Tensor:
         """Gradients in the chosen entries, (K, n, m)."""
-        chosen, g = self.place.chosen, self.gradients
+        chosen, g = self.position.chosen, self.gradients
         if chosen is None:
             return self.entries().flatten(2)
         _, out, into = self.shape
@@ -67,8 +67,10 @@ class Product:
         return self.entries().square_().sum((0, 1))
 
     def gram(self, weights: Tensor | None = None) -> Tensor:
-        """Inner products of the columns weighted by (groups, out, in), or not: (n, K, K) of
-        sum_e w_e G_ke G_le."""
+        """Return sum_e w_e G_ke G_le for each datum, (n, K, K).
+
+        :param weights: w, (groups, out, in); None: ones.
+        """
         if self.single:
             g = self.gradients[:, :, 0].permute(1, 0, 2, 3).flatten(2)
             scaled = self.input_squares(weights).expand_as(self.gradients[0, :, 0])
@@ -85,11 +87,11 @@ class Product:
 
     @property
     def single(self) -> bool:
-        """Whether each datum has a single position, so that its gradient is one product g a'."""
+        """True if each datum has a single position, so that its gradient is one product g a'."""
         return self.gradients.shape[2] == 1 and self.source is not None
 
     def input_squares(self, weights: Tensor | None) -> Tensor:
-        """sum_i w_oi a_i^2 where positions are single, (n, groups, out), or (n, groups, 1)."""
+        """Return sum_i w_oi a_i^2 at single positions, (n, groups, out) or (n, groups, 1)."""
         assert self.source is not None
         squares = self.source()[:, 0].square()
         if weights is None:
@@ -112,13 +114,13 @@ class Product:
         return g.sum((0, 1))[..., None] if a is None else torch.einsum("ntgo,ntgi->goi", g, a)
 
     def bound(self) -> Tensor:
-        """No entry of ``total`` is larger, whatever cancels in it."""
+        """Return a bound on the entries of ``total``, whatever cancels in them."""
         a = self.inputs
         size = self.gradients[0, ..., 0].numel() if a is None else a.square().sum()
         return (self.gradients.sum(0).square().sum() * size).sqrt()
 
-    def rotated(self, inputs: Tensor | None, outputs: Tensor | None) -> "Product":
-        """The gradients in other bases: g Q_out and a Q_in, (groups, dim, dim) each."""
+    def rotated(self, inputs: Tensor | None, outputs: Tensor | None) -> "ProductBlock":
+        """Return the gradients in other bases: g Q_out and a Q_in, (groups, dim, dim) each."""
         g, source = self.gradients, self.source
         if outputs is not None:
             g = torch.einsum("kntgo,gop->kntgp", g, outputs)
@@ -127,34 +129,38 @@ class Product:
             source = cache(lambda: torch.einsum("ntgi,gij->ntgj", given(), inputs))
         return replace(self, gradients=g, source=source)
 
-    def split_inputs(self, basis: Tensor) -> tuple["Product", "Product"]:
-        """In the coordinates of some orthonormal directions of the inputs (groups, in, r), and
-        what is orthogonal to these in the coordinates it has."""
+    def split_inputs(self, basis: Tensor) -> tuple["ProductBlock", "ProductBlock"]:
+        """Split the gradients by orthonormal directions of the inputs.
+
+        :param basis: the directions, (groups, in, r).
+        :returns: the part along them, in their coordinates, and the part orthogonal to them, in
+            the weight's own coordinates.
+        """
         given = self.source
         assert given is not None
         inside = cache(lambda: torch.einsum("ntgi,gij->ntgj", given(), basis))
         outside = cache(lambda: given() - torch.einsum("ntgj,gij->ntgi", inside(), basis))
         return replace(self, source=inside), replace(self, source=outside)
 
-    def split_outputs(self, basis: Tensor) -> tuple["Product", "Product"]:
-        """The same of the outputs, (groups, out, s)."""
+    def split_outputs(self, basis: Tensor) -> tuple["ProductBlock", "ProductBlock"]:
+        """Split the gradients by directions of the outputs (groups, out, s) in the same way."""
         inside = torch.einsum("kntgo,gop->kntgp", self.gradients, basis)
         outside = self.gradients - torch.einsum("kntgp,gop->kntgo", inside, basis)
         return replace(self, gradients=inside), replace(self, gradients=outside)
 
 
 @dataclass
-class Lookup:
+class LookupBlock:
     """Gradients g_u in rows v_u of a table (rows, features), each of one datum.
 
     :param data: which datum u belongs to, (U,).
-    :param rows_of: v_u, (U,); no two entries of a datum share a row.
+    :param table_rows: v_u, (U,); no two entries of a datum share a row.
     :param gradients: (K, U, features).
     """
 
-    place: Place
+    position: BlockPosition
     data: Tensor
-    rows_of: Tensor
+    table_rows: Tensor
     gradients: Tensor
     num_data: int
     num_rows: int
@@ -166,12 +172,12 @@ class Lookup:
     def rows(self) -> Tensor:
         columns, _, features = self.gradients.shape
         whole = self.gradients.new_zeros(columns, self.num_data, self.num_rows, features)
-        whole[:, self.data, self.rows_of] = self.gradients
-        return self.place.take(whole.flatten(2))
+        whole[:, self.data, self.table_rows] = self.gradients
+        return self.position.take(whole.flatten(2))
 
     def squares(self) -> Tensor:
         sums = self.gradients.new_zeros(self.num_rows, self.gradients.shape[-1])
-        return sums.index_add(0, self.rows_of, self.gradients.square().sum(0))[None]
+        return sums.index_add(0, self.table_rows, self.gradients.square().sum(0))[None]
 
     def gram(self, weights: Tensor | None = None) -> Tensor:
         g = self.gradients.transpose(0, 1)
@@ -185,39 +191,39 @@ class Lookup:
         return g.new_zeros(self.num_data, g.shape[1]).index_add(0, self.data, squares)
 
     def _weighted(self, g: Tensor, weights: Tensor | None) -> Tensor:
-        return g if weights is None else g * weights[0][self.rows_of][:, None]
+        return g if weights is None else g * weights[0][self.table_rows][:, None]
 
     def apply(self, weight: Tensor) -> Tensor:
-        values = torch.einsum("kud,sud->suk", self.gradients, weight[:, 0, self.rows_of])
+        values = torch.einsum("kud,sud->suk", self.gradients, weight[:, 0, self.table_rows])
         sums = values.new_zeros(len(weight), self.num_data, values.shape[-1])
         return sums.index_add(1, self.data, values)
 
     def total(self) -> Tensor:
         sums = self.gradients.new_zeros(self.num_rows, self.gradients.shape[-1])
-        return sums.index_add(0, self.rows_of, self.gradients.sum(0))[None]
+        return sums.index_add(0, self.table_rows, self.gradients.sum(0))[None]
 
     def bound(self) -> Tensor:
         return self.gradients.abs().sum()
 
-    def rotated(self, inputs: Tensor | None, outputs: Tensor | None) -> "Lookup":
+    def rotated(self, inputs: Tensor | None, outputs: Tensor | None) -> "LookupBlock":
         if inputs is None:
             return self
         return replace(self, gradients=torch.matmul(self.gradients, inputs[0]))
 
-    def split_inputs(self, basis: Tensor) -> tuple["Lookup", "Lookup"]:
+    def split_inputs(self, basis: Tensor) -> tuple["LookupBlock", "LookupBlock"]:
         inside = torch.matmul(self.gradients, basis[0])
         outside = self.gradients - torch.matmul(inside, basis[0].mT)
         return replace(self, gradients=inside), replace(self, gradients=outside)
 
 
 @dataclass
-class Dense:
+class DenseBlock:
     """Gradients as rows.
 
     :param values: (K, n, m).
     """
 
-    place: Place
+    position: BlockPosition
     values: Tensor
 
     @property
@@ -247,7 +253,7 @@ class Dense:
         return torch.einsum("knm,sm->snk", self.values, weight)
 
 
-Block = Product | Lookup | Dense
+Block = ProductBlock | LookupBlock | DenseBlock
 
 
 def weighted(rows: Tensor, weights: Tensor | None) -> Tensor:
@@ -257,9 +263,9 @@ def weighted(rows: Tensor, weights: Tensor | None) -> Tensor:
 
 @dataclass
 class Jacobian:
-    """K columns of gradients for n data in p latents: blocks over disjoint parts of the p.
+    """K columns of gradients for n data in p latents, as blocks over disjoint parts of the p.
 
-    What no block covers has gradient zero.
+    Latents that no block covers have gradient zero.
     """
 
     blocks: list[Block]
@@ -269,10 +275,10 @@ class Jacobian:
     like: Tensor
 
     def rows(self) -> Tensor:
-        """All of it as a tensor (K, n, p)."""
+        """Return all gradients as one tensor (K, n, p)."""
         result = self.like.new_zeros(self.num_columns, self.num_data, self.size)
         for block in self.blocks:
-            result[..., block.place.positions] = block.rows()
+            result[..., block.position.indices] = block.rows()
         return result
 
     def joint_zeros(self) -> Tensor:
@@ -280,29 +286,29 @@ class Jacobian:
         return self.like.new_zeros(total, total)
 
     def apply(self, vectors: Tensor) -> Tensor:
-        """J v for vectors (S, p): (S, n, K)."""
+        """Return J v for vectors (S, p), (S, n, K)."""
         result = self.like.new_zeros(len(vectors), self.num_data, self.num_columns)
         for block in self.blocks:
-            result += block.apply(block.place.spread(vectors, block.shape))
+            result += block.apply(block.position.spread(vectors, block.shape))
         return result
 
     def gram(self, weights: Tensor) -> Tensor:
-        """Inner products of a datum's columns weighted by (p,): (n, K, K)."""
+        """Return the inner products of a datum's columns, weighted by (p,), (n, K, K)."""
         result = self.like.new_zeros(self.num_data, self.num_columns, self.num_columns)
         for block in self.blocks:
-            result += block.gram(block.place.spread(weights, block.shape))
+            result += block.gram(block.position.spread(weights, block.shape))
         return result
 
     def norms(self, weights: Tensor) -> Tensor:
-        """The diagonals of ``gram``: (n, K)."""
+        """Return the diagonals of ``gram``, (n, K)."""
         result = self.like.new_zeros(self.num_data, self.num_columns)
         for block in self.blocks:
-            result += block.norms(block.place.spread(weights, block.shape))
+            result += block.norms(block.position.spread(weights, block.shape))
         return result
 
 
 def merged(blocks: Sequence[Block], entries: Sequence[Tensor | None], part: slice) -> list[Block]:
-    """The blocks of one site with shared parts made one.
+    """Return the blocks of one site, with blocks that share entries made one.
 
     Uses of the very same entries (tied weights) are positions of one product; uses that overlap
     otherwise are added as rows.
@@ -314,8 +320,8 @@ def merged(blocks: Sequence[Block], entries: Sequence[Tensor | None], part: slic
     for block, own in zip(blocks, entries, strict=True):
         for members, theirs in groups:
             if (
-                isinstance(block, Product)
-                and isinstance(members[0], Product)
+                isinstance(block, ProductBlock)
+                and isinstance(members[0], ProductBlock)
                 and (block.source is None) == (members[0].source is None)
                 and block.shape == members[0].shape
                 and same_entries(own, theirs)
@@ -344,9 +350,9 @@ def _joined(members: list[Any]) -> Any:
         inputs = torch.cat([block.source() for block in members], 1)
         source = lambda: inputs  # noqa: E731
     gradients = torch.cat([block.gradients for block in members], 2)
-    uses = tuple(number for block in members for number in block.place.uses)
-    place = replace(members[0].place, uses=uses)
-    return replace(members[0], place=place, source=source, gradients=gradients)
+    uses = tuple(number for block in members for number in block.position.uses)
+    position = replace(members[0].position, uses=uses)
+    return replace(members[0], position=position, source=source, gradients=gradients)
 
 
 def _overlap(entries: list[Tensor | None]) -> bool:
@@ -356,11 +362,11 @@ def _overlap(entries: list[Tensor | None]) -> bool:
     return len(numbers.unique()) < len(numbers)
 
 
-def _added(blocks: list[Block], part: slice) -> Dense:
+def _added(blocks: list[Block], part: slice) -> DenseBlock:
     """Rows over the whole part of a site."""
     first = blocks[0].rows()
     values = first.new_zeros(*first.shape[:2], part.stop - part.start)
     for block in blocks:
-        where = block.place.numbers(first.device) - part.start
+        where = block.position.index_tensor(first.device) - part.start
         values.index_add_(2, where, block.rows().to(values))
-    return Dense(Place((blocks[0].place.key[0], -1), part), values)
+    return DenseBlock(BlockPosition((blocks[0].position.key[0], -1), part), values)

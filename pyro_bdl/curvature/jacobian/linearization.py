@@ -1,4 +1,4 @@
-"""A batch of data run through a program once, ready for any column of its Jacobian."""
+"""The linearization of a program over one batch of data, for any column of its Jacobian."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.jacobian.affine_uses import LinearOperations, Use
+from pyro_bdl.curvature.jacobian.affine_uses import AffineUse, UseRecorder
+from pyro_bdl.curvature.jacobian.block_position import BlockPosition
 from pyro_bdl.curvature.jacobian.datum_axes import (
     Alignment,
     DatumAxis,
@@ -21,16 +22,15 @@ from pyro_bdl.curvature.jacobian.datum_axes import (
     rounding_of,
     scales_by,
 )
-from pyro_bdl.curvature.jacobian.entries import Place
-from pyro_bdl.curvature.jacobian.jacobian import Block, Dense, Jacobian, Product, merged
-from pyro_bdl.curvature.jacobian.other_latents import blocks_outside, is_shared
-from pyro_bdl.curvature.jacobian.output_layers import IdentityProduct, SoftmaxProduct
+from pyro_bdl.curvature.jacobian.jacobian import Block, DenseBlock, Jacobian, ProductBlock, merged
+from pyro_bdl.curvature.jacobian.other_latents import blocks_of_other_latents, is_shared
+from pyro_bdl.curvature.jacobian.output_layers import IdentityBlock, SoftmaxBlock
 from pyro_bdl.curvature.jacobian.use_blocks import (
+    first_uses_of_entries,
+    gradient_rows,
     lookup,
-    numbers_of_entries,
-    place_of,
+    position_of,
     repeats,
-    rows_of,
     working_dtype,
 )
 from pyro_bdl.program.subset import Subset
@@ -77,18 +77,18 @@ class Linearization:
         with torch.enable_grad(), mode, buffers, vmappable():
             values = layout.to_supports(self.leaves)
             seen = {n: v for n, v in values.items() if v is self.leaves[n] and n in subset.parts}
-            with LinearOperations(seen) as operations:
+            with UseRecorder(seen) as operations:
                 self.run: Run = record(model, values, args, kwargs, draw=leave_open)
         self.uses = operations.uses
         self.vector_products = operations.vector_products
-        self.numbers = numbers_of_entries(self.uses)
+        self.first_uses = first_uses_of_entries(self.uses)
         self.unfolded: dict[Any, Tensor] = {}
         self.unmatched = operations.unmatched | {
             use.site for use in self.uses if repeats(use.indices)
         }
 
     def pullback(self, outputs: Outputs, num_data: int, *, label: Any = None) -> "Pullback":
-        """Outputs of the run, ready to be differentiated datum by datum.
+        """Return outputs of the run as functions of the subset, datum by datum.
 
         :param outputs: which, each of shape (n, ...), or of any shape where n = 1.
         :param label: names these outputs, so that what is found of them may be used again.
@@ -122,27 +122,28 @@ class Pullback:
         columns: Sequence[Sequence[Tensor]],
         arrived: Sequence[Sequence[Tensor | None]] | None = None,
     ) -> Jacobian:
-        """The gradients of sum_j <column_kj, output_j> in the subset, for every datum.
+        """Return the gradients of sum_j <column_kj, output_j> in the subset, for every datum.
 
         :param columns: K cotangents, each with a tensor for every output.
         :param arrived: where they are known, the gradients that each column leaves at the outputs
             of all uses; by default they are sent back from the columns.
         """
         blocks = self._aligned_blocks(columns, self.alignment, arrived)
-        blocks += blocks_outside(self, columns)
+        blocks += blocks_of_other_latents(self, columns)
         return self._of_blocks(blocks, len(columns))
 
     def identity(self) -> Jacobian:
-        """All K numbers of a datum as K columns."""
+        """Return the Jacobian of all K numbers of a datum, a column for each."""
         sizes = [output.numel() // self.num_data for output in self.outputs]
-        uses = self._direct_uses()
-        if uses and self._arrives(lambda noise: noise):
+        uses = self._output_layer_uses()
+        if uses and self._output_gradient_is(lambda noise: noise):
             (size,) = sizes
             like = self.outputs[0].detach()
             eye = torch.eye(size, dtype=working_dtype(like.dtype), device=like.device)
             eye = eye[:, None, None, None].expand(size, self.num_data, 1, 1, size)
             blocks: list[Block] = [
-                IdentityProduct(*self._product(use, place), eye, use.shape) for use, place in uses
+                IdentityBlock(*self._product(use, position), eye, use.shape)
+                for use, position in uses
             ]
             return self._of_blocks(blocks, size)
         columns: list[list[Tensor]] = []
@@ -154,31 +155,37 @@ class Pullback:
         return self.jacobian(columns)
 
     def softmax(self, weights: Tensor) -> Jacobian | None:
-        """Of logits (n, K) that a product makes, up to a sum over the classes: the columns of
-        their Fisher information times weights (n,); None where they are no such logits."""
-        uses = self._direct_uses()
+        """Return columns of a Categorical's Fisher information, if one product makes its logits.
+
+        :param weights: of the data, (n,).
+        :returns: None where the logits (n, K) are not the outputs of a product, up to a constant
+            of each datum.
+        """
+        uses = self._output_layer_uses()
         if not uses:
             return None
         p = self.outputs[0].detach().softmax(-1)
-        if not self._arrives(lambda noise: noise - p * noise.sum(-1, keepdim=True)):
+        if not self._output_gradient_is(lambda noise: noise - p * noise.sum(-1, keepdim=True)):
             return None
         p = p.to(working_dtype(p.dtype))
         blocks: list[Block] = [
-            SoftmaxProduct(
-                *self._product(use, place), p[None, :, None, None], use.shape,
+            SoftmaxBlock(
+                *self._product(use, position), p[None, :, None, None], use.shape,
                 weights.to(p)[:, None],
             )
-            for use, place in uses
+            for use, position in uses
         ]  # fmt: skip
         return self._of_blocks(blocks, p.shape[-1])
 
-    def _direct_uses(self) -> list[tuple[Use, Place]]:
-        """The uses of whole sites in one plain product, if these are all, and its output has the
-        shape (n, K) of the only output asked for; otherwise none."""
+    def _output_layer_uses(self) -> list[tuple[AffineUse, BlockPosition]]:
+        """Return the uses of the output layer, if the only output asked for is that of one product.
+
+        Empty where other uses matter too, or sites are in the subset in part.
+        """
         at, shape = self.at, self.outputs[0].shape
         reached = [i for i, axis in enumerate(self.alignment.axes) if axis is not None]
         uses = [at.uses[i] for i in reached]
-        places = [place_of(at.uses[i], at.subset, at.numbers[i]) for i in reached]
+        positions = [position_of(at.uses[i], at.subset, at.first_uses[i]) for i in reached]
         plain = (
             len(self.outputs) == 1
             and len(shape) == 2
@@ -188,21 +195,23 @@ class Pullback:
             and all(use.kind == "product" and use.to_rows is None for use in uses)
             and all(use.groups == 1 and use.indices is None for use in uses)
         )
-        found = [(u, p) for u, p in zip(uses, places, strict=True) if p and p.chosen is None]
+        found = [(u, p) for u, p in zip(uses, positions, strict=True) if p and p.chosen is None]
         return found if plain and len(found) == len(uses) else []
 
-    def _arrives(self, expected: Callable[[Tensor], Tensor]) -> bool:
-        """Whether the outputs' gradient in the product's is as expected, which noise tells."""
+    def _output_gradient_is(self, expected: Callable[[Tensor], Tensor]) -> bool:
+        """Return True if noise sent back from the output arrives at the product as expected."""
         (output,) = self.outputs
-        edge = next(use.edge for use, _ in self._direct_uses())
+        edge = next(use.edge for use, _ in self._output_layer_uses())
         noise = fixed_normal(output, seed=1)
         (found,) = self.gradients([noise], [edge])
         slack = rounding_of(self.at.vector) * float(noise.abs().max()) * 10
         return found is not None and torch.allclose(found, expected(noise), rtol=0.0, atol=slack)
 
-    def _product(self, use: Use, place: Place) -> tuple[Place, Callable[[], Tensor] | None]:
+    def _product(
+        self, use: AffineUse, position: BlockPosition
+    ) -> tuple[BlockPosition, Callable[[], Tensor] | None]:
         source = partial(self._inputs, use, DatumAxis(0, True))
-        return place, None if use.inputs is None else source
+        return position, None if use.inputs is None else source
 
     def _of_blocks(self, blocks: list[Block], num_columns: int) -> Jacobian:
         like = self.at.vector.new_empty(0, dtype=working_dtype(self.at.vector.dtype))
@@ -228,16 +237,18 @@ class Pullback:
             pulled = [self.gradients(column, edges) for column in columns]
         by_site: dict[str, list[tuple[Block, Tensor | None]]] = {}
         stacks: dict[Any, Tensor] = {}  # one for the weight and the bias of an operation
-        for i, position in enumerate(which):
-            use, axis = at.uses[position], alignment.axes[position]
+        for i, number in enumerate(which):
+            use, axis = at.uses[number], alignment.axes[number]
             assert axis is not None
-            place = place_of(use, at.subset, at.numbers[position])
-            if place is not None:
+            position = position_of(use, at.subset, at.first_uses[number])
+            if position is not None:
                 key = (use.edge, axis, use.groups) if use.kind == "product" else i
                 if key not in stacks:
-                    found = [rows_of(use, axis, g[i], self.num_data, at.vector) for g in pulled]
+                    found = [
+                        gradient_rows(use, axis, g[i], self.num_data, at.vector) for g in pulled
+                    ]
                     stacks[key] = found[0][None] if len(found) == 1 else torch.stack(found)
-                block = self._block(use, axis, stacks[key], place)
+                block = self._block(use, axis, stacks[key], position)
                 by_site.setdefault(use.site, []).append((block, use.indices))
         blocks: list[Block] = []
         for site, members in by_site.items():
@@ -245,18 +256,20 @@ class Pullback:
             blocks += merged([block for block, _ in members], [own for _, own in members], part)
         return blocks
 
-    def _block(self, use: Use, axis: DatumAxis, stacked: Tensor, place: Place) -> Block:
+    def _block(
+        self, use: AffineUse, axis: DatumAxis, stacked: Tensor, position: BlockPosition
+    ) -> Block:
         if use.kind == "scale":
-            return Dense(replace(place, chosen=None), place.take(stacked))
+            return DenseBlock(replace(position, chosen=None), position.take(stacked))
         if use.kind == "lookup":
             assert use.inputs is not None
-            return lookup(axis.first(use.inputs, self.num_data), stacked, use.shape, place)
+            return lookup(axis.first(use.inputs, self.num_data), stacked, use.shape, position)
         if use.inputs is None:
-            return Product(place, None, stacked, use.shape)
-        return Product(place, partial(self._inputs, use, axis), stacked, use.shape)
+            return ProductBlock(position, None, stacked, use.shape)
+        return ProductBlock(position, partial(self._inputs, use, axis), stacked, use.shape)
 
-    def _inputs(self, use: Use, axis: DatumAxis) -> Tensor:
-        """a of a product as (n, T, groups, in); patches of images are kept for other columns."""
+    def _inputs(self, use: AffineUse, axis: DatumAxis) -> Tensor:
+        """Return a of a product as (n, T, groups, in); patches are kept for other columns."""
         kept = self.at.unfolded.get((use.edge, use.number, axis))
         if kept is not None:
             return kept
@@ -312,7 +325,7 @@ class Pullback:
         return Alignment(axes, others, self._behind_shared_outputs(others))
 
     def _behind_shared_outputs(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Those of the sites that act on no outputs but such as are the same for all data."""
+        """Return the sites that act only on outputs that are the same for all data."""
         own = [o for o in self.outputs if not is_shared(o, self.num_data) and o.requires_grad]
         if not own or not names:
             return tuple(names)
@@ -325,17 +338,17 @@ class Pullback:
     def _incomplete(
         self, alignment: Alignment, noise: Sequence[Tensor], gradients: Mapping[str, Tensor | None]
     ) -> set[str]:
-        """The sites whose gradients are not the sums of their uses'."""
+        """Return the sites whose gradients are not the sums of those of their uses."""
         subset, totals, bounds = self.at.subset, {}, {}
         for block in self._aligned_blocks([noise], alignment):
-            site = block.place.key[0]
+            site = block.position.key[0]
             if site not in totals:
                 size = subset.parts[site].stop - subset.parts[site].start
                 totals[site], bounds[site] = block.total().new_zeros(size), 0.0
             total = block.total().flatten()
-            if not isinstance(block, Dense):
-                total = block.place.take(total)
-            where = block.place.numbers(total.device) - subset.parts[site].start
+            if not isinstance(block, DenseBlock):
+                total = block.position.take(total)
+            where = block.position.index_tensor(total.device) - subset.parts[site].start
             totals[site].index_add_(0, where, total)
             bounds[site] = bounds[site] + float(block.bound())
         wrong = set()

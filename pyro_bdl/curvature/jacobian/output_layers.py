@@ -1,7 +1,7 @@
-"""Products whose outputs are themselves what is asked for, as in the last layer of a network.
+"""Blocks of a product whose outputs are the very outputs asked for, as of a network's last layer.
 
-What would be back-propagated through nothing, one column for each output, is known then: an
-identity for the outputs, and for the Fisher information of classes diag(p) - p p'.
+Their columns are known without back-propagation: an identity for the outputs, and
+diag(p) - p p' for the Fisher information of classes.
 """
 
 from dataclasses import dataclass, replace
@@ -9,43 +9,43 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.jacobian.jacobian import Product
+from pyro_bdl.curvature.jacobian.jacobian import ProductBlock
 
 
 @dataclass
-class IdentityProduct(Product):
-    """The outputs z of a product as columns: the gradient of z_k in z is e_k for every datum.
+class IdentityBlock(ProductBlock):
+    """Gradients of a product's outputs z: the gradient of z_k in z is e_k for every datum.
 
     ``gradients`` are a matrix (K, out) expanded over the data.
     """
 
-    def rotated(self, inputs: Tensor | None, outputs: Tensor | None) -> "IdentityProduct":
+    def rotated(self, inputs: Tensor | None, outputs: Tensor | None) -> "IdentityBlock":
         turned = replace(self, source=super().rotated(inputs, None).source)
         return turned if outputs is None else turned._with_columns(outputs[0])  # e_k' Q
 
-    def split_outputs(self, basis: Tensor) -> tuple["IdentityProduct", "IdentityProduct"]:
+    def split_outputs(self, basis: Tensor) -> tuple["IdentityBlock", "IdentityBlock"]:
         (inside,) = basis
         return self._with_columns(inside), self._with_columns(self.columns - inside @ inside.mT)
 
-    def _with_columns(self, columns: Tensor) -> "IdentityProduct":
+    def _with_columns(self, columns: Tensor) -> "IdentityBlock":
         gradients = columns[:, None, None, None].expand(-1, self.gradients.shape[1], -1, -1, -1)
         return replace(self, gradients=gradients)
 
     @property
     def columns(self) -> Tensor:
-        """(K, out)."""
+        """The gradients of one datum, (K, out)."""
         return self.gradients[:, 0, 0, 0]
 
     def gram(self, weights: Tensor | None = None) -> Tensor:
-        """(n, K, K), or (1, K, K) where it is the same for all data."""
+        """Return inner products (n, K, K), or (1, K, K) where they are the same for all data."""
         return torch.matmul(self.columns * self._scaled(weights)[:, None], self.columns.mT)
 
     def norms(self, weights: Tensor | None = None) -> Tensor:
-        """(n, K), or (1, K)."""
+        """Return the diagonals of ``gram``, (n, K) or (1, K)."""
         return self._scaled(weights) @ self.columns.square().mT
 
     def _scaled(self, weights: Tensor | None) -> Tensor:
-        """sum_i w_oi a_i^2, (n, out), or (1, out) of a bias."""
+        """Return sum_i w_oi a_i^2, (n, out), or (1, out) for a bias."""
         if self.source is not None:
             return self.input_squares(weights)[:, 0].expand(-1, self.columns.shape[1])
         like = self.columns
@@ -53,7 +53,7 @@ class IdentityProduct(Product):
 
 
 @dataclass
-class SoftmaxProduct(Product):
+class SoftmaxBlock(ProductBlock):
     """The Fisher information of classes whose logits are the outputs of a product.
 
     Sums over the columns sqrt(w p_k) (e_k - p) of S are those of w (diag(p) - p p'). ``gradients``
@@ -66,12 +66,12 @@ class SoftmaxProduct(Product):
     weights: Tensor
     basis: Tensor | None = None
 
-    def rotated(self, inputs: Tensor | None, outputs: Tensor | None) -> "SoftmaxProduct":
+    def rotated(self, inputs: Tensor | None, outputs: Tensor | None) -> "SoftmaxBlock":
         turned = super().rotated(inputs, None)
         return replace(self, source=turned.source, basis=None if outputs is None else outputs[0])
 
     def moments(self) -> Tensor:
-        """Sums over columns and data of g g', (1, out, out)."""
+        """Return the sums over columns and data of g g', (1, out, out)."""
         p = self.gradients[0, :, 0, 0]
         weighted = self.weights * p
         return (torch.diag(weighted.sum(0)) - weighted.mT @ p)[None]

@@ -1,4 +1,4 @@
-"""Uses of latents as blocks of a Jacobian: where their entries lie, gradients as rows."""
+"""Blocks of a Jacobian from affine uses: positions of entries, and gradients as rows."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.jacobian.affine_uses import Use
+from pyro_bdl.curvature.jacobian.affine_uses import AffineUse
+from pyro_bdl.curvature.jacobian.block_position import BlockPosition
 from pyro_bdl.curvature.jacobian.datum_axes import DatumAxis, as_rows
-from pyro_bdl.curvature.jacobian.entries import Place
-from pyro_bdl.curvature.jacobian.jacobian import Lookup, same_entries
+from pyro_bdl.curvature.jacobian.jacobian import LookupBlock, same_entries
 from pyro_bdl.program.subset import Subset
 
 
@@ -21,10 +21,10 @@ def repeats(indices: Tensor | None) -> bool:
     return indices is not None and len(indices.unique()) < indices.numel()
 
 
-def numbers_of_entries(uses: Sequence[Use]) -> list[int]:
-    """For each use the number of the first use of the very same entries in the same way."""
+def first_uses_of_entries(uses: Sequence[AffineUse]) -> list[int]:
+    """Return for each use the number of the first use of the same entries in the same way."""
     numbers: list[int] = []
-    alike: dict[Any, list[Use]] = {}
+    alike: dict[Any, list[AffineUse]] = {}
     for use in uses:
         key = use.site, use.kind, use.shape, use.inputs is None, use.indices is None
         others = alike.setdefault(key, [])
@@ -35,14 +35,17 @@ def numbers_of_entries(uses: Sequence[Use]) -> list[int]:
     return numbers
 
 
-def place_of(use: Use, subset: Subset, number: int) -> Place | None:
-    """Where the entries of a use, of that number, lie in the subset; None if none of them does."""
+def position_of(use: AffineUse, subset: Subset, number: int) -> BlockPosition | None:
+    """Return the position of a use's entries in the subset; None if none of them is in it.
+
+    :param number: of the first use of these entries, which names the block.
+    """
     key = use.site, number
     part, chosen = subset.parts[use.site], subset.chosen[use.site]
     if chosen is None:
         if use.indices is None:
-            return Place(key, part, uses=(use.number,))
-        return Place(key, use.indices.reshape(-1) + part.start, uses=(use.number,))
+            return BlockPosition(key, part, uses=(use.number,))
+        return BlockPosition(key, use.indices.reshape(-1) + part.start, uses=(use.number,))
     entries = subset.layout.latents[use.site].size
     table = torch.full((entries,), -1, dtype=torch.long, device="cpu")
     table[chosen.cpu()] = torch.arange(part.start, part.stop, device="cpu")
@@ -52,13 +55,13 @@ def place_of(use: Use, subset: Subset, number: int) -> Place | None:
         return None
     device = chosen.device if use.inputs is None else use.inputs.device
     some = None if len(inside) == len(positions) else inside.to(device)
-    return Place(key, positions[inside].to(device), some, (use.number,))
+    return BlockPosition(key, positions[inside].to(device), some, (use.number,))
 
 
-def rows_of(
-    use: Use, axis: DatumAxis, gradient: Tensor | None, num_data: int, like: Tensor
+def gradient_rows(
+    use: AffineUse, axis: DatumAxis, gradient: Tensor | None, num_data: int, like: Tensor
 ) -> Tensor:
-    """A gradient of z as (n, T, groups, out), or (n, m) for a scale."""
+    """Return a gradient of z as (n, T, groups, out), or (n, m) for a scale."""
     if gradient is None:
         gradient = like.new_zeros(use.output_shape)
     gradient = gradient.to(working_dtype(gradient.dtype))
@@ -73,8 +76,10 @@ def rows_of(
     return rows.flatten(1, -2).unflatten(-1, (use.groups, -1))
 
 
-def lookup(indices: Tensor, stacked: Tensor, shape: torch.Size, place: Place) -> Lookup:
-    """Gradients of the same row in the same datum, added up."""
+def lookup(
+    indices: Tensor, stacked: Tensor, shape: torch.Size, position: BlockPosition
+) -> LookupBlock:
+    """Return a block of a table, with gradients of the same row and datum added up."""
     num_rows, features = shape
     num_data = len(indices)
     indices = indices.reshape(num_data, -1)
@@ -83,4 +88,4 @@ def lookup(indices: Tensor, stacked: Tensor, shape: torch.Size, place: Place) ->
     unique, inverse = keys.reshape(-1)[looked_up].unique(return_inverse=True)
     flat = stacked.reshape(len(stacked), -1, features)[:, looked_up]
     sums = flat.new_zeros(len(stacked), len(unique), features).index_add(1, inverse, flat)
-    return Lookup(place, unique // num_rows, unique % num_rows, sums, num_data, num_rows)
+    return LookupBlock(position, unique // num_rows, unique % num_rows, sums, num_data, num_rows)

@@ -1,1 +1,20 @@
-"""Curvature structures and the Gaussians that each makes with a prior."""
+"""Curvature structures by name; ``base.py`` says what a structure is."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from pyro_bdl.curvature.structures.base import Curvature
+from pyro_bdl.curvature.structures.diagonal import DiagonalCurvature
+from pyro_bdl.curvature.structures.full import FullCurvature
+from pyro_bdl.curvature.structures.kron.curvature import EKFACCurvature, KroneckerCurvature
+from pyro_bdl.curvature.structures.low_rank import LowRankCurvature
+
+STRUCTURES: Mapping[str, type[Curvature]] = MappingProxyType(
+    {
+        "kron": KroneckerCurvature,
+        "ekfac": EKFACCurvature,
+        "full": FullCurvature,
+        "diag": DiagonalCurvature,
+        "low_rank": LowRankCurvature,
+    }
+)

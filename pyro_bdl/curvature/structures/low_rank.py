@@ -1,33 +1,39 @@
 """Low-rank curvature: the leading eigenpairs of sum_n J_n' J_n, without forming it.
 
-Randomised subspace iteration (Halko, Martinsson & Tropp 2011, algorithm 4.4) over products with
+Randomized subspace iteration (Halko, Martinsson & Tropp 2011, algorithm 4.4) over products with
 the matrix; each pass over the data multiplies the p x (rank + oversampling) basis once.
 """
 
+from typing import Self
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pyro_bdl.curvature.jacobian.jacobian import Jacobian
 from pyro_bdl.curvature.prior import PriorPrecision
-from pyro_bdl.curvature.structures.draws import Drawn
-from pyro_bdl.curvature.structures.precision import DiagonalPrecision
+from pyro_bdl.curvature.structures.base import Curvature, Precision, StructureOptions
+from pyro_bdl.curvature.structures.diagonal import DiagonalPrecision
+from pyro_bdl.distributions.low_rank_normal import DiagonalPlusLowRank
+from pyro_bdl.program.subset import Subset
 
 _OVERSAMPLING = 10
 _ITERATIONS = 2
 
 
-class LowRankCurvature(nn.Module):
-    """vectors diag(values) vectors' with orthonormal vectors (p, k) and k leading eigenvalues."""
+class LowRankCurvature(Curvature):
+    """The matrix vectors diag(values) vectors', of k leading eigenpairs.
 
+    :param rank: k.
+    :param start: a curvature of earlier data, which every pass includes.
+    """
+
+    passes = 1 + _ITERATIONS
     vectors: Tensor
     values: Tensor
 
-    def __init__(
-        self, size: int, like: Tensor, *, rank: int, start: "LowRankCurvature | None" = None
-    ) -> None:
+    def __init__(self, size: int, like: Tensor, *, rank: int, start: Self | None = None) -> None:
         super().__init__()
         self.size, self.rank = size, min(rank, size)
-        self.passes = 1 + _ITERATIONS
         self.register_buffer("vectors", like.new_zeros(size, self.rank))
         self.register_buffer("values", like.new_zeros(self.rank))
         width = min(size, self.rank + _OVERSAMPLING)
@@ -37,6 +43,16 @@ class LowRankCurvature(nn.Module):
         self._product = torch.zeros_like(self._basis)
         self._factor = 1.0
         self._before = start
+
+    @classmethod
+    def empty(
+        cls, subset: Subset, like: Tensor, options: StructureOptions, before: Self | None
+    ) -> Self:
+        return cls(subset.size, like, rank=options.rank, start=before)
+
+    @classmethod
+    def memory(cls, size: int, options: StructureOptions) -> int:
+        return 3 * (options.rank + _OVERSAMPLING) * size
 
     def start_pass(self, number: int) -> None:
         if number:
@@ -48,7 +64,7 @@ class LowRankCurvature(nn.Module):
         self._product.addmm_(rows.mT, rows @ self._basis)
 
     def _total(self) -> Tensor:
-        """The matrix times the basis, earlier curvature included."""
+        """Return the matrix times the basis, earlier curvature included."""
         product = self._product * self._factor
         if self._before is not None:
             before = self._before
@@ -56,14 +72,13 @@ class LowRankCurvature(nn.Module):
         return product
 
     def sums(self) -> list[Tensor]:
-        """What a pass has added up, to be added to in place."""
         return [self._product]
 
     def scale(self, factor: float) -> None:
         self._factor = factor
 
-    def finish(self) -> None:
-        """Rayleigh-Ritz: the eigenpairs of the matrix in the span of the basis."""
+    def finish(self, before: Self | None) -> Self:
+        """Take the eigenpairs of the matrix in the span of the basis (Rayleigh-Ritz)."""
         projected = (self._basis.mT @ self._total()).double()
         values, vectors = torch.linalg.eigh(0.5 * (projected + projected.mT))
         kept = slice(-self.rank, None)
@@ -71,81 +86,60 @@ class LowRankCurvature(nn.Module):
         self.vectors = self._basis @ vectors[:, kept].flip(1).to(self._basis)
         self._basis = self._product = self.vectors.new_empty(0, 0)
         self._before = None
+        return self
 
     def diagonal(self) -> Tensor:
         return (self.vectors.square() * self.values).sum(-1)
 
     def with_prior(self, prior: PriorPrecision, factor: Tensor | float = 1.0) -> "LowRankPrecision":
-        """factor times this curvature, plus the prior's diagonal."""
+        """Return factor times this curvature, plus the prior's diagonal."""
         return LowRankPrecision(prior.diagonal, self.vectors, self.values * factor)
 
 
-class LowRankPrecision:
-    """D + U diag(values) U' = D^1/2 (1 + V diag(s) V') D^1/2 with orthonormal V (p, k).
+class LowRankPrecision(Precision):
+    """The precision diag(d) + U diag(values) U'.
 
-    :param diagonal: D, (p,), positive.
+    :param diagonal: d, (p,), positive.
     :param vectors: U, (p, k).
     :param values: (k,), not negative.
     """
 
     def __init__(self, diagonal: Tensor, vectors: Tensor, values: Tensor) -> None:
-        self.base = DiagonalPrecision(diagonal)
-        self.size, self.diagonal = len(diagonal), diagonal
-        scaled = vectors * values.sqrt() * diagonal.rsqrt()[:, None]
-        # eigenpairs of the small Gram matrix give those of the large one
-        gram = (scaled.mT @ scaled).double()
-        spectrum, turn = torch.linalg.eigh(gram)
-        spectrum = spectrum.clamp(min=0.0)
-        safe = torch.where(spectrum > 0, spectrum, torch.ones_like(spectrum))
-        self.spectrum = spectrum.to(vectors)
-        self.vectors = scaled @ (turn * safe.rsqrt()).to(vectors)
+        self.base, self.size = DiagonalPrecision(diagonal), len(diagonal)
+        self.matrix = DiagonalPlusLowRank(diagonal.sqrt(), vectors * values.sqrt())
 
     def logdet(self) -> Tensor:
-        return self.base.logdet() + self.spectrum.log1p().sum()
+        return self.matrix.log_det()
 
     def sample(self, num_samples: int) -> Tensor:
-        like = self.diagonal
-        noise = torch.randn(num_samples, self.size, dtype=like.dtype, device=like.device)
-        shrink = (1.0 + self.spectrum).rsqrt() - 1.0
-        noise = noise + ((noise @ self.vectors) * shrink) @ self.vectors.mT
-        return noise * like.rsqrt()
-
-    def draw(self, num_samples: int) -> Drawn:
-        return Drawn(self.sample(num_samples))
+        return self.matrix.sample_inverse(num_samples)
 
     def quadratic(self, x: Tensor) -> Tensor:
-        x = x * self.diagonal.sqrt()
-        return x.square().sum(-1) + ((x @ self.vectors).square() * self.spectrum).sum(-1)
+        return self.matrix.quadratic(x)
 
     def solve(self, x: Tensor) -> Tensor:
-        x = x * self.diagonal.rsqrt()
-        x = x - ((x @ self.vectors) * self._shrinkage()) @ self.vectors.mT
-        return x * self.diagonal.rsqrt()
-
-    def _shrinkage(self) -> Tensor:
-        """C = D^-1/2 (1 - V diag(shrinkage) V') D^-1/2."""
-        return self.spectrum / (1.0 + self.spectrum)
+        return self.matrix.solve(x)
 
     def variances(self) -> Tensor:
-        reduced = (self.vectors.square() * self._shrinkage()).sum(-1)
-        return (1.0 - reduced) / self.diagonal
+        return self.matrix.inverse_diagonal()
 
-    def _projected(self, jacobian: Jacobian) -> Tensor:
-        """J D^-1/2 V diag(shrinkage)^1/2, (n, K, k)."""
-        directions = (self.vectors * self.diagonal.rsqrt()[:, None]) * self._shrinkage().sqrt()
-        return jacobian.apply(directions.mT).permute(1, 2, 0)
+    def _reduction(self, jacobian: Jacobian) -> Tensor:
+        """Return J C (n, K, k); J C C' J' is what the low-rank part takes from the covariance."""
+        return self.matrix.inverse_reduction(
+            lambda columns: jacobian.apply(columns.mT).permute(1, 2, 0)
+        )
 
     def covariance(self, jacobian: Jacobian) -> Tensor:
-        projected = self._projected(jacobian)
-        return self.base.covariance(jacobian) - projected @ projected.mT
+        reduction = self._reduction(jacobian)
+        return self.base.covariance(jacobian) - reduction @ reduction.mT
 
     def output_variances(self, jacobian: Jacobian) -> Tensor:
-        projected = self._projected(jacobian)
-        return self.base.output_variances(jacobian) - projected.square().sum(2)
+        reduction = self._reduction(jacobian)
+        return self.base.output_variances(jacobian) - reduction.square().sum(2)
 
     def joint_covariance(self, jacobian: Jacobian) -> Tensor:
-        projected = self._projected(jacobian).flatten(0, 1)
-        return self.base.joint_covariance(jacobian) - projected @ projected.mT
+        reduction = self._reduction(jacobian).flatten(0, 1)
+        return self.base.joint_covariance(jacobian) - reduction @ reduction.mT
 
 
 def _orthonormal(matrix: Tensor) -> Tensor:

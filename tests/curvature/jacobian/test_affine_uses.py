@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pyro_bdl.curvature.jacobian.affine_uses import LinearOperations
+from pyro_bdl.curvature.jacobian.affine_uses import UseRecorder
 from pyro_bdl.curvature.jacobian.patches import patches
 
 
@@ -13,7 +13,7 @@ def seen(function, **latents):
     """The uses of latents in a function, and the sites that enter otherwise."""
     for latent in latents.values():
         latent.requires_grad_()
-    with LinearOperations(latents) as operations:
+    with UseRecorder(latents) as operations:
         function(**latents)
     return operations.uses, operations.unmatched
 
@@ -119,7 +119,7 @@ def test_the_edge_outlives_changes_in_place():
         return z
 
     w = W.clone().requires_grad_()
-    with LinearOperations({"w": w}) as operations:
+    with UseRecorder({"w": w}) as operations:
         z = function(w)
     (gradient,) = torch.autograd.grad(z.sum(), [operations.uses[0].edge])
     torch.testing.assert_close(gradient, z * (1 - z))
@@ -131,7 +131,7 @@ def test_the_program_computes_as_ever():
     latents = {name: p.detach().clone().requires_grad_() for name, p in layer.named_parameters()}
     x = torch.randn(5, 3, 4)
     expected = torch.func.functional_call(layer, latents, (x,))
-    with LinearOperations(latents):
+    with UseRecorder(latents):
         found = torch.func.functional_call(layer, latents, (x,))
     assert torch.equal(found, expected)
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from pyro_bdl import bayesianize, models
 from pyro_bdl.curvature.jacobian.datum_axes import levels_of
-from pyro_bdl.curvature.jacobian.jacobian import Dense, Lookup, Product
+from pyro_bdl.curvature.jacobian.jacobian import DenseBlock, LookupBlock, ProductBlock
 from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.program import Program
 from pyro_bdl.program.subset import Subset
@@ -386,11 +386,11 @@ def test_the_algebra_of_blocks(oracle, name, some):
     close(found.apply(vectors), torch.einsum("kne,se->snk", rows, vectors))
     covered = torch.zeros(found.size)
     for block in found.blocks:
-        covered[block.place.positions] += 1
-        mine = rows[..., block.place.positions]
+        covered[block.position.indices] += 1
+        mine = rows[..., block.position.indices]
         squares, total = block.squares().flatten(), block.total().flatten()
-        if not isinstance(block, Dense):
-            squares, total = block.place.take(squares), block.place.take(total)
+        if not isinstance(block, DenseBlock):
+            squares, total = block.position.take(squares), block.position.take(total)
         close(squares, mine.square().sum((0, 1)))
         close(total, mine.sum((0, 1)))
         assert (total.abs() <= block.bound() + 1e-12).all()
@@ -403,7 +403,7 @@ def test_products_in_other_bases(oracle):
     net, x, _ = made("conv2d")
     found, _, _ = jacobian(oracle, net, x)
     for block in found.blocks:
-        assert isinstance(block, Product)
+        assert isinstance(block, ProductBlock)
         groups, out, into = block.shape
         left = torch.linalg.qr(torch.randn(groups, out, out))[0]
         right = torch.linalg.qr(torch.randn(groups, into, into))[0]
@@ -418,7 +418,7 @@ def test_products_in_other_bases(oracle):
 def test_look_ups_in_another_basis(oracle):
     net, x, _ = made("embedding")
     found, _, _ = jacobian(oracle, net, x)
-    (block,) = [block for block in found.blocks if isinstance(block, Lookup)]
+    (block,) = [block for block in found.blocks if isinstance(block, LookupBlock)]
     basis = torch.linalg.qr(torch.randn(1, 4, 4))[0]
     expected = (block.rows().unflatten(-1, (7, 4)) @ basis[0]).flatten(2)
     torch.testing.assert_close(block.rotated(basis, None).rows(), expected)

@@ -5,11 +5,11 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_bdl.curvature.config import Recipe
+from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fit import fisher_jacobians
 from pyro_bdl.curvature.jacobian import other_latents as outside
 from pyro_bdl.curvature.jacobian.linearization import Linearization
-from pyro_bdl.curvature.structures.dense import FullCurvature
+from pyro_bdl.curvature.structures.full import FullCurvature
 from pyro_bdl.program import Program
 from pyro_bdl.program.subset import Subset
 
@@ -65,8 +65,8 @@ def _found(program, x, y, curvature):
     vector = 0.3 * torch.randn(layout.size, dtype=torch.float64)
     at = Linearization(program, Subset(layout), vector, (x, y), {})
     full = FullCurvature(layout.size, vector)
-    recipe = Recipe("full", curvature)
-    jacobians = list(fisher_jacobians(at, recipe))
+    config = CurvatureConfig("full", curvature)
+    jacobians = list(fisher_jacobians(at, config))
     for jacobian in jacobians:
         full.add(jacobian)
     return layout, vector, full.matrix

@@ -6,7 +6,7 @@ from torch import nn
 
 import pyro_bdl as bdl
 from pyro_bdl.curvature.jacobian.linearization import Pullback
-from pyro_bdl.curvature.jacobian.output_layers import IdentityProduct, SoftmaxProduct
+from pyro_bdl.curvature.jacobian.output_layers import IdentityBlock, SoftmaxBlock
 
 
 def case(bias: bool = True):
@@ -37,7 +37,7 @@ def results(model, guide, x, y, structure):
 def test_the_closed_forms_are_the_sums_over_columns(structure, bias, monkeypatch):
     made = case(bias)
     known = results(*made, structure)
-    monkeypatch.setattr(Pullback, "_direct_uses", lambda self: [])
+    monkeypatch.setattr(Pullback, "_output_layer_uses", lambda self: [])
     for mine, expected in zip(known, results(*made, structure), strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-9, atol=1e-12)
 
@@ -45,7 +45,7 @@ def test_the_closed_forms_are_the_sums_over_columns(structure, bias, monkeypatch
 @pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
 @pytest.mark.parametrize("structure", ["kron", "full"])
 @pytest.mark.parametrize(
-    ("method", "kind"), [("softmax", SoftmaxProduct), ("identity", IdentityProduct)]
+    ("method", "kind"), [("softmax", SoftmaxBlock), ("identity", IdentityBlock)]
 )
 def test_a_last_layer_takes_them(method, kind, structure, monkeypatch):
     model, guide, x, y = case()
@@ -83,6 +83,6 @@ def test_a_layer_whose_output_goes_on_does_not(monkeypatch):
     )
     known = results(model, guide, x, y, "kron")
     assert found == [None]
-    monkeypatch.setattr(Pullback, "_direct_uses", lambda self: [])
+    monkeypatch.setattr(Pullback, "_output_layer_uses", lambda self: [])
     for mine, expected in zip(known, results(model, guide, x, y, "kron"), strict=True):
         torch.testing.assert_close(mine, expected)

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from pyro_bdl.curvature.config import Recipe
+from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fit import fit_curvature
 from pyro_bdl.curvature.structures.low_rank import LowRankPrecision
 from pyro_bdl.program.subset import Subset
@@ -41,10 +41,10 @@ def test_more_rank_than_the_matrix_has(oracle):
 
 def test_more_data(oracle):
     program, vector, x, y = mlp(oracle)
-    subset, recipe = Subset(program.layout), Recipe("low_rank", rank=program.size)
-    first = fit_curvature(program.model, subset, vector, (x[:8], y[:8]), recipe).curvature
+    subset, config = Subset(program.layout), CurvatureConfig("low_rank", rank=program.size)
+    first = fit_curvature(program.model, subset, vector, (x[:8], y[:8]), config).curvature
     both = fit_curvature(
-        program.model, subset, vector, (x[8:], y[8:]), recipe, before=first
+        program.model, subset, vector, (x[8:], y[8:]), config, before=first
     ).curvature
     found = both.vectors * both.values @ both.vectors.T
     torch.testing.assert_close(found, oracle.ggn(program, vector), rtol=1e-9, atol=1e-9)

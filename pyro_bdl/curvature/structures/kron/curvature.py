@@ -13,31 +13,40 @@ their own, dense up to 1024 numbers and diagonal beyond; blocks of different sit
 
 from collections import Counter
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from pyro_bdl.curvature.jacobian.entries import Place
-from pyro_bdl.curvature.jacobian.jacobian import Block, Dense, Jacobian, Lookup, Product
+from pyro_bdl.curvature.jacobian.block_position import BlockPosition
+from pyro_bdl.curvature.jacobian.jacobian import (
+    Block,
+    DenseBlock,
+    Jacobian,
+    LookupBlock,
+    ProductBlock,
+)
 from pyro_bdl.curvature.prior import PriorPrecision
+from pyro_bdl.curvature.structures.base import Curvature, Precision, StructureOptions
+from pyro_bdl.curvature.structures.diagonal import DiagonalPrecision
+from pyro_bdl.curvature.structures.full import FullPrecision
 from pyro_bdl.curvature.structures.kron.eigen_precision import EigenPrecision
-from pyro_bdl.curvature.structures.kron.factors import ProductFactors, output_vectors
-from pyro_bdl.curvature.structures.kron.moments import Vectors, decompose
+from pyro_bdl.curvature.structures.kron.factors import KroneckerFactors, output_vectors
+from pyro_bdl.curvature.structures.kron.outer_products import OuterVectors, decompose
 from pyro_bdl.curvature.structures.kron.precision import KroneckerPrecision
-from pyro_bdl.curvature.structures.precision import DiagonalPrecision, FullPrecision, Precision
+from pyro_bdl.program.subset import Subset
 
 _DENSE_UP_TO = 1024
 
 
-class DenseBlock(nn.Module):
+class ExactBlock(nn.Module):
     """Exact curvature of latents outside products: a matrix, or its diagonal if it is large."""
 
     values: Tensor
 
-    def __init__(self, place: Place, size: int, like: Tensor) -> None:
+    def __init__(self, position: BlockPosition, size: int, like: Tensor) -> None:
         super().__init__()
-        self.place = place
+        self.position = position
         shape = (size, size) if size <= _DENSE_UP_TO else (size,)
         self.register_buffer("values", like.new_zeros(shape))
 
@@ -49,17 +58,14 @@ class DenseBlock(nn.Module):
         return self.values.diagonal() if self.values.dim() == 2 else self.values
 
 
-class KroneckerCurvature(nn.Module):
+class KroneckerCurvature(Curvature):
     """Kronecker factors of every product, exact blocks of the rest.
 
     :param reduce: average inputs and add gradients over positions, instead of taking every
         position as a datum of its own.
-    :param corrected: a second pass over the data replaces the products of eigenvalues by the
-        second moments of the gradients in the eigenbasis (EKFAC).
-    :param start: a curvature of earlier data that this one will be merged into; its eigenbases
-        are then used.
     """
 
+    takes_softmax = True
     like: Tensor
 
     def __init__(
@@ -68,13 +74,9 @@ class KroneckerCurvature(nn.Module):
         like: Tensor,
         *,
         reduce: bool = False,
-        corrected: bool = False,
-        start: "KroneckerCurvature | None" = None,
     ) -> None:
         super().__init__()
-        self.__dict__["_start"] = start
-        self.size, self.reduce, self.corrected = size, reduce, corrected
-        self.passes = 2 if corrected else 1
+        self.size, self.reduce = size, reduce
         self.register_buffer("like", like.new_zeros(0), persistent=False)
         self.products: Any = nn.ModuleDict()
         self.rest: Any = nn.ModuleDict()
@@ -83,42 +85,44 @@ class KroneckerCurvature(nn.Module):
         self._rotated: dict[Any, Any] = {}
         self._pass = 0
 
-    # Accumulation
+    @classmethod
+    def empty(
+        cls, subset: Subset, like: Tensor, options: StructureOptions, before: Self | None
+    ) -> Self:
+        return cls(subset.size, like, reduce=options.reduce)
 
-    def start_pass(self, number: int) -> None:
-        self._pass = number
-        if number == 1:
-            self._decompose()
-            start = self.__dict__["_start"]
-            for key, name in self._names.items():
-                if name in self.products:
-                    known = start is not None and start._names.get(key) in start.products
-                    earlier = start.products[start._names[key]] if known else None
-                    self.products[name].correct(earlier)
-            self.__dict__["_start"] = None
+    @classmethod
+    def memory(cls, size: int, options: StructureOptions) -> int:
+        return 0
+
+    @classmethod
+    def numbers_per_gradient(cls, size: int, largest_shared: int) -> int:
+        return 0
+
+    # Accumulation
 
     def end_batch(self) -> None:
         self._seen.clear()
         self._rotated.clear()
 
     def add(self, jacobian: Jacobian) -> None:
-        users = Counter(id(b.gradients) for b in jacobian.blocks if not isinstance(b, Dense))
-        outputs: dict[int, Vectors] = {}  # of gradients that a weight and a bias share
+        users = Counter(id(b.gradients) for b in jacobian.blocks if not isinstance(b, DenseBlock))
+        outputs: dict[int, OuterVectors] = {}  # of gradients that a weight and a bias share
         for block in jacobian.blocks:
-            if block.place.chosen is not None:
+            if block.position.chosen is not None:
                 raise ValueError(
-                    f"a part of the entries of site '{block.place.key[0]}' has no Kronecker "
+                    f"a part of the entries of site '{block.position.key[0]}' has no Kronecker "
                     'factors: choose whole sites, or structure="full", "diag" or "low_rank"'
                 )
-            if isinstance(block, Dense):
+            if isinstance(block, DenseBlock):
                 if self._pass == 0:
                     self._rest(block).add(block)
                 continue
             factors = self._factors(block)
-            origin = block.place.key, block.place.uses
+            origin = block.position.key, block.position.uses
             if self._pass == 1:
                 rotated = factors.basis().rotated(block)
-                if isinstance(rotated, Product):  # its inputs are the same for other columns
+                if isinstance(rotated, ProductBlock):  # its inputs are the same for other columns
                     rotated = replace(
                         rotated, source=self._rotated.setdefault(origin, rotated.source)
                     )
@@ -133,24 +137,23 @@ class KroneckerCurvature(nn.Module):
                 outputs[own] = output_vectors(block, reduce=self.reduce, reused=reused)
             factors.outputs.add(outputs[own])
 
-    def _factors(self, block: Product | Lookup) -> Any:
-        key = block.place.key
+    def _factors(self, block: ProductBlock | LookupBlock) -> Any:
+        key = block.position.key
         if key not in self._names:
             self._names[key] = f"product{len(self.products)}"
-            self.products[self._names[key]] = ProductFactors(
-                block.place, block.shape, self.like, lookup=isinstance(block, Lookup)
+            self.products[self._names[key]] = KroneckerFactors(
+                block.position, block.shape, self.like, lookup=isinstance(block, LookupBlock)
             )
         return self.products[self._names[key]]
 
-    def _rest(self, block: Dense) -> Any:
-        key = block.place.key
+    def _rest(self, block: DenseBlock) -> Any:
+        key = block.position.key
         if key not in self._names:
             self._names[key] = f"rest{len(self.rest)}"
-            self.rest[self._names[key]] = DenseBlock(block.place, block.place.size, self.like)
+            self.rest[self._names[key]] = ExactBlock(block.position, block.position.size, self.like)
         return self.rest[self._names[key]]
 
     def sums(self) -> list[Tensor]:
-        """What the last pass has added up, by place, to be added to in place."""
         result: list[Tensor] = []
         for key in sorted(self._names):
             name = self._names[key]
@@ -167,8 +170,7 @@ class KroneckerCurvature(nn.Module):
         for block in self.rest.values():
             block.values *= factor
 
-    def merge(self, other: "KroneckerCurvature") -> None:
-        """Add a curvature of more data, whose eigenvalue corrections are in this one's bases."""
+    def merge(self, other: Self) -> None:
         for key, name in other._names.items():
             theirs: Any = (other.products if name in other.products else other.rest)[name]
             if key not in self._names:
@@ -178,7 +180,7 @@ class KroneckerCurvature(nn.Module):
                 table[self._names[key]] = theirs
                 continue
             mine: Any = (self.products if name in other.products else self.rest)[self._names[key]]
-            if isinstance(mine, DenseBlock):
+            if isinstance(mine, ExactBlock):
                 mine.values += theirs.values
             else:
                 mine.merge(theirs)
@@ -189,42 +191,49 @@ class KroneckerCurvature(nn.Module):
     # Algebra
 
     def with_prior(self, prior: PriorPrecision, factor: Tensor | float = 1.0) -> KroneckerPrecision:
-        """factor times this curvature, plus the prior's; a prior that varies within a product
-        enters by its diagonal in the product's eigenbasis, one that couples sites by its blocks.
+        """Return factor times this curvature, plus the prior's.
+
+        A prior that varies within a product enters by its diagonal in the product's eigenbasis.
+        One that couples sites enters by its blocks.
         """
         self._decompose()
-        parts: list[tuple[Place, Any]] = []
+        parts: list[tuple[BlockPosition, Any]] = []
         covered = torch.zeros(self.size, dtype=torch.bool, device="cpu")
-        for place, block in self._blocks():
-            where = place.positions
+        for position, block in self._blocks():
+            where = position.indices
             covered[where if isinstance(where, slice) else where.to(covered.device)] = True
             if isinstance(block, Tensor):
-                parts.append((place, _rest_precision(block * factor, prior, place)))
+                parts.append((position, _rest_precision(block * factor, prior, position)))
                 continue
-            parts.append((place, _product_precision(block, prior, factor)))
+            parts.append((position, _product_precision(block, prior, factor)))
         left = (~covered).nonzero()[:, 0].to(self.like.device)
         if len(left):
             zero = self.like.new_zeros(len(left))
-            parts.append((Place(("", 0), left), _rest_precision(zero, prior, Place(("", 0), left))))
+            parts.append(
+                (
+                    BlockPosition(("", 0), left),
+                    _rest_precision(zero, prior, BlockPosition(("", 0), left)),
+                )
+            )
         return KroneckerPrecision(self.size, parts, self.like)
 
-    def _blocks(self) -> list[tuple[Place, Any]]:
-        """Blocks over disjoint latents: products, and exact matrices or diagonals.
+    def _blocks(self) -> list[tuple[BlockPosition, Any]]:
+        """Return blocks over disjoint latents: products, and exact matrices or diagonals.
 
-        Where blocks of a site share entries, which outputs that use it differently give, they
-        are added up in one.
+        Blocks of a site that share entries, as outputs that use it differently give, are added up
+        in one.
         """
-        by_site: dict[str, list[tuple[Place, Any]]] = {}
+        by_site: dict[str, list[tuple[BlockPosition, Any]]] = {}
         for module in (*self.products.values(), *self.rest.values()):
             block: Any = module
-            value = block.values if isinstance(block, DenseBlock) else block
-            by_site.setdefault(block.place.key[0], []).append((block.place, value))
+            value = block.values if isinstance(block, ExactBlock) else block
+            by_site.setdefault(block.position.key[0], []).append((block.position, value))
         result = []
         for site, members in by_site.items():
             if len(members) == 1:
                 result += members
                 continue
-            numbers = [place.numbers(self.like.device) for place, _ in members]
+            numbers = [position.index_tensor(self.like.device) for position, _ in members]
             union, inverse = torch.cat(numbers).unique(return_inverse=True)
             if len(union) == len(inverse):
                 result += members
@@ -243,7 +252,7 @@ class KroneckerCurvature(nn.Module):
                     whole[where[:, None], where] += part
                 else:
                     whole[where] += part
-            result.append((Place((site, -2), union), whole))
+            result.append((BlockPosition((site, -2), union), whole))
         return result
 
     def diagonal(self) -> Tensor:
@@ -251,40 +260,82 @@ class KroneckerCurvature(nn.Module):
         result = self.like.new_zeros(self.size)
         for module in (*self.products.values(), *self.rest.values()):
             block: Any = module
-            result[block.place.positions] += block.diagonal()
+            result[block.position.indices] += block.diagonal()
         return result
 
 
+class EKFACCurvature(KroneckerCurvature):
+    """Kronecker factors with corrected eigenvalues.
+
+    A second pass over the data replaces the products of eigenvalues by the second moments of the
+    gradients in the eigenbasis.
+
+    :param start: a curvature of earlier data that this one will be merged into; its eigenbases
+        are then used.
+    """
+
+    passes = 2
+
+    def __init__(
+        self, size: int, like: Tensor, *, reduce: bool = False, start: Self | None = None
+    ) -> None:
+        super().__init__(size, like, reduce=reduce)
+        self.__dict__["_start"] = start
+
+    @classmethod
+    def empty(
+        cls, subset: Subset, like: Tensor, options: StructureOptions, before: Self | None
+    ) -> Self:
+        return cls(subset.size, like, reduce=options.reduce, start=before)
+
+    @classmethod
+    def numbers_per_gradient(cls, size: int, largest_shared: int) -> int:
+        return largest_shared
+
+    def start_pass(self, number: int) -> None:
+        self._pass = number
+        if number == 0:
+            return
+        self._decompose()
+        start = self.__dict__["_start"]
+        for key, name in self._names.items():
+            if name in self.products:
+                known = start is not None and start._names.get(key) in start.products
+                earlier = start.products[start._names[key]] if known else None
+                self.products[name].correct(earlier)
+        self.__dict__["_start"] = None
+
+
 def _product_precision(
-    factors: ProductFactors, prior: PriorPrecision, factor: Tensor | float
+    factors: KroneckerFactors, prior: PriorPrecision, factor: Tensor | float
 ) -> EigenPrecision:
-    place, values, basis = factors.place, factors.spectrum() * factor, factors.basis()
-    added = prior.diagonal[place.positions].to(values)
-    coupled = prior.couples(place.positions)
-    if not coupled and _is_one_number(added, place.key[0] in prior.uniform):
+    position, values, basis = factors.position, factors.spectrum() * factor, factors.basis()
+    added = prior.diagonal[position.indices].to(values)
+    coupled = prior.couples(position.indices)
+    if not coupled and _is_one_number(added, position.key[0] in prior.uniform):
         rest = None if basis.complete else added[0]
-        return EigenPrecision(place, basis, values + added[0], rest)
+        return EigenPrecision(position, basis, values + added[0], rest)
     basis = factors.complete_basis()
     if coupled:
-        added = basis.turned_diagonal(prior.within(place.positions).to(values))
+        added = basis.rotated_matrix_diagonal(prior.within(position.indices).to(values))
     else:
-        added = basis.gathered(added.reshape(factors.shape))
-    return EigenPrecision(place, basis, basis.padded(values) + added, None)
+        added = basis.rotated_diagonal(added.reshape(factors.shape))
+    return EigenPrecision(position, basis, basis.padded(values) + added, None)
 
 
 def _is_one_number(values: Tensor, known: bool) -> bool:
-    """Whether entries are equal, and stay so where the parameters behind them change."""
+    """Return True if entries are equal, and stay so where the parameters behind them change."""
     if known or values.requires_grad:
         return known
     return not bool((values.detach() != values.detach()[0]).any())
 
 
-def _rest_precision(values: Tensor, prior: PriorPrecision, place: Place) -> Precision:
-    if values.dim() == 2 and prior.couples(place.positions):
-        block = prior.within(place.positions).to(values)
+def _rest_precision(values: Tensor, prior: PriorPrecision, position: BlockPosition) -> Precision:
+    if values.dim() == 2 and prior.couples(position.indices):
+        block = prior.within(position.indices).to(values)
         if not torch.linalg.cholesky_ex(block)[1]:  # a hierarchical prior's may be indefinite
             return FullPrecision(values + block)
-    added = prior.diagonal[place.positions].to(values)
+    added = prior.diagonal[position.indices].to(values)
     if values.dim() == 1:
         return DiagonalPrecision(values + added)
     return FullPrecision(values + torch.diag(added))

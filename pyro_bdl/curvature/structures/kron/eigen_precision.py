@@ -1,34 +1,74 @@
-"""The Gaussian with the Kronecker factors of one weight as its precision."""
+"""The precision of one weight with Kronecker factors, and its draws."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.jacobian.entries import Place
+from pyro_bdl.curvature.jacobian.block_position import BlockPosition
 from pyro_bdl.curvature.jacobian.gram import joint_gram
-from pyro_bdl.curvature.jacobian.jacobian import Dense
-from pyro_bdl.curvature.structures.draws import EigenOffsets
+from pyro_bdl.curvature.jacobian.jacobian import DenseBlock
 from pyro_bdl.curvature.structures.kron.eigenbasis import Eigenbasis
 
 _NOISE_AT_ONCE = 2**26  # bytes of noise that draws are made of
 
 
+class EigenbasisDraws:
+    """Draws of one weight (groups, out, in).
+
+    Their covariance is Q diag(1 / values) Q' + (1 - Q Q') / rest. They stay in the eigenbasis, into
+    which the gradients of functions are turned: a few vectors take the place of all draws.
+
+    :param basis: Q.
+    :param values: positive, (groups, s, r).
+    :param rest: a positive scalar; None where Q is complete.
+    """
+
+    def __init__(
+        self, num_samples: int, basis: Eigenbasis, values: Tensor, rest: Tensor | None
+    ) -> None:
+        def noise(shape: torch.Size) -> Tensor:
+            return torch.randn(num_samples, *shape, dtype=values.dtype, device=values.device)
+
+        self.basis, self.count = basis, num_samples
+        self.inside = noise(basis.directions).mul_(values.rsqrt())
+        self.outside: list[Tensor] = []
+        if rest is not None:
+            self.outside = [noise(shape).mul_(rest.rsqrt()) for shape in basis.complement_shapes]
+
+    def vectors(self) -> Tensor:
+        """Return the draws themselves, (S, groups * out * in)."""
+        result = self.basis.back(self.inside)
+        for part in self.basis.complement_weights(self.outside):
+            result += part
+        return result.flatten(1)
+
+    def apply(self, block: Any) -> Tensor:
+        """Return the products with a block's gradients, (S, n, K)."""
+        if isinstance(block, DenseBlock):
+            return block.apply(self.vectors())
+        inside, outside = self.basis.split(block)
+        result = inside.apply(self.inside)
+        for part, noise in zip(outside, self.outside, strict=True):
+            result = result + part.apply(noise)
+        return result
+
+
 class EigenPrecision:
     """The precision Q diag(values) Q' + rest (1 - Q Q') of one weight, Q a Kronecker product.
 
-    :param place: of the weight.
+    :param position: of the weight.
     :param basis: Q.
     :param values: positive, (groups, s, r).
     :param rest: of all directions outside Q, a positive scalar; None where Q is complete.
     """
 
     def __init__(
-        self, place: Place, basis: Eigenbasis, values: Tensor, rest: Tensor | None
+        self, position: BlockPosition, basis: Eigenbasis, values: Tensor, rest: Tensor | None
     ) -> None:
         if not (values > 0).all() or (rest is not None and not rest > 0):
             raise ValueError(
-                f"the posterior precision of '{place.key[0]}' is not positive: directions "
+                f"the posterior precision of '{position.key[0]}' is not positive: directions "
                 "without curvature need a prior with a finite variance"
             )
         self.basis, self.values, self.rest = basis, values, rest
@@ -48,8 +88,8 @@ class EigenPrecision:
             part.copy_(self.draw(len(part)).vectors())
         return result
 
-    def draw(self, num_samples: int) -> EigenOffsets:
-        return EigenOffsets(num_samples, self.basis, self.values, self.rest)
+    def draw(self, num_samples: int) -> EigenbasisDraws:
+        return EigenbasisDraws(num_samples, self.basis, self.values, self.rest)
 
     def quadratic(self, x: Tensor) -> Tensor:
         squares = self.basis.rotate(x).square()
@@ -69,45 +109,45 @@ class EigenPrecision:
         return result + outside / self.rest
 
     def variances(self) -> Tensor:
-        result = self.basis.spread(self.values.reciprocal())
+        result = self.basis.diagonal(self.values.reciprocal())
         if self.rest is not None:
-            result = result + self.basis.share_outside() / self.rest
+            result = result + self.basis.complement_share() / self.rest
         return result.flatten()
 
     # Of the functions whose gradients a block holds
 
     def covariance(self, block: Any) -> Tensor:
-        if isinstance(block, Dense):
+        if isinstance(block, DenseBlock):
             rows = self._whitened(block).transpose(0, 1)
             return rows @ rows.mT
-        inside, outside = self.basis.parts(block)
+        inside, outside = self.basis.split(block)
         result = inside.gram(self.values.reciprocal())
         for part in outside:
             result = result + part.gram() / self.rest
         return result
 
     def output_variances(self, block: Any) -> Tensor:
-        if isinstance(block, Dense):
+        if isinstance(block, DenseBlock):
             return self._whitened(block).square().sum(2).mT
-        inside, outside = self.basis.parts(block)
+        inside, outside = self.basis.split(block)
         result = inside.norms(self.values.reciprocal())
         for part in outside:
             result = result + part.norms() / self.rest
         return result
 
     def joint_covariance(self, block: Any) -> Tensor:
-        if isinstance(block, Dense):
+        if isinstance(block, DenseBlock):
             rows = self._whitened(block).transpose(0, 1).flatten(0, 1)
             return rows @ rows.mT
-        inside, outside = self.basis.parts(block)
+        inside, outside = self.basis.split(block)
         result = joint_gram(inside, self.values.reciprocal())
         for part in outside:
             assert self.rest is not None
             result += joint_gram(part) / self.rest
         return result
 
-    def _whitened(self, block: Dense) -> Tensor:
-        """Gradients (K, n, m) whose inner products are covariances."""
+    def _whitened(self, block: DenseBlock) -> Tensor:
+        """Return gradients (K, n, m) whose inner products are covariances."""
         inside = self.basis.rotate(block.values)
         rows = (inside * self.values.rsqrt()).flatten(-3)
         if self.rest is None:

@@ -5,14 +5,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyro_bdl.curvature.jacobian.entries import Place
-from pyro_bdl.curvature.jacobian.jacobian import Lookup, Product
-from pyro_bdl.curvature.jacobian.output_layers import SoftmaxProduct
+from pyro_bdl.curvature.jacobian.block_position import BlockPosition
+from pyro_bdl.curvature.jacobian.jacobian import LookupBlock, ProductBlock
+from pyro_bdl.curvature.jacobian.output_layers import SoftmaxBlock
 from pyro_bdl.curvature.structures.kron.eigenbasis import Eigenbasis
-from pyro_bdl.curvature.structures.kron.moments import Moments, Vectors, make_room
+from pyro_bdl.curvature.structures.kron.outer_products import (
+    OuterProductSum,
+    OuterVectors,
+    make_room,
+)
 
 
-class ProductFactors(nn.Module):
+class KroneckerFactors(nn.Module):
     """A = sum a a' and B = sum g g' of one weight, (groups, in, in) and (groups, out, out).
 
     A look-up of rows v in a table (rows, features) has a diagonal A, how many data look up each
@@ -23,20 +27,22 @@ class ProductFactors(nn.Module):
     looked_up: Tensor | None
     corrected: Tensor | None  # second moments in the eigenbasis, (groups, s, r)
 
-    def __init__(self, place: Place, shape: torch.Size, like: Tensor, *, lookup: bool) -> None:
+    def __init__(
+        self, position: BlockPosition, shape: torch.Size, like: Tensor, *, lookup: bool
+    ) -> None:
         super().__init__()
-        self.place, self.shape = place, shape
+        self.position, self.shape = position, shape
         groups, out, into = shape
         self.register_buffer("count", torch.zeros((), dtype=torch.float64, device=like.device))
         self.register_buffer("looked_up", like.new_zeros(out) if lookup else None)
         self.register_buffer("corrected", None)
-        self.inputs = None if lookup else Moments(groups, into, like)
-        self.outputs = Moments(groups, into if lookup else out, like)
+        self.inputs = None if lookup else OuterProductSum(groups, into, like)
+        self.outputs = OuterProductSum(groups, into if lookup else out, like)
 
-    def add_inputs(self, block: Product | Lookup, *, reduce: bool) -> None:
-        if isinstance(block, Lookup):
+    def add_inputs(self, block: ProductBlock | LookupBlock, *, reduce: bool) -> None:
+        if isinstance(block, LookupBlock):
             assert self.looked_up is not None
-            self.looked_up += torch.bincount(block.rows_of, minlength=block.num_rows)
+            self.looked_up += torch.bincount(block.table_rows, minlength=block.num_rows)
             self.count += block.num_data
             return
         assert self.inputs is not None
@@ -44,23 +50,28 @@ class ProductFactors(nn.Module):
         self.count += block.gradients.shape[1] * positions
         if block.source is None:
             number = float(block.gradients.shape[1] * positions)
-            self.inputs.add(Vectors(total=block.gradients.new_full((self.shape[0], 1, 1), number)))
+            self.inputs.add(
+                OuterVectors(total=block.gradients.new_full((self.shape[0], 1, 1), number))
+            )
             return
         a = block.source().detach()
-        self.inputs.add(Vectors(a.mean(1, keepdim=True) if reduce else a))
+        self.inputs.add(OuterVectors(a.mean(1, keepdim=True) if reduce else a))
 
-    def sums(self) -> list[Moments]:
+    def sums(self) -> list[OuterProductSum]:
         return [sums for sums in (self.inputs, self.outputs) if sums is not None]
 
     def accumulated(self) -> list[Tensor]:
-        """What was added up, to be added to in place."""
+        """Return the sums so far, to be added to in place."""
         inputs = self.looked_up if self.inputs is None else self.inputs.as_matrix()
         assert inputs is not None
         return [inputs, self.outputs.as_matrix(), self.count]
 
-    def correct(self, earlier: "ProductFactors | None") -> None:
-        """Begin second moments: in the eigenbasis, or in that of earlier data, which is extended
-        to what these data span."""
+    def correct(self, earlier: "KroneckerFactors | None") -> None:
+        """Begin second moments in the eigenbasis.
+
+        :param earlier: factors of earlier data; their basis is taken, extended to what these data
+            span.
+        """
         if earlier is not None and earlier.corrected is not None:
             for mine, theirs in zip(self.sums(), earlier.sums(), strict=True):
                 theirs.extend(mine)
@@ -68,7 +79,7 @@ class ProductFactors(nn.Module):
             earlier.corrected = earlier.basis().padded(earlier.corrected)
         self.corrected = self.spectrum().new_zeros(self.basis().directions)
 
-    def merge(self, other: "ProductFactors") -> None:
+    def merge(self, other: "KroneckerFactors") -> None:
         """Add the factors of more data, whose second moments are in the same basis."""
         if self.corrected is not None:
             assert other.corrected is not None
@@ -99,7 +110,7 @@ class ProductFactors(nn.Module):
         return Eigenbasis(self.shape, self.outputs.eigen()[1], self.inputs.eigen()[1])
 
     def complete_basis(self) -> Eigenbasis:
-        """The same, made complete and kept, for what does not treat the rest alike."""
+        """Complete the basis and return it, for a prior that is not the same in all directions."""
         for sums in self.sums():
             sums.complete()
         if self.corrected is not None:
@@ -107,7 +118,10 @@ class ProductFactors(nn.Module):
         return self.basis()
 
     def spectrum(self) -> Tensor:
-        """The curvature in the directions of the basis, (groups, s, r); outside it is zero."""
+        """Return the curvature in the directions of the basis, (groups, s, r).
+
+        It is zero in the complement.
+        """
         if self.corrected is not None:
             return self.corrected
         outputs = self.outputs.eigen()[0]
@@ -123,14 +137,16 @@ class ProductFactors(nn.Module):
 
     def diagonal(self) -> Tensor:
         """The block's diagonal, (groups * out * in,)."""
-        return self.basis().spread(self.spectrum()).flatten()
+        return self.basis().diagonal(self.spectrum()).flatten()
 
 
-def output_vectors(block: Product | Lookup, *, reduce: bool, reused: bool) -> Vectors:
-    """g of a block, whose outer products add up to B."""
-    if isinstance(block, SoftmaxProduct):
-        return Vectors(total=block.moments())
-    if isinstance(block, Lookup):
-        return Vectors(block.gradients.flatten(0, 1)[:, None, None], reused=reused)
+def output_vectors(
+    block: ProductBlock | LookupBlock, *, reduce: bool, reused: bool
+) -> OuterVectors:
+    """Return the vectors g of a block, whose outer products add up to B."""
+    if isinstance(block, SoftmaxBlock):
+        return OuterVectors(total=block.moments())
+    if isinstance(block, LookupBlock):
+        return OuterVectors(block.gradients.flatten(0, 1)[:, None, None], reused=reused)
     g = block.gradients.flatten(0, 1)
-    return Vectors(g.sum(1, keepdim=True) if reduce else g, reused=reused)
+    return OuterVectors(g.sum(1, keepdim=True) if reduce else g, reused=reused)

@@ -7,84 +7,90 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.jacobian.entries import Place
-from pyro_bdl.curvature.jacobian.jacobian import Block, Dense, Jacobian, same_entries
+from pyro_bdl.curvature.jacobian.block_position import BlockPosition
+from pyro_bdl.curvature.jacobian.jacobian import Block, DenseBlock, Jacobian, same_entries
+from pyro_bdl.curvature.structures.base import Precision
 from pyro_bdl.curvature.structures.kron.eigen_precision import EigenPrecision
 
 
-class KroneckerPrecision:
+class KroneckerPrecision(Precision):
     """Independent blocks, each with a precision of its own.
 
-    :param parts: for each block its place and precision; together they cover all of (p,).
+    :param blocks: position and precision of each; together they cover all of (p,).
     """
 
-    def __init__(self, size: int, parts: list[tuple[Place, Any]], like: Tensor) -> None:
-        self.size, self.parts, self.like = size, parts, like
-        self._by_key = {place.key: number for number, (place, _) in enumerate(parts)}
+    def __init__(self, size: int, blocks: list[tuple[BlockPosition, Any]], like: Tensor) -> None:
+        self.size, self.blocks, self.like = size, blocks, like
+        self._by_key = {position.key: number for number, (position, _) in enumerate(blocks)}
 
     def logdet(self) -> Tensor:
-        return torch.stack([precision.logdet() for _, precision in self.parts]).sum()
+        return torch.stack([precision.logdet() for _, precision in self.blocks]).sum()
 
     def sample(self, num_samples: int) -> Tensor:
         result = self.like.new_empty(num_samples, self.size)
-        for place, precision in self.parts:
-            result[:, place.positions] = precision.sample(num_samples)
+        for position, precision in self.blocks:
+            result[:, position.indices] = precision.sample(num_samples)
         return result
 
-    def draw(self, num_samples: int) -> "KroneckerOffsets":
-        return KroneckerOffsets(self, num_samples)
+    def draw(self, num_samples: int) -> "KroneckerDraws":
+        return KroneckerDraws(self, num_samples)
 
     def quadratic(self, x: Tensor) -> Tensor:
-        terms = [precision.quadratic(x[..., place.positions]) for place, precision in self.parts]
+        terms = [
+            precision.quadratic(x[..., position.indices]) for position, precision in self.blocks
+        ]
         return torch.stack(terms).sum(0)
 
     def solve(self, x: Tensor) -> Tensor:
         result = torch.empty_like(x)
-        for place, precision in self.parts:
-            result[..., place.positions] = precision.solve(x[..., place.positions])
+        for position, precision in self.blocks:
+            result[..., position.indices] = precision.solve(x[..., position.indices])
         return result
 
     def variances(self) -> Tensor:
         result = self.like.new_zeros(self.size)
-        for place, precision in self.parts:
+        for position, precision in self.blocks:
             values = precision.variances()
-            result = result.index_put((place.numbers(result.device),), values)
+            result = result.index_put((position.index_tensor(result.device),), values)
         return result
 
     def covariance(self, jacobian: Jacobian) -> Tensor:
         n, columns = jacobian.num_data, jacobian.num_columns
         result = jacobian.like.new_zeros(n, columns, columns)
-        for number, block in self.met(jacobian):
-            result += self.parts[number][1].covariance(block)
+        for number, block in self.touched_blocks(jacobian):
+            result += self.blocks[number][1].covariance(block)
         return result
 
     def output_variances(self, jacobian: Jacobian) -> Tensor:
         result = jacobian.like.new_zeros(jacobian.num_data, jacobian.num_columns)
-        for number, block in self.met(jacobian):
-            result += self.parts[number][1].output_variances(block)
+        for number, block in self.touched_blocks(jacobian):
+            result += self.blocks[number][1].output_variances(block)
         return result
 
     def joint_covariance(self, jacobian: Jacobian) -> Tensor:
         result = jacobian.joint_zeros()
-        for number, block in self.met(jacobian):
-            result += self.parts[number][1].joint_covariance(block)
+        for number, block in self.touched_blocks(jacobian):
+            result += self.blocks[number][1].joint_covariance(block)
         return result
 
-    def met(self, jacobian: Jacobian) -> Iterator[tuple[int, Any]]:
-        """The numbers of parts, and what of the Jacobian lies in each: a block for that of a
-        product, and a Jacobian for the others."""
+    def touched_blocks(self, jacobian: Jacobian) -> Iterator[tuple[int, Any]]:
+        """Yield the number of every block that the Jacobian touches, and the Jacobian's part in it.
+
+        The part is a block of the Jacobian for a precision of Kronecker factors, and a Jacobian of
+        its own for any other.
+        """
         for number, block in self._blocks(jacobian):
-            is_product = isinstance(self.parts[number][1], EigenPrecision)
+            is_product = isinstance(self.blocks[number][1], EigenPrecision)
             yield number, block if is_product else _alone(block, jacobian)
 
     def _blocks(self, jacobian: Jacobian) -> Iterator[tuple[int, Block]]:
-        """The same with blocks for all, as rows where they are not of the same latents."""
+        """Yield the same with Jacobian blocks for all, as rows where the latents differ."""
         others: list[Block] = []
         met = set()
         for block in jacobian.blocks:
-            found = self._by_key.get(block.place.key)
-            if found is not None and _same_place(self.parts[found][0], block.place):
-                met.add(block.place.key)
+            found = self._by_key.get(block.position.key)
+            if found is not None and _same_place(self.blocks[found][0], block.position):
+                met.add(block.position.key)
                 yield found, block
             else:
                 others.append(block)
@@ -93,18 +99,18 @@ class KroneckerPrecision:
         rows = replace(jacobian, blocks=others).rows()
         touched = torch.zeros(self.size, dtype=torch.bool, device=rows.device)
         for block in others:
-            touched[block.place.positions] = True
-        for number, (place, _) in enumerate(self.parts):
-            if place.key not in met and touched[place.positions].any():
-                yield number, Dense(place, rows[..., place.positions])
+            touched[block.position.indices] = True
+        for number, (position, _) in enumerate(self.blocks):
+            if position.key not in met and touched[position.indices].any():
+                yield number, DenseBlock(position, rows[..., position.indices])
 
 
-class KroneckerOffsets:
-    """Draws of every part, each in its own form."""
+class KroneckerDraws:
+    """Draws of every block, each in its own form."""
 
     def __init__(self, precision: KroneckerPrecision, num_samples: int) -> None:
         self.precision, self.count = precision, num_samples
-        self.drawn = [part.draw(num_samples) for _, part in precision.parts]
+        self.drawn = [part.draw(num_samples) for _, part in precision.blocks]
 
     def __len__(self) -> int:
         return self.count
@@ -112,21 +118,21 @@ class KroneckerOffsets:
     def apply(self, jacobian: Jacobian) -> Tensor:
         shape = self.count, jacobian.num_data, jacobian.num_columns
         result = jacobian.like.new_zeros(shape)
-        for number, block in self.precision.met(jacobian):
+        for number, block in self.precision.touched_blocks(jacobian):
             result += self.drawn[number].apply(block)
         return result
 
 
-def _same_place(place: Place, other: Place) -> bool:
-    mine, theirs = place.positions, other.positions
+def _same_place(position: BlockPosition, other: BlockPosition) -> bool:
+    mine, theirs = position.indices, other.indices
     if isinstance(mine, slice) or isinstance(theirs, slice):
         return isinstance(mine, slice) and mine == theirs
     return same_entries(mine, theirs)
 
 
 def _alone(block: Block, jacobian: Jacobian) -> Jacobian:
-    """One block as a Jacobian of its own latents."""
-    size = block.place.size
-    place = Place(block.place.key, slice(0, size))
-    alone = Dense(place, block.rows())
+    """Return one block as a Jacobian of its own latents."""
+    size = block.position.size
+    position = BlockPosition(block.position.key, slice(0, size))
+    alone = DenseBlock(position, block.rows())
     return Jacobian([alone], jacobian.num_columns, jacobian.num_data, size, jacobian.like)

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from pyro_bdl import bayesianize, models
-from pyro_bdl.curvature.config import Recipe
+from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fit import fit_curvature
 from pyro_bdl.curvature.prior import PriorPrecision
 from pyro_bdl.curvature.structures.kron import curvature as kronecker
-from pyro_bdl.curvature.structures.kron.moments import Moments
+from pyro_bdl.curvature.structures.kron.outer_products import OuterProductSum
 from pyro_bdl.program.subset import Subset
 
 
@@ -19,8 +19,8 @@ def blocks(curvature):
     """site -> its block as a matrix."""
     curvature.diagonal()
     return {
-        place.key[0]: block if isinstance(block, torch.Tensor) else block.matrix()
-        for place, block in curvature._blocks()
+        position.key[0]: block if isinstance(block, torch.Tensor) else block.matrix()
+        for position, block in curvature._blocks()
     }
 
 
@@ -79,7 +79,7 @@ def test_groups_have_factors_of_their_own(oracle):
     program, vector = oracle.program(model, *data)
     curvature = oracle.fit(program, vector, data, structure="kron").curvature
     curvature.diagonal()
-    (factors,) = [f for f in curvature.products.values() if f.place.key[0] == "0.weight"]
+    (factors,) = [f for f in curvature.products.values() if f.position.key[0] == "0.weight"]
     inputs, outputs = factors.inputs.dense(), factors.outputs.dense()
     assert inputs.shape == (2, 4, 4) and outputs.shape == (2, 3, 3)
     values = program.constrain(vector)[0]
@@ -118,7 +118,7 @@ def test_ekfac_is_the_best_diagonal_in_the_eigenbasis(oracle):
     curvature = oracle.fit(program, vector, (x, y), structure="ekfac").curvature
     corrected = blocks(curvature)
     for factors in curvature.products.values():
-        name = factors.place.key[0]
+        name = factors.position.key[0]
         part = program.slices[name]
         block = exact[part, part]
         q = torch.kron(factors.basis().outputs[0], factors.basis().inputs[0])
@@ -159,11 +159,11 @@ def test_merging(oracle, structure, width):
     """Of wide inputs the eigenvectors are as many as the data: first three, then eight, which are
     more than half of ten, but not of seventeen."""
     program, vector, x, y = mlp(oracle, 8, width)
-    recipe, subset = Recipe(structure), Subset(program.layout)
+    config, subset = CurvatureConfig(structure), Subset(program.layout)
 
     def fit(start, stop, before=None):
         data = (x[start:stop], y[start:stop])
-        return fit_curvature(program.model, subset, vector, data, recipe, before=before).curvature
+        return fit_curvature(program.model, subset, vector, data, config, before=before).curvature
 
     whole = blocks(fit(0, 8))
     first = fit(0, 3)
@@ -176,7 +176,7 @@ def test_merging(oracle, structure, width):
         else:  # eigenvectors of the first data
             torch.testing.assert_close(merged[name].trace(), block.trace())
             part = program.slices[name]
-            (basis_of,) = [f for f in first.products.values() if f.place.key[0] == name]
+            (basis_of,) = [f for f in first.products.values() if f.position.key[0] == name]
             basis = basis_of.basis()
             q = torch.kron(basis.outputs[0].contiguous(), basis.inputs[0].contiguous())
             exact = oracle.ggn(program, vector)[part, part]
@@ -222,7 +222,7 @@ def test_equal_factors_are_decomposed_once(oracle, monkeypatch):
     monkeypatch.setattr(torch.linalg, "eigh", lambda m: calls.append(m.shape) or whole(m))
     found = curvature.diagonal()
     assert sorted(calls) == [(1, 1, 1), (1, 3, 3), (1, 4, 4), (1, 4, 4)]
-    monkeypatch.setattr(Moments, "_equals", lambda self, other: False)
+    monkeypatch.setattr(OuterProductSum, "_equals", lambda self, other: False)
     again = oracle.fit(program, vector, data, structure="kron").curvature
     torch.testing.assert_close(again.diagonal(), found)
     assert len(calls) == 4 + 8

@@ -4,25 +4,28 @@ import copy
 import math
 from dataclasses import replace
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
 
 from pyro_bdl import bayesianize, models
-from pyro_bdl.curvature.config import Recipe
+from pyro_bdl.curvature import structures
+from pyro_bdl.curvature.config import STRUCTURES, CurvatureConfig
 from pyro_bdl.curvature.fit import fit_curvature
-from pyro_bdl.curvature.jacobian.entries import Place
-from pyro_bdl.curvature.jacobian.jacobian import Dense
+from pyro_bdl.curvature.jacobian.block_position import BlockPosition
+from pyro_bdl.curvature.jacobian.jacobian import DenseBlock
 from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.prior import PriorPrecision
-from pyro_bdl.curvature.structures.draws import EigenOffsets
-from pyro_bdl.curvature.structures.kron.eigen_precision import EigenPrecision
-from pyro_bdl.curvature.structures.precision import DiagonalPrecision, FullPrecision, log_prob
+from pyro_bdl.curvature.structures.base import StructureOptions, log_prob
+from pyro_bdl.curvature.structures.diagonal import DiagonalPrecision
+from pyro_bdl.curvature.structures.full import FullPrecision
+from pyro_bdl.curvature.structures.kron.eigen_precision import EigenbasisDraws, EigenPrecision
 from pyro_bdl.errors import BdlWarning
+from pyro_bdl.program import Program
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils.linear_algebra import cholesky
-
-STRUCTURES = ["full", "diag", "kron", "ekfac", "low_rank"]
 
 
 class Tied(nn.Module):
@@ -76,7 +79,7 @@ class Case:
         program, vector = oracle.program(model, x, y)
         subset = Subset(program.layout)
         self.curvature = fit_curvature(
-            model, subset, vector, (x, y), Recipe(structure, rank=5)
+            model, subset, vector, (x, y), CurvatureConfig(structure, rank=5)
         ).curvature
         diagonal = torch.rand(program.size) + 0.5 if varied else torch.full((program.size,), 0.7)
         self.prior = PriorPrecision(diagonal)
@@ -106,6 +109,21 @@ def case(request, oracle, structure):
     return Case(oracle, request.param, structure)
 
 
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_every_structure_is_one_class(name):
+    """Fields that the passes over data ask for, and an empty curvature."""
+    kind = structures.STRUCTURES[name]
+    assert kind.passes >= 1 and kind.memory(10, StructureOptions(rank=3)) >= 0
+    assert kind.numbers_per_gradient(10, 5) in (0, 5, 10)
+    layout = Program(lambda: pyro.sample("w", dist.Normal(torch.zeros(4), 1.0).to_event(1))).layout
+    curvature = kind.empty(Subset(layout), torch.zeros(0), StructureOptions(rank=3), None)
+    assert curvature.size == 4 and curvature.finish(None) is curvature
+    torch.testing.assert_close(curvature.diagonal(), torch.zeros(4))
+    precision = curvature.with_prior(PriorPrecision(torch.full((4,), 2.0)))
+    torch.testing.assert_close(precision.variances(), torch.full((4,), 0.5))
+    assert precision.independent == (name == "diag") and precision.dense == (name == "full")
+
+
 def test_log_determinant(case):
     torch.testing.assert_close(case.precision.logdet(), torch.logdet(case.matrix))
 
@@ -131,7 +149,10 @@ def test_covariances_of_functions(case):
 def test_covariances_of_functions_whose_blocks_are_others(case):
     """The same Jacobian as rows over whole sites, as other programs may give it."""
     rows = case.jacobian.rows()
-    blocks = [Dense(Place((name, -1), part), rows[..., part]) for name, part in case.sites.items()]
+    blocks = [
+        DenseBlock(BlockPosition((name, -1), part), rows[..., part])
+        for name, part in case.sites.items()
+    ]
     other = replace(case.jacobian, blocks=blocks)
     close = torch.testing.assert_close
     close(case.precision.covariance(other), case.precision.covariance(case.jacobian))
@@ -181,14 +202,17 @@ def test_functions_of_draws_are_the_functions_of_their_vectors(case, structure):
     assert len(draws) == 3
     if structure in ("kron", "ekfac"):
         vectors = torch.empty(3, case.size)
-        for (place, _), drawn in zip(case.precision.parts, draws.drawn, strict=True):
-            is_product = isinstance(drawn, EigenOffsets)
-            vectors[:, place.positions] = drawn.vectors() if is_product else drawn.vectors
+        for (position, _), drawn in zip(case.precision.blocks, draws.drawn, strict=True):
+            is_product = isinstance(drawn, EigenbasisDraws)
+            vectors[:, position.indices] = drawn.vectors() if is_product else drawn.vectors
     else:
         vectors = draws.vectors
     torch.testing.assert_close(draws.apply(case.jacobian), case.jacobian.apply(vectors))
     rows = case.jacobian.rows()
-    blocks = [Dense(Place((name, -1), part), rows[..., part]) for name, part in case.sites.items()]
+    blocks = [
+        DenseBlock(BlockPosition((name, -1), part), rows[..., part])
+        for name, part in case.sites.items()
+    ]
     other = replace(case.jacobian, blocks=blocks)
     torch.testing.assert_close(draws.apply(other), case.jacobian.apply(vectors))
 
@@ -198,8 +222,8 @@ def test_a_prior_that_varies_among_weights(oracle, structure, name):
     case = Case(oracle, name, structure, varied=True)
     diagonal = case.curvature.diagonal() + case.prior.diagonal
     if structure in ("kron", "ekfac"):  # in the eigenbasis: the trace of every block is kept
-        for place, _ in case.precision.parts:
-            where = place.positions
+        for position, _ in case.precision.blocks:
+            where = position.indices
             torch.testing.assert_close(case.matrix.diagonal()[where].sum(), diagonal[where].sum())
     else:
         torch.testing.assert_close(case.matrix.diagonal(), diagonal)
@@ -230,7 +254,7 @@ def test_the_dtype_is_kept(oracle, structure, dtype):
 @pytest.mark.parametrize("name", ["wide", "wide table", "wide conv"])
 def test_few_vectors_make_few_directions(oracle, structure, name):
     """As many as there are inputs of data and positions, or columns; the prior has the others."""
-    parts = [part for _, part in Case(oracle, name, structure).precision.parts]
+    parts = [part for _, part in Case(oracle, name, structure).precision.blocks]
     products = [part for part in parts if isinstance(part, EigenPrecision)]
     found = [part.basis.directions for part in products if part.rest is not None]
     expected = {

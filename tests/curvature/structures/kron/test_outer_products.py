@@ -5,8 +5,12 @@ import copy
 import pytest
 import torch
 
-from pyro_bdl.curvature.structures.kron import moments
-from pyro_bdl.curvature.structures.kron.moments import Moments, Vectors, decompose
+from pyro_bdl.curvature.structures.kron import outer_products
+from pyro_bdl.curvature.structures.kron.outer_products import (
+    OuterProductSum,
+    OuterVectors,
+    decompose,
+)
 
 GROUPS, SIZE = 2, 8
 
@@ -14,9 +18,9 @@ GROUPS, SIZE = 2, 8
 def made(count, start=0):
     """Sums over batches of one or two vectors, and what they add up to."""
     torch.manual_seed(start)
-    sums, x = Moments(GROUPS, SIZE, torch.empty(0)), torch.randn(count, 1, GROUPS, SIZE)
+    sums, x = OuterProductSum(GROUPS, SIZE, torch.empty(0)), torch.randn(count, 1, GROUPS, SIZE)
     for part in x.split([1] + [2] * (count // 2) if count % 2 else 2):
-        sums.add(Vectors(part))
+        sums.add(OuterVectors(part))
     return sums, torch.einsum("ntgi,ntgj->gij", x, x)
 
 
@@ -40,9 +44,9 @@ def test_eigenvectors_of_what_the_vectors_span(count):
 
 def test_vectors_that_depend_on_each_other():
     """Directions of eigenvalue zero are still orthonormal."""
-    sums = Moments(1, SIZE, torch.empty(0))
+    sums = OuterProductSum(1, SIZE, torch.empty(0))
     x = torch.randn(SIZE)
-    sums.add(Vectors(torch.stack([x, x, 0 * x])[:, None, None]))
+    sums.add(OuterVectors(torch.stack([x, x, 0 * x])[:, None, None]))
     values, vectors = sums.eigen()
     torch.testing.assert_close(vectors[0].T @ vectors[0], torch.eye(3))
     torch.testing.assert_close(values[0], torch.stack([0 * x[0], 0 * x[0], 2 * x.square().sum()]))
@@ -68,9 +72,13 @@ def test_positions_and_totals():
     x = torch.randn(3, 6, GROUPS, SIZE)
     for given in (x, x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)):
         expected = torch.einsum("ntgi,ntgj->gij", x, x)
-        torch.testing.assert_close(Vectors(given).total, expected)
-        for vectors in (Vectors(given), Vectors(given, reused=True), Vectors(total=expected)):
-            sums = Moments(GROUPS, SIZE, x)
+        torch.testing.assert_close(OuterVectors(given).total, expected)
+        for vectors in (
+            OuterVectors(given),
+            OuterVectors(given, reused=True),
+            OuterVectors(total=expected),
+        ):
+            sums = OuterProductSum(GROUPS, SIZE, x)
             sums.add(vectors)
             sums.add(vectors)
             torch.testing.assert_close(sums.dense(), 2 * expected)
@@ -104,12 +112,12 @@ def test_equal_sums_share_what_they_are_decomposed_into():
 @pytest.mark.parametrize("double_up_to", [1024, 0])
 def test_small_eigenvalues_in_float32(monkeypatch, double_up_to):
     """The vectors tell them, where those of their float32 sum are lost in rounding."""
-    monkeypatch.setattr(moments, "_DOUBLE_UP_TO", double_up_to)
+    monkeypatch.setattr(outer_products, "_DOUBLE_UP_TO", double_up_to)
     torch.manual_seed(0)
     left, right = (torch.linalg.qr(torch.randn(size, 4))[0] for size in (4, SIZE))
     x = (left @ torch.diag(torch.tensor([1e2, 1.0, 1.0, 1e-2])) @ right.T).float()
-    sums = Moments(1, SIZE, x)
-    sums.add(Vectors(x[:, None, None]))
+    sums = OuterProductSum(1, SIZE, x)
+    sums.add(OuterVectors(x[:, None, None]))
     exact = torch.linalg.svdvals(x.double()).square().flip(0)
     torch.testing.assert_close(sums.eigen()[0][0].double(), exact, rtol=1e-2, atol=0)
     of_sum = torch.linalg.eigvalsh(x.T @ x)[-4:].double()
@@ -119,9 +127,9 @@ def test_small_eigenvalues_in_float32(monkeypatch, double_up_to):
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_cuda():
-    sums = Moments(GROUPS, SIZE, torch.empty(0, device="cuda"))
+    sums = OuterProductSum(GROUPS, SIZE, torch.empty(0, device="cuda"))
     x = torch.randn(3, 1, GROUPS, SIZE, device="cuda")
-    sums.add(Vectors(x))
+    sums.add(OuterVectors(x))
     values, vectors = sums.eigen()
     expected = torch.einsum("ntgi,ntgj->gij", x, x)
     torch.testing.assert_close((vectors * values[:, None]) @ vectors.mT, expected)

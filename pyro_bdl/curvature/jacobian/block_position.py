@@ -1,0 +1,52 @@
+"""The position of a block of latents in the vector of a subset."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Indices = slice | Tensor
+
+
+@dataclass
+class BlockPosition:
+    """The position of a block's entries in the vector of a subset.
+
+    :param key: names the block: the site, and which use of it.
+    :param indices: in the vector of the subset, one for each chosen entry.
+    :param chosen: which of the block's flattened entries are in the subset; None: all.
+    :param uses: the numbers of the site's uses that the block is made of.
+    """
+
+    key: tuple[str, int]
+    indices: Indices
+    chosen: Tensor | None = None
+    uses: tuple[int, ...] = ()
+
+    def take(self, entries: Tensor) -> Tensor:
+        """Return those of a block's entries (..., m) that are in the subset."""
+        return entries if self.chosen is None else entries[..., self.chosen]
+
+    def spread(self, vectors: Tensor, shape: torch.Size) -> Tensor:
+        """Return the subset's values (..., p) as this block's entries (..., *shape).
+
+        Entries that are not in the subset are zero.
+        """
+        values = vectors[..., self.indices]
+        if self.chosen is not None:
+            whole = values.new_zeros(*values.shape[:-1], shape.numel())
+            whole[..., self.chosen] = values
+            values = whole
+        return values.reshape(*values.shape[:-1], *shape)
+
+    @property
+    def size(self) -> int:
+        if isinstance(self.indices, slice):
+            return self.indices.stop - self.indices.start
+        return len(self.indices)
+
+    def index_tensor(self, device: torch.device) -> Tensor:
+        """Return the indices as integers (m,)."""
+        if isinstance(self.indices, slice):
+            return torch.arange(self.indices.start, self.indices.stop, device=device)
+        return self.indices.to(device)

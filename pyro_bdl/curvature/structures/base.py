@@ -1,0 +1,193 @@
+"""The protocols that a curvature structure fulfills.
+
+A structure is one file with two classes. Its ``Curvature`` adds up Jacobians over the data in some
+compressed form. ``Curvature.with_prior`` adds the prior's precision and gives a ``Precision``, the
+Gaussian's inverse covariance and its algebra. ``structures/__init__.py`` lists the structures by
+name; nothing outside a structure's file depends on which one it is.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, Self
+
+from torch import Tensor, nn
+
+from pyro_bdl.curvature.jacobian.jacobian import Jacobian
+from pyro_bdl.curvature.prior import PriorPrecision
+from pyro_bdl.curvature.structures.draws import LinearDraws, VectorDraws
+from pyro_bdl.program.subset import Subset
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructureOptions:
+    """Options of the structures; each structure reads its own and ignores the others.
+
+    :param rank: eigenpairs of "low_rank".
+    :param reduce: of "kron" and "ekfac", see ``KroneckerCurvature``.
+    """
+
+    rank: int = 50
+    reduce: bool = False
+
+
+class Precision(Protocol):
+    """A positive definite matrix as the precision of a Gaussian with mean zero in R^p.
+
+    ``dense`` says that the matrix is held as (p, p), so that another one of this size fits in
+    memory. ``independent`` says that it is diagonal.
+    """
+
+    dense: ClassVar[bool] = False
+    independent: ClassVar[bool] = False
+    size: int
+
+    @abstractmethod
+    def logdet(self) -> Tensor:
+        """Return log det of the precision, a scalar."""
+        ...
+
+    @abstractmethod
+    def sample(self, num_samples: int) -> Tensor:
+        """Return draws (S, p)."""
+        ...
+
+    def draw(self, num_samples: int) -> LinearDraws:
+        """Return S draws for linear functions, without their vectors where there is a shorter
+        way."""
+        return VectorDraws(self.sample(num_samples))
+
+    @abstractmethod
+    def quadratic(self, x: Tensor) -> Tensor:
+        """Return x' precision x for x (..., p)."""
+        ...
+
+    @abstractmethod
+    def solve(self, x: Tensor) -> Tensor:
+        """Return precision^-1 x for x (..., p)."""
+        ...
+
+    @abstractmethod
+    def variances(self) -> Tensor:
+        """Return the marginal variances (p,)."""
+        ...
+
+    @abstractmethod
+    def covariance(self, jacobian: Jacobian) -> Tensor:
+        """Return J_n C J_n' for every datum, (n, K, K), with C = precision^-1."""
+        ...
+
+    @abstractmethod
+    def output_variances(self, jacobian: Jacobian) -> Tensor:
+        """Return the diagonals of ``covariance``, (n, K)."""
+        ...
+
+    @abstractmethod
+    def joint_covariance(self, jacobian: Jacobian) -> Tensor:
+        """Return J C J' over all data, (n K, n K), data before columns."""
+        ...
+
+
+class Curvature(nn.Module, ABC):
+    """sum_n J_n' J_n in R^p, in the compressed form of one structure.
+
+    ``passes`` counts the passes over the data. In each, ``start_pass`` is called first, ``add``
+    with every Jacobian, ``end_batch`` after those of a batch. ``scale`` and ``finish`` come last.
+    Buffers hold the result, so that it moves and is saved with the guide.
+
+    ``takes_hessian`` says that ``from_matrix`` exists, for curvature="hessian". ``takes_softmax``
+    says that ``add`` understands ``SoftmaxBlock``s, which hold the curvature of a classifier's last
+    layer without rows.
+    """
+
+    takes_hessian: ClassVar[bool] = False
+    takes_softmax: ClassVar[bool] = False
+    passes: int = 1
+    size: int
+
+    @classmethod
+    @abstractmethod
+    def empty(
+        cls, subset: Subset, like: Tensor, options: StructureOptions, before: Self | None
+    ) -> Self:
+        """Return a curvature over no data yet.
+
+        :param subset: the latents that it is about; ``subset.parts`` are the sites' slices.
+        :param like: gives dtype and device.
+        :param before: the curvature of earlier data, which ``finish`` gets as well.
+        """
+
+    @classmethod
+    @abstractmethod
+    def memory(cls, size: int, options: StructureOptions) -> int:
+        """Return how many numbers it holds at most at once over p latents.
+
+        :param size: p.
+        :returns: 0 where this is only known with the data, and never much.
+        """
+
+    @classmethod
+    def numbers_per_gradient(cls, size: int, largest_shared: int) -> int:
+        """Return how many numbers it makes of one column of one datum's Jacobian.
+
+        Batches are cut, and columns grouped, so that these fit in memory.
+
+        :param size: p, the answer for a structure that asks for ``Jacobian.rows``.
+        :param largest_shared: entries of the largest weight that is used at several positions, as
+            in convolutions: the answer for one that asks for the entries of one block at a time.
+        """
+        return size
+
+    @classmethod
+    def from_matrix(cls, matrix: Tensor) -> Self:
+        """Return the curvature that is a symmetric matrix (p, p), which is kept, not copied."""
+        raise NotImplementedError(f"{cls.__name__} does not hold matrices")
+
+    def start_pass(self, number: int) -> None:
+        """Prepare for a pass over the data, counted from 0."""
+
+    @abstractmethod
+    def add(self, jacobian: Jacobian) -> None:
+        """Add the outer products of a Jacobian's rows."""
+
+    def end_batch(self) -> None:
+        """Forget what holds for one batch alone."""
+
+    @abstractmethod
+    def sums(self) -> list[Tensor]:
+        """Return what the pass has added up; several processes add theirs to it in place."""
+
+    @abstractmethod
+    def scale(self, factor: float) -> None:
+        """Multiply the sums by a factor."""
+
+    def finish(self, before: Self | None) -> Self:
+        """Return the curvature after all passes, that of earlier data included.
+
+        By default ``before`` takes up this one, by ``merge``.
+        """
+        if before is None:
+            return self
+        before.merge(self)
+        return before
+
+    def merge(self, other: Self) -> None:
+        """Add the curvature of more data."""
+        raise NotImplementedError(f"{type(self).__name__} has to merge, or to finish by itself")
+
+    @abstractmethod
+    def diagonal(self) -> Tensor:
+        """Return the diagonal (p,)."""
+
+    @abstractmethod
+    def with_prior(self, prior: PriorPrecision, factor: Tensor | float = 1.0) -> Precision:
+        """Return the posterior precision: factor times this curvature, plus the prior's.
+
+        :param factor: may carry a graph, as may the prior, for gradients of the evidence.
+        """
+
+
+def log_prob(precision: Any, x: Tensor) -> Tensor:
+    """Return log N(x; 0, precision^-1) for x (..., p)."""
+    constant = precision.size * math.log(2 * math.pi)
+    return 0.5 * (precision.logdet() - precision.quadratic(x) - constant)

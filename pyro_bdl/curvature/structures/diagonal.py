@@ -1,0 +1,106 @@
+"""Diagonal curvature: the diagonal of sum_n J_n' J_n."""
+
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.curvature.jacobian.gram import joint_gram
+from pyro_bdl.curvature.jacobian.jacobian import Jacobian
+from pyro_bdl.curvature.prior import PriorPrecision
+from pyro_bdl.curvature.structures.base import Curvature, Precision, StructureOptions
+from pyro_bdl.program.subset import Subset
+
+
+class DiagonalCurvature(Curvature):
+    """The diagonal of sum_n J_n' J_n, (p,)."""
+
+    takes_softmax = True
+    values: Tensor
+
+    def __init__(self, size: int, like: Tensor) -> None:
+        super().__init__()
+        self.size = size
+        self.register_buffer("values", like.new_zeros(size))
+
+    @classmethod
+    def empty(
+        cls, subset: Subset, like: Tensor, options: StructureOptions, before: Self | None
+    ) -> Self:
+        return cls(subset.size, like)
+
+    @classmethod
+    def memory(cls, size: int, options: StructureOptions) -> int:
+        return 3 * size
+
+    @classmethod
+    def numbers_per_gradient(cls, size: int, largest_shared: int) -> int:
+        return largest_shared
+
+    def add(self, jacobian: Jacobian) -> None:
+        for block in jacobian.blocks:
+            self.values[block.position.indices] += block.position.take(block.squares().flatten())
+
+    def sums(self) -> list[Tensor]:
+        return [self.values]
+
+    def scale(self, factor: float) -> None:
+        self.values *= factor
+
+    def merge(self, other: Self) -> None:
+        self.values += other.values
+
+    def diagonal(self) -> Tensor:
+        return self.values
+
+    def with_prior(
+        self, prior: PriorPrecision, factor: Tensor | float = 1.0
+    ) -> "DiagonalPrecision":
+        return DiagonalPrecision(self.values * factor + prior.diagonal)
+
+
+class DiagonalPrecision(Precision):
+    """Precisions (p,) of independent Gaussians.
+
+    :raises ValueError: where one of them is not positive.
+    """
+
+    independent = True
+
+    def __init__(self, diagonal: Tensor, *, what: str = "the posterior precision") -> None:
+        if not (diagonal > 0).all():
+            lowest = float(diagonal.min())
+            raise ValueError(
+                f"{what} is not positive (lowest entry {lowest:.3g}): directions without "
+                "curvature need a prior with a finite variance"
+            )
+        self.diagonal, self.size = diagonal, len(diagonal)
+
+    def logdet(self) -> Tensor:
+        return self.diagonal.log().sum()
+
+    def sample(self, num_samples: int) -> Tensor:
+        like = self.diagonal
+        noise = torch.randn(num_samples, self.size, dtype=like.dtype, device=like.device)
+        return noise * like.rsqrt()
+
+    def quadratic(self, x: Tensor) -> Tensor:
+        return (x.square() * self.diagonal).sum(-1)
+
+    def solve(self, x: Tensor) -> Tensor:
+        return x / self.diagonal
+
+    def variances(self) -> Tensor:
+        return self.diagonal.reciprocal()
+
+    def covariance(self, jacobian: Jacobian) -> Tensor:
+        return jacobian.gram(self.variances())
+
+    def output_variances(self, jacobian: Jacobian) -> Tensor:
+        return jacobian.norms(self.variances())
+
+    def joint_covariance(self, jacobian: Jacobian) -> Tensor:
+        result, variances = jacobian.joint_zeros(), self.variances()
+        for block in jacobian.blocks:
+            result += joint_gram(block, block.position.spread(variances, block.shape))
+        return result

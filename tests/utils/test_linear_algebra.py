@@ -1,0 +1,14 @@
+"""Products and Cholesky factors."""
+
+import torch
+
+from pyro_bdl.utils.linear_algebra import add_products
+
+
+def test_products_are_added_in_place():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(7, 601, generator=generator, dtype=torch.float64)  # halved twice, with odd ends
+    start = torch.randn(601, 601, generator=generator, dtype=torch.float64)
+    matrix = start.clone()
+    add_products(matrix, x)
+    torch.testing.assert_close(matrix, start + x.T @ x)
