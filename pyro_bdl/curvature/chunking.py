@@ -33,7 +33,7 @@ def linearizations(
     known: dict[Any, Alignment] | None = None,
     every_output: bool = False,
 ) -> Iterator[Linearization]:
-    """Each batch of the data at the vector, cut into parts where it is large.
+    """Yield the linearization of each batch at the vector; a large batch is cut into parts.
 
     :param every_output: size the parts for Jacobians of all outputs at once.
     """
@@ -66,7 +66,7 @@ def _part_size(
     config: CurvatureConfig | None,
     every_output: bool,
 ) -> int:
-    """How many rows to take at once; 0 for all of a batch.
+    """Return the number of rows to take at once, 0 for all of a batch.
 
     A batch is cut only where a part of it gives the same outputs as the whole.
     """
@@ -97,7 +97,7 @@ def _part_size(
 
 
 def _agree(part: Run, whole: Run) -> bool:
-    """Whether a run over the first rows gives the first rows of a longer run."""
+    """Return True if a run over the first rows gives the first rows of a longer run."""
     for name, site in whole.observed.items():
         if name not in part.observed:
             return False

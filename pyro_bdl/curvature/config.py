@@ -1,4 +1,4 @@
-"""Which curvature is computed, and in which form."""
+"""The choice of a curvature and of its structure, and a check of its memory."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -24,10 +24,10 @@ _SLACK = 1.1  # for what lies beside the matrix: rows of the Jacobian, parts of 
 
 @dataclass(frozen=True)
 class CurvatureConfig:
-    """Which matrix is computed, and in which form.
+    """The choice of a curvature matrix and of its compressed form.
 
     :param structure: "kron", "ekfac", "full", "diag" or "low_rank".
-    :param curvature: "ggn", the generalised Gauss-Newton matrix; "ggn-mc", its estimate from
+    :param curvature: "ggn", the generalized Gauss-Newton matrix; "ggn-mc", its estimate from
         ``num_draws`` drawn observations per datum; "empirical-fisher"; or "hessian" (full only).
     :param num_draws: observations drawn per datum, 1 by default for "ggn-mc" and 512 for the
         distributions whose information "ggn" has no closed form of (``fisher.cell_roots``).
@@ -60,7 +60,7 @@ class CurvatureConfig:
                 raise ValueError(f"{name} must be at least 1, got {value}")
 
     def columns(self, site: Site) -> Iterator[Cotangent]:
-        """Cotangents whose outer products are the Fisher information of a site."""
+        """Yield cotangents whose outer products add up to the Fisher information of a site."""
         if self.curvature == "ggn-mc":
             return sampled_columns(site, self.num_draws or 1)
         if self.curvature == "empirical-fisher":
@@ -77,16 +77,21 @@ class CurvatureConfig:
         return StructureOptions(rank=self.rank, reduce=self.reduce)
 
     def memory(self, size: int, like: Tensor) -> float:
-        """Bytes that the structure needs over p latents, about."""
+        """Return about how many bytes the structure needs over p latents.
+
+        :param size: p.
+        :param like: gives the dtype.
+        """
         return _SLACK * self.kind.memory(size, self.options) * like.element_size()
 
 
 def check_memory(
     config: CurvatureConfig, size: int, like: Tensor, *, advice: str | None = None
 ) -> None:
-    """
-    :param advice: what would fit; by default other structures.
-    :raises MemoryError: before a matrix is made that cannot fit, naming what would.
+    """Raise an error before a structure is made that does not fit in memory.
+
+    :param advice: what to do instead; by default the structures that fit are named.
+    :raises MemoryError: where the structure needs more than is free.
     """
     needed, available = config.memory(size, like), available_memory(like.device)
     if available is None or needed <= available:

@@ -65,8 +65,11 @@ def num_data(site: Site) -> int:
 
 
 def check_scales(sites: Mapping[str, Site]) -> None:
-    """:raises ValueError: where an observed site takes a minibatch for all of its data, while the
-    program scales another site with as many rows up to all of them."""
+    """Raise an error if observed sites disagree about what a minibatch stands for.
+
+    :raises ValueError: where an observed site takes a minibatch for all of its data, while the
+        program scales another site with as many rows up to all of them.
+    """
     scaled = [site for site in sites.values() if site.subsampling != 1]
     for name, site in sites.items():
         rows = num_data(site)
@@ -80,9 +83,10 @@ def check_scales(sites: Mapping[str, Site]) -> None:
 
 
 def check_information(name: str, site: Site) -> None:
-    """
-    :raises ValueError: where an observed site has no Fisher information that its parameters tell:
-        its support moves with the latents, or these enter its density in other ways too.
+    """Raise an error if an observed site's parameters do not determine its Fisher information.
+
+    :raises ValueError: where its support moves with the latents, or these enter its density in
+        other ways too.
     """
     base: Any = without_wrappers(site.distribution)[0]
     used, kind = site_parameters(site), type(base).__name__
@@ -252,7 +256,7 @@ def _diagonal(information: dict[str, Tensor], parameters: dict[str, Tensor]) -> 
 def _pair(
     first: tuple[str, Tensor], second: tuple[str, Tensor], cross: Tensor, parameters: dict
 ) -> list[Cotangent]:
-    """[[a, c], [c, b]] = S S', or only the known part of it."""
+    """Columns of S with [[a, c], [c, b]] = S S', or only the known part of it."""
     (x, a), (y, b) = first, second
     if x not in parameters or y not in parameters:
         return _diagonal({x: a, y: b}, parameters)
@@ -386,7 +390,7 @@ def _multivariate_normal(base: Any, parameters: dict[str, Tensor]) -> Roots | No
 
 
 def _low_rank_multivariate_normal(base: Any, parameters: dict[str, Tensor]) -> Roots | None:
-    """As of any multivariate Normal, with Sigma = W W' + D."""
+    """The information of any multivariate Normal, with Sigma = W W' + D."""
     factor = base.cov_factor.detach()
     inverse = torch.linalg.inv(base.scale_tril.detach())
     inverse = inverse.expand(*base.batch_shape, *inverse.shape[-2:])

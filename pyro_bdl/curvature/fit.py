@@ -39,7 +39,7 @@ _COLUMNS_BUDGET = 8 * 2**20  # bytes of columns that are stacked, which costs a 
 
 @dataclass
 class Fitted:
-    """A curvature over data, and what was met on the way.
+    """A curvature over data, with the sums of the same pass.
 
     :param curvature: of minus the tempered log likelihood in the subset.
     :param log_likelihood: the tempered log likelihood of the data, factors included, a scalar.
@@ -70,7 +70,7 @@ def fit_curvature(
     before: Any = None,
     progress: bool = False,
 ) -> Fitted:
-    """The curvature of a program's log likelihood at a vector (P,).
+    """Compute the curvature of a program's log likelihood at a vector (P,).
 
     Every datum counts once, times its tempering. Where the program speaks of more data than were
     passed (``num_data``), the sum is scaled up to them, and a warning says so. A program that does
@@ -159,7 +159,7 @@ def _set_random_states(states: list[Tensor], device: torch.device) -> None:
 
 
 class FactorStatements:
-    """Tells factors of the data from those of the latents alone, batch after batch.
+    """A memory of factors that tells those of the data from those of the latents alone.
 
     ``values`` are those of the last batch. ``new`` are the factors to be counted for it: not those
     that had the same value in the batch before, which are about the latents alone and count once.
@@ -180,7 +180,7 @@ class FactorStatements:
 
 
 class _Seen:
-    """Counts data and adds up their log likelihood and its gradient in a pass."""
+    """Sums over the data of a pass: their number, log likelihood and its gradient."""
 
     def __init__(
         self, vector: Tensor, batches: Batches, *, second_derivatives: bool = False
@@ -250,7 +250,7 @@ class _Seen:
             self.cells = self.cells + weights.sum().double()
 
     def add_up(self, batches: Batches) -> None:
-        """What the other processes have seen as well, where the data are shared among them."""
+        """Add the sums of the other processes, where the data are shared among them."""
         ranks = batches.ranks
         if ranks is None:
             return
@@ -292,7 +292,7 @@ class _Seen:
 
 
 def fisher_jacobians(linearization: Linearization, config: CurvatureConfig) -> Iterator[Jacobian]:
-    """Jacobians whose rows' outer products add up to the batch's curvature."""
+    """Yield Jacobians whose rows' outer products add up to the batch's curvature."""
     for name in linearization.run.observed:
         yield from site_jacobians(linearization, name, config)
 
@@ -300,7 +300,7 @@ def fisher_jacobians(linearization: Linearization, config: CurvatureConfig) -> I
 def site_jacobians(
     linearization: Linearization, name: str, config: CurvatureConfig
 ) -> Iterator[Jacobian]:
-    """Those of one observed site, each datum counted once."""
+    """Yield the Jacobians of one observed site, each datum counted once."""
     site = linearization.run.observed[name]
     if not site_parameters(site):
         _check_readable(linearization, name, site)
@@ -323,7 +323,10 @@ def site_jacobians(
 
 
 def _check_readable(linearization: Linearization, name: str, site: Site) -> None:
-    """:raises ValueError: where latents enter a distribution in ways that are not understood."""
+    """Raise an error if latents move a site's density other than by its parameters.
+
+    :raises ValueError: where they enter the distribution in ways that are not understood.
+    """
     total = site.log_prob().sum()
     leaves = [linearization.leaves[part] for part in linearization.subset.parts]
     if not total.requires_grad:
@@ -341,7 +344,7 @@ def _check_readable(linearization: Linearization, name: str, site: Site) -> None
 def _softmax_jacobian(
     linearization: Linearization, name: str, site: Site, config: CurvatureConfig
 ) -> Jacobian | None:
-    """All columns at once where the subset is the last layer of a classifier."""
+    """Return all columns at once where the subset is the last layer of a classifier."""
     base, _ = without_wrappers(site.distribution)
     if (
         config.curvature != "ggn"

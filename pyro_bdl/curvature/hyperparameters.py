@@ -34,7 +34,7 @@ class Hyperparameter:
 
     @torch.no_grad()
     def set(self, value: Tensor) -> None:
-        """Give it another value, in place, for all who hold it; out of its bounds, the bound."""
+        """Give it another value in place; a value out of its bounds becomes the bound."""
         inside = _inside(value.to(self.leaf), self.constraint)
         self.leaf.copy_(transform_to(self.constraint).inv(inside))
 
@@ -73,7 +73,7 @@ class ParameterReading:
 def read_at_center(
     model: Callable, guide: Any, args: tuple, kwargs: dict[str, Any]
 ) -> ParameterReading:
-    """The program at a guide's centre, on a few of its data."""
+    """Read the program's parameters at a guide's center, on a few of its data."""
     subset, vector = Subset(guide.require_layout()), guide.location().detach()
     return read(model, subset, vector, *few_rows(model, subset.layout, vector, (args, kwargs)))
 
@@ -81,7 +81,7 @@ def read_at_center(
 def read(
     model: Callable, subset: Subset, vector: Tensor, args: tuple, kwargs: Mapping[str, Any]
 ) -> ParameterReading:
-    """Run the program at an unconstrained vector (P,) and see its parameters."""
+    """Run the program at an unconstrained vector (P,) and note the parameters that it reads."""
     with _Parameters() as seen:
         run, leaves = run_at(model, subset, vector.detach(), args, kwargs)
     store, found = pyro.get_param_store(), {}
@@ -107,8 +107,11 @@ def few_rows(model: Callable, layout: Any, vector: Tensor, batch: Batch) -> Batc
 
 
 def scales(tensor: Tensor, parameter: Hyperparameter) -> Tensor | None:
-    """Whether ``tensor`` is proportional to a positive parameter: d tensor / d parameter, summed,
-    of the parameter's shape; None where it is not."""
+    """Return d tensor / d parameter, summed over the tensor, where they are proportional.
+
+    :param parameter: positive.
+    :returns: of the parameter's shape; None where ``tensor`` is not proportional to it.
+    """
     if not tensor.requires_grad or not (parameter.value > 0).all():
         return None
     (slope,) = torch.autograd.grad(
@@ -121,8 +124,10 @@ def scales(tensor: Tensor, parameter: Hyperparameter) -> Tensor | None:
 
 
 def prior_scales(reading: ParameterReading, subset: Subset) -> dict[str, Tensor]:
-    """For each site of the subset with independent Normals around a constant: their standard
-    deviations, flat, those that are in the subset."""
+    """Return the standard deviations of the sites with independent Normal priors, by site.
+
+    :returns: flat, the entries that are in the subset.
+    """
     result = {}
     for name in subset.parts:
         site, latent = reading.run.latents[name], subset.layout.latents[name]
@@ -136,7 +141,7 @@ def prior_scales(reading: ParameterReading, subset: Subset) -> dict[str, Tensor]
 
 
 def prior_locations(reading: ParameterReading, subset: Subset, name: str) -> Tensor:
-    """The means of a site's independent Normals, flat, those that are in the subset."""
+    """Return the means of a site's independent Normals, flat, the entries in the subset."""
     site = reading.run.latents[name]
     base: Any = without_wrappers(site.distribution)[0]
     loc = base.loc.detach().expand(site.value.shape).reshape(-1)
@@ -145,7 +150,10 @@ def prior_locations(reading: ParameterReading, subset: Subset, name: str) -> Ten
 
 
 def owners(reading: ParameterReading, subset: Subset) -> dict[str, list[tuple[str, Tensor]]]:
-    """For each hyperparameter the sites whose prior scales are proportional to it, and these."""
+    """Return the sites whose prior scales are proportional to a hyperparameter, with these scales.
+
+    :returns: hyperparameter -> [(site, scales), ...].
+    """
     result: dict[str, list[tuple[str, Tensor]]] = {}
     for site, scale in prior_scales(reading, subset).items():
         for name, parameter in reading.parameters.items():
@@ -155,7 +163,7 @@ def owners(reading: ParameterReading, subset: Subset) -> dict[str, list[tuple[st
 
 
 def group_sum(scale: Tensor, values: Tensor, parameter: Hyperparameter) -> Tensor:
-    """Sums of ``values`` over the entries that each element of a parameter scales.
+    """Return sums of ``values`` over the entries that each element of a parameter scales.
 
     For s_i = c_i theta_g(i): theta * d(sum s_i x_i / s_i) / d theta = sum of x_i over the group.
 
@@ -169,8 +177,10 @@ def group_sum(scale: Tensor, values: Tensor, parameter: Hyperparameter) -> Tenso
 
 
 def noise_owner(reading: ParameterReading, subset: Subset) -> tuple[Hyperparameter, Site] | None:
-    """The hyperparameter to which the noise of the only observed site, a Normal, is
-    proportional; None where there is no such."""
+    """Return the hyperparameter to which the noise is proportional, and the observed site.
+
+    :returns: None unless the program observes one site alone, a Normal, with such a noise.
+    """
     site = noise_site(reading)
     if site is None:
         return None
@@ -183,8 +193,10 @@ def noise_owner(reading: ParameterReading, subset: Subset) -> tuple[Hyperparamet
 
 @torch.enable_grad()
 def noise_site(reading: ParameterReading) -> Site | None:
-    """The only observed site, if it is a Normal whose scale no latent moves, and the program's
-    parameters only as a whole."""
+    """Return the only observed site, if it is a Normal with a noise scale of its own.
+
+    :returns: None if latents move the scale, or parameters move its entries differently.
+    """
     if len(reading.run.observed) != 1 or reading.run.factors:
         return None
     (site,) = reading.run.observed.values()
@@ -203,7 +215,7 @@ def noise_site(reading: ParameterReading) -> Site | None:
 
 
 def _moves_as_a_whole(scale: Tensor, parameters: Mapping[str, Hyperparameter]) -> bool:
-    """Whether d log scale / d parameter is the same for all entries of the scale."""
+    """Return True if d log scale / d parameter is the same for all entries of the scale."""
     logs = scale.log().reshape(-1)
     # any weights that add up to zero
     weights = torch.linspace(-1.0, 1.0, len(logs), dtype=logs.dtype, device=logs.device)
@@ -221,8 +233,10 @@ def _moves_as_a_whole(scale: Tensor, parameters: Mapping[str, Hyperparameter]) -
 
 @torch.enable_grad()
 def in_likelihood(reading: ParameterReading) -> list[str]:
-    """The parameters of the program on which its likelihood depends, other than by the scale of
-    ``noise_site``."""
+    """Return the names of the parameters that move the likelihood.
+
+    The scale of ``noise_site`` does not count.
+    """
     if not reading.parameters:
         return []
     noise = noise_site(reading)
@@ -242,8 +256,10 @@ def in_likelihood(reading: ParameterReading) -> list[str]:
 
 
 def followed(reading: ParameterReading) -> dict[str, Hyperparameter]:
-    """The hyperparameters whose every effect on the evidence is known without another fit: those
-    of the priors, and of a Normal's noise."""
+    """Return the hyperparameters that the evidence follows without another fit.
+
+    They are those of the priors, and of a Normal's noise.
+    """
     others = in_likelihood(reading)
     return {name: p for name, p in reading.parameters.items() if name not in others}
 
@@ -252,7 +268,7 @@ def followed(reading: ParameterReading) -> dict[str, Hyperparameter]:
 def restored_on_error(
     parameters: Mapping[str, Hyperparameter], refresh: Callable[[], Any]
 ) -> Iterator[None]:
-    """Hyperparameters get their values back where an error is raised inside.
+    """Give hyperparameters their values back if the body raises an error.
 
     :param refresh: called then, for those who follow them.
     """

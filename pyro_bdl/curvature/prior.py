@@ -45,12 +45,12 @@ class PriorPrecision(NamedTuple):
         return result.index_put((inside[:, None], inside), block)
 
     def couples(self, positions: Any) -> bool:
-        """Whether the matrix over some of the numbers has entries off its diagonal."""
+        """Return True if the matrix over some of the numbers has entries off its diagonal."""
         found = self._dense_within(positions)
         return found is not None and bool((found[1] - found[1].diagonal().diag()).any())
 
     def _dense_within(self, positions: Any) -> tuple[Tensor, Tensor] | None:
-        """Which of some numbers the dense matrix is about (q,), and its part (q, q) over them."""
+        """Return those of some numbers that the dense matrix is about (q,), and its part (q, q)."""
         if self.indices is None or self.dense is None:
             return None
         table = torch.full_like(self.diagonal, -1, dtype=torch.long)
@@ -74,7 +74,7 @@ class PriorPrecision(NamedTuple):
 def run_at(
     model: Callable, subset: Subset, vector: Tensor, args: tuple, kwargs: Mapping[str, Any]
 ) -> tuple[Run, dict[str, Tensor]]:
-    """The program run at a vector (P,), and the unconstrained leaves of the graph."""
+    """Run the program at a vector (P,); return the run and the unconstrained leaves of it."""
     leaves = {n: v.clone().requires_grad_() for n, v in subset.layout.unflatten(vector).items()}
     with torch.enable_grad(), evaluation_mode(model), preserved_buffers(model):
         values = subset.layout.to_supports(leaves)
@@ -161,7 +161,7 @@ def _stated(run: Run, layout: Any) -> list[tuple[list[str], Tensor, Tensor | Non
 def _differentiated(
     run: Run, leaves: Mapping[str, Tensor], layout: Any, names: list[str], create_graph: bool
 ) -> tuple[list[Tensor], Tensor | None]:
-    """By autograd, for the named sites together: the diagonals, and the matrix if it is small."""
+    """Differentiate the log prior of some sites twice: diagonals, and the matrix if it is small."""
     total = _log_density(run, leaves, layout)
     sizes = [layout.latents[name].size for name in names]
     inputs = [leaves[name] for name in names]
@@ -229,7 +229,7 @@ def _normal_precision(site: Site, transform: Any, leaves: Mapping[str, Tensor]) 
 
 
 def _is_one_number(values: Tensor) -> bool:
-    """Whether a tensor is one number in memory, expanded."""
+    """Return True if a tensor is one number in memory, expanded."""
     steps = zip(values.shape, values.stride(), strict=True)
     return values.numel() > 0 and all(size == 1 or step == 0 for size, step in steps)
 

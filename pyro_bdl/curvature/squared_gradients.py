@@ -1,4 +1,4 @@
-"""The gradient of a log likelihood, and the squares of each datum's, in a training step."""
+"""The gradient of a log likelihood and the squared gradients of its data, in a training step."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,7 @@ from pyro_bdl.program.trace import Site
 def gradient_and_squares(
     likelihood: Tensor, wanted: Sequence[Tensor], at: Linearization, config: CurvatureConfig
 ) -> tuple[list[Tensor], Tensor]:
-    """The gradients of a batch's log likelihood, and the diagonal of its curvature, (P,).
+    """Return the gradients of a batch's log likelihood and the diagonal of its curvature, (P,).
 
     The curvature is scaled up to all data as the log likelihood is. Where it is the empirical
     Fisher of one observed site, and the log likelihood that of ``at`` itself, one backward pass
@@ -58,7 +58,7 @@ def _filled(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[
 
 
 def _only_site(at: Linearization) -> str | None:
-    """The observed site, where all of the log likelihood is one's that weighs no cells."""
+    """Return the only observed site, if there are no factors and its cells have no weights."""
     run = at.run
     if len(run.observed) != 1 or run.factors:
         return None
@@ -67,8 +67,10 @@ def _only_site(at: Linearization) -> str | None:
 
 
 def _counts_plainly(site: Site) -> bool:
-    """Whether it is known that every cell counts once or not at all: no temperatures, and no
-    masks but Boolean ones."""
+    """Return True if every cell counts once or not at all.
+
+    There are no temperatures then, and no masks but Boolean ones.
+    """
     if not isinstance(site.scale, float | int) or site.scale != site.subsampling:
         return False
     outer: Any = site.distribution
@@ -90,7 +92,7 @@ def _squares(at: Linearization, config: CurvatureConfig) -> Tensor:
 
 
 def parameters_behind(output: Tensor, stop: Tensor) -> list[nn.Parameter]:
-    """The parameters that an output was computed from, other than through ``stop``."""
+    """Return the parameters behind an output, other than those through ``stop``."""
     nodes, seen, found = [output.grad_fn], {stop.grad_fn}, []
     while nodes:
         node = nodes.pop()

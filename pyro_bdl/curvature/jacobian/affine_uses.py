@@ -58,7 +58,7 @@ class AffineUse:
 
 
 class UseRecorder(Tracker):
-    """Records the uses of latents while a program runs.
+    """A recorder of the uses of latents while a program runs.
 
     :param latents: site -> the very tensors that the program gets.
     """
@@ -113,7 +113,7 @@ def _product(
     transposed: bool = False,
     to_rows: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
-    """z = a w' for w (out, in), or z = a w for w (in, out) where ``transposed``."""
+    """Record z = a w' for w (out, in), or z = a w for w (in, out) where ``transposed``."""
     weight = tag.tensor
     out, into = weight.shape[::-1] if transposed else weight.shape
     indices = tag.indices
@@ -136,7 +136,7 @@ def _bias(
     output: Tensor,
     to_rows: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
-    """z = ... + b with b along the features."""
+    """Record z = ... + b with b along the features."""
     size = tag.tensor.numel()
     mode.add(
         tag,
@@ -255,7 +255,7 @@ def _embedding(mode: UseRecorder, named: dict, output: Tensor) -> set[int]:
 
 
 def _norm(mode: UseRecorder, named: dict, output: Tensor, plain: Callable, dim: int) -> set:
-    """z = xhat * w + b, with w along dimension ``dim`` of z and the following ones."""
+    """Record z = xhat * w + b, with w along dimension ``dim`` of z and the following ones."""
     seen: set[int] = set()
     weight, bias = mode.tag(named.get("weight")), mode.tag(named.get("bias"))
     if mode.tag(named["input"]):
@@ -272,7 +272,7 @@ def _norm(mode: UseRecorder, named: dict, output: Tensor, plain: Callable, dim: 
 def _scale(
     mode: UseRecorder, tag: Tag, output: Tensor, multiplier: Tensor | None, dim: int
 ) -> set[int]:
-    """z = multiplier * w + ..., with the dimensions of w at ``dim`` of z and after."""
+    """Record z = multiplier * w + ..., with the dimensions of w at ``dim`` of z and after."""
     start = dim % output.dim()
     shape = (1,) * start + tuple(tag.tensor.shape)
     shape += (1,) * (output.dim() - len(shape))
@@ -328,7 +328,7 @@ def _batch_norm(mode: UseRecorder, named: dict, output: Tensor) -> set[int]:
 def _elementwise(
     mode: UseRecorder, named: dict, output: Tensor, multiplied: bool, signs: tuple[int, int]
 ) -> set[int]:
-    """z = w + x, w - x, x - w or w * x; a latent along the last dimensions of z."""
+    """Record z = w + x, w - x, x - w or w * x; the latent lies along the last dimensions of z."""
     left, right = named["input"], named["other"]
     first, second = mode.tag(left), mode.tag(right)
     if (first and second) or named.get("alpha", 1) != 1:

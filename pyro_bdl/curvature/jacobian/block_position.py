@@ -1,4 +1,4 @@
-"""Where the entries of a part of the latents lie in the vector of a subset."""
+"""The position of a block of latents in the vector of a subset."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ Indices = slice | Tensor
 
 @dataclass
 class BlockPosition:
-    """Where a block's entries lie.
+    """The position of a block's entries in the vector of a subset.
 
     :param key: names the block: the site, and which use of it.
     :param indices: in the vector of the subset, one for each chosen entry.
@@ -24,12 +24,14 @@ class BlockPosition:
     uses: tuple[int, ...] = ()
 
     def take(self, entries: Tensor) -> Tensor:
-        """Entries (..., m) of the whole block that are in the subset."""
+        """Return those of a block's entries (..., m) that are in the subset."""
         return entries if self.chosen is None else entries[..., self.chosen]
 
     def spread(self, vectors: Tensor, shape: torch.Size) -> Tensor:
-        """The subset's values (..., p) as all of this block's entries (..., *shape), zeros at
-        those that are not in the subset."""
+        """Return the subset's values (..., p) as this block's entries (..., *shape).
+
+        Entries that are not in the subset are zero.
+        """
         values = vectors[..., self.indices]
         if self.chosen is not None:
             whole = values.new_zeros(*values.shape[:-1], shape.numel())
@@ -44,7 +46,7 @@ class BlockPosition:
         return len(self.indices)
 
     def index_tensor(self, device: torch.device) -> Tensor:
-        """The indices as integers (m,)."""
+        """Return the indices as integers (m,)."""
         if isinstance(self.indices, slice):
             return torch.arange(self.indices.start, self.indices.stop, device=device)
         return self.indices.to(device)

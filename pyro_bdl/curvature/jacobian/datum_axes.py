@@ -1,4 +1,4 @@
-"""Which rows of an operation's output belong to which datum."""
+"""The axis of an operation's output that numbers the data."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -10,14 +10,16 @@ from pyro_bdl.curvature.jacobian.affine_uses import AffineUse
 
 
 class DatumAxis(NamedTuple):
-    """How the rows of an operation's output number the data: along ``dim``, each datum's rows
-    next to each other (``contiguous``) or n apart."""
+    """The axis ``dim`` of an operation's output, along which rows number the data.
+
+    Each datum's rows lie next to each other (``contiguous``) or n apart.
+    """
 
     dim: int
     contiguous: bool
 
     def first(self, rows: Tensor, num_data: int) -> Tensor:
-        """(*lead, ...) as (n, rows of a datum along the axis, *other lead, ...)."""
+        """Return (*lead, ...) as (n, rows of a datum along the axis, *other lead, ...)."""
         rows = rows.movedim(self.dim, 0)
         if self.contiguous:
             return rows.unflatten(0, (num_data, -1))
@@ -25,7 +27,7 @@ class DatumAxis(NamedTuple):
 
 
 class Alignment(NamedTuple):
-    """What a first look at a program's outputs tells, the same for every batch of it.
+    """The datum axes of all uses, the same for every batch of a program.
 
     ``axes``: for each use its datum axis, None where it has none or the outputs do not depend on
     it. ``others``: the sites whose gradients do not follow from aligned uses. ``shared``: those of
@@ -42,14 +44,14 @@ def as_rows(use: AffineUse, output: Tensor) -> Tensor:
 
 
 def aligned_with(mask: Tensor, output: Tensor) -> Tensor:
-    """A mask over the data (n,), to be multiplied with an output (n, ...)."""
+    """Return a mask over the data (n,) in a shape that broadcasts against an output (n, ...)."""
     if len(mask) == 1:
         return mask.to(output.dtype).reshape((1,) * output.dim())
     return mask.to(output.dtype).reshape(-1, *(1,) * (output.dim() - 1))
 
 
 def levels_of(num_data: int, device: torch.device) -> Iterator[Tensor]:
-    """Powers of two for the data (n,); any two data have different ones at least once."""
+    """Yield powers of two for the data (n,); any two data have different ones at least once."""
     numbers = torch.arange(num_data, device=device)
     while numbers.any():
         yield torch.exp2((numbers % 16 - 8).to(torch.float32))
@@ -57,7 +59,7 @@ def levels_of(num_data: int, device: torch.device) -> Iterator[Tensor]:
 
 
 def datum_axes(use: AffineUse, num_data: int) -> list[DatumAxis]:
-    """The axes of an operation's output that may number the data, the likely ones first."""
+    """Return the axes of an operation's output that may number the data, likely ones first."""
     shape = as_rows(use, torch.empty(use.output_shape, device="meta")).shape
     candidates = use.reduce_dims if use.kind == "scale" else range(len(shape) - 1)
     axes = []
@@ -72,7 +74,7 @@ def datum_axes(use: AffineUse, num_data: int) -> list[DatumAxis]:
 
 
 def scales_by(before: Tensor, after: Tensor, axis: DatumAxis, levels: Tensor) -> bool:
-    """Whether the rows of every datum along the axis were multiplied by its level."""
+    """Return True if the rows of every datum along the axis were multiplied by its level."""
     count = before.shape[axis.dim]
     repeat = count // len(levels)
     factor = levels.repeat_interleave(repeat) if axis.contiguous else levels.repeat(repeat)
@@ -84,7 +86,7 @@ def scales_by(before: Tensor, after: Tensor, axis: DatumAxis, levels: Tensor) ->
 
 
 def rounding_of(like: Tensor) -> float:
-    """How far equal numbers may lie apart by rounding, relative to their terms' sizes."""
+    """Return how far rounding may move equal numbers apart, relative to their terms' sizes."""
     if like.dtype == torch.float64:
         return 1e-9
     if like.dtype != torch.float32:

@@ -9,10 +9,10 @@ from pyro_bdl.utils.linear_algebra import products
 
 
 def joint_gram(block: Any, weights: Tensor | None = None) -> Tensor:
-    """sum_e w_e G_ie G_je of all rows i, j of a block's gradients, (n K, n K), data before columns.
+    """Return sum_e w_e G_ie G_je for all rows i, j of a block, (n K, n K), data before columns.
 
-    Of products at single positions, G = g a', the sum over the inputs is made for each output o by
-    itself, sum_o g_io g_jo (sum_e a_ie w_oe a_je), so that no row over all entries is formed.
+    For products at single positions, G = g a', the sum over the inputs is made for each output o
+    by itself, sum_o g_io g_jo (sum_e a_ie w_oe a_je): no row over all entries is formed.
 
     :param weights: not negative, of the block's shape (groups, out, in); None: ones.
     """

@@ -67,8 +67,10 @@ class ProductBlock:
         return self.entries().square_().sum((0, 1))
 
     def gram(self, weights: Tensor | None = None) -> Tensor:
-        """Inner products of the columns weighted by (groups, out, in), or not: (n, K, K) of
-        sum_e w_e G_ke G_le."""
+        """Return sum_e w_e G_ke G_le for each datum, (n, K, K).
+
+        :param weights: w, (groups, out, in); None: ones.
+        """
         if self.single:
             g = self.gradients[:, :, 0].permute(1, 0, 2, 3).flatten(2)
             scaled = self.input_squares(weights).expand_as(self.gradients[0, :, 0])
@@ -85,11 +87,11 @@ class ProductBlock:
 
     @property
     def single(self) -> bool:
-        """Whether each datum has a single position, so that its gradient is one product g a'."""
+        """True if each datum has a single position, so that its gradient is one product g a'."""
         return self.gradients.shape[2] == 1 and self.source is not None
 
     def input_squares(self, weights: Tensor | None) -> Tensor:
-        """sum_i w_oi a_i^2 where positions are single, (n, groups, out), or (n, groups, 1)."""
+        """Return sum_i w_oi a_i^2 at single positions, (n, groups, out) or (n, groups, 1)."""
         assert self.source is not None
         squares = self.source()[:, 0].square()
         if weights is None:
@@ -112,13 +114,13 @@ class ProductBlock:
         return g.sum((0, 1))[..., None] if a is None else torch.einsum("ntgo,ntgi->goi", g, a)
 
     def bound(self) -> Tensor:
-        """No entry of ``total`` is larger, whatever cancels in it."""
+        """Return a bound on the entries of ``total``, whatever cancels in them."""
         a = self.inputs
         size = self.gradients[0, ..., 0].numel() if a is None else a.square().sum()
         return (self.gradients.sum(0).square().sum() * size).sqrt()
 
     def rotated(self, inputs: Tensor | None, outputs: Tensor | None) -> "ProductBlock":
-        """The gradients in other bases: g Q_out and a Q_in, (groups, dim, dim) each."""
+        """Return the gradients in other bases: g Q_out and a Q_in, (groups, dim, dim) each."""
         g, source = self.gradients, self.source
         if outputs is not None:
             g = torch.einsum("kntgo,gop->kntgp", g, outputs)
@@ -128,8 +130,12 @@ class ProductBlock:
         return replace(self, gradients=g, source=source)
 
     def split_inputs(self, basis: Tensor) -> tuple["ProductBlock", "ProductBlock"]:
-        """In the coordinates of some orthonormal directions of the inputs (groups, in, r), and
-        what is orthogonal to these in the coordinates it has."""
+        """Split the gradients by orthonormal directions of the inputs.
+
+        :param basis: the directions, (groups, in, r).
+        :returns: the part along them, in their coordinates, and the part orthogonal to them, in
+            the weight's own coordinates.
+        """
         given = self.source
         assert given is not None
         inside = cache(lambda: torch.einsum("ntgi,gij->ntgj", given(), basis))
@@ -137,7 +143,7 @@ class ProductBlock:
         return replace(self, source=inside), replace(self, source=outside)
 
     def split_outputs(self, basis: Tensor) -> tuple["ProductBlock", "ProductBlock"]:
-        """The same of the outputs, (groups, out, s)."""
+        """Split the gradients by directions of the outputs (groups, out, s) in the same way."""
         inside = torch.einsum("kntgo,gop->kntgp", self.gradients, basis)
         outside = self.gradients - torch.einsum("kntgp,gop->kntgo", inside, basis)
         return replace(self, gradients=inside), replace(self, gradients=outside)
@@ -257,9 +263,9 @@ def weighted(rows: Tensor, weights: Tensor | None) -> Tensor:
 
 @dataclass
 class Jacobian:
-    """K columns of gradients for n data in p latents: blocks over disjoint parts of the p.
+    """K columns of gradients for n data in p latents, as blocks over disjoint parts of the p.
 
-    What no block covers has gradient zero.
+    Latents that no block covers have gradient zero.
     """
 
     blocks: list[Block]
@@ -269,7 +275,7 @@ class Jacobian:
     like: Tensor
 
     def rows(self) -> Tensor:
-        """All of it as a tensor (K, n, p)."""
+        """Return all gradients as one tensor (K, n, p)."""
         result = self.like.new_zeros(self.num_columns, self.num_data, self.size)
         for block in self.blocks:
             result[..., block.position.indices] = block.rows()
@@ -280,21 +286,21 @@ class Jacobian:
         return self.like.new_zeros(total, total)
 
     def apply(self, vectors: Tensor) -> Tensor:
-        """J v for vectors (S, p): (S, n, K)."""
+        """Return J v for vectors (S, p), (S, n, K)."""
         result = self.like.new_zeros(len(vectors), self.num_data, self.num_columns)
         for block in self.blocks:
             result += block.apply(block.position.spread(vectors, block.shape))
         return result
 
     def gram(self, weights: Tensor) -> Tensor:
-        """Inner products of a datum's columns weighted by (p,): (n, K, K)."""
+        """Return the inner products of a datum's columns, weighted by (p,), (n, K, K)."""
         result = self.like.new_zeros(self.num_data, self.num_columns, self.num_columns)
         for block in self.blocks:
             result += block.gram(block.position.spread(weights, block.shape))
         return result
 
     def norms(self, weights: Tensor) -> Tensor:
-        """The diagonals of ``gram``: (n, K)."""
+        """Return the diagonals of ``gram``, (n, K)."""
         result = self.like.new_zeros(self.num_data, self.num_columns)
         for block in self.blocks:
             result += block.norms(block.position.spread(weights, block.shape))
@@ -302,7 +308,7 @@ class Jacobian:
 
 
 def merged(blocks: Sequence[Block], entries: Sequence[Tensor | None], part: slice) -> list[Block]:
-    """The blocks of one site with shared parts made one.
+    """Return the blocks of one site, with blocks that share entries made one.
 
     Uses of the very same entries (tied weights) are positions of one product; uses that overlap
     otherwise are added as rows.

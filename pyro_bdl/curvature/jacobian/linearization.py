@@ -1,4 +1,4 @@
-"""A batch of data run through a program once, ready for any column of its Jacobian."""
+"""The linearization of a program over one batch of data, for any column of its Jacobian."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -87,7 +87,7 @@ class Linearization:
         }
 
     def pullback(self, outputs: Outputs, num_data: int, *, label: Any = None) -> "Pullback":
-        """Outputs of the run, ready to be differentiated datum by datum.
+        """Return outputs of the run as functions of the subset, datum by datum.
 
         :param outputs: which, each of shape (n, ...), or of any shape where n = 1.
         :param label: names these outputs, so that what is found of them may be used again.
@@ -121,7 +121,7 @@ class Pullback:
         columns: Sequence[Sequence[Tensor]],
         arrived: Sequence[Sequence[Tensor | None]] | None = None,
     ) -> Jacobian:
-        """The gradients of sum_j <column_kj, output_j> in the subset, for every datum.
+        """Return the gradients of sum_j <column_kj, output_j> in the subset, for every datum.
 
         :param columns: K cotangents, each with a tensor for every output.
         :param arrived: where they are known, the gradients that each column leaves at the outputs
@@ -132,7 +132,7 @@ class Pullback:
         return self._of_blocks(blocks, len(columns))
 
     def identity(self) -> Jacobian:
-        """All K numbers of a datum as K columns."""
+        """Return the Jacobian of all K numbers of a datum, a column for each."""
         sizes = [output.numel() // self.num_data for output in self.outputs]
         uses = self._output_layer_uses()
         if uses and self._output_gradient_is(lambda noise: noise):
@@ -154,8 +154,12 @@ class Pullback:
         return self.jacobian(columns)
 
     def softmax(self, weights: Tensor) -> Jacobian | None:
-        """Of logits (n, K) that a product makes, up to a sum over the classes: the columns of
-        their Fisher information times weights (n,); None where they are no such logits."""
+        """Return columns of a Categorical's Fisher information, if one product makes its logits.
+
+        :param weights: of the data, (n,).
+        :returns: None where the logits (n, K) are not the outputs of a product, up to a constant
+            of each datum.
+        """
         uses = self._output_layer_uses()
         if not uses:
             return None
@@ -173,8 +177,10 @@ class Pullback:
         return self._of_blocks(blocks, p.shape[-1])
 
     def _output_layer_uses(self) -> list[tuple[AffineUse, BlockPosition]]:
-        """The uses of whole sites in one plain product, if these are all, and its output has the
-        shape (n, K) of the only output asked for; otherwise none."""
+        """Return the uses of the output layer, if the only output asked for is that of one product.
+
+        Empty where other uses matter too, or sites are in the subset in part.
+        """
         at, shape = self.at, self.outputs[0].shape
         reached = [i for i, axis in enumerate(self.alignment.axes) if axis is not None]
         uses = [at.uses[i] for i in reached]
@@ -192,7 +198,7 @@ class Pullback:
         return found if plain and len(found) == len(uses) else []
 
     def _output_gradient_is(self, expected: Callable[[Tensor], Tensor]) -> bool:
-        """Whether the outputs' gradient in the product's is as expected, which noise tells."""
+        """Return True if noise sent back from the output arrives at the product as expected."""
         (output,) = self.outputs
         edge = next(use.edge for use, _ in self._output_layer_uses())
         noise = fixed_normal(output, seed=1)
@@ -262,7 +268,7 @@ class Pullback:
         return ProductBlock(position, partial(self._inputs, use, axis), stacked, use.shape)
 
     def _inputs(self, use: AffineUse, axis: DatumAxis) -> Tensor:
-        """a of a product as (n, T, groups, in); patches of images are kept for other columns."""
+        """Return a of a product as (n, T, groups, in); patches are kept for other columns."""
         kept = self.at.unfolded.get((use.edge, use.number, axis))
         if kept is not None:
             return kept
@@ -318,7 +324,7 @@ class Pullback:
         return Alignment(axes, others, self._behind_shared_outputs(others))
 
     def _behind_shared_outputs(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Those of the sites that act on no outputs but such as are the same for all data."""
+        """Return the sites that act only on outputs that are the same for all data."""
         own = [o for o in self.outputs if not is_shared(o, self.num_data) and o.requires_grad]
         if not own or not names:
             return tuple(names)
@@ -331,7 +337,7 @@ class Pullback:
     def _incomplete(
         self, alignment: Alignment, noise: Sequence[Tensor], gradients: Mapping[str, Tensor | None]
     ) -> set[str]:
-        """The sites whose gradients are not the sums of their uses'."""
+        """Return the sites whose gradients are not the sums of those of their uses."""
         subset, totals, bounds = self.at.subset, {}, {}
         for block in self._aligned_blocks([noise], alignment):
             site = block.position.key[0]

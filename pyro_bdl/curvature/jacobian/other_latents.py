@@ -22,7 +22,7 @@ Names = Sequence[str]
 
 @torch.enable_grad()  # parts of the outputs are taken here
 def blocks_of_other_latents(pullback: "Pullback", columns: Columns) -> list[Block]:
-    """Blocks of the sites whose gradients no use of them gives.
+    """Return blocks of the sites whose gradients do not follow from affine uses.
 
     :param columns: K cotangents, each with a tensor for every output.
     """
@@ -58,7 +58,7 @@ def _as_blocks(pullback: "Pullback", names: Names, rows: Tensor) -> list[Block]:
 
 
 def _chosen(pullback: "Pullback", names: Names, gradients: Sequence[Tensor | None]) -> Tensor:
-    """Gradients in some sites, flattened, of the entries in the subset, (p,)."""
+    """Return the gradients in some sites, flattened, for the entries in the subset, (p,)."""
     flat = []
     for name, gradient in zip(names, gradients, strict=True):
         leaf, chosen = pullback.at.leaves[name], pullback.at.subset.chosen[name]
@@ -71,12 +71,12 @@ def _chosen(pullback: "Pullback", names: Names, gradients: Sequence[Tensor | Non
 
 
 def is_shared(output: Tensor, num_data: int) -> bool:
-    """Whether an output (n, ...) is one tensor for all data, expanded."""
+    """Return True if an output (n, ...) is one tensor for all data, expanded."""
     return num_data == 1 or output.stride(0) == 0
 
 
 def _shared_outputs(pullback: "Pullback") -> list[tuple[int, Tensor]]:
-    """The numbers of these outputs, and each with its expanded dimensions shortened to one."""
+    """Return the shared outputs with their numbers, expanded dimensions shortened to one."""
     found = []
     for number, output in enumerate(pullback.outputs):
         if is_shared(output, pullback.num_data) and output.requires_grad:
@@ -87,7 +87,7 @@ def _shared_outputs(pullback: "Pullback") -> list[tuple[int, Tensor]]:
 
 
 def _shared_rows(pullback: "Pullback", columns: Columns, names: Names) -> Tensor:
-    """One small backward pass for each number that all data share, (K, n, p)."""
+    """Return rows (K, n, p) by one small backward pass for each number that all data share."""
     leaves = [pullback.at.leaves[name] for name in names]
     rows = pullback.at.vector.new_zeros(())
     for number, output in _shared_outputs(pullback):
@@ -114,7 +114,10 @@ def _shared_rows(pullback: "Pullback", columns: Columns, names: Names) -> Tensor
 
 
 def _forward_rows(pullback: "Pullback", columns: Columns, names: Names) -> Tensor | None:
-    """One forward derivative for each latent number; None where an operator has none."""
+    """Return rows by one forward derivative for each latent number.
+
+    :returns: (K, n, p); None where an operator has no forward derivative.
+    """
     at, layout = pullback.at, pullback.at.subset.layout
     parts = [at.subset.parts[name] for name in names]
     where = torch.cat([torch.arange(part.start, part.stop, device="cpu") for part in parts])
@@ -140,14 +143,14 @@ def _forward_rows(pullback: "Pullback", columns: Columns, names: Names) -> Tenso
 
 
 def _contract(pullback: "Pullback", column: Sequence[Tensor], moved: Sequence[Tensor]) -> Tensor:
-    """<column, moved> for every datum, (n,)."""
+    """Return <column, moved> for every datum, (n,)."""
     n = pullback.num_data
     terms = [(c * m).reshape(n, -1).sum(-1) for c, m in zip(column, moved, strict=True)]
     return torch.stack(terms).sum(0)
 
 
 def _backward_rows(pullback: "Pullback", columns: Columns, names: Names) -> Tensor:
-    """One backward pass for each datum and column."""
+    """Return rows (K, n, p) by one backward pass for each datum and column."""
     leaves = [pullback.at.leaves[name] for name in names]
     data = torch.arange(pullback.num_data, device=pullback.at.vector.device)
     rows = []

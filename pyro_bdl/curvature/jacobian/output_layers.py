@@ -1,7 +1,7 @@
-"""Products whose outputs are themselves what is asked for, as in the last layer of a network.
+"""Blocks of a product whose outputs are the very outputs asked for, as of a network's last layer.
 
-What would be back-propagated through nothing, one column for each output, is known then: an
-identity for the outputs, and for the Fisher information of classes diag(p) - p p'.
+Their columns are known without back-propagation: an identity for the outputs, and
+diag(p) - p p' for the Fisher information of classes.
 """
 
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from pyro_bdl.curvature.jacobian.jacobian import ProductBlock
 
 @dataclass
 class IdentityBlock(ProductBlock):
-    """The outputs z of a product as columns: the gradient of z_k in z is e_k for every datum.
+    """Gradients of a product's outputs z: the gradient of z_k in z is e_k for every datum.
 
     ``gradients`` are a matrix (K, out) expanded over the data.
     """
@@ -33,19 +33,19 @@ class IdentityBlock(ProductBlock):
 
     @property
     def columns(self) -> Tensor:
-        """(K, out)."""
+        """The gradients of one datum, (K, out)."""
         return self.gradients[:, 0, 0, 0]
 
     def gram(self, weights: Tensor | None = None) -> Tensor:
-        """(n, K, K), or (1, K, K) where it is the same for all data."""
+        """Return inner products (n, K, K), or (1, K, K) where they are the same for all data."""
         return torch.matmul(self.columns * self._scaled(weights)[:, None], self.columns.mT)
 
     def norms(self, weights: Tensor | None = None) -> Tensor:
-        """(n, K), or (1, K)."""
+        """Return the diagonals of ``gram``, (n, K) or (1, K)."""
         return self._scaled(weights) @ self.columns.square().mT
 
     def _scaled(self, weights: Tensor | None) -> Tensor:
-        """sum_i w_oi a_i^2, (n, out), or (1, out) of a bias."""
+        """Return sum_i w_oi a_i^2, (n, out), or (1, out) for a bias."""
         if self.source is not None:
             return self.input_squares(weights)[:, 0].expand(-1, self.columns.shape[1])
         like = self.columns
@@ -71,7 +71,7 @@ class SoftmaxBlock(ProductBlock):
         return replace(self, source=turned.source, basis=None if outputs is None else outputs[0])
 
     def moments(self) -> Tensor:
-        """Sums over columns and data of g g', (1, out, out)."""
+        """Return the sums over columns and data of g g', (1, out, out)."""
         p = self.gradients[0, :, 0, 0]
         weighted = self.weights * p
         return (torch.diag(weighted.sum(0)) - weighted.mT @ p)[None]

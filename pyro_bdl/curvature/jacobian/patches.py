@@ -13,7 +13,7 @@ def patches(
     padding: str | int | tuple[int, ...],
     groups: int,
 ) -> Tensor:
-    """The inputs of every output position, (n, positions, groups, channels/groups * kernel).
+    """Return the inputs of every output position, (n, positions, groups, channels/groups * kernel).
 
     :param images: (n, channels, *spatial), of any number of spatial dimensions.
     :param padding: as in ``torch.nn.functional.conv2d``, "same" and "valid" included.
@@ -43,7 +43,7 @@ def _image_patches(
     dilation: tuple[int, ...],
     groups: int,
 ) -> Tensor:
-    """By torch's own kernel, which is faster; sequences count as images of height 1."""
+    """Return patches by torch's kernel, which is faster; sequences are images of height 1."""
     if len(kernel) == 1:
         images, kernel = images[:, :, None], (1, *kernel)
         stride, dilation = (1, *stride), (1, *dilation)
@@ -54,7 +54,7 @@ def _image_patches(
 def _padding(
     padding: str | int | tuple[int, ...], kernel: tuple[int, ...], dilation: tuple[int, ...]
 ) -> list[int]:
-    """In the order of ``F.pad``: the last dimension first, left and right."""
+    """Return padding in the order of ``F.pad``: last dimension first, left and right."""
     result: list[int] = []
     for d in reversed(range(len(kernel))):
         if padding == "valid":

@@ -1,4 +1,4 @@
-"""Uses of latents as blocks of a Jacobian: where their entries lie, gradients as rows."""
+"""Blocks of a Jacobian from affine uses: positions of entries, and gradients as rows."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +22,7 @@ def repeats(indices: Tensor | None) -> bool:
 
 
 def first_uses_of_entries(uses: Sequence[AffineUse]) -> list[int]:
-    """For each use the number of the first use of the very same entries in the same way."""
+    """Return for each use the number of the first use of the same entries in the same way."""
     numbers: list[int] = []
     alike: dict[Any, list[AffineUse]] = {}
     for use in uses:
@@ -36,7 +36,10 @@ def first_uses_of_entries(uses: Sequence[AffineUse]) -> list[int]:
 
 
 def position_of(use: AffineUse, subset: Subset, number: int) -> BlockPosition | None:
-    """Where the entries of a use, of that number, lie in the subset; None if none of them does."""
+    """Return the position of a use's entries in the subset; None if none of them is in it.
+
+    :param number: of the first use of these entries, which names the block.
+    """
     key = use.site, number
     part, chosen = subset.parts[use.site], subset.chosen[use.site]
     if chosen is None:
@@ -58,7 +61,7 @@ def position_of(use: AffineUse, subset: Subset, number: int) -> BlockPosition | 
 def gradient_rows(
     use: AffineUse, axis: DatumAxis, gradient: Tensor | None, num_data: int, like: Tensor
 ) -> Tensor:
-    """A gradient of z as (n, T, groups, out), or (n, m) for a scale."""
+    """Return a gradient of z as (n, T, groups, out), or (n, m) for a scale."""
     if gradient is None:
         gradient = like.new_zeros(use.output_shape)
     gradient = gradient.to(working_dtype(gradient.dtype))
@@ -76,7 +79,7 @@ def gradient_rows(
 def lookup(
     indices: Tensor, stacked: Tensor, shape: torch.Size, position: BlockPosition
 ) -> LookupBlock:
-    """Gradients of the same row in the same datum, added up."""
+    """Return a block of a table, with gradients of the same row and datum added up."""
     num_rows, features = shape
     num_data = len(indices)
     indices = indices.reshape(num_data, -1)

@@ -59,9 +59,11 @@ class FullCurvature(Curvature):
         add_products(self.matrix, jacobian.rows().flatten(0, 1))
 
     def _add_classes(self, blocks: list[SoftmaxBlock]) -> None:
-        """Sums over the data of w (diag(p) - p p') x a a', a the inputs of all blocks: as many
-        products as there are pairs of classes, where the columns' rows would take more by the
-        number of classes."""
+        """Add the sums over the data of w (diag(p) - p p') x a a', a the inputs of all blocks.
+
+        That takes a product for each pair of classes; rows of the columns would take as many more
+        as there are classes.
+        """
         p, w = blocks[0].gradients[0, :, 0, 0], blocks[0].weights
         ones = p.new_ones(len(p), 1)
         a = torch.cat([ones if b.source is None else b.source()[:, 0, 0] for b in blocks], 1)
@@ -121,7 +123,7 @@ class FullPrecision(Precision):
         return torch.cholesky_inverse(self.factor).diagonal().to(self.dtype)
 
     def _whitened(self, jacobian: Jacobian) -> Tensor:
-        """L^-1 J' as (n, K, p)."""
+        """Return L^-1 J' as (n, K, p)."""
         rows = jacobian.rows().transpose(0, 1).to(self.factor)
         flat = torch.linalg.solve_triangular(
             self.factor, rows.reshape(-1, self.size).mT, upper=False

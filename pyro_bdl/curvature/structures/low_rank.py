@@ -1,6 +1,6 @@
 """Low-rank curvature: the leading eigenpairs of sum_n J_n' J_n, without forming it.
 
-Randomised subspace iteration (Halko, Martinsson & Tropp 2011, algorithm 4.4) over products with
+Randomized subspace iteration (Halko, Martinsson & Tropp 2011, algorithm 4.4) over products with
 the matrix; each pass over the data multiplies the p x (rank + oversampling) basis once.
 """
 
@@ -21,7 +21,11 @@ _ITERATIONS = 2
 
 
 class LowRankCurvature(Curvature):
-    """vectors diag(values) vectors' with orthonormal vectors (p, k) and k leading eigenvalues."""
+    """The matrix vectors diag(values) vectors', of k leading eigenpairs.
+
+    :param rank: k.
+    :param start: a curvature of earlier data, which every pass includes.
+    """
 
     passes = 1 + _ITERATIONS
     vectors: Tensor
@@ -60,7 +64,7 @@ class LowRankCurvature(Curvature):
         self._product.addmm_(rows.mT, rows @ self._basis)
 
     def _total(self) -> Tensor:
-        """The matrix times the basis, earlier curvature included."""
+        """Return the matrix times the basis, earlier curvature included."""
         product = self._product * self._factor
         if self._before is not None:
             before = self._before
@@ -120,7 +124,7 @@ class LowRankPrecision(Precision):
         return self.matrix.inverse_diagonal()
 
     def _reduction(self, jacobian: Jacobian) -> Tensor:
-        """J C, (n, K, k), with J C C' J' the reduction of the covariance by the low rank."""
+        """Return J C (n, K, k); J C C' J' is what the low-rank part takes from the covariance."""
         return self.matrix.inverse_reduction(
             lambda columns: jacobian.apply(columns.mT).permute(1, 2, 0)
         )

@@ -191,8 +191,10 @@ class KroneckerCurvature(Curvature):
     # Algebra
 
     def with_prior(self, prior: PriorPrecision, factor: Tensor | float = 1.0) -> KroneckerPrecision:
-        """factor times this curvature, plus the prior's; a prior that varies within a product
-        enters by its diagonal in the product's eigenbasis, one that couples sites by its blocks.
+        """Return factor times this curvature, plus the prior's.
+
+        A prior that varies within a product enters by its diagonal in the product's eigenbasis.
+        One that couples sites enters by its blocks.
         """
         self._decompose()
         parts: list[tuple[BlockPosition, Any]] = []
@@ -216,10 +218,10 @@ class KroneckerCurvature(Curvature):
         return KroneckerPrecision(self.size, parts, self.like)
 
     def _blocks(self) -> list[tuple[BlockPosition, Any]]:
-        """Blocks over disjoint latents: products, and exact matrices or diagonals.
+        """Return blocks over disjoint latents: products, and exact matrices or diagonals.
 
-        Where blocks of a site share entries, which outputs that use it differently give, they
-        are added up in one.
+        Blocks of a site that share entries, as outputs that use it differently give, are added up
+        in one.
         """
         by_site: dict[str, list[tuple[BlockPosition, Any]]] = {}
         for module in (*self.products.values(), *self.rest.values()):
@@ -322,7 +324,7 @@ def _product_precision(
 
 
 def _is_one_number(values: Tensor, known: bool) -> bool:
-    """Whether entries are equal, and stay so where the parameters behind them change."""
+    """Return True if entries are equal, and stay so where the parameters behind them change."""
     if known or values.requires_grad:
         return known
     return not bool((values.detach() != values.detach()[0]).any())

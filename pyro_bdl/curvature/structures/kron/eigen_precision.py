@@ -1,4 +1,4 @@
-"""The Gaussian with the Kronecker factors of one weight as its precision."""
+"""The precision of one weight with Kronecker factors, and its draws."""
 
 from typing import Any
 
@@ -14,8 +14,10 @@ _NOISE_AT_ONCE = 2**26  # bytes of noise that draws are made of
 
 
 class EigenbasisDraws:
-    """Draws of one weight (groups, out, in), independent within the directions Q and outside them:
-    the covariance is Q diag(1 / values) Q' + (1 - Q Q') / rest.
+    """Draws of one weight (groups, out, in).
+
+    Their covariance is Q diag(1 / values) Q' + (1 - Q Q') / rest. They stay in the eigenbasis, into
+    which the gradients of functions are turned: a few vectors take the place of all draws.
 
     :param basis: Q.
     :param values: positive, (groups, s, r).
@@ -35,14 +37,14 @@ class EigenbasisDraws:
             self.outside = [noise(shape).mul_(rest.rsqrt()) for shape in basis.complement_shapes]
 
     def vectors(self) -> Tensor:
-        """(S, groups * out * in)."""
+        """Return the draws themselves, (S, groups * out * in)."""
         result = self.basis.back(self.inside)
         for part in self.basis.complement_weights(self.outside):
             result += part
         return result.flatten(1)
 
     def apply(self, block: Any) -> Tensor:
-        """The products with a block's gradients, (S, n, K)."""
+        """Return the products with a block's gradients, (S, n, K)."""
         if isinstance(block, DenseBlock):
             return block.apply(self.vectors())
         inside, outside = self.basis.split(block)
@@ -145,7 +147,7 @@ class EigenPrecision:
         return result
 
     def _whitened(self, block: DenseBlock) -> Tensor:
-        """Gradients (K, n, m) whose inner products are covariances."""
+        """Return gradients (K, n, m) whose inner products are covariances."""
         inside = self.basis.rotate(block.values)
         rows = (inside * self.values.rsqrt()).flatten(-3)
         if self.rest is None:

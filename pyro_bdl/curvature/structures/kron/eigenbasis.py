@@ -12,7 +12,8 @@ from torch import Tensor
 class Eigenbasis:
     """Q = U kron V over the entries of a weight (groups, out, in).
 
-    The directions (groups, s, r) may be fewer than the entries; what they leave out is "outside".
+    The directions (groups, s, r) may be fewer than the entries; the space that they leave out is
+    the complement.
 
     :param shape: of the weight.
     :param outputs: U, (groups, out, s) with orthonormal columns; None for the identity.
@@ -25,7 +26,7 @@ class Eigenbasis:
 
     @property
     def directions(self) -> torch.Size:
-        """(groups, s, r)."""
+        """The shape of the directions, (groups, s, r)."""
         groups, out, into = self.shape
         s = out if self.outputs is None else self.outputs.shape[2]
         r = into if self.inputs is None else self.inputs.shape[2]
@@ -37,12 +38,12 @@ class Eigenbasis:
 
     @property
     def _few(self) -> tuple[bool, bool]:
-        """Whether there are fewer directions of the inputs, and of the outputs, than entries."""
+        """True where directions are fewer than entries: for the inputs, and for the outputs."""
         found = self.directions
         return found[2] < self.shape[2], found[1] < self.shape[1]
 
     def rotate(self, x: Tensor) -> Tensor:
-        """Q' x for x (..., m), as (..., groups, s, r)."""
+        """Return Q' x for x (..., m), as (..., groups, s, r)."""
         x = x.reshape(*x.shape[:-1], *self.shape)
         if self.outputs is not None:
             x = torch.einsum("gop,...goi->...gpi", self.outputs, x)
@@ -51,7 +52,7 @@ class Eigenbasis:
         return x
 
     def back(self, x: Tensor) -> Tensor:
-        """Q x for x (..., groups, s, r), as (..., groups, out, in)."""
+        """Return Q x for x (..., groups, s, r), as (..., groups, out, in)."""
         if self.outputs is not None:
             x = torch.einsum("gop,...gpi->...goi", self.outputs, x)
         if self.inputs is not None:
@@ -59,7 +60,7 @@ class Eigenbasis:
         return x
 
     def diagonal(self, values: Tensor) -> Tensor:
-        """diag(Q diag(values) Q') for values (groups, s, r), (groups, out, in)."""
+        """Return diag(Q diag(values) Q') for values (groups, s, r), (groups, out, in)."""
         if self.inputs is not None:
             values = torch.einsum("goj,gij->goi", values, self.inputs.square())
         if self.outputs is not None:
@@ -67,7 +68,7 @@ class Eigenbasis:
         return values
 
     def rotated_diagonal(self, diagonal: Tensor) -> Tensor:
-        """diag(Q' diag(d) Q) for d (groups, out, in), (groups, s, r)."""
+        """Return diag(Q' diag(d) Q) for d (groups, out, in), (groups, s, r)."""
         if self.inputs is not None:
             diagonal = torch.einsum("goi,gij->goj", diagonal, self.inputs.square())
         if self.outputs is not None:
@@ -75,7 +76,10 @@ class Eigenbasis:
         return diagonal
 
     def complement_share(self) -> Tensor:
-        """Of every entry's unit vector the squared length that lies outside, (groups, out, in)."""
+        """Return the squared length of every entry's unit vector in the complement.
+
+        :returns: (groups, out, in).
+        """
         inside: Any = 1.0
         if self.outputs is not None:
             inside = self.outputs.square().sum(2)[:, :, None]
@@ -84,7 +88,7 @@ class Eigenbasis:
         return (1.0 - inside).clamp(min=0.0).expand(self.shape)
 
     def rotated_matrix_diagonal(self, matrix: Tensor) -> Tensor:
-        """diag(Q' matrix Q) for a matrix over the flattened entries, (groups, s, r)."""
+        """Return diag(Q' matrix Q) for a matrix over the flattened entries, (groups, s, r)."""
         groups, out, into = self.shape
         result = []
         for g, part in enumerate(range(0, groups * out * into, out * into)):
@@ -98,7 +102,7 @@ class Eigenbasis:
         return torch.stack(result)
 
     def matrix(self, values: Tensor) -> Tensor:
-        """Q diag(values) Q' over the flattened entries, block by block of the groups."""
+        """Return Q diag(values) Q' over the flattened entries, a block for each group."""
         groups, out, into = self.shape
         u, v = (
             torch.eye(n, dtype=values.dtype, device=values.device).expand(groups, n, n)
@@ -110,12 +114,12 @@ class Eigenbasis:
         return torch.block_diag(*blocks.reshape(groups, out * into, out * into))
 
     def completed(self) -> "Eigenbasis":
-        """The same directions, and others after them that make the basis complete."""
+        """Return the same directions, followed by others that make the basis complete."""
         outputs, inputs = (None if q is None else completed(q) for q in (self.outputs, self.inputs))
         return Eigenbasis(self.shape, outputs, inputs)
 
     def padded(self, values: Tensor) -> Tensor:
-        """Values in the first of these directions, and zeros in the others."""
+        """Return values in the first of these directions, and zeros in the others."""
         result = values.new_zeros(self.directions)
         result[:, : values.shape[1], : values.shape[2]] = values
         return result
@@ -123,12 +127,14 @@ class Eigenbasis:
     # Blocks of a Jacobian
 
     def rotated(self, block: Any) -> Any:
-        """A block's gradients in these directions."""
+        """Return a block's gradients in these directions."""
         return block.rotated(self.inputs, self.outputs)
 
     def split(self, block: Any) -> tuple[Any, list[Any]]:
-        """A block's gradients in these directions, and blocks of what lies outside, which are
-        orthogonal to each other and to these."""
+        """Split a block's gradients into those in these directions and blocks of the complement.
+
+        All are orthogonal to each other.
+        """
         outside = []
         few_inputs, few_outputs = self._few
         if few_inputs:
@@ -145,14 +151,18 @@ class Eigenbasis:
 
     @property
     def complement_shapes(self) -> list[torch.Size]:
-        """Of weights that the blocks outside take (``split``)."""
+        """The shapes of the weights that the complement's blocks take (``split``)."""
         groups, out, _ = self.shape
         shapes = [self.shape, torch.Size((groups, out, self.directions[2]))]
         return [shape for shape, few in zip(shapes, self._few, strict=True) if few]
 
     def complement_weights(self, weights: list[Tensor]) -> Iterator[Tensor]:
-        """Weights (S, *shape) of these shapes as vectors (S, groups, out, in) whose products with
-        gradients are those of the weights with the blocks outside."""
+        """Yield vectors that stand for weights in the complement.
+
+        :param weights: (S, *shape) for every one of ``complement_shapes``.
+        :returns: (S, groups, out, in) each; their products with gradients are those of the weights
+            with the complement's blocks.
+        """
         found = iter(weights)
         few_inputs, few_outputs = self._few
         of_inputs = replace(self, outputs=None)
@@ -166,7 +176,7 @@ class Eigenbasis:
 
 
 def completed(basis: Tensor) -> Tensor:
-    """Orthonormal columns (groups, m, r), and m - r more."""
+    """Return orthonormal columns (groups, m, r), and m - r more."""
     size, rank = basis.shape[1:]
     if rank == size:
         return basis
@@ -175,8 +185,10 @@ def completed(basis: Tensor) -> Tensor:
 
 
 def extended(basis: Tensor, rows: Tensor) -> Tensor:
-    """Orthonormal columns (groups, m, r), and as many more as there are rows (groups, R, m), which
-    together span the rows."""
+    """Return orthonormal columns (groups, m, r), and more that together span the rows too.
+
+    :param rows: (groups, R, m); as many columns are added, until there are m.
+    """
     size, rank = basis.shape[1:]
     if rank + rows.shape[1] >= size:
         return completed(basis)

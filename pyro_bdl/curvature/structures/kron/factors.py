@@ -61,14 +61,17 @@ class KroneckerFactors(nn.Module):
         return [sums for sums in (self.inputs, self.outputs) if sums is not None]
 
     def accumulated(self) -> list[Tensor]:
-        """What was added up, to be added to in place."""
+        """Return the sums so far, to be added to in place."""
         inputs = self.looked_up if self.inputs is None else self.inputs.as_matrix()
         assert inputs is not None
         return [inputs, self.outputs.as_matrix(), self.count]
 
     def correct(self, earlier: "KroneckerFactors | None") -> None:
-        """Begin second moments: in the eigenbasis, or in that of earlier data, which is extended
-        to what these data span."""
+        """Begin second moments in the eigenbasis.
+
+        :param earlier: factors of earlier data; their basis is taken, extended to what these data
+            span.
+        """
         if earlier is not None and earlier.corrected is not None:
             for mine, theirs in zip(self.sums(), earlier.sums(), strict=True):
                 theirs.extend(mine)
@@ -107,7 +110,7 @@ class KroneckerFactors(nn.Module):
         return Eigenbasis(self.shape, self.outputs.eigen()[1], self.inputs.eigen()[1])
 
     def complete_basis(self) -> Eigenbasis:
-        """The same, made complete and kept, for what does not treat the rest alike."""
+        """Complete the basis and return it, for a prior that is not the same in all directions."""
         for sums in self.sums():
             sums.complete()
         if self.corrected is not None:
@@ -115,7 +118,10 @@ class KroneckerFactors(nn.Module):
         return self.basis()
 
     def spectrum(self) -> Tensor:
-        """The curvature in the directions of the basis, (groups, s, r); outside it is zero."""
+        """Return the curvature in the directions of the basis, (groups, s, r).
+
+        It is zero in the complement.
+        """
         if self.corrected is not None:
             return self.corrected
         outputs = self.outputs.eigen()[0]
@@ -137,7 +143,7 @@ class KroneckerFactors(nn.Module):
 def output_vectors(
     block: ProductBlock | LookupBlock, *, reduce: bool, reused: bool
 ) -> OuterVectors:
-    """g of a block, whose outer products add up to B."""
+    """Return the vectors g of a block, whose outer products add up to B."""
     if isinstance(block, SoftmaxBlock):
         return OuterVectors(total=block.moments())
     if isinstance(block, LookupBlock):

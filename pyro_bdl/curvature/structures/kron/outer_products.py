@@ -15,11 +15,11 @@ _DOUBLE_UP_TO = 1024
 
 
 class OuterVectors:
-    """Vectors whose outer products sums take up.
+    """Vectors whose outer products are added to a sum.
 
     :param x: (n, T, groups, m), of data and positions.
-    :param total: instead, the sum of their outer products, (groups, m, m).
-    :param reused: several sums take them up, so that the products are made once and kept.
+    :param total: the sum of their outer products, (groups, m, m), instead of ``x``.
+    :param reused: True where several sums take them up; the products are then made once and kept.
     """
 
     def __init__(
@@ -29,11 +29,11 @@ class OuterVectors:
 
     @property
     def count(self) -> int | None:
-        """How many vectors each group has; None where only the sum is known."""
+        """The number of vectors in each group; None where only the sum is known."""
         return None if self.x is None else self.x.shape[0] * self.x.shape[1]
 
     def rows(self) -> Tensor:
-        """(groups, count, m)."""
+        """Return the vectors as (groups, count, m)."""
         assert self.x is not None
         return self.x.flatten(0, 1).transpose(0, 1)
 
@@ -49,15 +49,17 @@ class OuterVectors:
 
     @property
     def _features_first(self) -> bool:
-        """Whether positions are so many that products of each datum's are cheaper than a copy of
-        what convolutions leave, features before positions."""
+        """True if products datum by datum are cheaper than a copy with positions first.
+
+        That is so for the many positions of a convolution, which leaves features before positions.
+        """
         if self.x is None:
             return False
         positions, size = self.x.shape[1], self.x.shape[3]
         return positions > 1 and size <= 2 * positions
 
     def add_to(self, sums: Tensor) -> None:
-        """sums += the outer products, (groups, m, m), in place."""
+        """Add the outer products to sums (groups, m, m) in place."""
         if self.x is None or self.reused or len(sums) > 1 or self._features_first:
             sums += self.total
         else:
@@ -65,11 +67,11 @@ class OuterVectors:
 
 
 class OuterProductSum(nn.Module):
-    """A = sum_r x_r x_r' of vectors of m numbers, for each of several groups.
+    """The sum A = sum_r x_r x_r' over vectors of m numbers, for each of several groups.
 
-    While there are at most m / 2 vectors they are kept themselves, and only the eigenvectors V
-    (m, R) of what they span are made: A = V diag(values) V'. Once it is decomposed, the values and
-    V are all that it holds.
+    At most m / 2 vectors are kept as they are, and only the eigenvectors V (m, R) of the space that
+    they span are made: A = V diag(values) V'. After its decomposition the sum holds the values and
+    V alone.
 
     :param like: gives dtype and device.
     """
@@ -104,7 +106,8 @@ class OuterProductSum(nn.Module):
             self.add(OuterVectors(other.rows[:, : other.count].transpose(0, 1)[:, None]))
 
     def scale(self, factor: float) -> None:
-        """
+        """Multiply the sum by a factor.
+
         :param factor: not negative.
         """
         self._compose()
@@ -130,14 +133,14 @@ class OuterProductSum(nn.Module):
         self.count = end
 
     def as_matrix(self) -> Tensor:
-        """A (groups, m, m), not decomposed yet, as what it is kept in from now on."""
+        """Return A (groups, m, m) before its decomposition, kept as a matrix from now on."""
         if self.matrix is None:
             assert self.rows is not None
             self.matrix, self.rows, self.count = products(self.rows[:, : self.count]), None, 0
         return self.matrix
 
     def _compose(self) -> None:
-        """From eigenvectors back to a sum."""
+        """Turn eigenvectors back into a sum."""
         if self.vectors is None or self.values is None:
             return
         roots = self.vectors * self.values.sqrt()[:, None]
@@ -150,7 +153,7 @@ class OuterProductSum(nn.Module):
     # Results
 
     def dense(self) -> Tensor:
-        """A, (groups, m, m)."""
+        """Return A, (groups, m, m)."""
         if self.vectors is not None and self.values is not None:
             return (self.vectors * self.values[:, None]) @ self.vectors.mT
         if self.rows is not None:
@@ -158,8 +161,10 @@ class OuterProductSum(nn.Module):
         return self.as_matrix()
 
     def eigen(self) -> tuple[Tensor, Tensor]:
-        """Eigenvalues (groups, r) and orthonormal eigenvectors (groups, m, r); where r < m, the
-        other eigenvalues are zero."""
+        """Return eigenvalues (groups, r) and orthonormal eigenvectors (groups, m, r).
+
+        Where r < m, the other eigenvalues are zero.
+        """
         if self.vectors is None or self.values is None:
             if self.rows is not None:
                 found = _eigen_of_rows(self.rows[:, : self.count])
@@ -187,7 +192,7 @@ class OuterProductSum(nn.Module):
         self.rows, self.matrix, self.count = None, None, 0
 
     def _equals(self, other: "OuterProductSum") -> bool:
-        """Whether both, not decomposed yet, are the same sum."""
+        """Return True if both, before their decomposition, are the same sum."""
         if self.count != other.count or (self.rows is None) != (other.rows is None):
             return False
         mine, theirs = (m.rows if m.rows is not None else m.as_matrix() for m in (self, other))
@@ -211,8 +216,10 @@ def make_room(
 
 
 def decompose(sums: Iterable[OuterProductSum]) -> None:
-    """Decompose each; those that are equal once, as a weight and its bias have the same gradients
-    and weights side by side the same inputs."""
+    """Decompose sums, and equal ones only once.
+
+    A weight and its bias have the same gradients, and weights side by side the same inputs.
+    """
     alike: list[list[OuterProductSum]] = []
     for own in sums:
         if own.vectors is None:
@@ -234,7 +241,10 @@ def _eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _eigen_of_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Those of X'X for X (groups, R, m): with X' = Q T they are Q times those of T T'."""
+    """Return the eigenpairs of X'X for X (groups, R, m).
+
+    With X' = Q T, the eigenvectors are Q times those of T T'.
+    """
     precise = rows.double() if rows.shape[1] <= _DOUBLE_UP_TO else rows
     q, t = torch.linalg.qr(precise.mT)
     values, turn = torch.linalg.eigh(t @ t.mT)

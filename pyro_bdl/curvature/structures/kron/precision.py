@@ -106,7 +106,7 @@ class KroneckerPrecision(Precision):
 
 
 class KroneckerDraws:
-    """Draws of every part, each in its own form."""
+    """Draws of every block, each in its own form."""
 
     def __init__(self, precision: KroneckerPrecision, num_samples: int) -> None:
         self.precision, self.count = precision, num_samples
@@ -131,7 +131,7 @@ def _same_place(position: BlockPosition, other: BlockPosition) -> bool:
 
 
 def _alone(block: Block, jacobian: Jacobian) -> Jacobian:
-    """One block as a Jacobian of its own latents."""
+    """Return one block as a Jacobian of its own latents."""
     size = block.position.size
     position = BlockPosition(block.position.key, slice(0, size))
     alone = DenseBlock(position, block.rows())

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from pyro_bdl.curvature.structures.kron import moments
+from pyro_bdl.curvature.structures.kron import outer_products
 from pyro_bdl.curvature.structures.kron.outer_products import (
     OuterProductSum,
     OuterVectors,
@@ -112,7 +112,7 @@ def test_equal_sums_share_what_they_are_decomposed_into():
 @pytest.mark.parametrize("double_up_to", [1024, 0])
 def test_small_eigenvalues_in_float32(monkeypatch, double_up_to):
     """The vectors tell them, where those of their float32 sum are lost in rounding."""
-    monkeypatch.setattr(moments, "_DOUBLE_UP_TO", double_up_to)
+    monkeypatch.setattr(outer_products, "_DOUBLE_UP_TO", double_up_to)
     torch.manual_seed(0)
     left, right = (torch.linalg.qr(torch.randn(size, 4))[0] for size in (4, SIZE))
     x = (left @ torch.diag(torch.tensor([1e2, 1.0, 1.0, 1e-2])) @ right.T).float()
