@@ -23,7 +23,7 @@ _SLACK = 1.1  # for what lies beside the matrix: rows of the Jacobian, parts of 
 
 
 @dataclass(frozen=True)
-class CurvatureConfig:
+class CurvatureConfig(StructureOptions):
     """The choice of a curvature matrix and of its compressed form.
 
     :param structure: "kron", "ekfac", "full", "diag" or "low_rank".
@@ -38,8 +38,6 @@ class CurvatureConfig:
     structure: str = "kron"
     curvature: str = "ggn"
     num_draws: int | None = None
-    rank: int = 50
-    reduce: bool = False
 
     def __post_init__(self) -> None:
         if self.structure not in STRUCTURES:
@@ -72,17 +70,13 @@ class CurvatureConfig:
         """The class of the structure."""
         return structures.STRUCTURES[self.structure]
 
-    @property
-    def options(self) -> StructureOptions:
-        return StructureOptions(rank=self.rank, reduce=self.reduce)
-
     def memory(self, size: int, like: Tensor) -> float:
         """Return about how many bytes the structure needs over p latents.
 
         :param size: p.
         :param like: gives the dtype.
         """
-        return _SLACK * self.kind.memory(size, self.options) * like.element_size()
+        return _SLACK * self.kind.memory(size, self) * like.element_size()
 
 
 def check_memory(

@@ -113,7 +113,7 @@ def _accumulated(
     before: Any,
     progress: bool,
 ) -> tuple[Curvature, "_Seen"]:
-    curvature = config.kind.empty(subset, like, config.options, before)
+    curvature = config.kind.empty(subset, like, config, before)
     known: dict[Any, Alignment] = {}
     seen = _Seen(vector, batches)
     states = _random_states(vector.device)

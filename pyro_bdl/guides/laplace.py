@@ -69,7 +69,9 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         init_loc_fn: Callable = init_to_network,
         create_plates: Callable | None = None,
     ) -> None:
-        self.__dict__["config"] = CurvatureConfig(structure, curvature, num_draws, rank, reduce)
+        self.__dict__["config"] = CurvatureConfig(
+            structure, curvature, num_draws, rank=rank, reduce=reduce
+        )
         super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
         self.__dict__["subset"] = subset
 

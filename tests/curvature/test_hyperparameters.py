@@ -28,7 +28,8 @@ from pyro_bdl.curvature.hyperparameters import (
 from pyro_bdl.guides import AutoLaplaceGGN
 from pyro_bdl.program.subset import select
 
-X, Y = torch.arange(12.0).reshape(6, 2) / 10, torch.arange(6.0)
+X = torch.arange(12.0, dtype=torch.float64).reshape(6, 2) / 10
+Y = torch.arange(6.0, dtype=torch.float64)
 
 
 def learned(value, constraint=constraints.positive):

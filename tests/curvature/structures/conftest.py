@@ -32,6 +32,6 @@ CASES = (
 
 
 @pytest.fixture(params=CASES, ids=range(len(CASES)))
-def places(request):
+def positions(request):
     """Where the blocks of a Jacobian lie in a vector of 10."""
     return request.param
