@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from pyro_bdl.curvature.chunking import linearizations
 from pyro_bdl.curvature.jacobian.datum_axes import Alignment
 from pyro_bdl.curvature.jacobian.linearization import Linearization
+from pyro_bdl.curvature.linear_outputs import LinearOutputs
 from pyro_bdl.curvature.structures.draws import LinearDraws
 from pyro_bdl.distributions.take_apart import (
     observation_mean,
@@ -30,7 +31,6 @@ from pyro_bdl.guides.draws import check_posterior
 from pyro_bdl.guides.laplace import LaplaceGuide
 from pyro_bdl.guides.mixture import MixtureGuide
 from pyro_bdl.predictive import closed_forms
-from pyro_bdl.predictive.linear_outputs import Outputs
 from pyro_bdl.predictive.sampled import PredictiveMoments
 from pyro_bdl.program.batches import leading_size
 from pyro_bdl.program.subsampling import on_whole_data
@@ -74,7 +74,7 @@ class Draws(dict[str, Tensor]):
     moments: dict[str, Moments]
 
 
-Part = dict[str, Outputs]
+Part = dict[str, LinearOutputs]
 
 UNKNOWN = (
     "the linearised model does not know {kind} observations: the draws of {posterior} go through "
@@ -376,7 +376,7 @@ def _are_differentiable(args: Any, kwargs: Any) -> bool:
 def _observed(at: Linearization) -> Part:
     differentiable = _are_differentiable(at.args, at.kwargs)
     return {
-        name: Outputs.of_site(at, name, site, differentiable=differentiable)
+        name: LinearOutputs.of_site(at, name, site, differentiable=differentiable)
         for name, site in at.run.observed.items()
     }
 
@@ -418,7 +418,7 @@ def _deterministic(
         if isinstance(value, Tensor) and value.is_floating_point():
             drawn = _reused(at, value, part, natural)
             if drawn is None:
-                outputs = Outputs.of_deterministic(
+                outputs = LinearOutputs.of_deterministic(
                     at, name, differentiable=_are_differentiable(at.args, at.kwargs)
                 )
                 drawn = outputs.draws(offsets)["value"]
