@@ -41,8 +41,10 @@ class LinearOutputs:
         Jacobian is then one dense matrix for each datum.
     """
 
-    kind = ""  # of an observed site the name of its distribution
-    site: Site | None = None  # the observed site whose parameters they are
+    # where they are the parameters of an observed site: its name, its distribution's, and the site
+    name = ""
+    kind = ""
+    site: Site | None = None
 
     def __init__(
         self,
@@ -85,7 +87,7 @@ class LinearOutputs:
             has_data=len(base.batch_shape) > 0,
             differentiable=differentiable,
         )
-        result.kind, result.site = kind, site
+        result.name, result.kind, result.site = name, kind, site
         return result
 
     @classmethod
