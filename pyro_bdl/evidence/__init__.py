@@ -2,7 +2,7 @@
 
 from pyro_bdl.evidence.alternating_training import train_by_evidence
 from pyro_bdl.evidence.em import variational_em
-from pyro_bdl.evidence.last_layer import LastLayerEvidence
+from pyro_bdl.evidence.last_layer import LastLayerEvidence, maximize_last_layer
 from pyro_bdl.evidence.linearized import linearized_log_likelihood, linearized_optimum
 from pyro_bdl.evidence.marginal import effective_parameters, log_marginal_likelihood
 from pyro_bdl.evidence.maximize import Evidence, hyperparameters, maximize
@@ -26,6 +26,7 @@ __all__ = [
     "linearized_optimum",
     "log_marginal_likelihood",
     "maximize",
+    "maximize_last_layer",
     "train_by_evidence",
     "tune_on_validation",
     "variational_em",
