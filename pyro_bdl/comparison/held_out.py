@@ -39,7 +39,7 @@ class Test:
 class Observation:
     """The observed site and the kind of its distribution.
 
-    :param linear: whether the linearised model knows this distribution.
+    :param linear: whether the linearized model knows this distribution.
     :param joint: whether one distribution is of all rows, such as a MultivariateNormal over them.
     :param fixed_mean: whether the latents of a joint one do not move its mean, as of a Gaussian
         process whose function is integrated out.

@@ -21,7 +21,7 @@ from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.random_state import own_randomness
 
 
-class Reading(NamedTuple):
+class BatchReading(NamedTuple):
     """What a rank's batch is to its program.
 
     :param rows: B_k, how many data the batch has.
@@ -40,7 +40,7 @@ class Reading(NamedTuple):
     normalised: str | None
 
 
-def read_batch(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Reading:
+def read_batch(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> BatchReading:
     """Run a pair once, which leaves no trace in it, and see what the batch is to it.
 
     :raises ValueError: where observed sites take different numbers of rows.
@@ -62,7 +62,7 @@ def read_batch(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> R
     stated = stated if isinstance(stated, int) else None
     factor = next(iter(p.factors), None)
     normalised = next((type(layer).__name__ for layer in layers), None)
-    return Reading(rows, size, stated, seen.local(), factor, normalised)
+    return BatchReading(rows, size, stated, seen.local(), factor, normalised)
 
 
 def _rows(run: Run) -> tuple[int, int | None]:
@@ -141,7 +141,7 @@ def _kind(leaf: Any) -> Any:
     return leaf.shape if isinstance(leaf, Tensor) else leaf if isinstance(leaf, int) else None
 
 
-def joint_batch(model: Callable, guide: Callable, ranks: Sequence[Reading]) -> JointBatch:
+def joint_batch(model: Callable, guide: Callable, ranks: Sequence[BatchReading]) -> JointBatch:
     """How to count the ranks' losses.
 
     :param ranks: what each rank read.
@@ -186,7 +186,7 @@ def joint_batch(model: Callable, guide: Callable, ranks: Sequence[Reading]) -> J
     return JointBatch(pair, Handled(model, _StandForAll(len(ranks))), False)
 
 
-def _data(reading: Reading) -> str:
+def _data(reading: BatchReading) -> str:
     return "its batch alone" if reading.size is None else f"{reading.size} data"
 
 

@@ -1,13 +1,17 @@
-"""The evidence of a Laplace approximation, and hyperparameters that maximise it."""
+"""The evidence of a Laplace approximation, and hyperparameters that maximize it."""
 
 from pyro_bdl.evidence.alternating_training import train_by_evidence
 from pyro_bdl.evidence.em import variational_em
-from pyro_bdl.evidence.last_layer import LastLayerEvidence
-from pyro_bdl.evidence.linearized import linearised_log_likelihood, linearised_optimum
+from pyro_bdl.evidence.last_layer import LastLayerEvidence, maximize_last_layer
+from pyro_bdl.evidence.linearized import linearized_log_likelihood, linearized_optimum
 from pyro_bdl.evidence.marginal import effective_parameters, log_marginal_likelihood
 from pyro_bdl.evidence.maximize import Evidence, hyperparameters, maximize
 from pyro_bdl.evidence.online import MarginalLikelihoodTraining
 from pyro_bdl.evidence.validation import Grid, tune_on_validation
+
+# the names with the other spelling, which older programs use
+linearised_log_likelihood = linearized_log_likelihood
+linearised_optimum = linearized_optimum
 
 __all__ = [
     "Evidence",
@@ -18,8 +22,11 @@ __all__ = [
     "hyperparameters",
     "linearised_log_likelihood",
     "linearised_optimum",
+    "linearized_log_likelihood",
+    "linearized_optimum",
     "log_marginal_likelihood",
     "maximize",
+    "maximize_last_layer",
     "train_by_evidence",
     "tune_on_validation",
     "variational_em",

@@ -14,7 +14,8 @@ from pyro_bdl.curvature.fisher import cell_weights
 from pyro_bdl.distributions.take_apart import without_wrappers
 from pyro_bdl.elbo.tempered import check_data
 from pyro_bdl.errors import UnsupportedProgramError
-from pyro_bdl.guides.last_layer import AutoLastLayer
+from pyro_bdl.evidence.maximize import hyperparameters, maximize
+from pyro_bdl.guides.last_layer import AutoLastLayer, LastLayerGuide
 from pyro_bdl.program.linear_ops.last_layer_features import Features, read_features
 from pyro_bdl.program.subset import select
 from pyro_bdl.program.trace import Run, Site
@@ -91,6 +92,32 @@ class LastLayerEvidence(Trace_ELBO):
                 raise UnsupportedProgramError("the last layer must be made of whole sites")
             self._found = model, guide, list(subset.sites)
         return self._found[2]
+
+
+def maximize_last_layer(guide: LastLayerGuide, *, rounds: int, tolerance: float) -> None:
+    """Set the program's hyperparameters to the maximum of the last layer's evidence, in place.
+
+    alpha = gamma / m'm for the scales of the last layer's priors, beta = (N - gamma) / residual for
+    the noise, with the features fixed (``maximize``). For Normal observations the posterior follows
+    at each step, and the end is a stationary point of the exact evidence; for others
+    hyperparameters and mode are found by turns.
+
+    :param guide: of ``AutoLastLayer.laplace_approximation``; it follows.
+    :param rounds: at most so many turns.
+    :param tolerance: the turns end when no hyperparameter changes by more than this fraction.
+    :raises ValueError: where the program has no hyperparameters.
+    """
+    if guide.quadratic:
+        maximize(guide, steps=1000, tolerance=1e-2 * tolerance)
+        return
+    for _ in range(rounds):
+        before = hyperparameters(guide)
+        maximize(guide, steps=100, tolerance=tolerance)
+        after = hyperparameters(guide)
+        guide.find_mode()
+        changes = [(after[name] / before[name]).log().abs().max() for name in after]
+        if max(changes) < tolerance:
+            break
 
 
 def log_marginal(run: Run, features: Features, values: Mapping[str, Tensor]) -> Tensor:

@@ -10,7 +10,7 @@ from pyro_bdl.curvature.fit import FactorStatements
 from pyro_bdl.curvature.hyperparameters import ParameterReading, in_likelihood, noise_site, read
 from pyro_bdl.curvature.prior import PriorPrecision, flat_entries, prior_precision
 from pyro_bdl.distributions.take_apart import without_wrappers
-from pyro_bdl.evidence.linearized import linearised_log_likelihood
+from pyro_bdl.evidence.linearized import linearized_log_likelihood
 from pyro_bdl.guides.laplace import LaplaceGuide
 from pyro_bdl.program.trace import record
 from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
@@ -43,8 +43,8 @@ def log_marginal_likelihood(guide: LaplaceGuide, *, offset: Tensor | None = None
     it is the evidence given the others.
 
     :param guide: of ``laplace_approximation``.
-    :param offset: u - u* in the subset (p,), to evaluate at the linearised model's optimum
-        (``linearised_optimum``) instead of at u* (Antoran et al. 2022, section 3).
+    :param offset: u - u* in the subset (p,), to evaluate at the linearized model's optimum
+        (``linearized_optimum``) instead of at u* (Antoran et al. 2022, section 3).
     """
     with torch.enable_grad():
         reading = read_guide(guide)
@@ -92,7 +92,7 @@ def _log_likelihood(
     guide: LaplaceGuide, reading: ParameterReading, factor: Tensor | None, offset: Tensor | None
 ) -> Tensor:
     if offset is not None:
-        return linearised_log_likelihood(guide, offset)
+        return linearized_log_likelihood(guide, offset)
     if factor is not None:
         # of a Normal: -1/2 c sum r^2 + 1/2 n log c + constant, r in units of the reference noise
         squares, cells = guide.squares, guide.cells

@@ -18,7 +18,11 @@ from pyro_bdl.curvature.hyperparameters import (
     restored_on_error,
 )
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.evidence.linearized import linearised_log_likelihood, linearised_optimum
+from pyro_bdl.evidence.linearized import (
+    either_spelling,
+    linearized_log_likelihood,
+    linearized_optimum,
+)
 from pyro_bdl.evidence.marginal import effective_parameters, log_marginal_likelihood, read_guide
 from pyro_bdl.guides.laplace import LaplaceGuide
 
@@ -51,7 +55,8 @@ def maximize(
     steps: int = 100,
     learning_rate: float = 0.1,
     tolerance: float = 1e-4,
-    linearised: bool = False,
+    linearized: bool = False,
+    linearised: bool | None = None,
 ) -> Evidence:
     """Set the program's hyperparameters to the maximum of the evidence, the MAP held fixed.
 
@@ -74,10 +79,12 @@ def maximize(
     :param steps: at most so many.
     :param learning_rate: of gradient ascent, in unconstrained units.
     :param tolerance: "mackay" ends when no parameter changes by more than this fraction.
-    :param linearised: evaluate at the optimum of the linearised model, which is found anew at
+    :param linearized: evaluate at the optimum of the linearized model, which is found anew at
         every step (Antoran et al. 2022, recommendation 1).
+    :param linearised: the former name of ``linearized``.
     :raises ValueError: for an unknown method, or a program without hyperparameters.
     """
+    linearized = either_spelling(linearized, linearised)
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r} (there are {', '.join(METHODS)})")
     reading = read_guide(guide)
@@ -91,11 +98,11 @@ def maximize(
         history: list[float] = []
         left = steps
         if method == "mackay":
-            history, left = _fixed_point(guide, steps, tolerance, linearised)
+            history, left = _fixed_point(guide, steps, tolerance, linearized)
         if left:
-            history += _ascend(guide, left, learning_rate, linearised)
+            history += _ascend(guide, left, learning_rate, linearized)
         guide.refresh()
-    offset = linearised_optimum(guide) if linearised else None
+    offset = linearized_optimum(guide) if linearized else None
     values = hyperparameters(guide)
     return Evidence(
         log_marginal_likelihood(guide, offset=offset).item(),
@@ -112,14 +119,14 @@ def hyperparameters(guide: LaplaceGuide) -> dict[str, Tensor]:
 
 
 def _fixed_point(
-    guide: LaplaceGuide, steps: int, tolerance: float, linearised: bool
+    guide: LaplaceGuide, steps: int, tolerance: float, linearized: bool
 ) -> tuple[list[float], int]:
     """The history, and how many steps are left to gradient ascent where the fixed point fails."""
     history: list[float] = []
     best: tuple[float, dict[str, Tensor]] | None = None
     for step in range(steps):
         reading = read_guide(guide)
-        offset = linearised_optimum(guide) if linearised else None
+        offset = linearized_optimum(guide) if linearized else None
         changes = mackay_update(guide, reading, offset)
         if not changes:
             raise ValueError(
@@ -137,11 +144,11 @@ def _fixed_point(
             largest = max(largest, float((value / before).log().abs().max()))
             parameter.set(value)
         guide.refresh()
-        if linearised or step % 10 == 0 or largest < tolerance:
+        if linearized or step % 10 == 0 or largest < tolerance:
             history.append(log_marginal_likelihood(guide, offset=offset).item())
         if largest < tolerance:
             break
-    offset = linearised_optimum(guide) if linearised else None
+    offset = linearized_optimum(guide) if linearized else None
     reached = log_marginal_likelihood(guide, offset=offset).item()
     if best is None or reached >= best[0] - _ROUNDING * max(1.0, abs(best[0])):
         return history, 0
@@ -192,30 +199,30 @@ def mackay_update(
                 stacklevel=4,
             )
         else:
-            squares = guide.squares if offset is None else _linearised_squares(guide, offset)
+            squares = guide.squares if offset is None else _linearized_squares(guide, offset)
             factor = guide.noise_factor
             ratio = (squares * factor / free).clamp(min=_SMALLEST).sqrt()
             changes.append((parameter, (parameter.value * ratio.to(parameter.value)).detach()))
     return changes
 
 
-def _linearised_squares(guide: LaplaceGuide, offset: Tensor) -> Tensor:
-    """Squared residuals of the linearised model in units of the reference noise."""
+def _linearized_squares(guide: LaplaceGuide, offset: Tensor) -> Tensor:
+    """Squared residuals of the linearized model in units of the reference noise."""
     # log lik = -1/2 c Q + 1/2 n log c + constant, at both points with the same c
-    now = linearised_log_likelihood(guide, offset)
-    here = linearised_log_likelihood(guide, torch.zeros_like(offset))
+    now = linearized_log_likelihood(guide, offset)
+    here = linearized_log_likelihood(guide, torch.zeros_like(offset))
     return guide.squares - 2.0 * (now - here) / guide.noise_factor
 
 
-def _ascend(guide: LaplaceGuide, steps: int, learning_rate: float, linearised: bool) -> list[float]:
+def _ascend(guide: LaplaceGuide, steps: int, learning_rate: float, linearized: bool) -> list[float]:
     leaves = [parameter.leaf for parameter in followed(read_guide(guide)).values()]
     gradients = [leaf.grad for leaf in leaves]
-    optimiser = torch.optim.Adam(leaves, lr=learning_rate)
+    optimizer = torch.optim.Adam(leaves, lr=learning_rate)
     history: list[float] = []
     best: tuple[float, list[Tensor]] | None = None
     try:
         for _ in range(steps):
-            offset = linearised_optimum(guide) if linearised else None
+            offset = linearized_optimum(guide) if linearized else None
             for leaf in leaves:
                 leaf.grad = None
             value = log_marginal_likelihood(guide, offset=offset)
@@ -225,8 +232,8 @@ def _ascend(guide: LaplaceGuide, steps: int, learning_rate: float, linearised: b
                 best = history[-1], [leaf.detach().clone() for leaf in leaves]
             for leaf, gradient in zip(leaves, found, strict=True):
                 leaf.grad = gradient
-            optimiser.step()
-            if linearised:
+            optimizer.step()
+            if linearized:
                 guide.refresh()
     finally:
         for leaf, gradient in zip(leaves, gradients, strict=True):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.hyperparameters import read_at_center
+from pyro_bdl.evidence.linearized import either_spelling
 from pyro_bdl.evidence.maximize import Evidence, maximize
 from pyro_bdl.guides.laplace import AutoLaplaceGGN, LaplaceGuide
 from pyro_bdl.program.batches import Batches
@@ -32,7 +33,7 @@ class MarginalLikelihoodTraining:
 
     Every ``every`` epochs after ``burn_in`` epochs a Laplace approximation is made at the present
     weights, and the program's hyperparameters take steps of ``maximize`` on its evidence (Immer
-    et al. 2021a, algorithm 1). Where the optimiser of the loop also holds the hyperparameters, it
+    et al. 2021a, algorithm 1). Where the optimizer of the loop also holds the hyperparameters, it
     undoes this: give it the guide's parameters alone.
 
     Evidences away from a maximum are compared as they are, so let ``burn_in`` last until the
@@ -46,7 +47,8 @@ class MarginalLikelihoodTraining:
     :param method: of ``maximize``.
     :param steps: of ``maximize``, in each update.
     :param patience: stop after so many updates without a better evidence; None: never.
-    :param linearised: evaluate at the linearised model's optimum, see ``maximize``.
+    :param linearized: evaluate at the linearized model's optimum, see ``maximize``.
+    :param linearised: the former name of ``linearized``.
     :param changes: ``structure`` and the like for the Laplace approximations.
     :raises ValueError: for counts that are not positive.
     """
@@ -61,7 +63,8 @@ class MarginalLikelihoodTraining:
         method: str = "mackay",
         steps: int = 10,
         patience: int | None = 10,
-        linearised: bool = False,
+        linearized: bool = False,
+        linearised: bool | None = None,
         **changes: Any,
     ) -> None:
         for name, value in (("every", every), ("steps", steps), ("patience", patience)):
@@ -71,7 +74,8 @@ class MarginalLikelihoodTraining:
             raise ValueError(f"burn_in must not be negative, got {burn_in}")
         self.guide, self.batches = guide, Batches(data)
         self.every, self.burn_in, self.patience = every, burn_in, patience
-        self.method, self.steps, self.linearised = method, steps, linearised
+        self.method, self.steps = method, steps
+        self.linearized = either_spelling(linearized, linearised)
         self.subset = changes.pop("subset", guide.subset)
         self.config = replace(guide.config, **changes)
         self.epoch = 0
@@ -95,7 +99,7 @@ class MarginalLikelihoodTraining:
 
     def _update(self) -> Evidence:
         return maximize(
-            self._laplace(), method=self.method, steps=self.steps, linearised=self.linearised
+            self._laplace(), method=self.method, steps=self.steps, linearized=self.linearized
         )
 
     def _laplace(self, *, check: bool = False) -> LaplaceGuide:

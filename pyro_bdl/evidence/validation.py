@@ -38,7 +38,7 @@ def tune_on_validation(
     :param parameter: the hyperparameter's name, or a part of it; by default the only one.
     :param values: tried, by default 10^-3 to 10^2 in quarter decades.
     :param score: higher is better; by default the mean log density of the held-out data under the
-        linearised predictive.
+        linearized predictive.
     :raises ValueError: where the parameter is not found, or not the only one.
     """
     parameters = read_guide(guide).parameters

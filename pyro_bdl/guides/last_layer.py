@@ -98,11 +98,8 @@ class AutoLastLayer(AutoLaplaceGGN):
     ) -> "LastLayerGuide":
         """Set the program's ``PyroParam``s to the maximum of the last layer's evidence.
 
-        alpha = gamma / m'm for the scales of the last layer's priors, beta = (N - gamma) /
-        residual for the noise, with the features fixed (``evidence.maximize``). For Normal
-        observations the posterior follows at each step, and the end is a stationary point of the
-        exact evidence; for others hyperparameters and mode are found by turns. A scale that other
-        layers share is set by the last layer alone.
+        ``evidence.maximize_last_layer`` says how. A scale that other layers share is set by the
+        last layer alone.
 
         :param data: as in ``laplace_approximation``.
         :param rounds: at most so many turns.
@@ -113,17 +110,7 @@ class AutoLastLayer(AutoLaplaceGGN):
         from pyro_bdl import evidence
 
         guide = self.laplace_approximation(data, progress=progress)
-        if guide.quadratic:
-            evidence.maximize(guide, steps=1000, tolerance=1e-2 * tolerance)
-            return guide
-        for _ in range(rounds):
-            before = evidence.hyperparameters(guide)
-            evidence.maximize(guide, steps=100, tolerance=tolerance)
-            after = evidence.hyperparameters(guide)
-            guide.find_mode()
-            moved = [(after[name] / before[name]).log().abs().max() for name in after]
-            if max(moved) < tolerance:
-                break
+        evidence.maximize_last_layer(guide, rounds=rounds, tolerance=tolerance)
         return guide
 
     def layer(self, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ from pyro.distributions.torch_distribution import MaskedDistribution
 from torch import Tensor
 from torch.distributions import Independent
 
-from pyro_bdl.predictive.linear_outputs import Gaussian
+from pyro_bdl.curvature.linear_outputs import GaussianOutputs
 from pyro_bdl.program.trace import Site
 
 DISCRETE = ("Categorical", "OneHotCategorical", "Bernoulli")
@@ -91,13 +91,13 @@ def uncertain_noise_log_density(
 # ------------------------------------------------------------------------- by kind of observation
 
 
-def noise_variance(gaussian: Gaussian) -> Tensor:
+def noise_variance(gaussian: GaussianOutputs) -> Tensor:
     """E[sigma^2] of a Normal: exp(2 m + 2 v) for log sigma ~ N(m, v)."""
     mean, variance = gaussian.cells("scale")
     return (2.0 * mean + 2.0 * variance).exp().reshape(gaussian.outputs.values["scale"].shape)
 
 
-def class_probabilities(gaussian: Gaussian, method: str) -> Tensor:
+def class_probabilities(gaussian: GaussianOutputs, method: str) -> Tensor:
     """P(y = class) of a discrete site, by "probit" or "laplace-bridge"."""
     logits, binary = gaussian.outputs.values["logits"], gaussian.outputs.kind == "Bernoulli"
     if method == "laplace-bridge":
@@ -110,7 +110,7 @@ def class_probabilities(gaussian: Gaussian, method: str) -> Tensor:
     return (probit if binary else multiclass_probit)(logits, variance)
 
 
-def log_density(site: Site, gaussian: Gaussian) -> Tensor | None:
+def log_density(site: Site, gaussian: GaussianOutputs) -> Tensor | None:
     """log p(y) of the distribution's batch shape; None where there is no closed form."""
     kind, distribution = gaussian.outputs.kind, site.distribution
     inner: Any = distribution
@@ -129,7 +129,7 @@ def log_density(site: Site, gaussian: Gaussian) -> Tensor | None:
     return None if density is None else density.reshape(shape)
 
 
-def _normal_log_density(gaussian: Gaussian, value: Tensor, event: int) -> Tensor | None:
+def _normal_log_density(gaussian: GaussianOutputs, value: Tensor, event: int) -> Tensor | None:
     (mean, variance), (log_scale, uncertainty) = gaussian.cells("loc"), gaussian.cells("scale")
     y, size = value.reshape(mean.shape), len(mean)
     if "scale" in gaussian.outputs.moving:

@@ -1,89 +1,52 @@
-"""The linearised posterior predictive: f(x; u) = f(x; u*) + J(x) (u - u*), u Gaussian.
+"""The linearized posterior predictive: f(x; u) = f(x; u*) + J(x) (u - u*), u Gaussian.
 
 With u ~ N(u*, C) the unconstrained parameters of the observation distribution are Gaussian,
-N(f(x; u*), J C J'), in closed form. A generalised Gauss-Newton posterior belongs to this linear
+N(f(x; u*), J C J'), in closed form. A generalized Gauss-Newton posterior belongs to this linear
 model; the network itself at its draws predicts badly (Foong et al. 2019; Immer et al. 2021, "GLM
-predictive").
+predictive"). The predictive of a mixture is sum_k weight_k p_k(y | x), p_k linearized around the
+center of the member k (Eschenhagen et al. 2021, "mixtures of Laplace approximations").
 """
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
-from pyro_bdl.curvature.chunking import linearizations
-from pyro_bdl.curvature.jacobian.datum_axes import Alignment
-from pyro_bdl.curvature.jacobian.linearization import Linearization
-from pyro_bdl.curvature.structures.draws import LinearDraws
-from pyro_bdl.distributions.take_apart import (
-    observation_mean,
-    observation_variance,
-    parameters_of,
-    without_wrappers,
-)
-from pyro_bdl.guides.draws import check_posterior
+from pyro_bdl.curvature.linear_outputs import GaussianOutputs, LinearOutputs
+from pyro_bdl.distributions.take_apart import observation_mean, observation_variance
 from pyro_bdl.guides.laplace import LaplaceGuide
 from pyro_bdl.guides.mixture import MixtureGuide
 from pyro_bdl.predictive import closed_forms
-from pyro_bdl.predictive.linear_outputs import Outputs
+from pyro_bdl.predictive.linearized_component import (
+    LinearizedComponent,
+    ParameterMoments,
+    moments,
+)
 from pyro_bdl.predictive.sampled import PredictiveMoments
-from pyro_bdl.program.batches import leading_size
-from pyro_bdl.program.subsampling import on_whole_data
-from pyro_bdl.program.unconstrained_parameters import constrained_value, with_natural
-from pyro_bdl.utils.module_state import evaluation_mode
+from pyro_bdl.program.trace import Site
 from pyro_bdl.utils.whole_numbers import whole_number
 
 METHODS = ("probit", "laplace-bridge", "monte-carlo")
 
-_DRAWS_AT_ONCE = 2**29  # bytes of latent draws
 
-
-@dataclass(frozen=True)
-class Moments:
-    """A Gaussian over an observed site's unconstrained parameters.
-
-    Parameters are those that depend on the latents: the location and the logarithm of the scale
-    for a Normal, the logits for classes, the logarithm of a rate, ...
-
-    :param mean: by parameter, (N, ...), at the MAP.
-    :param variance: by parameter, (N, ...); the noise of the observation is not in it.
-    :param noise_variance: for a Normal the expected variance of the noise, (N, ...), in squared
-        units of y, over the posterior of the noise scale; None for other distributions.
-    """
-
-    mean: dict[str, Tensor]
-    variance: dict[str, Tensor]
-    noise_variance: Tensor | None
-
-    @property
-    def predictive_variance(self) -> Tensor:
-        """Var[y] of a Normal, (N, ...): of its location plus the noise."""
-        if self.noise_variance is None:
-            raise ValueError("only a Normal observation has a predictive variance in closed form")
-        return self.variance.get("loc", torch.zeros_like(self.noise_variance)) + self.noise_variance
-
-
-class Draws(dict[str, Tensor]):
+class PredictiveDraws(dict[str, Tensor]):
     """Draws by site, as ``Predictive`` gives them, with the ``moments`` they were drawn from."""
 
-    moments: dict[str, Moments]
+    moments: dict[str, ParameterMoments]
 
-
-Part = dict[str, Outputs]
 
 UNKNOWN = (
-    "the linearised model does not know {kind} observations: the draws of {posterior} go through "
+    "the linearized model does not know {kind} observations: the draws of {posterior} go through "
     "the network itself"
 )
 
 
 def is_linear(posterior: Any) -> bool:
-    """Whether a posterior is one of the linearised program: a Laplace approximation, or a mixture
+    """Whether a posterior is one of the linearized program: a Laplace approximation, or a mixture
     of nothing else."""
     if isinstance(posterior, MixtureGuide):
         return all(isinstance(member, LaplaceGuide) for member in posterior.members)
@@ -91,7 +54,7 @@ def is_linear(posterior: Any) -> bool:
 
 
 class LinearizedPredictive:
-    """Predictions of the linearised program under a Gaussian guide.
+    """Predictions of the linearized program under a Gaussian guide, or a mixture of such.
 
     ``LinearizedPredictive(model, guide)(x)`` gives draws ``{"y": (S, N, ...), "f": (S, N, ...)}``
     like ``Predictive``, each one function of all inputs, and their ``moments`` in closed form.
@@ -100,20 +63,17 @@ class LinearizedPredictive:
     means and drawn functions are differentiable in it, as a search for the next input needs; the
     Jacobian is then dense, so give few rows at once.
 
+    A single Gaussian is a mixture of one. Of several, draws are stratified over the members as
+    those of the guide; moments follow from the law of total variance; densities and class
+    probabilities are averages over the members.
+
     :param model: the Pyro program; call the result with its arguments, without the targets.
-    :param posterior: a guide of ``laplace_approximation``; of a mixture of such the program is
-        linearised around each member (``LinearizedMixture``).
+    :param posterior: a guide of ``laplace_approximation``, or a mixture of such; the program is
+        linearized around each member.
     :param num_samples: S, how many draws.
     :raises TypeError: for another posterior.
     :raises ValueError: by its calls, for a posterior of another program, whose sites are named.
     """
-
-    def __new__(cls, model: Callable, posterior: Any, *args: Any, **kwargs: Any) -> Any:
-        if cls is LinearizedPredictive and isinstance(posterior, MixtureGuide):
-            from pyro_bdl.predictive.linearized_mixture import LinearizedMixture
-
-            return super().__new__(LinearizedMixture)
-        return super().__new__(cls)
 
     def __init__(self, model: Callable, posterior: Any, num_samples: int | None = None) -> None:
         if not is_linear(posterior):
@@ -124,72 +84,46 @@ class LinearizedPredictive:
         if num_samples is not None:
             num_samples = whole_number(num_samples, "num_samples")
         self.model, self.posterior = model, posterior
-        self._is_checked = False
         self.num_samples = 100 if num_samples is None else num_samples
+        is_mixture = isinstance(posterior, MixtureGuide)
+        members = list(posterior.members) if is_mixture else [posterior]
+        weights = posterior.weights if is_mixture else posterior.loc.new_ones(1)
+        self._kept = [k for k, weight in enumerate(weights.tolist()) if weight > 0]
+        self.weights = weights[self._kept]
+        self.components = [LinearizedComponent(model, members[k]) for k in self._kept]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Draws:
+    def __call__(self, *args: Any, **kwargs: Any) -> PredictiveDraws:
         """Draws of the observed and the deterministic sites, and the moments."""
-        moments: list[dict[str, tuple]] = []
-        rows: list[int] = []
-
-        def draw(
-            at: Linearization, part: Part, offsets: LinearDraws, first: bool
-        ) -> dict[str, Tensor]:
-            natural = {name: outputs.draws(offsets) for name, outputs in part.items()}
-            drawn: dict[str, Tensor] = {
-                name: _drawn(with_natural(at.run.observed[name], values).distribution)
-                for name, values in natural.items()
-            }
-            if first:
-                moments.append(self._moments(at, part))
-                rows.append(_rows(at))
-            return drawn | _deterministic(at, part, natural, offsets)
-
-        result = Draws(self._map_draws(draw, args, kwargs))
-        result.moments = _as_moments(_joined(moments, rows, 0))
+        found = [
+            component.sample(number, args, kwargs)
+            for component, number in zip(self.components, self._shares(), strict=True)
+        ]
+        result = PredictiveDraws(self._mixed([draws for draws, _ in found if draws]))
+        result.moments = self._total_moments([parameters for _, parameters in found])
         return result
 
     # Closed forms
 
-    def moments(self, *args: Any, **kwargs: Any) -> dict[str, Moments]:
+    def moments(self, *args: Any, **kwargs: Any) -> dict[str, ParameterMoments]:
         """Mean and variance of every observed site's unconstrained parameters, in closed form.
 
         Not those of y, which ``Predictive.moments`` gives: E[y] and Var[y] of any observation are
         ``draw_moments(x)["y"].over_draws()``, those of a Normal ``mean["loc"]`` and
         ``predictive_variance`` of the result here.
         """
-        return _as_moments(self._map(self._moments, args, kwargs))
-
-    def _moments(self, at: Linearization, part: Part) -> dict[str, tuple]:
-        result = {}
-        for name, outputs in part.items():
-            gaussian = outputs.gaussian(self.posterior.precision)
-            noise = closed_forms.noise_variance(gaussian) if outputs.kind == "Normal" else None
-            result[name] = gaussian.means(), gaussian.variances(), noise
-        return result
+        return self._total_moments(self._closed_forms(moments, args, kwargs))
 
     def covariance(self, *args: Any, **kwargs: Any) -> dict[str, tuple[Tensor, Tensor]]:
         """For each observed site the mean (N, K) and the covariances (N, K, K) of the K
         unconstrained parameters of each datum."""
-
-        def function(at: Linearization, part: Part) -> dict[str, tuple[Tensor, Tensor]]:
-            found = {k: outputs.gaussian(self.posterior.precision) for k, outputs in part.items()}
-            return {name: (g.mean, g.covariance) for name, g in found.items()}
-
-        return self._map(function, args, kwargs)
+        found = self._closed_forms(lambda g: (g.mean, g.covariance), args, kwargs)
+        return self._total_covariance(found)
 
     def joint_covariance(self, *args: Any, **kwargs: Any) -> dict[str, tuple[Tensor, Tensor]]:
         """For each observed site the mean (N K,) and the covariance (N K, N K) over all inputs,
         data before parameters. Takes the whole batch at once."""
-        guide, result = self.posterior, {}
-        self._check(self.model, args, kwargs)
-        with torch.set_grad_enabled(_are_differentiable(args, kwargs)):
-            at = Linearization(self.model, guide.subset, guide.loc, args, kwargs)
-            for name, outputs in _observed(at).items():
-                if outputs.moving:
-                    covariance = guide.precision.joint_covariance(outputs.jacobian)
-                    result[name] = (outputs.mean.reshape(-1), outputs.kept(covariance))
-        return result
+        found = [component.joint_covariance(args, kwargs) for component in self.components]
+        return self._total_covariance(found)
 
     def probabilities(self, *args: Any, method: str = "probit", **kwargs: Any) -> dict[str, Tensor]:
         """P(y = class) for each Categorical site, (N, C), and P(y = 1) for Bernoulli ones, (N,).
@@ -201,23 +135,24 @@ class LinearizedPredictive:
         if method not in METHODS:
             raise ValueError(f"unknown method {method!r} (there are {', '.join(METHODS)})")
 
-        def closed(at: Linearization, part: Part) -> dict[str, Tensor]:
-            return {
-                name: closed_forms.class_probabilities(
-                    outputs.gaussian(self.posterior.precision), method
-                )
-                for name, outputs in part.items()
-                if outputs.kind in closed_forms.DISCRETE
-            }
+        def is_discrete(outputs: LinearOutputs) -> bool:
+            return outputs.kind in closed_forms.DISCRETE
+
+        def closed(gaussian: GaussianOutputs) -> Tensor | None:
+            known = is_discrete(gaussian.outputs)
+            return closed_forms.class_probabilities(gaussian, method) if known else None
 
         if method == "monte-carlo":
-            draws = self._means(args, kwargs, closed_forms.DISCRETE)
-            result = {name: value.mean(0) for name, value in draws.items()}
+            draws = [
+                c.at_draws(_mean, self.num_samples, args, kwargs, chosen=is_discrete)
+                for c in self.components
+            ]
+            found = [{name: value.mean(0) for name, value in each.items()} for each in draws]
         else:
-            result = self._map(closed, args, kwargs)
-        if not result:
+            found = self._closed_forms(closed, args, kwargs)
+        if not found[0]:
             raise ValueError("no observed site is Categorical or Bernoulli")
-        return result
+        return {name: self._averaged([each[name] for each in found]) for name in found[0]}
 
     def log_density(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """log p(y_n | x_n, data) for each observed site, (N, ...), without draws where there is a
@@ -227,215 +162,148 @@ class LinearizedPredictive:
         Closed forms are those of a Normal (an uncertain noise is integrated by quadrature), and of
         one Categorical or Bernoulli per datum (probit).
         """
+        found = [self._log_density(component, args, kwargs) for component in self.components]
+        if len(found) == 1:
+            return found[0]
+        result = {}
+        for name in found[0]:
+            terms = torch.stack([each[name] for each in found], -1)
+            result[name] = torch.logsumexp(terms + self.weights.to(terms).log(), -1)
+        return result
 
-        def closed(at: Linearization, part: Part) -> dict[str, Tensor]:
-            result = {}
-            for name, outputs in part.items():
-                site = at.run.observed[name]
-                if site.value is None:
-                    raise ValueError(f"site '{name}' has no observation: pass the targets as well")
-                density = closed_forms.log_density(site, outputs.gaussian(self.posterior.precision))
-                if density is not None:
-                    result[name] = scale_and_mask(density, 1.0, site.mask)
-                else:
-                    others.add(name)
-            return result
-
+    def _log_density(
+        self, component: LinearizedComponent, args: tuple, kwargs: dict
+    ) -> dict[str, Tensor]:
         others: set[str] = set()
-        result = self._map(closed, args, kwargs)
+
+        def closed(gaussian: GaussianOutputs) -> Tensor | None:
+            site, name = gaussian.outputs.site, gaussian.outputs.name
+            assert site is not None
+            if site.value is None:
+                raise ValueError(f"site '{name}' has no observation: pass the targets as well")
+            density = closed_forms.log_density(site, gaussian)
+            if density is None:
+                others.add(name)
+                return None
+            return scale_and_mask(density, 1.0, site.mask)
+
+        result = component.closed_forms(closed, args, kwargs)
         if others:
-            for name, draws in self.log_likelihood(*args, **kwargs).items():
-                if name in others:
-                    result[name] = draws.logsumexp(0) - math.log(len(draws))
+            found = component.at_draws(
+                Site.unscaled_log_prob, self.num_samples, args, kwargs,
+                chosen=lambda outputs: outputs.name in others,
+            )  # fmt: skip
+            for name, draws in found.items():
+                result[name] = draws.logsumexp(0) - math.log(len(draws))
         return result
 
     # Draws, as Predictive has them
 
     def mean(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """E[y | draw, x] for each observed site, (S, N, ...); for classes the probabilities."""
-        return self._means(args, kwargs)
-
-    def _means(
-        self, args: tuple, kwargs: dict, kinds: tuple[str, ...] | None = None
-    ) -> dict[str, Tensor]:
-        def draw(
-            at: Linearization, part: Part, offsets: LinearDraws, first: bool
-        ) -> dict[str, Tensor]:
-            sites = {
-                name: with_natural(at.run.observed[name], outputs.draws(offsets))
-                for name, outputs in part.items()
-                if kinds is None or outputs.kind in kinds
-            }
-            return {name: observation_mean(site.distribution) for name, site in sites.items()}
-
-        return self._map_draws(draw, args, kwargs)
+        return self._at_draws(_mean, args, kwargs)
 
     def draw_moments(self, *args: Any, **kwargs: Any) -> dict[str, PredictiveMoments]:
         """E[y | draw, x] and Var[y | draw, x] for each observed site and draw, (S, N, ...)."""
-        found = self._draw_moments(args, kwargs)
-        names = [key.removeprefix("mean ") for key in found if key.startswith("mean ")]
-        return {n: PredictiveMoments(found[f"mean {n}"], found[f"variance {n}"]) for n in names}
-
-    def _draw_moments(self, args: tuple, kwargs: dict) -> dict[str, Tensor]:
-        def draw(
-            at: Linearization, part: Part, offsets: LinearDraws, first: bool
-        ) -> dict[str, Tensor]:
-            found = {}
-            for name, outputs in part.items():
-                site = with_natural(at.run.observed[name], outputs.draws(offsets))
-                found[f"mean {name}"] = observation_mean(site.distribution)
-                found[f"variance {name}"] = observation_variance(site.distribution)
-            return found
-
-        return self._map_draws(draw, args, kwargs)
+        return self._at_draws(_mean_and_variance, args, kwargs)
 
     def log_likelihood(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """log p(y_n | draw, x_n) for each observed site, (S, N); the arguments include targets.
 
         :raises ValueError: where no target is given.
         """
+        result = self._at_draws(Site.unscaled_log_prob, args, kwargs, chosen=_has_target)
+        if not result:
+            raise ValueError("no site is observed: pass the targets as well")
+        return result
 
-        def draw(
-            at: Linearization, part: Part, offsets: LinearDraws, first: bool
-        ) -> dict[str, Tensor]:
-            given = {
-                n: outputs for n, outputs in part.items() if at.run.observed[n].value is not None
-            }
-            if not given:
-                raise ValueError("no site is observed: pass the targets as well")
-            return {
-                name: with_natural(
-                    at.run.observed[name], outputs.draws(offsets)
-                ).unscaled_log_prob()
-                for name, outputs in given.items()
-            }
+    # Over the components
 
-        return self._map_draws(draw, args, kwargs)
+    def _closed_forms(
+        self, function: Callable[[GaussianOutputs], Any], args: tuple, kwargs: dict
+    ) -> list[dict[str, Any]]:
+        return [component.closed_forms(function, args, kwargs) for component in self.components]
 
-    def _check(self, program: Callable, args: tuple, kwargs: dict) -> None:
-        if self._is_checked or self.posterior.is_of(self.model):
-            return
-        centre = self.posterior.require_layout().constrain(self.posterior.loc[None])[0]
-        with evaluation_mode(program, self.posterior):
-            check_posterior(program, self.posterior, centre, args, kwargs)
-        self._is_checked = True
+    def _at_draws(
+        self, function: Callable[[Site], Any], args: tuple, kwargs: dict, **options: Any
+    ) -> dict[str, Any]:
+        return self._mixed(
+            [
+                component.at_draws(function, number, args, kwargs, **options)
+                for component, number in zip(self.components, self._shares(), strict=True)
+                if number
+            ]
+        )
 
-    # Over the data, in parts
+    def _shares(self) -> list[int]:
+        """How many of the draws each component has."""
+        if not isinstance(self.posterior, MixtureGuide):
+            return [self.num_samples]
+        shares = self.posterior.shares(self.num_samples)
+        return [shares[k] for k in self._kept]
 
-    def _parts(
-        self, args: tuple, kwargs: dict, known: dict[Any, Alignment] | None = None
-    ) -> Iterator[tuple[Linearization, Part]]:
-        guide = self.posterior
-        batch, program = [(args, kwargs)], on_whole_data(self.model)
-        self._check(program, args, kwargs)
-        for at in linearizations(
-            program, guide.subset, guide.loc, batch, None, known=known, every_output=True
-        ):
-            yield at, _observed(at)
+    def _mixed(self, found: list[dict[str, Any]]) -> dict[str, Any]:
+        """The components' draws in random order."""
+        if not isinstance(self.posterior, MixtureGuide):
+            return found[0]
+        order = torch.randperm(self.num_samples, device=self.weights.device)
+        return tree_map(lambda *parts: torch.cat(parts)[order], *found)
 
-    def _map(
-        self, function: Callable[[Linearization, Part], Any], args: tuple, kwargs: dict
-    ) -> Any:
-        """Nested results of every part, put together along their first axes."""
-        found, rows = [], []
-        with torch.set_grad_enabled(_are_differentiable(args, kwargs)):
-            for at, part in self._parts(args, kwargs):
-                found.append(function(at, part))
-                rows.append(_rows(at))
-            return _joined(found, rows, 0)
+    def _averaged(self, values: Any) -> Tensor:
+        """sum_k weight_k values_k over the components."""
+        values = list(values)
+        if len(values) == 1:
+            return values[0]
+        stacked = torch.stack(values)
+        return torch.tensordot(self.weights.to(stacked), stacked, dims=1)
 
-    def _map_draws(
-        self,
-        function: Callable[[Linearization, Part, LinearDraws, bool], dict[str, Tensor]],
-        args: tuple,
-        kwargs: dict,
-    ) -> dict[str, Tensor]:
-        """Results (S, n, ...) at draws of the latents, put together."""
-        precision = self.posterior.precision
-        item = self.posterior.loc.element_size()
-        at_once = max(1, _DRAWS_AT_ONCE // max(1, item * self.posterior.subset.size))
-        known: dict[Any, Alignment] = {}
-        chunks = []
-        with torch.set_grad_enabled(_are_differentiable(args, kwargs)):
-            for start in range(0, self.num_samples, at_once):
-                offsets = precision.draw(min(at_once, self.num_samples - start))
-                found, rows = [], []
-                for at, part in self._parts(args, kwargs, known):
-                    found.append(function(at, part, offsets, start == 0))
-                    rows.append(_rows(at))
-                chunks.append(_joined(found, rows, 1))
-            return {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
-
-
-def _are_differentiable(args: Any, kwargs: Any) -> bool:
-    """Whether results are wanted as functions of some argument."""
-    tensors = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
-def _observed(at: Linearization) -> Part:
-    differentiable = _are_differentiable(at.args, at.kwargs)
-    return {
-        name: Outputs.of_site(at, name, site, differentiable=differentiable)
-        for name, site in at.run.observed.items()
-    }
-
-
-def _drawn(distribution: Any) -> Tensor:
-    """A draw, differentiable where that is wanted and can be."""
-    wanted = torch.is_grad_enabled() and distribution.has_rsample
-    return distribution.rsample() if wanted else distribution.sample()
-
-
-def _rows(at: Linearization) -> int:
-    return leading_size((at.args, dict(at.kwargs)))
-
-
-def _joined(found: list[Any], rows: list[int], dim: int) -> Any:
-    """The parts' results one after the other; those that are not of the data once."""
-
-    def join(*parts: Any) -> Any:
-        if parts[0] is None or len(parts) == 1 or parts[0].dim() <= dim:
-            return parts[0]
-        of_data = all(part.shape[dim] == size for part, size in zip(parts, rows, strict=True))
-        if not of_data and all(torch.equal(part, parts[0]) for part in parts):
-            return parts[0]
-        return torch.cat(parts, dim)
-
-    return tree_map(join, found[0], *found[1:])
-
-
-def _as_moments(found: dict[str, tuple]) -> dict[str, Moments]:
-    return {name: Moments(*values) for name, values in found.items()}
-
-
-def _deterministic(
-    at: Linearization, part: Part, natural: dict[str, dict[str, Tensor]], offsets: LinearDraws
-) -> dict[str, Tensor]:
-    """Draws of the deterministic sites, linearised; parameters of observed sites are reused."""
-    result = {}
-    for name, value in at.run.deterministic.items():
-        if isinstance(value, Tensor) and value.is_floating_point():
-            drawn = _reused(at, value, part, natural)
-            if drawn is None:
-                outputs = Outputs.of_deterministic(
-                    at, name, differentiable=_are_differentiable(at.args, at.kwargs)
+    def _total_moments(
+        self, found: list[dict[str, ParameterMoments]]
+    ) -> dict[str, ParameterMoments]:
+        """By the law of total variance."""
+        if len(found) == 1:
+            return found[0]
+        result = {}
+        for name in found[0]:
+            parts = [each[name] for each in found]
+            mean, variance = {}, {}
+            for key in parts[0].mean:
+                means = torch.stack([part.mean[key] for part in parts])
+                mean[key] = self._averaged(means)
+                spread = (means - mean[key]).square()
+                variance[key] = self._averaged(
+                    torch.stack([part.variance[key] for part in parts]) + spread
                 )
-                drawn = outputs.draws(offsets)["value"]
-            result[name] = drawn
-    return result
+            noise: Any = [part.noise_variance for part in parts]
+            noise = None if noise[0] is None else self._averaged(noise)
+            result[name] = ParameterMoments(mean, variance, noise)
+        return result
+
+    def _total_covariance(
+        self, found: list[dict[str, tuple[Tensor, Tensor]]]
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        if len(found) == 1:
+            return found[0]
+        result = {}
+        for name in found[0]:
+            means = torch.stack([each[name][0] for each in found])
+            center = self._averaged(means)
+            spread = (means - center)[..., :, None] * (means - center)[..., None, :]
+            inside = torch.stack([each[name][1] for each in found])
+            result[name] = center, self._averaged(inside + spread)
+        return result
 
 
-def _reused(
-    at: Linearization, value: Tensor, part: Part, natural: dict[str, dict[str, Tensor]]
-) -> Tensor | None:
-    """Draws of a deterministic site that is a parameter of an observed site."""
-    for name, outputs in part.items():
-        base = without_wrappers(at.run.observed[name].distribution)[0]
-        given = parameters_of(base)
-        for key, parameter in outputs.values.items():
-            if torch.equal(parameter, value):
-                return natural[name][key]
-            if key in given and torch.equal(given[key], value):
-                return constrained_value(base, key, natural[name][key])
-    return None
+LinearizedMixture = LinearizedPredictive  # the name that mixtures once had of their own
+
+
+def _mean(site: Site) -> Tensor:
+    return observation_mean(site.distribution)
+
+
+def _mean_and_variance(site: Site) -> PredictiveMoments:
+    return PredictiveMoments(_mean(site), observation_variance(site.distribution))
+
+
+def _has_target(outputs: LinearOutputs) -> bool:
+    return outputs.site is not None and outputs.site.value is not None

@@ -64,7 +64,7 @@ def natural_value(base: Distribution, key: str, value: Tensor) -> Tensor:
     """
     if key.startswith("transforms.") and key.endswith(".scale") and not bool((value > 0).all()):
         raise NotImplementedError(
-            "the linearised model does not know affine transforms with a scale that is not "
+            "the linearized model does not know affine transforms with a scale that is not "
             "positive: use Predictive"
         )
     return _bijection(base, key).inv(value)
@@ -98,7 +98,7 @@ def _apart(site: Site) -> tuple[Structure, dict[str, Tensor]]:
     if apart is None:
         kind = type(without_wrappers(site.distribution)[0]).__name__
         raise NotImplementedError(
-            f"the linearised model does not know {kind} observations: use Predictive"
+            f"the linearized model does not know {kind} observations: use Predictive"
         )
     return apart
 

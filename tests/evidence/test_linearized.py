@@ -1,4 +1,4 @@
-"""The linearised model: its likelihood and its optimum."""
+"""The linearized model: its likelihood and its optimum."""
 
 import warnings
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from pyro_bdl import bayesianize, evidence, handlers, models, priors
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.evidence import linearised_log_likelihood, linearised_optimum
+from pyro_bdl.evidence import linearized_log_likelihood, linearized_optimum
 from pyro_bdl.guides import AutoLaplaceGGN
 from pyro_bdl.program import Program
 
@@ -52,7 +52,7 @@ def test_the_likelihood_by_autograd(kind, batches):
         expected = dist.Poisson(f.exp()).log_prob(y).sum()
     else:
         expected = dist.Normal(f, 0.4).log_prob(y).sum()
-    found = linearised_log_likelihood(guide, offset)
+    found = linearized_log_likelihood(guide, offset)
     torch.testing.assert_close(found, expected)
     first, second = (torch.autograd.grad(v, offset)[0] for v in (found, expected))
     torch.testing.assert_close(first, second)
@@ -66,10 +66,10 @@ def test_the_optimum_has_no_slope(kind, structure):
     zero = torch.zeros(len(guide.loc))
 
     def value(offset):
-        density = linearised_log_likelihood(guide, offset)
+        density = linearized_log_likelihood(guide, offset)
         return density + dist.Normal(0.0, 0.8).log_prob(guide.loc + offset).sum()
 
-    offset = linearised_optimum(guide, steps=100, tolerance=1e-14)
+    offset = linearized_optimum(guide, steps=100, tolerance=1e-14)
     assert value(offset) > value(zero)
     at = offset.clone().requires_grad_()
     (slope,) = torch.autograd.grad(value(at), at)
@@ -83,13 +83,13 @@ def test_it_is_the_mode_of_a_linear_gaussian(line, eta):
     """From anywhere, in one step."""
     model = handlers.temper(line.model, eta)
     guide = line.laplace(model=model, loc=torch.tensor([3.0, -4.0, 5.0, 1.0]))
-    found = guide.loc + linearised_optimum(guide, steps=1)
+    found = guide.loc + linearized_optimum(guide, steps=1)
     torch.testing.assert_close(found, line.mode(eta=eta), rtol=1e-10, atol=1e-10)
 
 
 def test_a_subset_moves_alone(line):
     guide = line.laplace(subset="weight", loc=torch.tensor([3.0, -4.0, 5.0, 1.0]))
-    offset = linearised_optimum(guide)
+    offset = linearized_optimum(guide)
     assert offset.shape == (3,)
     precision = line.precision()[:3, :3]
     right = line.x.T @ (line.y - 1.0) / line.noise**2
@@ -118,4 +118,46 @@ def test_masks_are_kept():
     design = torch.cat([x, torch.ones(6, 1)], 1)[3:]
     offset = torch.randn(3)
     expected = dist.Normal(design @ (guide.loc + offset), 0.5).log_prob(y[3:]).sum()
-    torch.testing.assert_close(linearised_log_likelihood(guide, offset), expected)
+    torch.testing.assert_close(linearized_log_likelihood(guide, offset), expected)
+
+
+def test_a_recurrent_network_is_linear_too():
+    """LSTM layers have no forward derivative in torch: the product with J is by backward ones."""
+    torch.manual_seed(5)
+    x, y = torch.randn(5, 3, 2), torch.randn(5)
+
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(2, 2, batch_first=True), nn.Linear(2, 1)
+
+        def forward(self, x):
+            return self.head(self.lstm(x)[0][:, -1])
+
+    model = models.Regression(bayesianize(Recurrent()), noise=0.4)
+    guide = AutoLaplaceGGN(model, structure="diag").prototype(x, y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BdlWarning)
+        guide = guide.laplace_approximation((x, y))
+    offset = 0.1 * torch.randn(len(guide.loc))
+    program, size = Program(model, x, y), 1e-6
+    ends = [
+        program.run(program.constrain(guide.loc + sign * size * offset)[0]).deterministic["f"]
+        for sign in (-1.0, 0.0, 1.0)
+    ]
+    f = ends[1] + (ends[2] - ends[0]) / (2 * size)
+    expected = dist.Normal(f, 0.4).log_prob(y).sum()
+    found = linearized_log_likelihood(guide, offset)
+    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-7)
+
+
+def test_the_former_spelling_is_understood(line):
+    assert evidence.linearised_optimum is linearized_optimum
+    assert evidence.linearised_log_likelihood is linearized_log_likelihood
+    guide = line.laplace()
+    with pytest.warns(DeprecationWarning, match="linearized="):
+        found = evidence.maximize(guide, steps=1, linearised=True)
+    assert found.history
+    with pytest.warns(DeprecationWarning, match="linearized="):
+        training = evidence.MarginalLikelihoodTraining(guide, line.data, linearised=True)
+    assert training.linearized

@@ -44,7 +44,7 @@ def test_without_gradients_it_is_the_same_number(line):
     with torch.no_grad():
         guide = line.laplace()
         torch.testing.assert_close(log_marginal_likelihood(guide), line.exact(), **EXACTLY)
-        offset = evidence.linearised_optimum(guide)
+        offset = evidence.linearized_optimum(guide)
         found = log_marginal_likelihood(guide, offset=offset)
         torch.testing.assert_close(found, line.exact(), **EXACTLY)
         assert torch.allclose(guide.reference_noise, torch.tensor(line.noise))
@@ -52,11 +52,11 @@ def test_without_gradients_it_is_the_same_number(line):
 
 @pytest.mark.parametrize("structure", ["full", "low_rank"])
 def test_it_follows_the_hyperparameters(line, structure, put):
-    """The MAP stays; at the linearised optimum the evidence is exact at other values too."""
+    """The MAP stays; at the linearized optimum the evidence is exact at other values too."""
     guide = line.laplace(structure=structure)
     put(guide, prior=1.3, noise=0.8)
     guide.refresh()
-    offset = evidence.linearised_optimum(guide)
+    offset = evidence.linearized_optimum(guide)
     torch.testing.assert_close(guide.loc + offset, line.mode(1.3, 0.8), **EXACTLY)
     found = log_marginal_likelihood(guide, offset=offset)
     torch.testing.assert_close(found, line.exact(1.3, 0.8), **EXACTLY)
@@ -69,10 +69,10 @@ def test_it_follows_the_hyperparameters(line, structure, put):
     torch.testing.assert_close(guide.precision.logdet(), logdet, **EXACTLY)
 
 
-def test_gradients_at_the_linearised_optimum(line):
+def test_gradients_at_the_linearized_optimum(line):
     """The optimum is a maximum, so that its own movement adds nothing to the gradient."""
     guide = line.laplace(loc=line.mode() + 0.3)
-    found = log_marginal_likelihood(guide, offset=evidence.linearised_optimum(guide))
+    found = log_marginal_likelihood(guide, offset=evidence.linearized_optimum(guide))
     logs = torch.tensor([line.prior, line.noise]).log().requires_grad_()
     exact = line.exact(*logs.exp())
     torch.testing.assert_close(found, exact, **EXACTLY)
@@ -91,7 +91,7 @@ def test_minibatches_say_what_one_batch_says(make_line, how, put):
     guide = line.laplace(data=batches)
     put(guide, prior=1.3, noise=0.8)
     guide.refresh()
-    offset = evidence.linearised_optimum(guide)
+    offset = evidence.linearized_optimum(guide)
     found = log_marginal_likelihood(guide, offset=offset)
     torch.testing.assert_close(found, line.exact(1.3, 0.8), **EXACTLY)
     whole = line.laplace()
@@ -101,7 +101,7 @@ def test_minibatches_say_what_one_batch_says(make_line, how, put):
     if how == "halves":
         half = line.laplace(data=(line.x[:6], line.y[:6]), loc=guide.loc)
         half.update((line.x[6:], line.y[6:]))
-        again = log_marginal_likelihood(half, offset=evidence.linearised_optimum(half))
+        again = log_marginal_likelihood(half, offset=evidence.linearized_optimum(half))
         torch.testing.assert_close(again, line.exact(1.3, 0.8), **EXACTLY)
         torch.testing.assert_close(
             log_marginal_likelihood(half), log_marginal_likelihood(whole), **EXACTLY
@@ -156,7 +156,7 @@ def test_tempered(line, eta, put):
     torch.testing.assert_close(found, slopes, **EXACTLY)
     put(guide, noise=0.9)
     guide.refresh()
-    offset = evidence.linearised_optimum(guide)
+    offset = evidence.linearized_optimum(guide)
     expected = exact(torch.tensor(line.prior), torch.tensor(0.9))
     torch.testing.assert_close(log_marginal_likelihood(guide, offset=offset), expected, **EXACTLY)
 

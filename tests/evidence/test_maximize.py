@@ -25,7 +25,7 @@ def test_both_reach_the_maximum_of_the_exact_evidence(line, method, values, put)
     best, prior, noise = line.best()
     guide = line.laplace()
     put(guide, prior=1.0, noise=1.0)
-    found = maximize(guide, method=method, linearised=True, steps=120, tolerance=1e-9)
+    found = maximize(guide, method=method, linearized=True, steps=120, tolerance=1e-9)
     assert found.log_evidence == pytest.approx(best, abs=1e-7)
     assert found.log_evidence == pytest.approx(max(found.history), abs=1e-6)
     assert len(found.history) > 2 and found.history[0] < best
@@ -81,7 +81,7 @@ def test_the_first_step_is_from_the_present_hyperparameters(line, method, put):
         put(guide, prior=1.6, noise=0.9)
         if refreshed:
             guide.refresh()
-        found.append(maximize(guide, method=method, steps=1, linearised=True).hyperparameters)
+        found.append(maximize(guide, method=method, steps=1, linearized=True).hyperparameters)
         put(guide, prior=line.prior, noise=line.noise)
     torch.testing.assert_close(*(list(values.values()) for values in found))
 
@@ -264,7 +264,7 @@ def test_an_error_restores_everything(line, method, values, monkeypatch):
 
     monkeypatch.setitem(function.__globals__, "log_marginal_likelihood", failing)
     with pytest.raises(RuntimeError, match="no luck today"):
-        maximize(guide, method=method, linearised=True)
+        maximize(guide, method=method, linearized=True)
     after = values(guide)
     assert all(torch.equal(after[key], value) for key, value in before.items())
     torch.testing.assert_close(guide.precision.logdet(), logdet)

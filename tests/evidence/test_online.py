@@ -18,14 +18,14 @@ def map_guide(line, **options):
 
 
 @pytest.mark.parametrize(
-    ("method", "linearised"), [("mackay", False), ("mackay", True), ("gradient", False)]
+    ("method", "linearized"), [("mackay", False), ("mackay", True), ("gradient", False)]
 )
-def test_it_reaches_the_maximum_of_the_exact_evidence(line, method, linearised, values):
+def test_it_reaches_the_maximum_of_the_exact_evidence(line, method, linearized, values):
     """Where the epochs put the weights to the mode of the present hyperparameters."""
     best, prior, noise = line.best()
     guide = map_guide(line)
     online = MarginalLikelihoodTraining(
-        guide, line.data, every=1, burn_in=0, method=method, steps=20, linearised=linearised
+        guide, line.data, every=1, burn_in=0, method=method, steps=20, linearized=linearized
     )
     for _ in range(60):
         with torch.no_grad():

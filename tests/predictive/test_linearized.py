@@ -1,4 +1,4 @@
-"""The linearised predictive: against Jacobians by autograd, closed forms, quadrature and draws."""
+"""The linearized predictive: against Jacobians by autograd, closed forms, quadrature and draws."""
 
 import math
 import warnings
@@ -16,7 +16,7 @@ from pyro_bdl import LinearizedPredictive, Predictive, bayesianize, handlers, mo
 from pyro_bdl.curvature import chunking as parts_module
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides import AutoLaplaceGGN, MixtureGuide
-from pyro_bdl.predictive import linearized as module
+from pyro_bdl.predictive import linearized_component as module
 from pyro_bdl.predictive.closed_forms import laplace_bridge, multiclass_probit, probit
 from pyro_bdl.program import Program
 from pyro_bdl.program.unconstrained_parameters import natural_parameters
@@ -345,7 +345,7 @@ def test_draws_at_a_tiny_covariance_are_the_program_itself():
     torch.testing.assert_close(predictive.log_likelihood(x, y)["y"], expected)
 
 
-def test_deterministic_sites_are_linearised_too():
+def test_deterministic_sites_are_linearized_too():
     model, *args = case("two sites")
     guide = approximate(model, args)
     program = Program(model, *args)
@@ -401,7 +401,7 @@ def test_the_budget_cuts_batches(monkeypatch):
     monkeypatch.setattr(parts_module, "_BUDGET", 1)
     monkeypatch.setattr(parts_module, "_PER_WEIGHT", 0)
     torch.testing.assert_close(predictive.log_density(x, y), whole)
-    assert sum(1 for _ in predictive._parts((x, y), {})) > 1
+    assert sum(1 for _ in predictive.components[0].parts((x, y), {})) > 1
 
 
 def test_draws_come_in_chunks(monkeypatch):

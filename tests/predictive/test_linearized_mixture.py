@@ -1,4 +1,4 @@
-"""The linearised predictive of mixtures of Laplace approximations."""
+"""The linearized predictive of mixtures of Laplace approximations."""
 
 import pytest
 import torch
@@ -39,6 +39,7 @@ def parts(conjugate):
 
 def test_moments_and_covariances(conjugate, mixture):
     predictive = LinearizedPredictive(conjugate.model, mixture)
+    assert isinstance(predictive, LinearizedPredictive)
     assert isinstance(predictive, LinearizedMixture)
     means, variance = parts(conjugate)
     weights = torch.tensor(WEIGHTS, dtype=torch.float64)

@@ -1,4 +1,9 @@
-"""What a program computes for its data as a linear function of the latents."""
+"""The outputs of a program as linear functions of its latents: f(u) = f(u*) + J (u - u*).
+
+The linearized predictive takes their moments and draws under a Gaussian over u, and the evidence of
+the linearized model takes its likelihood at a point. ``LinearOutputs`` has the value f(u*), the
+Jacobian J as factors, and the product of J with one vector.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -16,21 +21,30 @@ from pyro_bdl.curvature.structures.base import Precision
 from pyro_bdl.curvature.structures.draws import LinearDraws
 from pyro_bdl.distributions.take_apart import without_wrappers
 from pyro_bdl.program.trace import Run, Site
-from pyro_bdl.program.unconstrained_parameters import known_kind, natural_parameters
+from pyro_bdl.program.unconstrained_parameters import (
+    known_kind,
+    natural_parameters,
+    with_natural,
+)
 
 
-class Outputs:
-    """Tensors of one run, flattened to (n, K): those that the latents of the subset move.
+class LinearOutputs:
+    """Tensors of one run of a program as linear functions of the latents of a subset.
+
+    For each of n data the K numbers that these latents move are one row.
 
     :param at: the run.
-    :param label: names them, the same in every batch.
+    :param label: a name of the tensors, the same in every batch.
     :param read: the tensors by name in any run of the program.
     :param has_data: whether their leading axis numbers the data; else they are of one datum.
-    :param differentiable: keep the graph back to the program's arguments; the Jacobian is then one
-        dense matrix for each datum.
+    :param differentiable: keep the graph back to the program's arguments and parameters; the
+        Jacobian is then one dense matrix for each datum.
     """
 
-    kind = ""  # of an observed site the name of its distribution
+    # where they are the parameters of an observed site: its name, its distribution's, and the site
+    name = ""
+    kind = ""
+    site: Site | None = None
 
     def __init__(
         self,
@@ -59,7 +73,7 @@ class Outputs:
     @classmethod
     def of_site(
         cls, at: Linearization, name: str, site: Site, *, differentiable: bool = False
-    ) -> "Outputs":
+    ) -> "LinearOutputs":
         """The unconstrained parameters of an observed site."""
 
         def read(run: Run) -> dict[str, Tensor]:
@@ -73,13 +87,13 @@ class Outputs:
             has_data=len(base.batch_shape) > 0,
             differentiable=differentiable,
         )
-        result.kind = kind
+        result.name, result.kind, result.site = name, kind, site
         return result
 
     @classmethod
     def of_deterministic(
         cls, at: Linearization, name: str, *, differentiable: bool = False
-    ) -> "Outputs":
+    ) -> "LinearOutputs":
         """A deterministic site, named "value"."""
 
         def read(run: Run) -> dict[str, Tensor]:
@@ -139,6 +153,45 @@ class Outputs:
         found = self._read(run)
         return [found[key] for key in self.moving]
 
+    def moved(self, offset: Tensor) -> dict[str, Tensor]:
+        """All tensors, (*shape), at one offset (p,) of the subset, differentiable in it.
+
+        J offset is the derivative of J' v in v times the offset, so that no Jacobian is formed.
+        """
+        values = dict(self.values)
+        if not self.moving:
+            return values
+        subset = self.at.subset
+        change = subset.put(torch.zeros_like(self.at.vector), offset.to(self.at.vector))
+        change_by_site = subset.layout.unflatten(change)
+        with torch.enable_grad():
+            outputs = self._outputs(self.at.run)
+            cotangents = [torch.zeros_like(output, requires_grad=True) for output in outputs]
+            pulled = torch.autograd.grad(
+                outputs,
+                [self.at.leaves[name] for name in subset.parts],
+                cotangents,
+                create_graph=True,
+                materialize_grads=True,
+            )
+            pairs = zip(pulled, subset.parts, strict=True)
+            linear = {name: gradient for gradient, name in pairs if gradient.requires_grad}
+            slopes = torch.autograd.grad(
+                list(linear.values()),
+                cotangents,
+                [change_by_site[name] for name in linear],
+                create_graph=True,
+                materialize_grads=True,
+            )
+        for key, slope in zip(self.moving, slopes, strict=True):
+            values[key] = values[key] + slope
+        return values
+
+    def observed(self, values: dict[str, Tensor]) -> Site:
+        """The observed site where its parameters are ``values``, of ``moved`` or ``draws``."""
+        assert self.site is not None
+        return with_natural(self.site, values)
+
     def split(self, flat: Tensor) -> dict[str, Tensor]:
         """(..., n, K) by name, (..., *shape)."""
         shapes = [self.values[key].shape for key in self.moving]
@@ -158,19 +211,19 @@ class Outputs:
             values |= self.split(self.mean + change.to(self.mean))
         return values
 
-    def gaussian(self, precision: Precision) -> "Gaussian":
+    def gaussian(self, precision: Precision) -> "GaussianOutputs":
         """Their distribution where the subset's offset is N(0, precision^-1)."""
-        return Gaussian(self, self.mean, precision)
+        return GaussianOutputs(self, self.mean, precision)
 
 
 @dataclass
-class Gaussian:
+class GaussianOutputs:
     """N(mean, covariance) for every datum, mean (n, K); of the covariance only what is asked for.
 
     :param precision: of the subset's offset.
     """
 
-    outputs: Outputs
+    outputs: LinearOutputs
     mean: Tensor
     precision: Precision
 
@@ -218,6 +271,16 @@ class Gaussian:
             start += values[key].numel() // len(self.mean)
         i, j = starts[row], starts[column]
         return self.covariance[:, i : i + sizes[0], j : j + sizes[1]]
+
+
+def observed_outputs(
+    at: Linearization, *, differentiable: bool = False
+) -> dict[str, LinearOutputs]:
+    """The unconstrained parameters of each observed site."""
+    return {
+        name: LinearOutputs.of_site(at, name, site, differentiable=differentiable)
+        for name, site in at.run.observed.items()
+    }
 
 
 def _depends(value: Tensor, leaves: Iterable[Tensor]) -> bool:

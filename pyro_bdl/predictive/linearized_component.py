@@ -1,0 +1,282 @@
+"""The predictive of a program linearized around the center of one Gaussian.
+
+``LinearizedPredictive`` averages such components over the members of a mixture.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from pyro_bdl.curvature.chunking import linearizations
+from pyro_bdl.curvature.jacobian.datum_axes import Alignment
+from pyro_bdl.curvature.jacobian.linearization import Linearization
+from pyro_bdl.curvature.linear_outputs import GaussianOutputs, LinearOutputs, observed_outputs
+from pyro_bdl.curvature.structures.draws import LinearDraws
+from pyro_bdl.distributions.take_apart import parameters_of, without_wrappers
+from pyro_bdl.guides.draws import check_posterior
+from pyro_bdl.guides.laplace import LaplaceGuide
+from pyro_bdl.predictive import closed_forms
+from pyro_bdl.program.batches import leading_size
+from pyro_bdl.program.subsampling import on_whole_data
+from pyro_bdl.program.trace import Site
+from pyro_bdl.program.unconstrained_parameters import constrained_value
+from pyro_bdl.utils.module_state import evaluation_mode
+
+_DRAWS_AT_ONCE = 2**29  # bytes of latent draws
+
+
+class ParameterMoments(NamedTuple):
+    """Means and variances of an observed site's unconstrained parameters.
+
+    Parameters are those that depend on the latents: the location and the logarithm of the scale
+    for a Normal, the logits for classes, the logarithm of a rate, ...
+
+    :param mean: by parameter, (N, ...).
+    :param variance: by parameter, (N, ...); the noise of the observation is not in it.
+    :param noise_variance: for a Normal the expected variance of the noise, (N, ...), in squared
+        units of y, over the posterior of the noise scale; None for other distributions.
+    """
+
+    mean: dict[str, Tensor]
+    variance: dict[str, Tensor]
+    noise_variance: Tensor | None
+
+    @property
+    def predictive_variance(self) -> Tensor:
+        """Var[y] of a Normal, (N, ...): of its location plus the noise."""
+        if self.noise_variance is None:
+            raise ValueError("only a Normal observation has a predictive variance in closed form")
+        return self.variance.get("loc", torch.zeros_like(self.noise_variance)) + self.noise_variance
+
+
+@dataclass
+class LinearizedPart:
+    """Some rows of the data, with the outputs of their observed sites."""
+
+    at: Linearization
+    outputs: dict[str, LinearOutputs]
+    differentiable: bool
+
+    @property
+    def rows(self) -> int:
+        return leading_size((self.at.args, dict(self.at.kwargs)))
+
+    def deterministic(
+        self, offsets: LinearDraws, parameters: dict[str, dict[str, Tensor]]
+    ) -> dict[str, Tensor]:
+        """Draws of the deterministic sites, linearized.
+
+        :param parameters: draws of the observed sites' parameters, which are used again where a
+            deterministic site is one of them.
+        """
+        result = {}
+        for name, value in self.at.run.deterministic.items():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                drawn = self._drawn_already(value, parameters)
+                if drawn is None:
+                    outputs = LinearOutputs.of_deterministic(
+                        self.at, name, differentiable=self.differentiable
+                    )
+                    drawn = outputs.draws(offsets)["value"]
+                result[name] = drawn
+        return result
+
+    def _drawn_already(
+        self, value: Tensor, parameters: dict[str, dict[str, Tensor]]
+    ) -> Tensor | None:
+        """Draws of a deterministic site that is a parameter of an observed site."""
+        for name, outputs in self.outputs.items():
+            base = without_wrappers(self.at.run.observed[name].distribution)[0]
+            given = parameters_of(base)
+            for key, parameter in outputs.values.items():
+                if torch.equal(parameter, value):
+                    return parameters[name][key]
+                if key in given and torch.equal(given[key], value):
+                    return constrained_value(base, key, parameters[name][key])
+        return None
+
+
+class LinearizedComponent:
+    """A program whose outputs are linear in the latents, under one Gaussian over these.
+
+    Large data are linearized in parts that fit in memory, and the results are put together.
+
+    :param model: the Pyro program.
+    :param guide: the Gaussian, around whose center the program is linearized.
+    """
+
+    def __init__(self, model: Callable, guide: LaplaceGuide) -> None:
+        self.model, self.guide = model, guide
+        self._is_checked = False
+
+    def closed_forms(
+        self, function: Callable[[GaussianOutputs], Any], args: tuple, kwargs: dict
+    ) -> dict[str, Any]:
+        """The function of each observed site's Gaussian outputs; None leaves a site out.
+
+        :param function: gives tensors (n, ...), nested or not.
+        """
+        found, rows = [], []
+        with torch.set_grad_enabled(_are_differentiable(args, kwargs)):
+            for part in self.parts(args, kwargs):
+                found.append(self._in_closed_form(function, part))
+                rows.append(part.rows)
+            return _joined(found, rows, 0)
+
+    def joint_covariance(self, args: tuple, kwargs: dict) -> dict[str, tuple[Tensor, Tensor]]:
+        """For each observed site the mean (N K,) and the covariance (N K, N K)."""
+        guide, result = self.guide, {}
+        self._check(self.model, args, kwargs)
+        differentiable = _are_differentiable(args, kwargs)
+        with torch.set_grad_enabled(differentiable):
+            at = Linearization(self.model, guide.subset, guide.loc, args, kwargs)
+            for name, outputs in observed_outputs(at, differentiable=differentiable).items():
+                if outputs.moving:
+                    covariance = guide.precision.joint_covariance(outputs.jacobian)
+                    result[name] = (outputs.mean.reshape(-1), outputs.kept(covariance))
+        return result
+
+    def at_draws(
+        self,
+        function: Callable[[Site], Any],
+        num_samples: int,
+        args: tuple,
+        kwargs: dict,
+        *,
+        chosen: Callable[[LinearOutputs], bool] = lambda outputs: True,
+    ) -> dict[str, Any]:
+        """The function of each observed site at draws of its parameters.
+
+        :param function: gives tensors (S, n, ...), nested or not.
+        :param chosen: tells from a site's outputs whether the function is wanted.
+        """
+
+        def evaluate(part: LinearizedPart, offsets: LinearDraws, is_first: bool) -> dict[str, Any]:
+            return {
+                name: function(outputs.observed(outputs.draws(offsets)))
+                for name, outputs in part.outputs.items()
+                if chosen(outputs)
+            }
+
+        return self._over_draws(evaluate, num_samples, args, kwargs)
+
+    def sample(
+        self, num_samples: int, args: tuple, kwargs: dict
+    ) -> tuple[dict[str, Tensor], dict[str, ParameterMoments]]:
+        """Draws (S, N, ...) of all sites, and the moments of the observed ones' parameters."""
+        if not num_samples:
+            return {}, self.closed_forms(moments, args, kwargs)
+        found: list[dict[str, ParameterMoments]] = []
+        rows: list[int] = []
+
+        def evaluate(
+            part: LinearizedPart, offsets: LinearDraws, is_first: bool
+        ) -> dict[str, Tensor]:
+            if is_first:
+                found.append(self._in_closed_form(moments, part))
+                rows.append(part.rows)
+            parameters = {name: outputs.draws(offsets) for name, outputs in part.outputs.items()}
+            drawn = {
+                name: _drawn(outputs.observed(parameters[name]).distribution)
+                for name, outputs in part.outputs.items()
+            }
+            return drawn | part.deterministic(offsets, parameters)
+
+        return self._over_draws(evaluate, num_samples, args, kwargs), _joined(found, rows, 0)
+
+    def _in_closed_form(
+        self, function: Callable[[GaussianOutputs], Any], part: LinearizedPart
+    ) -> dict[str, Any]:
+        precision = self.guide.precision
+        found = {
+            name: function(outputs.gaussian(precision)) for name, outputs in part.outputs.items()
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _over_draws(
+        self,
+        function: Callable[[LinearizedPart, LinearDraws, bool], dict[str, Any]],
+        num_samples: int,
+        args: tuple,
+        kwargs: dict,
+    ) -> dict[str, Any]:
+        """Results (S, n, ...) at draws of the latents, put together.
+
+        :param function: of a part, some draws, and whether these are the first.
+        """
+        guide = self.guide
+        at_once = max(1, _DRAWS_AT_ONCE // max(1, guide.loc.element_size() * guide.subset.size))
+        known: dict[Any, Alignment] = {}
+        chunks = []
+        with torch.set_grad_enabled(_are_differentiable(args, kwargs)):
+            for start in range(0, num_samples, at_once):
+                offsets = guide.precision.draw(min(at_once, num_samples - start))
+                found, rows = [], []
+                for part in self.parts(args, kwargs, known):
+                    found.append(function(part, offsets, start == 0))
+                    rows.append(part.rows)
+                chunks.append(_joined(found, rows, 1))
+            return tree_map(lambda *parts: torch.cat(parts), *chunks)
+
+    def parts(
+        self, args: tuple, kwargs: dict, known: dict[Any, Alignment] | None = None
+    ) -> Iterator[LinearizedPart]:
+        """The data linearized, part by part.
+
+        :param known: what was found of earlier parts; filled here.
+        """
+        guide, program = self.guide, on_whole_data(self.model)
+        self._check(program, args, kwargs)
+        differentiable = _are_differentiable(args, kwargs)
+        batches = [(args, kwargs)]
+        for at in linearizations(
+            program, guide.subset, guide.loc, batches, None, known=known, every_output=True
+        ):
+            outputs = observed_outputs(at, differentiable=differentiable)
+            yield LinearizedPart(at, outputs, differentiable)
+
+    def _check(self, program: Callable, args: tuple, kwargs: dict) -> None:
+        """:raises ValueError: for a posterior of another program."""
+        if self._is_checked or self.guide.is_of(self.model):
+            return
+        center = self.guide.require_layout().constrain(self.guide.loc[None])[0]
+        with evaluation_mode(program, self.guide):
+            check_posterior(program, self.guide, center, args, kwargs)
+        self._is_checked = True
+
+
+def moments(gaussian: GaussianOutputs) -> ParameterMoments:
+    """Means and variances of a site's unconstrained parameters."""
+    is_normal = gaussian.outputs.kind == "Normal"
+    noise = closed_forms.noise_variance(gaussian) if is_normal else None
+    return ParameterMoments(gaussian.means(), gaussian.variances(), noise)
+
+
+def _are_differentiable(args: Any, kwargs: Any) -> bool:
+    """Whether results are wanted as functions of some argument."""
+    tensors = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _drawn(distribution: Any) -> Tensor:
+    """A draw, differentiable where that is wanted and can be."""
+    wanted = torch.is_grad_enabled() and distribution.has_rsample
+    return distribution.rsample() if wanted else distribution.sample()
+
+
+def _joined(found: list[Any], rows: list[int], dim: int) -> Any:
+    """The parts' results one after the other; results that are not of the data stand once."""
+
+    def join(*parts: Any) -> Any:
+        if parts[0] is None or len(parts) == 1 or parts[0].dim() <= dim:
+            return parts[0]
+        of_data = all(part.shape[dim] == size for part, size in zip(parts, rows, strict=True))
+        if not of_data and all(torch.equal(part, parts[0]) for part in parts):
+            return parts[0]
+        return torch.cat(parts, dim)
+
+    return tree_map(join, found[0], *found[1:])
