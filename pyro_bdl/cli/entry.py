@@ -8,6 +8,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,10 @@ def _compared(model: nn.Module, fits: list[Fit], data: Dataset, seed: int) -> Co
 
     :raises UnusableDrawsError: where no posterior is left.
     """
-    draw_seconds = {fit.name: _seconds_per_draw(model, fit, data) for fit in fits}
+    costs = {
+        fit.name: replace(fit.costs, draw_seconds=_seconds_per_draw(model, fit, data))
+        for fit in fits
+    }
     while True:
         there = {fit.name: fit.posterior for fit in fits}
         try:
@@ -191,11 +195,7 @@ def _compared(model: nn.Module, fits: list[Fit], data: Dataset, seed: int) -> Co
                 data.y_test,
                 reference=_REFERENCE if _REFERENCE in there else None,
                 train=(data.x_train, data.y_train),
-                seconds={fit.name: fit.seconds for fit in fits},
-                elbos={fit.name: fit.elbo for fit in fits},
-                log_evidences={fit.name: fit.log_evidence for fit in fits},
-                draw_seconds={fit.name: draw_seconds[fit.name] for fit in fits},
-                peak_memory={fit.name: fit.peak_memory for fit in fits},
+                costs={fit.name: costs[fit.name] for fit in fits},
                 target_scale=data.y_sd,
                 target_shift=data.y_mean,
                 seed=seed,

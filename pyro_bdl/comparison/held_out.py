@@ -1,5 +1,6 @@
 """What a comparison is given: test data, their units, and predictions without a posterior."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,18 @@ class Units:
 
     scale: float = 1.0
     shift: float = 0.0
+
+    def of(self, y: Tensor) -> Tensor:
+        """Targets or predictions in the target's own units."""
+        return y * self.scale + self.shift
+
+    def density(self, log_density: Tensor, y: Tensor) -> Tensor:
+        """The log density ``(S, N)`` of targets in their own units.
+
+        It is smaller by the log of the scale for each number that one density is of.
+        """
+        numbers = y.numel() / log_density.shape[1]
+        return log_density.double() - math.log(self.scale) * numbers
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,44 @@ from pyro_bdl.program.program import Program
 from pyro_bdl.program.vmap import Draws, map_draws
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.module_state import evaluation_mode
+from pyro_bdl.utils.tables import Column
 
 # A posterior that takes fewer values has no tail that a Pareto distribution could be fitted to.
 _LEAST_VALUES = 25
 EXACT, CORRECTED, PLAIN = "draws", "p / q", "plain"
+
+COLUMNS = (
+    Column(
+        "elpd_loo",
+        "elpd",
+        digits=4,
+        error="elpd_loo_se",
+        help="Expected log predictive density of the training data, each left out in turn by "
+        "PSIS-LOO, summed, in nats as the program sees them, with its standard error over the "
+        "data; larger is better.",
+    ),
+    Column(
+        "high_k",
+        "high k",
+        help="Training data whose k-hat is too high for PSIS-LOO to be relied on.",
+    ),
+    Column(
+        "loo_by",
+        "by",
+        style="text",
+        help="What the draws were taken for: draws of the posterior from Markov chains; draws of a "
+        "guide, mended by p / q; a guide's draws, or a linear model's, as they are (plain). What "
+        "was fitted to all data, such as the features of a last layer, is left as it is by the "
+        "plain ones: they are too good.",
+    ),
+)
+DIFFERENCE = Column(
+    "elpd_diff",
+    "difference",
+    error="elpd_diff_se",
+    help="elpd minus the reference's, with the standard error of the difference.",
+)
+FURTHER_COLUMNS = (Column("p_loo", "p", help="Effective number of parameters by PSIS-LOO."),)
 
 
 def leave_one_out(

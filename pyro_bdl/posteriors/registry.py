@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_bdl import evidence
-from pyro_bdl.comparison.costs import peak_memory, wait_for
+from pyro_bdl.comparison.costs import Costs, peak_memory, wait_for
 from pyro_bdl.guides import LaplaceGuide
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.training.svi import estimate_elbo, train
@@ -88,6 +88,16 @@ class Fit:
     interrupted: bool = False
     log_evidence: float | None = None
     peak_memory: int | None = None
+
+    @property
+    def costs(self) -> Costs:
+        """The costs of the fit, for ``compare``."""
+        return Costs(
+            seconds=self.seconds,
+            elbo=self.elbo,
+            log_evidence=self.log_evidence,
+            peak_memory=self.peak_memory,
+        )
 
 
 FitFunction = Callable[[Problem, Options, bool], Result]
