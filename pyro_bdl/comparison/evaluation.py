@@ -13,7 +13,7 @@ from pyro_bdl.comparison.convergence import convergence, divergences
 from pyro_bdl.comparison.held_out import Observation, PredictiveDraws, Test, Units
 from pyro_bdl.comparison.leave_one_out import leave_one_out
 from pyro_bdl.comparison.metric import measure
-from pyro_bdl.comparison.program_sites import Subject, as_samples, of_program, stated_num_data
+from pyro_bdl.comparison.program_sites import Subject, draws_of, stated_num_data
 from pyro_bdl.comparison.scores import (
     SCORES,
     check_draws,
@@ -132,11 +132,10 @@ def evaluate(
         warnings.warn(said_of, BdlWarning, stacklevel=3)
         linear = False
     if linear:
-        samples = of_program(name, subject, posterior, as_samples(name, posterior, 1, test))
+        samples = draws_of(name, subject, posterior, 1, test)
         predictive = LinearizedPredictive(model, posterior, num_samples)
     else:
-        drawn = as_samples(name, posterior, num_samples, test)
-        samples = of_program(name, subject, posterior, drawn)
+        samples = draws_of(name, subject, posterior, num_samples, test)
         predictive = Predictive(model, samples, batch_norm_data=batch_norm_data)
     for site, values in samples.flat().items():
         check_draws(f"values of the site {site!r}", ~values.isfinite())

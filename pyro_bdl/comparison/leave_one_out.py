@@ -13,9 +13,9 @@ from pyro_bdl.comparison.scores import log_likelihood
 from pyro_bdl.diagnostics.loo import LOO, standard_error
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide
+from pyro_bdl.guides.draws import log_densities
 from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.program import Program
-from pyro_bdl.program.vmap import Draws, map_draws
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.tables import Column
@@ -141,15 +141,10 @@ def _densities(
         data = data.part(slice(0, 2))  # the prior does not depend on them
     with evaluation_mode(model, guide):
         program = Program(model, *data.inputs, data.y)
-
-        def both(draw: Draws) -> dict[str, Tensor]:
-            vector = program.unconstrain(draw)
-            log_det = program.constrain(vector)[1]
-            prior = program.log_prior(draw)
-            return {"p": prior + log_det, "q": guide.log_density(vector, log_det) + log_det}
-
-        found = map_draws(both, samples.flat())
-    return found["p"].double(), found["q"].double()
+        vectors = program.unconstrain(samples.flat())
+        log_p, log_q = log_densities(program, guide, vectors, program.log_prior)
+    assert log_q is not None
+    return log_p.double(), log_q.double()
 
 
 def _number_of_values(samples: Samples) -> int:

@@ -10,8 +10,7 @@ from torch import Tensor
 from pyro_bdl.comparison.held_out import Observation, Test
 from pyro_bdl.distributions.take_apart import without_wrappers
 from pyro_bdl.errors import UnsupportedProgramError
-from pyro_bdl.guides.base import Guide
-from pyro_bdl.guides.draws import check_sites, latent_draws
+from pyro_bdl.guides.draws import samples_of_program, to_samples
 from pyro_bdl.program.layout import Latent
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.trace import leave_open, record
@@ -53,7 +52,7 @@ def read_program(model: Callable, test: Test, posteriors: Mapping[str, Any]) -> 
             observed = program.run(at).observed
         except (NotImplementedError, UnsupportedProgramError):
             name, posterior = next(iter(posteriors.items()))
-            draws = as_samples(name, posterior, 1, rows).latents
+            draws = _to_samples(name, posterior, 1, rows).latents
             at = {site: value[0, 0] for site, value in draws.items()}
             run = record(model, at, (*rows.inputs, rows.y), draw=leave_open)
             observed = {n: said for n, said in run.observed.items() if said.value is not None}
@@ -91,32 +90,27 @@ class _AlwaysWithTargets:
         return self.model(*inputs, y)
 
 
-def as_samples(name: str, posterior: Any, num_samples: int, test: Test) -> Samples:
-    """Draws made once, so that every number in the table is of the same ones."""
-    if isinstance(posterior, Samples):
-        return posterior
-    try:
-        latents = latent_draws(posterior, num_samples, *test.inputs, None)
-    except TypeError as error:
-        raise TypeError(f"posterior {name!r}: {error}") from error
-    return Samples({site: value.detach()[None] for site, value in latents.items()})
+def draws_of(name: str, subject: Subject, posterior: Any, num_samples: int, test: Test) -> Samples:
+    """Draws made once, so that every number in the table is of the same ones.
 
-
-def of_program(name: str, subject: Subject, posterior: Any, samples: Samples) -> Samples:
-    """The program's latents among the draws; Pyro's own guides have auxiliary sites too.
-
+    :param name: of the posterior, for messages.
+    :raises TypeError: where the posterior is neither a guide nor ``Samples``.
     :raises ValueError: for a posterior of another program, with the sites that do not match.
     """
+    samples = _to_samples(name, posterior, num_samples, test)
     if subject.latents is None:
         return samples
-    latents = dict(samples.latents)
-    if not isinstance(posterior, Guide | Samples):
-        latents = {site: value for site, value in latents.items() if site in subject.latents}
     try:
-        check_sites(subject.latents, latents)
+        return samples_of_program(subject.latents, posterior, samples)
     except ValueError as error:
         raise ValueError(f"posterior {name!r}: {error}") from error
-    return Samples(latents, samples.stats, samples.info)
+
+
+def _to_samples(name: str, posterior: Any, num_samples: int, test: Test) -> Samples:
+    try:
+        return to_samples(posterior, num_samples, *test.inputs, None)
+    except TypeError as error:
+        raise TypeError(f"posterior {name!r}: {error}") from error
 
 
 def stated_num_data(model: Any) -> int | None:
