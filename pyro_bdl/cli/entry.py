@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _BadInput(Exception):
-    """What the user gave cannot be worked with; the message says why and what to do."""
+    """Input of the user that cannot be worked with; the message says why and what to do."""
 
 
 # ---------------------------------------------------------------------------------- the command
@@ -128,7 +128,7 @@ def _compare(options: argparse.Namespace) -> int:
 def _made_with(
     options: argparse.Namespace, settings: Options, fits: list[Fit]
 ) -> dict[str, object]:
-    """What the report says of the run."""
+    """Settings of the run, for the report."""
     result: dict[str, object] = {"data": "scikit-learn's diabetes data"}
     result |= {
         name.replace("_", " "): value
@@ -227,7 +227,7 @@ class _Files:
         self.failed = False
 
     def write(self, name: str, writer: Callable[[Path], object]) -> bool:
-        """Whether ``writer(path)`` wrote the file."""
+        """Write a file by ``writer(path)``; return False where that fails."""
         try:
             writer(self.folder / name)
         except Exception as error:  # of a disk, or of what is drawn
@@ -249,7 +249,7 @@ def _figures(comparison: Comparison, fits: list[Fit], data: Dataset) -> dict[str
     try:
         return comparison.figures(
             target=data.target_name,
-            features=[f"{name} (standardised)" for name in data.feature_names],
+            features=[f"{name} (standardized)" for name in data.feature_names],
             train=(data.x_train, data.y_train * data.y_sd + data.y_mean),
             posteriors={f.name: f.posterior for f in fits if f.name in comparison.evaluations},
         )
@@ -297,8 +297,10 @@ def _write(
 
 
 def _keep(fits: list[Fit], files: _Files) -> str:
-    """Write what is known of fits that were not compared, and the draws of Markov chains; returns
-    the table as text."""
+    """Write what is known of fits that were not compared, and return the table as text.
+
+    The draws of Markov chains are written too.
+    """
     known = [
         {
             "posterior": fit.name,
@@ -321,7 +323,7 @@ def _units(data: Dataset) -> str:
         return "NLPD and ELBO are in nats; distances are between class probabilities."
     return (
         f"RMSE, CRPS and distances are in units of {data.target_name}; NLPD is in nats for them, "
-        f"ELBO in nats for the standardised training targets."
+        f"ELBO in nats for the standardized training targets."
     )
 
 

@@ -1,4 +1,4 @@
-"""``compare``: posteriors of one program side by side, and how far each is from a reference."""
+"""``compare``: posteriors of one program side by side, and their distances to a reference."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -157,7 +157,7 @@ def _evaluations(
     seed: int,
     **options: Any,
 ) -> dict[str, Evaluation]:
-    """Each from the same seed, so that none depends on the others."""
+    """Evaluations by name, each from the same seed, so that none depends on the others."""
     own = {k: q for k, q in posteriors.items() if not isinstance(q, PredictiveDraws)}
     subject = read_program(model, data, own)
     found = {}
@@ -272,7 +272,7 @@ def _training_data(train: Any, test: Test) -> Test:
 
 
 def _other_inputs(ood: Any, test: Test) -> tuple[Tensor, ...]:
-    """Up to 1000 rows of them."""
+    """Up to 1000 rows of the inputs from elsewhere."""
     parts = (ood,) if isinstance(ood, Tensor) else tuple(ood)
     for part in parts:
         _check_tensor("ood", part)

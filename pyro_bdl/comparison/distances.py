@@ -294,21 +294,21 @@ def _together(group: Iterable[Metric]) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def doubts(name: str, row: dict[str, Any]) -> list[str]:
-    """Why the reference cannot be trusted, a sentence each: its chains have not converged.
+    """Reasons not to trust the reference, a sentence each: its chains have not converged.
 
     :param row: its line of the table.
     """
     rhat, divergences = row.get("rhat"), row.get("divergences")
-    said, needed = [], []
+    reasons, needed = [], []
     if rhat is not None and rhat > RHAT_LIMIT:
-        said.append(f"R-hat is {rhat:.3f} in function space, above {RHAT_LIMIT:g}")
+        reasons.append(f"R-hat is {rhat:.3f} in function space, above {RHAT_LIMIT:g}")
         needed.append(_LONGER)
     if divergences:
-        said.append(f"{divergences} of its draws diverged")
+        reasons.append(f"{divergences} of its draws diverged")
         needed.append(_SMALLER)
-    if not said:
+    if not reasons:
         return []
     return [
-        f"{name} cannot be trusted as the reference: {' and '.join(said)}. Before relying on the "
-        f"distances, give it {' and '.join(needed)}."
+        f"{name} cannot be trusted as the reference: {' and '.join(reasons)}. Before relying on "
+        f"the distances, give it {' and '.join(needed)}."
     ]

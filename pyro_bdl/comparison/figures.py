@@ -74,7 +74,7 @@ def figures(
     posteriors: Mapping[str, Any] | None = None,
 ) -> dict[str, Figure]:
     """Pictures of a comparison by names of :data:`CAPTIONS`; see ``Comparison.figures``."""
-    functions = {name: said.function for name, said in comparison.evaluations.items()}
+    functions = {name: evaluation.function for name, evaluation in comparison.evaluations.items()}
     if comparison.task == "classification" and next(iter(functions.values())).shape[-1] == 2:
         # The probability of the first class mirrors that of the second.
         functions = {name: draws[..., 1] for name, draws in functions.items()}
@@ -90,9 +90,9 @@ def figures(
             found["ranks"] = plots.ranks(chains)
     reference = (posteriors or {}).get(comparison.reference or "")
     if isinstance(reference, Samples) and reference.num_chains > 1 and reference.num_draws >= 4:
-        said = summary(reference, progress=False)
-        if any(row["rhat_max"] is not None for row in said.rows):
-            found["layers"] = plots.convergence(said)
+        convergence = summary(reference, progress=False)
+        if any(row["rhat_max"] is not None for row in convergence.rows):
+            found["layers"] = plots.convergence(convergence)
     return {name: found[name] for name in CAPTIONS if name in found}
 
 
@@ -133,16 +133,18 @@ def _inputs(
 
 
 def _predictions(comparison: Compared) -> dict[str, Figure]:
-    """Calibration of classes or, of those posteriors that have draws of the target, of numbers."""
+    """Calibration of classes, or of those numbers that have draws of the target."""
     if comparison.task == "classification":
-        mean = {name: said.function.mean(0) for name, said in comparison.evaluations.items()}
+        mean = {
+            name: evaluation.function.mean(0) for name, evaluation in comparison.evaluations.items()
+        }
         y = class_labels(comparison.y, next(iter(mean.values())))
         drawn = plots.calibration(mean, y, task=comparison.task, reference=comparison.reference)
         return {"calibration": drawn}
     predictions = {
-        name: said.predictions
-        for name, said in comparison.evaluations.items()
-        if said.predictions is not None
+        name: evaluation.predictions
+        for name, evaluation in comparison.evaluations.items()
+        if evaluation.predictions is not None
     }
     if not predictions:
         return {}
@@ -195,7 +197,7 @@ def _against_reference(
 
 
 def _latents(comparison: Compared, posteriors: Mapping[str, Any]) -> dict[str, Draws]:
-    """Of each posterior the draws ``(S,)`` of its latents that are single numbers."""
+    """Draws ``(S,)`` of each posterior's latents that are single numbers."""
     found = {}
     with seeded(0):
         for name in comparison.evaluations:

@@ -1,4 +1,4 @@
-"""What a comparison is given: test data, their units, and predictions without a posterior."""
+"""Inputs of a comparison: test data, their units, and predictions without a posterior."""
 
 import math
 from dataclasses import dataclass, replace
@@ -14,7 +14,11 @@ _CLASSES = ("Categorical", "Bernoulli", "OneHotCategorical", "OrderedLogistic")
 
 @dataclass(frozen=True)
 class Units:
-    """The target in its own units is ``y * scale + shift`` for the y that the program knows."""
+    """Units of the target: ``y * scale + shift`` for the y that the program knows.
+
+    :param scale: positive.
+    :param shift: in the target's own units.
+    """
 
     scale: float = 1.0
     shift: float = 0.0
@@ -52,7 +56,7 @@ class Test:
 class Observation:
     """The observed site and the kind of its distribution.
 
-    :param linear: whether the linearised model knows this distribution.
+    :param linear: whether the linearized model knows this distribution.
     :param joint: whether one distribution is of all rows, such as a MultivariateNormal over them.
     """
 
@@ -66,8 +70,10 @@ class Observation:
         return self.kind in _CLASSES
 
     def probabilities(self, mean: Tensor) -> Tensor:
-        """Class probabilities ``(S, N, C)`` from the observation's mean at each draw; several
-        labels in a row count as several points."""
+        """Class probabilities ``(S, N, C)`` from the observation's mean at each draw.
+
+        Several labels in a row count as several points.
+        """
         if self.kind == "Bernoulli":
             ones = mean.flatten(1)
             return torch.stack([1 - ones, ones], -1)
@@ -125,7 +131,7 @@ class PredictiveDraws:
             )
 
     def at(self, rows: slice | Tensor) -> "PredictiveDraws":
-        """At some of the test inputs."""
+        """The same draws at some of the test inputs."""
 
         def part(values: Tensor | None) -> Tensor | None:
             return None if values is None else values[:, rows]
@@ -138,7 +144,12 @@ class PredictiveDraws:
         )
 
     def check_rows(self, name: str, rows: int) -> None:
-        """:raises ValueError: where the draws are not at as many points as there are test rows."""
+        """Check that the draws are at all test inputs.
+
+        :param name: of the posterior, for the message.
+        :param rows: number of test inputs.
+        :raises ValueError: where they are not.
+        """
         if self.function.shape[1] != rows:
             raise ValueError(
                 f"posterior {name!r} holds predictions at {self.function.shape[1]} points, but "

@@ -1,4 +1,4 @@
-"""Where test inputs lie relative to the training inputs: near them, between or beyond them."""
+"""Regions of test inputs: near the training inputs, between them or beyond them."""
 
 from collections.abc import Mapping
 
@@ -35,7 +35,7 @@ def regions(test: tuple[Tensor, ...], train: tuple[Tensor, ...]) -> dict[str, Te
     """A mask over the test rows for each region: ``near``, ``between`` and ``beyond``.
 
     Near is an input that is no further from a training input than twice the distance that 95 % of
-    the training inputs have to their nearest neighbour. The others lie between the training inputs
+    the training inputs have to their nearest neighbor. The others lie between the training inputs
     where every feature is within its training range, beyond them otherwise. Features count in
     their training sds; of many training inputs evenly spaced ones are taken.
 

@@ -68,7 +68,7 @@ def leave_one_out(
     *,
     compat: str = "1.x",
 ) -> tuple[LOO, str] | None:
-    """elpd_loo of the program under the posterior, and what its draws were taken for.
+    """elpd_loo of the program under the posterior, and the kind of its draws.
 
     ``draws``: of Markov chains, from the posterior. ``p / q``: of a guide with a density, mended
     by the ratio of posterior and guide (Magnusson et al. 2019). ``plain``: of any other guide,
@@ -120,8 +120,10 @@ def difference(ours: LOO, theirs: LOO) -> tuple[float, float]:
 
 
 def relative_efficiency(samples: Samples) -> float:
-    """ESS of the mean over the number of draws, averaged over all numbers of the latents as ArviZ
-    does; 1 for a single chain."""
+    """ESS of the mean divided by the number of draws; 1 for a single chain.
+
+    It is averaged over all numbers of the latents, as ArviZ does.
+    """
     if samples.num_chains == 1 or samples.num_draws < 4:
         return 1.0
     sizes = [

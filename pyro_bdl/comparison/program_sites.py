@@ -1,4 +1,4 @@
-"""The program that is compared on: its observed and latent sites, and draws of posteriors of it."""
+"""The program of a comparison: its observed and latent sites, and draws of its posteriors."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -55,27 +55,28 @@ def read_program(model: Callable, test: Test, posteriors: Mapping[str, Any]) -> 
             draws = _to_samples(name, posterior, 1, rows).latents
             at = {site: value[0, 0] for site, value in draws.items()}
             run = record(model, at, (*rows.inputs, rows.y), draw=leave_open)
-            observed = {n: said for n, said in run.observed.items() if said.value is not None}
+            observed = {n: s for n, s in run.observed.items() if s.value is not None}
         without = record(model, at, (*rows.inputs, None), draw=leave_open).observed
     if len(observed) != 1:
         sites = ", ".join(map(repr, observed)) or "none"
         raise ValueError(f"compare needs a program with one observed site, but it has: {sites}")
-    ((site, said),) = observed.items()
-    kind = type(without_wrappers(said.distribution)[0]).__name__
-    if site not in without:
-        if not are_known([said]):
+    ((name, site),) = observed.items()
+    kind = type(without_wrappers(site.distribution)[0]).__name__
+    if name not in without:
+        if not are_known([site]):
             raise UnsupportedProgramError(
-                f"the program does not sample the site {site!r} where the targets are None: write "
+                f"the program does not sample the site {name!r} where the targets are None: write "
                 "it with y=None as an argument and pyro.sample(..., obs=y)"
             )
         model = _AlwaysWithTargets(model, rows.y[:1])
-    joint = rows.rows > 1 and said.distribution.event_shape.numel() == rows.y.numel()
-    return Subject(model, Observation(site, kind, are_known([said]), joint), latents)
+    joint = rows.rows > 1 and site.distribution.event_shape.numel() == rows.y.numel()
+    return Subject(model, Observation(name, kind, are_known([site]), joint), latents)
 
 
 class _AlwaysWithTargets:
-    """A program that samples its site with targets only, as those of ``pyro.contrib.gp``: called
-    with None it gets others in their place, which predictions do not depend on.
+    """A program that samples its site with targets only, as those of ``pyro.contrib.gp``.
+
+    Called with None it gets others in their place, which predictions do not depend on.
 
     :param target: the targets of one row.
     """
