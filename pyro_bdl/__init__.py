@@ -19,7 +19,7 @@ from pyro_bdl import (
 )
 from pyro_bdl._version import __version__
 from pyro_bdl.arviz_export import to_arviz
-from pyro_bdl.comparison import PredictiveDraws
+from pyro_bdl.comparison import Costs, PredictiveDraws
 from pyro_bdl.comparison.compare import compare
 from pyro_bdl.comparison.result import Comparison
 from pyro_bdl.nn import BayesianModule, bayesianize
@@ -31,6 +31,7 @@ from pyro_bdl.samples import Samples
 __all__ = [
     "BayesianModule",
     "Comparison",
+    "Costs",
     "LinearizedPredictive",
     "Predictive",
     "PredictiveDraws",

@@ -16,14 +16,13 @@ from torch import Tensor
 from pyro_bdl._version import __version__
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.guides.draws import check_sites, latent_draws
+from pyro_bdl.guides.draws import log_densities, samples_of_program, to_samples
 from pyro_bdl.predictive.linearized import UNKNOWN, LinearizedPredictive, is_linear
 from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.observed_arguments import Targets
 from pyro_bdl.program.program import Program, trace_once
 from pyro_bdl.program.trace import record
 from pyro_bdl.program.unconstrained_parameters import are_known
-from pyro_bdl.program.vmap import Draws, map_draws
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.random_state import seeded
@@ -83,11 +82,11 @@ def to_arviz(
     convert = _converter()
     kwargs = dict(model_kwargs or {})
     with evaluation_mode(model, posterior, args, kwargs), seeded(seed):
-        samples = _as_samples(posterior, num_samples, args, kwargs)
+        samples = to_samples(posterior, num_samples, *args, **kwargs)
         trace = _traced(model, samples, args, kwargs)
         program = Program.from_trace(model, trace, args, kwargs)
         program.require_observed()
-        samples = _of_program(program, posterior, samples)
+        samples = samples_of_program(program.latents, posterior, samples)
         labels = Labels(trace, dims or {}, coords or {})
         exported = _matching(samples.latents, sites)
         groups = {"posterior": labels.drawn(exported)}
@@ -201,14 +200,6 @@ def _as_numpy(value: Tensor) -> Any:
 # ------------------------------------------------------------------------------------- groups
 
 
-def _as_samples(posterior: Any, num_samples: int, args: tuple, kwargs: dict) -> Samples:
-    """Draws made once, so that all groups speak of the same ones."""
-    if isinstance(posterior, Samples):
-        return posterior
-    latents = latent_draws(posterior, num_samples, *args, **kwargs)
-    return Samples({site: value[None] for site, value in latents.items()})
-
-
 def _traced(model: Callable, samples: Samples, args: tuple, kwargs: dict) -> Any:
     """A trace of the program; at a draw where its prior is improper."""
     try:
@@ -216,15 +207,6 @@ def _traced(model: Callable, samples: Samples, args: tuple, kwargs: dict) -> Any
     except NotImplementedError:
         values = {name: value[0, 0] for name, value in samples.latents.items()}
         return trace_once(InitMessenger(init_to_value(values=values))(model), args, kwargs)
-
-
-def _of_program(program: Program, posterior: Any, samples: Samples) -> Samples:
-    """The program's latents among the draws; Pyro's own guides have auxiliary sites too."""
-    latents = dict(samples.latents)
-    if not isinstance(posterior, Guide | Samples):
-        latents = {name: value for name, value in latents.items() if name in program.latents}
-    check_sites(program.latents, latents)
-    return Samples(latents, samples.stats, samples.info)
 
 
 def _matching(latents: Mapping[str, Tensor], sites: str | Sequence[str]) -> dict[str, Tensor]:
@@ -263,15 +245,9 @@ def _statistics(program: Program, posterior: Any, samples: Samples) -> dict[str,
     if not isinstance(posterior, Guide):
         return {}
 
-    def densities(draw: Draws) -> dict[str, Tensor]:
-        vector = program.unconstrain(draw)
-        found = {"lp": program.log_density(vector)}
-        if posterior.has_density:
-            log_det = program.constrain(vector)[1]
-            found["log_q"] = posterior.log_density(vector, log_det) + log_det
-        return found
-
-    return {name: value[None] for name, value in map_draws(densities, samples.flat()).items()}
+    log_p, log_q = log_densities(program, posterior, program.unconstrain(samples.flat()))
+    found = {"lp": log_p[None]}
+    return found if log_q is None else found | {"log_q": log_q[None]}
 
 
 def _predicted(

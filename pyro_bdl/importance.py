@@ -10,9 +10,8 @@ from torch import Tensor
 
 from pyro_bdl.diagnostics.psis import good_k, psis
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.guides.draws import check_guide
+from pyro_bdl.guides.draws import check_guide, log_densities
 from pyro_bdl.program.program import Program
-from pyro_bdl.program.vmap import map_draws
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.random_state import seeded
 
@@ -170,14 +169,9 @@ def _normal_log_density(at: Tensor, draws: Tensor) -> Tensor:
 
 def _log_ratios(program: Program, guide: Guide, vectors: Tensor) -> Tensor:
     """log p(u, y) - log q(u) over the unconstrained latents, (S,)."""
-
-    def ratio(draw: dict[str, Tensor]) -> Tensor:
-        vector = draw["u"]
-        latents, log_det = program.constrain(vector)
-        log_q = guide.log_density(vector, log_det)
-        return program.log_joint(latents) - log_q
-
-    return map_draws(ratio, {"u": vectors})
+    log_p, log_q = log_densities(program, guide, vectors)
+    assert log_q is not None
+    return log_p - log_q
 
 
 def _summary(ratios: Tensor) -> Importance:

@@ -236,7 +236,7 @@ def test_classes_and_keyword_arguments():
 def test_dtypes_and_gradients(fitted, dtype):
     model, guide, x, y = fitted
     samples = Samples({k: v[None].requires_grad_() for k, v in guide.sample_latents(6).items()})
-    labels = bdl.arviz.Labels(_trace(model, x, y), {}, {})
+    labels = bdl.arviz_export.Labels(_trace(model, x, y), {}, {})
     halves = {k: v.to(dtype) for k, v in samples.latents.items()}
     stored = labels.drawn(halves)["noise"]
     assert stored.dtype == (np.float64 if dtype == torch.float64 else np.float32)

@@ -8,6 +8,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _BadInput(Exception):
-    """What the user gave cannot be worked with; the message says why and what to do."""
+    """Input of the user that cannot be worked with; the message says why and what to do."""
 
 
 # ---------------------------------------------------------------------------------- the command
@@ -127,7 +128,7 @@ def _compare(options: argparse.Namespace) -> int:
 def _made_with(
     options: argparse.Namespace, settings: Options, fits: list[Fit]
 ) -> dict[str, object]:
-    """Return the settings that the report lists."""
+    """Settings of the run, for the report."""
     result: dict[str, object] = {"data": "scikit-learn's diabetes data"}
     result |= {
         name.replace("_", " "): value
@@ -180,7 +181,10 @@ def _compared(model: nn.Module, fits: list[Fit], data: Dataset, seed: int) -> Co
 
     :raises UnusableDrawsError: where no posterior is left.
     """
-    draw_seconds = {fit.name: _seconds_per_draw(model, fit, data) for fit in fits}
+    costs = {
+        fit.name: replace(fit.costs, draw_seconds=_seconds_per_draw(model, fit, data))
+        for fit in fits
+    }
     while True:
         there = {fit.name: fit.posterior for fit in fits}
         try:
@@ -191,11 +195,7 @@ def _compared(model: nn.Module, fits: list[Fit], data: Dataset, seed: int) -> Co
                 data.y_test,
                 reference=_REFERENCE if _REFERENCE in there else None,
                 train=(data.x_train, data.y_train),
-                seconds={fit.name: fit.seconds for fit in fits},
-                elbos={fit.name: fit.elbo for fit in fits},
-                log_evidences={fit.name: fit.log_evidence for fit in fits},
-                draw_seconds={fit.name: draw_seconds[fit.name] for fit in fits},
-                peak_memory={fit.name: fit.peak_memory for fit in fits},
+                costs={fit.name: costs[fit.name] for fit in fits},
                 target_scale=data.y_sd,
                 target_shift=data.y_mean,
                 seed=seed,
@@ -227,7 +227,7 @@ class _Files:
         self.failed = False
 
     def write(self, name: str, writer: Callable[[Path], object]) -> bool:
-        """Call ``writer(path)``; returns True where it wrote the file."""
+        """Write a file by ``writer(path)``; return False where that fails."""
         try:
             writer(self.folder / name)
         except Exception as error:  # of a disk, or of what is drawn
@@ -249,7 +249,7 @@ def _figures(comparison: Comparison, fits: list[Fit], data: Dataset) -> dict[str
     try:
         return comparison.figures(
             target=data.target_name,
-            features=[f"{name} (standardised)" for name in data.feature_names],
+            features=[f"{name} (standardized)" for name in data.feature_names],
             train=(data.x_train, data.y_train * data.y_sd + data.y_mean),
             posteriors={f.name: f.posterior for f in fits if f.name in comparison.evaluations},
         )
@@ -297,8 +297,10 @@ def _write(
 
 
 def _keep(fits: list[Fit], files: _Files) -> str:
-    """Write what is known of fits that were not compared, and the draws of Markov chains; returns
-    the table as text."""
+    """Write what is known of fits that were not compared, and return the table as text.
+
+    The draws of Markov chains are written too.
+    """
     known = [
         {
             "posterior": fit.name,
@@ -321,7 +323,7 @@ def _units(data: Dataset) -> str:
         return "NLPD and ELBO are in nats; distances are between class probabilities."
     return (
         f"RMSE, CRPS and distances are in units of {data.target_name}; NLPD is in nats for them, "
-        f"ELBO in nats for the standardised training targets."
+        f"ELBO in nats for the standardized training targets."
     )
 
 

@@ -119,7 +119,7 @@ def names(text: str | None) -> list[str]:
 
 
 def settings(options: argparse.Namespace) -> Options:
-    """How the posteriors are fitted.
+    """Options of the fits.
 
     :raises ValueError: for numbers out of range.
     """
@@ -160,7 +160,10 @@ def load(options: argparse.Namespace) -> Dataset:
 
 
 def device(name: str) -> torch.device:
-    """:raises ValueError: where no tensor can be put on it."""
+    """The device of that name.
+
+    :raises ValueError: where no tensor can be put on it.
+    """
     there = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     if torch.backends.mps.is_available():
         there.append("mps")

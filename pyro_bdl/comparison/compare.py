@@ -1,4 +1,4 @@
-"""``compare``: posteriors of one program side by side, and how far each is from a reference."""
+"""``compare``: posteriors of one program side by side, and their distances to a reference."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.comparison.columns import columns, details
-from pyro_bdl.comparison.costs import numbers_held
+from pyro_bdl.comparison.columns import check_keys, columns, details
+from pyro_bdl.comparison.costs import Costs
 from pyro_bdl.comparison.distances import distances, doubts, floor, sd_of_draws
 from pyro_bdl.comparison.evaluation import Evaluation, evaluate, evaluate_draws
 from pyro_bdl.comparison.figures import CAPTIONS
 from pyro_bdl.comparison.held_out import PredictiveDraws, Test, Units
-from pyro_bdl.comparison.input_regions import regions
+from pyro_bdl.comparison.input_regions import regions, sd_ratios
 from pyro_bdl.comparison.leave_one_out import difference
 from pyro_bdl.comparison.program_sites import read_program
 from pyro_bdl.comparison.result import Comparison, is_known
@@ -29,8 +29,6 @@ __all__ = ["CAPTIONS", "Comparison", "compare"]
 # Test points at which whole sets of draws are kept, and numbers that these may be in all.
 _POINTS = 1000
 _NUMBERS = 2**24
-# A region of fewer test points is not spoken of.
-_LEAST_POINTS = 5
 
 Row = dict[str, Any]
 
@@ -44,11 +42,7 @@ def compare(
     ood: Tensor | tuple[Tensor, ...] | None = None,
     num_samples: int = 1000,
     batch_norm_data: Any = None,
-    seconds: Mapping[str, float] | None = None,
-    elbos: Mapping[str, float | None] | None = None,
-    log_evidences: Mapping[str, float | None] | None = None,
-    draw_seconds: Mapping[str, float | None] | None = None,
-    peak_memory: Mapping[str, int | None] | None = None,
+    costs: Mapping[str, Costs] | None = None,
     target_scale: float = 1.0,
     target_shift: float = 0.0,
     seed: int = 0,
@@ -79,12 +73,7 @@ def compare(
     :param batch_norm_data: the training data, ``(x, y)`` or an iterable of batches, for networks
         with BatchNorm: each draw has running statistics of its own, as in ``Predictive``. The
         linear model of a Laplace approximation keeps the network's.
-    :param seconds: training time by name, where known; that of ``Samples`` is.
-    :param elbos: ELBO at temperature 1 by name, where known.
-    :param log_evidences: log marginal likelihood by name, where known.
-    :param draw_seconds: time of one predictive draw by name, where known; see
-        ``comparison.costs.seconds_per_draw``.
-    :param peak_memory: bytes that the fit took at most by name, where known.
+    :param costs: name to ``Costs``: time and memory of the fit, ELBO, evidence, where known.
     :param target_scale: the target in its own units is ``y * target_scale + target_shift``; a
         regression is reported in these.
     :param target_shift: see ``target_scale``.
@@ -96,14 +85,9 @@ def compare(
         of another program (its sites that do not match are listed), data that do not fit or are
         not finite.
     """
-    given: dict[str, Mapping[str, Any]] = {
-        "seconds": seconds or {},
-        "elbos": elbos or {},
-        "log_evidences": log_evidences or {},
-        "draw_seconds": draw_seconds or {},
-        "peak_memory": peak_memory or {},
-    }
-    _check_posteriors(posteriors, reference, given)
+    costs = costs or {}
+    _check_posteriors(posteriors, reference)
+    _check_costs(costs, posteriors)
     data = _data("test", test)
     known = None if train is None else _training_data(train, data)
     elsewhere = None if ood is None else _other_inputs(ood, data)
@@ -121,8 +105,8 @@ def compare(
         )  # fmt: skip
         areas = {} if known is None else regions(data.part(kept).inputs, known.inputs)
         rows = [
-            _costs(name, posteriors[name], given) | dict(said.scores)
-            for name, said in found.items()
+            costs.get(name, Costs()).row(name, posteriors[name]) | dict(evaluation.scores)
+            for name, evaluation in found.items()
         ]
         floor_row = None
         if reference is not None:
@@ -131,6 +115,8 @@ def compare(
                     row |= _against(found[row["posterior"]], found[reference], areas)
             floor_row = {"posterior": f"{reference}, half to half"} | floor(found[reference])
     task = next(iter(found.values())).task
+    lines = (*rows, *([] if floor_row is None else [floor_row]))
+    check_keys(task, lines)
     own = {row["posterior"]: row for row in rows}
     warned = [] if reference is None else doubts(reference, own[reference])
     verdicts = {
@@ -148,7 +134,7 @@ def compare(
     return Comparison(
         task=task,
         reference=reference,
-        rows=(*rows, *([] if floor_row is None else [floor_row])),
+        rows=lines,
         columns=_filled(columns(task, heading), rows),
         details=_filled(details(task, heading), rows),
         verdicts=verdicts,
@@ -172,7 +158,7 @@ def _evaluations(
     seed: int,
     **options: Any,
 ) -> dict[str, Evaluation]:
-    """Each from the same seed, so that none depends on the others."""
+    """Evaluations by name, each from the same seed, so that none depends on the others."""
     own = {k: q for k, q in posteriors.items() if not isinstance(q, PredictiveDraws)}
     subject = read_program(model, data, own)
     found = {}
@@ -192,37 +178,18 @@ def _evaluations(
     return found
 
 
-def _costs(name: str, posterior: Any, given: Mapping[str, Mapping[str, Any]]) -> Row:
-    seconds = given["seconds"].get(name)
-    if seconds is None and isinstance(posterior, Samples):
-        seconds = posterior.info.get("seconds")
-    memory = given["peak_memory"].get(name)
-    return {
-        "posterior": name,
-        "seconds": seconds,
-        "elbo": given["elbos"].get(name),
-        "log_evidence": given["log_evidences"].get(name),
-        "draw_seconds": given["draw_seconds"].get(name),
-        "numbers": numbers_held(posterior),
-        "memory": None if memory is None else memory / 2**20,
-    }
-
-
-def _against(said: Evaluation, reference: Evaluation, areas: Mapping[str, Tensor]) -> Row:
-    """What the row of a posterior says of the reference."""
-    if said.function.shape[1:] != reference.function.shape[1:]:
+def _against(evaluation: Evaluation, reference: Evaluation, areas: Mapping[str, Tensor]) -> Row:
+    """The numbers of a posterior that hold it against the reference."""
+    if evaluation.function.shape[1:] != reference.function.shape[1:]:
         raise ValueError(
             f"the posteriors' functions must have the shape of the reference's at each draw, "
-            f"{tuple(reference.function.shape[1:])}, got {tuple(said.function.shape[1:])}"
+            f"{tuple(reference.function.shape[1:])}, got {tuple(evaluation.function.shape[1:])}"
         )
-    row: Row = dict(distances(said, reference))
-    if said.loo is not None and reference.loo is not None:
-        row["elpd_diff"], row["elpd_diff_se"] = difference(said.loo, reference.loo)
-    ours, theirs = sd_of_draws(said.function), sd_of_draws(reference.function)
-    for name, mask in areas.items():
-        if int(mask.sum()) >= _LEAST_POINTS:
-            row[f"sd_ratio_{name}"] = (ours[mask].mean() / theirs[mask].mean()).item()
-    return row
+    row: Row = dict(distances(evaluation, reference))
+    if evaluation.loo is not None and reference.loo is not None:
+        row["elpd_diff"], row["elpd_diff_se"] = difference(evaluation.loo, reference.loo)
+    ours, theirs = sd_of_draws(evaluation.function), sd_of_draws(reference.function)
+    return row | sd_ratios(ours, theirs, areas)
 
 
 def _filled(candidates: list[Column], rows: list[Row]) -> tuple[Column, ...]:
@@ -247,7 +214,6 @@ def _number_of_draws(posterior: Any, num_samples: int) -> int:
 def _check_posteriors(
     posteriors: Mapping[str, Any],
     reference: str | None,
-    given: Mapping[str, Mapping[str, Any]],
 ) -> None:
     if not isinstance(posteriors, Mapping):
         raise TypeError(
@@ -269,12 +235,15 @@ def _check_posteriors(
             f"reference {reference!r} is not among the posteriors ({there}); name one of them, or "
             f"say reference=None to compare without"
         )
-    for argument, values in given.items():
-        unknown = [name for name in values if name not in posteriors]
-        if unknown:
-            raise ValueError(
-                f"{argument} has {unknown[0]!r}, which is not among the posteriors: {there}"
-            )
+
+
+def _check_costs(costs: Mapping[str, Costs], posteriors: Mapping[str, Any]) -> None:
+    for name, value in costs.items():
+        if name not in posteriors:
+            there = ", ".join(map(repr, posteriors))
+            raise ValueError(f"costs has {name!r}, which is not among the posteriors: {there}")
+        if not isinstance(value, Costs):
+            raise TypeError(f"costs[{name!r}] must be a Costs, got {type(value).__name__}")
 
 
 def _data(kind: str, parts: tuple[Tensor, ...]) -> Test:
@@ -304,7 +273,7 @@ def _training_data(train: Any, test: Test) -> Test:
 
 
 def _other_inputs(ood: Any, test: Test) -> tuple[Tensor, ...]:
-    """Up to 1000 rows of them."""
+    """Up to 1000 rows of the inputs from elsewhere."""
     parts = (ood,) if isinstance(ood, Tensor) else tuple(ood)
     for part in parts:
         _check_tensor("ood", part)

@@ -1,4 +1,4 @@
-"""What a posterior costs: memory of the fit, numbers to keep, time of a draw."""
+"""Costs of a posterior: time and memory of the fit, numbers to keep, time of a draw."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -14,22 +14,98 @@ from torch.utils._pytree import tree_leaves
 from pyro_bdl.predictive.linearized import LinearizedPredictive, is_linear
 from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.samples import Samples
+from pyro_bdl.utils.tables import Column
 
 _DRAWS = 100
+
+COLUMNS = (
+    Column("posterior", "posterior", style="text"),
+    Column("seconds", "seconds", help="Wall-clock time of the fit."),
+    Column(
+        "elbo",
+        "ELBO",
+        digits=4,
+        help="Evidence lower bound at temperature 1, in nats, on the training data as the program "
+        "sees them; larger is better.",
+    ),
+    Column(
+        "log_evidence",
+        "log evid.",
+        digits=4,
+        help="Log evidence of a Laplace approximation, in nats, at its own prior scale; of a part "
+        "of the weights, given the others. Larger is better.",
+    ),
+)
+FURTHER_COLUMNS = (
+    Column(
+        "draw_seconds",
+        "s / draw",
+        help="Wall-clock time of one predictive draw at all test points.",
+    ),
+    Column(
+        "numbers",
+        "numbers",
+        help="How many numbers the posterior consists of: variational parameters, or all draws.",
+    ),
+    Column("memory", "MiB", help="Most memory that the fit took beyond what was in use before."),
+)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs of one posterior and the bounds that its fit gave, each None where it is not known.
+
+    :param seconds: wall-clock time of the fit; that of ``Samples`` is known without it.
+    :param elbo: ELBO at temperature 1, in nats.
+    :param log_evidence: log marginal likelihood, in nats.
+    :param draw_seconds: wall-clock time of one predictive draw, see ``seconds_per_draw``.
+    :param peak_memory: bytes that the fit took at most, see ``peak_memory``.
+    """
+
+    seconds: float | None = None
+    elbo: float | None = None
+    log_evidence: float | None = None
+    draw_seconds: float | None = None
+    peak_memory: int | None = None
+
+    def row(self, name: str, posterior: Any) -> dict[str, Any]:
+        """The numbers by the keys of the columns.
+
+        :param name: of the posterior.
+        :param posterior: a guide, ``Samples``, or predictions alone.
+        """
+        seconds, memory = self.seconds, self.peak_memory
+        if seconds is None and isinstance(posterior, Samples):
+            seconds = posterior.info.get("seconds")
+        return {
+            "posterior": name,
+            "seconds": seconds,
+            "elbo": self.elbo,
+            "log_evidence": self.log_evidence,
+            "draw_seconds": self.draw_seconds,
+            "numbers": numbers_held(posterior),
+            "memory": None if memory is None else memory / 2**20,
+        }
 
 
 @dataclass
 class Peak:
-    """:param bytes: the most memory beyond what was in use at the start; None where the system
-    does not tell."""
+    """Peak memory of a block of code.
+
+    :param bytes: the most memory beyond what was in use at the start; None where the system does
+        not tell.
+    """
 
     bytes: int | None = None
 
 
 @contextmanager
 def peak_memory(device: torch.device) -> Iterator[Peak]:
-    """Measures the block inside: on CUDA what torch allocated there, on Linux the process's
-    resident memory, elsewhere nothing."""
+    """Measure the peak memory of the block inside.
+
+    On CUDA it is the memory that torch allocates, on Linux the process's resident memory.
+    Elsewhere it is not known.
+    """
     peak = Peak()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -44,8 +120,11 @@ def peak_memory(device: torch.device) -> Iterator[Peak]:
 
 
 def numbers_held(posterior: Any) -> int | None:
-    """How many numbers the posterior consists of: a guide's parameters and, of a Gaussian made
-    from curvature or snapshots, its tensors; of ``Samples`` all draws. None where unknown."""
+    """Count the numbers that the posterior consists of; None where unknown.
+
+    A guide has its parameters and, where it is a Gaussian made from curvature or snapshots, its
+    tensors. ``Samples`` have all draws.
+    """
     if isinstance(posterior, Samples):
         return sum(value.numel() for value in posterior.latents.values())
     if not isinstance(posterior, nn.Module):

@@ -1,6 +1,20 @@
-"""How far a posterior is from the reference: distances, their Monte Carlo errors, their floor."""
+"""Distances of a posterior from the reference: the metrics, their Monte Carlo errors, their floor.
 
-from collections.abc import Callable
+The inputs of a metric, by the name that its ``of`` gives, are each a pair of the posterior's and
+the reference's:
+
+=================  ==============================================================================
+``"function"``     draws of the function ``(S, N, ...)``; of classes their probabilities
+``"few draws"``    at most 500 of them, for metrics that take all pairs of draws
+``"scaled"``       the few draws, divided by the median distance between two of the reference's;
+                   not known where that is zero
+``"moments"``      of a regression mean and variance of the target given the draw,
+                   ``(S, N, ..., 2)``
+``"evaluations"``  the two evaluations, for a metric without a Monte Carlo error
+=================  ==============================================================================
+"""
+
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -8,6 +22,7 @@ from torch import Tensor
 
 from pyro_bdl import importance, metrics
 from pyro_bdl.comparison.evaluation import Evaluation
+from pyro_bdl.comparison.metric import Metric, measure, of_task
 from pyro_bdl.diagnostics.summary import RHAT_LIMIT
 
 # Draws of each of which all pairs are taken, and of which a k-hat is found.
@@ -22,34 +37,9 @@ _LONGER = (
 )
 _SMALLER = "smaller steps (target_accept of mcmc.sample nearer 1) or a smoother model"
 
+
 Numbers = dict[str, float]
-
-
-def distances(said: Evaluation, reference: Evaluation) -> Numbers:
-    """All distances of a posterior from the reference, by key, and their errors as ``key_se``.
-
-    ``mean_shift`` is the difference of the means in sds of the reference.
-    """
-    ours, theirs = said.function, reference.function
-    found = _with_errors(_marginal, ours, theirs)
-    spread = sd_of_draws(theirs).square().mean().sqrt()
-    found["mean_shift"] = (found["mean_error"] / spread).item() if spread > 0 else float("nan")
-    few = evenly(ours, said.chains, _MOST_PAIRED), evenly(theirs, reference.chains, _MOST_PAIRED)
-    scale = metrics.median_distance(few[1])
-    found |= _with_errors(lambda a, b: _joint(a, b, scale), *few)
-    if said.task == "classification":
-        found |= _with_errors(_of_classes, ours, theirs)
-    elif said.expected is not None and reference.expected is not None:
-        found |= _with_errors(_of_numbers, said.moments(), reference.moments(), points=2)
-    found["khat_high"] = _share_of_high_khat(said, reference)
-    return {key: float(value) for key, value in found.items()}
-
-
-def floor(reference: Evaluation) -> Numbers:
-    """The distances between two halves of the reference's own draws."""
-    if len(reference.function) < 2:
-        return {}
-    return distances(*reference.halves())
+Pair = tuple[Any, Any]
 
 
 def sd_of_draws(draws: Tensor) -> Tensor:
@@ -69,85 +59,256 @@ def evenly(draws: Tensor, chains: int, most: int) -> Tensor:
     return by_chain[:, chosen].flatten(0, 1)
 
 
+def _sd_ratio(a: Tensor, b: Tensor) -> Tensor:
+    return sd_of_draws(a).mean() / sd_of_draws(b).mean()
+
+
+def _mean_shift(a: Tensor, b: Tensor) -> Tensor | float:
+    """The difference of the means in sds of the reference."""
+    spread = sd_of_draws(b).square().mean().sqrt()
+    return metrics.mean_error(a, b) / spread if spread > 0 else torch.nan
+
+
+def _moments_kl(a: Tensor, b: Tensor) -> Tensor:
+    """KL divergence of the Normals with the mean and variance of the predictions."""
+    p, q = (metrics.variance_parts(*draws.unbind(-1)).total for draws in (a, b))
+    return metrics.gaussian_kl(a[..., 0].double().mean(0), p, b[..., 0].double().mean(0), q)
+
+
+def _share_of_high_khat(evaluation: Evaluation, reference: Evaluation) -> Tensor | float:
+    """Share of the test points at which the k-hat of the function is above 0.7."""
+    ours = evenly(evaluation.function, evaluation.chains, _MOST_TAIL)
+    theirs = evenly(reference.function, reference.chains, _MOST_TAIL)
+    spread = sd_of_draws(theirs) > 0
+    if len(ours) < _LEAST_TAIL or len(theirs) < 2 or not spread.any():
+        return torch.nan
+    k = importance.function_khat(ours[:, spread], theirs[:, spread])
+    collapsed = sd_of_draws(ours)[spread] == 0  # up to rounding
+    return ((k > _HIGH_K) | collapsed).double().mean()
+
+
+DISTANCES = (
+    Metric(
+        "mean_error",
+        "mean",
+        "Difference of the function's means, root mean square over the test points, in units "
+        "of the target, with its Monte Carlo error.",
+        metrics.mean_error,
+        of="function",
+        task="regression",
+        error=True,
+    ),
+    Metric(
+        "agreement",
+        "agree",
+        "Share of the test points at which the same class is the most probable, with its "
+        "Monte Carlo error. The last line holds one half of the reference's draws against the "
+        "other: no better can be seen.",
+        metrics.agreement,
+        of="function",
+        task="classification",
+        style="percent",
+        error=True,
+    ),
+    Metric(
+        "total_variation",
+        "TV",
+        "Total variation distance of the predicted distributions, from 0 (equal) to 1, with "
+        "its Monte Carlo error.",
+        metrics.total_variation,
+        of="function",
+        task="classification",
+        error=True,
+    ),
+    Metric(
+        "sd_error",
+        "sd",
+        "Difference of the function's sds, root mean square over the test points, in units "
+        "of the target, with its Monte Carlo error.",
+        metrics.sd_error,
+        of="function",
+        task="regression",
+        error=True,
+    ),
+    Metric(
+        "sd_error",
+        "sd",
+        "Difference of the class probabilities' sds over the posterior, root mean square, "
+        "with its Monte Carlo error.",
+        metrics.sd_error,
+        of="function",
+        task="classification",
+        error=True,
+    ),
+    Metric(
+        "wasserstein",
+        "W1",
+        "Wasserstein-1 distance of the function's distributions, averaged over the test "
+        "points, in units of the target, with its Monte Carlo error. The last line holds one half "
+        "of the reference's draws against the other: a smaller distance cannot be told from none.",
+        metrics.wasserstein1,
+        of="function",
+        task="regression",
+        error=True,
+    ),
+    Metric(
+        "wasserstein",
+        "W1",
+        "Wasserstein-1 distance of the class probabilities' distributions over the "
+        "posterior, averaged over test points and classes, with its Monte Carlo error.",
+        metrics.wasserstein1,
+        of="function",
+        task="classification",
+        error=True,
+    ),
+    Metric(
+        "sd_ratio",
+        "sd ratio",
+        "The function's sd, averaged over the test points, divided by the reference's, with its "
+        "Monte Carlo error; less than 1 is overconfident.",
+        _sd_ratio,
+        of="function",
+        error=True,
+    ),
+)
+FURTHER_DISTANCES = (
+    Metric(
+        "wasserstein2",
+        "W2",
+        "Wasserstein-2 distance of the function's distributions, root mean square over the "
+        "test points, in the function's units.",
+        metrics.wasserstein2,
+        of="function",
+        error=True,
+    ),
+    Metric(
+        "energy",
+        "energy",
+        "Energy distance of the functions at all test points together, unbiased, in the "
+        "function's units; by chance below 0 where there is none.",
+        metrics.energy_distance,
+        of="few draws",
+        error=True,
+    ),
+    Metric(
+        "mmd",
+        "MMD²",
+        "Squared maximum mean discrepancy of the functions at all test points together, "
+        "unbiased; Gaussian kernel, as wide as the median distance of the reference's draws.",
+        lambda a, b: metrics.mmd(a, b, length_scale=1.0),
+        of="scaled",
+        error=True,
+    ),
+    Metric(
+        "kl",
+        "KL",
+        "KL divergence from the reference's predictive distribution, in nats per test point; "
+        "of numbers between the Normals with their means and variances.",
+        _moments_kl,
+        of="moments",
+        task="regression",
+        error=True,
+    ),
+    Metric(
+        "kl",
+        "KL",
+        "KL divergence from the reference's predictive distribution, in nats per test point; "
+        "of numbers between the Normals with their means and variances.",
+        metrics.categorical_kl,
+        of="function",
+        task="classification",
+        error=True,
+    ),
+    Metric(
+        "khat_high",
+        "k > 0.7",
+        "Share of the test points at which k-hat of the function's distribution against the "
+        "reference's is above 0.7: at a common mean the sd is less than about half.",
+        _share_of_high_khat,
+        of="evaluations",
+        style="percent",
+    ),
+)
+# Numbers that verdicts or readers of ``to_dict`` use, without a column.
+UNSHOWN_DISTANCES = (
+    Metric("mean_shift", "", "", _mean_shift, of="function"),
+    Metric(
+        "mean_error", "", "", metrics.mean_error, of="function", task="classification", error=True
+    ),
+)
+ALL_DISTANCES = (*DISTANCES, *FURTHER_DISTANCES, *UNSHOWN_DISTANCES)
+
+
+def distances(evaluation: Evaluation, reference: Evaluation) -> Numbers:
+    """All distances of a posterior from the reference, by key, and their errors as ``key_se``."""
+    inputs = _inputs(evaluation, reference)
+    return measure(ALL_DISTANCES, evaluation.task, inputs) | _errors(evaluation.task, inputs)
+
+
+def floor(reference: Evaluation) -> Numbers:
+    """The distances between two halves of the reference's own draws."""
+    if len(reference.function) < 2:
+        return {}
+    return distances(*reference.halves())
+
+
+def _inputs(evaluation: Evaluation, reference: Evaluation) -> dict[str, Pair]:
+    pair = evaluation, reference
+    found: dict[str, Pair] = {
+        "evaluations": pair,
+        "function": (evaluation.function, reference.function),
+    }
+    few = tuple(evenly(side.function, side.chains, _MOST_PAIRED) for side in pair)
+    scale = metrics.median_distance(few[1])
+    found["few draws"] = few[0], few[1]
+    if scale > 0:
+        found["scaled"] = few[0].double() / scale, few[1].double() / scale
+    if evaluation.expected is not None and reference.expected is not None:
+        found["moments"] = evaluation.moments(), reference.moments()
+    return found
+
+
+def _errors(task: str, inputs: dict[str, Pair]) -> Numbers:
+    """The Monte Carlo errors of the metrics that have one."""
+    found: Numbers = {}
+    chosen = [metric for metric in of_task(ALL_DISTANCES, task) if metric.error]
+    for name, (a, b) in inputs.items():
+        group = [metric for metric in chosen if metric.of == name]
+        if group:
+            # The errors of one draw at many test points are alike: more points add little.
+            few = (evenly(draws.movedim(1, 0), 1, _MOST_POINTS).movedim(0, 1) for draws in (a, b))
+            errors = metrics.monte_carlo_error(_together(group), *few).tolist()
+            keys = (metric.error_key for metric in group)
+            found |= dict(zip(keys, errors, strict=True))
+    return found
+
+
+def _together(group: Iterable[Metric]) -> Callable[[Tensor, Tensor], Tensor]:
+    """One function for several metrics of the same inputs: their numbers as a vector."""
+
+    def values(a: Tensor, b: Tensor) -> Tensor:
+        numbers = [metric.function(a, b) for metric in group]
+        return torch.stack([torch.as_tensor(v, device="cpu").double() for v in numbers])
+
+    return values
+
+
 def doubts(name: str, row: dict[str, Any]) -> list[str]:
-    """Why the reference cannot be trusted, a sentence each: its chains have not converged.
+    """Reasons not to trust the reference, a sentence each: its chains have not converged.
 
     :param row: its line of the table.
     """
     rhat, divergences = row.get("rhat"), row.get("divergences")
-    said, needed = [], []
+    reasons, needed = [], []
     if rhat is not None and rhat > RHAT_LIMIT:
-        said.append(f"R-hat is {rhat:.3f} in function space, above {RHAT_LIMIT:g}")
+        reasons.append(f"R-hat is {rhat:.3f} in function space, above {RHAT_LIMIT:g}")
         needed.append(_LONGER)
     if divergences:
-        said.append(f"{divergences} of its draws diverged")
+        reasons.append(f"{divergences} of its draws diverged")
         needed.append(_SMALLER)
-    if not said:
+    if not reasons:
         return []
     return [
-        f"{name} cannot be trusted as the reference: {' and '.join(said)}. Before relying on the "
-        f"distances, give it {' and '.join(needed)}."
+        f"{name} cannot be trusted as the reference: {' and '.join(reasons)}. Before relying on "
+        f"the distances, give it {' and '.join(needed)}."
     ]
-
-
-def _with_errors(
-    distance: Callable[[Tensor, Tensor], Numbers | dict[str, Tensor]],
-    a: Tensor,
-    b: Tensor,
-    *,
-    points: int = 1,
-) -> dict[str, Any]:
-    """:param points: the axis of the test points."""
-    found = distance(a, b)
-
-    def stacked(p: Tensor, q: Tensor) -> Tensor:
-        found = distance(p, q).values()
-        return torch.stack([torch.as_tensor(v, device="cpu").double() for v in found])
-
-    # A draw's errors at many test points hang together: more points would not make them less.
-    few = (evenly(draws.movedim(points, 0), 1, _MOST_POINTS).movedim(0, points) for draws in (a, b))
-    errors = metrics.monte_carlo_error(stacked, *few).tolist()
-    return found | {f"{key}_se": error for key, error in zip(found, errors, strict=True)}
-
-
-def _marginal(a: Tensor, b: Tensor) -> dict[str, Tensor]:
-    return {
-        "mean_error": metrics.mean_error(a, b),
-        "sd_error": metrics.sd_error(a, b),
-        "wasserstein": metrics.wasserstein1(a, b),
-        "wasserstein2": metrics.wasserstein2(a, b),
-        "sd_ratio": sd_of_draws(a).mean() / sd_of_draws(b).mean(),
-    }
-
-
-def _joint(a: Tensor, b: Tensor, scale: Tensor) -> dict[str, Tensor]:
-    found = {"energy": metrics.energy_distance(a, b)}
-    if scale > 0:
-        found["mmd"] = metrics.mmd(a, b, length_scale=scale)
-    return found
-
-
-def _of_classes(a: Tensor, b: Tensor) -> dict[str, Tensor]:
-    return {
-        "agreement": metrics.agreement(a, b),
-        "total_variation": metrics.total_variation(a, b),
-        "kl": metrics.categorical_kl(a, b),
-    }
-
-
-def _of_numbers(a: Tensor, b: Tensor) -> dict[str, Tensor]:
-    """From draws ``(S, 2, N, ...)`` of mean and variance given the draw."""
-    p, q = (metrics.variance_parts(draws[:, 0], draws[:, 1]).total for draws in (a, b))
-    return {"kl": metrics.gaussian_kl(a[:, 0].mean(0), p, b[:, 0].mean(0), q)}
-
-
-def _share_of_high_khat(said: Evaluation, reference: Evaluation) -> float:
-    """Share of the test points at which the k-hat of the function is above 0.7."""
-    ours = evenly(said.function, said.chains, _MOST_TAIL)
-    theirs = evenly(reference.function, reference.chains, _MOST_TAIL)
-    spread = sd_of_draws(theirs) > 0
-    if len(ours) < _LEAST_TAIL or len(theirs) < 2 or not spread.any():
-        return float("nan")
-    k = importance.function_khat(ours[:, spread], theirs[:, spread])
-    collapsed = sd_of_draws(ours)[spread] == 0  # up to rounding
-    return ((k > _HIGH_K) | collapsed).double().mean().item()

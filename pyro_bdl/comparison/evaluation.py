@@ -1,4 +1,4 @@
-"""What one posterior says at test inputs: its function, its predictions and their scores."""
+"""One posterior at test inputs: its function, its predictions and their scores."""
 
 import warnings
 from collections.abc import Mapping
@@ -8,18 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl import diagnostics, metrics
+from pyro_bdl import metrics
+from pyro_bdl.comparison.convergence import convergence, divergences
 from pyro_bdl.comparison.held_out import Observation, PredictiveDraws, Test, Units
 from pyro_bdl.comparison.leave_one_out import leave_one_out
-from pyro_bdl.comparison.program_sites import Subject, as_samples, of_program, stated_num_data
+from pyro_bdl.comparison.metric import measure
+from pyro_bdl.comparison.program_sites import Subject, draws_of, stated_num_data
 from pyro_bdl.comparison.scores import (
+    SCORES,
     check_draws,
-    class_labels,
+    known_class_predictions,
+    known_predictions,
     log_likelihood,
-    score_classes,
-    score_draws_of_classes,
-    score_draws_of_numbers,
-    score_numbers,
+    predictions,
+    score,
 )
 from pyro_bdl.diagnostics.loo import LOO
 from pyro_bdl.errors import BdlWarning
@@ -28,11 +30,11 @@ from pyro_bdl.predictive.linearized import UNKNOWN, LinearizedPredictive, is_lin
 from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.samples import Samples
 
-__all__ = ["Evaluation", "Test", "Units", "class_labels", "convergence", "evaluate"]
+__all__ = ["Evaluation", "Test", "Units", "evaluate", "evaluate_draws"]
 
 # Draws times numbers per draw that are in memory at once while the test points are scored.
 _NUMBERS_AT_ONCE = 2**24
-_LEAST_DRAWS, _LEAST_FOR_RANGE = 4, 40
+_LEAST_FOR_RANGE = 40
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Evaluation:
     :param mean: ``(N, ...)``, the mean prediction, or the mean class probabilities, at all points.
     :param predictions: ``(S, N)``, draws of the target, noise included, at the points that were
         kept; of classes None.
-    :param scores: what the table says of the posterior alone, by key.
+    :param scores: the numbers of the table that are of the posterior alone, by key.
     :param expected: ``(S, N, ...)``, of a regression E[y | draw] at the points that were kept.
     :param noise: ``(S, N, ...)``, of a regression Var[y | draw] there.
     :param pit: of a regression the probability integral transforms of all test targets.
@@ -65,9 +67,9 @@ class Evaluation:
     loo: LOO | None = None
 
     def moments(self) -> Tensor:
-        """``(S, 2, N, ...)``, mean and variance of the target given the draw."""
+        """``(S, N, ..., 2)``, mean and variance of the target given the draw."""
         assert self.expected is not None and self.noise is not None
-        return torch.stack([self.expected, self.noise], 1)
+        return torch.stack([self.expected, self.noise], -1)
 
     def uncertainty(self) -> Uncertainty | None:
         """Aleatoric and epistemic parts of entropy or variance at the points that were kept."""
@@ -131,36 +133,31 @@ def evaluate(
         warnings.warn(said_of, BdlWarning, stacklevel=3)
         linear = False
     if linear:
-        samples = of_program(name, subject, posterior, as_samples(name, posterior, 1, test))
+        samples = draws_of(name, subject, posterior, 1, test)
         predictive = LinearizedPredictive(model, posterior, num_samples)
     else:
-        drawn = as_samples(name, posterior, num_samples, test)
-        samples = of_program(name, subject, posterior, drawn)
+        samples = draws_of(name, subject, posterior, num_samples, test)
         predictive = Predictive(model, samples, batch_norm_data=batch_norm_data)
     for site, values in samples.flat().items():
         check_draws(f"values of the site {site!r}", ~values.isfinite())
     parts = _parts(test, predictive, observation)
-    pit = None
-    scores: dict[str, Any]
-    if observation.is_class:
-        mean, scores = score_classes(predictive, observation, parts, test.rows)
-    else:
-        mean, pit, scores = score_numbers(predictive, observation, parts, test.rows, units)
-    said = _at(predictive, observation, test.part(kept).inputs, units, samples.num_chains)
-    said = replace(said, mean=mean, pit=pit)
-    scores |= parts_of_uncertainty(said) | range_of_coverage(said)
+    task = "classification" if observation.is_class else "regression"
+    mean, pit, scores = score(task, predictions(predictive, observation, parts, units))
+    found = _at(predictive, observation, test.part(kept).inputs, units, samples.num_chains)
+    found = replace(found, mean=mean, pit=pit)
+    elsewhere = None
     if ood is not None:
         elsewhere = _at(predictive, observation, ood, units, samples.num_chains)
-        scores |= detection(said, elsewhere)
+    scores |= _scores_at_kept_points(found, elsewhere)
     if isinstance(posterior, Samples):
-        told = said.function
+        function = found.function
         if observation.fixed_mean:  # draws of the target are noisy, and always seem to mix
-            told = log_likelihood(predictive, observation.site, test)
-        scores |= convergence(told, posterior)
+            function = log_likelihood(predictive, observation.site, test)
+        scores |= divergences(posterior) | convergence(function, samples.num_chains)
     loo = None
     if train is not None:
         pieces = _parts(train, predictive, observation)
-        found = None
+        left_out = None
         if observation.joint:
             warnings.warn(
                 f"the site {observation.site!r} is one observation of all rows, of which none can "
@@ -169,12 +166,14 @@ def evaluate(
                 stacklevel=3,
             )
         else:
-            found = leave_one_out(model, posterior, samples, predictive, observation.site, pieces)
-        if found is not None:
-            loo, kind = found
+            left_out = leave_one_out(
+                model, posterior, samples, predictive, observation.site, pieces
+            )
+        if left_out is not None:
+            loo, kind = left_out
             scores |= {"elpd_loo": loo.elpd, "elpd_loo_se": loo.se, "p_loo": loo.p_loo}
             scores["high_k"], scores["loo_by"] = loo.num_bad, kind
-    return replace(said, scores=scores, loo=loo)
+    return replace(found, scores=scores, loo=loo)
 
 
 def evaluate_draws(
@@ -186,13 +185,11 @@ def evaluate_draws(
     kept: Tensor,
     units: Units,
 ) -> Evaluation:
-    """As ``evaluate``, of predictions without a posterior: what can be said from them alone.
+    """Score predictions without a posterior, as far as they allow; as ``evaluate``.
 
     :param observation: the program's observed site.
     """
     draws.check_rows(name, test.rows)
-    held = draws.at(kept)
-    scores: dict[str, Any]
     if observation.is_class:
         p = draws.function
         if observation.kind == "Bernoulli" and p[0].numel() == test.y.numel():
@@ -202,76 +199,35 @@ def evaluate_draws(
                 f"posterior {name!r} must hold class probabilities (draws, points, classes) that "
                 f"sum to 1, got shape {tuple(draws.function.shape)}"
             )
-        mean, scores = score_draws_of_classes(p, test.y)
-        said = Evaluation("classification", draws.chains, p[:, kept], mean, None)
+        task, known = "classification", known_class_predictions(p, test.y)
+        function, targets = p[:, kept], None
     else:
-        mean, pit, scores = score_draws_of_numbers(draws, test.y, units)
-        predictions = None
-        if held.targets is not None:
-            predictions = held.targets * units.scale + units.shift
-        function = held.function * units.scale + units.shift
-        said = Evaluation("regression", draws.chains, function, mean, predictions, pit=pit)
-    scores |= parts_of_uncertainty(said) | range_of_coverage(said)
+        task, known, held = "regression", known_predictions(draws, test.y, units), draws.at(kept)
+        function = units.of(held.function)
+        targets = None if held.targets is None else units.of(held.targets)
+    mean, pit, scores = score(task, [known])
+    found = Evaluation(task, draws.chains, function, mean, targets, pit=pit)
+    scores |= _scores_at_kept_points(found, None)
     if draws.chains > 1:
-        scores |= _by_chain(said.function, draws.chains)
-    return replace(said, scores=scores)
+        scores |= convergence(found.function, draws.chains)
+    return replace(found, scores=scores)
 
 
-def parts_of_uncertainty(said: Evaluation) -> dict[str, float]:
-    """Of classes the mean entropies in nats; of numbers sds, root mean square over the points."""
-    parts = said.uncertainty()
-    if parts is None:
-        return {}
-    means = {"aleatoric": parts.aleatoric.mean(), "epistemic": parts.epistemic.mean()}
-    if said.task == "regression":
-        means = {key: value.sqrt() for key, value in means.items()}
-    return {key: value.item() for key, value in means.items()}
+def _scores_at_kept_points(found: Evaluation, elsewhere: Evaluation | None) -> dict[str, float]:
+    """The scores that need draws at the test points that were kept.
 
-
-def range_of_coverage(said: Evaluation) -> dict[str, float]:
-    """What the coverage at 90 % lies between with probability 95 % if the predictions are right."""
-    if said.predictions is None or len(said.predictions) < _LEAST_FOR_RANGE:
-        return {}
-    low, high = metrics.coverage_range(said.predictions).tolist()
-    return {"coverage_from": low, "coverage_to": high}
-
-
-def detection(known: Evaluation, elsewhere: Evaluation) -> dict[str, float]:
-    """AUROC of telling the second inputs from the first by the predictive entropy or variance, and
-    by its epistemic part."""
-    here, there = known.uncertainty(), elsewhere.uncertainty()
-    if here is None or there is None:
-        return {}
-    return {
-        "auroc": metrics.auroc(here.total, there.total).item(),
-        "auroc_epistemic": metrics.auroc(here.epistemic, there.epistemic).item(),
-    }
-
-
-def convergence(function: Tensor, samples: Samples) -> dict[str, float]:
-    """R-hat and ESS of the function at the test points, and the number of divergences.
-
-    Quantities that are constant, such as a probability that rounds to 1, are left out.
+    :param elsewhere: the posterior at inputs that its uncertainty should tell from these.
     """
-    found: dict[str, float] = {}
-    if "diverging" in samples.stats:
-        found["divergences"] = int(samples.stats["diverging"].sum())
-    return found | _by_chain(function, samples.num_chains)
-
-
-def _by_chain(function: Tensor, chains: int) -> dict[str, float]:
-    found: dict[str, float] = {}
-    if len(function) // chains < _LEAST_DRAWS:
-        return found
-    by_chain = function.reshape(chains, len(function) // chains, -1)
-    by_chain = by_chain[..., by_chain.flatten(0, 1).std(0) > 0]
-    rhat, size, _ = diagnostics.convergence(by_chain)
-    rhat, size = rhat[~rhat.isnan()], size[~size.isnan()]
-    if rhat.numel():
-        found["rhat"] = rhat.max().item()
-    if size.numel():
-        found["ess_min"], found["ess_median"] = size.min().item(), size.median().item()
-    return found
+    inputs: dict[str, tuple[Any, ...]] = {}
+    parts = found.uncertainty()
+    if parts is not None:
+        inputs["uncertainty"] = (parts,)
+    if found.predictions is not None and len(found.predictions) >= _LEAST_FOR_RANGE:
+        inputs["coverage range"] = tuple(metrics.coverage_range(found.predictions).tolist())
+    there = None if elsewhere is None else elsewhere.uncertainty()
+    if parts is not None and there is not None:
+        inputs["ood"] = parts, there
+    return measure(SCORES, found.task, inputs)
 
 
 # ----------------------------------------------------------------------------------- the parts
@@ -296,10 +252,10 @@ def _at(
     return Evaluation(
         task="regression",
         chains=chains,
-        function=function * units.scale + units.shift,
-        mean=expected.mean(0) * units.scale + units.shift,
-        predictions=drawn[observation.site] * units.scale + units.shift,
-        expected=expected * units.scale + units.shift,
+        function=units.of(function),
+        mean=units.of(expected.mean(0)),
+        predictions=units.of(drawn[observation.site]),
+        expected=units.of(expected),
         noise=noise * units.scale**2,
     )
 

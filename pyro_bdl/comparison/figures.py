@@ -1,20 +1,18 @@
-"""The figures of a comparison: which of :mod:`pyro_bdl.plots` apply, and what they are drawn of."""
+"""The figures of a comparison: the plots of :mod:`pyro_bdl.plots` that apply to it."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from pyro_bdl import plots
+from pyro_bdl.comparison.evaluation import Evaluation
 from pyro_bdl.comparison.scores import class_labels
 from pyro_bdl.diagnostics import summary
 from pyro_bdl.guides.draws import latent_draws
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.random_state import seeded
-
-if TYPE_CHECKING:
-    from pyro_bdl.comparison.result import Comparison
 
 CAPTIONS = {
     "bands": "Mean and 90 % interval of the function along the feature.",
@@ -49,8 +47,25 @@ _DRAWS = 500
 Draws = dict[str, Tensor]
 
 
+class Compared(Protocol):
+    """The fields of a ``Comparison`` that figures are drawn of."""
+
+    @property
+    def task(self) -> str: ...
+    @property
+    def reference(self) -> str | None: ...
+    @property
+    def rows(self) -> Sequence[Mapping[str, Any]]: ...
+    @property
+    def evaluations(self) -> Mapping[str, Evaluation]: ...
+    @property
+    def inputs(self) -> Sequence[Tensor]: ...
+    @property
+    def y(self) -> Tensor: ...
+
+
 def figures(
-    comparison: "Comparison",
+    comparison: Compared,
     *,
     target: str = "target",
     units: str = "",
@@ -59,7 +74,7 @@ def figures(
     posteriors: Mapping[str, Any] | None = None,
 ) -> dict[str, Figure]:
     """Pictures of a comparison by names of :data:`CAPTIONS`; see ``Comparison.figures``."""
-    functions = {name: said.function for name, said in comparison.evaluations.items()}
+    functions = {name: evaluation.function for name, evaluation in comparison.evaluations.items()}
     if comparison.task == "classification" and next(iter(functions.values())).shape[-1] == 2:
         # The probability of the first class mirrors that of the second.
         functions = {name: draws[..., 1] for name, draws in functions.items()}
@@ -75,14 +90,14 @@ def figures(
             found["ranks"] = plots.ranks(chains)
     reference = (posteriors or {}).get(comparison.reference or "")
     if isinstance(reference, Samples) and reference.num_chains > 1 and reference.num_draws >= 4:
-        said = summary(reference, progress=False)
-        if any(row["rhat_max"] is not None for row in said.rows):
-            found["layers"] = plots.convergence(said)
+        convergence = summary(reference, progress=False)
+        if any(row["rhat_max"] is not None for row in convergence.rows):
+            found["layers"] = plots.convergence(convergence)
     return {name: found[name] for name in CAPTIONS if name in found}
 
 
 def _inputs(
-    comparison: "Comparison",
+    comparison: Compared,
     functions: Draws,
     target: str,
     features: Sequence[str],
@@ -117,17 +132,19 @@ def _inputs(
     return {}
 
 
-def _predictions(comparison: "Comparison") -> dict[str, Figure]:
-    """Calibration of classes or, of those posteriors that have draws of the target, of numbers."""
+def _predictions(comparison: Compared) -> dict[str, Figure]:
+    """Calibration of classes, or of those numbers that have draws of the target."""
     if comparison.task == "classification":
-        mean = {name: said.function.mean(0) for name, said in comparison.evaluations.items()}
+        mean = {
+            name: evaluation.function.mean(0) for name, evaluation in comparison.evaluations.items()
+        }
         y = class_labels(comparison.y, next(iter(mean.values())))
         drawn = plots.calibration(mean, y, task=comparison.task, reference=comparison.reference)
         return {"calibration": drawn}
     predictions = {
-        name: said.predictions
-        for name, said in comparison.evaluations.items()
-        if said.predictions is not None
+        name: evaluation.predictions
+        for name, evaluation in comparison.evaluations.items()
+        if evaluation.predictions is not None
     }
     if not predictions:
         return {}
@@ -140,7 +157,7 @@ def _predictions(comparison: "Comparison") -> dict[str, Figure]:
 
 
 def _against_reference(
-    comparison: "Comparison", functions: Draws, target: str, units: str
+    comparison: Compared, functions: Draws, target: str, units: str
 ) -> dict[str, Figure]:
     reference = comparison.reference
     if reference is None or len(functions) < 2:
@@ -179,8 +196,8 @@ def _against_reference(
 # ------------------------------------------------------------------------------------- latents
 
 
-def _latents(comparison: "Comparison", posteriors: Mapping[str, Any]) -> dict[str, Draws]:
-    """Of each posterior the draws ``(S,)`` of its latents that are single numbers."""
+def _latents(comparison: Compared, posteriors: Mapping[str, Any]) -> dict[str, Draws]:
+    """Draws ``(S,)`` of each posterior's latents that are single numbers."""
     found = {}
     with seeded(0):
         for name in comparison.evaluations:
@@ -214,7 +231,7 @@ def _scalars(latents: Mapping[str, Draws], reference: str | None) -> dict[str, F
     return found
 
 
-def _chains(comparison: "Comparison", functions: Draws, posteriors: Mapping[str, Any]) -> Draws:
+def _chains(comparison: Compared, functions: Draws, posteriors: Mapping[str, Any]) -> Draws:
     """Name to ``(chains, draws)`` of the reference: functions at test points and single numbers."""
     name = comparison.reference
     if name is None or (name not in posteriors and comparison.evaluations[name].chains < 2):

@@ -1,5 +1,6 @@
-"""What a comparison is given: test data, their units, and predictions without a posterior."""
+"""Inputs of a comparison: test data, their units, and predictions without a posterior."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,10 +14,26 @@ _CLASSES = ("Categorical", "Bernoulli", "OneHotCategorical", "OrderedLogistic")
 
 @dataclass(frozen=True)
 class Units:
-    """The target in its own units is ``y * scale + shift`` for the y that the program knows."""
+    """Units of the target: ``y * scale + shift`` for the y that the program knows.
+
+    :param scale: positive.
+    :param shift: in the target's own units.
+    """
 
     scale: float = 1.0
     shift: float = 0.0
+
+    def of(self, y: Tensor) -> Tensor:
+        """Targets or predictions in the target's own units."""
+        return y * self.scale + self.shift
+
+    def density(self, log_density: Tensor, y: Tensor) -> Tensor:
+        """The log density ``(S, N)`` of targets in their own units.
+
+        It is smaller by the log of the scale for each number that one density is of.
+        """
+        numbers = y.numel() / log_density.shape[1]
+        return log_density.double() - math.log(self.scale) * numbers
 
 
 @dataclass(frozen=True)
@@ -56,8 +73,10 @@ class Observation:
         return self.kind in _CLASSES
 
     def probabilities(self, mean: Tensor) -> Tensor:
-        """Class probabilities ``(S, N, C)`` from the observation's mean at each draw; several
-        labels in a row count as several points."""
+        """Class probabilities ``(S, N, C)`` from the observation's mean at each draw.
+
+        Several labels in a row count as several points.
+        """
         if self.kind == "Bernoulli":
             ones = mean.flatten(1)
             return torch.stack([1 - ones, ones], -1)
@@ -115,7 +134,7 @@ class PredictiveDraws:
             )
 
     def at(self, rows: slice | Tensor) -> "PredictiveDraws":
-        """At some of the test inputs."""
+        """The same draws at some of the test inputs."""
 
         def part(values: Tensor | None) -> Tensor | None:
             return None if values is None else values[:, rows]
@@ -128,7 +147,12 @@ class PredictiveDraws:
         )
 
     def check_rows(self, name: str, rows: int) -> None:
-        """:raises ValueError: where the draws are not at as many points as there are test rows."""
+        """Check that the draws are at all test inputs.
+
+        :param name: of the posterior, for the message.
+        :param rows: number of test inputs.
+        :raises ValueError: where they are not.
+        """
         if self.function.shape[1] != rows:
             raise ValueError(
                 f"posterior {name!r} holds predictions at {self.function.shape[1]} points, but "

@@ -1,17 +1,41 @@
-"""Where test inputs lie relative to the training inputs: near them, between or beyond them."""
+"""Regions of test inputs: near the training inputs, between them or beyond them."""
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from pyro_bdl.utils.tables import Column
+
 _MOST_TRAINING = 4096
 _FAR = 2.0  # times the spacing of the training inputs
+# A region of fewer test points is not spoken of.
+_LEAST_POINTS = 5
+
+COLUMNS = (
+    Column(
+        "sd_ratio_near",
+        "near",
+        help="sd ratio at the test inputs near training inputs.",
+    ),
+    Column(
+        "sd_ratio_between",
+        "between",
+        help="sd ratio at the test inputs between training inputs, far from all of them.",
+    ),
+    Column(
+        "sd_ratio_beyond",
+        "beyond",
+        help="sd ratio at the test inputs beyond the training inputs, far from all of them.",
+    ),
+)
 
 
 def regions(test: tuple[Tensor, ...], train: tuple[Tensor, ...]) -> dict[str, Tensor]:
     """A mask over the test rows for each region: ``near``, ``between`` and ``beyond``.
 
     Near is an input that is no further from a training input than twice the distance that 95 % of
-    the training inputs have to their nearest neighbour. The others lie between the training inputs
+    the training inputs have to their nearest neighbor. The others lie between the training inputs
     where every feature is within its training range, beyond them otherwise. Features count in
     their training sds; of many training inputs evenly spaced ones are taken.
 
@@ -35,6 +59,21 @@ def regions(test: tuple[Tensor, ...], train: tuple[Tensor, ...]) -> dict[str, Te
     near = torch.cdist(points / sd, known / sd).amin(1) <= _FAR * spacing
     within = ((points >= low) & (points <= high)).all(1)
     return {"near": near, "between": ~near & within, "beyond": ~near & ~within}
+
+
+def sd_ratios(ours: Tensor, theirs: Tensor, masks: Mapping[str, Tensor]) -> dict[str, float]:
+    """Ratio of the mean sds in each region, by the key of its column.
+
+    :param ours: ``(N, ...)``, the sds of a posterior's function at the test inputs.
+    :param theirs: ``(N, ...)``, those of the reference.
+    :param masks: the regions, from ``regions``.
+    :returns: nothing for regions of fewer than 5 test inputs.
+    """
+    return {
+        f"sd_ratio_{name}": (ours[mask].mean() / theirs[mask].mean()).item()
+        for name, mask in masks.items()
+        if int(mask.sum()) >= _LEAST_POINTS
+    }
 
 
 def _flat(inputs: tuple[Tensor, ...]) -> Tensor:

@@ -13,15 +13,49 @@ from pyro_bdl.comparison.scores import log_likelihood
 from pyro_bdl.diagnostics.loo import LOO, standard_error
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide
+from pyro_bdl.guides.draws import log_densities
 from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.program import Program
-from pyro_bdl.program.vmap import Draws, map_draws
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.module_state import evaluation_mode
+from pyro_bdl.utils.tables import Column
 
 # A posterior that takes fewer values has no tail that a Pareto distribution could be fitted to.
 _LEAST_VALUES = 25
 EXACT, CORRECTED, PLAIN = "draws", "p / q", "plain"
+
+COLUMNS = (
+    Column(
+        "elpd_loo",
+        "elpd",
+        digits=4,
+        error="elpd_loo_se",
+        help="Expected log predictive density of the training data, each left out in turn by "
+        "PSIS-LOO, summed, in nats as the program sees them, with its standard error over the "
+        "data; larger is better.",
+    ),
+    Column(
+        "high_k",
+        "high k",
+        help="Training data whose k-hat is too high for PSIS-LOO to be relied on.",
+    ),
+    Column(
+        "loo_by",
+        "by",
+        style="text",
+        help="What the draws were taken for: draws of the posterior from Markov chains; draws of a "
+        "guide, mended by p / q; a guide's draws, or a linear model's, as they are (plain). What "
+        "was fitted to all data, such as the features of a last layer, is left as it is by the "
+        "plain ones: they are too good.",
+    ),
+)
+DIFFERENCE = Column(
+    "elpd_diff",
+    "difference",
+    error="elpd_diff_se",
+    help="elpd minus the reference's, with the standard error of the difference.",
+)
+FURTHER_COLUMNS = (Column("p_loo", "p", help="Effective number of parameters by PSIS-LOO."),)
 
 
 def leave_one_out(
@@ -34,7 +68,7 @@ def leave_one_out(
     *,
     compat: str = "1.x",
 ) -> tuple[LOO, str] | None:
-    """elpd_loo of the program under the posterior, and what its draws were taken for.
+    """elpd_loo of the program under the posterior, and the kind of its draws.
 
     ``draws``: of Markov chains, from the posterior. ``p / q``: of a guide with a density, mended
     by the ratio of posterior and guide (Magnusson et al. 2019). ``plain``: of any other guide,
@@ -86,8 +120,10 @@ def difference(ours: LOO, theirs: LOO) -> tuple[float, float]:
 
 
 def relative_efficiency(samples: Samples) -> float:
-    """ESS of the mean over the number of draws, averaged over all numbers of the latents as ArviZ
-    does; 1 for a single chain."""
+    """ESS of the mean divided by the number of draws; 1 for a single chain.
+
+    It is averaged over all numbers of the latents, as ArviZ does.
+    """
     if samples.num_chains == 1 or samples.num_draws < 4:
         return 1.0
     sizes = [
@@ -107,15 +143,10 @@ def _densities(
         data = data.part(slice(0, 2))  # the prior does not depend on them
     with evaluation_mode(model, guide):
         program = Program(model, *data.inputs, data.y)
-
-        def both(draw: Draws) -> dict[str, Tensor]:
-            vector = program.unconstrain(draw)
-            log_det = program.constrain(vector)[1]
-            prior = program.log_prior(draw)
-            return {"p": prior + log_det, "q": guide.log_density(vector, log_det) + log_det}
-
-        found = map_draws(both, samples.flat())
-    return found["p"].double(), found["q"].double()
+        vectors = program.unconstrain(samples.flat())
+        log_p, log_q = log_densities(program, guide, vectors, program.log_prior)
+    assert log_q is not None
+    return log_p.double(), log_q.double()
 
 
 def _number_of_values(samples: Samples) -> int:

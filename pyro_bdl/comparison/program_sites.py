@@ -1,4 +1,4 @@
-"""The program that is compared on: its observed and latent sites, and draws of posteriors of it."""
+"""The program of a comparison: its observed and latent sites, and draws of its posteriors."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,8 +10,7 @@ from torch import Tensor
 from pyro_bdl.comparison.held_out import Observation, Test
 from pyro_bdl.distributions.take_apart import observation_mean, without_wrappers
 from pyro_bdl.errors import UnsupportedProgramError
-from pyro_bdl.guides.base import Guide
-from pyro_bdl.guides.draws import check_sites, latent_draws
+from pyro_bdl.guides.draws import samples_of_program, to_samples
 from pyro_bdl.program.layout import Latent
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.trace import leave_open, record
@@ -53,26 +52,26 @@ def read_program(model: Callable, test: Test, posteriors: Mapping[str, Any]) -> 
             observed = program.run(at).observed
         except (NotImplementedError, UnsupportedProgramError):
             name, posterior = next(iter(posteriors.items()))
-            draws = as_samples(name, posterior, 1, rows).latents
+            draws = _to_samples(name, posterior, 1, rows).latents
             at = {site: value[0, 0] for site, value in draws.items()}
             run = record(model, at, (*rows.inputs, rows.y), draw=leave_open)
-            observed = {n: said for n, said in run.observed.items() if said.value is not None}
+            observed = {n: s for n, s in run.observed.items() if s.value is not None}
         without = record(model, at, (*rows.inputs, None), draw=leave_open).observed
     if len(observed) != 1:
         sites = ", ".join(map(repr, observed)) or "none"
         raise ValueError(f"compare needs a program with one observed site, but it has: {sites}")
-    ((site, said),) = observed.items()
-    kind = type(without_wrappers(said.distribution)[0]).__name__
-    if site not in without:
-        if not are_known([said]):
+    ((name, site),) = observed.items()
+    kind = type(without_wrappers(site.distribution)[0]).__name__
+    if name not in without:
+        if not are_known([site]):
             raise UnsupportedProgramError(
-                f"the program does not sample the site {site!r} where the targets are None: write "
+                f"the program does not sample the site {name!r} where the targets are None: write "
                 "it with y=None as an argument and pyro.sample(..., obs=y)"
             )
         model = _AlwaysWithTargets(model, rows.y[:1])
-    joint = rows.rows > 1 and said.distribution.event_shape.numel() == rows.y.numel()
-    fixed = joint and latents is not None and _same_mean(program, site)
-    return Subject(model, Observation(site, kind, are_known([said]), joint, fixed), latents)
+    joint = rows.rows > 1 and site.distribution.event_shape.numel() == rows.y.numel()
+    fixed = joint and latents is not None and _same_mean(program, name)
+    return Subject(model, Observation(name, kind, are_known([site]), joint, fixed), latents)
 
 
 def _same_mean(program: Program, site: str) -> bool:
@@ -83,8 +82,9 @@ def _same_mean(program: Program, site: str) -> bool:
 
 
 class _AlwaysWithTargets:
-    """A program that samples its site with targets only, as those of ``pyro.contrib.gp``: called
-    with None it gets others in their place, which predictions do not depend on.
+    """A program that samples its site with targets only, as those of ``pyro.contrib.gp``.
+
+    Called with None it gets others in their place, which predictions do not depend on.
 
     :param target: the targets of one row.
     """
@@ -99,32 +99,27 @@ class _AlwaysWithTargets:
         return self.model(*inputs, y)
 
 
-def as_samples(name: str, posterior: Any, num_samples: int, test: Test) -> Samples:
-    """Draws made once, so that every number in the table is of the same ones."""
-    if isinstance(posterior, Samples):
-        return posterior
-    try:
-        latents = latent_draws(posterior, num_samples, *test.inputs, None)
-    except TypeError as error:
-        raise TypeError(f"posterior {name!r}: {error}") from error
-    return Samples({site: value.detach()[None] for site, value in latents.items()})
+def draws_of(name: str, subject: Subject, posterior: Any, num_samples: int, test: Test) -> Samples:
+    """Draws made once, so that every number in the table is of the same ones.
 
-
-def of_program(name: str, subject: Subject, posterior: Any, samples: Samples) -> Samples:
-    """The program's latents among the draws; Pyro's own guides have auxiliary sites too.
-
+    :param name: of the posterior, for messages.
+    :raises TypeError: where the posterior is neither a guide nor ``Samples``.
     :raises ValueError: for a posterior of another program, with the sites that do not match.
     """
+    samples = _to_samples(name, posterior, num_samples, test)
     if subject.latents is None:
         return samples
-    latents = dict(samples.latents)
-    if not isinstance(posterior, Guide | Samples):
-        latents = {site: value for site, value in latents.items() if site in subject.latents}
     try:
-        check_sites(subject.latents, latents)
+        return samples_of_program(subject.latents, posterior, samples)
     except ValueError as error:
         raise ValueError(f"posterior {name!r}: {error}") from error
-    return Samples(latents, samples.stats, samples.info)
+
+
+def _to_samples(name: str, posterior: Any, num_samples: int, test: Test) -> Samples:
+    try:
+        return to_samples(posterior, num_samples, *test.inputs, None)
+    except TypeError as error:
+        raise TypeError(f"posterior {name!r}: {error}") from error
 
 
 def stated_num_data(model: Any) -> int | None:

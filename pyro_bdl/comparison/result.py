@@ -22,13 +22,13 @@ _LEAST_WIDTH = 40  # of a verdict, however long the names
 
 @dataclass(frozen=True)
 class Comparison:
-    """What ``compare`` found; print it for the table and the verdicts.
+    """Result of ``compare``; print it for the table and the verdicts.
 
     :param task: ``"regression"`` or ``"classification"``.
     :param reference: name of the reference, or None.
     :param rows: a dict for each posterior, and a last one for the reference's two halves against
         each other, the floor of the distances.
-    :param columns: what the table shows, with a sentence on each.
+    :param columns: of the table, with a sentence on each.
     :param verdicts: posterior to one sentence computed from its row.
     :param evaluations: posterior to its draws at the test points that were kept.
     :param inputs: these test points.
@@ -60,7 +60,7 @@ class Comparison:
         :param details: with the columns of ``details``.
         """
         longest = max(map(len, self.verdicts)) + 2
-        said = [
+        verdicts = [
             textwrap.fill(
                 text,
                 10**6 if width is None else max(width, longest + _LEAST_WIDTH),
@@ -72,7 +72,7 @@ class Comparison:
         columns = [*self.columns, *(self.details if details else ())]
         blocks = [to_text(self.rows, block) for block in self._blocks(columns, width)]
         warned = [textwrap.fill(f"Warning: {text}", width or 10**6) for text in self.warnings]
-        return "\n\n".join([*blocks, "\n".join(said), *warned])
+        return "\n\n".join([*blocks, "\n".join(verdicts), *warned])
 
     def _blocks(self, columns: Sequence[Column], width: int | None) -> list[list[Column]]:
         name, rest = columns[0], list(columns[1:])
@@ -93,8 +93,7 @@ class Comparison:
         return blocks
 
     def to_csv(self, path: str | Path) -> Path:
-        """Write the rows, numbers unrounded, with all details, errors and the verdicts; returns
-        the path."""
+        """Write all columns, details, errors and verdicts, numbers unrounded; return the path."""
         rows = [{**row, "verdict": self.verdicts.get(row["posterior"])} for row in self.rows]
         columns = []
         for column in (*self.columns, *self.details):
@@ -140,5 +139,5 @@ class Comparison:
 
 
 def is_known(value: object) -> bool:
-    """Whether a cell holds something."""
+    """True where a cell holds something: neither None nor NaN."""
     return value is not None and not (isinstance(value, float) and math.isnan(value))

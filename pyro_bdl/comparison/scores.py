@@ -1,7 +1,25 @@
-"""Scores of one posterior's predictions against the test targets."""
+"""Scores of one posterior: the metrics on test data, and the predictions they are computed from.
 
-import math
-from collections.abc import Iterable
+The inputs of a metric, by the name that its ``of`` gives:
+
+======================  =========================================================================
+``"mean"``              the mean prediction ``(N, ...)`` and the targets; of classes the mean
+                        probabilities ``(N, C)`` and the class numbers ``(N,)``
+``"draws"``             draws of the target ``(S, N, ...)``, noise included, and the targets
+``"density"``           log p(y_n | draw) ``(S, N)`` and the number of rows
+``"pit"``               the probability integral transforms ``(N, ...)``
+``"coverage range"``    both ends of the range of the coverage at 90 %
+``"uncertainty"``       the parts of the uncertainty, an ``Uncertainty``
+``"ood"``               the ``Uncertainty`` at test inputs and at inputs from elsewhere
+======================  =========================================================================
+
+``"draws"`` and ``"density"`` are of a part of the test data at a time, since they take much memory:
+the score is the mean over the parts, weighted by their rows. Numbers are in the target's units.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,92 +27,285 @@ from torch import Tensor
 
 from pyro_bdl import metrics
 from pyro_bdl.comparison.held_out import Observation, PredictiveDraws, Test, Units
+from pyro_bdl.comparison.metric import Metric, measure
 from pyro_bdl.errors import UnusableDrawsError
 
-LEVELS = {"coverage": 0.9, "coverage_50": 0.5, "coverage_95": 0.95}
 Scores = dict[str, Any]
 
 
-def score_numbers(
-    predictive: Any, observation: Observation, parts: Iterable[Test], rows: int, units: Units
-) -> tuple[Tensor, Tensor, Scores]:
-    """Mean predictions, probability integral transforms and scores of a regression, in the
-    target's units.
+def _nlpd(density: Tensor, rows: int) -> Tensor:
+    """NLPD; the density of one distribution over all rows is shared out among them."""
+    found = metrics.negative_log_predictive_density(density)
+    return found / rows if density.shape[1] == 1 else found
+
+
+TEST_DATA = (
+    Metric(
+        "rmse",
+        "RMSE",
+        "Root mean square error of the mean, in units of the target.",
+        metrics.rmse,
+        of="mean",
+        task="regression",
+    ),
+    Metric(
+        "accuracy",
+        "accuracy",
+        "Share of the classes predicted right.",
+        metrics.accuracy,
+        of="mean",
+        task="classification",
+        style="percent",
+    ),
+    Metric(
+        "nlpd",
+        "NLPD",
+        "Negative log predictive density per datum, in nats; smaller is better.",
+        _nlpd,
+        of="density",
+    ),
+    Metric(
+        "crps",
+        "CRPS",
+        "Continuous ranked probability score, in units of the target; smaller is better.",
+        metrics.crps,
+        of="draws",
+        task="regression",
+    ),
+    Metric(
+        "coverage",
+        "in 90 %",
+        "Share of the targets inside the central 90 % interval; less is overconfident.",
+        partial(metrics.interval_coverage, level=0.9),
+        of="draws",
+        task="regression",
+        style="percent",
+    ),
+    Metric(
+        "brier",
+        "Brier",
+        "Squared error of the class probabilities, from 0 (best) to 2.",
+        metrics.brier,
+        of="mean",
+        task="classification",
+    ),
+    Metric(
+        "ece",
+        "ECE",
+        "Expected calibration error, in 15 bins: how far confidence is from accuracy.",
+        metrics.expected_calibration_error,
+        of="mean",
+        task="classification",
+        style="percent",
+    ),
+)
+CALIBRATION = (
+    Metric(
+        "coverage_50",
+        "in 50 %",
+        "Share of the targets inside the central 50 % interval; less is overconfident.",
+        partial(metrics.interval_coverage, level=0.5),
+        of="draws",
+        task="regression",
+        style="percent",
+    ),
+    Metric(
+        "coverage_from",
+        "90 % from",
+        "The coverage of the 90 % interval is less than this once in forty times where the "
+        "targets follow from one of the posterior's own functions: then the interval is right.",
+        lambda low, high: low,
+        of="coverage range",
+        task="regression",
+        style="percent",
+    ),
+    Metric(
+        "coverage_to",
+        "90 % to",
+        "And more than this once in forty times.",
+        lambda low, high: high,
+        of="coverage range",
+        task="regression",
+        style="percent",
+    ),
+    Metric(
+        "coverage_95",
+        "in 95 %",
+        "Share of the targets inside the central 95 % interval; less is overconfident.",
+        partial(metrics.interval_coverage, level=0.95),
+        of="draws",
+        task="regression",
+        style="percent",
+    ),
+    Metric(
+        "pit",
+        "PIT",
+        "Kolmogorov-Smirnov distance of the probability integral transforms from uniform; of "
+        "N independent targets and a calibrated posterior above 1.36 / sqrt(N) once in twenty "
+        "times.",
+        metrics.uniformity,
+        of="pit",
+        task="regression",
+    ),
+    Metric(
+        "ace",
+        "adaptive ECE",
+        "Calibration error in 15 bins that hold equally many test points.",
+        metrics.adaptive_calibration_error,
+        of="mean",
+        task="classification",
+        style="percent",
+    ),
+)
+UNCERTAINTY = (
+    Metric(
+        "aleatoric",
+        "aleatoric",
+        "The sd of the noise, root mean square over the test points, in units of the target.",
+        lambda parts: parts.aleatoric.mean().sqrt(),
+        of="uncertainty",
+        task="regression",
+    ),
+    Metric(
+        "aleatoric",
+        "aleatoric",
+        "Mean entropy of the classes given the weights, in nats.",
+        lambda parts: parts.aleatoric.mean(),
+        of="uncertainty",
+        task="classification",
+    ),
+    Metric(
+        "epistemic",
+        "epistemic",
+        "The sd of the mean prediction over the posterior, root mean square over the test "
+        "points, in units of the target. The squares of both parts add up to the variance.",
+        lambda parts: parts.epistemic.mean().sqrt(),
+        of="uncertainty",
+        task="regression",
+    ),
+    Metric(
+        "epistemic",
+        "epistemic",
+        "Mutual information of class and weights, in nats; both add up to the entropy.",
+        lambda parts: parts.epistemic.mean(),
+        of="uncertainty",
+        task="classification",
+    ),
+    Metric(
+        "auroc",
+        "AUROC",
+        "Probability that the predictive uncertainty is higher at an input from elsewhere than at "
+        "a test input; 0.5 cannot tell them apart.",
+        lambda here, there: metrics.auroc(here.total, there.total),
+        of="ood",
+    ),
+    Metric(
+        "auroc_epistemic",
+        "epist. AUROC",
+        "The same by the epistemic part of the uncertainty.",
+        lambda here, there: metrics.auroc(here.epistemic, there.epistemic),
+        of="ood",
+    ),
+)
+SCORES = (*TEST_DATA, *CALIBRATION, *UNCERTAINTY)
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Predictions for some rows of the test data, in the target's units.
+
+    :param mean: ``(N, ...)``, the mean prediction; of classes ``(N, C)``, the mean probabilities.
+    :param y: the targets, of the shape of the mean; of classes ``(N,)``, their numbers.
+    :param rows: of the test data.
+    :param density: ``(S, N)``, log p(y_n | draw); ``(S, 1)`` where one distribution is of all rows.
+    :param draws: ``(S, N, ...)``, draws of the target, noise included; of classes None.
+    """
+
+    mean: Tensor
+    y: Tensor
+    rows: int
+    density: Tensor | None = None
+    draws: Tensor | None = None
+
+    def inputs(self) -> dict[str, tuple[Any, ...]]:
+        """The inputs of metrics that take a part of the test data at a time."""
+        found: dict[str, tuple[Any, ...]] = {}
+        if self.density is not None:
+            found["density"] = (self.density, self.rows)
+        if self.draws is not None:
+            found["draws"] = (self.draws, self.y)
+        return found
+
+
+def score(task: str, parts: Iterable[Predictions]) -> tuple[Tensor, Tensor | None, Scores]:
+    """Scores of predictions for parts of the test data.
+
+    :returns: the mean predictions, the probability integral transforms of a regression where draws
+        are known, and the scores by key.
+    """
+    means, targets, places, rows = [], [], [], 0
+    sums: dict[str, float] = {}
+    for part in parts:
+        for key, value in measure(SCORES, task, part.inputs()).items():
+            sums[key] = sums.get(key, 0.0) + value * part.rows
+        if part.draws is not None:
+            places.append(metrics.pit(part.draws, part.y))
+        means.append(part.mean)
+        targets.append(part.y)
+        rows += part.rows
+    mean = torch.cat(means)
+    inputs: dict[str, tuple[Any, ...]] = {"mean": (mean, torch.cat(targets))}
+    pit = torch.cat(places) if places else None
+    if pit is not None:
+        inputs["pit"] = (pit,)
+    scores = {key: total / rows for key, total in sums.items()}
+    return mean, pit, scores | measure(SCORES, task, inputs)
+
+
+def predictions(
+    predictive: Any, observation: Observation, parts: Iterable[Test], units: Units
+) -> Iterator[Predictions]:
+    """Predictions of a posterior, part by part.
 
     :param predictive: a ``Predictive`` or its like.
     :param parts: the test data in parts that bound the memory of their draws.
-    :param rows: of all parts.
+    :param units: of the target; of no effect for classes.
     """
-    site, means, places = observation.site, [], []
-    square, nlpd, crps = 0.0, 0.0, 0.0
-    inside = torch.zeros(len(LEVELS), dtype=torch.float64, device="cpu")
-    for part in parts:
-        share = part.rows / rows
-        mean = predictive.mean(*part.inputs, None)[site].mean(0)
-        y = _fitting(part.y, mean) * units.scale + units.shift
-        mean = mean * units.scale + units.shift
-        means.append(mean)
-        square += share * metrics.rmse(mean, y).item() ** 2
-        density = log_likelihood(predictive, site, part)
-        nlpd += share * _nlpd(density, y, units)
-        drawn = predictive(*part.inputs, None)[site]
-        check_draws("predictions", drawn.isnan())
-        drawn = drawn * units.scale + units.shift
-        crps += share * metrics.crps(drawn, y).item()
-        inside += share * metrics.interval_coverage(drawn, y, level=list(LEVELS.values())).cpu()
-        places.append(metrics.pit(drawn, y))
-    pit = torch.cat(places)
-    scores = {"rmse": math.sqrt(square), "nlpd": nlpd, "crps": crps}
-    scores |= dict(zip(LEVELS, inside.tolist(), strict=True))
-    scores["pit"] = metrics.uniformity(pit).item()
-    return torch.cat(means), pit, scores
-
-
-def score_draws_of_numbers(
-    draws: PredictiveDraws, y: Tensor, units: Units
-) -> tuple[Tensor, Tensor | None, Scores]:
-    """As ``score_numbers``, as far as the draws go; those of the target, where known."""
-    known = draws.function if draws.targets is None else draws.targets
-    mean = known.mean(0)
-    target = _fitting(y, mean) * units.scale + units.shift
-    mean = mean * units.scale + units.shift
-    scores, pit = {"rmse": metrics.rmse(mean, target).item()}, None
-    if draws.log_likelihood is not None:
-        scores["nlpd"] = _nlpd(draws.log_likelihood.flatten(1), target, units)
-    if draws.targets is not None:
-        drawn = draws.targets * units.scale + units.shift
-        scores["crps"] = metrics.crps(drawn, target).item()
-        levels = metrics.interval_coverage(drawn, target, level=list(LEVELS.values()))
-        scores |= dict(zip(LEVELS, levels.tolist(), strict=True))
-        pit = metrics.pit(drawn, target)
-        scores["pit"] = metrics.uniformity(pit).item()
-    return mean, pit, scores
-
-
-def score_classes(
-    predictive: Any, observation: Observation, parts: Iterable[Test], rows: int
-) -> tuple[Tensor, Scores]:
-    """Mean class probabilities ``(N, C)`` and the scores of a classification."""
-    site, means, labels, nlpd = observation.site, [], [], 0.0
+    site = observation.site
     for part in parts:
         mean = predictive.mean(*part.inputs, None)[site]
-        check_draws("class probabilities", ~mean.isfinite())
-        mean = observation.probabilities(mean).mean(0)
-        means.append(mean)
-        labels.append(class_labels(part.y, mean))
-        density = log_likelihood(predictive, site, part)
-        nlpd += _nlpd(density, part.y, Units()) * part.rows / rows
-    mean = torch.cat(means)
-    return mean, _of_probabilities(mean, torch.cat(labels)) | {"nlpd": nlpd}
+        if observation.is_class:
+            check_draws("class probabilities", ~mean.isfinite())
+            mean = observation.probabilities(mean).mean(0)
+            density = log_likelihood(predictive, site, part)
+            yield Predictions(mean, class_labels(part.y, mean), part.rows, density)
+            continue
+        mean = mean.mean(0)
+        y = _fitting(part.y, mean)
+        density = units.density(log_likelihood(predictive, site, part), y)
+        draws = predictive(*part.inputs, None)[site]
+        check_draws("predictions", draws.isnan())
+        yield Predictions(units.of(mean), units.of(y), part.rows, density, units.of(draws))
 
 
-def score_draws_of_classes(probabilities: Tensor, y: Tensor) -> tuple[Tensor, Scores]:
-    """As ``score_classes``, from draws of the probabilities ``(S, N, C)``."""
+def known_predictions(draws: PredictiveDraws, y: Tensor, units: Units) -> Predictions:
+    """Predictions of a regression that are known without a posterior, as far as they are."""
+    known = draws.function if draws.targets is None else draws.targets
+    mean = known.mean(0)
+    y = _fitting(y, mean)
+    density = None
+    if draws.log_likelihood is not None:
+        density = units.density(draws.log_likelihood.flatten(1), y)
+    targets = None if draws.targets is None else units.of(draws.targets)
+    return Predictions(units.of(mean), units.of(y), len(y), density, targets)
+
+
+def known_class_predictions(probabilities: Tensor, y: Tensor) -> Predictions:
+    """Predictions of a classification from draws of the probabilities ``(S, N, C)``."""
     mean = probabilities.mean(0)
     labels = class_labels(y, mean)
-    scores = _of_probabilities(mean, labels)
-    of_labels = mean.double().gather(-1, labels[:, None])
-    return mean, scores | {"nlpd": -of_labels.log().mean().item()}
+    of_labels = probabilities.double().gather(-1, labels.expand(len(probabilities), -1)[..., None])
+    return Predictions(mean, labels, len(labels), of_labels[..., 0].log())
 
 
 def log_likelihood(predictive: Any, site: str, data: Test) -> Tensor:
@@ -108,7 +319,12 @@ def log_likelihood(predictive: Any, site: str, data: Test) -> Tensor:
 
 
 def check_draws(name: str, bad: Tensor) -> None:
-    """:raises UnusableDrawsError: where some of ``bad`` ``(S, ...)`` are true, with the draws."""
+    """Refuse draws that cannot be used.
+
+    :param name: of the values, for the message.
+    :param bad: bool ``(S, ...)``, true where a value is not usable.
+    :raises UnusableDrawsError: where one is, with the number of such draws.
+    """
     draws = bad.reshape(len(bad), -1).any(1).nonzero().flatten().tolist()
     if draws:
         raise UnusableDrawsError(
@@ -122,23 +338,6 @@ def class_labels(y: Tensor, probabilities: Tensor) -> Tensor:
     if y.numel() == probabilities.numel() and y.shape[-1:] == probabilities.shape[-1:]:
         y = y.argmax(-1)
     return y.reshape(-1).long()
-
-
-def _of_probabilities(mean: Tensor, labels: Tensor) -> Scores:
-    return {
-        "accuracy": metrics.accuracy(mean, labels).item(),
-        "brier": metrics.brier(mean, labels).item(),
-        "ece": metrics.expected_calibration_error(mean, labels).item(),
-        "ace": metrics.adaptive_calibration_error(mean, labels).item(),
-    }
-
-
-def _nlpd(density: Tensor, y: Tensor, units: Units) -> float:
-    """A density over y * scale is smaller by the scale, for each number of a target. One of all
-    rows is shared out among them."""
-    shift = math.log(units.scale) * y.numel() / density.shape[1]
-    found = metrics.negative_log_predictive_density(density).item() + shift
-    return found / len(y) if density.shape[1] == 1 else found
 
 
 def _fitting(y: Tensor, mean: Tensor) -> Tensor:

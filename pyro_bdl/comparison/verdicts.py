@@ -36,7 +36,7 @@ def verdict(
     parts = []
     compared = reference is not None and row["posterior"] != reference["posterior"]
     if reference is not None and compared:
-        parts += [_spread(row), _centre(row, floor or {}), _left_out(row, reference)]
+        parts += [_spread(row), _center(row, floor or {}), _left_out(row, reference)]
     parts += [_coverage(row, points), _convergence(row)]
     if doubtful and compared and any(parts):
         parts.append("but the reference itself cannot be trusted")
@@ -81,12 +81,14 @@ def _worst_region(row: Row) -> str:
 
 
 def _left_out(row: Row, reference: Row) -> str:
-    """A difference in elpd of more than two standard errors, where both can be relied on: all
-    k-hats are good, and what nothing was left out of is not taken for draws of the posterior."""
+    """A difference in elpd of more than two standard errors, where both can be relied on.
+
+    That is where all k-hats are good, and no draws of a guide are taken for the posterior's.
+    """
     gap, error = _number(row, "elpd_diff"), _number(row, "elpd_diff_se")
     if math.isnan(gap) or abs(gap) <= 2 * error:
         return ""
-    if any(said.get("high_k") != 0 or said.get("loo_by") == PLAIN for said in (row, reference)):
+    if any(one.get("high_k") != 0 or one.get("loo_by") == PLAIN for one in (row, reference)):
         return ""
     word = "better" if gap > 0 else "worse"
     return (
@@ -94,7 +96,7 @@ def _left_out(row: Row, reference: Row) -> str:
     )
 
 
-def _centre(row: Row, floor: Row) -> str:
+def _center(row: Row, floor: Row) -> str:
     off = _number(row, "mean_shift")
     if math.isnan(off):
         return ""

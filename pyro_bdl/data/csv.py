@@ -18,7 +18,11 @@ _THOUSANDS = r"[+-]?[1-9]\d{0,2}(,\d{3})+"
 
 
 def read_csv(path: Path) -> pd.DataFrame:
-    """All columns as text, missing entries as NaN, numbers with a decimal point."""
+    """Read all columns as text, missing entries as NaN, numbers with a decimal point.
+
+    :raises FileNotFoundError: where there is no such file.
+    :raises ValueError: for a file that is no table with a header and rows.
+    """
     if not path.is_file():
         raise FileNotFoundError(f"data: there is no file {path}")
     try:
@@ -95,14 +99,15 @@ def _with_decimal_points(frame: pd.DataFrame, path: Path) -> pd.DataFrame:
 
 def numeric_features(frame: pd.DataFrame, path: Path, one_hot: bool) -> pd.DataFrame:
     """The columns as numbers; columns of text as indicators of their values, if asked for."""
-    columns, texts = [], []
+    columns: list[pd.Series | pd.DataFrame] = []
+    texts = []
     for name, column in frame.items():
         numbers = pd.to_numeric(column, errors="coerce").rename(name)
         is_text = numbers.isna() & column.notna()
         if not is_text.any():
             columns.append(numbers)
         elif one_hot:
-            columns.extend(_indicators(column, name))
+            columns.append(_indicators(column, name))
         else:
             row = int(np.flatnonzero(is_text)[0])
             texts.append(f"{name!r} ({column[row]!r} in row {row + 1})")
@@ -114,17 +119,16 @@ def numeric_features(frame: pd.DataFrame, path: Path, one_hot: bool) -> pd.DataF
     return pd.concat(columns, axis=1)
 
 
-def _indicators(column: pd.Series, name: str) -> list[pd.Series]:
-    values = sorted(column.dropna().unique())
-    if len(values) > max(_MIN_TEXTS, len(column) // 2):
+def _indicators(column: pd.Series, name: str) -> pd.DataFrame:
+    """A column of zeros and ones for each text, NaN where the text is missing."""
+    found = column.nunique()
+    if found > max(_MIN_TEXTS, len(column) // 2):
         raise ValueError(
-            f"data: column {name!r} has {len(values)} different texts in {len(column)} rows, too "
+            f"data: column {name!r} has {found} different texts in {len(column)} rows, too "
             f"many for columns of zeros and ones; remove it"
         )
-    missing = column.isna()
-    return [
-        (column == value).astype(float).mask(missing).rename(f"{name}={value}") for value in values
-    ]
+    ones = pd.get_dummies(column, prefix=name, prefix_sep="=", dtype=float)
+    return ones.mask(column.isna(), axis=0)
 
 
 def target_values(column: pd.Series, name: str, task: str | None) -> np.ndarray:

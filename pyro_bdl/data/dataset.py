@@ -1,4 +1,4 @@
-"""Data sets for the command and the tutorials: read, checked, split and standardised."""
+"""Data sets for the command and the tutorials: read, checked, split and standardized."""
 
 import difflib
 import warnings
@@ -21,12 +21,12 @@ _ROUNDINGS = 64
 
 @dataclass(frozen=True)
 class Dataset:
-    """A supervised task, split and standardised.
+    """A supervised task, split and standardized.
 
-    :param x_train: ``(N, D)``, standardised with its mean and sd.
-    :param y_train: ``(N,)``. Regression: standardised, see :meth:`in_units`. Classification: int64
+    :param x_train: ``(N, D)``, standardized with its mean and sd.
+    :param y_train: ``(N,)``. Regression: standardized, see :meth:`in_units`. Classification: int64
         indices into ``class_names``.
-    :param x_test: ``(N, D)``, standardised with the mean and sd of the training part.
+    :param x_test: ``(N, D)``, standardized with the mean and sd of the training part.
     :param y_test: ``(N,)``, as ``y_train``.
     :param feature_names: names of the D columns.
     :param target_name: name of the target.
@@ -48,7 +48,7 @@ class Dataset:
     y_sd: float = 1.0
 
     def in_units(self, y: Tensor) -> Tensor:
-        """Standardised targets or predictions in the units of the target, y * sd + mean."""
+        """Standardized targets or predictions in the units of the target, y * sd + mean."""
         return y * self.y_sd + self.y_mean
 
     def to(self, device: torch.device | str) -> "Dataset":
@@ -127,7 +127,7 @@ def two_clusters(n: int = 100, seed: int = 0, *, noise: float = 0.1) -> Dataset:
     """One feature in two clusters with a gap between them, y = cos(4 x + 0.8) + noise.
 
     Half of the inputs are uniform on [-1, -0.7], half on [0.5, 1]. The test inputs are 200 evenly
-    spaced points on [-1.5, 1.5]. Nothing is standardised.
+    spaced points on [-1.5, 1.5]. Nothing is standardized.
 
     :param n: number of training points, at least 2.
     :param seed: of the inputs and the noise.
@@ -166,7 +166,7 @@ def prepare(
     test_fraction: float = 0.2,
     seed: int = 0,
 ) -> Dataset:
-    """Check, split and standardise; tensors have torch's default dtype and are on the CPU.
+    """Check, split and standardize; tensors have torch's default dtype and are on the CPU.
 
     The split of classes is stratified: each class has its share in both parts, and at least one
     row in the training part. Columns that are constant in the training part, up to the rounding of
@@ -180,7 +180,7 @@ def prepare(
     :param test_fraction: share of the rows in the test part, between 0 and 1.
     :param seed: of the split.
     :raises ValueError: for shapes that do not fit; fewer than 10 rows, or 5 in the training part;
-        NaN, infinity, or numbers so large, as they are or standardised, that squares of errors
+        NaN, infinity, or numbers so large, as they are or standardized, that squares of errors
         overflow (rows and columns are named); a constant target, or one that the dtype cannot
         resolve; fewer than two classes; too few rows of each class to have any in the test part;
         an unknown task or a test fraction outside (0, 1).
@@ -214,7 +214,7 @@ def prepare(
             )
         _check_resolution(y_mean, y_sd, target_name)
         y, class_names = (y - y_mean) / y_sd, ()
-    x = _standardise(x, ~test, feature_names)
+    x = _standardize(x, ~test, feature_names)
     _check_size(x, y, names, torch.finfo(dtype).max)
 
     y_dtype = torch.int64 if task == "classification" else dtype
@@ -256,7 +256,7 @@ def _stratified_test_rows(
     return test
 
 
-def _standardise(x: np.ndarray, train: np.ndarray, names: Sequence[str]) -> np.ndarray:
+def _standardize(x: np.ndarray, train: np.ndarray, names: Sequence[str]) -> np.ndarray:
     sd, largest = x[train].std(axis=0), abs(x[train]).max(axis=0)
     constant = sd <= _ROUNDINGS * np.finfo(float).eps * largest
     if constant.any():

@@ -1,4 +1,4 @@
-"""Draws from a posterior, be it a guide or ``Samples``."""
+"""Draws from a posterior, be it a guide or ``Samples``, and their log densities."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -10,7 +10,9 @@ from torch import Tensor
 from pyro_bdl.distributions.take_apart import parameters_of, without_wrappers
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.layout import Latent, differences, transform_of
+from pyro_bdl.program.program import Program
 from pyro_bdl.program.trace import Run, Site, leave_open, record
+from pyro_bdl.program.vmap import map_draws
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.whole_numbers import whole_number
@@ -44,10 +46,63 @@ def latent_draws(
     return {name: torch.stack([draw[name] for draw in draws]) for name in draws[0]}
 
 
+def to_samples(posterior: Any, num_samples: int, *args: Any, **kwargs: Any) -> Samples:
+    """Draws made once, as ``Samples``: those of a guide are one chain.
+
+    :param posterior: ``Samples``, which are returned as they are, or a guide.
+    :param num_samples: draws of a guide.
+    :param args: the program's arguments, which Pyro's own guides are run with.
+    """
+    if isinstance(posterior, Samples):
+        return posterior
+    latents = latent_draws(posterior, num_samples, *args, **kwargs)
+    return Samples({site: value[None] for site, value in latents.items()})
+
+
+def samples_of_program(latents: Mapping[str, Latent], posterior: Any, samples: Samples) -> Samples:
+    """The program's latents among the draws; Pyro's own guides have auxiliary sites too.
+
+    :param latents: the program's latent sites.
+    :param posterior: the guide or ``Samples`` that the draws are of.
+    :raises ValueError: for a posterior of another program, with the sites that do not match.
+    """
+    draws = dict(samples.latents)
+    if not isinstance(posterior, Guide | Samples):
+        draws = {site: value for site, value in draws.items() if site in latents}
+    check_sites(latents, draws)
+    return Samples(draws, samples.stats, samples.info)
+
+
+def log_densities(
+    program: Program,
+    guide: Guide,
+    vectors: Tensor,
+    target: Callable[[dict[str, Tensor]], Tensor] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """log p(u) and log q(u) over the unconstrained latents, ``(S,)`` each.
+
+    :param vectors: ``(S, P)``, the unconstrained draws.
+    :param target: the log density of the latents; by default ``program.log_joint``.
+    :returns: None for log q where the guide has no density over all latents.
+    """
+    density = target or program.log_joint
+
+    def both(draw: dict[str, Tensor]) -> dict[str, Tensor]:
+        vector = draw["u"]
+        latents, log_det = program.constrain(vector)
+        found = {"p": density(latents) + log_det}
+        if guide.has_density:
+            found["q"] = guide.log_density(vector, log_det) + log_det
+        return found
+
+    found = map_draws(both, {"u": vectors})
+    return found["p"], found.get("q")
+
+
 def check_sites(
     latents: Mapping[str, Latent], draws: Mapping[str, Tensor], leading: int = 2
 ) -> None:
-    """Whether draws are of a program's latents.
+    """Check that draws are of a program's latents.
 
     :param latents: the program's latent sites.
     :param draws: site -> values with ``leading`` dimensions before the site's own.

@@ -1,4 +1,4 @@
-"""What the metrics share: blocks of test points that bound the memory, and checks of shapes."""
+"""Blocks of test points that bound the memory, and checks of shapes, for all metrics."""
 
 from collections.abc import Iterator
 
@@ -30,7 +30,10 @@ def mean_of_draws(draws: Tensor) -> Tensor:
 
 
 def same_shape(name_a: str, a: Tensor, name_b: str, b: Tensor) -> None:
-    """:raises ValueError: where the shapes differ."""
+    """Check that two tensors are of one shape.
+
+    :raises ValueError: where the shapes differ.
+    """
     if a.shape != b.shape:
         raise ValueError(
             f"{name_a} and {name_b} must have the same shape, but have {tuple(a.shape)} and "
@@ -39,7 +42,10 @@ def same_shape(name_a: str, a: Tensor, name_b: str, b: Tensor) -> None:
 
 
 def same_points(draws: Tensor, y: Tensor) -> None:
-    """:raises ValueError: where the draws are not of as many targets as y has."""
+    """Check that draws are of the targets.
+
+    :raises ValueError: where the draws are not of as many targets as y has.
+    """
     if draws.shape[1:] != y.shape:
         raise ValueError(
             f"draws must have the shape of y with the draws in front, (S, "
@@ -48,7 +54,10 @@ def same_points(draws: Tensor, y: Tensor) -> None:
 
 
 def same_functions(a: Tensor, b: Tensor) -> None:
-    """:raises ValueError: where the draws are not at the same points."""
+    """Check that draws of two functions are at the same points.
+
+    :raises ValueError: where they are not.
+    """
     if a.dim() < 2 or a.shape[1:] != b.shape[1:]:
         raise ValueError(
             f"a and b must be draws at the same test points, shapes (S1, N, ...) and "

@@ -1,4 +1,4 @@
-"""Do predicted probabilities come true? Intervals, probability integral transforms, classes."""
+"""Calibration: intervals, probability integral transforms and class probabilities."""
 
 from collections.abc import Sequence
 
@@ -27,7 +27,7 @@ def interval_coverage(draws: Tensor, y: Tensor, *, level: float | Sequence[float
     :returns: a scalar, or one number for each level.
     :raises ValueError: where the shapes do not fit, for a single draw or a level outside 0 ... 1.
 
-    Source: the intervals of the non-randomised probability integral transform, Czado, Gneiting,
+    Source: the intervals of the non-randomized probability integral transform, Czado, Gneiting,
     Held (2009), Predictive model assessment for count data, section 2.1.
     """
     same_points(draws, y)
@@ -43,7 +43,7 @@ def interval_coverage(draws: Tensor, y: Tensor, *, level: float | Sequence[float
 
 
 def coverage_range(draws: Tensor, *, level: float = 0.9, probability: float = 0.95) -> Tensor:
-    """Between which shares the coverage of right predictions lies with a given probability.
+    """Range of the coverage of right predictions, with a given probability.
 
     Targets that follow from one function are not independent: where that is off, it is so at many
     points. Each draw in turn is taken for the targets, and its coverage by the others found; these
@@ -186,7 +186,7 @@ def _check_bins(bins: int) -> None:
 
 
 def _stretches(draws: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the stretch of each target's rank among the draws begins and ends, of 0 to 1."""
+    """Start and end of the stretch of each target's rank among the draws, from 0 to 1."""
     below, up_to = [], []
     for part, target in blocks(draws, y[None]):
         below.append((part < target).sum(-1))

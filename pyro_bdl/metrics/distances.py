@@ -91,7 +91,7 @@ def _quantile_gaps(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 def _root_mean_square_difference(
     statistic: Callable[[Tensor], Tensor], a: Tensor, b: Tensor
 ) -> Tensor:
-    """Of a statistic of the draws, over the test points."""
+    """Root mean square, over the test points, of the difference of a statistic of the draws."""
     same_functions(a, b)
     differences = [statistic(p) - statistic(q) for p, q in double_blocks(a, b)]
     return torch.cat(differences).square().mean().sqrt()

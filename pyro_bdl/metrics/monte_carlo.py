@@ -1,4 +1,4 @@
-"""How much of a distance is Monte Carlo error: its standard error, and its floor."""
+"""Monte Carlo error of a distance: its standard error, and its floor."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -14,12 +14,12 @@ def monte_carlo_error(
 ) -> Tensor:
     """Standard error of a distance that comes from the number of draws, by a jackknife of groups.
 
-    Both sets of draws are cut into G groups of neighbours, and the distance d_g is taken without
+    Both sets of draws are cut into G groups of neighbors, and the distance d_g is taken without
     the g-th group of either::
 
         se^2 = (G - 1) / G  sum_g (d_g - mean d)^2
 
-    Neighbours stay together, so that the error of autocorrelated draws is not taken for too small,
+    Neighbors stay together, so that the error of autocorrelated draws is not taken for too small,
     as long as the groups are longer than their memory. The d_g are of nearly all draws: where a
     distance is bent, as all are near zero, those of single groups would be bent elsewhere. Between
     equal distributions, where the distances are not Normal, it is about 1.5 times too large.
@@ -42,7 +42,7 @@ def monte_carlo_error(
 
 
 def _without_each(draws: Tensor, groups: int) -> Iterator[Tensor]:
-    """The draws without the first group of neighbours, without the second, and so on."""
+    """The draws without the first group of neighbors, without the second, and so on."""
     parts = draws.tensor_split(groups)
     for g in range(groups):
         yield torch.cat([*parts[:g], *parts[g + 1 :]])
@@ -51,7 +51,7 @@ def _without_each(draws: Tensor, groups: int) -> Iterator[Tensor]:
 def split_half(
     draws: Tensor, distance: Callable[[Tensor, Tensor], Tensor], *, chains: int = 1
 ) -> Tensor:
-    """Distance between two halves of one posterior's draws: what Monte Carlo error alone gives.
+    """Distance between two halves of one posterior's draws, which is Monte Carlo error alone.
 
     A floor for the distances of other posteriors to this one. It is a high one, since each half
     has half the draws.

@@ -1,4 +1,4 @@
-"""What uncertainty is made of, and whether it tells new inputs from known ones."""
+"""Parts of uncertainty, and how well it tells new inputs from known ones."""
 
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ class Uncertainty(NamedTuple):
 
     @property
     def total(self) -> Tensor:
-        """Of the predictive distribution."""
+        """The uncertainty of the predictive distribution."""
         return self.aleatoric + self.epistemic
 
 

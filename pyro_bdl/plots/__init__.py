@@ -2,8 +2,8 @@
 
 Each function takes tensors, most of them a mapping from the names of the posteriors to their
 predictions, and returns a :class:`matplotlib.figure.Figure` that no global state knows: save it
-with ``figure.savefig``. The same names in the same order get the same colours and markers in every
-figure; the reference is dark grey. Figures are five inches wide, so that their text can still be
+with ``figure.savefig``. The same names in the same order get the same colors and markers in every
+figure; the reference is dark gray. Figures are five inches wide, so that their text can still be
 read on a phone.
 """
 

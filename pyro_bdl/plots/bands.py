@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_bdl.diagnostics.rank import quantile_of_sorted, sort
 from pyro_bdl.plots.style import (
-    GREY,
+    GRAY,
     INK,
     array,
     check_level,
@@ -71,9 +71,9 @@ def predictive_bands(
     )
     for place, (axis, name) in enumerate(zip(axes, shown, strict=True)):
         low, mean, high = bands[name]
-        colour = look[name]["color"]
-        axis.fill_between(grid, low, high, color=colour, alpha=0.25, linewidth=0)
-        axis.plot(grid, mean, color=colour, linewidth=2)
+        color = look[name]["color"]
+        axis.fill_between(grid, low, high, color=color, alpha=0.25, linewidth=0)
+        axis.plot(grid, mean, color=color, linewidth=2)
         if reference is not None and name != reference:
             low, mean, high = bands[reference]
             axis.plot(grid, mean, color=INK, linewidth=1, linestyle="--")
@@ -82,13 +82,13 @@ def predictive_bands(
         if x_train is not None and y_train is not None:
             points = array(x_train.reshape(-1)), array(y_train.reshape(-1))
             axis.plot(*points, ".", color=INK, markersize=4, alpha=0.6)
-        title(axis, name, colour, small=columns > 1)
+        title(axis, name, color, small=columns > 1)
         if place % columns == 0:
             axis.set_ylabel(ylabel)
     for axis in axes[-columns:]:
         axis.set_xlabel(xlabel)
     key: list[tuple[Artist, str]]
-    key = [(Patch(color=GREY, alpha=0.5, linewidth=0), f"mean and {level:.0%} interval")]
+    key = [(Patch(color=GRAY, alpha=0.5, linewidth=0), f"mean and {level:.0%} interval")]
     if reference is not None and shown != [reference]:
         key += [
             (Line2D([], [], color=INK, linewidth=1, linestyle="--"), f"{reference}: mean"),

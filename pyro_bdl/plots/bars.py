@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from pyro_bdl.plots.style import BAND, GREY, SOFT
+from pyro_bdl.plots.style import BAND, GRAY, SOFT
 
 
 def bars(
@@ -40,7 +40,7 @@ def bars(
     )
     for end in band:
         axis.axhline(end, color=SOFT, linewidth=0.8)
-    axis.axhline(expected, color=GREY, linestyle="--", linewidth=1)
+    axis.axhline(expected, color=GRAY, linestyle="--", linewidth=1)
     axis.set_xlim(edges[0], edges[-1])
     axis.grid(visible=False)
 
@@ -52,8 +52,8 @@ def room_above(axes: list[Axes], top: float) -> None:
 
 
 def key(level: float) -> list[tuple[Artist, str]]:
-    """What the legend says of band and line."""
+    """Entries of the legend for band and line."""
     return [
         (Patch(facecolor=BAND, edgecolor=SOFT, linewidth=0.8), f"{level:.0%} band"),
-        (Line2D([], [], color=GREY, linestyle="--", linewidth=1), "expected"),
+        (Line2D([], [], color=GRAY, linestyle="--", linewidth=1), "expected"),
     ]

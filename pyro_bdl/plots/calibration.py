@@ -13,7 +13,7 @@ from pyro_bdl import metrics
 from pyro_bdl.plots.bars import bars as draw_bars
 from pyro_bdl.plots.bars import key, room_above
 from pyro_bdl.plots.style import (
-    GREY,
+    GRAY,
     array,
     check_level,
     check_posteriors,
@@ -41,7 +41,7 @@ def calibration(
         classification: probabilities ``(N, C)``.
     :param y: ``(N, ...)`` targets or ``(N,)`` class indices.
     :param task: ``"regression"`` or ``"classification"``.
-    :param reference: name of the reference, drawn in dark grey.
+    :param reference: name of the reference, drawn in dark gray.
     :param bins: number of bins of the confidence in a reliability diagram; empty ones are left out.
     :raises ValueError: for no posterior, an unknown task or reference, or shapes that do not fit.
     """
@@ -49,7 +49,7 @@ def calibration(
     if task not in ("regression", "classification"):
         raise ValueError(f"task={task!r} is unknown; choose 'regression' or 'classification'")
     figure, (axis,) = panels(1, height=4.6)
-    axis.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle="--", zorder=1)
+    axis.plot([0, 1], [0, 1], color=GRAY, linewidth=1, linestyle="--", zorder=1)
     look = styles(predictions, reference)
     levels = np.arange(1, 20) / 20
     for name, values in predictions.items():
@@ -62,8 +62,8 @@ def calibration(
             where, found, share = map(array, metrics.reliability(values, y, bins=bins))
             where, found = where[share > 0], found[share > 0]
         axis.plot(where, found, linewidth=1.5, markersize=5, label=name, **look[name])
-    axis.text(0.97, 0.06, "overconfident", ha="right", color=GREY, fontstyle="italic")
-    axis.text(0.03, 0.94, "underconfident", va="center", color=GREY, fontstyle="italic")
+    axis.text(0.97, 0.06, "overconfident", ha="right", color=GRAY, fontstyle="italic")
+    axis.text(0.03, 0.94, "underconfident", va="center", color=GRAY, fontstyle="italic")
     axis.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
     if task == "regression":
         axis.set_xlabel("level of the central interval")
@@ -94,7 +94,7 @@ def pit_histogram(
 
     :param predictions: draws ``(S, N, ...)`` of the target, noise included.
     :param y: ``(N, ...)``, the targets.
-    :param reference: name of the reference, drawn in dark grey.
+    :param reference: name of the reference, drawn in dark gray.
     :param bins: of each histogram.
     :param level: probability of the band.
     :raises ValueError: for no posterior, an unknown reference, fewer than 2 bins, a level outside
@@ -115,10 +115,10 @@ def pit_histogram(
     edges = np.linspace(0, 1, bins + 1)
     counts = {name: pit_counts(values, y, bins) for name, values in predictions.items()}
     for place, (axis, (name, heights)) in enumerate(zip(axes, counts.items(), strict=True)):
-        colour = look[name]["color"]
-        draw_bars(axis, edges, heights, band=(low, high), expected=bar.mean(), color=colour)
+        color = look[name]["color"]
+        draw_bars(axis, edges, heights, band=(low, high), expected=bar.mean(), color=color)
         axis.set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
-        title(axis, name, colour, small=columns > 1)
+        title(axis, name, color, small=columns > 1)
         if place % columns == 0:
             axis.set_ylabel("test targets")
     room_above(axes, max(high, *(heights.max() for heights in counts.values())))

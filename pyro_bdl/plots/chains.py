@@ -15,8 +15,8 @@ from pyro_bdl.diagnostics.rank import average_ranks, ordered
 from pyro_bdl.plots.bars import room_above
 from pyro_bdl.plots.style import (
     BAND,
-    COLOURS,
-    GREY,
+    COLORS,
+    GRAY,
     array,
     check_level,
     columns_for,
@@ -41,7 +41,7 @@ def trace(draws: Mapping[str, Tensor]) -> Figure:
     figure, axes = panels(len(draws), height=1.7, columns=columns, sharex=True)
     for axis, (name, values) in zip(axes, draws.items(), strict=True):
         for chain, line in enumerate(array(values)):
-            axis.plot(line, color=_colour(chain), linewidth=0.7, alpha=0.8, label=_label(chain))
+            axis.plot(line, color=_color(chain), linewidth=0.7, alpha=0.8, label=_label(chain))
         title(axis, name, small=columns > 1)
         axis.margins(x=0)
     for axis in axes[-columns:]:
@@ -80,14 +80,14 @@ def ranks(draws: Mapping[str, Tensor], *, bins: int | None = None, level: float 
     most = float(high.max())
     for axis, (name, values) in zip(axes, draws.items(), strict=True):
         axis.stairs(high, edges, baseline=low, fill=True, color=BAND)
-        axis.stairs(expected, edges, color=GREY, linestyle="--", linewidth=1, baseline=None)
+        axis.stairs(expected, edges, color=GRAY, linestyle="--", linewidth=1, baseline=None)
         counts = rank_counts(values, bins)
         most = max(most, float(counts.max()))
         for chain, heights in enumerate(counts):
             axis.stairs(
                 heights,
                 edges,
-                color=_colour(chain),
+                color=_color(chain),
                 linewidth=1.6,
                 label=_label(chain),
                 baseline=None,
@@ -106,7 +106,7 @@ def ranks(draws: Mapping[str, Tensor], *, bins: int | None = None, level: float 
 
 
 def rank_counts(draws: Tensor, bins: int) -> np.ndarray:
-    """How many draws of each chain have their rank in each bin, ``(chains, bins)``.
+    """Counts of each chain's draws with their rank in each bin, ``(chains, bins)``.
 
     Rank r of the n draws of all chains, ties at their mean, lies in bin floor(bins (r - 1/2) / n).
 
@@ -142,8 +142,8 @@ def _check(draws: Mapping[str, Tensor]) -> int:
     return shape[0]
 
 
-def _colour(chain: int) -> str:
-    return COLOURS[chain % len(COLOURS)]
+def _color(chain: int) -> str:
+    return COLORS[chain % len(COLORS)]
 
 
 def _label(chain: int) -> str:
@@ -153,7 +153,7 @@ def _label(chain: int) -> str:
 def _legend(figure: Figure, chains: int, band: str = "") -> None:
     shown = min(chains, _IN_LEGEND)
     key: list[tuple[Artist, str]]
-    key = [(Line2D([], [], color=_colour(i), linewidth=1.6), _label(i)) for i in range(shown)]
+    key = [(Line2D([], [], color=_color(i), linewidth=1.6), _label(i)) for i in range(shown)]
     if band:
         key.append((Patch(color=BAND, linewidth=0), band))
     legend_below(figure, *zip(*key, strict=True))

@@ -7,7 +7,7 @@ from matplotlib.lines import Line2D
 from torch import Tensor
 
 from pyro_bdl.diagnostics.summary import Summary
-from pyro_bdl.plots.style import COLOURS, array, legend_below, panels, plain_log_axis, title
+from pyro_bdl.plots.style import COLORS, array, legend_below, panels, plain_log_axis, title
 
 _MOST = 40
 _LEVELS = (0, 0.25, 0.5, 0.75, 1)
@@ -36,8 +36,8 @@ def convergence(summary: Summary) -> Figure:
         for axis, values in zip((left, right), known[site], strict=True):
             if len(values):
                 _draw(axis, row, np.quantile(values, _LEVELS))
-    left.axvline(summary.rhat_limit, color=COLOURS[1], linestyle="--", linewidth=1.2)
-    right.axvline(summary.ess_limit, color=COLOURS[1], linestyle="--", linewidth=1.2)
+    left.axvline(summary.rhat_limit, color=COLORS[1], linestyle="--", linewidth=1.2)
+    right.axvline(summary.ess_limit, color=COLORS[1], linestyle="--", linewidth=1.2)
     title(left, "R-hat, to the left of the line is good")
     title(right, "effective draws (bulk ESS), to the right is good")
     right.set_xscale("log")
@@ -47,9 +47,9 @@ def convergence(summary: Summary) -> Figure:
         axis.set_yticks(range(len(shown)), shown, fontsize=9)
     left.set_ylim(len(shown) - 0.5, -0.5)
     key = [
-        (Line2D([], [], color=COLOURS[0], linewidth=3.5, marker="o"), "median, middle half"),
-        (Line2D([], [], color=COLOURS[0], linewidth=1.2), "range"),
-        (Line2D([], [], color=COLOURS[1], linestyle="--", linewidth=1.2), "limit"),
+        (Line2D([], [], color=COLORS[0], linewidth=3.5, marker="o"), "median, middle half"),
+        (Line2D([], [], color=COLORS[0], linewidth=1.2), "range"),
+        (Line2D([], [], color=COLORS[1], linestyle="--", linewidth=1.2), "limit"),
     ]
     legend_below(figure, *zip(*key, strict=True))
     return figure
@@ -62,6 +62,6 @@ def _known(values: Tensor) -> np.ndarray:
 
 def _draw(axis: Axes, row: int, quantiles: np.ndarray) -> None:
     low, lower, middle, upper, high = quantiles
-    axis.plot([low, high], [row, row], color=COLOURS[0], linewidth=1.2)
-    axis.plot([lower, upper], [row, row], color=COLOURS[0], linewidth=3.5)
-    axis.plot(middle, row, "o", color=COLOURS[0], markersize=5, markeredgecolor="white")
+    axis.plot([low, high], [row, row], color=COLORS[0], linewidth=1.2)
+    axis.plot([lower, upper], [row, row], color=COLORS[0], linewidth=3.5)
+    axis.plot(middle, row, "o", color=COLORS[0], markersize=5, markeredgecolor="white")

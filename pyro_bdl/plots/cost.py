@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from matplotlib.figure import Figure
 
-from pyro_bdl.plots.style import GREY, SOFT, legend_below, panels, plain_log_axis, styles
+from pyro_bdl.plots.style import GRAY, SOFT, legend_below, panels, plain_log_axis, styles
 
 
 def cost_against_quality(
@@ -32,7 +32,7 @@ def cost_against_quality(
     axis.set_xscale("log")
     axis.set_yscale("log")
     if floor is not None and floor > 0:
-        axis.axhline(floor, color=GREY, linestyle="--", linewidth=1)
+        axis.axhline(floor, color=GRAY, linestyle="--", linewidth=1)
         axis.annotate(
             "two halves of the reference" if reference is None else f"two halves of {reference}",
             (0.01, floor),

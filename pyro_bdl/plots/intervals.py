@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_bdl.plots.style import (
     BAND,
-    GREY,
+    GRAY,
     array,
     check_level,
     check_posteriors,
@@ -102,12 +102,12 @@ def intervals(
             if quantity not in draws[name]:
                 continue
             low, lower, middle, upper, high = np.quantile(array(draws[name][quantity]), levels)
-            colour = look[name]["color"]
+            color = look[name]["color"]
             if name == reference:
                 axis.axvspan(low, high, color=BAND, linewidth=0, zorder=0)
-            axis.plot([low, high], [row, row], color=colour, linewidth=1.2, label=name)
-            axis.plot([lower, upper], [row, row], color=colour, linewidth=3.5)
-            axis.plot(middle, row, "o", color=colour, markersize=5, markeredgecolor="white")
+            axis.plot([low, high], [row, row], color=color, linewidth=1.2, label=name)
+            axis.plot([lower, upper], [row, row], color=color, linewidth=3.5)
+            axis.plot(middle, row, "o", color=color, markersize=5, markeredgecolor="white")
         axis.use_sticky_edges = False  # the shade may be what reaches farthest
         title(axis, quantity, small=columns > 1)
         axis.grid(visible=False, axis="y")
@@ -117,8 +117,8 @@ def intervals(
     axes[0].set_yticks(range(len(names)), names)
     axes[0].set_ylim(len(names) - 0.5, -0.5)
     key = [
-        (Line2D([], [], color=GREY, linewidth=3.5, marker="o"), f"median, {_INNER:.0%} interval"),
-        (Line2D([], [], color=GREY, linewidth=1.2), f"{level:.0%} interval"),
+        (Line2D([], [], color=GRAY, linewidth=3.5, marker="o"), f"median, {_INNER:.0%} interval"),
+        (Line2D([], [], color=GRAY, linewidth=1.2), f"{level:.0%} interval"),
     ]
     legend_below(figure, *zip(*key, strict=True))
     return figure
@@ -138,7 +138,7 @@ def chosen_points(draws: Tensor, count: int = 4) -> list[int]:
 
 
 def point_name(place: int, draws: Tensor) -> str:
-    """Such as "point 17", or "point 17 [2]" where the function has several outputs."""
+    """Name of a point: "point 17", or "point 17 [2]" where the function has several outputs."""
     row, *index = (int(i) for i in np.unravel_index(place, tuple(draws.shape[1:])))
     if draws[0, 0].numel() == 1:
         return f"point {row}"

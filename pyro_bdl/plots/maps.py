@@ -46,8 +46,8 @@ def sd_ratio_maps(
 ) -> Figure:
     """``sd_ratio`` over two inputs, a map for each posterior, on a log scale around 1.
 
-    Points on a full rectangular grid become a map of tiles, others one of dots. Colours end at 1/4
-    and 4; points without a ratio are light grey.
+    Points on a full rectangular grid become a map of tiles, others one of dots. Colors end at 1/4
+    and 4; points without a ratio are light gray.
 
     :param x: ``(N, 2)``, inputs.
     :param draws: ``(S, N, ...)`` for each posterior, of the function at ``x``.
@@ -71,7 +71,7 @@ def sd_ratio_maps(
         raise ValueError(f"there is no posterior beside the reference {reference!r}")
     points = array(x)
     norm = LogNorm(1 / _LIMIT, _LIMIT)
-    colours = matplotlib.colormaps["RdBu"].with_extremes(bad="#d0d4da")
+    colors = matplotlib.colormaps["RdBu"].with_extremes(bad="#d0d4da")
     figure, axes = panels(len(shown), height=2.1, columns=2, sharex=True, sharey=True)
     drawn: ScalarMappable
     for place, (axis, name) in enumerate(zip(axes, shown, strict=True)):
@@ -80,14 +80,14 @@ def sd_ratio_maps(
         ratio = np.where(ratio == 0, np.finfo(float).tiny, ratio)
         grid = _grid(points, ratio)
         if grid is not None:
-            drawn = axis.pcolormesh(*grid, norm=norm, cmap=colours, shading="nearest")
+            drawn = axis.pcolormesh(*grid, norm=norm, cmap=colors, shading="nearest")
         else:
             drawn = axis.scatter(
                 points[:, 0],
                 points[:, 1],
                 c=ratio,
                 norm=norm,
-                cmap=colours,
+                cmap=colors,
                 s=24 if len(points) < 300 else 10,
                 edgecolors=INK,
                 linewidths=0.25,

@@ -49,13 +49,13 @@ def pairs(draws: Mapping[str, Mapping[str, Tensor]], *, reference: str | None = 
             axis.remove()
             continue
         for posterior, drawn in numbers.items():
-            colour = look[posterior]["color"]
+            color = look[posterior]["color"]
             if row == column:
-                _density(axis, drawn[names[row]], colour)
+                _density(axis, drawn[names[row]], color)
             else:
                 chosen = _thinned(len(drawn[names[row]]))
                 x, y = drawn[names[column]][chosen], drawn[names[row]][chosen]
-                axis.plot(x, y, ".", color=colour, markersize=3, alpha=0.5, markeredgewidth=0)
+                axis.plot(x, y, ".", color=color, markersize=3, alpha=0.5, markeredgewidth=0)
         axis.grid(visible=False)
         axis.margins(0.08)
         for each in (axis.xaxis, axis.yaxis):
@@ -77,13 +77,13 @@ def pairs(draws: Mapping[str, Mapping[str, Tensor]], *, reference: str | None = 
     return figure
 
 
-def _density(axis: Axes, values: np.ndarray, colour: str) -> None:
+def _density(axis: Axes, values: np.ndarray, color: str) -> None:
     """A histogram of area 1, or a line where all values are the same."""
     if np.ptp(values) == 0:
-        axis.axvline(values[0], color=colour, linewidth=1.6)
+        axis.axvline(values[0], color=color, linewidth=1.6)
     else:
         heights, edges = np.histogram(values, bins=_BINS, density=True)
-        axis.stairs(heights, edges, color=colour, linewidth=1.6)
+        axis.stairs(heights, edges, color=color, linewidth=1.6)
 
 
 def _thinned(count: int) -> np.ndarray:

@@ -9,7 +9,7 @@ from matplotlib.patches import Patch
 from pyro_bdl.plots.bars import bars as draw_bars
 from pyro_bdl.plots.bars import key, room_above
 from pyro_bdl.plots.style import (
-    COLOURS,
+    COLORS,
     array,
     check_level,
     columns_for,
@@ -21,17 +21,17 @@ from pyro_bdl.plots.style import (
 if TYPE_CHECKING:
     from pyro_bdl.calibration.simulation import Calibration
 
-_INSIDE, _OUTSIDE = COLOURS[0], COLOURS[1]
+_INSIDE, _OUTSIDE = COLORS[0], COLORS[1]
 
 
 def rank_histograms(
     calibration: "Calibration", *, bins: int | None = None, level: float = 0.99
 ) -> Figure:
-    """How often the truth had which rank among the posterior draws, a panel for each quantity.
+    """Histogram of the truth's ranks among the posterior draws, a panel for each quantity.
 
     Flat where inference is exact; a valley where the posterior is too narrow, a hill where it is
     too wide, a slope where it is biased. The band holds a bar with probability ``level`` where the
-    ranks are uniform; bars that leave it have another colour.
+    ranks are uniform; bars that leave it have another color.
 
     :param calibration: what ``simulation_based_calibration`` returned.
     :param bins: of each histogram, at best a divisor of the possible ranks; by default up to 20.
@@ -52,14 +52,14 @@ def rank_histograms(
         zip(axes, calibration.names, counts, strict=True)
     ):
         outside = (heights < low) | (heights > high)
-        colours = np.where(outside, _OUTSIDE, _INSIDE)
-        draw_bars(axis, edges, heights, band=(low, high), expected=expected, color=colours)
+        colors = np.where(outside, _OUTSIDE, _INSIDE)
+        draw_bars(axis, edges, heights, band=(low, high), expected=expected, color=colors)
         title(axis, name, small=columns > 1)
         if place % columns == 0:
             axis.set_ylabel("simulations")
     for axis in axes[-columns:]:
         axis.set_xlabel("rank of the truth")
     room_above(axes, max(high, counts.max()))
-    said = [*key(level), (Patch(color=_OUTSIDE, linewidth=0), "outside the band")]
-    legend_below(figure, *zip(*said, strict=True))
+    entries = [*key(level), (Patch(color=_OUTSIDE, linewidth=0), "outside the band")]
+    legend_below(figure, *zip(*entries, strict=True))
     return figure

@@ -1,4 +1,4 @@
-"""What all figures share: colours, markers, panels, legends, and tensors as arrays for drawing."""
+"""Parts that all figures share: colors, markers, panels, legends, tensors as arrays."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,16 +14,16 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from torch import Tensor
 
 WIDTH = 5.0
-GREY, SOFT, INK = "#8a8f98", "#6a7079", "#2b2f36"
+GRAY, SOFT, INK = "#8a8f98", "#6a7079", "#2b2f36"
 BAND = "#dfe3e8"
-# Okabe & Ito's colours for all kinds of sight, without the yellow that fades on white.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7a5195", "#8c564b")
+# Okabe & Ito's colors for all kinds of sight, without the yellow that fades on white.
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7a5195", "#8c564b")
 MARKERS = "os^DvPX<>"
 SMALL = 9.0
 _STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 11,
-    "axes.edgecolor": GREY,
+    "axes.edgecolor": GRAY,
     "axes.labelcolor": INK,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -39,17 +39,20 @@ _STYLE = {
 
 
 def styles(names: Iterable[str], reference: str | None = None) -> dict[str, dict[str, Any]]:
-    """Colour and marker of each posterior, as keyword arguments of ``Axes.plot``."""
+    """Color and marker of each posterior, as keyword arguments of ``Axes.plot``."""
     others = [name for name in names if name != reference]
     chosen = {
-        name: {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+        name: {"color": COLORS[i % len(COLORS)], "marker": MARKERS[i % len(MARKERS)]}
         for i, name in enumerate(others)
     }
     return {reference: {"color": INK, "marker": "*"}, **chosen} if reference else chosen
 
 
 def check_posteriors(given: Mapping[str, object], reference: str | None) -> None:
-    """:raises ValueError: for no posterior, or a reference that is not among them."""
+    """Check the names of posteriors.
+
+    :raises ValueError: for no posterior, or a reference that is not among them.
+    """
     if not given:
         raise ValueError("there is no posterior to draw")
     if reference is not None and reference not in given:
@@ -59,7 +62,10 @@ def check_posteriors(given: Mapping[str, object], reference: str | None) -> None
 
 
 def check_level(level: float) -> None:
-    """:raises ValueError: for a level that is no share of the probability."""
+    """Check the level of an interval.
+
+    :raises ValueError: for a level that is no share of the probability.
+    """
     if not 0 < level < 1:
         raise ValueError(f"level must lie between 0 and 1, got {level}")
 
@@ -97,7 +103,7 @@ def diagonal(axis: Axes) -> None:
     axis.margins(0.05)
     limits = np.array([axis.get_xlim(), axis.get_ylim()])
     low, high = limits[:, 0].min(), limits[:, 1].max()
-    axis.plot([low, high], [low, high], color=GREY, linestyle="--", linewidth=1, zorder=1)
+    axis.plot([low, high], [low, high], color=GRAY, linestyle="--", linewidth=1, zorder=1)
     axis.set(xlim=(low, high), ylim=(low, high), aspect="equal")
     for each in (axis.xaxis, axis.yaxis):
         each.set_major_locator(MaxNLocator(5))
@@ -111,10 +117,10 @@ def plain_log_axis(axis: Axis) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def title(axis: Axes, text: str, colour: str = INK, *, small: bool = False) -> None:
+def title(axis: Axes, text: str, color: str = INK, *, small: bool = False) -> None:
     """A heading at the left."""
     size = SMALL if small else 11
-    axis.set_title(text, loc="left", fontsize=size, fontweight="bold", color=colour)
+    axis.set_title(text, loc="left", fontsize=size, fontweight="bold", color=color)
 
 
 def legend_below(figure: Figure, handles: Sequence[Artist], labels: Sequence[str]) -> None:

@@ -20,8 +20,11 @@ _THINNING, _FRICTION, _REACH, _SETTLING = 10, 0.02, 0.5, 250
     default=True,
 )
 def _sghmc(problem: Problem, options: Options, progress: bool) -> Result:
-    """From MAP networks, by steps that follow the curvature where the chains are. Minibatches heat
-    the stiffest direction by the share eps lambda (N / B) / 2 f, which is kept at a twentieth."""
+    """Chains from MAP networks, by steps that follow the curvature where the chains are.
+
+    Minibatches heat the stiffest direction by the share eps lambda (N / B) / 2 f, which is kept at
+    a twentieth.
+    """
     data, rows, chains = (problem.x, problem.y), len(problem.x), options.chains
     members, label = AutoEnsemble(problem.model, size=chains), "sghmc" if progress else None
     run = trained(members, problem, options, label, steps=500, num_particles=chains)

@@ -1,4 +1,4 @@
-"""The registry of posteriors: what a problem, a fit and an entry are, and how one is fitted."""
+"""The registry of posteriors: problems, options, entries and fits."""
 
 import difflib
 import time
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_bdl import evidence
-from pyro_bdl.comparison.costs import peak_memory, wait_for
+from pyro_bdl.comparison.costs import Costs, peak_memory, wait_for
 from pyro_bdl.guides import LaplaceGuide
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.training.svi import estimate_elbo, train
@@ -19,7 +19,7 @@ from pyro_bdl.training.svi import estimate_elbo, train
 
 @dataclass(frozen=True)
 class Problem:
-    """What a posterior is fitted to.
+    """The program and the data that a posterior is fitted to.
 
     :param model: a program ``model(x, y)``; for minibatches its ``num_data`` is N.
     :param x: ``(N, ...)``, the training inputs.
@@ -33,7 +33,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Options:
-    """How to fit; each posterior reads what concerns it.
+    """Options of a fit; each posterior reads what concerns it.
 
     :param seed: of everything random.
     :param steps: gradient steps of a guide; None for each guide's own number.
@@ -53,7 +53,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Result:
-    """What a registered function returns.
+    """Result of a registered function.
 
     :param posterior: a guide or ``Samples``.
     :param settings: what it was made with.
@@ -88,6 +88,16 @@ class Fit:
     interrupted: bool = False
     log_evidence: float | None = None
     peak_memory: int | None = None
+
+    @property
+    def costs(self) -> Costs:
+        """The costs of the fit, for ``compare``."""
+        return Costs(
+            seconds=self.seconds,
+            elbo=self.elbo,
+            log_evidence=self.log_evidence,
+            peak_memory=self.peak_memory,
+        )
 
 
 FitFunction = Callable[[Problem, Options, bool], Result]
@@ -135,7 +145,10 @@ def entries() -> tuple[Entry, ...]:
 
 
 def get(name: str) -> Entry:
-    """:raises ValueError: for a name that is not registered, with the names that are."""
+    """Look up a registered posterior.
+
+    :raises ValueError: for a name that is not registered, with the names that are.
+    """
     if name in _registry:
         return _registry[name]
     near = difflib.get_close_matches(name, _registry, n=1)

@@ -28,7 +28,7 @@ def _mean_field(
 @register(
     "mean-field",
     title="mean-field VI",
-    description="independent Normals over the weights, maximising the ELBO",
+    description="independent Normals over the weights, maximizing the ELBO",
     default=True,
 )
 def _bayes_mean_field(problem: Problem, options: Options, progress: bool) -> Result:
@@ -48,7 +48,7 @@ def _tempered_mean_field(problem: Problem, options: Options, progress: bool) -> 
 @register(
     "mean-field-lrt",
     title="mean-field VI, local noise",
-    description="mean-field by local reparameterisation, with gradients of less variance",
+    description="mean-field by local reparameterization, with gradients of less variance",
 )
 def _local_mean_field(problem: Problem, options: Options, progress: bool) -> Result:
     guide, label = AutoMeanField(problem.model), "mean-field-lrt" if progress else None
@@ -59,7 +59,7 @@ def _local_mean_field(problem: Problem, options: Options, progress: bool) -> Res
 @register(
     "low-rank",
     title="low-rank VI",
-    description="a Normal with a covariance of rank 10 plus a diagonal, maximising the ELBO",
+    description="a Normal with a covariance of rank 10 plus a diagonal, maximizing the ELBO",
 )
 def _low_rank(problem: Problem, options: Options, progress: bool) -> Result:
     guide, label = AutoLowRank(problem.model, rank=10), "low-rank" if progress else None
@@ -101,7 +101,7 @@ def _mc_dropout(problem: Problem, options: Options, progress: bool) -> Result:
 @register(
     "concrete-dropout",
     title="concrete dropout",
-    description="dropout of hidden units at rates that maximise the bound, one for each layer",
+    description="dropout of hidden units at rates that maximize the bound, one for each layer",
 )
 def _concrete_dropout(problem: Problem, options: Options, progress: bool) -> Result:
     guide = AutoMCDropout(problem.model, learn_p=True)

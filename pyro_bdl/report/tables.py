@@ -38,7 +38,7 @@ def table(rows: Sequence[Row], columns: Sequence[Column], *, label: str) -> str:
 
 
 def key(columns: Sequence[Column]) -> str:
-    """What each column means, empty where none says it."""
+    """The key to the columns; empty where none has a help text."""
     terms = "".join(
         f"<dt>{escape(column.title)}</dt><dd>{escape(column.help)}</dd>"
         for column in columns
@@ -62,5 +62,5 @@ def _class(column: Column) -> str:
 
 
 def _unbroken(title: str) -> str:
-    """With hyphens at which a narrow column does not break the line."""
+    """The title with hyphens at which a narrow column does not break the line."""
     return escape(title.replace("-", "\u2011"))

@@ -129,15 +129,20 @@ def test_log_evidences_are_a_column_where_they_are_known(tmp_path):
     draws = {"a": normal_samples(0.0, 1.0), "b": normal_samples(0.0, 1.0)}
     plain = bdl.compare(shift, draws, x, y, reference=None)
     assert "log evid." not in str(plain) and "log_evidence" not in [c.key for c in plain.columns]
-    found = bdl.compare(shift, draws, x, y, reference=None, log_evidences={"a": -12.345, "b": None})
+    costs = {"a": bdl.Costs(log_evidence=-12.345), "b": bdl.Costs()}
+    found = bdl.compare(shift, draws, x, y, reference=None, costs=costs)
     assert "log evid." in str(found) and "-12.3" in str(found)
     table = found.to_dict()
     assert table["a"]["log_evidence"] == -12.345 and table["b"]["log_evidence"] is None
     with open(found.to_csv(tmp_path / "table.csv"), newline="") as file:
         rows = {row["posterior"]: row for row in csv.DictReader(file)}
     assert float(rows["a"]["log_evidence"]) == -12.345 and rows["b"]["log_evidence"] == ""
-    with pytest.raises(ValueError, match="log_evidences has 'c', which is not among"):
-        bdl.compare(shift, draws, x, y, reference=None, log_evidences={"c": 0.0})
+    with pytest.raises(ValueError, match="costs has 'c', which is not among"):
+        bdl.compare(shift, draws, x, y, reference=None, costs={"c": bdl.Costs()})
+    with pytest.raises(TypeError, match=r"costs\['a'\] must be a Costs, got float"):
+        bdl.compare(shift, draws, x, y, reference=None, costs={"a": 1.0})
+    with pytest.raises(TypeError, match="log_evidences"):
+        bdl.compare(shift, draws, x, y, reference=None, log_evidences={"a": 1.0})
 
 
 def test_laplace_beside_the_others():
@@ -155,7 +160,7 @@ def test_laplace_beside_the_others():
         x,
         y,
         reference="mean-field",
-        log_evidences={name: fit.log_evidence for name, fit in fits.items()},
+        costs={name: fit.costs for name, fit in fits.items()},
     ).to_dict()
     assert found["mean-field"]["log_evidence"] is None
     assert found["laplace-full"]["log_evidence"] == fits["laplace-full"].log_evidence < 0

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pyro_bdl import (
+    Costs,
     LinearizedPredictive,
     Samples,
     bayesianize,
@@ -142,10 +143,10 @@ def test_the_same_seed_gives_the_same_table_and_leaves_the_generator():
 
 def test_figures_and_text_of_every_task():
     draws = {"a": normal_draws(w=(2,)), "b": normal_draws(w=(2,), seed=1)}
-    seconds = {"a": 1.0, "b": 2.0}
-    number = compare(line, draws, X, X[:, 0], reference="b", seconds=seconds)
+    costs = {"a": Costs(seconds=1.0), "b": Costs(seconds=2.0)}
+    number = compare(line, draws, X, X[:, 0], reference="b", costs=costs)
     program = labels(lambda logits: dist.Categorical(logits=logits))
-    label = compare(program, draws, X, CLASSES, reference="b", seconds=seconds)
+    label = compare(program, draws, X, CLASSES, reference="b", costs=costs)
     shared, chains = ["function_space", "cost"], ["trace", "ranks"]
     assert list(number.figures()) == ["bands", "forest", "calibration", "pit", *shared, *chains]
     assert list(label.figures()) == ["bands", "forest", "calibration", *shared, *chains]
@@ -164,7 +165,7 @@ def test_figures_and_text_of_every_task():
     [
         ({"posteriors": {}}, "posteriors is empty"),
         ({"reference": "c"}, r"reference 'c' is not among the posteriors \('a'\)"),
-        ({"seconds": {"c": 1.0}}, "seconds has 'c'"),
+        ({"costs": {"c": Costs()}}, "costs has 'c'"),
         ({"y": X[:4, 0]}, "same number of rows"),
         ({"y": torch.zeros(9, 3)}, r"y_test has shape \(9, 3\), but the program predicts \(9,\)"),
         ({"y": X[:, 0] * torch.nan}, "y_test holds NaN"),

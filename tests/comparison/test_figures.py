@@ -36,8 +36,8 @@ def compared():
         x, y = torch.randn(9, size), torch.randn(9)
         if posteriors is None:
             posteriors = {"a": samples(size, chains=1), "nuts": samples(size)}
-        seconds = dict.fromkeys(posteriors, 1.0)
-        found = bdl.compare(plane, posteriors, x, y, reference=reference, seconds=seconds)
+        costs = dict.fromkeys(posteriors, bdl.Costs(seconds=1.0))
+        found = bdl.compare(plane, posteriors, x, y, reference=reference, costs=costs)
         return found, posteriors
 
     return compared

@@ -117,7 +117,7 @@ def test_bad_draws_are_told(make, words):
         ({"train": (X, Y[:3])}, ValueError, "x_train and y_train must have the same number"),
         ({"ood": X * torch.nan}, ValueError, "ood holds NaN"),
         ({"ood": (X, X)}, ValueError, "ood must hold 1 input tensors"),
-        ({"draw_seconds": {"c": 1.0}}, ValueError, "draw_seconds has 'c'"),
+        ({"costs": {"vi": 1.0}}, TypeError, r"costs\['vi'\] must be a Costs"),
     ],
 )
 def test_what_does_not_fit_is_told(change, error, words):

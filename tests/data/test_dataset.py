@@ -1,4 +1,4 @@
-"""Data sets are split, standardised and refused as documented."""
+"""Data sets are split, standardized and refused as documented."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def table(header, *columns, separator=","):
 NUMBERS = [round(0.3 * i**2 - i, 2) for i in range(20)]
 
 
-def test_default_is_standardised_with_the_training_part():
+def test_default_is_standardized_with_the_training_part():
     data = load_default(seed=3)
     assert data.task == "regression"
     assert data.x_train.shape == (354, 10) and data.x_test.shape == (88, 10)

@@ -1,0 +1,59 @@
+"""Convergence of Markov chains in function space, and the columns that show it."""
+
+from torch import Tensor
+
+from pyro_bdl import diagnostics
+from pyro_bdl.samples import Samples
+from pyro_bdl.utils.tables import Column
+
+_LEAST_DRAWS = 4
+
+COLUMNS = (
+    Column(
+        "rhat",
+        "R-hat",
+        digits=4,
+        help="Largest R-hat of the function at the test points; above 1.01 the chains disagree.",
+    ),
+    Column(
+        "ess_min",
+        "min ESS",
+        help="Smallest effective sample size of the function at the test points, in draws.",
+    ),
+    Column(
+        "ess_median",
+        "ESS",
+        help="Median effective sample size of the function at the test points, in draws.",
+    ),
+    Column("divergences", "div.", help="Draws at which the integrator diverged."),
+)
+
+
+def divergences(samples: Samples) -> dict[str, int]:
+    """The number of divergences, where the sampler counts them."""
+    if "diverging" not in samples.stats:
+        return {}
+    return {"divergences": int(samples.stats["diverging"].sum())}
+
+
+def convergence(function: Tensor, chains: int) -> dict[str, float]:
+    """R-hat and ESS of the function at the test points.
+
+    Quantities that are constant, such as a probability that rounds to 1, are left out.
+
+    :param function: ``(S, N, ...)``, draws of one chain after the other.
+    :param chains: how many there are.
+    :returns: nothing for chains of fewer than 4 draws.
+    """
+    found: dict[str, float] = {}
+    if len(function) // chains < _LEAST_DRAWS:
+        return found
+    by_chain = function.reshape(chains, len(function) // chains, -1)
+    by_chain = by_chain[..., by_chain.flatten(0, 1).std(0) > 0]
+    rhat, size, _ = diagnostics.convergence(by_chain)
+    rhat, size = rhat[~rhat.isnan()], size[~size.isnan()]
+    if rhat.numel():
+        found["rhat"] = rhat.max().item()
+    if size.numel():
+        found["ess_min"], found["ess_median"] = size.min().item(), size.median().item()
+    return found

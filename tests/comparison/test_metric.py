@@ -1,0 +1,100 @@
+"""Metrics: one entry gives the score and the column, and no number goes without a column."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_bdl import PredictiveDraws, Samples, compare, metrics
+from pyro_bdl.comparison import columns, convergence, distances, scores
+from pyro_bdl.comparison.metric import Metric, measure
+
+TASKS = ["regression", "classification"]
+
+
+def test_a_metric_gives_its_score_and_its_column():
+    bias = Metric(
+        "bias", "bias", "Mean error.", lambda mean, y: (mean - y).mean(), of="mean", error=True
+    )
+    mean, y = torch.tensor([1.0, 2.0]), torch.tensor([0.0, 1.5])
+    assert measure([bias], "regression", {"mean": (mean, y)}) == {"bias": 0.75}
+    assert measure([bias], "regression", {"draws": (mean, y)}) == {}
+    column = bias.column()
+    assert (column.key, column.title, column.help) == ("bias", "bias", "Mean error.")
+    assert column.error == "bias_se"
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_metric_of_another_task_is_left_out(task):
+    both = [Metric("a", "a", "", lambda: 1.0, of="n"), Metric("b", "b", "", lambda: 2.0, "n", task)]
+    assert measure(both, task, {"n": ()}) == {"a": 1.0, "b": 2.0}
+    (other,) = set(TASKS) - {task}
+    assert measure(both, other, {"n": ()}) == {"a": 1.0}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_column_is_declared_once_and_explained(task):
+    shown = [*columns.columns(task, "nuts"), *columns.details(task, "nuts")]
+    keys = [column.key for column in shown]
+    assert len(keys) == len(set(keys))
+    assert all(column.help.endswith(".") for column in shown[1:])
+
+
+def test_a_key_without_a_column_is_refused(monkeypatch):
+    columns.check_keys("regression", [{"rmse": 1.0, "sd_ratio_se": 0.1, "mean_shift": 2.0}])
+    with pytest.raises(KeyError, match="'bias', which no column shows: declare a Metric"):
+        columns.check_keys("regression", [{"rmse": 1.0, "bias": 2.0}])
+    with pytest.raises(KeyError, match="'rmse'"):
+        columns.check_keys("classification", [{"rmse": 1.0}])
+
+
+def line(x, y=None):
+    w = pyro.sample("w", dist.Normal(torch.tensor(0.0), 1.0))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(w * x, 0.5), obs=y)
+
+
+@pytest.fixture
+def posterior():
+    torch.manual_seed(0)
+    return Samples({"w": torch.randn(2, 30)})
+
+
+def test_compare_refuses_a_number_without_a_column(monkeypatch, posterior):
+    monkeypatch.setattr(convergence, "COLUMNS", ())
+    x = torch.linspace(-1, 1, 5)
+    with pytest.raises(KeyError, match="'ess_median', 'ess_min', 'rhat'"):
+        compare(line, {"a": posterior}, x, x, reference=None)
+
+
+def test_a_new_score_is_in_the_table(monkeypatch, posterior):
+    """A score of the mean and a distance, of posteriors and of predictions alone."""
+    new = Metric("bias", "bias", "Mean error.", lambda mean, y: (mean - y).mean(), of="mean")
+    far = Metric("far", "far", "Largest.", lambda a, b: (a - b).mean(), "function", error=True)
+    monkeypatch.setattr(scores, "SCORES", (*scores.SCORES, new))
+    monkeypatch.setattr(columns, "TEST_DATA", (*columns.TEST_DATA, new))
+    monkeypatch.setattr(distances, "ALL_DISTANCES", (*distances.ALL_DISTANCES, far))
+    monkeypatch.setattr(columns, "DISTANCES", (*columns.DISTANCES, far))
+    x = torch.linspace(-1, 1, 5)
+    given = {"a": posterior, "b": PredictiveDraws(posterior.flat()["w"][:, None] * x)}
+    found = compare(line, given, x, x + 1, reference="a")
+    row = found.to_dict()["b"]
+    assert row["bias"] == pytest.approx((found.evaluations["b"].mean - x - 1).mean().item())
+    assert row["far"] == pytest.approx(0.0, abs=1e-6) and row["far_se"] >= 0
+    assert {"bias", "far"} <= {column.key for column in found.columns}
+
+
+def test_scores_of_draws_are_those_of_the_posterior(posterior):
+    """One function scores both: equal draws get equal scores, but for the noise drawn anew."""
+    x, y = torch.linspace(-1, 1, 5), torch.linspace(-2, 1, 5)
+    f = posterior.flat()["w"][:, None] * x
+    density = dist.Normal(f, 0.5).log_prob(y)
+    known = PredictiveDraws(f, f + 0.5 * torch.randn_like(f), density)
+    given = {"a": posterior, "b": known}
+    options = {"target_scale": 2.0, "target_shift": -1.0}
+    table = compare(line, given, x, y, reference=None, **options).to_dict()
+    assert table["b"]["nlpd"] == pytest.approx(table["a"]["nlpd"], rel=1e-6)
+    exact = metrics.crps(2 * known.targets - 1, 2 * y - 1).item()
+    assert table["b"]["crps"] == pytest.approx(exact, rel=1e-6)
+    shared = {"rmse", "nlpd", "crps", "coverage", "coverage_50", "coverage_95", "pit"}
+    assert shared <= set(table["a"]) & set(table["b"])

@@ -1,0 +1,184 @@
+"""A posterior of another program is refused wherever program and posterior meet."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import AutoNormal
+from torch import nn
+
+import pyro_bdl as bdl
+from pyro_bdl import evidence, importance
+from pyro_bdl.elbo import TemperedTrace_ELBO
+
+X = torch.tensor([[0.2, -1.0], [1.0, 0.5], [-0.3, 0.8], [0.6, 0.1]], dtype=torch.float64)
+Y = torch.tensor([0.3, -0.2, 0.9, 0.4], dtype=torch.float64)
+
+pytestmark = pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
+
+
+def _model(width=3, noise=0.5, layers=1):
+    parts = [nn.Linear(2, width), nn.Tanh()]
+    for _ in range(1, layers):
+        parts += [nn.Linear(width, width), nn.Tanh()]
+    net = nn.Sequential(*parts, nn.Linear(width, 1)).double()
+    return bdl.models.Regression(bdl.bayesianize(net), noise=noise)
+
+
+# The program of the posterior, the one that is asked, and what is said.
+OTHERS = {
+    "no noise in the posterior": (
+        lambda: _model(),
+        lambda: _model(noise=dist.HalfNormal(torch.tensor(1.0, dtype=torch.float64))),
+        r"no value for: 'noise'|no value for the latent site 'noise'",
+    ),
+    "noise in the posterior": (
+        lambda: _model(noise=dist.HalfNormal(torch.tensor(1.0, dtype=torch.float64))),
+        lambda: _model(),
+        r"program does not have: 'noise'|'noise', which is no latent of the program",
+    ),
+    "a layer more": (
+        lambda: _model(layers=1),
+        lambda: _model(layers=2),
+        r"4.weight|other shapes: '2.weight' \(1, 3\) for \(3, 3\)",
+    ),
+    "a layer less": (
+        lambda: _model(layers=2),
+        lambda: _model(layers=1),
+        r"4.weight|other shapes: '2.weight' \(3, 3\) for \(1, 3\)",
+    ),
+    "another width": (
+        lambda: _model(width=4),
+        lambda: _model(width=3),
+        r"other shapes: '0.weight' \(4, 2\) for \(3, 2\), '0.bias' \(4,\) for \(3,\)",
+    ),
+    "a width that broadcasts": (
+        lambda: _model(width=1),
+        lambda: _model(width=3),
+        r"other shapes: '0.weight' \(1, 2\) for \(3, 2\)",
+    ),
+}
+
+
+def _predictive(name):
+    def ask(theirs, model):
+        guide = bdl.guides.AutoMeanField(theirs).prototype(X, Y)
+        predictive = bdl.Predictive(model, guide, 3)
+        getattr(predictive, name)(X)
+
+    return ask
+
+
+def _samples(theirs, model):
+    guide = bdl.guides.AutoMeanField(theirs).prototype(X, Y)
+    draws = {name: value[None] for name, value in guide.sample_latents(3).items()}
+    bdl.Predictive(model, bdl.Samples(draws))(X)
+
+
+def _linearized(name):
+    def ask(theirs, model):
+        guide = bdl.guides.AutoLaplaceGGN(theirs, structure="full").laplace_approximation((X, Y))
+        getattr(bdl.LinearizedPredictive(model, guide), name)(X)
+
+    return ask
+
+
+def _elbo(theirs, model):
+    guide = bdl.guides.AutoMeanField(theirs).prototype(X, Y)
+    TemperedTrace_ELBO().loss(model, guide, X, Y)
+
+
+def _last_layer(theirs, model):
+    guide = bdl.guides.AutoLastLayer(theirs).prototype(X, Y)
+    evidence.LastLayerEvidence().loss(model, guide, X, Y)
+
+
+def _ratios(theirs, model):
+    importance.ratios(model, bdl.guides.AutoMeanField(theirs).prototype(X, Y), X, Y, num_samples=25)
+
+
+def _compare(theirs, model):
+    guide = bdl.guides.AutoMeanField(theirs).prototype(X, Y)
+    bdl.compare(model, {"a": guide}, X, Y, reference=None, num_samples=2)
+
+
+USES = {
+    "Predictive": _predictive("__call__"),
+    "Predictive.mean": _predictive("mean"),
+    "Samples": _samples,
+    "LinearizedPredictive": _linearized("__call__"),
+    "joint covariance": _linearized("joint_covariance"),
+    "ELBO": _elbo,
+    "LastLayerEvidence": _last_layer,
+    "importance": _ratios,
+    "compare": _compare,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("case", OTHERS)
+def test_a_posterior_of_another_program_is_refused(case, use):
+    theirs, model, words = OTHERS[case]
+    with pytest.raises(ValueError, match=words):
+        USES[use](theirs(), model())
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_posterior_of_an_equal_program_is_taken(use):
+    USES[use](_model(), _model())
+
+
+def test_guides_of_pyro_have_sites_of_their_own():
+    model, other = _model(), _model(width=4)
+    guide = AutoNormal(model)
+    guide(X, Y)
+    assert bdl.Predictive(model, guide, 3)(X)["y"].shape == (3, 4)
+    with pytest.raises(ValueError, match="another program"):
+        bdl.Predictive(other, guide, 3)(X)
+
+
+def _hierarchical(names):
+    def model(x, y=None):
+        scale = pyro.sample("scale", dist.HalfNormal(x.new_ones(())))
+        values = {n: pyro.sample(n, dist.Normal(x.new_zeros(2), 1.0).to_event(1)) for n in names}
+        pyro.sample("y", dist.Normal(x @ values["a"], scale).to_event(1), obs=y)
+        if y is None:
+            pyro.sample("more", dist.Normal(values["a"].sum(), scale))
+
+    return model
+
+
+def test_sites_that_are_predicted_alone_are_no_missing_latents():
+    model = _hierarchical(["a"])
+    guide = bdl.guides.AutoMeanField(model).prototype(X, Y)
+    samples = bdl.Samples({name: value[None] for name, value in guide.sample_latents(5).items()})
+    for posterior in (guide, samples):
+        assert set(bdl.Predictive(model, posterior, 5)(X)) == {"y", "more"}
+
+
+def test_another_order_is_refused_where_it_counts():
+    guide = bdl.guides.AutoMeanField(_hierarchical(["a", "b"])).prototype(X, Y)
+    model = _hierarchical(["b", "a"])
+    with pytest.raises(ValueError, match="another order: 'scale', 'a', 'b'"):
+        importance.ratios(model, guide, X, Y, num_samples=25)
+    assert bdl.Predictive(model, guide, 3)(X)["y"].shape == (3, 4)
+
+
+def test_the_check_leaves_buffers_and_random_numbers_alone():
+    model = _model()
+    guide = bdl.guides.AutoMeanField(_model()).prototype(X, Y)
+    own = bdl.guides.AutoMeanField(model).prototype(X, Y)
+    own.load_state_dict(guide.state_dict())
+    found = []
+    for posterior in (guide, own):
+        torch.manual_seed(1)
+        found.append(bdl.Predictive(model, posterior, 3)(X)["y"])
+    assert torch.equal(*found)
+
+
+def test_an_error_of_the_program_stays_its_own():
+    model = _model()
+    guide = bdl.guides.AutoMeanField(_model()).prototype(X, Y)
+    for wrong in (X[:, :1], X.float()):
+        with pytest.raises(RuntimeError, match=r"mat1|dtype"):
+            bdl.Predictive(model, guide, 3)(wrong)
