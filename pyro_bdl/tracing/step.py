@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from pyro_bdl.tracing.backends import BACKENDS, Run
-from pyro_bdl.tracing.graph import is_needed
+from pyro_bdl.tracing.graph import lift
 from pyro_bdl.tracing.simplify import simplify
 from pyro_bdl.tracing.trace import NotTraceable, mutated, tensor_of, trace, variable_nodes
 
@@ -120,11 +120,11 @@ def trace_step(loss: Loss, examples: Sequence[Tensor], backend: str) -> Step:
     written = list({id(t): t for t in (tensor_of(graph, n) for n in mutated(graph))}.values())
     variable = {tensor_of(graph, n) for n in variable_nodes(graph) if n.op == "get_attr"}
     attributes = {n: tensor_of(graph, n) for n in graph.graph.find_nodes(op="get_attr")}
-    inputs = _lift(graph.graph, attributes)
+    inputs = lift(graph.graph, attributes)
     known = {node: tensor for node, tensor in inputs.items() if tensor not in variable}
     constants = list(known.values())  # those of which only a number was read included
     simplify(graph.graph, known)
-    inputs |= _lift(graph.graph, {n: t for n, t in known.items() if n.op != "placeholder"})
+    inputs |= lift(graph.graph, {n: t for n, t in known.items() if n.op != "placeholder"})
     for node in [node for node in inputs if not node.users]:
         graph.graph.erase_node(node)
         del inputs[node]
@@ -150,24 +150,3 @@ def _leaves(value: Tensor) -> list[Tensor]:
             found.append(node.variable)
         todo += [before for before, _ in node.next_functions]
     return found
-
-
-def _lift(graph: fx.Graph, tensors: dict[fx.Node, Tensor]) -> dict[fx.Node, Tensor]:
-    """Make nodes with these values arguments of the graph, after the others; one for each tensor.
-
-    :returns: the new arguments and their values, in order.
-    """
-    lifted: dict[int, fx.Node] = {}
-    result: dict[fx.Node, Tensor] = {}
-    places = list(graph.find_nodes(op="placeholder"))
-    last = places[-1]
-    for node, tensor in tensors.items():
-        if id(tensor) not in lifted:
-            with graph.inserting_after(last):
-                last = graph.placeholder(f"outside_{len(places) + len(result)}")
-            last.meta["val"] = tensor.detach()
-            lifted[id(tensor)] = last
-            result[last] = tensor
-        node.replace_all_uses_with(lifted[id(tensor)])
-    graph.eliminate_dead_code(is_needed)
-    return result
