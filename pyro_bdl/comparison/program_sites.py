@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.comparison.held_out import Observation, Test
-from pyro_bdl.distributions.take_apart import observation_mean, without_wrappers
+from pyro_bdl.distributions.take_apart import base_distribution, observation_mean
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.draws import check_sites, latent_draws
@@ -62,7 +62,7 @@ def read_program(model: Callable, test: Test, posteriors: Mapping[str, Any]) -> 
         sites = ", ".join(map(repr, observed)) or "none"
         raise ValueError(f"compare needs a program with one observed site, but it has: {sites}")
     ((site, said),) = observed.items()
-    kind = type(without_wrappers(said.distribution)[0]).__name__
+    kind = type(base_distribution(said.distribution)).__name__
     if site not in without:
         if not are_known([said]):
             raise UnsupportedProgramError(

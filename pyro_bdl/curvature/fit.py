@@ -27,7 +27,7 @@ from pyro_bdl.curvature.jacobian.jacobian import Jacobian
 from pyro_bdl.curvature.jacobian.linearization import Linearization, Pullback
 from pyro_bdl.curvature.structures.dense import FullCurvature
 from pyro_bdl.curvature.structures.low_rank import LowRankCurvature
-from pyro_bdl.distributions.take_apart import without_wrappers
+from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.subset import Subset
@@ -247,7 +247,7 @@ class _Seen:
         self.num_data += largest
 
     def _add_squares(self, site: Site) -> None:
-        base: Any = without_wrappers(site.distribution)[0]
+        base: Any = base_distribution(site.distribution)
         if type(base).__name__ == "Normal":
             weights = cell_weights(site).square()
             offsets = ((site.value - base.loc) / base.scale).detach()
@@ -333,7 +333,7 @@ def _check_readable(linearization: Linearization, name: str, site: Site) -> None
         return
     found = torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True)
     if any(gradient is not None for gradient in found):
-        kind = type(without_wrappers(site.distribution)[0]).__name__
+        kind = type(base_distribution(site.distribution)).__name__
         raise ValueError(
             f"the Fisher information of site '{name}' is not known: its {kind} is not made of "
             'tensors that can be read off it; use structure="full" with curvature="hessian", or '
@@ -345,7 +345,7 @@ def _softmax_jacobian(
     linearization: Linearization, name: str, site: Site, recipe: Recipe
 ) -> Jacobian | None:
     """All columns at once where the subset is the last layer of a classifier."""
-    base, _ = without_wrappers(site.distribution)
+    base = base_distribution(site.distribution)
     if (
         recipe.curvature != "ggn"
         or recipe.structure not in ("kron", "ekfac", "diag", "full")
@@ -368,7 +368,7 @@ def site_pullback(linearization: Linearization, name: str, keys: tuple[str, ...]
     """Parameters of a site's distribution, ready to be differentiated datum by datum."""
 
     def outputs(run: Run) -> Sequence[Tensor]:
-        parameters = parameters_of_any(without_wrappers(run.observed[name].distribution)[0])
+        parameters = parameters_of_any(base_distribution(run.observed[name].distribution))
         return [parameters[key] for key in keys]
 
     site = linearization.run.observed[name]

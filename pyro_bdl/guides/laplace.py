@@ -21,7 +21,7 @@ from pyro_bdl.curvature.structures.precision import (
     Precision,
     log_prob,
 )
-from pyro_bdl.distributions.take_apart import without_wrappers
+from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.joint import JointGuide
@@ -199,7 +199,7 @@ class LaplaceGuide(JointGuide):
         site = noise_site(self._read())
         if site is None:
             return None
-        scale: Any = without_wrappers(site.distribution)[0]
+        scale: Any = base_distribution(site.distribution)
         return scale.scale.detach().clone() if scale.scale.requires_grad else None
 
     @torch.enable_grad()

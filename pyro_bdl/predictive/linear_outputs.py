@@ -1,6 +1,6 @@
 """What a program computes for its data as a linear function of the latents."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,9 +12,10 @@ from pyro_bdl.curvature.jacobian.jacobian import Jacobian
 from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.structures.draws import Offsets
 from pyro_bdl.curvature.structures.precision import Precision
-from pyro_bdl.distributions.take_apart import without_wrappers
+from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.program.unconstrained_parameters import known_kind, natural_parameters
+from pyro_bdl.utils.autograd import reaches
 
 
 class Outputs:
@@ -41,7 +42,7 @@ class Outputs:
             found = read(at.run)
         leaves = [at.leaves[name] for name in at.subset.parts]
         self.values = {key: value.detach() for key, value in found.items()}
-        self.moving = [key for key, value in found.items() if _depends(value, leaves)]
+        self.moving = [key for key, value in found.items() if reaches(value, leaves)]
         self.num_data = len(next(iter(found.values()))) if has_data else 1
         self._read = read
         self._jacobian: Jacobian | None = None
@@ -53,7 +54,7 @@ class Outputs:
         def read(run: Run) -> dict[str, Tensor]:
             return natural_parameters(run.observed[name].distribution, run)
 
-        kind, base = known_kind(site), without_wrappers(site.distribution)[0]
+        kind, base = known_kind(site), base_distribution(site.distribution)
         result = cls(at, ("observed", name), read, has_data=len(base.batch_shape) > 0)
         result.kind = kind
         return result
@@ -165,20 +166,3 @@ class Gaussian:
             start += values[key].numel() // len(self.mean)
         i, j = starts[row], starts[column]
         return self.covariance[:, i : i + sizes[0], j : j + sizes[1]]
-
-
-def _depends(value: Tensor, leaves: Iterable[Tensor]) -> bool:
-    """Whether the graph of ``value`` reaches one of the leaves."""
-    wanted = {id(leaf) for leaf in leaves}
-    if id(value) in wanted:
-        return True
-    stack, seen = [value.grad_fn], set()
-    while stack:
-        node: Any = stack.pop()
-        if node is None or node in seen:
-            continue
-        if id(getattr(node, "variable", None)) in wanted:
-            return True
-        seen.add(node)
-        stack += [parent for parent, _ in node.next_functions]
-    return False

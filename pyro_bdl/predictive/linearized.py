@@ -21,10 +21,10 @@ from pyro_bdl.curvature.jacobian.datum_axes import Alignment
 from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.structures.draws import Offsets
 from pyro_bdl.distributions.take_apart import (
+    base_distribution,
     observation_mean,
     observation_variance,
     parameters_of,
-    without_wrappers,
 )
 from pyro_bdl.guides.laplace import LaplaceGuide
 from pyro_bdl.guides.mixture import MixtureGuide
@@ -387,7 +387,7 @@ def _reused(
 ) -> Tensor | None:
     """Draws of a deterministic site that is a parameter of an observed site."""
     for name, outputs in part.items():
-        base = without_wrappers(at.run.observed[name].distribution)[0]
+        base = base_distribution(at.run.observed[name].distribution)
         given = parameters_of(base)
         for key, parameter in outputs.values.items():
             if torch.equal(parameter, value):

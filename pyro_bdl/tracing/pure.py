@@ -1,4 +1,4 @@
-"""Pure functions of tensors as graphs without changes in place, for a translation or for ``vmap``."""
+"""Pure functions of tensors as graphs that change nothing in place, for translations."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
