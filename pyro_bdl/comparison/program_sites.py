@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.comparison.held_out import Observation, Test
-from pyro_bdl.distributions.take_apart import observation_mean, without_wrappers
+from pyro_bdl.distributions.take_apart import base_distribution, observation_mean
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.draws import samples_of_program, to_samples
 from pyro_bdl.program.layout import Latent
@@ -61,7 +61,7 @@ def read_program(model: Callable, test: Test, posteriors: Mapping[str, Any]) -> 
         sites = ", ".join(map(repr, observed)) or "none"
         raise ValueError(f"compare needs a program with one observed site, but it has: {sites}")
     ((name, site),) = observed.items()
-    kind = type(without_wrappers(site.distribution)[0]).__name__
+    kind = type(base_distribution(site.distribution)).__name__
     if name not in without:
         if not are_known([site]):
             raise UnsupportedProgramError(

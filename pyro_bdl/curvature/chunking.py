@@ -11,7 +11,7 @@ from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fisher import num_data, parameters_of_any
 from pyro_bdl.curvature.jacobian.datum_axes import Alignment
 from pyro_bdl.curvature.jacobian.linearization import Linearization
-from pyro_bdl.distributions.take_apart import without_wrappers
+from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.program.batches import Batch, has_rows, leading_size, rows
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run, leave_open, record
@@ -85,7 +85,7 @@ def _part_size(
     per_datum = 2.0 * allocations.bytes / some
     item = vector.element_size()
     if every_output:
-        bases = [without_wrappers(site.distribution)[0] for site in whole.observed.values()]
+        bases = [base_distribution(site.distribution) for site in whole.observed.values()]
         outputs = sum(v.numel() for base in bases for v in parameters_of_any(base).values()) / some
         per_datum *= 1.0 + 0.5 * outputs
     shared = [s.size for s in subset.layout.latents.values() if len(s.shape) > 2]
@@ -104,8 +104,8 @@ def _agree(part: Run, whole: Run) -> bool:
         size = num_data(part.observed[name])
         if size == num_data(site):  # of no datum: parts would count it again and again
             return False
-        first = parameters_of_any(without_wrappers(part.observed[name].distribution)[0])
-        second = parameters_of_any(without_wrappers(site.distribution)[0])
+        first = parameters_of_any(base_distribution(part.observed[name].distribution))
+        second = parameters_of_any(base_distribution(site.distribution))
         for key, value in first.items():
             ahead = second[key][:size] if second[key].dim() else second[key]
             if value.shape != ahead.shape:

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.distributions import Distribution, Independent, constraints
 
 from pyro_bdl.distributions.take_apart import (
+    base_distribution,
     broadcast_parameter,
     parameters_of,
     rebuild,
     take_apart,
-    without_wrappers,
 )
 from pyro_bdl.program.layout import support_bounds
 from pyro_bdl.program.trace import Site
@@ -35,7 +35,7 @@ _NUMBERS_AT_ONCE = 2**18
 
 def site_parameters(site: Site) -> dict[str, Tensor]:
     """The distribution's tensors through which the latents act, name -> (batch, *event)."""
-    base, _ = without_wrappers(site.distribution)
+    base = base_distribution(site.distribution)
     return {name: value for name, value in parameters_of_any(base).items() if value.requires_grad}
 
 
@@ -60,7 +60,7 @@ def parameters_of_any(base: Any) -> dict[str, Tensor]:
 
 def num_data(site: Site) -> int:
     """The size of the leading dimension of an observed site; 1 where there is none."""
-    shape = without_wrappers(site.distribution)[0].batch_shape
+    shape = base_distribution(site.distribution).batch_shape
     return shape[0] if shape else 1
 
 
@@ -88,7 +88,7 @@ def check_information(name: str, site: Site) -> None:
     :raises ValueError: where its support moves with the latents, or these enter its density in
         other ways too.
     """
-    base: Any = without_wrappers(site.distribution)[0]
+    base: Any = base_distribution(site.distribution)
     used, kind = site_parameters(site), type(base).__name__
     if not used:
         return
@@ -127,7 +127,7 @@ def exact_columns(site: Site, num_draws: int = ESTIMATION_DRAWS) -> Iterator[Cot
 
     :param num_draws: observations drawn per datum where F has no closed form.
     """
-    base, _ = without_wrappers(site.distribution)
+    base = base_distribution(site.distribution)
     used = {name: value.detach() for name, value in site_parameters(site).items()}
     weight = cell_weights(site)
     cells = torch.Size(base.batch_shape[1:])  # that of a zero-inflated one is a tuple
@@ -140,7 +140,7 @@ def exact_columns(site: Site, num_draws: int = ESTIMATION_DRAWS) -> Iterator[Cot
 def sampled_columns(site: Site, num_draws: int) -> Iterator[Cotangent]:
     """Scores of drawn observations, one column for each draw: E[S S'] = F."""
     weight = cell_weights(site) / math.sqrt(num_draws)
-    base, _ = without_wrappers(site.distribution)
+    base = base_distribution(site.distribution)
     for _ in range(num_draws):
         yield {k: _scaled(v, weight) for k, v in _score(site, base.sample()).items()}
 
@@ -153,7 +153,7 @@ def empirical_columns(site: Site) -> Iterator[Cotangent]:
 
 def cell_weights(site: Site) -> Tensor:
     """Square roots of the cells' weights, of the batch shape: temperatures and masks."""
-    base, _ = without_wrappers(site.distribution)
+    base = base_distribution(site.distribution)
     like = next(iter(parameters_of_any(base).values()))
     outer: Any = site.distribution
     factors = [(site.scale, outer.batch_shape), (1.0 / site.subsampling, outer.batch_shape)]
@@ -183,7 +183,7 @@ def _one_cell_at_a_time(batch_shape: torch.Size, like: Tensor) -> Iterator[Tenso
 
 
 def _score(site: Site, value: Tensor) -> Cotangent:
-    base, _ = without_wrappers(site.distribution)
+    base = base_distribution(site.distribution)
     used = site_parameters(site)
     everything = {name: v.detach() for name, v in parameters_of_any(base).items()}
     with torch.enable_grad():
@@ -434,7 +434,7 @@ def _of_mean_and_covariance(
 
 def _transformed(base: Any, parameters: dict[str, Tensor], num_draws: int) -> Roots | None:
     """A bijection of the observation leaves the information as it is."""
-    inner, start = without_wrappers(base.base_dist)[0], "base_dist."
+    inner, start = base_distribution(base.base_dist), "base_dist."
     moved = not all(name.startswith(start) for name in parameters)
     if moved or inner.batch_shape != base.batch_shape:
         return None

@@ -26,7 +26,7 @@ from pyro_bdl.curvature.jacobian.datum_axes import Alignment
 from pyro_bdl.curvature.jacobian.jacobian import Jacobian
 from pyro_bdl.curvature.jacobian.linearization import Linearization, Pullback
 from pyro_bdl.curvature.structures.base import Curvature
-from pyro_bdl.distributions.take_apart import without_wrappers
+from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.subset import Subset
@@ -243,7 +243,7 @@ class _Seen:
         self.num_data += largest
 
     def _add_squares(self, site: Site) -> None:
-        base: Any = without_wrappers(site.distribution)[0]
+        base: Any = base_distribution(site.distribution)
         if type(base).__name__ == "Normal":
             weights = cell_weights(site).square()
             offsets = ((site.value - base.loc) / base.scale).detach()
@@ -334,7 +334,7 @@ def _check_readable(linearization: Linearization, name: str, site: Site) -> None
         return
     found = torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True)
     if any(gradient is not None for gradient in found):
-        kind = type(without_wrappers(site.distribution)[0]).__name__
+        kind = type(base_distribution(site.distribution)).__name__
         raise ValueError(
             f"the Fisher information of site '{name}' is not known: its {kind} is not made of "
             'tensors that can be read off it; use structure="full" with curvature="hessian", or '
@@ -346,7 +346,7 @@ def _softmax_jacobian(
     linearization: Linearization, name: str, site: Site, config: CurvatureConfig
 ) -> Jacobian | None:
     """Return all columns at once where the subset is the last layer of a classifier."""
-    base, _ = without_wrappers(site.distribution)
+    base = base_distribution(site.distribution)
     if (
         config.curvature != "ggn"
         or not config.kind.takes_softmax
@@ -369,7 +369,7 @@ def site_pullback(linearization: Linearization, name: str, keys: tuple[str, ...]
     """Parameters of a site's distribution, ready to be differentiated datum by datum."""
 
     def outputs(run: Run) -> Sequence[Tensor]:
-        parameters = parameters_of_any(without_wrappers(run.observed[name].distribution)[0])
+        parameters = parameters_of_any(base_distribution(run.observed[name].distribution))
         return [parameters[key] for key in keys]
 
     site = linearization.run.observed[name]
@@ -453,7 +453,7 @@ def warn_of_randomness(
         again = record(model, {**values, **first.subsamples}, args, kwargs, draw=leave_open)
     for name in first.observed:
         before, after = (
-            parameters_of_any(without_wrappers(run.observed[name].distribution)[0])
+            parameters_of_any(base_distribution(run.observed[name].distribution))
             for run in (first, again)
         )
         for key, value in before.items():

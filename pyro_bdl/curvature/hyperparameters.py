@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributions import transform_to
 
 from pyro_bdl.curvature.prior import independent_normal, run_at
-from pyro_bdl.distributions.take_apart import without_wrappers
+from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.program.batches import Batch, has_rows, leading_size, rows
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run, Site, leave_open, record
@@ -143,7 +143,7 @@ def prior_scales(reading: ParameterReading, subset: Subset) -> dict[str, Tensor]
 def prior_locations(reading: ParameterReading, subset: Subset, name: str) -> Tensor:
     """Return the means of a site's independent Normals, flat, the entries in the subset."""
     site = reading.run.latents[name]
-    base: Any = without_wrappers(site.distribution)[0]
+    base: Any = base_distribution(site.distribution)
     loc = base.loc.detach().expand(site.value.shape).reshape(-1)
     chosen = subset.chosen[name]
     return loc if chosen is None else loc[chosen.to(loc.device)]
@@ -184,7 +184,7 @@ def noise_owner(reading: ParameterReading, subset: Subset) -> tuple[Hyperparamet
     site = noise_site(reading)
     if site is None:
         return None
-    normal: Any = without_wrappers(site.distribution)[0]
+    normal: Any = base_distribution(site.distribution)
     for parameter in reading.parameters.values():
         if parameter.value.numel() == 1 and scales(normal.scale, parameter) is not None:
             return parameter, site
@@ -200,7 +200,7 @@ def noise_site(reading: ParameterReading) -> Site | None:
     if len(reading.run.observed) != 1 or reading.run.factors:
         return None
     (site,) = reading.run.observed.values()
-    normal: Any = without_wrappers(site.distribution)[0]
+    normal: Any = base_distribution(site.distribution)
     if type(normal).__name__ != "Normal":
         return None
     if normal.scale.requires_grad:
@@ -241,7 +241,7 @@ def in_likelihood(reading: ParameterReading) -> list[str]:
         return []
     noise = noise_site(reading)
     if noise is not None:
-        normal: Any = without_wrappers(noise.distribution)[0]
+        normal: Any = base_distribution(noise.distribution)
         totals = [normal.loc.sum()]
     else:
         sites = (*reading.run.observed.values(), *reading.run.factors.values())

@@ -19,7 +19,7 @@ from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.jacobian.use_blocks import working_dtype
 from pyro_bdl.curvature.structures.base import Precision
 from pyro_bdl.curvature.structures.draws import LinearDraws
-from pyro_bdl.distributions.take_apart import without_wrappers
+from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.program.unconstrained_parameters import (
     known_kind,
@@ -79,7 +79,7 @@ class LinearOutputs:
         def read(run: Run) -> dict[str, Tensor]:
             return natural_parameters(run.observed[name].distribution, run)
 
-        kind, base = known_kind(site), without_wrappers(site.distribution)[0]
+        kind, base = known_kind(site), base_distribution(site.distribution)
         result = cls(
             at,
             ("observed", name),

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from pyro_bdl.distributions.copies import masks_of
 from pyro_bdl.distributions.matrix_normal import MatrixNormal
-from pyro_bdl.distributions.take_apart import without_wrappers
+from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.program.gaussian_prior import JointBlock, JointSite
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run, Site, leave_open, record
+from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
 from pyro_bdl.utils.random_state import fixed_normal
 
@@ -205,13 +206,13 @@ def _of_subset(pieces: Mapping[str, Tensor], subset: Subset, like: Tensor) -> Te
 
 def independent_normal(site: Site, transform: Any, leaves: Mapping[str, Tensor]) -> Any:
     """The Normal of a site of independent Normals that depend on no other latent, else None."""
-    base: Any = without_wrappers(site.distribution)[0]
+    base: Any = base_distribution(site.distribution)
     if transform is not None or type(base).__name__ != "Normal":
         return None
     if site.mask is not None or masks_of(site.distribution):
         return None
     for tensor in (base.loc, base.scale):
-        if tensor.requires_grad and _depends(tensor, leaves):
+        if reaches(tensor, leaves.values()):
             return None
     return base
 
@@ -246,13 +247,6 @@ def _parents(run: Run, leaves: Mapping[str, Tensor], names: set[str]) -> set[str
 
 
 @torch.enable_grad()
-def _depends(tensor: Tensor, leaves: Mapping[str, Tensor]) -> bool:
-    found = torch.autograd.grad(
-        tensor.sum(), list(leaves.values()), allow_unused=True, retain_graph=True
-    )
-    return any(gradient is not None for gradient in found)
-
-
 def _log_density(run: Run, leaves: Mapping[str, Tensor], layout: Any) -> Tensor:
     """log p(T(u)) + log |det dT/du|."""
     total = next(iter(leaves.values())).new_zeros(())

@@ -1,18 +1,16 @@
 """The gradient of a log likelihood and the squared gradients of its data, in a training step."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from pyro.distributions.torch_distribution import MaskedDistribution
-from torch import Tensor, nn
-from torch.distributions import Independent
+from torch import Tensor
 
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fisher import site_parameters
 from pyro_bdl.curvature.fit import site_jacobians, site_pullback
 from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.structures.diagonal import DiagonalCurvature
+from pyro_bdl.distributions.copies import masks_of
 from pyro_bdl.program.trace import Site
 
 
@@ -73,11 +71,7 @@ def _counts_plainly(site: Site) -> bool:
     """
     if not isinstance(site.scale, float | int) or site.scale != site.subsampling:
         return False
-    outer: Any = site.distribution
-    masks = [site.mask]
-    while isinstance(outer, Independent | MaskedDistribution):
-        masks += [outer._mask] if isinstance(outer, MaskedDistribution) else []
-        outer = outer.base_dist
+    masks = [site.mask, *(mask for mask, _ in masks_of(site.distribution))]
     return all(not isinstance(mask, Tensor) or mask.dtype == torch.bool for mask in masks)
 
 
@@ -89,17 +83,3 @@ def _squares(at: Linearization, config: CurvatureConfig) -> Tensor:
             diagonal.add(jacobian)
         total += site.subsampling * diagonal.diagonal()
     return total
-
-
-def parameters_behind(output: Tensor, stop: Tensor) -> list[nn.Parameter]:
-    """Return the parameters behind an output, other than those through ``stop``."""
-    nodes, seen, found = [output.grad_fn], {stop.grad_fn}, []
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):  # where gradients of a leaf accumulate
-            found.append(node.variable)
-        nodes += [earlier for earlier, _ in node.next_functions]
-    return found

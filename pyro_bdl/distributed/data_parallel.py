@@ -25,13 +25,13 @@ import torch
 from pyro import poutine
 from pyro.infer.elbo import ELBO
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from pyro_bdl.distributed.joint_batch import JointBatch, joint_batch, read_batch
 from pyro_bdl.elbo.finite_loss import check_value, guarded, left_to_caller
 from pyro_bdl.elbo.tempered import check_data
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.batches import Batches
+from pyro_bdl.utils.autograd import with_gradients
 from pyro_bdl.utils.collectives import Ranks
 
 __all__ = ["DataParallel_ELBO", "Shard", "broadcast"]
@@ -245,7 +245,7 @@ class DataParallel_ELBO(ELBO):
         value, *gradients = self._reduced(values, weight)
         if noise is not None:
             guide.last_noise = gradients.pop()  # type: ignore[attr-defined]
-        return _WithGradients.apply(value[0], gradients, *trained)
+        return with_gradients(value[0], gradients, trained)
 
     def _reduced(self, values: list[Tensor], weight: float) -> list[Tensor]:
         """sum_k weight_k values_k / sum_k weight_k, by one reduction."""
@@ -261,20 +261,6 @@ class DataParallel_ELBO(ELBO):
         flat /= flat[-1].clone()
         pieces = flat[:-1].split([value.numel() for value in values])
         return [p.view(v.shape).to(v.dtype) for p, v in zip(pieces, values, strict=True)]
-
-
-class _WithGradients(torch.autograd.Function):
-    """A value with gradients that are known."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, gradients: list[Tensor], *leaves: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return value.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple:  # type: ignore[override]
-        return None, None, *(upstream.to(gradient) * gradient for gradient in ctx.gradients)
 
 
 def _leaves(model: Callable, guide: Callable, trace: Any) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from pyro_bdl.curvature.fisher import check_scales, num_data
-from pyro_bdl.distributions.take_apart import without_wrappers
+from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.batch_norm import layers_called, uses_its_batch
 from pyro_bdl.program.subsampling import WholeData
@@ -201,5 +201,5 @@ class _StandForAll(Messenger):
     def _process_message(self, msg: Any) -> None:
         if msg["type"] != "sample" or not msg["is_observed"] or is_deterministic(msg):
             return
-        if msg["cond_indep_stack"] or without_wrappers(msg["fn"])[0].batch_shape:
+        if msg["cond_indep_stack"] or base_distribution(msg["fn"]).batch_shape:
             msg["scale"] = msg["scale"] * self.ranks  # not one number, the same on all ranks

@@ -10,6 +10,8 @@ from pyro.distributions.torch_distribution import MaskedDistribution
 from torch import Tensor
 from torch.distributions import Distribution, Independent
 
+from pyro_bdl.distributions.take_apart import base_distribution
+
 
 def without_validation(distribution: Distribution) -> Distribution:
     """The distribution if it never validates, or else a copy of it that does not.
@@ -78,16 +80,13 @@ def masks_of(distribution: Distribution) -> list[tuple[Tensor, torch.Size]]:
 
 def point_of(distribution: Distribution) -> Delta | None:
     """The Delta inside ``to_event`` and ``mask``; None where there is another distribution."""
-    while isinstance(distribution, Independent | MaskedDistribution):
-        distribution = distribution.base_dist
-    return distribution if isinstance(distribution, Delta) else None
+    base = base_distribution(distribution)
+    return base if isinstance(base, Delta) else None
 
 
 def is_improper(distribution: Distribution) -> bool:
     """Whether nothing can be drawn from it: an ``ImproperUniform``, maybe in ``to_event``."""
-    while isinstance(distribution, Independent | MaskedDistribution):
-        distribution = distribution.base_dist
-    return isinstance(distribution, ImproperUniform)
+    return isinstance(base_distribution(distribution), ImproperUniform)
 
 
 def moved_like(distribution: Distribution, like: Tensor) -> Distribution:

@@ -13,6 +13,8 @@ from pyro.distributions import TorchDistribution, constraints
 from torch import Tensor
 from torch.distributions import Independent, Normal, register_kl
 
+from pyro_bdl.distributions.take_apart import base_distribution
+
 
 class MatrixNormal(TorchDistribution):
     """MN(M, A A', B B') over tensors of the shape of M, read as matrices (first axis, the rest).
@@ -126,9 +128,7 @@ def _solved(factor: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _independent_normal(p: Independent, shape: torch.Size) -> Normal:
-    base = p.base_dist
-    while isinstance(base, Independent):
-        base = base.base_dist
+    base = base_distribution(p, through_masks=False)
     if not isinstance(base, Normal) or p.batch_shape or p.event_shape != shape:
         raise NotImplementedError
     return base

@@ -86,6 +86,17 @@ def without_wrappers(distribution: Distribution) -> tuple[Distribution, int]:
     return distribution, event_dims
 
 
+def base_distribution(distribution: Distribution, *, through_masks: bool = True) -> Any:
+    """The distribution inside ``to_event`` and ``mask``.
+
+    :param through_masks: whether a masked distribution counts as what it masks.
+    """
+    wrappers = (Independent, MaskedDistribution) if through_masks else (Independent,)
+    while isinstance(distribution, wrappers):
+        distribution = distribution.base_dist
+    return distribution
+
+
 def parameters_of(base: Distribution) -> dict[str, Tensor]:
     """The tensors that a distribution without wrappers is made of, by argument.
 
@@ -122,7 +133,7 @@ def part_with(base: Any, key: str) -> tuple[Any, str]:
     *path, name = key.split(".")
     for step in path:
         base = base[int(step)] if step.isdigit() else getattr(base, step)
-        base = without_wrappers(base)[0] if isinstance(base, Distribution) else base
+        base = base_distribution(base) if isinstance(base, Distribution) else base
     return base, name
 
 
@@ -131,7 +142,7 @@ def take_apart(distribution: Distribution) -> tuple[Structure, dict[str, Tensor]
     structure = _structure(distribution)
     if structure is None:
         return None
-    return structure, dict(_tensors(without_wrappers(distribution)[0]))
+    return structure, dict(_tensors(base_distribution(distribution)))
 
 
 def rebuild(structure: Structure, tensors: dict[str, Tensor]) -> dist.TorchDistribution:
@@ -152,7 +163,7 @@ def rebuild(structure: Structure, tensors: dict[str, Tensor]) -> dist.TorchDistr
 def observation_mean(distribution: Distribution) -> Tensor:
     """E[y]; for a Categorical the probabilities of the classes, in one more dimension. Where there
     is no closed form, that of 256 draws."""
-    base: Any = without_wrappers(distribution)[0]
+    base: Any = base_distribution(distribution)
     if _has_classes(base):
         return base.probs
     return base.mean if has_moments(base) else _drawn_moments(base)[0]
@@ -161,7 +172,7 @@ def observation_mean(distribution: Distribution) -> Tensor:
 def observation_variance(distribution: Distribution) -> Tensor:
     """Var[y]; for a Categorical that of each class's indicator, q (1 - q). Where there is no
     closed form, that of 256 draws."""
-    base: Any = without_wrappers(distribution)[0]
+    base: Any = base_distribution(distribution)
     if _has_classes(base):
         return base.probs * (1.0 - base.probs)
     return base.variance if has_moments(base) else _drawn_moments(base)[1]
@@ -169,7 +180,7 @@ def observation_variance(distribution: Distribution) -> Tensor:
 
 def has_moments(distribution: Distribution) -> bool:
     """Whether mean and variance have closed forms."""
-    base: Any = without_wrappers(distribution)[0]
+    base: Any = base_distribution(distribution)
     try:
         return _has_classes(base) or (base.mean, base.variance) is not None
     except NotImplementedError:
@@ -222,7 +233,7 @@ def _tensors(base: Any) -> Iterator[tuple[str, Tensor]]:
         value = getattr(base, name)
         yield name, broadcast_parameter(base, name, value)
     for part in _PARTS.get(_kind(base), ()):
-        for name, value in _tensors(without_wrappers(_expanded(base, part))[0]):
+        for name, value in _tensors(base_distribution(_expanded(base, part))):
             yield f"{part}.{name}", value
     if _kind(base) == "TransformedDistribution":
         for number, transform in enumerate(base.transforms):
@@ -265,9 +276,7 @@ def _below(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _is_masked(distribution: Any) -> bool:
-    while isinstance(distribution, Independent):
-        distribution = distribution.base_dist
-    return isinstance(distribution, MaskedDistribution)
+    return isinstance(base_distribution(distribution, through_masks=False), MaskedDistribution)
 
 
 def _has_classes(base: Distribution) -> bool:

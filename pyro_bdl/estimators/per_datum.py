@@ -13,10 +13,11 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
-from torch.distributions import Distribution, Independent
+from torch.distributions import Distribution
 from torch.utils._pytree import tree_leaves
 
 from pyro_bdl.distributions.dropout_noise import NoisyWeight
+from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.estimators.product import Batch, Operand, Product, product_of, sizes_of
 from pyro_bdl.program.linear_ops.tracker import OPERATIONS, Tag, Tracker
@@ -75,7 +76,7 @@ class _Products(Tracker):
         if site in self.distributions:
             self.end_run(stacklevel=2)
         self.distributions[site] = distribution
-        if isinstance(_base(distribution), Delta):
+        if isinstance(base_distribution(distribution, through_masks=False), Delta):
             self.points[id(value)] = value
         else:
             self.track(site, value)
@@ -290,9 +291,3 @@ def _overlap(a: Tag, b: Tag) -> bool:
     if a.indices is None or b.indices is None:
         return True
     return bool(torch.isin(a.indices.flatten(), b.indices.flatten()).any())
-
-
-def _base(distribution: Any) -> Any:
-    while isinstance(distribution, Independent):
-        distribution = distribution.base_dist
-    return distribution

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributions import Distribution, Independent, Normal
+from torch.distributions import Distribution, Normal
 
 from pyro_bdl.distributions.dropout_noise import NoisyWeight
+from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.program.linear_ops.tracker import Tag
 
 Rearrange = Callable[[Tensor], Tensor]
@@ -95,10 +96,9 @@ class Operand:
     @property
     def base(self) -> Any:
         """The distribution of the single numbers."""
-        base = self.distribution
-        while isinstance(base, Independent):
-            base = base.base_dist
-        return base
+        if self.distribution is None:
+            return None
+        return base_distribution(self.distribution, through_masks=False)
 
     @cached_property
     def normal(self) -> Normal | None:

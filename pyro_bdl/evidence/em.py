@@ -17,7 +17,7 @@ from pyro_bdl.curvature.hyperparameters import (
     prior_locations,
     read_at_center,
 )
-from pyro_bdl.distributions.take_apart import without_wrappers
+from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.elbo.tempered import TemperedTraceMeanField_ELBO
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.batches import Batches
@@ -142,7 +142,7 @@ def _mean_square(model: Callable, guide: Guide, batches: Batches) -> Tensor:
             def residuals(draw: dict[str, Tensor], args: Any = args, kwargs: Any = kwargs) -> Any:
                 run = record(model, layout.constrain(draw["u"])[0], args, kwargs)
                 (site,) = run.observed.values()
-                base: Any = without_wrappers(site.distribution)[0]
+                base: Any = base_distribution(site.distribution)
                 weights = cell_weights(site).square()
                 offsets = (site.value - base.loc) / base.scale
                 return (weights * offsets.square()).sum(), weights.sum()

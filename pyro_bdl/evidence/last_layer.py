@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_bdl.bayesian_linear import SufficientStatistics, log_evidence
 from pyro_bdl.curvature.fisher import cell_weights
-from pyro_bdl.distributions.take_apart import without_wrappers
+from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.elbo.tempered import check_data
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.evidence.maximize import hyperparameters, maximize
@@ -19,6 +19,7 @@ from pyro_bdl.guides.last_layer import AutoLastLayer, LastLayerGuide
 from pyro_bdl.program.linear_ops.last_layer_features import Features, read_features
 from pyro_bdl.program.subset import select
 from pyro_bdl.program.trace import Run, Site
+from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.random_state import fixed_normal
 
 
@@ -159,7 +160,7 @@ def _normal_site(run: Run, features: Features) -> tuple[Site, Any]:
             "in closed form needs exactly one"
         )
     ((name, site),) = found.items()
-    base: Any = without_wrappers(site.distribution)[0]
+    base: Any = base_distribution(site.distribution)
     kind = type(base).__name__
     refused = f"the evidence in closed form needs a Normal observation, site '{name}' is {kind}"
     if kind != "Normal":
@@ -176,7 +177,7 @@ def _normal_site(run: Run, features: Features) -> tuple[Site, Any]:
         )
     noise = fixed_normal(base.loc)
     arrived = torch.autograd.grad(base.loc, outputs, noise, retain_graph=True)
-    if base.scale.requires_grad and _depends(base.scale.sum(), outputs):
+    if reaches(base.scale, outputs):
         raise UnsupportedProgramError(
             f"the noise of site '{name}' depends on the last layer, which can then not be "
             "integrated out in closed form: train as MAP"
@@ -194,7 +195,7 @@ def _prior(run: Run, features: Features) -> tuple[Tensor, Tensor]:
     means, scales = {}, {}
     for name in features.sites:
         site = run.latents[name]
-        base: Any = without_wrappers(site.distribution)[0]
+        base: Any = base_distribution(site.distribution)
         plain = site.mask is None and torch.as_tensor(site.scale == 1.0, device="cpu").all()
         if type(base).__name__ != "Normal" or not plain:
             raise UnsupportedProgramError(
@@ -214,7 +215,7 @@ def _others(run: Run, sites: Sequence[str], inside: Sequence[Tensor]) -> Tensor:
         if site.value is None:
             continue
         part = site.log_prob().sum()
-        if not _depends(part, inside):
+        if not reaches(part, inside):
             total = total + part
         elif name not in run.observed:
             raise UnsupportedProgramError(
@@ -225,14 +226,6 @@ def _others(run: Run, sites: Sequence[str], inside: Sequence[Tensor]) -> Tensor:
 
 
 def _reaches(site: Site, tensors: Sequence[Tensor]) -> bool:
-    base: Any = without_wrappers(site.distribution)[0]
+    base: Any = base_distribution(site.distribution)
     found = [getattr(base, name, None) for name in base.arg_constraints]
-    totals = [value.sum() for value in found if isinstance(value, Tensor) and value.requires_grad]
-    return any(_depends(total, tensors) for total in totals)
-
-
-def _depends(total: Tensor, tensors: Sequence[Tensor]) -> bool:
-    if not total.requires_grad:
-        return False
-    found = torch.autograd.grad(total, list(tensors), allow_unused=True, retain_graph=True)
-    return any(gradient is not None for gradient in found)
+    return any(reaches(value, tensors) for value in found if isinstance(value, Tensor))

@@ -9,7 +9,7 @@ from torch import Tensor
 from pyro_bdl.curvature.fit import FactorStatements
 from pyro_bdl.curvature.hyperparameters import ParameterReading, in_likelihood, noise_site, read
 from pyro_bdl.curvature.prior import PriorPrecision, flat_entries, prior_precision
-from pyro_bdl.distributions.take_apart import without_wrappers
+from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.evidence.linearized import linearized_log_likelihood
 from pyro_bdl.guides.laplace import LaplaceGuide
 from pyro_bdl.program.trace import record
@@ -81,7 +81,7 @@ def noise_factor(guide: LaplaceGuide, reading: ParameterReading) -> Tensor | Non
     site = noise_site(reading)
     if site is None or guide.reference_noise is None:
         return None
-    scale: Any = without_wrappers(site.distribution)[0]
+    scale: Any = base_distribution(site.distribution)
     if not scale.scale.requires_grad:
         return None
     ratios = (guide.reference_noise / scale.scale).square()
@@ -131,7 +131,7 @@ def _log_prior(guide: LaplaceGuide, reading: ParameterReading, offset: Tensor | 
         if chosen is None:
             total = total + site.log_prob().sum().double()
         else:
-            base: Any = without_wrappers(site.distribution)[0]
+            base: Any = base_distribution(site.distribution)
             density = base.log_prob(site.value).reshape(-1)
             if density.numel() != latent.size:
                 raise ValueError(

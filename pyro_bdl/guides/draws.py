@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.distributions.take_apart import parameters_of, without_wrappers
+from pyro_bdl.distributions.take_apart import base_distribution, parameters_of
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.layout import Latent, differences, transform_of
 from pyro_bdl.program.program import Program
@@ -214,13 +214,13 @@ def _open_latents(
     parameters: dict[str, dict[str, Tensor]] = {}
     for name, site in run.observed.items():
         if site.value is None and not site.distribution.batch_shape:
-            parameters[name] = parameters_of(without_wrappers(site.distribution)[0])
+            parameters[name] = parameters_of(base_distribution(site.distribution))
     if not any(parameters.values()):
         return {}
     moved = {name: _moved(site) for name, site in run.latents.items()}
     found = {}
     for name, site in record(program, moved, args, kwargs, draw=leave_open).observed.items():
-        before, after = parameters.get(name), parameters_of(without_wrappers(site.distribution)[0])
+        before, after = parameters.get(name), parameters_of(base_distribution(site.distribution))
         if (
             before
             and before.keys() == after.keys()

@@ -7,11 +7,9 @@ import torch
 from pyro.distributions import Delta
 from torch import Tensor
 from torch.distributions import (
-    Distribution,
     Exponential,
     Gamma,
     HalfNormal,
-    Independent,
     InverseGamma,
     LogNormal,
     Normal,
@@ -19,6 +17,7 @@ from torch.distributions import (
     register_kl,
 )
 
+from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.program.layout import Layout, marginal
 from pyro_bdl.program.trace import Site
 
@@ -158,7 +157,10 @@ def _alike(a: Site, b: Site) -> bool:
 def _site_kl(site: Site, prior: Site) -> Tensor:
     # A Delta carries the log-determinant of a guide in its log density, which the closed form
     # with a Delta leaves out.
-    at_draw = isinstance(_base(site.distribution), Delta) or site.mask is not None
+    at_draw = (
+        isinstance(base_distribution(site.distribution, through_masks=False), Delta)
+        or site.mask is not None
+    )
     if not at_draw and prior.mask is None:
         try:
             kl = kl_divergence(site.distribution, prior.distribution)
@@ -171,14 +173,8 @@ def _site_kl(site: Site, prior: Site) -> Tensor:
     return site.log_prob().sum() - prior.log_prob().sum()
 
 
-def _base(distribution: Distribution) -> Distribution:
-    while isinstance(distribution, Independent):
-        distribution = distribution.base_dist
-    return distribution
-
-
 def _normal(site: Site) -> Normal | None:
-    base = _base(site.distribution)
+    base = base_distribution(site.distribution, through_masks=False)
     if not isinstance(base, Normal) or site.mask is not None:
         return None
     return base if isinstance(site.scale, int | float) and site.scale == 1.0 else None

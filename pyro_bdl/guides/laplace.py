@@ -16,7 +16,7 @@ from pyro_bdl.curvature.fit import check_factors, fit_curvature, warn_of_randomn
 from pyro_bdl.curvature.hyperparameters import ParameterReading, few_rows, noise_site, read
 from pyro_bdl.curvature.prior import PriorPrecision, prior_precision
 from pyro_bdl.curvature.structures.base import Precision, log_prob
-from pyro_bdl.distributions.take_apart import without_wrappers
+from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.joint import JointGuide
@@ -197,7 +197,7 @@ class LaplaceGuide(JointGuide):
         site = noise_site(self._read())
         if site is None:
             return None
-        scale: Any = without_wrappers(site.distribution)[0]
+        scale: Any = base_distribution(site.distribution)
         return scale.scale.detach().clone() if scale.scale.requires_grad else None
 
     @torch.enable_grad()

@@ -11,7 +11,7 @@ from torch import Tensor
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.structures.full import FullCurvature
-from pyro_bdl.distributions.take_apart import parameters_of, without_wrappers
+from pyro_bdl.distributions.take_apart import base_distribution, parameters_of
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.laplace import AutoLaplaceGGN, LaplaceGuide, last_layer
@@ -317,7 +317,7 @@ def is_quadratic(model: Callable, subset: Subset, vector: Tensor, args: tuple, k
         with evaluation_mode(model), preserved_buffers(model):
             run = record(model, latents, args, kwargs, draw=leave_open)
         observed, prior = (
-            [without_wrappers(site.distribution)[0] for site in sites]
+            [base_distribution(site.distribution) for site in sites]
             for sites in (run.observed.values(), [run.latents[name] for name in subset.parts])
         )
         transformed = any(layout.latents[name].transform is not None for name in subset.parts)

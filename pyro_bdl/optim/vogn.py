@@ -9,13 +9,14 @@ from torch import Tensor
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.jacobian.datum_axes import Alignment, rounding_of
 from pyro_bdl.curvature.jacobian.linearization import Linearization
-from pyro_bdl.curvature.squared_gradients import gradient_and_squares, parameters_behind
+from pyro_bdl.curvature.squared_gradients import gradient_and_squares
 from pyro_bdl.elbo.tempered import Temperature, TemperedTraceMeanField_ELBO
 from pyro_bdl.estimators import PerDatum
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.mean_field import AutoMeanField
 from pyro_bdl.optim.base import NaturalGradient
 from pyro_bdl.program.subset import Subset
+from pyro_bdl.utils.autograd import leaves_behind
 from pyro_bdl.utils.random_state import own_randomness
 
 _ROUNDING = 1e-3  # of a relative change whose terms almost cancel
@@ -114,7 +115,7 @@ def _with_squares(
 ) -> Tensor:
     """The log likelihood with the gradient g in the location, -s sum_n g_n^2 in the scale, and its
     own in the program's parameters; nothing goes back through the program any more."""
-    parameters = parameters_behind(likelihood, vector)
+    parameters = leaves_behind(likelihood, stop=[vector])
     wanted = [vector, *parameters] if vector.requires_grad else parameters
     gradients, squares = gradient_and_squares(likelihood, wanted, at, config)
     loc, scale = guide.loc_and_scale()

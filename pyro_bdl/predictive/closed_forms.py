@@ -1,15 +1,14 @@
 """Expectations over a Gaussian of what observation models say, without draws."""
 
 import math
-from typing import Any
 
 import numpy as np
 import torch
 from pyro.distributions.torch_distribution import MaskedDistribution
 from torch import Tensor
-from torch.distributions import Independent
 
 from pyro_bdl.curvature.linear_outputs import GaussianOutputs
+from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.program.trace import Site
 
 DISCRETE = ("Categorical", "OneHotCategorical", "Bernoulli")
@@ -113,9 +112,7 @@ def class_probabilities(gaussian: GaussianOutputs, method: str) -> Tensor:
 def log_density(site: Site, gaussian: GaussianOutputs) -> Tensor | None:
     """log p(y) of the distribution's batch shape; None where there is no closed form."""
     kind, distribution = gaussian.outputs.kind, site.distribution
-    inner: Any = distribution
-    while isinstance(inner, Independent):
-        inner = inner.base_dist
+    inner = base_distribution(distribution, through_masks=False)
     if isinstance(inner, MaskedDistribution):
         return None
     shape = distribution.batch_shape

@@ -17,7 +17,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from pyro_bdl.curvature.linear_outputs import GaussianOutputs, LinearOutputs
-from pyro_bdl.distributions.take_apart import observation_mean, observation_variance
+from pyro_bdl.distributions.take_apart import (
+    observation_mean,
+    observation_variance,
+)
 from pyro_bdl.guides.laplace import LaplaceGuide
 from pyro_bdl.guides.mixture import MixtureGuide
 from pyro_bdl.predictive import closed_forms

@@ -16,7 +16,7 @@ from pyro_bdl.curvature.jacobian.datum_axes import Alignment
 from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.linear_outputs import GaussianOutputs, LinearOutputs, observed_outputs
 from pyro_bdl.curvature.structures.draws import LinearDraws
-from pyro_bdl.distributions.take_apart import parameters_of, without_wrappers
+from pyro_bdl.distributions.take_apart import base_distribution, parameters_of
 from pyro_bdl.guides.draws import check_posterior
 from pyro_bdl.guides.laplace import LaplaceGuide
 from pyro_bdl.predictive import closed_forms
@@ -90,7 +90,7 @@ class LinearizedPart:
     ) -> Tensor | None:
         """Draws of a deterministic site that is a parameter of an observed site."""
         for name, outputs in self.outputs.items():
-            base = without_wrappers(self.at.run.observed[name].distribution)[0]
+            base = base_distribution(self.at.run.observed[name].distribution)
             given = parameters_of(base)
             for key, parameter in outputs.values.items():
                 if torch.equal(parameter, value):

@@ -18,11 +18,11 @@ from torch.distributions.utils import probs_to_logits
 
 from pyro_bdl.distributions.take_apart import (
     Structure,
+    base_distribution,
     parameters_of,
     part_with,
     rebuild,
     take_apart,
-    without_wrappers,
 )
 from pyro_bdl.program.trace import Run, Site
 
@@ -38,7 +38,7 @@ def natural_parameters(distribution: Distribution, run: Run | None = None) -> di
         behind normalised logits, that output is taken: approximations of class probabilities use
         its variances.
     """
-    base: Any = without_wrappers(distribution)[0]
+    base: Any = base_distribution(distribution)
     kind, result = type(base).__name__, {}
     for key, value in parameters_of(base).items():
         part, name = part_with(base, key)
@@ -72,7 +72,7 @@ def natural_value(base: Distribution, key: str, value: Tensor) -> Tensor:
 
 def with_natural(site: Site, natural: dict[str, Tensor]) -> Site:
     """The site with other unbounded parameters, which may have more leading dimensions."""
-    base, _ = without_wrappers(site.distribution)
+    base = base_distribution(site.distribution)
     structure, _ = _apart(site)
     arguments = {key: constrained_value(base, key, value) for key, value in natural.items()}
     again = rebuild(structure._replace(event_dims=0), arguments)
@@ -85,7 +85,7 @@ def known_kind(site: Site) -> str:
     :raises NotImplementedError: where it is not made of tensors that can be moved.
     """
     _apart(site)
-    return type(without_wrappers(site.distribution)[0]).__name__
+    return type(base_distribution(site.distribution)).__name__
 
 
 def are_known(sites: Iterable[Site]) -> bool:
@@ -96,7 +96,7 @@ def are_known(sites: Iterable[Site]) -> bool:
 def _apart(site: Site) -> tuple[Structure, dict[str, Tensor]]:
     apart = take_apart(site.distribution)
     if apart is None:
-        kind = type(without_wrappers(site.distribution)[0]).__name__
+        kind = type(base_distribution(site.distribution)).__name__
         raise NotImplementedError(
             f"the linearized model does not know {kind} observations: use Predictive"
         )

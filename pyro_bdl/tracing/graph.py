@@ -1,10 +1,10 @@
-"""Questions about a graph of ATen operators, as ``make_fx`` gives it."""
+"""Queries and changes of a graph of ATen operators, as ``make_fx`` gives it."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 # Their schemas do not tell that in training they change the running statistics, arguments 3 and 4.
 _BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
@@ -110,3 +110,24 @@ def reached(graph: fx.Graph, sources: Iterable[fx.Node]) -> Iterator[fx.Node]:
             while part.args and isinstance(part.args[0], fx.Node):
                 part = part.args[0]
                 live.add(part)
+
+
+def lift(graph: fx.Graph, tensors: dict[fx.Node, Tensor]) -> dict[fx.Node, Tensor]:
+    """Make nodes with these values arguments of the graph, after the others; one for each tensor.
+
+    :returns: the new arguments and their values, in order.
+    """
+    lifted: dict[int, fx.Node] = {}
+    result: dict[fx.Node, Tensor] = {}
+    places = list(graph.find_nodes(op="placeholder"))
+    last = places[-1]
+    for node, tensor in tensors.items():
+        if id(tensor) not in lifted:
+            with graph.inserting_after(last):
+                last = graph.placeholder(f"outside_{len(places) + len(result)}")
+            last.meta["val"] = tensor.detach()
+            lifted[id(tensor)] = last
+            result[last] = tensor
+        node.replace_all_uses_with(lifted[id(tensor)])
+    graph.eliminate_dead_code(is_needed)
+    return result

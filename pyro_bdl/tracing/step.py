@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from pyro_bdl.tracing.backends import BACKENDS, Run
-from pyro_bdl.tracing.graph import is_needed
+from pyro_bdl.tracing.graph import lift
 from pyro_bdl.tracing.simplify import simplify
 from pyro_bdl.tracing.trace import NotTraceable, mutated, tensor_of, trace, variable_nodes
+from pyro_bdl.utils.autograd import leaves_behind, with_gradients
 
 Loss = Callable[..., tuple[Tensor, ...]]
 
@@ -61,7 +62,7 @@ class Outcome(NamedTuple):
 
     def differentiable(self) -> Tensor:
         """The loss, to be differentiated once."""
-        return _Loss.apply(self.results[0], self.gradients, *self.leaves())
+        return with_gradients(self.results[0], self.gradients, self.leaves())
 
     def add_gradients(self) -> bool:
         """Add the gradients to the parameters', as ``backward`` would; False, and nothing done,
@@ -76,20 +77,6 @@ class Outcome(NamedTuple):
                 else:
                     leaf.grad.add_(gradient)
         return True
-
-
-class _Loss(torch.autograd.Function):
-    """A loss whose gradients are known already."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: tuple[Tensor, ...], *leaves: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return loss.view_as(loss)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return None, None, *[gradient * g for g in ctx.gradients]
 
 
 def trace_step(loss: Loss, examples: Sequence[Tensor], backend: str) -> Step:
@@ -108,7 +95,7 @@ def trace_step(loss: Loss, examples: Sequence[Tensor], backend: str) -> Step:
         nonlocal others
         value, *rest = loss(*tensors)
         others = len(rest)
-        found = _leaves(value)
+        found = leaves_behind(value)
         if not found:
             raise NotTraceable("its loss depends on no parameter")
         gradients = torch.autograd.grad(value, found, allow_unused=True)
@@ -120,11 +107,11 @@ def trace_step(loss: Loss, examples: Sequence[Tensor], backend: str) -> Step:
     written = list({id(t): t for t in (tensor_of(graph, n) for n in mutated(graph))}.values())
     variable = {tensor_of(graph, n) for n in variable_nodes(graph) if n.op == "get_attr"}
     attributes = {n: tensor_of(graph, n) for n in graph.graph.find_nodes(op="get_attr")}
-    inputs = _lift(graph.graph, attributes)
+    inputs = lift(graph.graph, attributes)
     known = {node: tensor for node, tensor in inputs.items() if tensor not in variable}
     constants = list(known.values())  # those of which only a number was read included
     simplify(graph.graph, known)
-    inputs |= _lift(graph.graph, {n: t for n, t in known.items() if n.op != "placeholder"})
+    inputs |= lift(graph.graph, {n: t for n, t in known.items() if n.op != "placeholder"})
     for node in [node for node in inputs if not node.users]:
         graph.graph.erase_node(node)
         del inputs[node]
@@ -134,40 +121,3 @@ def trace_step(loss: Loss, examples: Sequence[Tensor], backend: str) -> Step:
     places = {id(argument): number for number, argument in enumerate(arguments)}
     where = [places.get(id(leaf), leaf) for leaf in leaves]
     return Step(run, outside, constants, written, where, others)
-
-
-def _leaves(value: Tensor) -> list[Tensor]:
-    """The tensors that ``value.backward()`` would give a gradient."""
-    found: list[Tensor] = []
-    seen: set[Any] = set()
-    todo = [value.grad_fn]
-    while todo:
-        node: Any = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.append(node.variable)
-        todo += [before for before, _ in node.next_functions]
-    return found
-
-
-def _lift(graph: fx.Graph, tensors: dict[fx.Node, Tensor]) -> dict[fx.Node, Tensor]:
-    """Make nodes with these values arguments of the graph, after the others; one for each tensor.
-
-    :returns: the new arguments and their values, in order.
-    """
-    lifted: dict[int, fx.Node] = {}
-    result: dict[fx.Node, Tensor] = {}
-    places = list(graph.find_nodes(op="placeholder"))
-    last = places[-1]
-    for node, tensor in tensors.items():
-        if id(tensor) not in lifted:
-            with graph.inserting_after(last):
-                last = graph.placeholder(f"outside_{len(places) + len(result)}")
-            last.meta["val"] = tensor.detach()
-            lifted[id(tensor)] = last
-            result[last] = tensor
-        node.replace_all_uses_with(lifted[id(tensor)])
-    graph.eliminate_dead_code(is_needed)
-    return result

@@ -1,13 +1,13 @@
-"""From a function of tensors to a graph of ATen operators that computes the same at other ones.
+"""Functions of tensors as graphs of ATen operators that compute the same at other tensors.
 
-Unlike the translation to JAX, the graph runs in torch: it keeps the very operators that the
-function ran, its random ones and changes in place included, so that it gives the same numbers.
+``trace`` keeps the very operators that the function ran, its random ones and changes in place
+included, so that torch gives the same numbers. ``pyro_bdl.tracing.pure`` builds on it.
 """
 
 import operator
 import os
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from pyro_bdl.tracing.graph import base, changed, is_random, reached, tagged
+from pyro_bdl.tracing.graph import base, changed, is_random, name_of, reached, tagged
 
 _FOLDERS = [Path(str(file)).parent for file in (__file__, torch.__file__, pyro.__file__)]
 _LIBRARIES = ("<string>", "<frozen", *(f"{folder}{os.sep}" for folder in _FOLDERS))
@@ -33,7 +33,14 @@ _DATA: Any = Tensor.data
 
 
 class NotTraceable(Exception):
-    """Why a function is no graph: half a sentence, which goes on after "since"."""
+    """A function is no graph; the message is half a sentence, which goes on after "since".
+
+    :param operator: the name of the ATen operator that shows it, where there is one.
+    """
+
+    def __init__(self, message: str, operator: str = "") -> None:
+        super().__init__(message)
+        self.operator = operator
 
 
 class _Methods(TorchFunctionMode):
@@ -101,19 +108,42 @@ def trace(function: Callable[..., Any], examples: Sequence[Tensor]) -> fx.GraphM
     :raises NotTraceable: where control flow or a shape depends on numbers that may be others in
         the next run: those of arguments, of parameters, random ones, those changed in place.
     """
+    graph, places = record(function, examples)
+    for node in graph.graph.find_nodes(op="get_attr"):
+        if tensor_of(graph, node).grad_fn is not None:
+            raise NotTraceable(
+                "it uses a tensor with a gradient that was computed outside of it: compute it in "
+                "the program"
+            )
+    for node in graph.graph.nodes:
+        if any(base(part).op == "placeholder" for part in changed(node)):
+            raise NotTraceable(f"it changes an argument in place ({node.target})", str(node.target))
+    refuse_reads(graph, variable_nodes(graph), places)
+    return graph
+
+
+def record(
+    function: Callable[..., Any],
+    examples: Sequence[Tensor],
+    decompositions: Mapping[Any, Callable] | None = None,
+) -> tuple[fx.GraphModule, list[str]]:
+    """Run a function once and return its operators as a graph, whatever it reads or changes.
+
+    :param decompositions: operators to be replaced by simpler ones, as in ``make_fx``.
+    :returns: the graph, and where in the user's files it reads the numbers of tensors.
+    """
     methods, outside = _Methods(), _Outside()
 
     def followed(*tensors: Tensor) -> Any:
         with methods, outside:
             return function(*tensors)
 
+    # Where values may be read, and where not, is decided on the whole graph.
+    make = make_fx(followed, decompositions, _error_on_data_dependent_ops=False)  # type: ignore[arg-type]
     try:
-        # Where values may be read, and where not, is decided on the whole graph.
-        graph = make_fx(followed, _error_on_data_dependent_ops=False)(*examples)
+        return make(*examples), methods.places
     finally:
         outside.put_back()
-    _refuse(graph, methods.places)
-    return graph
 
 
 def tensor_of(graph: fx.GraphModule, node: fx.Node) -> Tensor:
@@ -148,37 +178,37 @@ def mutated(graph: fx.GraphModule) -> Iterator[fx.Node]:
                 yield source
 
 
-def _refuse(graph: fx.GraphModule, places: list[str]) -> None:
-    for node in graph.graph.find_nodes(op="get_attr"):
-        if tensor_of(graph, node).grad_fn is not None:
-            raise NotTraceable(
-                "it uses a tensor with a gradient that was computed outside of it: compute it in "
-                "the program"
-            )
-    for node in graph.graph.nodes:
-        for part in changed(node):
-            if base(part).op == "placeholder":
-                raise NotTraceable(f"it changes an argument in place ({node.target})")
-    live = set(reached(graph.graph, variable_nodes(graph)))
+def refuse_reads(
+    graph: fx.GraphModule, variable: Iterable[fx.Node], places: Sequence[str] = ()
+) -> None:
+    """Refuse control flow and shapes that depend on numbers which may be others in the next run.
+
+    :param variable: the nodes of such numbers.
+    :param places: where numbers are read, from ``record``.
+    :raises NotTraceable: naming the operator.
+    """
+    live = set(reached(graph.graph, variable))
     readers = [n for n in graph.graph.nodes if tagged(n, torch.Tag.data_dependent_output)]
     for number, node in enumerate(readers):
         if live.intersection(node.all_input_nodes):
             place = places[number] if len(places) == len(readers) else ""
             raise NotTraceable(
-                f"it reads numbers that change from step to step{place}, as control flow does"
+                f"it reads numbers that change from step to step{place}, as control flow does",
+                str(node.target),
             )
     for node in graph.graph.nodes:
         if live.intersection(node.all_input_nodes) and _shape_varies(node, live):
             raise NotTraceable(
                 f"the shape of a tensor depends on numbers that change from step to step "
-                f"({node.target})"
+                f"({node.target})",
+                str(node.target),
             )
 
 
 def _shape_varies(node: fx.Node, live: set[fx.Node]) -> bool:
     if node.target is operator.getitem or not tagged(node, torch.Tag.dynamic_output_shape):
         return False
-    if node.target is not torch.ops.aten.index.Tensor:
+    if name_of(node) not in ("index", "masked_select"):
         return True
     indices = [n for n in node.all_input_nodes[1:] if n in live]
     return any(n.meta["val"].dtype in (torch.bool, torch.uint8) for n in indices)

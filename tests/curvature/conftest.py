@@ -6,7 +6,7 @@ import torch
 from pyro_bdl import bayesianize, models
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fit import fit_curvature
-from pyro_bdl.distributions.take_apart import without_wrappers
+from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.program import Program
 from pyro_bdl.program.subset import Subset
 
@@ -46,7 +46,7 @@ class Oracle:
         run = program.run(program.constrain(vector)[0])
         total = 0.0
         for name, site in run.observed.items():
-            base = without_wrappers(site.distribution)[0]
+            base = base_distribution(site.distribution)
             weight = torch.ones(base.batch_shape)
             if weights is not None:
                 weight = weight * weights[name]
@@ -56,7 +56,7 @@ class Oracle:
                 for key in keys:
 
                     def read(run, name=name, key=key):
-                        base = without_wrappers(run.observed[name].distribution)[0]
+                        base = base_distribution(run.observed[name].distribution)
                         return getattr(base, key)
 
                     part = cls.jacobian(program, vector, read)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.func import jacrev
 
 from pyro_bdl import Program, bayesianize, evidence, models, priors
-from pyro_bdl.distributions.take_apart import without_wrappers
+from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.evidence import LastLayerEvidence
 from pyro_bdl.guides import AutoLaplaceGGN, AutoLastLayer
@@ -100,7 +100,7 @@ def dense(model, guide, sites, x, y):
     program, layout = Program(model, x, y), guide.layout
     values, log_det = layout.constrain(guide.loc)
     run = program.run(values)
-    base = [without_wrappers(run.latents[name].distribution)[0] for name in sites]
+    base = [base_distribution(run.latents[name].distribution) for name in sites]
     start = {
         name: prior.loc.expand(prior.batch_shape) for name, prior in zip(sites, base, strict=True)
     }
@@ -108,12 +108,12 @@ def dense(model, guide, sites, x, y):
 
     def location(last):
         site = program.run(values | last).observed["y"]
-        return without_wrappers(site.distribution)[0].loc.reshape(-1)
+        return base_distribution(site.distribution).loc.reshape(-1)
 
     found = jacrev(location)(start)
     design = torch.cat([found[name].reshape(y.numel(), -1) for name in sites], 1)
     observed = run.observed["y"]
-    normal = without_wrappers(observed.distribution)[0]
+    normal = base_distribution(observed.distribution)
     noise = normal.scale.expand(normal.batch_shape).reshape(-1)
     marginal = design * variance @ design.T + torch.diag(noise**2)
     kept = torch.ones(y.shape, dtype=torch.bool)

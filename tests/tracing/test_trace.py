@@ -29,7 +29,7 @@ def test_outside_tensors_are_the_very_same():
     ],
 )
 def test_reads_are_refused_where_they_are(function):
-    with pytest.raises(NotTraceable, match=r"reads numbers .* in line \d+ of test_tracing.py"):
+    with pytest.raises(NotTraceable, match=r"reads numbers .* in line \d+ of test_trace.py"):
         trace(function, (X,))
 
 

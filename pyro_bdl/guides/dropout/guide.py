@@ -24,7 +24,7 @@ from pyro_bdl.distributions.dropout_noise import (
     variance,
 )
 from pyro_bdl.distributions.log_uniform import LogUniform
-from pyro_bdl.distributions.take_apart import without_wrappers
+from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide, sample_site
 from pyro_bdl.guides.dropout.layers import DropoutLayers
@@ -182,7 +182,7 @@ class AutoMCDropout(Guide):
         """The dropped sites whose prior is log-uniform."""
         found = []
         for name, site in run.latents.items():
-            if not isinstance(without_wrappers(site.distribution)[0], LogUniform):
+            if not isinstance(base_distribution(site.distribution), LogUniform):
                 continue
             if name not in self.weights or not isinstance(self.noise, GaussianNoise):
                 raise ValueError(

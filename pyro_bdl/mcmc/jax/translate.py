@@ -6,74 +6,28 @@ constants alone is computed once, in torch.
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pyro
 import torch
 from torch import Tensor, fx
 from torch._decomp import core_aten_decompositions, get_decompositions
-from torch.distributions import Distribution
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pyro_bdl.errors import MissingOperatorError
 from pyro_bdl.mcmc.jax.ops.registry import as_dtype, aten, cast, lookup
+from pyro_bdl.tracing.graph import is_random
+from pyro_bdl.tracing.pure import plain_torch, trace_pure
+from pyro_bdl.tracing.simplify import LARGE
+from pyro_bdl.tracing.trace import NotTraceable, tensor_of
 
 WAY_OUT = 'Sample with backend="pyro", which runs any program.'
 # Options of creation operators that say where and how memory is laid out.
 LAYOUT = {"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"}
 # torch decomposes these too, but not by default.
 DECOMPOSED = [aten.grid_sampler_2d, aten.upsample_bicubic2d, aten.dist, aten.ldexp]
-# A constant that an operator (expand, say) blows up beyond this many elements stays small.
-LARGE = 2**16
-
-
-# Tracing ----------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-@contextmanager
-def _fast_path_off() -> Iterator[None]:
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
-
-
-@contextmanager
-def _plain_torch() -> Iterator[None]:
-    """No fused kernels, no validation: both hide or branch on what a trace must see."""
-    with ExitStack() as stack:
-        for setting in (
-            torch.no_grad(),
-            sdpa_kernel(SDPBackend.MATH),
-            _fast_path_off(),
-            _set(torch.backends.mkldnn, "enabled", False),
-            _set(torch.backends.cudnn, "enabled", False),
-            # The class's default holds for distributions made in the trace, the method for those
-            # made before it. Pyro's context restores its own default into torch's, hence first.
-            _set(Distribution, "_validate_args", False),
-            _set(Distribution, "_validate_sample", lambda self, value: None),
-            pyro.validation_enabled(False),
-        ):
-            stack.enter_context(setting)
-        yield
 
 
 @functools.cache
@@ -83,100 +37,13 @@ def _decompositions() -> dict[Any, Callable]:
     return {op: rule for op, rule in table.items() if lookup(op) is None}
 
 
-def trace(function: Callable, example: Tensor, *more_examples: Tensor) -> fx.GraphModule:
-    """The graph of ATen operators of a pure function of tensors, without in-place operators.
-
-    It holds for the shapes and dtypes of the examples. Validation, fused attention and oneDNN are
-    off while tracing and restored afterwards. Raises ``MissingOperatorError`` if control flow
-    depends on the inputs or if a tensor from outside is changed in place.
-    """
-    examples = [e.detach() for e in (example, *more_examples)]
-    with _plain_torch():
-        graph = _operators(function, examples)
-        _refuse_branches(graph)
-        graph.graph.eliminate_dead_code(lambda node: _is_border(node) or _mutates(node))
-        if any(map(_mutates, graph.graph.nodes)):
-            graph = _functional(graph, examples)
-    for node in graph.graph.nodes:
-        if _mutates(node):
-            message = "changes a tensor that it did not make, in place (a module in train mode?)."
-            raise _missing([node], message)
-    graph.graph.eliminate_dead_code(_is_border)
-    graph.recompile()
-    return graph
-
-
-def _operators(function: Callable, arguments: Sequence[Tensor]) -> fx.GraphModule:
-    make = make_fx(
-        function,
-        decomposition_table=_decompositions(),
-        # Where values may be read, and where not, is decided on the whole graph.
-        _error_on_data_dependent_ops=False,
-    )
-    return make(*arguments)
-
-
-class _Lifted(fx.Interpreter):
-    """Runs a graph with its constants given from outside."""
-
-    given: dict[str, Tensor]
-
-    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Tensor:
-        return self.given[target]
-
-
-def _functional(graph: fx.GraphModule, examples: Sequence[Tensor]) -> fx.GraphModule:
-    """The graph without in-place operators; functionalize asks for all its tensors as inputs."""
-    nodes = graph.graph.find_nodes(op="get_attr")
-    attributes = {node.target: getattr(graph, node.target) for node in nodes}
-
-    def lifted(*arguments: Tensor) -> Any:
-        interpreter = _Lifted(graph)
-        interpreter.given = dict(zip(attributes, arguments[len(examples) :], strict=True))
-        return interpreter.run(*arguments[: len(examples)])
-
-    arguments = (*examples, *attributes.values())
-    functional = _operators(torch.func.functionalize(lifted), arguments)
-    inputs = list(functional.graph.find_nodes(op="placeholder"))[len(examples) :]
-    for node, (name, value) in zip(inputs, attributes.items(), strict=True):
-        functional.register_buffer(f"lifted{name}", value.detach())
-        with functional.graph.inserting_before(node):
-            node.replace_all_uses_with(functional.graph.get_attr(f"lifted{name}"))
-        functional.graph.erase_node(node)
-    return functional
-
-
-def _is_border(node: fx.Node) -> bool:
-    return node.op in ("placeholder", "output")
-
-
-def _schema(node: fx.Node) -> Any:
-    return getattr(node.target, "_schema", None)
-
-
-def _mutates(node: fx.Node) -> bool:
-    schema = _schema(node)
-    return schema is not None and schema.is_mutable
-
-
-def _tagged(node: fx.Node, tag: torch.Tag) -> bool:
-    return tag in getattr(node.target, "tags", ())
-
-
-def _refuse_branches(graph: fx.GraphModule) -> None:
-    """Reading a constant's value is fine, reading an input's would freeze the example's."""
-    live = set(graph.graph.find_nodes(op="placeholder"))
-    for node in graph.graph.nodes:
-        if not live.intersection(node.all_input_nodes):
-            continue
-        live.add(node)
-        if _tagged(node, torch.Tag.data_dependent_output):
-            raise _missing([node], "reads a value of the latents, as control flow does.")
-        if _mutates(node):
-            # So is what the changed tensor is a view of.
-            while node.args and isinstance(node.args[0], fx.Node):
-                node = node.args[0]
-                live.add(node)
+def _traced(function: Callable, examples: Sequence[Tensor]) -> fx.GraphModule:
+    """The graph of the operators of the table, and of those that it lacks."""
+    try:
+        return trace_pure(function, examples, _decompositions())
+    except NotTraceable as error:
+        message = f"{error.operator}: {error}. {WAY_OUT}"
+        raise MissingOperatorError(message, op=error.operator) from error
 
 
 # Translation ------------------------------------------------------------------------------------
@@ -223,7 +90,7 @@ def to_jax(
         the function leaves in its graph too; the result's ``detaches`` says whether there is one.
     """
     examples = (example, *more_examples)
-    graph = trace(function, *examples)
+    graph = _traced(function, examples)
     detached = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default)
     if through_detach:
         for node in detached:
@@ -311,10 +178,10 @@ def _check(arguments: Sequence[jax.Array], examples: Sequence[Tensor]) -> None:
 def _known(graph: fx.GraphModule) -> dict[fx.Node, Any]:
     """The values of the nodes that no input reaches."""
     known: dict[fx.Node, Any] = {}
-    with _plain_torch():
+    with plain_torch():
         for node in graph.graph.nodes:
             if node.op == "get_attr":
-                known[node] = getattr(graph, node.target)
+                known[node] = tensor_of(graph, node)
             elif _foldable(node, known):
                 value = node.target(*_replace(node.args, known), **_replace(node.kwargs, known))
                 sources = [known[n] for n in node.all_input_nodes]
@@ -324,8 +191,9 @@ def _known(graph: fx.GraphModule) -> dict[fx.Node, Any]:
 
 
 def _foldable(node: fx.Node, known: dict[fx.Node, Any]) -> bool:
-    random = _tagged(node, torch.Tag.nondeterministic_seeded)
-    return node.op == "call_function" and not random and known.keys() >= set(node.all_input_nodes)
+    if node.op != "call_function" or is_random(node):
+        return False
+    return known.keys() >= set(node.all_input_nodes)
 
 
 def _size(value: Any) -> int:
@@ -364,7 +232,7 @@ def _missing(nodes: Sequence[fx.Node], what: str) -> MissingOperatorError:
 
 def _refuse_randomness(graph: fx.GraphModule) -> None:
     for node in graph.graph.nodes:
-        if _tagged(node, torch.Tag.nondeterministic_seeded) and lookup(node.target) is None:
+        if is_random(node) and lookup(node.target) is None:
             what = "draws random numbers, but a density is a function (dropout in train mode?)."
             raise _missing([node], what)
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.vmap import DrawMap
+from pyro_bdl.tracing.trace import trace
 from pyro_bdl.utils.module_state import vmappable
 from pyro_bdl.utils.random_state import everywhere
 
@@ -90,7 +90,7 @@ class Scores:
 
         try:
             with vmappable():
-                graph = make_fx(scores)(vectors, *(leaves[place] for place in places))
+                graph = trace(scores, [vectors, *(leaves[place] for place in places)])
         except Exception:  # whatever the program does that cannot be recorded, it can be run
             return None
         return _Graph(graph, places)

@@ -1,7 +1,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pyro
 import pyro.distributions as dist
 import pytest
 import torch
@@ -9,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyro_bdl.errors import MissingOperatorError
-from pyro_bdl.mcmc.jax.translate import to_jax, trace
+from pyro_bdl.mcmc.jax.translate import to_jax
 
 # Types, constants, results ----------------------------------------------------------------------
 
@@ -164,50 +163,3 @@ def test_arguments_are_checked():
         f(jnp.ones(3))
     with pytest.raises(TypeError, match="1 arrays"):
         f(jnp.ones(2), jnp.ones(2))
-
-
-def flags():
-    return (
-        torch.backends.mha.get_fastpath_enabled(),
-        torch.backends.mkldnn.enabled,
-        torch.backends.cudnn.enabled,
-        torch.backends.cuda.math_sdp_enabled(),
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.is_grad_enabled(),
-        torch.distributions.Distribution._validate_args,
-        torch.distributions.Distribution._validate_sample,
-        pyro.distributions.is_validation_enabled(),
-        pyro.poutine.is_validation_enabled(),
-        pyro.infer.is_validation_enabled(),
-    )
-
-
-@pytest.mark.parametrize("validation", [True, False])
-def test_global_flags_are_restored_after_an_exception(validation):
-    def fails(z):
-        seen.append(flags())
-        raise KeyboardInterrupt
-
-    seen = []
-    original = torch.distributions.Distribution._validate_args
-    try:
-        torch.distributions.Distribution.set_default_validate_args(validation)
-        before = flags()
-        with pytest.raises(KeyboardInterrupt):
-            trace(fails, torch.ones(2))
-        assert flags() == before != seen[0]
-    finally:
-        torch.distributions.Distribution.set_default_validate_args(original)
-
-
-def test_the_trace_has_no_operator_in_place():
-    def function(z):
-        out = torch.zeros(3)
-        out[1:] = z
-        return out.mul_(weight).sum()
-
-    weight = torch.arange(3.0)
-    graph = trace(function, torch.ones(2))
-    targets = [n.target for n in graph.graph.nodes if n.op == "call_function"]
-    assert not any(target._schema.is_mutable for target in targets)
-    torch.testing.assert_close(graph(weight[1:]), torch.tensor(5.0))

@@ -1,0 +1,63 @@
+"""Autograd's graph: the tensors behind a result, and results whose gradients are known."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
+
+_Edge = tuple[Any, int]  # a node of the graph, and which of its results
+
+
+def reaches(value: Tensor, tensors: Iterable[Tensor]) -> bool:
+    """Whether a gradient of ``value`` flows to one of the tensors, leaves or not."""
+    wanted = {_edge(tensor) for tensor in tensors if tensor.requires_grad}
+    return any(edge in wanted for edge in _edges(value))
+
+
+def leaves_behind(value: Tensor, stop: Iterable[Tensor] = ()) -> list[Tensor]:
+    """The leaves to which ``value.backward()`` would give a gradient.
+
+    :param stop: tensors past which the graph is not followed.
+    """
+    nodes = (node for node, _ in _edges(value, stop))
+    return [node.variable for node in nodes if hasattr(node, "variable")]
+
+
+def with_gradients(value: Tensor, gradients: Sequence[Tensor], leaves: Sequence[Tensor]) -> Tensor:
+    """A scalar whose gradients in some leaves are known already; it can be differentiated once."""
+    return _WithGradients.apply(value, gradients, *leaves)
+
+
+class _WithGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradients: Sequence[Tensor], *leaves: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple:  # type: ignore[override]
+        return None, None, *(upstream.to(gradient) * gradient for gradient in ctx.gradients)
+
+
+def _edges(value: Tensor, stop: Iterable[Tensor] = ()) -> Iterator[_Edge]:
+    """The edges of the graph that computed a tensor, its own first."""
+    if not value.requires_grad:
+        return
+    seen = {_edge(tensor) for tensor in stop if tensor.requires_grad}
+    pending = [_edge(value)]
+    while pending:
+        edge = pending.pop()
+        if edge[0] is None or edge in seen:
+            continue
+        seen.add(edge)
+        yield edge
+        pending += edge[0].next_functions
+
+
+def _edge(tensor: Tensor) -> _Edge:
+    edge = get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
