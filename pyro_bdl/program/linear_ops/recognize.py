@@ -34,11 +34,12 @@ class AffineOp:
         there is none.
     :param bias: b, as the function takes it. None where there is none.
     :param input_dim: the dimension of a that numbers the input units; None for an embedding.
-    :param weight_dim: the dimension of w that numbers them, of each group in a convolution.
+    :param weight_dim: the dimension of w that numbers them.
     :param output_dim: the dimension of z that numbers the output units; for a scale the first one
         along which w lies.
     :param bias_dim: the first dimension of z along which b lies.
-    :param groups: of a convolution.
+    :param groups: how many groups of input units w meets one after the other, along its output
+        units. 1 for a transposed convolution, whose w numbers the units of all groups.
     :param sign: -1 for a bias that is subtracted.
     :param is_plain: whether z is just that. False where the call has a factor other than 1,
         rescales rows that it looks up, or replaces their gradients.
@@ -142,7 +143,7 @@ def _convolution(
         weight_dim=1 if kind == "convolution" else 0,
         output_dim=channels,
         bias_dim=channels,
-        groups=named.get("groups", 1),
+        groups=named.get("groups", 1) if kind == "convolution" else 1,
         settings={k: v for k, v in named.items() if k not in ("input", "weight", "bias")},
     )
 

@@ -111,7 +111,7 @@ def test_convolutions(name):
         dim,
         *[channels] * 2,
     )
-    assert op.inputs.shape[channels] == op.weight.shape[dim] * (op.groups if dim else 1)
+    assert op.inputs.shape[channels] == op.weight.shape[dim] * op.groups
     z = op.function(op.inputs, op.weight, **op.settings)
     z = z if op.bias is None else z + _along(op.bias, op.bias_dim, z)
     torch.testing.assert_close(z, function(*args, **kwargs))
