@@ -1,4 +1,4 @@
-"""The affine operations in which a program uses its latents, for derivatives.
+"""Where the latents of a program enter linear operations, for derivatives.
 
 While a program runs inside ``UseRecorder``, every operation on a latent that is affine in it
 (products, convolutions, look-ups, norm scales, biases) is recorded as an ``AffineUse``. The
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from pyro_bdl.curvature.jacobian.patches import patches
-from pyro_bdl.program.linear_ops.tracker import OPERATIONS, Tag, Tracker
+from pyro_bdl.program.linear_ops.recognize import AffineOp, recognize
+from pyro_bdl.program.linear_ops.tracker import Tag, Tracker
 
 
 @dataclass
@@ -108,48 +108,46 @@ class UseRecorder(Tracker):
 
 def _record(func: Any, args: tuple, kwargs: dict, result: Any, mode: UseRecorder) -> set[int]:
     """Record the uses of one operation; returns the ids of the tensors that were understood."""
-    operation = OPERATIONS.get(func)
-    if operation is None or not isinstance(result, Tensor):
+    op = recognize(func, args, kwargs, mode.is_latent)
+    if op is None or not op.is_plain or not isinstance(result, Tensor) or not result.dim():
         return set()
-    return _RECORDERS[operation.family](mode, operation.bind(args, kwargs), result)
+    recorded = _RECORDERS[op.kind](mode, op, result) if op.kind in _RECORDERS else []
+    return {id(tag.tensor) for tag in recorded}
 
 
-# ------------------------------------------------------------------------------- products
-
-
-def _product(
-    mode: UseRecorder,
-    tag: Tag,
-    output: Tensor,
-    inputs: Tensor,
-    *,
-    transposed: bool = False,
-    to_rows: Callable[[Tensor], Tensor] | None = None,
-) -> None:
-    """Record z = a w' for w (out, in), or z = a w for w (in, out) where ``transposed``."""
-    weight = tag.tensor
-    out, into = weight.shape[::-1] if transposed else weight.shape
-    indices = tag.indices
-    if transposed:
-        indices = tag.index().mT
+def _product(mode: UseRecorder, op: AffineOp, output: Tensor) -> list[Tag]:
+    weight = mode.tag(op.weight)
+    if weight is None or mode.is_latent(op.inputs):
+        return _bias(mode, op, output)
+    if weight.tensor.dim() == 1:
+        mode.vector_products.append(VectorProduct(weight.site, len(mode.uses), output.shape))
+        return _bias(mode, op, output)
+    indices = weight.indices
+    if op.weight_dim == 0:
+        indices = op.as_matrix(weight.index())
+    shape = torch.Size((1, *op.as_matrix(weight.tensor).shape))
     mode.add(
-        tag,
+        weight,
         "product",
         output,
-        indices=None if indices is None else indices.reshape(1, out, into),
-        shape=torch.Size((1, out, into)),
-        inputs=inputs.detach(),
-        to_rows=to_rows,
+        indices=None if indices is None else indices.reshape(shape),
+        shape=shape,
+        inputs=op.rows().detach(),
+        to_rows=None if op.output_dim == -1 else op.turned,
     )
+    return [weight, *_bias(mode, op, output)]
 
 
 def _bias(
     mode: UseRecorder,
-    tag: Tag,
+    op: AffineOp,
     output: Tensor,
     to_rows: Callable[[Tensor], Tensor] | None = None,
-) -> None:
-    """Record z = ... + b with b along the features."""
+) -> list[Tag]:
+    """z = ... + b with b along the features."""
+    tag = mode.tag(op.bias)
+    if tag is None or tag.tensor.shape != output.shape[op.bias_dim :][:1]:
+        return []
     size = tag.tensor.numel()
     mode.add(
         tag,
@@ -160,102 +158,41 @@ def _bias(
         inputs=None,
         to_rows=to_rows,
     )
+    return [tag]
 
 
-def _linear(mode: UseRecorder, named: dict, output: Tensor) -> set[int]:
-    inputs, seen = named["input"], set()
-    weight, bias = mode.tag(named["weight"]), mode.tag(named.get("bias"))
-    if weight and not mode.tag(inputs) and weight.tensor.dim() == 2:
-        _product(mode, weight, output, inputs)
-        seen.add(id(weight.tensor))
-    elif weight and weight.tensor.dim() == 1:
-        _vector_product(mode, weight, output)
-    if bias:
-        _bias(mode, bias, output)
-        seen.add(id(bias.tensor))
-    return seen
-
-
-def _matmul(mode: UseRecorder, named: dict, output: Tensor) -> set[int]:
-    left, right = named["input"], named["other"]
-    first, second = mode.tag(left), mode.tag(right)
-    if (first and second) or not isinstance(left, Tensor) or not isinstance(right, Tensor):
-        return set()
-    if second and right.dim() == 2 and left.dim() >= 2:
-        _product(mode, second, output, left, transposed=True)
-        return {id(right)}
-    if first and left.dim() == 2 and right.dim() >= 2:
-        _product(mode, first, output, right.mT, to_rows=lambda z: z.mT)
-        return {id(left)}
-    if second and right.dim() == 1 and left.dim() >= 2:
-        _vector_product(mode, second, output)
-    if first and left.dim() == 1 and right.dim() >= 2:
-        _vector_product(mode, first, output)
-    return set()
-
-
-def _vector_product(mode: UseRecorder, tag: Tag, output: Tensor) -> None:
-    mode.vector_products.append(VectorProduct(tag.site, len(mode.uses), output.shape))
-
-
-def _rmatmul(mode: UseRecorder, named: dict, output: Tensor) -> set[int]:
-    return _matmul(mode, {"input": named["other"], "other": named["input"]}, output)
-
-
-def _mv(mode: UseRecorder, named: dict, output: Tensor) -> set[int]:
-    return _matmul(mode, {"input": named["input"], "other": named["vec"]}, output)
-
-
-def _addmm(mode: UseRecorder, named: dict, output: Tensor) -> set[int]:
-    if named.get("beta", 1) != 1 or named.get("alpha", 1) != 1:
-        return set()
-    seen = _matmul(mode, {"input": named["mat1"], "other": named["mat2"]}, output)
-    bias = mode.tag(named["input"])
-    if bias and bias.tensor.shape == output.shape[-1:]:
-        _bias(mode, bias, output)
-        seen.add(id(bias.tensor))
-    return seen
-
-
-# ------------------------------------------------------------------------------- convolutions
-
-
-def _convolution(mode: UseRecorder, named: dict, output: Tensor) -> set[int]:
-    inputs, weight = named["input"], named["weight"]
-    spatial = weight.dim() - 2
-    tag, bias, seen = mode.tag(weight), mode.tag(named.get("bias")), set()
-    groups = named.get("groups", 1)
-    if inputs.dim() != spatial + 2 or mode.tag(inputs):
-        return set()
+def _convolution(mode: UseRecorder, op: AffineOp, output: Tensor) -> list[Tag]:
+    if op.input_dim != 1 or mode.is_latent(op.inputs):  # no axis of data
+        return []
 
     def to_rows(z: Tensor) -> Tensor:  # (rows, channels, *positions) -> (rows, positions, channels)
         return z.flatten(2).mT
 
-    if tag:
-        settings = {
-            "kernel": tuple(weight.shape[2:]),
-            "stride": _spread(named.get("stride", 1), spatial),
-            "dilation": _spread(named.get("dilation", 1), spatial),
-            "padding": named.get("padding", 0),
-            "groups": groups,
-        }
-        out, into = weight.shape[0] // groups, weight[0].numel()
-        mode.add(
-            tag,
-            "product",
-            output,
-            indices=None if tag.indices is None else tag.indices.reshape(groups, out, into),
-            shape=torch.Size((groups, out, into)),
-            inputs=inputs.detach(),
-            to_rows=to_rows,
-            unfold=lambda a: patches(a, **settings),
-            groups=groups,
-        )
-        seen.add(id(weight))
-    if bias:
-        _bias(mode, bias, output, to_rows)
-        seen.add(id(bias.tensor))
-    return seen
+    tag = mode.tag(op.weight)
+    if tag is None:
+        return _bias(mode, op, output, to_rows)
+    weight, groups = tag.tensor, op.groups
+    spatial = weight.dim() - 2
+    settings = {
+        "kernel": tuple(weight.shape[2:]),
+        "stride": _spread(op.settings.get("stride", 1), spatial),
+        "dilation": _spread(op.settings.get("dilation", 1), spatial),
+        "padding": op.settings.get("padding", 0),
+        "groups": groups,
+    }
+    shape = torch.Size((groups, weight.shape[0] // groups, weight[0].numel()))
+    mode.add(
+        tag,
+        "product",
+        output,
+        indices=None if tag.indices is None else tag.indices.reshape(shape),
+        shape=shape,
+        inputs=op.inputs.detach(),
+        to_rows=to_rows,
+        unfold=lambda a: patches(a, **settings),
+        groups=groups,
+    )
+    return [tag, *_bias(mode, op, output, to_rows)]
 
 
 def _spread(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
@@ -264,147 +201,74 @@ def _spread(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
     return tuple(value) * (dims if len(value) == 1 else 1)
 
 
-# ------------------------------------------------------------------------------- look-ups, scales
-
-
-def _embedding(mode: UseRecorder, named: dict, output: Tensor) -> set[int]:
-    tag = mode.tag(named["weight"])
-    if not tag or named.get("max_norm") is not None or named.get("scale_grad_by_freq"):
-        return set()
-    inputs = named["input"]
-    padding = named.get("padding_idx")
+def _embedding(mode: UseRecorder, op: AffineOp, output: Tensor) -> list[Tag]:
+    tag = mode.tag(op.weight)
+    if tag is None:
+        return []
+    inputs, padding = op.inputs, op.settings["padding_idx"]
     if padding is not None:  # that row has no gradient, as in autograd
         inputs = inputs.masked_fill(inputs == padding % len(tag.tensor), -1)
     mode.add(
         tag, "lookup", output, indices=tag.indices, shape=tag.tensor.shape, inputs=inputs.detach()
     )
-    return {id(tag.tensor)}
+    return [tag]
 
 
-def _norm(mode: UseRecorder, named: dict, output: Tensor, plain: Callable, dim: int) -> set:
-    """Record z = xhat * w + b, with w along dimension ``dim`` of z and the following ones."""
-    seen: set[int] = set()
-    weight, bias = mode.tag(named.get("weight")), mode.tag(named.get("bias"))
-    if mode.tag(named["input"]):
-        return seen
-    if weight:
+def _scale(mode: UseRecorder, op: AffineOp, output: Tensor) -> list[Tag]:
+    """z = multiplier * w + b."""
+    if op.settings.get("training"):
+        raise ValueError(
+            "a BatchNorm layer computes with the batch's own statistics, which makes data depend "
+            "on each other: call network.eval() and use its running statistics "
+            "(track_running_stats=True) for curvature"
+        )
+    if mode.is_latent(op.inputs):
+        return []
+    weight, bias = mode.tag(op.weight), mode.tag(op.bias)
+    if weight is not None:
+        assert op.multiplier is not None
         with torch.no_grad():
-            multiplier = plain(named)
-        seen |= _scale(mode, weight, output, multiplier, dim)
-    if bias:
-        seen |= _scale(mode, bias, output, None, dim)
-    return seen
+            multiplier = op.multiplier()
+        _multiple(mode, weight, output, multiplier, op.output_dim)
+    if bias is not None:
+        _multiple(mode, bias, output, None, op.bias_dim)
+    return [tag for tag in (weight, bias) if tag is not None]
 
 
-def _scale(
-    mode: UseRecorder, tag: Tag, output: Tensor, multiplier: Tensor | None, dim: int
-) -> set[int]:
-    """Record z = multiplier * w + ..., with the dimensions of w at ``dim`` of z and after."""
+def _addition(mode: UseRecorder, op: AffineOp, output: Tensor) -> list[Tag]:
+    """z = x + b or x - b."""
+    if op.sign > 0 and output.dim() > 1 and (found := _bias(mode, op, output)):
+        return found
+    tag = mode.tag(op.bias)
+    if tag is None or op.inputs is None:
+        return []
+    _multiple(mode, tag, output, None if op.sign > 0 else -1.0, op.bias_dim)
+    return [tag]
+
+
+def _multiple(mode: UseRecorder, tag: Tag, output: Tensor, multiplier: Any, dim: int) -> None:
+    """z = multiplier * w + ..., with the dimensions of w at ``dim`` of z and after."""
     start = dim % output.dim()
     shape = (1,) * start + tuple(tag.tensor.shape)
     shape += (1,) * (output.dim() - len(shape))
-    reduce_dims = tuple(d for d, size in enumerate(shape) if size == 1)
+    if multiplier is not None:
+        multiplier = torch.as_tensor(multiplier, device=output.device, dtype=output.dtype)
+        multiplier = multiplier.detach().expand(output.shape)
     mode.add(
         tag,
         "scale",
         output,
         indices=None if tag.indices is None else tag.indices.reshape(-1),
         shape=torch.Size((tag.tensor.numel(),)),
-        inputs=None if multiplier is None else multiplier.detach(),
-        reduce_dims=reduce_dims,
+        inputs=multiplier,
+        reduce_dims=tuple(d for d, size in enumerate(shape) if size == 1),
     )
-    return {id(tag.tensor)}
 
 
-def _layer_norm(mode: UseRecorder, named: dict, output: Tensor) -> set[int]:
-    def plain(n: dict) -> Tensor:
-        return F.layer_norm(n["input"], n["normalized_shape"], None, None, n.get("eps", 1e-5))
-
-    return _norm(mode, named, output, plain, -len(named["normalized_shape"]))
-
-
-def _rms_norm(mode: UseRecorder, named: dict, output: Tensor) -> set[int]:
-    def plain(n: dict) -> Tensor:
-        return F.rms_norm(n["input"], n["normalized_shape"], None, n.get("eps"))
-
-    return _norm(mode, named, output, plain, -len(named["normalized_shape"]))
-
-
-def _group_norm(mode: UseRecorder, named: dict, output: Tensor) -> set[int]:
-    def plain(n: dict) -> Tensor:
-        return F.group_norm(n["input"], n["num_groups"], None, None, n.get("eps", 1e-5))
-
-    return _norm(mode, named, output, plain, 1)
-
-
-def _batch_norm(mode: UseRecorder, named: dict, output: Tensor) -> set[int]:
-    if named.get("training"):
-        raise ValueError(
-            "a BatchNorm layer computes with the batch's own statistics, which makes data depend "
-            "on each other: call network.eval() and use its running statistics "
-            "(track_running_stats=True) for curvature"
-        )
-
-    def plain(n: dict) -> Tensor:
-        mean, variance = n["running_mean"], n["running_var"]
-        return F.batch_norm(n["input"], mean, variance, None, None, False, 0.0, n.get("eps", 1e-5))
-
-    return _norm(mode, named, output, plain, 1)
-
-
-def _elementwise(
-    mode: UseRecorder, named: dict, output: Tensor, multiplied: bool, signs: tuple[int, int]
-) -> set[int]:
-    """Record z = w + x, w - x, x - w or w * x; the latent lies along the last dimensions of z."""
-    left, right = named["input"], named["other"]
-    first, second = mode.tag(left), mode.tag(right)
-    if (first and second) or named.get("alpha", 1) != 1:
-        return set()
-    tag, other, sign = (first, right, signs[0]) if first else (second, left, signs[1])
-    assert tag is not None
-    multiplier = None
-    if multiplied:
-        multiplier = torch.as_tensor(other, device=output.device, dtype=output.dtype)
-        multiplier = multiplier.detach().expand(output.shape)
-    elif sign < 0:
-        multiplier = -torch.ones((), device=output.device, dtype=output.dtype).expand(output.shape)
-    elif tag.tensor.shape == output.shape[-1:] and output.dim() > 1:
-        _bias(mode, tag, output)
-        return {id(tag.tensor)}
-    dim = output.dim() - tag.tensor.dim()
-    return _scale(mode, tag, output, multiplier, dim) if output.dim() else set()
-
-
-def _add(mode: UseRecorder, named: dict, output: Tensor) -> set[int]:
-    return _elementwise(mode, named, output, False, (1, 1))
-
-
-def _subtract(mode: UseRecorder, named: dict, output: Tensor) -> set[int]:
-    return _elementwise(mode, named, output, False, (1, -1))
-
-
-def _subtract_from(mode: UseRecorder, named: dict, output: Tensor) -> set[int]:
-    return _elementwise(mode, named, output, False, (-1, 1))
-
-
-def _multiply(mode: UseRecorder, named: dict, output: Tensor) -> set[int]:
-    return _elementwise(mode, named, output, True, (1, 1))
-
-
-_RECORDERS: dict[str, Callable[[UseRecorder, dict, Tensor], set[int]]] = {
-    "linear": _linear,
-    "addmm": _addmm,
-    "matmul": _matmul,
-    "rmatmul": _rmatmul,
-    "mv": _mv,
+_RECORDERS: dict[str, Callable[[UseRecorder, AffineOp, Tensor], list[Tag]]] = {
+    "product": _product,
     "convolution": _convolution,
     "embedding": _embedding,
-    "layer_norm": _layer_norm,
-    "rms_norm": _rms_norm,
-    "group_norm": _group_norm,
-    "batch_norm": _batch_norm,
-    "add": _add,
-    "subtract": _subtract,
-    "subtract_from": _subtract_from,
-    "multiply": _multiply,
+    "scale": _scale,
+    "addition": _addition,
 }

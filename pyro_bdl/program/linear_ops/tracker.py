@@ -94,6 +94,10 @@ class Tracker(TorchFunctionMode):
     def tag(self, value: Any) -> Tag | None:
         return self.tags.get(id(value)) if isinstance(value, Tensor) else None
 
+    def is_latent(self, value: Any) -> bool:
+        """Whether an argument is made of a latent."""
+        return isinstance(value, Tensor) and id(value) in self.tags
+
     def operate(self, func: Any, args: tuple, kwargs: dict, tagged: list[Tag]) -> Any:
         """The result of an operation, no view, on tagged tensors."""
         raise NotImplementedError

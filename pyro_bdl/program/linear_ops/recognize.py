@@ -1,0 +1,301 @@
+"""The functions of torch that are affine in some of their arguments, in one table.
+
+``recognize`` brings a call of any of them to an ``AffineOp``. Curvature, estimators, dropout and
+last layers read that record and know no function of torch by name. To add a function, write an
+entry into ``_TABLE`` and a case into the test of this file.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Kind = Literal["product", "convolution", "transposed convolution", "embedding", "scale", "addition"]
+
+
+@dataclass(frozen=True)
+class AffineOp:
+    """A call z = op(a, w) + b, affine in the weight w and in the bias b.
+
+    A dimension of the inputs, one of the weight and one of the output say how the weight lies:
+    ``F.linear(x, w)`` has (-1, 1, -1), ``x @ w`` has (-1, 0, -1) and ``w @ x`` has (-2, 1, -2).
+
+    :param kind: "product" for sums over input features; "convolution", "transposed convolution";
+        "embedding" for rows of w; "scale" for an elementwise multiple of w, broadcast to z, as in
+        a normalization; "addition" for b alone.
+    :param function: the function of torch.
+    :param inputs: a, as the function takes it; for a scale by multiplication and an addition the
+        other operand.
+    :param weight: w, as the function takes it: a matrix or a vector for a product. None where
+        there is none.
+    :param bias: b, as the function takes it. None where there is none.
+    :param input_dim: the dimension of a that numbers the input units; None for an embedding.
+    :param weight_dim: the dimension of w that numbers them.
+    :param output_dim: the dimension of z that numbers the output units; for a scale the first one
+        along which w lies.
+    :param bias_dim: the first dimension of z along which b lies.
+    :param groups: how many groups of input units w meets one after the other, along its output
+        units. 1 for a transposed convolution, whose w numbers the units of all groups.
+    :param sign: -1 for a bias that is subtracted.
+    :param is_plain: whether z is just that. False where the call has a factor other than 1,
+        rescales rows that it looks up, or replaces their gradients.
+    :param settings: the function's other arguments that the call gives.
+    :param multiplier: for a scale, computes what w is multiplied with.
+    """
+
+    kind: Kind
+    function: Callable
+    inputs: Any
+    weight: Any = None
+    bias: Any = None
+    input_dim: int | None = -1
+    weight_dim: int = 1
+    output_dim: int = -1
+    bias_dim: int = -1
+    groups: int = 1
+    sign: int = 1
+    is_plain: bool = True
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    multiplier: Callable[[], Any] | None = None
+
+    def rows(self) -> Tensor:
+        """The inputs of a product, (..., in)."""
+        return self.inputs if self.input_dim == -1 else self.inputs.mT
+
+    def as_matrix(self, weight: Tensor) -> Tensor:
+        """The weight of a product, or other numbers of its shape, as (out, in)."""
+        if weight.dim() == 1:
+            return weight[None]
+        return weight.mT if self.weight_dim == 0 else weight
+
+    def turned(self, output: Tensor) -> Tensor:
+        """The output of a product as (..., out), or such numbers as the output."""
+        return output if self.output_dim == -1 else output.mT
+
+
+IsLatent = Callable[[Any], bool]
+
+
+def recognize(func: Any, args: tuple, kwargs: dict, is_latent: IsLatent) -> AffineOp | None:
+    """Read a call of a function of torch.
+
+    :param is_latent: whether an argument is made of a latent. It tells which operand of ``a @ b``,
+        ``a + b`` or ``a * b`` is the weight or the bias.
+    :returns: None for a function that is not in the table, and where both operands are latents.
+    """
+    entry = _TABLE.get(func)
+    if entry is None:
+        return None
+    names, read = entry
+    return read(func, dict(zip(names, args, strict=False)) | kwargs, is_latent)
+
+
+# ------------------------------------------------------------------------------- products
+
+
+def _linear(function: Any, named: dict, is_latent: IsLatent) -> AffineOp:
+    weight = named["weight"]
+    return AffineOp(
+        "product", function, named["input"], weight, named.get("bias"), weight_dim=weight.dim() - 1
+    )
+
+
+def _matmul(
+    function: Any, named: dict, is_latent: IsLatent, left: str = "input", right: str = "other"
+) -> AffineOp | None:
+    a, b = named[left], named[right]
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or is_latent(a) == is_latent(b):
+        return None
+    if is_latent(b):
+        return AffineOp("product", function, a, b, weight_dim=0) if b.dim() <= 2 else None
+    if a.dim() > 2:
+        return None
+    dim = -1 if b.dim() == 1 else -2
+    return AffineOp("product", function, b, a, None, dim, a.dim() - 1, dim)
+
+
+def _addmm(function: Any, named: dict, is_latent: IsLatent) -> AffineOp:
+    bias, left, right = named["input"], named["mat1"], named["mat2"]
+    plain = bool(named.get("beta", 1) == 1 and named.get("alpha", 1) == 1)
+    if is_latent(left) and is_latent(right):
+        return AffineOp("addition", function, None, bias=bias, is_plain=plain)
+    if is_latent(left):
+        return AffineOp("product", function, right, left, bias, -2, 1, -2, is_plain=plain)
+    return AffineOp("product", function, left, right, bias, weight_dim=0, is_plain=plain)
+
+
+def _convolution(
+    function: Any, named: dict, is_latent: IsLatent, kind: Kind = "convolution"
+) -> AffineOp:
+    inputs, weight = named["input"], named["weight"]
+    channels = inputs.dim() - weight.dim() + 1
+    return AffineOp(
+        kind,
+        function,
+        inputs,
+        weight,
+        named.get("bias"),
+        input_dim=channels,
+        weight_dim=1 if kind == "convolution" else 0,
+        output_dim=channels,
+        bias_dim=channels,
+        groups=named.get("groups", 1) if kind == "convolution" else 1,
+        settings={k: v for k, v in named.items() if k not in ("input", "weight", "bias")},
+    )
+
+
+def _embedding(function: Any, named: dict, is_latent: IsLatent) -> AffineOp:
+    return AffineOp(
+        "embedding",
+        function,
+        named["input"],
+        named["weight"],
+        input_dim=None,
+        weight_dim=0,
+        is_plain=named.get("max_norm") is None and not named.get("scale_grad_by_freq"),
+        settings={"padding_idx": named.get("padding_idx")},
+    )
+
+
+# ------------------------------------------------------------------------------- elementwise
+
+
+def _normalization(
+    function: Any,
+    named: dict,
+    is_latent: IsLatent,
+    normalize: Callable[[dict], Tensor],
+    dim: Callable[[dict], int],
+) -> AffineOp:
+    start = dim(named)
+    return AffineOp(
+        "scale",
+        function,
+        named["input"],
+        named.get("weight"),
+        named.get("bias"),
+        output_dim=start,
+        bias_dim=start,
+        settings={k: v for k, v in named.items() if k not in ("input", "weight", "bias")},
+        multiplier=partial(normalize, named),
+    )
+
+
+def _layer_norm(n: dict) -> Tensor:
+    return F.layer_norm(n["input"], n["normalized_shape"], None, None, n.get("eps", 1e-5))
+
+
+def _rms_norm(n: dict) -> Tensor:
+    return F.rms_norm(n["input"], n["normalized_shape"], None, n.get("eps"))
+
+
+def _group_norm(n: dict) -> Tensor:
+    return F.group_norm(n["input"], n["num_groups"], None, None, n.get("eps", 1e-5))
+
+
+def _batch_norm(n: dict) -> Tensor:
+    mean, variance, eps = n["running_mean"], n["running_var"], n.get("eps", 1e-5)
+    return F.batch_norm(n["input"], mean, variance, None, None, n.get("training", False), 0.0, eps)
+
+
+def _trailing(named: dict) -> int:
+    return -len(named["normalized_shape"])
+
+
+def _channels(named: dict) -> int:
+    return 1
+
+
+def _operands(named: dict, is_latent: IsLatent) -> tuple[Tensor, Any, bool] | None:
+    """The latent of two operands, the other one, and whether the latent is the second."""
+    left, right = named["input"], named["other"]
+    if is_latent(left) == is_latent(right):
+        return None
+    return (right, left, True) if is_latent(right) else (left, right, False)
+
+
+def _addition(function: Any, named: dict, is_latent: IsLatent, sign: int = 1) -> AffineOp | None:
+    """:param sign: of the second operand."""
+    found = _operands(named, is_latent)
+    if found is None:
+        return None
+    latent, other, is_second = found
+    return AffineOp(
+        "addition",
+        function,
+        other,
+        bias=latent,
+        bias_dim=-latent.dim(),
+        sign=sign if is_second else 1,
+        is_plain=named.get("alpha", 1) == 1,
+    )
+
+
+def _multiplication(function: Any, named: dict, is_latent: IsLatent) -> AffineOp | None:
+    found = _operands(named, is_latent)
+    if found is None:
+        return None
+    latent, other, _ = found
+    return AffineOp(
+        "scale", function, other, latent, output_dim=-latent.dim(), multiplier=lambda: other
+    )
+
+
+# ------------------------------------------------------------------------------- the table
+
+Reader = Callable[[Any, dict, IsLatent], AffineOp | None]
+
+_PAIR, _SWAPPED = ("input", "other"), ("other", "input")
+_CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_TRANSPOSED = (*_CONVOLUTION[:5], "output_padding", "groups", "dilation")
+_EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
+_BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum")
+
+# The functions, the names of their arguments in order, and how a call is read.
+_ENTRIES: tuple[tuple[tuple[Any, ...], tuple[str, ...], Reader], ...] = (
+    ((F.linear,), ("input", "weight", "bias"), _linear),
+    ((torch.matmul, Tensor.matmul, Tensor.__matmul__), _PAIR, _matmul),
+    ((Tensor.__rmatmul__,), _SWAPPED, _matmul),
+    ((torch.mm, Tensor.mm), ("input", "mat2"), partial(_matmul, right="mat2")),
+    ((torch.mv, Tensor.mv), ("input", "vec"), partial(_matmul, right="vec")),
+    ((torch.addmm,), ("input", "mat1", "mat2"), _addmm),
+    ((F.conv1d, F.conv2d, F.conv3d), _CONVOLUTION, _convolution),
+    (
+        (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
+        _TRANSPOSED,
+        partial(_convolution, kind="transposed convolution"),
+    ),
+    ((F.embedding,), _EMBEDDING, _embedding),
+    (
+        (F.layer_norm,),
+        ("input", "normalized_shape", "weight", "bias", "eps"),
+        partial(_normalization, normalize=_layer_norm, dim=_trailing),
+    ),
+    (
+        (F.rms_norm,),
+        ("input", "normalized_shape", "weight", "eps"),
+        partial(_normalization, normalize=_rms_norm, dim=_trailing),
+    ),
+    (
+        (F.group_norm,),
+        ("input", "num_groups", "weight", "bias", "eps"),
+        partial(_normalization, normalize=_group_norm, dim=_channels),
+    ),
+    (
+        (F.batch_norm,),
+        (*_BATCH_NORM, "eps"),
+        partial(_normalization, normalize=_batch_norm, dim=_channels),
+    ),
+    ((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _PAIR, _addition),
+    ((torch.sub, Tensor.sub, Tensor.__sub__), _PAIR, partial(_addition, sign=-1)),
+    ((Tensor.__rsub__,), _SWAPPED, partial(_addition, sign=-1)),
+    ((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _PAIR, _multiplication),
+)
+_TABLE: dict[Any, tuple[tuple[str, ...], Reader]] = {
+    function: (names, read) for functions, names, read in _ENTRIES for function in functions
+}
+FUNCTIONS = frozenset(_TABLE)
