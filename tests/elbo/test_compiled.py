@@ -155,7 +155,7 @@ def test_every_guide(kind, num_particles):
     ("name", "kind"),
     _cases(
         BOUNDS, [AutoMeanField, AutoNormal],
-        lambda name, kind: kind is AutoMeanField or name in ("sticking", "local"),
+        lambda name, kind: kind is AutoMeanField or name in ("sampled", "local"),
     ),
 )  # fmt: skip
 def test_every_bound_and_estimator(kind, name):
