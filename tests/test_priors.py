@@ -474,7 +474,9 @@ def test_moped_scales_with_the_networks_values():
     assert run.latents["0.bias"].distribution.base_dist.scale.min() > 0
 
 
-@pytest.mark.parametrize("prior", [priors.Pretrained(0.3), priors.Moped(0.2)], ids=str)
+@pytest.mark.parametrize(
+    "prior", [priors.Pretrained(0.3), priors.Moped(0.2)], ids=["pretrained", "moped"]
+)
 @pytest.mark.parametrize("assign", [False, True])
 def test_they_follow_values_that_are_loaded(prior, assign):
     bnn, other = bayesianize(_net(), prior), bayesianize(_net(), prior)

@@ -106,7 +106,20 @@ def _through_another(x):
         lambda net: {"args": (1.0, net)},
         lambda net: lambda x, part=net: part(x),
     ],
-    ids=str,
+    ids=[
+        "network",
+        "hidden",
+        "closure",
+        "list",
+        "partial",
+        "method",
+        "scale",
+        "temper",
+        "no_grad",
+        "compiled",
+        "dict",
+        "default",
+    ],
 )
 def test_modules_are_found_wherever_a_program_holds_them(hold):
     net = _net()
