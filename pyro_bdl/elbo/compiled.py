@@ -30,9 +30,6 @@ from pyro_bdl.utils.memory import keep_freed_blocks
 from pyro_bdl.utils.side_effects import rehearsal
 from pyro_bdl.utils.validation import check_temperature
 
-# More shapes of the arguments, or changes of the program, than so many run uncompiled.
-MOST_GRAPHS = 8
-
 
 class CompiledELBO(ELBO):
     """-L(eta) of ``TemperedTraceMeanField_ELBO``, and its gradient, as a graph that is traced once.
@@ -59,8 +56,10 @@ class CompiledELBO(ELBO):
     :param backend: "eager" runs the graph's operators one by one, "inductor" as kernels that it
         compiles: faster still, after seconds to a minute for each shape, with a C++ compiler (on
         the CPU) or Triton.
+    :param max_graphs: how many shapes of the arguments are compiled, and how often a changed
+        program is traced; with more it runs uncompiled.
     :param options: of the bound: ``cold_temperature``, ``estimator``, ``sticking_the_landing``.
-    :raises ValueError: for an unknown backend, and what the bound refuses.
+    :raises ValueError: for an unknown backend, no graphs, and what the bound refuses.
     :raises TypeError: for another kind of bound.
     """
 
@@ -71,6 +70,7 @@ class CompiledELBO(ELBO):
         *,
         bound: type[TemperedTrace_ELBO] = TemperedTraceMeanField_ELBO,
         backend: str = "eager",
+        max_graphs: int = 8,
         **options: Any,
     ) -> None:
         if bound not in (TemperedTrace_ELBO, TemperedTraceMeanField_ELBO):
@@ -80,9 +80,12 @@ class CompiledELBO(ELBO):
             )
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+        if max_graphs < 1:
+            raise ValueError(f"max_graphs must be at least 1, got {max_graphs}")
         self.bound = bound(temperature, num_particles, **options)
         super().__init__(num_particles=num_particles)
         self.backend = backend
+        self.max_graphs = max_graphs
         self.num_traces = 0  # how often the program was traced
         self.num_replays = 0  # how many steps ran a graph alone
         self._graphs: dict[tuple, Graph] = {}
@@ -228,16 +231,16 @@ class CompiledELBO(ELBO):
 
     def _make_room(self, pair: Pair) -> bool:
         """Whether there may be one graph more: those of other programs and guides are dropped."""
-        if len(self._graphs) < MOST_GRAPHS:
+        if len(self._graphs) < self.max_graphs:
             return True
         others = [key for key in self._graphs if key[:2] != (pair.model, pair.guide)]
         if others:
             del self._graphs[others[0]]
             return True
         self._warn(
-            f"its arguments come in more than {MOST_GRAPHS} shapes or with more than {MOST_GRAPHS} "
-            "values of what is no tensor; the first ones stay compiled: pad the arguments, pass "
-            "numbers as tensors"
+            f"its arguments come in more than {self.max_graphs} shapes or with more than "
+            f"{self.max_graphs} values of what is no tensor; the first ones stay compiled: pad the "
+            "arguments, pass numbers as tensors, or raise max_graphs"
         )
         return False
 
@@ -256,12 +259,12 @@ class CompiledELBO(ELBO):
 
     def _trace_again(self, graph: Graph, pair: Pair, given: Given, change: str) -> None:
         graph.changes += 1
-        if graph.changes < MOST_GRAPHS:
+        if graph.changes < self.max_graphs:
             self._trace(graph, pair, given)
             return
         graph.refuse(
-            f"{change} was changed between steps, as something was {MOST_GRAPHS} times by now, and "
-            "each change asks for a new trace"
+            f"{change} was changed between steps, as something was {self.max_graphs} times by now, "
+            "and each change asks for a new trace"
         )
         self._warn(str(graph.refused))
 

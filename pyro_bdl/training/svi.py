@@ -273,7 +273,13 @@ def _descend(
 
 @torch.no_grad()
 def estimate_elbo(
-    model: nn.Module, guide: Guide, x: Tensor, y: Tensor, *, num_particles: int = 512
+    model: nn.Module,
+    guide: Guide,
+    x: Tensor,
+    y: Tensor,
+    *,
+    num_particles: int = 512,
+    batch_size: int = _ROWS_AT_ONCE,
 ) -> float:
     """ELBO at temperature 1, E_q[log p(y | w)] - KL(q || p), in nats, over all of the data.
 
@@ -284,11 +290,12 @@ def estimate_elbo(
     :param x: ``(N, ...)``, the training inputs.
     :param y: ``(N, ...)``, their targets.
     :param num_particles: draws of the guide that the expectation is averaged over.
+    :param batch_size: rows that are taken at once.
     """
     _require_tensors(x=x, y=y)
     elbo = TemperedTraceMeanField_ELBO(num_particles=_PARTICLES_AT_ONCE)
-    in_parts = len(x) > _ROWS_AT_ONCE and getattr(model, "num_data", None) == len(x)
-    parts = torch.arange(len(x), device=x.device).split(_ROWS_AT_ONCE if in_parts else len(x))
+    in_parts = len(x) > batch_size and getattr(model, "num_data", None) == len(x)
+    parts = torch.arange(len(x), device=x.device).split(batch_size if in_parts else len(x))
     repeats = max(1, math.ceil(num_particles / _PARTICLES_AT_ONCE))
     total = 0.0
     for _ in range(repeats):

@@ -144,8 +144,8 @@ def test_guides_trained_together_reach_each_data_sets_posterior():
     program = Program(level, torch.zeros(N))
     together = Together(level, guide, Targets(program), {"y": y})
     torch.manual_seed(0)
-    losses = together.train(steps=1000, learning_rate=0.03, num_particles=8)
-    assert losses.shape == (1000, 6)
+    losses = together.train(steps=500, learning_rate=0.05, num_particles=8)
+    assert losses.shape == (500, 6)
     found = together._constrained(together._free)
     torch.testing.assert_close(found["loc"][:, 0], y.sum(1) / (1 + N), atol=0.04, rtol=0)
     torch.testing.assert_close(
@@ -167,7 +167,7 @@ def test_a_guide_without_parameters_of_its_own_is_refused():
 
 def test_a_guide_is_calibrated_where_its_family_holds_the_posterior():
     guide = AutoMeanField(level)
-    found = _calibrate(guide, num_simulations=300, steps=400, learning_rate=0.05)
+    found = _calibrate(guide, num_simulations=200, steps=250, learning_rate=0.1)
     assert (found.uniformity() > 1e-3).all()
 
 
@@ -181,7 +181,7 @@ def two_levels(y=None):
 def test_mean_field_is_too_narrow_where_latents_are_correlated():
     found = simulation_based_calibration(
         two_levels, AutoMeanField(two_levels), torch.zeros(N),
-        num_simulations=200, steps=600, progress=False,
+        num_simulations=100, steps=200, learning_rate=0.1, progress=False,
         quantities=lambda draw: {"w[0]": draw["w"][0]},
     )  # fmt: skip
     assert found.rows()[0]["verdict"] == "too narrow"

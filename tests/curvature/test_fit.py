@@ -21,8 +21,6 @@ from pyro_bdl.nn import _substituted
 from pyro_bdl.program import Program, record
 from pyro_bdl.program.subset import Subset
 
-STRUCTURES = ["full", "diag", "kron", "ekfac", "low_rank"]
-
 
 def net(out=2):
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, out))
@@ -137,7 +135,6 @@ def total(curvature):
     return torch.diag(curvature.values)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
 def test_batches_add_up(oracle, structure):
     model, x, y = observations("categorical")
     program, vector = oracle.program(model, x, y)
@@ -153,7 +150,6 @@ def test_batches_add_up(oracle, structure):
         assert split.num_data == 6
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
 def test_copies_of_the_data(oracle, structure):
     model, x, y = observations("noise")
     program, vector = oracle.program(model, x, y)
@@ -166,7 +162,6 @@ def test_copies_of_the_data(oracle, structure):
     torch.testing.assert_close(thrice.log_likelihood, 3 * once.log_likelihood)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("kind", ["categorical", "pixels"])
 def test_parts_that_fit_in_memory_add_up(oracle, structure, kind, monkeypatch):
     model, x, y = observations(kind)
@@ -213,7 +208,7 @@ def test_a_program_that_needs_all_of_its_data_is_not_cut(oracle, monkeypatch):
     torch.testing.assert_close(found.curvature.matrix, x.T @ x + 20 * torch.ones(3, 3))
 
 
-def test_two_sites_with_different_numbers_of_data(oracle):
+def test_two_sites_with_different_numbers_of_data(oracle, structures):
     """One network, called twice: its weights are one block, whatever each site sees of them."""
     bnn = bayesianize(net(1))
 
@@ -228,7 +223,7 @@ def test_two_sites_with_different_numbers_of_data(oracle):
     data = torch.randn(6, 3), torch.randn(6), torch.poisson(torch.ones(4))
     program, vector = oracle.program(model, *data)
     expected = oracle.ggn(program, vector)
-    for structure in STRUCTURES:
+    for structure in structures:
         found = oracle.fit(program, vector, data, structure=structure, rank=99)
         matrix = total(found.curvature)
         if structure in ("full", "low_rank"):
@@ -252,7 +247,7 @@ def once(bnn, inputs):
         return [bnn.network(x) for x in inputs]
 
 
-def test_sites_that_use_the_same_entries_differently(oracle):
+def test_sites_that_use_the_same_entries_differently(oracle, structures):
     """A matrix as a product for one site, as a product and a scale for the other."""
 
     def model(x, y=None, z=None):
@@ -266,7 +261,7 @@ def test_sites_that_use_the_same_entries_differently(oracle):
     data = torch.randn(5, 3), torch.randn(5, 2), torch.randn(5)
     program, vector = oracle.program(model, *data)
     expected = oracle.ggn(program, vector)
-    for structure in STRUCTURES:
+    for structure in structures:
         curvature = oracle.fit(program, vector, data, structure=structure, rank=99).curvature
         matrix = total(curvature)
         if structure in ("kron", "ekfac"):
@@ -302,7 +297,7 @@ def test_masks_and_temperatures(oracle, structure):
     )
 
 
-def test_minibatches_of_a_program_that_says_how_many_data_there_are(oracle):
+def test_minibatches_of_a_program_that_says_how_many_data_there_are(oracle, structures):
     """All batches: each datum once. Some: scaled up, and said."""
     torch.manual_seed(0)
     x, y = torch.randn(6, 3), torch.randn(6, 2)
@@ -320,7 +315,7 @@ def test_minibatches_of_a_program_that_says_how_many_data_there_are(oracle):
     torch.testing.assert_close(found.log_likelihood, expected.log_likelihood)
     torch.testing.assert_close(found.gradient, expected.gradient)
     half = oracle.fit(Program(plain, x[:3], y[:3]), vector, (x[:3], y[:3]), structure="full")
-    for structure in STRUCTURES:
+    for structure in structures:
         with pytest.warns(BdlWarning, match="speaks of 6 data, 3 were passed"):
             part = oracle.fit(program, vector, (x[:3], y[:3]), structure=structure, rank=99)
         torch.testing.assert_close(part.log_likelihood, 2 * half.log_likelihood)
@@ -523,23 +518,23 @@ def test_missing_targets(oracle):
         oracle.fit(program, vector, x, structure="full")
 
 
-def test_a_program_without_observations(oracle):
+def test_a_program_without_observations(oracle, structures):
     def model(x):
         pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
 
     program, vector = oracle.program(model, torch.zeros(3))
-    for structure in STRUCTURES:
+    for structure in structures:
         with pytest.raises(ValueError, match="no observed site"):
             oracle.fit(program, vector, torch.zeros(3), structure=structure)
 
 
-def test_a_likelihood_that_is_a_factor(oracle):
+def test_a_likelihood_that_is_a_factor(oracle, structures):
     def model(x):
         w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
         pyro.factor("score", -(w * x).sum().square())
 
     program, vector = oracle.program(model, torch.ones(3))
-    for structure in STRUCTURES:
+    for structure in structures:
         with pytest.raises(UnsupportedProgramError, match=r"in the factor 'score'.*obs="):
             oracle.fit(program, vector, torch.ones(3), structure=structure)
 

@@ -37,7 +37,7 @@ def test_results_with_axes_of_their_own_and_any_number_of_threads(threads):
     mean, largest = map_blocks(both, x, block_numbers=24 * 3)
     torch.testing.assert_close(mean, x.mean((0, 1)))
     torch.testing.assert_close(largest, x.amax((0, 1)))
-    assert seen == [3, 3, 3, 3, 3, 3, 2]
+    assert sorted(seen) == [2, 3, 3, 3, 3, 3, 3]  # threads end in any order
     assert torch.get_num_threads() == threads
     with ThreadPoolExecutor(1) as pool:  # a thread that begins later has as many
         assert pool.submit(torch.get_num_threads).result() == threads

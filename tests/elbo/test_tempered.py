@@ -119,7 +119,7 @@ def test_the_path_by_sites_gives_the_same(kind, conjugate, exact_expectations, c
         _close(a, b)
 
 
-@pytest.mark.parametrize("optimiser", ["pyro", "torch"])
+@pytest.mark.parametrize("optimiser", [pytest.param("pyro", marks=pytest.mark.slow), "torch"])
 def test_training_ends_at_the_optimum(kind, conjugate, exact_expectations, optimiser):
     guide = AutoMeanField(conjugate.model).prototype(conjugate.x, conjugate.y)
     elbo = kind(0.1, num_particles=exact_expectations(4))
@@ -200,7 +200,7 @@ def test_pyros_guides_give_pyros_loss(kind, guide):
 def test_our_guide_gives_pyros_loss_and_gradient_in_expectation():
     model = _network()
     guide = AutoMeanField(model, init_scale=0.3).prototype(X, Y)
-    samples = 400
+    samples = 150
 
     def gradients(elbo):
         loss = elbo(model, guide)

@@ -69,14 +69,14 @@ def tasks():
     return Tasks()
 
 
-def fit(model, guide, args, elbo=None):
+def fit(model, guide, args, elbo=None, tolerance=1e-11):
     """The optimum by a quasi-Newton method; the objective must not be random."""
     guide.prototype(*args)
     optimiser = torch.optim.LBFGS(
         list(guide.parameters()),
         max_iter=500,
         line_search_fn="strong_wolfe",
-        tolerance_grad=1e-11,
+        tolerance_grad=tolerance,
         tolerance_change=1e-16,
     )
     loss = (elbo or TemperedTrace_ELBO())(model, guide)
@@ -95,15 +95,11 @@ def laplace(model, args, **options):
     return fit(model, AutoLaplaceGGN(model, **options), args).laplace_approximation(args)
 
 
-def covariance(guide):
-    return guide.precision.solve(torch.eye(SIZE, dtype=D))
-
-
 # Exact: two steps are one
 
 
 @pytest.mark.parametrize("how", ["update_prior", "with_prior"])
-def test_online_laplace_is_exact_for_a_linear_gaussian_model(tasks, how):
+def test_online_laplace_is_exact_for_a_linear_gaussian_model(tasks, how, covariance):
     model = tasks.model()
     first = laplace(model, tasks.first, structure="full")
     log_evidence = evidence.log_marginal_likelihood(first)
@@ -126,11 +122,11 @@ def test_variational_continual_learning_is_exact_with_enough_rank(tasks, exact_e
     model = tasks.model()
     guide = AutoLowRank(model, rank=4).prototype(*tasks.first)
     elbo = TemperedTraceMeanField_ELBO(num_particles=exact_expectations(8))
-    fit(model, guide, tasks.first, elbo)
+    fit(model, guide, tasks.first, elbo, tolerance=1e-4)
     bounds = -elbo.loss(model, guide, *tasks.first)
     model.update_prior(guide)
     guide = AutoLowRank(model, rank=4).prototype(*tasks.second)
-    fit(model, guide, tasks.second, elbo)
+    fit(model, guide, tasks.second, elbo, tolerance=1e-4)
     mean, exact = tasks.posterior(tasks.x, tasks.y)
     q = guide.get_posterior()
     torch.testing.assert_close(q.mean.detach(), mean, rtol=1e-3, atol=1e-4)
@@ -157,7 +153,7 @@ def test_mean_field_after_mean_field(tasks, exact_expectations):
 
 
 @pytest.mark.parametrize("structure", ["kron", "ekfac", "diag", "low_rank"])
-def test_the_mode_after_any_structure(tasks, structure):
+def test_the_mode_after_any_structure(tasks, structure, covariance):
     """The next mode solves (P1 + X2' X2 / noise^2) u = P1 u1 + X2' y2 / noise^2."""
     model = tasks.model()
     first = laplace(
@@ -193,7 +189,7 @@ def test_kronecker_after_kronecker_adds_up_where_the_eigenbases_agree(structure,
     assert (after - torch.diag(after.diagonal())).abs().max() > 1
 
 
-def test_kronecker_factors_take_the_diagonal_in_their_eigenbasis(tasks):
+def test_kronecker_factors_take_the_diagonal_in_their_eigenbasis(tasks, covariance):
     """Of a prior with other eigenvectors: its trace over a product is kept."""
     model = tasks.model()
     first = laplace(model, tasks.first, structure="full")
@@ -222,21 +218,23 @@ def network(noise=None):
     return model, torch.randn(6, 2, dtype=D), torch.randn(6, dtype=D)
 
 
-def gaussian_guides(model, x, y):
+def gaussian_guide(name, model, x, y):
     torch.manual_seed(8)
-    mean_field = AutoMeanField(model, init_scale=0.3).prototype(x, y)
-    low_rank = AutoLowRank(model, rank=3, init_scale=0.4).prototype(x, y)
-    matrix = AutoMatrixNormal(model, init_scale=0.3).prototype(x, y)
+    if name.startswith("laplace-"):
+        return laplace_anywhere(model, x, y, name.removeprefix("laplace-"))
+    if name == "low-rank":
+        return AutoLowRank(model, rank=3, init_scale=0.4).prototype(x, y)
+    kind = AutoMeanField if name == "mean-field" else AutoMatrixNormal
+    guide = kind(model, init_scale=0.3).prototype(x, y)
     with torch.no_grad():
-        mean_field.scale = torch.rand(14, dtype=D) + 0.2
-        for name in ("row_0", "column_0", "row_1", "column_1"):
-            size = len(getattr(matrix, name))
+        if name == "mean-field":
+            guide.scale = torch.rand(14, dtype=D) + 0.2
+            return guide
+        for factor in ("row_0", "column_0", "row_1", "column_1"):
+            size = len(getattr(guide, factor))
             lower = torch.randn(size, size, dtype=D).tril(-1)
-            setattr(matrix, name, lower + torch.diag(torch.rand(size, dtype=D) + 0.4))
-    found = {"mean-field": mean_field, "low-rank": low_rank, "matrix-normal": matrix}
-    for structure in ("full", "kron", "ekfac", "diag", "low_rank"):
-        found[f"laplace-{structure}"] = laplace_anywhere(model, x, y, structure)
-    return found
+            setattr(guide, factor, lower + torch.diag(torch.rand(size, dtype=D) + 0.4))
+    return guide
 
 
 def laplace_anywhere(model, x, y, structure):
@@ -261,7 +259,7 @@ GAUSSIAN = [
 @pytest.mark.parametrize("name", GAUSSIAN)
 def test_the_programs_prior_is_the_guides_density(name):
     model, x, y = network()
-    guide = gaussian_guides(model, x, y)[name]
+    guide = gaussian_guide(name, model, x, y)
     vectors = guide.sample_vectors(3).detach()
     log_det = guide.layout.constrain(vectors)[1]
     expected = torch.stack(
@@ -284,7 +282,7 @@ def test_the_programs_prior_is_the_guides_density(name):
 @pytest.mark.parametrize("part", [False, True], ids=["all", "some"])
 def test_the_precision_that_laplace_reads_is_the_hessian(name, part):
     model, x, y = network()
-    model.update_prior(gaussian_guides(model, x, y)[name])
+    model.update_prior(gaussian_guide(name, model, x, y))
     program = Program(model, x, y)
     vector = program.unconstrain(program.initial)
 
@@ -316,26 +314,26 @@ def test_a_large_prior_counts_by_its_diagonal(monkeypatch):
 @pytest.mark.parametrize("name", GAUSSIAN)
 def test_draws_of_the_program_have_the_guides_moments(name):
     model, x, y = network()
-    guide = gaussian_guides(model, x, y)[name]
+    guide = gaussian_guide(name, model, x, y)
     under = handlers.with_prior(model, guide)
     draws = []
     with torch.no_grad():
-        for _ in range(400):
+        for _ in range(150):
             run = record(under, {}, (x,))
             values = {site: run.latents[site].value for site in guide.layout.latents}
             draws.append(guide.layout.unconstrain(values))
-    draws, oracle = torch.stack(draws), guide.sample_vectors(40000).detach()
+    draws, oracle = torch.stack(draws), guide.sample_vectors(20000).detach()
     matrix = torch.cov(oracle.T)
     variances = matrix.diagonal()
-    error = ((variances[:, None] * variances + matrix.square()) / 400).sqrt()
+    error = ((variances[:, None] * variances + matrix.square()) / 150).sqrt()
     assert ((torch.cov(draws.T) - matrix).abs() < 5 * error).all()
-    assert ((draws.mean(0) - guide.location()).abs() < 5 * (variances / 400).sqrt()).all()
+    assert ((draws.mean(0) - guide.location()).abs() < 5 * (variances / 150).sqrt()).all()
 
 
 @pytest.mark.parametrize("name", GAUSSIAN)
 def test_the_prior_is_a_copy_that_can_be_copied(name):
     model, x, y = network()
-    guide = gaussian_guides(model, x, y)[name]
+    guide = gaussian_guide(name, model, x, y)
     prior = guide.as_prior()
     values = guide.layout.constrain(guide.sample_vectors(1)[0].detach())[0]
 
@@ -364,7 +362,7 @@ def test_the_prior_is_a_copy_that_can_be_copied(name):
 @pytest.mark.parametrize("name", GAUSSIAN)
 def test_the_prior_follows_the_model_to_a_gpu(name):
     model, x, y = network()
-    model.update_prior(gaussian_guides(model, x, y)[name])
+    model.update_prior(gaussian_guide(name, model, x, y))
     values = {k: site.value.detach() for k, site in record(model, {}, (x,)).latents.items()}
     here = Program(model, x, y).log_prior(values)
     model.cuda()
@@ -375,7 +373,7 @@ def test_the_prior_follows_the_model_to_a_gpu(name):
 
 def test_new_guides_start_at_the_posteriors_mean():
     model, x, y = network()
-    guide = gaussian_guides(model, x, y)["low-rank"]
+    guide = gaussian_guide("low-rank", model, x, y)
     with torch.no_grad():
         guide.loc.add_(0.5)
     model.update_prior(guide)
@@ -386,16 +384,16 @@ def test_new_guides_start_at_the_posteriors_mean():
 @pytest.mark.parametrize("name", ["mean-field", "laplace-full", "laplace-kron"])
 def test_every_bound_and_optimiser_takes_the_prior(name):
     model, x, y = network()
-    model.update_prior(gaussian_guides(model, x, y)[name])
+    model.update_prior(gaussian_guide(name, model, x, y))
     for kind in (AutoMeanField, AutoLowRank, AutoMatrixNormal, AutoMAP):
         guide = kind(model)
         elbo = TemperedTraceMeanField_ELBO(num_particles=2)
         svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), elbo)
-        losses = [svi.step(x, y) for _ in range(60)]
-        assert sum(losses[-15:]) < sum(losses[:15])
+        losses = [svi.step(x, y) for _ in range(30)]
+        assert sum(losses[-10:]) < sum(losses[:10])
 
 
-def test_the_sampled_kl_is_that_of_the_two_gaussians(tasks):
+def test_the_sampled_kl_is_that_of_the_two_gaussians(tasks, covariance):
     model = tasks.model()
     first = laplace(model, tasks.first, structure="full")
     guide = AutoMeanField(model, init_scale=0.2).prototype(*tasks.first)
@@ -413,7 +411,7 @@ def test_nuts_draws_the_posterior_of_all_data(tasks):
     model = tasks.model()
     model.update_prior(laplace(model, tasks.first, structure="full"))
     samples = mcmc.sample(
-        model, *tasks.second, num_warmup=200, num_samples=600, seed=1, progress=False
+        model, *tasks.second, num_warmup=100, num_samples=600, seed=1, progress=False
     )
     draws = torch.cat([samples.latents[n].flatten(2) for n in ("weight", "bias")], -1).flatten(0, 1)
     mean, exact = tasks.posterior(tasks.x, tasks.y)
@@ -453,7 +451,7 @@ def test_a_program_written_by_hand_and_a_constrained_latent():
     assert program.log_prior(values) != Program(model, y).log_prior(values)
 
 
-def test_a_single_network_takes_a_prior(tasks):
+def test_a_single_network_takes_a_prior(tasks, covariance):
     bnn = bayesianize(nn.Linear(3, 1).double(), priors.Normal(2.0))
 
     def model(x, y):

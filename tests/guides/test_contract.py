@@ -1,4 +1,4 @@
-"""What every guide does, whatever its family."""
+"""The contract of every guide, whatever its family; ``conftest.py`` has the registry."""
 
 import copy
 import io
@@ -26,36 +26,12 @@ from torch.distributions import constraints
 from pyro_bdl import Predictive, bayesianize, models
 from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import UnsupportedProgramError
-from pyro_bdl.guides import (
-    AutoLaplaceGGN,
-    AutoLastLayer,
-    AutoLowRank,
-    AutoMAP,
-    AutoMatrixNormal,
-    AutoMCDropout,
-    AutoMeanField,
-    AutoSWAG,
-)
+from pyro_bdl.guides import AutoMAP
 from pyro_bdl.program import record
 
-GUIDES = [
-    AutoMAP,
-    AutoMeanField,
-    AutoLowRank,
-    AutoMatrixNormal,
-    AutoLaplaceGGN,
-    AutoLastLayer,
-    AutoSWAG,
-    AutoMCDropout,
-]
 ELBOS = [Trace_ELBO, TraceMeanField_ELBO, TemperedTrace_ELBO, TemperedTraceMeanField_ELBO]
 X = torch.linspace(-1, 1, 12).reshape(6, 2)
 Y = torch.tensor([0.1, -0.4, 0.3, 0.9, 0.2, -0.1])
-
-
-@pytest.fixture(params=GUIDES, ids=lambda kind: kind.__name__)
-def kind(request):
-    return request.param
 
 
 @pytest.fixture(params=ELBOS, ids=lambda elbo: elbo.__name__)
@@ -100,12 +76,31 @@ def _losses(guide, model, elbo, steps=20, lr=0.05, x=X, y=Y):
 # Every optimiser and every bound
 
 
-def test_it_learns_under_every_bound(kind, elbo):
+def test_it_learns(kind):
     model = _model()
-    guide = kind(model)
-    losses = _losses(guide, model, elbo(), steps=150)
-    assert all(map(math.isfinite, losses))
-    assert sum(losses[-20:]) < sum(losses[:20])
+    losses = _losses(kind(model), model, TemperedTraceMeanField_ELBO(), steps=50)
+    assert sum(losses[-15:]) < sum(losses[:15])
+
+
+def test_a_step_under_every_bound_lowers_the_loss_of_the_same_draw(kind, elbo):
+    """By its slope along the gradient, to first order."""
+    model = _model()
+    guide = kind(model).prototype(X, Y)
+    loss = elbo()(model, guide)
+
+    def value():
+        pyro.set_rng_seed(3)
+        return loss(X, Y)
+
+    before = value()
+    before.backward()
+    step = 1e-3 / sum(p.grad.square().sum() for p in guide.parameters()).sqrt()
+    with torch.no_grad():
+        for parameter in guide.parameters():
+            assert parameter.grad.isfinite().all()
+            parameter.sub_(step * parameter.grad)
+    slope = 1e-3 * 1e-3 / step
+    assert (before - value()).item() == pytest.approx(slope.item(), rel=0.2, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -139,14 +134,10 @@ def test_torchs_optimisers_see_the_parameters_after_prototype(kind, elbo):
     assert {id(p) for p in parameters} == {id(p) for p in guide.parameters()}
     assert parameters
     adam = torch.optim.Adam(parameters, lr=0.05)
-    values = []
-    for _ in range(150):
-        adam.zero_grad()
-        value = loss(X, Y)
-        value.backward()
-        adam.step()
-        values.append(value.item())
-    assert sum(values[-20:]) < sum(values[:20])
+    before = [p.detach().clone() for p in parameters]
+    loss(X, Y).backward()
+    adam.step()
+    assert not any(map(torch.equal, parameters, before))
 
 
 def test_pyros_and_torchs_optimisers_change_the_same_tensors(kind):
@@ -197,7 +188,7 @@ def test_draws_have_the_distribution_of_the_sample_statements(kind):
     with torch.no_grad():
         guide.loc.add_(0.3 * torch.randn(10))
     draws = guide.sample_latents(4000)
-    statements = [guide() for _ in range(1000)]
+    statements = [guide() for _ in range(250)]
     for name in SHAPES:
         a = draws[name].detach()
         b = torch.stack([values[name] for values in statements]).detach()
@@ -591,7 +582,7 @@ def test_a_tempered_copy_of_the_program_takes_the_same_guide(kind):
 
     model = _model()
     guide = kind(temper(model, 0.1))
-    losses = _losses(guide, temper(model, 0.1), TemperedTrace_ELBO(), 100)
+    losses = _losses(guide, temper(model, 0.1), TemperedTrace_ELBO(), 40)
     assert sum(losses[-10:]) < sum(losses[:10])
 
 
@@ -602,8 +593,8 @@ def test_inside_a_guide_list(kind, other, bound):
     guide = AutoGuideList(model)
     guide.append(kind(poutine.block(model, hide=["noise", "2.weight"])))
     guide.append(other(poutine.block(model, expose=["noise", "2.weight"])))
-    losses = _losses(guide, model, bound(), 100)
-    assert sum(losses[-20:]) < sum(losses[:20])
+    losses = _losses(guide, model, bound(), 4)
+    assert all(map(math.isfinite, losses))
     assert set(guide.median()) == {"noise", "0.weight", "0.bias", "2.weight", "2.bias"}
     assert set(guide[0].layout.latents) == {"0.weight", "0.bias", "2.bias"}
     if other is AutoNormal:  # AutoDelta has none
@@ -629,7 +620,7 @@ def _plates(x, y=None):
 
 def test_local_latents_in_a_subsampled_plate(kind, elbo):
     guide = kind(local, create_plates=_plates)
-    losses = _losses(guide, local, elbo(), 60)
+    losses = _losses(guide, local, elbo(), 10)
     assert all(map(math.isfinite, losses))
     shapes = {name: value.shape for name, value in guide.median().items()}
     assert shapes == {"w": (2,), "m": (2, 1), "z": (2, 6, 2), "s": (2, 6, 3)}
@@ -744,3 +735,53 @@ def test_improper_priors_have_a_start(kind, init):
     assert all(map(math.isfinite, losses))
     weight = guide.median()["weight"]
     assert (weight.std() > 0.1) == (init is None)  # hidden units are not all alike
+
+
+# Ready guides, those made from others included
+
+
+def test_ready_guides_draw_values_of_every_site(guide, linear):
+    _, x, y = linear
+    shapes = {"w": (1, 2), "s": (), "shift": (3,)}
+    values, draws = guide(x, y), guide.sample_latents(6)
+    assert {name: value.shape for name, value in values.items()} == shapes
+    assert {name: value.shape for name, value in draws.items()} == {
+        name: (6, *shape) for name, shape in shapes.items()
+    }
+    assert (draws["s"] > 0).all() and draws["w"].dtype == torch.float64
+
+
+def test_ready_guides_have_the_moments_of_their_draws(guide):
+    draws, mean, variances = guide.sample_vectors(4000), guide.location(), guide.variances()
+    error = (variances / 4000).sqrt()
+    assert ((draws.mean(0) - mean).abs() <= 5 * error + 1e-9).all()
+    torch.testing.assert_close(draws.var(0), variances, rtol=0.15, atol=1e-9)
+
+
+def test_ready_guides_have_quantiles_in_order(guide):
+    low, middle, high = guide.vector_quantiles(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64))
+    assert (low <= middle).all() and (middle <= high).all()
+    quantiles, median = guide.quantiles([0.1, 0.5, 0.9]), guide.median()
+    for name, value in quantiles.items():
+        assert value.shape == (3, *median[name].shape)
+        assert (value[0] <= value[1]).all() and (value[1] <= value[2]).all()
+    assert (quantiles["s"] > 0).all()
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "state"])
+def test_ready_guides_are_copied(guide, how):
+    clone = copy.deepcopy(guide) if how != "pickle" else pickle.loads(pickle.dumps(guide))
+    if how == "state":
+        state = {name: value.clone() for name, value in guide.state_dict().items()}
+        with torch.no_grad():
+            for tensor in clone.state_dict().values():
+                if tensor.is_floating_point():
+                    tensor.mul_(1.1)
+        clone.load_state_dict(state)
+    torch.testing.assert_close(clone.location(), guide.location())
+    torch.testing.assert_close(clone.variances(), guide.variances())
+    found = []
+    for each in (guide, clone):
+        torch.manual_seed(1)
+        found.append(each.sample_vectors(3))
+    torch.testing.assert_close(*found)

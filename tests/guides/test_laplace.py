@@ -25,13 +25,7 @@ from pyro_bdl.evidence import log_marginal_likelihood
 from pyro_bdl.guides import AutoLaplaceGGN
 from pyro_bdl.program import Program
 
-STRUCTURES = ["full", "diag", "kron", "ekfac", "low_rank"]
 D = torch.float64
-
-
-@pytest.fixture(params=STRUCTURES)
-def structure(request):
-    return request.param
 
 
 def at_mode(conjugate, model=None, eta=1.0, **options):
@@ -47,19 +41,11 @@ def data(conjugate):
     return conjugate.x, conjugate.y
 
 
-def covariance(guide):
-    """The exact covariance of a Laplace guide, from its quadratic form."""
-    eye = torch.eye(guide.precision.size, dtype=guide.loc.dtype)
-    single = guide.precision.quadratic(eye)
-    pairs = guide.precision.quadratic(eye[:, None] + eye[None])
-    return torch.linalg.inv(0.5 * (pairs - single[:, None] - single[None]))
-
-
 # Exact posteriors
 
 
 @pytest.mark.parametrize("eta", [1.0, 0.1])
-def test_full_is_the_posterior_of_a_linear_gaussian(conjugate, eta):
+def test_full_is_the_posterior_of_a_linear_gaussian(conjugate, eta, covariance):
     model = handlers.temper(conjugate.model, eta)
     for options in (
         {"structure": "full"},
@@ -76,7 +62,7 @@ def test_full_is_the_posterior_of_a_linear_gaussian(conjugate, eta):
         assert torch.equal(laplace.location(), guide.loc)
 
 
-def test_diagonal_and_kron_of_a_linear_gaussian(conjugate):
+def test_diagonal_and_kron_of_a_linear_gaussian(conjugate, covariance):
     precision = conjugate.precision()
     diagonal = at_mode(conjugate, structure="diag").laplace_approximation(data(conjugate))
     torch.testing.assert_close(diagonal.variances(), 1 / precision.diagonal())
@@ -129,7 +115,7 @@ def test_training_finds_the_maximum_in_the_unconstrained_vector(elbo):
     assert laplace.layout.slices["noise"].stop <= 3
 
 
-def test_the_hessian_is_that_of_the_whole_density():
+def test_the_hessian_is_that_of_the_whole_density(covariance):
     """With inferred noise and other constrained latents, in the unconstrained vector."""
     torch.manual_seed(0)
     x, y = torch.randn(9, 2, dtype=D), torch.randn(9, dtype=D)
@@ -184,7 +170,7 @@ def fitted(structure):
     return model, x, y, guide, guide.laplace_approximation((x, y))
 
 
-def test_draws_density_and_summaries(fitted):
+def test_draws_density_and_summaries(fitted, covariance):
     _, x, y, _, laplace = fitted
     expected = covariance(laplace)
     torch.testing.assert_close(laplace.variances(), expected.diagonal())
@@ -206,7 +192,7 @@ def test_draws_density_and_summaries(fitted):
     assert Predictive(fitted[0], laplace, 5)(x)["y"].shape == (5, len(y))
 
 
-def test_the_trace_of_a_draw(fitted):
+def test_the_trace_of_a_draw(fitted, covariance):
     """The joint log density is in the trace, whatever the sites."""
     _, x, y, _, laplace = fitted
     trace = pyro.poutine.trace(laplace).get_trace(x, y)
@@ -216,7 +202,7 @@ def test_the_trace_of_a_draw(fitted):
     torch.testing.assert_close(trace.log_prob_sum(), expected)
 
 
-def test_constrained_latents_and_plates():
+def test_constrained_latents_and_plates(covariance):
     """log q of the constrained values, also where the first site has a batch shape."""
 
     def model(y):
@@ -279,7 +265,7 @@ def test_latents_in_subsampled_plates_are_refused():
 
 
 @pytest.mark.parametrize("batches", ["one", "many", "loader", "iterator"])
-def test_forms_of_data(conjugate, structure, batches):
+def test_forms_of_data(conjugate, structure, batches, covariance):
     guide = at_mode(conjugate, structure=structure)
     expected = guide.laplace_approximation(data(conjugate))
     x, y = data(conjugate)
@@ -295,7 +281,7 @@ def test_forms_of_data(conjugate, structure, batches):
     assert found.num_data == 8
 
 
-def test_update_adds_data(conjugate, structure):
+def test_update_adds_data(conjugate, structure, covariance):
     x, y = data(conjugate)
     guide = at_mode(conjugate, structure=structure)
     whole = guide.laplace_approximation((x, y))
@@ -330,7 +316,7 @@ def test_changes_for_one_approximation(conjugate):
 # Subsets
 
 
-def test_subsets_are_conditionals(conjugate):
+def test_subsets_are_conditionals(conjugate, covariance):
     """The others stay at the mode: the precision is a block of the whole one."""
     precision = conjugate.precision()
     for chosen, selection in (
@@ -389,7 +375,7 @@ def test_a_copy_keeps_modules_of_its_subset():
 # Saving, copying, moving
 
 
-def test_state(fitted):
+def test_state(fitted, covariance):
     _, x, y, guide, laplace = fitted
     file = io.BytesIO()
     torch.save(laplace.state_dict(), file)
@@ -407,7 +393,7 @@ def test_state(fitted):
     torch.testing.assert_close(covariance(other), covariance(laplace))
 
 
-def test_copies(fitted):
+def test_copies(fitted, covariance):
     _, x, y, _, laplace = fitted
     expected = covariance(laplace)
     clone = copy.deepcopy(laplace)
@@ -461,7 +447,7 @@ def test_dtypes(structure, dtype):
     torch.testing.assert_close(laplace.variances().double(), expected, rtol=rtol, atol=rtol / 10)
 
 
-def test_hyperparameters_are_followed():
+def test_hyperparameters_are_followed(covariance):
     """refresh() takes the prior's precision anew; the curvature stays."""
     torch.manual_seed(0)
     x, y = torch.randn(6, 2, dtype=D), torch.randn(6, dtype=D)
@@ -724,7 +710,7 @@ def test_before_the_first_run():
     assert torch.equal(laplace.loc, guide.loc)
 
 
-def test_factors_are_left_out_and_said(conjugate):
+def test_factors_are_left_out_and_said(conjugate, covariance):
     def model(x, y=None):
         conjugate_w = pyro.sample("w", dist.Normal(torch.zeros(3, dtype=D), 1.0).to_event(1))
         pyro.factor("penalty", -(conjugate_w.sum() ** 2))
@@ -868,7 +854,7 @@ def test_a_flat_prior_leaves_the_likelihood_alone(conjugate, mask):
 
 
 @pytest.mark.parametrize("batches", [1, 4])
-def test_the_hessian_of_a_program_of_factors(conjugate, batches):
+def test_the_hessian_of_a_program_of_factors(conjugate, batches, covariance):
     """Likelihood and prior as factors are the same density; a prior counts once, however many
     batches the data come in."""
     x, y = data(conjugate)
@@ -898,7 +884,7 @@ def test_the_hessian_of_a_program_of_factors(conjugate, batches):
     )
 
 
-def test_a_reparameterized_program(conjugate):
+def test_a_reparameterized_program(conjugate, covariance):
     """Decentred, w = 2 v: the posterior of v is that of w, scaled."""
     x, y = data(conjugate)
 

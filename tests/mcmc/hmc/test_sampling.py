@@ -52,9 +52,36 @@ def assert_moments(samples, mean, covariance):
     assert (correlation - exact).abs().max() < 0.15
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kernel", ["nuts", "hmc"])
-@pytest.mark.parametrize("temperature", [1.0, 0.1])
+@pytest.fixture(scope="module")
+def quick():
+    """One quick run of each backend on the linear model, of seed 5."""
+    x, y = linear_data()
+    return {b: bdl.mcmc.sample(linear_model, x, y, backend=b, seed=5, **QUICK) for b in BACKENDS}
+
+
+@pytest.fixture(scope="module")
+def by_chain_method():
+    """The same three chains, run in each way."""
+    x, y = linear_data()
+    return {
+        method: bdl.mcmc.sample(linear_model, x, y, num_chains=3, chain_method=method, **QUICK)
+        for method in ("vectorized", "parallel", "sequential")
+    }
+
+
+@pytest.mark.parametrize(
+    ("backend", "kernel", "temperature"),
+    [
+        ("numpyro", "nuts", 1.0),
+        ("numpyro", "hmc", 0.1),
+        ("pyro", "nuts", 0.1),
+        ("pyro", "hmc", 1.0),
+        pytest.param("numpyro", "nuts", 0.1, marks=pytest.mark.slow),
+        pytest.param("numpyro", "hmc", 1.0, marks=pytest.mark.slow),
+        pytest.param("pyro", "nuts", 1.0, marks=pytest.mark.slow),
+        pytest.param("pyro", "hmc", 0.1, marks=pytest.mark.slow),
+    ],
+)
 def test_conjugate_posterior(backend, kernel, temperature):
     x, y = linear_data()
     model = bdl.handlers.temper(linear_model, temperature) if temperature != 1 else linear_model
@@ -120,7 +147,9 @@ def every_model():
 
 
 @pytest.mark.parametrize("name", list(every_model()))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.float64], ids=str
+)
 def test_jax_density_and_gradient_equal_torch(name, dtype):
     model, y = every_model()[name]
     model = model.to(dtype)
@@ -129,9 +158,10 @@ def test_jax_density_and_gradient_equal_torch(name, dtype):
     tolerance = 1e-5 if dtype == torch.float32 else 1e-10
     with jax.enable_x64(dtype == torch.float64):
         density = to_jax(program.log_density, torch.zeros(program.size, dtype=dtype))
+        both = jax.jit(jax.value_and_grad(density))
         for _ in range(3):
             u = torch.randn(program.size, dtype=dtype)
-            value, gradient = jax.value_and_grad(density)(jax.numpy.asarray(u.numpy()))
+            value, gradient = both(jax.numpy.asarray(u.numpy()))
             exact_gradient, exact = torch.func.grad_and_value(program.log_density)(u)
             assert abs(float(value) / float(exact) - 1) < tolerance
             scale = float(exact_gradient.abs().max())
@@ -139,46 +169,36 @@ def test_jax_density_and_gradient_equal_torch(name, dtype):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_same_seed_same_draws_and_another_seed_others(backend):
-    x, y = linear_data()
-    runs = [
-        bdl.mcmc.sample(linear_model, x, y, backend=backend, seed=s, **QUICK) for s in (5, 5, 6)
-    ]
-    assert torch.equal(runs[0].latents["w"], runs[1].latents["w"])
-    assert not torch.equal(runs[0].latents["w"], runs[2].latents["w"])
-
-
-def test_sampling_leaves_the_callers_random_state():
+def test_same_seed_same_draws_and_another_seed_others(backend, quick):
+    """The caller's random state is left alone."""
     x, y = linear_data()
     state = torch.random.get_rng_state()
-    for backend in BACKENDS:
-        bdl.mcmc.sample(linear_model, x, y, backend=backend, **QUICK)
+    same, other = (
+        bdl.mcmc.sample(linear_model, x, y, backend=backend, seed=s, **QUICK) for s in (5, 6)
+    )
+    assert torch.equal(quick[backend].latents["w"], same.latents["w"])
+    assert not torch.equal(quick[backend].latents["w"], other.latents["w"])
     assert torch.equal(state, torch.random.get_rng_state())
 
 
 @pytest.mark.parametrize("method", ["vectorized", "parallel", "sequential"])
-def test_chain_methods_give_the_same_shapes_and_different_chains(method):
-    x, y = linear_data()
-    samples = bdl.mcmc.sample(linear_model, x, y, num_chains=3, chain_method=method, **QUICK)
+def test_chain_methods_give_the_same_shapes_and_different_chains(method, by_chain_method):
+    samples = by_chain_method[method]
     assert samples.latents["w"].shape == (3, 20, 3)
     assert samples.latents["w"].dtype == torch.float64
     assert all(value.shape == (3, 20) for value in samples.stats.values())
     assert not torch.equal(samples.latents["w"][0], samples.latents["w"][1])
 
 
-def test_parallel_chains_equal_sequential_ones():
-    x, y = linear_data()
-    runs = [
-        bdl.mcmc.sample(linear_model, x, y, num_chains=2, chain_method=method, **QUICK)
-        for method in ("parallel", "sequential")
-    ]
-    assert torch.equal(runs[0].latents["w"], runs[1].latents["w"])
+def test_parallel_chains_equal_sequential_ones(by_chain_method):
+    parallel, sequential = (by_chain_method[name] for name in ("parallel", "sequential"))
+    assert torch.equal(parallel.latents["w"], sequential.latents["w"])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_statistics_mean_what_they_say(backend):
+def test_statistics_mean_what_they_say(backend, quick):
     x, y = linear_data()
-    samples = bdl.mcmc.sample(linear_model, x, y, backend=backend, seed=2, **QUICK)
+    samples = quick[backend]
     stats = samples.stats
     program = bdl.Program(linear_model, x, y)
     for i in (0, 19):
@@ -224,8 +244,9 @@ def test_starting_points(init):
         "samples": bdl.Samples({k: v.expand(2, 3, *v.shape) for k, v in program.initial.items()}),
         "dict": program.initial,
     }.get(init, init)
-    samples = bdl.mcmc.sample(model, x, y, init=start, num_chains=2, **QUICK)
-    assert samples.latents["noise"].shape == (2, 20)
+    options = {"num_warmup": 2, "num_samples": 3, "max_tree_depth": 2, "progress": False}
+    samples = bdl.mcmc.sample(model, x, y, init=start, num_chains=2, backend="pyro", **options)
+    assert samples.latents["noise"].shape == (2, 3)
 
 
 def test_chain_really_starts_where_it_is_told():
@@ -246,14 +267,18 @@ def test_mode_is_evaluation_inside_and_restored_after():
             self.linear, self.dropout = nn.Linear(3, 1), nn.Dropout(0.5)
 
         def forward(self, x):
+            seen.add(self.dropout.training)
             return self.dropout(self.linear(x))
 
+    seen = set()
     model = bdl.models.Regression(bdl.bayesianize(Watching()))
     model.train()
     x, y = torch.randn(5, 3), torch.randn(5)
+    options = {"num_warmup": 1, "num_samples": 1, "max_tree_depth": 1, "progress": False}
     for backend in BACKENDS:
-        bdl.mcmc.sample(model, x, y, backend=backend, **QUICK)
-    assert all(module.training for module in model.modules())
+        bdl.mcmc.sample(model, x, y, backend=backend, **options)
+        assert seen == {False}
+        assert all(module.training for module in model.modules())
 
 
 class Interrupting:
@@ -441,7 +466,10 @@ def test_programs_that_call_autograd_have_the_draws_of_the_derivative_written_ou
     def by_hand(w):
         return (w[:, None] / (w[:, None] * x).cosh().square()).sum(0)
 
-    options = {"num_warmup": 40, "num_samples": 5, "progress": False, "init": {"w": torch.ones(2)}}
+    options = {
+        "kernel": "hmc", "trajectory_length": 0.5, "num_warmup": 20, "num_samples": 5,
+        "progress": False, "init": {"w": torch.ones(2)},
+    }  # fmt: skip
     found, expected = (
         bdl.mcmc.sample(program(f), x.cos(), **options).latents["w"] for f in (by_autograd, by_hand)
     )

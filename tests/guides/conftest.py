@@ -1,0 +1,147 @@
+"""The one registry of guides for the contract tests, and what several files share.
+
+A new family is one line in ``TRAINED`` (a class that plain SVI trains) or in ``MADE`` (a guide that
+is made from a trained one, or from others).
+"""
+
+import functools
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_bdl.guides import (
+    AutoEnsemble,
+    AutoLaplaceGGN,
+    AutoLastLayer,
+    AutoLowRank,
+    AutoMAP,
+    AutoMatrixNormal,
+    AutoMCDropout,
+    AutoMeanField,
+    AutoSubnetwork,
+    AutoSWAG,
+    MixtureGuide,
+)
+from pyro_bdl.guides.subnetwork import SubsetNormal
+from pyro_bdl.program.subset import Subset
+
+X = torch.tensor([[0.2, -1.0], [1.0, 0.5], [-0.3, 0.8]], dtype=torch.float64)
+Y = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64)
+
+TRAINED = [
+    AutoMAP,
+    AutoMeanField,
+    AutoLowRank,
+    AutoMatrixNormal,
+    AutoLaplaceGGN,
+    AutoLastLayer,
+    AutoSubnetwork,
+    AutoSWAG,
+    AutoMCDropout,
+]
+
+
+def program(x, y=None):
+    """A linear model whose statements broadcast over dimensions to their left."""
+    w = pyro.sample("w", dist.Normal(x.new_zeros(1, 2), 1.0).to_event(2))
+    s = pyro.sample("s", dist.LogNormal(x.new_zeros(()), 0.5))
+    with pyro.plate("data", len(x)):
+        shift = pyro.sample("shift", dist.Normal(x.new_zeros(()), 1.0))
+        weights = w.reshape(*w.shape[:-3], 1, 2)  # without the plate's dimension
+        mean = (x @ weights.mT)[..., 0] + shift
+        pyro.sample("y", dist.Normal(mean, s), obs=y)
+
+
+def _moved(guide):
+    guide.prototype(X, Y)
+    with torch.no_grad():
+        guide.loc.add_(0.1)
+    return guide
+
+
+def _laplace(structure):
+    options = {"rank": 3} if structure == "low_rank" else {}
+    guide = _moved(AutoLaplaceGGN(program, structure=structure, **options))
+    return guide.laplace_approximation((X, Y))
+
+
+def _swag():
+    guide = AutoSWAG(program, rank=3).prototype(X, Y)
+    for _ in range(5):
+        with torch.no_grad():
+            guide.loc.add_(0.3 * torch.randn_like(guide.loc))
+        guide.collect()
+    return guide.swag_approximation()
+
+
+def _subset_normal():
+    source = _moved(AutoSubnetwork(program))
+    return SubsetNormal(source, Subset(source.layout), 0.3)
+
+
+def _low_rank():
+    guide = AutoLowRank(program, rank=2, init_scale=0.3).prototype(X, Y)
+    with torch.no_grad():
+        guide.factor.normal_()
+    return guide
+
+
+MADE = {
+    "mean field": lambda: _moved(AutoMeanField(program, init_scale=0.3)),
+    "matrix normal": lambda: _moved(AutoMatrixNormal(program, init_scale=0.3)),
+    "low rank": _low_rank,
+    "full": functools.partial(_laplace, "full"),
+    "kron": functools.partial(_laplace, "kron"),
+    "diag": functools.partial(_laplace, "diag"),
+    "ekfac": functools.partial(_laplace, "ekfac"),
+    "low_rank Laplace": functools.partial(_laplace, "low_rank"),
+    "subset": _subset_normal,
+    "subnetwork": lambda: _moved(AutoSubnetwork(program, size=3)).laplace_approximation((X, Y)),
+    "SWAG": _swag,
+    "mixture": lambda: MixtureGuide([_low_rank(), _laplace("full")], [0.3, 0.7]),
+    "last layer": lambda: _moved(AutoLastLayer(program)).laplace_approximation((X, Y)),
+    "ensemble": lambda: AutoEnsemble(program, size=4).prototype(X, Y),
+    "dropout": lambda: _moved(AutoMCDropout(program, sites="all", p=0.3)),
+}
+# Guides with a density in all latents, joint over them or factorized
+DENSE = ["mean field", "matrix normal", "low rank", "full", "kron", "diag", "ekfac"]
+DENSE += ["low_rank Laplace", "subset", "SWAG", "mixture"]
+
+
+@pytest.fixture(params=TRAINED, ids=lambda kind: kind.__name__)
+def kind(request):
+    """The class of a guide that SVI trains."""
+    return request.param
+
+
+@pytest.fixture(params=MADE)
+def guide(request):
+    """A ready guide of the ``linear`` program."""
+    return MADE[request.param]()
+
+
+@pytest.fixture(params=DENSE)
+def dense(request):
+    """A ready guide of the ``linear`` program that has a density."""
+    return MADE[request.param]()
+
+
+@pytest.fixture
+def linear():
+    """The program of the ready guides, and its data."""
+    return program, X, Y
+
+
+@pytest.fixture
+def covariance():
+    """The exact covariance of a Laplace guide, from its quadratic form."""
+
+    def compute(guide):
+        eye = torch.eye(guide.precision.size, dtype=guide.loc.dtype)
+        single = guide.precision.quadratic(eye)
+        pairs = guide.precision.quadratic(eye[:, None] + eye[None])
+        return torch.linalg.inv(0.5 * (pairs - single[:, None] - single[None]))
+
+    return compute
