@@ -139,14 +139,14 @@ class ProductBlock:
         given = self.source
         assert given is not None
         inside = cache(lambda: torch.einsum("ntgi,gij->ntgj", given(), basis))
-        outside = cache(lambda: given() - torch.einsum("ntgj,gij->ntgi", inside(), basis))
-        return replace(self, source=inside), replace(self, source=outside)
+        rest = cache(lambda: given() - torch.einsum("ntgj,gij->ntgi", inside(), basis))
+        return replace(self, source=inside), replace(self, source=rest)
 
     def split_outputs(self, basis: Tensor) -> tuple["ProductBlock", "ProductBlock"]:
         """Split the gradients by directions of the outputs (groups, out, s) in the same way."""
         inside = torch.einsum("kntgo,gop->kntgp", self.gradients, basis)
-        outside = self.gradients - torch.einsum("kntgp,gop->kntgo", inside, basis)
-        return replace(self, gradients=inside), replace(self, gradients=outside)
+        rest = self.gradients - torch.einsum("kntgp,gop->kntgo", inside, basis)
+        return replace(self, gradients=inside), replace(self, gradients=rest)
 
 
 @dataclass
@@ -212,8 +212,8 @@ class LookupBlock:
 
     def split_inputs(self, basis: Tensor) -> tuple["LookupBlock", "LookupBlock"]:
         inside = torch.matmul(self.gradients, basis[0])
-        outside = self.gradients - torch.matmul(inside, basis[0].mT)
-        return replace(self, gradients=inside), replace(self, gradients=outside)
+        rest = self.gradients - torch.matmul(inside, basis[0].mT)
+        return replace(self, gradients=inside), replace(self, gradients=rest)
 
 
 @dataclass

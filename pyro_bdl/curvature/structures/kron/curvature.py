@@ -1,14 +1,18 @@
 """Kronecker-factored curvature: KFAC, and its eigenvalue-corrected form EKFAC.
 
 For a product z_t = W a_t the block of W in sum_n J_n' J_n is approximated by
-(1/R) (sum a a') kron (sum g g') with sums over data, positions t and columns, R the number of
-data times positions ("expand"); or, with a averaged and g summed over the positions, R the number
-of data ("reduce"). Both are exact for one datum with one position. Sources: Martens & Grosse 2015;
-Grosse & Martens 2016 for convolutions; Eschenhagen et al. 2023 for expand and reduce; George et
-al. 2018 for EKFAC. Where the vectors are fewer than half of a factor's size, as of many inputs and
-few data, they stand for it, and directions that they do not span have the prior's precision, at
-once and exactly (``moments.py``, ``eigenbasis.py``). Latents outside products have exact blocks of
-their own, dense up to 1024 numbers and diagonal beyond; blocks of different sites are independent.
+(1/R) (sum a a') kron (sum g g'). In the "expand" form the sums run over data, positions t and
+columns, and R is the number of data times positions. In the "reduce" form a is averaged and g
+summed over the positions, and R is the number of data. Both are exact for one datum with one
+position.
+
+Vectors that are fewer than half of a factor's size, as of many inputs and few data, stand for the
+factor; directions that they do not span have the prior's precision exactly (``outer_products.py``,
+``eigenbasis.py``). Latents outside products have exact blocks of their own, dense up to 1024
+numbers and diagonal beyond. Blocks of different sites are independent.
+
+Sources: Martens & Grosse 2015; Grosse & Martens 2016 for convolutions; Eschenhagen et al. 2023 for
+expand and reduce; George et al. 2018 for EKFAC.
 """
 
 from collections import Counter
@@ -197,25 +201,20 @@ class KroneckerCurvature(Curvature):
         One that couples sites enters by its blocks.
         """
         self._decompose()
-        parts: list[tuple[BlockPosition, Any]] = []
+        blocks: list[tuple[BlockPosition, Any]] = []
         covered = torch.zeros(self.size, dtype=torch.bool, device="cpu")
         for position, block in self._blocks():
             where = position.indices
             covered[where if isinstance(where, slice) else where.to(covered.device)] = True
             if isinstance(block, Tensor):
-                parts.append((position, _rest_precision(block * factor, prior, position)))
+                blocks.append((position, _rest_precision(block * factor, prior, position)))
                 continue
-            parts.append((position, _product_precision(block, prior, factor)))
+            blocks.append((position, _product_precision(block, prior, factor)))
         left = (~covered).nonzero()[:, 0].to(self.like.device)
         if len(left):
-            zero = self.like.new_zeros(len(left))
-            parts.append(
-                (
-                    BlockPosition(("", 0), left),
-                    _rest_precision(zero, prior, BlockPosition(("", 0), left)),
-                )
-            )
-        return KroneckerPrecision(self.size, parts, self.like)
+            position, zero = BlockPosition(("", 0), left), self.like.new_zeros(len(left))
+            blocks.append((position, _rest_precision(zero, prior, position)))
+        return KroneckerPrecision(self.size, blocks, self.like)
 
     def _blocks(self) -> list[tuple[BlockPosition, Any]]:
         """Return blocks over disjoint latents: products, and exact matrices or diagonals.

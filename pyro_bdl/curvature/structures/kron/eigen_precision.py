@@ -32,14 +32,14 @@ class EigenbasisDraws:
 
         self.basis, self.count = basis, num_samples
         self.inside = noise(basis.directions).mul_(values.rsqrt())
-        self.outside: list[Tensor] = []
+        self.complement: list[Tensor] = []
         if rest is not None:
-            self.outside = [noise(shape).mul_(rest.rsqrt()) for shape in basis.complement_shapes]
+            self.complement = [noise(shape).mul_(rest.rsqrt()) for shape in basis.complement_shapes]
 
     def vectors(self) -> Tensor:
         """Return the draws themselves, (S, groups * out * in)."""
         result = self.basis.back(self.inside)
-        for part in self.basis.complement_weights(self.outside):
+        for part in self.basis.complement_weights(self.complement):
             result += part
         return result.flatten(1)
 
@@ -47,9 +47,9 @@ class EigenbasisDraws:
         """Return the products with a block's gradients, (S, n, K)."""
         if isinstance(block, DenseBlock):
             return block.apply(self.vectors())
-        inside, outside = self.basis.split(block)
+        inside, complement = self.basis.split(block)
         result = inside.apply(self.inside)
-        for part, noise in zip(outside, self.outside, strict=True):
+        for part, noise in zip(complement, self.complement, strict=True):
             result = result + part.apply(noise)
         return result
 
@@ -60,7 +60,7 @@ class EigenPrecision:
     :param position: of the weight.
     :param basis: Q.
     :param values: positive, (groups, s, r).
-    :param rest: of all directions outside Q, a positive scalar; None where Q is complete.
+    :param rest: of the directions in Q's complement, a positive scalar; None where Q is complete.
     """
 
     def __init__(
@@ -103,10 +103,10 @@ class EigenPrecision:
         result = self.basis.back(inside / self.values).reshape(x.shape)
         if self.rest is None:
             return result
-        outside = x - self.basis.back(inside).reshape(x.shape)
+        complement = x - self.basis.back(inside).reshape(x.shape)
         # once more, since what rounding left inside would be divided by the smallest precision
-        outside = outside - self.basis.back(self.basis.rotate(outside)).reshape(x.shape)
-        return result + outside / self.rest
+        complement = complement - self.basis.back(self.basis.rotate(complement)).reshape(x.shape)
+        return result + complement / self.rest
 
     def variances(self) -> Tensor:
         result = self.basis.diagonal(self.values.reciprocal())
@@ -120,18 +120,18 @@ class EigenPrecision:
         if isinstance(block, DenseBlock):
             rows = self._whitened(block).transpose(0, 1)
             return rows @ rows.mT
-        inside, outside = self.basis.split(block)
+        inside, complement = self.basis.split(block)
         result = inside.gram(self.values.reciprocal())
-        for part in outside:
+        for part in complement:
             result = result + part.gram() / self.rest
         return result
 
     def output_variances(self, block: Any) -> Tensor:
         if isinstance(block, DenseBlock):
             return self._whitened(block).square().sum(2).mT
-        inside, outside = self.basis.split(block)
+        inside, complement = self.basis.split(block)
         result = inside.norms(self.values.reciprocal())
-        for part in outside:
+        for part in complement:
             result = result + part.norms() / self.rest
         return result
 
@@ -139,9 +139,9 @@ class EigenPrecision:
         if isinstance(block, DenseBlock):
             rows = self._whitened(block).transpose(0, 1).flatten(0, 1)
             return rows @ rows.mT
-        inside, outside = self.basis.split(block)
+        inside, complement = self.basis.split(block)
         result = joint_gram(inside, self.values.reciprocal())
-        for part in outside:
+        for part in complement:
             assert self.rest is not None
             result += joint_gram(part) / self.rest
         return result
@@ -152,5 +152,5 @@ class EigenPrecision:
         rows = (inside * self.values.rsqrt()).flatten(-3)
         if self.rest is None:
             return rows
-        outside = block.values - self.basis.back(inside).flatten(-3)
-        return torch.cat([rows, outside * self.rest.rsqrt()], -1)
+        complement = block.values - self.basis.back(inside).flatten(-3)
+        return torch.cat([rows, complement * self.rest.rsqrt()], -1)

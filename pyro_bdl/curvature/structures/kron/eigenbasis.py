@@ -135,19 +135,19 @@ class Eigenbasis:
 
         All are orthogonal to each other.
         """
-        outside = []
+        complement = []
         few_inputs, few_outputs = self._few
         if few_inputs:
             block, rest = block.split_inputs(self.inputs)
-            outside.append(rest)
+            complement.append(rest)
         else:
             block = block.rotated(self.inputs, None)
         if few_outputs:
             block, rest = block.split_outputs(self.outputs)
-            outside.append(rest)
+            complement.append(rest)
         else:
             block = block.rotated(None, self.outputs)
-        return block, outside
+        return block, complement
 
     @property
     def complement_shapes(self) -> list[torch.Size]:
