@@ -47,7 +47,7 @@ def latent_draws(
 def check_sites(
     latents: Mapping[str, Latent], draws: Mapping[str, Tensor], leading: int = 2
 ) -> None:
-    """Whether draws are of a program's latents.
+    """Check that draws are of a program's latents.
 
     :param latents: the program's latent sites.
     :param draws: site -> values with ``leading`` dimensions before the site's own.
@@ -66,7 +66,7 @@ def _refuse(found: str) -> None:
 
 
 def check_guide(latents: Mapping[str, Latent], guide: Guide) -> None:
-    """Whether a guide's vector is one of a program's latents, in their order.
+    """Check that a guide's vector is one of a program's latents, in their order.
 
     :param latents: the program's latent sites.
     :raises ValueError: where names, shapes or the order do not match.
@@ -124,7 +124,7 @@ def check_posterior(
     args: tuple,
     kwargs: Mapping[str, Any],
 ) -> None:
-    """Whether a posterior is of a program that is called without its targets.
+    """Check that a posterior is of a program, which is called without its targets.
 
     A site without plates whose distribution is the same for all draws is no observation but a
     latent that the posterior does not know.
