@@ -42,7 +42,7 @@ def _tuned(posterior: LaplaceGuide) -> dict[str, str]:
 @register(
     "laplace-kron",
     title="Laplace, Kronecker",
-    description="Kronecker-factored Laplace, linearised, prior scale by the evidence",
+    description="Kronecker-factored Laplace, linearized, prior scale by the evidence",
     default=True,
 )
 def _laplace_kron(problem: Problem, options: Options, progress: bool) -> Result:
@@ -52,7 +52,7 @@ def _laplace_kron(problem: Problem, options: Options, progress: bool) -> Result:
 @register(
     "laplace-full",
     title="Laplace, full",
-    description="Laplace with the full Gauss-Newton matrix, linearised, where it fits in memory",
+    description="Laplace with the full Gauss-Newton matrix, linearized, where it fits in memory",
 )
 def _laplace_full(problem: Problem, options: Options, progress: bool) -> Result:
     return _laplace("laplace-full", problem, options, progress, structure="full")
@@ -61,7 +61,7 @@ def _laplace_full(problem: Problem, options: Options, progress: bool) -> Result:
 @register(
     "laplace-diag",
     title="Laplace, diagonal",
-    description="Laplace with the diagonal of the Gauss-Newton matrix, linearised",
+    description="Laplace with the diagonal of the Gauss-Newton matrix, linearized",
 )
 def _laplace_diag(problem: Problem, options: Options, progress: bool) -> Result:
     return _laplace("laplace-diag", problem, options, progress, structure="diag")
@@ -133,7 +133,7 @@ def _with_scale_of_last_layer(problem: Problem) -> nn.Module:
 @register(
     "subnetwork",
     title="subnetwork Laplace",
-    description="full Laplace, linearised, over the tenth of the weights the data determine most",
+    description="full Laplace, linearized, over the tenth of the weights the data determine most",
     default=True,
 )
 def _subnetwork(problem: Problem, options: Options, progress: bool) -> Result:
