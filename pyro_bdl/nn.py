@@ -88,8 +88,11 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
             return self.network(*args, **kwargs)
 
     def _check_structure(self) -> None:
-        """:raises UnsupportedProgramError: where layers were added, replaced or taken away, so that
-        there are weights without a prior, or sampled ones that nothing uses."""
+        """Check that the network still has the layers that were given priors.
+
+        :raises UnsupportedProgramError: where layers were added, replaced or taken away, so that
+            there are weights without a prior, or sampled ones that nothing uses.
+        """
         network = self.network
         same = self._structure[0][0] is network
         if same and all(tuple(m._modules.values()) == parts for m, parts in self._structure):

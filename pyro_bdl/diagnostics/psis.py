@@ -16,7 +16,7 @@ _TINY = torch.finfo(torch.float64).tiny
 
 
 class PSIS(NamedTuple):
-    """What ``psis`` finds.
+    """The result of ``psis``.
 
     :param log_weights: float64 ``(chains, draws, ...)``, smoothed; their exponentials sum to 1
         over all draws.
@@ -103,7 +103,7 @@ def smooth(log_ratios: Tensor, r_eff: float, compat: str) -> tuple[Tensor, Tenso
 
 
 def tail_size(num_draws: int, r_eff: float, compat: str) -> int:
-    """How many of the largest ratios are the tail, the square root of ESS at most in order."""
+    """The number of ratios in the tail, the square root of ESS at most in order."""
     many = 3 * math.sqrt(num_draws / r_eff)
     if compat == "0.23":
         return min(math.ceil(min(num_draws / 5, many)), num_draws - 1)

@@ -62,7 +62,10 @@ class Noise:
         raise NotImplementedError
 
     def rsample(self, p: Tensor, num_samples: int, step: int) -> Tensor:
-        """The same, differentiable in p; ``step`` counts the steps of the training."""
+        """Draw as ``sample`` does, but differentiable in p.
+
+        :param step: number of the step of the training.
+        """
         raise NotImplementedError
 
     def entropy(self, p: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ class LowRankCovariance:
         return self.scale * own + common @ self.factor.mT
 
     def diagonal(self) -> Tensor:
-        """That of the precision (P,): s^-2 - s^-4 diag(W K^-1 W')."""
+        """The diagonal of the precision (P,): s^-2 - s^-4 diag(W K^-1 W')."""
         columns = (self.factor / self.scale[:, None]).double()
         inner = torch.linalg.solve_triangular(self.tril, columns.mT, upper=False)
         return ((1.0 - inner.square().sum(0)) / self.scale.double().square()).to(self.scale)

@@ -10,7 +10,7 @@ from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.layout import Latent, differences
 from pyro_bdl.program.trace import record
 from pyro_bdl.samples import Samples
-from pyro_bdl.utils.whole_numbers import whole_number
+from pyro_bdl.utils.validation import whole_number
 
 DEFAULT_DRAWS = 100
 

@@ -1,4 +1,4 @@
-"""What the backends have in common: the density they sample, settings, draws, progress."""
+"""Parts that the backends share: the density they sample, settings, draws, progress."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,7 @@ STATS = ("potential_energy", "energy", "num_steps", "accept_prob", "step_size", 
 
 @dataclass(frozen=True)
 class Settings:
-    """How to run HMC or NUTS; see ``pyro_bdl.mcmc.sample``."""
+    """The settings of HMC or NUTS; see ``pyro_bdl.mcmc.sample``."""
 
     kernel: str
     num_warmup: int

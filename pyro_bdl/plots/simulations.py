@@ -60,6 +60,6 @@ def rank_histograms(
     for axis in axes[-columns:]:
         axis.set_xlabel("rank of the truth")
     room_above(axes, max(high, counts.max()))
-    said = [*key(level), (Patch(color=_OUTSIDE, linewidth=0), "outside the band")]
-    legend_below(figure, *zip(*said, strict=True))
+    entries = [*key(level), (Patch(color=_OUTSIDE, linewidth=0), "outside the band")]
+    legend_below(figure, *zip(*entries, strict=True))
     return figure

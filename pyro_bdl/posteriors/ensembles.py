@@ -41,7 +41,7 @@ def _swag_of(
         parameter.data.copy_(start)
         guide.discard()
         try:
-            with warnings.catch_warnings(record=True) as said:
+            with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always", BdlWarning)
                 run = collect_swag(
                     problem.model, guide, problem.x, problem.y,
@@ -54,7 +54,7 @@ def _swag_of(
         excess = run.losses.mean().item() * rows / members - lowest
         if excess <= 0.5 * size or run.interrupted:
             break
-    for warning in said:  # of the rate that is taken, not of those that were tried
+    for warning in caught:  # of the rate that is taken, not of those that were tried
         warnings.warn(warning.message, stacklevel=2)
     count = int(guide.snapshots.count)
     if count < 2:

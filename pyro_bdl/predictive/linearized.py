@@ -34,7 +34,7 @@ from pyro_bdl.predictive.sampled import PredictiveMoments
 from pyro_bdl.program.batches import leading_size
 from pyro_bdl.program.subsampling import on_whole_data
 from pyro_bdl.program.unconstrained_parameters import constrained_value, with_natural
-from pyro_bdl.utils.whole_numbers import whole_number
+from pyro_bdl.utils.validation import whole_number
 
 METHODS = ("probit", "laplace-bridge", "monte-carlo")
 

@@ -89,7 +89,7 @@ def known_kind(site: Site) -> str:
 
 
 def are_known(sites: Iterable[Site]) -> bool:
-    """Whether every site's distribution is made of tensors that can be moved."""
+    """Return whether every site's distribution is made of tensors that can be moved."""
     return all(take_apart(site.distribution) is not None for site in sites)
 
 

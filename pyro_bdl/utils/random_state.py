@@ -1,4 +1,4 @@
-"""Random numbers that follow a seed, and leave the caller's alone."""
+"""Random numbers that follow a seed and leave those of the caller alone."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Torch's random numbers follow ``seed`` inside; the caller's go on as before after."""
+    """Seed torch's random numbers; on exit the caller's go on as before."""
     with own_randomness():
         torch.manual_seed(seed)
         yield
@@ -17,7 +17,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def own_randomness() -> Iterator[None]:
-    """What is drawn inside leaves no trace in the caller's random numbers."""
+    """Restore torch's random states on exit."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         yield
 

@@ -17,7 +17,10 @@ from torch import Tensor
 
 
 class State(NamedTuple):
-    """:param position: (chains, P)."""
+    """The positions of the chains.
+
+    :param position: (chains, P).
+    """
 
     position: Tensor
 
