@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyro_bdl import bayesianize, handlers, models
-from pyro_bdl.curvature import chunking as parts_module
-from pyro_bdl.curvature import config as recipe_module
+from pyro_bdl.curvature import chunking
+from pyro_bdl.curvature import config as config_module
 from pyro_bdl.curvature import fit as fit_module
 from pyro_bdl.curvature.config import Recipe, check_memory
 from pyro_bdl.curvature.fit import fit_curvature
@@ -173,7 +173,7 @@ def test_parts_that_fit_in_memory_add_up(oracle, structure, kind, monkeypatch):
     x, y = x.repeat(3, 1), y.repeat(3, *(1,) * (y.dim() - 1))
     program, vector = oracle.program(model, x, y)
     whole = oracle.fit(program, vector, (x, y), structure=structure, rank=99)
-    monkeypatch.setattr(parts_module, "_BUDGET", 600)
+    monkeypatch.setattr(chunking, "_BUDGET", 600)
     monkeypatch.setattr(fit_module, "_COLUMNS_BUDGET", 600)
     parts = []
     original = fit_module.Linearization
@@ -182,7 +182,7 @@ def test_parts_that_fit_in_memory_add_up(oracle, structure, kind, monkeypatch):
         parts.append(len(args[0][0]))
         return original(model, subset, vector, *args, **kwargs)
 
-    monkeypatch.setattr(parts_module, "Linearization", counted)
+    monkeypatch.setattr(chunking, "Linearization", counted)
     split = oracle.fit(program, vector, (x, y), structure=structure, rank=99)
     assert max(parts) < 18
     torch.testing.assert_close(total(split.curvature), total(whole.curvature), rtol=1e-9, atol=1e-9)
@@ -202,7 +202,7 @@ def test_a_program_that_needs_all_of_its_data_is_not_cut(oracle, monkeypatch):
         with pyro.plate("data", len(x)):
             pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
 
-    monkeypatch.setattr(parts_module, "_BUDGET", 1)
+    monkeypatch.setattr(chunking, "_BUDGET", 1)
     torch.manual_seed(0)
     x, y = torch.randn(8, 3), torch.randn(8)
     program, vector = oracle.program(centred, x, y)
@@ -637,7 +637,7 @@ def test_a_distribution_made_by_a_transform(oracle):
 
 
 def test_memory_is_checked_before_it_is_taken(monkeypatch):
-    monkeypatch.setattr(recipe_module, "available_memory", lambda device: 2**20)
+    monkeypatch.setattr(config_module, "available_memory", lambda device: 2**20)
     like = torch.zeros(0)
     check_memory(Recipe("kron"), 10**9, like)
     check_memory(Recipe("diag"), 10**4, like)
@@ -646,7 +646,7 @@ def test_memory_is_checked_before_it_is_taken(monkeypatch):
         check_memory(Recipe("full"), 10_000, like)
     with pytest.raises(MemoryError, match=r'"low_rank".*"kron" or "diag"'):
         check_memory(Recipe("low_rank"), 10_000, like)
-    monkeypatch.setattr(recipe_module, "available_memory", lambda device: None)
+    monkeypatch.setattr(config_module, "available_memory", lambda device: None)
     check_memory(Recipe("full"), 10**6, like)
 
 
@@ -686,7 +686,7 @@ def test_an_observation_of_no_datum_counts_once(monkeypatch):
 
     x, y = torch.randn(8), torch.randn(8)
     program = Program(model, x, y)
-    monkeypatch.setattr(parts_module, "_BUDGET", 1)
+    monkeypatch.setattr(chunking, "_BUDGET", 1)
     fitted = fit_curvature(
         model, Subset(program.layout), torch.zeros(1), (x, y), Recipe(structure="full")
     )

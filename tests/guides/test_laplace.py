@@ -18,7 +18,7 @@ from torch.distributions import constraints
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_bdl import Predictive, bayesianize, compare, handlers, models, priors
-from pyro_bdl.curvature import config as recipe_module
+from pyro_bdl.curvature import config as config_module
 from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.evidence import log_marginal_likelihood
@@ -510,7 +510,7 @@ def test_what_is_missing(conjugate):
 
 def test_memory(conjugate, monkeypatch, structure):
     guide = at_mode(conjugate, structure=structure)
-    monkeypatch.setattr(recipe_module, "available_memory", lambda device: 64)
+    monkeypatch.setattr(config_module, "available_memory", lambda device: 64)
     if structure in ("kron", "ekfac"):
         guide.laplace_approximation(data(conjugate))
         return

@@ -7,7 +7,7 @@ import torch
 
 from pyro_bdl.curvature.config import Recipe
 from pyro_bdl.curvature.fit import fisher_jacobians
-from pyro_bdl.curvature.jacobian import other_latents as outside
+from pyro_bdl.curvature.jacobian import other_latents
 from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.structures.dense import FullCurvature
 from pyro_bdl.program import Program
@@ -98,9 +98,9 @@ def test_the_gauss_newton_matrix_is_that_of_backward_passes(program, monkeypatch
     x, y = torch.randn(N, 2, dtype=torch.float64), torch.randn(N, OUT, dtype=torch.float64)
     found = _found(program, x, y, "ggn")[2]
     monkeypatch.setattr(
-        outside, "_shared_outputs", lambda pullback: [(0, torch.empty(10**9, device="meta"))]
+        other_latents, "_shared_outputs", lambda pullback: [(0, torch.empty(10**9, device="meta"))]
     )
-    monkeypatch.setattr(outside, "_forward_rows", lambda *args: None)
+    monkeypatch.setattr(other_latents, "_forward_rows", lambda *args: None)
     expected = _found(program, x, y, "ggn")[2]
     torch.testing.assert_close(found, expected)
 
@@ -110,7 +110,7 @@ def test_what_all_data_share_takes_no_pass_through_the_program(program, monkeypa
     def refused(*args):
         raise AssertionError("a pass through the whole program")
 
-    monkeypatch.setattr(outside, "_forward_rows", refused)
-    monkeypatch.setattr(outside, "_backward_rows", refused)
+    monkeypatch.setattr(other_latents, "_forward_rows", refused)
+    monkeypatch.setattr(other_latents, "_backward_rows", refused)
     x, y = torch.randn(N, 2, dtype=torch.float64), torch.randn(N, OUT, dtype=torch.float64)
     assert _found(program, x, y, "empirical-fisher")[2].diagonal().gt(0).any()
