@@ -58,7 +58,7 @@ def to_arviz(
     chain of independent draws, which the attribute ``draws`` of its posterior says. In
     ``sample_stats``, ``lp`` is log p(w, y), and of a guide with a density ``log_q`` is log q(w),
     both in nats and as densities over the unconstrained latents. A Laplace approximation predicts
-    by the linearised network, whose draws are not paired with those in ``posterior``. Where the
+    by the linearized network, whose draws are not paired with those in ``posterior``. Where the
     likelihood is in ``pyro.factor`` statements alone, there is nothing to predict, and only
     ``posterior``, ``sample_stats``, ``prior`` and ``constant_data`` are there.
 

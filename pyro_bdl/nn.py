@@ -189,7 +189,7 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
                 raise UnsupportedProgramError(
                     "networks do not take Pyro's plates of draws (vectorize_particles=True, "
                     "Predictive's parallel=True): leave that out, or use the ELBOs of "
-                    "pyro_bdl.elbo and pyro_bdl.Predictive, which vectorise over draws by vmap"
+                    "pyro_bdl.elbo and pyro_bdl.Predictive, which vectorize over draws by vmap"
                 )
             raise UnsupportedProgramError(
                 f"the weights '{self.site_prefix}{self.sites[0]}' would be sampled inside the "

@@ -2,7 +2,7 @@
 
 ``name`` is the parameter's name in the network, ``module`` the torch module that holds it,
 ``parameter`` its present value, whose shape, dtype and device the distribution takes. None
-leaves it a learnable parameter. A scale is a number, a ``PyroParam`` (learned by maximising the
+leaves it a learnable parameter. A scale is a number, a ``PyroParam`` (learned by maximizing the
 objective) or a distribution (a hyperprior: the scale becomes a latent site ``<label>.scale``).
 """
 
@@ -252,10 +252,10 @@ class PerNormalizedGroup(Prior):
 
     A layer is normalized if the network does not notice its scale. All others share one set.
 
-    A layer that a normalisation follows can be scaled without any change of the outputs; its
+    A layer that a normalization follows can be scaled without any change of the outputs; its
     weights' size is arbitrary, and a precision shared with others would be set by chance (Antoran
     et al. 2022, recommendation 2). Such layers are found by scaling each one's parameters and
-    looking at the outputs, normalisation layers computing with the batch's statistics.
+    looking at the outputs, normalization layers computing with the batch's statistics.
 
     :param prior: one of the priors of this module, with a PyroParam or a hyperprior.
     :param network: whose layers are looked at; it is not changed.

@@ -32,7 +32,7 @@ def psis(
 ) -> PSIS:
     """Pareto smoothed importance weights and the k-hat that says whether to trust them.
 
-    The largest ratios are replaced by the expected order statistics of a generalised Pareto
+    The largest ratios are replaced by the expected order statistics of a generalized Pareto
     distribution fitted to them, at most the largest ratio. Its shape k-hat tells how heavy the
     tail is: up to ``good_k`` (0.7 for many draws) estimates are reliable, above 1 the ratios have
     no mean.

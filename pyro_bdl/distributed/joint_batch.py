@@ -29,7 +29,7 @@ class Reading(NamedTuple):
     :param stated: N as the program's attribute ``num_data`` has it, if there is one.
     :param local: a latent of each datum, if there is one.
     :param factor: a factor statement, if there is one.
-    :param normalised: a layer that normalises by its batch, if there is one.
+    :param normalized: a layer that normalizes by its batch, if there is one.
     """
 
     rows: int
@@ -37,7 +37,7 @@ class Reading(NamedTuple):
     stated: int | None
     local: str | None
     factor: str | None
-    normalised: str | None
+    normalized: str | None
 
 
 def read_batch(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Reading:
@@ -61,8 +61,8 @@ def read_batch(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> R
     stated = getattr(model, "num_data", None)
     stated = stated if isinstance(stated, int) else None
     factor = next(iter(p.factors), None)
-    normalised = next((type(layer).__name__ for layer in layers), None)
-    return Reading(rows, size, stated, seen.local(), factor, normalised)
+    normalized = next((type(layer).__name__ for layer in layers), None)
+    return Reading(rows, size, stated, seen.local(), factor, normalized)
 
 
 def _rows(run: Run) -> tuple[int, int | None]:
@@ -160,9 +160,9 @@ def joint_batch(model: Callable, guide: Callable, ranks: Sequence[Reading]) -> J
                 f"the program speaks of {_data(other)} on rank {number} and of {_data(first)} on "
                 "rank 0: give it the number of all data, those of all ranks together (num_data)"
             )
-    if first.normalised is not None:
+    if first.normalized is not None:
         raise UnsupportedProgramError(
-            f"a {first.normalised} layer in training mode normalises by the batch of its rank, not "
+            f"a {first.normalized} layer in training mode normalizes by the batch of its rank, not "
             "by the joint batch: put it into evaluation mode (module.eval()), or use LayerNorm or "
             "GroupNorm"
         )

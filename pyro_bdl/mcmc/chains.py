@@ -37,7 +37,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Target:
-    """An unnormalised log density over R^P.
+    """An unnormalized log density over R^P.
 
     :param log_density: vector (P,) -> scalar, in nats.
     :param terms: vector -> site -> scalar, to say which site an operator came from.

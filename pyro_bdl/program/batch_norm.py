@@ -30,7 +30,7 @@ def keeps_statistics(module: nn.Module) -> bool:
 
 
 def uses_its_batch(module: nn.Module) -> bool:
-    """Return whether a module is a BatchNorm layer that normalises by its batch."""
+    """Return whether a module is a BatchNorm layer that normalizes by its batch."""
     return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
 
 

@@ -53,7 +53,7 @@ class Latent:
 
     ``shape`` is that of a constrained value, ``unconstrained_shape`` that of its preimage under
     ``transform`` (a simplex of k entries has k - 1), ``event_dim`` the number of event
-    dimensions of the constrained value, ``plates`` the vectorised plates around it.
+    dimensions of the constrained value, ``plates`` the vectorized plates around it.
     """
 
     name: str

@@ -275,7 +275,7 @@ def _read_latent(name: str, node: Any, value: Tensor) -> Latent:
     distribution = node["fn"]
     if distribution.support.is_discrete:
         raise UnsupportedProgramError(
-            f"the latent site '{name}' is discrete ({type(distribution).__name__}): marginalise "
+            f"the latent site '{name}' is discrete ({type(distribution).__name__}): marginalize "
             "it out of the program, or observe it (were the targets passed?); continuous latents "
             "are needed here"
         )

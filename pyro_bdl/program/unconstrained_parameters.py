@@ -35,7 +35,7 @@ def natural_parameters(distribution: Distribution, run: Run | None = None) -> di
     logarithms, probabilities as logits.
 
     :param run: the run that the distribution is from. Where it recorded the network's own output
-        behind normalised logits, that output is taken: approximations of class probabilities use
+        behind normalized logits, that output is taken: approximations of class probabilities use
         its variances.
     """
     base: Any = base_distribution(distribution)
@@ -64,7 +64,7 @@ def natural_value(base: Distribution, key: str, value: Tensor) -> Tensor:
     """
     if key.startswith("transforms.") and key.endswith(".scale") and not bool((value > 0).all()):
         raise NotImplementedError(
-            "the linearised model does not know affine transforms with a scale that is not "
+            "the linearized model does not know affine transforms with a scale that is not "
             "positive: use Predictive"
         )
     return _bijection(base, key).inv(value)
@@ -98,7 +98,7 @@ def _apart(site: Site) -> tuple[Structure, dict[str, Tensor]]:
     if apart is None:
         kind = type(base_distribution(site.distribution)).__name__
         raise NotImplementedError(
-            f"the linearised model does not know {kind} observations: use Predictive"
+            f"the linearized model does not know {kind} observations: use Predictive"
         )
     return apart
 

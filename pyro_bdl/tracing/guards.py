@@ -76,7 +76,7 @@ class Guards:
 
     :param callables: the program and its guide.
     :param modules: that the graph was traced from.
-    :param parameters: names in Pyro's store, and the tensors that an optimiser moves.
+    :param parameters: names in Pyro's store, and the tensors that an optimizer moves.
     :param leaves: what the gradient is taken in.
     :param constants: tensors whose numbers went into the graph.
     """

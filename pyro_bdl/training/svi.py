@@ -77,7 +77,7 @@ def train(
         program knows by its ``num_data`` that there are N.
     :param parameters: which to train; by default the guide's and the program's.
     :param elbo: another loss, in place of the ELBO at that temperature, draws and estimator.
-    :param optimizer: another optimiser, in place of Adam over these parameters at that learning
+    :param optimizer: another optimizer, in place of Adam over these parameters at that learning
         rate; its own learning rate falls in the same way.
     :param progress: description of the progress bar; None for no bar.
     :raises ValueError: for data that are not finite, targets outside of their support; fewer than
