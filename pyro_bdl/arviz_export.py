@@ -258,8 +258,8 @@ def _predicted(
     observed = targets.observed
     if is_linear(posterior) and not are_known(observed.values()):
         kind = " and ".join(sorted({type(s.distribution).__name__ for s in observed.values()}))
-        said = UNKNOWN.format(kind=kind, posterior="the guide")
-        warnings.warn(said, BdlWarning, stacklevel=3)
+        message = UNKNOWN.format(kind=kind, posterior="the guide")
+        warnings.warn(message, BdlWarning, stacklevel=3)
     elif is_linear(posterior):
         predictive = LinearizedPredictive(program.model, posterior, samples.num_draws)
     args, kwargs = targets.removed()

@@ -26,7 +26,7 @@ _SMALLEST = 1e-12  # what is divided by, and residuals relative to the targets' 
 
 @dataclass(frozen=True)
 class SufficientStatistics:
-    """What a linear regression needs to know of its data; batches add up by ``+``.
+    """Sufficient statistics of the data of a linear regression; batches add up by ``+``.
 
     :param gram: Phi'Phi, (H, H).
     :param cross: Phi'Y, (H, K).
@@ -116,7 +116,7 @@ def log_evidence(
 
 
 class FixedPoint(NamedTuple):
-    """Where the fixed point of ``maximize`` ended.
+    """The end of the fixed-point iteration of ``maximize``.
 
     :param alpha: the prior's precision, a scalar.
     :param beta: the noise's precision, a scalar.

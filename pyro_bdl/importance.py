@@ -71,7 +71,7 @@ def ratios(
     seed: int = 0,
     model_kwargs: Mapping[str, Any] | None = None,
 ) -> Importance:
-    """How far a guide is from the posterior, by the tail of p / q (Yao et al. 2018, section 3.1).
+    """Measure how far a guide is from the posterior by the tail of p / q (Yao et al. 2018, 3.1).
 
     In the weights of a large network k-hat is above 1 for any guide, and says nothing about the
     predictions: see ``site_khat`` and ``function_khat``.

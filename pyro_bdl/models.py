@@ -18,7 +18,7 @@ from torch.nn.functional import softplus
 from pyro_bdl.program.gaussian_prior import TaskPrior
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.scales import Scale, beside, checked, hyperparameter
-from pyro_bdl.utils.whole_numbers import whole_number
+from pyro_bdl.utils.validation import whole_number
 
 
 class ObservationModel(TaskPrior, OwnParameters):

@@ -88,8 +88,11 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
             return self.network(*args, **kwargs)
 
     def _check_structure(self) -> None:
-        """:raises UnsupportedProgramError: where layers were added, replaced or taken away, so that
-        there are weights without a prior, or sampled ones that nothing uses."""
+        """Check that the network still has the layers that were given priors.
+
+        :raises UnsupportedProgramError: where layers were added, replaced or taken away, so that
+            there are weights without a prior, or sampled ones that nothing uses.
+        """
         network = self.network
         same = self._structure[0][0] is network
         if same and all(tuple(m._modules.values()) == parts for m, parts in self._structure):
@@ -186,7 +189,7 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
                 raise UnsupportedProgramError(
                     "networks do not take Pyro's plates of draws (vectorize_particles=True, "
                     "Predictive's parallel=True): leave that out, or use the ELBOs of "
-                    "pyro_bdl.elbo and pyro_bdl.Predictive, which vectorise over draws by vmap"
+                    "pyro_bdl.elbo and pyro_bdl.Predictive, which vectorize over draws by vmap"
                 )
             raise UnsupportedProgramError(
                 f"the weights '{self.site_prefix}{self.sites[0]}' would be sampled inside the "

@@ -2,7 +2,7 @@
 
 ``name`` is the parameter's name in the network, ``module`` the torch module that holds it,
 ``parameter`` its present value, whose shape, dtype and device the distribution takes. None
-leaves it a learnable parameter. A scale is a number, a ``PyroParam`` (learned by maximising the
+leaves it a learnable parameter. A scale is a number, a ``PyroParam`` (learned by maximizing the
 objective) or a distribution (a hyperprior: the scale becomes a latent site ``<label>.scale``).
 """
 
@@ -25,7 +25,10 @@ PriorFunction = Callable[[str, nn.Module, Tensor], Distribution | None]
 
 
 def check_prior(prior: Any, argument: str) -> None:
-    """:raises TypeError: where it is no function that gives distributions, such as one of them."""
+    """Check that a prior is a function that gives distributions.
+
+    :raises TypeError: where it is not, such as a distribution itself.
+    """
     if callable(prior) and not isinstance(prior, Distribution):
         return
     kind = "the distribution " if isinstance(prior, Distribution) else ""
@@ -218,7 +221,7 @@ class ByName(Prior):
 
 
 class PerLayer(Prior):
-    """The same prior for every layer, with hyperparameters of each layer's own.
+    """One prior for every layer, with hyperparameters of each layer's own.
 
     A layer is the module that holds the parameter; its hyperparameters' sites are named
     ``<layer>.prior.…``.
@@ -245,13 +248,14 @@ class PerLayer(Prior):
 
 
 class PerNormalizedGroup(Prior):
-    """The same prior for every weight, with hyperparameters of its own for each layer whose scale
-    the network does not notice, and one set for the rest.
+    """One prior for every weight, with hyperparameters of its own for each normalized layer.
 
-    A layer that a normalisation follows can be scaled without any change of the outputs; its
+    A layer is normalized if the network does not notice its scale. All others share one set.
+
+    A layer that a normalization follows can be scaled without any change of the outputs; its
     weights' size is arbitrary, and a precision shared with others would be set by chance (Antoran
     et al. 2022, recommendation 2). Such layers are found by scaling each one's parameters and
-    looking at the outputs, normalisation layers computing with the batch's statistics.
+    looking at the outputs, normalization layers computing with the batch's statistics.
 
     :param prior: one of the priors of this module, with a PyroParam or a hyperprior.
     :param network: whose layers are looked at; it is not changed.
@@ -308,8 +312,9 @@ _NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNor
 
 
 def learnable(prior: Any) -> Any:
-    """The same prior with a ``PyroParam`` in place of the number that is its scale, gain or delta,
-    for evidence and empirical Bayes to set; a PyroParam that is there already stays.
+    """Put a ``PyroParam`` in place of the number that is a prior's scale, gain or delta.
+
+    Evidence and empirical Bayes can then set it; a PyroParam that is there already stays.
 
     :raises TypeError: for a prior that has no such number.
     """
@@ -333,5 +338,5 @@ def learnable(prior: Any) -> Any:
 
 
 def is_constant(prior: PriorFunction) -> bool:
-    """Whether a prior's distributions may be kept from one run to the next."""
+    """Return whether a prior's distributions may be kept from one run to the next."""
     return isinstance(prior, Prior) and prior.constant

@@ -19,7 +19,7 @@ Scale = float | PyroParam | Distribution
 
 
 class HyperparameterScope(Protocol):
-    """Where the hyperparameters of a prior live while a network's priors are evaluated."""
+    """The home of the hyperparameters of a prior while a network's priors are evaluated."""
 
     def sample(self, name: str, distribution: Distribution) -> Tensor: ...
 

@@ -3,14 +3,13 @@
 import math
 from collections.abc import Callable
 
-from pyro_bdl.utils.validation import check_temperature
-from pyro_bdl.utils.whole_numbers import whole_number
+from pyro_bdl.utils.validation import check_temperature, whole_number
 
 Schedule = Callable[[int], float]
 
 
 def constant(value: float) -> Schedule:
-    """The same temperature at every step."""
+    """One temperature at every step."""
     check_temperature(value)
     return lambda step: value
 
@@ -24,12 +23,12 @@ def _ramp(start: float, stop: float, steps: int, shape: Callable[[float], float]
 
 
 def linear(start: float, stop: float, steps: int) -> Schedule:
-    """From ``start`` to ``stop`` in a straight line over ``steps`` steps, then ``stop``."""
+    """A straight line from ``start`` to ``stop`` over ``steps`` steps, then ``stop``."""
     return _ramp(start, stop, steps, lambda t: t)
 
 
 def cosine(start: float, stop: float, steps: int) -> Schedule:
-    """From ``start`` to ``stop`` along half a cosine over ``steps`` steps, then ``stop``."""
+    """Half a cosine from ``start`` to ``stop`` over ``steps`` steps, then ``stop``."""
     return _ramp(start, stop, steps, lambda t: 0.5 * (1.0 - math.cos(math.pi * t)))
 
 

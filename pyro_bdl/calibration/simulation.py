@@ -142,18 +142,18 @@ _COLUMNS = (
 
 
 def _verdict(probabilities: Tensor, uniformity: float, symmetry: float) -> str:
-    said = []
+    findings = []
     if symmetry < _DOUBTFUL:
-        said.append("too low" if probabilities.mean() > 0.5 else "too high")
+        findings.append("too low" if probabilities.mean() > 0.5 else "too high")
     if uniformity < _DOUBTFUL:
         spread = float((probabilities - 0.5).square().mean()) * 12  # 1 for a uniform variable
         if spread > 1 + 3 * _spread_error(len(probabilities)):
-            said.append("too narrow")
+            findings.append("too narrow")
         elif spread < 1 - 3 * _spread_error(len(probabilities)):
-            said.append("too wide")
-        elif not said:
-            said.append("uneven")
-    return ", ".join(said) if said else "calibrated, as far as seen"
+            findings.append("too wide")
+        elif not findings:
+            findings.append("uneven")
+    return ", ".join(findings) if findings else "calibrated, as far as seen"
 
 
 def _spread_error(count: int) -> float:

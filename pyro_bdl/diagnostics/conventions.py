@@ -1,4 +1,4 @@
-"""Where ArviZ 0.23 and 1.x differ, and which of the two is followed."""
+"""The points where ArviZ 0.23 and 1.x differ, and which of the two is followed."""
 
 CONVENTIONS = ("1.x", "0.23")
 

@@ -13,9 +13,9 @@ from pyro_bdl.diagnostics.rhat import rhat_of_halves
 
 
 class Convergence(NamedTuple):
-    """What ``convergence`` finds, each float64 ``(...)``.
+    """The result of ``convergence``, each float64 ``(...)``.
 
-    :param rhat: rank-normalised split R-hat; NaN for a single chain or a constant.
+    :param rhat: rank-normalized split R-hat; NaN for a single chain or a constant.
     :param ess_bulk: effective sample size of the bulk, in draws.
     :param ess_tail: the smaller effective sample size of the 5 % and the 95 % quantile, in draws.
     """

@@ -32,7 +32,7 @@ def ess(
     compat: str = "1.x",
     progress: bool = True,
 ) -> Tensor:
-    """How many independent draws would tell as much about each quantity.
+    """The number of independent draws that would tell as much about each quantity.
 
     For M chains of n draws, rho_t the autocorrelation at lag t over all chains::
 

@@ -36,7 +36,7 @@ class LOO:
 
     @property
     def num_bad(self) -> int:
-        """How many observations have a k-hat above ``good_k``."""
+        """The number of observations that have a k-hat above ``good_k``."""
         return int((self.pareto_k > self.good_k).sum())
 
     def __str__(self) -> str:

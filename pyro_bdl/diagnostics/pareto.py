@@ -1,4 +1,4 @@
-"""The generalised Pareto distribution: its quantiles, and its fit to the tails of many samples."""
+"""The generalized Pareto distribution: its quantiles, and its fit to the tails of many samples."""
 
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ class ParetoFit(NamedTuple):
 
 
 def fit_pareto(x: Tensor, sizes: Tensor) -> ParetoFit:
-    """Empirical Bayes estimate of a generalised Pareto distribution for each row.
+    """Empirical Bayes estimate of a generalized Pareto distribution for each row.
 
     With b = -k / sigma, on a grid of 30 + sqrt(n) values b_j::
 

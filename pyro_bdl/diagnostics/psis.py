@@ -16,7 +16,7 @@ _TINY = torch.finfo(torch.float64).tiny
 
 
 class PSIS(NamedTuple):
-    """What ``psis`` finds.
+    """The result of ``psis``.
 
     :param log_weights: float64 ``(chains, draws, ...)``, smoothed; their exponentials sum to 1
         over all draws.
@@ -32,7 +32,7 @@ def psis(
 ) -> PSIS:
     """Pareto smoothed importance weights and the k-hat that says whether to trust them.
 
-    The largest ratios are replaced by the expected order statistics of a generalised Pareto
+    The largest ratios are replaced by the expected order statistics of a generalized Pareto
     distribution fitted to them, at most the largest ratio. Its shape k-hat tells how heavy the
     tail is: up to ``good_k`` (0.7 for many draws) estimates are reliable, above 1 the ratios have
     no mean.
@@ -103,7 +103,7 @@ def smooth(log_ratios: Tensor, r_eff: float, compat: str) -> tuple[Tensor, Tenso
 
 
 def tail_size(num_draws: int, r_eff: float, compat: str) -> int:
-    """How many of the largest ratios are the tail, the square root of ESS at most in order."""
+    """The number of ratios in the tail, the square root of ESS at most in order."""
     many = 3 * math.sqrt(num_draws / r_eff)
     if compat == "0.23":
         return min(math.ceil(min(num_draws / 5, many)), num_draws - 1)

@@ -1,4 +1,4 @@
-"""Ranks, order statistics and rank-normalised scores along the last axis.
+"""Ranks, order statistics and rank-normalized scores along the last axis.
 
 On the CPU numpy sorts, since its sort is several times faster than torch's; tensors and arrays
 share their memory. Elsewhere torch sorts on the device.
@@ -66,7 +66,7 @@ def average_ranks(x: Ordered) -> Tensor:
 
 
 def normal_scores(x: Ordered) -> Tensor:
-    """Rank-normalised values, z = Phi^-1((r - 3/8) / (n + 1/4)), with r the average rank.
+    """Rank-normalized values, z = Phi^-1((r - 3/8) / (n + 1/4)), with r the average rank.
 
     Ranks are multiples of one half, so that z is looked up in a table of 2 n numbers.
 

@@ -1,4 +1,4 @@
-"""Rank-normalised split R-hat."""
+"""Rank-normalized split R-hat."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from pyro_bdl.diagnostics.rank import Ordered, folded, normal_scores, ordered
 def rhat(draws: Tensor, *, progress: bool = True) -> Tensor:
     """Potential scale reduction of each quantity: 1 when the chains agree, above 1.01 a warning.
 
-    The larger of R-hat of the rank-normalised split chains (location) and of the rank-normalised
+    The larger of R-hat of the rank-normalized split chains (location) and of the rank-normalized
     distances from the median (scale), where for chains of n draws with within-chain variance W
     and variance of the chain means B / n::
 

@@ -144,7 +144,7 @@ def function_draws(
 def _check_sites(latents: Mapping[str, Tensor]) -> int:
     """The number of chains, the same for all sites."""
     if not latents:
-        raise ValueError("there is no site to summarise")
+        raise ValueError("there is no site to summarize")
     for site, value in latents.items():
         check_draws(value, f"site {site!r}")
     shapes = {site: tuple(value.shape[:2]) for site, value in latents.items()}

@@ -88,7 +88,7 @@ class DataParallel_ELBO(ELBO):
 
     is the bound of the joint batch, its KL counted once, also where the last batches are unequal.
     A program that takes its batch for all of the data, N = B_k, is about the joint batch, N = B.
-    Losses and gradients are those of the joint batch on every rank before the optimiser sees them,
+    Losses and gradients are those of the joint batch on every rank before the optimizer sees them,
     in Pyro's loop and in torch's, so that the ranks' parameters stay the same. The ranks take the
     same number of steps, with at least one datum in each.
 
@@ -109,7 +109,7 @@ class DataParallel_ELBO(ELBO):
         ranks, where parameters have come to differ, or another rank's first step failed.
     :raises TypeError: for an ELBO without ``differentiable_loss``.
     :raises UnsupportedProgramError: at the first step, for BatchNorm layers in training mode, which
-        would normalise by the rank's batch; for plates that pick rows at random.
+        would normalize by the rank's batch; for plates that pick rows at random.
     """
 
     def __init__(

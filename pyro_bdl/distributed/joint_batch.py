@@ -1,4 +1,4 @@
-"""What the batches of several ranks are together: how many data, and by what each rank counts."""
+"""The joint batch of several ranks: its number of data, and the weight of each rank in it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,14 +22,14 @@ from pyro_bdl.utils.random_state import own_randomness
 
 
 class BatchReading(NamedTuple):
-    """What a rank's batch is to its program.
+    """The number of data of a rank's batch, as its program sees it.
 
     :param rows: B_k, how many data the batch has.
     :param size: N, of how many data the program speaks; None where the batch is all of its data.
     :param stated: N as the program's attribute ``num_data`` has it, if there is one.
     :param local: a latent of each datum, if there is one.
     :param factor: a factor statement, if there is one.
-    :param normalised: a layer that normalises by its batch, if there is one.
+    :param normalized: a layer that normalizes by its batch, if there is one.
     """
 
     rows: int
@@ -37,7 +37,7 @@ class BatchReading(NamedTuple):
     stated: int | None
     local: str | None
     factor: str | None
-    normalised: str | None
+    normalized: str | None
 
 
 def read_batch(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> BatchReading:
@@ -61,8 +61,8 @@ def read_batch(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> B
     stated = getattr(model, "num_data", None)
     stated = stated if isinstance(stated, int) else None
     factor = next(iter(p.factors), None)
-    normalised = next((type(layer).__name__ for layer in layers), None)
-    return BatchReading(rows, size, stated, seen.local(), factor, normalised)
+    normalized = next((type(layer).__name__ for layer in layers), None)
+    return BatchReading(rows, size, stated, seen.local(), factor, normalized)
 
 
 def _rows(run: Run) -> tuple[int, int | None]:
@@ -114,8 +114,10 @@ class _Statements(WholeData):
 
 
 class JointBatch:
-    """How a pair's loss L_k on the batch of rank k counts in that of the joint batch,
-    sum_k weight_k L_k / sum_k weight_k: by its B_k rows where the program scales them up to N.
+    """The weights of the ranks' losses L_k in that of the joint batch.
+
+    It is sum_k weight_k L_k / sum_k weight_k. A rank's weight is its B_k rows where the program
+    scales them up to N.
 
     :param pair: the program and its guide.
     :param model: the program to run in its place.
@@ -127,8 +129,8 @@ class JointBatch:
         self._rows: dict[Any, int] = {}
 
     def weight(self, args: tuple, kwargs: dict) -> float:
-        """Of this rank's loss in the mean over the ranks; the program runs once more for
-        arguments of new shapes."""
+        """The weight of this rank's loss; the program runs once more for arguments of new
+        shapes."""
         if not self.scaled:
             return 1.0
         key = tuple(_kind(leaf) for leaf in tree_leaves((args, kwargs)))
@@ -142,7 +144,7 @@ def _kind(leaf: Any) -> Any:
 
 
 def joint_batch(model: Callable, guide: Callable, ranks: Sequence[BatchReading]) -> JointBatch:
-    """How to count the ranks' losses.
+    """The weights of the ranks' losses in that of the joint batch.
 
     :param ranks: what each rank read.
     :raises ValueError: where ranks disagree on N, or have more rows than that.
@@ -158,9 +160,9 @@ def joint_batch(model: Callable, guide: Callable, ranks: Sequence[BatchReading])
                 f"the program speaks of {_data(other)} on rank {number} and of {_data(first)} on "
                 "rank 0: give it the number of all data, those of all ranks together (num_data)"
             )
-    if first.normalised is not None:
+    if first.normalized is not None:
         raise UnsupportedProgramError(
-            f"a {first.normalised} layer in training mode normalises by the batch of its rank, not "
+            f"a {first.normalized} layer in training mode normalizes by the batch of its rank, not "
             "by the joint batch: put it into evaluation mode (module.eval()), or use LayerNorm or "
             "GroupNorm"
         )

@@ -85,7 +85,7 @@ def point_of(distribution: Distribution) -> Delta | None:
 
 
 def is_improper(distribution: Distribution) -> bool:
-    """Whether nothing can be drawn from it: an ``ImproperUniform``, maybe in ``to_event``."""
+    """Return whether nothing can be drawn from it, as from an ``ImproperUniform``."""
     return isinstance(base_distribution(distribution), ImproperUniform)
 
 
@@ -167,8 +167,10 @@ def expanded_to_targets(
 def _are_repeated(
     batch: torch.Size, targets: Tensor, event_dim: int, plate_dims: Collection[int | None]
 ) -> bool:
-    """Whether several targets are repeated along a batch dimension that is no plate's, although
-    there are plates."""
+    """Return whether several targets are repeated along a batch dimension that is no plate's.
+
+    False where there are no plates.
+    """
     if not plate_dims or targets.numel() == 1:
         return False
     own = targets.shape[: max(0, targets.dim() - event_dim)]

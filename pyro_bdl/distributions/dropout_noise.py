@@ -62,7 +62,10 @@ class Noise:
         raise NotImplementedError
 
     def rsample(self, p: Tensor, num_samples: int, step: int) -> Tensor:
-        """The same, differentiable in p; ``step`` counts the steps of the training."""
+        """Draw as ``sample`` does, but differentiable in p.
+
+        :param step: number of the step of the training.
+        """
         raise NotImplementedError
 
     def entropy(self, p: Tensor) -> Tensor:
@@ -120,7 +123,7 @@ class GaussianNoise(Noise):
     Learned rates have the entropies of eps in the bound, under the program's own prior. The prior
     of variational dropout is ``priors.LogUniform``: the bound then holds the density of w too, and
     its KL is a function of alpha alone, ``log_uniform_kl`` for each weight. That prior is improper:
-    no posterior of the weights exists under it, and what training maximises is no bound of a
+    no posterior of the weights exists under it, and what training maximizes is no bound of a
     marginal likelihood (Hron, Matthews & Ghahramani 2018, section 3).
     """
 

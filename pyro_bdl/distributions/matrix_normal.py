@@ -146,7 +146,7 @@ def _kl_matrix_normal_normal(q: MatrixNormal, p: Independent) -> Tensor:
 
 @register_kl(Independent, MatrixNormal)
 def _kl_normal_matrix_normal(q: Independent, p: MatrixNormal) -> Tensor:
-    """From Normal(m, s^2): 1/2 sum_ij (U^-1)_ii (V^-1)_jj s^2, and the terms of the means."""
+    """KL from Normal(m, s^2): 1/2 sum_ij (U^-1)_ii (V^-1)_jj s^2, and the terms of the means."""
     normal = _independent_normal(q, p.event_shape)
     rows, columns = (_inverse(f).diagonal() for f in (p.row_factor, p.column_factor))
     square = normal.scale.square().reshape(p.rows, p.columns)

@@ -65,7 +65,7 @@ _DRAWS_FOR_MOMENTS = 256
 
 
 class Structure(NamedTuple):
-    """What is left of a distribution without its tensors.
+    """A distribution without its tensors.
 
     :param parts: the distributions that it is made of, by argument.
     :param constants: other arguments, by name.
@@ -179,7 +179,7 @@ def observation_variance(distribution: Distribution) -> Tensor:
 
 
 def has_moments(distribution: Distribution) -> bool:
-    """Whether mean and variance have closed forms."""
+    """Return whether mean and variance have closed forms."""
     base: Any = base_distribution(distribution)
     try:
         return _has_classes(base) or (base.mean, base.variance) is not None

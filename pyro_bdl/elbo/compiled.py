@@ -27,7 +27,7 @@ from pyro_bdl.tracing.backends import BACKENDS
 from pyro_bdl.tracing.step import Outcome
 from pyro_bdl.tracing.trace import NotTraceable
 from pyro_bdl.utils.memory import keep_freed_blocks
-from pyro_bdl.utils.side_effects import rehearsal
+from pyro_bdl.utils.side_effects import without_side_effects
 from pyro_bdl.utils.validation import check_temperature
 
 
@@ -278,7 +278,7 @@ class CompiledELBO(ELBO):
         temperature = check_temperature(bound.schedule(bound.step))
         arguments = (*given.tensors, self._as_tensor(temperature))
         try:
-            with rehearsal(pair.modules(), step.written):
+            with without_side_effects(pair.modules(), step.written):
                 outcome = step(arguments)
                 written = [tensor.clone() for tensor in step.written]
         except Exception as error:

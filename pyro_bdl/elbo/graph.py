@@ -15,7 +15,7 @@ from pyro_bdl.tracing.guards import Guards, Snapshot
 from pyro_bdl.tracing.step import Step, trace_step
 from pyro_bdl.tracing.trace import NotTraceable
 from pyro_bdl.utils.module_state import as_written, modules_of
-from pyro_bdl.utils.side_effects import rehearsal
+from pyro_bdl.utils.side_effects import without_side_effects
 
 if TYPE_CHECKING:
     from pyro_bdl.elbo.tempered import TemperedTrace_ELBO
@@ -69,15 +69,15 @@ class Graph:
         def loss(*tensors: Tensor) -> tuple[Tensor, ...]:
             args, kwargs = given.rebuild(tensors[:-1])
             with pyro.validation_enabled(False):
-                likelihood, kl, disorder = bound.terms(pair.model, guide, args, kwargs)
+                likelihood, kl, q_entropy = bound.terms(pair.model, guide, args, kwargs)
             noise = guide.last_noise if self.keeps_noise else None
-            value = bound.negative_bound(likelihood, kl, disorder, tensors[-1])
+            value = bound.negative_bound(likelihood, kl, q_entropy, tensors[-1])
             return value, likelihood, kl, *([] if noise is None else [noise])
 
         modules, callables = pair.modules(), (pair.model, guide)
         snapshot = Snapshot(callables, modules)
         statements = poutine.trace(param_only=True)
-        with rehearsal(modules), as_written(modules), poutine.block(), statements:
+        with without_side_effects(modules), as_written(modules), poutine.block(), statements:
             step = trace_step(loss, [*given.tensors, temperature], backend)
         if self.keeps_noise:
             guide.last_noise = before

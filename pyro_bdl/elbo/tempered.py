@@ -36,8 +36,7 @@ from pyro_bdl.program.validation import check_finite
 from pyro_bdl.program.vmap import DrawMap
 from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.random_state import own_randomness
-from pyro_bdl.utils.validation import check_temperature
-from pyro_bdl.utils.whole_numbers import whole_number
+from pyro_bdl.utils.validation import check_temperature, whole_number
 
 Temperature = float | Callable[[int], float]
 
@@ -124,21 +123,21 @@ class TemperedTrace_ELBO(Trace_ELBO):
         temperature = check_temperature(self.schedule(self.step))
         try:
             with explained(model, args, kwargs), pyro.validation_enabled(False):
-                likelihood, kl, disorder = self.terms(model, guide, args, kwargs)
+                likelihood, kl, q_entropy = self.terms(model, guide, args, kwargs)
         except RuntimeError:
             with contextlib.suppress(RuntimeError):
                 check_data(model, guide, args, kwargs)  # tells of a class that does not exist
             raise
         self.temperature = temperature
         self.expected_log_likelihood, self.kl = likelihood.detach(), kl.detach()
-        return self.negative_bound(likelihood, kl, disorder, temperature)
+        return self.negative_bound(likelihood, kl, q_entropy, temperature)
 
     def negative_bound(
-        self, likelihood: Tensor, kl: Tensor, disorder: Tensor, temperature: float | Tensor
+        self, likelihood: Tensor, kl: Tensor, q_entropy: Tensor, temperature: float | Tensor
     ) -> Tensor:
         """-L from what ``terms`` gives."""
         if self.is_cold:
-            return -(likelihood - kl + (temperature - 1.0) * disorder)
+            return -(likelihood - kl + (temperature - 1.0) * q_entropy)
         return temperature * kl - likelihood
 
     def _estimator(self, args: tuple, kwargs: dict) -> PerDatum | None:
@@ -161,8 +160,8 @@ class TemperedTrace_ELBO(Trace_ELBO):
                 self._site_terms(model, guide, args, kwargs, estimator)
                 for _ in range(self.num_particles)
             ]
-        likelihood, kl, disorder = (torch.stack(t).mean() for t in zip(*particles, strict=True))
-        return likelihood, kl, disorder
+        likelihood, kl, q_entropy = (torch.stack(t).mean() for t in zip(*particles, strict=True))
+        return likelihood, kl, q_entropy
 
     def _site_terms(
         self,
@@ -179,11 +178,11 @@ class TemperedTrace_ELBO(Trace_ELBO):
             p = record(model, _values(q), args, kwargs)
             likelihood = self.log_likelihood(p, q.latents)
         kl = self._site_kl(q, p) + q.log_likelihood()  # of the guide's own factors
-        disorder = entropy(q.latents) if self.is_cold else torch.zeros_like(kl)
+        q_entropy = entropy(q.latents) if self.is_cold else torch.zeros_like(kl)
         if self.sticking_the_landing:
             log_q = _log_density_without_score(guide, q, args, kwargs)
-            kl, disorder = log_q - p.log_prior(), -log_q
-        return likelihood, kl, disorder
+            kl, q_entropy = log_q - p.log_prior(), -log_q
+        return likelihood, kl, q_entropy
 
     def flat_terms(
         self,
@@ -203,8 +202,8 @@ class TemperedTrace_ELBO(Trace_ELBO):
             guide.last_noise = None  # the gradient in the scales comes from other noise
         if self.num_particles == 1:
             return particle({"u": vectors[0]})
-        likelihood, kl, disorder = (t.mean() for t in self._map(particle, {"u": vectors}))
-        return likelihood, kl, disorder
+        likelihood, kl, q_entropy = (t.mean() for t in self._map(particle, {"u": vectors}))
+        return likelihood, kl, q_entropy
 
     def particle(
         self,
@@ -222,10 +221,10 @@ class TemperedTrace_ELBO(Trace_ELBO):
             p = record(model, latents, args, kwargs)
             likelihood = self.log_likelihood(p, latents)
         kl = self._flat_kl(guide, vector, log_det, p)
-        disorder = torch.zeros_like(kl)
+        q_entropy = torch.zeros_like(kl)
         if self.is_cold:
-            disorder = self._flat_entropy(guide, vector, log_det)
-        return likelihood, kl, disorder
+            q_entropy = self._flat_entropy(guide, vector, log_det)
+        return likelihood, kl, q_entropy
 
     def log_likelihood(self, run: Run, latents: Collection[str]) -> Any:
         """log p(y | w) of a run, a scalar; NaN where a target lies outside of its support.

@@ -4,6 +4,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -153,11 +154,11 @@ class PerDatum(Messenger):
         super().__enter__()
         self._products.depth = len(_PYRO_STACK)
         self._products.__enter__()
-        _active.append(self)
+        _active.set((*_active.get(), self))
         return self
 
     def __exit__(self, *error: Any) -> None:
-        _active.remove(self)
+        _active.set(tuple(context for context in _active.get() if context is not self))
         self._products.__exit__(*error)
         super().__exit__(*error)
         if error and error[0] is not None:
@@ -201,7 +202,7 @@ class PerDatum(Messenger):
             products.drawn(site, distribution, draws[site])
         depth = products.depth
         try:
-            if self in _active:
+            if self in _active.get():
                 yield
             else:
                 products.depth = len(_PYRO_STACK)
@@ -245,12 +246,13 @@ def _no_layer(name: str) -> str:
     )
 
 
-_active: list[PerDatum] = []
+_active: ContextVar[tuple[PerDatum, ...]] = ContextVar("pyro_bdl_per_datum", default=())
 
 
 def active() -> PerDatum | None:
     """The innermost of these contexts that is open."""
-    return _active[-1] if _active else None
+    contexts = _active.get()
+    return contexts[-1] if contexts else None
 
 
 def require_normal(product: Product, name: str) -> None:

@@ -15,7 +15,7 @@ from pyro_bdl.program.trace import Run, Site, leave_open, record
 from pyro_bdl.program.vmap import map_draws
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.module_state import preserved_buffers
-from pyro_bdl.utils.whole_numbers import whole_number
+from pyro_bdl.utils.validation import whole_number
 
 DEFAULT_DRAWS = 100
 

@@ -1,4 +1,4 @@
-"""What the backends have in common: the density they sample, settings, draws, progress."""
+"""Parts that the backends share: the density they sample, settings, draws, progress."""
 
 import math
 import operator
@@ -22,7 +22,7 @@ STATS = ("potential_energy", "energy", "num_steps", "accept_prob", "step_size", 
 
 @dataclass(frozen=True)
 class Settings:
-    """How to run HMC or NUTS; see ``pyro_bdl.mcmc.sample``."""
+    """The settings of HMC or NUTS; see ``pyro_bdl.mcmc.sample``."""
 
     kernel: str
     num_warmup: int
@@ -45,7 +45,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Target:
-    """An unnormalised log density over R^P.
+    """An unnormalized log density over R^P.
 
     :param log_density: vector (P,) -> scalar, in nats.
     :param terms: vector -> site -> scalar, to say which site an operator came from.

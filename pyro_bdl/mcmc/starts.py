@@ -1,4 +1,4 @@
-"""Where chains start, and the log density over some of a program's latents."""
+"""The points where chains start, and the log density over some of a program's latents."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -69,8 +69,8 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
         vectors = guide.sample_vectors(self.num_particles)
         guide.last_noise = None  # the gradient in the scales comes from squares
         particles = [self._at(model, guide, vector, args, kwargs) for vector in vectors.unbind()]
-        likelihood, kl, disorder = (torch.stack(t).mean() for t in zip(*particles, strict=True))
-        return likelihood, kl, disorder
+        likelihood, kl, q_entropy = (torch.stack(t).mean() for t in zip(*particles, strict=True))
+        return likelihood, kl, q_entropy
 
     def _at(
         self, model: Callable, guide: AutoMeanField, vector: Tensor, args: tuple, kwargs: dict
@@ -87,13 +87,13 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
             likelihood = torch.as_tensor(total, device=vector.device)
             log_det = self._subset.layout.constrain(vector)[1]
             kl = self._flat_kl(guide, vector, log_det, at.run)
-            disorder = torch.zeros_like(kl)
+            q_entropy = torch.zeros_like(kl)
             if self.is_cold:
-                disorder = self._flat_entropy(guide, vector, log_det)
+                q_entropy = self._flat_entropy(guide, vector, log_det)
         else:
             with own_randomness():
                 at = Linearization(*draw, known=self._known)
-            likelihood, kl, disorder = self.particle(model, guide, vector, args, kwargs)
+            likelihood, kl, q_entropy = self.particle(model, guide, vector, args, kwargs)
             if mode not in self._modes_agree:
                 other, slack = (
                     torch.as_tensor(at.run.log_likelihood(), device=vector.device),
@@ -103,7 +103,7 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
                 self._modes_agree[mode] = agree and vector.requires_grad
         if likelihood.requires_grad:
             likelihood = _with_squares(guide, vector, likelihood, at, self.config)
-        return likelihood, kl, disorder
+        return likelihood, kl, q_entropy
 
 
 def _with_squares(

@@ -31,7 +31,7 @@ from pyro_bdl.predictive.linearized_component import (
 )
 from pyro_bdl.predictive.sampled import PredictiveMoments
 from pyro_bdl.program.trace import Site
-from pyro_bdl.utils.whole_numbers import whole_number
+from pyro_bdl.utils.validation import whole_number
 
 METHODS = ("probit", "laplace-bridge", "monte-carlo")
 

@@ -107,7 +107,7 @@ def kind_of(value: Any) -> str:
 
 
 def _unusual(arguments: Mapping[str, Any], error: Exception) -> str | None:
-    """What an argument has to do with an error; None where it cannot be told."""
+    """The part that an argument has in an error; None where it cannot be told."""
     text = str(error).lower()
     others = {} if isinstance(error, RuntimeError) else arguments  # which is of tensors
     for name, value in others.items():

@@ -25,12 +25,12 @@ Draws = dict[str, Tensor]
 
 
 def keeps_statistics(module: nn.Module) -> bool:
-    """Whether a module is a BatchNorm layer with running statistics."""
+    """Return whether a module is a BatchNorm layer with running statistics."""
     return isinstance(module, _BatchNorm) and module.running_mean is not None
 
 
 def uses_its_batch(module: nn.Module) -> bool:
-    """Whether a module is a BatchNorm layer that normalises by its batch."""
+    """Return whether a module is a BatchNorm layer that normalizes by its batch."""
     return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
 
 
@@ -119,7 +119,7 @@ def _key(number: int, name: str) -> str:
 
 @contextmanager
 def computing_with(layers: list[_BatchNorm], draw: Draws) -> Iterator[None]:
-    """Inside, the layers have one draw's statistics."""
+    """Run with one draw's statistics in the layers."""
     saved = [{name: layer._buffers[name] for name in _RUNNING} for layer in layers]
     try:
         for i, layer in enumerate(layers):

@@ -39,7 +39,10 @@ class Batches:
             )
 
     def __iter__(self) -> Iterator[Batch]:
-        """:raises TypeError: for one rank's part of the data, since these are not all."""
+        """Iterate over all batches.
+
+        :raises TypeError: for one rank's part of the data, since these are not all.
+        """
         if self.ranks is not None:
             raise TypeError(
                 "a Shard holds one rank's part of the data, and all of them are needed here: pass "
@@ -63,7 +66,10 @@ class Batches:
         return next(self.part())
 
     def check_same(self, name: str, value: Tensor) -> None:
-        """:raises RuntimeError: where processes that share the data have different values."""
+        """Check that processes which share the data have the same value.
+
+        :raises RuntimeError: where they do not.
+        """
         if self.ranks is not None:
             self.ranks.check_same({name: value})
 
@@ -83,7 +89,7 @@ def _package(value: Any) -> str:
 
 
 def _is_batch(data: Any) -> bool:
-    """Whether data are the arguments of one run, and not a sequence of batches."""
+    """Return whether data are the arguments of one run, and not a sequence of batches."""
     if isinstance(data, Tensor | Mapping):
         return True
     if isinstance(data, tuple):  # (x, y), ({"x": x}, y) or ((a, b), y), but not ((x, y),)
@@ -119,12 +125,12 @@ def rows(batch: Batch, start: int, stop: int, num_data: int) -> Batch:
 
 
 def leading_size(batch: Batch) -> int:
-    """How many rows the first tensor among the arguments has; 0 where it has none."""
+    """The number of rows of the first tensor among the arguments; 0 where it has none."""
     leaves = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
     return next((len(leaf) if leaf.dim() else 0 for leaf in leaves), 0)
 
 
 def has_rows(batch: Batch, num_data: int) -> bool:
-    """Whether every tensor among the arguments has ``num_data`` rows."""
+    """Return whether every tensor among the arguments has ``num_data`` rows."""
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     return bool(tensors) and all(t.dim() > 0 and len(t) == num_data for t in tensors)

@@ -40,8 +40,11 @@ def _again(function: Callable, substitutions: tuple[Substitution, ...]) -> Calla
 
 
 def _stores_everything() -> bool:
-    """Whether functorch transforms the call, whose tensors cannot be packed, or a tracer records
-    it, which would not record a second computation at the right place."""
+    """Return whether all that is computed must be stored.
+
+    Tensors that functorch transforms cannot be packed, and a tracer would not record a second
+    computation at the right place.
+    """
     return torch._C._are_functorch_transforms_active() or get_proxy_mode() is not None
 
 

@@ -337,7 +337,7 @@ class TaskPrior:
 
     @property
     def has_task_prior(self) -> bool:
-        """Whether ``update_prior`` has replaced the program's own prior."""
+        """Return whether ``update_prior`` has replaced the program's own prior."""
         return self.__dict__["_modules"].get("task_prior") is not None
 
     def _under_task_prior(self) -> AbstractContextManager[Any]:

@@ -53,7 +53,7 @@ class Latent:
 
     ``shape`` is that of a constrained value, ``unconstrained_shape`` that of its preimage under
     ``transform`` (a simplex of k entries has k - 1), ``event_dim`` the number of event
-    dimensions of the constrained value, ``plates`` the vectorised plates around it.
+    dimensions of the constrained value, ``plates`` the vectorized plates around it.
     """
 
     name: str
@@ -76,8 +76,9 @@ class Latent:
 
 
 def differences(expected: Mapping[str, torch.Size], given: Mapping[str, torch.Size]) -> str:
-    """How the sites of one program differ from those of another, by name and shape; empty where
-    they do not.
+    """The differences between the sites of two programs, by name and shape, in words.
+
+    Empty where there are none.
 
     :param expected: site -> shape in the program.
     :param given: those of what is held against it.
@@ -98,7 +99,7 @@ def differences(expected: Mapping[str, torch.Size], given: Mapping[str, torch.Si
 
 
 class Layout:
-    """Where each latent sits in one vector of R^P, and the way there and back.
+    """The place of each latent in one vector of R^P, and the way there and back.
 
     :param latents: the sites in the order in which the vector holds them.
     """

@@ -64,7 +64,10 @@ class Targets:
         return self.replaced(lambda site, target: values[site].reshape(target.shape).to(target))
 
     def require_arguments(self) -> None:
-        """:raises ValueError: where an observed site's data are no argument of the program."""
+        """Check that all observed data are arguments.
+
+        :raises ValueError: where an observed site's data are no argument of the program.
+        """
         found = {self.site_of(v) for v in (*self.program.args, *self.program.kwargs.values())}
         missing = [name for name in self.observed if name not in found]
         if missing:

@@ -83,7 +83,7 @@ class OwnParameters(PyroModule):
     def _follow_store(self, name: str) -> None:
         """Take over a parameter's value from Pyro's store, which may have been loaded from a file.
 
-        Pyro does so for ``PyroParam`` only: an optimiser would move the store's tensor, and the
+        Pyro does so for ``PyroParam`` only: an optimizer would move the store's tensor, and the
         module keep its own.
         """
         own, store = self._parameters.get(name), pyro.get_param_store()

@@ -178,7 +178,10 @@ class Program:
         }
 
     def require_observed(self) -> None:
-        """:raises UnsupportedProgramError: where the program conditions on nothing."""
+        """Check that there are data.
+
+        :raises UnsupportedProgramError: where the program conditions on nothing.
+        """
         if not self.observed and not self.factors:
             raise UnsupportedProgramError(
                 "the program has no observed site: pass the targets to it, so that a sample "
@@ -261,7 +264,7 @@ def _called_weights(error: BaseException) -> Iterator[str]:
 
 
 def _device(trace: Any) -> torch.device:
-    """Where all latents stand: on the accelerator that some site's value is on, since priors of
+    """The device of all latents: the accelerator that some site's value is on, since priors of
     plain numbers, such as Normal(0.0, 1.0), draw on the CPU."""
     values = [node["value"] for node in trace.nodes.values() if node["type"] == "sample"]
     devices = [value.device for value in values if isinstance(value, Tensor)]
@@ -272,7 +275,7 @@ def _read_latent(name: str, node: Any, value: Tensor) -> Latent:
     distribution = node["fn"]
     if distribution.support.is_discrete:
         raise UnsupportedProgramError(
-            f"the latent site '{name}' is discrete ({type(distribution).__name__}): marginalise "
+            f"the latent site '{name}' is discrete ({type(distribution).__name__}): marginalize "
             "it out of the program, or observe it (were the targets passed?); continuous latents "
             "are needed here"
         )

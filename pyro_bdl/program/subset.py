@@ -131,13 +131,13 @@ _LISTED = 12
 
 
 def _near(layout: Layout, name: str) -> str:
-    """What may have been meant: the sites of a module so called, names that are alike, or all."""
+    """A hint for a wrong name: the sites of a module so called, names that are alike, or all."""
     sites = list(layout.latents)
     modules = {site[:i] for site in sites for i, c in enumerate(site) if c == "."}
     near = [name] if name in modules else get_close_matches(name, [*sites, *modules], n=3)
     if near:
-        said = [f"'{found}.*'" if found in modules else f"'{found}'" for found in near]
-        return f"did you mean {' or '.join(said)}?"
+        found_names = [f"'{found}.*'" if found in modules else f"'{found}'" for found in near]
+        return f"did you mean {' or '.join(found_names)}?"
     more = f", ... ({len(sites)} in all)" if len(sites) > _LISTED else ""
     return f"there are {', '.join(sites[:_LISTED])}{more}"
 

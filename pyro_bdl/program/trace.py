@@ -40,7 +40,7 @@ _THREADS = (
 
 
 class Site(NamedTuple):
-    """What one sample statement said in one run: p(value), its scale and its mask.
+    """One sample statement of one run: its distribution, value, scale and mask.
 
     ``mask`` holds the distribution's own masks too; it is False where the statement leaves the
     density as it is, as flat priors do. ``subsampling`` is the part N/B of the scale that its
@@ -64,7 +64,7 @@ class Site(NamedTuple):
 
 @dataclass
 class Run:
-    """What one run of a program said, statement by statement.
+    """The statements of one run of a program, by kind and name.
 
     ``deterministic`` holds observed Deltas too, whose value the latents give; ``factors`` their
     densities, unless they are masked. ``observed`` also holds open sites, which the program would
@@ -95,16 +95,21 @@ def _total(sites: Iterable[Site]) -> Tensor | float:
 
 
 def is_deterministic(msg: Any) -> bool:
-    """Whether a sample statement's value is given by the latents: one of ``pyro.deterministic``, or
-    an observed Delta, as reparameterizations make of a latent that they replace."""
+    """Return whether a sample statement's value is given by the latents.
+
+    It is at ``pyro.deterministic``, and at an observed Delta, as reparameterizations make of a
+    latent that they replace.
+    """
     return bool(msg["infer"].get("_deterministic")) or (
         msg["is_observed"] and point_of(msg["fn"]) is not None
     )
 
 
 def point_density(msg: Any) -> bool:
-    """Whether a deterministic statement has a density, as a Delta that stands for a change of
-    variables does."""
+    """Return whether a deterministic statement has a density.
+
+    A Delta that stands for a change of variables does.
+    """
     return point_of(msg["fn"]) is not None and without_masks(msg["fn"], msg["mask"])[1] is not False
 
 

@@ -37,7 +37,7 @@ def unconstrained_parameters(
     logarithms, probabilities as logits.
 
     :param run: the run that the distribution is from. Where it recorded the network's own output
-        behind normalised logits, that output is taken: approximations of class probabilities use
+        behind normalized logits, that output is taken: approximations of class probabilities use
         its variances.
     """
     base: Any = base_distribution(distribution)
@@ -91,7 +91,7 @@ def known_kind(site: Site) -> str:
 
 
 def are_known(sites: Iterable[Site]) -> bool:
-    """Whether every site's distribution is made of tensors that can be moved."""
+    """Return whether every site's distribution is made of tensors that can be moved."""
     return all(take_apart(site.distribution) is not None for site in sites)
 
 

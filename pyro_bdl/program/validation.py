@@ -22,7 +22,10 @@ def check_finite(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Non
 def check_finite_batches(
     model: Callable, batches: Iterable[tuple[tuple, Mapping[str, Any]]]
 ) -> None:
-    """:raises ValueError: as ``check_finite``, naming the batch too."""
+    """Check that the arguments of all batches are finite.
+
+    :raises ValueError: as ``check_finite``, naming the batch too.
+    """
     for number, (args, kwargs) in enumerate(batches):
         try:
             check_finite(model, args, kwargs)

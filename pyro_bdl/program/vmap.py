@@ -77,7 +77,7 @@ class DrawMap:
                 raise
             result = _looped(function, draws)  # which may raise what is wrong without vmap too
             warnings.warn(
-                "the network cannot be vectorised over draws, which are taken one by one "
+                "the network cannot be vectorized over draws, which are taken one by one "
                 f"instead: {str(error).splitlines()[0]}",
                 BdlWarning,
                 stacklevel=3,

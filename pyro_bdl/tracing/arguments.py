@@ -29,8 +29,11 @@ class Given(NamedTuple):
 
 
 def read(args: tuple, kwargs: dict[str, Any]) -> Given:
-    """:raises NotTraceable: for arguments of which it cannot be told whether they changed, and for
-    sparse tensors."""
+    """Separate the tensors among a call's arguments from the rest.
+
+    :raises NotTraceable: for arguments of which it cannot be told whether they changed, and for
+        sparse tensors.
+    """
     if not kwargs and all(type(value) is Tensor for value in args):
         return Given(args, _kinds(args), _positional)
     leaves, structure = tree_flatten((args, kwargs))

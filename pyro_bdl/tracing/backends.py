@@ -1,4 +1,4 @@
-"""What runs a graph: torch itself, operator by operator, or the code that inductor writes."""
+"""Ways to run a graph: torch itself, operator by operator, or the code that inductor writes."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -87,7 +87,7 @@ def _draws_first(graph: fx.GraphModule) -> list[Callable[[], Tensor]]:
 
 
 def _draw(node: fx.Node) -> Callable[[], Tensor] | None:
-    """How a node draws its numbers, where it needs none of the graph's."""
+    """A function that draws a node's numbers, where it needs none of the graph's."""
     target, args, kwargs = node.target, node.args, node.kwargs
     assert callable(target)
     if not node.all_input_nodes:

@@ -33,7 +33,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def mutates(node: fx.Node) -> bool:
-    """Whether an operator says of itself that it changes an argument in place."""
+    """Return whether an operator says of itself that it changes an argument in place."""
     schema = schema_of(node)
     return schema is not None and schema.is_mutable
 
@@ -60,12 +60,12 @@ def _arguments(node: fx.Node) -> Any:
 
 
 def is_needed(node: fx.Node) -> bool:
-    """Whether a node must stay even where nobody uses its result."""
+    """Return whether a node must stay even where nobody uses its result."""
     return is_border(node) or is_random(node) or bool(changed(node))
 
 
 class Kind(NamedTuple):
-    """What a tensor is apart from its numbers."""
+    """The properties of a tensor apart from its numbers."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -74,7 +74,7 @@ class Kind(NamedTuple):
 
 
 def kind_of(node: fx.Node) -> Kind | None:
-    """Of a node's result; None where it is no tensor, or several."""
+    """The kind of a node's result; None where it is no tensor, or several."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return None

@@ -1,4 +1,4 @@
-"""What a graph takes for granted about the modules that it was traced from."""
+"""Guards: conditions under which a graph still stands for its program."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -69,13 +69,14 @@ def entries(modules: Iterable[nn.Module]) -> list[Entry]:
 
 
 class Guards:
-    """Whether a graph still stands for the program: modules have the same attributes, functions the
-    same variables, parameters their dtype and device, Pyro's store the same parameters, constants
-    their numbers.
+    """The conditions under which a graph still stands for the program.
+
+    Modules have the same attributes, functions the same variables, parameters their dtype and
+    device, Pyro's store the same parameters, and constants their numbers.
 
     :param callables: the program and its guide.
     :param modules: that the graph was traced from.
-    :param parameters: names in Pyro's store, and the tensors that an optimiser moves.
+    :param parameters: names in Pyro's store, and the tensors that an optimizer moves.
     :param leaves: what the gradient is taken in.
     :param constants: tensors whose numbers went into the graph.
     """
@@ -100,7 +101,7 @@ class Guards:
         self.constants = [(c, c._version) for c in constants if not c.is_inference()]
 
     def broken(self) -> str | None:
-        """What changed, or None."""
+        """The first change, in words, or None."""
         for table, key, value, _ in self.entries:
             if table.get(key, _MISSING) is not value:
                 changed = (entry for entry in self.entries if not entry.holds())

@@ -142,14 +142,14 @@ def _simpler(node: fx.Node, known: Known) -> fx.Node | None:
 
 
 def _is(value: Any, number: int, known: Known) -> bool:
-    """Whether a number or a known tensor is that number everywhere."""
+    """Return whether a number or a known tensor is that number everywhere."""
     if isinstance(value, fx.Node):
         return value in known and bool((known[value] == number).all())
     return isinstance(value, int | float) and value == number
 
 
 def _alike(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two nodes have the same shape, strides, dtype and device."""
+    """Return whether two nodes have the same shape, strides, dtype and device."""
     kind = kind_of(a)
     return kind is not None and kind == kind_of(b)
 
@@ -203,7 +203,7 @@ def _parts(node: fx.Node) -> list[_Part] | None:
 
 
 def _is_complete(parts: list[_Part]) -> bool:
-    """Whether they follow each other from the first entry to the last, in one dimension."""
+    """Return whether they follow each other from the first entry to the last, in one dimension."""
     kinds = [part.slice.args[1:3] for part in parts]
     if not kinds or any(kind != kinds[0] for kind in kinds):
         return False
@@ -231,7 +231,7 @@ def call_directly(graph: fx.Graph) -> None:
 
 
 def _is_narrow(node: fx.Node) -> bool:
-    """Whether a slice has bounds that are numbers from 0 on, and a step of 1."""
+    """Return whether a slice has bounds that are numbers from 0 on, and a step of 1."""
     if len(node.args) != 4 or node.kwargs:
         return False
     return all(isinstance(bound, int) and bound >= 0 for bound in node.args[2:])

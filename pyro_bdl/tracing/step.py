@@ -46,7 +46,7 @@ class Step:
 
 
 class Outcome(NamedTuple):
-    """What a graph gave.
+    """The results of one run of a graph.
 
     :param results: the loss and further results, detached.
     :param gradients: of the loss in the leaves.

@@ -91,7 +91,7 @@ class _Outside(TorchDispatchMode):
 
 
 def _users_line() -> str:
-    """Where the innermost frame is that belongs to no library."""
+    """The place of the innermost frame that belongs to no library, in words."""
     for frame in reversed(traceback.extract_stack()):
         if not frame.filename.startswith(_LIBRARIES):
             return f" in line {frame.lineno} of {Path(frame.filename).name}"

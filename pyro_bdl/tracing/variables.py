@@ -84,7 +84,10 @@ class _Walk:
             self.function(function, instance)
 
     def function(self, function: FunctionType, instance: Any) -> None:
-        """:param instance: the object whose method it is; None for a plain function."""
+        """Read the variables of a function.
+
+        :param instance: the object whose method it is; None for a plain function.
+        """
         if (function, id(instance)) in self._seen:
             return
         self._seen.add((function, id(instance)))

@@ -19,7 +19,7 @@ _REFRESH = 0.5  # seconds
 class Together:
     """A guide's parameters for each of D data sets, which differ in their targets.
 
-    Each data set has its own ELBO and its own optimisation; only the program's inputs are shared.
+    Each data set has its own ELBO and its own optimization; only the program's inputs are shared.
     Adam works on every number by itself, so that the data sets do not feel each other.
 
     :param model: a Pyro program without parameters of its own, or whose parameters stay.

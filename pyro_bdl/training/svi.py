@@ -19,7 +19,7 @@ from pyro_bdl.program.argument_errors import TENSORS_NEEDED, kind_of
 from pyro_bdl.program.validation import check_finite
 from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.random_state import own_randomness
-from pyro_bdl.utils.whole_numbers import whole_number
+from pyro_bdl.utils.validation import whole_number
 
 _MOST_FULL_BATCH = 1024
 _BATCH = 256
@@ -31,7 +31,7 @@ _REFRESH = 0.5  # seconds
 
 @dataclass(frozen=True)
 class Training:
-    """What a training run did.
+    """The record of a training run.
 
     :param losses: ``(steps,)``, the negative ELBO of each step taken, in nats.
     :param batch_size: rows in each step.
@@ -77,7 +77,7 @@ def train(
         program knows by its ``num_data`` that there are N.
     :param parameters: which to train; by default the guide's and the program's.
     :param elbo: another loss, in place of the ELBO at that temperature, draws and estimator.
-    :param optimizer: another optimiser, in place of Adam over these parameters at that learning
+    :param optimizer: another optimizer, in place of Adam over these parameters at that learning
         rate; its own learning rate falls in the same way.
     :param progress: description of the progress bar; None for no bar.
     :raises ValueError: for data that are not finite, targets outside of their support; fewer than
@@ -127,7 +127,7 @@ def collect_swag(
     batch_size: int | None = None,
     progress: str | None = None,
 ) -> Training:
-    """From the MAP on, SGD at a constant or cyclic learning rate, with snapshots on the way.
+    """Run SGD from the MAP on at a constant or cyclic learning rate, with snapshots on the way.
 
     The loss is -log p(u, y) / N, per datum, for each member of an ensemble; minibatches give the
     noise that moves the point. Only the guide's parameters move; afterwards they are at the last

@@ -12,7 +12,7 @@ _Edge = tuple[Any, int]  # a node of the graph, and which of its results
 
 
 def reaches(value: Tensor, tensors: Iterable[Tensor]) -> bool:
-    """Whether a gradient of ``value`` flows to one of the tensors, leaves or not."""
+    """Return whether a gradient of ``value`` flows to one of the tensors, leaves or not."""
     wanted = {_edge(tensor) for tensor in tensors if tensor.requires_grad}
     return any(edge in wanted for edge in _edges(value))
 

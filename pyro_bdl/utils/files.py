@@ -77,7 +77,10 @@ class LenientStream(io.TextIOBase):
                 self._give_up()
 
     def fileno(self) -> int:
-        """:raises OSError: where there is no file behind it."""
+        """The descriptor of the file behind it.
+
+        :raises OSError: where there is none.
+        """
         if self.stream is None:
             raise OSError("the stream is closed")
         return self.stream.fileno()

@@ -9,8 +9,7 @@ from types import FrameType
 
 @contextmanager
 def deferred_interrupt() -> Iterator[threading.Event]:
-    """Inside, the first Ctrl-C sets the event and raises nothing; a second one does what it did
-    before.
+    """Let the first Ctrl-C set the event and raise nothing; a second one does what it did before.
 
     A KeyboardInterrupt would be dropped where it strikes inside of a callback of the garbage
     collector, of which JAX has one, and would leave a computation of JAX running while what it

@@ -1,4 +1,4 @@
-"""How the C library keeps freed memory for the next block of work."""
+"""Let the C library keep freed memory for the next block of work."""
 
 import functools
 from typing import Any
@@ -67,8 +67,8 @@ class Allocations(TorchDispatchMode):
 
 
 def _address(leaf: Any) -> int | None:
-    """Where a tensor's numbers are; None where that cannot be told: of sparse tensors, and of those
-    that torch.func works on."""
+    """The address of a tensor's numbers; None where that cannot be told: of sparse tensors, and of
+    those that torch.func works on."""
     try:
         return leaf.untyped_storage().data_ptr() if isinstance(leaf, Tensor) else None
     except (NotImplementedError, RuntimeError):

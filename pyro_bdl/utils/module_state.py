@@ -118,7 +118,7 @@ def _root(name: str) -> str:
 
 
 def _is_foreign(package: str, home: set[str]) -> bool:
-    """Whether a package is a library, whose functions and objects know of no program."""
+    """Return whether a package is a library, whose functions and objects know of no program."""
     if package in _HOSTS or package in sys.stdlib_module_names:
         return True
     if package in home:

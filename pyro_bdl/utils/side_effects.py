@@ -1,4 +1,4 @@
-"""A run that leaves no trace: not in random numbers, nor in buffers."""
+"""Runs without side effects on random states and buffers."""
 
 import random
 from collections.abc import Iterable, Iterator
@@ -11,10 +11,13 @@ from pyro_bdl.utils.random_state import own_randomness
 
 
 @contextmanager
-def rehearsal(modules: Iterable[nn.Module], tensors: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Inside, whatever runs draws the numbers of torch that the caller would draw next, who draws
-    them again afterwards, and other ones of Python and numpy, which a trace takes for constants;
-    buffers keep their values.
+def without_side_effects(
+    modules: Iterable[nn.Module], tensors: Iterable[Tensor] = ()
+) -> Iterator[None]:
+    """Run without side effects: random states and buffers are restored on exit.
+
+    Torch's random numbers go on from the caller's, who draws them again afterwards. Those of
+    Python and numpy, which a trace takes for constants, follow a seed.
 
     :param modules: whose buffers are kept.
     :param tensors: that keep their values as well.

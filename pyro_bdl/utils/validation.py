@@ -1,13 +1,18 @@
 """Checks of single arguments; each failure is told in one sentence."""
 
 import math
+import operator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
 def check_temperature(temperature: float, argument: str = "temperature") -> float:
-    """:raises ValueError: unless the temperature is a positive finite number."""
+    """Check and return a temperature.
+
+    :raises ValueError: unless it is a positive finite number.
+    """
     if not (math.isfinite(temperature) and temperature > 0):
         raise ValueError(
             f"{argument} must be a positive finite number, got {temperature}; use 1.0 for Bayes"
@@ -16,7 +21,8 @@ def check_temperature(temperature: float, argument: str = "temperature") -> floa
 
 
 def check_finite_tensor(name: str, value: Tensor, *, masks: bool = False) -> None:
-    """
+    """Check that a tensor is finite.
+
     :param masks: whether an additive attention mask counts as finite.
     :raises ValueError: naming rows and columns, where ``value`` holds NaN or infinity.
     """
@@ -47,6 +53,29 @@ def listed(numbers: list[int], most: int = 8) -> str:
 
 
 def _is_mask(value: Tensor) -> bool:
-    """Whether there are zeros and -inf and nothing else."""
+    """Return whether there are zeros and -inf and nothing else."""
     kept = value == 0
     return bool((kept | (value == -torch.inf)).all()) and bool(kept.any())
+
+
+def whole_number(value: Any, name: str) -> int:
+    """Return a number of at least 1 as an int; floats such as 1e5 and tensors count where whole.
+
+    :param name: of the argument.
+    :raises TypeError: for what is no number.
+    :raises ValueError: for a number that is not whole, NaN, or smaller than 1.
+    """
+    number = value
+    if isinstance(value, float) and value.is_integer():
+        number = int(value)
+    if isinstance(number, float):
+        raise ValueError(f"{name} must be a whole number, got {value!r}")
+    try:
+        if isinstance(number, bool):
+            raise TypeError
+        number = operator.index(number)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number, got {value!r}") from None
+    if number < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+    return number

@@ -10,7 +10,7 @@ from matplotlib.image import imread
 
 from pyro_bdl import posteriors
 from pyro_bdl.cli import entry as cli
-from pyro_bdl.cli import options as given
+from pyro_bdl.cli import options as options_module
 from pyro_bdl.curvature import config as curvature_config
 from pyro_bdl.errors import BdlWarning
 
@@ -210,10 +210,13 @@ def test_ctrl_c_shows_what_there_is(run, tmp_path, monkeypatch):
 
 
 def test_all_and_default_posteriors(capsys):
-    parse = given.parser(int).parse_args
+    parse = options_module.parser(int).parse_args
     everything = [entry.name for entry in posteriors.entries()]
-    chosen = given.names(parse(["compare"]).guides)
-    assert given.names("all") == everything and given.names("nuts,map") == ["nuts", "map"]
+    chosen = options_module.names(parse(["compare"]).guides)
+    assert options_module.names("all") == everything and options_module.names("nuts,map") == [
+        "nuts",
+        "map",
+    ]
     assert chosen == [entry.name for entry in posteriors.entries() if entry.default]
     assert {"map", "mean-field", "laplace-kron", "ensemble", "nuts"} < set(chosen) < set(everything)
     with pytest.raises(SystemExit):
@@ -246,10 +249,10 @@ def test_the_same_seed_gives_the_same_table(table, run, tmp_path):
 
 
 def test_quick_and_given_options():
-    parse = given.parser(int).parse_args
-    usual = given.settings(parse(["compare"]))
+    parse = options_module.parser(int).parse_args
+    usual = options_module.settings(parse(["compare"]))
     assert (usual.chains, usual.warmup, usual.draws, usual.steps) == (4, 500, 500, None)
-    quick = given.settings(parse(["compare", "--quick", "--draws", "7"]))
+    quick = options_module.settings(parse(["compare", "--quick", "--draws", "7"]))
     assert (quick.chains, quick.warmup, quick.draws, quick.steps) == (2, 100, 7, 500)
 
 
@@ -258,9 +261,9 @@ def test_warnings_are_one_line(capsys, monkeypatch):
         warnings.warn("mind the gap", BdlWarning, stacklevel=2)
         return 0
 
-    parser = given.Parser()
+    parser = options_module.Parser()
     parser.set_defaults(run=run)
-    monkeypatch.setattr(given, "parser", lambda _: parser)
+    monkeypatch.setattr(options_module, "parser", lambda _: parser)
     shown = warnings.showwarning
     assert cli.main([]) == 0
     assert capsys.readouterr().err == "pyro-bdl: warning: mind the gap\n"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import pyro_bdl as bdl
-from pyro_bdl.comparison import held_out as given
+from pyro_bdl.comparison import held_out
 from pyro_bdl.comparison import leave_one_out as module
 from pyro_bdl.comparison.leave_one_out import difference, leave_one_out, relative_efficiency
 
@@ -28,7 +28,7 @@ def shift(x, y=None):
 @pytest.fixture
 def data():
     torch.manual_seed(0)
-    return given.Test((torch.zeros(N, 1),), 0.5 + torch.randn(N))
+    return held_out.Test((torch.zeros(N, 1),), 0.5 + torch.randn(N))
 
 
 def posterior(y):

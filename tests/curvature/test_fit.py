@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyro_bdl import bayesianize, handlers, models
-from pyro_bdl.curvature import chunking as parts_module
+from pyro_bdl.curvature import chunking
 from pyro_bdl.curvature import config as config_module
 from pyro_bdl.curvature import fit as fit_module
 from pyro_bdl.curvature.config import CurvatureConfig, check_memory
@@ -168,7 +168,7 @@ def test_parts_that_fit_in_memory_add_up(oracle, structure, kind, monkeypatch):
     x, y = x.repeat(3, 1), y.repeat(3, *(1,) * (y.dim() - 1))
     program, vector = oracle.program(model, x, y)
     whole = oracle.fit(program, vector, (x, y), structure=structure, rank=99)
-    monkeypatch.setattr(parts_module, "_BUDGET", 600)
+    monkeypatch.setattr(chunking, "_BUDGET", 600)
     monkeypatch.setattr(fit_module, "_COLUMNS_BUDGET", 600)
     parts = []
     original = fit_module.Linearization
@@ -177,7 +177,7 @@ def test_parts_that_fit_in_memory_add_up(oracle, structure, kind, monkeypatch):
         parts.append(len(args[0][0]))
         return original(model, subset, vector, *args, **kwargs)
 
-    monkeypatch.setattr(parts_module, "Linearization", counted)
+    monkeypatch.setattr(chunking, "Linearization", counted)
     split = oracle.fit(program, vector, (x, y), structure=structure, rank=99)
     assert max(parts) < 18
     torch.testing.assert_close(total(split.curvature), total(whole.curvature), rtol=1e-9, atol=1e-9)
@@ -197,7 +197,7 @@ def test_a_program_that_needs_all_of_its_data_is_not_cut(oracle, monkeypatch):
         with pyro.plate("data", len(x)):
             pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
 
-    monkeypatch.setattr(parts_module, "_BUDGET", 1)
+    monkeypatch.setattr(chunking, "_BUDGET", 1)
     torch.manual_seed(0)
     x, y = torch.randn(8, 3), torch.randn(8)
     program, vector = oracle.program(centred, x, y)
@@ -683,7 +683,7 @@ def test_an_observation_of_no_datum_counts_once(monkeypatch):
 
     x, y = torch.randn(8), torch.randn(8)
     program = Program(model, x, y)
-    monkeypatch.setattr(parts_module, "_BUDGET", 1)
+    monkeypatch.setattr(chunking, "_BUDGET", 1)
     fitted = fit_curvature(
         model, Subset(program.layout), torch.zeros(1), (x, y), CurvatureConfig(structure="full")
     )

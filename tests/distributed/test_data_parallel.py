@@ -626,7 +626,7 @@ MESSAGES = {
     "too many": "ValueError: the batches of the ranks have 23 rows together, and the program "
     "speaks of 20 data",
     "other N": "ValueError: the program speaks of 21 data on rank 1 and of 20 data on rank 0",
-    "batch norm": "UnsupportedProgramError: a BatchNorm1d layer in training mode normalises",
+    "batch norm": "UnsupportedProgramError: a BatchNorm1d layer in training mode normalizes",
     "batch norm, evaluation mode": "none",
     "picks": "UnsupportedProgramError: the plate 'data' picks 4 of the 9 rows at random",
     "local": "UnsupportedProgramError: the latent 'z' stands in the plate of the data",

@@ -91,8 +91,8 @@ def test_the_cold_posterior_is_the_target(kind, conjugate, exact_expectations):
     for gradient in _gradients(value, guide):
         assert gradient.abs().max() < 1e-9
     likelihood, kl = conjugate.terms(guide.loc, guide.scale)
-    disorder = dist.Normal(guide.loc, guide.scale).entropy().sum()
-    _close(value, -(likelihood - kl) - (0.1 - 1) * disorder)
+    entropy = dist.Normal(guide.loc, guide.scale).entropy().sum()
+    _close(value, -(likelihood - kl) - (0.1 - 1) * entropy)
     # and as a handler
     program = cold(conjugate.model, 0.1)
     handled = kind(num_particles=particles)(program, guide)(conjugate.x, conjugate.y)

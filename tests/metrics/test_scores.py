@@ -8,7 +8,7 @@ import torch
 from scipy.stats import norm
 
 from pyro_bdl import metrics
-from pyro_bdl.metrics import blocks as points
+from pyro_bdl.metrics import blocks
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_blocks_do_not_change_the_result(draws, monkeypatch):
         "density": lambda: metrics.negative_log_predictive_density(draws[..., 0]),
     }
     whole = {name: function() for name, function in functions.items()}
-    monkeypatch.setattr(points, "_BLOCK_NUMBERS", 130)
+    monkeypatch.setattr(blocks, "_BLOCK_NUMBERS", 130)
     for name, function in functions.items():
         torch.testing.assert_close(function(), whole[name], rtol=1e-12, atol=0)
 

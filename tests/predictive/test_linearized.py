@@ -13,7 +13,7 @@ from pyro.nn import PyroParam
 from torch import nn
 
 from pyro_bdl import LinearizedPredictive, Predictive, bayesianize, handlers, models, priors
-from pyro_bdl.curvature import chunking as parts_module
+from pyro_bdl.curvature import chunking
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides import AutoLaplaceGGN, MixtureGuide
 from pyro_bdl.predictive import linearized_component as module
@@ -377,7 +377,7 @@ def test_parts_say_the_same_as_all_at_once(kind, monkeypatch):
 
     whole = everything()
     sizes = []
-    monkeypatch.setattr(parts_module, "_part_size", lambda *a: 4)
+    monkeypatch.setattr(chunking, "_part_size", lambda *a: 4)
     inner = module.Linearization.__init__
 
     def counting(self, model, subset, vector, batch, kwargs, **options):
@@ -395,8 +395,8 @@ def test_the_budget_cuts_batches(monkeypatch):
     guide = approximate(model, (x, y))
     predictive = LinearizedPredictive(model, guide)
     whole = predictive.log_density(x, y)
-    monkeypatch.setattr(parts_module, "_BUDGET", 1)
-    monkeypatch.setattr(parts_module, "_PER_WEIGHT", 0)
+    monkeypatch.setattr(chunking, "_BUDGET", 1)
+    monkeypatch.setattr(chunking, "_PER_WEIGHT", 0)
     torch.testing.assert_close(predictive.log_density(x, y), whole)
     assert sum(1 for _ in predictive.components[0].parts((x, y), {})) > 1
 
@@ -694,7 +694,7 @@ def test_the_program_is_as_before_and_after_errors(monkeypatch):
         call()
         unchanged()
     torch.testing.assert_close(predictive.moments(x)["y"].mean, before)
-    monkeypatch.setattr(parts_module, "_part_size", lambda *a: 4)
+    monkeypatch.setattr(chunking, "_part_size", lambda *a: 4)
     stop.fails = True
     for call in calls:
         kept = None

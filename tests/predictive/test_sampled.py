@@ -261,7 +261,7 @@ def test_recurrent_networks_are_looped_over_and_it_is_said_once(kind):
 
 def test_a_function_that_cannot_be_vectorised_is_told_of_once_for_all_chunks():
     draws = {"w": torch.arange(5.0)}
-    with pytest.warns(BdlWarning, match="cannot be vectorised") as caught:
+    with pytest.warns(BdlWarning, match="cannot be vectorized") as caught:
         result = map_draws(lambda d: d["w"] * d["w"].item(), draws, chunk_size=2)
     assert torch.equal(result, draws["w"] ** 2) and len(caught) == 1
 

@@ -247,11 +247,11 @@ class DropoutLayers(Source):
                 fed[layer].append(site)
             if not any(kept):
                 continue
-            said = {_said(use, reader.rates, names) for use in kept}
-            if len(said) > 1:
+            settings = {_said(use, reader.rates, names) for use in kept}
+            if len(settings) > 1:
                 notes.append(f"'{site}' is left out, since its uses have different dropout layers")
                 continue
-            ((rate, ties),) = said
+            ((rate, ties),) = settings
             if len(ties) > 1:
                 notes.append(
                     f"'{site}' is left out, since a layer for channels and one for single numbers "

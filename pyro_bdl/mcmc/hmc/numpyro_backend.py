@@ -96,8 +96,11 @@ def _translated(target: Target, example: Tensor) -> Any:
 
 
 def _has_gradient_of(target: Target, log_density: Any, point: Tensor) -> bool:
-    """Whether torch differentiates the density to the same gradient. A program's own ``detach``
-    stops both; one that ``torch.autograd.grad`` left behind in the program stops JAX alone."""
+    """Return whether torch differentiates the density to the same gradient.
+
+    A program's own ``detach`` stops both; one that ``torch.autograd.grad`` left behind in the
+    program stops JAX alone.
+    """
     leaf = point.detach().requires_grad_()
     with torch.enable_grad():
         (expected,) = torch.autograd.grad(target.log_density(leaf), leaf)

@@ -80,7 +80,7 @@ class _Collector:
         mean = float(kernel._mean_accept_prob)
         previous, self.last_mean = self.last_mean, mean
         self.vectors.append(parameters["u"].detach().clone())
-        said = {
+        stats = {
             "potential_energy": float(kernel._potential_energy_last),
             "energy": float(kernel.energy_current),
             "num_steps": steps,
@@ -88,7 +88,7 @@ class _Collector:
             "step_size": float(kernel.step_size),
             "diverging": bool(kernel._divergences) and kernel._divergences[-1] == n - 1,
         }
-        for name, value in said.items():
+        for name, value in stats.items():
             self.stats.setdefault(name, []).append(value)
 
 

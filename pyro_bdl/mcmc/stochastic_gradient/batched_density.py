@@ -110,7 +110,7 @@ class _Graph:
 
 
 def _kind(leaf: Any) -> Any:
-    """What a recording takes for granted of an argument."""
+    """The properties of an argument that a recording holds for."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.device
     return type(leaf), repr(leaf)

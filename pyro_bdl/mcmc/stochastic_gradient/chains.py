@@ -25,7 +25,7 @@ _WORTH_TRACING = 500  # steps that are longer than it takes to record one
 
 
 class Track(NamedTuple):
-    """What a walk kept.
+    """The draws of chains, and their state at the end.
 
     :param vectors: the draws (chains, draws, p).
     :param stats: name -> (chains, draws).

@@ -15,7 +15,7 @@ from pyro_bdl.mcmc.stochastic_gradient.samplers import (
 
 
 class Method(NamedTuple):
-    """How one of the samplers moves.
+    """The update rule of a sampler.
 
     :param init: position (chains, P) -> state.
     :param update: (state, gradient, step size, temperature=, options) -> state.
@@ -40,7 +40,7 @@ class Method(NamedTuple):
 
     @property
     def options(self) -> tuple[str, ...]:
-        """What the update can be told besides the temperature."""
+        """The names of the update's options besides the temperature."""
         parameters = inspect.signature(self.update).parameters.values()
         named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
         return tuple(name for name in named if name != "temperature")

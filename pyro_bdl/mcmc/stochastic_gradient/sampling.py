@@ -144,7 +144,10 @@ def sgmcmc(
 
 
 def _tell(track: Track, num_samples: int) -> None:
-    """:raises ValueError: where the chains diverged before the first draw."""
+    """Warn of chains that ended early.
+
+    :raises ValueError: where they diverged before the first draw.
+    """
     made = track.vectors.shape[1]
     if track.failure is not None:
         if not made:
@@ -186,7 +189,10 @@ def checked_restriction(
 
 
 def check_options(method: str, chosen: Method, options: dict[str, float]) -> None:
-    """:raises TypeError: for an option that the method does not have."""
+    """Check the names of a method's options.
+
+    :raises TypeError: for an option that the method does not have.
+    """
     for name in options:
         if name not in chosen.options:
             there = ", ".join(chosen.options) or "none"

@@ -1,4 +1,4 @@
-"""Where the latents of a program enter linear operations: what every such mode shares.
+"""Follow latents into linear operations: the base of all modes that do so.
 
 ``Tracker`` is a ``TorchFunctionMode`` that follows latents through the views a program makes of
 them and hands every other operation on them to a subclass. ``OPERATIONS`` names the functions of
@@ -40,7 +40,7 @@ class Tag:
     whole: bool = True
 
     def of(self, values: Tensor) -> Tensor:
-        """The same view of other numbers that have the latent's shape."""
+        """Take the same view of other numbers that have the latent's shape."""
         return values if self.view is None else self.view(values)
 
     def index(self) -> Tensor:

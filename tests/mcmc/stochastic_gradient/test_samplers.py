@@ -7,7 +7,7 @@ import torch
 
 from pyro_bdl.diagnostics import mcse
 from pyro_bdl.mcmc import Cyclical, Polynomial
-from pyro_bdl.mcmc.stochastic_gradient import chains as walk
+from pyro_bdl.mcmc.stochastic_gradient import chains as chains_module
 from pyro_bdl.mcmc.stochastic_gradient.samplers import (
     hamiltonian,
     langevin,
@@ -253,10 +253,10 @@ class _AlwaysExploring:
 
 
 def test_a_schedule_that_never_samples_is_refused(monkeypatch):
-    monkeypatch.setattr(walk, "_MOST_EXPLORED", 1000)
-    assert walk.kept_steps(_AlwaysExploring(), 3, 4, 1) == [4, 5, 6, 7]
+    monkeypatch.setattr(chains_module, "_MOST_EXPLORED", 1000)
+    assert chains_module.kept_steps(_AlwaysExploring(), 3, 4, 1) == [4, 5, 6, 7]
     with pytest.raises(ValueError, match=r"all of the 1000 steps.*\(4 of 5 found\)"):
-        walk.kept_steps(_AlwaysExploring(), 3, 5, 1)
+        chains_module.kept_steps(_AlwaysExploring(), 3, 5, 1)
 
 
 def test_polynomial_schedule_is_its_formula():

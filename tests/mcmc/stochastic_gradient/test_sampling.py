@@ -437,9 +437,9 @@ def test_network_that_cannot_be_vectorised_is_looped_over_chains_and_told_once()
     torch.manual_seed(0)
     model = bdl.models.Regression(bdl.bayesianize(Recurrent()))
     x, y = torch.randn(6, 2, 3), torch.randn(6)
-    with pytest.warns(BdlWarning, match="cannot be vectorised") as told:
+    with pytest.warns(BdlWarning, match="cannot be vectorized") as told:
         samples = sampled(model, (x, y), num_chains=2, step_size=1e-4, init="network")
-    assert len([w for w in told if "vectorised" in str(w.message)]) == 1
+    assert len([w for w in told if "vectorized" in str(w.message)]) == 1
     assert samples.latents["read.bias"].shape == (2, 6, 1)
     assert samples.latents["read.bias"].isfinite().all()
 

@@ -1,4 +1,4 @@
-"""ATen operators in JAX: products, convolutions, normalisation, linear algebra."""
+"""ATen operators in JAX: products, convolutions, normalization, linear algebra."""
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +92,7 @@ def _dropout(x, p, train):
 @register(aten.rrelu_with_noise_functional)
 def _rrelu(x, noise, lower=0.125, upper=1 / 3, training=False, generator=None):
     if training:
-        raise NotImplementedError("a randomised ReLU in train mode")
+        raise NotImplementedError("a randomized ReLU in train mode")
     return jnp.where(x > 0, x, 0.5 * (lower + upper) * x), noise
 
 
@@ -131,7 +131,7 @@ def _convolution(x, weight, bias, stride, padding, dilation, transposed, output_
 # Normalisation ----------------------------------------------------------------------------------
 
 
-def _standardise(x, mean, var, eps):
+def _standardize(x, mean, var, eps):
     rstd = lax.rsqrt(var + eps)
     return (x - mean) * rstd, rstd
 
@@ -148,14 +148,14 @@ def _affine(x, weight, bias, shape):
 @register(aten.native_layer_norm)
 def _layer_norm(x, shape, weight, bias, eps):
     mean, var = _moments(x, tuple(range(-len(shape), 0)))
-    y, rstd = _standardise(x, mean, var, eps)
+    y, rstd = _standardize(x, mean, var, eps)
     return _affine(y, weight, bias, shape), mean, rstd
 
 
 @register(aten.native_group_norm)
 def _group_norm(x, weight, bias, N, C, HxW, group, eps):
     mean, var = _moments(x.reshape(N, group, -1), -1)
-    y, rstd = _standardise(x.reshape(N, group, -1), mean, var, eps)
+    y, rstd = _standardize(x.reshape(N, group, -1), mean, var, eps)
     shape = (C,) + (1,) * (x.ndim - 2)
     return _affine(y.reshape(x.shape), weight, bias, shape), mean[..., 0], rstd[..., 0]
 
@@ -164,10 +164,10 @@ def _batch_norm(x, weight, bias, mean, var, training, momentum, eps):
     shape = (-1,) + (1,) * (x.ndim - 2)
     if training:
         mean, var = _moments(x, (0, *range(2, x.ndim)))
-        y, rstd = _standardise(x, mean, var, eps)
+        y, rstd = _standardize(x, mean, var, eps)
         saved = mean.ravel(), rstd.ravel()
     else:
-        y, _ = _standardise(x, mean.reshape(shape), var.reshape(shape), eps)
+        y, _ = _standardize(x, mean.reshape(shape), var.reshape(shape), eps)
         saved = jnp.zeros(0, x.dtype), jnp.zeros(0, x.dtype)
     return _affine(y, weight, bias, shape), *saved
 

@@ -73,7 +73,7 @@ def _avg_pool(n):
 
 
 def _counts(size, kernel, stride, padding, windows, include_pad):
-    """How many elements each window of one dimension averages."""
+    """The number of elements that each window of one dimension averages."""
     start = np.arange(windows) * stride - padding
     low, high = (-padding, size + padding) if include_pad else (0, size)
     return np.minimum(start + kernel, high) - np.maximum(start, low)
@@ -85,7 +85,7 @@ for _n in (2, 3):
 
 
 def _parts(size, count):
-    """Where the windows of an adaptive pooling of ``size`` elements to ``count`` begin and end."""
+    """Begins and ends of the windows of an adaptive pooling of ``size`` elements to ``count``."""
     return [(i * size // count, -(-(i + 1) * size // count)) for i in range(count)]
 
 

@@ -283,3 +283,17 @@ def _searchsorted(sequence, x, *, right=False, side=None, **_):
 @register(aten.bucketize.Tensor)
 def _bucketize(x, boundaries, *, right=False, **_):
     return _searchsorted(boundaries, x, right=right)
+
+
+def _running(scan: Callable) -> Callable:
+    def apply(x, dim):
+        axis = dim % x.ndim
+        here = lax.broadcasted_iota(int, x.shape, axis)
+        # Of equal entries torch takes the last one, where the gradient goes too.
+        index = lax.cummax(jnp.where(x == scan(x, axis), here, 0), axis)
+        return jnp.take_along_axis(x, index, axis), index
+
+    return apply
+
+
+table({"cummax": _running(lax.cummax), "cummin": _running(lax.cummin)})

@@ -74,7 +74,10 @@ def update(
 
 
 def check_friction(friction: float) -> None:
-    """:raises ValueError: unless the friction lies in (0, 1]."""
+    """Check a friction.
+
+    :raises ValueError: unless it lies in (0, 1].
+    """
     if not 0 < friction <= 1:
         raise ValueError(f"friction must lie in (0, 1], got {friction}")
 

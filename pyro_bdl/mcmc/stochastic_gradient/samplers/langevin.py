@@ -19,7 +19,10 @@ from pyro_bdl.utils.random_state import normal_like
 
 
 class State(NamedTuple):
-    """:param position: (chains, P)."""
+    """The positions of the chains.
+
+    :param position: (chains, P).
+    """
 
     position: Tensor
 

@@ -502,6 +502,14 @@ EDGES = {
     "logarithm": lambda z: torch.where(z > 0, torch.where(z > 0, z, 1).log(), z),
     "powers": lambda z: z**2 + z**3 + z**0,
     "product": lambda z: z[1:].prod() + z.cumprod(0),
+    "running": lambda z: torch.stack(
+        [
+            scan(part.view(2, 2), 1)[0] * torch.arange(1.0, 5).view(2, 2)
+            + scan(part, 0)[1].view(2, 2)
+            for scan in (torch.cummax, torch.cummin)
+            for part in (z, z.flip(0))
+        ]
+    ),
     "ties": lambda z: z.amax() + z.max(0)[0] + torch.maximum(z, z.flip(0)),
     "distance": lambda z: torch.cdist(z[:, None], z[:, None]),
     "logarithms": lambda z: torch.logaddexp(z, z) + F.softplus(z) + F.logsigmoid(z),
