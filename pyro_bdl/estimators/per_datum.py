@@ -20,7 +20,8 @@ from pyro_bdl.distributions.dropout_noise import NoisyWeight
 from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.estimators.product import Batch, Operand, Product, product_of, sizes_of
-from pyro_bdl.program.linear_ops.tracker import OPERATIONS, Tag, Tracker
+from pyro_bdl.program.linear_ops.recognize import recognize
+from pyro_bdl.program.linear_ops.tracker import Tag, Tracker
 from pyro_bdl.program.trace import is_deterministic
 
 if TYPE_CHECKING:
@@ -96,18 +97,16 @@ class _Products(Tracker):
     def operate(self, func: Any, args: tuple, kwargs: dict, tagged: list[Tag]) -> Any:
         if len(_PYRO_STACK) <= self.depth:  # between the runs: densities
             return func(*args, **kwargs)
-        operation = OPERATIONS.get(func)
-        if operation is not None:
-            named = operation.bind(args, kwargs)
-            product = product_of(operation.family, named, self._operand, self.batch)
-            if product is not None:
-                for operand in product.operands:
-                    assert operand.tag is not None
-                    self._meets(operand.tag, self.read)
-                    if not self.shared:
-                        self._meets(operand.tag, self.computed)
-                    self.computed[operand.tag.site].append(operand.tag)
-                return product.back(self.rule(product, self.kept))
+        op = recognize(func, args, kwargs, self.is_latent)
+        product = product_of(op, self._operand, self.batch)
+        if product is not None:
+            for operand in product.operands:
+                assert operand.tag is not None
+                self._meets(operand.tag, self.read)
+                if not self.shared:
+                    self._meets(operand.tag, self.computed)
+                self.computed[operand.tag.site].append(operand.tag)
+            return product.back(self.rule(product, self.kept))
         result = func(*args, **kwargs)
         if _tells_numbers(func, result):
             for tag in tagged:
