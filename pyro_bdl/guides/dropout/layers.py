@@ -19,16 +19,15 @@ from torch.utils._pytree import tree_leaves
 
 from pyro_bdl.distributions.dropout_noise import checked_rate
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.guides.dropout.weights import RECURRENT, Product, Source, Weight, WeightReader
+from pyro_bdl.guides.dropout.weights import RECURRENT, Source, UnitProduct, Weight, WeightReader
 from pyro_bdl.program.layout import Layout
-from pyro_bdl.program.linear_ops.tracker import VIEWS, Tag
+from pyro_bdl.program.linear_ops.tracker import CASTS, VIEWS, Tag
 from pyro_bdl.program.network_sites import SampledNetwork
 from pyro_bdl.utils.module_state import hooked, modules_of
 
 _ELEMENTS = {F.dropout, torch.dropout}
 _CHANNELS = {F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout}
 _AFFINE = {F.alpha_dropout, F.feature_alpha_dropout}
-_CASTS = {"to", "float", "double", "bfloat16", "half"}
 _HOMOGENEOUS = {"relu", "leaky_relu"}
 _SCALINGS = {"mul", "rmul", "div", "true_divide", "truediv"}
 _OUTPUTS = {"broadcast_tensors": "it drops outputs of the network"}  # parameters of a distribution
@@ -155,7 +154,7 @@ class LayerReader(WeightReader):
             why = _OUTPUTS.get(name, f"its output enters '{name}'")
             self.stops.setdefault(factors.layer, why)
 
-    def use(self, product: Product, axis: int) -> None:
+    def use(self, product: UnitProduct, axis: int) -> None:
         super().use(product, axis)
         self._used.add(id(product.input))
         found = set()
@@ -200,7 +199,7 @@ def _passed(
         number = any(isinstance(arg, int | float) for arg in args)
         return [units] if number else None
     if name in VIEWS:
-        if name in _CASTS:
+        if name in CASTS:
             return [units]
         return tree_leaves(func(units, *args[1:], **kwargs))
     if name.rstrip("123d") in _POOLINGS:

@@ -54,8 +54,8 @@ class Tag:
         return None if self.whole else self.index()
 
 
-_CASTS = {"to", "float", "double", "bfloat16", "half"}
-VIEWS = _CASTS | {
+CASTS = {"to", "float", "double", "bfloat16", "half"}
+VIEWS = CASTS | {
     "view", "reshape", "t", "transpose", "permute", "chunk", "split", "unbind", "__getitem__",
     "unsqueeze", "squeeze", "expand", "contiguous", "flatten", "unflatten", "narrow", "select",
     "swapaxes", "swapdims", "movedim", "moveaxis", "tensor_split", "view_as", "expand_as",
@@ -152,7 +152,7 @@ class Tracker(TorchFunctionMode):
         )
 
     def _follow(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        tag, is_cast = self.tags[id(args[0])], func.__name__ in _CASTS
+        tag, is_cast = self.tags[id(args[0])], func.__name__ in CASTS
         result = func(*args, **kwargs)
         for number, output in enumerate(_tensors(result)):
             if id(output) in self.tags:  # the very same tensor
