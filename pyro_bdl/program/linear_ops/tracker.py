@@ -1,10 +1,10 @@
-"""Where the latents of a program enter linear operations: what every such mode shares.
+"""Latents followed through a program to the operations that they enter.
 
 ``Tracker`` is a ``TorchFunctionMode`` that follows latents through the views a program makes of
-them and hands every other operation on them to a subclass. ``OPERATIONS`` names the functions of
-torch that are affine in some of their arguments. Curvature records these operations
-(``curvature/operations.py``); the estimators compute them with noise of their own for every datum
-(``estimators/``).
+them and hands every other operation on them to a subclass. ``recognize.py`` reads such an operation
+where it is affine in a latent. Curvature records these operations
+(``curvature/jacobian/affine_uses.py``); the estimators compute them with noise of their own for
+every datum (``estimators/``); dropout and the evidence of a last layer find weights in them.
 """
 
 import types
@@ -171,47 +171,3 @@ class Tracker(TorchFunctionMode):
 
 def _tensors(result: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-
-
-@dataclass(frozen=True)
-class LinearFunction:
-    """A function of torch that is affine in some of its arguments.
-
-    :param family: what functions that compute alike share.
-    :param names: of the arguments, in order.
-    """
-
-    family: str
-    names: tuple[str, ...]
-
-    def bind(self, args: tuple, kwargs: dict) -> dict[str, Any]:
-        return dict(zip(self.names, args, strict=False)) | kwargs
-
-
-_CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-_PAIR = ("input", "other")
-_EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
-_BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum")
-
-_FAMILIES: dict[str, tuple[tuple[str, ...], tuple[Any, ...]]] = {
-    "linear": (("input", "weight", "bias"), (F.linear,)),
-    "addmm": (("input", "mat1", "mat2"), (torch.addmm,)),
-    "matmul": (_PAIR, (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)),
-    "mv": (("input", "vec"), (torch.mv, Tensor.mv)),
-    "rmatmul": (_PAIR, (Tensor.__rmatmul__,)),
-    "convolution": (_CONVOLUTION, (F.conv1d, F.conv2d, F.conv3d)),
-    "embedding": (_EMBEDDING, (F.embedding,)),
-    "layer_norm": (("input", "normalized_shape", "weight", "bias", "eps"), (F.layer_norm,)),
-    "rms_norm": (("input", "normalized_shape", "weight", "eps"), (F.rms_norm,)),
-    "group_norm": (("input", "num_groups", "weight", "bias", "eps"), (F.group_norm,)),
-    "batch_norm": ((*_BATCH_NORM, "eps"), (F.batch_norm,)),
-    "add": (_PAIR, (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)),
-    "subtract": (_PAIR, (torch.sub, Tensor.sub, Tensor.__sub__)),
-    "subtract_from": (_PAIR, (Tensor.__rsub__,)),
-    "multiply": (_PAIR, (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)),
-}
-OPERATIONS: dict[Any, LinearFunction] = {
-    function: LinearFunction(family, names)
-    for family, (names, functions) in _FAMILIES.items()
-    for function in functions
-}
