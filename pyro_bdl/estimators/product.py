@@ -125,7 +125,7 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Product:
+class DataProduct:
     """z_n = apply(a_n, w, b), affine in the weight w and the bias b.
 
     :param apply: from inputs (N, ...), a weight and a bias to outputs (N, ...).
@@ -180,9 +180,9 @@ class Product:
         return values.reshape(shape)
 
 
-def product_of(
+def data_product(
     op: AffineOp | None, operand: Callable[[Any], Operand], batch: Batch
-) -> Product | None:
+) -> DataProduct | None:
     """An operation in one form; None where it is no product of data with latents.
 
     :param op: as it was recognized.
@@ -196,7 +196,9 @@ def product_of(
     return product if product is not None and product.operands else None
 
 
-def _linear(op: AffineOp, weight: Operand, bias: Operand | None, batch: Batch) -> Product | None:
+def _linear(
+    op: AffineOp, weight: Operand, bias: Operand | None, batch: Batch
+) -> DataProduct | None:
     """a w' + b for a (..., in) and w (out, in)."""
     if bias is not None and (bias.value.dim() != 1 or op.output_dim != op.bias_dim):
         return None
@@ -210,12 +212,12 @@ def _linear(op: AffineOp, weight: Operand, bias: Operand | None, batch: Batch) -
         return z[..., 0] if is_vector else op.turned(z)
 
     weight = Operand(op.as_matrix(weight.value), weight.tag, weight.distribution, op.as_matrix)
-    return Product(F.linear, rows.first(inputs), weight, bias, back=back)
+    return DataProduct(F.linear, rows.first(inputs), weight, bias, back=back)
 
 
 def _convolution(
     op: AffineOp, weight: Operand, bias: Operand | None, batch: Batch
-) -> Product | None:
+) -> DataProduct | None:
     rows = batch.rows(op.inputs.shape[: op.input_dim])
     if rows is None or op.input_dim not in (0, 1) or rows is _SECOND:
         return None
@@ -224,10 +226,10 @@ def _convolution(
         return op.function(a, w, b, **op.settings)
 
     inputs = rows.first(op.inputs)
-    return Product(apply, inputs, weight, bias, features=1, groups=op.groups, back=rows.back)
+    return DataProduct(apply, inputs, weight, bias, features=1, groups=op.groups, back=rows.back)
 
 
-def _embedding(op: AffineOp, weight: Operand, bias: None, batch: Batch) -> Product | None:
+def _embedding(op: AffineOp, weight: Operand, bias: None, batch: Batch) -> DataProduct | None:
     rows = batch.rows(op.inputs.shape)
     if rows is None:
         return None
@@ -235,10 +237,10 @@ def _embedding(op: AffineOp, weight: Operand, bias: None, batch: Batch) -> Produ
     def apply(a: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         return F.embedding(a, w, **op.settings)
 
-    return Product(apply, rows.first(op.inputs), weight, None, is_lookup=True, back=rows.back)
+    return DataProduct(apply, rows.first(op.inputs), weight, None, is_lookup=True, back=rows.back)
 
 
-_FORMS: dict[str, Callable[[AffineOp, Operand, Any, Batch], Product | None]] = {
+_FORMS: dict[str, Callable[[AffineOp, Operand, Any, Batch], DataProduct | None]] = {
     "product": _linear,
     "convolution": _convolution,
     "embedding": _embedding,
