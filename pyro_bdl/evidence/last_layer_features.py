@@ -1,4 +1,4 @@
-"""The features of a program's last layer: what enters its product, with the graph to it."""
+"""The features of a program's last layer: the inputs of its product, with their graph."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,7 +76,7 @@ def read_features(
 
 
 class _LastLayerTracker(Tracker):
-    """Sees matrix products with latents, and their additions."""
+    """A recorder of matrix products with latents, and of their additions."""
 
     def __init__(self, latents: Mapping[str, Tensor]) -> None:
         super().__init__(latents)
@@ -109,5 +109,5 @@ class _LastLayerTracker(Tracker):
 
 
 def _multiplies_rows(op: AffineOp) -> bool:
-    """Whether a product is one of data (N, in) with a matrix, and not of a matrix with columns."""
+    """Return whether a product is x @ w for data x (N, in), and not w @ x for columns x."""
     return op.inputs.dim() == op.weight.dim() == 2 and op.output_dim == -1

@@ -73,7 +73,7 @@ class AffineOp:
         return weight.mT if self.weight_dim == 0 else weight
 
     def turned(self, output: Tensor) -> Tensor:
-        """The output of a product as (..., out), or such numbers as the output."""
+        """The output of a product, or other numbers of its shape, as (..., out), and back."""
         return output if self.output_dim == -1 else output.mT
 
 
@@ -211,7 +211,7 @@ def _channels(named: dict) -> int:
 
 
 def _operands(named: dict, is_latent: IsLatent) -> tuple[Tensor, Any, bool] | None:
-    """The latent of two operands, the other one, and whether the latent is the second."""
+    """The latent of two operands, the other operand, and whether the latent comes second."""
     left, right = named["input"], named["other"]
     if is_latent(left) == is_latent(right):
         return None
@@ -219,7 +219,10 @@ def _operands(named: dict, is_latent: IsLatent) -> tuple[Tensor, Any, bool] | No
 
 
 def _addition(function: Any, named: dict, is_latent: IsLatent, sign: int = 1) -> AffineOp | None:
-    """:param sign: of the second operand."""
+    """Read a sum or a difference.
+
+    :param sign: of the second operand.
+    """
     found = _operands(named, is_latent)
     if found is None:
         return None

@@ -95,7 +95,7 @@ class Tracker(TorchFunctionMode):
         return self.tags.get(id(value)) if isinstance(value, Tensor) else None
 
     def is_latent(self, value: Any) -> bool:
-        """Whether an argument is made of a latent."""
+        """Return whether an argument is made of a latent."""
         return isinstance(value, Tensor) and id(value) in self.tags
 
     def operate(self, func: Any, args: tuple, kwargs: dict, tagged: list[Tag]) -> Any:
