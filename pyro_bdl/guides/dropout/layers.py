@@ -21,6 +21,7 @@ from pyro_bdl.distributions.dropout_noise import checked_rate
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.dropout.weights import RECURRENT, Source, UnitProduct, Weight, WeightReader
 from pyro_bdl.program.layout import Layout
+from pyro_bdl.program.linear_ops.recognize import decompose
 from pyro_bdl.program.linear_ops.tracker import CASTS, VIEWS, Tag
 from pyro_bdl.program.network_sites import SampledNetwork
 from pyro_bdl.utils.module_state import hooked, modules_of
@@ -100,7 +101,7 @@ class LayerReader(WeightReader):
         result = super().__torch_function__(func, types, args, kwargs)
         if func is F.multi_head_attention_forward and args[10] > 0:
             self.stops[self._layer(args[10])] = "it drops attention weights"
-        if self.inside(func, args, kwargs) is None:  # else it was seen
+        if decompose(func, args, kwargs, self.is_latent) is None:  # else it was seen
             leaves = [leaf for leaf in tree_leaves((args, kwargs)) if id(leaf) not in self._used]
             arrived = [factors for leaf in leaves for factors in self._of(leaf)]
             if self._used:

@@ -7,19 +7,17 @@ where it is affine in a latent. Curvature records these operations
 every datum (``estimators/``); dropout and the evidence of a last layer find weights in them.
 """
 
-import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from pyro_bdl.program.linear_ops.einsum import as_linear
+from pyro_bdl.program.linear_ops.recognize import decompose
 
 
 @dataclass
@@ -64,18 +62,6 @@ VIEWS = CASTS | {
 _VIEW_PROPERTIES = {torch.Tensor.T, torch.Tensor.mT}
 
 
-def _body(function: Any) -> Callable:
-    """A Python function of torch.nn.functional that does not offer itself to modes again, so
-    that the operations inside it are seen."""
-    scope = {**function.__globals__, "has_torch_function": lambda args: False}
-    copied = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
-    copied.__kwdefaults__ = function.__kwdefaults__
-    return copied
-
-
-COMPOSITES = {F.multi_head_attention_forward: _body(F.multi_head_attention_forward)}
-
-
 class Tracker(TorchFunctionMode):
     """Follows latents while a program runs; a subclass says what operations on them do.
 
@@ -102,17 +88,8 @@ class Tracker(TorchFunctionMode):
         """The result of an operation, no view, on tagged tensors."""
         raise NotImplementedError
 
-    def inside(self, func: Any, args: tuple, kwargs: dict) -> Callable[[], Any] | None:
-        """A function that is made of several operations on latents, to be called; None for one
-        that is not."""
-        if func in COMPOSITES:
-            return partial(COMPOSITES[func], *args, **kwargs)
-        if func is torch.einsum:
-            return as_linear(args, lambda operand: self.tag(operand) is not None)
-        return None
-
     def look_into(self, func: Any, args: tuple, kwargs: dict, body: Callable[[], Any]) -> Any:
-        """The result of a function whose ``inside`` is ``body``."""
+        """Return the result of a function that ``decompose`` makes ``body``."""
         with self:
             return body()
 
@@ -123,7 +100,7 @@ class Tracker(TorchFunctionMode):
         tagged = self._tagged(args) + self._tagged(kwargs.values()) if self.tags else None
         if not tagged:
             return func(*args, **kwargs)
-        body = self.inside(func, args, kwargs)
+        body = decompose(func, args, kwargs, self.is_latent)
         if body is not None:
             return self.look_into(func, args, kwargs, body)
         if self._is_view(func, args, tagged):
