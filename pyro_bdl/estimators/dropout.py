@@ -5,7 +5,7 @@ from torch import Tensor
 from pyro_bdl.distributions.dropout_noise import NoisyWeight, draw
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.estimators.per_datum import PerDatum
-from pyro_bdl.estimators.product import Operand, Product
+from pyro_bdl.estimators.product import DataProduct, Operand
 
 _NAME = "per-example dropout"
 
@@ -30,7 +30,7 @@ def per_example_dropout() -> PerDatum:
     return PerDatum(masked, _NAME, shared=True)
 
 
-def masked(product: Product, kept: dict[str, Tensor]) -> Tensor:
+def masked(product: DataProduct, kept: dict[str, Tensor]) -> Tensor:
     """Outputs of a product at each datum's own factors.
 
     :param kept: the factors (N, K) of each site in this run.
@@ -57,7 +57,7 @@ def masked(product: Product, kept: dict[str, Tensor]) -> Tensor:
     return product.apply(product.inputs * mask, loc, shift)
 
 
-def _other(product: Product) -> str:
+def _other(product: DataProduct) -> str:
     """The site of an operand without dropout."""
     tags = [o.tag for o in product.operands if not isinstance(o.base, NoisyWeight)]
     return next(tag.site for tag in tags if tag is not None)
@@ -78,7 +78,7 @@ def _factors(weight: Operand, noisy: NoisyWeight, count: int, kept: dict[str, Te
     return kept[site]
 
 
-def _units(product: Product, index: Tensor) -> Tensor | None:
+def _units(product: DataProduct, index: Tensor) -> Tensor | None:
     """The factor of each input unit, where all weights of a unit share one; else None.
 
     :param index: the factor of each weight: (out, in), (out, in / groups, *kernel) or, for a

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_bdl.estimators.per_datum import PerDatum, require_normal
-from pyro_bdl.estimators.product import Operand, Product
+from pyro_bdl.estimators.product import DataProduct, Operand
 
 _NAME = "flipout"
 
@@ -31,7 +31,7 @@ def flipout() -> PerDatum:
     return PerDatum(signed, _NAME)
 
 
-def signed(product: Product, kept: object = None) -> Tensor:
+def signed(product: DataProduct, kept: object = None) -> Tensor:
     """Outputs of a product at each datum's own signs."""
     require_normal(product, _NAME)
     mean = product.at_means()

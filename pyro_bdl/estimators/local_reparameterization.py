@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.estimators.per_datum import PerDatum, require_normal
-from pyro_bdl.estimators.product import Product
+from pyro_bdl.estimators.product import DataProduct
 
 _NAME = "local reparameterization"
 POSITIONS = ("joint", "independent")
@@ -45,7 +45,7 @@ def local_reparameterization(*, positions: str = "joint") -> PerDatum:
     return PerDatum(partial(local_noise, joint=positions == "joint"), _NAME)
 
 
-def local_noise(product: Product, kept: object = None, *, joint: bool = True) -> Tensor:
+def local_noise(product: DataProduct, kept: object = None, *, joint: bool = True) -> Tensor:
     """Outputs with the mean and, datum by datum, the covariance of the product."""
     require_normal(product, _NAME)
     mean = product.at_means()
@@ -77,7 +77,7 @@ def _per_datum(scale: Tensor, count: int) -> Tensor:
     return scale * torch.randn(count, *scale.shape, dtype=scale.dtype, device=scale.device)
 
 
-def _row_noise(product: Product, output: Tensor, shared: bool) -> Tensor:
+def _row_noise(product: DataProduct, output: Tensor, shared: bool) -> Tensor:
     """Noise of looked up rows: one for all look-ups of a row by a datum where it is shared."""
     if not shared:
         return torch.randn_like(output)

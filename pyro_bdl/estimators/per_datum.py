@@ -20,17 +20,18 @@ from torch.utils._pytree import tree_leaves
 from pyro_bdl.distributions.dropout_noise import NoisyWeight
 from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
-from pyro_bdl.estimators.product import Batch, Operand, Product, product_of, sizes_of
-from pyro_bdl.program.linear_ops.tracker import OPERATIONS, Tag, Tracker
+from pyro_bdl.estimators.product import Batch, DataProduct, Operand, data_product, sizes_of
+from pyro_bdl.program.linear_ops.recognize import recognize
+from pyro_bdl.program.linear_ops.tracker import Tag, Tracker
 from pyro_bdl.program.trace import is_deterministic
 
 if TYPE_CHECKING:
     from pyro_bdl.guides.base import Guide
 
-Rule = Callable[[Product, dict[str, Tensor]], Tensor]
+Rule = Callable[[DataProduct, dict[str, Tensor]], Tensor]
 
 
-class _Products(Tracker):
+class _ProductTracker(Tracker):
     """Computes products of data with latents by a rule; all else gets the latents' draws.
 
     :param rule: from a product, and what it keeps by site in a run, to the outputs.
@@ -97,18 +98,16 @@ class _Products(Tracker):
     def operate(self, func: Any, args: tuple, kwargs: dict, tagged: list[Tag]) -> Any:
         if len(_PYRO_STACK) <= self.depth:  # between the runs: densities
             return func(*args, **kwargs)
-        operation = OPERATIONS.get(func)
-        if operation is not None:
-            named = operation.bind(args, kwargs)
-            product = product_of(operation.family, named, self._operand, self.batch)
-            if product is not None:
-                for operand in product.operands:
-                    assert operand.tag is not None
-                    self._meets(operand.tag, self.read)
-                    if not self.shared:
-                        self._meets(operand.tag, self.computed)
-                    self.computed[operand.tag.site].append(operand.tag)
-                return product.back(self.rule(product, self.kept))
+        op = recognize(func, args, kwargs, self.is_latent)
+        product = data_product(op, self._operand, self.batch)
+        if product is not None:
+            for operand in product.operands:
+                assert operand.tag is not None
+                self._meets(operand.tag, self.read)
+                if not self.shared:
+                    self._meets(operand.tag, self.computed)
+                self.computed[operand.tag.site].append(operand.tag)
+            return product.back(self.rule(product, self.kept))
         result = func(*args, **kwargs)
         if _tells_numbers(func, result):
             for tag in tagged:
@@ -148,7 +147,7 @@ class PerDatum(Messenger):
     def __init__(self, rule: Rule, name: str, *, shared: bool = False) -> None:
         super().__init__()
         self.name = name
-        self._products = _Products(rule, name, shared)
+        self._products = _ProductTracker(rule, name, shared)
 
     def __enter__(self) -> "PerDatum":
         super().__enter__()
@@ -255,7 +254,7 @@ def active() -> PerDatum | None:
     return contexts[-1] if contexts else None
 
 
-def require_normal(product: Product, name: str) -> None:
+def require_normal(product: DataProduct, name: str) -> None:
     """:raises UnsupportedProgramError: where a latent of a product has no independent Normals."""
     for operand in product.operands:
         if operand.normal is None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.distributions import Distribution, Normal
 
 from pyro_bdl.distributions.dropout_noise import NoisyWeight
 from pyro_bdl.distributions.take_apart import base_distribution
+from pyro_bdl.program.linear_ops.recognize import AffineOp
 from pyro_bdl.program.linear_ops.tracker import Tag
 
 Rearrange = Callable[[Tensor], Tensor]
@@ -124,7 +125,7 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Product:
+class DataProduct:
     """z_n = apply(a_n, w, b), affine in the weight w and the bias b.
 
     :param apply: from inputs (N, ...), a weight and a bias to outputs (N, ...).
@@ -179,130 +180,68 @@ class Product:
         return values.reshape(shape)
 
 
-def product_of(
-    family: str, named: dict[str, Any], operand: Callable[[Any], Operand], batch: Batch
-) -> Product | None:
+def data_product(
+    op: AffineOp | None, operand: Callable[[Any], Operand], batch: Batch
+) -> DataProduct | None:
     """An operation in one form; None where it is no product of data with latents.
 
-    :param family: as in ``tracking.OPERATIONS``.
-    :param named: the operation's arguments.
+    :param op: as it was recognized.
     :param operand: makes a tensor an operand.
     """
-    make = _FAMILIES.get(family)
-    product = None if make is None else make(named, operand, batch)
+    form = None if op is None else _FORMS.get(op.kind)
+    if op is None or form is None or not op.is_plain or operand(op.inputs).tag is not None:
+        return None
+    bias = None if op.bias is None else operand(op.bias)
+    product = form(op, operand(op.weight), bias, batch)
     return product if product is not None and product.operands else None
 
 
-def _linear_form(
-    inputs: Tensor, weight: Operand, bias: Operand | None, batch: Batch
-) -> Product | None:
+def _linear(
+    op: AffineOp, weight: Operand, bias: Operand | None, batch: Batch
+) -> DataProduct | None:
     """a w' + b for a (..., in) and w (out, in)."""
-    if weight.value.dim() != 2 or (bias is not None and bias.value.dim() != 1):
+    if bias is not None and (bias.value.dim() != 1 or op.output_dim != op.bias_dim):
         return None
+    inputs, is_vector = op.rows(), weight.value.dim() == 1
     rows = batch.rows(inputs.shape[:-1])
     if rows is None:
         return None
-    return Product(F.linear, rows.first(inputs), weight, bias, back=rows.back)
+
+    def back(z: Tensor) -> Tensor:
+        z = rows.back(z)
+        return z[..., 0] if is_vector else op.turned(z)
+
+    weight = Operand(op.as_matrix(weight.value), weight.tag, weight.distribution, op.as_matrix)
+    return DataProduct(F.linear, rows.first(inputs), weight, bias, back=back)
 
 
-def _linear(named: dict, operand: Callable, batch: Batch) -> Product | None:
-    bias = named.get("bias")
-    inputs = operand(named["input"])
-    if inputs.tag is not None:
+def _convolution(
+    op: AffineOp, weight: Operand, bias: Operand | None, batch: Batch
+) -> DataProduct | None:
+    rows = batch.rows(op.inputs.shape[: op.input_dim])
+    if rows is None or op.input_dim not in (0, 1) or rows is _SECOND:
         return None
-    weight = operand(named["weight"])
-    return _linear_form(inputs.value, weight, None if bias is None else operand(bias), batch)
-
-
-def _reshaped(operand: Operand, shaped: Rearrange) -> Operand:
-    return Operand(shaped(operand.value), operand.tag, operand.distribution, shaped)
-
-
-def _transposed(x: Tensor) -> Tensor:
-    return x.mT
-
-
-def _matmul(named: dict, operand: Callable, batch: Batch) -> Product | None:
-    left, right = named["input"], named["other"]
-    if not isinstance(left, Tensor) or not isinstance(right, Tensor):
-        return None
-    first, second = operand(left), operand(right)
-    if second.tag is not None and first.tag is None and left.dim() >= 1:
-        if right.dim() == 2:
-            return _linear_form(left, _reshaped(second, _transposed), None, batch)
-        if right.dim() == 1:
-            weight = _reshaped(second, lambda w: w[None])
-            return _then(_linear_form(left, weight, None, batch), lambda z: z[..., 0])
-    if first.tag is not None and second.tag is None and left.dim() == 2 and right.dim() >= 2:
-        return _then(_linear_form(right.mT, first, None, batch), _transposed)
-    return None
-
-
-def _then(product: Product | None, last: Rearrange) -> Product | None:
-    if product is None:
-        return None
-    back = product.back
-    return Product(**{**vars(product), "back": lambda z: last(back(z))})
-
-
-def _rmatmul(named: dict, operand: Callable, batch: Batch) -> Product | None:
-    return _matmul({"input": named["other"], "other": named["input"]}, operand, batch)
-
-
-def _addmm(named: dict, operand: Callable, batch: Batch) -> Product | None:
-    if named.get("beta", 1) != 1 or named.get("alpha", 1) != 1:
-        return None
-    inputs, weight = operand(named["mat1"]), operand(named["mat2"])
-    if inputs.tag is not None:
-        return None
-    bias = operand(named["input"])
-    return _linear_form(inputs.value, _reshaped(weight, _transposed), bias, batch)
-
-
-def _convolution(named: dict, operand: Callable, batch: Batch) -> Product | None:
-    inputs, weight, bias = operand(named["input"]), operand(named["weight"]), named.get("bias")
-    spatial = weight.value.dim() - 2
-    if inputs.tag is not None:
-        return None
-    rows = batch.rows(inputs.value.shape[: -spatial - 1])
-    if rows is None or inputs.value.dim() - spatial not in (1, 2) or rows is _SECOND:
-        return None
-    settings = {k: named[k] for k in ("stride", "padding", "dilation", "groups") if k in named}
-    return Product(
-        partial(_convolve, (F.conv1d, F.conv2d, F.conv3d)[spatial - 1], settings),
-        rows.first(inputs.value),
-        weight,
-        None if bias is None else operand(bias),
-        features=1,
-        groups=settings.get("groups", 1),
-        back=rows.back,
-    )
-
-
-def _convolve(function: Any, settings: dict, a: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-    return function(a, w, b, **settings)
-
-
-def _embedding(named: dict, operand: Callable, batch: Batch) -> Product | None:
-    weight = operand(named["weight"])
-    if named.get("max_norm") is not None or named.get("scale_grad_by_freq"):
-        return None
-    rows = batch.rows(named["input"].shape)
-    if rows is None:
-        return None
-    padding = named.get("padding_idx")
 
     def apply(a: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        return F.embedding(a, w, padding)
+        return op.function(a, w, b, **op.settings)
 
-    return Product(apply, rows.first(named["input"]), weight, None, is_lookup=True, back=rows.back)
+    inputs = rows.first(op.inputs)
+    return DataProduct(apply, inputs, weight, bias, features=1, groups=op.groups, back=rows.back)
 
 
-_FAMILIES: dict[str, Callable[[dict, Callable, Batch], Product | None]] = {
-    "linear": _linear,
-    "matmul": _matmul,
-    "rmatmul": _rmatmul,
-    "addmm": _addmm,
+def _embedding(op: AffineOp, weight: Operand, bias: None, batch: Batch) -> DataProduct | None:
+    rows = batch.rows(op.inputs.shape)
+    if rows is None:
+        return None
+
+    def apply(a: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        return F.embedding(a, w, **op.settings)
+
+    return DataProduct(apply, rows.first(op.inputs), weight, None, is_lookup=True, back=rows.back)
+
+
+_FORMS: dict[str, Callable[[AffineOp, Operand, Any, Batch], DataProduct | None]] = {
+    "product": _linear,
     "convolution": _convolution,
     "embedding": _embedding,
 }

@@ -14,9 +14,9 @@ from pyro_bdl.curvature.fisher import cell_weights
 from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.elbo.tempered import check_data
 from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.evidence.last_layer_features import Features, read_features
 from pyro_bdl.evidence.maximize import hyperparameters, maximize
 from pyro_bdl.guides.last_layer import AutoLastLayer, LastLayerGuide
-from pyro_bdl.program.linear_ops.last_layer_features import Features, read_features
 from pyro_bdl.program.subset import select
 from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.utils.autograd import reaches

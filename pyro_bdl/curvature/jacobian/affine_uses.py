@@ -1,4 +1,4 @@
-"""Where the latents of a program enter linear operations, for derivatives.
+"""The affine operations in which a program uses its latents, for derivatives.
 
 While a program runs inside ``UseRecorder``, every operation on a latent that is affine in it
 (products, convolutions, look-ups, norm scales, biases) is recorded as an ``AffineUse``. The
@@ -107,7 +107,7 @@ class UseRecorder(Tracker):
 
 
 def _record(func: Any, args: tuple, kwargs: dict, result: Any, mode: UseRecorder) -> set[int]:
-    """Record the uses of one operation; returns the ids of the tensors that were understood."""
+    """Record the uses of one operation, and return the ids of the tensors that were understood."""
     op = recognize(func, args, kwargs, mode.is_latent)
     if op is None or not op.is_plain or not isinstance(result, Tensor) or not result.dim():
         return set()
@@ -116,6 +116,7 @@ def _record(func: Any, args: tuple, kwargs: dict, result: Any, mode: UseRecorder
 
 
 def _product(mode: UseRecorder, op: AffineOp, output: Tensor) -> list[Tag]:
+    """Record z = a w' + b."""
     weight = mode.tag(op.weight)
     if weight is None or mode.is_latent(op.inputs):
         return _bias(mode, op, output)
@@ -144,7 +145,7 @@ def _bias(
     output: Tensor,
     to_rows: Callable[[Tensor], Tensor] | None = None,
 ) -> list[Tag]:
-    """z = ... + b with b along the features."""
+    """Record z = ... + b with b along the features."""
     tag = mode.tag(op.bias)
     if tag is None or tag.tensor.shape != output.shape[op.bias_dim :][:1]:
         return []
@@ -215,7 +216,7 @@ def _embedding(mode: UseRecorder, op: AffineOp, output: Tensor) -> list[Tag]:
 
 
 def _scale(mode: UseRecorder, op: AffineOp, output: Tensor) -> list[Tag]:
-    """z = multiplier * w + b."""
+    """Record z = multiplier * w + b."""
     if op.settings.get("training"):
         raise ValueError(
             "a BatchNorm layer computes with the batch's own statistics, which makes data depend "
@@ -236,7 +237,7 @@ def _scale(mode: UseRecorder, op: AffineOp, output: Tensor) -> list[Tag]:
 
 
 def _addition(mode: UseRecorder, op: AffineOp, output: Tensor) -> list[Tag]:
-    """z = x + b or x - b."""
+    """Record z = x + b or x - b."""
     if op.sign > 0 and output.dim() > 1 and (found := _bias(mode, op, output)):
         return found
     tag = mode.tag(op.bias)
@@ -247,7 +248,7 @@ def _addition(mode: UseRecorder, op: AffineOp, output: Tensor) -> list[Tag]:
 
 
 def _multiple(mode: UseRecorder, tag: Tag, output: Tensor, multiplier: Any, dim: int) -> None:
-    """z = multiplier * w + ..., with the dimensions of w at ``dim`` of z and after."""
+    """Record z = multiplier * w + ..., with the dimensions of w at ``dim`` of z and after."""
     start = dim % output.dim()
     shape = (1,) * start + tuple(tag.tensor.shape)
     shape += (1,) * (output.dim() - len(shape))

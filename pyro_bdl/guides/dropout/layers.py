@@ -19,16 +19,16 @@ from torch.utils._pytree import tree_leaves
 
 from pyro_bdl.distributions.dropout_noise import checked_rate
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.guides.dropout.weights import RECURRENT, Product, Source, Weight, WeightReader
+from pyro_bdl.guides.dropout.weights import RECURRENT, Source, UnitProduct, Weight, WeightReader
 from pyro_bdl.program.layout import Layout
-from pyro_bdl.program.linear_ops.tracker import VIEWS, Tag
+from pyro_bdl.program.linear_ops.recognize import decompose
+from pyro_bdl.program.linear_ops.tracker import CASTS, VIEWS, Tag
 from pyro_bdl.program.network_sites import SampledNetwork
 from pyro_bdl.utils.module_state import hooked, modules_of
 
 _ELEMENTS = {F.dropout, torch.dropout}
 _CHANNELS = {F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout}
 _AFFINE = {F.alpha_dropout, F.feature_alpha_dropout}
-_CASTS = {"to", "float", "double", "bfloat16", "half"}
 _HOMOGENEOUS = {"relu", "leaky_relu"}
 _SCALINGS = {"mul", "rmul", "div", "true_divide", "truediv"}
 _OUTPUTS = {"broadcast_tensors": "it drops outputs of the network"}  # parameters of a distribution
@@ -101,7 +101,7 @@ class LayerReader(WeightReader):
         result = super().__torch_function__(func, types, args, kwargs)
         if func is F.multi_head_attention_forward and args[10] > 0:
             self.stops[self._layer(args[10])] = "it drops attention weights"
-        if self.inside(func, args, kwargs) is None:  # else it was seen
+        if decompose(func, args, kwargs, self.is_latent) is None:  # else it was seen
             leaves = [leaf for leaf in tree_leaves((args, kwargs)) if id(leaf) not in self._used]
             arrived = [factors for leaf in leaves for factors in self._of(leaf)]
             if self._used:
@@ -155,7 +155,7 @@ class LayerReader(WeightReader):
             why = _OUTPUTS.get(name, f"its output enters '{name}'")
             self.stops.setdefault(factors.layer, why)
 
-    def use(self, product: Product, axis: int) -> None:
+    def use(self, product: UnitProduct, axis: int) -> None:
         super().use(product, axis)
         self._used.add(id(product.input))
         found = set()
@@ -201,7 +201,7 @@ def _passed(
         number = any(isinstance(arg, int | float) for arg in args)
         return [units] if number else None
     if name in VIEWS:
-        if name in _CASTS:
+        if name in CASTS:
             return [units]
         return tree_leaves(func(units, *args[1:], **kwargs))
     if name.rstrip("123d") in _POOLINGS:

@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from pyro_bdl.distributions.dropout_noise import checked_rate
 from pyro_bdl.program.layout import Layout
-from pyro_bdl.program.linear_ops.tracker import OPERATIONS, Tag, Tracker
+from pyro_bdl.program.linear_ops.recognize import recognize
+from pyro_bdl.program.linear_ops.tracker import Tag, Tracker
 from pyro_bdl.program.trace import Run, record
 from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers, vmappable
 
@@ -73,7 +74,7 @@ class WeightReader(Tracker):
 
     def operate(self, func: Any, args: tuple, kwargs: dict, tagged: list[Tag]) -> Any:
         result = func(*args, **kwargs)
-        for product in _products(func, args, kwargs, self.tag):
+        for product in _unit_products(func, args, kwargs, self):
             axis = product.axis()
             if axis is not None:
                 self.use(product, axis)
@@ -83,7 +84,7 @@ class WeightReader(Tracker):
         """A context in which the reader is told of the program's modules that are called."""
         return nullcontext()
 
-    def use(self, product: "Product", axis: int) -> None:
+    def use(self, product: "UnitProduct", axis: int) -> None:
         """The first use of a weight counts, but one with hidden units goes before."""
         site, shape = product.tag.site, product.tag.root.shape
         before = self.weights.get(site)
@@ -92,8 +93,8 @@ class WeightReader(Tracker):
 
 
 @dataclass(frozen=True)
-class Product:
-    """An operation that is linear in the units of its input.
+class UnitProduct:
+    """An operation that multiplies the units of its input with a weight.
 
     :param tag: the weight.
     :param dim: the dimension of the weight, as the operation takes it, of the input units.
@@ -120,50 +121,26 @@ class Product:
         return _axis(numbers.reshape(-1, numbers.shape[-1]), self.tag.root.shape)
 
 
-def _products(
-    func: Any, args: tuple, kwargs: dict, tag: Callable[[Any], Tag | None]
-) -> Iterator[Product]:
+def _unit_products(func: Any, args: tuple, kwargs: dict, reader: Tracker) -> Iterator[UnitProduct]:
     """The products with latents that a function of torch computes."""
-    name, operation = getattr(func, "__name__", ""), OPERATIONS.get(func)
-    if operation is not None:
-        named = operation.bind(args, kwargs)
-        weight = tag(named.get("weight"))
-        if operation.family == "linear" and weight and weight.tensor.dim() == 2:
-            yield Product(weight, 1, named["input"])
-        elif operation.family == "convolution" and weight:
-            units = named["input"].dim() - weight.tensor.dim() + 1
-            yield Product(weight, 1, named["input"], units, named.get("groups", 1))
-        elif operation.family == "embedding" and weight:
-            yield Product(weight, 0, named["input"], None)
-        elif operation.family in _FACTORS:
-            left, right = (named[key] for key in _FACTORS[operation.family])
-            first, second = tag(left), tag(right)
-            if second and not first and right.dim() == 2:
-                yield Product(second, 0, left)
-            elif first and not second and left.dim() == 2:
-                yield Product(first, 1, right, -2 if right.dim() > 1 else -1)
-    elif name in _TRANSPOSED:
-        weight = tag(args[1])
-        if weight:
-            yield Product(weight, 0, args[0], args[0].dim() - weight.tensor.dim() + 1)
+    tag, name = reader.tag, getattr(func, "__name__", "")
+    op = recognize(func, args, kwargs, reader.is_latent)
+    if op is not None:
+        weight = tag(op.weight)
+        if weight and weight.tensor.dim() > 1 and op.kind != "scale":
+            yield UnitProduct(weight, op.weight_dim, op.inputs, op.input_dim, op.groups)
     elif name in RECURRENT:
         for leaf in tree_leaves(args):
             weight = tag(leaf)
             if weight and leaf.dim() == 2:
-                yield Product(weight, 1, args[0] if "weight_ih_l0" in weight.site else leaf)
+                yield UnitProduct(weight, 1, args[0] if "weight_ih_l0" in weight.site else leaf)
     elif name in CELLS:
         for place, inputs in ((2, args[0]), (3, CELLS[name](args[1]))):
             weight = tag(args[place])
             if weight:
-                yield Product(weight, 1, args[3] if inputs is None else inputs)
+                yield UnitProduct(weight, 1, args[3] if inputs is None else inputs)
 
 
-_FACTORS = {
-    "matmul": ("input", "other"),
-    "rmatmul": ("other", "input"),
-    "addmm": ("mat1", "mat2"),
-}
-_TRANSPOSED = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 # The part of a cell's state that enters its weights alone; None where the state enters more.
 CELLS: dict[str, Callable[[Any], Tensor | None]] = {

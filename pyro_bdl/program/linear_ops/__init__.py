@@ -1,1 +1,1 @@
-"""Linear operations that latents enter: einsums, trackers, features of a last layer."""
+"""Linear operations that latents enter: one table of them, views of latents, einsums."""

@@ -5,6 +5,7 @@ last layers read that record and know no function of torch by name. To add a fun
 entry into ``_TABLE`` and a case into the test of this file.
 """
 
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,6 +14,8 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from pyro_bdl.program.linear_ops.einsum import as_linear
 
 Kind = Literal["product", "convolution", "transposed convolution", "embedding", "scale", "addition"]
 
@@ -73,7 +76,7 @@ class AffineOp:
         return weight.mT if self.weight_dim == 0 else weight
 
     def turned(self, output: Tensor) -> Tensor:
-        """The output of a product as (..., out), or such numbers as the output."""
+        """The output of a product, or other numbers of its shape, as (..., out), and back."""
         return output if self.output_dim == -1 else output.mT
 
 
@@ -92,6 +95,19 @@ def recognize(func: Any, args: tuple, kwargs: dict, is_latent: IsLatent) -> Affi
         return None
     names, read = entry
     return read(func, dict(zip(names, args, strict=False)) | kwargs, is_latent)
+
+
+def decompose(
+    func: Any, args: tuple, kwargs: dict, is_latent: IsLatent
+) -> Callable[[], Any] | None:
+    """Read a call of a function that is made of several operations: attention, and the einsums
+    that are products of data with a weight.
+
+    :returns: the call as these operations, to be made where they can be seen; None for a function
+        that is not made of several.
+    """
+    read = _COMPOSITES.get(func)
+    return None if read is None else read(args, kwargs, is_latent)
 
 
 # ------------------------------------------------------------------------------- products
@@ -211,7 +227,7 @@ def _channels(named: dict) -> int:
 
 
 def _operands(named: dict, is_latent: IsLatent) -> tuple[Tensor, Any, bool] | None:
-    """The latent of two operands, the other one, and whether the latent is the second."""
+    """The latent of two operands, the other operand, and whether the latent comes second."""
     left, right = named["input"], named["other"]
     if is_latent(left) == is_latent(right):
         return None
@@ -219,7 +235,10 @@ def _operands(named: dict, is_latent: IsLatent) -> tuple[Tensor, Any, bool] | No
 
 
 def _addition(function: Any, named: dict, is_latent: IsLatent, sign: int = 1) -> AffineOp | None:
-    """:param sign: of the second operand."""
+    """Read a sum or a difference.
+
+    :param sign: of the second operand.
+    """
     found = _operands(named, is_latent)
     if found is None:
         return None
@@ -299,3 +318,23 @@ _TABLE: dict[Any, tuple[tuple[str, ...], Reader]] = {
     function: (names, read) for functions, names, read in _ENTRIES for function in functions
 }
 FUNCTIONS = frozenset(_TABLE)
+
+
+# ------------------------------------------------------------------------------- composites
+
+
+def _without_offer(function: Any) -> Callable:
+    """A Python function of torch.nn.functional that does not offer itself to modes again, so
+    that the operations inside it are seen."""
+    scope = {**function.__globals__, "has_torch_function": lambda args: False}
+    copied = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+_attention = _without_offer(F.multi_head_attention_forward)
+
+_COMPOSITES: dict[Any, Callable[[tuple, dict, IsLatent], Callable[[], Any] | None]] = {
+    F.multi_head_attention_forward: lambda args, kwargs, _: partial(_attention, *args, **kwargs),
+    torch.einsum: lambda args, kwargs, is_latent: as_linear(args, is_latent),
+}

@@ -1,25 +1,23 @@
-"""Follow latents into linear operations: the base of all modes that do so.
+"""Latents followed through a program to the operations that they enter.
 
 ``Tracker`` is a ``TorchFunctionMode`` that follows latents through the views a program makes of
-them and hands every other operation on them to a subclass. ``OPERATIONS`` names the functions of
-torch that are affine in some of their arguments. Curvature records these operations
-(``curvature/operations.py``); the estimators compute them with noise of their own for every datum
-(``estimators/``).
+them and hands every other operation on them to a subclass. ``recognize.py`` reads such an operation
+where it is affine in a latent. Curvature records these operations
+(``curvature/jacobian/affine_uses.py``); the estimators compute them with noise of their own for
+every datum (``estimators/``); dropout and the evidence of a last layer find weights in them.
 """
 
-import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from pyro_bdl.program.linear_ops.einsum import as_linear
+from pyro_bdl.program.linear_ops.recognize import decompose
 
 
 @dataclass
@@ -54,26 +52,14 @@ class Tag:
         return None if self.whole else self.index()
 
 
-_CASTS = {"to", "float", "double", "bfloat16", "half"}
-VIEWS = _CASTS | {
+CASTS = {"to", "float", "double", "bfloat16", "half"}
+VIEWS = CASTS | {
     "view", "reshape", "t", "transpose", "permute", "chunk", "split", "unbind", "__getitem__",
     "unsqueeze", "squeeze", "expand", "contiguous", "flatten", "unflatten", "narrow", "select",
     "swapaxes", "swapdims", "movedim", "moveaxis", "tensor_split", "view_as", "expand_as",
     "clone", "broadcast_to", "split_with_sizes", "adjoint",
 }  # fmt: skip
 _VIEW_PROPERTIES = {torch.Tensor.T, torch.Tensor.mT}
-
-
-def _body(function: Any) -> Callable:
-    """A Python function of torch.nn.functional that does not offer itself to modes again, so
-    that the operations inside it are seen."""
-    scope = {**function.__globals__, "has_torch_function": lambda args: False}
-    copied = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
-    copied.__kwdefaults__ = function.__kwdefaults__
-    return copied
-
-
-COMPOSITES = {F.multi_head_attention_forward: _body(F.multi_head_attention_forward)}
 
 
 class Tracker(TorchFunctionMode):
@@ -95,24 +81,15 @@ class Tracker(TorchFunctionMode):
         return self.tags.get(id(value)) if isinstance(value, Tensor) else None
 
     def is_latent(self, value: Any) -> bool:
-        """Whether an argument is made of a latent."""
+        """Return whether an argument is made of a latent."""
         return isinstance(value, Tensor) and id(value) in self.tags
 
     def operate(self, func: Any, args: tuple, kwargs: dict, tagged: list[Tag]) -> Any:
         """The result of an operation, no view, on tagged tensors."""
         raise NotImplementedError
 
-    def inside(self, func: Any, args: tuple, kwargs: dict) -> Callable[[], Any] | None:
-        """A function that is made of several operations on latents, to be called; None for one
-        that is not."""
-        if func in COMPOSITES:
-            return partial(COMPOSITES[func], *args, **kwargs)
-        if func is torch.einsum:
-            return as_linear(args, lambda operand: self.tag(operand) is not None)
-        return None
-
     def look_into(self, func: Any, args: tuple, kwargs: dict, body: Callable[[], Any]) -> Any:
-        """The result of a function whose ``inside`` is ``body``."""
+        """Return the result of a function that ``decompose`` makes ``body``."""
         with self:
             return body()
 
@@ -123,7 +100,7 @@ class Tracker(TorchFunctionMode):
         tagged = self._tagged(args) + self._tagged(kwargs.values()) if self.tags else None
         if not tagged:
             return func(*args, **kwargs)
-        body = self.inside(func, args, kwargs)
+        body = decompose(func, args, kwargs, self.is_latent)
         if body is not None:
             return self.look_into(func, args, kwargs, body)
         if self._is_view(func, args, tagged):
@@ -152,7 +129,7 @@ class Tracker(TorchFunctionMode):
         )
 
     def _follow(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        tag, is_cast = self.tags[id(args[0])], func.__name__ in _CASTS
+        tag, is_cast = self.tags[id(args[0])], func.__name__ in CASTS
         result = func(*args, **kwargs)
         for number, output in enumerate(_tensors(result)):
             if id(output) in self.tags:  # the very same tensor
@@ -171,47 +148,3 @@ class Tracker(TorchFunctionMode):
 
 def _tensors(result: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-
-
-@dataclass(frozen=True)
-class LinearFunction:
-    """A function of torch that is affine in some of its arguments.
-
-    :param family: what functions that compute alike share.
-    :param names: of the arguments, in order.
-    """
-
-    family: str
-    names: tuple[str, ...]
-
-    def bind(self, args: tuple, kwargs: dict) -> dict[str, Any]:
-        return dict(zip(self.names, args, strict=False)) | kwargs
-
-
-_CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-_PAIR = ("input", "other")
-_EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
-_BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum")
-
-_FAMILIES: dict[str, tuple[tuple[str, ...], tuple[Any, ...]]] = {
-    "linear": (("input", "weight", "bias"), (F.linear,)),
-    "addmm": (("input", "mat1", "mat2"), (torch.addmm,)),
-    "matmul": (_PAIR, (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)),
-    "mv": (("input", "vec"), (torch.mv, Tensor.mv)),
-    "rmatmul": (_PAIR, (Tensor.__rmatmul__,)),
-    "convolution": (_CONVOLUTION, (F.conv1d, F.conv2d, F.conv3d)),
-    "embedding": (_EMBEDDING, (F.embedding,)),
-    "layer_norm": (("input", "normalized_shape", "weight", "bias", "eps"), (F.layer_norm,)),
-    "rms_norm": (("input", "normalized_shape", "weight", "eps"), (F.rms_norm,)),
-    "group_norm": (("input", "num_groups", "weight", "bias", "eps"), (F.group_norm,)),
-    "batch_norm": ((*_BATCH_NORM, "eps"), (F.batch_norm,)),
-    "add": (_PAIR, (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)),
-    "subtract": (_PAIR, (torch.sub, Tensor.sub, Tensor.__sub__)),
-    "subtract_from": (_PAIR, (Tensor.__rsub__,)),
-    "multiply": (_PAIR, (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)),
-}
-OPERATIONS: dict[Any, LinearFunction] = {
-    function: LinearFunction(family, names)
-    for family, (names, functions) in _FAMILIES.items()
-    for function in functions
-}

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from pyro_bdl.program.linear_ops.tracker import OPERATIONS, Tracker
+from pyro_bdl.program.linear_ops.tracker import Tracker
 
 W, OTHER = torch.randn(4, 3), torch.randn(4, 3)
 
@@ -45,9 +44,3 @@ def test_latents_inside_of_lists_are_seen_and_others_are_not():
         (tag,) = tracker.seen
         OTHER.exp()
     assert tag.index().tolist() == [[0, 1, 2]] and tracker.seen == [tag]
-
-
-def test_arguments_are_bound_by_name():
-    bound = OPERATIONS[F.conv1d].bind((1, 2), {"stride": 3})
-    assert bound == {"input": 1, "weight": 2, "stride": 3}
-    assert OPERATIONS[torch.Tensor.__rmatmul__].family == "rmatmul"

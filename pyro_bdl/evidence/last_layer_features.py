@@ -1,4 +1,4 @@
-"""The features of a program's last layer: what enters its product, with the graph to it."""
+"""The features of a program's last layer: the inputs of its product, with their graph."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.errors import UnsupportedProgramError
-from pyro_bdl.program.linear_ops.tracker import OPERATIONS, Tag, Tracker
+from pyro_bdl.program.linear_ops.recognize import AffineOp, recognize
+from pyro_bdl.program.linear_ops.tracker import Tag, Tracker
 from pyro_bdl.program.trace import Run, leave_open, record
 
 
@@ -61,7 +62,7 @@ def read_features(
     :raises UnsupportedProgramError: where the sites enter anything but one product of matrices, or
         an addition to it.
     """
-    with torch.enable_grad(), _Products({name: values[name] for name in sites}) as seen:
+    with torch.enable_grad(), _LastLayerTracker({name: values[name] for name in sites}) as seen:
         run = record(model, values, args, kwargs, draw=leave_open)
     for name in sites:
         count = sum(term.site == name for term in seen.terms)
@@ -74,8 +75,8 @@ def read_features(
     return run, Features(seen.terms)
 
 
-class _Products(Tracker):
-    """Sees matrix products with latents, and their additions."""
+class _LastLayerTracker(Tracker):
+    """A recorder of matrix products with latents, and of their additions."""
 
     def __init__(self, latents: Mapping[str, Tensor]) -> None:
         super().__init__(latents)
@@ -83,8 +84,8 @@ class _Products(Tracker):
 
     def operate(self, func: Any, args: tuple, kwargs: dict, tagged: list[Tag]) -> Any:
         result = func(*args, **kwargs)
-        known = OPERATIONS.get(func)
-        terms = [] if known is None else self._terms(known.family, known.bind(args, kwargs), result)
+        op = recognize(func, args, kwargs, self.is_latent)
+        terms = [] if op is None else self._terms(op, result)
         if len(terms) < len(tagged):
             name = getattr(func, "__name__", str(func))
             raise UnsupportedProgramError(
@@ -94,34 +95,19 @@ class _Products(Tracker):
         self.terms += terms
         return result
 
-    def _terms(self, family: str, named: dict[str, Any], output: Any) -> list[Term]:
-        if not isinstance(output, Tensor) or output.dim() != 2:
+    def _terms(self, op: AffineOp, output: Any) -> list[Term]:
+        known = op.kind in ("product", "addition") and op.is_plain and op.sign > 0
+        if not known or not isinstance(output, Tensor) or output.dim() != 2:
             return []
-        if family == "linear":
-            product = self._product(named["input"], named["weight"], output, transposed=False)
-            return product + self._bias(named.get("bias"), output)
-        if family == "matmul":
-            return self._product(named["input"], named["other"], output, transposed=True)
-        if family == "rmatmul":
-            return self._product(named["other"], named["input"], output, transposed=True)
-        if family == "addmm" and named.get("beta", 1) == 1 and named.get("alpha", 1) == 1:
-            product = self._product(named["mat1"], named["mat2"], output, transposed=True)
-            return product + self._bias(named["input"], output)
-        if family == "add" and named.get("alpha", 1) == 1:
-            return self._bias(named["input"], output) + self._bias(named["other"], output)
-        return []
+        terms = []
+        weight, bias = self.tag(op.weight), self.tag(op.bias)
+        if weight is not None and _multiplies_rows(op) and not self.is_latent(op.inputs):
+            terms.append(Term(weight.site, op.inputs, op.as_matrix(weight.index()), output))
+        if bias is not None and bias.tensor.shape == output.shape[-1:]:
+            terms.append(Term(bias.site, None, bias.index()[:, None], output))
+        return terms
 
-    def _product(
-        self, inputs: Tensor, weight: Tensor, output: Tensor, *, transposed: bool
-    ) -> list[Term]:
-        tag = self.tag(weight)
-        if tag is None or self.tag(inputs) is not None or weight.dim() != 2 or inputs.dim() != 2:
-            return []
-        where = tag.index().mT if transposed else tag.index()
-        return [Term(tag.site, inputs, where, output)]
 
-    def _bias(self, value: Any, output: Tensor) -> list[Term]:
-        tag = self.tag(value)
-        if tag is None or tag.tensor.shape != output.shape[-1:]:
-            return []
-        return [Term(tag.site, None, tag.index()[:, None], output)]
+def _multiplies_rows(op: AffineOp) -> bool:
+    """Return whether a product is x @ w for data x (N, in), and not w @ x for columns x."""
+    return op.inputs.dim() == op.weight.dim() == 2 and op.output_dim == -1
