@@ -151,7 +151,7 @@ def test_laplace_beside_the_others():
     x, y = torch.randn(10, 2), torch.randn(10)
     model = bdl.models.Regression(bdl.bayesianize(torch.nn.Linear(2, 1)), noise=0.5)
     fits = {
-        name: posteriors.fit(name, posteriors.Problem(model, x, y), posteriors.Options(steps=300))
+        name: posteriors.fit(name, posteriors.Problem(model, x, y), posteriors.Options(steps=150))
         for name in ("mean-field", "laplace-full")
     }
     found = bdl.compare(
@@ -231,14 +231,15 @@ def test_registry_names_what_there_is():
 
 
 def test_command_on_the_default_data(tmp_path, capsys):
-    assert main(["compare", *QUICK, "--out", str(tmp_path)]) == 0
+    names = "map,mean-field-tempered"
+    assert main(["compare", *QUICK, "--guides", names, "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    for name in ("map", "mean-field", "mean-field-tempered", "nuts", "RMSE", "R-hat"):
+    for name in ("map", "mean-field-tempered", "RMSE"):
         assert name in printed
     report = (tmp_path / "report.html").read_text()
-    assert "<table" in report and "image/svg" in report and "nuts" in report
+    assert "<table" in report and "image/svg" in report
     assert list(tmp_path.glob("*.png"))
-    assert (tmp_path / "table.csv").read_text().count("\n") >= 5
+    assert (tmp_path / "table.csv").read_text().count("\n") >= 3
 
 
 def test_command_on_classes_of_a_csv(tmp_path, capsys):
@@ -248,7 +249,8 @@ def test_command_on_classes_of_a_csv(tmp_path, capsys):
     out = tmp_path / "out"
     arguments = ["--data", str(path), "--target", "target", "--out", str(out)]
     assert main(["compare", *QUICK, *arguments, "--guides", "map,nuts"]) == 0
-    assert "accuracy" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "accuracy" in printed and "agree" in printed
     assert (out / "report.html").exists()
 
 

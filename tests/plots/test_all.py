@@ -50,7 +50,16 @@ def _rendered(figure):
     return file.getvalue()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(torch.float64, marks=pytest.mark.slow),
+        pytest.param(torch.float32, marks=pytest.mark.slow),
+        pytest.param(torch.float16, marks=pytest.mark.slow),
+        torch.bfloat16,
+    ],
+    ids=str,
+)
 def test_any_dtype_that_wants_gradients(dtype):
     figures = _figures(lambda values: values.to(dtype).requires_grad_())
     with warnings.catch_warnings():
@@ -65,14 +74,11 @@ def test_tensors_on_a_gpu(dtype):
     assert all(map(_rendered, _figures(lambda values: values.to("cuda", dtype)).values()))
 
 
-def test_figures_are_five_inches_wide():
-    assert {figure.get_figwidth() for figure in _figures(torch.clone).values()} == {5.0}
-
-
-def test_pyplot_and_settings_are_left_alone():
+def test_pyplot_and_settings_are_left_alone_and_figures_are_five_inches_wide():
     before, settings = set(sys.modules), dict(dict.items(matplotlib.rcParams))
     for figure in _figures(torch.clone).values():
         _rendered(figure)
+        assert figure.get_figwidth() == 5.0
     # As they are stored: to read the backend is to choose one.
     assert dict(dict.items(matplotlib.rcParams)) == settings
     assert "matplotlib.pyplot" not in set(sys.modules) - before
