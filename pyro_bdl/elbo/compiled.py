@@ -114,7 +114,7 @@ class CompiledELBO(ELBO):
 
     @property
     def temperature(self) -> float:
-        """That of the last step."""
+        """The temperature of the last step."""
         return self.bound.temperature
 
     @property
@@ -214,7 +214,7 @@ class CompiledELBO(ELBO):
         if _PYRO_STACK:
             with torch.no_grad():
                 for name in graph.guards.parameters:
-                    pyro.param(name)  # by which SVI finds what to optimise
+                    pyro.param(name)  # by which SVI finds what to optimize
         bound.step += 1
         self.num_replays += 1
         return outcome
@@ -230,7 +230,10 @@ class CompiledELBO(ELBO):
     # Graphs
 
     def _make_room(self, pair: Pair) -> bool:
-        """Whether there may be one graph more: those of other programs and guides are dropped."""
+        """Drop a graph of another program or guide where there are too many.
+
+        :returns: whether there is room for one more.
+        """
         if len(self._graphs) < self.max_graphs:
             return True
         others = [key for key in self._graphs if key[:2] != (pair.model, pair.guide)]
@@ -324,7 +327,7 @@ class CompiledELBO(ELBO):
 
 
 def _is_transformed() -> bool:
-    """Whether something else than plain tensors is computed with: autocast, vmap, a trace."""
+    """Return whether autocast, vmap or a trace stands around the tensors."""
     return (
         torch._C._is_any_autocast_enabled()
         or torch._C._are_functorch_transforms_active()

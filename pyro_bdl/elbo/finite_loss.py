@@ -28,7 +28,7 @@ class OnHost:
             self._value = tensor
 
     def has_arrived(self) -> bool:
-        """Whether ``value`` returns at once."""
+        """Return whether ``value`` returns at once."""
         return self._event is None or self._event.query()
 
     def value(self) -> Tensor:
@@ -98,7 +98,7 @@ def check_value(loss: float, check_data: Callable[[], None]) -> float:
 
 
 def _has_no_number(loss: Tensor) -> bool:
-    """Whether a loss cannot be read: in vmap, in a trace, in the capture of a CUDA graph."""
+    """Return whether a loss cannot be read: in vmap, a trace, or the capture of a CUDA graph."""
     return (
         (loss.is_cuda and torch.cuda.is_current_stream_capturing())
         or torch._C._are_functorch_transforms_active()

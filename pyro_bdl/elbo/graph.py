@@ -96,7 +96,7 @@ def size_of(tensor: Tensor) -> Tensor:
 
 
 def agree(a: Tensor, b: Tensor, size: Tensor) -> bool:
-    """Whether two tensors agree in half of their digits, relative to a size."""
+    """Return whether two tensors agree in half of their digits, relative to a size."""
     if not b.is_floating_point():
         return torch.equal(a, b)
     error = (a - b).norm()

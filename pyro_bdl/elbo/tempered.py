@@ -1,4 +1,4 @@
-"""Tempered evidence lower bounds for ``pyro.infer.SVI`` and for torch's optimisers.
+"""Tempered evidence lower bounds for ``pyro.infer.SVI`` and for torch's optimizers.
 
 L(eta) = E_q[log p(y | w)] - eta KL(q || p(w)), the sum over data scaled by N / B. Its optimum
 approximates the tempered posterior p(y | w)^(1/eta) p(w); eta = 1 is Bayes.
@@ -259,7 +259,7 @@ class TemperedTrace_ELBO(Trace_ELBO):
 class TemperedTraceMeanField_ELBO(TemperedTrace_ELBO):
     """L(eta) with the KL in closed form, site by site, where there is one.
 
-    For guides that factorise over the sites, such as ``AutoMeanField``; sites without a closed
+    For guides that factorize over the sites, such as ``AutoMeanField``; sites without a closed
     form, and guides that emit a Delta, are evaluated at the draw, log-determinants included.
 
     :raises ValueError: for ``sticking_the_landing``, since closed forms have no score.
@@ -321,7 +321,7 @@ def check_data(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> N
 
 
 def _check(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> frozenset[int]:
-    """What is asked of a pair, once: later runs do without Pyro's validation.
+    """Check a pair once: later runs do without Pyro's validation.
 
     It leaves the random numbers as they were, so that a training that is taken up again from a
     saved state goes on as it would have.
@@ -355,7 +355,7 @@ def _check_sites(q: Run, p: Run, complete: bool) -> None:
     for name, site in q.latents.items():
         if not site.distribution.has_rsample:
             raise ValueError(
-                f"the guide's distribution at site '{name}' cannot be reparameterised "
+                f"the guide's distribution at site '{name}' cannot be reparameterized "
                 f"({type(site.distribution).__name__}): use pyro.infer.Trace_ELBO"
             )
     if not p.observed and not p.factors:

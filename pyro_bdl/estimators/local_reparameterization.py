@@ -1,4 +1,4 @@
-"""Local reparameterisation (Kingma, Salimans & Welling 2015): noise of pre-activations."""
+"""Local reparameterization (Kingma, Salimans & Welling 2015): noise of pre-activations."""
 
 from functools import partial
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from pyro_bdl.estimators.per_datum import PerDatum, require_normal
 from pyro_bdl.estimators.product import Product
 
-_NAME = "local reparameterisation"
+_NAME = "local reparameterization"
 POSITIONS = ("joint", "independent")
 
 

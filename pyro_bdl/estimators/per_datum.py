@@ -1,4 +1,4 @@
-"""What estimators with noise for every datum share: which latents they reach, and which not."""
+"""The base of estimators with noise for every datum: which latents they reach, and which not."""
 
 import warnings
 from collections import defaultdict
@@ -188,7 +188,7 @@ class PerDatum(Messenger):
     def run(
         self, distributions: Mapping[str, Distribution], draws: Mapping[str, Tensor]
     ) -> Iterator[None]:
-        """Inside, the program runs once at a draw of a guide; or a guide and then the program,
+        """Let the program run once at a draw of a guide; or a guide and then the program,
         where the guide's statements are drawn by ``sample``.
 
         :param distributions: the guide's, by site.
@@ -224,7 +224,7 @@ class PerDatum(Messenger):
         self._products.drawn(msg["name"], fn, msg["value"])
 
     def distributions(self, guide: "Guide") -> Mapping[str, Distribution]:
-        """Those of a guide's sites.
+        """The distributions of a guide's sites.
 
         :raises UnsupportedProgramError: where the sites depend on each other.
         """
@@ -280,7 +280,7 @@ _NUMBERS = {"item", "tolist", "numpy", "__float__", "__int__", "__bool__"}
 
 
 def _tells_numbers(func: Any, result: Any) -> bool:
-    """Whether a result depends on the entries of a tensor, and not on its shape or kind alone."""
+    """Return whether a result depends on the entries of a tensor, and not on its shape alone."""
     name = getattr(func, "__name__", "")
     if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
         return name not in _SHAPES

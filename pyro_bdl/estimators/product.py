@@ -23,7 +23,7 @@ def _same(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Rows:
-    """How the rows of an operation belong to data.
+    """The order of an operation's rows in terms of data.
 
     :param first: brings inputs to (N, ...), one entry of the first axis for each datum.
     :param back: brings outputs (N, ...) to the order that the program expects.
@@ -43,7 +43,7 @@ _SECOND = Rows(_swapped, _swapped)
 
 @dataclass(frozen=True)
 class Batch:
-    """What is known of the data axis in a run.
+    """The known facts about the data axis in a run.
 
     :param sizes: how many data there may be; empty: unknown, the leading axis counts.
     :param attention: inside an attention, whose inputs are (L, N, E): N; else None.
@@ -102,7 +102,7 @@ class Operand:
 
     @cached_property
     def normal(self) -> Normal | None:
-        """That distribution where it is a Normal; None for all others."""
+        """The distribution as a Normal; None where it is another one."""
         base = self.base.as_normal() if isinstance(self.base, NoisyWeight) else self.base
         return base if isinstance(base, Normal) else None
 
@@ -148,7 +148,7 @@ class Product:
 
     @property
     def operands(self) -> list[Operand]:
-        """Those that are latents."""
+        """The operands that are latents."""
         return [o for o in (self.weight, self.bias) if o is not None and o.tag is not None]
 
     def at_means(self) -> Tensor:
@@ -158,7 +158,7 @@ class Product:
         )
 
     def has_positions(self, output: Tensor) -> bool:
-        """Whether a datum meets the weight more than once: sequences, images."""
+        """Return whether a datum meets the weight more than once: sequences, images."""
         return output.numel() > output.shape[0] * output.shape[self.features]
 
     def datum_by_datum(self, weights: Tensor, biases: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ from torch import nn
 
 @contextmanager
 def constant_parameters(guide: Callable) -> Iterator[None]:
-    """Inside, the parameters of a guide, and those of Pyro's store, need no gradient."""
+    """Take the parameters of a guide, and those of Pyro's store, as constants."""
     own = guide.parameters() if isinstance(guide, nn.Module) else ()
     stored = (value for _, value in pyro.get_param_store().named_parameters())
     changed = [p for p in (*own, *stored) if p.requires_grad and p.is_leaf]

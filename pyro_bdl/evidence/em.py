@@ -1,4 +1,4 @@
-"""Hyperparameters under any guide, by variational expectation maximisation."""
+"""Hyperparameters under any guide, by variational expectation maximization."""
 
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +43,7 @@ def variational_em(
 ) -> list[dict[str, Tensor]]:
     """Alternate SVI on the guide with closed-form updates of the program's hyperparameters.
 
-    The E-step maximises the ELBO in the guide's parameters alone. The M-step maximises it in every
+    The E-step maximizes the ELBO in the guide's parameters alone. The M-step maximizes it in every
     positive ``PyroParam`` theta that scales Normal priors, s_i = c_i theta, and in the noise of a
     Normal observation:
 
@@ -65,16 +65,16 @@ def variational_em(
     guide.prototype(*args, **kwargs)
     subset = Subset(guide.require_layout())
     parameters = [p for p in guide.parameters() if p.requires_grad]
-    optimiser = torch.optim.Adam(parameters, lr=learning_rate)
+    optimizer = torch.optim.Adam(parameters, lr=learning_rate)
     history = []
     for _ in trange(rounds, desc="variational EM", disable=not progress, leave=False, delay=1):
-        _train(model, guide, batches, elbo, optimiser, parameters, steps)
+        _train(model, guide, batches, elbo, optimizer, parameters, steps)
         reading = read_at_center(model, guide, args, kwargs)
-        changes = _maximise(model, guide, subset, reading, batches)
+        changes = _maximize(model, guide, subset, reading, batches)
         if not changes:
             raise ValueError(
                 "no hyperparameter of the program is the scale of Normal priors or of a Normal "
-                "observation: leave it to the optimiser of SVI"
+                "observation: leave it to the optimizer of SVI"
             )
         for parameter, value in changes:
             parameter.set(value)
@@ -87,7 +87,7 @@ def _train(
     guide: Guide,
     batches: Batches,
     elbo: Any,
-    optimiser: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer,
     parameters: list[Any],
     steps: int,
 ) -> None:
@@ -98,15 +98,15 @@ def _train(
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
-            optimiser.step()
+            optimizer.step()
             taken += 1
             if taken == steps:
                 break
-    optimiser.zero_grad()
+    optimizer.zero_grad()
 
 
 @torch.enable_grad()
-def _maximise(
+def _maximize(
     model: Callable, guide: Guide, subset: Subset, reading: ParameterReading, batches: Batches
 ) -> list[tuple[Hyperparameter, Tensor]]:
     mean, variance = guide.location(), guide.variances()

@@ -25,7 +25,7 @@ from pyro_bdl.utils.random_state import fixed_normal
 
 class LastLayerEvidence(Trace_ELBO):
     """Trains everything but the last layer W, which is integrated out, in ``SVI`` or with torch's
-    optimisers:
+    optimizers:
 
         loss = -[log p(y | v) + log p(v)],  p(y | v) = int p(y | phi_v W') p(W) dW
 

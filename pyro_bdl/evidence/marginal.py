@@ -76,8 +76,11 @@ def terms(guide: LaplaceGuide, reading: ParameterReading, *, offset: Tensor | No
 
 
 def noise_factor(guide: LaplaceGuide, reading: ParameterReading) -> Tensor | None:
-    """By how much the present noise of a Normal observation multiplies the curvature as it was
-    fitted: (reference / noise)^2; None where the noise is no parameter of the program."""
+    """The factor of the curvature under the present noise of a Normal observation.
+
+    It is (reference / noise)^2, with the reference the noise of the fit; None where the noise is no
+    parameter of the program.
+    """
     site = noise_site(reading)
     if site is None or guide.reference_noise is None:
         return None

@@ -1,4 +1,4 @@
-"""Hyperparameters that maximise the evidence of a Laplace approximation."""
+"""Hyperparameters that maximize the evidence of a Laplace approximation."""
 
 import warnings
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ _SMALLEST = 1e-8  # of gamma and of squared weights
 
 @dataclass
 class Evidence:
-    """What a maximisation reached.
+    """The result of a maximization.
 
     :param log_evidence: log p(y) at the hyperparameters found, in nats.
     :param gamma: the effective number of parameters.

@@ -1,4 +1,4 @@
-"""What the guides share: a layout of the latents, unique parameters, draws and summaries."""
+"""The base class of the guides: a layout of the latents, parameters, draws and summaries."""
 
 import hashlib
 import json
@@ -39,13 +39,13 @@ class Guide(OwnParameters, AutoGuide):
       and variance: then ``normal_marginals = True`` says so.
 
     :param model: a Pyro program.
-    :param init_loc_fn: a per-site initialisation, one of Pyro's or ``init_to_network``.
+    :param init_loc_fn: a per-site initialization, one of Pyro's or ``init_to_network``.
     :param create_plates: as in Pyro's autoguides, for programs with latents in subsampled plates.
     """
 
     layout: Layout | None
     normal_marginals = False
-    # The mean (P,) of the standard Normal noise of the last draws, where an optimiser asks for it.
+    # The mean (P,) of the standard Normal noise of the last draws, where an optimizer asks for it.
     keeps_noise = False
     last_noise: Tensor | None = None
 
@@ -74,7 +74,7 @@ class Guide(OwnParameters, AutoGuide):
 
     @staticmethod
     def _prototype_hide_fn(msg: Any) -> bool:
-        """Whether a statement of the first run is no latent site's; observed ones are checked."""
+        """Return whether a statement of the first run is no latent site; check observed ones."""
         if msg["type"] == "sample" and msg["is_observed"]:
             distribution_of_targets(msg)
         return prototype_hide_fn(msg)
@@ -123,7 +123,7 @@ class Guide(OwnParameters, AutoGuide):
         raise NotImplementedError
 
     def _take_structure(self, source: "Guide") -> None:
-        """What ``prototype`` finds out, from a guide for the same program that knows it."""
+        """Take the layout from a guide of the same program, in the place of ``prototype``."""
         self.layout = source.require_layout()
         self._rename()
         self.subsampled = source.subsampled
@@ -137,7 +137,7 @@ class Guide(OwnParameters, AutoGuide):
         return given["args"], given["kwargs"]
 
     def is_of(self, model: Callable) -> bool:
-        """Whether the guide was made for this very program; False for a guide from a file."""
+        """Return whether the guide was made for this very program; False for one from a file."""
         return self._program_model is not None and self._program_model[0] is model
 
     def require_layout(self) -> Layout:
@@ -250,7 +250,7 @@ class Guide(OwnParameters, AutoGuide):
 
     @property
     def has_density(self) -> bool:
-        """Whether ``log_density`` is one over all latents: not so for points, or where some
+        """True where ``log_density`` is a density over all latents: not for points, or where some
         latents are fixed."""
         return True
 
@@ -271,7 +271,7 @@ class Guide(OwnParameters, AutoGuide):
         return -self.log_density(vector, log_det)
 
     def location(self) -> Tensor:
-        """The guide's centre as an unconstrained vector (P,)."""
+        """The guide's center as an unconstrained vector (P,)."""
         raise NotImplementedError
 
     def variances(self) -> Tensor:
@@ -294,7 +294,7 @@ class Guide(OwnParameters, AutoGuide):
 
     @torch.no_grad()
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """The posterior median of each site; the guide's centre for a point mass."""
+        """The posterior median of each site; the guide's center for a point mass."""
         self._prototype_if_given(args, kwargs)
         values, _ = self.require_layout().constrain(self.location())
         return {name: value.clone() for name, value in values.items()}

@@ -121,7 +121,7 @@ def _refuse(found: str) -> None:
 
 
 def check_guide(latents: Mapping[str, Latent], guide: Guide) -> None:
-    """Whether a guide's vector is one of a program's latents, in their order.
+    """Check that a guide's vector is one of a program's latents, in their order.
 
     :param latents: the program's latent sites.
     :raises ValueError: where names, shapes or the order do not match.
@@ -179,7 +179,7 @@ def check_posterior(
     args: tuple,
     kwargs: Mapping[str, Any],
 ) -> None:
-    """Whether a posterior is of a program that is called without its targets.
+    """Check that a posterior is of a program, which is called without its targets.
 
     A site without plates whose distribution is the same for all draws is no observation but a
     latent that the posterior does not know.

@@ -20,7 +20,7 @@ from pyro_bdl.program.program import Program, trace_once
 
 
 class AutoEnsemble(Guide):
-    """K point masses with equal weights, each trained from its own initialisation
+    """K point masses with equal weights, each trained from its own initialization
     (Lakshminarayanan, Pritzel & Blundell 2017).
 
     Draws take the members in turn, so that an ELBO with ``num_particles=K`` trains all of them in

@@ -32,7 +32,7 @@ def sampled_kl(q: Mapping[str, Site], p: Mapping[str, Site]) -> Tensor:
 def mean_field_kl(q: Mapping[str, Site], p: Mapping[str, Site]) -> Tensor:
     """KL(q || p), a scalar: in closed form site by site where there is one, else at the draw.
 
-    Right where q factorises over the sites. Where scales differ, the sum over sites of
+    Right where q factorizes over the sites. Where scales differ, the sum over sites of
     s_q E[log q] - s_p E[log p] = s_p KL + (s_p - s_q) H(q) is meant.
     """
     terms = []
@@ -130,7 +130,7 @@ def _side_by_side(layout: Layout, normals: list[Normal]) -> tuple[Tensor, Tensor
 
 
 def entropy(q: Mapping[str, Site]) -> Tensor:
-    """H(q) of a guide that factorises over the sites, a scalar: in closed form or at the draw."""
+    """H(q) of a guide that factorizes over the sites, a scalar: in closed form or at the draw."""
     terms = []
     for site in q.values():
         try:

@@ -245,7 +245,7 @@ class LaplaceGuide(JointGuide):
         return self.__dict__["_precision"]
 
     def curvature_factor(self, noise_factor: Tensor) -> Tensor:
-        """By how much a change of the noise multiplies the curvature: scores are r / noise^2."""
+        """The factor of the curvature after a change of the noise: scores are r / noise^2."""
         empirical = self.config.curvature == "empirical-fisher"
         return noise_factor.square() if empirical else noise_factor
 

@@ -114,8 +114,9 @@ class AutoLastLayer(AutoLaplaceGGN):
         return guide
 
     def layer(self, *args: Any, **kwargs: Any) -> Any:
-        """What the last layer is, as a selection of latents (``subset``): the sites' names where
-        they are looked for.
+        """The selection of latents (``subset``) that is the last layer.
+
+        The result is the sites' names where the program is searched for them.
 
         :param args: the program's arguments.
         """
@@ -188,7 +189,7 @@ class LastLayerGuide(LaplaceGuide):
         return self.prior_gradient
 
     def _gradient(self) -> Tensor:
-        """Of the log joint density at the present hyperparameters, (p,)."""
+        """The gradient of the log joint density at the present hyperparameters, (p,)."""
         return self.noise_factor.to(self.score) * self.score + self.prior_gradient
 
     def _shift(self, step: Tensor) -> None:
@@ -306,9 +307,11 @@ def _check_used_once(
 
 @torch.no_grad()
 def is_quadratic(model: Callable, subset: Subset, vector: Tensor, args: tuple, kwargs: Any) -> bool:
-    """Whether log p(y, W) is a quadratic function of the subset W: all observations Normal, their
-    locations affine in W and their scales constant, and its priors Normal. Told from three points
-    in a line."""
+    """Return whether log p(y, W) is a quadratic function of the subset W.
+
+    It is where all observations are Normal, with locations affine in W and constant scales, and the
+    priors of W are Normal. Three points in a line tell.
+    """
     start, layout = subset.take(vector), subset.layout
     direction = fixed_normal(start) * (1.0 + start.abs().mean())
     likelihoods, prior_parameters = [], []

@@ -28,7 +28,7 @@ class AutoLowRank(AutoJoint):
     """q(u) = Normal(m, diag(s^2) + W W') over the unconstrained latents, W of ``rank`` columns.
 
     The sites are dependent: u = m + s * eps + W eta. Parameters: ``loc`` (m, (P,)), ``scale``
-    (s > 0, (P,)) and ``factor`` (F with W = diag(s) F, (P, rank), so that a step of an optimiser
+    (s > 0, (P,)) and ``factor`` (F with W = diag(s) F, (P, rank), so that a step of an optimizer
     is small where s is); a step costs O(P rank^2). Ong, Nott & Smith 2018; the family, and the
     parameters, of Pyro's ``AutoLowRankMultivariateNormal``.
 

@@ -182,6 +182,6 @@ class AutoMatrixNormal(Guide):
 
 
 def is_matrix(latent: Latent) -> bool:
-    """Whether a latent is a weight matrix or kernel: real, of two or more dimensions, all of them
-    event dimensions."""
+    """Return whether a latent is a weight matrix or kernel: real, of two or more dimensions, all of
+    them event dimensions."""
     return latent.transform is None and latent.event_dim == len(latent.shape) >= 2

@@ -23,7 +23,7 @@ class MixtureGuide(JointGuide):
     Parameters of the members are parameters of the mixture.
 
     :param members: guides with parameters, whose latents are the same.
-    :param weights: one for each member, not negative; they are normalised. Equal by default.
+    :param weights: one for each member, not negative; they are normalized. Equal by default.
     :raises RuntimeError: where a member has no parameters yet.
     :raises ValueError: for no members, members of different programs, weights that do not fit.
     """
@@ -53,13 +53,13 @@ class MixtureGuide(JointGuide):
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Also of the members' parameters."""
+        """Read each parameter once, the members' too."""
         with super().reading(), self._of_members("reading"):
             yield
 
     @contextmanager
     def constant(self) -> Iterator[None]:
-        """Also the members' parameters."""
+        """Read parameters as constants, the members' too."""
         with super().constant(), self._of_members("constant"):
             yield
 
@@ -75,8 +75,8 @@ class MixtureGuide(JointGuide):
         return all(member.has_density for member in self._guides())
 
     def shares(self, num_samples: int) -> list[int]:
-        """How many of S draws each member has, by systematic resampling: S weight_k, rounded up or
-        down at random with the right expectation."""
+        """The numbers of each member's draws among S, by systematic resampling: S weight_k, rounded
+        up or down at random with the right expectation."""
         ends = self.weights.double().cumsum(0)
         positions = torch.arange(num_samples, dtype=ends.dtype, device=ends.device)
         positions = (positions + torch.rand_like(ends[0])) / num_samples * ends[-1]
@@ -104,14 +104,14 @@ class MixtureGuide(JointGuide):
         return torch.logsumexp(torch.stack(terms, -1) + self.weights.log(), -1)
 
     def location(self) -> Tensor:
-        """The mean of the members' centres (P,)."""
+        """The mean of the members' centers (P,)."""
         return self.weights @ torch.stack([member.location() for member in self._guides()])
 
     def variances(self) -> Tensor:
-        """sum_k weight_k (v_k + (m_k - m)^2), (P,), for members with centres m_k, variances v_k."""
-        centre, total = self.location(), torch.zeros_like(self.location())
+        """sum_k weight_k (v_k + (m_k - m)^2), (P,), for members with centers m_k, variances v_k."""
+        center, total = self.location(), torch.zeros_like(self.location())
         for weight, member in zip(self.weights, self._guides(), strict=True):
-            spread = (member.location() - centre).square()
+            spread = (member.location() - center).square()
             total = total + weight * (member.variances() + spread)
         return total
 
@@ -122,8 +122,8 @@ class MixtureGuide(JointGuide):
 
     @torch.no_grad()
     def vector_quantiles(self, levels: Tensor) -> Tensor:
-        """Those of mixtures of Normals, by bisection, where the members' marginals are Normal;
-        otherwise from 4096 draws."""
+        """Marginal quantiles, by bisection where the members' marginals are Normal; otherwise from
+        4096 draws."""
         if all(member.normal_marginals for member in self._guides()):
             return self._normal_quantiles(levels)
         return empirical_quantiles(self.sample_vectors(_DRAWS), levels)

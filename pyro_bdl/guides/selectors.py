@@ -1,4 +1,4 @@
-"""Which weights a subnetwork holds (Daxberger et al. 2021).
+"""Selectors of the weights of a subnetwork (Daxberger et al. 2021).
 
 A selector gives every latent number a score; the highest scores are chosen. Selectors of whole
 layers choose a set instead, and need no size. To add one, override ``scores``.
@@ -23,7 +23,7 @@ Size = int | float | str | None
 
 @dataclass(frozen=True)
 class Trained:
-    """What a selector may look at: a guide at its MAP, and the data."""
+    """The inputs of a selector: a guide at its MAP, and the data."""
 
     guide: AutoLaplaceGGN
     batches: Batches
@@ -65,7 +65,7 @@ class Selector:
 
 def number_of(size: Size, total: int, like: Tensor) -> int:
     """A size as a count: an integer; a fraction below 1 of all; or as many as fit, with the full
-    covariance and its factorisation, in memory such as "4 GB".
+    covariance and its factorization, in memory such as "4 GB".
 
     :raises ValueError: for a size that makes no count between 1 and ``total``.
     """
@@ -86,7 +86,7 @@ def number_of(size: Size, total: int, like: Tensor) -> int:
     return size
 
 
-_COPIES = 3  # of the matrix, while it is added up and factorised
+_COPIES = 3  # of the matrix, while it is added up and factorized
 
 
 class LargestVariance(Selector):
@@ -168,7 +168,7 @@ class _Sites(Selector):
     needs_size = False
 
     def selection(self, trained: Trained) -> Any:
-        """What ``curvature.select`` understands."""
+        """The chosen latents, in a form that ``select`` takes."""
         raise NotImplementedError
 
     def scores(self, trained: Trained) -> Tensor:

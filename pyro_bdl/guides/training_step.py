@@ -2,20 +2,21 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
-_open: list[object] = []
+_step: ContextVar[object | None] = ContextVar("pyro_bdl_training_step", default=None)
 
 
 @contextmanager
 def one_step() -> Iterator[None]:
-    """Inside, all draws of guides are of one step: of several particles, or to take a density."""
-    _open.append(object())
+    """Count all draws of guides as those of one step: of several particles, or of a density."""
+    token = _step.set(object())
     try:
         yield
     finally:
-        _open.pop()
+        _step.reset(token)
 
 
 def present_step() -> object | None:
-    """What stands for the step that is taken; None where every draw is a step."""
-    return _open[-1] if _open else None
+    """A mark of the step that is taken; None where every draw is a step."""
+    return _step.get()

@@ -1,4 +1,4 @@
-"""Optimisers that take the natural gradient of a mean-field guide, in the place of Adam."""
+"""Optimizers that take the natural gradient of a mean-field guide, in the place of Adam."""
 
 from pyro_bdl.optim.base import InSVI
 from pyro_bdl.optim.ivon import IVON

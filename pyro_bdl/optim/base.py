@@ -1,4 +1,4 @@
-"""What the natural-gradient optimisers share: they move a mean-field guide's two vectors."""
+"""The base of the natural-gradient optimizers, which move a mean-field guide's two vectors."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -16,7 +16,7 @@ from pyro_bdl.optim.natural import relative_change
 class NaturalGradient(torch.optim.Optimizer):
     """Base: momentum in the location, a moving average in the precision 1/s^2.
 
-    A subclass gives ``growth``. The optimiser's state is the momentum, the number of steps and the
+    A subclass gives ``growth``. The optimizer's state is the momentum, the number of steps and the
     largest learning rate so far; the precision is the guide's own ``scale``, and only the factor by
     which it grows is ever formed.
     """
@@ -50,7 +50,7 @@ class NaturalGradient(torch.optim.Optimizer):
         if self.param_groups:
             raise ValueError(
                 f"{type(self).__name__} moves a guide's location and scale and no other "
-                "parameters: make an optimiser of their own for them, in SVI by "
+                "parameters: make an optimizer of their own for them, in SVI by "
                 "InSVI(..., others=...)"
             )
         super().add_param_group(param_group)
@@ -112,10 +112,10 @@ class NaturalGradient(torch.optim.Optimizer):
 
 
 class InSVI(pyro.optim.PyroOptim):
-    """A torch optimiser of some parameters for ``pyro.infer.SVI``, which asks for Pyro's kind.
+    """A torch optimizer of some parameters for ``pyro.infer.SVI``, which asks for Pyro's kind.
 
-    ``SVI(model, guide, InSVI(IVON(guide)), loss)``. Other parameters than the optimiser's, such as
-    the program's own, are left to ``others``, one of Pyro's optimisers.
+    ``SVI(model, guide, InSVI(IVON(guide)), loss)``. Other parameters than the optimizer's, such as
+    the program's own, are left to ``others``, one of Pyro's optimizers.
 
     :param optimizer: whose parameters are moved together.
     :param others: for the parameters that it does not hold; without one they are refused.
@@ -142,15 +142,15 @@ class InSVI(pyro.optim.PyroOptim):
         rest = [p for p in params if id(p) not in own]
         if rest and self.others is None:
             raise ValueError(
-                f"{len(rest)} parameters are not the optimiser's, such as those of the program: "
-                "give InSVI an optimiser for them too (others=pyro.optim.Adam(...))"
+                f"{len(rest)} parameters are not the optimizer's, such as those of the program: "
+                "give InSVI an optimizer for them too (others=pyro.optim.Adam(...))"
             )
         self.optimizer.step()
         if rest and self.others is not None:
             self.others(rest, *args, **kwargs)
 
     def get_state(self) -> dict[str, Any]:
-        """The optimisers' states."""
+        """The optimizers' states."""
         state = {"optimizer": self.optimizer.state_dict()}
         return state | ({"others": self.others.get_state()} if self.others is not None else {})
 
@@ -164,7 +164,7 @@ class InSVI(pyro.optim.PyroOptim):
 def _check(guide: Any) -> None:
     if not isinstance(guide, AutoMeanField):
         raise TypeError(
-            f"the optimiser moves an AutoMeanField's vectors, got {type(guide).__name__}"
+            f"the optimizer moves an AutoMeanField's vectors, got {type(guide).__name__}"
         )
     guide.require_layout()
     free = getattr(guide, "scale_unconstrained", None)

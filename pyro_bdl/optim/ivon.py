@@ -11,7 +11,7 @@ from pyro_bdl.optim.natural import riemannian_growth
 class IVON(NaturalGradient):
     """Natural-gradient variational inference at the cost of Adam, in its place.
 
-    For the loss L of an ELBO (TemperedTrace_ELBO or another that draws by reparameterisation) on
+    For the loss L of an ELBO (TemperedTrace_ELBO or another that draws by reparameterization) on
     an ``AutoMeanField`` with location m, scale s and precision S = 1/s^2:
 
         S' = S + (dL/ds - g e) / (eta s)
@@ -19,7 +19,7 @@ class IVON(NaturalGradient):
         g  <- b1 g + (1 - b1) dL/dm
         m  <- m - lr clip(g / ((1 - b1^t) eta S))
 
-    S' is the reparameterised estimate of the expected Hessian, prior included; the quadratic term
+    S' is the reparameterized estimate of the expected Hessian, prior included; the quadratic term
     keeps S positive. With l the largest lr so far, S is averaged over more steps where a schedule
     lets lr fall, as m is.
 
@@ -27,7 +27,7 @@ class IVON(NaturalGradient):
     that E[g e] = 0: dL/ds is the gradient at the draw times e, and what of that gradient is the
     same in every step is not noise of the Hessian. Without this control variate S grows to
     (1 - b2) (dL/dm)^2 / 2 far from the optimum, which holds the location back. Where the noise is
-    not of the weights (local reparameterisation, flipout, Pyro's own ELBOs) there is none.
+    not of the weights (local reparameterization, flipout, Pyro's own ELBOs) there is none.
 
     Without e, and with N data, S is the N (h + delta) of Shen et al. (2024), algorithm 1, and dL/dm
     their N (g + delta m), so that lr has the same meaning; momentum is taken of the whole gradient,

@@ -1,7 +1,7 @@
 """The natural gradient of a bound in a diagonal Normal, from its gradient in loc and scale.
 
 For q(u) = prod_i Normal(u_i; m_i, s_i^2) and the loss L = E_q[E(u)] - eta H(q), with E the energy
--log p(y | w) - eta log p(w) in nats, reparameterised draws give
+-log p(y | w) - eta log p(w) in nats, reparameterized draws give
 
     dL/dm = E_q[grad E],    dL/ds = s E_q[diag hess E] - eta / s,
 

@@ -1,4 +1,4 @@
-"""VOGN: variational online Gauss-Newton, an ELBO and an optimiser that belong together."""
+"""VOGN: variational online Gauss-Newton, an ELBO and an optimizer that belong together."""
 
 from collections.abc import Callable
 from typing import Any

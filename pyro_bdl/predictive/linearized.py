@@ -49,8 +49,8 @@ UNKNOWN = (
 
 
 def is_linear(posterior: Any) -> bool:
-    """Whether a posterior is one of the linearized program: a Laplace approximation, or a mixture
-    of nothing else."""
+    """Return whether a posterior belongs to the linearized program: a Laplace approximation, or a
+    mixture of nothing else."""
     if isinstance(posterior, MixtureGuide):
         return all(isinstance(member, LaplaceGuide) for member in posterior.members)
     return isinstance(posterior, LaplaceGuide)
@@ -239,7 +239,7 @@ class LinearizedPredictive:
         )
 
     def _shares(self) -> list[int]:
-        """How many of the draws each component has."""
+        """The number of draws of each component."""
         if not isinstance(self.posterior, MixtureGuide):
             return [self.num_samples]
         shares = self.posterior.shares(self.num_samples)
@@ -263,7 +263,7 @@ class LinearizedPredictive:
     def _total_moments(
         self, found: list[dict[str, ParameterMoments]]
     ) -> dict[str, ParameterMoments]:
-        """By the law of total variance."""
+        """Moments of the mixture, by the law of total variance."""
         if len(found) == 1:
             return found[0]
         result = {}

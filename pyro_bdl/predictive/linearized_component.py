@@ -257,7 +257,7 @@ def moments(gaussian: GaussianOutputs) -> ParameterMoments:
 
 
 def _are_differentiable(args: Any, kwargs: Any) -> bool:
-    """Whether results are wanted as functions of some argument."""
+    """Return whether results are wanted as functions of some argument."""
     tensors = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 

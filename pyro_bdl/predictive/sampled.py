@@ -1,4 +1,4 @@
-"""Posterior predictive draws, vectorised over the draws of the posterior."""
+"""Posterior predictive draws, vectorized over the draws of the posterior."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -39,8 +39,10 @@ class PredictiveMoments(NamedTuple):
     variance: Tensor
 
     def over_draws(self) -> "PredictiveMoments":
-        """Of moments of each draw, (S, N, ...), those of all of them, (N, ...): E[y] = E[E[y | w]]
-        and Var[y] = E[Var[y | w]] + Var[E[y | w]]."""
+        """The moments over all draws, (N, ...), from those of each draw, (S, N, ...).
+
+        E[y] = E[E[y | w]] and Var[y] = E[Var[y | w]] + Var[E[y | w]].
+        """
         spread = self.mean.var(0, correction=0)
         return PredictiveMoments(self.mean.mean(0), self.variance.mean(0) + spread)
 

@@ -542,7 +542,7 @@ def test_a_guide_that_cannot_be_reparameterised(kind):
         p = pyro.param("p", torch.tensor(0.5, dtype=D))
         pyro.sample("w", dist.Bernoulli(p))
 
-    with pytest.raises(ValueError, match=r"'w' cannot be reparameterised \(Bernoulli\)"):
+    with pytest.raises(ValueError, match=r"'w' cannot be reparameterized \(Bernoulli\)"):
         kind()(model, guide)(X, Y)
 
 

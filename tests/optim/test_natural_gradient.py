@@ -393,7 +393,7 @@ def test_a_programs_own_parameters_need_an_optimiser_too():
     model = _net_model()
     guide = AutoMeanField(model).prototype(x, y)
     svi = SVI(model, guide, InSVI(IVON(guide)), TemperedTraceMeanField_ELBO())
-    with pytest.raises(ValueError, match="1 parameters are not the optimiser's"):
+    with pytest.raises(ValueError, match="1 parameters are not the optimizer's"):
         svi.step(x, y)
     both = InSVI(IVON(guide), pyro.optim.Adam({"lr": 0.01}))
     svi = SVI(model, guide, both, TemperedTraceMeanField_ELBO())

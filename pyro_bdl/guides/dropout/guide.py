@@ -247,7 +247,7 @@ class AutoMCDropout(Guide):
         return (*super()._shared_on_copy(), "_source", "layers")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "AutoMCDropout":
-        """With a program that was copied before it, the guide silences that copy's layers."""
+        """Copy the guide; after a copy of the program it silences the layers of that copy."""
         result = super().__deepcopy__(memo)
         result.__dict__["layers"] = tuple(memo.get(id(layer), layer) for layer in self.layers)
         return result
@@ -279,7 +279,7 @@ class AutoMCDropout(Guide):
         return NoisyWeight(loc, index, p, count, self.noise, step, name in self._scale_free)
 
     def site_distributions(self) -> dict[str, dist.TorchDistribution]:
-        """Those of the dropped weights; the other latents are points."""
+        """The distributions of the dropped weights; the other latents are points."""
         loc = self.require_layout().unflatten(self._parameter("loc"))
         step = int(self.steps) if self.learn_p and self.weights else None
         rates = zip(self.weights, self._parameter("p").unbind(), strict=True)

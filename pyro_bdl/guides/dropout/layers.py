@@ -37,7 +37,7 @@ _POOLINGS = {"max_pool", "avg_pool", "adaptive_max_pool", "adaptive_avg_pool", "
 
 @dataclass(frozen=True)
 class _Factors:
-    """Which factor multiplies each number of a tensor: those of one layer."""
+    """The unit of one layer whose factor multiplies each number of a tensor."""
 
     layer: int
     units: Tensor  # float64, of the tensor's shape
@@ -136,7 +136,7 @@ class LayerReader(WeightReader):
     def _pass_on(
         self, func: Any, name: str, args: tuple, kwargs: dict, result: Any, arrived: list[_Factors]
     ) -> None:
-        """Which factors an operation's results are multiplied with."""
+        """Follow the factors of an operation's inputs to its results."""
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if not any(leaf.is_floating_point() for leaf in outputs) or name.startswith("new_"):
             return  # a size, a comparison, a tensor of the same kind
@@ -193,7 +193,8 @@ def _arrival(layer: int, rows: Tensor) -> _Arrival:
 def _passed(
     func: Callable, name: str, units: Tensor, args: tuple, kwargs: dict
 ) -> list[Tensor] | None:
-    """Which factor multiplies each number of an operation's results; None where it is not one."""
+    """The unit whose factor multiplies each number of an operation's results; None where it is
+    not one."""
     if name in _HOMOGENEOUS:
         return [units]
     if name in _SCALINGS:
@@ -296,7 +297,7 @@ def _said(
 
 
 def _names(model: Any, reader: LayerReader) -> list[str]:
-    """What to call each dropout layer in a message."""
+    """The name of each dropout layer in a message."""
     known: dict[int, str] = {}
     for outer in model.modules() if isinstance(model, nn.Module) else ():
         network = outer.network if isinstance(outer, SampledNetwork) else outer

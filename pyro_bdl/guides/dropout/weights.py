@@ -1,4 +1,4 @@
-"""Which latents of a program are weights, and along which axis their input units lie."""
+"""The weights among the latents of a program, and the axes of their input units."""
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -41,7 +41,7 @@ class Weight:
 
     @property
     def num_units(self) -> int:
-        """How many input units there are."""
+        """The number of input units."""
         return self.shape[self.axis] * self.groups
 
     def factors(self) -> Tensor:
@@ -230,7 +230,7 @@ def _can_be_weight(layout: Layout, name: str) -> bool:
 
 
 def total_num_data(run: Run) -> int | None:
-    """How many data the observed sites of a run stand for; None where there is none.
+    """The number of data that the observed sites of a run stand for; None where there is none.
 
     The data of a site without a plate are its first event dimension.
     """
@@ -242,7 +242,7 @@ def total_num_data(run: Run) -> int | None:
 
 
 class Source:
-    """Where a guide has its rates from; called after the reading run."""
+    """The origin of a guide's rates; called after the reading run."""
 
     reader: type[WeightReader] = WeightReader
 
@@ -304,7 +304,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def source_of(p: Any, sites: Any) -> Source:
-    """What ``p`` and ``sites`` of ``AutoMCDropout`` say.
+    """The origin of the rates that ``p`` and ``sites`` of ``AutoMCDropout`` describe.
 
     :raises TypeError: for a rate that is no number, sites that are no names.
     :raises ValueError: for both a dict of rates and sites, one without any, a rate that does not
