@@ -23,8 +23,8 @@ from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.program.unconstrained_parameters import (
     known_kind,
-    natural_parameters,
-    with_natural,
+    unconstrained_parameters,
+    with_unconstrained,
 )
 
 
@@ -77,7 +77,7 @@ class LinearOutputs:
         """The unconstrained parameters of an observed site."""
 
         def read(run: Run) -> dict[str, Tensor]:
-            return natural_parameters(run.observed[name].distribution, run)
+            return unconstrained_parameters(run.observed[name].distribution, run)
 
         kind, base = known_kind(site), base_distribution(site.distribution)
         result = cls(
@@ -190,7 +190,7 @@ class LinearOutputs:
     def observed(self, values: dict[str, Tensor]) -> Site:
         """The observed site where its parameters are ``values``, of ``moved`` or ``draws``."""
         assert self.site is not None
-        return with_natural(self.site, values)
+        return with_unconstrained(self.site, values)
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
         """(..., n, K) by name, (..., *shape)."""

@@ -30,7 +30,9 @@ SEVERAL_CLASSES = ("Categorical", "OneHotCategorical")
 _BINARY = ("Bernoulli", "Geometric", "ContinuousBernoulli")
 
 
-def natural_parameters(distribution: Distribution, run: Run | None = None) -> dict[str, Tensor]:
+def unconstrained_parameters(
+    distribution: Distribution, run: Run | None = None
+) -> dict[str, Tensor]:
     """A distribution's tensors by constructor argument, unbounded: scales and rates as their
     logarithms, probabilities as logits.
 
@@ -48,16 +50,16 @@ def natural_parameters(distribution: Distribution, run: Run | None = None) -> di
             value = probs_to_logits(value, is_binary=binary)
         if kind in SEVERAL_CLASSES and run is not None:
             value = _as_given(value, run)
-        result[key] = natural_value(base, key, value)
+        result[key] = unconstrained_value(base, key, value)
     return result
 
 
-def constrained_value(base: Distribution, key: str, natural: Tensor) -> Tensor:
+def constrained_value(base: Distribution, key: str, values: Tensor) -> Tensor:
     """One argument of a distribution without wrappers from its unbounded value."""
-    return _bijection(base, key)(natural)
+    return _bijection(base, key)(values)
 
 
-def natural_value(base: Distribution, key: str, value: Tensor) -> Tensor:
+def unconstrained_value(base: Distribution, key: str, value: Tensor) -> Tensor:
     """One argument of a distribution without wrappers on its unbounded scale.
 
     :raises NotImplementedError: for an affine transform with a negative scale.
@@ -70,11 +72,11 @@ def natural_value(base: Distribution, key: str, value: Tensor) -> Tensor:
     return _bijection(base, key).inv(value)
 
 
-def with_natural(site: Site, natural: dict[str, Tensor]) -> Site:
+def with_unconstrained(site: Site, values: dict[str, Tensor]) -> Site:
     """The site with other unbounded parameters, which may have more leading dimensions."""
     base = base_distribution(site.distribution)
     structure, _ = _apart(site)
-    arguments = {key: constrained_value(base, key, value) for key, value in natural.items()}
+    arguments = {key: constrained_value(base, key, value) for key, value in values.items()}
     again = rebuild(structure._replace(event_dims=0), arguments)
     return site._replace(distribution=_wrapped_like(site.distribution, again))
 

@@ -19,7 +19,7 @@ from pyro_bdl.guides import AutoLaplaceGGN, MixtureGuide
 from pyro_bdl.predictive import linearized_component as module
 from pyro_bdl.predictive.closed_forms import laplace_bridge, multiclass_probit, probit
 from pyro_bdl.program import Program
-from pyro_bdl.program.unconstrained_parameters import natural_parameters
+from pyro_bdl.program.unconstrained_parameters import unconstrained_parameters
 
 N = 6
 
@@ -174,7 +174,7 @@ def jacobian(model, guide, args, site):
 
     def read(u):
         run = program.run(program.constrain(u)[0])
-        return natural_parameters(run.observed[site].distribution, run)
+        return unconstrained_parameters(run.observed[site].distribution, run)
 
     names = list(read(guide.loc))
     values = read(guide.loc)

@@ -11,7 +11,7 @@ from torch import nn
 
 from pyro_bdl import bayesianize, models
 from pyro_bdl.program import Program, Site
-from pyro_bdl.program.unconstrained_parameters import natural_parameters, with_natural
+from pyro_bdl.program.unconstrained_parameters import unconstrained_parameters, with_unconstrained
 
 ones, two = torch.ones(4), torch.full((4,), 2.0)
 LOG_2 = torch.full((4, 2), 2.0).log()
@@ -102,14 +102,14 @@ KNOWN = {
 def test_there_and_back(name):
     base, expected = KNOWN[name]
     for wrapped in (base, base.to_event(1), base.mask(torch.arange(4) > 1)):
-        natural = natural_parameters(wrapped)
+        natural = unconstrained_parameters(wrapped)
         for key, value in expected.items():
             torch.testing.assert_close(natural[key], value)
         value = base.sample()
         site = Site(wrapped, value, 2.0, None, 1.0)
-        torch.testing.assert_close(with_natural(site, natural).log_prob(), site.log_prob())
+        torch.testing.assert_close(with_unconstrained(site, natural).log_prob(), site.log_prob())
         more = {key: v.expand(5, *v.shape) for key, v in natural.items()}
-        again = with_natural(site, more)
+        again = with_unconstrained(site, more)
         assert again.distribution.batch_shape == (5, *wrapped.batch_shape)
         torch.testing.assert_close(
             again.log_prob(), site.log_prob().expand(5, *wrapped.batch_shape)
@@ -119,16 +119,16 @@ def test_there_and_back(name):
 def test_any_real_number_is_allowed():
     for base, _ in KNOWN.values():
         site = Site(base, base.sample(), 1.0, None, 1.0)
-        moved = {key: value - 1.5 for key, value in natural_parameters(base).items()}
+        moved = {key: value - 1.5 for key, value in unconstrained_parameters(base).items()}
         if "total_count" in moved and type(base).__name__ != "NegativeBinomial":
             moved["total_count"] = base.total_count
-        assert torch.isfinite(with_natural(site, moved).log_prob()).all()
+        assert torch.isfinite(with_unconstrained(site, moved).log_prob()).all()
 
 
 def test_certain_probabilities_are_finite():
     for p in (torch.tensor([0.0, 1.0]), torch.tensor([[0.0, 1.0]])):
         kind = dist.Bernoulli if p.dim() == 1 else dist.Categorical
-        assert torch.isfinite(natural_parameters(kind(probs=p))["logits"]).all()
+        assert torch.isfinite(unconstrained_parameters(kind(probs=p))["logits"]).all()
 
 
 def test_the_networks_own_logits_are_found():
@@ -136,12 +136,12 @@ def test_the_networks_own_logits_are_found():
     model = models.Classification(bayesianize(nn.Linear(3, 3)))
     program = Program(model, x, torch.arange(5) % 3)
     run = program.run(program.initial)
-    given = natural_parameters(run.observed["y"].distribution, run)["logits"]
+    given = unconstrained_parameters(run.observed["y"].distribution, run)["logits"]
     assert given is run.deterministic["f"]
-    plain = natural_parameters(run.observed["y"].distribution)["logits"]
+    plain = unconstrained_parameters(run.observed["y"].distribution)["logits"]
     torch.testing.assert_close(plain, given.log_softmax(-1))
     probs = dist.OneHotCategorical(logits=run.deterministic["f"])
-    assert natural_parameters(probs, run)["logits"] is run.deterministic["f"]
+    assert unconstrained_parameters(probs, run)["logits"] is run.deterministic["f"]
 
 
 def test_outputs_of_something_else_are_not_taken():
@@ -155,5 +155,5 @@ def test_outputs_of_something_else_are_not_taken():
 
     program = Program(model, torch.randn(5, 3), torch.arange(5) % 3)
     run = program.run(program.initial)
-    found = natural_parameters(run.observed["y"].distribution, run)["logits"]
+    found = unconstrained_parameters(run.observed["y"].distribution, run)["logits"]
     torch.testing.assert_close(found, run.observed["y"].distribution.logits)
