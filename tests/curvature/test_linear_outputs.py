@@ -1,0 +1,37 @@
+"""Outputs as linear functions of the latents: the product with one vector against the factors."""
+
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+
+from pyro_bdl import bayesianize, models
+from pyro_bdl.curvature.jacobian.linearization import Linearization
+from pyro_bdl.curvature.linear_outputs import observed_outputs
+from pyro_bdl.guides import AutoLaplaceGGN
+from pyro_bdl.program.subset import select
+
+
+@pytest.mark.parametrize("chosen", [None, ["0.weight"], torch.tensor([1, 4, 13])])
+def test_a_moved_output_is_the_jacobian_times_the_offset(chosen):
+    torch.manual_seed(0)
+    x, y = torch.randn(5, 2, dtype=torch.float64), torch.randn(5, dtype=torch.float64)
+    net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    model = models.Regression(bayesianize(net), noise=dist.HalfNormal(1.0))
+    guide = AutoLaplaceGGN(model).prototype(x, y)
+    subset = select(guide.require_layout(), chosen, model=model)
+    (outputs,) = observed_outputs(Linearization(model, subset, guide.loc, (x, y), {})).values()
+    offset = torch.randn(subset.size, dtype=torch.float64).requires_grad_()
+    found = outputs.moved(offset)
+    change = outputs.jacobian.apply(offset.detach()[None])
+    expected = outputs.values | {
+        key: value[0] for key, value in outputs.split(outputs.mean + change).items()
+    }
+    torch.testing.assert_close(found, expected)
+    (slope,) = torch.autograd.grad(found["loc"].sum(), offset)
+    ones = torch.zeros_like(outputs.mean)
+    ones[:, 0] = 1.0  # the location comes first
+    assert outputs.moving[0] == "loc"
+    torch.testing.assert_close(slope, torch.einsum("knp,nk->p", outputs.jacobian.rows(), ones))
+    site = outputs.observed(found)
+    assert site.distribution.batch_shape == (5,)
