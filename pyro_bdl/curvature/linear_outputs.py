@@ -5,7 +5,7 @@ the linearized model takes its likelihood at a point. ``LinearOutputs`` has the 
 Jacobian J as factors, and the product of J with one vector.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,6 +26,7 @@ from pyro_bdl.program.unconstrained_parameters import (
     unconstrained_parameters,
     with_unconstrained,
 )
+from pyro_bdl.utils.autograd import reaches
 
 
 class LinearOutputs:
@@ -61,7 +62,7 @@ class LinearOutputs:
             found = read(at.run)
         leaves = [at.leaves[name] for name in at.subset.parts]
         self.values = {key: self.kept(value) for key, value in found.items()}
-        self.moving = [key for key, value in found.items() if _depends(value, leaves)]
+        self.moving = [key for key, value in found.items() if reaches(value, leaves)]
         self.num_data = len(next(iter(found.values()))) if has_data else 1
         self._read = read
         self._jacobian: Jacobian | None = None
@@ -281,20 +282,3 @@ def observed_outputs(
         name: LinearOutputs.of_site(at, name, site, differentiable=differentiable)
         for name, site in at.run.observed.items()
     }
-
-
-def _depends(value: Tensor, leaves: Iterable[Tensor]) -> bool:
-    """Whether the graph of ``value`` reaches one of the leaves."""
-    wanted = {id(leaf) for leaf in leaves}
-    if id(value) in wanted:
-        return True
-    stack, seen = [value.grad_fn], set()
-    while stack:
-        node: Any = stack.pop()
-        if node is None or node in seen:
-            continue
-        if id(getattr(node, "variable", None)) in wanted:
-            return True
-        seen.add(node)
-        stack += [parent for parent, _ in node.next_functions]
-    return False
