@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.config import CurvatureConfig
-from pyro_bdl.curvature.fisher import num_data, parameters_of_any
+from pyro_bdl.curvature.fisher import num_data
 from pyro_bdl.curvature.jacobian.datum_axes import Alignment
 from pyro_bdl.curvature.jacobian.linearization import Linearization
-from pyro_bdl.distributions.take_apart import base_distribution
+from pyro_bdl.distributions.take_apart import base_distribution, parameters_of_any
 from pyro_bdl.program.batches import Batch, has_rows, leading_size, rows
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run, leave_open, record

@@ -6,13 +6,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from pyro_bdl.curvature import structures
-from pyro_bdl.curvature.fisher import (
-    ESTIMATION_DRAWS,
-    Cotangent,
-    empirical_columns,
-    exact_columns,
-    sampled_columns,
-)
+from pyro_bdl.curvature.fisher import empirical_columns, exact_columns, sampled_columns
+from pyro_bdl.curvature.fisher_roots import ESTIMATION_DRAWS, Cotangent
 from pyro_bdl.curvature.structures.base import Curvature, StructureOptions
 from pyro_bdl.program.trace import Site
 from pyro_bdl.utils.memory import available_memory

@@ -14,19 +14,18 @@ from tqdm import tqdm
 from pyro_bdl.curvature.chunking import linearizations
 from pyro_bdl.curvature.config import CurvatureConfig, check_memory
 from pyro_bdl.curvature.fisher import (
-    Cotangent,
     cell_weights,
     check_information,
     check_scales,
     num_data,
-    parameters_of_any,
     site_parameters,
 )
+from pyro_bdl.curvature.fisher_roots import Cotangent
 from pyro_bdl.curvature.jacobian.datum_axes import Alignment
 from pyro_bdl.curvature.jacobian.jacobian import Jacobian
 from pyro_bdl.curvature.jacobian.linearization import Linearization, Pullback
 from pyro_bdl.curvature.structures.base import Curvature
-from pyro_bdl.distributions.take_apart import base_distribution
+from pyro_bdl.distributions.take_apart import base_distribution, parameters_of_any
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.subset import Subset

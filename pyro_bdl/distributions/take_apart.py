@@ -6,7 +6,12 @@ from typing import Any, NamedTuple
 import pyro.distributions as dist
 from pyro.distributions.torch_distribution import MaskedDistribution
 from torch import Tensor
-from torch.distributions import AffineTransform, Distribution, Independent, MixtureSameFamily
+from torch.distributions import (
+    AffineTransform,
+    Distribution,
+    Independent,
+    MixtureSameFamily,
+)
 from torch.distributions import transforms as T
 
 # The constructor's arguments, all of the batch shape (with event dimensions of their own).
@@ -292,3 +297,22 @@ def _drawn_moments(base: Distribution) -> tuple[Tensor, Tensor]:
         total, squares = total + change, squares + change.square()
     mean = total / _DRAWS_FOR_MOMENTS
     return first + mean, (squares / _DRAWS_FOR_MOMENTS - mean.square()).clamp(min=0.0)
+
+
+def parameters_of_any(base: Any) -> dict[str, Tensor]:
+    """The tensors that a distribution without wrappers is made of, by argument."""
+    values = parameters_of(base)
+    both = [name for name in vars(base) if name in ("probs", "logits")]
+    if len(both) == 2 and values.keys() & set(both):  # the second was derived from the first since
+        values = {**values, both[0]: getattr(base, both[0])}
+        values.pop(both[1], None)
+    if not values:  # of distributions made by a transform, which hold another one
+        names = [name for name in base.arg_constraints if hasattr(base, name)]
+        names = [name for name in names if name != "logits" or "probs" not in names]
+        found = {name: getattr(base, name) for name in names}
+        values = {
+            name: broadcast_parameter(base, name, value)
+            for name, value in found.items()
+            if isinstance(value, Tensor)
+        }
+    return values

@@ -6,17 +6,16 @@ import torch
 from torch import tensor
 
 from pyro_bdl.curvature.fisher import (
-    cell_roots,
     cell_weights,
     check_information,
     empirical_columns,
     exact_columns,
     num_data,
-    parameters_of_any,
-    rebuilt,
     sampled_columns,
     site_parameters,
 )
+from pyro_bdl.curvature.fisher_roots import cell_roots, rebuilt
+from pyro_bdl.distributions.take_apart import parameters_of_any
 from pyro_bdl.program import Site
 
 

@@ -14,7 +14,7 @@ from pyro_bdl import training
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides import AutoMultiSWAG, AutoSWAG, SWAGGuide
 from pyro_bdl.selectors import LargestVariance
-from pyro_bdl.training import collect_swag, train
+from pyro_bdl.training import collect_swag, svi, train
 
 
 def problem(rows=40, dtype=torch.float64, num_data=None):
@@ -372,7 +372,7 @@ def test_members_move_as_they_would_alone(monkeypatch):
     """SGD of all members at once, and of each alone, from the same minibatches."""
     model, x, y = problem(num_data=40)
     order = [torch.randperm(40)[:4] for _ in range(50)]
-    monkeypatch.setattr(training, "_parts", lambda x, y, *_: ((x[i], y[i]) for i in order))
+    monkeypatch.setattr(svi, "_parts", lambda x, y, *_: ((x[i], y[i]) for i in order))
     guide = AutoMultiSWAG(model, size=3, rank=2).prototype(x, y)
     starts = guide.locs.detach().clone()
     settings = {"snapshots": 5, "learning_rate": 1e-3}
