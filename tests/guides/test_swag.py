@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import pyro_bdl as bdl
-from pyro_bdl import training
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides import AutoMultiSWAG, AutoSWAG, SWAGGuide
 from pyro_bdl.selectors import LargestVariance
