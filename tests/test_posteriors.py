@@ -50,7 +50,7 @@ def test_each_fits_and_can_be_repeated(entry, problem):
 
 
 def test_tempering_narrows_the_posterior(problem):
-    options = Options(steps=400)
+    options = Options(steps=150)
     plain = posteriors.fit("mean-field", problem, options)
     tempered = posteriors.fit("mean-field-tempered", problem, options)
     assert tempered.settings["temperature"] == 0.1

@@ -225,7 +225,14 @@ def test_make_fx_traces_density_and_gradient(program):
     torch.testing.assert_close(graph(other), function(other))
 
 
-@pytest.mark.parametrize("name", ["hierarchical", "constrained", "bayesianized"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hierarchical",
+        pytest.param("constrained", marks=pytest.mark.slow),
+        pytest.param("bayesianized", marks=pytest.mark.slow),
+    ],
+)
 def test_torch_compile(name):
     program = Program(PROGRAMS[name], X, Y)
     vector, _ = _latents(program)

@@ -13,7 +13,11 @@ from torch.distributions import biject_to, transform_to
 
 from pyro_bdl.mcmc.jax.translate import to_jax
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
+DTYPES = pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(torch.float32, id="f32", marks=pytest.mark.slow),
+     pytest.param(torch.float64, id="f64")],
+)  # fmt: skip
 # Compiling takes most of the time.
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
