@@ -4,7 +4,7 @@ A network with one hidden layer of 50 ReLU units (100 for protein) and dropout o
 hidden units, as in the public experiment (github.com/yaringal/DropoutUncertaintyExps). For each
 split the rate is the one with the best log likelihood of a fifth of the training data among
 networks trained on the rest; a network is then trained at that rate on all training data. The
-noise is a latent, a point that maximises the bound, and not picked from a grid. (Rates learned
+noise is a latent, a point that maximizes the bound, and not picked from a grid. (Rates learned
 together with the noise, ``learn_p=True``, fall to zero on these small sets: the point masses of
 the mean weights then fit the training data as a maximum a posteriori would.)
 
@@ -94,8 +94,8 @@ class Networks:
         count = torch.tensor([float(len(y)) for _, y in data])
         start = torch.stack([self._guide().location().detach() for _ in data])
         loc = start.requires_grad_()
-        optimiser = torch.optim.Adam([loc], lr=0.02)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+        optimizer = torch.optim.Adam([loc], lr=0.02)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         losses = torch.vmap(self._loss, randomness="different")
         x = nn.utils.rnn.pad_sequence([x for x, _ in data], batch_first=True)
         y = nn.utils.rnn.pad_sequence([y for _, y in data], batch_first=True)
@@ -105,9 +105,9 @@ class Networks:
                 share = torch.rand(len(data), self.particles, self.rows)
                 rows = (share * count[:, None, None]).long()
                 loss = losses(loc, p, count, x[network, rows], y[network, rows]).sum()
-                optimiser.zero_grad()
+                optimizer.zero_grad()
                 loss.backward()
-                optimiser.step()
+                optimizer.step()
                 schedule.step()
                 bar.update()
         return loc.detach()

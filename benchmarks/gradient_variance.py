@@ -1,4 +1,4 @@
-"""Variance of the ELBO's gradient: plain draws, local reparameterisation and flipout.
+"""Variance of the ELBO's gradient: plain draws, local reparameterization and flipout.
 
 A 784-100-100-10 ReLU network with a mean-field guide, one batch of 128. The variance is that of
 the gradient of the expected log likelihood in the guide's parameters, summed over them, given the
@@ -20,7 +20,7 @@ import pyro_bdl as bdl
 
 BATCH = 128
 ESTIMATORS = {"plain": None, "local": "local_reparameterization", "flipout": "flipout"}
-NAMES = {"plain": "plain draws", "local": "local reparameterisation", "flipout": "flipout"}
+NAMES = {"plain": "plain draws", "local": "local reparameterization", "flipout": "flipout"}
 
 
 def read(path: Path | None, device: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -122,7 +122,7 @@ def reference(problem: Problem, options: argparse.Namespace) -> tuple[Band, dict
 
 
 def posteriors(problem: Problem) -> Iterator[tuple[str, Band]]:
-    """The bands of all posteriors, each from an initialisation of its own."""
+    """The bands of all posteriors, each from an initialization of its own."""
     model, data = problem.model, problem.data
     afresh = {"init_loc_fn": bdl.init.init_afresh}
     # these gradients are noisy: more steps than to a maximum, several draws in each
@@ -151,7 +151,7 @@ def posteriors(problem: Problem) -> Iterator[tuple[str, Band]]:
 
 
 def run(options: argparse.Namespace) -> tuple[dict[str, Any], Any]:
-    """Shares of NUTS's sd by posterior, and the bands of the first initialisation."""
+    """Shares of NUTS's sd by posterior, and the bands of the first initialization."""
     started = time.process_time()
     torch.manual_seed(0)
     problem = Problem(options)
@@ -161,7 +161,7 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], Any]:
     found: dict[str, list[dict[str, float]]] = {NUTS: [exact]}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BdlWarning)  # ReLU networks are seldom at their maximum
-        for seed in tqdm(range(options.initialisations), "initialisations", disable=options.json):
+        for seed in tqdm(range(options.initializations), "initializations", disable=options.json):
             torch.manual_seed(seed)
             for name, band in posteriors(problem):
                 bands.setdefault(name, band)
@@ -176,7 +176,7 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], Any]:
 
 
 def _summary(values: list[dict[str, float]], exact: dict[str, float]) -> dict[str, Any]:
-    """Means over initialisations; the gap's share with its standard error."""
+    """Means over initializations; the gap's share with its standard error."""
     gaps = [value["gap"] / exact["gap"] for value in values]
     error = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else None
     return {
@@ -193,7 +193,7 @@ def show(results: dict[str, Any]) -> None:
     print(f"In-between uncertainty: {results['network']}, ReLU")
     for name, value in results["NUTS"].items():
         print(f"  {name:<30} {value:.4g}")
-    print("sd of f, means over initialisations")
+    print("sd of f, means over initializations")
     heads = "gap/NUTS", "± error", "clusters/NUTS", "gap/clusters", "of bound"
     print(" " * 26, *(f"{head:>13}" for head in heads))
     for name, row in results["posteriors"].items():
@@ -203,7 +203,7 @@ def show(results: dict[str, Any]) -> None:
 
 
 def figure(extra: Any, path: str) -> None:
-    """Mean and two sd of f of each posterior, from the first initialisation."""
+    """Mean and two sd of f of each posterior, from the first initialization."""
     from matplotlib.figure import Figure
 
     problem, bands = extra
@@ -240,7 +240,7 @@ def main() -> None:
     add("--hidden", type=int, nargs="+", default=[50], help="widths of hidden layers (50)")
     add("--gain", type=float, default=3.0, help="of the FanIn prior (3)")
     add("--data-points", type=int, default=100, help="of both clusters (100)")
-    add("--initialisations", type=int, default=3, help="to average over (3)")
+    add("--initializations", type=int, default=3, help="to average over (3)")
     add("--steps", type=int, default=2000, help="of Adam to a maximum, twice that for VI (2000)")
     add("--function-draws", type=int, default=2000, help="of each guide, to measure sd (2000)")
     add("--chains", type=int, default=4, help="of NUTS (4)")

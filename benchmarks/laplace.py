@@ -105,7 +105,7 @@ def images(path: str | None, count: int) -> tuple[Tensor, Tensor, str]:
 
 
 def train(net: nn.Module, x: Tensor, y: Tensor, steps: int) -> None:
-    """To the neighbourhood of the MAP under Normal(0, 1) weights."""
+    """To the neighborhood of the MAP under Normal(0, 1) weights."""
     optimizer = torch.optim.Adam(net.parameters(), lr=2e-3)
     for _ in range(steps):
         rows = torch.randint(len(x), (min(256, len(x)),))

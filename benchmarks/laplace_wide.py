@@ -5,7 +5,7 @@ Four networks: many inputs (5000-50-1, fewer data than inputs), wide layers (64-
 gradient steps on the evidence in the prior's scale, and linearised predictions, in seconds of the
 processor, so that other load on the machine counts little, and the peak of memory of each; how far
 log evidence and predictive variances lie apart, relative to the largest entry (laplace-torch
-factorises in float32). Then, of pyro_bdl alone, variances and covariances of many outputs,
+factorizes in float32). Then, of pyro_bdl alone, variances and covariances of many outputs,
 covariances and draws of many inputs jointly::
 
     python benchmarks/laplace_wide.py --peer PEER

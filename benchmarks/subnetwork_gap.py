@@ -4,7 +4,7 @@ The network is 1-50-50-1 with ReLUs: 2600 weights (and 101 biases), as in Daxber
 section 6.1. Its prior is Normal(0, 0.3^2) for all, under which functions have an sd of about one
 at the data's inputs. Full NUTS is the reference. Every posterior of a part of the weights is full
 Laplace over that part, linearised, around one MAP; the table holds means over several MAPs from
-different initialisations, since each has its own kinks.
+different initializations, since each has its own kinks.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from pyro_bdl.training import collect_swag, train
 
 SIZES = (0.5, 0.03, 0.01)
 NOISE = 0.1
-CENTRES, HALF_WIDTH, GAP = (-1.0, 1.0), 0.3, 0.5
+CENTERS, HALF_WIDTH, GAP = (-1.0, 1.0), 0.3, 0.5
 WASSERSTEIN, RANDOM, MEAN_FIELD = "variance, of SWAG", "random", "mean-field"
 NUTS = "NUTS, all weights"
 Bands = dict[str, tuple[Tensor, Tensor]]  # mean and sd of f on the grid
@@ -37,7 +37,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("gap")
     group.add_argument("--data-points", type=int, default=100, help="of both clusters (100)")
     group.add_argument("--prior-scale", type=float, default=0.3, help="of all weights (0.3)")
-    group.add_argument("--initialisations", type=int, default=5, help="MAPs to average over (5)")
+    group.add_argument("--initializations", type=int, default=5, help="MAPs to average over (5)")
     group.add_argument("--random", type=int, default=10, help="random subnetworks of each (10)")
     group.add_argument("--steps", type=int, default=3000, help="of Adam, MAP and mean-field (3000)")
     group.add_argument("--chains", type=int, default=4, help="of NUTS (4)")
@@ -53,7 +53,7 @@ class Problem:
         generator = torch.Generator().manual_seed(0)
         half = options.data_points // 2
         offsets = HALF_WIDTH * (2 * torch.rand(2, half, generator=generator) - 1)
-        self.x = (torch.tensor(CENTRES)[:, None] + offsets).reshape(-1, 1)
+        self.x = (torch.tensor(CENTERS)[:, None] + offsets).reshape(-1, 1)
         clean = 0.5 * torch.sin(4 * self.x[:, 0]) + 0.3 * self.x[:, 0]
         self.y = clean + NOISE * torch.randn(len(clean), generator=generator)
         net = nn.Sequential(
@@ -64,7 +64,7 @@ class Problem:
         self.grid = torch.linspace(-1.8, 1.8, 145)[:, None]
         x = self.grid[:, 0]
         self.gap = x.abs() <= GAP
-        self.near = (x.abs() - CENTRES[1]).abs() <= HALF_WIDTH
+        self.near = (x.abs() - CENTERS[1]).abs() <= HALF_WIDTH
 
     def functions(self, posterior: Any, num_samples: int | None = None) -> Tensor:
         """Draws of f, (S, grid)."""
@@ -110,7 +110,7 @@ def _chains(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def maximum(problem: Problem, seed: int, steps: int) -> Any:
-    """A guide at the MAP from a fresh initialisation."""
+    """A guide at the MAP from a fresh initialization."""
     torch.manual_seed(seed)
     guide = bdl.guides.AutoSubnetwork(problem.model, init_loc_fn=bdl.init.init_afresh)
     train(problem.model, guide, problem.x, problem.y, steps=steps)
@@ -181,7 +181,7 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], Any]:
     first: Bands = {NUTS: problem.band(functions)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BdlWarning)  # ReLU networks are seldom at their maximum
-        for seed in tqdm(range(options.initialisations), "initialisations", disable=options.json):
+        for seed in tqdm(range(options.initializations), "initializations", disable=options.json):
             for key, bands in posteriors(problem, seed, options):
                 where = {"gap": problem.gap, "near": problem.near}
                 for part, chosen in where.items():
@@ -211,7 +211,7 @@ def _row(name: str, size: float | None, gap: list[float], near: list[float]) -> 
 
 
 def claims(shares: dict[tuple[str, float | None], dict[str, list[float]]]) -> dict[str, str]:
-    """In how many initialisations the statements of the paper hold, for each selector."""
+    """In how many initializations the statements of the paper hold, for each selector."""
     result = {}
     whole = shares[MEAN_FIELD, None]["gap"]
     names = dict.fromkeys(name for name, size in shares if size in SIZES and "NUTS" not in name)
@@ -239,13 +239,13 @@ def show(results: dict[str, Any]) -> None:
     for name, value in results["NUTS"].items():
         print(f"  {name:<30} {value:.4g}")
     rows = results["share of NUTS's sd"]
-    print("sd of f relative to NUTS, averaged over points and initialisations")
+    print("sd of f relative to NUTS, averaged over points and initializations")
     print(f"  {'posterior':<40} {'in the gap':>10} {'± error':>8} {'near the data':>14}")
     for row in rows:
         label = _label(row["posterior"], row["size"])
         error = "" if row["error"] is None else f"{row['error']:.1%}"
         print(f"  {label:<40} {row['gap']:>10.1%} {error:>8} {row['near']:>14.1%}")
-    print("in how many initialisations")
+    print("in how many initializations")
     for name, value in results["claims"].items():
         print(f"  {name:<60} {value}")
     print(f"  CPU seconds in all: {results['CPU seconds in all']:.0f}")

@@ -1,6 +1,6 @@
 """``subnetwork.py --task rotated-mnist``: digits that are turned further and further.
 
-A ResNet of 77 418 weights with group normalisation is trained on upright digits and tested on
+A ResNet of 77 418 weights with group normalization is trained on upright digits and tested on
 the same test digits at angles from 0 to 180 degrees (Daxberger et al. 2021, section 6.3). All
 posteriors share one prior, Normal(0, 0.1^2); MAP, SWAG and the Laplace approximations share one
 trained network. With ``--tune`` each Laplace approximation takes the prior scale that predicts
@@ -50,7 +50,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Block(nn.Module):
-    """Two convolutions around a short cut, each behind a group normalisation."""
+    """Two convolutions around a short cut, each behind a group normalization."""
 
     def __init__(self, into: int, out: int, stride: int) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def drawn(model: Any, guide: Any, num_samples: int) -> Probabilities:
 def laplace(
     problem: Problem, posterior: Any, model: Any, options: argparse.Namespace
 ) -> tuple[Probabilities, dict[str, Any]]:
-    """Linearised predictions, at the prior scale that predicts held-out digits best if asked."""
+    """Linearized predictions, at the prior scale that predicts held-out digits best if asked."""
     facts = {"weights": posterior.subset.size}
     if options.tune:
         grid = bdl.evidence.tune_on_validation(posterior, *problem.held_out, values=GRID)

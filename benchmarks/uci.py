@@ -7,7 +7,7 @@ of it. From the same trained weights the table also shows the point prediction a
 noise, the Kronecker-factored posterior, both posteriors with the noise set to the root mean square
 residual at the end (the evidence counts a parameter as used up in each direction of the
 linearised network, though training has not used all of them, and so finds more noise), and the
-full posterior without linearisation (the network at draws), which is known to fail.
+full posterior without linearization (the network at draws), which is known to fail.
 
     python benchmarks/uci.py --data uci --splits 5
 
@@ -51,7 +51,7 @@ _BATCH = 256
 
 
 class Split:
-    """Standardised training and test data of one split."""
+    """Standardized training and test data of one split."""
 
     def __init__(self, folder: Path, kind: str, name: str, number: int) -> None:
         standard = folder / "standard" / name / "data"
@@ -88,14 +88,14 @@ def train(
     """Adam on the guide's parameters alone; the rate falls to zero unless ``online`` is there."""
     guide.prototype(x[:2], y[:2])
     elbo = bdl.elbo.TemperedTrace_ELBO()
-    optimiser = torch.optim.Adam(guide.parameters(), lr=0.01)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+    optimizer = torch.optim.Adam(guide.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for step in range(steps):
         rows: Any = slice(None) if len(x) <= _FULL_BATCH else torch.randint(len(x), (_BATCH,))
         loss = elbo.differentiable_loss(model, guide, x[rows], y[rows])
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         if online is None:
             schedule.step()
         elif (step + 1) % every == 0 and not online.step():

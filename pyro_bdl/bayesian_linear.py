@@ -9,7 +9,7 @@ N, which add up over batches. Given them
 
 are the posterior's covariance and mean, log N(y_k; 0, Phi diag(1 / alpha_k) Phi' + I / beta_k) the
 log evidence, and N(m_k' phi, 1 / beta_k + phi' C_k phi) the predictive (Bishop 2006, sections 3.3
-to 3.5). Statistics and factorisations are in float64.
+to 3.5). Statistics and factorizations are in float64.
 """
 
 import math

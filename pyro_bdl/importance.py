@@ -100,10 +100,10 @@ def site_khat(
     seed: int = 0,
     model_kwargs: Mapping[str, Any] | None = None,
 ) -> dict[str, float]:
-    """k-hat of each site's marginal against its conditional posterior, the others at the centre.
+    """k-hat of each site's marginal against its conditional posterior, the others at the center.
 
     For a guide with independent sites: the ratios are of p(w_s, m_-s, y) to q(w_s), for draws of
-    one site s and all others at the guide's centre m. Where one is high, the guide is wrong there
+    one site s and all others at the guide's center m. Where one is high, the guide is wrong there
     even if the rest were known.
 
     :param model: a Pyro program, as are the other parameters those of ``ratios``.
@@ -121,9 +121,9 @@ def site_khat(
         program = Program(model, *args, **dict(model_kwargs or {}))
         program.require_observed()
         check_guide(program.latents, guide)
-        layout, centre = guide.require_layout(), guide.location()
+        layout, center = guide.require_layout(), guide.location()
         for name, part in layout.slices.items():
-            vectors = centre.repeat(num_samples, 1)
+            vectors = center.repeat(num_samples, 1)
             vectors[:, part] = guide.sample_vectors(num_samples)[:, part]
             # q of the other sites is one constant, which k-hat does not see.
             found[name] = _summary(_log_ratios(program, guide, vectors)).pareto_k

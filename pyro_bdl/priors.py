@@ -54,7 +54,7 @@ class Prior:
     def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution | None:
         raise NotImplementedError
 
-    def labelled(self, label: str) -> "Prior":
+    def labeled(self, label: str) -> "Prior":
         """A copy with hyperparameters of its own, named ``<label>.…``."""
         result = copy.copy(self)
         result.label = label
@@ -197,7 +197,7 @@ class ByName(Prior):
             if rule is not None:
                 check_prior(rule, f"ByName[{pattern!r}]")
         self.rules = {
-            pattern: rule.labelled(f"prior[{pattern}]") if isinstance(rule, Prior) else rule
+            pattern: rule.labeled(f"prior[{pattern}]") if isinstance(rule, Prior) else rule
             for pattern, rule in rules.items()
         }
 
@@ -211,10 +211,10 @@ class ByName(Prior):
                 return None if rule is None else rule(name, module, parameter)
         return None
 
-    def labelled(self, label: str) -> "ByName":
+    def labeled(self, label: str) -> "ByName":
         result = copy.copy(self)
         result.rules = {
-            pattern: rule.labelled(f"{label}[{pattern}]") if isinstance(rule, Prior) else rule
+            pattern: rule.labeled(f"{label}[{pattern}]") if isinstance(rule, Prior) else rule
             for pattern, rule in self.rules.items()
         }
         return result
@@ -236,15 +236,15 @@ class PerLayer(Prior):
     def constant(self) -> bool:
         return self.prior.constant
 
-    def labelled(self, label: str) -> "PerLayer":
+    def labeled(self, label: str) -> "PerLayer":
         result = copy.copy(self)
-        result.prior = self.prior.labelled(label)
+        result.prior = self.prior.labeled(label)
         return result
 
     def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution | None:
         layer = name.rpartition(".")[0]
         label = f"{layer}.{self.prior.label}" if layer else self.prior.label
-        return self.prior.labelled(label)(name, module, parameter)
+        return self.prior.labeled(label)(name, module, parameter)
 
 
 class PerNormalizedGroup(Prior):
@@ -274,15 +274,15 @@ class PerNormalizedGroup(Prior):
     def constant(self) -> bool:
         return self.prior.constant
 
-    def labelled(self, label: str) -> "PerNormalizedGroup":
+    def labeled(self, label: str) -> "PerNormalizedGroup":
         result = copy.copy(self)
-        result.prior = self.prior.labelled(label)
+        result.prior = self.prior.labeled(label)
         return result
 
     def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution | None:
         layer = name.rpartition(".")[0]
         label = f"{layer}.{self.prior.label}" if layer in self.groups else self.prior.label
-        return self.prior.labelled(label)(name, module, parameter)
+        return self.prior.labeled(label)(name, module, parameter)
 
 
 @torch.no_grad()

@@ -46,7 +46,7 @@ def test_benchmark_prints_both_sides_and_the_ratio(name):
 
 SUBNETWORK = {
     "gap": [
-        *("--steps", "5", "--initialisations", "1", "--random", "1"),
+        *("--steps", "5", "--initializations", "1", "--random", "1"),
         *("--chains", "2", "--warmup", "10", "--draws", "5", "--depth", "2"),
     ],
     "rotated-mnist": [
@@ -116,7 +116,7 @@ def test_dropout_on_a_folder_of_the_uci_layout(tmp_path):
 def test_in_between_measures_every_posterior_against_nuts(tmp_path):
     path = tmp_path / "in_between.png"
     command = [sys.executable, str(FOLDER / "in_between.py"), "--json", "--figure", str(path)]
-    command += ["--steps", "300", "--initialisations", "1", "--function-draws", "500"]
+    command += ["--steps", "300", "--initializations", "1", "--function-draws", "500"]
     command += ["--chains", "2", "--warmup", "100", "--draws", "50", "--depth", "6"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=FOLDER, check=True)
     rows = json.loads(done.stdout.strip().splitlines()[-1])["posteriors"]

@@ -341,12 +341,12 @@ def test_parameters_without_a_prior_are_learned_by_torch():
     wanted = [bnn.net[0].bias, bnn.net[2].bias, guide.loc, guide.scale_unconstrained]
     assert {id(p) for p in wanted} < ids
     assert len(parameters) == 5
-    optimiser = torch.optim.Adam(parameters, lr=0.05)
+    optimizer = torch.optim.Adam(parameters, lr=0.05)
     for _ in range(100):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss(x, y).backward()
         assert all(p.grad is not None for p in parameters)
-        optimiser.step()
+        optimizer.step()
     assert (bnn.net[2].bias - before).item() > 1.0
 
 
@@ -414,7 +414,7 @@ def test_an_old_state_loaded_later_is_the_starting_point():
         assert torch.equal(guide.median()[name], value)
 
 
-def test_a_parametrised_module_keeps_its_parametrisation():
+def test_a_parametrized_module_keeps_its_parametrization():
     net = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
     x = torch.randn(4, 3)
     bnn = bayesianize(net)

@@ -151,11 +151,11 @@ def test_the_learned_scale_is_the_maximum_of_the_evidence():
     """One weight known exactly: the best prior scale is |w|."""
     bnn = bayesianize(nn.Linear(1, 1, bias=False), priors.Normal(_learned(1.0)))
     program = Program(bnn, torch.zeros(1, 1))
-    optimiser = torch.optim.Adam(bnn.parameters(), lr=0.05)
+    optimizer = torch.optim.Adam(bnn.parameters(), lr=0.05)
     for _ in range(400):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         (-program.log_prior({"weight": torch.full((1, 1), -3.0)})).backward()
-        optimiser.step()
+        optimizer.step()
     scale = record(bnn, {}, (torch.zeros(1, 1),)).latents["weight"].distribution.base_dist.scale
     assert scale.item() == pytest.approx(3.0, abs=1e-3)
 
@@ -307,7 +307,7 @@ def test_rules_of_layers_share_nothing():
 
 
 class _Residual(nn.Module):
-    """x + norm(inner(x)): ``inner`` is normalised, ``outer`` is not."""
+    """x + norm(inner(x)): ``inner`` is normalized, ``outer`` is not."""
 
     def __init__(self):
         super().__init__()
@@ -318,7 +318,7 @@ class _Residual(nn.Module):
         return x + self.norm(self.inner(x))
 
 
-NORMALISED = {
+NORMALIZED = {
     "convolution": (
         lambda: nn.Sequential(
             nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2)
@@ -364,9 +364,9 @@ NORMALISED = {
 }
 
 
-@pytest.mark.parametrize("kind", NORMALISED)
-def test_layers_before_a_normalisation_are_found(kind):
-    make, shape, expected = NORMALISED[kind]
+@pytest.mark.parametrize("kind", NORMALIZED)
+def test_layers_before_a_normalization_are_found(kind):
+    make, shape, expected = NORMALIZED[kind]
     torch.manual_seed(0)
     net, x = make(), torch.randn(shape)
     state = {key: value.clone() for key, value in net.state_dict().items()}
@@ -381,7 +381,7 @@ def test_layers_before_a_normalisation_are_found(kind):
 
 
 def test_a_group_has_its_own_scale():
-    make, shape, _ = NORMALISED["linear"]
+    make, shape, _ = NORMALIZED["linear"]
     net, x = make(), torch.randn(shape)
     prior = priors.PerNormalizedGroup(priors.Normal(_learned(0.5)), net, x)
     bnn = bayesianize(net, prior)
@@ -395,7 +395,7 @@ def test_a_group_has_its_own_scale():
     assert priors.PerNormalizedGroup(priors.Normal(0.5), net, x).constant
 
 
-def test_what_a_normalised_group_needs():
+def test_what_a_normalized_group_needs():
     net = _net()
     with pytest.raises(TypeError, match="takes one of the priors"):
         priors.PerNormalizedGroup(lambda *a: None, net, torch.randn(2, 3))
@@ -436,7 +436,7 @@ def test_learnable_inside_others():
     assert labels == {"prior[*.weight]", "prior[*.bias]"}
     layers = priors.learnable(priors.PerLayer(priors.Normal(0.3)))
     assert isinstance(layers.prior.scale, PyroParam)
-    net, x = NORMALISED["linear"][0](), torch.randn(8, 3)
+    net, x = NORMALIZED["linear"][0](), torch.randn(8, 3)
     groups = priors.learnable(priors.PerNormalizedGroup(priors.Normal(0.3), net, x))
     assert isinstance(groups.prior.scale, PyroParam) and groups.groups == ("0",)
 
@@ -450,7 +450,7 @@ def test_what_cannot_be_learned(prior):
 # Around a pretrained network
 
 
-def test_pretrained_is_centred_at_the_networks_values():
+def test_pretrained_is_centered_at_the_networks_values():
     net = _net()
     bnn = bayesianize(net, priors.Pretrained(0.3))
     run = record(bnn, {}, (torch.randn(5, 3),))

@@ -106,7 +106,7 @@ class Calibration:
 
     def symmetry(self) -> Tensor:
         """The p-value of Wilcoxon's signed-rank test of p - 1/2, ``(Q,)``: small where the
-        posterior's centre is biased.
+        posterior's center is biased.
 
         The question of variational simulation-based calibration (Yao et al. 2018, section 3.2),
         whose Kolmogorov-Smirnov test of p against 1 - p takes the two for independent.
@@ -136,7 +136,7 @@ class Calibration:
 _COLUMNS = (
     Column("quantity", "quantity", style="text"),
     Column("uniformity", "p uniform", help="P-value of the chi-squared test of uniform ranks."),
-    Column("symmetry", "p symmetric", help="P-value of the test of a centre without bias."),
+    Column("symmetry", "p symmetric", help="P-value of the test of a center without bias."),
     Column("verdict", "verdict", style="text"),
 )
 
@@ -313,7 +313,7 @@ def _ranks(h: Quantities, true: Mapping[str, Tensor], draws: Draws, simulation: 
 
 
 def _warn_unless_settled(losses: Tensor) -> None:
-    """:param losses: ``(steps, D)``, whose steps become smaller and smaller towards the end."""
+    """:param losses: ``(steps, D)``, whose steps become smaller and smaller toward the end."""
     tenth = max(1, len(losses) // 10)
     middle = losses[len(losses) // 2 - tenth : len(losses) // 2 + 1].mean(0)
     fall = (middle - losses[-tenth:].mean(0)).median().item()

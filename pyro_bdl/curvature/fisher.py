@@ -1,8 +1,8 @@
 """Fisher information of observation distributions in their own parameters, as square roots.
 
 For one datum with parameters theta, F = E[s s'] with the score s = d log p(y | theta) / d theta.
-The generalised Gauss-Newton matrix is sum_n J_n' F_n J_n, with J the Jacobian of theta in the
-latents; since F is covariant, any parametrisation gives the same matrix. F = S S', and each
+The generalized Gauss-Newton matrix is sum_n J_n' F_n J_n, with J the Jacobian of theta in the
+latents; since F is covariant, any parametrization gives the same matrix. F = S S', and each
 column of S is a cotangent that is sent back through the network.
 """
 

@@ -24,7 +24,7 @@ class Hyperparameter:
     """A positive parameter of the program, as its last run read it.
 
     :param value: constrained, with the graph back to ``leaf``.
-    :param leaf: the unconstrained tensor that optimisers see.
+    :param leaf: the unconstrained tensor that optimizers see.
     """
 
     name: str

@@ -81,7 +81,7 @@ def check_efficiency(r_eff: float) -> None:
 
 
 def smooth(log_ratios: Tensor, r_eff: float, compat: str) -> tuple[Tensor, Tensor]:
-    """Normalised smoothed log weights ``(block, S)`` and k-hat ``(block,)`` of each row.
+    """Normalized smoothed log weights ``(block, S)`` and k-hat ``(block,)`` of each row.
 
     :param log_ratios: float64 ``(block, S)``.
     """

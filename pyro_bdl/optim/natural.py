@@ -6,7 +6,7 @@ For q(u) = prod_i Normal(u_i; m_i, s_i^2) and the loss L = E_q[E(u)] - eta H(q),
     dL/dm = E_q[grad E],    dL/ds = s E_q[diag hess E] - eta / s,
 
 so that the precision 1/s^2 that L asks for is E_q[diag hess E] / eta = (dL/ds + eta / s) / (eta s).
-A step of size rho of the natural gradient moves the precision S = 1/s^2 by the share rho towards
+A step of size rho of the natural gradient moves the precision S = 1/s^2 by the share rho toward
 that one, S' (Khan & Lin 2017; Khan et al. 2018, section 3). Since the entropy's part of dL/ds is
 that of S itself, the relative change is
 

@@ -220,7 +220,7 @@ class _Run(Messenger):
         self.last[block] = latent.name
         fn = block.distribution(latent, self)
         msg["fn"] = fn.to_event(latent.event_dim - fn.event_dim)
-        msg["infer"] = {**msg["infer"], INIT_KEY: self.prior.centre(latent.name)}
+        msg["infer"] = {**msg["infer"], INIT_KEY: self.prior.center(latent.name)}
 
     def _postprocess_message(self, msg: Any) -> None:
         if msg["type"] == "sample" and msg["name"] in self.prior.blocks_by_site:
@@ -254,7 +254,7 @@ class GaussianPrior(nn.Module):
     def blocks_by_site(self) -> dict[str, Any]:
         return {latent.name: block for block in self.blocks for latent in block.latents}
 
-    def centre(self, site: str) -> Tensor:
+    def center(self, site: str) -> Tensor:
         """T(mean of u) of one site, where guides start."""
         block = self.blocks_by_site[site]
         if isinstance(block, JointBlock):

@@ -75,7 +75,7 @@ class Together:
         num_particles: int = 4,
         progress: bool = False,
     ) -> Tensor:
-        """Maximise the D ELBOs by Adam, whose learning rate falls to zero along half a cosine.
+        """Maximize the D ELBOs by Adam, whose learning rate falls to zero along half a cosine.
 
         :returns: the losses of each step, (steps, D), in nats.
         """

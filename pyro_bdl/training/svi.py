@@ -60,7 +60,7 @@ def train(
     optimizer: torch.optim.Optimizer | None = None,
     progress: str | None = None,
 ) -> Training:
-    """Maximise the tempered ELBO by Adam, whose learning rate falls to zero along half a cosine.
+    """Maximize the tempered ELBO by Adam, whose learning rate falls to zero along half a cosine.
 
     Ctrl-C ends the training with a warning and keeps what was learned.
 

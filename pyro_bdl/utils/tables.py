@@ -20,7 +20,7 @@ class Column:
 
     :param key: where the rows hold its values.
     :param title: its heading, short.
-    :param group: heading that it shares with its neighbours.
+    :param group: heading that it shares with its neighbors.
     :param help: one sentence that says what the numbers are, and in which units.
     :param style: ``"number"``, ``"percent"`` or ``"text"``.
     :param digits: significant digits of a number.
@@ -89,7 +89,7 @@ def to_text(rows: Sequence[Row], columns: Sequence[Column]) -> str:
 
 
 def groups(columns: Sequence[Column]) -> list[tuple[str, int]]:
-    """Runs of neighbours with the same group, and how many columns each has."""
+    """Runs of neighbors with the same group, and how many columns each has."""
     runs: list[tuple[str, int]] = []
     for column in columns:
         if runs and runs[-1][0] == column.group:

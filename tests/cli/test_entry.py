@@ -23,11 +23,11 @@ TINY += ["--max-tree-depth", "3"]
 def table(tmp_path):
     """A file with a number, a text and two targets, and the folder for the results."""
     random = np.random.default_rng(0)
-    lines = ["size,colour,price,kind"]
+    lines = ["size,color,price,kind"]
     for i in range(40):
         size = random.normal()
-        colour, kind = ("red", "green")[i % 2], ("cat", "dog", "bird")[i % 3]
-        lines.append(f"{size:.3f},{colour},{2 * size + 0.1 * random.normal():.3f},{kind}")
+        color, kind = ("red", "green")[i % 2], ("cat", "dog", "bird")[i % 3]
+        lines.append(f"{size:.3f},{color},{2 * size + 0.1 * random.normal():.3f},{kind}")
     path = tmp_path / "table.csv"
     path.write_text("\n".join(lines) + "\n")
     return path
@@ -95,7 +95,7 @@ def test_classes_of_text_without_the_reference(table, run, tmp_path):
 
 def test_two_classes_of_numbers(table, run):
     lines = table.read_text().splitlines()
-    coded = [lines[0].replace(",colour", "")]
+    coded = [lines[0].replace(",color", "")]
     coded += [line.replace(",red", "").replace(",green", "") for line in lines[1:]]
     coded = [",".join(line.split(",")[:2]) + f",{i % 2}" for i, line in enumerate(coded)]
     table.write_text("\n".join(["size,price,kind", *coded[1:]]) + "\n")
@@ -109,7 +109,7 @@ def test_two_classes_of_numbers(table, run):
         ("--data nowhere.csv --target price", "there is no file nowhere.csv"),
         ("--data TABLE", "--data needs --target"),
         ("--data TABLE --target prize", "did you mean 'price'"),
-        ("--data TABLE --target price", "not numeric: 'colour'"),
+        ("--data TABLE --target price", "not numeric: 'color'"),
         ("--data TABLE --target kind --task regression --one-hot", "'kind' is not numeric"),
         ("--target price", "--target is of use with --data"),
         ("--guides map,foo", "unknown posterior 'foo'"),

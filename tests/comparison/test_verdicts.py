@@ -38,7 +38,7 @@ def test_spread(ratio, words):
         (3.0, "off by 3.0 sd of the"),
     ],
 )
-def test_centre(shift, words):
+def test_center(shift, words):
     assert words in said(mean_shift=shift)
 
 

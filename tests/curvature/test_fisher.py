@@ -166,7 +166,7 @@ def test_categorical():
 
 
 def test_logits_and_probabilities_are_one_information():
-    """J' F J is the same in both parametrisations, also after log_prob has derived the other."""
+    """J' F J is the same in both parametrizations, also after log_prob has derived the other."""
     logits = LOGITS.expand(4, 3).clone().requires_grad_()
     for first, second in (
         (dist.Categorical(logits=logits), dist.Categorical(probs=logits.softmax(-1))),
@@ -312,7 +312,7 @@ def covariance(w):
     return triangle(w) @ triangle(w).mT
 
 
-PARAMETERISATIONS = {
+PARAMETERIZATIONS = {
     "AffineBeta": (2, lambda w: dist.AffineBeta(w[..., 0].exp(), w[..., 1].exp(), T(0.0), T(2.0))),
     "AsymmetricLaplace": (1, lambda w: dist.AsymmetricLaplace(w[..., 0], T(2.0), T(1.3))),
     "Bernoulli, logits": (1, lambda w: dist.Bernoulli(logits=w[..., 0])),
@@ -412,10 +412,10 @@ def pulled_back(distribution, latents):
     return total
 
 
-@pytest.mark.parametrize("name", PARAMETERISATIONS)
-def test_every_parameterisation_against_drawn_scores_of_the_latents(name):
+@pytest.mark.parametrize("name", PARAMETERIZATIONS)
+def test_every_parameterization_against_drawn_scores_of_the_latents(name):
     torch.manual_seed(3)
-    size, make = PARAMETERISATIONS[name]
+    size, make = PARAMETERIZATIONS[name]
     latents = torch.linspace(-0.4, 0.5, size, dtype=torch.float64).requires_grad_()
     found = pulled_back(make(latents[None]), latents)
     draws = 20_000
@@ -430,10 +430,10 @@ def test_every_parameterisation_against_drawn_scores_of_the_latents(name):
     assert found.diagonal().min() > 1e-3
 
 
-def test_multivariate_normals_are_exact_in_every_parameterisation():
+def test_multivariate_normals_are_exact_in_every_parameterization():
     """F_ij = tr(P dS_i P dS_j) / 2 + dm_i' P dm_j, P the inverse of the covariance S."""
     latents = torch.linspace(-0.4, 0.5, 6, dtype=torch.float64).requires_grad_()
-    low_rank = PARAMETERISATIONS["LowRank"][1]
+    low_rank = PARAMETERIZATIONS["LowRank"][1]
     kinds = {
         "scale_tril": lambda w: dist.MultivariateNormal(w[..., 3:5], scale_tril=triangle(w)),
         "covariance": lambda w: dist.MultivariateNormal(w[..., 3:5], covariance(w)),

@@ -186,7 +186,7 @@ def test_parts_that_fit_in_memory_add_up(oracle, structure, kind, monkeypatch):
 def test_a_program_that_needs_all_of_its_data_is_not_cut(oracle, monkeypatch):
     """Rows that look at each other, and a factor, which stands once for all data."""
 
-    def centred(x, y=None):
+    def centered(x, y=None):
         w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
         with pyro.plate("data", len(x)):
             pyro.sample("y", dist.Normal((x - x.mean(0)) @ w, 1.0), obs=y)
@@ -200,7 +200,7 @@ def test_a_program_that_needs_all_of_its_data_is_not_cut(oracle, monkeypatch):
     monkeypatch.setattr(chunking, "_BUDGET", 1)
     torch.manual_seed(0)
     x, y = torch.randn(8, 3), torch.randn(8)
-    program, vector = oracle.program(centred, x, y)
+    program, vector = oracle.program(centered, x, y)
     found = oracle.fit(program, vector, (x, y), structure="full").curvature.matrix
     torch.testing.assert_close(found, torch.cov(x.T, correction=0) * 8)
     program, vector = oracle.program(with_factor, x, y)

@@ -184,7 +184,7 @@ def test_laplace_has_no_curvature_of_its_own(oracle):
     torch.testing.assert_close(precision.diagonal, torch.full((21,), 1 / (2 * 0.49)))
 
 
-def test_student_t_is_concave_near_its_centre_only(oracle):
+def test_student_t_is_concave_near_its_center_only(oracle):
     model, x, y = network(priors.StudentT(4.0, 0.5))
     program, vector = oracle.program(model, x, y)
     vector = 0.1 * torch.randn(program.size)

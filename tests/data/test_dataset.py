@@ -96,10 +96,10 @@ def test_every_class_is_in_the_training_part():
 
 
 def test_one_hot(write):
-    colours = ["red", "blue"] * 10
-    path = write(table("a,colour,y", NUMBERS, colours, NUMBERS))
+    colors = ["red", "blue"] * 10
+    path = write(table("a,color,y", NUMBERS, colors, NUMBERS))
     data = load_csv(path, "y", one_hot=True)
-    assert data.feature_names == ("a", "colour=blue", "colour=red")
+    assert data.feature_names == ("a", "color=blue", "color=red")
     torch.testing.assert_close(data.x_train[:, 1], -data.x_train[:, 2])
 
 

@@ -1,4 +1,4 @@
-"""The generalised Pareto fit, and importance sampling with known tails."""
+"""The generalized Pareto fit, and importance sampling with known tails."""
 
 import math
 

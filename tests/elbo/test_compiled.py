@@ -89,16 +89,16 @@ class Record(list):
     """What a training run did: (loss, expected log likelihood, KL, temperature) of each step, and
     the parameters and buffers at its end."""
 
-    def __init__(self, make, elbo, batches, *, kind=AutoMeanField, optimiser=None, between=None):
+    def __init__(self, make, elbo, batches, *, kind=AutoMeanField, optimizer=None, between=None):
         super().__init__()
         pyro.clear_param_store()
         pyro.set_rng_seed(1)
         self.model = make()
         self.guide = kind(self.model)
-        optimiser = optimiser or (lambda guide: pyro.optim.Adam({"lr": 0.05}))
+        optimizer = optimizer or (lambda guide: pyro.optim.Adam({"lr": 0.05}))
         self.guide(*batches[0])
         pyro.set_rng_seed(2)
-        svi = SVI(self.model, self.guide, optimiser(self.guide), elbo)
+        svi = SVI(self.model, self.guide, optimizer(self.guide), elbo)
         for number, batch in enumerate(batches):
             if between is not None:
                 between(number, self.model, self.guide)
@@ -584,7 +584,7 @@ def test_an_estimator_in_a_context():
 
 
 def test_ivon_has_its_noise():
-    def optimiser(guide):
+    def optimizer(guide):
         return InSVI(IVON(guide, lr=0.05))
 
     noises = []
@@ -592,7 +592,7 @@ def test_ivon_has_its_noise():
     def between(number, model, guide):
         noises.append(guide.last_noise)
 
-    _same({}, [(X, Y)] * 8, optimiser=optimiser, between=between)
+    _same({}, [(X, Y)] * 8, optimizer=optimizer, between=between)
     model = _model()
     guide = AutoMeanField(model).prototype(X, Y)
     IVON(guide)
@@ -605,7 +605,7 @@ def test_ivon_has_its_noise():
     assert elbo.num_replays == 2
 
 
-def test_an_optimiser_that_asks_for_the_noise_later():
+def test_an_optimizer_that_asks_for_the_noise_later():
     model = _model()
     guide = AutoMeanField(model).prototype(X, Y)
     elbo = CompiledELBO()

@@ -119,12 +119,12 @@ def test_the_path_by_sites_gives_the_same(kind, conjugate, exact_expectations, c
         _close(a, b)
 
 
-@pytest.mark.parametrize("optimiser", [pytest.param("pyro", marks=pytest.mark.slow), "torch"])
-def test_training_ends_at_the_optimum(kind, conjugate, exact_expectations, optimiser):
+@pytest.mark.parametrize("optimizer", [pytest.param("pyro", marks=pytest.mark.slow), "torch"])
+def test_training_ends_at_the_optimum(kind, conjugate, exact_expectations, optimizer):
     guide = AutoMeanField(conjugate.model).prototype(conjugate.x, conjugate.y)
     elbo = kind(0.1, num_particles=exact_expectations(4))
     steps = 400
-    if optimiser == "pyro":
+    if optimizer == "pyro":
         adam = pyro.optim.ClippedAdam({"lr": 0.3, "lrd": 1e-4 ** (1 / steps)})
         svi = SVI(conjugate.model, guide, adam, elbo)
         for _ in range(steps):
@@ -268,7 +268,7 @@ def test_factors_of_a_guide_count():
 # Particles
 
 
-def test_vectorised_particles_are_the_loop(kind):
+def test_vectorized_particles_are_the_loop(kind):
     """At the draws that the guide makes for several particles, one by one."""
     model = _network()
     guide = AutoMeanField(model, init_scale=0.3).prototype(X, Y)
@@ -390,7 +390,7 @@ def test_any_callable_is_a_schedule(kind, conjugate, exact_expectations):
         _close(value, kl / (1 + step) - likelihood)
 
 
-def test_the_overparameterised_scaling(conjugate, exact_expectations):
+def test_the_overparameterized_scaling(conjugate, exact_expectations):
     eta = temperature.overparameterized(1.0, num_data=8, num_neurons=80)
     guide = conjugate.mean_field(AutoMeanField(conjugate.model), 0.1)
     elbo = TemperedTrace_ELBO(eta, exact_expectations(4))(conjugate.model, guide)
@@ -533,7 +533,7 @@ def test_a_program_with_an_attribute_called_model_keeps_its_argument_names():
         TemperedTrace_ELBO()(program, AutoMeanField(program))(_bad(X, [(0, 0)], math.nan), Y)
 
 
-def test_a_guide_that_cannot_be_reparameterised(kind):
+def test_a_guide_that_cannot_be_reparameterized(kind):
     def model(x, y):
         w = pyro.sample("w", dist.Normal(torch.zeros((), dtype=D), 1.0))
         pyro.sample("y", dist.Normal(w, 1.0), obs=y[0])

@@ -72,10 +72,10 @@ class Layer:
         count, variance = len(samples), covariance.diagonal()
         slack = errors * (variance / count).sqrt() + 1e-9
         assert ((samples.flatten(1).mean(0) - mean).abs() <= slack).all()
-        centred = samples.flatten(1) - mean
+        centered = samples.flatten(1) - mean
         slack = variance[:, None] * variance + covariance.square()
         slack = errors * (slack / count).sqrt() + 1e-9
-        assert ((centred.T @ centred / count - covariance).abs() <= slack).all()
+        assert ((centered.T @ centered / count - covariance).abs() <= slack).all()
 
 
 @pytest.fixture

@@ -194,11 +194,11 @@ def test_guides_without_dropout_are_refused():
 
 
 def test_a_penalty_on_a_dropped_weight_is_refused():
-    class Penalised(nn.Sequential):
+    class Penalized(nn.Sequential):
         def forward(self, x):
             return super().forward(x) + self[2].weight.square().sum()
 
-    net = Penalised(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 2)).double()
+    net = Penalized(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 2)).double()
     _, x, y = classifier()
     model = models.Classification(bayesianize(net))
     guide = AutoMCDropout(model, p=0.3).prototype(x, y)

@@ -1,4 +1,4 @@
-"""Local reparameterisation: a network's outputs, noise of its own for each datum and particle."""
+"""Local reparameterization: a network's outputs, noise of its own for each datum and particle."""
 
 import pyro.distributions as dist
 import pytest

@@ -81,7 +81,7 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_local_reparameterisation_has_the_exact_moments(name, layer):
+def test_local_reparameterization_has_the_exact_moments(name, layer):
     """Data of one run are independent of each other."""
     function, x, shapes = LAYERS[name]
     made = layer(function, x, **shapes)

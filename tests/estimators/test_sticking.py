@@ -101,7 +101,7 @@ def test_no_bias_elsewhere(conjugate, exact_expectations):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
-def test_together_with_local_reparameterisation(conjugate):
+def test_together_with_local_reparameterization(conjugate):
     """Its mean at the optimum is zero too, within five standard errors."""
     guide = conjugate.mean_field(AutoMeanField(conjugate.model))
     elbo = TemperedTrace_ELBO(

@@ -146,7 +146,7 @@ def test_the_bar_waits_for_rounds_that_take_long(line, capsys, monkeypatch):
     assert "variational EM" in capsys.readouterr().err
 
 
-def test_nothing_to_maximise(line, learn):
+def test_nothing_to_maximize(line, learn):
     model = models.Regression(bayesianize(nn.Linear(3, 1)), noise=0.5)
     with pytest.raises(ValueError, match="no hyperparameter of the program is the scale of Normal"):
         variational_em(model, AutoMeanField(model), line.data, rounds=1, steps=1)

@@ -163,7 +163,7 @@ def test_it_is_the_evidence_of_the_posterior():
     assert loss == pytest.approx(float(expected))
 
 
-def optimise(how, model, guide, x, y, steps=150):
+def optimize(how, model, guide, x, y, steps=150):
     elbo = LastLayerEvidence()
     if how == "SVI":
         svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.03}), elbo)
@@ -188,7 +188,7 @@ def test_it_trains_features_and_hyperparameters(how):
     model = shared(1)
     guide = AutoLastLayer(model)
     start = [p.detach().clone() for p in model.parameters()]
-    losses = optimise(how, model, guide, x, y, steps=400)
+    losses = optimize(how, model, guide, x, y, steps=400)
     assert losses[-1] < losses[0] - 1.0
     assert all(p != before for p, before in zip(model.parameters(), start, strict=True))
     trained = evidence.log_marginal_likelihood(guide.laplace_approximation((x, y)))
@@ -202,7 +202,7 @@ def test_both_ways_of_training_are_the_same():
     for how in ("SVI", "torch"):
         pyro.clear_param_store()
         model = shared(1)
-        found.append(optimise(how, model, AutoLastLayer(model), x, y, steps=5))
+        found.append(optimize(how, model, AutoLastLayer(model), x, y, steps=5))
     assert found[0] == pytest.approx(found[1])
 
 
@@ -317,6 +317,6 @@ def test_on_a_gpu(how):
     model = shared(1)
     expected = LastLayerEvidence().loss(model, AutoLastLayer(model), x, y)
     model = model.cuda()
-    losses = optimise(how, model, AutoLastLayer(model), x.cuda(), y.cuda(), steps=20)
+    losses = optimize(how, model, AutoLastLayer(model), x.cuda(), y.cuda(), steps=20)
     assert losses[0] == pytest.approx(expected)
     assert losses[-1] < losses[0]

@@ -193,7 +193,7 @@ def test_noise_of_each_output_is_not_guessed(learn, values):
         assert torch.allclose(values(laplace)["noise"], torch.tensor([0.5, 1.5]))
 
 
-def test_weights_without_a_prior_are_left_to_the_optimiser(learn):
+def test_weights_without_a_prior_are_left_to_the_optimizer(learn):
     torch.manual_seed(0)
     x, y = torch.randn(9, 2), torch.randn(9)
     prior = priors.ByName({"weight": priors.Normal(learn(0.7))})

@@ -43,18 +43,18 @@ def test_it_reaches_the_maximum_of_the_exact_evidence(line, method, linearized, 
 
 
 def test_in_a_loop_of_svi(line):
-    """A real loop, whose optimiser holds the guide's parameters alone."""
+    """A real loop, whose optimizer holds the guide's parameters alone."""
     best, *_ = line.best()
     guide = map_guide(line)
-    optimiser = torch.optim.Adam(guide.parameters(), lr=0.05)
+    optimizer = torch.optim.Adam(guide.parameters(), lr=0.05)
     elbo = pyro.infer.Trace_ELBO()
     data = [(line.x[:5], line.y[:5]), (line.x[5:], line.y[5:])]
     online = MarginalLikelihoodTraining(guide, data, every=10, burn_in=100, structure="full")
     for _ in range(400):
         loss = elbo.differentiable_loss(line.model, guide, *line.data)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         if not online.step():
             break
     assert online.best.log_evidence == pytest.approx(best, abs=0.05)
@@ -175,7 +175,7 @@ def test_without_hyperparameters_it_is_a_map(line):
 
 
 def test_heavy_tails_and_weights_without_a_prior(line, learn):
-    """No closed form for the scale, and a bias that the optimiser of the MAP learns."""
+    """No closed form for the scale, and a bias that the optimizer of the MAP learns."""
     prior = priors.ByName({"weight": priors.StudentT(4.0, learn(1.0))})
     model = models.Regression(bayesianize(nn.Linear(3, 1), prior), noise=0.5)
     bias = dict(model.named_parameters())["network.network.bias"]

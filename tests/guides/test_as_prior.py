@@ -72,7 +72,7 @@ def tasks():
 def fit(model, guide, args, elbo=None, tolerance=1e-11):
     """The optimum by a quasi-Newton method; the objective must not be random."""
     guide.prototype(*args)
-    optimiser = torch.optim.LBFGS(
+    optimizer = torch.optim.LBFGS(
         list(guide.parameters()),
         max_iter=500,
         line_search_fn="strong_wolfe",
@@ -82,12 +82,12 @@ def fit(model, guide, args, elbo=None, tolerance=1e-11):
     loss = (elbo or TemperedTrace_ELBO())(model, guide)
 
     def closure():
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         value = loss(*args)
         value.backward()
         return value
 
-    optimiser.step(closure)
+    optimizer.step(closure)
     return guide
 
 
@@ -382,7 +382,7 @@ def test_new_guides_start_at_the_posteriors_mean():
 
 
 @pytest.mark.parametrize("name", ["mean-field", "laplace-full", "laplace-kron"])
-def test_every_bound_and_optimiser_takes_the_prior(name):
+def test_every_bound_and_optimizer_takes_the_prior(name):
     model, x, y = network()
     model.update_prior(gaussian_guide(name, model, x, y))
     for kind in (AutoMeanField, AutoLowRank, AutoMatrixNormal, AutoMAP):

@@ -73,7 +73,7 @@ def _losses(guide, model, elbo, steps=20, lr=0.05, x=X, y=Y):
     return [svi.step(x, y) for _ in range(steps)]
 
 
-# Every optimiser and every bound
+# Every optimizer and every bound
 
 
 def test_it_learns(kind):
@@ -104,7 +104,7 @@ def test_a_step_under_every_bound_lowers_the_loss_of_the_same_draw(kind, elbo):
 
 
 @pytest.mark.parametrize(
-    "optimiser",
+    "optimizer",
     [
         pyro.optim.Adam({"lr": 0.05}),
         pyro.optim.ClippedAdam({"lr": 0.05, "lrd": 0.999}),
@@ -112,11 +112,11 @@ def test_a_step_under_every_bound_lowers_the_loss_of_the_same_draw(kind, elbo):
     ],
     ids=["Adam", "ClippedAdam", "SGD"],
 )
-def test_pyros_optimisers_move_every_parameter(kind, optimiser):
+def test_pyros_optimizers_move_every_parameter(kind, optimizer):
     model = _model()
     guide = kind(model).prototype(X, Y)
     before = {name: p.clone() for name, p in guide.named_parameters()}
-    SVI(model, guide, optimiser, TemperedTraceMeanField_ELBO()).step(X, Y)
+    SVI(model, guide, optimizer, TemperedTraceMeanField_ELBO()).step(X, Y)
     for name, parameter in guide.named_parameters():
         moved = parameter != before[name]
         if name.startswith(("row", "column")):  # triangular: what is above counts for nothing
@@ -124,7 +124,7 @@ def test_pyros_optimisers_move_every_parameter(kind, optimiser):
         assert moved.all()
 
 
-def test_torchs_optimisers_see_the_parameters_after_prototype(kind, elbo):
+def test_torchs_optimizers_see_the_parameters_after_prototype(kind, elbo):
     model = _model()
     guide = kind(model)
     assert list(elbo()(model, guide).parameters()) == []
@@ -140,7 +140,7 @@ def test_torchs_optimisers_see_the_parameters_after_prototype(kind, elbo):
     assert not any(map(torch.equal, parameters, before))
 
 
-def test_pyros_and_torchs_optimisers_change_the_same_tensors(kind):
+def test_pyros_and_torchs_optimizers_change_the_same_tensors(kind):
     model = _model()
     guide = kind(model)
     _losses(guide, model, TemperedTrace_ELBO(), steps=1)
@@ -249,15 +249,15 @@ def test_before_the_first_run_it_says_what_to_do(kind):
 def test_it_starts_from_the_network(kind):
     model = _model()
     guide = kind(model).prototype(X, Y)
-    centre = guide.layout.constrain(guide.location())[0]
+    center = guide.layout.constrain(guide.location())[0]
     for name, value in model.network.net.named_buffers():
-        assert torch.equal(centre[name], value)
+        assert torch.equal(center[name], value)
 
 
 @pytest.mark.parametrize(
     "init", [init_to_feasible, init_to_mean, init_to_value(values={"noise": torch.tensor(0.7)})]
 )
-def test_pyros_initialisations(kind, init):
+def test_pyros_initializations(kind, init):
     guide = kind(_model(), init_loc_fn=init)
     median = guide.median(X, Y)
     assert median["noise"] > 0
@@ -343,7 +343,7 @@ def test_values_come_back_from_pyros_store(kind, tmp_path):
     pyro.get_param_store().load(tmp_path / "store")
     guide(X, Y)
     assert all(torch.equal(guide.median()[name], value) for name, value in saved.items())
-    _losses(guide, model, TemperedTrace_ELBO(), 5)  # and the optimiser moves the guide's own
+    _losses(guide, model, TemperedTrace_ELBO(), 5)  # and the optimizer moves the guide's own
     assert not any(torch.equal(guide.median()[name], value) for name, value in saved.items())
     assert not all(torch.equal(saved[name], value) for name, value in later.items())
 

@@ -19,11 +19,11 @@ def problem(dtype=torch.float32):
 def trained(model, guide, x, y, particles, steps=200):
     # the mean over particles scales gradients, to which Adam is blind but for its eps
     elbo = bdl.elbo.TemperedTrace_ELBO(num_particles=particles)
-    optimiser = torch.optim.Adam(guide.prototype(x, y).parameters(), lr=0.02, eps=1e-20)
+    optimizer = torch.optim.Adam(guide.prototype(x, y).parameters(), lr=0.02, eps=1e-20)
     for _ in range(steps):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         elbo.differentiable_loss(model, guide, x, y).backward()
-        optimiser.step()
+        optimizer.step()
     return guide
 
 

@@ -29,8 +29,8 @@ def _quadrature(q, p):
         log_q = q.log_prob(w)
         return (log_q.exp() * (log_q - p.log_prob(w)) * w).item()
 
-    centre, width = q.loc.item(), q.scale.item()
-    return quad(integrand, centre - 12 * width, centre + 12 * width, epsabs=1e-12, limit=200)[0]
+    center, width = q.loc.item(), q.scale.item()
+    return quad(integrand, center - 12 * width, center + 12 * width, epsabs=1e-12, limit=200)[0]
 
 
 PRIORS = {

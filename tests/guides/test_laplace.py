@@ -90,7 +90,7 @@ def test_the_elbo_of_the_exact_posterior_is_the_evidence(conjugate):
 
 @pytest.mark.parametrize("elbo", [Trace_ELBO, TemperedTraceMeanField_ELBO])
 def test_training_finds_the_maximum_in_the_unconstrained_vector(elbo):
-    """The noise's log |ds/du| counts: u* maximises log p(y, T(u)) + u."""
+    """The noise's log |ds/du| counts: u* maximizes log p(y, T(u)) + u."""
     torch.manual_seed(0)
     x = torch.randn(20, 1, dtype=D)
     y = 1.5 * x[:, 0] + 0.3 * torch.randn(20, dtype=D)
@@ -129,15 +129,15 @@ def test_the_hessian_is_that_of_the_whole_density(covariance):
 
     guide = AutoLaplaceGGN(model, structure="full", curvature="hessian").prototype(x, y)
     program = Program(model, x, y)
-    optimiser = torch.optim.LBFGS(guide.parameters(), max_iter=200, line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS(guide.parameters(), max_iter=200, line_search_fn="strong_wolfe")
 
     def closure():
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss = Trace_ELBO().differentiable_loss(model, guide, x, y)
         loss.backward()
         return loss
 
-    optimiser.step(closure)
+    optimizer.step(closure)
     u = guide.loc.detach()
     expected = -torch.autograd.functional.hessian(program.log_density, u)
     laplace = guide.laplace_approximation((x, y))
@@ -317,8 +317,8 @@ def test_changes_for_one_approximation(conjugate):
     assert guide.config.structure == "kron"
     with pytest.raises(ValueError, match="unknown structure"):
         guide.laplace_approximation(data(conjugate), structure="half")
-    with pytest.raises(TypeError, match="colour"):
-        guide.laplace_approximation(data(conjugate), colour=1)
+    with pytest.raises(TypeError, match="color"):
+        guide.laplace_approximation(data(conjugate), color=1)
     with pytest.raises(ValueError, match="unknown structure"):
         AutoLaplaceGGN(conjugate.model, structure="half")
 
@@ -895,7 +895,7 @@ def test_the_hessian_of_a_program_of_factors(conjugate, batches, covariance):
 
 
 def test_a_reparameterized_program(conjugate, covariance):
-    """Decentred, w = 2 v: the posterior of v is that of w, scaled."""
+    """Decentered, w = 2 v: the posterior of v is that of w, scaled."""
     x, y = data(conjugate)
 
     def model(x, y=None):

@@ -181,7 +181,7 @@ def test_training_reaches_the_exact_posterior(conjugate, exact_expectations):
     guide = AutoLowRank(conjugate.model, rank=3).prototype(conjugate.x, conjugate.y)
     particles = exact_expectations(7)
     loss = TemperedTraceMeanField_ELBO(num_particles=particles)(conjugate.model, guide)
-    optimiser = torch.optim.LBFGS(
+    optimizer = torch.optim.LBFGS(
         list(guide.parameters()),
         max_iter=400,
         line_search_fn="strong_wolfe",
@@ -190,12 +190,12 @@ def test_training_reaches_the_exact_posterior(conjugate, exact_expectations):
     )
 
     def closure():
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         value = loss(conjugate.x, conjugate.y)
         value.backward()
         return value
 
-    optimiser.step(closure)
+    optimizer.step(closure)
     posterior = guide.get_posterior()
     torch.testing.assert_close(posterior.mean.detach(), conjugate.mean(), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(

@@ -81,7 +81,7 @@ def test_draws_have_the_right_distribution(guide):
     correlation = torch.corrcoef(values.T) - torch.eye(4, dtype=D)
     assert correlation.abs().max() < 0.08
     draws["s"].sum().backward()
-    assert guide.scale_unconstrained.grad[2] != 0  # reparameterised
+    assert guide.scale_unconstrained.grad[2] != 0  # reparameterized
 
 
 def test_entropy_is_that_of_the_latents(guide):
@@ -181,8 +181,8 @@ def test_the_exact_optimum_with_shared_scales(conjugate, exact_expectations, sha
 
 def trained(conjugate, steps=200, **options):
     guide = AutoMeanField(conjugate.model, **options)
-    optimiser = pyro.optim.Adam({"lr": 0.05})
-    svi = pyro.infer.SVI(conjugate.model, guide, optimiser, TemperedTraceMeanField_ELBO())
+    optimizer = pyro.optim.Adam({"lr": 0.05})
+    svi = pyro.infer.SVI(conjugate.model, guide, optimizer, TemperedTraceMeanField_ELBO())
     for _ in range(steps):
         svi.step(conjugate.x, conjugate.y)
     return guide

@@ -28,15 +28,15 @@ def test_the_loss_is_minus_the_log_joint(elbo, conjugate):
 def test_it_ends_at_the_mode_of_a_conjugate_model(conjugate, eta):
     guide = AutoMAP(conjugate.model).prototype(conjugate.x, conjugate.y)
     loss = TemperedTraceMeanField_ELBO(eta)(conjugate.model, guide)
-    optimiser = torch.optim.LBFGS(loss.parameters(), max_iter=100, tolerance_grad=1e-12)
+    optimizer = torch.optim.LBFGS(loss.parameters(), max_iter=100, tolerance_grad=1e-12)
 
     def closure():
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         value = loss(conjugate.x, conjugate.y)
         value.backward()
         return value
 
-    optimiser.step(closure)
+    optimizer.step(closure)
     torch.testing.assert_close(guide.loc.detach(), conjugate.mean(eta), rtol=1e-6, atol=1e-6)
     draws = guide.sample_latents(3)
     assert torch.equal(draws["weight"][0], draws["weight"][2])

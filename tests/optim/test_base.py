@@ -1,4 +1,4 @@
-"""Which guides the natural-gradient optimisers move, and what their copies move."""
+"""Which guides the natural-gradient optimizers move, and what their copies move."""
 
 import copy
 
@@ -20,20 +20,20 @@ def _problem():
     return model, (x, x.sum(1))
 
 
-@pytest.mark.parametrize("optimiser", [IVON, VOGN])
-def test_a_bounded_scale_is_refused(optimiser):
+@pytest.mark.parametrize("optimizer", [IVON, VOGN])
+def test_a_bounded_scale_is_refused(optimizer):
     """It is no softplus of the parameter, which the step would take it for."""
     model, data = _problem()
     guide = AutoMeanField(model, max_scale=0.5).prototype(*data)
     with pytest.raises(ValueError, match="without max_scale"):
-        optimiser(guide)
+        optimizer(guide)
 
 
-@pytest.mark.parametrize(("optimiser", "elbo"), PAIRS)
-def test_a_copy_moves_the_copied_guide(optimiser, elbo):
+@pytest.mark.parametrize(("optimizer", "elbo"), PAIRS)
+def test_a_copy_moves_the_copied_guide(optimizer, elbo):
     model, data = _problem()
     guide = AutoMeanField(model).prototype(*data)
-    optimizer = optimiser(guide)
+    optimizer = optimizer(guide)
 
     def step(model, guide, optimizer):
         optimizer.zero_grad()
@@ -53,12 +53,12 @@ def test_a_copy_moves_the_copied_guide(optimiser, elbo):
     assert torch.equal(guide.scale, clone["guide"].scale)
 
 
-@pytest.mark.parametrize(("optimiser", "elbo"), PAIRS)
-def test_a_warm_up_may_start_at_a_learning_rate_of_zero(optimiser, elbo):
+@pytest.mark.parametrize(("optimizer", "elbo"), PAIRS)
+def test_a_warm_up_may_start_at_a_learning_rate_of_zero(optimizer, elbo):
     """The first step moves nothing, and the later ones do."""
     model, data = _problem()
     guide = AutoMeanField(model).prototype(*data)
-    optimizer = optimiser(guide)
+    optimizer = optimizer(guide)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 4)
     vectors = []
     for _ in range(3):

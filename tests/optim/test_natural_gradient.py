@@ -20,7 +20,7 @@ from pyro_bdl.guides import AutoLaplaceGGN, AutoMeanField
 from pyro_bdl.optim import IVON, VOGN, GaussNewton_ELBO, InSVI
 from pyro_bdl.optim.natural import relative_change, riemannian_growth
 
-# The optimiser, its ELBO, and draws for a quiet gradient
+# The optimizer, its ELBO, and draws for a quiet gradient
 PAIRS = {
     "ivon": (IVON, TemperedTraceMeanField_ELBO),
     "ivon, sampled KL": (IVON, TemperedTrace_ELBO),
@@ -86,7 +86,7 @@ def test_the_control_variate_is_the_noise_of_the_draw(estimator):
         optimizer.step()
         assert guide.last_noise is None
     steadied = gradient if noise is None else gradient - mean * noise
-    # The precision that the gradient asks for, and the step towards it, written out.
+    # The precision that the gradient asks for, and the step toward it, written out.
     precision = scale.square().reciprocal()
     change = 0.01 * ((steadied + 1 / scale) / scale - precision)
     expected = precision + change + change.square() / (2 * precision)
@@ -126,13 +126,13 @@ def test_far_from_the_optimum_the_precision_is_still_that_of_the_posterior():
     ],
 )
 def test_the_optimum_of_mean_field_is_reached(name, temperature):
-    optimiser, elbo = PAIRS[name]
+    optimizer, elbo = PAIRS[name]
     model, x, y = _linear()
     guide = AutoMeanField(model).prototype(x, y)
     torch.manual_seed(1)
     _run(
-        optimiser(guide, temperature=temperature, betas=(0.9, 0.99)),
-        elbo(temperature, num_particles=DRAWS[optimiser])(model, guide),
+        optimizer(guide, temperature=temperature, betas=(0.9, 0.99)),
+        elbo(temperature, num_particles=DRAWS[optimizer])(model, guide),
         guide, x, y, 600,
     )  # fmt: skip
     mean, precision = _optimum(x, y, temperature)
@@ -147,13 +147,13 @@ def test_the_optimum_of_mean_field_is_reached(name, temperature):
     "name", ["ivon", pytest.param("ivon, sampled KL", marks=pytest.mark.slow), "vogn"]
 )
 def test_the_cold_posterior_is_reached(name):
-    optimiser, elbo = PAIRS[name]
+    optimizer, elbo = PAIRS[name]
     model, x, y = _linear()
     guide = AutoMeanField(model).prototype(x, y)
     torch.manual_seed(1)
     _run(
-        optimiser(guide, temperature=0.1),
-        elbo(cold_temperature=0.1, num_particles=DRAWS[optimiser])(model, guide),
+        optimizer(guide, temperature=0.1),
+        elbo(cold_temperature=0.1, num_particles=DRAWS[optimizer])(model, guide),
         guide, x, y, 600,
     )  # fmt: skip
     mean, precision = _optimum(x, y)
@@ -367,10 +367,10 @@ def test_buffers_that_change_no_output_move_once_a_step():
 
 
 def test_pyros_svi_takes_them(pair):
-    optimiser, elbo = pair
+    optimizer, elbo = pair
     model, x, y = _linear()
     guide = AutoMeanField(model).prototype(x, y)
-    svi = SVI(model, guide, InSVI(optimiser(guide)), elbo(num_particles=2))
+    svi = SVI(model, guide, InSVI(optimizer(guide)), elbo(num_particles=2))
     losses = [svi.step(x, y) for _ in range(100)]
     assert sum(losses[-10:]) < sum(losses[:10])
 
@@ -388,7 +388,7 @@ def test_svi_goes_on_after_a_step_that_failed():
     assert not torch.equal(guide.loc, before)
 
 
-def test_a_programs_own_parameters_need_an_optimiser_too():
+def test_a_programs_own_parameters_need_an_optimizer_too():
     x, y = torch.randn(6, 2, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
     model = _net_model()
     guide = AutoMeanField(model).prototype(x, y)
@@ -406,10 +406,10 @@ def test_a_programs_own_parameters_need_an_optimiser_too():
 
 
 def test_saved_and_restored_it_goes_on_as_if_nothing_had_happened(pair):
-    optimiser, elbo = pair
+    optimizer, elbo = pair
     model, x, y = _linear()
     guide = AutoMeanField(model).prototype(x, y)
-    first, loss = optimiser(guide), elbo()(model, guide)
+    first, loss = optimizer(guide), elbo()(model, guide)
     _run(first, loss, guide, x, y, 7)
     file = io.BytesIO()
     torch.save({"guide": guide.state_dict(), "optimizer": first.state_dict()}, file)
@@ -419,7 +419,7 @@ def test_saved_and_restored_it_goes_on_as_if_nothing_had_happened(pair):
     saved = torch.load(file)
     again = AutoMeanField(model).prototype(x, y)
     again.load_state_dict(saved["guide"])
-    second = optimiser(again)
+    second = optimizer(again)
     second.load_state_dict(saved["optimizer"])
     torch.manual_seed(3)
     _run(second, elbo()(model, again), again, x, y, 5)
@@ -428,22 +428,22 @@ def test_saved_and_restored_it_goes_on_as_if_nothing_had_happened(pair):
 
 
 def test_the_precision_is_averaged_over_more_steps_as_the_learning_rate_falls(pair):
-    optimiser, elbo = pair
+    optimizer, elbo = pair
     model, x, y = _linear()
 
     def growth(*rates):
         """Of the precision in the last of some steps, relative."""
         torch.manual_seed(0)
         guide = AutoMeanField(model).prototype(x, y)
-        optimizer, loss = optimiser(guide), elbo()(model, guide)
+        mover, loss = optimizer(guide), elbo()(model, guide)
         loss(x, y)  # the first call also checks the program, and draws for it
         torch.manual_seed(0)
         for lr in rates:
             before = guide.scale.detach()
-            optimizer.param_groups[0]["lr"] = lr
-            optimizer.zero_grad()
+            mover.param_groups[0]["lr"] = lr
+            mover.zero_grad()
             loss(x, y).backward()
-            optimizer.step()
+            mover.step()
         return (before / guide.scale.detach()).square() - 1.0
 
     torch.testing.assert_close(growth(0.02), growth(0.1))  # a warm-up has the whole rate
@@ -465,10 +465,10 @@ def test_steps_follow_the_learning_rate_and_the_clip():
 
 
 def test_a_guide_is_left_as_it_was_where_something_fails(pair):
-    optimiser, elbo = pair
+    optimizer, elbo = pair
     model, x, y = _linear()
     guide = AutoMeanField(model).prototype(x, y)
-    optimizer = optimiser(guide)
+    optimizer = optimizer(guide)
     loss = elbo()(model, guide)
     _run(optimizer, loss, guide, x, y, 3)
     before = {name: value.clone() for name, value in guide.state_dict().items()}
@@ -526,10 +526,10 @@ def test_vogn_without_its_elbo_says_so():
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_cuda(pair):
-    optimiser, elbo = pair
+    optimizer, elbo = pair
     x, y = torch.randn(6, 2).cuda(), torch.randn(6).cuda()
     net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
     model = bdl.models.Regression(bdl.bayesianize(net), noise=0.4).cuda()
     guide = AutoMeanField(model).prototype(x, y)
-    _run(optimiser(guide), elbo()(model, guide), guide, x, y, 5)
+    _run(optimizer(guide), elbo()(model, guide), guide, x, y, 5)
     assert guide.loc.is_cuda

@@ -86,12 +86,12 @@ def test_pyplot_and_settings_are_left_alone_and_figures_are_five_inches_wide():
         assert sys.modules["matplotlib.pyplot"].get_fignums() == []
 
 
-def test_colours_are_the_same_in_every_figure(draws, line):
+def test_colors_are_the_same_in_every_figure(draws, line):
     bands = plots.predictive_bands(torch.arange(8.0), draws, reference="nuts")
     space = plots.function_space(draws, reference="nuts")
     forest = plots.forest(draws, reference="nuts")
-    colour = line(space.axes[0], "mean-field").get_color()
-    assert bands.axes[1].lines[0].get_color() == colour
-    assert line(forest.axes[0], "mean-field").get_color() == colour
+    color = line(space.axes[0], "mean-field").get_color()
+    assert bands.axes[1].lines[0].get_color() == color
+    assert line(forest.axes[0], "mean-field").get_color() == color
     names = dict.fromkeys("abcdefgh")
     assert len({style["color"] for style in plots.styles(names).values()}) == 8

@@ -28,11 +28,11 @@ def test_bars_are_counts_and_the_band_binomial_quantiles(calibration):
     assert calibration.counts(10)[1].tolist() == [40, 0, 0, 0, 10, 10, 10, 10, 10, 10]
 
 
-def test_bars_outside_the_band_have_another_colour(calibration):
+def test_bars_outside_the_band_have_another_color(calibration):
     even, uneven = plots.rank_histograms(calibration, bins=10).axes
     assert len({bar.get_facecolor() for bar in even.patches[1:]}) == 1
-    colours = [matplotlib.colors.to_hex(bar.get_facecolor()) for bar in uneven.patches[1:]]
-    assert len(set(colours[:4])) == 1 and set(colours[:4]).isdisjoint(colours[4:])
+    colors = [matplotlib.colors.to_hex(bar.get_facecolor()) for bar in uneven.patches[1:]]
+    assert len(set(colors[:4])) == 1 and set(colors[:4]).isdisjoint(colors[4:])
 
 
 def test_bad_input_of_rank_histograms(calibration):

@@ -209,8 +209,8 @@ def test_a_linear_gaussian_is_predicted_exactly(conjugate):
         found, whole = predictive.joint_covariance(x)["y"]
         torch.testing.assert_close(found, mean, **exactly)
         torch.testing.assert_close(whole, joint, **exactly)
-        centre, own = predictive.covariance(x)["y"]
-        torch.testing.assert_close(centre, mean[:, None], **exactly)
+        center, own = predictive.covariance(x)["y"]
+        torch.testing.assert_close(center, mean[:, None], **exactly)
         torch.testing.assert_close(own, joint.diagonal()[:, None, None], **exactly)
         expected = dist.Normal(mean, total.sqrt()).log_prob(y)
         torch.testing.assert_close(predictive.log_density(x, y)["y"], expected, **exactly)

@@ -49,10 +49,10 @@ def test_moments_and_covariances(conjugate, mixture):
     torch.testing.assert_close(found.mean["loc"], mean)
     torch.testing.assert_close(found.variance["loc"], total)
     torch.testing.assert_close(found.predictive_variance, total + 0.25)
-    centre, joint = predictive.joint_covariance(conjugate.x)["y"]
+    center, joint = predictive.joint_covariance(conjugate.x)["y"]
     inside = conjugate.design @ torch.linalg.inv(conjugate.precision()) @ conjugate.design.mT
     spread = torch.einsum("k,ki,kj->ij", weights, means - mean, means - mean)
-    torch.testing.assert_close(centre, mean)
+    torch.testing.assert_close(center, mean)
     torch.testing.assert_close(joint, inside + spread)
     torch.testing.assert_close(predictive.covariance(conjugate.x)["y"][1][:, 0, 0], total)
 

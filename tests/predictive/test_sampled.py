@@ -1,4 +1,4 @@
-"""Predictive draws: exact moments, vectorised equals looped, one shape for all posteriors."""
+"""Predictive draws: exact moments, vectorized equals looped, one shape for all posteriors."""
 
 import warnings
 
@@ -259,7 +259,7 @@ def test_recurrent_networks_are_looped_over_and_it_is_said_once(kind):
     assert len([w for w in caught if issubclass(w.category, BdlWarning)]) == 1
 
 
-def test_a_function_that_cannot_be_vectorised_is_told_of_once_for_all_chunks():
+def test_a_function_that_cannot_be_vectorized_is_told_of_once_for_all_chunks():
     draws = {"w": torch.arange(5.0)}
     with pytest.warns(BdlWarning, match="cannot be vectorized") as caught:
         result = map_draws(lambda d: d["w"] * d["w"].item(), draws, chunk_size=2)
@@ -267,7 +267,7 @@ def test_a_function_that_cannot_be_vectorised_is_told_of_once_for_all_chunks():
 
 
 def test_draws_that_fill_the_memory_are_evaluated_without_vmap():
-    """A network that runs once per draw sees plain tensors; results equal the vectorised ones."""
+    """A network that runs once per draw sees plain tensors; results equal the vectorized ones."""
     seen = []
 
     class Spy(nn.Conv2d):
@@ -281,11 +281,11 @@ def test_draws_that_fill_the_memory_are_evaluated_without_vmap():
     guide = bdl.guides.AutoMeanField(model, init_scale=0.5).prototype(x, y)
     samples = bdl.Samples({k: v[None] for k, v in guide.sample_latents(7).items()})
     results = {}
-    for memory, vectorised in ((1, False), (2**30, True)):
+    for memory, vectorized in ((1, False), (2**30, True)):
         seen.clear()
         results[memory] = bdl.Predictive(model, samples, memory=memory)(x)
         # after the run that checks the posterior and the one that measures the memory
-        assert seen[2:] == ([True] if vectorised else 7 * [False])
+        assert seen[2:] == ([True] if vectorized else 7 * [False])
     torch.testing.assert_close(results[1]["f"], results[2**30]["f"])
     assert results[1]["y"].shape == results[2**30]["y"].shape == (7, 5)
 
@@ -444,7 +444,7 @@ def test_programs_that_differentiate_or_multiply_sparse_matrices(how):
     """The draws' functions are those of the program run by itself at each draw."""
     torch.manual_seed(0)
     x = torch.randn(6, 1)
-    neighbours = torch.eye(6).roll(1, 0).to_sparse()
+    neighbors = torch.eye(6).roll(1, 0).to_sparse()
 
     def model(x, y=None):
         w = pyro.sample("w", dist.Normal(torch.zeros(1, 3), 1.0).to_event(2))
@@ -462,7 +462,7 @@ def test_programs_that_differentiate_or_multiply_sparse_matrices(how):
                 (f,) = torch.autograd.grad(net(t).sum(), t, create_graph=True)
             f = f[:, 0]
         else:
-            f = torch.sparse.mm(neighbours, (w.sum(0) * x).tanh()).sum(-1)
+            f = torch.sparse.mm(neighbors, (w.sum(0) * x).tanh()).sum(-1)
         pyro.deterministic("f", f)
         with pyro.plate("data", len(x)):
             pyro.sample("y", dist.Normal(f, 0.1), obs=y)

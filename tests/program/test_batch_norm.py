@@ -252,11 +252,11 @@ def test_an_ensemble_trains_at_once_as_one_by_one():
 
     def trained(guide, particles):
         elbo = bdl.elbo.TemperedTrace_ELBO(num_particles=particles)
-        optimiser = torch.optim.Adam(guide.parameters(), lr=0.02, eps=1e-20)
+        optimizer = torch.optim.Adam(guide.parameters(), lr=0.02, eps=1e-20)
         for rows in order:
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             elbo.differentiable_loss(model, guide, x[rows], y[rows]).backward()
-            optimiser.step()
+            optimizer.step()
         return guide
 
     with warnings.catch_warnings():

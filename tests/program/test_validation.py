@@ -85,7 +85,7 @@ with torch.inference_mode():
 KINDS = {
     "numpy": (X.numpy(), Y, r"x is a numpy ndarray"),
     "numpy targets": (X, Y.numpy(), r"y is a numpy ndarray"),
-    "pandas": (pd.DataFrame(X.numpy()), Y, r"x is a pandas\.DataFrame"),
+    "pandas": (pd.DataFrame(X.numpy()), Y, r"x is a pandas DataFrame"),
     "list": (X.tolist(), Y, "x is a list"),
     "double": (X.double(), Y, r"x has dtype torch\.float64, and the weights have torch\.float32"),
     "whole": ((4 * X).long(), Y, r"x has dtype torch\.int64.* pass x\.to\(torch\.float32\)"),

@@ -49,7 +49,7 @@ def test_text_is_aligned_under_groups():
     ]
 
 
-def test_groups_join_neighbours_only():
+def test_groups_join_neighbors_only():
     assert groups(COLUMNS) == [("", 1), ("prediction", 2), ("", 1)]
 
 

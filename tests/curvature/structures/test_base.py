@@ -93,7 +93,7 @@ class Case:
         self.jacobian = pullback.jacobian(columns)
 
     def by_quadratic(self):
-        """The matrix of the quadratic form, by polarisation."""
+        """The matrix of the quadratic form, by polarization."""
         eye = torch.eye(self.size)
         single = self.precision.quadratic(eye)
         pairs = self.precision.quadratic(eye[:, None] + eye[None])
@@ -268,7 +268,7 @@ def test_few_vectors_make_few_directions(oracle, structure, name):
     assert found == [torch.Size(shape) for shape in expected[name]]
 
 
-# Factorisation
+# Factorization
 
 
 def test_jitter_only_after_a_failure_and_said():
@@ -282,7 +282,7 @@ def test_jitter_only_after_a_failure_and_said():
     assert cholesky(matrix.float(), "it").dtype == torch.float64
 
 
-def test_what_cannot_be_factorised():
+def test_what_cannot_be_factorized():
     with pytest.raises(ValueError, match=r"lowest eigenvalue -1\).*Gauss-Newton"):
         cholesky(torch.diag(torch.tensor([1.0, -1.0])), "it")
     with pytest.raises(ValueError, match="it holds NaN or infinity"):

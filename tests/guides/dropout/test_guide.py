@@ -209,12 +209,12 @@ def test_a_learned_rate_ends_at_the_closed_form(noise, data):
     else:
         best = _best_rate(curvature, lambda p: 0.5 / (p * (1 - p)))
     elbo = TemperedTraceMeanField_ELBO(num_particles=64)
-    optimiser = torch.optim.Adam([guide.p_unconstrained], lr=0.05)
+    optimizer = torch.optim.Adam([guide.p_unconstrained], lr=0.05)
     rates = []
     for _ in range(400):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         elbo.differentiable_loss(model, guide, x, y).backward()
-        optimiser.step()
+        optimizer.step()
         rates.append(guide.rates()["weight"])
     assert torch.stack(rates[200:]).mean().item() == pytest.approx(best, rel=0.08)
 

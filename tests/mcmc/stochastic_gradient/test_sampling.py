@@ -425,7 +425,7 @@ def test_batch_norm_runs_in_evaluation_mode_and_is_left_as_it_was():
         assert torch.equal(value, evaluated.latents[name])
 
 
-def test_network_that_cannot_be_vectorised_is_looped_over_chains_and_told_once():
+def test_network_that_cannot_be_vectorized_is_looped_over_chains_and_told_once():
     class Recurrent(nn.Module):
         def __init__(self):
             super().__init__()

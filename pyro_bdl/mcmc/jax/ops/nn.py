@@ -128,7 +128,7 @@ def _convolution(x, weight, bias, stride, padding, dilation, transposed, output_
     return y[0] if unbatched else y
 
 
-# Normalisation ----------------------------------------------------------------------------------
+# Normalization ----------------------------------------------------------------------------------
 
 
 def _standardize(x, mean, var, eps):
