@@ -62,7 +62,7 @@ class Calibration:
         return torch.nn.functional.one_hot(place, bins).sum(0)
 
     def widths(self, bins: int | None = None) -> Tensor:
-        """How many of the L + 1 ranks each bin holds, ``(bins,)``."""
+        """The number of the L + 1 ranks in each bin, ``(bins,)``."""
         bins = self._checked(bins)
         place = torch.arange(self.num_draws + 1, device="cpu") * bins // (self.num_draws + 1)
         return torch.nn.functional.one_hot(place, bins).sum(0)
@@ -80,7 +80,7 @@ class Calibration:
         return max(2, min(most, ranks // 4))
 
     def band(self, level: float = 0.99, bins: int | None = None) -> tuple[int, int]:
-        """What the count of any bin lies between with probability ``level``, where the ranks are
+        """Bounds of the count of any bin, with probability ``level``, where the ranks are
         uniform: quantiles of Binomial(R, share of the ranks) (Talts et al. 2018, section 5.1), the
         lower one of the narrowest bin and the upper one of the widest."""
         tail = (1 - level) / 2
@@ -313,7 +313,10 @@ def _ranks(h: Quantities, true: Mapping[str, Tensor], draws: Draws, simulation: 
 
 
 def _warn_unless_settled(losses: Tensor) -> None:
-    """:param losses: ``(steps, D)``, whose steps become smaller and smaller toward the end."""
+    """Warn where training has not settled.
+
+    :param losses: ``(steps, D)``, whose steps become smaller and smaller toward the end.
+    """
     tenth = max(1, len(losses) // 10)
     middle = losses[len(losses) // 2 - tenth : len(losses) // 2 + 1].mean(0)
     fall = (middle - losses[-tenth:].mean(0)).median().item()

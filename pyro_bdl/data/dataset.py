@@ -333,7 +333,7 @@ def _check_split(test: np.ndarray, test_fraction: float) -> None:
 
 
 def _check_resolution(mean: float, sd: float, target_name: str) -> None:
-    """In their units, targets and predictions are y * sd + mean in torch's default dtype."""
+    """Check that the default dtype resolves the targets: in their units they are y * sd + mean."""
     dtype = torch.get_default_dtype()
     if not torch.finfo(dtype).eps * abs(mean) < 0.01 * sd < np.inf:
         raise ValueError(

@@ -37,7 +37,8 @@ class Annealed:
 
 
 def checked_rate(p: Any, where: str) -> float:
-    """
+    """Check a dropout rate.
+
     :raises TypeError: for a rate that is no number.
     :raises ValueError: for one that does not lie between 0 and 1.
     """

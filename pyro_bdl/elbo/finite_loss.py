@@ -39,7 +39,10 @@ class OnHost:
 
 
 def require_gradients() -> None:
-    """:raises RuntimeError: in inference mode, where no step of a training can be taken."""
+    """Check that gradients can be taken.
+
+    :raises RuntimeError: in inference mode, where no step of a training can be taken.
+    """
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
             "torch.inference_mode() turns off the gradients that a training step needs: train "

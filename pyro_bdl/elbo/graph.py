@@ -58,7 +58,10 @@ class Graph:
         given: Given,
         temperature: Tensor,
     ) -> None:
-        """:raises NotTraceable: where the program is no graph."""
+        """Trace the step of a program and a guide.
+
+        :raises NotTraceable: where the program is no graph.
+        """
         self.step, self.is_checked = None, False
         guide = pair.guide
         self.keeps_noise = isinstance(guide, Guide) and guide.keeps_noise

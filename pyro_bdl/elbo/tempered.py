@@ -304,7 +304,8 @@ def _as_schedule(temperature: Temperature) -> Callable[[int], float]:
 
 
 def check_data(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
-    """
+    """Check the data of a step whose loss is not finite.
+
     :raises ValueError: where the data are not finite, or targets missing or outside of their
         support, or the guide is of another program.
     :raises TypeError: for an argument that the program cannot compute with.

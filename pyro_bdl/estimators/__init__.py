@@ -18,7 +18,10 @@ _BY_NAME: dict[str, Callable[[], PerDatum]] = {
 
 
 def as_estimator(estimator: str | PerDatum | None) -> PerDatum | None:
-    """:raises ValueError: for a name that is none of an estimator's."""
+    """Return the estimator of a name.
+
+    :raises ValueError: for a name that is none of an estimator's.
+    """
     if estimator is None or isinstance(estimator, PerDatum):
         return estimator
     if estimator not in _BY_NAME:

@@ -255,7 +255,10 @@ def active() -> PerDatum | None:
 
 
 def require_normal(product: DataProduct, name: str) -> None:
-    """:raises UnsupportedProgramError: where a latent of a product has no independent Normals."""
+    """Check that the latents of a product are independent Normals.
+
+    :raises UnsupportedProgramError: where a latent of a product has no independent Normals.
+    """
     for operand in product.operands:
         if operand.normal is None:
             assert operand.tag is not None

@@ -15,7 +15,10 @@ DEFAULT_VALUES = tuple(10.0 ** (exponent / 4) for exponent in range(-12, 9))
 
 
 class Grid(NamedTuple):
-    """:param values: tried; ``scores``: of each, higher is better; ``best``: the value chosen."""
+    """The values that were tried, and the best of them.
+
+    :param values: tried; ``scores``: of each, higher is better; ``best``: the value chosen.
+    """
 
     values: tuple[float, ...]
     scores: tuple[float, ...]

@@ -119,7 +119,10 @@ class Guide(OwnParameters, AutoGuide):
         self.prototype_trace = trace
 
     def _create_parameters(self, start: Tensor) -> None:
-        """:param start: the initial unconstrained vector (P,)."""
+        """Create the parameters.
+
+        :param start: the initial unconstrained vector (P,).
+        """
         raise NotImplementedError
 
     def _take_structure(self, source: "Guide") -> None:
@@ -141,7 +144,10 @@ class Guide(OwnParameters, AutoGuide):
         return self._program_model is not None and self._program_model[0] is model
 
     def require_layout(self) -> Layout:
-        """:raises RuntimeError: before the first run, which finds the latents."""
+        """Return the layout of the latents.
+
+        :raises RuntimeError: before the first run, which finds the latents.
+        """
         if self.layout is None:
             raise RuntimeError(
                 f"{type(self).__name__} has no parameters yet: call guide.prototype(*args) with "

@@ -293,7 +293,10 @@ class LastLayerGuide(LaplaceGuide):
 def _check_used_once(
     model: Callable, subset: Subset, vector: Tensor, args: tuple, kwargs: Any
 ) -> None:
-    """:raises UnsupportedProgramError: where weights enter several operations."""
+    """Check that every weight of the layer enters one operation.
+
+    :raises UnsupportedProgramError: where weights enter several operations.
+    """
     at = Linearization(model, subset, vector, args, kwargs)
     for name in subset.parts:
         count = sum(use.site == name for use in at.uses) + (name in at.unmatched)

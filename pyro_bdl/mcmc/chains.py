@@ -92,7 +92,8 @@ def one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
 
 
 def at_least(name: str, value: int, least: int) -> int:
-    """
+    """Check a whole number.
+
     :raises TypeError: for something that is no whole number.
     :raises ValueError: for a number below ``least``.
     """

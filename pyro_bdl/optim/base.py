@@ -46,7 +46,10 @@ class NaturalGradient(torch.optim.Optimizer):
         return {**super().__getstate__(), "guide": self.guide}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """:raises ValueError: since the guide's two vectors are all that it moves."""
+        """Refuse further parameters.
+
+        :raises ValueError: since the guide's two vectors are all that it moves.
+        """
         if self.param_groups:
             raise ValueError(
                 f"{type(self).__name__} moves a guide's location and scale and no other "

@@ -240,7 +240,10 @@ class LinearizedComponent:
             yield LinearizedPart(at, outputs, differentiable)
 
     def _check(self, program: Callable, args: tuple, kwargs: dict) -> None:
-        """:raises ValueError: for a posterior of another program."""
+        """Check that the posterior is of the program.
+
+        :raises ValueError: for a posterior of another program.
+        """
         if self._is_checked or self.guide.is_of(self.model):
             return
         center = self.guide.require_layout().constrain(self.guide.loc[None])[0]

@@ -223,7 +223,8 @@ def trace_once(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
 
 
 def _point_density_at(name: str, node: Any) -> Tensor:
-    """
+    """Check an observed Delta.
+
     :raises UnsupportedProgramError: where a Delta observes other values than its own.
     """
     result = node["fn"].log_prob(node["value"])

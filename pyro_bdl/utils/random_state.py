@@ -138,7 +138,7 @@ class _Drawing(TorchDispatchMode):
 
 
 def _drawing_overload(func: Any) -> Any:
-    """What to call instead of an operator that draws random numbers; None for any other one."""
+    """The overload to call instead of an operator that draws; None for any other one."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return None
     if _takes_generator(func):

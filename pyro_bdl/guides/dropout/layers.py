@@ -220,7 +220,8 @@ class DropoutLayers(Source):
     def __call__(
         self, reader: LayerReader, layout: Layout, model: Any
     ) -> dict[str, tuple[Weight, float]]:
-        """
+        """Read the rates of the network's dropout layers.
+
         :raises ValueError: where the program has no dropout layer, none can be expressed, or one
             drops whatever the mode.
         """

@@ -32,7 +32,8 @@ from pyro_bdl.utils.random_state import normal_like
 
 
 class State(NamedTuple):
-    """
+    """The state of the chains.
+
     :param position: theta, (chains, P).
     :param momentum: p, (chains, P), of variance T.
     """

@@ -26,7 +26,8 @@ from pyro_bdl.utils.random_state import normal_like
 
 
 class State(NamedTuple):
-    """
+    """The state of the chains.
+
     :param position: (chains, P).
     :param square: V, (chains, P); None before the first step.
     :param adapting: whether V follows the gradients.

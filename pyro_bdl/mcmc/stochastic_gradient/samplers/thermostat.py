@@ -36,7 +36,8 @@ from pyro_bdl.utils.random_state import normal_like
 
 
 class State(NamedTuple):
-    """
+    """The state of the chains.
+
     :param position: theta, (chains, P).
     :param momentum: p, (chains, P), of variance T.
     :param decay: z, (chains, 1); None before the first step, which starts from z = a.
