@@ -2,6 +2,7 @@
 
 import math
 import os
+import signal
 
 import jaxlib
 import pyro
@@ -42,6 +43,14 @@ def structure(request):
 def structures():
     """The names of all curvature structures."""
     return STRUCTURES
+
+
+@pytest.fixture
+def ctrl_c():
+    """Ctrl-C is heeded, also where the shell that started the tests ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 class LinearGaussian:

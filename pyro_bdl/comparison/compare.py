@@ -163,12 +163,12 @@ def _evaluations(
     subject = read_program(model, data, own)
     found = {}
     for name, posterior in posteriors.items():
-        torch.manual_seed(seed)
-        if isinstance(posterior, PredictiveDraws):
-            found[name] = evaluate_draws(
-                name, subject.observation, posterior, data, kept=kept, units=units
-            )
-        else:
+        with seeded(seed):
+            if isinstance(posterior, PredictiveDraws):
+                found[name] = evaluate_draws(
+                    name, subject.observation, posterior, data, kept=kept, units=units
+                )
+                continue
             try:
                 found[name] = evaluate(
                     name, subject, posterior, data, kept=kept, units=units, **options

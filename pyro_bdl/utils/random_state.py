@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -132,7 +133,7 @@ class _Drawing(TorchDispatchMode):
         if device.type == "meta":
             return func(*args, **kwargs)
         generator = self.generators.on(device)
-        if _takes_generator(overload):
+        if _takes_generator(overload) and get_proxy_mode() is None:  # no generator in a graph
             return overload(*args, **{**kwargs, "generator": generator})
         return _on_state_of(generator, func, args, kwargs)
 

@@ -29,6 +29,9 @@ def table(tmp_path):
     return path
 
 
+pytestmark = pytest.mark.usefixtures("ctrl_c")
+
+
 @pytest.fixture
 def run(table, tmp_path, capsys):
     def run(*arguments, guides="map"):

@@ -18,13 +18,7 @@ from pyro_bdl.mcmc.chains import Chains, stack_chains
 from pyro_bdl.mcmc.hmc import numpyro_backend
 from pyro_bdl.utils.interrupts import deferred_interrupt
 
-
-@pytest.fixture(autouse=True)
-def heeded():
-    """Ctrl-C raises, also where the tests run in the background of a shell, which ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+pytestmark = pytest.mark.usefixtures("ctrl_c")
 
 
 def one_mean(y):
