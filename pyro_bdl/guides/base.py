@@ -93,7 +93,7 @@ class Guide(OwnParameters, AutoGuide):
         with explained(self.program_model, args, kwargs):
             trace = trace_once(poutine.block(self.model, self._prototype_hide_fn), args, kwargs)
         program = Program.from_trace(self.model, trace, args, kwargs)
-        start, full = _at_full_size(program, trace)
+        start, full = at_full_size(program, trace)
         if self.master is not None:
             self.master()._check_prototype(trace)
         self._prototype_frames = {
@@ -404,7 +404,7 @@ def _sites_of(layout: Layout) -> list[list[Any]]:
     ]
 
 
-def _at_full_size(program: Program, trace: Any) -> tuple[Tensor, list[Latent]]:
+def at_full_size(program: Program, trace: Any) -> tuple[Tensor, list[Latent]]:
     """The initial vector and latents with subsampled plates widened to their full size."""
     start, latents = [], []
     for name, latent in program.latents.items():

@@ -9,7 +9,7 @@ from pyro import poutine
 from torch import Tensor, nn
 
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.guides.base import Guide, _at_full_size
+from pyro_bdl.guides.base import Guide, at_full_size
 from pyro_bdl.guides.laplace import AutoLaplaceGGN
 from pyro_bdl.guides.mixture import MixtureGuide, empirical_quantiles
 from pyro_bdl.guides.point import emit_point
@@ -67,7 +67,7 @@ class AutoEnsemble(Guide):
     def _start(self, args: tuple, kwargs: dict) -> Tensor:
         started = start_at(self._init)(self.program_model)
         trace = trace_once(poutine.block(started, self._prototype_hide_fn), args, kwargs)
-        return _at_full_size(Program.from_trace(started, trace, args, kwargs), trace)[0]
+        return at_full_size(Program.from_trace(started, trace, args, kwargs), trace)[0]
 
     def _create_parameters(self, start: Tensor) -> None:
         self.locs = nn.Parameter(torch.stack([start, *self._starts]))

@@ -36,7 +36,7 @@ from pyro_bdl.utils.validation import whole_number
 METHODS = ("probit", "laplace-bridge", "monte-carlo")
 
 
-class PredictiveDraws(dict[str, Tensor]):
+class LinearizedDraws(dict[str, Tensor]):
     """Draws by site, as ``Predictive`` gives them, with the ``moments`` they were drawn from."""
 
     moments: dict[str, ParameterMoments]
@@ -95,13 +95,13 @@ class LinearizedPredictive:
         self.weights = weights[self._kept]
         self.components = [LinearizedComponent(model, members[k]) for k in self._kept]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> PredictiveDraws:
+    def __call__(self, *args: Any, **kwargs: Any) -> LinearizedDraws:
         """Draws of the observed and the deterministic sites, and the moments."""
         found = [
             component.sample(number, args, kwargs)
             for component, number in zip(self.components, self._shares(), strict=True)
         ]
-        result = PredictiveDraws(self._mixed([draws for draws, _ in found if draws]))
+        result = LinearizedDraws(self._mixed([draws for draws, _ in found if draws]))
         result.moments = self._total_moments([parameters for _, parameters in found])
         return result
 

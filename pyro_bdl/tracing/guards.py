@@ -13,7 +13,7 @@ _RESULT = "last_noise"  # of a guide: what a run gives, and a graph too
 _PLAIN = (bool, int, float, str, type(None))
 
 
-class Entry(NamedTuple):
+class HeldValue(NamedTuple):
     """One entry of a module's dictionaries, or a variable of a function.
 
     :param table: a dict, or what is read like one.
@@ -43,25 +43,25 @@ class Snapshot:
         modules = list(modules)
         self.recorded = [*_variables(callables, modules), *entries(modules)]
 
-    def change(self) -> Entry | None:
+    def change(self) -> HeldValue | None:
         """The first that is no longer what it was."""
         return next((entry for entry in self.recorded if not entry.holds()), None)
 
 
-def _variables(callables: Iterable[Callable], modules: Iterable[nn.Module]) -> list[Entry]:
+def _variables(callables: Iterable[Callable], modules: Iterable[nn.Module]) -> list[HeldValue]:
     """The variables that the functions of a program and of its modules close over."""
-    return [Entry(*variable) for variable in variables(callables, modules)]
+    return [HeldValue(*variable) for variable in variables(callables, modules)]
 
 
-def entries(modules: Iterable[nn.Module]) -> list[Entry]:
+def entries(modules: Iterable[nn.Module]) -> list[HeldValue]:
     """The tensors, parts, numbers and words that modules hold as attributes."""
     found = []
     for module in modules:
         kind = type(module).__name__
         for table in (module._parameters, module._buffers, module._modules):
-            found += [Entry(table, key, value, kind) for key, value in table.items()]
+            found += [HeldValue(table, key, value, kind) for key, value in table.items()]
         found += [
-            Entry(module.__dict__, key, value, kind)
+            HeldValue(module.__dict__, key, value, kind)
             for key, value in module.__dict__.items()
             if isinstance(value, (*_PLAIN, Tensor)) and key != _RESULT
         ]
