@@ -211,7 +211,7 @@ def _row(name: str, size: float | None, gap: list[float], near: list[float]) -> 
 
 
 def claims(shares: dict[tuple[str, float | None], dict[str, list[float]]]) -> dict[str, str]:
-    """In how many initializations the statements of the paper hold, for each selector."""
+    """The number of initializations in which the statements of the paper hold, by selector."""
     result = {}
     whole = shares[MEAN_FIELD, None]["gap"]
     names = dict.fromkeys(name for name, size in shares if size in SIZES and "NUTS" not in name)

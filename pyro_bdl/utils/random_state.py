@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Whether an operator runs on the numbers of one of the modes below, which others pass on then.
+# True while an operator runs on the numbers of one of the modes below; others pass it on then.
 _is_drawing: ContextVar[bool] = ContextVar("pyro_bdl_is_drawing", default=False)
 
 _WITH_GENERATOR = {"default": "generator", "low": "low_generator"}

@@ -1,4 +1,4 @@
-"""What MCMC says of programs, chains and processes that give no posterior."""
+"""Warnings and errors of MCMC for programs, chains and processes that give no posterior."""
 
 import multiprocessing
 import os

@@ -114,7 +114,7 @@ class EigenPrecision:
             result = result + self.basis.complement_share() / self.rest
         return result.flatten()
 
-    # Of the functions whose gradients a block holds
+    # Functions whose gradients a block holds
 
     def covariance(self, block: Any) -> Tensor:
         if isinstance(block, DenseBlock):

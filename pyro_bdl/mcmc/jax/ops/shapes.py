@@ -289,7 +289,7 @@ def _running(scan: Callable) -> Callable:
     def apply(x, dim):
         axis = dim % x.ndim
         here = lax.broadcasted_iota(int, x.shape, axis)
-        # Of equal entries torch takes the last one, where the gradient goes too.
+        # Torch takes the last one of equal entries, where the gradient goes too.
         index = lax.cummax(jnp.where(x == scan(x, axis), here, 0), axis)
         return jnp.take_along_axis(x, index, axis), index
 
