@@ -84,9 +84,11 @@ class _Reentering:
         return getattr(self.original, name)
 
 
-torch_checkpoint._checkpoint_without_reentrant_generator = _without_reentering(  # type: ignore[assignment]
-    torch_checkpoint._checkpoint_without_reentrant_generator
-)
+# torch 2.15 has put the work of this function into another one.
+_GENERATOR = "_checkpoint_without_reentrant_generator"
+if hasattr(torch_checkpoint, f"{_GENERATOR}_impl"):
+    _GENERATOR = f"{_GENERATOR}_impl"
+setattr(torch_checkpoint, _GENERATOR, _without_reentering(getattr(torch_checkpoint, _GENERATOR)))
 torch_checkpoint.CheckpointFunction = _Reentering(  # type: ignore[assignment, misc]
     torch_checkpoint.CheckpointFunction
 )
