@@ -164,7 +164,7 @@ class DataParallel_ELBO(ELBO):
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             value = torch.as_tensor(loss, device=self._device())
             return self._reduced([value.reshape(1)], weight)[0][0]
-        return self._joint(loss, _leaves(model, guide, statements.trace), weight, guide)
+        return self._joint(loss, tensor_leaves(model, guide, statements.trace), weight, guide)
 
     def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """The loss of the joint batch, its gradients added to the parameters'."""
@@ -190,7 +190,7 @@ class DataParallel_ELBO(ELBO):
         def look() -> Any:
             with poutine.trace(param_only=True) as statements:
                 reading = read_batch(model, guide, args, kwargs)
-            self._leaves = _leaves(model, guide, statements.trace)
+            self._leaves = tensor_leaves(model, guide, statements.trace)
             return reading, torch.randint(2**62, (), device="cpu").item()
 
         found = self.ranks.gather(self.ranks.together(look))
@@ -263,7 +263,7 @@ class DataParallel_ELBO(ELBO):
         return [p.view(v.shape).to(v.dtype) for p, v in zip(pieces, values, strict=True)]
 
 
-def _leaves(model: Callable, guide: Callable, trace: Any) -> dict[str, Tensor]:
+def tensor_leaves(model: Callable, guide: Callable, trace: Any) -> dict[str, Tensor]:
     """The parameters of a pair by name: of its modules, and of its ``pyro.param`` statements.
 
     In statements a guide has a number if it is not the first of its class, which may not be the

@@ -22,7 +22,7 @@ from torch import nn
 
 import pyro_bdl as bdl
 from pyro_bdl.distributed import DataParallel_ELBO, Shard, broadcast
-from pyro_bdl.distributed.data_parallel import _leaves
+from pyro_bdl.distributed.data_parallel import tensor_leaves
 from pyro_bdl.elbo import CompiledELBO, TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.evidence import (
@@ -679,7 +679,7 @@ def test_refused_arguments():
 
 
 def test_a_program_and_a_guide_with_parameters_of_the_same_names():
-    found = _leaves(nn.Linear(1, 2), nn.Linear(1, 2), pyro.poutine.Trace())
+    found = tensor_leaves(nn.Linear(1, 2), nn.Linear(1, 2), pyro.poutine.Trace())
     assert list(found) == ["model.weight", "model.bias", "guide.weight", "guide.bias"]
 
 
