@@ -1,4 +1,4 @@
-"""Distributions taken apart and copied, and those that Pyro lacks."""
+"""Distributions that Pyro lacks; helpers that split distributions into tensors and copy them."""
 
 from pyro_bdl.distributions.log_uniform import LogUniform
 from pyro_bdl.distributions.matrix_normal import MatrixNormal

@@ -1,5 +1,5 @@
-"""Copies of distributions, without validation, with their tensors elsewhere, or of the shape of
-their targets; an improper one."""
+"""Copies of distributions: without validation, without masks, on another device, or expanded to the
+shape of their targets."""
 
 from collections.abc import Collection
 from typing import Any
@@ -14,9 +14,10 @@ from pyro_bdl.distributions.take_apart import base_distribution
 
 
 def without_validation(distribution: Distribution) -> Distribution:
-    """The distribution if it never validates, or else a copy of it that does not.
+    """The distribution itself if it validates nothing, else a copy with validation turned off.
 
-    ``vmap`` and ``make_fx`` forbid such checks, and they cost more than the densities.
+    ``vmap`` and ``make_fx`` forbid the checks of values, which also cost more time than the
+    densities.
     """
     state = distribution.__dict__
     if _CHECKED in state:
@@ -36,16 +37,17 @@ def without_validation(distribution: Distribution) -> Distribution:
     return result
 
 
-_CHECKED = "_pyro_bdl_unvalidated"  # marks copies of ours, which need no second look
+_CHECKED = "_pyro_bdl_unvalidated"  # marks copies made here, so that they are not searched again
 
 
 def without_masks(
     distribution: Distribution, mask: bool | Tensor | None = None
 ) -> tuple[Any, bool | Tensor | None]:
-    """The distribution inside ``mask``, and all masks as one, of its batch shape.
+    """The distribution inside ``mask`` wrappers, and all their masks combined into one mask of its
+    batch shape.
 
-    An improper uniform distribution has the mask False. A mask tensor inside ``to_event`` stays
-    where it is, since it has more dimensions.
+    An improper uniform distribution has the mask False. A mask tensor inside ``to_event`` is not
+    taken out, because it has more dimensions than the batch shape.
     """
     if isinstance(distribution, ImproperUniform):
         return distribution, False
@@ -68,7 +70,8 @@ def _both(one: bool | Tensor | None, other: bool | Tensor | None) -> bool | Tens
 
 
 def masks_of(distribution: Distribution) -> list[tuple[Tensor, torch.Size]]:
-    """The mask tensors inside a distribution, and the batch shape that each is of."""
+    """The mask tensors inside a distribution, each with the batch shape of the distribution that it
+    masks."""
     masks = []
     while isinstance(distribution, Independent | MaskedDistribution):
         mask = getattr(distribution, "_mask", None)
@@ -79,19 +82,21 @@ def masks_of(distribution: Distribution) -> list[tuple[Tensor, torch.Size]]:
 
 
 def point_of(distribution: Distribution) -> Delta | None:
-    """The Delta inside ``to_event`` and ``mask``; None where there is another distribution."""
+    """The Delta inside ``to_event`` and ``mask``; None for any other distribution."""
     base = base_distribution(distribution)
     return base if isinstance(base, Delta) else None
 
 
 def is_improper(distribution: Distribution) -> bool:
-    """Return whether nothing can be drawn from it, as from an ``ImproperUniform``."""
+    """Return whether the distribution is an ``ImproperUniform``, which cannot be sampled."""
     return isinstance(base_distribution(distribution), ImproperUniform)
 
 
 def moved_like(distribution: Distribution, like: Tensor) -> Distribution:
-    """The distribution with tensors of the device and floating dtype of ``like``; a copy where
-    they differ."""
+    """The distribution with its tensors on the device, and of the floating dtype, of ``like``.
+
+    Returns a copy if any tensor has to be converted, else the distribution itself.
+    """
 
     def moved(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -109,13 +114,14 @@ def moved_like(distribution: Distribution, like: Tensor) -> Distribution:
 
 
 def on_device_of(distribution: Distribution, value: Any) -> Distribution:
-    """The distribution with its tensors on the device of a value; a copy where they are not."""
+    """The distribution with its tensors on the device of ``value``; a copy if they have to be
+    moved."""
     if not isinstance(value, Tensor):
         return distribution
-    with torch._C.DisableTorchFunction():  # no use of the value that trackers should see
+    with torch._C.DisableTorchFunction():  # trackers must not count this as a use
         device = value.device
     if device.type == "cpu":
-        return distribution  # as nearly always
+        return distribution  # the usual case
     like = _first_tensor(distribution)
     if like is None or like.device == device:
         return distribution
@@ -123,7 +129,7 @@ def on_device_of(distribution: Distribution, value: Any) -> Distribution:
 
 
 def placeholder(distribution: Distribution) -> Tensor:
-    """Zeros of the shape, dtype and device of a draw."""
+    """Zeros with the shape, dtype and device of a draw."""
     like = _first_tensor(distribution)
     if like is None:
         like = torch.zeros((), device="cpu")
@@ -134,22 +140,22 @@ def placeholder(distribution: Distribution) -> Tensor:
 def expanded_to_targets(
     name: str, distribution: Any, targets: Any, plate_dims: Collection[int | None] = ()
 ) -> Any:
-    """The distribution of an observed site with all dimensions of its targets, so that each term of
-    log p(targets) is that of a distribution of its own.
+    """The distribution of an observed site, expanded to the shape of its targets.
 
-    Targets of fewer numbers than the distribution has stand for all of them, as in Pyro.
+    Each term of log p(targets) then belongs to one element of the distribution. Targets with fewer
+    numbers than the distribution are broadcast to it, as in Pyro.
 
-    :param name: of the site.
-    :param targets: its value.
-    :param plate_dims: the dims of the plates around it.
-    :raises ValueError: where targets and distribution broadcast against each other, such as N
-        targets against means (N, 1), which makes N x N terms.
+    :param name: the site's name, for errors.
+    :param targets: the observed value.
+    :param plate_dims: the dims of the plates around the site.
+    :raises ValueError: if targets and distribution broadcast against each other, such as targets
+        (N,) against means (N, 1), which gives N x N terms.
     """
     if not isinstance(targets, Tensor) or targets.shape == distribution.shape():
         return distribution
     try:
         full = torch.broadcast_shapes(distribution.shape(), targets.shape)
-    except RuntimeError:  # for log_prob to judge: events may be of any length
+    except RuntimeError:  # left to log_prob: some events may have any length
         return distribution
     batch = full[: len(full) - distribution.event_dim]
     if full.numel() > max(distribution.shape().numel(), targets.numel()) or (
@@ -167,9 +173,9 @@ def expanded_to_targets(
 def _are_repeated(
     batch: torch.Size, targets: Tensor, event_dim: int, plate_dims: Collection[int | None]
 ) -> bool:
-    """Return whether several targets are repeated along a batch dimension that is no plate's.
+    """Return whether several targets are repeated along a batch dimension that belongs to no plate.
 
-    False where there are no plates.
+    Returns False if there are no plates.
     """
     if not plate_dims or targets.numel() == 1:
         return False
@@ -182,7 +188,7 @@ def _are_repeated(
 
 
 def _expanded(distribution: Any, batch: torch.Size, event: torch.Size) -> Any:
-    """The distribution with these shapes; an event of dependent numbers keeps its own."""
+    """The distribution expanded to these shapes; an event of dependent numbers keeps its shape."""
     if distribution.batch_shape == batch and distribution.event_shape == event:
         return distribution
     if isinstance(distribution, Independent):

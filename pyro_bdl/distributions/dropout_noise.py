@@ -1,7 +1,7 @@
-"""The noises of dropout: laws of a random factor eps with E[eps] = 1 and variance p / (1 - p).
+"""Dropout noise: distributions of a random factor eps with E[eps] = 1 and variance p / (1 - p).
 
-All are named by the rate p of the Bernoulli noise of the same variance, so that a Gaussian noise
-of variance alpha has p = alpha / (1 + alpha) (Srivastava et al. 2014, section 10).
+Each is parameterized by the rate p of the Bernoulli noise with the same variance. Gaussian noise of
+variance alpha therefore has p = alpha / (1 + alpha) (Srivastava et al. 2014, section 10).
 """
 
 import math
@@ -22,7 +22,8 @@ Temperature = float | Callable[[int], float]
 
 @dataclass(frozen=True)
 class Annealed:
-    """The temperature start * (stop / start)^(step / steps), then ``stop``."""
+    """An exponential schedule: start * (stop / start)^(step / steps) up to ``steps``, then
+    ``stop``."""
 
     start: float = 1.0
     stop: float = 0.1
@@ -37,10 +38,11 @@ class Annealed:
 
 
 def checked_rate(p: Any, where: str) -> float:
-    """Check a dropout rate.
+    """Check a dropout rate and return it as a float.
 
-    :raises TypeError: for a rate that is no number.
-    :raises ValueError: for one that does not lie between 0 and 1.
+    :param where: the argument's name, for errors.
+    :raises TypeError: for a rate that is not a number.
+    :raises ValueError: for a rate outside (0, 1).
     """
     if not isinstance(p, Real) and not (isinstance(p, Tensor) and p.dim() == 0):
         raise TypeError(f"{where} must be a number between 0 and 1, got {p!r}")
@@ -51,35 +53,36 @@ def checked_rate(p: Any, where: str) -> float:
 
 
 def variance(p: Tensor) -> Tensor:
-    """Var[eps] = p / (1 - p)."""
+    """Return Var[eps] = p / (1 - p)."""
     return p / (1.0 - p)
 
 
 class Noise:
-    """Base of the laws. ``p`` is a tensor (K,) of rates, one for each factor."""
+    """Base class of dropout noise. ``p`` is a tensor (K,) of rates, one for each factor."""
 
     def sample(self, p: Tensor, num_samples: int) -> Tensor:
-        """Independent factors (num_samples, K)."""
+        """Draw independent factors (num_samples, K)."""
         raise NotImplementedError
 
     def rsample(self, p: Tensor, num_samples: int, step: int) -> Tensor:
-        """Draw as ``sample`` does, but differentiable in p.
+        """Draw factors (num_samples, K) that are differentiable in p.
 
-        :param step: number of the step of the training.
+        :param step: the number of training steps taken so far.
         """
         raise NotImplementedError
 
     def entropy(self, p: Tensor) -> Tensor:
-        """Entropy of each factor's law, as far as it depends on p, (K,) in nats."""
+        """Return the entropy of each factor in nats, (K,), up to a constant that does not depend on
+        p."""
         raise NotImplementedError
 
     def quantile(self, levels: Tensor, p: Tensor) -> Tensor:
-        """Quantiles of eps at ``levels``, broadcast with p."""
+        """Return the quantiles of eps at ``levels``, broadcast with p."""
         raise NotImplementedError
 
 
 class BernoulliNoise(Noise):
-    """eps = 0 with probability p, else 1 / (1 - p): what ``torch.nn.Dropout`` multiplies with.
+    """eps = 0 with probability p, else 1 / (1 - p): the factors of ``torch.nn.Dropout``.
 
     A learned rate is trained through the concrete relaxation z / (1 - p) of eps, with
     z = sigmoid((log (1 - p) / p + log u / (1 - u)) / T) for a uniform u (Gal, Hron & Kendall 2017,
@@ -87,7 +90,7 @@ class BernoulliNoise(Noise):
 
     :param temperature: T, a number or a schedule ``step -> T``.
     :raises TypeError: for a temperature that is neither.
-    :raises ValueError: for one that is not positive.
+    :raises ValueError: for a temperature that is not positive.
     """
 
     def __init__(self, temperature: Temperature | None = None) -> None:
@@ -121,10 +124,12 @@ class BernoulliNoise(Noise):
 class GaussianNoise(Noise):
     """eps ~ Normal(1, alpha) with alpha = p / (1 - p) (Kingma, Salimans & Welling 2015).
 
-    Learned rates have the entropies of eps in the bound, under the program's own prior. The prior
-    of variational dropout is ``priors.LogUniform``: the bound then holds the density of w too, and
-    its KL is a function of alpha alone, ``log_uniform_kl`` for each weight. That prior is improper:
-    no posterior of the weights exists under it, and what training maximizes is no bound of a
+    If the rates are learned, the bound contains the entropies of eps, under the program's own
+    prior.
+
+    Variational dropout uses the prior ``priors.LogUniform``. The bound then also contains the
+    density of w, and the KL depends on alpha alone: ``log_uniform_kl`` for each weight. That prior
+    is improper: the weights have no posterior under it, and the objective is not a lower bound on a
     marginal likelihood (Hron, Matthews & Ghahramani 2018, section 3).
     """
 
@@ -143,35 +148,39 @@ class GaussianNoise(Noise):
 
 
 def log_uniform_kl(alpha: Tensor) -> Tensor:
-    """KL of w ~ Normal(m, alpha m^2) from the improper prior p(log |w|) constant, in nats for each
-    weight, 0 as alpha grows: the approximation of Molchanov, Ashukha & Vetrov (2017), eq. 14."""
+    """KL of w ~ Normal(m, alpha m^2) from the log-uniform prior, in nats for each weight.
+
+    An approximation, with the constant chosen so that it falls to 0 as alpha grows (Molchanov,
+    Ashukha & Vetrov 2017, eq. 14).
+    """
     k1, k2, k3 = _K
     return k1 - k1 * torch.sigmoid(k2 + k3 * alpha.log()) + 0.5 * torch.log1p(1.0 / alpha)
 
 
 _K = (0.63576, 1.87320, 1.48695)
-# E[log q - log p] for the density 1 / |w| is the KL less its value for a narrow q, which is exact
+# E[log q - log p] for the density 1 / |w| is this KL minus its value for a narrow q, which is exact
 _OFFSET = _K[0] + 0.5 * math.log(2 * math.pi * math.e)
 
 
 def scale_free_kl(p: Tensor, count: int) -> Tensor:
-    """E_q[log q(w) - log 1 / |w|], a scalar, for ``count`` weights of the rate p."""
+    """Return E_q[log q(w) - log 1 / |w|], a scalar in nats, for ``count`` weights with the rate
+    p."""
     return count * (log_uniform_kl(variance(p)) - _OFFSET)
 
 
 class NoisyWeight(TorchDistribution):
-    """w = m * eps[index], with mean m and one factor eps for all entries of the same index.
+    """w = m * eps[index], with mean m and one factor eps for all entries with the same index.
 
-    It has no density for m: ``log_prob`` is minus the entropy of the factors where their rate is
-    learned, and zero where it is not. With a log-uniform prior it is the expected log density of
-    weights that are independent of each other.
+    There is no density for m. ``log_prob`` is minus the entropy of the factors if their rate is
+    learned, and zero if it is fixed. With a log-uniform prior ``log_prob`` is the expected log
+    density of independent weights.
 
     :param loc: m, of any shape.
-    :param index: the number of each entry's factor, of the shape of m.
+    :param index: the number of each entry's factor, with the shape of m.
     :param p: the rate, a scalar.
-    :param count: how many factors.
-    :param noise: their law.
-    :param step: None for a fixed rate, else the step of the training.
+    :param count: the number of factors.
+    :param noise: the distribution of the factors.
+    :param step: None for a fixed rate, else the number of training steps taken so far.
     :param scale_free: whether the prior is log-uniform.
     """
 
@@ -213,7 +222,7 @@ class NoisyWeight(TorchDistribution):
         return self.count * self.noise.entropy(self.p)
 
     def as_normal(self) -> Normal | None:
-        """Normal(m, alpha m^2) for Gaussian factors, one for each weight; None for all others."""
+        """Return Normal(m, alpha m^2) if every weight has its own Gaussian factor; else None."""
         if not isinstance(self.noise, GaussianNoise) or self.count < self.loc.numel():
             return None
         deviation = variance(self.p).sqrt() * self.loc.abs()
@@ -229,7 +238,7 @@ class NoisyWeight(TorchDistribution):
 
 
 def draw(noise: Noise, p: Tensor, num_samples: int, step: int | None) -> Tensor:
-    """Factors (num_samples, K): relaxed where the rate is learned and a gradient is wanted."""
+    """Draw factors (num_samples, K), relaxed if the rate is learned and a gradient is needed."""
     if step is None or not torch.is_grad_enabled():
         return noise.sample(p, num_samples)
     return noise.rsample(p, num_samples, step)
@@ -237,7 +246,7 @@ def draw(noise: Noise, p: Tensor, num_samples: int, step: int | None) -> Tensor:
 
 @register_kl(NoisyWeight, Independent)
 def _kl_noisy_normal(q: NoisyWeight, p: Independent) -> Tensor:
-    """-H(eps) - E_q[log p(w)] for independent Normals p, or log-uniform ones."""
+    """-H(eps) - E_q[log p(w)] for an independent Normal or log-uniform prior p."""
     base = p.base_dist
     if isinstance(base, LogUniform) and q.scale_free:
         return scale_free_kl(q.p, q.loc.numel())

@@ -9,7 +9,7 @@ from torch import Tensor
 class LogUniform(TorchDistribution):
     """The improper density 1 / |w|, uniform in log |w|; it cannot be sampled.
 
-    :param like: a tensor of the batch shape, of whose dtype and device it is.
+    :param like: a tensor with the distribution's batch shape, dtype and device.
     """
 
     arg_constraints: ClassVar[dict[str, Any]] = {}

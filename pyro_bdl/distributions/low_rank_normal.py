@@ -1,4 +1,4 @@
-"""Gaussians whose covariance, or precision, is diagonal plus low rank."""
+"""Gaussians whose covariance or precision is diagonal plus low rank."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -6,18 +6,18 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-_ROWS_AT_ONCE = 2**16  # of float64 copies of tall matrices
+_ROWS_AT_ONCE = 2**16  # the rows of a tall matrix that are copied to float64 at once
 
 
 class DiagonalPlusLowRank:
     """The matrix M = diag(s^2) + W W' = S (1 + F F') S with S = diag(s) and F = S^-1 W.
 
-    All follows from the Gram matrix F' F (rank, rank) and K = 1 + F' F = L L', both in float64:
+    Everything follows from the Gram matrix F' F (rank, rank) and K = 1 + F' F = L L', in float64:
 
         log det M = 2 sum_i log s_i + 2 sum_k log L_kk
         M^-1 = S^-1 (1 - F K^-1 F') S^-1 = S^-2 - C C' with C = S^-1 F L^-T
 
-    M may be a covariance or a precision: its owner's name says which.
+    M may be a covariance or a precision; the class that uses it says which.
 
     :param scale: s, (P,), positive.
     :param factor: W, (P, rank).
@@ -61,9 +61,9 @@ class DiagonalPlusLowRank:
         return (torch.cat(parts) / self.scale.double().square()).to(self.scale)
 
     def inverse_reduction(self, project: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return X C, by which X M^-1 X' is less than X S^-2 X': X M^-1 X' = X S^-2 X' - X C C' X'.
+        """Return X C, the low-rank correction in X M^-1 X' = X S^-2 X' - (X C)(X C)'.
 
-        :param project: gives the products of X with columns (P, rank), as (..., rank).
+        :param project: multiplies X with columns (P, rank) and returns (..., rank).
         """
         inverse = torch.linalg.solve_triangular(self.tril.double(), self._eye(), upper=False)
         return project(self.columns / self.scale[:, None]) @ inverse.mT.to(self.columns)
@@ -76,8 +76,8 @@ class DiagonalPlusLowRank:
     def inverse_quadratic(self, x: Tensor) -> Tensor:
         """Return x' M^-1 x = min over a of |z - F a|^2 + |a|^2 for x (..., P), with z = S^-1 x.
 
-        The minimum is at a = K^-1 F' z. It is Woodbury's |z|^2 - z' F a without the difference of
-        large numbers, which single precision does not bear where W is much larger than s.
+        The minimum is at a = K^-1 F' z. The value equals Woodbury's |z|^2 - z' F a, but avoids the
+        difference of large numbers, which loses all digits in float32 if W is much larger than s.
         """
         z = x / self.scale
         best = self._weights(z)
@@ -110,8 +110,11 @@ class DiagonalPlusLowRank:
 
     @cached_property
     def _root(self) -> Tensor:
-        """R with (1 + F F')^(-1/2) = 1 - F R F': a function of the Gram matrix,
-        r(g) = (1 - (1 + g)^(-1/2)) / g, without the difference and the quotient."""
+        """The matrix R with (1 + F F')^(-1/2) = 1 - F R F'.
+
+        It is r(g) = (1 - (1 + g)^(-1/2)) / g of the Gram matrix, computed without the difference
+        and the quotient, which would lose digits.
+        """
         values, vectors = torch.linalg.eigh(self.gram.double())
         roots = (1.0 + values.clamp(min=0.0)).sqrt()
         return (vectors / (roots * (1.0 + roots))) @ vectors.mT
@@ -120,7 +123,7 @@ class DiagonalPlusLowRank:
 class PrecisionOfLowRankCovariance:
     """The precision M^-1 of N(0, M) with M = diag(s^2) + W W', detached.
 
-    Its methods are those of a ``Precision`` that a density needs.
+    It has the methods of a ``Precision`` that a density needs.
 
     :param scale: s (P,).
     :param factor: W (P, rank).

@@ -1,8 +1,8 @@
-"""The matrix normal distribution MN(M, U, V): dependent rows, dependent columns.
+"""The matrix normal distribution MN(M, U, V), with dependent rows and dependent columns.
 
-W = M + A E B' with independent standard normal E, U = A A' (p, p), V = B B' (q, q): the
-covariance of W_ij and W_kl is U_ik V_jl, that of the columns stacked is V kron U (Gupta & Nagar
-1999, section 2.2). A factor is lower triangular, or a vector that stands for a diagonal one.
+W = M + A E B' with independent standard normal E, U = A A' (p, p) and V = B B' (q, q). The
+covariance of W_ij and W_kl is U_ik V_jl; that of the stacked columns is V kron U (Gupta & Nagar
+1999, section 2.2). The factors A and B are lower triangular matrices, or vectors for diagonal ones.
 """
 
 import math
@@ -17,7 +17,8 @@ from pyro_bdl.distributions.take_apart import base_distribution
 
 
 class MatrixNormal(TorchDistribution):
-    """MN(M, A A', B B') over tensors of the shape of M, read as matrices (first axis, the rest).
+    """MN(M, A A', B B') over tensors with the shape of M, read as matrices (first axis, other
+    axes).
 
     :param loc: M, of the event shape (p, ...), q numbers in each of p rows.
     :param row_factor: A, (p, p) lower triangular, or (p,) for independent rows.
@@ -38,7 +39,7 @@ class MatrixNormal(TorchDistribution):
         self.rows, self.columns = len(row_factor), len(column_factor)
         if loc.dim() < 1 or (loc.shape[0], loc.shape[1:].numel()) != (self.rows, self.columns):
             raise ValueError(
-                f"a mean of shape {tuple(loc.shape)} does not fit to {self.rows} rows and "
+                f"a mean of shape {tuple(loc.shape)} does not fit {self.rows} rows and "
                 f"{self.columns} columns"
             )
         super().__init__(event_shape=loc.shape, validate_args=validate_args)
@@ -62,7 +63,7 @@ class MatrixNormal(TorchDistribution):
         return torch.kron(rows @ rows.mT, columns @ columns.mT)
 
     def precision_matrix(self) -> Tensor:
-        """Its inverse, (p q, p q)."""
+        """The inverse of ``covariance_matrix``, (p q, p q)."""
         return torch.kron(_inverse(self.row_factor), _inverse(self.column_factor))
 
     def log_determinant(self) -> Tensor:
@@ -136,8 +137,8 @@ def _independent_normal(p: Independent, shape: torch.Size) -> Normal:
 
 @register_kl(MatrixNormal, Independent)
 def _kl_matrix_normal_normal(q: MatrixNormal, p: Independent) -> Tensor:
-    """To Normal(n, t^2): 1/2 sum_ij (U_ii V_jj + (m - n)^2) / t^2 + log t^2 - 1, less
-    1/2 log det (U kron V)."""
+    """KL to Normal(n, t^2): 1/2 sum_ij [(U_ii V_jj + (m - n)^2) / t^2 + log t^2 - 1] - 1/2 log det
+    (U kron V)."""
     normal = _independent_normal(p, q.event_shape)
     ratio = (q.variance + (q.loc - normal.loc).square()) / normal.scale.square()
     terms = ratio + 2.0 * normal.scale.log() - 1.0
@@ -146,7 +147,7 @@ def _kl_matrix_normal_normal(q: MatrixNormal, p: Independent) -> Tensor:
 
 @register_kl(Independent, MatrixNormal)
 def _kl_normal_matrix_normal(q: Independent, p: MatrixNormal) -> Tensor:
-    """KL from Normal(m, s^2): 1/2 sum_ij (U^-1)_ii (V^-1)_jj s^2, and the terms of the means."""
+    """KL of Normal(m, s^2): ``_gaussian_kl`` with the trace sum_ij (U^-1)_ii (V^-1)_jj s_ij^2."""
     normal = _independent_normal(q, p.event_shape)
     rows, columns = (_inverse(f).diagonal() for f in (p.row_factor, p.column_factor))
     square = normal.scale.square().reshape(p.rows, p.columns)
@@ -156,13 +157,14 @@ def _kl_normal_matrix_normal(q: Independent, p: MatrixNormal) -> Tensor:
 
 @register_kl(MatrixNormal, MatrixNormal)
 def _kl_matrix_normals(q: MatrixNormal, p: MatrixNormal) -> Tensor:
-    """The trace is tr(U_p^-1 U_q) tr(V_p^-1 V_q)."""
+    """KL of two matrix normals: ``_gaussian_kl`` with the trace tr(U_p^-1 U_q) tr(V_p^-1 V_q)."""
     rows = _solved(p.row_factor, _dense(q.row_factor)).square().sum()
     columns = _solved(p.column_factor, _dense(q.column_factor)).square().sum()
     return _gaussian_kl(rows * columns, q.loc, q.log_determinant(), p)
 
 
 def _gaussian_kl(trace: Tensor, loc: Tensor, log_det: Tensor, p: MatrixNormal) -> Tensor:
-    """1/2 (tr(P^-1 Q) + (m - n)' P^-1 (m - n) - pq + log det P - log det Q)."""
+    """1/2 [tr(P^-1 Q) + (m - n)' P^-1 (m - n) - pq + log det P - log det Q] for covariances P and
+    Q."""
     quadratic, numbers = p.quadratic(loc - p.loc), p.rows * p.columns
     return 0.5 * (trace + quadratic - numbers + p.log_determinant() - log_det)

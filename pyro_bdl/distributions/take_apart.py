@@ -1,4 +1,5 @@
-"""Observation distributions taken apart into tensors, so that they may leave ``vmap``."""
+"""Distributions split into a structure and tensors, and rebuilt: only tensors may leave
+``vmap``."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -14,7 +15,8 @@ from torch.distributions import (
 )
 from torch.distributions import transforms as T
 
-# The constructor's arguments, all of the batch shape (with event dimensions of their own).
+# The constructor's arguments. Each has the batch shape, followed by the argument's event
+# dimensions.
 _ARGUMENTS = {
     "Normal": ("loc", "scale"),
     "LogNormal": ("loc", "scale"),
@@ -58,7 +60,7 @@ _PROBS_OR_LOGITS = (
     "ContinuousBernoulli",
     "Multinomial",
 )
-# Arguments that are distributions, and those that are no tensors.
+# Arguments that are distributions; below, arguments that are not tensors.
 _PARTS = {
     "MixtureSameFamily": ("mixture_distribution", "component_distribution"),
     "TransformedDistribution": ("base_dist",),
@@ -72,7 +74,9 @@ _DRAWS_FOR_MOMENTS = 256
 class Structure(NamedTuple):
     """A distribution without its tensors.
 
-    :param parts: the distributions that it is made of, by argument.
+    :param kind: the name of its class in ``pyro.distributions``.
+    :param event_dims: the batch dimensions that ``to_event`` makes event dimensions.
+    :param parts: its component distributions, by argument.
     :param constants: other arguments, by name.
     """
 
@@ -83,7 +87,8 @@ class Structure(NamedTuple):
 
 
 def without_wrappers(distribution: Distribution) -> tuple[Distribution, int]:
-    """The distribution inside ``to_event`` and ``mask``, and how many dims the former claims."""
+    """The distribution inside ``to_event`` and ``mask``, and the number of dims that ``to_event``
+    took."""
     event_dims = 0
     while isinstance(distribution, Independent | MaskedDistribution):
         event_dims += getattr(distribution, "reinterpreted_batch_ndims", 0)
@@ -94,7 +99,7 @@ def without_wrappers(distribution: Distribution) -> tuple[Distribution, int]:
 def base_distribution(distribution: Distribution, *, through_masks: bool = True) -> Any:
     """The distribution inside ``to_event`` and ``mask``.
 
-    :param through_masks: whether a masked distribution counts as what it masks.
+    :param through_masks: whether to look inside ``mask`` too.
     """
     wrappers = (Independent, MaskedDistribution) if through_masks else (Independent,)
     while isinstance(distribution, wrappers):
@@ -103,10 +108,12 @@ def base_distribution(distribution: Distribution, *, through_masks: bool = True)
 
 
 def parameters_of(base: Distribution) -> dict[str, Tensor]:
-    """The tensors that a distribution without wrappers is made of, by argument.
+    """The tensor arguments of a distribution without wrappers, by name, broadcast to its batch
+    shape.
 
-    They are those that it was given, broadcast; of probabilities and logits the one given. Those
-    of a mixture's or a transformed distribution's parts are called "component_distribution.loc".
+    Of probabilities and logits only the one that was given is returned. Arguments of a component of
+    a mixture or of a transformed distribution have dotted names, as in
+    "component_distribution.loc".
     """
     if _structure(base) is not None:
         return dict(_tensors(base))
@@ -119,11 +126,11 @@ def parameters_of(base: Distribution) -> dict[str, Tensor]:
 
 
 def broadcast_parameter(base: Any, name: str, value: Tensor) -> Tensor:
-    """An argument of a distribution with all of the batch shape, where its shape allows it."""
+    """An argument of a distribution, expanded to the whole batch shape if its shape allows it."""
     constraint = base.arg_constraints.get(name)
     try:
         event_dims = 0 if constraint is None else constraint.event_dim
-    except NotImplementedError:  # a bound of a support, which is a number
+    except NotImplementedError:  # the constraint of a support's bound, which is a number
         event_dims = 0
     shape = base.batch_shape + value.shape[max(0, value.dim() - event_dims) :]
     if value.shape == shape or value.dim() > len(shape):
@@ -133,8 +140,11 @@ def broadcast_parameter(base: Any, name: str, value: Tensor) -> Tensor:
 
 
 def part_with(base: Any, key: str) -> tuple[Any, str]:
-    """The distribution or transform among the parts of ``base`` that has a tensor of
-    ``parameters_of``, and the tensor's name there."""
+    """The component of ``base`` that owns a tensor of ``parameters_of``, and the tensor's name
+    there.
+
+    :param key: the tensor's dotted name, such as "component_distribution.loc".
+    """
     *path, name = key.split(".")
     for step in path:
         base = base[int(step)] if step.isdigit() else getattr(base, step)
@@ -143,7 +153,7 @@ def part_with(base: Any, key: str) -> tuple[Any, str]:
 
 
 def take_apart(distribution: Distribution) -> tuple[Structure, dict[str, Tensor]] | None:
-    """A distribution's structure and its tensors; None for a kind that is not known."""
+    """A distribution's structure and its tensors; None for an unknown distribution."""
     structure = _structure(distribution)
     if structure is None:
         return None
@@ -151,7 +161,8 @@ def take_apart(distribution: Distribution) -> tuple[Structure, dict[str, Tensor]
 
 
 def rebuild(structure: Structure, tensors: dict[str, Tensor]) -> dist.TorchDistribution:
-    """The distribution again, with whatever leading dimensions the tensors have gained."""
+    """Rebuild a distribution from the results of ``take_apart``; tensors may have new leading
+    dimensions."""
     own = {name: value for name, value in tensors.items() if "." not in name}
     arguments: dict[str, Any] = {**structure.constants, **own}
     for name, part in structure.parts.items():
@@ -166,8 +177,10 @@ def rebuild(structure: Structure, tensors: dict[str, Tensor]) -> dist.TorchDistr
 
 
 def observation_mean(distribution: Distribution) -> Tensor:
-    """E[y]; for a Categorical the probabilities of the classes, in one more dimension. Where there
-    is no closed form, that of 256 draws."""
+    """E[y]; for a Categorical the class probabilities, with one more dimension.
+
+    Without a closed form it is the mean of 256 draws.
+    """
     base: Any = base_distribution(distribution)
     if _has_classes(base):
         return base.probs
@@ -175,8 +188,10 @@ def observation_mean(distribution: Distribution) -> Tensor:
 
 
 def observation_variance(distribution: Distribution) -> Tensor:
-    """Var[y]; for a Categorical that of each class's indicator, q (1 - q). Where there is no
-    closed form, that of 256 draws."""
+    """Var[y]; for a Categorical the variance q (1 - q) of each class's indicator.
+
+    Without a closed form it is the variance of 256 draws.
+    """
     base: Any = base_distribution(distribution)
     if _has_classes(base):
         return base.probs * (1.0 - base.probs)
@@ -192,7 +207,7 @@ def has_moments(distribution: Distribution) -> bool:
         return False
 
 
-# ----------------------------------------------------------------------------------- the parts
+# --------------------------------------------------------------------------------- components
 
 
 def _kind(base: Distribution) -> str:
@@ -203,7 +218,7 @@ def _kind(base: Distribution) -> str:
 def _argument_names(base: Distribution) -> tuple[str, ...] | None:
     kind = _kind(base)
     if kind in _PROBS_OR_LOGITS:
-        # Categorical keeps what it was given in _param; the other of the two is derived
+        # only the argument that was given is in vars; the other one is derived from it
         return ("logits",) if "logits" in vars(base) else ("probs",)
     if kind == "ZeroInflatedDistribution":
         return ("gate_logits",) if "gate_logits" in vars(base) else ("gate",)
@@ -247,7 +262,8 @@ def _tensors(base: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _expanded(base: Any, part: str) -> Any:
-    """A part of a distribution, with all of its batch dimensions: a mixture's may have fewer."""
+    """A component of a distribution, expanded to all batch dimensions: a mixture's may have
+    fewer."""
     inner = getattr(base, part)
     if not isinstance(base, MixtureSameFamily):
         return inner
@@ -293,20 +309,20 @@ def _drawn_moments(base: Distribution) -> tuple[Tensor, Tensor]:
     squares: Any = 0.0
     first = base.sample()
     for _ in range(_DRAWS_FOR_MOMENTS):
-        change = base.sample() - first  # so that the squares do not cancel
+        change = base.sample() - first  # a difference, so that the mean square does not cancel
         total, squares = total + change, squares + change.square()
     mean = total / _DRAWS_FOR_MOMENTS
     return first + mean, (squares / _DRAWS_FOR_MOMENTS - mean.square()).clamp(min=0.0)
 
 
 def parameters_of_any(base: Any) -> dict[str, Tensor]:
-    """The tensors that a distribution without wrappers is made of, by argument."""
+    """``parameters_of``, also for distributions that are made by a transform of another one."""
     values = parameters_of(base)
     both = [name for name in vars(base) if name in ("probs", "logits")]
-    if len(both) == 2 and values.keys() & set(both):  # the second was derived from the first since
+    if len(both) == 2 and values.keys() & set(both):  # the second was derived later
         values = {**values, both[0]: getattr(base, both[0])}
         values.pop(both[1], None)
-    if not values:  # of distributions made by a transform, which hold another one
+    if not values:  # the distribution is made by a transform of another one
         names = [name for name in base.arg_constraints if hasattr(base, name)]
         names = [name for name in names if name != "logits" or "probs" not in names]
         found = {name: getattr(base, name) for name in names}

@@ -1,4 +1,4 @@
-"""Autograd's graph: the tensors behind a result, and results whose gradients are known."""
+"""Autograd's graph: which tensors a result depends on, and results with known gradients."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -8,26 +8,31 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
-_Edge = tuple[Any, int]  # a node of the graph, and which of its results
+_Edge = tuple[Any, int]  # a node of the graph, and the number of one of its results
 
 
 def reaches(value: Tensor, tensors: Iterable[Tensor]) -> bool:
-    """Return whether a gradient of ``value`` flows to one of the tensors, leaves or not."""
+    """Return whether gradients of ``value`` flow to any of the tensors, whether or not they are
+    leaves."""
     wanted = {_edge(tensor) for tensor in tensors if tensor.requires_grad}
     return any(edge in wanted for edge in _edges(value))
 
 
 def leaves_behind(value: Tensor, stop: Iterable[Tensor] = ()) -> list[Tensor]:
-    """The leaves to which ``value.backward()`` would give a gradient.
+    """The leaf tensors to which ``value.backward()`` would give a gradient.
 
-    :param stop: tensors past which the graph is not followed.
+    :param stop: tensors at which the search ends.
     """
     nodes = (node for node, _ in _edges(value, stop))
     return [node.variable for node in nodes if hasattr(node, "variable")]
 
 
 def with_gradients(value: Tensor, gradients: Sequence[Tensor], leaves: Sequence[Tensor]) -> Tensor:
-    """A scalar whose gradients in some leaves are known already; it can be differentiated once."""
+    """A scalar with known gradients in ``leaves``; it can be differentiated once.
+
+    :param value: the scalar's value.
+    :param gradients: one for each leaf, with the leaf's shape.
+    """
     return _WithGradients.apply(value, gradients, *leaves)
 
 

@@ -1,4 +1,4 @@
-"""The processes of a torch.distributed group: what they add up, and what is the same on all."""
+"""Collective operations on the processes of a torch.distributed group: sums, broadcasts, checks."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -10,12 +10,13 @@ from torch import Tensor
 
 
 class Ranks:
-    """The processes ("ranks") of a group; this one alone where torch.distributed is not in use.
+    """The processes ("ranks") of a group; this process alone if torch.distributed is not in use.
 
-    All methods are collective: every rank calls them, in the same order.
+    All methods are collective: every rank must call them, in the same order.
 
     :param group: a process group; None for all processes.
-    :raises RuntimeError: where there are several processes and no process group.
+    :raises RuntimeError: if there are several processes and no process group, or if this process is
+        not in the group.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -31,7 +32,7 @@ class Ranks:
             )
 
     def gather(self, value: Any) -> list[Any]:
-        """A picklable value of each rank."""
+        """Return the values of all ranks, in their order; values must be picklable."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -39,10 +40,11 @@ class Ranks:
         return values
 
     def together(self, function: Callable[[], Any]) -> Any:
-        """``function()``, which all ranks call; an error on one is raised on all, so that none
-        waits for it.
+        """Call a function on all ranks; an error on one rank is raised on all. Returns its result.
 
-        :raises RuntimeError: where another rank failed, with its message.
+        Without this the other ranks would wait forever for the rank that failed.
+
+        :raises RuntimeError: if another rank failed, with its message.
         """
         try:
             result = function()
@@ -55,9 +57,9 @@ class Ranks:
         return result
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its sum over the ranks, bit for bit the same on all.
+        """Replace each tensor by its sum over the ranks; the sums agree bit for bit on all ranks.
 
-        :raises RuntimeError: where the ranks' tensors differ in number, shape or dtype.
+        :raises RuntimeError: if the ranks' tensors differ in number, shape or dtype.
         """
         if self.size == 1:
             return
@@ -72,7 +74,8 @@ class Ranks:
             self.add(tensor)
 
     def add(self, tensor: Tensor) -> None:
-        """``add_up`` of one tensor that is known to be alike on all ranks."""
+        """Replace a tensor by its sum over the ranks, without a check that shapes and dtypes
+        agree."""
         if self.size == 1:
             return
         whole = tensor.detach().contiguous()
@@ -81,9 +84,9 @@ class Ranks:
             tensor.detach().copy_(whole)
 
     def broadcast(self, named: Mapping[str, Tensor]) -> None:
-        """Replace the values of tensors by those of rank 0.
+        """Replace the values of tensors by the values on rank 0.
 
-        :raises RuntimeError: where the ranks' tensors differ in name, shape or dtype.
+        :raises RuntimeError: if the ranks' tensors differ in name, shape or dtype.
         """
         if self.size == 1:
             return
@@ -99,9 +102,9 @@ class Ranks:
             tensor.detach().copy_(self._of_rank_0(tensor))
 
     def check_same(self, named: Mapping[str, Tensor]) -> None:
-        """Compare tensors of the same names and shapes with those of rank 0, up to rounding.
+        """Check that tensors equal those of rank 0 up to rounding; names and shapes must agree.
 
-        :raises RuntimeError: on all ranks, naming a rank and a tensor of it that differs.
+        :raises RuntimeError: on all ranks, with the name of a tensor that differs and its rank.
         """
         if self.size == 1:
             return
@@ -127,8 +130,7 @@ class Ranks:
 
 
 def _difference(value: Tensor, reference: Tensor) -> float:
-    """The largest difference, 0 where it is no more than rounding; what is not finite is equal to
-    itself."""
+    """The largest difference; 0 if it is only rounding. Equal infinities and NaN differ by 0."""
     if not value.numel() or torch.equal(value, reference):
         return 0.0
     value, reference = value.double(), reference.double()

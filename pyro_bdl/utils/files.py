@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and output that may end before the work does."""
+"""Files that are written completely or not at all; output to streams that may be closed early."""
 
 import io
 import os
@@ -9,19 +9,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# Characters of tables that a narrow encoding may lack, in as many characters.
+# Substitutes of the same length for characters in tables that an encoding may lack.
 _PLAIN = {"± ": "+-", "±": "~", "–": "-", "²": "2"}
 
 
 @contextmanager
 def atomic_write(path: str | Path) -> Iterator[Path]:
-    """Yield a path to write to, which takes the place of ``path`` when the block ends.
+    """Yield a temporary path to write to; it replaces ``path`` when the block ends.
 
-    Where the block raises, such as on a full disk or by Ctrl-C, ``path`` stays what it was. Missing
-    folders are made. What is no ordinary file, such as /dev/stdout, is written to as it is.
+    If the block raises, for example on a full disk or by Ctrl-C, ``path`` stays as it was. Missing
+    folders are made. Special files such as /dev/stdout are written to directly.
 
-    :param path: the file; of a link the file that it leads to.
-    :raises IsADirectoryError: where it is a folder.
+    :param path: the file; symbolic links are followed.
+    :raises IsADirectoryError: if the path is a folder.
     """
     path = Path(path)
     if path.is_dir():
@@ -44,12 +44,12 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
 
 
 class LenientStream(io.TextIOBase):
-    """Text for a stream, for as long as the stream takes it; later text is dropped.
+    """A text stream that drops its text once the underlying stream is closed.
 
-    A reader such as ``head`` may close a pipe early, and a stream may be closed from the start:
-    neither ends the work. Characters that the stream's encoding lacks are replaced.
+    A reader such as ``head`` may close a pipe early, or the stream may be closed from the start;
+    neither raises an error. Characters that the stream's encoding lacks are replaced.
 
-    :param stream: such as ``sys.stdout``; None where the process has none.
+    :param stream: a stream such as ``sys.stdout``; None if the process has none.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -60,16 +60,16 @@ class LenientStream(io.TextIOBase):
         return getattr(self.stream, "encoding", None) or "utf-8"
 
     def write(self, text: str) -> int:
-        """Write what can be written; returns the length of ``text``."""
+        """Write as much of the text as possible; return the length of ``text``."""
         if self.stream is not None:
             try:
                 self.stream.write(_encodable(text, self.encoding))
-            except (OSError, ValueError):  # the latter for a closed stream
+            except (OSError, ValueError):  # ValueError is raised by a closed stream
                 self._give_up()
         return len(text)
 
     def flush(self) -> None:
-        """Hand on what was written."""
+        """Flush the underlying stream."""
         if self.stream is not None:
             try:
                 self.stream.flush()
@@ -77,23 +77,23 @@ class LenientStream(io.TextIOBase):
                 self._give_up()
 
     def fileno(self) -> int:
-        """The descriptor of the file behind it.
+        """Return the file descriptor of the underlying stream.
 
-        :raises OSError: where there is none.
+        :raises OSError: if there is none.
         """
         if self.stream is None:
             raise OSError("the stream is closed")
         return self.stream.fileno()
 
     def isatty(self) -> bool:
-        """Return True where a terminal shows it."""
+        """Return whether the stream is a terminal."""
         try:
             return self.stream is not None and self.stream.isatty()
         except ValueError:
             return False
 
     def _give_up(self) -> None:
-        """Python flushes the stream once more at its exit, which must not fail again."""
+        """Drop all later text. Python flushes the stream again at exit, which must not fail."""
         stream, self.stream = self.stream, None
         try:
             nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -1,4 +1,4 @@
-"""Ctrl-C for work that may not be torn apart."""
+"""Ctrl-C for work that must not be interrupted in the middle."""
 
 import signal
 import threading
@@ -9,11 +9,12 @@ from types import FrameType
 
 @contextmanager
 def deferred_interrupt() -> Iterator[threading.Event]:
-    """Let the first Ctrl-C set the event and raise nothing; a second one does what it did before.
+    """Yield an event that the first Ctrl-C sets instead of raising; a second Ctrl-C raises as
+    usual.
 
-    A KeyboardInterrupt would be dropped where it strikes inside of a callback of the garbage
-    collector, of which JAX has one, and would leave a computation of JAX running while what it
-    reads is taken away. Outside of the main thread, where no signal arrives, nothing sets it.
+    A KeyboardInterrupt is lost if it arrives inside a callback of the garbage collector, and JAX
+    has such a callback. It could also leave a JAX computation running while its inputs are freed.
+    Signals arrive in the main thread only; in other threads the event is never set.
     """
     event = threading.Event()
     before = signal.getsignal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""Linear algebra: products x'x at half the cost, and Cholesky factors that say their jitter."""
+"""Linear algebra: products x' x at half the cost, and Cholesky factors with reported jitter."""
 
 import warnings
 
@@ -8,11 +8,12 @@ from torch import Tensor
 from pyro_bdl.errors import BdlWarning
 
 _HALVED_FROM = 256
-_DOUBLE_UP_TO = 4096  # rows
+_DOUBLE_UP_TO = 4096  # rows; larger matrices are factorized in their own dtype
 
 
 def products(x: Tensor) -> Tensor:
-    """x' x for x (..., rows, m); of a large one the half above the diagonal is multiplied."""
+    """Return x' x for x (..., rows, m). If m is large, only the half above the diagonal is
+    multiplied."""
     size = x.shape[-1]
     if size < _HALVED_FROM:
         return x.mT @ x
@@ -27,7 +28,8 @@ def products(x: Tensor) -> Tensor:
 
 
 def add_products(matrix: Tensor, x: Tensor) -> None:
-    """matrix += x' x in place for x (rows, m), with a quarter of the matrix beside it."""
+    """Add x' x to ``matrix`` in place for x (rows, m); needs a quarter of the matrix as extra
+    memory."""
     if len(matrix) < _HALVED_FROM:
         matrix += x.mT @ x
         return
@@ -41,11 +43,13 @@ def add_products(matrix: Tensor, x: Tensor) -> None:
 
 
 def cholesky(matrix: Tensor, what: str) -> Tensor:
-    """The lower Cholesky factor, in float64 where the matrix is small enough.
+    """The lower Cholesky factor, computed in float64 if the matrix is small enough.
 
-    Jitter is added to the diagonal only after a failure, and told in a warning.
+    Jitter is added to the diagonal only after a failure; a warning reports its size.
 
-    :raises ValueError: where even large jitter does not help, or entries are not finite.
+    :param matrix: symmetric, (n, n).
+    :param what: a name for the matrix in errors and warnings.
+    :raises ValueError: if even large jitter does not help, or entries are not finite.
     """
     if len(matrix) <= _DOUBLE_UP_TO:
         matrix = matrix.double()
@@ -74,5 +78,5 @@ def cholesky(matrix: Tensor, what: str) -> Tensor:
         f"{what} is not positive definite (lowest eigenvalue {float(lowest):.3g}): train longer "
         "until the MAP is a maximum, or use the Gauss-Newton curvature, which cannot be "
         'indefinite; where a hierarchical prior is the cause, structure="kron" or "diag", which '
-        "leave out how its scales and weights are coupled"
+        "ignore how its scales and weights are coupled"
     )

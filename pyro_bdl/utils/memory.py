@@ -1,4 +1,4 @@
-"""Let the C library keep freed memory for the next block of work."""
+"""Memory: reuse of freed blocks, the memory that is available, and counts of allocations."""
 
 import functools
 from typing import Any
@@ -8,24 +8,25 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_LARGEST = 32 * 2**20 - 2**14  # what glibc still learns from, its own header and padding included
+# The largest block that still raises glibc's threshold, with room for its header and padding.
+_LARGEST = 32 * 2**20 - 2**14
 
 
 @functools.cache
 def keep_freed_blocks() -> None:
     """Let blocks of up to 32 MB be reused instead of returned to the operating system.
 
-    Work in chunks frees and asks for the same few blocks over and over. While glibc returns them,
-    each new one is faulted in page by page, up to a third of the time. Freeing a block raises its
-    threshold to that block's size (``mallopt(3)``, ``M_MMAP_THRESHOLD``), as any program that
-    frees a large tensor does by the way; no page of this one is ever touched. Without effect
-    elsewhere.
+    Work in chunks frees and allocates the same few blocks again and again. If glibc returns them to
+    the operating system, each new block causes page faults, which can take a third of the time.
+    Freeing a block raises glibc's threshold to the size of that block (``mallopt(3)``,
+    ``M_MMAP_THRESHOLD``), so this function allocates one block and frees it. Its pages are never
+    touched. There is no effect with other C libraries.
     """
     torch.empty(_LARGEST, dtype=torch.uint8, device="cpu")
 
 
 def available_memory(device: torch.device) -> int | None:
-    """Bytes that can still be taken on a device; None where that cannot be told."""
+    """The bytes that can still be allocated on a device; None if unknown."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free
@@ -44,7 +45,7 @@ def _memory_of_machine() -> int | None:
 
 
 class Allocations(TorchDispatchMode):
-    """Adds up the bytes of all tensors that operators make, views left out."""
+    """Sums the bytes of all tensors that operators allocate; views do not count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,8 +68,7 @@ class Allocations(TorchDispatchMode):
 
 
 def _address(leaf: Any) -> int | None:
-    """The address of a tensor's numbers; None where that cannot be told: of sparse tensors, and of
-    those that torch.func works on."""
+    """The address of a tensor's data; None for sparse tensors and for tensors of ``torch.func``."""
     try:
         return leaf.untyped_storage().data_ptr() if isinstance(leaf, Tensor) else None
     except (NotImplementedError, RuntimeError):

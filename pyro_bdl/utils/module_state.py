@@ -1,8 +1,7 @@
-"""Running a program's torch modules without leaving a trace on them: evaluation mode, untouched
-buffers, hooks.
+"""Contexts that change a program's torch modules for a while: evaluation mode, kept buffers, hooks.
 
-The contexts act on the modules that a program holds, wherever it holds them (``modules_of``), and
-on no others: what other threads run stays as it is.
+They act only on the modules that the program holds (``modules_of``), so that networks in other
+threads are not affected.
 """
 
 import functools
@@ -19,29 +18,31 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-_MOST_ENTRIES = 1000  # of a container that is searched for modules; longer ones are data
+_MOST_ENTRIES = 1000  # longer containers are taken for data and not searched for modules
 _PLAIN = {type(None), bool, int, float, complex, str, bytes, Tensor, nn.Parameter, torch.Size}
 _TABLES = {dict, OrderedDict, list, tuple, set}
 _CONTAINERS = (list, tuple, set, frozenset)
-_HOSTS = {"pyro", "pyro_bdl"}  # their objects hold programs, their globals do not
+_HOSTS = {"pyro", "pyro_bdl"}  # their objects may hold programs; their global variables do not
 _MISSING: Any = object()
 
 
 def device_of(module: nn.Module) -> torch.device | None:
-    """The device of a module's first tensor; None where it has none."""
+    """The device of a module's first tensor; None if it has no tensor."""
     first = next(chain(module.parameters(), module.buffers()), None)
     return None if first is None else first.device
 
 
 def modules_of(*programs: Any) -> list[nn.Module]:
-    """The modules that programs hold: as parts, attributes and arguments, in closures, under
-    handlers, in lists and dicts, and in the global variables that their functions name.
+    """The modules that programs hold.
+
+    They are found among submodules, attributes, arguments, closures, handlers, lists and dicts, and
+    the global variables that functions of the program use.
 
     :param programs: functions, modules, methods, or containers of them.
     """
     home = {_package(program) for program in programs} | {"__main__"}
     found: list[nn.Module] = []
-    seen: dict[int, Any] = {}  # with the objects, so that no id is given to another one
+    seen: dict[int, Any] = {}  # holds the objects too, so that no id is reused
     pending: list[Any] = list(reversed(programs))
     while pending:
         value = pending.pop()
@@ -88,7 +89,7 @@ def _held_by_function(function: types.FunctionType, home: set[str]) -> Iterator[
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # a variable that has no value yet
+        except ValueError:  # a closure variable without a value yet
             continue
     yield function.__defaults__
     yield function.__kwdefaults__
@@ -118,7 +119,7 @@ def _root(name: str) -> str:
 
 
 def _is_foreign(package: str, home: set[str]) -> bool:
-    """Return whether a package is a library, whose functions and objects know of no program."""
+    """Return whether a package is a library, whose objects are not searched for programs."""
     if package in _HOSTS or package in sys.stdlib_module_names:
         return True
     if package in home:
@@ -129,8 +130,9 @@ def _is_foreign(package: str, home: set[str]) -> bool:
 
 @contextmanager
 def evaluation_mode(*programs: Any) -> Iterator[None]:
-    """Programs run as after ``eval()`` of all modules that they hold, and these as they are
-    written, also where they are compiled; their modes are restored after.
+    """Put all modules that programs hold into evaluation mode; their modes are restored on exit.
+
+    Modules of ``torch.compile`` run uncompiled meanwhile.
 
     :param programs: as in ``modules_of``.
     """
@@ -148,8 +150,8 @@ def evaluation_mode(*programs: Any) -> Iterator[None]:
 
 @contextmanager
 def preserved_buffers(*programs: Any) -> Iterator[None]:
-    """Buffers of the programs' modules in training mode (BatchNorm's running statistics) keep their
-    values.
+    """Restore the buffers of modules in training mode, such as BatchNorm's running statistics, on
+    exit.
 
     :param programs: as in ``modules_of``.
     """
@@ -168,8 +170,10 @@ def preserved_buffers(*programs: Any) -> Iterator[None]:
 
 @contextmanager
 def as_written(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Modules of ``torch.compile`` run uncompiled, so that hooks, tracers and transforms of
-    ``torch.func`` see their operations."""
+    """Run modules of ``torch.compile`` uncompiled.
+
+    Hooks, tracers and transforms of ``torch.func`` then see their operations.
+    """
     saved: list[tuple[nn.Module, str, Any]] = []
 
     def put(module: nn.Module, name: str, value: Any) -> None:
@@ -199,8 +203,13 @@ def hooked(
     *,
     kind: type[nn.Module] = nn.Module,
 ) -> Iterator[None]:
-    """Modules run as they are written, with a hook before and one after each call of those of a
-    kind."""
+    """Run modules uncompiled, with a hook before and a hook after each call of modules of one
+    class.
+
+    :param before: a forward pre-hook.
+    :param after: a forward hook, if any.
+    :param kind: the class.
+    """
     modules = list(modules)
     hooks = []
     with as_written(modules):
@@ -218,7 +227,7 @@ def hooked(
 
 @contextmanager
 def outside_inference_mode() -> Iterator[None]:
-    """Tensors made inside can be trained, also where ``torch.inference_mode`` is on."""
+    """Turn ``torch.inference_mode`` off, so that new tensors can be trained."""
     if not torch.is_inference_mode_enabled():
         yield
         return
@@ -228,7 +237,7 @@ def outside_inference_mode() -> Iterator[None]:
 
 @contextmanager
 def vmappable() -> Iterator[None]:
-    """Attention computes with plain operators, which ``vmap`` and tracing can follow."""
+    """Let attention run as plain operators, which ``vmap`` and tracing can follow."""
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

@@ -1,4 +1,5 @@
-"""Random numbers that follow a seed, and leave those of the caller and of other threads alone."""
+"""Random numbers from a seed that leave the random state of the caller and other threads
+unchanged."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -11,16 +12,16 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# True while an operator runs on the numbers of one of the modes below; others pass it on then.
+# True while one of the modes below runs an operator with its generator; other modes then skip it.
 _is_drawing: ContextVar[bool] = ContextVar("pyro_bdl_is_drawing", default=False)
 
 _WITH_GENERATOR = {"default": "generator", "low": "low_generator"}
 
 
 class Generators:
-    """Generators of random numbers, one for each device.
+    """Random generators, one for each device.
 
-    :param seed: None for copies of torch's own generators, as they are at the first use.
+    :param seed: the seed of all; None copies the state of torch's own generators at the first use.
     """
 
     def __init__(self, seed: int | None) -> None:
@@ -43,10 +44,10 @@ _source: ContextVar[Generators | None] = ContextVar("pyro_bdl_generators", defau
 
 @contextmanager
 def seeded(seed: int) -> Iterator[Generators]:
-    """Run with numbers of torch that follow ``seed``, in this thread. The random state of the
-    process is neither read nor written.
+    """Draw torch's random numbers from generators with this seed, in this thread only.
 
-    Every operator takes some microseconds longer inside: where that counts, see ``explicit``.
+    The random state of the process is neither read nor written. Every operator takes some
+    microseconds longer inside the context; ``explicit`` avoids that.
     """
     with _everything_from(Generators(seed)) as generators:
         yield generators
@@ -54,8 +55,10 @@ def seeded(seed: int) -> Iterator[Generators]:
 
 @contextmanager
 def own_randomness() -> Iterator[None]:
-    """Run with the numbers that the caller would draw next, in this thread; the caller draws them
-    again afterwards."""
+    """Draw random numbers from a copy of the caller's random state, in this thread only.
+
+    The caller's state is unchanged: it draws the same numbers again afterwards.
+    """
     with _everything_from(Generators(None)):
         yield
 
@@ -68,8 +71,10 @@ def _everything_from(generators: Generators) -> Iterator[Generators]:
 
 @contextmanager
 def explicit(generators: Generators) -> Iterator[None]:
-    """Run with ``normal_like``, ``uniform_like`` and ``permutation`` drawing from generators, and
-    what runs in ``everywhere()``; other functions draw from torch's own."""
+    """Let ``normal_like``, ``uniform_like`` and ``permutation`` draw from these generators.
+
+    All other functions draw from torch's own generators, except inside ``everywhere()``.
+    """
     token = _source.set(generators)
     try:
         yield
@@ -78,7 +83,8 @@ def explicit(generators: Generators) -> Iterator[None]:
 
 
 def everywhere() -> AbstractContextManager:
-    """A context in which all functions draw from the generators that ``explicit`` got, if any."""
+    """A context in which all functions draw from the generators of ``explicit``, if there are
+    any."""
     generators = _source.get()
     return nullcontext() if generators is None else _Drawing(generators)
 
@@ -89,31 +95,33 @@ def _given(device: torch.device) -> torch.Generator | None:
 
 
 def normal_like(like: Tensor) -> Tensor:
-    """Standard normal numbers of the shape, dtype and device of ``like``."""
+    """Standard normal numbers with the shape, dtype and device of ``like``."""
     generator = _given(like.device)
     return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
 
 
 def uniform_like(like: Tensor) -> Tensor:
-    """Numbers from [0, 1) of the shape, dtype and device of ``like``."""
+    """Uniform numbers in [0, 1) with the shape, dtype and device of ``like``."""
     generator = _given(like.device)
     return torch.rand(like.shape, generator=generator, dtype=like.dtype, device=like.device)
 
 
 def permutation(size: int, device: torch.device) -> Tensor:
-    """The numbers below ``size`` in random order."""
+    """The numbers 0, ..., size - 1 in random order."""
     return torch.randperm(size, generator=_given(device), device=device)
 
 
 def fixed_normal(like: Tensor, seed: int = 0) -> Tensor:
-    """Standard normal numbers of the shape, dtype and device of ``like``, the same ones on every
-    device and in every call."""
+    """Standard normal numbers with the shape, dtype and device of ``like``.
+
+    They are the same in every call and on every device.
+    """
     generator = torch.Generator("cpu").manual_seed(seed)
     return torch.randn(like.shape, generator=generator, device="cpu").to(like)
 
 
 class _Drawing(TorchDispatchMode):
-    """Hands generators to the operators that draw random numbers."""
+    """Passes generators to the operators that draw random numbers."""
 
     def __init__(self, generators: Generators) -> None:
         super().__init__()
@@ -139,7 +147,7 @@ class _Drawing(TorchDispatchMode):
 
 
 def _drawing_overload(func: Any) -> Any:
-    """The overload to call instead of an operator that draws; None for any other one."""
+    """The overload that takes a generator, for an operator that draws; None for other operators."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return None
     if _takes_generator(func):
@@ -177,8 +185,8 @@ def _default_generator(device: torch.device) -> torch.Generator:
 
 
 def _on_state_of(generator: torch.Generator, func: Any, args: tuple, kwargs: dict) -> Any:
-    """An operator that only draws from torch's own generator, which has a state of ours for the
-    time of the call."""
+    """Run an operator that cannot take a generator: torch's own generator has our state during the
+    call."""
     default = _default_generator(generator.device)
     before = default.get_state()
     default.set_state(generator.get_state())

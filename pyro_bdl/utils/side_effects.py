@@ -16,11 +16,11 @@ def without_side_effects(
 ) -> Iterator[None]:
     """Run without side effects: random states and buffers are restored on exit.
 
-    Torch's random numbers go on from the caller's, who draws them again afterwards. Those of
-    Python and numpy, which a trace takes for constants, follow a seed.
+    Torch's random numbers continue from the caller's state, which is restored. Python's and numpy's
+    random numbers follow a fixed seed, because a trace takes them for constants.
 
-    :param modules: whose buffers are kept.
-    :param tensors: that keep their values as well.
+    :param modules: the modules whose buffers are restored.
+    :param tensors: other tensors to restore.
     """
     buffers = (buffer for module in modules for buffer in module.buffers(recurse=False))
     kept = [*tensors, *buffers]

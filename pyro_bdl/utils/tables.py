@@ -18,13 +18,13 @@ MISSING = "–"
 class Column:
     """One column of a table.
 
-    :param key: where the rows hold its values.
-    :param title: its heading, short.
-    :param group: heading that it shares with its neighbors.
-    :param help: one sentence that says what the numbers are, and in which units.
+    :param key: the key of its values in the rows.
+    :param title: a short heading.
+    :param group: a heading that it shares with neighboring columns.
+    :param help: one sentence on the meaning and the units of the numbers.
     :param style: ``"number"``, ``"percent"`` or ``"text"``.
     :param digits: significant digits of a number.
-    :param error: where the rows hold the standard errors of its values, if they do.
+    :param error: the key of the standard errors in the rows, if there are any.
     """
 
     key: str
@@ -36,7 +36,7 @@ class Column:
     error: str = ""
 
     def cell(self, row: Row) -> str:
-        """The row's value as text; a dash for None, NaN and what is not there."""
+        """The row's value as text; a dash for None, NaN or a missing value."""
         value: Any = row.get(self.key)
         if value is None or (isinstance(value, float) and math.isnan(value)):
             return MISSING
@@ -50,7 +50,7 @@ class Column:
 
 
 def number(value: float, digits: int = 3) -> str:
-    """Rounded to significant digits, without an exponent between 0.0001 and a million."""
+    """A number as text, rounded to significant digits; no exponent between 0.0001 and a million."""
     if not math.isfinite(value):
         return str(float(value))
     if float(value).is_integer() and abs(value) < 1e6:
@@ -63,7 +63,7 @@ def number(value: float, digits: int = 3) -> str:
 
 
 def to_text(rows: Sequence[Row], columns: Sequence[Column]) -> str:
-    """The table as aligned lines: groups, titles, a rule, a line for each row."""
+    """The table as aligned text: groups, titles, a rule, and one line for each row."""
     cells = [[column.cell(row) for column in columns] for row in rows]
     widths = [
         max(len(column.title), *(len(line[i]) for line in cells), 0)
@@ -89,7 +89,7 @@ def to_text(rows: Sequence[Row], columns: Sequence[Column]) -> str:
 
 
 def groups(columns: Sequence[Column]) -> list[tuple[str, int]]:
-    """Runs of neighbors with the same group, and how many columns each has."""
+    """Runs of neighboring columns with the same group, each with its number of columns."""
     runs: list[tuple[str, int]] = []
     for column in columns:
         if runs and runs[-1][0] == column.group:
@@ -100,7 +100,7 @@ def groups(columns: Sequence[Column]) -> list[tuple[str, int]]:
 
 
 def to_csv(path: str | Path, rows: Sequence[Row], columns: Sequence[Column]) -> Path:
-    """Write all digits, one line for each row, headed by the columns' keys; returns the path."""
+    """Write a CSV file with all digits, headed by the columns' keys; return its path."""
     path = Path(path)
     with atomic_write(path) as part, part.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)

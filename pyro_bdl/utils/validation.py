@@ -1,4 +1,4 @@
-"""Checks of single arguments; each failure is told in one sentence."""
+"""Checks of single arguments, with one-sentence errors."""
 
 import math
 import operator
@@ -23,8 +23,9 @@ def check_temperature(temperature: float, argument: str = "temperature") -> floa
 def check_finite_tensor(name: str, value: Tensor, *, masks: bool = False) -> None:
     """Check that a tensor is finite.
 
-    :param masks: whether an additive attention mask counts as finite.
-    :raises ValueError: naming rows and columns, where ``value`` holds NaN or infinity.
+    :param name: a name for the tensor, for errors.
+    :param masks: whether an additive attention mask (zeros and -inf) counts as finite.
+    :raises ValueError: if ``value`` holds NaN or infinity, with their rows and columns.
     """
     if value.layout is not torch.strided:
         entries = value.coalesce() if value.layout is torch.sparse_coo else value
@@ -53,16 +54,16 @@ def listed(numbers: list[int], most: int = 8) -> str:
 
 
 def _is_mask(value: Tensor) -> bool:
-    """Return whether there are zeros and -inf and nothing else."""
+    """Return whether a tensor holds zeros and -inf and nothing else."""
     kept = value == 0
     return bool((kept | (value == -torch.inf)).all()) and bool(kept.any())
 
 
 def whole_number(value: Any, name: str) -> int:
-    """Return a number of at least 1 as an int; floats such as 1e5 and tensors count where whole.
+    """Return a whole number of at least 1 as an int; floats such as 1e5 and tensors are accepted.
 
-    :param name: of the argument.
-    :raises TypeError: for what is no number.
+    :param name: the argument's name, for errors.
+    :raises TypeError: if the value is not a number.
     :raises ValueError: for a number that is not whole, NaN, or smaller than 1.
     """
     number = value

@@ -99,5 +99,5 @@ def test_no_closed_form_is_made_up():
 
 
 def test_a_mean_that_does_not_fit():
-    with pytest.raises(ValueError, match=r"shape \(3, 2\) does not fit to 3 rows and 3 columns"):
+    with pytest.raises(ValueError, match=r"shape \(3, 2\) does not fit 3 rows and 3 columns"):
         MatrixNormal(torch.zeros(3, 2), torch.eye(3), torch.eye(3))
