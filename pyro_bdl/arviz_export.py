@@ -75,7 +75,7 @@ def to_arviz(
     :param coords: dimension to the labels along it.
     :param seed: of the draws.
     :returns: an ``arviz.InferenceData`` where ArviZ is 0.23, else an ``xarray.DataTree``.
-    :raises ImportError: where ArviZ is older than 0.23.
+    :raises ImportError: if ArviZ is older than 0.23.
     :raises ValueError: for a posterior of another program, one without data, ``sites`` that match
         no latent, dims that do not fit.
     """
@@ -137,7 +137,7 @@ class Labels:
     def names(self, site: str, shape: torch.Size) -> list[str]:
         """A name for each dimension of a site's value.
 
-        :raises ValueError: where the dims given for the site do not fit its shape.
+        :raises ValueError: if the dims given for the site do not fit its shape.
         """
         names = [f"{site}_dim_{i}" for i in range(len(shape))]
         for axis, (plate, length) in self.plates.get(site, {}).items():

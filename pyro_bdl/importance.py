@@ -21,10 +21,9 @@ class Importance:
     """Importance ratios of a posterior over a guide.
 
     :param log_ratios: ``(S,)``, log p(w, y) - log q(w) at the guide's draws, in nats.
-    :param pareto_k: k-hat of their upper tail: up to ``good_k(S)`` the guide is close enough to
-        the posterior for importance sampling to mend it, above 1 the ratios have no mean. Infinity
-        where a few draws hold all weight; NaN where all ratios are equal, as of the exact
-        posterior.
+    :param pareto_k: k-hat of their upper tail: up to ``good_k(S)`` the guide is close enough to the
+        posterior for importance sampling to mend it, above 1 the ratios have no mean. Infinity
+        where a few draws hold all weight; NaN if all ratios are equal, as of the exact posterior.
     :param elbo: their mean, the evidence lower bound at temperature 1.
     :param log_evidence: log of the mean ratio, smoothed: an estimate of log p(y) that is good
         where k-hat is.
@@ -146,7 +145,7 @@ def function_khat(draws: Tensor, reference: Tensor) -> Tensor:
 
     :param draws: ``(S, ...)``, of the function under the posterior, S at least 25.
     :param reference: ``(T, ...)``, of the same function under the reference.
-    :returns: float64 ``(...)``; infinity where the posterior's draws are all the same.
+    :returns: float64 ``(...)``; infinity if the posterior's draws are all the same.
     :raises ValueError: for shapes that do not fit, too few draws.
     """
     if draws.shape[1:] != reference.shape[1:]:

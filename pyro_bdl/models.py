@@ -27,7 +27,7 @@ class ObservationModel(TaskPrior, OwnParameters):
     :param network: a module of ``bayesianize``, or any module that samples its weights.
     :param num_data: N, the number of data that the posterior is about, where the program is
         called with minibatches: their log likelihood then counts N / B times.
-    :raises ValueError: for a ``num_data`` that is no whole number of at least 1.
+    :raises ValueError: for a ``num_data`` that is not a whole number of at least 1.
     """
 
     def __init__(self, network: nn.Module, *, num_data: int | None = None) -> None:

@@ -90,8 +90,8 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
     def _check_structure(self) -> None:
         """Check that the network still has the layers that were given priors.
 
-        :raises UnsupportedProgramError: where layers were added, replaced or taken away, so that
-            there are weights without a prior, or sampled ones that nothing uses.
+        :raises UnsupportedProgramError: if layers were added, replaced or taken away, so that there
+            are weights without a prior, or sampled ones that nothing uses.
         """
         network = self.network
         same = self._structure[0][0] is network
@@ -165,7 +165,7 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
     def with_prior(self, prior: PriorFunction) -> "BayesianModule":
         """A copy, at the same values, with another prior on the weights that have one.
 
-        :raises ValueError: where the new prior leaves one of them without a distribution.
+        :raises ValueError: if the new prior leaves one of them without a distribution.
         """
         result = copy.deepcopy(self)
         result._modules.pop("task_prior", None)
@@ -211,7 +211,7 @@ def bayesianize(
     :param prior: ``(name, module, parameter) -> Distribution or None``, see ``pyro_bdl.priors``;
         Normal(1.0) by default. None leaves a parameter learnable.
     :param name: put before all site names; needed where a program has two networks.
-    :raises ValueError: where no parameter gets a prior, or a prior has the wrong shape.
+    :raises ValueError: if no parameter gets a prior, or a prior has the wrong shape.
     :raises TypeError: for a prior that is no such function, such as a distribution itself; for a
         network that is compiled to TorchScript.
     :raises UnsupportedProgramError: for lazy layers that were not called yet, pruned layers, and
@@ -234,7 +234,7 @@ def with_prior(model: nn.Module, prior: PriorFunction) -> nn.Module:
     """A copy of a program whose networks of ``bayesianize`` have another prior.
 
     :param model: a module that holds such networks; it is not changed.
-    :raises ValueError: where it holds none.
+    :raises ValueError: if it holds none.
     """
     return _with_priors(model, lambda network: prior)
 
@@ -262,8 +262,8 @@ def with_learnable_prior(model: nn.Module, *, only: str | None = None) -> nn.Mod
 
     :param only: a pattern (shell wildcards) of the weights that get such a prior, with scales of
         their own; the others keep theirs. By default all.
-    :raises ValueError: where the program holds no network of ``bayesianize``.
-    :raises TypeError: where a prior has no scale that is a number, or is a posterior
+    :raises ValueError: if the program holds no network of ``bayesianize``.
+    :raises TypeError: if a prior has no scale that is a number, or is a posterior
         (``update_prior``).
     """
     if any(isinstance(part, TaskPrior) and part.has_task_prior for part in model.modules()):

@@ -27,7 +27,7 @@ PriorFunction = Callable[[str, nn.Module, Tensor], Distribution | None]
 def check_prior(prior: Any, argument: str) -> None:
     """Check that a prior is a function that gives distributions.
 
-    :raises TypeError: where it is not, such as a distribution itself.
+    :raises TypeError: if it is not, such as a distribution itself.
     """
     if callable(prior) and not isinstance(prior, Distribution):
         return

@@ -99,7 +99,7 @@ class Samples:
     def load(cls, path: str | Path, *, device: torch.device | str = "cpu") -> "Samples":
         """Read what ``save`` wrote.
 
-        :raises FileNotFoundError: where there is no such file.
+        :raises FileNotFoundError: if there is no such file.
         :raises ValueError: for another suffix, or a file that ``save`` did not write.
         """
         path = Path(path)

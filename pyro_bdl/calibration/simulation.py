@@ -191,9 +191,9 @@ def simulation_based_calibration(
     :param num_draws: L; of ``Samples`` so many are taken, evenly spaced, which should be no more
         than their effective number.
     :param seed: of the simulations.
-    :raises ValueError: for fewer than 10 simulations, targets that are no arguments, too few draws,
-        draws that are NaN.
-    :warns BdlWarning: where guides were still improving when their training ended.
+    :raises ValueError: for fewer than 10 simulations, targets that are not arguments, too few
+        draws, draws that are NaN.
+    :warns BdlWarning: if guides were still improving when their training ended.
     """
     if num_simulations < 10:
         raise ValueError(f"num_simulations must be at least 10, got {num_simulations}")
@@ -313,7 +313,7 @@ def _ranks(h: Quantities, true: Mapping[str, Tensor], draws: Draws, simulation: 
 
 
 def _warn_unless_settled(losses: Tensor) -> None:
-    """Warn where training has not settled.
+    """Warn if training has not settled.
 
     :param losses: ``(steps, D)``, whose steps become smaller and smaller toward the end.
     """

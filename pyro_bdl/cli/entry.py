@@ -179,7 +179,7 @@ def _fit_all(names: list[str], problem: Problem, options: Options) -> tuple[list
 def _compared(model: nn.Module, fits: list[Fit], data: Dataset, seed: int) -> Comparison:
     """The posteriors side by side, without those whose draws cannot be scored.
 
-    :raises UnusableDrawsError: where no posterior is left.
+    :raises UnusableDrawsError: if no posterior is left.
     """
     costs = {
         fit.name: replace(fit.costs, draw_seconds=_seconds_per_draw(model, fit, data))

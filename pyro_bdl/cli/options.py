@@ -162,7 +162,7 @@ def load(options: argparse.Namespace) -> Dataset:
 def device(name: str) -> torch.device:
     """The device of that name.
 
-    :raises ValueError: where no tensor can be put on it.
+    :raises ValueError: if no tensor can be put on it.
     """
     there = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     if torch.backends.mps.is_available():
@@ -193,7 +193,7 @@ def folder(name: str, files: Sequence[str]) -> Path:
     """A folder, made where there is none.
 
     :param files: what will be written to it.
-    :raises ValueError: where nothing can be written to it, or a folder takes a file's place.
+    :raises ValueError: if nothing can be written to it, or a folder takes a file's place.
     """
     path = Path(name)
     try:

@@ -53,7 +53,7 @@ FURTHER_COLUMNS = (
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of one posterior and the bounds that its fit gave, each None where it is not known.
+    """Costs of one posterior and the bounds that its fit gave, each None if it is not known.
 
     :param seconds: wall-clock time of the fit; that of ``Samples`` is known without it.
     :param elbo: ELBO at temperature 1, in nats.
@@ -92,8 +92,8 @@ class Costs:
 class Peak:
     """Peak memory of a block of code.
 
-    :param bytes: the most memory beyond what was in use at the start; None where the system does
-        not tell.
+    :param bytes: the most memory beyond what was in use at the start; None if the system does not
+        tell.
     """
 
     bytes: int | None = None
@@ -120,7 +120,7 @@ def peak_memory(device: torch.device) -> Iterator[Peak]:
 
 
 def numbers_held(posterior: Any) -> int | None:
-    """Count the numbers that the posterior consists of; None where unknown.
+    """Count the numbers that the posterior consists of; None if unknown.
 
     A guide has its parameters and, where it is a Gaussian made from curvature or snapshots, its
     tensors. ``Samples`` have all draws.

@@ -120,10 +120,10 @@ def evaluate(
     :param train: the data that the posterior was fitted to, for leave-one-out.
     :param ood: inputs from elsewhere, that its uncertainty should tell from the test inputs.
     :param batch_norm_data: see ``Predictive``.
-    :raises TypeError: where the posterior is neither a guide nor ``Samples``.
+    :raises TypeError: if the posterior is neither a guide nor ``Samples``.
     :raises ValueError: for a posterior of another program, or targets that do not fit the
         predictions.
-    :raises UnusableDrawsError: where some of the draws are not finite.
+    :raises UnusableDrawsError: if some of the draws are not finite.
     """
     predictive: Any
     model, observation = subject.model, subject.observation

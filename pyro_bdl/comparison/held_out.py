@@ -99,7 +99,7 @@ class PredictiveDraws:
     :param log_likelihood: ``(S, N)``, of a regression log p(y_n | draw), which NLPD needs.
     :param chains: how many Markov chains of equal length the draws are of, one after the other; 1
         for independent draws, which need no R-hat.
-    :raises TypeError: for what is no tensor.
+    :raises TypeError: for what is not a tensor.
     :raises ValueError: for fewer than 2 draws, numbers of draws that differ, numbers that are not
         finite, or draws that are no multiple of the chains.
     """
@@ -151,7 +151,7 @@ class PredictiveDraws:
 
         :param name: of the posterior, for the message.
         :param rows: number of test inputs.
-        :raises ValueError: where they are not.
+        :raises ValueError: if they are not.
         """
         if self.function.shape[1] != rows:
             raise ValueError(

@@ -19,7 +19,7 @@ class Metric:
     :param title: heading of its column; empty for a number that only verdicts use.
     :param help: one sentence on what the number is, and in which units.
     :param function: from the inputs to a number or a scalar tensor.
-    :param of: name of the inputs; the module of the tuple lists them. The number is left out where
+    :param of: name of the inputs; the module of the tuple lists them. The number is left out if
         they are not known.
     :param task: ``"regression"`` or ``"classification"``; None for both.
     :param style: of the column, see ``Column``.

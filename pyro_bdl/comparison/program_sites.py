@@ -25,7 +25,7 @@ class Subject:
 
     :param model: a Pyro program, called with the inputs and the target.
     :param observation: its observed site.
-    :param latents: its latent sites; None where their shapes cannot be read without a posterior.
+    :param latents: its latent sites; None if their shapes cannot be read without a posterior.
     """
 
     model: Callable
@@ -39,8 +39,8 @@ def read_program(model: Callable, test: Test, posteriors: Mapping[str, Any]) -> 
 
     :param posteriors: guides or ``Samples``, of which the first one helps where the program cannot
         be run alone, since its prior is improper.
-    :raises ValueError: where it has no observed site or several.
-    :raises UnsupportedProgramError: where it does not sample the site without targets, and its
+    :raises ValueError: if it has no observed site or several.
+    :raises UnsupportedProgramError: if it does not sample the site without targets, and its
         distribution is one that cannot be drawn from with them.
     """
     rows = test.part(slice(0, stated_num_data(model)))
@@ -103,7 +103,7 @@ def draws_of(name: str, subject: Subject, posterior: Any, num_samples: int, test
     """Draws made once, so that every number in the table is of the same ones.
 
     :param name: of the posterior, for messages.
-    :raises TypeError: where the posterior is neither a guide nor ``Samples``.
+    :raises TypeError: if the posterior is neither a guide nor ``Samples``.
     :raises ValueError: for a posterior of another program, with the sites that do not match.
     """
     samples = _to_samples(name, posterior, num_samples, test)
@@ -123,7 +123,7 @@ def _to_samples(name: str, posterior: Any, num_samples: int, test: Test) -> Samp
 
 
 def stated_num_data(model: Any) -> int | None:
-    """The N that a program knows of, also under handlers; None where it does not."""
+    """The N that a program knows of, also under handlers; None if it does not."""
     while not hasattr(model, "num_data") and hasattr(model, "model"):  # under a handler
         model = model.model
     return getattr(model, "num_data", None)

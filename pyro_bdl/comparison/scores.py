@@ -311,7 +311,7 @@ def known_class_predictions(probabilities: Tensor, y: Tensor) -> Predictions:
 def log_likelihood(predictive: Any, site: str, data: Test) -> Tensor:
     """log p(y_n | draw), ``(S, N)``; ``(S, 1)`` where one distribution is of all rows.
 
-    :raises UnusableDrawsError: where one is NaN.
+    :raises UnusableDrawsError: if one is NaN.
     """
     found = predictive.log_likelihood(*data.inputs, data.y)[site]
     check_draws("log likelihoods", found.isnan())
@@ -323,7 +323,7 @@ def check_draws(name: str, bad: Tensor) -> None:
 
     :param name: of the values, for the message.
     :param bad: bool ``(S, ...)``, true where a value is not usable.
-    :raises UnusableDrawsError: where one is, with the number of such draws.
+    :raises UnusableDrawsError: if one is, with the number of such draws.
     """
     draws = bad.reshape(len(bad), -1).any(1).nonzero().flatten().tolist()
     if draws:

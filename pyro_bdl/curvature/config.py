@@ -80,7 +80,7 @@ def check_memory(
     """Raise an error before a structure is made that does not fit in memory.
 
     :param advice: what to do instead; by default the structures that fit are named.
-    :raises MemoryError: where the structure needs more than is free.
+    :raises MemoryError: if the structure needs more than is free.
     """
     needed, available = config.memory(size, like), available_memory(like.device)
     if available is None or needed <= available:

@@ -39,8 +39,8 @@ def num_data(site: Site) -> int:
 def check_scales(sites: Mapping[str, Site]) -> None:
     """Raise an error if observed sites disagree about what a minibatch stands for.
 
-    :raises ValueError: where an observed site takes a minibatch for all of its data, while the
-        program scales another site with as many rows up to all of them.
+    :raises ValueError: if an observed site takes a minibatch for all of its data, while the program
+        scales another site with as many rows up to all of them.
     """
     scaled = [site for site in sites.values() if site.subsampling != 1]
     for name, site in sites.items():
@@ -57,8 +57,8 @@ def check_scales(sites: Mapping[str, Site]) -> None:
 def check_information(name: str, site: Site) -> None:
     """Raise an error if an observed site's parameters do not determine its Fisher information.
 
-    :raises ValueError: where its support moves with the latents, or these enter its density in
-        other ways too.
+    :raises ValueError: if its support moves with the latents, or these enter its density in other
+        ways too.
     """
     base: Any = base_distribution(site.distribution)
     used, kind = site_parameters(site), type(base).__name__

@@ -60,7 +60,7 @@ def cell_roots(
     :param base: the distribution, without ``to_event`` and masks.
     :param parameters: those of its tensors that matter; the others count as known.
     :param num_draws: observations drawn per datum where F has no closed form.
-    :raises ValueError: where the density has no gradient in any of the parameters.
+    :raises ValueError: if the density has no gradient in any of the parameters.
     """
     kind = type(base).__name__
     roots: Roots | None = None

@@ -325,7 +325,7 @@ def site_jacobians(
 def _check_readable(linearization: Linearization, name: str, site: Site) -> None:
     """Raise an error if latents move a site's density other than by its parameters.
 
-    :raises ValueError: where they enter the distribution in ways that are not understood.
+    :raises ValueError: if they enter the distribution in ways that are not understood.
     """
     total = site.log_prob().sum()
     leaves = [linearization.leaves[part] for part in linearization.subset.parts]
@@ -430,7 +430,7 @@ def _hessian(
 
 
 def check_factors(run: Run, config: CurvatureConfig) -> None:
-    """Warn where the program has factor statements, which have no Fisher information."""
+    """Warn if the program has factor statements, which have no Fisher information."""
     moved = [name for name, site in run.factors.items() if site.log_prob().requires_grad]
     if moved and config.curvature != "hessian":
         warnings.warn(
@@ -444,8 +444,8 @@ def check_factors(run: Run, config: CurvatureConfig) -> None:
 def warn_of_randomness(
     model: Callable, subset: Subset, vector: Tensor, args: tuple, kwargs: Mapping[str, Any]
 ) -> None:
-    """Warn where a program in evaluation mode observes other distributions in a second run at the
-    same latents, as dropout that is always on makes it."""
+    """Warn if a program in evaluation mode observes other distributions in a second run at the same
+    latents, as dropout that is always on makes it."""
     values = subset.layout.constrain(vector)[0]
     with torch.no_grad(), evaluation_mode(model), preserved_buffers(model):
         first = record(model, values, args, kwargs, draw=leave_open)

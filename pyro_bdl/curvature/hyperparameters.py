@@ -110,7 +110,7 @@ def scales(tensor: Tensor, parameter: Hyperparameter) -> Tensor | None:
     """Return d tensor / d parameter, summed over the tensor, where they are proportional.
 
     :param parameter: positive.
-    :returns: of the parameter's shape; None where ``tensor`` is not proportional to it.
+    :returns: of the parameter's shape; None if ``tensor`` is not proportional to it.
     """
     if not tensor.requires_grad or not (parameter.value > 0).all():
         return None

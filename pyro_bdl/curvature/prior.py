@@ -26,7 +26,7 @@ class PriorPrecision(NamedTuple):
 
     :param diagonal: its diagonal (p,).
     :param indices: the numbers that other numbers' priors depend on, or whose own prior is no
-        Normal, (r,); None where there are none, or too many for a dense matrix.
+        Normal, (r,); None if there are none, or too many for a dense matrix.
     :param dense: the matrix (r, r) over them.
     :param uniform: the sites all of whose entries have one number as their precision.
     """
@@ -299,8 +299,8 @@ def _hessian(gradients: Any, inputs: list[Tensor], create_graph: bool) -> Tensor
 
 
 def _concave(name: str, diagonal: Tensor, site: Site, shape: torch.Size) -> Tensor:
-    """The diagonal, with 1 / variance of the prior where it is not positive, and no less than 0
-    where the prior is flat.
+    """The diagonal, with 1 / variance of the prior if it is not positive, and no less than 0 where
+    the prior is flat.
 
     :param shape: of the unconstrained value.
     """

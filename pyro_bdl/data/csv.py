@@ -20,7 +20,7 @@ _THOUSANDS = r"[+-]?[1-9]\d{0,2}(,\d{3})+"
 def read_csv(path: Path) -> pd.DataFrame:
     """Read all columns as text, missing entries as NaN, numbers with a decimal point.
 
-    :raises FileNotFoundError: where there is no such file.
+    :raises FileNotFoundError: if there is no such file.
     :raises ValueError: for a file that is no table with a header and rows.
     """
     if not path.is_file():
@@ -74,7 +74,7 @@ def read_csv(path: Path) -> pd.DataFrame:
 def _with_decimal_points(frame: pd.DataFrame, path: Path) -> pd.DataFrame:
     """The table with points for the decimal commas of its numbers.
 
-    :raises ValueError: where commas may separate thousands: no number such as 3,14 tells.
+    :raises ValueError: if commas may separate thousands: no number such as 3,14 tells.
     """
     numbers = {}
     for name, column in frame.items():
@@ -120,7 +120,7 @@ def numeric_features(frame: pd.DataFrame, path: Path, one_hot: bool) -> pd.DataF
 
 
 def _indicators(column: pd.Series, name: str) -> pd.DataFrame:
-    """A column of zeros and ones for each text, NaN where the text is missing."""
+    """A column of zeros and ones for each text, NaN if the text is missing."""
     found = column.nunique()
     if found > max(_MIN_TEXTS, len(column) // 2):
         raise ValueError(

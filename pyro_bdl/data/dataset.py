@@ -83,8 +83,8 @@ def load_csv(
         values, named ``column=value``.
     :param test_fraction: see :func:`prepare`.
     :param seed: see :func:`prepare`.
-    :raises FileNotFoundError: where there is no such file.
-    :raises ValueError: where the file is empty, has only a header, ragged rows, unnamed or repeated
+    :raises FileNotFoundError: if there is no such file.
+    :raises ValueError: if the file is empty, has only a header, ragged rows, unnamed or repeated
         columns; the target is not among them; a feature is not numeric, or has commas that may
         separate thousands; and all that :func:`prepare` refuses.
     """
@@ -132,7 +132,7 @@ def two_clusters(n: int = 100, seed: int = 0, *, noise: float = 0.1) -> Dataset:
     :param n: number of training points, at least 2.
     :param seed: of the inputs and the noise.
     :param noise: sd of the noise on the training and the test targets.
-    :raises ValueError: where ``n`` is smaller than 2 or ``noise`` is negative.
+    :raises ValueError: if ``n`` is smaller than 2 or ``noise`` is negative.
 
     Source: Foong et al. (2019), "In-between" uncertainty in Bayesian neural networks, section 4.
     """

@@ -33,9 +33,9 @@ def map_blocks(
         ``(..., block)``.
     :param draws: ``(chains, draws, *trailing)``, any real dtype, on any device.
     :param block_numbers: how many numbers of ``draws`` are worked on at once; bounds the memory.
-    :param progress: show a bar where it takes more than a few seconds.
+    :param progress: show a bar if it takes more than a few seconds.
     :returns: float64 ``(..., *trailing)``, on the device of ``draws``.
-    :raises TypeError: where ``draws`` is no real tensor.
+    :raises TypeError: if ``draws`` is not a real tensor.
     :raises ValueError: for fewer than two axes, no chain, or fewer than 4 draws a chain.
     """
     check_draws(draws)

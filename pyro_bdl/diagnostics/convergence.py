@@ -30,8 +30,8 @@ def convergence(draws: Tensor, *, compat: str = "1.x", progress: bool = True) ->
 
     :param draws: ``(chains, draws, ...)``, any real dtype and device.
     :param compat: the version of ArviZ whose quantiles are used, ``"1.x"`` or ``"0.23"``.
-    :param progress: show a bar where it takes more than a few seconds.
-    :raises TypeError: where ``draws`` is no real tensor.
+    :param progress: show a bar if it takes more than a few seconds.
+    :raises TypeError: if ``draws`` is not a real tensor.
     :raises ValueError: for an unknown ``compat``; fewer than two axes or 4 draws a chain.
 
     Source: Vehtari et al. (2021), Rank-normalization, folding, and localization.

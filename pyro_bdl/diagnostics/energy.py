@@ -18,8 +18,8 @@ def bfmi(energy: Tensor) -> Tensor:
     :param energy: ``(chains, draws, ...)``, the Hamiltonian in nats, as in
         ``Samples.stats["energy"]``.
     :returns: float64 ``(chains, ...)``.
-    :raises TypeError: where ``energy`` is no real tensor.
-    :raises ValueError: where it has fewer than two axes or 4 draws a chain.
+    :raises TypeError: if ``energy`` is not a real tensor.
+    :raises ValueError: if it has fewer than two axes or 4 draws a chain.
 
     Source: Betancourt (2016), Diagnosing suboptimal cotangent disintegrations in Hamiltonian Monte
     Carlo, equation 9. Equal to ``arviz.bfmi``.

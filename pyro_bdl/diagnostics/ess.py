@@ -52,10 +52,10 @@ def ess(
     :param prob: the level of ``"quantile"``, the two levels of ``"local"`` and ``"tail"``.
     :param compat: the version of ArviZ whose quantiles are used, ``"1.x"`` or ``"0.23"``; they
         differ where draws tie with a quantile.
-    :param progress: show a bar where it takes more than a few seconds.
-    :returns: float64 ``(...)``, in draws. The number of draws for a constant, NaN where there is a
+    :param progress: show a bar if it takes more than a few seconds.
+    :returns: float64 ``(...)``, in draws. The number of draws for a constant, NaN if there is a
         NaN.
-    :raises TypeError: where ``draws`` is no real tensor.
+    :raises TypeError: if ``draws`` is not a real tensor.
     :raises ValueError: for an unknown ``kind`` or ``compat``; a ``prob`` that does not fit the
         kind; fewer than two axes or 4 draws a chain.
 

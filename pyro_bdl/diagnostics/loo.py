@@ -62,13 +62,13 @@ def loo(
         the tails. ArviZ takes the mean of ``ess(draws, kind="mean") / S`` over all latents of a
         posterior with several chains.
     :param compat: the version of ArviZ to agree with, ``"1.x"`` or ``"0.23"``.
-    :param progress: show a bar where it takes more than a few seconds.
+    :param progress: show a bar if it takes more than a few seconds.
     :returns: ``LOO``. An observation whose log likelihood is constant has the k-hat NaN (no tail;
         ``"0.23"``: infinity) and that constant as its value, one with NaN is NaN.
-    :raises TypeError: where ``log_likelihood`` is no real tensor.
+    :raises TypeError: if ``log_likelihood`` is not a real tensor.
     :raises ValueError: for an ``r_eff`` that is not positive, an unknown ``compat``, fewer than
         two axes or 4 draws a chain.
-    :warns BdlWarning: where a k-hat lies above ``good_k``.
+    :warns BdlWarning: if a k-hat lies above ``good_k``.
 
     Source: Vehtari, Gelman, Gabry (2017), Practical Bayesian model evaluation using leave-one-out
     cross-validation and WAIC; Vehtari et al. (2024), Pareto smoothed importance sampling. Equal to
@@ -104,12 +104,12 @@ def loo_approximate_posterior(
         constant.
     :param log_q: log density of the approximation at the draws, ``(chains, draws)``.
     :param compat: which tails and standard error, ``"1.x"`` or those of ArviZ ``"0.23"``.
-    :param progress: show a bar where it takes more than a few seconds.
+    :param progress: show a bar if it takes more than a few seconds.
     :returns: ``LOO``.
-    :raises TypeError: where one of the three is no real tensor.
-    :raises ValueError: where their chains and draws differ; for an unknown ``compat``, fewer than
-        two axes or 4 draws a chain.
-    :warns BdlWarning: where a k-hat lies above ``good_k``.
+    :raises TypeError: if one of the three is not a real tensor.
+    :raises ValueError: if their chains and draws differ; for an unknown ``compat``, fewer than two
+        axes or 4 draws a chain.
+    :warns BdlWarning: if a k-hat lies above ``good_k``.
 
     Source: Magnusson, Andersen, Jonasson, Vehtari (2019), Bayesian leave-one-out cross-validation
     for large data, equation 8. Equal to ``arviz.loo_approximate_posterior`` of 1.x.

@@ -35,10 +35,10 @@ def mcse(
     :param kind: ``"mean"``, ``"sd"``, ``"median"``, or ``"quantile"`` at the level ``prob``.
     :param prob: between 0 and 1, for ``"quantile"`` alone.
     :param compat: the version of ArviZ whose quantiles are used, ``"1.x"`` or ``"0.23"``.
-    :param progress: show a bar where it takes more than a few seconds.
-    :returns: float64 ``(...)``, in the units of the draws. NaN where there is a NaN; of a
-        constant 0, for ``"sd"`` NaN.
-    :raises TypeError: where ``draws`` is no real tensor.
+    :param progress: show a bar if it takes more than a few seconds.
+    :returns: float64 ``(...)``, in the units of the draws. NaN if there is a NaN; of a constant 0,
+        for ``"sd"`` NaN.
+    :raises TypeError: if ``draws`` is not a real tensor.
     :raises ValueError: for an unknown ``kind`` or ``compat``; a ``prob`` that does not fit the
         kind; fewer than two axes or 4 draws a chain.
 

@@ -29,7 +29,7 @@ def fit_pareto(x: Tensor, sizes: Tensor) -> ParetoFit:
     :param x: float64 ``(block, m)``, ascending; row i's sample is its last ``sizes[i]`` numbers,
         those before are 0.
     :param sizes: int64 ``(block,)``, n, at least 5.
-    :returns: each ``(block,)``; NaN where a row cannot be fitted.
+    :returns: each ``(block,)``; NaN if a row cannot be fitted.
 
     Source: Zhang & Stephens (2009), A new and efficient estimation method for the generalized
     Pareto distribution; Vehtari et al. (2024), Pareto smoothed importance sampling, appendix C.

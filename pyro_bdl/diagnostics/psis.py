@@ -42,11 +42,11 @@ def psis(
     :param r_eff: effective sample size of the draws over their number; sets how many make up the
         tail.
     :param compat: the version of ArviZ whose choice of the tail is taken, ``"1.x"`` or ``"0.23"``.
-    :param progress: show a bar where it takes more than a few seconds.
+    :param progress: show a bar if it takes more than a few seconds.
     :returns: the weights and k-hat. Too few draws for a tail of five (24 or fewer, for ``"0.23"``
         20): no smoothing and infinity. A tail of equal ratios, or one that cannot be fitted: no
         smoothing and NaN (``"0.23"``: infinity).
-    :raises TypeError: where ``log_ratios`` is no real tensor.
+    :raises TypeError: if ``log_ratios`` is not a real tensor.
     :raises ValueError: for an ``r_eff`` that is not positive, an unknown ``compat``, fewer than
         two axes or 4 draws a chain.
 

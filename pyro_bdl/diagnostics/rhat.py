@@ -17,11 +17,11 @@ def rhat(draws: Tensor, *, progress: bool = True) -> Tensor:
         Rhat = sqrt((B / W + n - 1) / n)
 
     :param draws: ``(chains, draws, ...)``, any real dtype and device.
-    :param progress: show a bar where it takes more than a few seconds.
+    :param progress: show a bar if it takes more than a few seconds.
     :returns: float64 ``(...)``. NaN for a quantity that is constant or holds a NaN, and for a
         single chain.
-    :raises TypeError: where ``draws`` is no real tensor.
-    :raises ValueError: where ``draws`` has fewer than two axes or 4 draws a chain.
+    :raises TypeError: if ``draws`` is not a real tensor.
+    :raises ValueError: if ``draws`` has fewer than two axes or 4 draws a chain.
 
     Source: Vehtari, Gelman, Simpson, Carpenter, Bürkner (2021), Rank-normalization, folding, and
     localization: an improved R-hat, sections 3 and 4. Equal to ``arviz.rhat``, 0.23 and 1.x.

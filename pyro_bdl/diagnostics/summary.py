@@ -85,7 +85,7 @@ def summary(
     :param compat: the version of ArviZ whose quantiles are used, ``"1.x"`` or ``"0.23"``.
     :param progress: show a bar for a site that takes more than a few seconds.
     :returns: ``Summary``.
-    :raises TypeError: where a site holds no real tensor.
+    :raises TypeError: if a site holds no real tensor.
     :raises ValueError: for no site, fewer than 4 draws, sites with different chains or draws, or
         an unknown ``compat``.
 
@@ -126,8 +126,8 @@ def function_draws(
     :param samples: draws of its latents.
     :param args: the program's arguments, such as x, without the targets.
     :returns: observed site -> ``(chains, draws, N, ...)``, for ``rhat``, ``ess`` or ``summary``.
-    :raises TypeError: where ``samples`` is no ``Samples``: draws of a guide are independent, they
-        form no chain.
+    :raises TypeError: if ``samples`` is no ``Samples``: draws of a guide are independent, they form
+        no chain.
     """
     if not isinstance(samples, Samples):
         raise TypeError(

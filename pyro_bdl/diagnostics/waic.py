@@ -49,11 +49,11 @@ def waic(log_likelihood: Tensor, *, compat: str = "1.x", progress: bool = True) 
     :param log_likelihood: log p(y_n | w_s), ``(chains, draws, ...)``, in nats and unscaled.
     :param compat: ``"1.x"``: variances over S - 1 draws and N - 1 observations, as published;
         ``"0.23"``: over S and N, as ArviZ 0.23 takes them (1.x has no WAIC).
-    :param progress: show a bar where it takes more than a few seconds.
+    :param progress: show a bar if it takes more than a few seconds.
     :returns: ``WAIC``.
-    :raises TypeError: where ``log_likelihood`` is no real tensor.
+    :raises TypeError: if ``log_likelihood`` is not a real tensor.
     :raises ValueError: for an unknown ``compat``, fewer than two axes or 4 draws a chain.
-    :warns BdlWarning: where a variance is above 0.4.
+    :warns BdlWarning: if a variance is above 0.4.
 
     Source: Watanabe (2010), Asymptotic equivalence of Bayes cross validation and WAIC; Vehtari,
     Gelman, Gabry (2017), equation 11.

@@ -53,7 +53,7 @@ class Shard(Batches):
 
     :param data: ``(x, y)`` or an iterable of batches; at least one batch on each rank.
     :param group: a process group; None for all processes.
-    :raises RuntimeError: where there are several processes and no process group.
+    :raises RuntimeError: if there are several processes and no process group.
     """
 
     def __init__(self, data: Any, *, group: Any = None) -> None:
@@ -70,7 +70,7 @@ def broadcast(*modules: nn.Module, group: Any = None) -> None:
 
     :param modules: such as the program and its guide, which has been called (``prototype``).
     :param group: a process group; None for all processes.
-    :raises RuntimeError: where the ranks' modules differ in names or shapes.
+    :raises RuntimeError: if the ranks' modules differ in names or shapes.
     """
     for module in modules:
         if isinstance(module, Guide):
@@ -86,8 +86,8 @@ class DataParallel_ELBO(ELBO):
 
         sum_k (B_k / B) L_k = (N / B) sum_n E_q[log p(y_n | w)] - eta KL(q || p(w))
 
-    is the bound of the joint batch, its KL counted once, also where the last batches are unequal.
-    A program that takes its batch for all of the data, N = B_k, is about the joint batch, N = B.
+    is the bound of the joint batch, its KL counted once, also if the last batches are unequal. A
+    program that takes its batch for all of the data, N = B_k, is about the joint batch, N = B.
     Losses and gradients are those of the joint batch on every rank before the optimizer sees them,
     in Pyro's loop and in torch's, so that the ranks' parameters stay the same. The ranks take the
     same number of steps, with at least one datum in each.
@@ -105,7 +105,7 @@ class DataParallel_ELBO(ELBO):
         every datum, since rows of different ranks would share it.
     :param check_every: steps from one comparison of the ranks' parameters to the next.
     :param group: a process group; None for all processes.
-    :raises RuntimeError: where there are several processes and no process group; at a step, on all
+    :raises RuntimeError: if there are several processes and no process group; at a step, on all
         ranks, where parameters have come to differ, or another rank's first step failed.
     :raises TypeError: for an ELBO without ``differentiable_loss``.
     :raises UnsupportedProgramError: at the first step, for BatchNorm layers in training mode, which

@@ -25,7 +25,7 @@ class BatchReading(NamedTuple):
     """The number of data of a rank's batch, as its program sees it.
 
     :param rows: B_k, how many data the batch has.
-    :param size: N, of how many data the program speaks; None where the batch is all of its data.
+    :param size: N, of how many data the program speaks; None if the batch is all of its data.
     :param stated: N as the program's attribute ``num_data`` has it, if there is one.
     :param local: a latent of each datum, if there is one.
     :param factor: a factor statement, if there is one.
@@ -43,8 +43,8 @@ class BatchReading(NamedTuple):
 def read_batch(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> BatchReading:
     """Run a pair once, which leaves no trace in it, and see what the batch is to it.
 
-    :raises ValueError: where observed sites take different numbers of rows.
-    :raises UnsupportedProgramError: where a plate picks rows at random.
+    :raises ValueError: if observed sites take different numbers of rows.
+    :raises UnsupportedProgramError: if a plate picks rows at random.
     """
     seen = _Statements(args, kwargs)
     with (
@@ -66,7 +66,7 @@ def read_batch(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> B
 
 
 def _rows(run: Run) -> tuple[int, int | None]:
-    """B_k and N of a run, N None where nothing is scaled up."""
+    """B_k and N of a run, N None if nothing is scaled up."""
     sites = {name: site for name, site in run.observed.items() if site.value is not None}
     if not sites and not run.factors:
         raise ValueError(
@@ -147,7 +147,7 @@ def joint_batch(model: Callable, guide: Callable, ranks: Sequence[BatchReading])
     """The weights of the ranks' losses in that of the joint batch.
 
     :param ranks: what each rank read.
-    :raises ValueError: where ranks disagree on N, or have more rows than that.
+    :raises ValueError: if ranks disagree on N, or have more rows than that.
     :raises UnsupportedProgramError: for layers, latents and factors whose part in the joint batch
         is not known.
     """

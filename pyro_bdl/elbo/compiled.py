@@ -41,17 +41,17 @@ class CompiledELBO(ELBO):
     from then on the graph alone is run, which spares Python, Pyro and autograd. Temperature,
     arguments, parameters and random numbers, indices of subsampled plates among them, are new in
     each run. It is traced anew for other shapes, dtypes and devices of the arguments, other
-    arguments that are no tensors, and where attributes of modules change (modes, numbers, tensors
+    arguments that are not tensors, and where attributes of modules change (modes, numbers, tensors
     that are replaced), or variables that the program's functions close over or name: cells,
-    globals, entries of dicts, attributes of objects. It does not see changes inside lists and
-    other containers.
+    globals, entries of dicts, attributes of objects. It does not see changes inside lists and other
+    containers.
 
     What is no graph goes on uncompiled, with a warning that says why: control flow or shapes that
     depend on numbers of tensors, noise from elsewhere than torch, side effects in Python. So does,
     without one, what runs under ``torch.autocast`` or without gradients, as ``loss`` does.
 
-    :param temperature: as for ``TemperedTraceMeanField_ELBO``, as are ``num_particles`` and the
-        ``options``.
+    :param temperature: see ``TemperedTraceMeanField_ELBO``, which also explains ``num_particles``
+        and the ``options``.
     :param bound: the ELBO to compile: that class, or ``TemperedTrace_ELBO``.
     :param backend: "eager" runs the graph's operators one by one, "inductor" as kernels that it
         compiles: faster still, after seconds to a minute for each shape, with a C++ compiler (on

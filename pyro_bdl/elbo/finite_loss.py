@@ -61,7 +61,7 @@ def left_to_caller() -> Iterator[None]:
 
 
 def guarded(loss: Tensor, check_data: Callable[[], None]) -> Tensor:
-    """Return the loss; where it is not finite, see ``check_value``, before an optimizer can step.
+    """Return the loss; if it is not finite, see ``check_value``, before an optimizer can step.
 
     On the CPU this happens at once. On an accelerator it happens at the end of ``backward``, when
     the gradients' kernels are queued, so that no step waits for the device.
@@ -90,7 +90,7 @@ def at_end_of_backward(loss: Tensor, function: Callable[[], None]) -> None:
 
 
 def check_value(loss: float, check_data: Callable[[], None]) -> float:
-    """Return the loss; where it is not finite call ``check_data``, and warn if that finds nothing.
+    """Return the loss; if it is not finite call ``check_data``, and warn if that finds nothing.
 
     :raises ValueError: by ``check_data``.
     """

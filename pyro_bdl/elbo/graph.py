@@ -60,7 +60,7 @@ class Graph:
     ) -> None:
         """Trace the step of a program and a guide.
 
-        :raises NotTraceable: where the program is no graph.
+        :raises NotTraceable: if the program is no graph.
         """
         self.step, self.is_checked = None, False
         guide = pair.guide

@@ -60,7 +60,7 @@ class TemperedTrace_ELBO(Trace_ELBO):
         and with ``estimator=None`` it vanishes at every draw where q is the posterior. For guides
         whose parameters are ``pyro.param`` statements or attributes of a PyroModule.
     :raises ValueError: for a temperature that is not positive, an unknown estimator; at a step, for
-        data that are not finite, targets outside of their support or missing.
+        data that are not finite, targets outside their support or missing.
     :raises TypeError: at a step, for an argument that the program cannot compute with: an array or
         a list, a tensor of another dtype than the weights.
     :raises UnsupportedProgramError: at a step, for a program that the estimator cannot treat.
@@ -227,10 +227,10 @@ class TemperedTrace_ELBO(Trace_ELBO):
         return likelihood, kl, q_entropy
 
     def log_likelihood(self, run: Run, latents: Collection[str]) -> Any:
-        """log p(y | w) of a run, a scalar; NaN where a target lies outside of its support.
+        """log p(y | w) of a run, a scalar; NaN if a target lies outside its support.
 
         :param latents: the sites that the run got values for.
-        :raises ValueError: where the program drew further latents, such as missing targets.
+        :raises ValueError: if the program drew further latents, such as missing targets.
         """
         if run.open or not run.latents.keys() <= set(latents):
             raise ValueError(_without_value(run, latents))
@@ -306,8 +306,8 @@ def _as_schedule(temperature: Temperature) -> Callable[[int], float]:
 def check_data(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
     """Check the data of a step whose loss is not finite.
 
-    :raises ValueError: where the data are not finite, or targets missing or outside of their
-        support, or the guide is of another program.
+    :raises ValueError: if the data are not finite, or targets missing or outside their support, or
+        the guide is of another program.
     :raises TypeError: for an argument that the program cannot compute with.
     """
     check_finite(model, args, kwargs)

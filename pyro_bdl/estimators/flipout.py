@@ -19,11 +19,11 @@ def flipout() -> PerDatum:
 
         z_n = op(a_n, m) + op(a_n * r_n, d) * t_n.
 
-    Each w_n has the distribution of w, so that the ELBO's expectation is unchanged, also where a
-    datum meets a weight at several positions, and the w_n of different data are uncorrelated. The
-    signs are those of features of linear layers, channels of convolutions; rows of embeddings
-    have output signs alone. A bias takes the output signs. It reaches what
-    ``local_reparameterization`` reaches, costs two products too, and no draw per datum.
+    Each w_n has the distribution of w, so that the ELBO's expectation is unchanged, also if a datum
+    meets a weight at several positions, and the w_n of different data are uncorrelated. The signs
+    are those of features of linear layers, channels of convolutions; rows of embeddings have output
+    signs alone. A bias takes the output signs. It reaches what ``local_reparameterization``
+    reaches, costs two products too, and no draw per datum.
 
     :raises UnsupportedProgramError: inside, for a latent that is used twice, and for one that
         multiplies data but has no Normal in the guide.

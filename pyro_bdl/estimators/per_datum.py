@@ -193,7 +193,7 @@ class PerDatum(Messenger):
 
         :param distributions: the guide's, by site.
         :param draws: values of the same sites.
-        :raises UnsupportedProgramError: where no product of data with a latent was met.
+        :raises UnsupportedProgramError: if no product of data with a latent was met.
         """
         products = self._products
         products.forget()
@@ -226,7 +226,7 @@ class PerDatum(Messenger):
     def distributions(self, guide: "Guide") -> Mapping[str, Distribution]:
         """The distributions of a guide's sites.
 
-        :raises UnsupportedProgramError: where the sites depend on each other.
+        :raises UnsupportedProgramError: if the sites depend on each other.
         """
         distributions = guide.site_distributions()
         if distributions is None:
@@ -257,7 +257,7 @@ def active() -> PerDatum | None:
 def require_normal(product: DataProduct, name: str) -> None:
     """Check that the latents of a product are independent Normals.
 
-    :raises UnsupportedProgramError: where a latent of a product has no independent Normals.
+    :raises UnsupportedProgramError: if a latent of a product has no independent Normals.
     """
     for operand in product.operands:
         if operand.normal is None:

@@ -54,7 +54,7 @@ class Batch:
     attention: int | None = None
 
     def rows(self, lead: torch.Size) -> Rows | None:
-        """For inputs with these leading dimensions; None where data cannot be told apart."""
+        """For inputs with these leading dimensions; None if data cannot be told apart."""
         if self.attention is not None:
             return self._attention_rows(lead, self.attention)
         if not lead:
@@ -103,7 +103,7 @@ class Operand:
 
     @cached_property
     def normal(self) -> Normal | None:
-        """The distribution as a Normal; None where it is another one."""
+        """The distribution as a Normal; None if it is another one."""
         base = self.base.as_normal() if isinstance(self.base, NoisyWeight) else self.base
         return base if isinstance(base, Normal) else None
 
@@ -183,7 +183,7 @@ class DataProduct:
 def data_product(
     op: AffineOp | None, operand: Callable[[Any], Operand], batch: Batch
 ) -> DataProduct | None:
-    """An operation in one form; None where it is no product of data with latents.
+    """An operation in one form; None if it is no product of data with latents.
 
     :param op: as it was recognized.
     :param operand: makes a tensor an operand.

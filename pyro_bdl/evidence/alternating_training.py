@@ -39,7 +39,7 @@ def train_by_evidence(
     :param rounds: how often the MAP is trained.
     :param progress: description of the progress bar; None for no bar.
     :returns: the posterior, and whether Ctrl-C ended the training early.
-    :raises MemoryError: where the guide's structure cannot fit in memory.
+    :raises MemoryError: if the guide's structure cannot fit in memory.
     """
     guide.prototype(x, y)
     tuned = followed(read_at_center(model, guide, (x, y), {}))

@@ -58,7 +58,7 @@ def variational_em(
     :param elbo: ``TemperedTraceMeanField_ELBO()`` by default.
     :param progress: show a bar over the rounds.
     :returns: the hyperparameters after each round, name -> value.
-    :raises ValueError: where no hyperparameter has a closed form.
+    :raises ValueError: if no hyperparameter has a closed form.
     """
     batches, elbo = Batches(data), elbo or TemperedTraceMeanField_ELBO()
     args, kwargs = batches.first()

@@ -41,7 +41,7 @@ class LastLayerEvidence(Trace_ELBO):
 
     The program observes all data at once: the evidence is no sum over them.
 
-    :raises UnsupportedProgramError: where the last layer's output is not the location of a Normal
+    :raises UnsupportedProgramError: if the last layer's output is not the location of a Normal
         observation, or its prior not Normal.
     :raises ValueError: for a minibatch.
     """
@@ -106,7 +106,7 @@ def maximize_last_layer(guide: LastLayerGuide, *, rounds: int, tolerance: float)
     :param guide: of ``AutoLastLayer.laplace_approximation``; it follows.
     :param rounds: at most so many turns.
     :param tolerance: the turns end when no hyperparameter changes by more than this fraction.
-    :raises ValueError: where the program has no hyperparameters.
+    :raises ValueError: if the program has no hyperparameters.
     """
     if guide.quadratic:
         maximize(guide, steps=1000, tolerance=1e-2 * tolerance)

@@ -59,8 +59,8 @@ def read_features(
 
     :param values: site -> value; those of the last layer require gradients.
     :param sites: of the last layer.
-    :raises UnsupportedProgramError: where the sites enter anything but one product of matrices, or
-        an addition to it.
+    :raises UnsupportedProgramError: if the sites enter anything but one product of matrices, or an
+        addition to it.
     """
     with torch.enable_grad(), _LastLayerTracker({name: values[name] for name in sites}) as seen:
         run = record(model, values, args, kwargs, draw=leave_open)

@@ -78,7 +78,7 @@ def terms(guide: LaplaceGuide, reading: ParameterReading, *, offset: Tensor | No
 def noise_factor(guide: LaplaceGuide, reading: ParameterReading) -> Tensor | None:
     """The factor of the curvature under the present noise of a Normal observation.
 
-    It is (reference / noise)^2, with the reference the noise of the fit; None where the noise is no
+    It is (reference / noise)^2, with the reference the noise of the fit; None if the noise is no
     parameter of the program.
     """
     site = noise_site(reading)

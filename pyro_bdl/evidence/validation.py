@@ -42,7 +42,7 @@ def tune_on_validation(
     :param values: tried, by default 10^-3 to 10^2 in quarter decades.
     :param score: higher is better; by default the mean log density of the held-out data under the
         linearized predictive.
-    :raises ValueError: where the parameter is not found, or not the only one.
+    :raises ValueError: if the parameter is not found, or not the only one.
     """
     parameters = read_guide(guide).parameters
     model = guide.program_model

@@ -164,7 +164,7 @@ class Guide(OwnParameters, AutoGuide):
     def set_extra_state(self, state: Tensor) -> None:
         """Check that a state is of this program.
 
-        :raises RuntimeError: where its sites have other names, shapes or another order.
+        :raises RuntimeError: if its sites have other names, shapes or another order.
         """
         theirs = json.loads(bytes(state.tolist()).decode())
         ours = _sites_of(self.require_layout())

@@ -106,7 +106,7 @@ def check_sites(
 
     :param latents: the program's latent sites.
     :param draws: site -> values with ``leading`` dimensions before the site's own.
-    :raises ValueError: where names or shapes do not match, with all that do not.
+    :raises ValueError: if names or shapes do not match, with all that do not.
     """
     found = differences(
         {name: latent.shape for name, latent in latents.items()},
@@ -124,7 +124,7 @@ def check_guide(latents: Mapping[str, Latent], guide: Guide) -> None:
     """Check that a guide's vector is one of a program's latents, in their order.
 
     :param latents: the program's latent sites.
-    :raises ValueError: where names, shapes or the order do not match.
+    :raises ValueError: if names, shapes or the order do not match.
     """
     theirs = guide.require_layout().latents
     _refuse(differences(_shapes(latents), _shapes(theirs)))
@@ -146,8 +146,8 @@ def run_at_draw(
 ) -> Run:
     """Run a program at one draw of a posterior, as ``record`` does.
 
-    :raises ValueError: where the draw has other shapes than the program's latents, also where the
-        program fails for that reason.
+    :raises ValueError: if the draw has other shapes than the program's latents, also if the program
+        fails for that reason.
     """
     try:
         run = record(program, values, args, kwargs, draw=draw)
@@ -185,7 +185,7 @@ def check_posterior(
     latent that the posterior does not know.
 
     :param draws: of the posterior, site -> (S, *shape); the first one counts.
-    :raises ValueError: where names or shapes of the latents do not match, with all that do not.
+    :raises ValueError: if names or shapes of the latents do not match, with all that do not.
     """
     values = {name: value[0] for name, value in draws.items()}
     with preserved_buffers(program, posterior):

@@ -93,11 +93,11 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         :param progress: show a bar over batches.
         :param changes: ``structure``, ``curvature``, ``subset``, ``num_draws``, ``rank`` or
             ``reduce`` for this approximation alone.
-        :raises MemoryError: where the structure cannot fit in memory.
-        :raises UnsupportedProgramError: where latents stand in subsampled plates.
-        :raises ValueError: for an empty iterable, a missing target, one outside of its support
-            (rows are counted over all batches), a singular precision.
-        :raises TypeError: for data that are no tensors, or of another dtype than the weights.
+        :raises MemoryError: if the structure cannot fit in memory.
+        :raises UnsupportedProgramError: if latents stand in subsampled plates.
+        :raises ValueError: for an empty iterable, a missing target, one outside its support (rows
+            are counted over all batches), a singular precision.
+        :raises TypeError: for data that are not tensors, or of another dtype than the weights.
         """
         subset = changes.pop("subset", self.subset)
         config = replace(self.config, **changes)
@@ -177,7 +177,7 @@ class LaplaceGuide(JointGuide):
         """Add the curvature of more data, at the same point; returns itself.
 
         :param data: as in ``laplace_approximation``.
-        :raises ValueError: where the noise of a Normal observation is not what it was in the fit.
+        :raises ValueError: if the noise of a Normal observation is not what it was in the fit.
         """
         before, noise = self.reference_noise, self._noise()
         if before is not None and noise is not None and not torch.allclose(noise, before):
@@ -265,7 +265,7 @@ class LaplaceGuide(JointGuide):
         return (*super()._shared_on_copy(), "few", "passes")
 
     def _check_maximum(self, gradient: Tensor) -> None:
-        """Warn where a Newton step would still gain a lot."""
+        """Warn if a Newton step would still gain a lot."""
         values = self.precision.variances()
         gain = 0.5 * float((gradient.square() * values.to(gradient)).sum())
         if gain > 1.0 + 0.1 * self.subset.size:
@@ -309,7 +309,7 @@ class LaplaceGuide(JointGuide):
     def as_prior(self) -> GaussianPrior:
         """One Gaussian over the subset, the other latents fixed; see ``Guide.as_prior``.
 
-        :raises ValueError: where the subset holds a part of a site's entries.
+        :raises ValueError: if the subset holds a part of a site's entries.
         """
         precision = copy.deepcopy(self.precision)
         if precision.independent and self.subset.complete:
@@ -331,7 +331,7 @@ def last_layer(model: Callable, layout: Any, vector: Tensor, args: tuple, kwargs
 
     The operation is a product with a weight matrix or with a vector of weights.
 
-    :raises ValueError: where no latent enters a linear operation.
+    :raises ValueError: if no latent enters a linear operation.
     """
     from pyro_bdl.curvature.jacobian.linearization import Linearization
 

@@ -48,7 +48,7 @@ class AutoLastLayer(AutoLaplaceGGN):
     :param model: a Pyro program with continuous latents.
     :param subset: what the last layer is: by default the weights and biases of the program's last
         matrix product; otherwise as for ``AutoLaplaceGGN``.
-    :param init_loc_fn: as for ``AutoLaplaceGGN``, as is ``create_plates``.
+    :param init_loc_fn: see ``AutoLaplaceGGN``, which also explains ``create_plates``.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class AutoLastLayer(AutoLaplaceGGN):
             datum once. Memory does not grow with their number.
         :param progress: show a bar over batches, in every pass.
         :param changes: ``subset`` or ``curvature`` for this approximation alone.
-        :raises MemoryError: where the matrix C^-1 cannot fit.
-        :raises UnsupportedProgramError: where the program uses the last layer's weights more than
+        :raises MemoryError: if the matrix C^-1 cannot fit.
+        :raises UnsupportedProgramError: if the program uses the last layer's weights more than
             once, as with tied weights.
         :raises ValueError: for an empty iterable, a missing target, another structure than "full".
         """
@@ -105,7 +105,7 @@ class AutoLastLayer(AutoLaplaceGGN):
         :param rounds: at most so many turns.
         :param tolerance: ends when no hyperparameter changes by more than this fraction.
         :returns: the posterior at the hyperparameters found.
-        :raises ValueError: where the program has no such parameters.
+        :raises ValueError: if the program has no such parameters.
         """
         from pyro_bdl import evidence
 
@@ -205,7 +205,7 @@ class LastLayerGuide(LaplaceGuide):
         """Add more data, and move to the mode given all; returns itself.
 
         :param data: as in ``laplace_approximation``.
-        :raises ValueError: where the noise of a Normal observation is not what it was in the fit.
+        :raises ValueError: if the noise of a Normal observation is not what it was in the fit.
         """
         quadratic = self.quadratic
         self.__dict__["quadratic"] = False
@@ -295,7 +295,7 @@ def _check_used_once(
 ) -> None:
     """Check that every weight of the layer enters one operation.
 
-    :raises UnsupportedProgramError: where weights enter several operations.
+    :raises UnsupportedProgramError: if weights enter several operations.
     """
     at = Linearization(model, subset, vector, args, kwargs)
     for name in subset.parts:

@@ -38,7 +38,7 @@ class AutoLowRank(AutoJoint):
     :param init_scale: where every s starts, in unconstrained units; W starts at random with a
         hundredth of that variance.
     :param create_plates: as in Pyro's autoguides.
-    :raises TypeError: for a rank that is no whole number.
+    :raises TypeError: for a rank that is not a whole number.
     :raises ValueError: for a rank below 1, an ``init_scale`` that is not positive and finite.
     """
 

@@ -83,7 +83,7 @@ class AutoMatrixNormal(Guide):
     def factors(self, site: str) -> tuple[Tensor, Tensor]:
         """A (p, p) and B (q, q) of a matrix, or vectors where they are diagonal.
 
-        :raises KeyError: for a site that is no matrix.
+        :raises KeyError: for a site that is not a matrix.
         """
         self.require_layout()
         if site not in self.matrices:
@@ -92,7 +92,7 @@ class AutoMatrixNormal(Guide):
         return self._parameter(f"row_{k}"), self._parameter(f"column_{k}")
 
     def _scales(self) -> dict[str, Tensor]:
-        """The standard deviations of each site that is no matrix."""
+        """The standard deviations of each site that is not a matrix."""
         return self._others.unflatten(self._parameter("scale")) if self._others.size else {}
 
     def _unconstrained(self) -> Iterator[tuple[Latent, Any]]:
@@ -105,7 +105,7 @@ class AutoMatrixNormal(Guide):
                 yield layout.latents[name], dist.Normal(loc, scales[name]).to_event(loc.dim())
 
     def _distribution(self, latent: Latent, loc: Tensor, scale: Tensor | None) -> Any:
-        """The distribution of a site; ``scale`` counts where it is no matrix."""
+        """The distribution of a site; ``scale`` counts if it is not a matrix."""
         if scale is None or latent.name in self.matrices:
             return MatrixNormal(loc, *self.factors(latent.name))
         q = marginal(latent, loc, scale)

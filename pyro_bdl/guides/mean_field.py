@@ -161,8 +161,8 @@ class AutoMeanField(Guide):
 
 
 def shared_groups(layout: Layout, sharing: str) -> Tensor | None:
-    """For each of the P numbers which group it belongs to, (P,), counted from 0 without gaps;
-    None where each is its own.
+    """For each of the P numbers which group it belongs to, (P,), counted from 0 without gaps; None
+    if each is its own.
 
     :param sharing: as ``scale`` of ``AutoMeanField``.
     """

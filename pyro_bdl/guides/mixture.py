@@ -24,7 +24,7 @@ class MixtureGuide(JointGuide):
 
     :param members: guides with parameters, whose latents are the same.
     :param weights: one for each member, not negative; they are normalized. Equal by default.
-    :raises RuntimeError: where a member has no parameters yet.
+    :raises RuntimeError: if a member has no parameters yet.
     :raises ValueError: for no members, members of different programs, weights that do not fit.
     """
 
@@ -92,7 +92,7 @@ class MixtureGuide(JointGuide):
     def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
         """log sum_k weight_k q_k(w).
 
-        :raises ValueError: where a member has no density.
+        :raises ValueError: if a member has no density.
         """
         for number, member in enumerate(self._guides()):
             if not member.has_density:

@@ -32,7 +32,7 @@ class AutoSubnetwork(AutoLaplaceGGN):
     :param select: which weights, see ``pyro_bdl.selectors``; by default those that contribute most
         to the outputs' variance, ``LargestPredictiveVariance``.
     :param size: how many: a count, a fraction of all, or as many as fit in memory ("4 GB").
-    :param curvature: as for ``AutoLaplaceGGN``, as are ``num_draws``, ``init_loc_fn`` and
+    :param curvature: see ``AutoLaplaceGGN``, which also explains ``num_draws``, ``init_loc_fn`` and
         ``create_plates``.
     """
 
@@ -65,7 +65,7 @@ class AutoSubnetwork(AutoLaplaceGGN):
 
         :param data: ``(x, y)`` or an iterable of batches.
         :param select: instead of the guide's own, as is ``size``; here and below.
-        :raises MemoryError: where a matrix over so many cannot fit.
+        :raises MemoryError: if a matrix over so many cannot fit.
         :raises ValueError: for a size that does not fit, a selector that chooses nothing.
         """
         batches = Batches(data)
@@ -91,7 +91,7 @@ class AutoSubnetwork(AutoLaplaceGGN):
         """A Gaussian with the full Gauss-Newton matrix over the chosen weights.
 
         :param data: as in ``AutoLaplaceGGN.laplace_approximation``.
-        :raises MemoryError: where the matrix cannot fit, before any work.
+        :raises MemoryError: if the matrix cannot fit, before any work.
         """
         batches = Batches(data)
         config = replace(self.config, **changes)
@@ -185,7 +185,7 @@ class SubsetNormal(JointGuide):
     def as_prior(self) -> GaussianPrior:
         """One Gaussian over the subset, the other latents fixed; see ``Guide.as_prior``.
 
-        :raises ValueError: where the subset holds a part of a site's entries.
+        :raises ValueError: if the subset holds a part of a site's entries.
         """
         inverse = torch.cholesky_inverse(self._parameter("scale_tril").detach().double())
         return joint_prior(self.subset, self.location(), FullPrecision(inverse))

@@ -49,7 +49,7 @@ class Snapshots(nn.Module):
     def add(self, vector: Tensor) -> int:
         """Take up one more vector; returns how many there are.
 
-        :raises ValueError: where it is not finite; nothing is changed then.
+        :raises ValueError: if it is not finite; nothing is changed then.
         """
         number = int(self.count) + 1
         if not torch.isfinite(vector).all():
@@ -114,7 +114,7 @@ class AutoSWAG(UnconstrainedMAP):
     def collect(self) -> int:
         """Take a snapshot of the present point; returns how many there are.
 
-        :raises ValueError: where the point is not finite; the earlier snapshots stay.
+        :raises ValueError: if the point is not finite; the earlier snapshots stay.
         """
         self.require_layout()
         return self.snapshots.add(self.location().detach())
@@ -155,7 +155,7 @@ class AutoMultiSWAG(AutoEnsemble):
     :param model: a Pyro program with continuous latents.
     :param size: K, how many members.
     :param rank: as for ``AutoSWAG``, of each member.
-    :param init_loc_fn: as for ``AutoEnsemble``, as is ``create_plates``.
+    :param init_loc_fn: see ``AutoEnsemble``, which also explains ``create_plates``.
     :raises ValueError: for a size below 1, a rank of 1 or below 0.
     """
 
@@ -295,7 +295,7 @@ class SWAGGuide(JointGuide):
     def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
         """log N(u; mean, S + F' F) - log |det dT/du|.
 
-        :raises ValueError: where S has a zero.
+        :raises ValueError: if S has a zero.
         """
         self._require_density()
         covariance = DiagonalPlusLowRank(self.diagonal.sqrt(), self.factor.mT)
@@ -318,7 +318,7 @@ class SWAGGuide(JointGuide):
     def as_prior(self) -> GaussianPrior:
         """One Gaussian over all latents, see ``Guide.as_prior``.
 
-        :raises ValueError: where it has no density.
+        :raises ValueError: if it has no density.
         """
         self._require_density()
         self._require_global()
@@ -334,7 +334,7 @@ class SWAGGuide(JointGuide):
     def get_posterior(self, *args: Any, **kwargs: Any) -> dist.TorchDistribution:
         """q over the unconstrained vector (P,).
 
-        :raises ValueError: where it has no density.
+        :raises ValueError: if it has no density.
         """
         self._require_density()
         if not len(self.factor):

@@ -18,5 +18,5 @@ def one_step() -> Iterator[None]:
 
 
 def present_step() -> object | None:
-    """A mark of the step that is taken; None where every draw is a step."""
+    """A mark of the step that is taken; None if every draw is a step."""
     return _step.get()

@@ -94,7 +94,7 @@ def one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
 def at_least(name: str, value: int, least: int) -> int:
     """Check a whole number.
 
-    :raises TypeError: for something that is no whole number.
+    :raises TypeError: for something that is not a whole number.
     :raises ValueError: for a number below ``least``.
     """
     try:
@@ -107,7 +107,7 @@ def at_least(name: str, value: int, least: int) -> int:
 
 
 def warn_of_divergences(chains: Chains) -> None:
-    """Warn where more than a tenth of the draws ended in a divergence."""
+    """Warn if more than a tenth of the draws ended in a divergence."""
     diverging = chains.stats["diverging"].bool()
     count, total = int(diverging.sum()), diverging.numel()
     if total < _ENOUGH or count <= _DIVERGENT * total:

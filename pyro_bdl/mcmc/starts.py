@@ -75,7 +75,7 @@ def starting_vectors(restriction: Restriction, init: Any, num_chains: int) -> Te
         over [-2, 2] in the unconstrained numbers), "uniform" (unconstrained numbers between -2 and
         2, as NumPyro starts), "network" (the networks' own values), a guide or ``Samples`` (a draw
         each), or a dict of latents.
-    :raises ValueError: where no such point is found, or for another ``init``.
+    :raises ValueError: if no such point is found, or for another ``init``.
     """
     starts = _proposed_starts(restriction, init, num_chains)
     for _ in range(_ATTEMPTS):

@@ -32,7 +32,7 @@ def mean_of_draws(draws: Tensor) -> Tensor:
 def same_shape(name_a: str, a: Tensor, name_b: str, b: Tensor) -> None:
     """Check that two tensors are of one shape.
 
-    :raises ValueError: where the shapes differ.
+    :raises ValueError: if the shapes differ.
     """
     if a.shape != b.shape:
         raise ValueError(
@@ -44,7 +44,7 @@ def same_shape(name_a: str, a: Tensor, name_b: str, b: Tensor) -> None:
 def same_points(draws: Tensor, y: Tensor) -> None:
     """Check that draws are of the targets.
 
-    :raises ValueError: where the draws are not of as many targets as y has.
+    :raises ValueError: if the draws are not of as many targets as y has.
     """
     if draws.shape[1:] != y.shape:
         raise ValueError(
@@ -56,7 +56,7 @@ def same_points(draws: Tensor, y: Tensor) -> None:
 def same_functions(a: Tensor, b: Tensor) -> None:
     """Check that draws of two functions are at the same points.
 
-    :raises ValueError: where they are not.
+    :raises ValueError: if they are not.
     """
     if a.dim() < 2 or a.shape[1:] != b.shape[1:]:
         raise ValueError(
@@ -68,8 +68,8 @@ def same_functions(a: Tensor, b: Tensor) -> None:
 def checked_labels(probabilities: Tensor, y: Tensor) -> Tensor:
     """y as class indices ``(N,)``.
 
-    :raises ValueError: where the shapes do not fit, there is no point, or a label is not in
-        0 ... C - 1.
+    :raises ValueError: if the shapes do not fit, there is no point, or a label is not in 0 ... C -
+        1.
     """
     if probabilities.dim() != 2 or y.shape != probabilities.shape[:1]:
         raise ValueError(

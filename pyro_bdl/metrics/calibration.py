@@ -25,7 +25,7 @@ def interval_coverage(draws: Tensor, y: Tensor, *, level: float | Sequence[float
     :param y: ``(N, ...)``.
     :param level: one level or several, each between 0 and 1.
     :returns: a scalar, or one number for each level.
-    :raises ValueError: where the shapes do not fit, for a single draw or a level outside 0 ... 1.
+    :raises ValueError: if the shapes do not fit, for a single draw or a level outside 0 ... 1.
 
     Source: the intervals of the non-randomized probability integral transform, Czado, Gneiting,
     Held (2009), Predictive model assessment for count data, section 2.1.
@@ -84,8 +84,8 @@ def reliability(
     :param bins: number of bins between 0 and 1; bin i holds (i / bins, (i + 1) / bins].
     :returns: mean confidence, accuracy and share of the points of each bin, ``(bins,)`` each; the
         first two are NaN for an empty bin.
-    :raises ValueError: where the shapes do not fit, there is no point or no bin, or a label is not
-        in 0 ... C - 1.
+    :raises ValueError: if the shapes do not fit, there is no point or no bin, or a label is not in
+        0 ... C - 1.
 
     Source: Guo et al. (2017), On calibration of modern neural networks, section 2.
     """
@@ -149,7 +149,7 @@ def pit(draws: Tensor, y: Tensor) -> Tensor:
     :param draws: ``(S, N, ...)``, draws of the target (noise included).
     :param y: ``(N, ...)``.
     :returns: float64, of the shape of y.
-    :raises ValueError: where the shapes do not fit.
+    :raises ValueError: if the shapes do not fit.
 
     Source: Czado, Gneiting, Held (2009), Predictive model assessment for count data.
     """
@@ -164,7 +164,7 @@ def uniformity(values: Tensor) -> Tensor:
     Of N values that are uniform it is above 1.36 / sqrt(N) with a probability of about 5 %.
 
     :param values: between 0 and 1, such as :func:`pit`.
-    :raises ValueError: where there are none.
+    :raises ValueError: if there are none.
     """
     if not values.numel():
         raise ValueError("uniformity needs at least one value")

@@ -19,7 +19,7 @@ def mean_error(a: Tensor, b: Tensor) -> Tensor:
     :param a: ``(S1, N, ...)``, draws of a function at the test points.
     :param b: ``(S2, N, ...)``, draws of the reference.
     :returns: a scalar, in the units of the draws.
-    :raises ValueError: where the test points differ in shape.
+    :raises ValueError: if the test points differ in shape.
     """
     return _root_mean_square_difference(_mean, a, b)
 
@@ -32,7 +32,7 @@ def sd_error(a: Tensor, b: Tensor) -> Tensor:
     :param a: ``(S1, N, ...)``, draws of a function at the test points.
     :param b: ``(S2, N, ...)``, draws of the reference.
     :returns: a scalar, in the units of the draws.
-    :raises ValueError: where the test points differ in shape.
+    :raises ValueError: if the test points differ in shape.
     """
     return _root_mean_square_difference(_sd, a, b)
 
@@ -47,7 +47,7 @@ def wasserstein1(a: Tensor, b: Tensor) -> Tensor:
     :param a: ``(S1, N, ...)``, draws of a function at the test points.
     :param b: ``(S2, N, ...)``, draws of the reference.
     :returns: a scalar, in the units of the draws.
-    :raises ValueError: where the test points differ in shape.
+    :raises ValueError: if the test points differ in shape.
 
     Source: Villani (2003), Topics in Optimal Transportation, section 2.2.
     """
@@ -66,7 +66,7 @@ def wasserstein2(a: Tensor, b: Tensor) -> Tensor:
     :param a: ``(S1, N, ...)``, draws of a function at the test points.
     :param b: ``(S2, N, ...)``, draws of the reference.
     :returns: a scalar, in the units of the draws.
-    :raises ValueError: where the test points differ in shape.
+    :raises ValueError: if the test points differ in shape.
 
     Source: Villani (2003), Topics in Optimal Transportation, section 2.2.
     """

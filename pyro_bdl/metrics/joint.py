@@ -26,7 +26,7 @@ def energy_distance(a: Tensor, b: Tensor) -> Tensor:
     :param a: ``(S1, N, ...)``, draws of a function at the test points.
     :param b: ``(S2, N, ...)``, draws of the reference.
     :returns: a scalar, in the units of the draws.
-    :raises ValueError: where the test points differ in shape.
+    :raises ValueError: if the test points differ in shape.
 
     Source: Szekely & Rizzo (2013), Energy statistics, eq. 1.
     """
@@ -50,8 +50,8 @@ def mmd(a: Tensor, b: Tensor, *, length_scale: float | Tensor | None = None) -> 
     :param length_scale: l, in the units of the draws; by default ``median_distance(b)``, so that
         several posteriors are held against the reference by one kernel.
     :returns: a scalar without units.
-    :raises ValueError: where the test points differ in shape; for a length scale that is not
-        positive, such as the default's of a reference without spread.
+    :raises ValueError: if the test points differ in shape; for a length scale that is not positive,
+        such as the default's of a reference without spread.
 
     Source: Gretton et al. (2012), A kernel two-sample test, lemma 6.
     """

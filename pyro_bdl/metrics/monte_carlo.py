@@ -59,7 +59,7 @@ def split_half(
     :param draws: ``(S, N, ...)``, chain after chain.
     :param distance: a distance of this module.
     :param chains: see :func:`halves`.
-    :raises ValueError: for fewer than 2 draws, or where S is no multiple of ``chains``.
+    :raises ValueError: for fewer than 2 draws, or where S is not a multiple of ``chains``.
     """
     return distance(*halves(draws, chains=chains))
 
@@ -69,7 +69,7 @@ def halves(draws: Tensor, *, chains: int = 1) -> tuple[Tensor, Tensor]:
 
     :param draws: ``(S, N, ...)``, chain after chain.
     :param chains: how many chains of equal length the draws are.
-    :raises ValueError: for fewer than 2 draws, or where S is no multiple of ``chains``.
+    :raises ValueError: for fewer than 2 draws, or where S is not a multiple of ``chains``.
     """
     size = draws.shape[0]
     if size < 2:

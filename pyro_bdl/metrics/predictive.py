@@ -11,7 +11,7 @@ def agreement(a: Tensor, b: Tensor) -> Tensor:
 
     :param a: ``(S1, N, C)``, draws of class probabilities; their mean over the draws predicts.
     :param b: ``(S2, N, C)``, draws of the reference.
-    :raises ValueError: where the test points differ in shape.
+    :raises ValueError: if the test points differ in shape.
 
     Source: Izmailov et al. (2021), What are Bayesian neural network posteriors really like?
     """
@@ -26,7 +26,7 @@ def total_variation(a: Tensor, b: Tensor) -> Tensor:
     :param a: ``(S1, N, C)``, draws of class probabilities, averaged over the draws.
     :param b: ``(S2, N, C)``, draws of the reference.
     :returns: a scalar from 0 (equal) to 1.
-    :raises ValueError: where the test points differ in shape.
+    :raises ValueError: if the test points differ in shape.
 
     Source: Izmailov et al. (2021), What are Bayesian neural network posteriors really like?
     """
@@ -44,7 +44,7 @@ def categorical_kl(a: Tensor, b: Tensor) -> Tensor:
     :param a: ``(S1, N, C)``, draws of class probabilities.
     :param b: ``(S2, N, C)``, draws of the reference.
     :returns: a scalar, in nats.
-    :raises ValueError: where the test points differ in shape.
+    :raises ValueError: if the test points differ in shape.
     """
     same_functions(a, b)
     p, q = mean_of_draws(a), mean_of_draws(b)
@@ -67,7 +67,7 @@ def gaussian_kl(a_mean: Tensor, a_variance: Tensor, b_mean: Tensor, b_variance: 
     :param b_mean: ``(N, ...)``, those of the reference.
     :param b_variance: ``(N, ...)``, those of the reference.
     :returns: a scalar, in nats.
-    :raises ValueError: where the shapes differ.
+    :raises ValueError: if the shapes differ.
     """
     same_shape("a_mean", a_mean, "a_variance", a_variance)
     same_shape("b_mean", b_mean, "b_variance", b_variance)

@@ -14,7 +14,7 @@ def rmse(mean: Tensor, y: Tensor) -> Tensor:
 
     :param mean: ``(N, ...)``, the predictive mean, in the units of the target.
     :param y: ``(N, ...)``, the observed targets.
-    :raises ValueError: where the shapes differ.
+    :raises ValueError: if the shapes differ.
     """
     same_shape("mean", mean, "y", y)
     return (mean.double() - y.double()).square().mean().sqrt()
@@ -25,7 +25,7 @@ def accuracy(probabilities: Tensor, y: Tensor) -> Tensor:
 
     :param probabilities: ``(N, C)``.
     :param y: ``(N,)``, class indices.
-    :raises ValueError: where the shapes do not fit, or a label is not in 0 ... C - 1.
+    :raises ValueError: if the shapes do not fit, or a label is not in 0 ... C - 1.
     """
     labels = checked_labels(probabilities, y)
     return (probabilities.argmax(-1) == labels).double().mean()
@@ -62,7 +62,7 @@ def crps(draws: Tensor, y: Tensor) -> Tensor:
     :param draws: ``(S, N, ...)``, draws of the target (noise included), S at least 2.
     :param y: ``(N, ...)``.
     :returns: a scalar, in the units of the target.
-    :raises ValueError: where the shapes do not fit, or there is a single draw.
+    :raises ValueError: if the shapes do not fit, or there is a single draw.
 
     Source: Gneiting & Raftery (2007), Strictly proper scoring rules, section 4.2; Ferro (2014),
     Fair scores for ensemble forecasts.
@@ -85,7 +85,7 @@ def brier(probabilities: Tensor, y: Tensor) -> Tensor:
 
     :param probabilities: ``(N, C)``.
     :param y: ``(N,)``, class indices.
-    :raises ValueError: where the shapes do not fit, or a label is not in 0 ... C - 1.
+    :raises ValueError: if the shapes do not fit, or a label is not in 0 ... C - 1.
 
     Source: Brier (1950), Verification of forecasts expressed in terms of probability.
     """

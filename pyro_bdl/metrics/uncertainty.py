@@ -64,11 +64,11 @@ def variance_parts(mean: Tensor, noise: Tensor) -> Uncertainty:
 def auroc(score: Tensor, other: Tensor) -> Tensor:
     """Area under the ROC curve of a score that shall be higher for ``other``: P(s < s') + P(=) / 2.
 
-    Half means that it cannot tell the two apart, 1 that it always does; NaN where a score is.
+    Half means that it cannot tell the two apart, 1 that it always does; NaN if a score is.
 
     :param score: ``(N, ...)``, at known inputs.
     :param other: ``(M, ...)``, at the others.
-    :raises ValueError: where one of them is empty.
+    :raises ValueError: if one of them is empty.
 
     Source: Hanley & McNeil (1982), The meaning and use of the area under a ROC curve.
     """

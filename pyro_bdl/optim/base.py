@@ -74,7 +74,7 @@ class NaturalGradient(torch.optim.Optimizer):
 
         Where the loss, and with it a gradient, is not finite the guide stays as it was.
 
-        :raises RuntimeError: where there is no gradient, or it is not finite.
+        :raises RuntimeError: if there is no gradient, or it is not finite.
         """
         loss = None
         if closure is not None:

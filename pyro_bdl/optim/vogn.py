@@ -30,8 +30,8 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
     gradient of log p(y_n | w) at the draw, scaled by N / B: a Gauss-Newton approximation that is
     never negative, and much less noisy (Khan et al. 2018, section 3.1; Osawa et al. 2019).
 
-    :param temperature: as for ``TemperedTraceMeanField_ELBO``, as are ``num_particles`` and
-        ``cold_temperature``.
+    :param temperature: see ``TemperedTraceMeanField_ELBO``, which also explains ``num_particles``
+        and ``cold_temperature``.
     :param curvature: "empirical-fisher", the squares; or "ggn", the Gauss-Newton matrix itself,
         which takes a pass for every output.
     :raises TypeError: at a step, for a guide without a location and scale.

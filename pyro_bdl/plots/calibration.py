@@ -141,7 +141,7 @@ def pit_counts(draws: Tensor, y: Tensor, bins: int) -> np.ndarray:
 
     :param draws: ``(S, N, ...)`` of the target, noise included.
     :param y: ``(N, ...)``.
-    :raises ValueError: where the shapes do not fit.
+    :raises ValueError: if the shapes do not fit.
 
     Source: Czado, Gneiting & Held (2009), Predictive model assessment for count data, section 2.1.
     """

@@ -20,7 +20,7 @@ def convergence(summary: Summary) -> Figure:
     are shown, in the order of the program.
 
     :param summary: what ``diagnostics.summary`` returned.
-    :raises ValueError: where no site has an R-hat, as with constants or a single chain.
+    :raises ValueError: if no site has an R-hat, as with constants or a single chain.
     """
     known = {
         site: (_known(found.rhat), _known(found.ess_bulk))

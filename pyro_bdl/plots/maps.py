@@ -21,11 +21,11 @@ def sd_ratio(draws: Tensor, reference: Tensor) -> np.ndarray:
 
         r_n = sqrt( sum_c Var f_c(x_n) / sum_c Var_ref f_c(x_n) ),    c over outputs or classes
 
-    NaN where neither varies, infinite where only the reference does not.
+    NaN if neither varies, infinite where only the reference does not.
 
     :param draws: ``(S, N, ...)``.
     :param reference: ``(S', N, ...)`` at the same points.
-    :raises ValueError: where the points differ in shape.
+    :raises ValueError: if the points differ in shape.
     """
     if draws.shape[1:] != reference.shape[1:]:
         raise ValueError(

@@ -72,7 +72,7 @@ class Fit:
     :param name: its name in the registry.
     :param posterior: a guide or ``Samples``.
     :param seconds: wall-clock time of the fit.
-    :param elbo: the bound at temperature 1 in nats; None where the posterior has no density.
+    :param elbo: the bound at temperature 1 in nats; None if the posterior has no density.
     :param settings: what it was made with.
     :param interrupted: whether Ctrl-C ended the fit early.
     :param log_evidence: the log marginal likelihood of a Laplace approximation, in nats.
@@ -127,7 +127,7 @@ def register(
     :param description: one sentence for help texts.
     :param default: whether ``pyro-bdl compare`` fits it where none is named: those that together
         take two minutes or so on its default data, one of each kind.
-    :raises ValueError: where the name is taken.
+    :raises ValueError: if the name is taken.
     """
     if name in _registry:
         raise ValueError(f"a posterior named {name!r} is registered already")

@@ -110,7 +110,7 @@ def class_probabilities(gaussian: GaussianOutputs, method: str) -> Tensor:
 
 
 def log_density(site: Site, gaussian: GaussianOutputs) -> Tensor | None:
-    """log p(y) of the distribution's batch shape; None where there is no closed form."""
+    """log p(y) of the distribution's batch shape; None if there is no closed form."""
     kind, distribution = gaussian.outputs.kind, site.distribution
     inner = base_distribution(distribution, through_masks=False)
     if isinstance(inner, MaskedDistribution):

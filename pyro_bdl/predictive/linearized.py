@@ -213,7 +213,7 @@ class LinearizedPredictive:
     def log_likelihood(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """log p(y_n | draw, x_n) for each observed site, (S, N); the arguments include targets.
 
-        :raises ValueError: where no target is given.
+        :raises ValueError: if no target is given.
         """
         result = self._at_draws(Site.unscaled_log_prob, args, kwargs, chosen=_has_target)
         if not result:

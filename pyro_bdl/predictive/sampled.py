@@ -154,7 +154,7 @@ class Predictive:
     def log_likelihood(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """log p(y_n | w_s, x_n) for each observed site, (S, N); the arguments include targets.
 
-        :raises ValueError: where no target is given.
+        :raises ValueError: if no target is given.
         """
 
         program = on_whole_data(self.model)

@@ -1,4 +1,4 @@
-"""Errors of a program that its arguments explain: arrays that are no tensors, and other dtypes."""
+"""Errors of a program that its arguments explain: arrays that are not tensors, and other dtypes."""
 
 import functools
 import inspect
@@ -22,8 +22,8 @@ def explain(error: Exception, function: Callable, args: tuple, kwargs: Mapping[s
 
     :param error: what a run of the program raised.
     :param function: the program, also under handlers.
-    :raises ArgumentError: where an argument is an array, a table or a list in place of a tensor,
-        has another dtype than the weights, is sparse, or was made in inference mode.
+    :raises ArgumentError: if an argument is an array, a table or a list in place of a tensor, has
+        another dtype than the weights, is sparse, or was made in inference mode.
     """
     if isinstance(error, ArgumentError):
         return
@@ -107,7 +107,7 @@ def kind_of(value: Any) -> str:
 
 
 def _unusual(arguments: Mapping[str, Any], error: Exception) -> str | None:
-    """The part that an argument has in an error; None where it cannot be told."""
+    """The part that an argument has in an error; None if it cannot be told."""
     text = str(error).lower()
     others = {} if isinstance(error, RuntimeError) else arguments  # which is of tensors
     for name, value in others.items():

@@ -87,7 +87,7 @@ def statistics_of_draws(
     """The layers of a program, and for each draw of its latents their statistics over the data,
     (S, C), under names of their own. Other layers stay in the mode that they are in.
 
-    :raises ValueError: where the program calls no BatchNorm layer with running statistics.
+    :raises ValueError: if the program calls no BatchNorm layer with running statistics.
     """
     rows: list[Draws] = []
     total = next(iter(draws.values())).shape[0]

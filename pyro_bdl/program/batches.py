@@ -17,7 +17,7 @@ class Batches:
     :param data: a tuple ``(x, y)`` of arguments, of which any may be a dict or a tuple; a dict of
         keyword arguments; one tensor; or an iterable of any of these (a list, a ``DataLoader``, a
         tuple of tuples); an iterator is read once and kept.
-    :raises ValueError: where there is no batch.
+    :raises ValueError: if there is no batch.
     """
 
     ranks: Ranks | None = None  # that hold the other parts of the data, see distributed.Shard
@@ -68,7 +68,7 @@ class Batches:
     def check_same(self, name: str, value: Tensor) -> None:
         """Check that processes which share the data have the same value.
 
-        :raises RuntimeError: where they do not.
+        :raises RuntimeError: if they do not.
         """
         if self.ranks is not None:
             self.ranks.check_same({name: value})

@@ -67,7 +67,7 @@ def _without_reentering(original: Callable) -> Callable:
 
 
 class _Reentering:
-    """torch's reentrant checkpoint. It has no gradients of tensors that are no arguments, as
+    """torch's reentrant checkpoint. It has no gradients of tensors that are not arguments, as
     substituted weights are, unless they are leaves: so the other way takes its place."""
 
     def __init__(self, original: Any) -> None:

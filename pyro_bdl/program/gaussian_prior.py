@@ -285,7 +285,7 @@ def joint_prior(
 
     :param loc: (P,).
     :param precision: as in ``JointBlock``, over the subset.
-    :raises ValueError: where the subset holds a part of a site's entries.
+    :raises ValueError: if the subset holds a part of a site's entries.
     """
     layout = subset.layout
     parts = [name for name, entries in subset.chosen.items() if entries is not None]

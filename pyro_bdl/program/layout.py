@@ -19,7 +19,7 @@ _BOUNDED_BELOW = (type(constraints.greater_than(0)), type(constraints.greater_th
 
 
 def transform_of(support: Constraint) -> Transform | None:
-    """The bijection from R^k onto ``support``, or None where it is the identity.
+    """The bijection from R^k onto ``support``, or None if it is the identity.
 
     A mixture has the support of its components.
     """

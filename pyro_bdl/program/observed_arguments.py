@@ -30,7 +30,7 @@ class Targets:
         self._copied = [n for n, site in self.observed.items() if id(site.value) not in given]
 
     def site_of(self, value: Any) -> str | None:
-        """The observed site that holds an argument, up to its shape; None where it is no target."""
+        """The observed site that holds an argument, up to its shape; None if it is no target."""
         if not isinstance(value, Tensor):
             return None
         for name, site in self.observed.items():
@@ -66,7 +66,7 @@ class Targets:
     def require_arguments(self) -> None:
         """Check that all observed data are arguments.
 
-        :raises ValueError: where an observed site's data are no argument of the program.
+        :raises ValueError: if an observed site's data are no argument of the program.
         """
         found = {self.site_of(v) for v in (*self.program.args, *self.program.kwargs.values())}
         missing = [name for name in self.observed if name not in found]

@@ -180,7 +180,7 @@ class Program:
     def require_observed(self) -> None:
         """Check that there are data.
 
-        :raises UnsupportedProgramError: where the program conditions on nothing.
+        :raises UnsupportedProgramError: if the program conditions on nothing.
         """
         if not self.observed and not self.factors:
             raise UnsupportedProgramError(
@@ -225,7 +225,7 @@ def trace_once(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
 def _point_density_at(name: str, node: Any) -> Tensor:
     """Check an observed Delta.
 
-    :raises UnsupportedProgramError: where a Delta observes other values than its own.
+    :raises UnsupportedProgramError: if a Delta observes other values than its own.
     """
     result = node["fn"].log_prob(node["value"])
     if torch.isneginf(result).any():

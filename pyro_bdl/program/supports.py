@@ -57,7 +57,7 @@ def check_support(run: Run, *, first_row: int = 0) -> None:
 
 
 def nan_outside_support(total: Any, run: Run) -> Any:
-    """Replace a log likelihood by NaN where a target is none that its distribution gives, for which
+    """Replace a log likelihood by NaN if a target is none that its distribution gives, for which
     many densities are finite. No number is read, so that this can stand in a graph."""
     for site in run.observed.values():
         bad = _outside_support(site)
@@ -67,7 +67,7 @@ def nan_outside_support(total: Any, run: Run) -> Any:
 
 
 def _outside_support(site: Site) -> Tensor | None:
-    """The targets outside the support of their distribution; None where there can be none, or where
+    """The targets outside the support of their distribution; None if there can be none, or where
     the support may move with the latents."""
     if site.value is None:
         return None

@@ -198,7 +198,7 @@ class _Recorder(Messenger):
 def distribution_of_targets(msg: Any) -> Any:
     """The distribution of an observed statement, of the shape of its targets.
 
-    :raises ValueError: where the two broadcast against each other.
+    :raises ValueError: if the two broadcast against each other.
     """
     if isinstance(msg["fn"], Unit):
         return msg["fn"]
@@ -233,7 +233,7 @@ def record(
     :param draw: called with the message of a site that has no value; by default it is sampled.
     :returns: the distribution, value, scale and mask of every sample statement.
     :raises ArgumentError: for arguments that it cannot compute with.
-    :raises RuntimeError: where another thread runs a program at this time.
+    :raises RuntimeError: if another thread runs a program at this time.
     """
     _refuse_other_threads()
     recorder = _Recorder(values, draw)

@@ -84,7 +84,7 @@ def with_unconstrained(site: Site, values: dict[str, Tensor]) -> Site:
 def known_kind(site: Site) -> str:
     """The name of the site's distribution without wrappers.
 
-    :raises NotImplementedError: where it is not made of tensors that can be moved.
+    :raises NotImplementedError: if it is not made of tensors that can be moved.
     """
     _apart(site)
     return type(base_distribution(site.distribution)).__name__

@@ -18,7 +18,7 @@ class Given(NamedTuple):
     """The tensors among a call's arguments.
 
     :param tensors: in order.
-    :param kind: what a graph is made for: shapes, strides, dtypes, devices, and all that is no
+    :param kind: what a graph is made for: shapes, strides, dtypes, devices, and all that is not a
         tensor.
     :param rebuild: from such tensors to ``(args, kwargs)``.
     """

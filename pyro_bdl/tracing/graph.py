@@ -74,7 +74,7 @@ class Kind(NamedTuple):
 
 
 def kind_of(node: fx.Node) -> Kind | None:
-    """The kind of a node's result; None where it is no tensor, or several."""
+    """The kind of a node's result; None if it is not a tensor, or several."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return None

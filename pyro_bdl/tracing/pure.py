@@ -58,7 +58,7 @@ def trace_pure(
 
     :param function: returns a pytree of tensors.
     :param decompositions: operators to be replaced by simpler ones, as in ``make_fx``.
-    :raises NotTraceable: where control flow or a shape depends on the arguments, and where the
+    :raises NotTraceable: if control flow or a shape depends on the arguments, and where the
         function changes a tensor in place that it did not make.
     """
     examples = [example.detach() for example in examples]

@@ -85,7 +85,7 @@ def trace_step(loss: Loss, examples: Sequence[Tensor], backend: str) -> Step:
     :param loss: from tensors to the loss, a scalar, and further results.
     :param examples: of the tensors; those that require a gradient get one.
     :param backend: of ``BACKENDS``.
-    :raises NotTraceable: where the graph would not stand for the loss, or for one without gradient.
+    :raises NotTraceable: if the graph would not stand for the loss, or for one without gradient.
     """
     arguments = [e.detach().requires_grad_(e.requires_grad) for e in examples]
     leaves: list[Tensor] = []

@@ -105,8 +105,8 @@ def trace(function: Callable[..., Any], examples: Sequence[Tensor]) -> fx.GraphM
     elsewhere are its attributes (nodes ``get_attr``), the very tensors and no copies. The function
     runs once; what it changes in place is put back.
 
-    :raises NotTraceable: where control flow or a shape depends on numbers that may be others in
-        the next run: those of arguments, of parameters, random ones, those changed in place.
+    :raises NotTraceable: if control flow or a shape depends on numbers that may be others in the
+        next run: those of arguments, of parameters, random ones, those changed in place.
     """
     graph, places = record(function, examples)
     for node in graph.graph.find_nodes(op="get_attr"):

@@ -80,10 +80,10 @@ def train(
     :param optimizer: another optimizer, in place of Adam over these parameters at that learning
         rate; its own learning rate falls in the same way.
     :param progress: description of the progress bar; None for no bar.
-    :raises ValueError: for data that are not finite, targets outside of their support; fewer than
-        one step; a minibatch for a program whose ``num_data`` is not N, so that its log likelihood
+    :raises ValueError: for data that are not finite, targets outside their support; fewer than one
+        step; a minibatch for a program whose ``num_data`` is not N, so that its log likelihood
         would count too little.
-    :raises TypeError: for data that are no tensors, or of another dtype than the weights.
+    :raises TypeError: for data that are not tensors, or of another dtype than the weights.
     """
     steps = whole_number(steps, "steps")
     _require_tensors(x=x, y=y)
@@ -153,8 +153,8 @@ def collect_swag(
     :param temperature: eta, see :mod:`pyro_bdl.elbo`.
     :param batch_size: rows in each step; by default a tenth of all, at most 256.
     :param progress: description of the progress bar; None for no bar.
-    :raises ValueError: where a step diverges, with the guide put back to where it started and
-        the snapshots before it kept; for minibatches of a program that does not know N.
+    :raises ValueError: if a step diverges, with the guide put back to where it started and the
+        snapshots before it kept; for minibatches of a program that does not know N.
     """
     if not isinstance(guide, AutoSWAG | AutoMultiSWAG):
         raise TypeError(f"collect_swag needs an AutoSWAG guide, got {type(guide).__name__}")

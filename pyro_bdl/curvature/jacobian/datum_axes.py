@@ -29,9 +29,9 @@ class DatumAxis(NamedTuple):
 class Alignment(NamedTuple):
     """The datum axes of all uses, the same for every batch of a program.
 
-    ``axes``: for each use its datum axis, None where it has none or the outputs do not depend on
-    it. ``others``: the sites whose gradients do not follow from aligned uses. ``shared``: those of
-    the others that only act on outputs that are the same for all data, such as a noise scale.
+    ``axes``: for each use its datum axis, None if it has none or the outputs do not depend on it.
+    ``others``: the sites whose gradients do not follow from aligned uses. ``shared``: those of the
+    others that only act on outputs that are the same for all data, such as a noise scale.
     """
 
     axes: tuple[DatumAxis | None, ...]

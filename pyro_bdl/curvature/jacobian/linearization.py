@@ -158,8 +158,8 @@ class Pullback:
         """Return columns of a Categorical's Fisher information, if one product makes its logits.
 
         :param weights: of the data, (n,).
-        :returns: None where the logits (n, K) are not the outputs of a product, up to a constant
-            of each datum.
+        :returns: None if the logits (n, K) are not the outputs of a product, up to a constant of
+            each datum.
         """
         uses = self._output_layer_uses()
         if not uses:

@@ -1,4 +1,4 @@
-"""Rows of a Jacobian in latents outside of linear operations, such as a noise scale."""
+"""Rows of a Jacobian in latents outside linear operations, such as a noise scale."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -116,7 +116,7 @@ def _shared_rows(pullback: "Pullback", columns: Columns, names: Names) -> Tensor
 def _forward_rows(pullback: "Pullback", columns: Columns, names: Names) -> Tensor | None:
     """Return rows by one forward derivative for each latent number.
 
-    :returns: (K, n, p); None where an operator has no forward derivative.
+    :returns: (K, n, p); None if an operator has no forward derivative.
     """
     at, layout = pullback.at, pullback.at.subset.layout
     parts = [at.subset.parts[name] for name in names]

@@ -62,7 +62,7 @@ class DiagonalCurvature(Curvature):
 class DiagonalPrecision(Precision):
     """Precisions (p,) of independent Gaussians.
 
-    :raises ValueError: where one of them is not positive.
+    :raises ValueError: if one of them is not positive.
     """
 
     independent = True

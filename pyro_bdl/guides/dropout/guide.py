@@ -79,9 +79,10 @@ class AutoMCDropout(Guide):
         et al. 2013).
     :param init_loc_fn: where M and u start; by default the network's own values.
     :param create_plates: as in Pyro's autoguides.
-    :raises TypeError: for a rate that is no number, sites that are no names, a noise that is none.
-    :raises ValueError: for a rate outside of (0, 1), an unknown mask; at the first run for a site
-        that is no weight, and for ``learn_p`` with a single datum.
+    :raises TypeError: for a rate that is not a number, sites that are not names, a noise that is
+        none.
+    :raises ValueError: for a rate outside (0, 1), an unknown mask; at the first run for a site that
+        is not a weight, and for ``learn_p`` with a single datum.
     """
 
     weights: dict[str, Weight]

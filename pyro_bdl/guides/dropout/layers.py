@@ -48,7 +48,7 @@ class _Factors:
 class _Arrival:
     """A layer's factors at the input of a weight.
 
-    :param tied: the number of each input unit's factor; None where each has its own.
+    :param tied: the number of each input unit's factor; None if each has its own.
     :param shared: whether positions had factors of their own, which one weight cannot express.
     """
 
@@ -193,8 +193,8 @@ def _arrival(layer: int, rows: Tensor) -> _Arrival:
 def _passed(
     func: Callable, name: str, units: Tensor, args: tuple, kwargs: dict
 ) -> list[Tensor] | None:
-    """The unit whose factor multiplies each number of an operation's results; None where it is
-    not one."""
+    """The unit whose factor multiplies each number of an operation's results; None if it is not
+    one."""
     if name in _HOMOGENEOUS:
         return [units]
     if name in _SCALINGS:
@@ -222,8 +222,8 @@ class DropoutLayers(Source):
     ) -> dict[str, tuple[Weight, float]]:
         """Read the rates of the network's dropout layers.
 
-        :raises ValueError: where the program has no dropout layer, none can be expressed, or one
-            drops whatever the mode.
+        :raises ValueError: if the program has no dropout layer, none can be expressed, or one drops
+            whatever the mode.
         """
         if not reader.rates:
             raise ValueError(

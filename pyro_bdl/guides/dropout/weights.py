@@ -207,7 +207,7 @@ def _can_be_weight(layout: Layout, name: str) -> bool:
 
 
 def total_num_data(run: Run) -> int | None:
-    """The number of data that the observed sites of a run stand for; None where there is none.
+    """The number of data that the observed sites of a run stand for; None if there is none.
 
     The data of a site without a plate are its first event dimension.
     """
@@ -253,7 +253,7 @@ def chosen(
 def matching(weights: Mapping[str, Weight], layout: Layout, pattern: str) -> list[str]:
     """The weights that one name or pattern means.
 
-    :raises ValueError: where there is none.
+    :raises ValueError: if there is none.
     """
     if not isinstance(pattern, str):
         raise TypeError(f"a site is given by its name or a pattern, got {type(pattern).__name__}")
@@ -283,7 +283,7 @@ def _listed(names: Iterable[str]) -> str:
 def source_of(p: Any, sites: Any) -> Source:
     """The origin of the rates that ``p`` and ``sites`` of ``AutoMCDropout`` describe.
 
-    :raises TypeError: for a rate that is no number, sites that are no names.
+    :raises TypeError: for a rate that is not a number, sites that are not names.
     :raises ValueError: for both a dict of rates and sites, one without any, a rate that does not
         lie between 0 and 1.
     """

@@ -47,7 +47,7 @@ class _Known(torch.autograd.Function):
 
 class _Potential:
     """-log p(u) that counts its evaluations. Its operators draw no random numbers, and so run
-    outside of the mode that seeds them."""
+    outside the mode that seeds them."""
 
     def __init__(self, target: Target) -> None:
         self.target, self.count = target, 0

@@ -77,13 +77,13 @@ def sample(
         an unconstrained vector (P,).
     :param progress: show a progress bar.
     :returns: draws in the latents' supports, on the program's device, with statistics.
-    :warns BdlWarning: where the program draws random numbers in its run, where more than a tenth of
+    :warns BdlWarning: if the program draws random numbers in its run, where more than a tenth of
         the draws ended in a divergence, where chains hardly moved from their start.
-    :raises TypeError: for a number of draws or chains that is no whole number.
+    :raises TypeError: for a number of draws or chains that is not a whole number.
     :raises UnsupportedProgramError: for a program without observed sites or with discrete latents.
-    :raises MissingOperatorError: where an operator has no translation to JAX.
-    :raises ValueError: for data that are not finite, targets outside of their support, or a plate
-        that holds a part of its data.
+    :raises MissingOperatorError: if an operator has no translation to JAX.
+    :raises ValueError: for data that are not finite, targets outside their support, or a plate that
+        holds a part of its data.
     """
     settings = Settings(
         kernel=one_of("kernel", kernel, ("nuts", "hmc")),
@@ -153,8 +153,8 @@ def _runner(backend: str) -> Callable[[Target, Tensor, Settings], Chains]:
 
 @torch.no_grad()
 def _warn_if_random(restriction: Restriction, vector: Tensor, backend: str) -> None:
-    """Warn where two runs at the same latents differ. What numpy and Python would draw next is left
-    to the caller."""
+    """Warn if two runs at the same latents differ. What numpy and Python would draw next is left to
+    the caller."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         first, second = (float(restriction.log_density(vector)) for _ in range(2))

@@ -191,7 +191,7 @@ def _lost(point: Point, limit: Tensor) -> int | None:
 def kept_steps(step_size: StepSize, num_warmup: int, num_samples: int, thinning: int) -> list[int]:
     """After which steps, counted from 1, a draw is kept.
 
-    :raises ValueError: where ``step_size.explores`` leaves no steps to sample in.
+    :raises ValueError: if ``step_size.explores`` leaves no steps to sample in.
     """
     explores = getattr(step_size, "explores", None)
     if explores is None:

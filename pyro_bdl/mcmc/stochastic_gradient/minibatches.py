@@ -101,7 +101,7 @@ class Minibatches:
     def check_scale(self, program: Program) -> None:
         """Check whether a program, built on the first batch, scales its log likelihood by N/B.
 
-        :raises ValueError: where it does not know N, or another one than there is.
+        :raises ValueError: if it does not know N, or another one than there is.
         :raises UnsupportedProgramError: for a latent for each datum with minibatches, or where the
             program picks its rows itself.
         """

@@ -91,10 +91,10 @@ def sgmcmc(
         enough; ``accept_prob`` of "mala"; ``friction`` of "sgnht". The entry ``failure`` of
         ``info`` says why the chains ended early, if they did.
     :raises UnsupportedProgramError: for a program without observed sites or with discrete latents.
-    :raises ValueError: for data that are not finite, targets outside of their support, a program
-        that does not know N, a step size that diverges before the first draw, or an argument
-        outside its range.
-    :raises MemoryError: where the draws would not fit.
+    :raises ValueError: for data that are not finite, targets outside their support, a program that
+        does not know N, a step size that diverges before the first draw, or an argument outside its
+        range.
+    :raises MemoryError: if the draws would not fit.
     """
     chosen = METHODS[one_of("method", method, tuple(METHODS))]
     at_least("num_samples", num_samples, 1)
@@ -146,7 +146,7 @@ def sgmcmc(
 def _tell(track: Track, num_samples: int) -> None:
     """Warn of chains that ended early.
 
-    :raises ValueError: where they diverged before the first draw.
+    :raises ValueError: if they diverged before the first draw.
     """
     made = track.vectors.shape[1]
     if track.failure is not None:
@@ -174,8 +174,8 @@ def checked_restriction(
 ) -> Restriction:
     """The program on the first minibatch.
 
-    :raises ValueError: for data that are not finite, targets outside of their support, a program
-        that does not know N.
+    :raises ValueError: for data that are not finite, targets outside their support, a program that
+        does not know N.
     """
     args, kwargs = batches.first
     whole, named = getattr(batches, "whole", batches.first)

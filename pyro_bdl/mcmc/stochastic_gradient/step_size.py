@@ -35,7 +35,7 @@ def suggest_step_size(
     1 / (1 - fraction / 2); "sghmc" is stable up to fraction 4.
 
     :param model: a Pyro program with continuous latents.
-    :param data: as in ``sgmcmc``, as is ``batch_size``.
+    :param data: see ``sgmcmc``, which also explains ``batch_size``.
     :param at: the points: a trained guide or ``Samples`` (draws), or a dict of latents. At draws
         the curvature can be many times that of the MAP.
     :param fraction: positive.

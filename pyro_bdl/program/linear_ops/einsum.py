@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def as_linear(args: tuple, is_weight: Callable[[Any], bool]) -> Callable[[], Tensor] | None:
-    """The product z = a w' that an einsum is, to be called; None where it is something else.
+    """The product z = a w' that an einsum is, to be called; None if it is something else.
 
     Such as "bi,oi->bo", with axes in any order, several of them in the weight ("btd,hdk->bthk") or
     an ellipsis for axes of the data. Each axis of the weight must be either summed over, and then

@@ -33,9 +33,9 @@ class AffineOp:
     :param function: the function of torch.
     :param inputs: a, as the function takes it; for a scale by multiplication and an addition the
         other operand.
-    :param weight: w, as the function takes it: a matrix or a vector for a product. None where
-        there is none.
-    :param bias: b, as the function takes it. None where there is none.
+    :param weight: w, as the function takes it: a matrix or a vector for a product. None if there is
+        none.
+    :param bias: b, as the function takes it. None if there is none.
     :param input_dim: the dimension of a that numbers the input units; None for an embedding.
     :param weight_dim: the dimension of w that numbers them.
     :param output_dim: the dimension of z that numbers the output units; for a scale the first one

@@ -21,7 +21,7 @@ class EigenbasisDraws:
 
     :param basis: Q.
     :param values: positive, (groups, s, r).
-    :param rest: a positive scalar; None where Q is complete.
+    :param rest: a positive scalar; None if Q is complete.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class EigenPrecision:
     :param position: of the weight.
     :param basis: Q.
     :param values: positive, (groups, s, r).
-    :param rest: of the directions in Q's complement, a positive scalar; None where Q is complete.
+    :param rest: of the directions in Q's complement, a positive scalar; None if Q is complete.
     """
 
     def __init__(

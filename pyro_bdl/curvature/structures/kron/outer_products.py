@@ -29,7 +29,7 @@ class OuterVectors:
 
     @property
     def count(self) -> int | None:
-        """The number of vectors in each group; None where only the sum is known."""
+        """The number of vectors in each group; None if only the sum is known."""
         return None if self.x is None else self.x.shape[0] * self.x.shape[1]
 
     def rows(self) -> Tensor:
