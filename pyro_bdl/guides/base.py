@@ -1,4 +1,4 @@
-"""The base class of the guides: a layout of the latents, parameters, draws and summaries."""
+"""The base class of all guides: layout of the latents, parameters, draws and summaries."""
 
 import hashlib
 import json
@@ -27,25 +27,25 @@ from pyro_bdl.utils.module_state import outside_inference_mode
 
 
 class Guide(OwnParameters, AutoGuide):
-    """Base of the guides: an ``AutoGuide`` over one flat unconstrained vector of the latents.
+    """Base class of all guides: an ``AutoGuide`` over one flat unconstrained vector u.
 
-    A subclass gives
+    The latents are w = T(u), with P numbers in u. A subclass defines
 
-    - ``_create_parameters(start)``: its parameters, from an initial vector;
-    - ``forward(*args)``: a sample statement for each latent site;
+    - ``_create_parameters(start)``, which creates its parameters from an initial vector;
+    - ``forward(*args)``, which makes a sample statement for each latent site;
     - ``sample_vectors(num_samples)``, ``log_density(vector, log_det)``, ``location()`` and
-      ``variances()`` over the vector u with latents w = T(u);
-    - ``vector_quantiles(levels)``, unless every number of u is Normal, or fixed, with that location
-      and variance: then ``normal_marginals = True`` says so.
+      ``variances()``, all over the vector u;
+    - ``vector_quantiles(levels)``; or ``normal_marginals = True`` instead, if every number of u has
+      a Normal marginal with that location and variance, or is fixed.
 
     :param model: a Pyro program.
     :param init_loc_fn: a per-site initialization, one of Pyro's or ``init_to_network``.
-    :param create_plates: as in Pyro's autoguides, for programs with latents in subsampled plates.
+    :param create_plates: see Pyro's autoguides; for programs with latents in subsampled plates.
     """
 
     layout: Layout | None
     normal_marginals = False
-    # The mean (P,) of the standard Normal noise of the last draws, where an optimizer asks for it.
+    # The mean (P,) of the standard Normal noise of the last draws, for optimizers that need it.
     keeps_noise = False
     last_noise: Tensor | None = None
 
@@ -59,8 +59,9 @@ class Guide(OwnParameters, AutoGuide):
         AutoGuide.__init__(self, start_at(init_loc_fn)(model), create_plates=create_plates)
         self.layout = None
         self._take_name()
-        self._program_model = (model,)  # in a tuple: no module of the guide's
-        self._values: dict[str, Tensor] | None = None  # of parameters, inside reading and holding
+        self._program_model = (model,)  # in a tuple, so that it is no submodule
+        # The parameters' values, while ``reading`` or ``holding`` is active.
+        self._values: dict[str, Tensor] | None = None
         self._detached = False
         self.subsampled: set[str] = set()
         self._loaded: dict[str, Tensor] | None = None
@@ -74,13 +75,14 @@ class Guide(OwnParameters, AutoGuide):
 
     @staticmethod
     def _prototype_hide_fn(msg: Any) -> bool:
-        """Return whether a statement of the first run is no latent site; check observed ones."""
+        """Return whether a statement of the first run is not a latent site; check observed
+        sites."""
         if msg["type"] == "sample" and msg["is_observed"]:
             distribution_of_targets(msg)
         return prototype_hide_fn(msg)
 
     def prototype(self, *args: Any, **kwargs: Any) -> "Guide":
-        """Create the parameters by one run of the program, unless they exist; returns itself.
+        """Run the program once to create the parameters, unless they exist; return the guide.
 
         :param args: the program's arguments, targets included.
         """
@@ -126,7 +128,7 @@ class Guide(OwnParameters, AutoGuide):
         raise NotImplementedError
 
     def _take_structure(self, source: "Guide") -> None:
-        """Take the layout from a guide of the same program, in the place of ``prototype``."""
+        """Copy the layout of a guide for the same program, instead of ``prototype``."""
         self.layout = source.require_layout()
         self._rename()
         self.subsampled = source.subsampled
@@ -140,7 +142,8 @@ class Guide(OwnParameters, AutoGuide):
         return given["args"], given["kwargs"]
 
     def is_of(self, model: Callable) -> bool:
-        """Return whether the guide was made for this very program; False for one from a file."""
+        """Return whether the guide was made for this program object; False for a guide from a
+        file."""
         return self._program_model is not None and self._program_model[0] is model
 
     def require_layout(self) -> Layout:
@@ -156,13 +159,16 @@ class Guide(OwnParameters, AutoGuide):
         return self.layout
 
     def get_extra_state(self) -> Tensor:
-        """The sites of the program, which travel with the parameters: their names, shapes and
-        order as text in bytes, so that a state holds tensors only."""
+        """The names, shapes and order of the program's sites, saved with the parameters in
+        ``state_dict``.
+
+        They are encoded as a tensor of bytes, so that the state holds tensors only.
+        """
         text = json.dumps(None if self.layout is None else _sites_of(self.layout))
         return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Check that a state is of this program.
+        """Check that a state belongs to this program.
 
         :raises RuntimeError: if its sites have other names, shapes or another order.
         """
@@ -186,8 +192,11 @@ class Guide(OwnParameters, AutoGuide):
         missing_keys: list[str],
         *lists: Any,
     ) -> None:
-        """Before the first run the values wait until the parameters exist. A state of another
-        program is refused before any value is taken; one without sites is taken as it is."""
+        """Load parameters; before the first run, keep the values until the parameters exist.
+
+        A state of another program is refused before any value is loaded. A state without a list of
+        sites is loaded without this check.
+        """
         if self.layout is not None:
             key = f"{prefix}_extra_state"
             if key in state_dict:
@@ -206,13 +215,13 @@ class Guide(OwnParameters, AutoGuide):
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Read each parameter once, by a ``pyro.param`` statement for optimizers."""
+        """Read each parameter only once, by a ``pyro.param`` statement that optimizers see."""
         with self._pyro_context, self._reading_from({}):
             yield
 
     @contextmanager
     def holding(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Read parameters as ``values``: the guide as a function of its parameters."""
+        """Read parameters from ``values``, so that the guide is a function of its parameters."""
         with self._reading_from(dict(values)):
             yield
 
@@ -250,30 +259,39 @@ class Guide(OwnParameters, AutoGuide):
     # Draws and summaries
 
     def site_distributions(self) -> dict[str, TorchDistribution] | None:
-        """q(w) as one distribution for each site, of a guide whose sites are independent of each
-        other; None for all other guides. Event dimensions count as batch dimensions here."""
+        """One distribution for each site, if the sites of q(w) are independent of each other; else
+        None.
+
+        Event dimensions count as batch dimensions here.
+        """
         return None
 
     @property
     def has_density(self) -> bool:
-        """True where ``log_density`` is a density over all latents: not for points, or where some
-        latents are fixed."""
+        """True if ``log_density`` is a density over all latents; False if some or all latents are
+        fixed."""
         return True
 
     def sample_vectors(self, num_samples: int) -> Tensor:
-        """Independent unconstrained draws (num_samples, P), differentiable where they can be."""
+        """Independent unconstrained draws (num_samples, P), differentiable in the parameters if
+        possible."""
         raise NotImplementedError
 
     def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
-        """log q(w), a scalar, at w = T(u) for u = ``vector`` (P,), log |det dT/du| given."""
+        """log q(w), a scalar, at w = T(u).
+
+        :param vector: u, (P,).
+        :param log_det: log |det dT/du|.
+        """
         raise NotImplementedError
 
     def kl(self, vector: Tensor, log_det: Tensor, run: Run) -> Tensor:
-        """KL(q || p) from the prior of ``run``, a scalar; by default at the run's own draw."""
+        """KL(q || p) in nats for the prior p of ``run``, a scalar; by default an estimate at the
+        run's draw."""
         return self.log_density(vector, log_det) - run.log_prior()
 
     def entropy(self, vector: Tensor, log_det: Tensor) -> Tensor:
-        """H(q), a scalar; by default -log q(w) at the draw."""
+        """The entropy H(q) in nats, a scalar; by default the estimate -log q(w) at the draw."""
         return -self.log_density(vector, log_det)
 
     def location(self) -> Tensor:
@@ -285,8 +303,10 @@ class Guide(OwnParameters, AutoGuide):
         raise NotImplementedError
 
     def vector_quantiles(self, levels: Tensor) -> Tensor:
-        """Marginal quantiles (levels, P) of the unconstrained vector: m + s Phi^-1(level) of Normal
-        marginals, m of a fixed number."""
+        """Marginal quantiles (levels, P) of the unconstrained vector.
+
+        For a Normal marginal they are m + s Phi^-1(level), for a fixed number m.
+        """
         if not self.normal_marginals:
             raise NotImplementedError
         scale = self.variances().sqrt()
@@ -323,8 +343,9 @@ class Guide(OwnParameters, AutoGuide):
             self.prototype(*args, **kwargs)
 
     def as_prior(self) -> GaussianPrior:
-        """This posterior as the prior of a next task (continual learning); a copy of what it is
-        now. See ``model.update_prior`` and ``handlers.with_prior``.
+        """A copy of this posterior as the prior of a next task (continual learning).
+
+        See ``model.update_prior`` and ``handlers.with_prior``.
 
         :raises TypeError: for a posterior that is not Gaussian in the unconstrained vector.
         """
@@ -343,8 +364,10 @@ class Guide(OwnParameters, AutoGuide):
     # Sample statements
 
     def _vectors_in_plates(self) -> Tensor:
-        """A draw of the vector for each cell of the plates around the guide, such as Pyro's
-        vectorized particles, (*plates, P)."""
+        """Draw one vector for each cell of the plates around the guide, (*plates, P).
+
+        Pyro's vectorized particles are such a plate.
+        """
         sizes = {dim: frame.size for frame in get_plates() if (dim := frame.dim) is not None}
         shape = torch.Size([sizes.get(dim, 1) for dim in range(min(sizes, default=0), 0)])
         return self.sample_vectors(shape.numel()).reshape(*shape, -1)
@@ -352,7 +375,7 @@ class Guide(OwnParameters, AutoGuide):
     def _sites(
         self, args: tuple, kwargs: dict, *vectors: Tensor
     ) -> Iterator[tuple[Latent, list[Tensor]]]:
-        """For each site its parts of the vectors; the site's plates are open at the yield.
+        """Yield each site with its slices of the vectors; the site's plates are open meanwhile.
 
         :param vectors: (P,), or (*plates, P) with the plates around the guide.
         """
@@ -378,8 +401,12 @@ class Guide(OwnParameters, AutoGuide):
     # Names and copies
 
     def _name_of_kind(self) -> str:
-        """The class and, once the program is known, a digest of its sites: in any process, whatever
-        else was made before, a guide for the same program finds its parameters in Pyro's store."""
+        """The name in Pyro's store: the class and, once the program is known, a digest of its
+        sites.
+
+        It does not depend on the process or on other guides, so that a guide for the same program
+        finds its parameters again.
+        """
         kind = super()._name_of_kind()
         if self.layout is None:
             return kind
@@ -397,7 +424,7 @@ class Guide(OwnParameters, AutoGuide):
 
 
 def _sites_of(layout: Layout) -> list[list[Any]]:
-    """Names and shapes of the sites, constrained and unconstrained, in the vector's order."""
+    """The sites' names and their constrained and unconstrained shapes, in the vector's order."""
     return [
         [name, list(latent.shape), list(latent.unconstrained_shape)]
         for name, latent in layout.latents.items()
@@ -405,7 +432,7 @@ def _sites_of(layout: Layout) -> list[list[Any]]:
 
 
 def at_full_size(program: Program, trace: Any) -> tuple[Tensor, list[Latent]]:
-    """The initial vector and latents with subsampled plates widened to their full size."""
+    """The initial vector and the latents, with subsampled plates expanded to their full size."""
     start, latents = [], []
     for name, latent in program.latents.items():
         value = program.initial[name]
@@ -428,8 +455,10 @@ def at_full_size(program: Program, trace: Any) -> tuple[Tensor, list[Latent]]:
 
 
 def _aligned(value: Tensor, latent: Latent) -> Tensor:
-    """An unconstrained value (*plates, *shape) with the batch dimensions of its shape in the places
-    of the last plates, which have size one there."""
+    """Align an unconstrained value (*plates, *shape) with the plates around the guide.
+
+    The batch dimensions of the shape replace the last plates, which have size one there.
+    """
     outer = value.shape[: value.dim() - len(latent.unconstrained_shape)]
     own = len(latent.unconstrained_shape) - latent.unconstrained_event_dim
     if not outer or not own:
@@ -444,7 +473,7 @@ def _aligned(value: Tensor, latent: Latent) -> Tensor:
 
 
 def sample_site(latent: Latent, distribution: Any) -> Tensor:
-    """A sample statement of a guide at a latent's own site."""
+    """Make a guide's sample statement at a latent's site."""
     return pyro.sample(
         latent.name, distribution.to_event(latent.event_dim - distribution.event_dim)
     )

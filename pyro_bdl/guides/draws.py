@@ -1,4 +1,5 @@
-"""Draws from a posterior, be it a guide or ``Samples``, and their log densities."""
+"""Draws from a posterior (a guide or ``Samples``), their log densities, and checks of
+posteriors."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -27,7 +28,7 @@ def latent_draws(
     """Draws of the latents, site -> (num_samples, *shape).
 
     :param posterior: ``Samples``, a guide of this package, or any Pyro guide.
-    :param num_samples: how many; by default all of ``Samples``, 100 of a guide.
+    :param num_samples: the number of draws; by default all draws of ``Samples``, or 100 of a guide.
     :param args: the program's arguments, which Pyro's own guides are run with.
     """
     if num_samples is not None:
@@ -47,7 +48,7 @@ def latent_draws(
 
 
 def to_samples(posterior: Any, num_samples: int, *args: Any, **kwargs: Any) -> Samples:
-    """Draws made once, as ``Samples``: those of a guide are one chain.
+    """Draws of a posterior as ``Samples``; the draws of a guide form one chain.
 
     :param posterior: ``Samples``, which are returned as they are, or a guide.
     :param num_samples: draws of a guide.
@@ -60,11 +61,12 @@ def to_samples(posterior: Any, num_samples: int, *args: Any, **kwargs: Any) -> S
 
 
 def samples_of_program(latents: Mapping[str, Latent], posterior: Any, samples: Samples) -> Samples:
-    """The program's latents among the draws; Pyro's own guides have auxiliary sites too.
+    """Keep only the program's latents among the draws; Pyro's own guides have auxiliary sites too.
 
     :param latents: the program's latent sites.
-    :param posterior: the guide or ``Samples`` that the draws are of.
-    :raises ValueError: for a posterior of another program, with the sites that do not match.
+    :param posterior: the guide or ``Samples`` that made the draws.
+    :raises ValueError: for a posterior of another program; the error names the sites that do not
+        match.
     """
     draws = dict(samples.latents)
     if not isinstance(posterior, Guide | Samples):
@@ -79,11 +81,11 @@ def log_densities(
     vectors: Tensor,
     target: Callable[[dict[str, Tensor]], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """log p(u) and log q(u) over the unconstrained latents, ``(S,)`` each.
+    """log p(u) and log q(u) in nats, densities over the unconstrained latents, ``(S,)`` each.
 
     :param vectors: ``(S, P)``, the unconstrained draws.
     :param target: the log density of the latents; by default ``program.log_joint``.
-    :returns: None for log q where the guide has no density over all latents.
+    :returns: log p and log q; log q is None if the guide has no density over all latents.
     """
     density = target or program.log_joint
 
@@ -102,11 +104,11 @@ def log_densities(
 def check_sites(
     latents: Mapping[str, Latent], draws: Mapping[str, Tensor], leading: int = 2
 ) -> None:
-    """Check that draws are of a program's latents.
+    """Check that draws belong to a program's latents.
 
     :param latents: the program's latent sites.
-    :param draws: site -> values with ``leading`` dimensions before the site's own.
-    :raises ValueError: if names or shapes do not match, with all that do not.
+    :param draws: site -> values with ``leading`` dimensions in front of the site's shape.
+    :raises ValueError: if names or shapes do not match; the error lists all of them.
     """
     found = differences(
         {name: latent.shape for name, latent in latents.items()},
@@ -121,7 +123,7 @@ def _refuse(found: str) -> None:
 
 
 def check_guide(latents: Mapping[str, Latent], guide: Guide) -> None:
-    """Check that a guide's vector is one of a program's latents, in their order.
+    """Check that a guide's vector holds a program's latents, in their order.
 
     :param latents: the program's latent sites.
     :raises ValueError: if names, shapes or the order do not match.
@@ -146,8 +148,8 @@ def run_at_draw(
 ) -> Run:
     """Run a program at one draw of a posterior, as ``record`` does.
 
-    :raises ValueError: if the draw has other shapes than the program's latents, also if the program
-        fails for that reason.
+    :raises ValueError: if the shapes of the draw are not those of the program's latents, also if
+        the program fails because of that.
     """
     try:
         run = record(program, values, args, kwargs, draw=draw)
@@ -179,13 +181,13 @@ def check_posterior(
     args: tuple,
     kwargs: Mapping[str, Any],
 ) -> None:
-    """Check that a posterior is of a program, which is called without its targets.
+    """Check that a posterior belongs to a program, which is called without its targets.
 
-    A site without plates whose distribution is the same for all draws is no observation but a
-    latent that the posterior does not know.
+    Without targets, observed sites look like latents. A site without plates whose distribution does
+    not depend on the latents is taken for a latent that the posterior lacks.
 
-    :param draws: of the posterior, site -> (S, *shape); the first one counts.
-    :raises ValueError: if names or shapes of the latents do not match, with all that do not.
+    :param draws: draws of the posterior, site -> (S, *shape); the first one is used.
+    :raises ValueError: if names or shapes of the latents do not match; the error lists all of them.
     """
     values = {name: value[0] for name, value in draws.items()}
     with preserved_buffers(program, posterior):
@@ -210,7 +212,8 @@ def _moved(site: Site) -> Tensor:
 def _open_latents(
     run: Run, program: Callable, args: tuple, kwargs: Mapping[str, Any]
 ) -> dict[str, torch.Size]:
-    """The open sites without plates whose distribution does not move with the latents, by shape."""
+    """The shapes of sites without value and plates whose distribution does not depend on the
+    latents."""
     parameters: dict[str, dict[str, Tensor]] = {}
     for name, site in run.observed.items():
         if site.value is None and not site.distribution.batch_shape:

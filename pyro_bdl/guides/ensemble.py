@@ -1,4 +1,4 @@
-"""Deep ensembles: several maxima a posteriori, trained at once."""
+"""Deep ensembles: several MAP estimates, trained at once."""
 
 import warnings
 from collections.abc import Callable
@@ -23,15 +23,15 @@ class AutoEnsemble(Guide):
     """K point masses with equal weights, each trained from its own initialization
     (Lakshminarayanan, Pritzel & Blundell 2017).
 
-    Draws take the members in turn, so that an ELBO with ``num_particles=K`` trains all of them in
-    every step, at once by ``vmap``; with fewer particles each step trains some, chosen at random.
-    The parameter is ``locs`` (K, P), in unconstrained units; the objective is the MAP of the
-    unconstrained vector, as for ``AutoLaplaceGGN``.
+    Draws take the members in turn. An ELBO with ``num_particles=K`` therefore trains all members in
+    every step, at once by ``vmap``; with fewer particles each step trains some members, chosen at
+    random. The parameter is ``locs`` (K, P), in unconstrained units. The objective is the MAP of
+    the unconstrained vector, as for ``AutoLaplaceGGN``.
 
     :param model: a Pyro program with continuous latents.
-    :param size: K, how many members.
-    :param init_loc_fn: where each member starts; by default the weights of a network are drawn
-        afresh as its layers draw them (``init_afresh``).
+    :param size: K, the number of members.
+    :param init_loc_fn: where each member starts; by default each member's weights are drawn anew by
+        the initialization of the network's layers (``init_afresh``).
     :param create_plates: as in Pyro's autoguides.
     :raises ValueError: for a size below 1.
     """
@@ -83,7 +83,7 @@ class AutoEnsemble(Guide):
         return False
 
     def sample_vectors(self, num_samples: int) -> Tensor:
-        """Members in turn; of fewer than K draws a choice at random."""
+        """Draw members in turn; for fewer than K draws choose members at random."""
         locs = self._parameter("locs")
         if num_samples < self.size:
             return locs[torch.randperm(self.size, device=locs.device)[:num_samples]]
@@ -114,13 +114,13 @@ class AutoEnsemble(Guide):
         return self.require_layout().constrain(self._parameter("locs")[number])[0]
 
     def as_guides(self, kind: type[Guide] = AutoLaplaceGGN, **options: Any) -> list[Any]:
-        """Each member as the starting point of a guide of its own, of which ``MixtureGuide`` makes
-        one again.
+        """Each member as the starting point of a separate guide; ``MixtureGuide`` can combine
+        these.
 
-        :param kind: the guides' class, one that starts from a vector: ``AutoLaplaceGGN``,
+        :param kind: the class of these guides, which must start from a vector: ``AutoLaplaceGGN``,
             ``AutoSubnetwork``, ``AutoSWAG``, ``AutoMeanField``, ...
-        :param options: of the class.
-        :raises TypeError: for a kind of several members of its own.
+        :param options: arguments of the class.
+        :raises TypeError: for a class that has several members itself.
         """
         if issubclass(kind, AutoEnsemble):
             raise TypeError(
@@ -144,7 +144,7 @@ class AutoEnsemble(Guide):
 
         :param data: as in ``AutoLaplaceGGN.laplace_approximation``.
         :param progress: show a bar over batches.
-        :param options: of ``AutoLaplaceGGN``, such as ``structure``.
+        :param options: arguments of ``AutoLaplaceGGN``, such as ``structure``.
         """
         batches = Batches(data)
         args, kwargs = batches.first()

@@ -12,7 +12,8 @@ from pyro_bdl.guides.base import Guide, sample_site
 
 
 class JointDelta(dist.Delta):
-    """A point whose log density is a part of a joint one, so that no closed form may drop it."""
+    """A Delta whose log density is a part of a joint density, so that no closed form may drop
+    it."""
 
 
 @register_kl(JointDelta, dist.Distribution)
@@ -21,9 +22,9 @@ def _no_closed_form(q: JointDelta, p: dist.Distribution) -> Tensor:
 
 
 class AutoJoint(Guide):
-    """Base of guides whose sites are not independent of each other.
+    """Base class of guides whose sites depend on each other.
 
-    A subclass gives ``_create_parameters``, ``sample_vectors``, ``log_density``, ``location`` and
+    A subclass defines ``_create_parameters``, ``sample_vectors``, ``log_density``, ``location`` and
     ``variances``.
     """
 
@@ -42,7 +43,7 @@ class AutoJoint(Guide):
             value = part if latent.transform is None else latent.transform(part)
             shape = value.shape[: value.dim() - latent.event_dim]
             density = log_q.expand(shape) / max(1, math.prod(shape) // draws) if not result else 0.0
-            if latent.name in self.subsampled:  # whose plate would scale it up
+            if latent.name in self.subsampled:  # its plate would scale the joint density
                 density = density * (part.numel() / (draws * latent.size))
             result[latent.name] = sample_site(
                 latent, JointDelta(value, log_density=density, event_dim=latent.event_dim)
@@ -59,9 +60,9 @@ class AutoJoint(Guide):
 
 
 class JointGuide(AutoJoint):
-    """Base of joint guides around a trained one.
+    """Base class of joint guides that are built around a trained guide.
 
-    :param source: a guide with parameters, for the same program; it is not changed.
+    :param source: a trained guide for the same program; it is not changed.
     """
 
     def __init__(self, source: Guide) -> None:

@@ -23,17 +23,17 @@ from pyro_bdl.program.trace import Site
 
 
 def sampled_kl(q: Mapping[str, Site], p: Mapping[str, Site]) -> Tensor:
-    """log q(w) - log p(w) at the draw w that the sites hold, a scalar."""
+    """log q(w) - log p(w) in nats, a scalar, at the draw w that the sites hold."""
     terms = [site.log_prob().sum() for site in q.values()]
     terms += [-site.log_prob().sum() for site in p.values()]
     return _sum(terms)
 
 
 def mean_field_kl(q: Mapping[str, Site], p: Mapping[str, Site]) -> Tensor:
-    """KL(q || p), a scalar: in closed form site by site where there is one, else at the draw.
+    """KL(q || p) in nats, a scalar: for each site in closed form if there is one, else at the draw.
 
-    Right where q factorizes over the sites. Where scales differ, the sum over sites of
-    s_q E[log q] - s_p E[log p] = s_p KL + (s_p - s_q) H(q) is meant.
+    Correct if q factorizes over the sites. If a site has different scales in guide and program, its
+    term is s_q E[log q] - s_p E[log p] = s_p KL + (s_p - s_q) H(q).
     """
     terms = []
     for name, site in q.items():
@@ -53,9 +53,9 @@ def diagonal_normal_kl(
 ) -> Tensor:
     """KL of q(u) = Normal(loc, scale^2), u in R^P, from the program's prior, a scalar.
 
-    Sites over the reals with a Normal prior share one closed form,
-    sum_i log(t_i / s_i) + (s_i^2 + (m_i - n_i)^2) / (2 t_i^2) - 1/2 for a prior Normal(n, t^2);
-    the others are taken site by site at ``values``, the constrained draw.
+    Sites over the reals with a Normal prior share one closed form, sum_i log(t_i / s_i) + (s_i^2 +
+    (m_i - n_i)^2) / (2 t_i^2) - 1/2 for a prior Normal(n, t^2); other sites are evaluated one by
+    one at ``values``, the constrained draw.
     """
     terms, names, priors = [], [], []
     for name, latent in layout.latents.items():
@@ -89,12 +89,11 @@ def expected_log_prior(
     """E_q[log p(w)], a scalar, for a q over w in R^P with means ``loc`` and marginal variances
     ``variance`` (P,).
 
-    Sites over the reals with a Normal prior(n, t^2) in closed form,
-    -sum_i log t_i + (v_i + (m_i - n_i)^2) / (2 t_i^2) + log(2 pi) / 2; the others at the draw
-    that ``p`` holds.
+    Sites over the reals with a Normal prior(n, t^2) in closed form, -sum_i log t_i + (v_i + (m_i -
+    n_i)^2) / (2 t_i^2) + log(2 pi) / 2; other sites are evaluated at the draw that ``p`` holds.
 
-    :param at_draw: sites to take at the draw as well: those whose prior moves with a latent that
-        q does not hold independent of them.
+    :param at_draw: further sites to evaluate at the draw, because their prior depends on a latent
+        that is not independent of them under q.
     """
     terms, names, priors = [], [], []
     for name in layout.latents:
@@ -113,7 +112,7 @@ def expected_log_prior(
 
 
 def _side_by_side(layout: Layout, normals: list[Normal]) -> tuple[Tensor, Tensor]:
-    """Locations and scales as two vectors, which are kept while the tensors are the same."""
+    """Locations and scales as two vectors, cached while the tensors are the same."""
     tensors = [tensor for normal in normals for tensor in (normal.loc, normal.scale)]
     if layout.kept is not None:
         before, versions, vectors = layout.kept
@@ -130,7 +129,8 @@ def _side_by_side(layout: Layout, normals: list[Normal]) -> tuple[Tensor, Tensor
 
 
 def entropy(q: Mapping[str, Site]) -> Tensor:
-    """H(q) of a guide that factorizes over the sites, a scalar: in closed form or at the draw."""
+    """H(q) in nats of a guide that factorizes over the sites, a scalar: closed forms, or at the
+    draw."""
     terms = []
     for site in q.values():
         try:
@@ -155,8 +155,8 @@ def _alike(a: Site, b: Site) -> bool:
 
 
 def _site_kl(site: Site, prior: Site) -> Tensor:
-    # A Delta carries the log-determinant of a guide in its log density, which the closed form
-    # with a Delta leaves out.
+    # The log density of a Delta holds the guide's log determinant, which the closed form would
+    # drop.
     at_draw = (
         isinstance(base_distribution(site.distribution, through_masks=False), Delta)
         or site.mask is not None
@@ -180,8 +180,8 @@ def _normal(site: Site) -> Normal | None:
     return base if isinstance(site.scale, int | float) and site.scale == 1.0 else None
 
 
-# KL(q || p) for q = LogNormal(m, s^2), which mean-field guides have on positive sites: with
-# E[log w] = m and E[w^k] = exp(k m + k^2 s^2 / 2) it is -H(q) - E_q[log p(w)].
+# KL(q || p) = -H(q) - E_q[log p(w)] for q = LogNormal(m, s^2), the distribution of mean-field
+# guides at positive sites, with E[log w] = m and E[w^k] = exp(k m + k^2 s^2 / 2).
 
 
 def _moment(q: LogNormal, power: int) -> Tensor:

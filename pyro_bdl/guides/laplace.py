@@ -1,4 +1,4 @@
-"""The Laplace approximation: a Gaussian at the maximum a posteriori, from curvature."""
+"""The Laplace approximation: a Gaussian at the MAP estimate, with the curvature as precision."""
 
 import copy
 import math
@@ -31,25 +31,26 @@ from pyro_bdl.program.validation import check_finite
 
 
 class AutoLaplaceGGN(UnconstrainedMAP):
-    """Trains as MAP; ``laplace_approximation(data)`` then returns a Gaussian guide around it.
+    """A guide that trains the MAP; ``laplace_approximation(data)`` returns a Gaussian guide around
+    it.
 
-    The MAP is that of the unconstrained vector u, whose density log p(T(u), y) + log |det dT/du|
-    the Gaussian approximates: N(u*, (sum_n J_n' F_n J_n + prior precision)^-1), with J_n the
-    Jacobian of the observation distribution's parameters and F_n their Fisher information
-    (MacKay 1992; Martens & Grosse 2015; Immer et al. 2021, section 3).
+    The MAP u* maximizes the density of the unconstrained vector, log p(T(u), y) + log |det dT/du|.
+    The Gaussian is N(u*, (sum_n J_n' F_n J_n + prior precision)^-1), with J_n the Jacobian of the
+    observation distribution's parameters and F_n their Fisher information (MacKay 1992; Martens &
+    Grosse 2015; Immer et al. 2021, section 3).
 
     :param model: a Pyro program with continuous latents.
     :param structure: "kron" (KFAC), "ekfac", "full", "diag" or "low_rank".
     :param curvature: "ggn"; "ggn-mc", from ``num_draws`` drawn observations per datum;
         "empirical-fisher"; or "hessian" (for "full" only).
-    :param subset: which latents get a covariance, the others staying at the MAP: names or
+    :param subset: the latents with a covariance; the others stay at the MAP. Possible are names or
         patterns, modules of the network, a predicate ``(name, latent) -> bool``, positions in the
         flat vector, or "last-layer"; None for all.
-    :param num_draws: observations drawn per datum: of "ggn-mc", 1 by default; of "ggn", 512 by
-        default, where the observed distribution's Fisher information has no closed form and is
-        estimated (``curvature.fisher.cell_roots`` lists those that have one). The estimate's
-        error falls with the root of draws times data.
-    :param rank: eigenpairs of "low_rank".
+    :param num_draws: observations drawn per datum, by default 1 for "ggn-mc". For "ggn", 512 by
+        default, used only if the Fisher information has no closed form and is estimated
+        (``curvature.fisher.cell_roots`` lists the closed forms). The relative error of the estimate
+        falls with the square root of draws times data.
+    :param rank: the number of eigenpairs of "low_rank".
     :param reduce: how "kron" and "ekfac" treat weight sharing, see ``KroneckerCurvature``.
     :param init_loc_fn: where u starts; by default the network's own values.
     :param create_plates: as in Pyro's autoguides.
@@ -76,27 +77,27 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         self.__dict__["subset"] = subset
 
     def _shared_on_copy(self) -> tuple[str, ...]:
-        return (*super()._shared_on_copy(), "subset")  # modules in it are the program's own
+        return (*super()._shared_on_copy(), "subset")  # it may hold modules of the program
 
     def laplace_approximation(
         self, data: Any, *, progress: bool = False, **changes: Any
     ) -> "LaplaceGuide":
-        """The Gaussian posterior around the present value; nothing of the model is changed.
+        """The Gaussian posterior around the current MAP; nothing of the model is changed.
 
-        The program runs in evaluation mode, whatever mode it is in, and is put back into its own:
-        dropout layers drop nothing, and BatchNorm layers compute with their running statistics,
-        since those of a batch would make its data depend on each other. A layer that has only
-        these (``track_running_stats=False``) is refused.
+        The program runs in evaluation mode, and its mode is restored afterwards. Dropout layers
+        drop nothing. BatchNorm layers use their running statistics, because statistics of a batch
+        would make its data depend on each other; a layer without running statistics
+        (``track_running_stats=False``) is refused.
 
         :param data: the program's arguments ``(x, y)``, or an iterable of batches of them; each
             datum counts once.
         :param progress: show a bar over batches.
         :param changes: ``structure``, ``curvature``, ``subset``, ``num_draws``, ``rank`` or
             ``reduce`` for this approximation alone.
-        :raises MemoryError: if the structure cannot fit in memory.
-        :raises UnsupportedProgramError: if latents stand in subsampled plates.
-        :raises ValueError: for an empty iterable, a missing target, one outside its support (rows
-            are counted over all batches), a singular precision.
+            :raises MemoryError: if the structure does not fit in memory.
+            :raises UnsupportedProgramError: if latents are in subsampled plates.
+        :raises ValueError: for an empty iterable, a missing target, a target outside its support
+            (the error counts rows over all batches), a singular precision.
         :raises TypeError: for data that are not tensors, or of another dtype than the weights.
         """
         subset = changes.pop("subset", self.subset)
@@ -117,12 +118,12 @@ class AutoLaplaceGGN(UnconstrainedMAP):
 
 
 class LaplaceGuide(JointGuide):
-    """A Gaussian over the unconstrained latents: N(loc, precision^-1) on a subset of them, the
-    others fixed at ``loc``.
+    """A Gaussian N(loc, precision^-1) over a subset of the unconstrained latents; others are fixed
+    at ``loc``.
 
-    ``AutoLaplaceGGN.laplace_approximation`` makes it. ``curvature`` holds the likelihood's part of
-    the precision, ``prior`` the prior's; ``refresh()`` follows changes of the program's
-    hyperparameters and ``update(data)`` adds data.
+    ``AutoLaplaceGGN.laplace_approximation`` makes it. The precision is the sum of ``curvature``,
+    from the likelihood, and ``prior``. ``refresh()`` adapts it to changed hyperparameters of the
+    program, and ``update(data)`` adds data.
     """
 
     def __init__(
@@ -149,10 +150,11 @@ class LaplaceGuide(JointGuide):
             self._check_maximum(gradient)
 
     num_data: int
-    passes: list[tuple[Batches, float]]  # the data, and by what the sums over them count
+    passes: list[tuple[Batches, float]]  # the data of each pass, and the factor of its sums
 
     def _fit(self, batches: Batches, before: Any, progress: bool) -> Tensor:
-        """Take up data; returns the gradient of the log joint density in the subset (p,)."""
+        """Add the curvature of data; return the gradient of the log joint density in the subset
+        (p,)."""
         model = self.program_model
         fitted = fit_curvature(
             model, self.subset, self.loc, batches, self.config,
@@ -174,16 +176,16 @@ class LaplaceGuide(JointGuide):
         return fitted.gradient + self.refresh()
 
     def update(self, data: Any, *, progress: bool = False) -> "LaplaceGuide":
-        """Add the curvature of more data, at the same point; returns itself.
+        """Add the curvature of more data at the same point; return the guide.
 
         :param data: as in ``laplace_approximation``.
-        :raises ValueError: if the noise of a Normal observation is not what it was in the fit.
+        :raises ValueError: if the noise of a Normal observation has changed since the fit.
         """
         before, noise = self.reference_noise, self._noise()
         if before is not None and noise is not None and not torch.allclose(noise, before):
             raise ValueError(
-                "the noise has changed since the curvature was computed, and that of more data "
-                "would not fit to it: call laplace_approximation with all data"
+                "the noise has changed since the curvature was computed, so that the curvature of "
+                "more data cannot be added: call laplace_approximation with all data"
             )
         self._fit(Batches(data), self.curvature, progress)
         return self
@@ -193,7 +195,7 @@ class LaplaceGuide(JointGuide):
         return read(model, self.subset, self.loc, *self.few)
 
     def _noise(self) -> Tensor | None:
-        """The noise of the program's only observed site, where it is a parameter."""
+        """The noise of the program's only observed site, if it is a parameter."""
         site = noise_site(self._read())
         if site is None:
             return None
@@ -202,8 +204,10 @@ class LaplaceGuide(JointGuide):
 
     @torch.enable_grad()
     def refresh(self) -> Tensor:
-        """Follow the program's present hyperparameters: the prior's precision, and the noise of a
-        Normal observation; returns the gradient of the log prior in the subset (p,)."""
+        """Adapt to the program's current hyperparameters: the prior precision and a Normal noise.
+
+        :returns: the gradient of the log prior in the subset, (p,).
+        """
         reading = self._read()
         run, leaves = reading.run, reading.leaves
         check_factors(run, self.config)
@@ -232,7 +236,7 @@ class LaplaceGuide(JointGuide):
 
     @property
     def prior(self) -> PriorPrecision:
-        """The prior's precision that the posterior holds."""
+        """The prior precision in this posterior."""
         return PriorPrecision(self.prior_diagonal, self.prior_indices, self.prior_dense)
 
     @property
@@ -245,7 +249,10 @@ class LaplaceGuide(JointGuide):
         return self.__dict__["_precision"]
 
     def curvature_factor(self, noise_factor: Tensor) -> Tensor:
-        """The factor of the curvature after a change of the noise: scores are r / noise^2."""
+        """The factor by which a change of the noise scales the curvature.
+
+        :param noise_factor: (noise of the fit / current noise)^2.
+        """
         empirical = self.config.curvature == "empirical-fisher"
         return noise_factor.square() if empirical else noise_factor
 
@@ -298,7 +305,7 @@ class LaplaceGuide(JointGuide):
         return self.subset.put(self.loc, self.subset.take(self.loc) + draws)
 
     def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
-        """log q(w) of the subset's latents, given the others."""
+        """log q(w) of the latents in the subset; the others are fixed."""
         offset = self.subset.take(vector - self.loc)
         return log_prob(self.precision, offset).to(vector) - log_det
 
@@ -307,9 +314,9 @@ class LaplaceGuide(JointGuide):
         return (0.5 * (constant - self.precision.logdet())).to(log_det) + log_det
 
     def as_prior(self) -> GaussianPrior:
-        """One Gaussian over the subset, the other latents fixed; see ``Guide.as_prior``.
+        """A Gaussian prior over the subset, with the other latents fixed; see ``Guide.as_prior``.
 
-        :raises ValueError: if the subset holds a part of a site's entries.
+        :raises ValueError: if the subset holds only some of a site's entries.
         """
         precision = copy.deepcopy(self.precision)
         if precision.independent and self.subset.complete:
@@ -327,9 +334,10 @@ class LaplaceGuide(JointGuide):
 
 
 def last_layer(model: Callable, layout: Any, vector: Tensor, args: tuple, kwargs: Any) -> list[str]:
-    """The sites of the last linear operation of a program, and of a bias added to its output.
+    """The names of the weights and biases of a program's last linear operation.
 
-    The operation is a product with a weight matrix or with a vector of weights.
+    It is the last product with a weight matrix or a vector of weights, with a bias added to its
+    output.
 
     :raises ValueError: if no latent enters a linear operation.
     """

@@ -1,4 +1,4 @@
-"""Bayesian regression on the last hidden layer, around features trained as MAP."""
+"""Bayesian regression on the last hidden layer, with features trained by MAP."""
 
 import warnings
 from collections.abc import Callable
@@ -28,26 +28,27 @@ _ROUNDS = 50
 
 
 class AutoLastLayer(AutoLaplaceGGN):
-    """Trains as MAP; the last layer then gets its posterior given the features.
+    """A guide that trains the MAP, and then finds the last layer's posterior given the features.
 
-    With phi(x) the input of the last layer, W its weights and biases, and everything before it
-    fixed, a program with Normal observations and priors is Bayesian linear regression:
+    Let phi(x) be the input of the last layer and W its weights and biases. If everything before the
+    last layer is fixed, a program with Normal observations and priors is Bayesian linear
+    regression:
 
         p(W | y) = N(m, C),  C^-1 = sum_n phi_n phi_n' / noise^2 + prior precision,
         m = C (sum_n phi_n y_n / noise^2 + prior precision prior mean)
 
-    and ``laplace_approximation(data)`` is this posterior: exact, with its evidence and its
-    predictive, however far training has come. For other observations it is the Gaussian of the
-    Gauss-Newton precision at the mode of p(W | y), which Newton steps find.
+    ``laplace_approximation(data)`` returns this posterior. It is exact, with its evidence and its
+    predictive, even if training has not converged. For other observations it is a Gaussian at the
+    mode of p(W | y), found by Newton steps, with the Gauss-Newton precision.
 
-    The features are trained as MAP by SVI, or through the evidence, with W integrated out, by
-    ``evidence.LastLayerEvidence`` (Ober & Rasmussen 2019, "neural linear"). Scales of priors and
-    noise that are ``PyroParam``s are set by ``maximize_evidence(data)``. Other latents, such as a
-    noise with a prior, stay where the training took them.
+    The features are trained by MAP with SVI, or by maximizing the evidence, with W integrated out,
+    with ``evidence.LastLayerEvidence`` (Ober & Rasmussen 2019, "neural linear").
+    ``maximize_evidence(data)`` sets the scales of priors and noise that are ``PyroParam``s. Other
+    latents, such as a noise scale with a prior, keep their trained values.
 
     :param model: a Pyro program with continuous latents.
-    :param subset: what the last layer is: by default the weights and biases of the program's last
-        matrix product; otherwise as for ``AutoLaplaceGGN``.
+    :param subset: the last layer, by default the weights and biases of the program's last matrix
+        product; for other values see ``AutoLaplaceGGN``.
     :param init_loc_fn: see ``AutoLaplaceGGN``, which also explains ``create_plates``.
     """
 
@@ -72,8 +73,8 @@ class AutoLastLayer(AutoLaplaceGGN):
     ) -> "LastLayerGuide":
         """The posterior of the last layer given the features; this guide is not changed.
 
-        :param data: the program's arguments ``(x, y)``, or an iterable of batches of them, each
-            datum once. Memory does not grow with their number.
+        :param data: the program's arguments ``(x, y)``, or an iterable of batches of them, with
+            each datum once. Memory does not grow with the number of data.
         :param progress: show a bar over batches, in every pass.
         :param changes: ``subset`` or ``curvature`` for this approximation alone.
         :raises MemoryError: if the matrix C^-1 cannot fit.
@@ -98,12 +99,12 @@ class AutoLastLayer(AutoLaplaceGGN):
     ) -> "LastLayerGuide":
         """Set the program's ``PyroParam``s to the maximum of the last layer's evidence.
 
-        ``evidence.maximize_last_layer`` says how. A scale that other layers share is set by the
-        last layer alone.
+        See ``evidence.maximize_last_layer``. Only the last layer counts, even for a scale that
+        other layers share.
 
         :param data: as in ``laplace_approximation``.
-        :param rounds: at most so many turns.
-        :param tolerance: ends when no hyperparameter changes by more than this fraction.
+        :param rounds: the largest number of rounds.
+        :param tolerance: stop when no hyperparameter changes by more than this fraction.
         :returns: the posterior at the hyperparameters found.
         :raises ValueError: if the program has no such parameters.
         """
@@ -114,9 +115,9 @@ class AutoLastLayer(AutoLaplaceGGN):
         return guide
 
     def layer(self, *args: Any, **kwargs: Any) -> Any:
-        """The selection of latents (``subset``) that is the last layer.
+        """The selection of latents (``subset``) that forms the last layer.
 
-        The result is the sites' names where the program is searched for them.
+        If the program has to be searched for it, the result is a list of site names.
 
         :param args: the program's arguments.
         """
@@ -127,7 +128,7 @@ class AutoLastLayer(AutoLaplaceGGN):
 
     @torch.no_grad()
     def solve(self, data: Any) -> "AutoLastLayer":
-        """Put the guide's own last layer at the mode given the features; returns itself.
+        """Move the guide's last layer to its mode given the features; return the guide.
 
         :param data: as in ``laplace_approximation``.
         """
@@ -138,10 +139,10 @@ class AutoLastLayer(AutoLaplaceGGN):
 class LastLayerGuide(LaplaceGuide):
     """N(m, C) over the last layer, around the exact mode m given the features.
 
-    ``AutoLastLayer.laplace_approximation`` makes it. Where the likelihood is quadratic in the last
-    layer (Normal observations), ``refresh()``, and with it ``evidence.maximize``, moves m along
-    with the hyperparameters, without another pass over the data; otherwise ``find_mode()`` does,
-    with passes. ``update(data)`` moves it, too.
+    ``AutoLastLayer.laplace_approximation`` makes it. If the log likelihood is quadratic in the last
+    layer (Normal observations), ``refresh()`` and ``evidence.maximize`` move m to the mode for the
+    current hyperparameters without a pass over the data. Otherwise ``find_mode()`` does it, with
+    passes over the data. ``update(data)`` moves m, too.
     """
 
     score: Tensor
@@ -170,17 +171,18 @@ class LastLayerGuide(LaplaceGuide):
         self.find_mode(steps=1 if quadratic else _STEPS, progress=progress)
         self.__dict__["quadratic"] = quadratic
         if quadratic:
-            self.refresh()  # what rounding has left
+            self.refresh()  # remove the remaining rounding error
 
     def _fit(self, batches: Batches, before: Any, progress: bool) -> Tensor:
         earlier = None if before is None else self.score
         gradient = super()._fit(batches, before, progress)
-        score = gradient - self.prior_gradient  # of the tempered log likelihood
+        score = gradient - self.prior_gradient  # gradient of the tempered log likelihood
         self.register_buffer("score", score if earlier is None else score + earlier)
         return self.score + self.prior_gradient
 
     def refresh(self) -> Tensor:
-        """Follow the program's present hyperparameters, with the mode where it is known how."""
+        """Adapt to the program's current hyperparameters; for a quadratic likelihood move to the
+        mode."""
         self.register_buffer("prior_gradient", super().refresh())
         if self.quadratic:
             with torch.no_grad():
@@ -189,11 +191,11 @@ class LastLayerGuide(LaplaceGuide):
         return self.prior_gradient
 
     def _gradient(self) -> Tensor:
-        """The gradient of the log joint density at the present hyperparameters, (p,)."""
+        """The gradient of the log joint density at the current hyperparameters, (p,)."""
         return self.noise_factor.to(self.score) * self.score + self.prior_gradient
 
     def _shift(self, step: Tensor) -> None:
-        """Move by ``step`` (p,), with what is known of a quadratic log likelihood."""
+        """Move by ``step`` (p,) and update the stored quadratic log likelihood."""
         bend = self.curvature.matrix @ step.to(self.curvature.matrix)
         gain = (step.double() * (self.score.double() - 0.5 * bend.double())).sum()
         self.log_likelihood = self.log_likelihood + gain
@@ -202,10 +204,10 @@ class LastLayerGuide(LaplaceGuide):
         self.loc = self.subset.put(self.loc, self.subset.take(self.loc) + step)
 
     def update(self, data: Any, *, progress: bool = False) -> "LastLayerGuide":
-        """Add more data, and move to the mode given all; returns itself.
+        """Add more data, and move to the mode given all data; return the guide.
 
         :param data: as in ``laplace_approximation``.
-        :raises ValueError: if the noise of a Normal observation is not what it was in the fit.
+        :raises ValueError: if the noise of a Normal observation has changed since the fit.
         """
         quadratic = self.quadratic
         self.__dict__["quadratic"] = False
@@ -221,13 +223,14 @@ class LastLayerGuide(LaplaceGuide):
 
     @torch.no_grad()
     def find_mode(self, *, steps: int = _STEPS, progress: bool = False) -> None:
-        """Newton steps with the guide's own precision to the maximum of log p(y, W), halved where
-        they do not gain; a pass over the data for each.
+        """Move to the maximum of log p(y, W) by Newton steps with the guide's precision.
 
-        One is exact for a quadratic, a few are for classes and rates, whose Gauss-Newton matrix is
-        the Hessian; others (StudentT, noise that depends on x) approach the mode more slowly.
+        Each step takes a pass over the data; a step that does not increase the density is halved.
+        One step is enough for a quadratic log density. Classes and rates, whose Gauss-Newton matrix
+        is the Hessian, need a few steps; others (StudentT, noise that depends on x) converge more
+        slowly.
 
-        :param steps: at most so many; where several do not get there, a warning says so.
+        :param steps: the largest number of steps; a warning says if they do not suffice.
         :param progress: show a bar over batches, in every pass.
         """
         eps = torch.finfo(self.loc.dtype).eps
@@ -237,10 +240,10 @@ class LastLayerGuide(LaplaceGuide):
             step = self.precision.solve(gradient.to(self.prior_diagonal)).to(self.loc)
             gain = 0.5 * float((step.double() * gradient.double()).sum())
             rounding = 1e3 * eps * max(1.0, abs(value))
-            is_slow = gain > 0.1 * before  # not of second order
+            is_slow = gain > 0.1 * before  # slower than quadratic convergence
             if gain <= eps**1.25 or (gain < rounding and (is_slow)):
                 return
-            if gain > rounding:  # else values cannot tell
+            if gain > rounding:  # a smaller gain is lost in rounding
                 step, value = self._halved(step, value)
             self.loc = self.subset.put(self.loc, self.subset.take(self.loc) + step)
             self._fit_again(progress)
@@ -254,7 +257,8 @@ class LastLayerGuide(LaplaceGuide):
             )
 
     def _halved(self, step: Tensor, value: float) -> tuple[Tensor, float]:
-        """The longest of the step, its half, ... that gains, and the value there."""
+        """The longest of the step, its half, its quarter, ... that increases the density; its value
+        there."""
         start = self.subset.take(self.loc)
         for _ in range(_HALVINGS):
             moved = self._log_joint(self.subset.put(self.loc, start + step))
@@ -270,7 +274,7 @@ class LastLayerGuide(LaplaceGuide):
             curvature = self.curvature
 
     def _log_joint(self, vector: Tensor) -> float:
-        """The tempered log p(y, w) + log |det dw/du| at a vector (P,)."""
+        """The tempered log p(y, w) + log |det dw/du| in nats at a vector (P,)."""
         model = self.program_model
         latents, log_det = self.require_layout().constrain(vector)
         with evaluation_mode(model), preserved_buffers(model):
@@ -312,8 +316,8 @@ def _check_used_once(
 def is_quadratic(model: Callable, subset: Subset, vector: Tensor, args: tuple, kwargs: Any) -> bool:
     """Return whether log p(y, W) is a quadratic function of the subset W.
 
-    It is where all observations are Normal, with locations affine in W and constant scales, and the
-    priors of W are Normal. Three points in a line tell.
+    It is quadratic if all observations are Normal with locations affine in W and constant scales,
+    and the priors of W are Normal. Locations and scales are compared at three points on a line.
     """
     start, layout = subset.take(vector), subset.layout
     direction = fixed_normal(start) * (1.0 + start.abs().mean())

@@ -1,4 +1,4 @@
-"""Gaussian variational inference with a covariance that is diagonal plus of low rank."""
+"""Gaussian variational inference with a covariance that is diagonal plus low rank."""
 
 import math
 from collections.abc import Callable
@@ -25,21 +25,23 @@ from pyro_bdl.program.trace import Run
 
 
 class AutoLowRank(AutoJoint):
-    """q(u) = Normal(m, diag(s^2) + W W') over the unconstrained latents, W of ``rank`` columns.
+    """q(u) = Normal(m, diag(s^2) + W W') over the unconstrained latents, with ``rank`` columns in
+    W.
 
-    The sites are dependent: u = m + s * eps + W eta. Parameters: ``loc`` (m, (P,)), ``scale``
-    (s > 0, (P,)) and ``factor`` (F with W = diag(s) F, (P, rank), so that a step of an optimizer
-    is small where s is); a step costs O(P rank^2). Ong, Nott & Smith 2018; the family, and the
-    parameters, of Pyro's ``AutoLowRankMultivariateNormal``.
+    A draw is u = m + s * eps + W eta, with standard Normal eps (P,) and eta (rank,). The parameters
+    are ``loc`` (m, (P,)), ``scale`` (s > 0, (P,)) and ``factor`` (F, (P, rank)) with W = diag(s) F,
+    so that an optimizer's steps in W are small where s is small. A step costs O(P rank^2). The
+    family is that of Ong, Nott & Smith 2018; family and parameters are those of Pyro's
+    ``AutoLowRankMultivariateNormal``.
 
     :param model: a Pyro program with continuous latents.
-    :param rank: columns of W; P of them reach any covariance.
+    :param rank: the number of columns of W; with P columns any covariance is possible.
     :param init_loc_fn: where m starts; by default the network's own values.
-    :param init_scale: where every s starts, in unconstrained units; W starts at random with a
-        hundredth of that variance.
+    :param init_scale: the initial value of every s, in unconstrained units; W starts at random with
+        a hundredth of that variance.
     :param create_plates: as in Pyro's autoguides.
     :raises TypeError: for a rank that is not a whole number.
-    :raises ValueError: for a rank below 1, an ``init_scale`` that is not positive and finite.
+    :raises ValueError: for a rank below 1, or an ``init_scale`` that is not positive and finite.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class AutoLowRank(AutoJoint):
         self._at_draw = self._moving_priors(source.location().detach())
 
     def _moving_priors(self, vector: Tensor) -> frozenset[str]:
-        """The sites whose priors are no Normals, or Normals that another latent moves."""
+        """The sites whose prior is not Normal, or is a Normal that depends on another latent."""
         if self.subsampled:
             return frozenset()
         model, layout = self.program_model, self.require_layout()
@@ -119,8 +121,11 @@ class AutoLowRank(AutoJoint):
         return -0.5 * (quadratic + covariance.log_det() + constant) - log_det
 
     def kl(self, vector: Tensor, log_det: Tensor, run: Run) -> Tensor:
-        """-H(q) - E_q[log p(w)], in closed form but for sites without a Normal prior and those
-        whose prior depends on another latent, which are taken at the draw."""
+        """-H(q) - E_q[log p(w)] in nats, in closed form for Normal priors.
+
+        Sites without a Normal prior, or with a prior that depends on another latent, are evaluated
+        at the draw.
+        """
         expected = expected_log_prior(
             self.require_layout(), self.location(), self.variances(), run.latents,
             at_draw=self._at_draw,
@@ -133,7 +138,7 @@ class AutoLowRank(AutoJoint):
         return 0.5 * (constant + covariance.log_det()) + log_det
 
     def as_prior(self) -> GaussianPrior:
-        """One Gaussian over all latents, see ``Guide.as_prior``."""
+        """A Gaussian prior over all latents, see ``Guide.as_prior``."""
         self._require_global()
         precision = PrecisionOfLowRankCovariance(*self._scale_and_factor())
         subset = Subset(self.require_layout())

@@ -22,22 +22,22 @@ from pyro_bdl.program.trace import Run, Site
 class AutoMatrixNormal(Guide):
     """q(W) = MN(M, U, V) for every weight matrix, independent Normals for all other latents.
 
-    A matrix is a latent over the reals with two or more event dimensions, outside plates, read as
-    (first, rest): a convolution's kernel is (out, in * kh * kw), an embedding (rows, features).
-    U = A A' is the covariance of its rows (outputs), V = B B' that of its columns (inputs), with
-    lower triangular A and B; the sites are independent (Louizos & Welling 2016). Each matrix of
-    p x q costs p^2 + q^2 numbers, and p q (p + q) operations a draw.
+    A weight matrix is a real latent with two or more event dimensions, outside plates. Its first
+    dimension counts the rows, the others together the columns: a convolution's kernel is (out, in *
+    kh * kw), an embedding (rows, features). U = A A' is the covariance of the rows (outputs), V = B
+    B' that of the columns (inputs), with lower triangular A and B. The sites are independent
+    (Louizos & Welling 2016). A p x q matrix needs p^2 + q^2 numbers, and p q (p + q) operations per
+    draw.
 
-    Parameters: ``loc`` (M of all latents, (P,)), ``row_<k>`` and ``column_<k>`` (A and B of the
-    k-th matrix; ``factors(site)``), ``scale`` (standard deviations of the other latents).
+    The parameters are ``loc`` (M of all latents, (P,)), ``row_<k>`` and ``column_<k>`` (A and B of
+    the k-th matrix; see ``factors``), and ``scale`` (standard deviations of the other latents).
 
     :param model: a Pyro program with continuous latents.
     :param init_loc_fn: where M starts; by default the network's own values.
     :param init_scale: the standard deviations at the start, in unconstrained units.
-    :param max_side: a side longer than this gets a diagonal covariance: its factor would be the
-        square of it.
+    :param max_side: a row or column covariance larger than this is diagonal, to save memory.
     :param create_plates: as in Pyro's autoguides.
-    :raises ValueError: for an ``init_scale`` that is not positive and finite, a negative
+    :raises ValueError: for an ``init_scale`` that is not positive and finite, or a negative
         ``max_side``.
     """
 
@@ -81,7 +81,7 @@ class AutoMatrixNormal(Guide):
         return PyroParam(torch.diag(diagonal), constraints.softplus_lower_cholesky)
 
     def factors(self, site: str) -> tuple[Tensor, Tensor]:
-        """A (p, p) and B (q, q) of a matrix, or vectors where they are diagonal.
+        """The factors A (p, p) and B (q, q) of a matrix; vectors if they are diagonal.
 
         :raises KeyError: for a site that is not a matrix.
         """
@@ -96,7 +96,7 @@ class AutoMatrixNormal(Guide):
         return self._others.unflatten(self._parameter("scale")) if self._others.size else {}
 
     def _unconstrained(self) -> Iterator[tuple[Latent, Any]]:
-        """For each site the distribution of its part of u."""
+        """Yield each site with the distribution of its slice of u."""
         layout, scales = self.require_layout(), self._scales()
         for name, loc in layout.unflatten(self._parameter("loc")).items():
             if name in self.matrices:
@@ -105,7 +105,7 @@ class AutoMatrixNormal(Guide):
                 yield layout.latents[name], dist.Normal(loc, scales[name]).to_event(loc.dim())
 
     def _distribution(self, latent: Latent, loc: Tensor, scale: Tensor | None) -> Any:
-        """The distribution of a site; ``scale`` counts if it is not a matrix."""
+        """The distribution of a site; ``scale`` is used if the site is not a matrix."""
         if scale is None or latent.name in self.matrices:
             return MatrixNormal(loc, *self.factors(latent.name))
         q = marginal(latent, loc, scale)
@@ -123,7 +123,7 @@ class AutoMatrixNormal(Guide):
         }
 
     def site_distributions(self) -> dict[str, dist.TorchDistribution]:
-        """Matrix normals, whose event dimensions stay so, and independent Normals."""
+        """Matrix normals, which keep their event dimensions, and independent Normals."""
         layout, scales = self.require_layout(), self._scales()
         return {
             name: MatrixNormal(loc, *self.factors(name))
@@ -147,7 +147,8 @@ class AutoMatrixNormal(Guide):
         return torch.stack(terms).sum() - log_det
 
     def kl(self, vector: Tensor, log_det: Tensor, run: Run) -> Tensor:
-        """Site by site, in closed form where there is one, else at the run's draw."""
+        """KL(q || p) in nats, for each site in closed form if there is one, else at the run's
+        draw."""
         layout, scales = self.require_layout(), self._scales()
         sites = {
             name: Site(
@@ -182,6 +183,5 @@ class AutoMatrixNormal(Guide):
 
 
 def is_matrix(latent: Latent) -> bool:
-    """Return whether a latent is a weight matrix or kernel: real, of two or more dimensions, all of
-    them event dimensions."""
+    """Return whether a latent is real with two or more dimensions, all of them event dimensions."""
     return latent.transform is None and latent.event_dim == len(latent.shape) >= 2

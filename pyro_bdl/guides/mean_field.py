@@ -23,28 +23,27 @@ SHARING = ("per-weight", "per-row", "per-layer")
 class AutoMeanField(Guide):
     """Independent Normals over the unconstrained latents: u = m + s * eps, w = T(u).
 
-    The guide emits each site's own distribution, Normal or transformed Normal, at the site
-    itself, so that ELBOs with analytic KL terms are right on constrained sites too. Its
-    parameters are two flat vectors: ``loc`` (m, of length P, unconstrained units) and ``scale``
-    (s > 0, one entry for each group of numbers that share it, P of them by default). Blundell et
-    al. 2015; Kucukelbir et al. 2017. An initial scale of ``init.relative_scale(0.1)`` with
-    ``priors.Pretrained`` or ``priors.Moped`` is empirical Bayes from a pretrained network
-    (Krishnan et al. 2020).
+    The guide emits each site's own distribution, Normal or transformed Normal, at the site itself,
+    so that ELBOs with analytic KL terms are correct on constrained sites too. The parameters are
+    two flat vectors in unconstrained units: ``loc`` (m, (P,)) and ``scale`` (s > 0, one entry for
+    each group of numbers that share it; P entries by default). Sources: Blundell et al. 2015;
+    Kucukelbir et al. 2017. An initial scale of ``init.relative_scale(0.1)`` with
+    ``priors.Pretrained`` or ``priors.Moped`` is empirical Bayes from a pretrained network (Krishnan
+    et al. 2020).
 
     :param model: a Pyro program with continuous latents.
     :param init_loc_fn: where m starts; by default the network's own values.
-    :param init_scale: where every s starts, in unconstrained units: a number, or a function of m
-        (P,) that gives one (P,); numbers that share s start at their root mean square.
-    :param scale: which numbers share s: "per-weight", none; "per-row", those of one output, the
-        first event dimension of a site (a vector's entries are outputs of their own);
-        "per-layer", those of one site. A number is s itself, for all, and stays what it is.
-    :param max_scale: s stays below it (0.1 and less are usual where a network underfits); None
-        for no bound.
-    :param train_loc: False keeps m where it starts, such as at a pretrained network, and trains
-        the scales alone.
+    :param init_scale: the initial s in unconstrained units: a number, or a function from m (P,) to
+        s (P,). Numbers that share one s start at their root mean square.
+    :param scale: which numbers share s. "per-weight": none. "per-row": the numbers of one output,
+        which is the first event dimension of a site; each entry of a vector is a separate output.
+        "per-layer": the numbers of one site. A number fixes s to that value everywhere.
+    :param max_scale: an upper bound on s, or None; 0.1 or less is usual if a network underfits.
+    :param train_loc: False keeps m at its initial value, such as a pretrained network, and trains
+        only the scales.
     :param create_plates: as in Pyro's autoguides.
     :raises ValueError: for scales that are not positive and finite or not below ``max_scale``, an
-        unknown sharing, a bound on a scale that is fixed.
+        unknown sharing, or a bound on a fixed scale.
     """
 
     normal_marginals = True
@@ -136,7 +135,7 @@ class AutoMeanField(Guide):
     def sample_vectors(self, num_samples: int) -> Tensor:
         loc, scale = self.loc_and_scale()
         noise = torch.randn(num_samples, len(loc), dtype=loc.dtype, device=loc.device)
-        if self.keeps_noise and loc is self.loc:  # not one of many guides under vmap
+        if self.keeps_noise and loc is self.loc:  # not under vmap over many guides
             self.last_noise = noise.mean(0)
         return torch.addcmul(loc, scale, noise)
 
@@ -161,8 +160,8 @@ class AutoMeanField(Guide):
 
 
 def shared_groups(layout: Layout, sharing: str) -> Tensor | None:
-    """For each of the P numbers which group it belongs to, (P,), counted from 0 without gaps; None
-    if each is its own.
+    """The group of each of the P numbers, (P,), counted from 0; None if each number is its own
+    group.
 
     :param sharing: as ``scale`` of ``AutoMeanField``.
     """
@@ -172,7 +171,7 @@ def shared_groups(layout: Layout, sharing: str) -> Tensor | None:
     for latent in layout.latents.values():
         shape, rows = latent.unconstrained_shape, 1
         if sharing == "per-row":
-            # the entries of a plate and the first event dimension; the rest shares
+            # plates and the first event dimension number the groups; other dimensions share
             kept = len(shape) - max(0, latent.unconstrained_event_dim - 1)
             rows = math.prod(shape[:kept])
         numbers = torch.arange(count, count + rows, device="cpu")

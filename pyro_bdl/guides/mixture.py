@@ -1,4 +1,4 @@
-"""Mixtures of guides: MultiSWAG, ensembles of Laplace approximations, of dropout, of anything."""
+"""Mixtures of guides, such as MultiSWAG and ensembles of Laplace approximations."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,13 +19,14 @@ _NUMBERS_AT_ONCE = 2**24
 class MixtureGuide(JointGuide):
     """q(w) = sum_k weight_k q_k(w) over guides q_k for one program (Wilson & Izmailov 2020).
 
-    Draws are stratified: of S draws, S weight_k up to rounding are of member k, in random order.
-    Parameters of the members are parameters of the mixture.
+    Draws are stratified: S weight_k of S draws, up to rounding, come from member k, in random
+    order. The members' parameters are parameters of the mixture.
 
-    :param members: guides with parameters, whose latents are the same.
-    :param weights: one for each member, not negative; they are normalized. Equal by default.
+    :param members: trained guides with the same latents.
+    :param weights: one nonnegative number for each member, normalized here; equal by default.
     :raises RuntimeError: if a member has no parameters yet.
-    :raises ValueError: for no members, members of different programs, weights that do not fit.
+    :raises ValueError: if there are no members, members of different programs, or weights that do
+        not fit.
     """
 
     weights: Tensor
@@ -53,20 +54,20 @@ class MixtureGuide(JointGuide):
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Read each parameter once, the members' too."""
+        """Read each parameter only once, including the members' parameters."""
         with super().reading(), self._of_members("reading"):
             yield
 
     @contextmanager
     def constant(self) -> Iterator[None]:
-        """Read parameters as constants, the members' too."""
+        """Read parameters as constants, including the members' parameters."""
         with super().constant(), self._of_members("constant"):
             yield
 
     @contextmanager
     def _of_members(self, context: str) -> Iterator[None]:
         with ExitStack() as stack:
-            for member in dict.fromkeys(self._guides()):  # one may stand there twice
+            for member in dict.fromkeys(self._guides()):  # a guide may be a member twice
                 stack.enter_context(getattr(member, context)())
             yield
 
@@ -75,8 +76,10 @@ class MixtureGuide(JointGuide):
         return all(member.has_density for member in self._guides())
 
     def shares(self, num_samples: int) -> list[int]:
-        """The numbers of each member's draws among S, by systematic resampling: S weight_k, rounded
-        up or down at random with the right expectation."""
+        """The number of draws of each member, by systematic resampling.
+
+        It is S weight_k rounded up or down at random, with expectation S weight_k.
+        """
         ends = self.weights.double().cumsum(0)
         positions = torch.arange(num_samples, dtype=ends.dtype, device=ends.device)
         positions = (positions + torch.rand_like(ends[0])) / num_samples * ends[-1]
@@ -90,7 +93,7 @@ class MixtureGuide(JointGuide):
         return draws[torch.randperm(num_samples, device=draws.device)]
 
     def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
-        """log sum_k weight_k q_k(w).
+        """log sum_k weight_k q_k(w), in nats.
 
         :raises ValueError: if a member has no density.
         """
@@ -108,7 +111,8 @@ class MixtureGuide(JointGuide):
         return self.weights @ torch.stack([member.location() for member in self._guides()])
 
     def variances(self) -> Tensor:
-        """sum_k weight_k (v_k + (m_k - m)^2), (P,), for members with centers m_k, variances v_k."""
+        """The variances sum_k weight_k (v_k + (m_k - m)^2), (P,), for members with centers m_k and
+        variances v_k."""
         center, total = self.location(), torch.zeros_like(self.location())
         for weight, member in zip(self.weights, self._guides(), strict=True):
             spread = (member.location() - center).square()
@@ -122,8 +126,8 @@ class MixtureGuide(JointGuide):
 
     @torch.no_grad()
     def vector_quantiles(self, levels: Tensor) -> Tensor:
-        """Marginal quantiles, by bisection where the members' marginals are Normal; otherwise from
-        4096 draws."""
+        """Marginal quantiles: by bisection if the members' marginals are Normal, else from 4096
+        draws."""
         if all(member.normal_marginals for member in self._guides()):
             return self._normal_quantiles(levels)
         return empirical_quantiles(self.sample_vectors(_DRAWS), levels)
@@ -132,7 +136,7 @@ class MixtureGuide(JointGuide):
         members = [m for m, w in zip(self._guides(), self.weights, strict=True) if w > 0]
         weights = self.weights[self.weights > 0]
         theirs = torch.stack([member.vector_quantiles(levels) for member in members])
-        low, high = theirs.amin(0), theirs.amax(0)  # the mixture's lie between the members'
+        low, high = theirs.amin(0), theirs.amax(0)  # bounds of the mixture's quantiles
         found = torch.where(levels[:, None] > 0.5, high, low)
         inside = low.isfinite() & high.isfinite()
         low, high = low.where(inside, 0.0), high.where(inside, 0.0)
@@ -170,13 +174,13 @@ def _check(members: list[Guide]) -> None:
 
 
 def _normal_cdf(x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-    """Phi((x - mean) / scale); a step at the mean where the scale is zero."""
+    """Phi((x - mean) / scale); a step at the mean if the scale is zero."""
     offset = x - mean
     safe = torch.where(scale > 0, scale, torch.ones_like(scale))
     return torch.where(scale > 0, torch.special.ndtr(offset / safe), (offset >= 0).to(x))
 
 
 def empirical_quantiles(draws: Tensor, levels: Tensor) -> Tensor:
-    """Quantiles (levels, P) of draws (S, P), interpolated, some columns at a time."""
+    """Interpolated quantiles (levels, P) of draws (S, P), computed a few columns at a time."""
     columns = max(1, _NUMBERS_AT_ONCE // (2 * len(draws)))
     return torch.cat([torch.quantile(part, levels, dim=0) for part in draws.split(columns, 1)], 1)

@@ -1,4 +1,4 @@
-"""Point masses: the mode of p(w | y), and that of the density of the unconstrained vector."""
+"""Point masses at the mode of p(w | y), or at the mode of the unconstrained vector's density."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from pyro_bdl.guides.base import Guide, sample_site
 
 
 class AutoMAP(Guide):
-    """A point mass at T(m): its ELBO is log p(y | w) + log p(w) at w = T(m), w in its support.
+    """A point mass at w = T(m), whose ELBO is log p(y | w) + log p(w).
 
-    The parameter is one flat vector ``loc`` (m, unconstrained units) of length P. As in Pyro's
-    ``AutoDelta`` the mode is that of the density over the constrained latents.
+    The parameter is one flat vector ``loc`` (m, (P,), unconstrained units). As in Pyro's
+    ``AutoDelta``, the optimum is the mode of the density over the constrained latents.
 
     :param model: a Pyro program with continuous latents.
     :param init_loc_fn: where m starts; by default the network's own values.
@@ -53,11 +53,13 @@ class AutoMAP(Guide):
 
 
 class UnconstrainedMAP(AutoMAP):
-    """Base of guides that train the mode u* of the unconstrained vector, whose density is
-    log p(T(u), y) + log |det dT/du|, and then put a distribution around it."""
+    """Base class of guides that train the mode u* of the unconstrained vector.
+
+    Its density is log p(T(u), y) + log |det dT/du|. Subclasses put a distribution around u*.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Emit a Delta at every site, its log density minus log |det dT/du|."""
+        """Emit a Delta at every site, with the log density -log |det dT/du|."""
         self.prototype(*args, **kwargs)
         return emit_point(self, self.location(), args, kwargs)
 
@@ -67,7 +69,7 @@ class UnconstrainedMAP(AutoMAP):
 
 
 def emit_point(guide: Guide, vector: Tensor, args: tuple, kwargs: dict) -> dict[str, Tensor]:
-    """Emit a Delta at every site, its log density minus log |det dT/du|; returns site -> value.
+    """Emit a Delta at every site, with the log density -log |det dT/du|; return site -> value.
 
     :param vector: unconstrained, (P,), or (*plates, P) with the plates around the guide.
     """

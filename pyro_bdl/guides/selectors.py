@@ -1,7 +1,8 @@
 """Selectors of the weights of a subnetwork (Daxberger et al. 2021).
 
-A selector gives every latent number a score; the highest scores are chosen. Selectors of whole
-layers choose a set instead, and need no size. To add one, override ``scores``.
+A selector gives every number of the flat vector a score; the numbers with the highest scores are
+chosen. Selectors of whole layers choose sites instead, and need no size. A new selector overrides
+``scores``.
 """
 
 import re
@@ -34,18 +35,18 @@ class Trained:
 
 
 class Selector:
-    """Base: the ``size`` numbers with the highest scores."""
+    """Base class of selectors: the ``size`` numbers with the highest scores are chosen."""
 
     needs_size = True
 
     def scores(self, trained: Trained) -> Tensor:
-        """A score for each number of the flat vector, (P,); -inf: never."""
+        """A score for each number of the flat vector, (P,); -inf excludes a number."""
         raise NotImplementedError
 
     def __call__(self, trained: Trained, size: Size) -> Tensor:
-        """Positions in the flat vector, sorted.
+        """The chosen positions in the flat vector, sorted.
 
-        :raises ValueError: for a size that is not positive or larger than there are numbers.
+        :raises ValueError: for a size that is not positive or exceeds the number of candidates.
         """
         scores = self.scores(trained)
         allowed = int((scores > -torch.inf).sum())
@@ -64,10 +65,12 @@ class Selector:
 
 
 def number_of(size: Size, total: int, like: Tensor) -> int:
-    """A size as a count: an integer; a fraction below 1 of all; or as many as fit, with the full
-    covariance and its factorization, in memory such as "4 GB".
+    """Convert a size to a count.
 
-    :raises ValueError: for a size that makes no count between 1 and ``total``.
+    A size is an integer, a fraction below 1 of all numbers, or memory such as "4 GB" for the full
+    covariance and its factorization.
+
+    :raises ValueError: for a size that does not give a count between 1 and ``total``.
     """
     if isinstance(size, bool) or not isinstance(size, int | float | str):
         raise ValueError(f"size must be a count, a fraction or memory, got {size!r}")
@@ -86,17 +89,18 @@ def number_of(size: Size, total: int, like: Tensor) -> int:
     return size
 
 
-_COPIES = 3  # of the matrix, while it is added up and factorized
+_COPIES = 3  # of the matrix in memory, while it is added up and factorized
 
 
 class LargestVariance(Selector):
-    """The largest marginal variances: of all subsets, the one that keeps a diagonal posterior
-    closest to itself in Wasserstein distance (Daxberger et al. 2021, who take diagonal SWAG).
+    """Selector of the largest marginal variances.
 
-    The distance is that of the weights, not of what the network computes. A weight without effect
-    (into or out of a dead unit) keeps its prior's variance, the largest there is, under a diagonal
-    Laplace approximation or a mean-field guide, and comes first; under SWAG it hardly moves, and
-    comes last. ``LargestPredictiveVariance`` needs no SWAG.
+    For a diagonal posterior this subset minimizes the Wasserstein distance between the subnetwork's
+    posterior and the full one (Daxberger et al. 2021, who use diagonal SWAG). The distance is
+    between weights, not between outputs of the network. A weight without effect, into or out of a
+    dead unit, keeps its prior's variance under a diagonal Laplace approximation or a mean-field
+    guide. That is the largest variance, so it is chosen first. Under SWAG such a weight hardly
+    moves and is chosen last. ``LargestPredictiveVariance`` needs no SWAG.
 
     :param of: a guide with marginal variances (SWAG, mean-field, a Laplace approximation); by
         default a diagonal Laplace approximation on the data.
@@ -121,19 +125,22 @@ class LargestVariance(Selector):
 
 
 class LargestPredictiveVariance(Selector):
-    """The largest contributions to the outputs' variance on the data, under a diagonal Laplace
-    approximation with curvature h_i = sum_n J_ni' F_n J_ni and prior precision l_i:
+    """Selector of the largest contributions to the outputs' variance on the data.
+
+    Under a diagonal Laplace approximation with curvature h_i = sum_n J_ni' F_n J_ni and prior
+    precision l_i the contribution of weight i is
 
         sum_n J_ni' F_n J_ni Var[w_i] = h_i / (h_i + l_i),
 
-    how far the data determine weight i, from 0 to 1 (MacKay 1992). Where all priors are equally
-    wide these are the largest squared gradients (Raha, Khare & Patra 2026, "Gradient-Laplace").
+    which says how well the data determine weight i, from 0 to 1 (MacKay 1992). If all priors have
+    the same width, it chooses the largest squared gradients (Raha, Khare & Patra 2026,
+    "Gradient-Laplace").
     """
 
     def scores(self, trained: Trained) -> Tensor:
         guide = diagonal_laplace(trained)
         precision = guide.prior.diagonal
-        # in the same order as h / (h + l), which rounds to 1 for many
+        # h / l has the same order as h / (h + l), which rounds to 1 for many weights
         return guide.curvature.diagonal() / precision.clamp(min=torch.finfo(precision.dtype).tiny)
 
 
@@ -144,14 +151,14 @@ def diagonal_laplace(trained: Trained) -> LaplaceGuide:
 
 
 class LargestMagnitude(Selector):
-    """The largest absolute values at the MAP."""
+    """Selector of the largest absolute values at the MAP."""
 
     def scores(self, trained: Trained) -> Tensor:
         return trained.vector.abs()
 
 
 class Random(Selector):
-    """At random, every number with the same probability."""
+    """Selector at random, with the same probability for every number."""
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
@@ -163,12 +170,12 @@ class Random(Selector):
 
 
 class _Sites(Selector):
-    """All numbers of some sites; with a size, the largest of them in magnitude."""
+    """Base class of selectors of sites: all their numbers, or the ``size`` largest in magnitude."""
 
     needs_size = False
 
     def selection(self, trained: Trained) -> Any:
-        """The chosen latents, in a form that ``select`` takes."""
+        """The chosen sites, in a form that ``select`` accepts."""
         raise NotImplementedError
 
     def scores(self, trained: Trained) -> Tensor:
@@ -181,7 +188,7 @@ class _Sites(Selector):
 
 
 class LastLayer(_Sites):
-    """The weights of the last linear operation of the program."""
+    """Selector of the weights of the program's last linear operation."""
 
     def selection(self, trained: Trained) -> Any:
         model = trained.guide.program_model
@@ -190,7 +197,7 @@ class LastLayer(_Sites):
 
 
 class ByModule(_Sites):
-    """The weights of some modules of the network that ``bayesianize`` returned."""
+    """Selector of the weights of some modules of the network that ``bayesianize`` returned."""
 
     def __init__(self, *modules: nn.Module) -> None:
         self.modules = modules
@@ -200,7 +207,7 @@ class ByModule(_Sites):
 
 
 class ByName(_Sites):
-    """The sites that match some names or patterns with shell wildcards."""
+    """Selector of the sites that match some names or patterns with shell wildcards."""
 
     def __init__(self, *patterns: str) -> None:
         self.patterns = patterns
@@ -210,7 +217,7 @@ class ByName(_Sites):
 
 
 class Predicate(_Sites):
-    """The sites for which ``function(name, latent)`` is true."""
+    """Selector of the sites for which ``function(name, latent)`` is true."""
 
     def __init__(self, function: Callable[[str, Latent], bool]) -> None:
         self.function = function

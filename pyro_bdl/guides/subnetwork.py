@@ -1,4 +1,4 @@
-"""Subnetwork inference: full covariance over a few weights, the others at the MAP."""
+"""Subnetwork inference: full covariance over a few weights, with the others at the MAP."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,16 +22,17 @@ from pyro_bdl.samples import Samples
 
 
 class AutoSubnetwork(AutoLaplaceGGN):
-    """Trains as MAP; then a few weights get a posterior of full covariance, the others stay.
+    """A guide that trains the MAP, and then a posterior with full covariance over a few weights.
 
-    Three posteriors over the chosen weights: ``laplace_approximation(data)``, a Gaussian guide
-    with the full Gauss-Newton matrix; ``variational(data)``, a guide with a full covariance to be
-    trained by SVI; ``sample(*args)``, HMC or NUTS (Daxberger et al. 2021).
+    The other weights stay at the MAP. There are three posteriors over the chosen weights (Daxberger
+    et al. 2021): ``laplace_approximation(data)`` is a Gaussian with the full Gauss-Newton matrix,
+    ``variational(data)`` is a Normal guide with full covariance to be trained by SVI, and
+    ``sample(*args)`` runs HMC or NUTS.
 
     :param model: a Pyro program with continuous latents.
-    :param select: which weights, see ``pyro_bdl.selectors``; by default those that contribute most
-        to the outputs' variance, ``LargestPredictiveVariance``.
-    :param size: how many: a count, a fraction of all, or as many as fit in memory ("4 GB").
+    :param select: the selector of the weights, see ``pyro_bdl.selectors``; by default
+        ``LargestPredictiveVariance``, the largest contributions to the outputs' variance.
+    :param size: how many weights: a count, a fraction of all, or as many as fit in memory ("4 GB").
     :param curvature: see ``AutoLaplaceGGN``, which also explains ``num_draws``, ``init_loc_fn`` and
         ``create_plates``.
     """
@@ -64,9 +65,10 @@ class AutoSubnetwork(AutoLaplaceGGN):
         """The chosen positions in the flat vector, sorted.
 
         :param data: ``(x, y)`` or an iterable of batches.
-        :param select: instead of the guide's own, as is ``size``; here and below.
-        :raises MemoryError: if a matrix over so many cannot fit.
-        :raises ValueError: for a size that does not fit, a selector that chooses nothing.
+        :param select: replaces the guide's selector for this call.
+        :param size: replaces the guide's size for this call.
+        :raises MemoryError: if a matrix over so many weights does not fit in memory.
+        :raises ValueError: for a size out of range, or a selector that chooses nothing.
         """
         batches = Batches(data)
         args, kwargs = batches.first()
@@ -91,7 +93,7 @@ class AutoSubnetwork(AutoLaplaceGGN):
         """A Gaussian with the full Gauss-Newton matrix over the chosen weights.
 
         :param data: as in ``AutoLaplaceGGN.laplace_approximation``.
-        :raises MemoryError: if the matrix cannot fit, before any work.
+        :raises MemoryError: if the matrix does not fit; raised before any work.
         """
         batches = Batches(data)
         config = replace(self.config, **changes)
@@ -106,8 +108,9 @@ class AutoSubnetwork(AutoLaplaceGGN):
         size: Size = None,
         init_scale: float = 0.05,
     ) -> "SubsetNormal":
-        """A Normal of full covariance over the chosen weights, to be trained by SVI.
+        """A Normal with full covariance over the chosen weights, to be trained by SVI.
 
+        :param data: as in ``laplace_approximation``; used to choose the weights.
         :param init_scale: the standard deviations at the start, in unconstrained units.
         """
         indices = self.choose(data, select=select, size=size)
@@ -121,11 +124,11 @@ class AutoSubnetwork(AutoLaplaceGGN):
         init: Any = None,
         **options: Any,
     ) -> Samples:
-        """Draws of the chosen weights by ``mcmc.sample``, the others held at the MAP.
+        """Draw the chosen weights by ``mcmc.sample``, with the others fixed at the MAP.
 
         :param args: the program's arguments, targets included.
         :param init: where the chains start; by default draws of the Laplace approximation.
-        :param options: of ``mcmc.sample``.
+        :param options: arguments of ``mcmc.sample``.
         """
         from pyro_bdl import mcmc
 
@@ -147,9 +150,9 @@ def _selector(select: Any) -> Selector:
 
 
 class SubsetNormal(JointGuide):
-    """u = loc + L eps on a subset of the latents, the others fixed where they were.
+    """A Normal u = loc + L eps over a subset of the unconstrained latents; the others are fixed.
 
-    Its parameters are ``loc`` (k,) and ``scale_tril`` (k, k), lower triangular.
+    The parameters are ``loc`` (k,) and ``scale_tril`` (k, k), lower triangular.
     """
 
     def __init__(self, source: AutoLaplaceGGN, subset: Subset, init_scale: float) -> None:
@@ -168,7 +171,7 @@ class SubsetNormal(JointGuide):
         return self.subset.complete
 
     def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
-        """log q(w) of the subset's latents, given the others."""
+        """log q(w) of the latents in the subset; the others are fixed."""
         normal = torch.distributions.MultivariateNormal(
             self._parameter("loc"), scale_tril=self._parameter("scale_tril"), validate_args=False
         )
@@ -183,9 +186,9 @@ class SubsetNormal(JointGuide):
         return self.subset.put(self.fixed, loc + noise @ factor.mT)
 
     def as_prior(self) -> GaussianPrior:
-        """One Gaussian over the subset, the other latents fixed; see ``Guide.as_prior``.
+        """A Gaussian prior over the subset, with the other latents fixed; see ``Guide.as_prior``.
 
-        :raises ValueError: if the subset holds a part of a site's entries.
+        :raises ValueError: if the subset holds only some of a site's entries.
         """
         inverse = torch.cholesky_inverse(self._parameter("scale_tril").detach().double())
         return joint_prior(self.subset, self.location(), FullPrecision(inverse))

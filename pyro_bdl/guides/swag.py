@@ -25,12 +25,12 @@ STRUCTURES = ("low_rank", "diag")
 
 
 class Snapshots(nn.Module):
-    """Running mean and sum of squared deviations of vectors, and the last ``rank`` of them.
+    """Running mean and sum of squared deviations of vectors, and the last ``rank`` vectors.
 
     Welford's recurrence: with d = u - mean, mean += d / T and squares += d (u - mean).
 
-    :param rank: K, how many vectors are kept.
-    :param like: a vector (..., P); K + 2 of its size are held.
+    :param rank: K, the number of vectors kept.
+    :param like: a vector (..., P); K + 2 tensors of its size are stored.
     """
 
     count: Tensor
@@ -47,9 +47,9 @@ class Snapshots(nn.Module):
 
     @torch.no_grad()
     def add(self, vector: Tensor) -> int:
-        """Take up one more vector; returns how many there are.
+        """Add a vector; return the number of vectors so far.
 
-        :raises ValueError: if it is not finite; nothing is changed then.
+        :raises ValueError: if the vector is not finite; nothing is changed then.
         """
         number = int(self.count) + 1
         if not torch.isfinite(vector).all():
@@ -70,14 +70,16 @@ class Snapshots(nn.Module):
         return self.squares / (self.count - 1)
 
     def deviations(self, rank: int) -> Tensor:
-        """The last ``rank`` vectors minus the mean of all, (rank, ..., P)."""
+        """The last ``rank`` vectors minus the mean of all vectors, (rank, ..., P)."""
         last = torch.arange(int(self.count) - rank, int(self.count), device=self.mean.device)
         return self.recent[last % len(self.recent)] - self.mean
 
 
 class AutoSWAG(UnconstrainedMAP):
-    """Trains as MAP; ``collect()`` between later steps of SGD takes snapshots of the point, and
-    ``swag_approximation()`` then returns the Gaussian guide of their moments::
+    """A guide that trains the MAP, and then fits a Gaussian to snapshots of SGD.
+
+    ``collect()`` takes a snapshot; call it between SGD steps after training.
+    ``swag_approximation()`` returns the Gaussian guide::
 
         for step in range(steps):          # after training, at a constant learning rate
             svi.step(x, y)
@@ -85,11 +87,12 @@ class AutoSWAG(UnconstrainedMAP):
                 guide.collect()
         posterior = guide.swag_approximation()
 
-    ``training.collect_swag`` is such a loop. In the memory of ``rank`` + 2 vectors of length P;
-    the snapshots are in ``state_dict``. Maddox et al. 2019, algorithm 1.
+    ``training.collect_swag`` runs such a loop. The snapshots take the memory of ``rank`` + 2
+    vectors of length P and are saved in ``state_dict``. Source: Maddox et al. 2019, algorithm 1.
 
     :param model: a Pyro program with continuous latents.
-    :param rank: K, of the low-rank part: how many of the last snapshots are kept; 0 for none.
+    :param rank: K, the rank of the low-rank term: the number of last snapshots that are kept; 0 for
+        none.
     :param init_loc_fn: where the point starts; by default the network's own values.
     :param create_plates: as in Pyro's autoguides.
     :raises ValueError: for a rank of 1 or below 0.
@@ -112,7 +115,7 @@ class AutoSWAG(UnconstrainedMAP):
         self.snapshots = Snapshots(self.rank, start)
 
     def collect(self) -> int:
-        """Take a snapshot of the present point; returns how many there are.
+        """Take a snapshot of the current point; return the number of snapshots so far.
 
         :raises ValueError: if the point is not finite; the earlier snapshots stay.
         """
@@ -127,12 +130,12 @@ class AutoSWAG(UnconstrainedMAP):
     def swag_approximation(
         self, *, structure: str = "low_rank", rank: int | None = None, scale: float = 1.0
     ) -> "SWAGGuide":
-        """The Gaussian of the snapshots; this guide and its snapshots are not changed.
+        """The Gaussian with the snapshots' moments; this guide and its snapshots are not changed.
 
         :param structure: "low_rank", low rank plus diagonal, or "diag".
-        :param rank: from how many of the last snapshots; by default the guide's rank.
-        :param scale: factor of the covariance.
-        :raises ValueError: for fewer snapshots than the rank, or than 2.
+        :param rank: how many of the last snapshots to use; by default the guide's rank.
+        :param scale: a factor of the covariance.
+        :raises ValueError: for fewer snapshots than the rank, or fewer than 2.
         """
         self.require_layout()
         rank = _rank(structure, self.rank if rank is None else rank, self.snapshots, scale)
@@ -146,15 +149,15 @@ class AutoSWAG(UnconstrainedMAP):
 
 
 class AutoMultiSWAG(AutoEnsemble):
-    """An ensemble of which every member collects snapshots: a mixture of SWAG posteriors
-    (Wilson & Izmailov 2020).
+    """An ensemble whose members collect snapshots, for a mixture of SWAG posteriors (Wilson &
+    Izmailov 2020).
 
-    Train it like ``AutoEnsemble``, with ``num_particles`` = K members in every step, and collect
-    as with ``AutoSWAG``. Memory: K (``rank`` + 2) P numbers.
+    Train it like ``AutoEnsemble``, with ``num_particles`` = K, and collect as with ``AutoSWAG``.
+    The snapshots take K (``rank`` + 2) P numbers.
 
     :param model: a Pyro program with continuous latents.
-    :param size: K, how many members.
-    :param rank: as for ``AutoSWAG``, of each member.
+    :param size: K, the number of members.
+    :param rank: the rank for each member, see ``AutoSWAG``.
     :param init_loc_fn: see ``AutoEnsemble``, which also explains ``create_plates``.
     :raises ValueError: for a size below 1, a rank of 1 or below 0.
     """
@@ -177,7 +180,7 @@ class AutoMultiSWAG(AutoEnsemble):
         self.snapshots = Snapshots(self.rank, self.locs.detach())
 
     def collect(self) -> int:
-        """Take a snapshot of every member; returns how many there are of each."""
+        """Take a snapshot of every member; return the number of snapshots of each."""
         self.require_layout()
         return self.snapshots.add(self._parameter("locs").detach())
 
@@ -189,7 +192,8 @@ class AutoMultiSWAG(AutoEnsemble):
     def swag_approximation(
         self, *, structure: str = "low_rank", rank: int | None = None, scale: float = 1.0
     ) -> MixtureGuide:
-        """The mixture of the members' Gaussians; see ``AutoSWAG.swag_approximation``."""
+        """The mixture of the members' Gaussians, with equal weights; see
+        ``AutoSWAG.swag_approximation``."""
         self.require_layout()
         rank = _rank(structure, self.rank if rank is None else rank, self.snapshots, scale)
         variances = self.snapshots.variances()
@@ -214,7 +218,7 @@ def _check_rank(rank: int) -> None:
 
 
 def _rank(structure: str, rank: int, snapshots: Snapshots, scale: float) -> int:
-    """The rank of an approximation, 0 for a diagonal one, after a check of what it needs."""
+    """Check the arguments of an approximation and return its rank, 0 for a diagonal one."""
     if structure not in STRUCTURES:
         raise ValueError(f"unknown structure {structure!r} (there are {', '.join(STRUCTURES)})")
     if not 0 < scale < math.inf:
@@ -243,15 +247,15 @@ class SWAGGuide(JointGuide):
     """N(mean, scale / 2 (diag(v) + D' D / (K - 1))) over the unconstrained vector, or
     N(mean, scale diag(v)) without D (Maddox et al. 2019, equation 1 and section 3.2).
 
-    With v the variances of all T snapshots, divided by T - 1, and the rows of D the last K
-    snapshots minus the mean of all T: for K = T both parts have the empirical variances. The
-    paper divides v by T, and takes deviations from the mean of the snapshots until then.
+    Here v are the empirical variances of all T snapshots, with divisor T - 1, and the rows of D are
+    the last K snapshots minus the mean of all T. For K = T both terms have the empirical variances.
+    The paper divides v by T, and takes deviations from the mean of the snapshots up to that time.
 
-    Where no snapshot differs from the others (a weight without gradient) the variance is zero:
-    draws are the mean there, and there is no density.
+    If all snapshots of a number are equal (a weight without gradient), its variance is zero: draws
+    equal the mean there, and the guide has no density.
 
     :param source: a guide for the same program.
-    :param mean: (P,), in unconstrained units, as are the others.
+    :param mean: (P,), in unconstrained units like all arguments.
     :param variances: v (P,).
     :param deviations: D (K, P), or None.
     :param scale: a factor of the covariance.
@@ -295,7 +299,7 @@ class SWAGGuide(JointGuide):
     def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
         """log N(u; mean, S + F' F) - log |det dT/du|.
 
-        :raises ValueError: if S has a zero.
+        :raises ValueError: if a variance is zero.
         """
         self._require_density()
         covariance = DiagonalPlusLowRank(self.diagonal.sqrt(), self.factor.mT)
@@ -316,9 +320,9 @@ class SWAGGuide(JointGuide):
         )
 
     def as_prior(self) -> GaussianPrior:
-        """One Gaussian over all latents, see ``Guide.as_prior``.
+        """A Gaussian prior over all latents, see ``Guide.as_prior``.
 
-        :raises ValueError: if it has no density.
+        :raises ValueError: if the guide has no density.
         """
         self._require_density()
         self._require_global()
@@ -334,7 +338,7 @@ class SWAGGuide(JointGuide):
     def get_posterior(self, *args: Any, **kwargs: Any) -> dist.TorchDistribution:
         """q over the unconstrained vector (P,).
 
-        :raises ValueError: if it has no density.
+        :raises ValueError: if the guide has no density.
         """
         self._require_density()
         if not len(self.factor):

@@ -1,4 +1,4 @@
-"""One step of a training, in which a guide may be drawn several times."""
+"""Marks of training steps: a guide may be drawn several times in one step."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,8 @@ _step: ContextVar[object | None] = ContextVar("pyro_bdl_training_step", default=
 
 @contextmanager
 def one_step() -> Iterator[None]:
-    """Count all draws of guides as those of one step: of several particles, or of a density."""
+    """Count all draws of guides inside the context as one step, such as those of several
+    particles."""
     token = _step.set(object())
     try:
         yield
@@ -18,5 +19,5 @@ def one_step() -> Iterator[None]:
 
 
 def present_step() -> object | None:
-    """A mark of the step that is taken; None if every draw is a step."""
+    """An object that identifies the current step; None if every draw counts as a step."""
     return _step.get()

@@ -45,7 +45,7 @@ def _memory_of_machine() -> int | None:
 
 
 class Allocations(TorchDispatchMode):
-    """Sums the bytes of all tensors that operators allocate; views do not count."""
+    """Sum of the bytes of all tensors that operators allocate; views do not count."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -121,7 +121,7 @@ def fixed_normal(like: Tensor, seed: int = 0) -> Tensor:
 
 
 class _Drawing(TorchDispatchMode):
-    """Passes generators to the operators that draw random numbers."""
+    """Mode that passes generators to the operators that draw random numbers."""
 
     def __init__(self, generators: Generators) -> None:
         super().__init__()

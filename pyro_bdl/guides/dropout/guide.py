@@ -1,4 +1,4 @@
-"""Monte Carlo dropout as variational inference: q(W) = M diag(eps), other latents points."""
+"""Monte Carlo dropout as variational inference: q(W) = M diag(eps), point masses elsewhere."""
 
 import difflib
 import warnings
@@ -41,53 +41,56 @@ class AutoMCDropout(Guide):
     """Dropout: each draw multiplies the input units of the chosen weights by random factors.
 
     A draw of a weight with mean M (out, in) is M diag(eps), with one factor eps_i for each input
-    unit: a feature of a product, a channel of a convolution, a row of an embedding, an input
-    feature of an attention projection or of a recurrent cell. The factors are those of
-    ``torch.nn.Dropout``, 0 with probability p and else 1 / (1 - p), so that M are the mean weights
-    and those of a network trained with dropout layers. All other latents, biases too, are point
-    masses at T(u). The parameter ``loc`` (P,) holds M and u, in unconstrained units.
+    unit: a feature of a product, a channel of a convolution, a row of an embedding, or an input
+    feature of an attention projection or a recurrent cell. The factors are those of
+    ``torch.nn.Dropout``: 0 with probability p, else 1 / (1 - p). M is therefore the mean weight,
+    and equals the weight of a network trained with dropout layers. All other latents, including
+    biases, are point masses at T(u). The parameter ``loc`` (P,) holds M and u, in unconstrained
+    units.
 
-    The guide contributes no log density for M (Gal & Ghahramani 2016, appendix 4.1), so that for
-    Normal(0, s^2) priors the negative ELBO is, up to a constant,
+    The guide has no log density for M (Gal & Ghahramani 2016, appendix 4.1). For Normal(0, s^2)
+    priors the negative ELBO is, up to a constant,
 
         -E[log p(y | w)] + sum_i |M_i|^2 / (2 s^2 (1 - p)) + sum |b|^2 / (2 s^2),
 
     with M_i the weights of input unit i. Gal's keep-scaled M' = M / (1 - p) turns the second term
-    into his (1 - p) |M'_i|^2 / (2 s^2). With ``learn_p`` the entropies of the factors, H(p) each,
-    are part of the bound (Gal, Hron & Kendall 2017, equation 3): where the paper divides by N, the
-    bound here is a sum over data. It has no maximum where the weights can interpolate the data and
-    the noise's scale is learned too: point masses lose no entropy, so that rates and scale fall to
-    zero together and N data gain N log(1 / scale). With few data for each weight fix one of them,
-    or give the noise a prior that vanishes at zero, such as ``LogNormal`` or ``InverseGamma``.
+    into his (1 - p) |M'_i|^2 / (2 s^2). With ``learn_p`` the bound contains the entropies H(p) of
+    all factors (Gal, Hron & Kendall 2017, equation 3). The paper divides the bound by N; here it is
+    a sum over data.
 
-    A draw is one function: a module that is called several times, or at every step of a sequence,
-    computes with the same factors in all calls, and all data of a batch share them.
+    This bound has no maximum if the weights can interpolate the data and the noise scale is learned
+    too. Point masses lose no entropy, so rates and scale fall to zero together, and N data gain N
+    log(1 / scale). If there are few data for each weight, fix the rates or the scale, or give the
+    noise a prior that vanishes at zero, such as ``LogNormal`` or ``InverseGamma``.
 
-    ``weights`` says for each dropped site along which axis its input units lie, ``rates()`` its p,
-    and ``mean_latents()`` gives all latents at their means.
+    A draw is one function: all calls of a module, all steps of a sequence and all data of a batch
+    share the same factors.
+
+    ``weights`` holds the axis of the input units for each dropped site, ``rates()`` returns its p,
+    and ``mean_latents()`` returns all latents at their means.
 
     :param model: a Pyro program with continuous latents.
-    :param p: the rate, in (0, 1); or a dict from names or patterns of sites to rates, which then
-        chooses the sites too, by the first that matches.
-    :param sites: which weights have dropout: "hidden", those whose inputs are hidden units, as
-        dropout layers usually stand; "all", which drops the inputs of the network and the rows of
-        embeddings too; or names and patterns with shell wildcards.
+    :param p: the rate, in (0, 1); or a dict from names or patterns of sites to rates. A dict also
+        chooses the sites; the first match counts.
+    :param sites: the weights with dropout: "hidden", the default, for weights whose inputs are
+        hidden units, as with usual dropout layers; "all", which also drops the inputs of the
+        network and rows of embeddings; or names and patterns with shell wildcards.
     :param learn_p: learn one rate for each site, starting at ``p``.
-    :param noise: the law of the factors, ``BernoulliNoise()`` or ``GaussianNoise()``, of
+    :param noise: the distribution of the factors, ``BernoulliNoise()`` or ``GaussianNoise()``, with
         variance p / (1 - p).
-    :param mask: "units", or "weights" for a factor of its own for every weight (DropConnect, Wan
-        et al. 2013).
+    :param mask: "units", or "weights" for a separate factor for every weight (DropConnect, Wan et
+        al. 2013).
     :param init_loc_fn: where M and u start; by default the network's own values.
     :param create_plates: as in Pyro's autoguides.
-    :raises TypeError: for a rate that is not a number, sites that are not names, a noise that is
-        none.
+    :raises TypeError: for a rate that is not a number, sites that are not names, a noise of another
+        class.
     :raises ValueError: for a rate outside (0, 1), an unknown mask; at the first run for a site that
         is not a weight, and for ``learn_p`` with a single datum.
     """
 
     weights: dict[str, Weight]
     steps: Tensor
-    layers: tuple[nn.Module, ...]  # dropout layers of the program, which the guide stands for
+    layers: tuple[nn.Module, ...]  # dropout layers of the program that this guide replaces
 
     def __init__(
         self,
@@ -118,14 +121,14 @@ class AutoMCDropout(Guide):
 
     @classmethod
     def from_dropout_layers(cls, model: Callable, **options: Any) -> "AutoMCDropout":
-        """The guide that a network's own dropout layers stand for, with their rates.
+        """The guide that is equivalent to a network's dropout layers, with their rates.
 
-        The program is run once to see which weights each layer's output feeds; two layers in a
-        row multiply. What a mask of weights cannot say is told in a warning: factors of their own
-        at every position (pixels, tokens) or in every call of a module become one for all, dropout
-        on a residual branch or on attention weights is left out. Whenever the guide draws, it puts
-        the program's dropout layers, which are copies of the network's, into evaluation mode, so
-        that nothing is dropped twice.
+        The program is run once to find which weights each layer's output feeds; the factors of two
+        layers in a row multiply. A warning lists what a mask of weights cannot express: separate
+        factors for every position (pixels, tokens) or every call of a module are replaced by shared
+        ones, and dropout on a residual branch or on attention weights is left out. Whenever the
+        guide draws, it puts the program's dropout layers into evaluation mode, so that nothing is
+        dropped twice. They are copies: the network's own layers are not changed.
 
         :param model: a Pyro program, such as one around ``bayesianize(net)`` for a ``net`` with
             ``nn.Dropout`` layers.
@@ -135,7 +138,7 @@ class AutoMCDropout(Guide):
         """
         for name in ("p", "sites", "mask"):
             if name in options:
-                raise ValueError(f"the dropout layers say what '{name}' would: leave it out")
+                raise ValueError(f"the dropout layers determine '{name}': leave it out")
         guide = cls(model, **options)
         guide.__dict__["_source"] = DropoutLayers()
         return guide
@@ -154,13 +157,13 @@ class AutoMCDropout(Guide):
 
     def _create_parameters(self, start: Tensor) -> None:
         model, layout = self.program_model, self.require_layout()
-        # a guide around another one's point has that one's run behind it
+        # a guide around another guide's point starts from that guide's run
         args, kwargs = self.__dict__.get("_arguments") or self._prototype_arguments()
         reader, run = reading_run(self._source.reader, model, layout, start, args, kwargs)
         if self.learn_p and total_num_data(run) == 1:
             raise ValueError(
                 "learn_p needs several data: with one datum the entropy of the masks outweighs the "
-                "likelihood; call the program with more data, or give num_data to it"
+                "likelihood; call the program with more data, or give it num_data"
             )
         rates = self._source(reader, layout, model)
         self.__dict__["layers"] = getattr(reader, "layers", ())
@@ -201,8 +204,8 @@ class AutoMCDropout(Guide):
             self.register_buffer("p", p, persistent=False)
 
     def _create_index(self, device: torch.device) -> None:
-        """Number the factors: of each entry of the vector (K: a constant 1), and the site of each
-        factor and of each entry."""
+        """Number the factors: for each entry of the vector its factor (K: a constant 1), and for
+        each factor and entry its site."""
         layout = self.require_layout()
         sites: list[Tensor] = []
         counts: list[int] = []
@@ -233,7 +236,7 @@ class AutoMCDropout(Guide):
         return weight.factors()
 
     def _apply(self, function: Callable, recurse: bool = True) -> Any:
-        steps = self._buffers.pop("steps", None)  # stays on the host, which reads it in every step
+        steps = self._buffers.pop("steps", None)  # stays on the CPU, which reads it in every step
         try:
             return super()._apply(function, recurse)
         finally:
@@ -248,7 +251,8 @@ class AutoMCDropout(Guide):
         return (*super()._shared_on_copy(), "_source", "layers")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "AutoMCDropout":
-        """Copy the guide; after a copy of the program it silences the layers of that copy."""
+        """Copy the guide; if the program was copied too, the new guide silences that copy's
+        layers."""
         result = super().__deepcopy__(memo)
         result.__dict__["layers"] = tuple(memo.get(id(layer), layer) for layer in self.layers)
         return result
@@ -291,7 +295,7 @@ class AutoMCDropout(Guide):
         return False
 
     def _step(self) -> int | None:
-        """None for fixed rates, else how many steps were taken before; counts a training step."""
+        """The number of earlier training steps, None for fixed rates; also counts this step."""
         if not self.learn_p or not self.weights:
             return None
         step, now = int(self.steps), present_step()
@@ -319,17 +323,17 @@ class AutoMCDropout(Guide):
 
     @contextmanager
     def constant(self) -> Iterator[None]:
-        """Nothing changes inside: a density that holds closed forms alone has no score."""
+        """Change nothing: this guide's log density has closed forms only, and so no score term."""
         yield
 
     def _entropy(self) -> Tensor | float:
-        """H(eps) of learned rates, but for sites with a log-uniform prior."""
+        """The sum of H(eps) over learned rates, without sites that have a log-uniform prior."""
         if not self.learn_p or not self.weights:
             return 0.0
         return (self._entropies * self.noise.entropy(self._parameter("p"))).sum()
 
     def _scale_free_entropies(self) -> list[Tensor]:
-        """sum_i H(eps) + log |M_i| over the weights of each site with a log-uniform prior."""
+        """sum_i [H(eps) + log |M_i|] over the weights of each site with a log-uniform prior."""
         result = []
         for name in self._scale_free:
             where, number = self.require_layout().slices[name], list(self.weights).index(name)
@@ -343,7 +347,7 @@ class AutoMCDropout(Guide):
             self.require_layout(), self._parameter("loc"), self.variances(), run.latents
         )
         total = -expected - self._entropy()
-        for name in self._scale_free:  # whose log prior at the draw is in the expectation
+        for name in self._scale_free:  # the expectation contains their log prior at the draw
             p = self._parameter("p")[list(self.weights).index(name)]
             site = run.latents[name]
             total = total + site.log_prob().sum() + scale_free_kl(p, site.value.numel())
@@ -352,20 +356,20 @@ class AutoMCDropout(Guide):
     # Summaries
 
     def location(self) -> Tensor:
-        """M, and u of the other latents (P,)."""
+        """The vector (P,) of M and, for the other latents, u."""
         return self._parameter("loc")
 
     def mean_latents(self) -> dict[str, Tensor]:
-        """The mean weights M, the other latents where they are, by site."""
+        """The mean weights M and the values of the other latents, by site."""
         return self.require_layout().constrain(self._parameter("loc"))[0]
 
     def rates(self) -> dict[str, Tensor]:
-        """The present rate p of each dropped site."""
+        """The current rate p of each dropped site."""
         self.require_layout()
         return dict(zip(self.weights, self._parameter("p").detach().unbind(), strict=True))
 
     def _per_entry(self, values: Tensor) -> Tensor:
-        """Values (sites,) spread to the vector (P,), 0 for point masses."""
+        """Expand values (sites,) to the vector (P,), with 0 for point masses."""
         return torch.cat([values, values.new_zeros(1)])[self._site_of_entry]
 
     def variances(self) -> Tensor:
@@ -380,13 +384,13 @@ class AutoMCDropout(Guide):
 
     @torch.no_grad()
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """The median of each site; for a rate below one half that of the kept units."""
+        """The median of each site; for a rate below one half that is the value of a kept unit."""
         middle = self.quantiles([0.5], *args, **kwargs)
         return {name: value[0].clone() for name, value in middle.items()}
 
 
 def _warn_of_layers(model: Any) -> None:
-    """Say that a program's dropout layers drop on top of the guide."""
+    """Warn that a program's dropout layers drop units in addition to the guide."""
     for name, part in model.named_modules() if isinstance(model, nn.Module) else ():
         if isinstance(part, _DropoutNd) and part.training and part.p > 0:
             warnings.warn(

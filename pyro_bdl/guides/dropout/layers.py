@@ -1,9 +1,9 @@
-"""Dropout layers of a network, read as rates of the weights that their outputs feed.
+"""Dropout layers of a network, converted to rates of the weights that their outputs feed.
 
-A dropout layer multiplies the units h of a layer by factors eps, and W (eps h) = (W diag(eps)) h:
-the factors may as well belong to the weight W that comes next (Gal & Ghahramani 2016, section
-3). Between the layer and the weight only operations may stand that let the factors through: ReLU,
-reshapes, pooling of whole channels, multiplication by a number.
+A dropout layer multiplies the units h of a layer by factors eps. Since W (eps h) = (W diag(eps)) h,
+the factors can be moved to the next weight W (Gal & Ghahramani 2016, section 3). Operations between
+the layer and the weight must let the factors pass: ReLU, reshapes, pooling of whole channels,
+multiplication by a number.
 """
 
 import warnings
@@ -37,11 +37,11 @@ _POOLINGS = {"max_pool", "avg_pool", "adaptive_max_pool", "adaptive_avg_pool", "
 
 @dataclass(frozen=True)
 class _Factors:
-    """The unit of one layer whose factor multiplies each number of a tensor."""
+    """For each number of a tensor, the unit of one dropout layer whose factor multiplies it."""
 
     layer: int
-    units: Tensor  # float64, of the tensor's shape
-    tensor: Tensor  # kept, so that its id stays its own
+    units: Tensor  # float64, with the tensor's shape
+    tensor: Tensor  # kept, so that its id is not reused
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class _Arrival:
     """A layer's factors at the input of a weight.
 
     :param tied: the number of each input unit's factor; None if each has its own.
-    :param shared: whether positions had factors of their own, which one weight cannot express.
+    :param shared: whether each position had its own factors, which one weight cannot express.
     """
 
     layer: int
@@ -58,18 +58,18 @@ class _Arrival:
 
 
 class LayerReader(WeightReader):
-    """Follows the outputs of dropout layers to the weights that they feed."""
+    """Tracker that follows the outputs of dropout layers to the weights that they feed."""
 
     def __init__(self, latents: Mapping[str, Tensor]) -> None:
         super().__init__(latents)
-        self.rates: list[float] = []  # of each layer, in the order of their calls
+        self.rates: list[float] = []  # of each layer, in the order of the calls
         self.modules: list[nn.Module | None] = []
         self.stops: dict[int, str] = {}  # why a layer cannot be expressed
-        self.always: list[int] = []  # layers that no mode of a module turns off
+        self.always: list[int] = []  # layers that drop even in evaluation mode
         self.arrivals: dict[str, list[set[_Arrival]]] = {}  # of each use of a weight
         self._factors: dict[int, list[_Factors]] = {}
         self._calls: list[nn.Module] = []
-        self._used: set[int] = set()  # ids of the inputs that the running operation multiplies
+        self._used: set[int] = set()  # ids of the inputs that the current operation multiplies
 
     def following(self, model: Callable) -> AbstractContextManager:
         return hooked(modules_of(model), self._called, self._returned)
@@ -82,7 +82,7 @@ class LayerReader(WeightReader):
 
     @property
     def layers(self) -> tuple[nn.Module, ...]:
-        """The modules that drop something when they train."""
+        """The modules that drop units in training mode."""
         return tuple(dict.fromkeys(module for module in self.modules if module is not None))
 
     def _layer(self, rate: float) -> int:
@@ -101,7 +101,7 @@ class LayerReader(WeightReader):
         result = super().__torch_function__(func, types, args, kwargs)
         if func is F.multi_head_attention_forward and args[10] > 0:
             self.stops[self._layer(args[10])] = "it drops attention weights"
-        if decompose(func, args, kwargs, self.is_latent) is None:  # else it was seen
+        if decompose(func, args, kwargs, self.is_latent) is None:  # else seen part by part
             leaves = [leaf for leaf in tree_leaves((args, kwargs)) if id(leaf) not in self._used]
             arrived = [factors for leaf in leaves for factors in self._of(leaf)]
             if self._used:
@@ -116,11 +116,11 @@ class LayerReader(WeightReader):
     def _drop(
         self, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Tensor:
-        output = input if inplace else input.clone()  # an object of its own, without factors
+        output = input if inplace else input.clone()  # a new object without factors
         before = [replace(factors, tensor=output) for factors in self._of(input)]
         if p > 0:
             number = self._layer(p)
-            if training:  # although all modules are in evaluation mode
+            if training:  # all modules are in evaluation mode here
                 self.always.append(number)
             if func in _AFFINE:
                 self.stops[number] = "alpha dropout shifts units instead of multiplying them"
@@ -139,7 +139,7 @@ class LayerReader(WeightReader):
         """Follow the factors of an operation's inputs to its results."""
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if not any(leaf.is_floating_point() for leaf in outputs) or name.startswith("new_"):
-            return  # a size, a comparison, a tensor of the same kind
+            return  # a size or a comparison, or a function such as zeros_like
         for factors in arrived:
             units = _passed(func, name, factors.units, args, kwargs)
             if units is None or len(units) != len(outputs):
@@ -150,7 +150,7 @@ class LayerReader(WeightReader):
                 self._factors[id(output)] = [*kept, _Factors(factors.layer, part, output)]
 
     def _stop(self, arrived: list[_Factors], name: str) -> None:
-        """No weight can express the factors that enter an operation of this name."""
+        """Record that no weight can express the factors that enter this operation."""
         for factors in arrived:
             why = _OUTPUTS.get(name, f"its output enters '{name}'")
             self.stops.setdefault(factors.layer, why)
@@ -166,11 +166,11 @@ class LayerReader(WeightReader):
         self.arrivals.setdefault(product.tag.site, []).append(found)
 
     def operate(self, func: Any, args: tuple, kwargs: dict, tagged: list[Tag]) -> Any:
-        """Recurrent layers drop the outputs of each layer but the last."""
+        """Handle recurrent modules, which drop the outputs of every layer except the last."""
         result = super().operate(func, args, kwargs, tagged)
         if getattr(func, "__name__", "") not in RECURRENT:
             return result
-        first = 4 if isinstance(args[3], bool) else 5  # packed sequences come with batch sizes
+        first = 4 if isinstance(args[3], bool) else 5  # packed sequences add batch sizes
         layers, rate = args[first : first + 2]
         if rate > 0 and layers > 1:
             arrival = _Arrival(self._layer(rate), None, True)
@@ -193,8 +193,8 @@ def _arrival(layer: int, rows: Tensor) -> _Arrival:
 def _passed(
     func: Callable, name: str, units: Tensor, args: tuple, kwargs: dict
 ) -> list[Tensor] | None:
-    """The unit whose factor multiplies each number of an operation's results; None if it is not
-    one."""
+    """The unit whose factor multiplies each number of an operation's results; None if there is no
+    single unit."""
     if name in _HOMOGENEOUS:
         return [units]
     if name in _SCALINGS:
@@ -223,7 +223,7 @@ class DropoutLayers(Source):
         """Read the rates of the network's dropout layers.
 
         :raises ValueError: if the program has no dropout layer, none can be expressed, or one drops
-            whatever the mode.
+            in evaluation mode too.
         """
         if not reader.rates:
             raise ValueError(
@@ -290,7 +290,7 @@ class DropoutLayers(Source):
 def _said(
     use: set[_Arrival], rates: list[float], names: list[str]
 ) -> tuple[float, frozenset[tuple[int, ...] | None]]:
-    """The rate of a weight in one use, and which of its input units share a factor."""
+    """The rate of a weight in one use, and the groups of input units that share a factor."""
     kept = 1.0
     for layer in sorted({arrival.layer for arrival in use}):
         kept *= 1.0 - checked_rate(rates[layer], names[layer])
@@ -298,7 +298,7 @@ def _said(
 
 
 def _names(model: Any, reader: LayerReader) -> list[str]:
-    """The name of each dropout layer in a message."""
+    """The name of each dropout layer, for messages."""
     known: dict[int, str] = {}
     for outer in model.modules() if isinstance(model, nn.Module) else ():
         network = outer.network if isinstance(outer, SampledNetwork) else outer

@@ -27,8 +27,8 @@ class Weight:
     :param shape: its shape.
     :param axis: the axis of the input units: features of a product, channels of a convolution,
         rows of an embedding.
-    :param groups: of a convolution; each has input units of its own, and output channels in the
-        order of the groups.
+    :param groups: the groups of a convolution; each has its own input units, and output channels
+        are ordered by group.
     :param hidden: whether the input is computed from other latents or parameters.
     :param tied: the number of each input unit's factor, where several share one.
     """
@@ -63,9 +63,9 @@ class Weight:
 
 
 class WeightReader(Tracker):
-    """Sees which latents are weights while a program runs.
+    """Tracker that finds the latents that are weights while a program runs.
 
-    :param latents: site -> the very tensors that the program gets, which require gradients.
+    :param latents: site -> the same tensor objects that the program gets; they require gradients.
     """
 
     def __init__(self, latents: Mapping[str, Tensor]) -> None:
@@ -81,11 +81,12 @@ class WeightReader(Tracker):
         return result
 
     def following(self, model: Callable) -> AbstractContextManager:
-        """A context in which the reader is told of the program's modules that are called."""
+        """A context that tells the reader which modules of the program are called."""
         return nullcontext()
 
     def use(self, product: "UnitProduct", axis: int) -> None:
-        """The first use of a weight counts, but one with hidden units goes before."""
+        """Record a use of a weight. The first use counts, but a use with hidden units takes
+        precedence."""
         site, shape = product.tag.site, product.tag.root.shape
         before = self.weights.get(site)
         if before is None or (product.hidden and not before.hidden):
@@ -97,10 +98,10 @@ class UnitProduct:
     """An operation that multiplies the units of its input with a weight.
 
     :param tag: the weight.
-    :param dim: the dimension of the weight, as the operation takes it, of the input units.
+    :param dim: the dimension of the input units, in the weight as the operation takes it.
     :param input: the input.
-    :param units: the dimension of the input that numbers units; None for indices.
-    :param groups: of a convolution.
+    :param units: the dimension of the units in the input; None for indices.
+    :param groups: the groups of a convolution.
     """
 
     tag: Tag
@@ -122,7 +123,7 @@ class UnitProduct:
 
 
 def _unit_products(func: Any, args: tuple, kwargs: dict, reader: Tracker) -> Iterator[UnitProduct]:
-    """The products with latents that a function of torch computes."""
+    """The products with latents that a torch function computes."""
     tag, name = reader.tag, getattr(func, "__name__", "")
     op = recognize(func, args, kwargs, reader.is_latent)
     if op is not None:
@@ -142,7 +143,8 @@ def _unit_products(func: Any, args: tuple, kwargs: dict, reader: Tracker) -> Ite
 
 
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-# The part of a cell's state that enters its weights alone; None where the state enters more.
+# The component of a cell's state that enters only its weights; None if the state is used elsewhere
+# too.
 CELLS: dict[str, Callable[[Any], Tensor | None]] = {
     "lstm_cell": lambda state: state[0],
     "rnn_tanh_cell": lambda state: state,
@@ -152,8 +154,10 @@ CELLS: dict[str, Callable[[Any], Tensor | None]] = {
 
 
 def _axis(indices: Tensor, shape: torch.Size) -> int | None:
-    """The axis of a site along which the inputs of a product (out, in) lie; ``indices`` are the
-    numbers of its entries in the flattened site."""
+    """The axis of a site along which the inputs of a product (out, in) lie.
+
+    :param indices: the positions of the product's entries in the flattened site.
+    """
     stride = shape.numel()
     for axis, size in enumerate(shape):
         stride //= size
@@ -173,9 +177,9 @@ def reading_run(
     args: tuple,
     kwargs: Mapping[str, Any],
 ) -> tuple[Any, Run]:
-    """Run a program once, in evaluation mode, inside a reader of its weights.
+    """Run a program once in evaluation mode, inside a reader of its weights.
 
-    :param reader: makes the reader from the latents that it is to see.
+    :param reader: makes the reader from the latents that it should track.
     :param start: an unconstrained vector (P,).
     """
     leaves = {
@@ -207,9 +211,9 @@ def _can_be_weight(layout: Layout, name: str) -> bool:
 
 
 def total_num_data(run: Run) -> int | None:
-    """The number of data that the observed sites of a run stand for; None if there is none.
+    """The total number of data of the observed sites of a run; None if there is none.
 
-    The data of a site without a plate are its first event dimension.
+    For a site without a plate the first event dimension counts the data.
     """
     counts = []
     for site in run.observed.values():
@@ -219,7 +223,7 @@ def total_num_data(run: Run) -> int | None:
 
 
 class Source:
-    """The origin of a guide's rates; called after the reading run."""
+    """Base class: determines a guide's dropped sites and rates; called after the reading run."""
 
     reader: type[WeightReader] = WeightReader
 
@@ -230,17 +234,18 @@ class Source:
         raise NotImplementedError
 
 
-# Which of them ------------------------------------------------------------------------------------
+# Choice of sites ----------------------------------------------------------------------------------
 
 
 def chosen(
     weights: Mapping[str, Weight], layout: Layout, sites: str | Iterable[str]
 ) -> dict[str, Weight]:
-    """The weights that a user means, in the program's order.
+    """The weights that the ``sites`` of ``AutoMCDropout`` select, in the program's order.
 
-    :param sites: "hidden" for those whose inputs are hidden units, "all", or names and patterns
+    :param sites: "hidden" for weights whose inputs are hidden units, "all", or names and patterns
         with shell wildcards.
-    :raises ValueError: for a name that is no latent site or no weight, a pattern without any.
+    :raises ValueError: for a name that is not a latent site or not a weight, a pattern that matches
+        no weight.
     """
     if sites in ("hidden", "all"):
         kept = {n for n, weight in weights.items() if sites == "all" or weight.hidden}
@@ -251,13 +256,13 @@ def chosen(
 
 
 def matching(weights: Mapping[str, Weight], layout: Layout, pattern: str) -> list[str]:
-    """The weights that one name or pattern means.
+    """The weights that one name or pattern selects.
 
     :raises ValueError: if there is none.
     """
     if not isinstance(pattern, str):
         raise TypeError(f"a site is given by its name or a pattern, got {type(pattern).__name__}")
-    if pattern in weights:  # also a name with brackets in it
+    if pattern in weights:  # exact names first: a name may contain brackets
         return [pattern]
     found = [name for name in layout.latents if pattern == name or fnmatchcase(name, pattern)]
     if not found:
@@ -284,8 +289,8 @@ def source_of(p: Any, sites: Any) -> Source:
     """The origin of the rates that ``p`` and ``sites`` of ``AutoMCDropout`` describe.
 
     :raises TypeError: for a rate that is not a number, sites that are not names.
-    :raises ValueError: for both a dict of rates and sites, one without any, a rate that does not
-        lie between 0 and 1.
+    :raises ValueError: if a dict of rates is given together with sites, if either is empty, or if a
+        rate does not lie between 0 and 1.
     """
     if not isinstance(p, Mapping):
         return _OneRate(checked_rate(p, "p"), _names(sites))

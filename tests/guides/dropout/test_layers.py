@@ -347,7 +347,7 @@ def test_what_is_refused():
         _made(certain, x)
     with pytest.raises(ValueError, match=r"AlwaysOn\(0.4\) drops in evaluation mode too"):
         _made(AlwaysOn(), x)
-    with pytest.raises(ValueError, match="dropout layers say what 'p' would"):
+    with pytest.raises(ValueError, match="dropout layers determine 'p'"):
         LAYERED(models.Regression(bayesianize(net)), p=0.2)
 
 
