@@ -1,4 +1,4 @@
-"""The compiled ELBO: the program is traced once, with its gradient, and then its graph is run."""
+"""The compiled ELBO: the program and its gradient are traced once, then their graph is run."""
 
 import contextlib
 import warnings
@@ -32,35 +32,42 @@ from pyro_bdl.utils.validation import check_temperature
 
 
 class CompiledELBO(ELBO):
-    """-L(eta) of ``TemperedTraceMeanField_ELBO``, and its gradient, as a graph that is traced once.
+    """-L(eta) of ``TemperedTraceMeanField_ELBO`` and its gradient, as a graph that is traced once.
 
-    A drop-in replacement in ``pyro.infer.SVI`` and in torch's loops, with the same random numbers
-    and the same attributes after a step (``expected_log_likelihood``, ``kl``, ``temperature``,
-    ``step``), whose losses agree with it up to rounding. The first step of a shape runs the
-    program, which checks it and traces it (``make_fx``); the second one runs both, and compares;
-    from then on the graph alone is run, which spares Python, Pyro and autograd. Temperature,
-    arguments, parameters and random numbers, indices of subsampled plates among them, are new in
-    each run. It is traced anew for other shapes, dtypes and devices of the arguments, other
-    arguments that are not tensors, and where attributes of modules change (modes, numbers, tensors
-    that are replaced), or variables that the program's functions close over or name: cells,
-    globals, entries of dicts, attributes of objects. It does not see changes inside lists and other
-    containers.
+    A drop-in replacement in ``pyro.infer.SVI`` and in torch's loops. It draws the same random
+    numbers, has the same attributes after a step (``expected_log_likelihood``, ``kl``,
+    ``temperature``, ``step``), and its losses agree up to rounding.
 
-    What is no graph goes on uncompiled, with a warning that says why: control flow or shapes that
-    depend on numbers of tensors, noise from elsewhere than torch, side effects in Python. So does,
-    without one, what runs under ``torch.autocast`` or without gradients, as ``loss`` does.
+    For each shape of the arguments, the first step runs, checks and traces the program
+    (``make_fx``). The second step runs program and graph and compares them. Later steps run only
+    the graph, without the cost of Python, Pyro and autograd. Temperature, arguments, parameters and
+    random numbers, including the indices of subsampled plates, are new in each run.
+
+    The program is traced again for other shapes, dtypes and devices of the arguments, and for other
+    values of arguments that are not tensors. It is also traced again if attributes of modules
+    change (modes, numbers, replaced tensors), or variables that the program's functions use:
+    closure cells, globals, entries of dicts, attributes of objects. Changes inside lists and other
+    containers are not noticed.
+
+    A program that cannot be traced runs uncompiled, with a warning that says why: control flow or
+    shapes that depend on values of tensors, random numbers from outside torch, or side effects in
+    Python. Steps under ``torch.autocast`` or without gradients, such as ``loss``, run uncompiled
+    without a warning.
 
     :param temperature: see ``TemperedTraceMeanField_ELBO``, which also explains ``num_particles``
         and the ``options``.
-    :param bound: the ELBO to compile: that class, or ``TemperedTrace_ELBO``.
-    :param backend: "eager" runs the graph's operators one by one, "inductor" as kernels that it
-        compiles: faster still, after seconds to a minute for each shape, with a C++ compiler (on
-        the CPU) or Triton.
-    :param max_graphs: how many shapes of the arguments are compiled, and how often a changed
-        program is traced; with more it runs uncompiled.
-    :param options: of the bound: ``cold_temperature``, ``estimator``, ``sticking_the_landing``.
-    :raises ValueError: for an unknown backend, no graphs, and what the bound refuses.
-    :raises TypeError: for another kind of bound.
+    :param bound: the class of the ELBO to compile, ``TemperedTraceMeanField_ELBO`` or
+        ``TemperedTrace_ELBO``.
+    :param backend: "eager" runs the graph's operators one by one. "inductor" compiles kernels,
+        which are faster still, but take seconds to a minute for each shape, and need a C++ compiler
+        (on the CPU) or Triton.
+    :param max_graphs: the largest number of argument shapes to compile, and of traces of a changed
+        program; beyond it the program runs uncompiled.
+    :param options: arguments of the bound: ``cold_temperature``, ``estimator``,
+        ``sticking_the_landing``.
+    :raises ValueError: for an unknown backend, ``max_graphs`` below 1, or options that the bound
+        refuses.
+    :raises TypeError: for another class of bound.
     """
 
     def __init__(
@@ -86,17 +93,17 @@ class CompiledELBO(ELBO):
         super().__init__(num_particles=num_particles)
         self.backend = backend
         self.max_graphs = max_graphs
-        self.num_traces = 0  # how often the program was traced
-        self.num_replays = 0  # how many steps ran a graph alone
+        self.num_traces = 0  # times that the program was traced
+        self.num_replays = 0  # steps that ran only a graph
         self._graphs: dict[tuple, Graph] = {}
         self._eta: tuple[float, Tensor] | None = None
         self._said: set[str] = set()
 
-    # What the bound says of the last step
+    # Values of the last step
 
     @property
     def step(self) -> int:
-        """The number of steps taken, where the temperature's schedule is."""
+        """The number of steps taken, which is the position in the temperature's schedule."""
         return self.bound.step
 
     @step.setter
@@ -130,11 +137,12 @@ class CompiledELBO(ELBO):
     # The loss
 
     def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
-        """-L(eta) at the present step's temperature, uncompiled; the step counter stays."""
+        """Return -L(eta) in nats at the current step's temperature, uncompiled, without counting a
+        step."""
         return self.bound.loss(model, guide, *args, **kwargs)
 
     def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
-        """-L(eta), its gradients added to the parameters'."""
+        """Return -L(eta) in nats and add its gradients to the parameters' gradients."""
         require_gradients()
         pair = Pair(model, guide, args, kwargs)
         with left_to_caller():  # the number is read here on every device
@@ -152,7 +160,8 @@ class CompiledELBO(ELBO):
     def differentiable_loss(
         self, model: Callable, guide: Callable, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """-L(eta) as a tensor to differentiate once; counts as one step of the schedule."""
+        """Return -L(eta) as a tensor that can be differentiated once; counts as a step of the
+        schedule."""
         outcome = self._take(Pair(model, guide, args, kwargs))
         if isinstance(outcome, Tensor):
             return outcome
@@ -160,7 +169,7 @@ class CompiledELBO(ELBO):
         return guarded(outcome.differentiable(), question)
 
     def _take(self, pair: Pair) -> Tensor | Outcome:
-        """Take a step: the bound's loss, or what a graph gave."""
+        """Take a step; return the bound's loss, or the outcome of a graph."""
         if not torch.is_grad_enabled() or _is_transformed():
             return self._plain(pair)
         try:
@@ -214,13 +223,13 @@ class CompiledELBO(ELBO):
         if _PYRO_STACK:
             with torch.no_grad():
                 for name in graph.guards.parameters:
-                    pyro.param(name)  # by which SVI finds what to optimize
+                    pyro.param(name)  # tells SVI which parameters to optimize
         bound.step += 1
         self.num_replays += 1
         return outcome
 
     def _as_tensor(self, temperature: float) -> Tensor:
-        """A scalar of the dtype of the KL: of float64 it would make the loss one."""
+        """The temperature as a scalar of the KL's dtype, since float64 would promote the loss."""
         assert self.kl is not None
         if self._eta is None or self._eta[0] != temperature or self._eta[1].dtype != self.kl.dtype:
             value = torch.tensor(temperature, dtype=self.kl.dtype, device="cpu")
@@ -230,9 +239,9 @@ class CompiledELBO(ELBO):
     # Graphs
 
     def _make_room(self, pair: Pair) -> bool:
-        """Drop a graph of another program or guide where there are too many.
+        """If there are too many graphs, drop a graph of another program or guide.
 
-        :returns: whether there is room for one more.
+        :returns: whether there is room for another graph.
         """
         if len(self._graphs) < self.max_graphs:
             return True
@@ -249,7 +258,7 @@ class CompiledELBO(ELBO):
 
     def _trace(self, graph: Graph, pair: Pair, given: Given) -> None:
         self.num_traces += 1
-        keep_freed_blocks()  # a graph frees all that it made at its end, and asks for it again
+        keep_freed_blocks()  # a graph frees all its memory at its end, and allocates it again
         try:
             graph.make(self.bound, self.backend, pair, given, self._as_tensor(self.temperature))
         except NotTraceable as error:
@@ -272,7 +281,7 @@ class CompiledELBO(ELBO):
         self._warn(str(graph.refused))
 
     def _compare(self, graph: Graph, pair: Pair, given: Given) -> Tensor:
-        """A step of the bound, and what the graph says of it."""
+        """Take a step of the bound, and check the graph's outcome against it."""
         step, bound = graph.step, self.bound
         assert step is not None
         temperature = check_temperature(bound.schedule(bound.step))
@@ -287,7 +296,7 @@ class CompiledELBO(ELBO):
             return self._plain(pair)
         loss = self._plain(pair)
         if not loss.isfinite():
-            return loss  # nothing can be said; the next step will
+            return loss  # no comparison is possible; the next step compares
         gradients = torch.autograd.grad(
             loss, outcome.leaves(), retain_graph=True, allow_unused=True
         )
@@ -303,8 +312,8 @@ class CompiledELBO(ELBO):
         if not graph.is_checked:
             graph.refuse(
                 f"its graph gives a loss of {outcome.results[0]:.6g} and the program itself "
-                f"{loss.detach():.6g}, or another gradient: it computes with something else than "
-                "tensors, such as numpy's or Python's random numbers or a counter"
+                f"{loss.detach():.6g}, or another gradient: it computes with something other "
+                "than tensors, such as numpy's or Python's random numbers or a counter"
             )
             self._warn(str(graph.refused))
         return loss
@@ -319,15 +328,15 @@ class CompiledELBO(ELBO):
             )
 
     def _get_trace(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Any:
-        return self.bound._get_trace(model, guide, args, kwargs)  # Pyro's base class asks for it
+        return self.bound._get_trace(model, guide, args, kwargs)  # required by Pyro's base class
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies begin without graphs."""
+        """The state without graphs: copies begin without them."""
         return self.__dict__ | {"_graphs": {}}
 
 
 def _is_transformed() -> bool:
-    """Return whether autocast, vmap or a trace stands around the tensors."""
+    """Return whether the call is inside autocast, vmap or a trace."""
     return (
         torch._C._is_any_autocast_enabled()
         or torch._C._are_functorch_transforms_active()

@@ -1,4 +1,4 @@
-"""Losses of a training, checked before their gradients reach an optimizer."""
+"""Checks of training losses before their gradients reach an optimizer."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ _left_to_caller: ContextVar[bool] = ContextVar("_left_to_caller", default=False)
 
 
 class OnHost:
-    """The numbers of a tensor on the CPU, fetched from an accelerator without waiting for it."""
+    """A tensor's values on the CPU, copied from an accelerator without waiting for it."""
 
     def __init__(self, tensor: Tensor) -> None:
         tensor = tensor.detach()
@@ -28,11 +28,11 @@ class OnHost:
             self._value = tensor
 
     def has_arrived(self) -> bool:
-        """Return whether ``value`` returns at once."""
+        """Return whether ``value`` can return without waiting."""
         return self._event is None or self._event.query()
 
     def value(self) -> Tensor:
-        """The numbers, as soon as they are known."""
+        """Return the values; wait until they have arrived."""
         if self._event is not None:
             self._event.synchronize()
         return self._value
@@ -41,7 +41,7 @@ class OnHost:
 def require_gradients() -> None:
     """Check that gradients can be taken.
 
-    :raises RuntimeError: in inference mode, where no step of a training can be taken.
+    :raises RuntimeError: in inference mode, which has no gradients.
     """
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
@@ -52,7 +52,7 @@ def require_gradients() -> None:
 
 @contextmanager
 def left_to_caller() -> Iterator[None]:
-    """Turn ``guarded`` off, for a caller that guards a loss made of these losses."""
+    """Turn ``guarded`` off, for a caller that checks the resulting loss itself."""
     token = _left_to_caller.set(True)
     try:
         yield
@@ -61,13 +61,14 @@ def left_to_caller() -> Iterator[None]:
 
 
 def guarded(loss: Tensor, check_data: Callable[[], None]) -> Tensor:
-    """Return the loss; if it is not finite, see ``check_value``, before an optimizer can step.
+    """Return the loss, and check before an optimizer can step that it is finite.
 
-    On the CPU this happens at once. On an accelerator it happens at the end of ``backward``, when
-    the gradients' kernels are queued, so that no step waits for the device.
+    On the CPU the loss is checked at once. On an accelerator it is checked at the end of
+    ``backward``, when the gradients' kernels are queued, so that no step waits for the device. See
+    ``check_value`` for the check.
 
     :param loss: a scalar.
-    :param check_data: raises an error where the data are at fault.
+    :param check_data: a function that raises an error if the data cause the problem.
     """
     if _left_to_caller.get() or _has_no_number(loss):
         return loss
@@ -84,15 +85,17 @@ def guarded(loss: Tensor, check_data: Callable[[], None]) -> Tensor:
 
 
 def at_end_of_backward(loss: Tensor, function: Callable[[], None]) -> None:
-    """Call a function when a ``backward`` through ``loss`` has dealt with all gradients; an error
-    in it is raised by ``backward``."""
+    """Call a function when a ``backward`` through ``loss`` has finished all gradients.
+
+    ``backward`` raises the function's errors.
+    """
     loss.register_hook(lambda _: Variable._execution_engine.queue_callback(function))
 
 
 def check_value(loss: float, check_data: Callable[[], None]) -> float:
-    """Return the loss; if it is not finite call ``check_data``, and warn if that finds nothing.
+    """Return the loss; if it is not finite, call ``check_data``, and warn if that raises nothing.
 
-    :raises ValueError: by ``check_data``.
+    :raises ValueError: from ``check_data``.
     """
     if not math.isfinite(loss):
         check_data()
@@ -101,7 +104,8 @@ def check_value(loss: float, check_data: Callable[[], None]) -> float:
 
 
 def _has_no_number(loss: Tensor) -> bool:
-    """Return whether a loss cannot be read: in vmap, a trace, or the capture of a CUDA graph."""
+    """Return whether a loss has no readable value: in vmap, a trace, or the capture of a CUDA
+    graph."""
     return (
         (loss.is_cuda and torch.cuda.is_current_stream_capturing())
         or torch._C._are_functorch_transforms_active()

@@ -1,4 +1,4 @@
-"""The graph of a program and a guide under a bound."""
+"""The graph of a bound for a program and a guide."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,9 +35,9 @@ class Pair:
 
 
 class Graph:
-    """The graph of a pair for one kind of arguments, or why there is none.
+    """The graph of a pair for one kind of arguments, or the reason why there is none.
 
-    ``is_checked`` tells that it gave what the program gives, at a step after that of the trace.
+    ``is_checked`` is True once the graph agreed with the program, in a step after the trace.
     """
 
     step: Step | None = None
@@ -58,16 +58,16 @@ class Graph:
         given: Given,
         temperature: Tensor,
     ) -> None:
-        """Trace the step of a program and a guide.
+        """Trace a step of the program and the guide.
 
-        :raises NotTraceable: if the program is no graph.
+        :raises NotTraceable: if the program cannot be traced.
         """
         self.step, self.is_checked = None, False
         guide = pair.guide
         self.keeps_noise = isinstance(guide, Guide) and guide.keeps_noise
         before = guide.last_noise if self.keeps_noise else None
         if isinstance(guide, Guide):
-            guide.require_layout().kept = None  # the graph is to see what it was made from
+            guide.require_layout().kept = None  # no cached values: the graph computes them
 
         def loss(*tensors: Tensor) -> tuple[Tensor, ...]:
             args, kwargs = given.rebuild(tensors[:-1])
@@ -94,12 +94,12 @@ class Graph:
 
 
 def size_of(tensor: Tensor) -> Tensor:
-    """A norm, to which errors are compared."""
+    """The norm of a tensor, to which errors are compared."""
     return tensor.norm() if tensor.is_floating_point() else tensor.new_zeros(())
 
 
 def agree(a: Tensor, b: Tensor, size: Tensor) -> bool:
-    """Return whether two tensors agree in half of their digits, relative to a size."""
+    """Return whether two tensors agree to half of their digits, relative to ``size``."""
     if not b.is_floating_point():
         return torch.equal(a, b)
     error = (a - b).norm()

@@ -1,10 +1,11 @@
 """Tempered evidence lower bounds for ``pyro.infer.SVI`` and for torch's optimizers.
 
-L(eta) = E_q[log p(y | w)] - eta KL(q || p(w)), the sum over data scaled by N / B. Its optimum
-approximates the tempered posterior p(y | w)^(1/eta) p(w); eta = 1 is Bayes.
+The bound is L(eta) = E_q[log p(y | w)] - eta KL(q || p(w)), with the sum over data scaled by N / B.
+Its optimum approximates the tempered posterior, proportional to p(y | w)^(1/eta) p(w); eta = 1 is
+the Bayesian posterior (Grünwald & van Ommen 2017).
 
-All threads share Pyro's handlers: one thread at a time may run programs and take steps. The bounds
-here refuse a second one; Pyro's own cannot tell.
+All threads share Pyro's handlers, so only one thread at a time may run programs and take steps.
+These bounds refuse a second thread; Pyro's bounds do not notice it.
 """
 
 import contextlib
@@ -42,28 +43,28 @@ Temperature = float | Callable[[int], float]
 
 
 class TemperedTrace_ELBO(Trace_ELBO):
-    """L(eta) = E_q[log p(y | w)] - eta E_q[log q(w) - log p(w)], both at draws of the guide.
+    """L(eta) = E_q[log p(y | w)] - eta E_q[log q(w) - log p(w)], estimated at draws of the guide.
 
     ``pyro.factor`` terms count as likelihood. After each step ``expected_log_likelihood``,
     ``kl`` (both in nats, detached scalars) and ``temperature`` hold the terms of that step.
 
     :param temperature: eta, a number or a schedule ``step -> eta``.
-    :param cold_temperature: T of the cold mode instead: the target is the cold posterior
-        (p(y | w) p(w))^(1/T) and the bound E_q[log p(y, w)] + T H(q).
+    :param cold_temperature: T of the cold mode, given instead of eta: the target is the cold
+        posterior (p(y | w) p(w))^(1/T) and the bound E_q[log p(y, w)] + T H(q).
     :param num_particles: draws per step, evaluated at once by ``vmap``.
-    :param estimator: how the expected log likelihood is estimated: "local_reparameterization",
-        "flipout" or, for dropout guides, "per_example_dropout", with noise of its own for every
-        datum; None for one draw for all data. Also one of these contexts of
-        ``pyro_bdl.handlers``; inside such a context None means that one.
-    :param sticking_the_landing: the parameters of q count as constants inside log q(w) (Roeder et
-        al. 2017), whose gradient in them has mean zero: without it the gradient stays unbiased,
-        and with ``estimator=None`` it vanishes at every draw where q is the posterior. For guides
-        whose parameters are ``pyro.param`` statements or attributes of a PyroModule.
+    :param estimator: the estimator of the expected log likelihood. "local_reparameterization",
+        "flipout" and, for dropout guides, "per_example_dropout" draw separate noise for every
+        datum; None uses one draw for all data. It may also be one of these contexts of
+        ``pyro_bdl.handlers``; inside an open context None means that context.
+    :param sticking_the_landing: treat the parameters of q inside log q(w) as constants (Roeder et
+        al. 2017). The dropped gradient has mean zero, so that the gradient stays unbiased; with
+        ``estimator=None`` it vanishes at every draw if q is the posterior. The guide's parameters
+        must be ``pyro.param`` statements or attributes of a PyroModule.
     :raises ValueError: for a temperature that is not positive, an unknown estimator; at a step, for
-        data that are not finite, targets outside their support or missing.
-    :raises TypeError: at a step, for an argument that the program cannot compute with: an array or
-        a list, a tensor of another dtype than the weights.
-    :raises UnsupportedProgramError: at a step, for a program that the estimator cannot treat.
+        data that are not finite, or targets that are missing or outside their support.
+    :raises TypeError: at a step, for an argument that the program cannot use: an array, a list, or
+        a tensor with another dtype than the weights.
+    :raises UnsupportedProgramError: at a step, for a program that the estimator does not support.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class TemperedTrace_ELBO(Trace_ELBO):
         self.batches = UnscaledBatches(enabled=callable(temperature) or temperature == 1.0)
 
     def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
-        """-L(eta) at the present step's temperature; the step counter stays."""
+        """Return -L(eta) in nats at the current step's temperature, without counting a step."""
         with torch.no_grad():
             loss = self._loss(model, guide, args, kwargs).item()
         return check_value(loss, partial(check_data, model, guide, args, kwargs))
@@ -100,14 +101,14 @@ class TemperedTrace_ELBO(Trace_ELBO):
     def differentiable_loss(
         self, model: Callable, guide: Callable, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """-L(eta) as a tensor to differentiate; counts as one step of the schedule."""
+        """Return -L(eta) as a tensor to differentiate; counts as a step of the schedule."""
         with self.batches.step(model, guide):
             loss = self._loss(model, guide, args, kwargs)
         self.step += 1
         return guarded(loss, partial(check_data, model, guide, args, kwargs))
 
     def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
-        """-L(eta), its gradients added to the parameters'."""
+        """Return -L(eta) in nats and add its gradients to the parameters' gradients."""
         require_gradients()
         with left_to_caller():  # the number is read here on every device
             loss = self.differentiable_loss(model, guide, *args, **kwargs)
@@ -126,7 +127,7 @@ class TemperedTrace_ELBO(Trace_ELBO):
                 likelihood, kl, q_entropy = self.terms(model, guide, args, kwargs)
         except RuntimeError:
             with contextlib.suppress(RuntimeError):
-                check_data(model, guide, args, kwargs)  # tells of a class that does not exist
+                check_data(model, guide, args, kwargs)  # finds labels without a class
             raise
         self.temperature = temperature
         self.expected_log_likelihood, self.kl = likelihood.detach(), kl.detach()
@@ -135,13 +136,13 @@ class TemperedTrace_ELBO(Trace_ELBO):
     def negative_bound(
         self, likelihood: Tensor, kl: Tensor, q_entropy: Tensor, temperature: float | Tensor
     ) -> Tensor:
-        """-L from what ``terms`` gives."""
+        """Return -L(eta) from the results of ``terms``."""
         if self.is_cold:
             return -(likelihood - kl + (temperature - 1.0) * q_entropy)
         return temperature * kl - likelihood
 
     def _estimator(self, args: tuple, kwargs: dict) -> PerDatum | None:
-        """The estimator of this step, told how many data there may be."""
+        """The estimator of this step, with the possible numbers of data set."""
         estimator = self.estimator or active()
         if estimator is not None:
             estimator.about(args, kwargs, self._plates)
@@ -150,7 +151,8 @@ class TemperedTrace_ELBO(Trace_ELBO):
     def terms(
         self, model: Callable, guide: Callable, args: tuple, kwargs: dict
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """E_q[log p(y | w)], KL and (in cold mode) H(q), means over the particles."""
+        """Return E_q[log p(y | w)], the KL and (in cold mode) H(q) in nats, averaged over the
+        particles."""
         estimator = self._estimator(args, kwargs)
         if isinstance(guide, Guide) and not guide.subsampled:
             with guide.reading():
@@ -171,13 +173,13 @@ class TemperedTrace_ELBO(Trace_ELBO):
         kwargs: dict,
         estimator: PerDatum | None,
     ) -> tuple[Any, Tensor, Tensor]:
-        """The same at one draw of any guide, by its sample statements."""
+        """The same terms at one draw of any guide, from its sample statements."""
         with _run(estimator, {}, {}):
             sample = None if estimator is None else estimator.sample
             q = record(guide, {}, args, kwargs, draw=sample)
             p = record(model, _values(q), args, kwargs)
             likelihood = self.log_likelihood(p, q.latents)
-        kl = self._site_kl(q, p) + q.log_likelihood()  # of the guide's own factors
+        kl = self._site_kl(q, p) + q.log_likelihood()  # log_likelihood holds the guide's factors
         q_entropy = entropy(q.latents) if self.is_cold else torch.zeros_like(kl)
         if self.sticking_the_landing:
             log_q = _log_density_without_score(guide, q, args, kwargs)
@@ -192,14 +194,14 @@ class TemperedTrace_ELBO(Trace_ELBO):
         kwargs: dict,
         estimator: PerDatum | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The same from the flat vectors of our guides, without their sample statements."""
+        """The same terms from the flat vectors of our guides, without their sample statements."""
 
         def particle(draw: dict[str, Tensor]) -> tuple[Any, Tensor, Tensor]:
             return self.particle(model, guide, draw["u"], args, kwargs, estimator)
 
         vectors = guide.sample_vectors(self.num_particles)
         if estimator is not None:
-            guide.last_noise = None  # the gradient in the scales comes from other noise
+            guide.last_noise = None  # the estimator uses other noise
         if self.num_particles == 1:
             return particle({"u": vectors[0]})
         likelihood, kl, q_entropy = (t.mean() for t in self._map(particle, {"u": vectors}))
@@ -214,7 +216,7 @@ class TemperedTrace_ELBO(Trace_ELBO):
         kwargs: dict,
         estimator: PerDatum | None = None,
     ) -> tuple[Any, Tensor, Tensor]:
-        """log p(y | w), KL and (in cold mode) H(q) at a draw u (P,)."""
+        """log p(y | w), the KL and (in cold mode) H(q) in nats at a draw u (P,)."""
         latents, log_det = guide.require_layout().constrain(vector)
         distributions = {} if estimator is None else estimator.distributions(guide)
         with _run(estimator, distributions, latents):
@@ -227,10 +229,10 @@ class TemperedTrace_ELBO(Trace_ELBO):
         return likelihood, kl, q_entropy
 
     def log_likelihood(self, run: Run, latents: Collection[str]) -> Any:
-        """log p(y | w) of a run, a scalar; NaN if a target lies outside its support.
+        """log p(y | w) of a run in nats, a scalar; NaN if a target lies outside its support.
 
-        :param latents: the sites that the run got values for.
-        :raises ValueError: if the program drew further latents, such as missing targets.
+        :param latents: the sites whose values the run was given.
+        :raises ValueError: if the program drew other latents, such as missing targets.
         """
         if run.open or not run.latents.keys() <= set(latents):
             raise ValueError(_without_value(run, latents))
@@ -256,12 +258,12 @@ class TemperedTrace_ELBO(Trace_ELBO):
 
 
 class TemperedTraceMeanField_ELBO(TemperedTrace_ELBO):
-    """L(eta) with the KL in closed form, site by site, where there is one.
+    """L(eta) with the KL of each site in closed form, if there is one.
 
-    For guides that factorize over the sites, such as ``AutoMeanField``; sites without a closed
-    form, and guides that emit a Delta, are evaluated at the draw, log-determinants included.
+    For guides that factorize over the sites, such as ``AutoMeanField``. Sites without a closed
+    form, and guides that emit a Delta, are evaluated at the draw, including log determinants.
 
-    :raises ValueError: for ``sticking_the_landing``, since closed forms have no score.
+    :raises ValueError: for ``sticking_the_landing``, since closed forms have no score term.
     """
 
     def __init__(self, *args: Any, sticking_the_landing: bool = False, **options: Any) -> None:
@@ -286,8 +288,10 @@ def _run(
 
 
 def _log_density_without_score(guide: Callable, q: Run, args: tuple, kwargs: dict) -> Tensor:
-    """log q(w), factors of the guide included, at its draw w, with constant parameters; but for
-    dropped weights, whose density is an entropy in closed form and has no score."""
+    """log q(w) at the guide's draw w, including its factors, with constant parameters.
+
+    Dropped weights are the exception: their density is an entropy in closed form without a score.
+    """
     closed = {n: s for n, s in q.latents.items() if isinstance(s.distribution, NoisyWeight)}
     with constant_parameters(guide):
         again = record(guide, _values(q), args, kwargs)
@@ -306,9 +310,9 @@ def _as_schedule(temperature: Temperature) -> Callable[[int], float]:
 def check_data(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
     """Check the data of a step whose loss is not finite.
 
-    :raises ValueError: if the data are not finite, or targets missing or outside their support, or
-        the guide is of another program.
-    :raises TypeError: for an argument that the program cannot compute with.
+    :raises ValueError: if the data are not finite, targets are missing or outside their support, or
+        the guide belongs to another program.
+    :raises TypeError: for an argument that the program cannot use.
     """
     check_finite(model, args, kwargs)
     with (
@@ -321,10 +325,10 @@ def check_data(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> N
 
 
 def _check(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> frozenset[int]:
-    """Check a pair once: later runs do without Pyro's validation.
+    """Check program and guide once; later runs skip Pyro's validation.
 
-    It leaves the random numbers as they were, so that a training that is taken up again from a
-    saved state goes on as it would have.
+    The random state is restored, so that training continued from a saved state draws the same
+    numbers as uninterrupted training.
 
     :returns: the sizes of the program's plates.
     """
@@ -347,7 +351,7 @@ def _draw(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> tuple[
 
 
 def _values(q: Run) -> dict[str, Any]:
-    """A guide's draw and the indices of its plates."""
+    """The values of a guide's draw and the indices of its plates."""
     return {name: site.value for name, site in q.latents.items()} | q.subsamples
 
 

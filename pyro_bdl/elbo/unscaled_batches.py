@@ -1,4 +1,4 @@
-"""A warning for minibatches that a program takes for all of its data."""
+"""A warning if a program treats minibatches as its complete data."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -17,14 +17,15 @@ _ROUNDING = 1e-5
 
 
 class UnscaledBatches:
-    """Compares the targets of a training's first steps, and warns where they are other ones though
-    each batch counts as all data.
+    """Comparison of the targets of the first training steps, to find batches that count as all
+    data.
 
-    A batch counts as all data where an observed site has scale 1. Batches are compared by sums that
-    do not depend on the order of the rows, so that all data in a new order are the same data. The
-    sums are read when an accelerator has computed them: no step waits for it.
+    A batch counts as all data if an observed site has scale 1. If such batches differ, a warning is
+    given. Batches are compared by sums that do not depend on the order of the rows, so shuffled
+    data count as the same data. The sums are read once an accelerator has computed them, so that no
+    step waits for it.
 
-    :param enabled: False for a training that weighs its KL by hand.
+    :param enabled: False if the user weights the KL term.
     """
 
     def __init__(self, *, enabled: bool = True) -> None:
@@ -37,7 +38,7 @@ class UnscaledBatches:
 
     @contextmanager
     def step(self, model: Callable, guide: Callable) -> Iterator[None]:
-        """One step of a training: ``see`` heeds the first run in it."""
+        """One training step: ``see`` uses only the first run in it."""
         if self._pair != (model, guide):
             self._pair, self._steps_left = (model, guide), _STEPS if self.enabled else 0
             self._first, self._found = {}, []
@@ -53,7 +54,7 @@ class UnscaledBatches:
         """Compare the targets of a run with those of the first step."""
         if not self._is_open:
             return
-        self._is_open = False  # of several draws in a step one is enough
+        self._is_open = False  # one run per step is enough
         with torch.no_grad():
             for name, site in observed.items():
                 self._compare(name, site)
@@ -71,7 +72,7 @@ class UnscaledBatches:
             self._found.append((name, OnHost(differs.any())))
 
     def report(self) -> None:
-        """Warn, once, where the batches differ and that is known by now."""
+        """Warn once if the batches are known to differ."""
         while self._found and self._found[0][1].has_arrived():
             name, differ = self._found.pop(0)
             if differ.value():
@@ -96,6 +97,6 @@ def _is_batched(value: Any) -> bool:
 
 
 def _sums(value: Tensor) -> Tensor:
-    """Sum, sum of squares and sum of sizes of the entries."""
+    """Three sums of the entries: values, squares, and absolute values plus squares."""
     wide = value.to(torch.float32 if value.device.type == "mps" else torch.float64)
     return torch.stack([wide.sum(), wide.square().sum(), wide.abs().sum() + wide.square().sum()])
