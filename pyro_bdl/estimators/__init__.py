@@ -1,4 +1,4 @@
-"""Estimators of an ELBO's gradient that give every datum noise of its own."""
+"""Estimators of an ELBO's gradient with separate noise for every datum."""
 
 import difflib
 from collections.abc import Callable
@@ -18,9 +18,9 @@ _BY_NAME: dict[str, Callable[[], PerDatum]] = {
 
 
 def as_estimator(estimator: str | PerDatum | None) -> PerDatum | None:
-    """Return the estimator of a name.
+    """Return the estimator with this name.
 
-    :raises ValueError: for a name that is none of an estimator's.
+    :raises ValueError: for an unknown name.
     """
     if estimator is None or isinstance(estimator, PerDatum):
         return estimator

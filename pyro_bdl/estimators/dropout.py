@@ -1,4 +1,4 @@
-"""Dropout masks of its own for every example, for guides that draw one mask for all."""
+"""A separate dropout mask for every example, for guides that draw one mask for all data."""
 
 from torch import Tensor
 
@@ -11,29 +11,29 @@ _NAME = "per-example dropout"
 
 
 def per_example_dropout() -> PerDatum:
-    """Every datum has a dropout mask of its own, as dropout layers do in training.
+    """A context in which every datum has its own dropout mask, as with dropout layers in training.
 
-    A draw of ``AutoMCDropout`` is w = M diag(eps): one mask for all data, so that it is a function.
-    Inside this context a datum's outputs are
+    A draw of ``AutoMCDropout`` is w = M diag(eps), with one mask for all data, so that it defines a
+    function. Inside this context the outputs of datum n are
 
         z_n = op(a_n * eps_n, M),
 
-    with factors eps_n of its own, scaled as the guide's. Each datum's outputs keep their
-    distribution, so that the ELBO's expectation is unchanged (Gal & Ghahramani 2016, section 3.2:
-    a mask for each data point in a mini-batch). Positions of one datum, all calls of a module in
-    a run and the parts of a packed weight share the datum's mask, as they share a draw's. Masks
-    per weight (DropConnect) cost a copy of the weight for every datum.
+    with separate factors eps_n that have the guide's distribution. Each datum's outputs keep their
+    distribution, so that the ELBO's expectation is unchanged (Gal & Ghahramani 2016, section 3.2: a
+    mask for each data point in a mini-batch). All positions of a datum, all calls of a module in a
+    run, and all blocks of a packed weight share the datum's mask, as they share the mask of a draw.
+    Masks per weight (DropConnect) need a copy of the weight for every datum.
 
-    :raises UnsupportedProgramError: inside, for a latent that multiplies data and something else
-        too, and where the guide's weights have no dropout.
+    :raises UnsupportedProgramError: inside the context, for a latent that multiplies something
+        other than data too, or if the guide's weights have no dropout.
     """
     return PerDatum(masked, _NAME, shared=True)
 
 
 def masked(product: DataProduct, kept: dict[str, Tensor]) -> Tensor:
-    """Outputs of a product at each datum's own factors.
+    """Outputs of a product with each datum's own factors.
 
-    :param kept: the factors (N, K) of each site in this run.
+    :param kept: the factors (N, K) that were drawn in this run, by site.
     """
     weight, bias = product.weight, product.bias
     noisy = weight.base
@@ -64,14 +64,14 @@ def _other(product: DataProduct) -> str:
 
 
 def _factors(weight: Operand, noisy: NoisyWeight, count: int, kept: dict[str, Tensor]) -> Tensor:
-    """The factors (N, K) of a site, drawn once in a run."""
+    """The factors (N, K) of a site, drawn once per run."""
     assert weight.tag is not None
     site = weight.tag.site
     if site not in kept:
         kept[site] = draw(noisy.noise, noisy.p.expand(noisy.count), count, noisy.step)
     if len(kept[site]) != count:
         raise UnsupportedProgramError(
-            f"the latent '{site}' multiplies {len(kept[site])} data in one place and {count} in "
+            f"the latent '{site}' multiplies {len(kept[site])} data in one product and {count} in "
             f"another, so that {_NAME} cannot tell which share a mask: use plain sampling "
             "(estimator=None)"
         )
@@ -79,7 +79,7 @@ def _factors(weight: Operand, noisy: NoisyWeight, count: int, kept: dict[str, Te
 
 
 def _units(product: DataProduct, index: Tensor) -> Tensor | None:
-    """The factor of each input unit, where all weights of a unit share one; else None.
+    """The factor of each input unit, if all weights of a unit share one; else None.
 
     :param index: the factor of each weight: (out, in), (out, in / groups, *kernel) or, for a
         look-up, (rows, features).

@@ -11,28 +11,28 @@ _NAME = "flipout"
 
 
 def flipout() -> PerDatum:
-    """Every datum sees the shared draw's deviations with signs of its own.
+    """A context in which every datum flips the signs of the shared draw's deviations at random.
 
-    For a draw w = m + d of Normal(m, s^2), whose deviations d = s * eps may change their signs,
-    datum n computes with w_n = m + d * t_n r_n', r_n and t_n random signs of input and output
-    units (equation 4 of the paper):
+    For a draw w = m + d of Normal(m, s^2), with symmetric deviations d = s * eps, datum n computes
+    with w_n = m + d * t_n r_n', where r_n and t_n are random signs of the input and output units
+    (equation 4 of the paper):
 
         z_n = op(a_n, m) + op(a_n * r_n, d) * t_n.
 
-    Each w_n has the distribution of w, so that the ELBO's expectation is unchanged, also if a datum
-    meets a weight at several positions, and the w_n of different data are uncorrelated. The signs
-    are those of features of linear layers, channels of convolutions; rows of embeddings have output
-    signs alone. A bias takes the output signs. It reaches what ``local_reparameterization``
-    reaches, costs two products too, and no draw per datum.
+    Each w_n has the distribution of w, so that the ELBO's expectation is unchanged, even if a datum
+    uses a weight at several positions. The w_n of different data are uncorrelated. Units are
+    features of linear layers and channels of convolutions; embeddings and biases have output signs
+    only. It supports the same operations as ``local_reparameterization`` and also costs two
+    products, but needs no draw per datum.
 
-    :raises UnsupportedProgramError: inside, for a latent that is used twice, and for one that
+    :raises UnsupportedProgramError: inside the context, for a latent that is used twice, or that
         multiplies data but has no Normal in the guide.
     """
     return PerDatum(signed, _NAME)
 
 
 def signed(product: DataProduct, kept: object = None) -> Tensor:
-    """Outputs of a product at each datum's own signs."""
+    """Outputs of a product with each datum's own signs."""
     require_normal(product, _NAME)
     mean = product.at_means()
     weight, bias, inputs = product.weight, product.bias, product.inputs
@@ -52,12 +52,12 @@ def _deviation(operand: Operand) -> Tensor:
     return operand.value - operand.loc
 
 
-# the signs (256, 8) of the bits of a byte
+# the signs (256, 8) that encode the bits of each byte
 _SIGNS = 2.0 * (torch.arange(256, device="cpu")[:, None] >> torch.arange(8, device="cpu") & 1) - 1.0
 
 
 def _signs(count: int, features: int, like: Tensor) -> Tensor:
-    """Random signs (count, features), eight from a random byte."""
+    """Random signs (count, features), eight from each random byte."""
     bytes_of_signs = torch.randint(0, 256, (count, (features + 7) // 8), device=like.device)
     signs = _SIGNS.to(like, non_blocking=like.is_cuda)  # no wait for the GPU
     return F.embedding(bytes_of_signs, signs).flatten(1)[:, :features]

@@ -1,4 +1,4 @@
-"""Local reparameterization (Kingma, Salimans & Welling 2015): noise of pre-activations."""
+"""Local reparameterization (Kingma, Salimans & Welling 2015): sampled pre-activations."""
 
 from functools import partial
 
@@ -13,31 +13,32 @@ POSITIONS = ("joint", "independent")
 
 
 def local_reparameterization(*, positions: str = "joint") -> PerDatum:
-    """Every datum samples its own pre-activations instead of sharing one draw of the weights.
+    """A context in which every datum samples its pre-activations instead of sharing a draw of
+    weights.
 
     For w ~ Normal(m, s^2) and a datum's input a, the pre-activation of a linear layer is
 
         z = op(a, m) + sqrt(op(a^2, s^2)) * eps,   eps ~ Normal(0, 1),
 
-    independent over data, so that the gradient's variance falls with the batch size (section 2.2
-    of the paper). It reaches ``F.linear``, ``F.conv1d/2d/3d``, products with ``@``, einsums that
-    are such products, ``F.embedding`` and the projections of ``nn.MultiheadAttention``, where the
-    guide has a Normal at the site of the weight or the bias, or Gaussian dropout with a factor for
-    each weight (variational dropout). Whatever else reads a latent gets one draw for all data.
+    independent over data, so that the gradient's variance falls with the batch size (section 2.2 of
+    the paper). It supports ``F.linear``, ``F.conv1d/2d/3d``, products with ``@``, einsums of that
+    form, ``F.embedding`` and the projections of ``nn.MultiheadAttention``. The guide must have a
+    Normal at the site of the weight or bias, or Gaussian dropout with a factor for each weight
+    (variational dropout). All other operations use one draw of a latent for all data.
 
-    Where a datum meets a weight at several positions (sequences, images), its pre-activations
-    depend on each other. "joint" keeps that, and with it the ELBO's expectation, by noise
-    op(a_n, s * eps_n) with weights eps_n of its own for every datum. "independent" draws every
-    position's noise for itself, as is usual for convolutions (Molchanov, Ashukha & Vetrov 2017):
-    faster, each pre-activation keeps its distribution, but what averages over positions has too
-    little noise.
+    If a datum uses a weight at several positions (sequences, images), its pre-activations are
+    correlated. "joint" keeps the correlation, and so the ELBO's expectation, by noise op(a_n, s *
+    eps_n) with separate eps_n for every datum. "independent" draws separate noise for every
+    position, as is usual for convolutions (Molchanov, Ashukha & Vetrov 2017). It is faster, and
+    each pre-activation keeps its distribution, but averages over positions have too little noise.
 
-    The data axis is the leading one, or the second where that has the data's number; inside an
-    attention it is the batch axis. Where it cannot be told (rows flattened over data and
-    positions), layers share one draw. Training of BatchNorm lets data mix, here as elsewhere.
+    The data axis is the leading axis, or the second one if only that has as many entries as there
+    are data; inside an attention it is the batch axis. If the axis is unknown (rows flattened over
+    data and positions), a layer uses one draw for all data. BatchNorm in training mode mixes data,
+    as it does without this context.
 
     :param positions: "joint" or "independent".
-    :raises UnsupportedProgramError: inside, for a latent that is used twice, and for one that
+    :raises UnsupportedProgramError: inside the context, for a latent that is used twice, or that
         multiplies data but has no Normal in the guide.
     """
     if positions not in POSITIONS:
@@ -46,7 +47,7 @@ def local_reparameterization(*, positions: str = "joint") -> PerDatum:
 
 
 def local_noise(product: DataProduct, kept: object = None, *, joint: bool = True) -> Tensor:
-    """Outputs with the mean and, datum by datum, the covariance of the product."""
+    """Sample outputs with the mean and, for each datum, the covariance of the product."""
     require_normal(product, _NAME)
     mean = product.at_means()
     weight, bias = product.weight, product.bias
@@ -67,7 +68,7 @@ def local_noise(product: DataProduct, kept: object = None, *, joint: bool = True
     variance = product.apply(
         product.inputs.square(), weight.scale.square(), None if spread is None else spread.square()
     )
-    # no variance where the inputs are all zero, whose square root has no gradient
+    # the variance is zero if all inputs are zero; its square root would have no gradient
     deviation = variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
     return torch.addcmul(mean, deviation, torch.randn_like(mean))
 
@@ -78,7 +79,7 @@ def _per_datum(scale: Tensor, count: int) -> Tensor:
 
 
 def _row_noise(product: DataProduct, output: Tensor, shared: bool) -> Tensor:
-    """Noise of looked up rows: one for all look-ups of a row by a datum where it is shared."""
+    """Noise of looked-up rows; if shared, all look-ups of a row by one datum get the same noise."""
     if not shared:
         return torch.randn_like(output)
     rows = product.inputs

@@ -1,4 +1,5 @@
-"""The base of estimators with noise for every datum: which latents they reach, and which not."""
+"""Base class of estimators with noise for every datum, and the tracking of products with
+latents."""
 
 import warnings
 from collections import defaultdict
@@ -32,28 +33,29 @@ Rule = Callable[[DataProduct, dict[str, Tensor]], Tensor]
 
 
 class _ProductTracker(Tracker):
-    """Computes products of data with latents by a rule; all else gets the latents' draws.
+    """Tracker that computes products of data with latents by a rule; other operations use the
+    draws.
 
-    :param rule: from a product, and what it keeps by site in a run, to the outputs.
-    :param name: of the estimator, for messages.
-    :param shared: whether the products of a latent agree on its value for each datum.
+    :param rule: maps a product, and a dict of values kept by site during a run, to the outputs.
+    :param name: the estimator's name, for messages.
+    :param shared: whether all products with a latent use the same value of it for each datum.
     """
 
     def __init__(self, rule: Rule, name: str, shared: bool) -> None:
         super().__init__()
         self.rule, self.name, self.shared = rule, name, shared
         self.kept: dict[str, Tensor] = {}
-        self.points: dict[int, Tensor] = {}  # values of point masses, by their id
+        self.points: dict[int, Tensor] = {}  # values of point masses, by id
         self.batch = Batch()
         self.distributions: dict[str, Distribution] = {}
-        self.computed: dict[str, list[Tag]] = defaultdict(list)  # by the rule
-        self.read: dict[str, list[Tag]] = defaultdict(list)  # as a draw
+        self.computed: dict[str, list[Tag]] = defaultdict(list)  # uses computed by the rule
+        self.read: dict[str, list[Tag]] = defaultdict(list)  # uses of the draw
         self.depth = 0
-        self.observed = False  # whether a run has met data
+        self.observed = False  # whether the run has reached an observed site
         self.told = False
 
     def end_run(self, stacklevel: int) -> None:
-        """Warn, once, of a run in which no product was computed by the rule."""
+        """Warn once if no product was computed by the rule in a run."""
         if self.observed and not self.computed and not self.told:
             self.told = True
             warnings.warn(
@@ -71,8 +73,11 @@ class _ProductTracker(Tracker):
             kept.clear()  # type: ignore[attr-defined]
 
     def drawn(self, site: str, distribution: Distribution, value: Tensor) -> None:
-        """A latent's draw: a site that is drawn again begins another run. A point mass is kept
-        too, since Pyro's ELBOs replay it in the program under the prior."""
+        """Record a latent's draw; a site that is drawn again starts another run.
+
+        Point masses are recorded too, since Pyro's ELBOs replay them in the program under the
+        prior.
+        """
         if id(value) in self.tags or id(value) in self.points:
             return
         if site in self.distributions:
@@ -96,7 +101,7 @@ class _ProductTracker(Tracker):
             self.batch = outside
 
     def operate(self, func: Any, args: tuple, kwargs: dict, tagged: list[Tag]) -> Any:
-        if len(_PYRO_STACK) <= self.depth:  # between the runs: densities
+        if len(_PYRO_STACK) <= self.depth:  # between runs, where densities are computed
             return func(*args, **kwargs)
         op = recognize(func, args, kwargs, self.is_latent)
         product = data_product(op, self._operand, self.batch)
@@ -131,17 +136,16 @@ class _ProductTracker(Tracker):
 
 
 class PerDatum(Messenger):
-    """A context in which products of data with latents get noise of their own for every datum.
+    """A context in which products of data with latents have separate noise for every datum.
 
-    Inside, the ELBOs of this package and of Pyro train as they do outside, with another estimator
-    of the expected log likelihood. Within a datum nothing changes: each datum's terms have the
-    distribution that they have under one draw of the latents. KL terms are evaluated in closed
-    form or at one draw for all, as without it. Where no layer is reached, this package's ELBOs
-    raise an error, and those of Pyro go on as outside, with a warning.
+    Inside it, the ELBOs of this package and of Pyro use another estimator of the expected log
+    likelihood. The terms of each single datum keep their distribution. KL terms are not affected:
+    they use closed forms or one draw for all data. If the estimator applies to no layer, this
+    package's ELBOs raise an error; Pyro's ELBOs use one draw for all data, with a warning.
 
-    :param rule: how a product is computed, and what of it is kept by site within a run.
-    :param name: for messages.
-    :param shared: whether the products of a latent agree on its value for each datum.
+    :param rule: maps a product, and a dict of values kept by site during a run, to the outputs.
+    :param name: the estimator's name, for messages.
+    :param shared: whether all products with a latent use the same value of it for each datum.
     """
 
     def __init__(self, rule: Rule, name: str, *, shared: bool = False) -> None:
@@ -165,7 +169,7 @@ class PerDatum(Messenger):
         else:
             self._products.end_run(stacklevel=3)
 
-    # Sample statements, of Pyro's own ELBOs
+    # Sample statements, for Pyro's own ELBOs
 
     def _postprocess_message(self, msg: Any) -> None:
         if msg["type"] != "sample":
@@ -177,23 +181,25 @@ class PerDatum(Messenger):
         elif isinstance(msg["value"], Tensor):
             self._products.drawn(msg["name"], msg["fn"], msg["value"])
 
-    # Runs, of the ELBOs of this package
+    # Runs, for the ELBOs of this package
 
     def about(self, args: tuple, kwargs: Mapping[str, Any], plates: frozenset[int]) -> None:
-        """There may be as many data as the first tensor of a program's arguments has rows, or as
-        a plate has."""
+        """Set the possible numbers of data: the rows of the first tensor argument, and the plates'
+        sizes."""
         self._products.batch = Batch(sizes_of(tree_leaves((args, kwargs))) | plates)
 
     @contextmanager
     def run(
         self, distributions: Mapping[str, Distribution], draws: Mapping[str, Tensor]
     ) -> Iterator[None]:
-        """Let the program run once at a draw of a guide; or a guide and then the program,
-        where the guide's statements are drawn by ``sample``.
+        """A context for one run of the program at a guide's draw, or for a guide's run and the
+        program's run.
 
-        :param distributions: the guide's, by site.
+        In the second case the guide's statements are drawn by ``sample``.
+
+        :param distributions: the guide's distributions, by site.
         :param draws: values of the same sites.
-        :raises UnsupportedProgramError: if no product of data with a latent was met.
+        :raises UnsupportedProgramError: if the program computes no product of data with a latent.
         """
         products = self._products
         products.forget()
@@ -217,7 +223,7 @@ class PerDatum(Messenger):
             )
 
     def sample(self, msg: Any) -> None:
-        """Draw the value of a guide's sample statement, and follow it."""
+        """Draw the value of a guide's sample statement, and track it."""
         fn = msg["fn"]
         msg["value"] = fn.rsample() if fn.has_rsample else fn.sample()
         msg["done"] = True
@@ -249,7 +255,7 @@ _active: ContextVar[tuple[PerDatum, ...]] = ContextVar("pyro_bdl_per_datum", def
 
 
 def active() -> PerDatum | None:
-    """The innermost of these contexts that is open."""
+    """The innermost open context of this class, or None."""
     contexts = _active.get()
     return contexts[-1] if contexts else None
 
@@ -257,7 +263,8 @@ def active() -> PerDatum | None:
 def require_normal(product: DataProduct, name: str) -> None:
     """Check that the latents of a product are independent Normals.
 
-    :raises UnsupportedProgramError: if a latent of a product has no independent Normals.
+    :raises UnsupportedProgramError: if a latent of a product is not independent Normal in the
+        guide.
     """
     for operand in product.operands:
         if operand.normal is None:
@@ -284,7 +291,7 @@ _NUMBERS = {"item", "tolist", "numpy", "__float__", "__int__", "__bool__"}
 
 
 def _tells_numbers(func: Any, result: Any) -> bool:
-    """Return whether a result depends on the entries of a tensor, and not on its shape alone."""
+    """Return whether a result depends on the values of a tensor, not only on its shape."""
     name = getattr(func, "__name__", "")
     if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
         return name not in _SHAPES

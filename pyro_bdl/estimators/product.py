@@ -1,4 +1,4 @@
-"""Linear operations of a network, brought to one form with the datum axis first."""
+"""Linear operations of a network in one common form, with the data axis first."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ def _same(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Rows:
-    """The order of an operation's rows in terms of data.
+    """Conversions between an operation's order of rows and one with the data axis first.
 
     :param first: brings inputs to (N, ...), one entry of the first axis for each datum.
     :param back: brings outputs (N, ...) to the order that the program expects.
@@ -35,26 +35,27 @@ class Rows:
 
 
 def _swapped(x: Tensor) -> Tensor:
-    return x.transpose(0, 1).contiguous()  # callers may view outputs, as they could without us
+    return x.transpose(0, 1).contiguous()  # contiguous, since callers may use view on the outputs
 
 
-_SINGLE = Rows(lambda x: x[None], lambda z: z[0])  # no datum axis: one row for all
+_SINGLE = Rows(lambda x: x[None], lambda z: z[0])  # no data axis: a single row for all
 _SECOND = Rows(_swapped, _swapped)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The known facts about the data axis in a run.
+    """Information about the data axis in a run.
 
-    :param sizes: how many data there may be; empty: unknown, the leading axis counts.
-    :param attention: inside an attention, whose inputs are (L, N, E): N; else None.
+    :param sizes: the possible numbers of data; if empty, the leading axis is the data axis.
+    :param attention: N inside an attention, whose inputs are (L, N, E); else None.
     """
 
     sizes: frozenset[int] = frozenset()
     attention: int | None = None
 
     def rows(self, lead: torch.Size) -> Rows | None:
-        """For inputs with these leading dimensions; None if data cannot be told apart."""
+        """The conversions for inputs with these leading dimensions; None if the data axis is
+        unknown."""
         if self.attention is not None:
             return self._attention_rows(lead, self.attention)
         if not lead:
@@ -83,10 +84,10 @@ class Batch:
 class Operand:
     """A weight or bias of an operation.
 
-    :param value: as the operation takes it: the draw, where it is one of a latent.
-    :param tag: which latent it is of; None for a constant.
-    :param distribution: the latent's.
-    :param shaped: brings numbers of the latent's shape to the operation's.
+    :param value: the tensor that the operation takes; for a latent, its draw.
+    :param tag: the latent that the tensor comes from; None for a constant.
+    :param distribution: the latent's distribution.
+    :param shaped: converts values of the latent's shape to the operation's shape.
     """
 
     value: Tensor
@@ -96,19 +97,19 @@ class Operand:
 
     @property
     def base(self) -> Any:
-        """The distribution of the single numbers."""
+        """The distribution without wrappers, of single numbers."""
         if self.distribution is None:
             return None
         return base_distribution(self.distribution, through_masks=False)
 
     @cached_property
     def normal(self) -> Normal | None:
-        """The distribution as a Normal; None if it is another one."""
+        """The distribution as a Normal; None if it is not a Normal."""
         base = self.base.as_normal() if isinstance(self.base, NoisyWeight) else self.base
         return base if isinstance(base, Normal) else None
 
     def of(self, values: Tensor) -> Tensor:
-        """Numbers that broadcast to the latent's shape, as the operation takes them."""
+        """Convert values that broadcast to the latent's shape to the operation's shape."""
         assert self.tag is not None
         shape = self.tag.root.shape
         return self.shaped(self.tag.of(values if values.shape == shape else values.expand(shape)))
@@ -129,11 +130,11 @@ class DataProduct:
     """z_n = apply(a_n, w, b), affine in the weight w and the bias b.
 
     :param apply: from inputs (N, ...), a weight and a bias to outputs (N, ...).
-    :param inputs: a (N, ...); for a look-up the rows' numbers.
+    :param inputs: a (N, ...); for a look-up the numbers of the rows.
     :param weight: w.
     :param bias: b, or None.
     :param features: the axis of the features in inputs and outputs.
-    :param groups: of a convolution.
+    :param groups: the groups of a convolution.
     :param is_lookup: whether it looks up rows of w.
     :param back: brings outputs to the order that the program expects.
     """
@@ -153,17 +154,18 @@ class DataProduct:
         return [o for o in (self.weight, self.bias) if o is not None and o.tag is not None]
 
     def at_means(self) -> Tensor:
-        """op(a, E[w], E[b])."""
+        """The outputs op(a, E[w], E[b]) at the means."""
         return self.apply(
             self.inputs, self.weight.loc, None if self.bias is None else self.bias.loc
         )
 
     def has_positions(self, output: Tensor) -> bool:
-        """Return whether a datum meets the weight more than once: sequences, images."""
+        """Return whether a datum uses the weight at several positions, as in sequences and
+        images."""
         return output.numel() > output.shape[0] * output.shape[self.features]
 
     def datum_by_datum(self, weights: Tensor, biases: Tensor | None) -> Tensor:
-        """op(a_n, w_n, b_n) for weights (N, ...) and biases (N, ...)."""
+        """The outputs op(a_n, w_n, b_n) for weights (N, ...) and biases (N, ...)."""
 
         def single(a: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
             return self.apply(a[None], w, b)[0]
@@ -172,7 +174,7 @@ class DataProduct:
         return torch.vmap(single, in_dims=dims)(self.inputs, weights, biases)
 
     def along_features(self, values: Tensor, output: Tensor) -> Tensor:
-        """Values (N, features) or (features,), to be broadcast with inputs or outputs."""
+        """Values (N, features) or (features,), reshaped to broadcast with inputs or outputs."""
         if values.dim() == 1:
             values = values[None]
         shape = [1] * output.dim()
@@ -183,10 +185,10 @@ class DataProduct:
 def data_product(
     op: AffineOp | None, operand: Callable[[Any], Operand], batch: Batch
 ) -> DataProduct | None:
-    """An operation in one form; None if it is no product of data with latents.
+    """An operation in the common form; None if it is not a product of data with latents.
 
-    :param op: as it was recognized.
-    :param operand: makes a tensor an operand.
+    :param op: the recognized operation.
+    :param operand: a function that wraps a tensor as an operand.
     """
     form = None if op is None else _FORMS.get(op.kind)
     if op is None or form is None or not op.is_plain or operand(op.inputs).tag is not None:
@@ -248,7 +250,7 @@ _FORMS: dict[str, Callable[[AffineOp, Operand, Any, Batch], DataProduct | None]]
 
 
 def sizes_of(values: Collection[Any]) -> frozenset[int]:
-    """The length of the first tensor among arguments, as the possible number of data."""
+    """The length of the first tensor among the arguments, as a possible number of data."""
     for value in values:
         if isinstance(value, Tensor) and value.dim() > 0:
             return frozenset({len(value)})

@@ -1,8 +1,8 @@
 """Sticking the landing (Roeder, Wu & Duvenaud 2017): log q(w) without its score.
 
-The gradient of -E_q[log q(w)] in the parameters of q has two parts: through the draw w, and
-directly. The direct one, the score, has mean zero, and leaving it out makes the gradient of
-log q(w) - log p(w, y) vanish at every draw where q is the posterior.
+The gradient of -E_q[log q(w)] in the parameters of q has two terms: one through the draw w, and a
+direct one, the score. The score has mean zero. Without it the gradient of log q(w) - log p(w, y)
+vanishes at every draw if q is the posterior.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from torch import nn
 
 @contextmanager
 def constant_parameters(guide: Callable) -> Iterator[None]:
-    """Take the parameters of a guide, and those of Pyro's store, as constants."""
+    """Treat a guide's parameters, and those in Pyro's store, as constants inside the context."""
     own = guide.parameters() if isinstance(guide, nn.Module) else ()
     stored = (value for _, value in pyro.get_param_store().named_parameters())
     changed = [p for p in (*own, *stored) if p.requires_grad and p.is_leaf]

@@ -221,7 +221,7 @@ def test_a_latent_that_multiplies_different_numbers_of_data_is_refused():
     model = models.Classification(bayesianize(Twice().double()))
     guide = AutoMCDropout(model, p=0.3).prototype(x, y)
     elbo = TemperedTraceMeanField_ELBO(estimator="per_example_dropout")
-    with pytest.raises(UnsupportedProgramError, match="multiplies 8 data in one place and 1"):
+    with pytest.raises(UnsupportedProgramError, match="multiplies 8 data in one product and 1"):
         elbo.loss(model, guide, x, y)
 
 
