@@ -1,4 +1,4 @@
-"""The base of the natural-gradient optimizers, which move a mean-field guide's two vectors."""
+"""Base class of natural-gradient optimizers of a mean-field guide's location and scale."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -14,11 +14,11 @@ from pyro_bdl.optim.natural import relative_change
 
 
 class NaturalGradient(torch.optim.Optimizer):
-    """Base: momentum in the location, a moving average in the precision 1/s^2.
+    """Base class: momentum in the location, a moving average in the precision 1/s^2.
 
-    A subclass gives ``growth``. The optimizer's state is the momentum, the number of steps and the
-    largest learning rate so far; the precision is the guide's own ``scale``, and only the factor by
-    which it grows is ever formed.
+    A subclass defines ``growth``. The optimizer's state holds the momentum, the number of steps and
+    the largest learning rate so far. The precision is stored in the guide's ``scale``; only the
+    factor by which it grows is computed.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class NaturalGradient(torch.optim.Optimizer):
         super().__init__([guide.loc, guide.scale_unconstrained], defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy, made by ``deepcopy``, moves the guide's copy."""
+        """The state; a ``deepcopy`` of the optimizer trains the copy of the guide."""
         return {**super().__getstate__(), "guide": self.guide}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse further parameters.
 
-        :raises ValueError: since the guide's two vectors are all that it moves.
+        :raises ValueError: always, since the optimizer only trains the guide's two vectors.
         """
         if self.param_groups:
             raise ValueError(
@@ -59,22 +59,27 @@ class NaturalGradient(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def growth(self, change: Tensor, rate: float) -> Tensor:
-        """The precision after a step of size ``rate`` over that before, from
-        ``relative_change``, (P,)."""
+        """The precision after a step divided by the precision before it, (P,).
+
+        :param change: the result of ``relative_change``, (P,).
+        :param rate: the step size in the precision.
+        """
         raise NotImplementedError
 
     def steadied(self, scale_gradient: Tensor, momentum: Tensor, correction: float) -> Tensor:
-        """The gradient in the scales with less noise; that in the location was so far on average
-        ``correction * momentum``."""
+        """The gradient in the scales with less noise.
+
+        :param momentum: of the location's gradient before this step.
+        :param correction: ``correction * momentum`` is the location's average gradient so far.
+        """
         return scale_gradient
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step from the gradients that ``loss.backward()`` left.
+        """Take a step with the gradients from ``loss.backward()``.
 
-        Where the loss, and with it a gradient, is not finite the guide stays as it was.
-
-        :raises RuntimeError: if there is no gradient, or it is not finite.
+        :raises RuntimeError: if there is no gradient, or it is not finite; the guide then stays as
+            it was.
         """
         loss = None
         if closure is not None:
@@ -106,7 +111,7 @@ class NaturalGradient(torch.optim.Optimizer):
         share = math.sqrt(group["lr"] / peak) if peak > 0 else 0.0  # a warm-up may start at zero
         scale = scale * self.growth(change, (1 - beta2) * share).rsqrt()
         momentum = torch.lerp(state["momentum"], loc.grad, 1 - beta1)
-        # How many standard deviations the location would move at lr = 1.
+        # The number of standard deviations that the location would move at lr = 1.
         move = (momentum * scale).div_((1 - beta1**number) * group["temperature"])
         state.update(step=number, momentum=momentum, peak=peak)
         loc.addcmul_(move.clamp_(-group["clip"], group["clip"]), scale, value=-group["lr"])
@@ -115,13 +120,13 @@ class NaturalGradient(torch.optim.Optimizer):
 
 
 class InSVI(pyro.optim.PyroOptim):
-    """A torch optimizer of some parameters for ``pyro.infer.SVI``, which asks for Pyro's kind.
+    """Adapter of a torch optimizer to ``pyro.infer.SVI``, which needs a Pyro optimizer.
 
-    ``SVI(model, guide, InSVI(IVON(guide)), loss)``. Other parameters than the optimizer's, such as
-    the program's own, are left to ``others``, one of Pyro's optimizers.
+    Use it as ``SVI(model, guide, InSVI(IVON(guide)), loss)``.
 
-    :param optimizer: whose parameters are moved together.
-    :param others: for the parameters that it does not hold; without one they are refused.
+    :param optimizer: the torch optimizer.
+    :param others: a Pyro optimizer for all parameters that ``optimizer`` does not hold, such as
+        those of the program; without it such parameters are refused.
     """
 
     def __init__(
@@ -131,8 +136,11 @@ class InSVI(pyro.optim.PyroOptim):
         self.optimizer, self.others = optimizer, others
 
     def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
-        """Step all parameters that have a gradient; where that fails, the gradients are cleared, as
-        SVI does after a step, so that the next one does not meet them."""
+        """Step all parameters that have a gradient.
+
+        If the step fails, the gradients are set to zero, as SVI does after a step, so that they do
+        not enter the next step.
+        """
         params = list(params)
         try:
             self._step(params, *args, **kwargs)
@@ -153,12 +161,12 @@ class InSVI(pyro.optim.PyroOptim):
             self.others(rest, *args, **kwargs)
 
     def get_state(self) -> dict[str, Any]:
-        """The optimizers' states."""
+        """Return the optimizers' states."""
         state = {"optimizer": self.optimizer.state_dict()}
         return state | ({"others": self.others.get_state()} if self.others is not None else {})
 
     def set_state(self, state_dict: dict[str, Any]) -> None:
-        """Take up what ``get_state`` gave."""
+        """Load states from ``get_state``."""
         self.optimizer.load_state_dict(state_dict["optimizer"])
         if self.others is not None:
             self.others.set_state(state_dict["others"])

@@ -9,7 +9,7 @@ from pyro_bdl.optim.natural import riemannian_growth
 
 
 class IVON(NaturalGradient):
-    """Natural-gradient variational inference at the cost of Adam, in its place.
+    """Natural-gradient variational inference at the cost of Adam, as a replacement for it.
 
     For the loss L of an ELBO (TemperedTrace_ELBO or another that draws by reparameterization) on
     an ``AutoMeanField`` with location m, scale s and precision S = 1/s^2:
@@ -19,27 +19,29 @@ class IVON(NaturalGradient):
         g  <- b1 g + (1 - b1) dL/dm
         m  <- m - lr clip(g / ((1 - b1^t) eta S))
 
-    S' is the reparameterized estimate of the expected Hessian, prior included; the quadratic term
-    keeps S positive. With l the largest lr so far, S is averaged over more steps where a schedule
-    lets lr fall, as m is.
+    S' is the reparameterized estimate of the expected Hessian, including the prior; the quadratic
+    term keeps S positive. Since l is the largest lr so far, a falling lr averages S over more
+    steps, as it does for m.
 
-    e is the draw's standard Normal noise and g the momentum before the step over 1 - b1^(t - 1), so
-    that E[g e] = 0: dL/ds is the gradient at the draw times e, and what of that gradient is the
-    same in every step is not noise of the Hessian. Without this control variate S grows to
-    (1 - b2) (dL/dm)^2 / 2 far from the optimum, which holds the location back. Where the noise is
-    not of the weights (local reparameterization, flipout, Pyro's own ELBOs) there is none.
+    The term g e is a control variate: e is the draw's standard Normal noise, and g in it is the
+    momentum before the step divided by 1 - b1^(t - 1), so that E[g e] = 0. It is needed because
+    dL/ds is the gradient at the draw times e, and a gradient that is the same in every step then
+    acts as noise in the estimate of the Hessian. Without the term, S grows to (1 - b2) (dL/dm)^2 /
+    2 far from the optimum, which slows the location down. The term is left out if e is not known
+    (local reparameterization, flipout, Pyro's own ELBOs).
 
-    Without e, and with N data, S is the N (h + delta) of Shen et al. (2024), algorithm 1, and dL/dm
-    their N (g + delta m), so that lr has the same meaning; momentum is taken of the whole gradient,
-    and the scale of the start takes the place of their initial Hessian.
+    Without this term, and with N data, S is N (h + delta) in algorithm 1 of Shen et al. (2024), and
+    dL/dm is their N (g + delta m), so that lr has the same meaning. There are two differences: the
+    momentum is taken of the whole gradient, and the initial scale replaces their initial Hessian.
 
-    :param guide: after ``guide.prototype``, one scale for each weight.
-    :param lr: of the location; 1 is a Newton step. Torch's schedulers change it.
-    :param betas: b1 of the momentum, b2 of the precision.
+    :param guide: a guide with one scale for each weight, after ``guide.prototype``.
+    :param lr: the learning rate of the location; 1 is a Newton step. Torch's schedulers can change
+        it.
+    :param betas: b1 of the momentum and b2 of the precision.
     :param temperature: eta of the ELBO (or T of its cold mode).
     :param clip: the location moves by at most lr * clip standard deviations in a step.
-    :raises TypeError: for another kind of guide.
-    :raises ValueError: for shared or fixed scales, a number out of range.
+    :raises TypeError: for another class of guide.
+    :raises ValueError: for shared or fixed scales, or a number out of range.
     """
 
     def __init__(

@@ -5,10 +5,10 @@ For q(u) = prod_i Normal(u_i; m_i, s_i^2) and the loss L = E_q[E(u)] - eta H(q),
 
     dL/dm = E_q[grad E],    dL/ds = s E_q[diag hess E] - eta / s,
 
-so that the precision 1/s^2 that L asks for is E_q[diag hess E] / eta = (dL/ds + eta / s) / (eta s).
-A step of size rho of the natural gradient moves the precision S = 1/s^2 by the share rho toward
-that one, S' (Khan & Lin 2017; Khan et al. 2018, section 3). Since the entropy's part of dL/ds is
-that of S itself, the relative change is
+At the optimum the precision is S' = E_q[diag hess E] / eta = (dL/ds + eta / s) / (eta s). A
+natural-gradient step of size rho moves the precision S = 1/s^2 by the fraction rho toward S' (Khan
+& Lin 2017; Khan et al. 2018, section 3). The entropy's term in dL/ds cancels S, so that the
+relative change is
 
     (S' - S) / S = s dL/ds / eta.
 """
@@ -17,15 +17,15 @@ from torch import Tensor
 
 
 def relative_change(scale_gradient: Tensor, scale: Tensor, temperature: float = 1.0) -> Tensor:
-    """(S' - S) / S = s dL/ds / eta, an estimate; below -1 the precision S' is negative."""
+    """An estimate of (S' - S) / S = s dL/ds / eta, (P,); below -1 the precision S' is negative."""
     return scale_gradient * scale / temperature
 
 
 def riemannian_growth(change: Tensor, rate: float) -> Tensor:
-    """1 + rho c + (rho c)^2 / 2 for a relative change c, which is positive whatever c is.
+    """The factor 1 + rho c + (rho c)^2 / 2 for a relative change c; it is positive for every c.
 
-    S + rho (S' - S) + rho^2 (S' - S)^2 / (2 S) over S (Lin, Schmidt & Khan 2020, equation 5; Shen
-    et al. 2024, algorithm 1).
+    It is [S + rho (S' - S) + rho^2 (S' - S)^2 / (2 S)] / S (Lin, Schmidt & Khan 2020, equation 5;
+    Shen et al. 2024, algorithm 1).
     """
     step = change * rate
     return (0.5 * step).add_(1.0).mul_(step).add_(1.0)

@@ -1,4 +1,4 @@
-"""VOGN: variational online Gauss-Newton, an ELBO and an optimizer that belong together."""
+"""VOGN, variational online Gauss-Newton: an ELBO and an optimizer to be used together."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,21 +19,21 @@ from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils.autograd import leaves_behind
 from pyro_bdl.utils.random_state import own_randomness
 
-_ROUNDING = 1e-3  # of a relative change whose terms almost cancel
+_ROUNDING = 1e-3  # relative rounding error of a change whose terms almost cancel
 
 
 class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
-    """L(eta) whose gradient in the scales is by squared gradients of the data.
+    """L(eta) with a gradient in the scales from squared per-datum gradients.
 
-    The value is that of ``TemperedTraceMeanField_ELBO``. Where its gradient in the scale s of a
-    mean-field guide has E_q[diag hess(-log p(y | w))] s, this one has sum_n g_n^2 s, with g_n the
-    gradient of log p(y_n | w) at the draw, scaled by N / B: a Gauss-Newton approximation that is
-    never negative, and much less noisy (Khan et al. 2018, section 3.1; Osawa et al. 2019).
+    The value is that of ``TemperedTraceMeanField_ELBO``. The gradient in the scale s of a
+    mean-field guide contains sum_n g_n^2 s instead of E_q[diag hess(-log p(y | w))] s, with g_n the
+    gradient of log p(y_n | w) at the draw, scaled by N / B. This Gauss-Newton approximation is
+    never negative and much less noisy (Khan et al. 2018, section 3.1; Osawa et al. 2019).
 
     :param temperature: see ``TemperedTraceMeanField_ELBO``, which also explains ``num_particles``
         and ``cold_temperature``.
-    :param curvature: "empirical-fisher", the squares; or "ggn", the Gauss-Newton matrix itself,
-        which takes a pass for every output.
+    :param curvature: "empirical-fisher" for squared gradients, or "ggn" for the Gauss-Newton
+        matrix, which takes a backward pass for every output.
     :raises TypeError: at a step, for a guide without a location and scale.
     """
 
@@ -75,13 +75,13 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
     def _at(
         self, model: Callable, guide: AutoMeanField, vector: Tensor, args: tuple, kwargs: dict
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The terms at a draw, with the gradient that is wanted of the log likelihood's."""
+        """The terms at a draw; the log likelihood gets the gradient from squares."""
         assert self._subset is not None
         if not torch.is_grad_enabled():
             return self.particle(model, guide, vector, args, kwargs)
         draw = (model, self._subset, vector, args, kwargs)
         mode = getattr(model, "training", None)
-        if self._modes_agree.get(mode):  # one run serves for the value and for the squares
+        if self._modes_agree.get(mode):  # one run gives the value and the squares
             at = Linearization(*draw, known=self._known, training=True)
             total = self.log_likelihood(at.run, self._subset.layout.latents)
             likelihood = torch.as_tensor(total, device=vector.device)
@@ -113,8 +113,12 @@ def _with_squares(
     at: Linearization,
     config: CurvatureConfig,
 ) -> Tensor:
-    """The log likelihood with the gradient g in the location, -s sum_n g_n^2 in the scale, and its
-    own in the program's parameters; nothing goes back through the program any more."""
+    """The log likelihood with known gradients, so that ``backward`` does not run through the
+    program.
+
+    The gradients are g in the location, -s sum_n g_n^2 in the scale, and the exact ones in the
+    program's parameters.
+    """
     parameters = leaves_behind(likelihood, stop=[vector])
     wanted = [vector, *parameters] if vector.requires_grad else parameters
     gradients, squares = gradient_and_squares(likelihood, wanted, at, config)
@@ -129,11 +133,11 @@ def _with_squares(
 class VOGN(NaturalGradient):
     """Variational online Gauss-Newton (Khan et al. 2018, equations 9 and 10; Osawa et al. 2019).
 
-    With the loss of a ``GaussNewton_ELBO``, whose squared gradients make S' positive,
+    To be used with the loss of a ``GaussNewton_ELBO``, whose squared gradients make S' positive:
 
         S <- S + rho (S' - S),   m <- m - lr clip(g / ((1 - b1^t) eta S))
 
-    in the notation of ``IVON``, as are the parameters.
+    Notation and parameters are those of ``IVON``.
     """
 
     def __init__(
