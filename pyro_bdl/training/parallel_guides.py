@@ -20,14 +20,14 @@ class Together:
     """A guide's parameters for each of D data sets, which differ in their targets.
 
     Each data set has its own ELBO and its own optimization; only the program's inputs are shared.
-    Adam works on every number by itself, so that the data sets do not feel each other.
+    Adam treats every number separately, so that the data sets do not influence each other.
 
-    :param model: a Pyro program without parameters of its own, or whose parameters stay.
-    :param guide: with parameters (``guide.prototype``); its values are where each training starts,
-        and are not changed.
-    :param targets: the arguments of the program that are exchanged.
+    :param model: a Pyro program; its own parameters, if any, are not trained.
+    :param guide: a guide with parameters (after ``guide.prototype``). Each training starts from
+        their values; the guide is not changed.
+    :param targets: the arguments of the program that are replaced.
     :param values: observed site -> (D, ...), the data sets.
-    :raises ValueError: for latents in a subsampled plate, a guide without parameters of its own.
+    :raises ValueError: for latents in a subsampled plate, or a guide without its own parameters.
     """
 
     def __init__(
@@ -75,9 +75,11 @@ class Together:
         num_particles: int = 4,
         progress: bool = False,
     ) -> Tensor:
-        """Maximize the D ELBOs by Adam, whose learning rate falls to zero along half a cosine.
+        """Maximize the D ELBOs by Adam with a cosine schedule.
 
-        :returns: the losses of each step, (steps, D), in nats.
+        :param learning_rate: Adam's initial learning rate, which falls to zero along half a cosine.
+        :param num_particles: draws per step and data set.
+        :returns: the negative ELBO of each step, (steps, D), in nats.
         """
         elbo = TemperedTraceMeanField_ELBO(num_particles=num_particles)
 

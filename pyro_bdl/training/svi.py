@@ -1,4 +1,4 @@
-"""Training a guide by stochastic variational inference, and the ELBO that it reached."""
+"""Training of a guide by stochastic variational inference, and estimates of its ELBO."""
 
 import math
 import warnings
@@ -60,29 +60,32 @@ def train(
     optimizer: torch.optim.Optimizer | None = None,
     progress: str | None = None,
 ) -> Training:
-    """Maximize the tempered ELBO by Adam, whose learning rate falls to zero along half a cosine.
+    """Maximize the tempered ELBO by Adam with a cosine schedule.
 
-    Ctrl-C ends the training with a warning and keeps what was learned.
+    The learning rate falls to zero along half a cosine. Ctrl-C ends the training with a warning and
+    keeps the parameters reached so far.
 
     :param model: a program ``model(x, y)``.
     :param guide: trained in place.
     :param x: ``(N, ...)``, all training inputs.
     :param y: ``(N, ...)``, their targets.
     :param steps: number of gradient steps, at least 1.
-    :param learning_rate: Adam's, at the start.
+    :param learning_rate: Adam's initial learning rate.
     :param temperature: eta, see :mod:`pyro_bdl.elbo`.
     :param num_particles: draws of the guide in each step.
-    :param estimator: of the expected log likelihood, see :class:`pyro_bdl.elbo.TemperedTrace_ELBO`.
-    :param batch_size: rows in each step. By default all of up to 1024; of more rows 256, where the
-        program knows by its ``num_data`` that there are N.
-    :param parameters: which to train; by default the guide's and the program's.
-    :param elbo: another loss, in place of the ELBO at that temperature, draws and estimator.
-    :param optimizer: another optimizer, in place of Adam over these parameters at that learning
-        rate; its own learning rate falls in the same way.
+    :param estimator: estimator of the expected log likelihood, see
+        :class:`pyro_bdl.elbo.TemperedTrace_ELBO`.
+    :param batch_size: rows in each step. The default is all rows if there are at most 1024. For
+        more rows it is 256 if the program's ``num_data`` is N.
+    :param parameters: the parameters to train; by default those of the guide and of the program.
+    :param elbo: another loss; it replaces the ELBO with this temperature, number of particles and
+        estimator.
+    :param optimizer: another optimizer; it replaces Adam with these parameters and this learning
+        rate. Its learning rate falls in the same way.
     :param progress: description of the progress bar; None for no bar.
-    :raises ValueError: for data that are not finite, targets outside their support; fewer than one
-        step; a minibatch for a program whose ``num_data`` is not N, so that its log likelihood
-        would count too little.
+    :raises ValueError: for data that are not finite, targets outside their support, fewer than one
+        step, or a minibatch for a program whose ``num_data`` is not N, which would give its log
+        likelihood too little weight.
     :raises TypeError: for data that are not tensors, or of another dtype than the weights.
     """
     steps = whole_number(steps, "steps")
@@ -90,7 +93,7 @@ def train(
     check_finite(model, (x, y), {})
     size = _batch_size(model, len(x), batch_size)
     guide.prototype(x, y)
-    if size < len(x):  # a full batch is checked at the first step, as the first minibatch is
+    if size < len(x):  # a full batch, and the first minibatch, are checked at the first step
         for rows in torch.arange(len(x), device=x.device).split(_ROWS_AT_ONCE):
             check_data(model, guide, (x[rows], y[rows]), {})
     if elbo is None:
@@ -127,34 +130,36 @@ def collect_swag(
     batch_size: int | None = None,
     progress: str | None = None,
 ) -> Training:
-    """Run SGD from the MAP on at a constant or cyclic learning rate, with snapshots on the way.
+    """Run SGD from the MAP at a constant or cyclic learning rate, and collect snapshots.
 
-    The loss is -log p(u, y) / N, per datum, for each member of an ensemble; minibatches give the
-    noise that moves the point. Only the guide's parameters move; afterwards they are at the last
-    step. Ctrl-C ends it with a warning and keeps the snapshots. The posterior is as wide as the
-    learning rate makes it: under a Gaussian posterior -log p(u, y) lies P / 2 above its minimum on
-    average, so that a rate is too high where N times the mean loss lies further above (Mandt,
-    Hoffman & Blei 2017, section 3.2). A warning tells where it lies more than P above that of the
-    start; the default is often too high for convolutions, whose weights act on many positions.
+    The loss is -log p(u, y) / N for each member of an ensemble; minibatches give the noise that
+    moves the point. Only the guide's parameters are trained, and they stay at the last step. Ctrl-C
+    ends the run with a warning and keeps the snapshots.
 
-    With ``final_learning_rate`` the rate falls linearly in each cycle of c = ``every`` steps, at
-    the end of which a snapshot is taken: a(i) = (1 - t) a_1 + t a_2, t = (1 + (i - 1) mod c) / c
-    (Izmailov et al. 2018, section 3.1). Otherwise it is constant (Maddox et al. 2019, section 3).
+    The learning rate determines the width of the posterior. Under a Gaussian posterior -log p(u, y)
+    lies P / 2 above its minimum on average, so the rate is too high if N times the mean loss rises
+    further (Mandt, Hoffman & Blei 2017, section 3.2). A warning is given if it rises by more than
+    P. The default is often too high for convolutions, whose weights act on many positions.
+
+    With ``final_learning_rate`` the rate falls linearly in each cycle of c = ``every`` steps, and a
+    snapshot is taken at the end of the cycle: a(i) = (1 - t) a_1 + t a_2, t = (1 + (i - 1) mod c) /
+    c (Izmailov et al. 2018, section 3.1). Otherwise it is constant (Maddox et al. 2019, section 3).
 
     :param model: a program ``model(x, y)``; its ``num_data`` is N.
     :param guide: trained to a maximum; takes the snapshots.
     :param x: ``(N, ...)``, all training inputs.
     :param y: ``(N, ...)``, their targets.
-    :param snapshots: how many more are taken, at least 1.
-    :param every: steps from one to the next; by default one pass over the data.
-    :param learning_rate: of SGD, at the start of each cycle.
-    :param final_learning_rate: at the end of each cycle; None for a constant rate.
-    :param momentum: of SGD.
+    :param snapshots: the number of new snapshots, at least 1.
+    :param every: steps between snapshots; by default one pass over the data.
+    :param learning_rate: SGD's learning rate a_1 at the start of each cycle.
+    :param final_learning_rate: the learning rate a_2 at the end of each cycle; None for a constant
+        rate.
+    :param momentum: SGD's momentum.
     :param temperature: eta, see :mod:`pyro_bdl.elbo`.
-    :param batch_size: rows in each step; by default a tenth of all, at most 256.
+    :param batch_size: rows in each step; by default a tenth of all rows, at most 256.
     :param progress: description of the progress bar; None for no bar.
-    :raises ValueError: if a step diverges, with the guide put back to where it started and the
-        snapshots before it kept; for minibatches of a program that does not know N.
+    :raises ValueError: if a step diverges; the guide is then reset to its start and earlier
+        snapshots are kept. Also for minibatches of a program that does not know N.
     """
     if not isinstance(guide, AutoSWAG | AutoMultiSWAG):
         raise TypeError(f"collect_swag needs an AutoSWAG guide, got {type(guide).__name__}")
@@ -176,7 +181,7 @@ def collect_swag(
     before = [parameter.detach().clone() for parameter in parameters]
     optimizer = torch.optim.SGD(parameters, lr=learning_rate, momentum=momentum)
 
-    def objective(*args: Tensor) -> Tensor:  # a sum over the members, which share nothing
+    def objective(*args: Tensor) -> Tensor:  # a sum over the members, which share no parameters
         return pair(*args) * members / len(x)
 
     def rate(step: int) -> None:
@@ -227,7 +232,7 @@ def collect_swag(
 
 @torch.no_grad()
 def _mean_loss(objective: Callable[..., Tensor], x: Tensor, y: Tensor, size: int) -> float:
-    """The mean over all rows, in parts as large as a step's; nothing changes by it."""
+    """The mean loss over all rows, in batches of ``size`` rows, without side effects."""
     with preserved_buffers(objective), own_randomness():
         parts = zip(x.split(size), y.split(size), strict=True)
         return sum(objective(*part).item() * len(part[0]) for part in parts) / len(x)
@@ -241,8 +246,10 @@ def _descend(
     progress: str | None,
     after: Callable[[int], None],
 ) -> tuple[Tensor, bool]:
-    """Gradient steps with a bar, ``after(number)`` following each; the losses (steps taken,) and
-    whether Ctrl-C ended them."""
+    """Take gradient steps with a progress bar, and call ``after(number)`` after each step.
+
+    :returns: the losses (steps taken,), and whether Ctrl-C ended the steps.
+    """
     losses: list[Tensor] = []
     interrupted = False
     bar = tqdm(
@@ -281,16 +288,17 @@ def estimate_elbo(
     num_particles: int = 512,
     batch_size: int = _ROWS_AT_ONCE,
 ) -> float:
-    """ELBO at temperature 1, E_q[log p(y | w)] - KL(q || p), in nats, over all of the data.
+    """Estimate the ELBO at temperature 1, E_q[log p(y | w)] - KL(q || p), in nats, over all data.
 
-    Many rows are taken in parts, which needs a program whose ``num_data`` is N.
+    More than ``batch_size`` rows are evaluated in batches, which needs a program whose ``num_data``
+    is N.
 
     :param model: a program ``model(x, y)``.
     :param guide: a guide with a density; for a point mass the number is log p(y, w) instead.
     :param x: ``(N, ...)``, the training inputs.
     :param y: ``(N, ...)``, their targets.
     :param num_particles: draws of the guide that the expectation is averaged over.
-    :param batch_size: rows that are taken at once.
+    :param batch_size: rows that are evaluated at once.
     """
     _require_tensors(x=x, y=y)
     elbo = TemperedTraceMeanField_ELBO(num_particles=_PARTICLES_AT_ONCE)
