@@ -87,6 +87,8 @@ class AutoMCDropout(Guide):
     weights: dict[str, Weight]
     steps: Tensor
     layers: tuple[nn.Module, ...]  # dropout layers of the program, which the guide stands for
+    _arguments: tuple[tuple, dict[str, Any]] | None = None  # of the run that makes the parameters
+    _counted: object | None = None  # the training step that was counted last
 
     def __init__(
         self,
@@ -111,9 +113,9 @@ class AutoMCDropout(Guide):
         source = source_of(p, sites)
         super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
         self.learn_p, self.mask = learn_p, mask
-        self.__dict__["noise"] = BernoulliNoise() if noise is None else noise
-        self.__dict__["_source"] = source
-        self.__dict__["layers"] = ()
+        self.noise = BernoulliNoise() if noise is None else noise
+        self._source = source
+        self.layers = ()
 
     @classmethod
     def from_dropout_layers(cls, model: Callable, **options: Any) -> "AutoMCDropout":
@@ -136,25 +138,25 @@ class AutoMCDropout(Guide):
             if name in options:
                 raise ValueError(f"the dropout layers say what '{name}' would: leave it out")
         guide = cls(model, **options)
-        guide.__dict__["_source"] = DropoutLayers()
+        guide._source = DropoutLayers()
         return guide
 
     # Structure
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        self.__dict__["_arguments"] = args, kwargs
+        self._arguments = args, kwargs
         try:
             super()._setup_prototype(*args, **kwargs)
         except Exception:
             self.layout = None
             raise
         finally:
-            del self.__dict__["_arguments"]
+            self._arguments = None
 
     def _create_parameters(self, start: Tensor) -> None:
         model, layout = self.program_model, self.require_layout()
         # a guide around another one's point has that one's run behind it
-        args, kwargs = self.__dict__.get("_arguments") or self._prototype_arguments()
+        args, kwargs = self._arguments or self._prototype_arguments()
         reader, run = reading_run(self._source.reader, model, layout, start, args, kwargs)
         if self.learn_p and total_num_data(run) == 1:
             raise ValueError(
@@ -162,10 +164,10 @@ class AutoMCDropout(Guide):
                 "likelihood; call the program with more data, or give num_data to it"
             )
         rates = self._source(reader, layout, model)
-        self.__dict__["layers"] = getattr(reader, "layers", ())
+        self.layers = getattr(reader, "layers", ())
         if not self.layers:
             _warn_of_layers(model)
-        self.__dict__["weights"] = {name: weight for name, (weight, _) in rates.items()}
+        self.weights = {name: weight for name, (weight, _) in rates.items()}
         if not rates:
             warnings.warn(
                 "AutoMCDropout drops nothing, every latent is a point mass: no weight takes hidden "
@@ -173,7 +175,7 @@ class AutoMCDropout(Guide):
                 BdlWarning,
                 stacklevel=5,
             )
-        self.__dict__["_scale_free"] = self._log_uniform_sites(run)
+        self._scale_free = self._log_uniform_sites(run)
         self.loc = nn.Parameter(start.clone())
         self._create_rates(start.new_tensor([p for _, p in rates.values()]))
         self._create_index(start.device)
@@ -223,7 +225,7 @@ class AutoMCDropout(Guide):
             ("_entropies", torch.tensor(with_entropy, dtype=torch.long, device="cpu")),
         ):  # fmt: skip
             self.register_buffer(name, value.to(device), persistent=False)
-        self.__dict__["_counts"] = tuple(counts)
+        self._counts = tuple(counts)
 
     def _index(self, weight: Weight) -> Tensor:
         """The number of each entry's factor within a site."""
@@ -249,7 +251,7 @@ class AutoMCDropout(Guide):
     def __deepcopy__(self, memo: dict[int, Any]) -> "AutoMCDropout":
         """Copy the guide; after a copy of the program it silences the layers of that copy."""
         result = super().__deepcopy__(memo)
-        result.__dict__["layers"] = tuple(memo.get(id(layer), layer) for layer in self.layers)
+        result.layers = tuple(memo.get(id(layer), layer) for layer in self.layers)
         return result
 
     def __getstate__(self) -> dict[str, Any]:
@@ -296,9 +298,9 @@ class AutoMCDropout(Guide):
         step, now = int(self.steps), present_step()
         if not torch.is_grad_enabled():
             return step
-        if now is not None and now is self.__dict__.get("_counted"):
+        if now is not None and now is self._counted:
             return step - 1
-        self.__dict__["_counted"] = now
+        self._counted = now
         self.steps += 1
         return step
 
