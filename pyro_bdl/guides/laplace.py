@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from pyro_bdl.curvature.config import CurvatureConfig
-from pyro_bdl.curvature.fit import check_factors, fit_curvature, warn_of_randomness
+from pyro_bdl.curvature.factor_statements import check_factors
+from pyro_bdl.curvature.fit import fit_curvature
 from pyro_bdl.curvature.hyperparameters import ParameterReading, few_rows, noise_site, read
 from pyro_bdl.curvature.prior import PriorPrecision, prior_precision
+from pyro_bdl.curvature.randomness import warn_of_randomness
 from pyro_bdl.curvature.structures.base import Precision, log_prob
 from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError

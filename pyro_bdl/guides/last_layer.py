@@ -280,7 +280,7 @@ class LastLayerGuide(LaplaceGuide):
                 for args, kwargs in batches.part():
                     run = record(model, latents, args, kwargs)
                     for site in (*run.observed.values(), *run.factors.values()):
-                        part = part + (site.log_prob() / site.subsampling).sum().double()
+                        part = part + site.batch_log_prob().double()
                 batches.add_up(part)
                 total = total + factor * part
         return float(total)
