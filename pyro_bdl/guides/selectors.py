@@ -199,7 +199,7 @@ class ByModule(_Sites):
         return list(self.modules)
 
 
-class ByName(_Sites):
+class BySite(_Sites):
     """The sites that match some names or patterns with shell wildcards."""
 
     def __init__(self, *patterns: str) -> None:

@@ -23,7 +23,7 @@ from pyro_bdl.distributions.dropout_noise import (
     scale_free_kl,
     variance,
 )
-from pyro_bdl.distributions.log_uniform import LogUniform
+from pyro_bdl.distributions.log_uniform import ImproperLogUniform
 from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide, sample_site
@@ -184,7 +184,7 @@ class AutoMCDropout(Guide):
         """The dropped sites whose prior is log-uniform."""
         found = []
         for name, site in run.latents.items():
-            if not isinstance(base_distribution(site.distribution), LogUniform):
+            if not isinstance(base_distribution(site.distribution), ImproperLogUniform):
                 continue
             if name not in self.weights or not isinstance(self.noise, GaussianNoise):
                 raise ValueError(
