@@ -33,6 +33,7 @@ class ObservationModel(TaskPrior, OwnParameters):
     def __init__(self, network: nn.Module, *, num_data: int | None = None) -> None:
         super().__init__()
         self.network = network
+        self._scales: dict[str, Scale] = {}
         self.num_data = None if num_data is None else whole_number(num_data, "num_data")
 
     def likelihood(self, output: Tensor) -> Distribution:
@@ -84,12 +85,12 @@ class ObservationModel(TaskPrior, OwnParameters):
         if isinstance(value, PyroParam):
             setattr(self, name, beside(self.network, value))
         else:
-            self.__dict__["_" + name] = value
+            self._scales[name] = value
 
     def _hyperparameter(self, name: str, like: Tensor) -> Tensor:
         if name in self._pyro_params:
             return getattr(self, name).to(like)
-        return hyperparameter(self.__dict__["_" + name], name, like)
+        return hyperparameter(self._scales[name], name, like)
 
 
 class Regression(ObservationModel):

@@ -76,7 +76,7 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
 
     def __getattr__(self, name: str) -> Any:
         if name == "network":  # not through PyroModule, which registers every parameter each time
-            return self.__dict__["_modules"]["network"]
+            return self._modules["network"]
         return super().__getattr__(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -102,7 +102,7 @@ class LogUniform(Prior):
     """
 
     def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution:
-        return _spread(distributions.LogUniform(parameter.new_zeros(())), parameter)
+        return _spread(distributions.ImproperLogUniform(parameter.new_zeros(())), parameter)
 
 
 class Laplace(Prior):

@@ -2,7 +2,7 @@
 
 from pyro_bdl.guides.selectors import (
     ByModule,
-    ByName,
+    BySite,
     LargestMagnitude,
     LargestPredictiveVariance,
     LargestVariance,
@@ -16,9 +16,12 @@ from pyro_bdl.guides.selectors import (
     number_of,
 )
 
+ByName = BySite  # its earlier name
+
 __all__ = [
     "ByModule",
     "ByName",
+    "BySite",
     "LargestMagnitude",
     "LargestPredictiveVariance",
     "LargestVariance",

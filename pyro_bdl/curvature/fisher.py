@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from pyro.distributions.torch_distribution import MaskedDistribution
 from torch import Tensor
-from torch.distributions import Independent, constraints
+from torch.distributions import constraints
 
 from pyro_bdl.curvature.fisher_roots import ESTIMATION_DRAWS, Cotangent, cell_roots, rebuilt
+from pyro_bdl.distributions.copies import masks_of
 from pyro_bdl.distributions.take_apart import (
     base_distribution,
     parameters_of_any,
@@ -127,13 +127,10 @@ def cell_weights(site: Site) -> Tensor:
     """Square roots of the cells' weights, of the batch shape: temperatures and masks."""
     base = base_distribution(site.distribution)
     like = next(iter(parameters_of_any(base).values()))
-    outer: Any = site.distribution
-    factors = [(site.scale, outer.batch_shape), (1.0 / site.subsampling, outer.batch_shape)]
-    factors += [] if site.mask is None else [(site.mask, outer.batch_shape)]
-    while isinstance(outer, Independent | MaskedDistribution):
-        if isinstance(outer, MaskedDistribution) and outer._mask is not None:
-            factors.append((outer._mask, outer.batch_shape))
-        outer = outer.base_dist
+    whole = site.distribution.batch_shape
+    factors: list[Any] = [(site.scale, whole), (1.0 / site.subsampling, whole)]
+    factors += [] if site.mask is None else [(site.mask, whole)]
+    factors += masks_of(site.distribution)
     weight = torch.ones(base.batch_shape, dtype=like.dtype, device=like.device)
     for factor, shape in factors:
         value = torch.as_tensor(factor, dtype=like.dtype, device=like.device)
@@ -167,6 +164,3 @@ def _score(site: Site, value: Tensor) -> Cotangent:
         name: torch.zeros_like(leaf) if gradient is None else gradient
         for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True)
     }
-
-
-# ------------------------------------------------------------------------------- closed forms

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fisher import site_parameters
-from pyro_bdl.curvature.fit import site_jacobians, site_pullback
 from pyro_bdl.curvature.jacobian.linearization import Linearization
+from pyro_bdl.curvature.site_jacobians import site_jacobians, site_pullback
 from pyro_bdl.curvature.structures.diagonal import DiagonalCurvature
 from pyro_bdl.distributions.copies import masks_of
 from pyro_bdl.program.trace import Site

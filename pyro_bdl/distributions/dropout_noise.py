@@ -15,7 +15,7 @@ from pyro.distributions import TorchDistribution, constraints
 from torch import Tensor
 from torch.distributions import Independent, Normal, register_kl
 
-from pyro_bdl.distributions.log_uniform import LogUniform
+from pyro_bdl.distributions.log_uniform import ImproperLogUniform
 
 Temperature = float | Callable[[int], float]
 
@@ -248,7 +248,7 @@ def draw(noise: Noise, p: Tensor, num_samples: int, step: int | None) -> Tensor:
 def _kl_noisy_normal(q: NoisyWeight, p: Independent) -> Tensor:
     """-H(eps) - E_q[log p(w)] for an independent Normal or log-uniform prior p."""
     base = p.base_dist
-    if isinstance(base, LogUniform) and q.scale_free:
+    if isinstance(base, ImproperLogUniform) and q.scale_free:
         return scale_free_kl(q.p, q.loc.numel())
     if not isinstance(base, Normal) or p.batch_shape:
         raise NotImplementedError

@@ -6,7 +6,7 @@ from pyro.distributions import TorchDistribution, constraints
 from torch import Tensor
 
 
-class LogUniform(TorchDistribution):
+class ImproperLogUniform(TorchDistribution):
     """The improper density 1 / |w|, uniform in log |w|; it cannot be sampled.
 
     :param like: a tensor with the distribution's batch shape, dtype and device.
@@ -19,8 +19,8 @@ class LogUniform(TorchDistribution):
         self.like = like
         super().__init__(like.shape, validate_args=False)
 
-    def expand(self, batch_shape: Any, _instance: Any = None) -> "LogUniform":
-        return LogUniform(self.like.expand(batch_shape))
+    def expand(self, batch_shape: Any, _instance: Any = None) -> "ImproperLogUniform":
+        return ImproperLogUniform(self.like.expand(batch_shape))
 
     def log_prob(self, value: Tensor) -> Tensor:
         return -value.abs().log()

@@ -31,7 +31,7 @@ def linearized_log_likelihood(guide: LaplaceGuide, offset: Tensor) -> Tensor:
         at = Linearization(guide.program_model, guide.subset, guide.loc, args, kwargs)
         for outputs in observed_outputs(at, differentiable=True).values():
             site = outputs.observed(outputs.moved(offset))
-            total = total + count * (site.log_prob() / site.subsampling).sum().double()
+            total = total + count * site.batch_log_prob().double()
     return total
 
 

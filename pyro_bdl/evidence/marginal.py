@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.fit import FactorStatements
+from pyro_bdl.curvature.factor_statements import FactorStatements
 from pyro_bdl.curvature.hyperparameters import ParameterReading, in_likelihood, noise_site, read
 from pyro_bdl.curvature.prior import PriorPrecision, flat_entries, prior_precision
 from pyro_bdl.distributions.take_apart import base_distribution
@@ -117,7 +117,7 @@ def _passed(guide: LaplaceGuide) -> Tensor:
                 run = record(model, latents, args, kwargs)
                 factors.read(run)
                 for site in (*run.observed.values(), *factors.new):
-                    total = total + count * (site.log_prob() / site.subsampling).sum().double()
+                    total = total + count * site.batch_log_prob().double()
     return total
 
 

@@ -48,13 +48,13 @@ class AutoEnsemble(Guide):
             raise ValueError(f"size must be at least 1, got {size}")
         super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
         self.size = size
-        self.__dict__["_init"] = init_loc_fn
+        self._init = init_loc_fn
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         with layers_called((self.program_model,)) as layers:
-            self.__dict__["_starts"] = [self._start(args, kwargs) for _ in range(1, self.size)]
+            self._starts = [self._start(args, kwargs) for _ in range(1, self.size)]
         super()._setup_prototype(*args, **kwargs)
-        del self.__dict__["_starts"]
+        del self._starts
         if layers:
             warnings.warn(
                 "the running statistics of the network's BatchNorm layers cannot be those of every "

@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from pyro_bdl.curvature.config import CurvatureConfig
-from pyro_bdl.curvature.fit import check_factors, fit_curvature, warn_of_randomness
+from pyro_bdl.curvature.factor_statements import check_factors
+from pyro_bdl.curvature.fit import fit_curvature
 from pyro_bdl.curvature.hyperparameters import ParameterReading, few_rows, noise_site, read
 from pyro_bdl.curvature.prior import PriorPrecision, prior_precision
+from pyro_bdl.curvature.randomness import warn_of_randomness
 from pyro_bdl.curvature.structures.base import Precision, log_prob
 from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
@@ -70,14 +72,18 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         init_loc_fn: Callable = init_to_network,
         create_plates: Callable | None = None,
     ) -> None:
-        self.__dict__["config"] = CurvatureConfig(
-            structure, curvature, num_draws, rank=rank, reduce=reduce
-        )
+        config = CurvatureConfig(structure, curvature, num_draws, rank=rank, reduce=reduce)
         super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
-        self.__dict__["subset"] = subset
+        self.config = config
+        self._selection = (subset,)  # in a tuple: a module in it is the program's own
+
+    @property
+    def subset(self) -> Any:
+        """The latents that get a covariance, as the user named them."""
+        return self._selection[0]
 
     def _shared_on_copy(self) -> tuple[str, ...]:
-        return (*super()._shared_on_copy(), "subset")  # it may hold modules of the program
+        return (*super()._shared_on_copy(), "_selection")
 
     def laplace_approximation(
         self, data: Any, *, progress: bool = False, **changes: Any
@@ -139,17 +145,18 @@ class LaplaceGuide(JointGuide):
         super().__init__(source)
         model, layout = source.program_model, source.require_layout()
         self.config = config
-        self.__dict__["few"] = batches.first()
+        self.few = batches.first()
         self.register_buffer("loc", source.location().detach().clone())
         if isinstance(selection, str) and selection == "last-layer":
             selection = last_layer(model, layout, self.loc, *self.few)
-        self.__dict__["subset"] = select(layout, selection, model=model)
+        self.subset = select(layout, selection, model=model)
         with explained(model, *self.few):
             gradient = self._fit(batches, None, progress)
         if check:
             self._check_maximum(gradient)
 
     num_data: int
+    _precision: Precision | None = None  # until it is asked for
     passes: list[tuple[Batches, float]]  # the data of each pass, and the factor of its sums
 
     def _fit(self, batches: Batches, before: Any, progress: bool) -> Tensor:
@@ -166,9 +173,9 @@ class LaplaceGuide(JointGuide):
             earlier = getattr(self, name) if before is not None else 0.0
             self.register_buffer(name, getattr(fitted, name).to(self.loc.device) + earlier)
         earlier = self.passes if before is not None else []
-        self.__dict__["passes"] = [*earlier, (batches, fitted.factor)]
+        self.passes = [*earlier, (batches, fitted.factor)]
         if before is None:
-            self.__dict__["few"] = few_rows(model, self.require_layout(), self.loc, self.few)
+            self.few = few_rows(model, self.require_layout(), self.loc, self.few)
             warn_of_randomness(model, self.subset, self.loc, *self.few)
             self.register_buffer("noise_factor", torch.ones_like(self.squares))
             self.register_buffer("reference_noise", None)
@@ -242,11 +249,11 @@ class LaplaceGuide(JointGuide):
     @property
     def precision(self) -> Precision:
         """The posterior precision in the subset: curvature plus prior."""
-        if "_precision" not in self.__dict__:
+        if self._precision is None:
             with torch.no_grad():
                 factor = self.curvature_factor(self.noise_factor).to(self.prior_diagonal)
-                self.__dict__["_precision"] = self.curvature.with_prior(self.prior, factor)
-        return self.__dict__["_precision"]
+                self._precision = self.curvature.with_prior(self.prior, factor)
+        return self._precision
 
     def curvature_factor(self, noise_factor: Tensor) -> Tensor:
         """The factor by which a change of the noise scales the curvature.
@@ -257,7 +264,7 @@ class LaplaceGuide(JointGuide):
         return noise_factor.square() if empirical else noise_factor
 
     def _forget(self) -> None:
-        self.__dict__.pop("_precision", None)
+        self._precision = None
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._forget()
@@ -265,7 +272,7 @@ class LaplaceGuide(JointGuide):
 
     def _apply(self, function: Callable, recurse: bool = True) -> Any:
         self._forget()
-        self.__dict__["few"] = tree_map_only(Tensor, function, self.few)
+        self.few = tree_map_only(Tensor, function, self.few)
         return super()._apply(function, recurse)
 
     def _shared_on_copy(self) -> tuple[str, ...]:

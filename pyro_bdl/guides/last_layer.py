@@ -147,7 +147,7 @@ class LastLayerGuide(LaplaceGuide):
 
     score: Tensor
     prior_gradient: Tensor
-    quadratic: bool
+    quadratic = False  # until the mode is found
     curvature: FullCurvature
     loc: Tensor
     log_likelihood: Tensor
@@ -162,14 +162,13 @@ class LastLayerGuide(LaplaceGuide):
         *,
         progress: bool = False,
     ) -> None:
-        self.__dict__["quadratic"] = False
         super().__init__(source, config, selection, batches, check=False, progress=progress)
         model = self.program_model
         _check_used_once(model, self.subset, self.loc, *self.few)
         quadratic = config.curvature in ("ggn", "hessian")
         quadratic = quadratic and is_quadratic(model, self.subset, self.loc, *batches.first())
         self.find_mode(steps=1 if quadratic else _STEPS, progress=progress)
-        self.__dict__["quadratic"] = quadratic
+        self.quadratic = quadratic
         if quadratic:
             self.refresh()  # remove the remaining rounding error
 
@@ -210,11 +209,11 @@ class LastLayerGuide(LaplaceGuide):
         :raises ValueError: if the noise of a Normal observation has changed since the fit.
         """
         quadratic = self.quadratic
-        self.__dict__["quadratic"] = False
+        self.quadratic = False
         try:
             super().update(data, progress=progress)
         finally:
-            self.__dict__["quadratic"] = quadratic
+            self.quadratic = quadratic
         if quadratic:
             self.refresh()
         else:
@@ -285,13 +284,10 @@ class LastLayerGuide(LaplaceGuide):
                 for args, kwargs in batches.part():
                     run = record(model, latents, args, kwargs)
                     for site in (*run.observed.values(), *run.factors.values()):
-                        part = part + (site.log_prob() / site.subsampling).sum().double()
+                        part = part + site.batch_log_prob().double()
                 batches.add_up(part)
                 total = total + factor * part
         return float(total)
-
-    def _shared_on_copy(self) -> tuple[str, ...]:
-        return (*super()._shared_on_copy(), "quadratic")
 
 
 def _check_used_once(

@@ -206,8 +206,8 @@ class ByModule(_Sites):
         return list(self.modules)
 
 
-class ByName(_Sites):
-    """Selector of the sites that match some names or patterns with shell wildcards."""
+class BySite(_Sites):
+    """The sites that match some names or patterns with shell wildcards."""
 
     def __init__(self, *patterns: str) -> None:
         self.patterns = patterns

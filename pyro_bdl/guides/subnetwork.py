@@ -56,10 +56,8 @@ class AutoSubnetwork(AutoLaplaceGGN):
             init_loc_fn=init_loc_fn,
             create_plates=create_plates,
         )
-        self.__dict__["select"] = _selector(
-            LargestPredictiveVariance() if select is None else select
-        )
-        self.__dict__["size"] = size
+        self.select = _selector(LargestPredictiveVariance() if select is None else select)
+        self.size = size
 
     def choose(self, data: Any, *, select: Selector | None = None, size: Size = None) -> Tensor:
         """The chosen positions in the flat vector, sorted.
@@ -159,7 +157,7 @@ class SubsetNormal(JointGuide):
         if not init_scale > 0:
             raise ValueError(f"init_scale must be positive, got {init_scale}")
         super().__init__(source)
-        self.__dict__["subset"] = subset
+        self.subset = subset
         self.register_buffer("fixed", source.location().detach().clone())
         start = subset.take(self.fixed)
         self.loc = nn.Parameter(start.clone())

@@ -95,7 +95,7 @@ class JointBlock(nn.Module):
         self.layout = Layout(list(latents))
         self.latents = tuple(self.layout.latents.values())
         self.register_buffer("loc", loc.detach().clone())
-        self.__dict__["precision"] = precision
+        self.precision = precision
         diagonal = self.precision_matrix().diagonal() if diagonal is None else diagonal
         self.register_buffer("precision_diagonal", diagonal.detach().clone())
 
@@ -124,7 +124,7 @@ class JointBlock(nn.Module):
         return 0.5 * gradient
 
     def _apply(self, function: Callable, recurse: bool = True) -> Any:
-        self.__dict__["precision"] = _moved(self.precision, function)
+        self.precision = _moved(self.precision, function)
         return super()._apply(function, recurse)
 
 
@@ -314,6 +314,8 @@ def joint_prior(
 class TaskPrior:
     """Mixin of programs whose prior can be replaced by a posterior: ``update_prior``."""
 
+    _modules: dict[str, Any]
+
     def update_prior(self, posterior: Any) -> Self:
         """Take a posterior as the prior of the next task, in place; returns itself.
 
@@ -338,10 +340,10 @@ class TaskPrior:
     @property
     def has_task_prior(self) -> bool:
         """Return whether ``update_prior`` has replaced the program's own prior."""
-        return self.__dict__["_modules"].get("task_prior") is not None
+        return self._modules.get("task_prior") is not None
 
     def _under_task_prior(self) -> AbstractContextManager[Any]:
-        prior = self.__dict__["_modules"].get("task_prior")
+        prior = self._modules.get("task_prior")
         return nullcontext() if prior is None else prior.run()
 
 

@@ -53,7 +53,7 @@ class OwnParameters(PyroModule):
 
     def _take_name(self) -> None:
         own = _free_name(self._name_of_kind(), self)
-        self.__dict__["_own_name"] = own
+        self._own_name = own
         self._pyro_name = own
         for inner in _pyro_modules(self):
             inner._pyro_context.used = False  # else Pyro refuses the new name of a copy

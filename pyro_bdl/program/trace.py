@@ -57,6 +57,11 @@ class Site(NamedTuple):
         """log p(value), scaled and masked, of the distribution's batch shape."""
         return scale_and_mask(self.distribution.log_prob(self.value), self.scale, self.mask)
 
+    def batch_log_prob(self) -> Tensor:
+        """The sum of log p(value) over the batch's own data, each once: tempered and masked, not
+        scaled up to N; a scalar."""
+        return (self.log_prob() / self.subsampling).sum()
+
     def unscaled_log_prob(self) -> Tensor:
         """log p(value) per datum: masked, not scaled."""
         return scale_and_mask(self.distribution.log_prob(self.value), 1.0, self.mask)

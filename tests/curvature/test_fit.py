@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyro_bdl import bayesianize, handlers, models
-from pyro_bdl.curvature import chunking
+from pyro_bdl.curvature import chunking, site_jacobians
 from pyro_bdl.curvature import config as config_module
-from pyro_bdl.curvature import fit as fit_module
 from pyro_bdl.curvature.config import CurvatureConfig, check_memory
 from pyro_bdl.curvature.fit import fit_curvature
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
@@ -169,9 +168,9 @@ def test_parts_that_fit_in_memory_add_up(oracle, structure, kind, monkeypatch):
     program, vector = oracle.program(model, x, y)
     whole = oracle.fit(program, vector, (x, y), structure=structure, rank=99)
     monkeypatch.setattr(chunking, "_BUDGET", 600)
-    monkeypatch.setattr(fit_module, "_COLUMNS_BUDGET", 600)
+    monkeypatch.setattr(site_jacobians, "_COLUMNS_BUDGET", 600)
     parts = []
-    original = fit_module.Linearization
+    original = chunking.Linearization
 
     def counted(model, subset, vector, *args, **kwargs):
         parts.append(len(args[0][0]))

@@ -521,7 +521,7 @@ def test_what_a_subset_fixes_stays_fixed():
 
 def test_a_subnetworks_normal():
     model, x, y = network(noise=0.4)
-    guide = AutoSubnetwork(model, select=selectors.ByName("2.*"))
+    guide = AutoSubnetwork(model, select=selectors.BySite("2.*"))
     normal = guide.prototype(x, y).variational((x, y), init_scale=0.3)
     with torch.no_grad():
         normal.scale_tril = 0.3 * torch.eye(4, dtype=D) + 0.1 * torch.ones(4, 4, dtype=D).tril(-1)

@@ -81,7 +81,7 @@ def test_layers(trained):
     model = trained.guide.program_model
     module = model.network.network[2]
     assert selectors.ByModule(module)(trained, None).tolist() == sorted(last)
-    assert selectors.ByName("2.*")(trained, None).tolist() == sorted(last)
+    assert selectors.BySite("2.*")(trained, None).tolist() == sorted(last)
     biases = selectors.Predicate(lambda name, latent: name.endswith("bias"))(trained, None)
     assert len(biases) == 4
     largest = selectors.LastLayer()(trained, 1)
@@ -92,7 +92,7 @@ def test_what_is_not_there(trained):
     with pytest.raises(ValueError, match="needs a size"):
         selectors.LargestMagnitude()(trained, None)
     with pytest.raises(ValueError, match="no latent site"):
-        selectors.ByName("3.weight")(trained, None)
+        selectors.BySite("3.weight")(trained, None)
     with pytest.raises(ValueError, match="not in the program"):
         selectors.ByModule(nn.Linear(1, 1))(trained, None)
     with pytest.raises(ValueError, match="empty"):

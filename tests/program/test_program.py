@@ -197,6 +197,21 @@ def test_the_densities_are_those_of_pyros_trace(program):
         torch.testing.assert_close(scaled, node["log_prob_sum"], rtol=1e-12, atol=0)
 
 
+def test_the_log_density_of_a_batch_counts_each_datum_once():
+    """A temperature of 1/2, a mask of the first row, and a plate of twelve data for four."""
+
+    def model(y):
+        loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 12, subsample=torch.arange(4)), poutine.scale(scale=0.5):
+            pyro.sample("y", dist.Normal(loc, 0.3).mask(torch.arange(4) > 0), obs=y)
+
+    y, loc = torch.randn(4), torch.tensor(0.7)
+    site = record(model, {"loc": loc}, (y,)).observed["y"]
+    expected = 0.5 * dist.Normal(loc, 0.3).log_prob(y)[1:].sum()
+    torch.testing.assert_close(site.batch_log_prob(), expected)
+    torch.testing.assert_close(site.log_prob().sum(), 3 * expected)
+
+
 def test_vmap_equals_a_loop(program):
     vectors, _ = _latents(program, 4)
     expected = torch.stack([program.log_density(vector) for vector in vectors])

@@ -23,7 +23,7 @@ from pyro_bdl.distributions.dropout_noise import (
     scale_free_kl,
     variance,
 )
-from pyro_bdl.distributions.log_uniform import LogUniform
+from pyro_bdl.distributions.log_uniform import ImproperLogUniform
 from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide, sample_site
@@ -91,6 +91,8 @@ class AutoMCDropout(Guide):
     weights: dict[str, Weight]
     steps: Tensor
     layers: tuple[nn.Module, ...]  # dropout layers of the program that this guide replaces
+    _arguments: tuple[tuple, dict[str, Any]] | None = None  # of the run that makes the parameters
+    _counted: object | None = None  # the training step that was counted last
 
     def __init__(
         self,
@@ -115,9 +117,9 @@ class AutoMCDropout(Guide):
         source = source_of(p, sites)
         super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
         self.learn_p, self.mask = learn_p, mask
-        self.__dict__["noise"] = BernoulliNoise() if noise is None else noise
-        self.__dict__["_source"] = source
-        self.__dict__["layers"] = ()
+        self.noise = BernoulliNoise() if noise is None else noise
+        self._source = source
+        self.layers = ()
 
     @classmethod
     def from_dropout_layers(cls, model: Callable, **options: Any) -> "AutoMCDropout":
@@ -140,25 +142,25 @@ class AutoMCDropout(Guide):
             if name in options:
                 raise ValueError(f"the dropout layers determine '{name}': leave it out")
         guide = cls(model, **options)
-        guide.__dict__["_source"] = DropoutLayers()
+        guide._source = DropoutLayers()
         return guide
 
     # Structure
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        self.__dict__["_arguments"] = args, kwargs
+        self._arguments = args, kwargs
         try:
             super()._setup_prototype(*args, **kwargs)
         except Exception:
             self.layout = None
             raise
         finally:
-            del self.__dict__["_arguments"]
+            self._arguments = None
 
     def _create_parameters(self, start: Tensor) -> None:
         model, layout = self.program_model, self.require_layout()
         # a guide around another guide's point starts from that guide's run
-        args, kwargs = self.__dict__.get("_arguments") or self._prototype_arguments()
+        args, kwargs = self._arguments or self._prototype_arguments()
         reader, run = reading_run(self._source.reader, model, layout, start, args, kwargs)
         if self.learn_p and total_num_data(run) == 1:
             raise ValueError(
@@ -166,10 +168,10 @@ class AutoMCDropout(Guide):
                 "likelihood; call the program with more data, or give it num_data"
             )
         rates = self._source(reader, layout, model)
-        self.__dict__["layers"] = getattr(reader, "layers", ())
+        self.layers = getattr(reader, "layers", ())
         if not self.layers:
             _warn_of_layers(model)
-        self.__dict__["weights"] = {name: weight for name, (weight, _) in rates.items()}
+        self.weights = {name: weight for name, (weight, _) in rates.items()}
         if not rates:
             warnings.warn(
                 "AutoMCDropout drops nothing, every latent is a point mass: no weight takes hidden "
@@ -177,7 +179,7 @@ class AutoMCDropout(Guide):
                 BdlWarning,
                 stacklevel=5,
             )
-        self.__dict__["_scale_free"] = self._log_uniform_sites(run)
+        self._scale_free = self._log_uniform_sites(run)
         self.loc = nn.Parameter(start.clone())
         self._create_rates(start.new_tensor([p for _, p in rates.values()]))
         self._create_index(start.device)
@@ -186,7 +188,7 @@ class AutoMCDropout(Guide):
         """The dropped sites whose prior is log-uniform."""
         found = []
         for name, site in run.latents.items():
-            if not isinstance(base_distribution(site.distribution), LogUniform):
+            if not isinstance(base_distribution(site.distribution), ImproperLogUniform):
                 continue
             if name not in self.weights or not isinstance(self.noise, GaussianNoise):
                 raise ValueError(
@@ -227,7 +229,7 @@ class AutoMCDropout(Guide):
             ("_entropies", torch.tensor(with_entropy, dtype=torch.long, device="cpu")),
         ):  # fmt: skip
             self.register_buffer(name, value.to(device), persistent=False)
-        self.__dict__["_counts"] = tuple(counts)
+        self._counts = tuple(counts)
 
     def _index(self, weight: Weight) -> Tensor:
         """The number of each entry's factor within a site."""
@@ -254,7 +256,7 @@ class AutoMCDropout(Guide):
         """Copy the guide; if the program was copied too, the new guide silences that copy's
         layers."""
         result = super().__deepcopy__(memo)
-        result.__dict__["layers"] = tuple(memo.get(id(layer), layer) for layer in self.layers)
+        result.layers = tuple(memo.get(id(layer), layer) for layer in self.layers)
         return result
 
     def __getstate__(self) -> dict[str, Any]:
@@ -301,9 +303,9 @@ class AutoMCDropout(Guide):
         step, now = int(self.steps), present_step()
         if not torch.is_grad_enabled():
             return step
-        if now is not None and now is self.__dict__.get("_counted"):
+        if now is not None and now is self._counted:
             return step - 1
-        self.__dict__["_counted"] = now
+        self._counted = now
         self.steps += 1
         return step
 

@@ -99,7 +99,7 @@ def test_preconditioned_step_has_the_covariance_of_its_recursion():
     """(L - eps L G L / 2)^-1 for a constant G."""
     eps = 0.1
     square = torch.tensor([0.1, 0.5, 1.0, 1.5, 1.9], dtype=torch.float64).expand(CHAINS, 5)
-    state = preconditioned.State(exact_draws(), square, adapting=False)
+    state = preconditioned.PreconditionedState(exact_draws(), square, adapting=False)
     scale = preconditioned.preconditioner(square, 0.01)[0]
     assert torch.allclose(scale, 1 / (0.01 + square[0].sqrt()))
     recursion = torch.linalg.inv(PRECISION - eps / 2 * (PRECISION * scale) @ PRECISION)

@@ -279,7 +279,11 @@ class EKFACCurvature(KroneckerCurvature):
         self, size: int, like: Tensor, *, reduce: bool = False, start: Self | None = None
     ) -> None:
         super().__init__(size, like, reduce=reduce)
-        self.__dict__["_start"] = start
+        self._earlier: dict[tuple[str, int], Any] = {}  # products of earlier data
+        if start is not None:
+            products = start.products
+            known = {key: name for key, name in start._names.items() if name in products}
+            self._earlier = {key: products[name] for key, name in known.items()}
 
     @classmethod
     def empty(
@@ -296,13 +300,10 @@ class EKFACCurvature(KroneckerCurvature):
         if number == 0:
             return
         self._decompose()
-        start = self.__dict__["_start"]
         for key, name in self._names.items():
             if name in self.products:
-                known = start is not None and start._names.get(key) in start.products
-                earlier = start.products[start._names[key]] if known else None
-                self.products[name].correct(earlier)
-        self.__dict__["_start"] = None
+                self.products[name].correct(self._earlier.get(key))
+        self._earlier = {}
 
 
 def _product_precision(

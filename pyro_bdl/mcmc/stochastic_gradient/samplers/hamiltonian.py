@@ -31,7 +31,7 @@ from torch import Tensor
 from pyro_bdl.utils.random_state import normal_like
 
 
-class State(NamedTuple):
+class HamiltonianState(NamedTuple):
     """The state of the chains.
 
     :param position: theta, (chains, P).
@@ -42,18 +42,18 @@ class State(NamedTuple):
     momentum: Tensor
 
 
-def init(position: Tensor, *, temperature: float = 1.0) -> State:
-    return State(position, math.sqrt(temperature) * normal_like(position))
+def init(position: Tensor, *, temperature: float = 1.0) -> HamiltonianState:
+    return HamiltonianState(position, math.sqrt(temperature) * normal_like(position))
 
 
 def update(
-    state: State,
+    state: HamiltonianState,
     gradient: Tensor,
     step_size: float,
     *,
     temperature: float = 1.0,
     friction: float = 0.02,
-) -> State:
+) -> HamiltonianState:
     """One step of every chain.
 
     :param gradient: (chains, P).
@@ -71,7 +71,7 @@ def update(
         noise = normal_like(momentum)
         momentum.add_(noise, alpha=math.sqrt((1 - kept**2) * temperature))
     position.add_(momentum, alpha=length / 2)
-    return State(position, momentum)
+    return HamiltonianState(position, momentum)
 
 
 def check_friction(friction: float) -> None:
@@ -88,5 +88,5 @@ def kinetic_temperature(momentum: Tensor, gradient: Tensor, step_size: float) ->
     return torch.add(momentum, gradient, alpha=math.sqrt(step_size) / 2).square().mean(-1)
 
 
-def statistics(state: State, gradient: Tensor, step_size: float) -> dict[str, Tensor]:
+def statistics(state: HamiltonianState, gradient: Tensor, step_size: float) -> dict[str, Tensor]:
     return {"kinetic_temperature": kinetic_temperature(state.momentum, gradient, step_size)}

@@ -18,7 +18,7 @@ from torch import Tensor
 from pyro_bdl.utils.random_state import normal_like
 
 
-class State(NamedTuple):
+class LangevinState(NamedTuple):
     """The positions of the chains.
 
     :param position: (chains, P).
@@ -27,11 +27,13 @@ class State(NamedTuple):
     position: Tensor
 
 
-def init(position: Tensor) -> State:
-    return State(position)
+def init(position: Tensor) -> LangevinState:
+    return LangevinState(position)
 
 
-def update(state: State, gradient: Tensor, step_size: float, *, temperature: float = 1.0) -> State:
+def update(
+    state: LangevinState, gradient: Tensor, step_size: float, *, temperature: float = 1.0
+) -> LangevinState:
     """One step of every chain.
 
     :param gradient: (chains, P).
@@ -42,4 +44,4 @@ def update(state: State, gradient: Tensor, step_size: float, *, temperature: flo
     if temperature:
         noise = normal_like(position)
         position.add_(noise, alpha=math.sqrt(2 * step_size * temperature))
-    return State(position)
+    return LangevinState(position)

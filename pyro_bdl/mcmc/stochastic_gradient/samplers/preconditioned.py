@@ -25,7 +25,7 @@ from torch import Tensor
 from pyro_bdl.utils.random_state import normal_like
 
 
-class State(NamedTuple):
+class PreconditionedState(NamedTuple):
     """The state of the chains.
 
     :param position: (chains, P).
@@ -38,19 +38,19 @@ class State(NamedTuple):
     adapting: bool = True
 
 
-def init(position: Tensor) -> State:
-    return State(position)
+def init(position: Tensor) -> PreconditionedState:
+    return PreconditionedState(position)
 
 
 def update(
-    state: State,
+    state: PreconditionedState,
     gradient: Tensor,
     step_size: float,
     *,
     temperature: float = 1.0,
     averaging: float = 0.99,
     damping: float = 1e-3,
-) -> State:
+) -> PreconditionedState:
     """One step of every chain.
 
     :param gradient: (chains, P).
@@ -75,7 +75,7 @@ def update(
         noise = normal_like(position)
         size = math.sqrt(2 * step_size * temperature)
         position.addcmul_(scale.sqrt(), noise, value=size)
-    return State(position, square, state.adapting)
+    return PreconditionedState(position, square, state.adapting)
 
 
 def preconditioner(square: Tensor, damping: float) -> Tensor:
@@ -84,6 +84,6 @@ def preconditioner(square: Tensor, damping: float) -> Tensor:
     return 1 / (damping + torch.where(mean > 0, square / mean, 1.0).sqrt())
 
 
-def settle(state: State) -> State:
+def settle(state: PreconditionedState) -> PreconditionedState:
     """The state with V as it is from now on."""
     return state._replace(adapting=False)

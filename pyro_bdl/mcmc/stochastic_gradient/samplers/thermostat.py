@@ -28,6 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_bdl.mcmc.stochastic_gradient.samplers import hamiltonian
 from pyro_bdl.mcmc.stochastic_gradient.samplers.hamiltonian import (
     check_friction,
     kinetic_temperature,
@@ -35,7 +36,7 @@ from pyro_bdl.mcmc.stochastic_gradient.samplers.hamiltonian import (
 from pyro_bdl.utils.random_state import normal_like
 
 
-class State(NamedTuple):
+class ThermostatState(NamedTuple):
     """The state of the chains.
 
     :param position: theta, (chains, P).
@@ -50,18 +51,18 @@ class State(NamedTuple):
     steered: bool = False
 
 
-def init(position: Tensor, *, temperature: float = 1.0) -> State:
-    return State(position, math.sqrt(temperature) * normal_like(position))
+def init(position: Tensor, *, temperature: float = 1.0) -> ThermostatState:
+    return ThermostatState(*hamiltonian.init(position, temperature=temperature))
 
 
 def update(
-    state: State,
+    state: ThermostatState,
     gradient: Tensor,
     step_size: float,
     *,
     temperature: float = 1.0,
     friction: float = 0.02,
-) -> State:
+) -> ThermostatState:
     """One step of every chain; at T = 0 the thermostat rests.
 
     :param gradient: (chains, P).
@@ -88,10 +89,10 @@ def update(
         momentum.addcmul_(variance.sqrt(), normal_like(momentum))
     decay = _steered(decay, momentum, coupling, temperature)
     position.add_(momentum, alpha=length / 2)
-    return State(position, momentum, decay, state.steered)
+    return ThermostatState(position, momentum, decay, state.steered)
 
 
-def settle(state: State) -> State:
+def settle(state: ThermostatState) -> ThermostatState:
     """The state with the thermostat on."""
     return state._replace(steered=True)
 
@@ -110,7 +111,7 @@ def _mean_decay(decay: Tensor) -> Tensor:
     return torch.where(zero, 1.0, -torch.expm1(-decay) / torch.where(zero, 1.0, decay))
 
 
-def statistics(state: State, gradient: Tensor, step_size: float) -> dict[str, Tensor]:
+def statistics(state: ThermostatState, gradient: Tensor, step_size: float) -> dict[str, Tensor]:
     """``kinetic_temperature``, and ``friction``: the share 1 - e^-z that a step takes out."""
     found = {"kinetic_temperature": kinetic_temperature(state.momentum, gradient, step_size)}
     if state.decay is not None:

@@ -1,0 +1,126 @@
+"""The log likelihood of data and what goes with it, summed over batches."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.curvature.factor_statements import FactorStatements
+from pyro_bdl.curvature.fisher import cell_weights, check_scales, num_data
+from pyro_bdl.curvature.jacobian.linearization import Linearization
+from pyro_bdl.distributions.take_apart import base_distribution
+from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
+from pyro_bdl.program.batches import Batches
+from pyro_bdl.program.supports import check_support
+from pyro_bdl.program.trace import Site
+from pyro_bdl.program.validation import check_finite_batches
+
+
+class LikelihoodSums:
+    """Sums over the data of a pass: their number, log likelihood and its gradient."""
+
+    def __init__(
+        self, vector: Tensor, batches: Batches, *, second_derivatives: bool = False
+    ) -> None:
+        self.batches, self.second_derivatives = batches, second_derivatives
+        self.factors = FactorStatements()
+        self.log_likelihood: Any = 0.0
+        self.num_data = 0
+        self.gradient = torch.zeros_like(vector)
+        self.squares = self.cells = torch.zeros((), dtype=torch.float64, device=vector.device)
+        self.stated: float = 0.0
+        self.scaled = False
+
+    def add(self, linearization: Linearization) -> None:
+        run = linearization.run
+        if not run.observed and run.factors and not self.second_derivatives:
+            raise UnsupportedProgramError(
+                f"the likelihood is in the factor '{next(iter(run.factors))}', which has no Fisher "
+                'information: take structure="full" with curvature="hessian", write it as a sample '
+                "statement with obs=..., or use a variational guide or NUTS"
+            )
+        if not run.observed and not run.factors:
+            raise ValueError(
+                "the program has no observed site: pass the targets, so that a sample statement "
+                "gets obs=..."
+            )
+        check_scales(run.observed)
+        check_support(run, first_row=self.num_data)
+        part, largest = linearization.vector.new_zeros(()), 0
+        for name, site in run.observed.items():
+            if site.value is None:
+                raise ValueError(
+                    f"site '{name}' has no observation: pass the targets as well, as in "
+                    "laplace_approximation((x, y))"
+                )
+            count = num_data(site)
+            self._add_squares(site)
+            largest = max(largest, count)
+            self.stated = max(self.stated, round(count * site.subsampling, 3))  # N / B * B
+            self.scaled = self.scaled or site.subsampling != 1
+            part = part + site.batch_log_prob()
+        self.factors.read(run)
+        for factor in self.factors.new:
+            part = part + factor.batch_log_prob()
+        if not torch.isfinite(part):
+            check_finite_batches(linearization.model, self.batches.part())
+            raise ValueError(
+                f"the log likelihood at the MAP is {float(part.detach())}: the data or the "
+                "network's outputs are not finite"
+            )
+        leaves = [linearization.leaves[name] for name in linearization.subset.parts]
+        if part.requires_grad:
+            found = torch.autograd.grad(part, leaves, retain_graph=True, allow_unused=True)
+            for name, gradient in zip(linearization.subset.parts, found, strict=True):
+                if gradient is not None:
+                    where = linearization.subset.layout.slices[name]
+                    self.gradient[where] += gradient.reshape(-1)
+        self.log_likelihood = self.log_likelihood + part.detach().double()
+        self.num_data += largest
+
+    def _add_squares(self, site: Site) -> None:
+        base: Any = base_distribution(site.distribution)
+        if type(base).__name__ == "Normal":
+            weights = cell_weights(site).square()
+            offsets = ((site.value - base.loc) / base.scale).detach()
+            self.squares = self.squares + (weights * offsets.square()).sum().double()
+            self.cells = self.cells + weights.sum().double()
+
+    def add_up(self, batches: Batches) -> None:
+        """Add the sums of the other processes, where the data are shared among them."""
+        ranks = batches.ranks
+        if ranks is None:
+            return
+        counts = self.squares.new_tensor([self.num_data, float(self.log_likelihood)])
+        self.squares, self.cells = self.squares.clone(), self.cells.clone()
+        ranks.add_up([counts, self.gradient, self.squares, self.cells])
+        self.num_data, self.log_likelihood = round(counts[0].item()), counts[1]
+        stated, scaled = zip(*ranks.gather((self.stated, self.scaled)), strict=True)
+        self.stated, self.scaled = max(stated), any(scaled)
+        if self.scaled and self.num_data > self.stated:
+            warnings.warn(
+                f"the processes hold {self.num_data} data and the program speaks of "
+                f"{self.stated:.0f}: those that several hold, such as the rows that a "
+                "DistributedSampler repeats, count several times",
+                BdlWarning,
+                stacklevel=5,
+            )
+
+    def factor(self) -> float:
+        if self.stated <= self.num_data or not self.num_data:
+            return 1.0
+        if self.factors.values and self.second_derivatives:
+            raise ValueError(
+                f"the program speaks of {self.stated:.0f} data, {self.num_data} were passed, and "
+                f"by what the factor '{next(iter(self.factors.values))}' is to be scaled up is not "
+                "known: pass all data, in batches if need be"
+            )
+        warnings.warn(
+            f"the program speaks of {self.stated:.0f} data, {self.num_data} were passed: their "
+            "curvature is scaled up; for the exact sum pass all data as an iterable of batches, or "
+            "let a plate that picks its own rows (subsample_size) take all of them",
+            BdlWarning,
+            stacklevel=5,
+        )
+        return self.stated / self.num_data

@@ -1,0 +1,110 @@
+"""Jacobians of observed sites, whose rows' outer products add up to a curvature."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.curvature.config import CurvatureConfig
+from pyro_bdl.curvature.fisher import cell_weights, num_data, site_parameters
+from pyro_bdl.curvature.fisher_roots import Cotangent
+from pyro_bdl.curvature.jacobian.jacobian import Jacobian
+from pyro_bdl.curvature.jacobian.linearization import Linearization, Pullback
+from pyro_bdl.distributions.take_apart import base_distribution, parameters_of_any
+from pyro_bdl.program.trace import Run, Site
+
+_COLUMNS_BUDGET = 8 * 2**20  # bytes of columns that are stacked, which costs a copy
+
+
+def fisher_jacobians(linearization: Linearization, config: CurvatureConfig) -> Iterator[Jacobian]:
+    """Yield Jacobians whose rows' outer products add up to the batch's curvature."""
+    for name in linearization.run.observed:
+        yield from site_jacobians(linearization, name, config)
+
+
+def site_jacobians(
+    linearization: Linearization, name: str, config: CurvatureConfig
+) -> Iterator[Jacobian]:
+    """Yield the Jacobians of one observed site, each datum counted once."""
+    site = linearization.run.observed[name]
+    if not site_parameters(site):
+        _check_readable(linearization, name, site)
+        return
+    known = _softmax_jacobian(linearization, name, site, config)
+    if known is not None:
+        yield known
+        return
+    groups: dict[tuple[str, ...], list[Cotangent]] = {}
+    most = _columns_at_once(linearization, num_data(site), config)
+    for column in config.columns(site):
+        touched = tuple(key for key, value in column.items() if value.any())
+        if not touched:
+            continue
+        groups.setdefault(touched, []).append(column)
+        if len(groups[touched]) >= most:
+            yield _jacobian(linearization, name, touched, groups.pop(touched))
+    for touched, columns in groups.items():
+        yield _jacobian(linearization, name, touched, columns)
+
+
+def _check_readable(linearization: Linearization, name: str, site: Site) -> None:
+    """Raise an error if latents move a site's density other than by its parameters.
+
+    :raises ValueError: where they enter the distribution in ways that are not understood.
+    """
+    total = site.log_prob().sum()
+    leaves = [linearization.leaves[part] for part in linearization.subset.parts]
+    if not total.requires_grad:
+        return
+    found = torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True)
+    if any(gradient is not None for gradient in found):
+        kind = type(base_distribution(site.distribution)).__name__
+        raise ValueError(
+            f"the Fisher information of site '{name}' is not known: its {kind} is not made of "
+            'tensors that can be read off it; use structure="full" with curvature="hessian", or '
+            "observe a distribution with parameters"
+        )
+
+
+def _softmax_jacobian(
+    linearization: Linearization, name: str, site: Site, config: CurvatureConfig
+) -> Jacobian | None:
+    """Return all columns at once where the subset is the last layer of a classifier."""
+    base = base_distribution(site.distribution)
+    if (
+        config.curvature != "ggn"
+        or not config.kind.takes_softmax
+        or type(base).__name__ not in ("Categorical", "OneHotCategorical")
+        or tuple(site_parameters(site)) != ("logits",)
+        or len(base.batch_shape) != 1
+    ):
+        return None
+    return site_pullback(linearization, name, ("logits",)).softmax(cell_weights(site).square())
+
+
+def _jacobian(
+    linearization: Linearization, name: str, keys: tuple[str, ...], columns: list[Cotangent]
+) -> Jacobian:
+    pullback = site_pullback(linearization, name, keys)
+    return pullback.jacobian([[column[key] for key in keys] for column in columns])
+
+
+def site_pullback(linearization: Linearization, name: str, keys: tuple[str, ...]) -> Pullback:
+    """Parameters of a site's distribution, ready to be differentiated datum by datum."""
+
+    def outputs(run: Run) -> Sequence[Tensor]:
+        parameters = parameters_of_any(base_distribution(run.observed[name].distribution))
+        return [parameters[key] for key in keys]
+
+    site = linearization.run.observed[name]
+    return linearization.pullback(outputs, num_data(site), label=(name, keys))
+
+
+def _columns_at_once(linearization: Linearization, count: int, config: CurvatureConfig) -> int:
+    item = linearization.vector.element_size()
+    per_column = item * sum(math.prod(use.output_shape) for use in linearization.uses)
+    shared = [math.prod(u.shape) for u in linearization.uses if u.unfold is not None]
+    numbers = config.kind.numbers_per_gradient(linearization.subset.size, max(shared, default=0))
+    per_column += item * numbers * count
+    return max(1, int(_COLUMNS_BUDGET / max(1, per_column)))
