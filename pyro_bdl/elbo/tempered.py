@@ -1,8 +1,8 @@
 """Tempered evidence lower bounds for ``pyro.infer.SVI`` and for torch's optimizers.
 
 The bound is L(eta) = E_q[log p(y | w)] - eta KL(q || p(w)), with the sum over data scaled by N / B.
-Its optimum approximates the tempered posterior, proportional to p(y | w)^(1/eta) p(w); eta = 1 is
-the Bayesian posterior (Grünwald & van Ommen 2017).
+Its optimum approximates the tempered posterior, which is proportional to p(y | w)^(1/eta) p(w); eta
+= 1 is the Bayesian posterior (Huix et al. 2022).
 
 All threads share Pyro's handlers, so only one thread at a time may run programs and take steps.
 These bounds refuse a second thread; Pyro's bounds do not notice it.

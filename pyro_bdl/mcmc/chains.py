@@ -1,4 +1,4 @@
-"""Parts that the backends share: the density they sample, settings, draws, progress."""
+"""Classes that the backends share: target density, settings, draws, progress, and warnings."""
 
 import math
 import operator
@@ -13,9 +13,9 @@ from tqdm import tqdm
 
 from pyro_bdl.errors import BdlWarning
 
-_ENOUGH = 10  # draws, to judge chains by
-_DIVERGENT = 0.1  # the share of divergent draws that is said
-_SHORTEST = 1e-4  # trajectory, in standard deviations
+_ENOUGH = 10  # draws needed to judge chains
+_DIVERGENT = 0.1  # the share of divergent draws above which a warning is given
+_SHORTEST = 1e-4  # trajectory length that is not stuck, in standard deviations
 
 STATS = ("potential_energy", "energy", "num_steps", "accept_prob", "step_size", "diverging")
 
@@ -36,7 +36,7 @@ class Settings:
     progress: bool
 
     def kernel_options(self) -> dict[str, Any]:
-        """The options that Pyro's and NumPyro's HMC or NUTS call alike."""
+        """The options that have the same names in Pyro's and NumPyro's HMC and NUTS."""
         options: dict[str, Any] = {"target_accept_prob": self.target_accept}
         if self.kernel == "nuts":
             return options | {"max_tree_depth": self.max_tree_depth}
@@ -48,7 +48,7 @@ class Target:
     """An unnormalized log density over R^P.
 
     :param log_density: vector (P,) -> scalar, in nats.
-    :param terms: vector -> site -> scalar, to say which site an operator came from.
+    :param terms: vector -> dict of site -> scalar, used to find the site of an operator.
     """
 
     log_density: Callable[[Tensor], Tensor]
@@ -57,8 +57,8 @@ class Target:
 
 @dataclass
 class Chains:
-    """Draws (chains, draws, P) with statistics (chains, draws); fewer than asked for where the
-    user interrupted."""
+    """Draws (chains, draws, P) with statistics (chains, draws); fewer than requested after
+    Ctrl-C."""
 
     vectors: Tensor
     stats: dict[str, Tensor]
@@ -70,8 +70,8 @@ def progress_bar(settings: Settings, total: int, description: str) -> tqdm:
 
 
 def stack_chains(chains: list[Chains]) -> Chains:
-    """Chains of one draw axis each. Where some were interrupted, the shortest are left out or the
-    longest cut, whichever keeps more draws."""
+    """Stack single chains. If some were interrupted, drop the shortest chains or cut the longest
+    ones, whichever keeps more draws."""
     longest_first = sorted((chain.vectors.shape[1] for chain in chains), reverse=True)
     draws = max(enumerate(longest_first, 1), key=lambda pair: pair[0] * pair[1])[1]
     kept = [chain for chain in chains if chain.vectors.shape[1] >= draws]
@@ -92,9 +92,9 @@ def one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
 
 
 def at_least(name: str, value: int, least: int) -> int:
-    """Check a whole number.
+    """Check a whole number and return it.
 
-    :raises TypeError: for something that is not a whole number.
+    :raises TypeError: for a value that is not a whole number.
     :raises ValueError: for a number below ``least``.
     """
     try:
@@ -122,11 +122,10 @@ def warn_of_divergences(chains: Chains) -> None:
 
 
 def warn_of_stuck_chains(chains: Chains) -> None:
-    """Warn of chains that stay where they began: trajectories far shorter than the posterior is
-    wide, or every proposal rejected.
+    """Warn of chains that hardly move: very short trajectories, or every proposal rejected.
 
-    A trajectory has the length step size times steps, in units of the standard deviations that the
-    mass matrix knows: about 1 where the adaptation went well.
+    The length of a trajectory is step size times number of steps, in units of the standard
+    deviations in the mass matrix. It is about 1 after a good adaptation.
     """
     if chains.vectors.shape[1] < _ENOUGH:
         return
@@ -139,7 +138,7 @@ def warn_of_stuck_chains(chains: Chains) -> None:
     which = ", ".join(map(str, stuck))
     warnings.warn(
         f"of {len(chains.vectors)} chains these hardly moved from their start, and so say nothing "
-        f"of the posterior: {which} (step size {sizes}); start elsewhere (init='uniform', "
+        f"about the posterior: {which} (step size {sizes}); start elsewhere (init='uniform', "
         "'network', or a trained guide) or take a longer num_warmup",
         BdlWarning,
         stacklevel=3,

@@ -1,4 +1,4 @@
-"""The points where chains start, and the log density over some of a program's latents."""
+"""Starting points of chains, and the log density as a function of some of a program's latents."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,14 +13,15 @@ from pyro_bdl.program.program import Program, trace_once
 from pyro_bdl.program.subset import Subset
 
 _ATTEMPTS = 100
-_RADIUS = 2.0  # of uniform starts; that of NumPyro and Stan
+_RADIUS = 2.0  # of uniform starts, as in NumPyro and Stan
 
 
 class Restriction:
     """A program's log density as a function of some of its latents' numbers (p,).
 
-    :param subset: which; None for all (then p = P).
-    :param at: the unconstrained vector (P,) where the others stay; given with ``subset`` only.
+    :param subset: the free numbers; None for all (then p = P).
+    :param at: the unconstrained vector (P,) that holds the fixed numbers; given with ``subset``
+        only.
     """
 
     def __init__(self, program: Program, subset: Subset | None, at: Tensor | None) -> None:
@@ -34,7 +35,7 @@ class Restriction:
         """The vector (P,) with ``vector`` (p,) at the chosen numbers."""
         if self.subset is None or self.at is None or self.subset.indices is None:
             return vector
-        # Not in place, which vmap refuses.
+        # vmap refuses in-place changes
         return self.at.to(vector).index_copy(0, self.subset.indices.to(vector.device), vector)
 
     def chosen(self, vector: Tensor) -> Tensor:
@@ -49,7 +50,7 @@ class Restriction:
         return self.program.log_density_terms(self.whole(vector))
 
     def constrain(self, vectors: Tensor) -> dict[str, Tensor]:
-        """Latents at vectors (..., p); sites that are fixed are expanded, not copied."""
+        """The latents at vectors (..., p); fixed sites are expanded, not copied."""
         layout = self.program.layout
         if self.subset is None or self.at is None:
             return layout.constrain(vectors)[0]
@@ -71,10 +72,10 @@ class Restriction:
 def starting_vectors(restriction: Restriction, init: Any, num_chains: int) -> Tensor:
     """Starting points (chains, p) at which the log density and its gradient are finite.
 
-    :param init: "prior" (a draw of the prior each; where it is improper, of a uniform distribution
-        over [-2, 2] in the unconstrained numbers), "uniform" (unconstrained numbers between -2 and
-        2, as NumPyro starts), "network" (the networks' own values), a guide or ``Samples`` (a draw
-        each), or a dict of latents.
+    :param init: "prior" (each at a draw of the prior; sites with an improper prior are drawn like
+        "uniform"), "uniform" (unconstrained numbers between -2 and 2, as in NumPyro), "network"
+        (the values of the networks' parameters), a guide or ``Samples`` (each at a draw of it), or
+        a dict of latents.
     :raises ValueError: if no such point is found, or for another ``init``.
     """
     starts = _proposed_starts(restriction, init, num_chains)

@@ -156,7 +156,7 @@ def test_a_fork_after_jax_is_refused():
 
 
 def test_an_accelerator_that_jax_lacks_is_said():
-    with pytest.warns(BdlWarning, match=r"on 'cuda:0', and this JAX knows the CPU alone"):
+    with pytest.warns(BdlWarning, match=r"on 'cuda:0', but JAX is installed for the CPU only"):
         numpyro_backend._check_device(torch.device("cuda:0"))
 
 

@@ -1,4 +1,4 @@
-"""HMC and NUTS of NumPyro on the user's own Pyro program, translated to JAX."""
+"""NumPyro's HMC and NUTS on a Pyro program that is translated to JAX."""
 
 import contextlib
 import os
@@ -22,10 +22,11 @@ from pyro_bdl.mcmc.chains import Chains, Settings, Target, progress_bar, stack_c
 from pyro_bdl.mcmc.jax.translate import to_jax
 from pyro_bdl.utils.interrupts import deferred_interrupt
 
-# Iterations between two looks at the clock and the keyboard are chosen to take about so long.
+# The number of iterations between two checks of clock and keyboard is chosen to take about this
+# long.
 _SECONDS_PER_BLOCK = 0.5
 _MOST_PER_BLOCK = 64
-_PROCESS = os.getpid()  # where JAX has its threads
+_PROCESS = os.getpid()  # the process that has JAX's threads
 
 
 def run(target: Target, start: Tensor, settings: Settings) -> Chains:
@@ -45,7 +46,7 @@ def run(target: Target, start: Tensor, settings: Settings) -> Chains:
             chains = _Chain(kernel, keys, starts, settings).run(stop)
         else:
             chains = _one_by_one(kernel, keys, starts, settings, stop)
-    chains.interrupted |= stop.is_set()  # in the last block
+    chains.interrupted |= stop.is_set()  # Ctrl-C during the last block
     chains.vectors = chains.vectors.to(start)
     chains.stats = {name: value.to(start.device) for name, value in chains.stats.items()}
     return chains
@@ -54,8 +55,8 @@ def run(target: Target, start: Tensor, settings: Settings) -> Chains:
 def _check_process() -> None:
     if os.getpid() != _PROCESS:
         raise RuntimeError(
-            "this process was forked from one in which JAX was used, whose threads it lacks, so "
-            "that JAX would wait for ever: start processes with "
+            "this process was forked from one in which JAX was used and lacks JAX's threads, so "
+            "that JAX would wait forever: start processes with "
             "multiprocessing.get_context('spawn'), or use backend='pyro'"
         )
 
@@ -70,8 +71,8 @@ def _check_device(device: torch.device) -> None:
         ) from error
     if platform == "cpu" and device.type != "cpu":
         warnings.warn(
-            f"the program is on '{device}', and this JAX knows the CPU alone: the chains run "
-            "there; install JAX for the accelerator, or use backend='pyro'",
+            f"the program is on '{device}', but JAX is installed for the CPU only: the chains run "
+            "on the CPU; install JAX for the accelerator, or use backend='pyro'",
             BdlWarning,
             stacklevel=4,
         )
@@ -96,10 +97,10 @@ def _translated(target: Target, example: Tensor) -> Any:
 
 
 def _has_gradient_of(target: Target, log_density: Any, point: Tensor) -> bool:
-    """Return whether torch differentiates the density to the same gradient.
+    """Return whether torch gives the same gradient of the density.
 
-    A program's own ``detach`` stops both; one that ``torch.autograd.grad`` left behind in the
-    program stops JAX alone.
+    A ``detach`` in the program stops the gradient in torch and JAX; a ``detach`` that
+    ``torch.autograd.grad`` leaves in the graph stops it in JAX only.
     """
     leaf = point.detach().requires_grad_()
     with torch.enable_grad():
@@ -137,10 +138,10 @@ def _kernel(potential: Any, settings: Settings) -> HMC:
 
 
 class _Chain:
-    """One chain, or several in lockstep: blocks of iterations on the device, progress between.
+    """One chain, or several in lockstep, run in blocks of iterations with progress in between.
 
-    The number of iterations of a block is an argument of one compiled function, so that warm-up
-    and sampling share it.
+    The number of iterations of a block is an argument of the compiled function, so that warm-up and
+    sampling share one compilation.
     """
 
     def __init__(self, kernel: HMC, keys: jax.Array, starts: jax.Array, settings: Settings) -> None:
@@ -153,7 +154,7 @@ class _Chain:
         self.collected: list[dict[str, np.ndarray]] = []
 
     def run(self, stop: threading.Event, bar: Any = None) -> Chains:
-        """Warm up and sample; Ctrl-C, or ``stop`` once it is set, ends it with what there is."""
+        """Warm up and sample; Ctrl-C or the event ``stop`` ends it early with the draws so far."""
         settings = self.settings
         own = bar is None
         total = settings.num_warmup + settings.num_samples
@@ -201,7 +202,7 @@ class _Chain:
 
 
 def _advance(kernel: HMC, state: Any, count: Any) -> tuple[Any, dict[str, jax.Array]]:
-    """``count`` iterations; the first ``count`` rows of the result hold them."""
+    """Run ``count`` iterations; the first ``count`` rows of the result hold their draws."""
     first = _kept(state)
     buffer = jax.tree.map(lambda v: jnp.zeros((_MOST_PER_BLOCK, *v.shape), v.dtype), first)
 
@@ -229,7 +230,7 @@ def _kept(state: Any) -> dict[str, jax.Array]:
 def _one_by_one(
     kernel: HMC, keys: jax.Array, starts: jax.Array, settings: Settings, stop: threading.Event
 ) -> Chains:
-    """Chains that do not wait for each other: in turn, or in parallel on threads of their own."""
+    """Run chains separately: one after the other, or in parallel on separate threads."""
     chains = [_Chain(kernel, key, start, settings) for key, start in zip(keys, starts, strict=True)]
     for chain in chains[1:]:
         chain.advance = chains[0].advance
@@ -266,7 +267,8 @@ def _in_threads(chains: list[_Chain], bar: Any, stop: threading.Event) -> Chains
 
     with ThreadPoolExecutor(len(chains)) as pool:
         running = [pool.submit(run, chain) for chain in chains]
-        # A second Ctrl-C reaches this thread only, and the error of one chain only its own.
+        # A second Ctrl-C arrives in this thread only; an error of a chain arrives in its thread
+        # only.
         with contextlib.suppress(KeyboardInterrupt):
             wait(running, return_when=FIRST_EXCEPTION)
         if not all(each.done() for each in running):

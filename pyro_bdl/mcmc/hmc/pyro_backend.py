@@ -1,4 +1,4 @@
-"""HMC and NUTS of Pyro: slower than NumPyro, but runs every program that torch can run."""
+"""Pyro's HMC and NUTS: slower than NumPyro's, but for every program that torch can run."""
 
 import math
 from typing import Any
@@ -13,7 +13,7 @@ from pyro_bdl.utils.random_state import seeded
 
 
 def run(target: Target, start: Tensor, settings: Settings) -> Chains:
-    """Sample ``target`` from the starting vectors (chains, P), one chain after the other."""
+    """Sample ``target`` from the starting vectors (chains, P), one chain after another."""
     total = len(start) * (settings.num_warmup + settings.num_samples)
     bar = progress_bar(settings, total, settings.kernel.upper())
     chains = []
@@ -32,7 +32,7 @@ def run(target: Target, start: Tensor, settings: Settings) -> Chains:
 
 
 class _Known(torch.autograd.Function):
-    """A value whose gradient is known."""
+    """An autograd function for a value with a known gradient."""
 
     @staticmethod
     def forward(ctx: Any, point: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
@@ -46,8 +46,10 @@ class _Known(torch.autograd.Function):
 
 
 class _Potential:
-    """-log p(u) that counts its evaluations. Its operators draw no random numbers, and so run
-    outside the mode that seeds them."""
+    """The potential energy -log p(u), with a count of its evaluations.
+
+    It draws no random numbers, and so runs outside the mode that seeds them, which is faster.
+    """
 
     def __init__(self, target: Target) -> None:
         self.target, self.count = target, 0
@@ -62,7 +64,7 @@ class _Potential:
 
 
 class _Collector:
-    """Pyro's hook after each iteration: keeps the draw and what the kernel says of it."""
+    """Pyro's hook after each iteration, which stores the draw and its statistics."""
 
     def __init__(self, potential: _Potential, bar: Any) -> None:
         self.potential, self.bar = potential, bar
@@ -125,7 +127,7 @@ def _kernel(potential: _Potential, settings: Settings) -> Any:
 
 
 def _recording_energy(base: type) -> type:
-    """The kernel with the energy H(u, r) at which each iteration starts."""
+    """A subclass of the kernel that records the energy H(u, r) at the start of each iteration."""
 
     class Recording(base):  # type: ignore[misc, valid-type]
         energy_current = math.nan

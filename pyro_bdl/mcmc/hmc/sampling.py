@@ -1,4 +1,4 @@
-"""``sample``: HMC and NUTS on a Pyro program, on Pyro's or NumPyro's implementation."""
+"""``sample``: HMC and NUTS on a Pyro program, by Pyro's or NumPyro's implementation."""
 
 import random
 import time
@@ -29,7 +29,7 @@ from pyro_bdl.samples import Samples
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.random_state import seeded
 
-_SAME = 1e-4  # relative; sums in single precision depend on the number of threads
+_SAME = 1e-4  # relative tolerance: sums in float32 depend on the number of threads
 
 
 def sample(
@@ -54,32 +54,33 @@ def sample(
 ) -> Samples:
     """Draw from the posterior of a Pyro program by Hamiltonian Monte Carlo.
 
-    The program runs in evaluation mode with all its data at once. ``backend="numpyro"`` traces
-    its log density to ATen operators and evaluates them in JAX; ``backend="pyro"`` runs the
-    program itself at every step. A program under ``handlers.temper`` has its tempered posterior
-    sampled. The same seed gives the same draws. Ctrl-C keeps the draws made so far.
+    The program runs in evaluation mode with all its data at once. ``backend="numpyro"`` traces its
+    log density to ATen operators and evaluates them in JAX; ``backend="pyro"`` runs the program
+    itself at every step. For a program under ``handlers.temper`` the target is the tempered
+    posterior. The same seed gives the same draws. Ctrl-C keeps the draws made so far.
 
     :param model: a Pyro program with continuous latents.
-    :param args: its arguments, targets included; ``model_kwargs`` its keyword arguments.
+    :param args: the program's arguments, including the targets.
+    :param model_kwargs: the program's keyword arguments.
     :param kernel: "nuts" (Hoffman & Gelman 2014) or "hmc" (Neal 2011).
     :param num_warmup: iterations per chain that adapt step size and mass matrix, not kept.
     :param num_samples: draws per chain.
-    :param init: where the chains start: "prior" (a draw of the prior each), "uniform"
-        (unconstrained numbers between -2 and 2, as NumPyro starts), "network" (the networks' own
-        values), a guide or ``Samples`` (a draw each), or a dict of latents.
-    :param target_accept: the acceptance probability that the step size aims at.
+    :param init: where the chains start: "prior" (each at a draw of the prior), "uniform"
+        (unconstrained numbers between -2 and 2, as in NumPyro), "network" (the values of the
+        networks' parameters), a guide or ``Samples`` (each at a draw of it), or a dict of latents.
+    :param target_accept: the target acceptance probability of the step size adaptation.
     :param max_tree_depth: NUTS takes at most 2^depth gradient steps per draw.
     :param trajectory_length: step size times number of steps of HMC, 2 pi by default.
     :param dense_mass: adapt a full mass matrix (P x P) instead of its diagonal.
-    :param chain_method: "parallel" (on threads of their own), "vectorized" (in lockstep) or
-        "sequential"; of NumPyro, Pyro's chains are sequential.
-    :param subset: draw only these of the latents' unconstrained numbers, the others staying ``at``
-        an unconstrained vector (P,).
+    :param chain_method: "parallel" (on separate threads), "vectorized" (in lockstep) or
+        "sequential"; for NumPyro only, Pyro's chains are always sequential.
+    :param subset: the latents' unconstrained numbers to draw; the others stay fixed.
+    :param at: the unconstrained vector (P,) that holds the fixed numbers; given with ``subset``.
     :param progress: show a progress bar.
     :returns: draws in the latents' supports, on the program's device, with statistics.
-    :warns BdlWarning: if the program draws random numbers in its run, where more than a tenth of
-        the draws ended in a divergence, where chains hardly moved from their start.
-    :raises TypeError: for a number of draws or chains that is not a whole number.
+    :warns BdlWarning: if the program draws random numbers, if more than a tenth of the draws ended
+        in a divergence, or if chains hardly moved from their start.
+    :raises TypeError: if the number of draws or chains is not a whole number.
     :raises UnsupportedProgramError: for a program without observed sites or with discrete latents.
     :raises MissingOperatorError: if an operator has no translation to JAX.
     :raises ValueError: for data that are not finite, targets outside their support, or a plate that
@@ -116,7 +117,7 @@ def sample(
         start = starting_vectors(restriction, init, num_chains)
         _warn_if_random(restriction, start[0], backend)
         target = Target(
-            lambda vector: restriction.log_density(vector),  # make_fx counts a method's self
+            lambda vector: restriction.log_density(vector),  # make_fx would count a method's self
             restriction.log_density_terms,
         )
     with evaluation_mode(model, args, kwargs):
@@ -153,8 +154,10 @@ def _runner(backend: str) -> Callable[[Target, Tensor, Settings], Chains]:
 
 @torch.no_grad()
 def _warn_if_random(restriction: Restriction, vector: Tensor, backend: str) -> None:
-    """Warn if two runs at the same latents differ. What numpy and Python would draw next is left to
-    the caller."""
+    """Warn if two runs at the same latents differ.
+
+    The random states of numpy and Python are restored.
+    """
     python, numpy = random.getstate(), np.random.get_state()
     try:
         first, second = (float(restriction.log_density(vector)) for _ in range(2))

@@ -1,7 +1,7 @@
-"""A pure torch function as a pure JAX function: traced to ATen operators, evaluated in JAX.
+"""Translation of a pure torch function to a pure JAX function, by a trace of ATen operators.
 
-Whatever the function closes over (data, parameters) becomes a constant, and what depends on
-constants alone is computed once, in torch.
+Tensors that the function closes over (data, parameters) become constants. Operations that depend
+only on constants are computed once, in torch.
 """
 
 import functools
@@ -24,9 +24,9 @@ from pyro_bdl.tracing.simplify import LARGE
 from pyro_bdl.tracing.trace import NotTraceable, tensor_of
 
 WAY_OUT = 'Sample with backend="pyro", which runs any program.'
-# Options of creation operators that say where and how memory is laid out.
+# Options of creation operators that concern memory: device, layout and the like.
 LAYOUT = {"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"}
-# torch decomposes these too, but not by default.
+# operators for which torch has decompositions that are not used by default
 DECOMPOSED = [aten.grid_sampler_2d, aten.upsample_bicubic2d, aten.dist, aten.ldexp]
 
 
@@ -38,7 +38,7 @@ def _decompositions() -> dict[Any, Callable]:
 
 
 def _traced(function: Callable, examples: Sequence[Tensor]) -> fx.GraphModule:
-    """The graph of the operators of the table, and of those that it lacks."""
+    """The graph of ATen operators, decomposed where the table lacks an operator."""
     try:
         return trace_pure(function, examples, _decompositions())
     except NotTraceable as error:
@@ -50,7 +50,7 @@ def _traced(function: Callable, examples: Sequence[Tensor]) -> fx.GraphModule:
 
 
 class _Step(NamedTuple):
-    """One operator: its node, its function, and its arguments, nodes among them."""
+    """One operator: its node, its JAX function, and its arguments, which may contain nodes."""
 
     node: fx.Node
     function: Any
@@ -70,7 +70,8 @@ class _Step(NamedTuple):
 
 
 class _Constant(NamedTuple):
-    """An array, or the one value that fills it: XLA fuses its broadcast for free."""
+    """A constant array; if all its entries are equal, only that value, since XLA fuses the
+    broadcast."""
 
     value: np.ndarray
     shape: tuple[int, ...]
@@ -81,13 +82,18 @@ def to_jax(
 ) -> Callable[..., Any]:
     """The JAX version of a pure torch function of tensors that returns a pytree of tensors.
 
-    It takes arrays of the examples' shapes and dtypes and can be jitted, differentiated and mapped.
-    In float64 it is called under ``jax.enable_x64(True)``; for float32 inputs that is not needed,
-    and what the function computes in 64 bits inside is then computed in 32, as always in JAX.
-    Raises ``MissingOperatorError``, here and not in the call, if an operator has no translation.
+    It takes arrays with the examples' shapes and dtypes and can be jitted, differentiated and
+    mapped. Call it under ``jax.enable_x64(True)`` for float64. Without that, intermediate results
+    in 64 bits are computed in 32 bits, as always in JAX.
 
-    :param through_detach: differentiate through ``detach``, which ``torch.autograd.grad`` inside
-        the function leaves in its graph too; the result's ``detaches`` says whether there is one.
+    :param function: the torch function.
+    :param example: a tensor with the shape and dtype of the first argument.
+    :param more_examples: tensors for the other arguments.
+
+    :param through_detach: differentiate through ``detach``. Calls of ``torch.autograd.grad`` inside
+        the function also leave ``detach`` in the graph. The attribute ``detaches`` of the result
+        says whether there is one.
+    :raises MissingOperatorError: at this call, if an operator has no translation.
     """
     examples = (example, *more_examples)
     graph = _traced(function, examples)
@@ -129,7 +135,7 @@ def to_jax(
 
 
 def _replace(structure: Any, values: dict[fx.Node, Any]) -> Any:
-    """Nodes by their values, in plain containers, which JAX knows (fx has its own)."""
+    """Replace nodes by their values, and fx's containers by plain ones, which JAX knows."""
     match structure:
         case fx.Node():
             return values[structure]
@@ -143,7 +149,7 @@ def _replace(structure: Any, values: dict[fx.Node, Any]) -> Any:
 
 
 def _like(expected: Tensor | None, result: Any) -> jax.Array | None:
-    """An operator's result in torch's dtype; None stands for one that nobody can use."""
+    """Cast an operator's result to torch's dtype; None if the result is not used."""
     if expected is None or result is None:
         return None
     result = cast(result, expected)
@@ -176,7 +182,7 @@ def _check(arguments: Sequence[jax.Array], examples: Sequence[Tensor]) -> None:
 
 
 def _known(graph: fx.GraphModule) -> dict[fx.Node, Any]:
-    """The values of the nodes that no input reaches."""
+    """The values of the nodes that do not depend on any input."""
     known: dict[fx.Node, Any] = {}
     with plain_torch():
         for node in graph.graph.nodes:
@@ -201,12 +207,12 @@ def _size(value: Any) -> int:
 
 
 def _constants(tensors: dict[fx.Node, Tensor]) -> tuple[dict[fx.Node, int], list[_Constant]]:
-    """Each node's place in the list of distinct constants, and that list."""
+    """For each node its position in the list of distinct constants; and that list."""
     constants: dict[Any, tuple[int, _Constant]] = {}
     index = {}
     for node, tensor in tensors.items():
         array = _numpy(tensor)
-        # Whole numbers may be indices or masks, which must stay concrete under jit.
+        # Integers may be indices or masks, which must stay concrete under jit.
         filled = tensor.is_floating_point() and array.size > 1 and (array == array.flat[0]).all()
         constant = _Constant(array.flat[0] if filled else array, array.shape)
         key = array.dtype, array.shape, constant.value.tobytes()
@@ -215,7 +221,7 @@ def _constants(tensors: dict[fx.Node, Tensor]) -> tuple[dict[fx.Node, int], list
 
 
 def _numpy(tensor: Tensor) -> np.ndarray:
-    """A copy: the program's own tensors may change later."""
+    """Copy a tensor to numpy: the program's tensors may change later."""
     tensor = tensor.detach().cpu()
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().copy().view(jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""Log densities and their gradients of several chains at once, traced once where that can be."""
+"""Log densities and gradients of several chains at once, from a traced graph if possible."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,22 +13,22 @@ from pyro_bdl.tracing.trace import trace
 from pyro_bdl.utils.module_state import vmappable
 from pyro_bdl.utils.random_state import everywhere
 
-_MOST_GRAPHS = 4  # of batches that differ in shape
-_CHECKED = 2  # evaluations of a graph that are held against the program
-_TOLERANCE = 1e-3  # relative to the largest entry; single precision reorders sums
+_MOST_GRAPHS = 4  # the largest number of batch shapes that are traced
+_CHECKED = 2  # evaluations of a graph that are compared with the program
+_TOLERANCE = 1e-3  # relative to the largest entry; float32 sums depend on their order
 
 
 class Scores:
     """Values (chains,) and gradients (chains, p) of a log density of (vector, *args, **kwargs).
 
-    By ``vmap`` through the program; where an operator has no batching rule, chain by chain. What
-    Python does in a run of the program (handlers, distributions, modules) costs as much as the
-    arithmetic of a small network: so the operators are recorded once for each shape of a batch and
-    replayed. The program is run again at every call where it cannot be recorded, and where the
-    recording gives something else on one of its first batches (control flow, random numbers).
+    The program is evaluated by ``vmap``, or chain by chain if an operator has no batching rule. The
+    Python code in a run (handlers, distributions, modules) costs as much as the arithmetic of a
+    small network. The operators are therefore traced once for each shape of a batch, and the graph
+    is replayed. The program itself is run at every call if it cannot be traced, or if the graph
+    gives other results on one of the first batches (control flow, random numbers).
 
-    :param log_density: a scalar function, pure in the vector and the arguments.
-    :param traced: whether to record at all.
+    :param log_density: a scalar function in nats, pure in the vector and the arguments.
+    :param traced: whether to trace at all.
     """
 
     def __init__(self, log_density: Callable[..., Tensor], *, traced: bool = True) -> None:
@@ -62,7 +62,7 @@ class Scores:
         def density(draw: dict[str, Tensor]) -> Tensor:
             return self.log_density(draw["u"], *args, **kwargs)
 
-        # The chains do not touch each other: the gradient of their sum is each one's own.
+        # The chains are independent, so the gradient of the sum gives each chain's gradient.
         leaf = vectors.detach().requires_grad_()
         with torch.enable_grad(), everywhere():
             values = self.map(density, {"u": leaf})
@@ -91,13 +91,13 @@ class Scores:
         try:
             with vmappable():
                 graph = trace(scores, [vectors, *(leaves[place] for place in places)])
-        except Exception:  # whatever the program does that cannot be recorded, it can be run
+        except Exception:  # a program that cannot be traced can still be run
             return None
         return _Graph(graph, places)
 
 
 class _Graph:
-    """A recording, and how often it was played."""
+    """A traced graph, and the number of its evaluations."""
 
     def __init__(self, graph: Callable[..., Any], places: list[int]) -> None:
         self.graph, self.places = graph, places
@@ -110,7 +110,7 @@ class _Graph:
 
 
 def _kind(leaf: Any) -> Any:
-    """The properties of an argument that a recording holds for."""
+    """The properties of an argument for which a traced graph is valid."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.device
     return type(leaf), repr(leaf)

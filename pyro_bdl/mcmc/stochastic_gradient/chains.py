@@ -1,4 +1,4 @@
-"""Chains on their way: moved by gradients of minibatches, with draws kept."""
+"""Chains that move by gradients of minibatches, and the draws that they keep."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,9 +19,9 @@ from pyro_bdl.program.validation import check_finite
 
 StepSize = float | Callable[[int], float]
 
-_REFRESH = 0.5  # seconds between two looks of the progress bar
+_REFRESH = 0.5  # seconds between two updates of the progress bar
 _MOST_EXPLORED = 1_000_000  # steps in a row without a draw
-_WORTH_TRACING = 500  # steps that are longer than it takes to record one
+_WORTH_TRACING = 500  # the number of steps from which tracing saves time
 
 
 class Track(NamedTuple):
@@ -29,9 +29,9 @@ class Track(NamedTuple):
 
     :param vectors: the draws (chains, draws, p).
     :param stats: name -> (chains, draws).
-    :param steps: how many were made.
-    :param interrupted: whether Ctrl-C ended it.
-    :param failure: why it ended early by itself, in words.
+    :param steps: the number of steps made.
+    :param interrupted: whether Ctrl-C ended the run.
+    :param failure: why the run ended early by itself, as text; None if it did not.
     """
 
     vectors: Tensor
@@ -42,13 +42,13 @@ class Track(NamedTuple):
 
 
 class Walk:
-    """Chains that ``run`` moves.
+    """Chains of stochastic-gradient MCMC, moved by ``run``.
 
-    :param start: (chains, p).
-    :param step_size: a number or a function of the step; one with ``explores(step)`` tells which
-        steps are without noise.
+    :param start: the initial positions (chains, p).
+    :param step_size: a number or a function of the step; if the function has a method
+        ``explores(step)``, steps for which it is true are made without noise.
     :param temperature: T.
-    :param options: of the method.
+    :param options: the method's options.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class Walk:
         self.kept = self.steps = 0
 
     def run(self, kept_steps: list[int], num_warmup: int, progress: bool) -> Track:
-        """Move until the last of ``kept_steps``; the draw after each of these is kept.
+        """Move the chains to the last of ``kept_steps``, and keep a draw after each of these steps.
 
-        :raises KeyboardInterrupt: for Ctrl-C before the first draw.
+        :raises KeyboardInterrupt: if Ctrl-C comes before the first draw.
         """
         self.vectors = self.start.new_empty(len(self.start), len(kept_steps), self.start.shape[-1])
         self.scores.traced = kept_steps[-1] >= _WORTH_TRACING
@@ -98,7 +98,7 @@ class Walk:
         return Track(self.vectors[:, : self.kept], stats, self.steps, interrupted, failure)
 
     def _move(self, kept_steps: list[int], num_warmup: int, bar: tqdm) -> str | None:
-        """Why the walk failed, if it did."""
+        """Move the chains; return the reason of a failure, or None."""
         method, waiting = self.method, iter(kept_steps)
         state = method.begin(self.start.clone(), self.temperature)
         point, batch = self._evaluated(state.position)
@@ -135,8 +135,8 @@ class Walk:
             return f"a batch at step {self.steps} is bad: {error}"
         return (
             f"chain {chain} diverged at step {self.steps}: use a smaller step_size, which "
-            "mcmc.suggest_step_size(model, data, at=guide) tells from a trained guide, and start "
-            "from that guide (init=guide)"
+            "mcmc.suggest_step_size(model, data, at=guide) computes from a trained guide, and "
+            "start from that guide (init=guide)"
         )
 
     def _size(self, step: int) -> float:
@@ -148,13 +148,13 @@ class Walk:
         return size
 
     def _evaluated(self, position: Tensor) -> tuple[Point, Batch]:
-        """Log density and gradient of every chain on the next minibatch."""
+        """The log density and gradient of every chain on the next minibatch."""
         batch = next(self.batches)
         values, gradient = self.scores(position, batch)
         return Point(position, values, gradient), batch
 
     def _limit(self, point: Point) -> Tensor:
-        """The log density (chains,) below which a chain is taken to diverge.
+        """The log density (chains,) below which a chain counts as diverged.
 
         In a stationary chain the potential energy varies by about T p / 2 around its mean.
         """
@@ -165,7 +165,7 @@ class Walk:
         stats = {
             "step_size": torch.full_like(point.log_density, size),
             "potential_energy": -point.log_density,
-            # E[(u - c)' grad U] = T p for every c; near the draws it varies least.
+            # E[(u - c)' grad U] = T p for every c; the variance is small for a c near the draws.
             "configurational_temperature": -((point.position - self.start) * point.gradient).mean(
                 -1
             ),
@@ -179,19 +179,19 @@ class Walk:
                 self.stats[name] = value.new_empty(self.vectors.shape[:2])
             self.stats[name][:, self.kept] = value
         self.vectors[:, self.kept] = point.position
-        self.kept += 1  # last, so that Ctrl-C before it loses this draw and no more
+        self.kept += 1  # last, so that Ctrl-C loses at most this draw
 
 
 def _lost(point: Point, limit: Tensor) -> int | None:
-    """The first chain whose log density is not finite or fell far."""
+    """The first chain whose log density is not finite or below the limit; None if there is none."""
     sound = (point.log_density >= limit) & (point.log_density < float("inf"))
     return None if bool(sound.all()) else int((~sound).nonzero()[0])
 
 
 def kept_steps(step_size: StepSize, num_warmup: int, num_samples: int, thinning: int) -> list[int]:
-    """After which steps, counted from 1, a draw is kept.
+    """The steps, counted from 1, after which a draw is kept.
 
-    :raises ValueError: if ``step_size.explores`` leaves no steps to sample in.
+    :raises ValueError: if ``step_size.explores`` is true for too many steps.
     """
     explores = getattr(step_size, "explores", None)
     if explores is None:

@@ -20,7 +20,7 @@ class Method(NamedTuple):
     :param init: position (chains, P) -> state.
     :param update: (state, gradient, step size, temperature=, options) -> state.
     :param statistics: (state, gradient, step size) -> name -> (chains,).
-    :param settle: called with the state after the first half of the warm-up.
+    :param settle: maps the state after the first half of the warm-up to the state for the rest.
     :param whole: whether it needs all data in each step.
     :param corrected: whether a Metropolis step follows each update.
     """
@@ -33,14 +33,14 @@ class Method(NamedTuple):
     corrected: bool = False
 
     def begin(self, position: Tensor, temperature: float) -> Any:
-        """The state at a position; a momentum is drawn at the temperature."""
+        """The initial state at a position; a momentum is drawn at the temperature."""
         takes = inspect.signature(self.init).parameters
         heat = {"temperature": temperature} if "temperature" in takes else {}
         return self.init(position, **heat)
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The names of the update's options besides the temperature."""
+        """The names of the update's options except the temperature."""
         parameters = inspect.signature(self.update).parameters.values()
         named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
         return tuple(name for name in named if name != "temperature")

@@ -1,4 +1,4 @@
-"""Endless minibatches for a chain, and whether the program scales their likelihood rightly."""
+"""An endless stream of minibatches, and checks that the program scales their likelihood by N/B."""
 
 import itertools
 import warnings
@@ -17,23 +17,23 @@ from pyro_bdl.utils.random_state import everywhere, permutation
 
 
 class Minibatches:
-    """The arguments of a program, batch after batch without end.
+    """An endless stream of a program's arguments, batch after batch.
 
-    :param data: ``(x, y)`` or an iterable of such batches, as in ``Batches``; an iterable is passed
-        over again and again.
-    :param batch_size: rows of each batch of ``(x, y)``, drawn in a new order on every pass, whose
-        rest is left out; None for all rows.
-    :raises ValueError: for a ``batch_size`` below 1, one for an iterable, one of data whose tensors
-        differ in their number of rows; for data without a batch.
+    :param data: ``(x, y)`` or an iterable of such batches, as in ``Batches``; an iterable is
+        iterated over again and again.
+    :param batch_size: rows of each batch of ``(x, y)``, in a new order on every pass; rows that do
+        not fill a batch are left out. None for all rows.
+    :raises ValueError: for a ``batch_size`` below 1, a ``batch_size`` with an iterable or with
+        tensors of different lengths, or data without a batch.
     """
 
     def __init__(self, data: Any, batch_size: int | None = None) -> None:
         self.source = Batches(data)
         some = list(itertools.islice(self.source, 2))
         self.first = some[0]
-        self.is_whole = len(some) == 1  # every gradient is of all data
-        self.num_rows: int | None = None  # of all data, where it is known
-        self.stated: int | None = None  # by the program
+        self.is_whole = len(some) == 1  # every batch holds all data
+        self.num_rows: int | None = None  # the number of all data, if known
+        self.stated: int | None = None  # the number of all data according to the program
         self.size = leading_size(self.first)
         if self.is_whole:
             self.num_rows = self.size
@@ -87,23 +87,26 @@ class Minibatches:
                 self._compare(rows)
 
     def _compare(self, rows: int) -> None:
-        """A pass may leave out a last batch that is not full, and no more."""
+        """Warn if a pass holds another number of data than the program states.
+
+        A pass may only leave out a last batch that is not full.
+        """
         if self.stated is None or self.stated - self.size < rows <= self.stated:
             return
         warnings.warn(
-            f"the program speaks of {self.stated} data, a pass over the batches holds {rows}: the "
-            f"posterior counts the likelihood as of {self.stated}; give the program the number of "
-            "all data as its num_data",
+            f"the program states {self.stated} data, but a pass over the batches holds {rows}: the "
+            f"likelihood is scaled to {self.stated} data; give the program the number of all data "
+            "as its num_data",
             BdlWarning,
             stacklevel=2,
         )
 
     def check_scale(self, program: Program) -> None:
-        """Check whether a program, built on the first batch, scales its log likelihood by N/B.
+        """Check that a program, built on the first batch, scales its log likelihood by N/B.
 
-        :raises ValueError: if it does not know N, or another one than there is.
-        :raises UnsupportedProgramError: for a latent for each datum with minibatches, or where the
-            program picks its rows itself.
+        :raises ValueError: if the program does not know N, or a wrong N.
+        :raises UnsupportedProgramError: if there is a latent for each datum, or if the program
+            chooses its rows itself.
         """
         with torch.no_grad():
             sites = program.run(program.initial).observed
@@ -118,7 +121,7 @@ class Minibatches:
                 )
             if stated != rows:
                 raise ValueError(
-                    f"the program speaks of {stated} data, but data is one batch of {rows}: pass "
+                    f"the program states {stated} data, but data is one batch of {rows}: pass "
                     "all of them, (x, y) with batch_size= or an iterable of batches"
                 )
             return
@@ -133,21 +136,21 @@ class Minibatches:
         known = f"{total}" if total else "the number of all data"
         if stated == rows:
             raise ValueError(
-                f"the program takes a minibatch of {rows} rows for all data, so that its log "
-                f"likelihood would count too little: make it with num_data={known}, or give its "
-                f"plate that size"
+                f"the program treats a minibatch of {rows} rows as all data, so that its log "
+                f"likelihood would have too little weight: make it with num_data={known}, or "
+                "give its plate that size"
             )
         check_scales(sites)
         if total is not None and stated != total:
             raise ValueError(
-                f"the program speaks of {stated} data, but data holds {total}: make it with "
+                f"the program states {stated} data, but data holds {total}: make it with "
                 f"num_data={total}"
             )
         self.stated = stated if rows == self.size else None
 
 
 def _with_given_randomness(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Batches in an order that follows the seed, where a ``DataLoader`` draws it."""
+    """Draw a ``DataLoader``'s order of batches from the chain's seeded generator."""
     with everywhere():
         iterator = iter(batches)
     while True:

@@ -1,4 +1,4 @@
-"""``sgmcmc``: Langevin and Hamiltonian dynamics by gradients of minibatches."""
+"""``sgmcmc``: Langevin and Hamiltonian dynamics with gradients of minibatches."""
 
 import time
 import warnings
@@ -57,38 +57,38 @@ def sgmcmc(
         "lmc"    Langevin dynamics on all data, unadjusted
         "mala"   the same with a Metropolis correction, exact at every step size
 
-    The step size multiplies the gradient in all of them; the equations are in the
-    files of ``samplers``. The chains move at once by ``vmap``, with noise of their own and the
-    same minibatch. The program runs in evaluation mode. A program under ``handlers.temper`` has its
-    tempered posterior sampled. The same seed gives the same draws, where the data come in the same
-    order. Ctrl-C keeps the draws made so far, and so does a step size that diverges.
+    The step size multiplies the gradient in all methods; the files in ``samplers`` hold the
+    equations. All chains move at once by ``vmap``, with separate noise and the same minibatch. The
+    program runs in evaluation mode. For a program under ``handlers.temper`` the target is the
+    tempered posterior. The same seed gives the same draws if the data come in the same order. The
+    draws made so far are kept after Ctrl-C, and if the chains diverge.
 
     :param model: a Pyro program with continuous latents; for minibatches it must know N
         (``num_data=`` of the ready-made programs).
-    :param data: ``(x, y)``, or an iterable of such batches that can be passed over again and again,
+    :param data: ``(x, y)``, or an iterable of such batches that can be iterated over several times,
         such as a ``DataLoader``.
     :param step_size: a number, or a function of the step from 0, such as ``mcmc.Polynomial`` or
-        ``mcmc.Cyclical``, which explores without noise and without draws in parts of its cycles.
+        ``mcmc.Cyclical``, which explores without noise and keeps no draws in a part of each cycle.
         See ``mcmc.suggest_step_size``.
-    :param num_warmup: steps before the first draw. In the first half of them "psgld" adapts its
+        :param num_warmup: steps before the first draw. In the first half of them "psgld" adapts its
         preconditioner, and "sgnht" runs without its thermostat.
     :param num_samples: draws per chain.
-    :param thinning: steps from a draw to the next, those that explore not counted.
-    :param num_chains: chains.
+    :param thinning: steps between draws; exploring steps do not count.
+    :param num_chains: the number of chains.
     :param batch_size: rows of each minibatch of ``(x, y)``; by default all rows.
     :param temperature: T; the stationary density is the posterior's to the power 1/T.
-    :param init: where the chains start: "prior" (a draw of the prior each), "uniform"
-        (unconstrained numbers between -2 and 2, as NumPyro starts), "network" (the networks' own
-        values), a guide or ``Samples`` (a draw each), or a dict of latents.
-    :param subset: move only these of the latents' unconstrained numbers, the others staying ``at``
-        an unconstrained vector (P,).
+    :param init: where the chains start: "prior" (each at a draw of the prior), "uniform"
+        (unconstrained numbers between -2 and 2, as in NumPyro), "network" (the values of the
+        networks' parameters), a guide or ``Samples`` (each at a draw of it), or a dict of latents.
+    :param subset: the latents' unconstrained numbers to draw; the others stay fixed.
+    :param at: the unconstrained vector (P,) that holds the fixed numbers; given with ``subset``.
     :param progress: show a progress bar.
-    :param options: of the method, see its file.
+    :param options: options of the method, see its file in ``samplers``.
     :returns: draws in the latents' supports, with statistics: ``step_size``; ``potential_energy``
         (nats, on the minibatch that followed the draw, scaled to all data);
-        ``configurational_temperature`` -(u - u_0)' grad log p(u) / P, u_0 the chain's start, and
-        ``kinetic_temperature`` of "sghmc" and "sgnht", both of mean T where the step size is small
-        enough; ``accept_prob`` of "mala"; ``friction`` of "sgnht". The entry ``failure`` of
+        ``configurational_temperature`` -(u - u_0)' grad log p(u) / P with u_0 the chain's start,
+        and ``kinetic_temperature`` of "sghmc" and "sgnht", both with mean T if the step size is
+        small enough; ``accept_prob`` of "mala"; ``friction`` of "sgnht". The entry ``failure`` of
         ``info`` says why the chains ended early, if they did.
     :raises UnsupportedProgramError: for a program without observed sites or with discrete latents.
     :raises ValueError: for data that are not finite, targets outside their support, a program that
@@ -154,7 +154,7 @@ def _tell(track: Track, num_samples: int) -> None:
             raise ValueError(f"{track.failure} (there was no draw before it)")
         warnings.warn(
             f"{track.failure}; the {made} of {num_samples} draws per chain made before it are "
-            "kept, of which the last may be off already",
+            "kept; the last of them may already be wrong",
             BdlWarning,
             stacklevel=3,
         )
@@ -166,7 +166,7 @@ def _tell(track: Track, num_samples: int) -> None:
         )
 
 
-# ---------------------------------------------------------------------------------- what is given
+# -------------------------------------------------------------------------- checks of arguments
 
 
 def checked_restriction(

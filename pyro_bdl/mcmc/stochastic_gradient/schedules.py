@@ -1,4 +1,4 @@
-"""Step sizes over the steps of a chain: callables ``step -> eps``, steps counted from 0."""
+"""Schedules of the step size: callables ``step -> eps``, with steps counted from 0."""
 
 import math
 from dataclasses import dataclass
@@ -9,8 +9,9 @@ class Polynomial:
     """eps_t = scale (offset + t)^-power, which falls to zero (Welling & Teh 2011, section 2).
 
     :param scale: positive; the first step is scale offset^-power.
-    :param offset: positive; about so many steps pass before the step size falls.
-    :param power: in (0.5, 1], for which the steps' sum diverges and that of their squares does not.
+    :param offset: positive; the number of steps before the step size falls noticeably.
+    :param power: in (0.5, 1], so that the sum of the step sizes diverges and the sum of their
+        squares converges.
     :raises ValueError: for a number outside its range.
     """
 
@@ -30,14 +31,14 @@ class Polynomial:
 
 @dataclass(frozen=True)
 class Cyclical:
-    """eps_t = (peak / 2) (cos(pi (t mod period) / period) + 1): from the peak to about zero, again
-    and again, so that a chain visits one mode after the other (Zhang et al. 2020, equation 1).
+    """eps_t = (peak / 2) (cos(pi (t mod period) / period) + 1): from the peak to about zero in each
+    period, so that a chain visits several modes (Zhang et al. 2020, equation 1).
 
-    While ``explores(t)`` a chain moves without noise and gives no draws; it samples in the rest of
-    each period.
+    While ``explores(t)`` is true a chain moves without noise and keeps no draws; it samples in the
+    rest of each period.
 
     :param peak: positive, the first step size of each period.
-    :param period: steps of a period, at least 1.
+    :param period: the number of steps of a period, at least 1.
     :param exploration: the share of a period in which the chain explores, in [0, 1).
     :raises ValueError: for a number outside its range.
     """

@@ -27,19 +27,19 @@ def suggest_step_size(
     batch_size: int | None = None,
     seed: int = 0,
 ) -> float:
-    """eps = fraction / lambda, lambda the largest curvature of the log density, for ``sgmcmc``.
+    """A step size eps = fraction / lambda for ``sgmcmc``, with lambda the largest curvature.
 
     lambda is the largest absolute eigenvalue of the Hessian of log p(u, y) in the unconstrained
-    latents, at points where the posterior is, on all data or on the first minibatch. On a Normal
-    posterior Langevin dynamics is stable up to fraction 2 and too wide by at most the factor
-    1 / (1 - fraction / 2); "sghmc" is stable up to fraction 4.
+    latents, at points ``at`` of high posterior density, on all data or on the first minibatch. For
+    a Normal posterior, Langevin dynamics is stable up to fraction 2, and its variance is too large
+    by at most the factor 1 / (1 - fraction / 2); "sghmc" is stable up to fraction 4.
 
     :param model: a Pyro program with continuous latents.
     :param data: see ``sgmcmc``, which also explains ``batch_size``.
     :param at: the points: a trained guide or ``Samples`` (draws), or a dict of latents. At draws
         the curvature can be many times that of the MAP.
     :param fraction: positive.
-    :param num_points: how many draws; lambda is the largest of theirs.
+    :param num_points: the number of draws; lambda is the largest curvature at any of them.
     :returns: the step size.
     :raises ValueError: as ``sgmcmc``; for a fraction that is not positive.
     """
@@ -53,8 +53,10 @@ def suggest_step_size(
 
 
 def largest_curvature(restriction: Restriction, vector: Tensor) -> float:
-    """The largest absolute eigenvalue of the log density's Hessian at a vector (p,), to a percent,
-    by power iteration."""
+    """The largest absolute eigenvalue of the log density's Hessian at a vector (p,).
+
+    By power iteration, to one percent.
+    """
     leaf = vector.detach().requires_grad_()
     with torch.enable_grad(), vmappable():  # fused attention has no second derivative
         (gradient,) = torch.autograd.grad(restriction.log_density(leaf), leaf, create_graph=True)

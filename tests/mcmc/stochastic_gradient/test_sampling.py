@@ -193,16 +193,16 @@ def test_full_batch_as_a_tuple_a_list_of_one_and_a_dict():
 
 def test_programs_that_do_not_know_how_many_data_there_are():
     x, y = linear_data()
-    with pytest.raises(ValueError, match=r"takes a minibatch of 5 rows for all data.*num_data=20"):
+    with pytest.raises(ValueError, match=r"treats a minibatch of 5 rows as all data.*num_data=20"):
         sampled(Linear(), (x, y), batch_size=5)
     batches = [(x[:10], y[:10]), (x[10:], y[10:])]
-    with pytest.raises(ValueError, match=r"10 rows for all data.*num_data=the number of all data"):
+    with pytest.raises(ValueError, match=r"10 rows as all data.*num_data=the number of all data"):
         sampled(Linear(), batches)
-    with pytest.raises(ValueError, match="speaks of 50 data, but data holds 20"):
+    with pytest.raises(ValueError, match="states 50 data, but data holds 20"):
         sampled(Linear(num_data=50), (x, y), batch_size=5)
-    with pytest.raises(ValueError, match="speaks of 50 data, but data is one batch of 20"):
+    with pytest.raises(ValueError, match="states 50 data, but data is one batch of 20"):
         sampled(Linear(num_data=50), (x, y))
-    with pytest.warns(BdlWarning, match="speaks of 50 data, a pass over the batches holds 20"):
+    with pytest.warns(BdlWarning, match="states 50 data, but a pass over the batches holds 20"):
         sampled(Linear(num_data=50), batches)
 
 

@@ -16,7 +16,8 @@ from pyro_bdl.mcmc.jax.ops.registry import OPERATORS, aten, axes, cast, register
 
 
 def _floating(function: Callable) -> Callable:
-    """For functions of two that JAX cannot differentiate while one of them is of integers."""
+    """Wrap a function of two arguments that JAX cannot differentiate if one of them holds
+    integers."""
 
     def apply(x, y):
         dtype = jnp.result_type(x, y)
@@ -104,7 +105,7 @@ def _polygamma(n, x):
 
 @register(aten.special_log_ndtr)
 def _log_ndtr(x):
-    # JAX loses the digits of the upper tail.
+    # JAX's function loses digits in the upper tail.
     upper = x > 1
     tail = special.ndtr(-jnp.where(upper, x, 1))
     return jnp.where(upper, jnp.log1p(-tail), special.log_ndtr(jnp.where(upper, 1, x)))
@@ -149,7 +150,7 @@ def _gelu(x, approximate="none"):
 
 @register(aten.clamp)
 def _clamp(x, min=None, max=None):
-    # jnp.clip halves the gradient at the bounds, torch passes it on.
+    # At the bounds jnp.clip halves the gradient; torch does not.
     if min is not None:
         x = jnp.where(x < min, min, x)
     return x if max is None else jnp.where(x > max, max, x)
@@ -268,7 +269,7 @@ def _vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
     if ord == 1:
         return jnp.sum(_abs(x), **options)
     total = jnp.sum(x * x if ord == 2 else _abs(x) ** ord, **options)
-    # torch's subgradient at the origin is 0, the root's would be NaN.
+    # torch's subgradient at the origin is 0; that of the square root would be NaN.
     root = jnp.where(total == 0, 1, total)
     return jnp.where(total == 0, 0, jnp.sqrt(root) if ord == 2 else root ** (1 / ord))
 

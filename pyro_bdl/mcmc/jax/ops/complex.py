@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 from pyro_bdl.mcmc.jax.ops.registry import aten, register, table
 
-# torch's codes for what a transform is divided by: nothing, the root of its length, its length.
+# torch's codes for the normalization: divide by nothing, the square root of the length, the length.
 NORMS = ("backward", "ortho", "forward")
 
 table({
@@ -34,7 +34,7 @@ def _fft_r2c(x, dim, normalization, onesided):
 def _fft_c2c(x, dim, normalization, forward):
     if forward:
         return jnp.fft.fftn(x, axes=dim, norm=NORMS[normalization])
-    # The codes say what this very transform is divided by.
+    # torch's code is for this transform, jnp's norm for the pair of transforms.
     return jnp.fft.ifftn(x, axes=dim, norm=NORMS[::-1][normalization])
 
 

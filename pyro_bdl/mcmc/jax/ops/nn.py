@@ -72,7 +72,7 @@ def _softmax(x, dim, half_to_float):
 
 @register(aten._safe_softmax)
 def _safe_softmax(x, dim, dtype=None):
-    # A query that may attend to nothing gets zeros.
+    # A query that may not attend to any key gets zeros.
     nothing = jnp.all(jnp.isneginf(x), dim, keepdims=True)
     return jnp.where(nothing, 0, jax.nn.softmax(jnp.where(nothing, 0, x), dim))
 
@@ -282,6 +282,6 @@ def _matrix_exp(x):
 def _pinv(x, *, atol=None, rtol=None, hermitian=False):
     if atol is None:
         return jnp.linalg.pinv(x, rtol=rtol, hermitian=hermitian)
-    largest = jnp.linalg.norm(x, 2, axis=(-2, -1))  # singular values count above both tolerances
+    largest = jnp.linalg.norm(x, 2, axis=(-2, -1))  # the largest singular value
     relative = jnp.maximum(0 if rtol is None else rtol, atol / largest)
     return jnp.linalg.pinv(x, rtol=lax.stop_gradient(relative), hermitian=hermitian)

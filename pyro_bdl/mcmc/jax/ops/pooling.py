@@ -18,7 +18,7 @@ def _windows(x, n, kernel, stride, padding, dilation, ceil_mode):
     for size, k, s, p, d in zip(x.shape[-n:], kernel, stride, padding, dilation, strict=True):
         reach = d * (k - 1) + 1
         count = -(-(size + 2 * p - reach) // s) if ceil_mode else (size + 2 * p - reach) // s
-        if ceil_mode and count * s >= size + p:  # a window must start inside
+        if ceil_mode and count * s >= size + p:  # a window must start inside the input
             count -= 1
         pads.append((p, max(p, count * s + reach - size - p)))
     lead = x.ndim - n
@@ -42,7 +42,10 @@ def _max_pool(n):
 
 
 def _dilated_max_pool(x, kernel, stride, pads, _, dilation):
-    """``lax.reduce_window`` has no gradient here; the first largest element takes torch's."""
+    """Max pooling with dilation, for which ``lax.reduce_window`` has no gradient.
+
+    As in torch, the first largest element gets the gradient.
+    """
     padded = jnp.pad(x, pads, constant_values=-jnp.inf)
     reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
     ends = [size - r for size, r in zip(padded.shape, reach, strict=True)]
@@ -73,7 +76,7 @@ def _avg_pool(n):
 
 
 def _counts(size, kernel, stride, padding, windows, include_pad):
-    """The number of elements that each window of one dimension averages."""
+    """The number of elements in each window of one dimension."""
     start = np.arange(windows) * stride - padding
     low, high = (-padding, size + padding) if include_pad else (0, size)
     return np.minimum(start + kernel, high) - np.maximum(start, low)
@@ -85,7 +88,7 @@ for _n in (2, 3):
 
 
 def _parts(size, count):
-    """Begins and ends of the windows of an adaptive pooling of ``size`` elements to ``count``."""
+    """The starts and ends of ``count`` windows of an adaptive pooling over ``size`` elements."""
     return [(i * size // count, -(-(i + 1) * size // count)) for i in range(count)]
 
 
@@ -110,7 +113,7 @@ def _adaptive_max_pool(x, output_size):
 
 
 def _along(matrix, x, axis):
-    """``x`` multiplied along one axis by a constant matrix."""
+    """Multiply ``x`` along one axis by a constant matrix."""
     y = jnp.tensordot(jnp.asarray(matrix, x.dtype), x, (1, axis), precision=EXACT)
     return jnp.moveaxis(y, 0, axis)
 

@@ -1,8 +1,9 @@
 """The table of ATen operators in JAX, and the helpers of the files that fill it.
 
 ``OPERATORS`` maps an overload (``aten.max.dim``) or a whole packet (``aten.add``) to a function of
-JAX arrays with the schema's own arguments. Results need not have torch's dtype: the translation
-casts them. Gradients at ties and kinks follow torch, so that both samplers feel the same force.
+JAX arrays with the arguments of torch's schema. Results need not have torch's dtype: the
+translation casts them. Gradients at ties and kinks equal torch's, so that both backends sample with
+the same gradient.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,7 @@ EXACT = lax.Precision.HIGHEST
 
 
 def register(*operators: Any) -> Callable[[Callable], Callable]:
-    """Enter the decorated function in the table under overloads or packets."""
+    """Register the decorated function for overloads or packets."""
 
     def enter(function: Callable) -> Callable:
         OPERATORS.update(dict.fromkeys(operators, function))
@@ -35,7 +36,7 @@ def register(*operators: Any) -> Callable[[Callable], Callable]:
 
 
 def lookup(operator: Any) -> Callable | None:
-    """The function for an overload, or for its packet, or None."""
+    """The function for an overload, else for its packet, else None."""
     return OPERATORS.get(operator) or OPERATORS.get(getattr(operator, "overloadpacket", None))
 
 
@@ -45,23 +46,24 @@ def as_dtype(tensor: Any) -> np.dtype:
 
 
 def cast(x: Any, tensor: Any) -> jax.Array:
-    """``x`` in the dtype of a torch tensor (or a torch dtype), or in its half without x64."""
+    """Cast ``x`` to the dtype of a torch tensor (or a torch dtype); without x64 to 32 bits."""
     return lax.convert_element_type(x, jax.dtypes.canonicalize_dtype(as_dtype(tensor)))
 
 
 def axes(dim: Any) -> Any:
-    """A torch ``dim`` (None or an empty list: all) as a JAX ``axis``."""
+    """Convert a torch ``dim`` to a JAX ``axis``; None or an empty list means all."""
     if dim is None or isinstance(dim, int):
         return dim
     return tuple(dim) or None
 
 
 def each(value: Any, n: int) -> list[int]:
-    """A per-dimension setting of torch (one number may stand for all) as ``n`` numbers."""
+    """Expand a per-dimension setting of torch to ``n`` numbers; one number applies to all
+    dimensions."""
     value = [value] if isinstance(value, int) else list(value)
     return value * n if len(value) == 1 else value
 
 
 def table(functions: dict[str, Callable]) -> None:
-    """Enter functions under the names of packets."""
+    """Register functions by the names of their packets."""
     OPERATORS.update({getattr(aten, name): function for name, function in functions.items()})

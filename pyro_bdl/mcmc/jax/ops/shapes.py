@@ -91,7 +91,7 @@ def _unbind(x, dim=0):
 
 @register(aten.cat)
 def _cat(tensors, dim=0):
-    # torch lets an empty vector join tensors of any rank.
+    # torch accepts an empty vector among tensors of any rank.
     return jnp.concatenate([t for t in tensors if t.shape != (0,)] or tensors, dim)
 
 
@@ -124,7 +124,7 @@ def _pad(x, pad, value=0):
 
 
 def _sides(pad):
-    """torch counts the dimensions of a padding from the last."""
+    """Reverse a padding: torch counts its dimensions from the last."""
     return list(zip(pad[::2], pad[1::2], strict=True))[::-1]
 
 
@@ -155,7 +155,7 @@ def _index(x, indices):
 @register(aten.index_put)
 def _index_put(x, indices, values, accumulate=False):
     if indices[0] is not None and indices[0].dtype == bool and jnp.ndim(values) == 0:
-        # A mask may depend on the latents as long as the shapes do not.
+        # A mask may depend on the latents if the shapes do not.
         mask = jnp.expand_dims(indices[0], range(indices[0].ndim, x.ndim))
         return jnp.where(mask, x + values if accumulate else values, x)
     place = x.at[_where_to(indices)]
@@ -174,7 +174,7 @@ def _index_select(x, dim, index):
 
 
 def _grid(shape, dim, index):
-    """The place of each element of ``index`` in a tensor that it indexes along ``dim``."""
+    """The full index of each element of ``index`` in a tensor that it indexes along ``dim``."""
     grid = list(np.indices(index.shape, sparse=True))
     grid[dim] = index
     return tuple(grid)
@@ -224,7 +224,7 @@ def _index_add(x, dim, index, source, *, alpha=1):
     return _at(x, dim, index).add(alpha * source)
 
 
-# Picking ----------------------------------------------------------------------------------------
+# Selection and sorting --------------------------------------------------------------------------
 
 
 def _take(x, index, dim, keepdim=True):
@@ -289,7 +289,7 @@ def _running(scan: Callable) -> Callable:
     def apply(x, dim):
         axis = dim % x.ndim
         here = lax.broadcasted_iota(int, x.shape, axis)
-        # Torch takes the last one of equal entries, where the gradient goes too.
+        # Of equal entries torch returns the last one, which also gets the gradient.
         index = lax.cummax(jnp.where(x == scan(x, axis), here, 0), axis)
         return jnp.take_along_axis(x, index, axis), index
 

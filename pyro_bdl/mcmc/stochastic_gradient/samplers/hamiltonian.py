@@ -2,20 +2,20 @@
 
     dtheta = p dt,    dp = grad log p(theta) dt - gamma p dt + sqrt(2 gamma T) dW
 
-In steps of length h = sqrt(eps), so that eps multiplies the gradient as a learning rate does, with
-a friction f per step, exp(-gamma h) = 1 - f, which is the momentum 1 - f of SGD::
+A step has length h = sqrt(eps), so that eps multiplies the gradient like a learning rate. The
+friction f per step is defined by exp(-gamma h) = 1 - f; SGD's momentum is 1 - f. A step is::
 
     p      <- p + h grad log p(theta)
     theta  <- theta + (h / 2) p
     p      <- (1 - f) p + sqrt((1 - (1 - f)^2) T) xi,    xi ~ Normal(0, I)
     theta  <- theta + (h / 2) p
 
-Friction and noise are those of the exact Ornstein-Uhlenbeck step. Since the next step starts with
-the same gradient, its kick is the second half of this step's and the first of its own: theta runs
-through the positions of the BAOAB splitting, whose stationary density in theta is exact for a
-Normal target with precision L at every eps < 4 / L, and right to second order in h otherwise. The
-noise of minibatches heats the momentum to about T (1 + h var(grad) / (2 gamma T)), which
-``kinetic_temperature`` shows and ``thermostat.py`` takes back.
+Friction and noise are those of the exact Ornstein-Uhlenbeck step. Each full kick combines the
+second half kick of one step with the first half kick of the next, which has the same gradient. The
+positions theta are therefore those of the BAOAB splitting. Its stationary density in theta is exact
+for a Normal target with precision L at every eps < 4 / L, and correct to second order in h
+otherwise. Minibatch noise heats the momentum to about T (1 + h var(grad) / (2 gamma T));
+``kinetic_temperature`` measures this, and ``thermostat.py`` corrects it.
 
 Sources: Chen, Fox & Guestrin (2014), Stochastic gradient Hamiltonian Monte Carlo, equation 15, with
 eps for their eta and f for their alpha; Leimkuhler & Matthews (2013), Rational construction of
@@ -35,7 +35,7 @@ class HamiltonianState(NamedTuple):
     """The state of the chains.
 
     :param position: theta, (chains, P).
-    :param momentum: p, (chains, P), of variance T.
+    :param momentum: p, (chains, P), with variance T.
     """
 
     position: Tensor
@@ -54,9 +54,9 @@ def update(
     temperature: float = 1.0,
     friction: float = 0.02,
 ) -> HamiltonianState:
-    """One step of every chain.
+    """Move every chain by one step.
 
-    :param gradient: (chains, P).
+    :param gradient: of log p(theta), (chains, P).
     :param step_size: eps.
     :param temperature: T.
     :param friction: f, the share of the momentum that is lost in a step, in (0, 1].
@@ -84,7 +84,7 @@ def check_friction(friction: float) -> None:
 
 
 def kinetic_temperature(momentum: Tensor, gradient: Tensor, step_size: float) -> Tensor:
-    """p'p / P (chains,) of the momentum between the two halves of its kick; its mean is about T."""
+    """p'p / P (chains,) of the momentum after half of its kick; the mean is about T."""
     return torch.add(momentum, gradient, alpha=math.sqrt(step_size) / 2).square().mean(-1)
 
 

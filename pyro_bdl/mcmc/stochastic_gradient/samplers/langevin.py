@@ -2,8 +2,9 @@
 
     theta' = theta + eps grad log p(theta) + sqrt(2 eps T) xi,    xi ~ Normal(0, I)
 
-For a Normal target with precision L the stationary covariance is T (L - eps L^2 / 2)^-1: right as
-eps -> 0, too wide by the factor 1 / (1 - eps L / 2) otherwise, and there is none from eps = 2 / L.
+For a Normal target with precision L the stationary covariance is T (L - eps L^2 / 2)^-1. It is
+exact as eps -> 0, else too large by the factor 1 / (1 - eps L / 2). For eps >= 2 / L the chain
+diverges.
 
 Source: Welling & Teh (2011), Bayesian learning via stochastic gradient Langevin dynamics, with
 eps for their eps / 2.
@@ -34,9 +35,9 @@ def init(position: Tensor) -> LangevinState:
 def update(
     state: LangevinState, gradient: Tensor, step_size: float, *, temperature: float = 1.0
 ) -> LangevinState:
-    """One step of every chain.
+    """Move every chain by one step.
 
-    :param gradient: (chains, P).
+    :param gradient: of log p(theta), (chains, P).
     :param step_size: eps.
     :param temperature: T.
     """

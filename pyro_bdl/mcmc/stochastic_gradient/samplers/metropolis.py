@@ -1,4 +1,4 @@
-"""The Metropolis correction of a Langevin step, which makes it exact at every step size (MALA).
+"""The Metropolis correction of a Langevin step (MALA), which is exact at every step size.
 
     alpha = min(1, (p(theta') / p(theta))^(1/T) q(theta | theta') / q(theta' | theta))
     q(theta' | theta) = Normal(theta + eps grad log p(theta), 2 eps T I)
@@ -31,11 +31,11 @@ class Point(NamedTuple):
 def correct(
     before: Point, proposed: Point, step_size: float, *, temperature: float = 1.0
 ) -> tuple[Point, Tensor]:
-    """Accept each chain's proposal of ``langevin.update``, or stay.
+    """Accept or reject each chain's proposal from ``langevin.update``.
 
-    A proposal with a log density that is not finite is never accepted.
+    A proposal whose log density is not finite is rejected.
 
-    :returns: where the chains are, and the acceptance probabilities (chains,).
+    :returns: the points of the chains, and the acceptance probabilities (chains,).
     """
     log_ratio = (proposed.log_density - before.log_density) / temperature
     log_ratio = log_ratio + _log_proposal(proposed, before, step_size, temperature)

@@ -3,14 +3,14 @@
     V' = a V + (1 - a) g^2,    G = 1 / (damping + sqrt(V / mean V))
     theta' = theta + eps G g + sqrt(2 eps G T) xi,    g = grad log p(theta)
 
-V starts from the mean of the first g^2 over the numbers of a chain, hence as plain Langevin
-dynamics, and is divided by its mean, so that G does not depend on the units of log p and eps
-remains a typical step.
+V starts as the mean of the first g^2 over the numbers of a chain, which gives plain Langevin
+dynamics. V is divided by its mean, so that G does not depend on the units of log p, and eps keeps
+its meaning as a typical step.
 
-A G that moves with theta would need the drift Gamma_i = sum_j dG_ij / dtheta_j, without which the
-stationary density is wrong by as much as a is less than 1. Here V is adapted in the first half of
-the warm-up and then stays (``settle``), whereby Gamma is exactly zero: for every draw that is kept,
-this is Langevin dynamics with a constant preconditioner.
+A G that depends on theta would need the drift Gamma_i = sum_j dG_ij / dtheta_j; without it the
+stationary density has an error that grows with 1 - a. Here V is adapted only in the first half of
+the warm-up and then fixed (``settle``), so that Gamma is exactly zero. All kept draws come from
+Langevin dynamics with a constant preconditioner.
 
 Source: Li, Chen, Carlson & Carin (2016), Preconditioned stochastic gradient Langevin dynamics for
 deep neural networks, algorithm 1, with eps for their eps / 2.
@@ -51,13 +51,13 @@ def update(
     averaging: float = 0.99,
     damping: float = 1e-3,
 ) -> PreconditionedState:
-    """One step of every chain.
+    """Move every chain by one step.
 
-    :param gradient: (chains, P).
+    :param gradient: of log p(theta), (chains, P).
     :param step_size: eps.
     :param temperature: T.
     :param averaging: a, the share of V that each step keeps, in [0, 1).
-    :param damping: bounds G by 1 / damping.
+    :param damping: positive; G is at most 1 / damping.
     :raises ValueError: for an option outside its range.
     """
     if not 0 <= averaging < 1:
@@ -79,7 +79,7 @@ def update(
 
 
 def preconditioner(square: Tensor, damping: float) -> Tensor:
-    """G (chains, P) of V; ones where V is all zeros."""
+    """G (chains, P) for V; ones if V is all zeros."""
     mean = square.mean(-1, keepdim=True)
     return 1 / (damping + torch.where(mean > 0, square / mean, 1.0).sqrt())
 

@@ -3,19 +3,21 @@
     dtheta = p dt,    dp = grad log p(theta) dt - xi p dt + sqrt(2 A T) dW
     dxi = (p'p / P - T) / Q dt
 
-The friction xi of each chain grows while its kinetic temperature p'p / P exceeds T: it settles
-where friction takes out the heat of both the injected noise A and the unknown noise of minibatches.
-In steps of length h = sqrt(eps), with z = xi h and a = A h, friction and noise per step, an update
-is the kick by the gradient, half a drift, half a step of z, the exact Ornstein-Uhlenbeck step::
+The friction xi of each chain grows while its kinetic temperature p'p / P exceeds T. It settles at
+the value that removes the heat of the injected noise A and of the unknown minibatch noise. A step
+has length h = sqrt(eps); z = xi h and a = A h are friction and noise per step. An update is the
+kick by the gradient, half a drift, half a step of z, the exact Ornstein-Uhlenbeck step::
 
     p  <-  e^-z p + sqrt(a T (1 - e^-2z) / z) w,    w ~ Normal(0, I)
 
-and the halves of z and of the drift again. Two half kicks meet in one, as in ``hamiltonian.py``.
-The inertia Q, which the stationary density in theta does not depend on, is 2 h^2 T / a^2, at which
-the temperature returns to T without swinging: a step of z is (a^2 / 2) (p'p / (P T) - 1).
+and then the other halves of z and of the drift. The kick combines two half kicks, as in
+``hamiltonian.py``. The inertia Q does not affect the stationary density in theta. It is 2 h^2 T /
+a^2, with which the temperature returns to T without oscillation; a step of z is then (a^2 / 2) (p'p
+/ (P T) - 1).
 
-The thermostat is switched on by ``settle``. Before, friction is a: a chain that falls from a far
-start is hot, and a thermostat would gather a friction that it needs many steps to lose.
+The thermostat is switched on by ``settle``; before that the friction is a. The reason is that a
+chain that starts far from the mode is hot at first, and the thermostat would build up a friction
+that takes many steps to decay.
 
 Sources: Ding, Fang, Babbush, Chen, Skeel & Neven (2014), Bayesian sampling using stochastic
 gradient thermostats, algorithm 2, where Q = 1; Leimkuhler & Shang (2016), Adaptive thermostats for
@@ -40,8 +42,8 @@ class ThermostatState(NamedTuple):
     """The state of the chains.
 
     :param position: theta, (chains, P).
-    :param momentum: p, (chains, P), of variance T.
-    :param decay: z, (chains, 1); None before the first step, which starts from z = a.
+    :param momentum: p, (chains, P), with variance T.
+    :param decay: z, (chains, 1); None before the first step, which starts with z = a.
     :param steered: whether the thermostat is on.
     """
 
@@ -65,11 +67,11 @@ def update(
 ) -> ThermostatState:
     """One step of every chain; at T = 0 the thermostat rests.
 
-    :param gradient: (chains, P).
+    :param gradient: of log p(theta), (chains, P).
     :param step_size: eps.
     :param temperature: T.
-    :param friction: f in (0, 1): the injected noise is that which without minibatches balances the
-        loss of a share f of the momentum per step, a = -log(1 - f).
+    :param friction: f in (0, 1). The injected noise a = -log(1 - f) balances, without minibatch
+        noise, the loss of the share f of the momentum per step.
     :raises ValueError: for a friction outside its range.
     """
     check_friction(friction)
