@@ -1,10 +1,13 @@
 """Activation checkpointing (``torch.utils.checkpoint``) in programs whose weights are substituted.
 
 A checkpointed part is computed again in the backward pass, when the substitution is undone. So
-torch's two ways of checkpointing are told, while a substitution holds, to compute the part with the
-same substitution again. Where none holds, they do what they always do.
+torch's two ways of checkpointing are replaced, while a substitution holds, by ones that compute the
+part with the same substitution again. Torch has no hook for this: the two functions in its module
+are exchanged when the first substitution begins and put back when the last one ends. Threads
+without a substitution checkpoint as ever meanwhile.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
@@ -24,7 +27,8 @@ def kept_for_recomputation(substitution: Substitution) -> Iterator[None]:
     """Parts that are checkpointed inside are computed again under ``substitution()``."""
     token = _active.set((*_active.get(), substitution))
     try:
-        yield
+        with _installed():
+            yield
     finally:
         _active.reset(token)
 
@@ -67,11 +71,16 @@ def _without_reentering(original: Callable) -> Callable:
 
 
 class _Reentering:
-    """torch's reentrant checkpoint. It has no gradients of tensors that are not arguments, as
-    substituted weights are, unless they are leaves: so the other way takes its place."""
+    """torch's reentrant checkpoint. It has no gradients of tensors that are no arguments, as
+    substituted weights are, unless they are leaves: so the other way takes its place.
 
-    def __init__(self, original: Any) -> None:
-        self.original = original
+    :param original: what stands in torch's module otherwise.
+    :param generator: what stands there for the other way.
+    """
+
+    def __init__(self, original: Any, generator: Callable) -> None:
+        self.original, self.generator = original, generator
+        self.users = 0  # substitutions that hold
 
     def apply(self, function: Callable, preserve_rng_state: bool, *args: Any) -> Any:
         if not _active.get():
@@ -84,11 +93,33 @@ class _Reentering:
         return getattr(self.original, name)
 
 
-# torch 2.15 has put the work of this function into another one.
 _GENERATOR = "_checkpoint_without_reentrant_generator"
-if hasattr(torch_checkpoint, f"{_GENERATOR}_impl"):
+if hasattr(torch_checkpoint, f"{_GENERATOR}_impl"):  # where torch 2.15 has put the work
     _GENERATOR = f"{_GENERATOR}_impl"
-setattr(torch_checkpoint, _GENERATOR, _without_reentering(getattr(torch_checkpoint, _GENERATOR)))
-torch_checkpoint.CheckpointFunction = _Reentering(  # type: ignore[assignment, misc]
-    torch_checkpoint.CheckpointFunction
-)
+
+_exchange = threading.Lock()
+
+
+@contextmanager
+def _installed() -> Iterator[None]:
+    """torch's ways of checkpointing are ours. Under ``torch.compile``, which has its own way,
+    nothing changes."""
+    if torch.compiler.is_compiling():
+        yield
+        return
+    module: Any = torch_checkpoint
+    with _exchange:
+        if not isinstance(module.CheckpointFunction, _Reentering):
+            generator = getattr(module, _GENERATOR)
+            module.CheckpointFunction = _Reentering(module.CheckpointFunction, generator)
+            setattr(module, _GENERATOR, _without_reentering(generator))
+        reentering = module.CheckpointFunction
+        reentering.users += 1
+    try:
+        yield
+    finally:
+        with _exchange:
+            reentering.users -= 1
+            if not reentering.users:
+                module.CheckpointFunction = reentering.original
+                setattr(module, _GENERATOR, reentering.generator)

@@ -1,5 +1,8 @@
 """Networks that checkpoint their activations have the posterior of those that do not."""
 
+import threading
+from contextlib import contextmanager, nullcontext
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +19,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 import pyro_bdl as bdl
 from pyro_bdl.mcmc.jax.translate import to_jax
 from pyro_bdl.program import Program
+from pyro_bdl.program.checkpointing import kept_for_recomputation
 
 
 class _Block(nn.Module):
@@ -195,6 +199,56 @@ def test_second_derivatives_and_segments(data):
         )
     torch.testing.assert_close(found[1], found[0])
     torch.testing.assert_close(found[2], found[0])
+
+
+def _torchs_own():
+    """What stands in torch's module, where no substitution holds."""
+    names = "CheckpointFunction", "_checkpoint_without_reentrant_generator"
+    names += ("_checkpoint_without_reentrant_generator_impl",)
+    return [getattr(torch.utils.checkpoint, name, None) for name in names]
+
+
+def test_torch_is_as_it_was_outside_of_runs(data):
+    before = _torchs_own()
+    assert {value.__module__ for value in before if value is not None} == {"torch.utils.checkpoint"}
+    model = _program(False)
+    program = Program(model, *data)
+    density = program.log_density(torch.zeros(program.size, requires_grad=True))
+    assert _torchs_own() == before
+    density.backward()
+    with pytest.raises(RuntimeError, match="shape"):
+        model(torch.randn(6, 5))
+    assert _torchs_own() == before
+
+
+def test_runs_of_two_threads_that_overlap_leave_torch_as_it_was(data):
+    """The one that began first ends first, and the other one still computes again."""
+    before, inside, done = _torchs_own(), threading.Event(), threading.Event()
+
+    def first():
+        with kept_for_recomputation(nullcontext):
+            inside.set()
+            done.wait()
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    inside.wait()
+    used = []
+
+    @contextmanager
+    def marked():
+        used.append(True)
+        yield
+
+    x = data[0].clone().requires_grad_()
+    net = _Net(False)
+    with kept_for_recomputation(marked):
+        done.set()
+        thread.join()
+        total = net(x).sum()
+    assert _torchs_own() == before
+    total.backward()
+    assert used == [True, True]  # one for each block
 
 
 @pytest.mark.parametrize("reentrant", WAYS)
