@@ -57,8 +57,8 @@ def start_at(init_loc_fn: Callable) -> Messenger:
 def init_afresh(site: Any = None) -> Any:
     """Other values of a network's weights, drawn as its layers draw theirs.
 
-    Weights of modules with a ``reset_parameters`` are drawn by it; whatever else starts as by
-    ``init_to_network``.
+    Weights of modules with a ``reset_parameters`` are drawn by it, for each network of a plate
+    anew; whatever else starts as by ``init_to_network``.
     """
     if site is None:
         return functools.partial(init_afresh)
@@ -67,9 +67,13 @@ def init_afresh(site: Any = None) -> Any:
         module, attribute = owner
         reset = "reset_parameters" if hasattr(module, "reset_parameters") else "_reset_parameters"
         if hasattr(module, reset):
-            fresh = copy.deepcopy(module)
-            getattr(fresh, reset)()
-            return getattr(fresh, attribute).detach().clone()
+            batch = site["fn"].batch_shape  # of a plate of networks, each with its own values
+            values = []
+            for _ in range(batch.numel()):
+                fresh = copy.deepcopy(module)
+                getattr(fresh, reset)()
+                values.append(getattr(fresh, attribute).detach())
+            return torch.stack(values).reshape(batch + values[0].shape)
     return init_to_network(site)
 
 

@@ -1,29 +1,40 @@
 """``bayesianize``: a copy of a torch network as a Pyro program with priors on its weights."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
 import pyro
 import torch
 from pyro.nn import PyroParam
-from pyro.poutine.indep_messenger import IndepMessenger
-from pyro.poutine.runtime import _PYRO_STACK
+from pyro.poutine.plate_messenger import block_plate
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from pyro_bdl.distributions.copies import moved_like, without_validation
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.priors import ByName, Normal, PriorFunction, check_prior, is_constant, learnable
+from pyro_bdl.program.batch_norm import keeps_statistics
 from pyro_bdl.program.checkpointing import kept_for_recomputation
 from pyro_bdl.program.gaussian_prior import TaskPrior
+from pyro_bdl.program.network_plates import (
+    NO_PLATES,
+    Each,
+    Plates,
+    each,
+    over_networks,
+    plates_around,
+)
 from pyro_bdl.program.network_sites import INIT_KEY, OWNER_KEY, SampledNetwork
 from pyro_bdl.program.parameter_namespace import OwnParameters
+from pyro_bdl.program.vmap import DrawMap
 from pyro_bdl.scales import beside, hyperparameter_scope
 
-_PLATES_OF_DRAWS = ("num_particles_vectorized", "_num_predictive_samples")
+__all__ = ["BayesianModule", "Each", "bayesianize", "each", "with_learnable_prior", "with_prior"]
+
+_NO_BATCH = torch.Size()
 
 
 class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
@@ -35,7 +46,14 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
     ones stay fixed. ``state_dict`` holds all of them under the names that they had.
     """
 
-    def __init__(self, network: nn.Module, prior: PriorFunction, *, name: str = "") -> None:
+    def __init__(
+        self,
+        network: nn.Module,
+        prior: PriorFunction,
+        *,
+        name: str = "",
+        plates: tuple[str, ...] = (),
+    ) -> None:
         super().__init__()
         _refuse(network)
         copied = copy.deepcopy(network)
@@ -43,6 +61,8 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
         self.training = network.training
         self.prior = prior
         self.site_prefix = f"{name}." if name else ""
+        self.plates = plates
+        self._over_networks = DrawMap(over="the networks of a plate", batch_norm=False)
         self._cache: dict[str, tuple[Any, Distribution]] = {}
         self._places = _places(copied)
         self._structure = _structure(copied)
@@ -80,12 +100,41 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
         return super().__getattr__(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._refuse_plates()
+        plates = NO_PLATES
+        if self.sites:
+            plates = plates_around(self.plates, self.site_prefix + self.sites[0])
         self._check_structure()
         with self._under_task_prior():
-            values = self._sample()
+            values = self._sample(plates)
+        if not self.plates:
+            return self._forward(values, *args, **kwargs)
+        self._refuse_running_statistics()
+        weights = {}
+        for name in self.sites:
+            shape = self._shape(name)
+            weights[name] = values.pop(name).expand(plates.batch + shape).reshape(-1, *shape)
+
+        def one(draw: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+            return self._forward(draw | values, *args, **kwargs)
+
+        return over_networks(one, weights, plates, args, kwargs, self._over_networks)
+
+    def _forward(self, values: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
         with _substituted(self._places, values):
             return self.network(*args, **kwargs)
+
+    def _shape(self, name: str) -> torch.Size:
+        owner, key = self._places[name][0]
+        return getattr(owner, key).shape
+
+    def _refuse_running_statistics(self) -> None:
+        for name, module in self.network.named_modules():
+            if module.training and keeps_statistics(module):
+                raise UnsupportedProgramError(
+                    f"the layer '{name}' would keep one set of running statistics for all networks "
+                    f"of the plate '{self.plates[0]}': use GroupNorm or LayerNorm, or "
+                    "track_running_stats=False, or call eval() on the network"
+                )
 
     def _check_structure(self) -> None:
         """Check that the network still has the layers that were given priors.
@@ -116,16 +165,17 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
                 )
         self._structure = _structure(network)
 
-    def _sample(self) -> dict[str, Tensor]:
+    def _sample(self, plates: Plates) -> dict[str, Tensor]:
         values = {}
         with hyperparameter_scope(_Scope(self)):
             for name in self.sites:
                 owner, key = self._places[name][0]
                 start = getattr(owner, key)
+                whole = start.expand(plates.batch + start.shape) if plates.batch else start
                 values[name] = pyro.sample(
                     self.site_prefix + name,
-                    self._distribution(name, start),
-                    infer=cast(Any, {INIT_KEY: start, OWNER_KEY: (owner, key)}),
+                    self._distribution(name, start, plates.batch),
+                    infer=cast(Any, {INIT_KEY: whole, OWNER_KEY: (owner, key)}),
                 )
         for name in self.learnable:
             owner, key = self._places[name][0]
@@ -134,7 +184,7 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
                 values[name] = pyro.param(f"{self._own_name}.network.{name}", parameter)
         return values
 
-    def _distribution(self, name: str, parameter: Tensor) -> Any:
+    def _distribution(self, name: str, parameter: Tensor, batch: torch.Size = _NO_BATCH) -> Any:
         kind = (parameter.dtype, parameter.device)
         if name in self._cache and self._cache[name][0] == kind:
             return self._cache[name][1]
@@ -148,7 +198,7 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
                 f"the parameter '{name}' is complex, and priors are of real numbers: keep its real "
                 "and imaginary parts as two parameters, or let the prior return None for it"
             )
-        result = _fitted(result, name, parameter)
+        result = _fitted(result, name, parameter, batch)
         if is_constant(self.prior):
             result = without_validation(result)
             self._cache[name] = kind, result
@@ -181,25 +231,13 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
         result._cache.clear()
         return result
 
-    def _refuse_plates(self) -> None:
-        for frame in _PYRO_STACK if self.sites else ():
-            if not isinstance(frame, IndepMessenger):
-                continue
-            if frame.name in _PLATES_OF_DRAWS:
-                raise UnsupportedProgramError(
-                    "networks do not take Pyro's plates of draws (vectorize_particles=True, "
-                    "Predictive's parallel=True): leave that out, or use the ELBOs of "
-                    "pyro_bdl.elbo and pyro_bdl.Predictive, which vectorize over draws by vmap"
-                )
-            raise UnsupportedProgramError(
-                f"the weights '{self.site_prefix}{self.sites[0]}' would be sampled inside the "
-                f"plate '{frame.name}', which gives every datum its own copy: call the network "
-                "outside the plate and observe inside it"
-            )
-
 
 def bayesianize(
-    net: nn.Module, prior: PriorFunction | None = None, *, name: str = ""
+    net: nn.Module,
+    prior: PriorFunction | None = None,
+    *,
+    name: str = "",
+    plate: str | Sequence[str] | None = None,
 ) -> BayesianModule:
     """A copy of ``net`` as a PyroModule whose weights are sampled from ``prior``.
 
@@ -207,10 +245,30 @@ def bayesianize(
     weights at a time they are computed again in the backward pass, with the same draw. Where
     several draws are computed at once, and in compiled ELBOs, they are stored instead.
 
+    With ``plate="groups"`` it is a network for every element of that plate, in which it is called::
+
+        networks = bdl.bayesianize(net, plate="groups")
+
+        def model(x, y=None):                                     # x (n, G, d), y (n, G)
+            with pyro.plate("groups", G):
+                f = networks(bdl.nn.each(x, dim=1))               # (G, n, 1): network g, x[:, g]
+                with pyro.plate("data", len(x)):
+                    return pyro.sample("y", dist.Normal(f[..., 0].T, 0.1), obs=y)
+
+    The sites have the plate's batch shape, (G, *shape) here, and the outputs a leading dimension
+    for each plate. All networks take the same of an argument that is not wrapped in :func:`each`:
+    ``networks(x)``. They are independent given the prior's hyperparameters, which they share: a
+    hyperprior, or ``priors.Pooled``, ties them. They also share parameters without a prior, and
+    start at the same values (``init.init_afresh`` draws some for each of them). In any other plate,
+    such as one of data, the call is refused: there every datum would get weights of its own. Let
+    the data be the first dimension of the targets, as above: Kronecker factors
+    (``structure="kron"``) need it.
+
     :param net: any torch module; it is not changed.
     :param prior: ``(name, module, parameter) -> Distribution or None``, see ``pyro_bdl.priors``;
         Normal(1.0) by default. None leaves a parameter learnable.
     :param name: put before all site names; needed where a program has two networks.
+    :param plate: the plate, or plates, whose elements have a network each; none by default.
     :raises ValueError: if no parameter gets a prior, or a prior has the wrong shape.
     :raises TypeError: for a prior that is no such function, such as a distribution itself; for a
         network that is compiled to TorchScript.
@@ -221,7 +279,10 @@ def bayesianize(
         raise TypeError(f"net must be a torch.nn.Module, got {type(net).__name__}")
     if prior is not None:
         check_prior(prior, "prior")
-    result = BayesianModule(net, prior if prior is not None else Normal(1.0), name=name)
+    plates = (plate,) if isinstance(plate, str) else tuple(plate or ())
+    result = BayesianModule(
+        net, prior if prior is not None else Normal(1.0), name=name, plates=plates
+    )
     if not result.sites:
         raise ValueError(
             "no parameter of the network has a prior: let the prior return a distribution for at "
@@ -285,6 +346,8 @@ class _Declarations:
     def sample(self, name: str, distribution: Distribution) -> Tensor:
         return distribution.sample()
 
+    sample_for_each = sample
+
     def param(self, name: str, declaration: PyroParam) -> Tensor:
         attribute = "hyper_" + "".join(c if c.isalnum() else "_" for c in name)
         if name not in self.module._hyperparameters:
@@ -301,6 +364,12 @@ class _Scope:
         self.values: dict[str, Tensor] = {}
 
     def sample(self, name: str, distribution: Any) -> Tensor:
+        with ExitStack() as stack:
+            for plate in self.module.plates:
+                stack.enter_context(block_plate(plate))
+            return self.sample_for_each(name, distribution)
+
+    def sample_for_each(self, name: str, distribution: Any) -> Tensor:
         if name not in self.values:
             self.values[name] = pyro.sample(self.module.site_prefix + name, distribution)
         return self.values[name]
@@ -362,23 +431,29 @@ def _places(network: nn.Module) -> Places:
     return places
 
 
-def _fitted(distribution: Distribution, name: str, parameter: Tensor) -> Distribution:
-    """A prior with exactly the parameter's shape as event shape, on its device."""
+def _fitted(
+    distribution: Distribution, name: str, parameter: Tensor, batch: torch.Size
+) -> Distribution:
+    """A prior with exactly the parameter's shape as event shape, on its device.
+
+    :param batch: of the plates around it, which the distribution may have too.
+    """
     if not isinstance(distribution, Distribution):
         raise TypeError(
             f"the prior of '{name}' gave {type(distribution).__name__}, and must give a "
             "distribution, or None for a parameter that stays learnable"
         )
     shape = distribution.batch_shape + distribution.event_shape
-    if shape != parameter.shape:
+    if shape not in (parameter.shape, batch + parameter.shape):
         if shape.numel() != 1 or distribution.event_shape:
             raise ValueError(
                 f"the prior of '{name}' has shape {tuple(shape)}, the parameter "
                 f"{tuple(parameter.shape)}: give it that shape, or no shape at all"
             )
         distribution = distribution.expand(parameter.shape)
-    if distribution.batch_shape:
-        distribution = distribution.to_event(len(distribution.batch_shape))  # type: ignore[attr-defined]
+    independent = parameter.dim() - len(distribution.event_shape)
+    if independent:
+        distribution = distribution.to_event(independent)  # type: ignore[attr-defined]
     return moved_like(distribution, parameter)
 
 

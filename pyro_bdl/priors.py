@@ -4,6 +4,7 @@
 ``parameter`` its present value, whose shape, dtype and device the distribution takes. None
 leaves it a learnable parameter. A scale is a number, a ``PyroParam`` (learned by maximizing the
 objective) or a distribution (a hyperprior: the scale becomes a latent site ``<label>.scale``).
+The networks of a plate (``bayesianize(net, prior, plate=...)``) share these hyperparameters.
 """
 
 import copy
@@ -94,6 +95,33 @@ class FanIn(Prior):
         return _spread(dist.Normal(parameter.new_zeros(()), scale), parameter)
 
 
+class Pooled(Prior):
+    """w ~ Normal(m, scale^2) around a mean m ~ ``mean`` that is a latent itself, for each weight.
+
+    The site ``<name>_mean`` joins the latents. For a plate of networks this is partial pooling:
+    all of them share m, and a scale with a hyperprior says how far they lie from it (Gelman & Hill
+    2007, chapter 12).
+
+    :param scale: of the weights around m.
+    :param mean: the prior of m; Normal(1.0) by default.
+    """
+
+    constant = False
+
+    def __init__(self, scale: Scale = 1.0, mean: PriorFunction | None = None) -> None:
+        self.scale = checked(scale, "scale")
+        if mean is not None:
+            check_prior(mean, "mean")
+        self.mean = Normal(1.0) if mean is None else mean
+
+    def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution:
+        distribution = self.mean(name, module, parameter)
+        if distribution is None:
+            raise ValueError(f"the prior of the mean of '{name}' is None: give it a distribution")
+        mean = present_scope().sample(f"{name}_mean", distribution)
+        return dist.Normal(mean, self._value("scale", parameter)).to_event(parameter.dim())
+
+
 class LogUniform(Prior):
     """p(w) proportional to 1 / |w|: the improper prior of variational dropout (Kingma et al. 2015).
 
@@ -143,7 +171,7 @@ class Horseshoe(Prior):
     def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution:
         scope = present_scope()
         tau = scope.sample(f"{name}.global_scale", dist.HalfCauchy(self._value("scale", parameter)))
-        local = scope.sample(
+        local = scope.sample_for_each(
             f"{name}.local_scale", _spread(dist.HalfCauchy(parameter.new_ones(())), parameter)
         )
         return dist.Normal(parameter.new_zeros(()), tau * local).to_event(parameter.dim())

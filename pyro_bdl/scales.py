@@ -19,15 +19,24 @@ Scale = float | PyroParam | Distribution
 
 
 class HyperparameterScope(Protocol):
-    """The home of the hyperparameters of a prior while a network's priors are evaluated."""
+    """The home of the hyperparameters of a prior while a network's priors are evaluated.
+
+    The networks of a plate share what ``sample`` and ``param`` give; ``sample_for_each`` draws for
+    every one of them.
+    """
 
     def sample(self, name: str, distribution: Distribution) -> Tensor: ...
+
+    def sample_for_each(self, name: str, distribution: Distribution) -> Tensor: ...
 
     def param(self, name: str, declaration: PyroParam) -> Tensor: ...
 
 
 class _PlainScope:
     def sample(self, name: str, distribution: Any) -> Tensor:
+        return pyro.sample(name, distribution)
+
+    def sample_for_each(self, name: str, distribution: Any) -> Tensor:
         return pyro.sample(name, distribution)
 
     def param(self, name: str, declaration: PyroParam) -> Tensor:

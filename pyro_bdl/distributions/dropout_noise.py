@@ -182,6 +182,8 @@ class NoisyWeight(TorchDistribution):
     :param noise: the distribution of the factors.
     :param step: None for a fixed rate, else the number of training steps taken so far.
     :param scale_free: whether the prior is log-uniform.
+    :param batch_dims: how many leading dimensions of m are batch dimensions, each of whose cells
+        has as many factors of its own as any other.
     """
 
     arg_constraints: ClassVar[dict[str, Any]] = {}
@@ -196,10 +198,12 @@ class NoisyWeight(TorchDistribution):
         noise: Noise,
         step: int | None,
         scale_free: bool = False,
+        batch_dims: int = 0,
     ) -> None:
         self.loc, self.index, self.p, self.count = loc, index, p, count
         self.noise, self.step, self.scale_free = noise, step, scale_free
-        super().__init__(torch.Size(), loc.shape, validate_args=False)
+        shape = loc.shape
+        super().__init__(shape[:batch_dims], shape[batch_dims:], validate_args=False)
 
     @property
     def support(self) -> Any:
@@ -208,7 +212,7 @@ class NoisyWeight(TorchDistribution):
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         shape = torch.Size(sample_shape)
         factors = draw(self.noise, self.p.expand(self.count), shape.numel(), self.step)
-        return (self.loc * factors[:, self.index]).reshape(shape + self.event_shape)
+        return (self.loc * factors[:, self.index]).reshape(shape + self.loc.shape)
 
     def log_prob(self, value: Tensor) -> Tensor:
         batch = value.shape[: value.dim() - len(self.event_shape)]
@@ -216,10 +220,12 @@ class NoisyWeight(TorchDistribution):
 
     def entropy(self) -> Tensor:
         if self.scale_free:
-            return self.loc.numel() * self.noise.entropy(self.p) + self.loc.abs().log().sum()
+            logs = self.loc.abs().log().flatten(len(self.batch_shape)).sum(-1)
+            return self.event_shape.numel() * self.noise.entropy(self.p) + logs
         if self.step is None:
-            return torch.zeros_like(self.p)
-        return self.count * self.noise.entropy(self.p)
+            return torch.zeros_like(self.p).expand(self.batch_shape)
+        count = self.count // self.batch_shape.numel()
+        return (count * self.noise.entropy(self.p)).expand(self.batch_shape)
 
     def as_normal(self) -> Normal | None:
         """Return Normal(m, alpha m^2) if every weight has its own Gaussian factor; else None."""
@@ -249,8 +255,9 @@ def _kl_noisy_normal(q: NoisyWeight, p: Independent) -> Tensor:
     """-H(eps) - E_q[log p(w)] for an independent Normal or log-uniform prior p."""
     base = p.base_dist
     if isinstance(base, ImproperLogUniform) and q.scale_free:
-        return scale_free_kl(q.p, q.loc.numel())
-    if not isinstance(base, Normal) or p.batch_shape:
+        return scale_free_kl(q.p, q.event_shape.numel()).expand(q.batch_shape)
+    if not isinstance(base, Normal) or p.batch_shape != q.batch_shape:
         raise NotImplementedError
     distance = (q.variance + (q.loc - base.loc).square()) / (2.0 * base.scale.square())
-    return (distance + base.scale.log() + 0.5 * math.log(2 * math.pi)).sum() - q.entropy()
+    terms = distance + base.scale.log() + 0.5 * math.log(2 * math.pi)
+    return terms.flatten(len(q.batch_shape)).sum(-1) - q.entropy()

@@ -32,10 +32,16 @@ class DrawMap:
     Uses ``vmap`` for chunks of several draws; where an operator of the network has no batching
     rule it says so, once, and loops over the draws from then on. BatchNorm layers in training mode
     update their running statistics as they would in the loop.
+
+    :param over: what there are several of, for that message.
+    :param batch_norm: whether there may be BatchNorm layers that keep running statistics.
     """
 
-    def __init__(self) -> None:
-        self._evaluate: Callable[[Callable[[Draws], Any], Draws], Any] = self._first
+    def __init__(self, *, over: str = "draws", batch_norm: bool = True) -> None:
+        self.over = over
+        self._evaluate: Callable[[Callable[[Draws], Any], Draws], Any] = (
+            self._first if batch_norm else _vmapped
+        )
 
     def __call__(
         self,
@@ -69,20 +75,20 @@ class DrawMap:
 
     def _chunk(self, function: Callable[[Draws], Any], draws: Draws) -> Any:
         if number_of_draws(draws) == 1:  # nothing to gain, and batched convolutions are slower
-            return _looped(function, draws)
+            return looped(function, draws)
         try:
             return self._evaluate(function, draws)
         except RuntimeError as error:
-            if self._evaluate is _looped or not _is_vmap_failure(error):
+            if self._evaluate is looped or not _is_vmap_failure(error):
                 raise
-            result = _looped(function, draws)  # which may raise what is wrong without vmap too
+            result = looped(function, draws)  # which may raise what is wrong without vmap too
             warnings.warn(
-                "the network cannot be vectorized over draws, which are taken one by one "
+                f"the network cannot be vectorized over {self.over}, which are taken one by one "
                 f"instead: {str(error).splitlines()[0]}",
                 BdlWarning,
                 stacklevel=3,
             )
-            self._evaluate = _looped
+            self._evaluate = looped
             return result
 
     def _first(self, function: Callable[[Draws], Any], draws: Draws) -> Any:
@@ -120,7 +126,8 @@ def _vmapped_with_batch_norm(
     return result
 
 
-def _looped(function: Callable[[Draws], Any], draws: Draws) -> Any:
+def looped(function: Callable[[Draws], Any], draws: Draws) -> Any:
+    """Stack function(draw) over draws, taken one after another."""
     results = [
         tree_flatten(function({name: value[i] for name, value in draws.items()}))
         for i in range(number_of_draws(draws))

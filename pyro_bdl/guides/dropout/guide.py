@@ -4,6 +4,7 @@ import difflib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pyro
@@ -32,9 +33,14 @@ from pyro_bdl.guides.dropout.weights import Weight, reading_run, source_of, tota
 from pyro_bdl.guides.kl import expected_log_prior
 from pyro_bdl.guides.training_step import present_step
 from pyro_bdl.init import init_to_network
+from pyro_bdl.program.layout import Latent
 from pyro_bdl.program.trace import Run
 
 MASKS = ("units", "weights")
+
+
+def _batch_dims(latent: Latent) -> int:
+    return len(latent.shape) - latent.event_dim
 
 
 class AutoMCDropout(Guide):
@@ -161,13 +167,18 @@ class AutoMCDropout(Guide):
         model, layout = self.program_model, self.require_layout()
         # a guide around another guide's point starts from that guide's run
         args, kwargs = self._arguments or self._prototype_arguments()
-        reader, run = reading_run(self._source.reader, model, layout, start, args, kwargs)
+        reader, run = reading_run(
+            self._source.reader, model, layout, start, args, kwargs, partial=self.subsampled
+        )
         if self.learn_p and total_num_data(run) == 1:
             raise ValueError(
                 "learn_p needs several data: with one datum the entropy of the masks outweighs the "
                 "likelihood; call the program with more data, or give it num_data"
             )
-        rates = self._source(reader, layout, model)
+        rates = {
+            name: (replace(weight, batch_dims=_batch_dims(layout.latents[name])), rate)
+            for name, (weight, rate) in self._source(reader, layout, model).items()
+        }
         self.layers = getattr(reader, "layers", ())
         if not self.layers:
             _warn_of_layers(model)
@@ -283,7 +294,10 @@ class AutoMCDropout(Guide):
         number, where = list(self.weights).index(name), self.require_layout().slices[name]
         index = self._factor_of_entry[where].view(loc.shape) - sum(self._counts[:number])
         count = self._counts[number]
-        return NoisyWeight(loc, index, p, count, self.noise, step, name in self._scale_free)
+        return NoisyWeight(
+            loc, index, p, count, self.noise, step, name in self._scale_free,
+            self.weights[name].batch_dims,
+        )  # fmt: skip
 
     def site_distributions(self) -> dict[str, dist.TorchDistribution]:
         """The distributions of the dropped weights; the other latents are points."""

@@ -259,7 +259,8 @@ class DropoutLayers(Source):
                     "meet there"
                 )
                 continue
-            if any(use != kept[0] for use in kept):
+            of_networks = bool(layout.latents[site].plates)  # each is called once
+            if not of_networks and any(use != kept[0] for use in kept):
                 notes.append(
                     f"'{site}' is used {len(kept)} times, each behind a call of dropout of its "
                     "own, of which it can only have one for all"

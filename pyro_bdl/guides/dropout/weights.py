@@ -1,7 +1,7 @@
 """The weights among the latents of a program, and the axes of their input units."""
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -31,6 +31,8 @@ class Weight:
         are ordered by group.
     :param hidden: whether the input is computed from other latents or parameters.
     :param tied: the number of each input unit's factor, where several share one.
+    :param batch_dims: how many leading dimensions number the networks of plates; each of them has
+        input units of its own.
     """
 
     site: str
@@ -39,27 +41,39 @@ class Weight:
     groups: int = 1
     hidden: bool = False
     tied: tuple[int, ...] | None = None
+    batch_dims: int = 0
 
     @property
     def num_units(self) -> int:
         """The number of input units."""
-        return self.shape[self.axis] * self.groups
+        return self.shape[: self.batch_dims].numel() * self.shape[self.axis] * self.groups
 
     def factors(self) -> Tensor:
         """The number of each entry's factor, of the weight's shape."""
-        units = self.units()
-        return units if self.tied is None else torch.tensor(self.tied, device="cpu")[units]
+        if self.tied is None:
+            return self.units()
+        return self._of_each_network(torch.tensor(self.tied, device="cpu")[self._units()])
 
     def units(self) -> Tensor:
         """The number of each entry's input unit, of the weight's shape."""
-        shape = [1] * len(self.shape)
-        shape[self.axis] = self.shape[self.axis]
-        units = torch.arange(self.shape[self.axis], device="cpu").reshape(shape).expand(self.shape)
+        return self._of_each_network(self._units())
+
+    def _of_each_network(self, numbers: Tensor) -> Tensor:
+        """Other numbers for each of the networks of plates."""
+        batch = self.shape[: self.batch_dims]
+        networks = torch.arange(batch.numel(), device="cpu") * (numbers.max() + 1)
+        return networks.reshape(batch + (1,) * numbers.dim()) + numbers
+
+    def _units(self) -> Tensor:
+        """The number of each entry's input unit in one network, of its weight's shape."""
+        whole, axis = self.shape[self.batch_dims :], self.axis - self.batch_dims
+        shape = [1] * len(whole)
+        shape[axis] = whole[axis]
+        units = torch.arange(whole[axis], device="cpu").reshape(shape).expand(whole)
         if self.groups == 1:
             return units
-        group = torch.arange(self.shape[0], device="cpu") // (self.shape[0] // self.groups)
-        group = group.reshape(-1, *[1] * (len(self.shape) - 1))
-        return units + self.shape[self.axis] * group
+        group = torch.arange(whole[0], device="cpu") // (whole[0] // self.groups)
+        return units + whole[axis] * group.reshape(-1, *[1] * (len(whole) - 1))
 
 
 class WeightReader(Tracker):
@@ -154,14 +168,14 @@ CELLS: dict[str, Callable[[Any], Tensor | None]] = {
 
 
 def _axis(indices: Tensor, shape: torch.Size) -> int | None:
-    """The axis of a site along which the inputs of a product (out, in) lie.
+    """The last axis of a site along which the inputs of a product (out, in) lie.
 
     :param indices: the positions of the product's entries in the flattened site.
     """
-    stride = shape.numel()
-    for axis, size in enumerate(shape):
-        stride //= size
-        coordinate = (indices // stride) % size
+    stride = 1
+    for axis in reversed(range(len(shape))):  # what numbers networks comes first
+        coordinate = (indices // stride) % shape[axis]
+        stride *= shape[axis]
         if (coordinate == coordinate[:1]).all() and len(coordinate[0].unique()) == len(
             coordinate[0]
         ):
@@ -176,16 +190,19 @@ def reading_run(
     start: Tensor,
     args: tuple,
     kwargs: Mapping[str, Any],
+    *,
+    partial: Collection[str] = (),
 ) -> tuple[Any, Run]:
     """Run a program once in evaluation mode, inside a reader of its weights.
 
     :param reader: makes the reader from the latents that it should track.
     :param start: an unconstrained vector (P,).
+    :param partial: sites of which a run has a part, which are not read.
     """
     leaves = {
         name: value.detach().clone().requires_grad_()
         for name, value in layout.unflatten(start).items()
-        if _can_be_weight(layout, name)
+        if _can_be_weight(layout, name) and name not in partial
     }
     others = {
         name: value.detach()
@@ -206,8 +223,9 @@ def reading_run(
 
 
 def _can_be_weight(layout: Layout, name: str) -> bool:
+    """Return whether a latent may be a weight: in a plate a matrix, of a plate of networks."""
     latent = layout.latents[name]
-    return not latent.plates and latent.transform is None
+    return latent.transform is None and (not latent.plates or latent.event_dim > 1)
 
 
 def total_num_data(run: Run) -> int | None:

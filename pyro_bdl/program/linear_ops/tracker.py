@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 from torch.utils._pytree import tree_leaves
 
 from pyro_bdl.program.linear_ops.recognize import decompose
@@ -62,6 +62,13 @@ VIEWS = CASTS | {
 _VIEW_PROPERTIES = {torch.Tensor.T, torch.Tensor.mT}
 
 
+def are_followed(tensors: tuple[Tensor, ...]) -> bool:
+    """Return whether a ``Tracker`` follows one of the tensors: ``vmap`` would hide them from it."""
+    if has_torch_function(tensors):
+        return handle_torch_function(are_followed, tensors, tensors)
+    return False
+
+
 class Tracker(TorchFunctionMode):
     """Follows latents while a program runs; a subclass says what operations on them do.
 
@@ -100,6 +107,8 @@ class Tracker(TorchFunctionMode):
         tagged = self._tagged(args) + self._tagged(kwargs.values()) if self.tags else None
         if not tagged:
             return func(*args, **kwargs)
+        if func is are_followed:
+            return True
         body = decompose(func, args, kwargs, self.is_latent)
         if body is not None:
             return self.look_into(func, args, kwargs, body)

@@ -1,0 +1,409 @@
+"""Plates of networks against as many programs of one network, and what is refused."""
+
+import copy
+import pickle
+
+import jax
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+
+from pyro_bdl import LinearizedPredictive, Predictive, Program, bayesianize, compare, evidence
+from pyro_bdl.elbo import CompiledELBO, TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
+from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
+from pyro_bdl.guides import AutoLaplaceGGN, AutoMAP, AutoMeanField
+from pyro_bdl.init import init_afresh
+from pyro_bdl.mcmc.jax.translate import to_jax
+from pyro_bdl.nn import each
+from pyro_bdl.priors import Horseshoe, Normal, Pooled
+
+G, N = 3, 6
+X = torch.linspace(-1, 1, N * G * 2, dtype=torch.float64).cos().reshape(N, G, 2)
+Y = torch.linspace(0, 7, N * G, dtype=torch.float64).sin().reshape(N, G)
+
+
+def _net(*layers):
+    pyro.set_rng_seed(0)
+    layers = layers or (nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+    return nn.Sequential(*layers).double()
+
+
+def _many(net, prior=None):
+    networks = bayesianize(net, prior, plate="groups")
+
+    def model(x, y=None):
+        with pyro.plate("groups", x.shape[1]):
+            f = pyro.deterministic("f", networks(each(x, dim=1))[..., 0].T)
+            with pyro.plate("data", len(x)):
+                return pyro.sample("y", dist.Normal(f, 0.3), obs=y)
+
+    return model
+
+
+def _one(net, prior=None):
+    network = bayesianize(net, prior)
+
+    def model(x, y=None):
+        f = pyro.deterministic("f", network(x)[:, 0])
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, 0.3), obs=y)
+
+    return model
+
+
+# One plate of networks is as many programs
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        (nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)),
+        (nn.Unflatten(1, (1, 2)), nn.Conv1d(1, 2, 2, padding=1), nn.Flatten(), nn.Linear(6, 1)),
+        (nn.LayerNorm(2), nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False)),
+    ],
+    ids=["MLP", "convolution", "norms"],
+)
+def test_the_log_density_is_the_sum_of_the_networks_own(layers):
+    net = _net(*layers)
+    many = Program(_many(net), X, Y)
+    vector = torch.randn(many.size, dtype=torch.float64)
+    latents = many.unflatten(vector)
+    assert all(latent.plates == ("groups",) for latent in many.latents.values())
+    total = 0.0
+    for g in range(G):
+        one = Program(_one(net), X[:, g], Y[:, g])
+        total += one.log_joint({name: value[g] for name, value in latents.items()})
+    torch.testing.assert_close(many.log_density(vector), total)
+
+
+def test_inputs_are_shared_unless_they_are_each_networks_own():
+    net = _net()
+    networks, values = bayesianize(net, plate="groups"), {}
+
+    def outputs(*args, **kwargs):
+        with pyro.poutine.trace() as tracer, pyro.plate("groups", G):
+            result = networks(*args, **kwargs)
+        values.update({n: s["value"] for n, s in tracer.trace.nodes.items() if n in networks.sites})
+        return result
+
+    def expected(g, x):
+        weights = {name: value[g] for name, value in values.items()}
+        return torch.func.functional_call(net, weights, (x,))
+
+    square = torch.randn(G, G, 2, dtype=torch.float64)  # both readings fit this shape
+    for argument, of in ((square, lambda g: square), (each(square), lambda g: square[g])):
+        found = outputs(argument)
+        assert found.shape == ((G, G, G, 1) if argument is square else (G, G, 1))
+        for g in range(G):
+            torch.testing.assert_close(found[g], expected(g, of(g)))
+    found = outputs(input=each(square, dim=1))
+    torch.testing.assert_close(found[1], expected(1, square[:, 1]))
+
+
+def test_nested_plates_lie_from_left_to_right_by_their_dims():
+    net = _net(nn.Linear(2, 1))
+    networks, x = bayesianize(net, plate=("a", "b")), torch.randn(5, 2, 3, 4, 2).double()
+
+    def program(order):
+        plates = {"a": pyro.plate("a", 2, dim=-4), "b": pyro.plate("b", 3, dim=-2)}
+        with plates[order[0]], plates[order[1]]:
+            return networks(each(x, dim=1)), networks.network
+
+    for order in ("ab", "ba"):
+        with pyro.poutine.trace() as tracer:
+            found, _ = program(order)
+        weight, bias = (tracer.trace.nodes[f"0.{n}"]["value"] for n in ("weight", "bias"))
+        assert weight.shape == (2, 1, 3, 1, 1, 2) and found.shape == (2, 3, 5, 4, 1)
+        expected = torch.einsum("nabmi,aboi->abnmo", x, weight.reshape(2, 3, 1, 2))
+        torch.testing.assert_close(found, expected + bias.reshape(2, 3, 1, 1, 1))
+
+
+@pytest.mark.parametrize("structure", ["full", "kron", "diag", "ekfac", "low_rank"])
+@pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
+def test_laplace_posteriors_are_those_of_the_networks(structure):
+    net = _net()
+    options = {"structure": structure} | ({"rank": 30} if structure == "low_rank" else {})
+
+    def laplace(model, x, y):
+        guide = AutoLaplaceGGN(model, **options).prototype(x, y)
+        return guide.laplace_approximation((x, y))
+
+    model = _many(net)
+    many = laplace(model, X, Y)
+    variances = many.layout.unflatten(many.variances())
+    moments = LinearizedPredictive(model, many).moments(X)["y"]
+    log_evidence = 0.0
+    for g in range(G):
+        alone = _one(net)
+        one = laplace(alone, X[:, g], Y[:, g])
+        for name, expected in one.layout.unflatten(one.variances()).items():
+            torch.testing.assert_close(variances[name][g], expected)
+        expected = LinearizedPredictive(alone, one).moments(X[:, g])["y"]
+        torch.testing.assert_close(moments.predictive_variance[:, g], expected.predictive_variance)
+        log_evidence += evidence.log_marginal_likelihood(one)
+    torch.testing.assert_close(evidence.log_marginal_likelihood(many), log_evidence)
+
+
+def test_laplace_of_linear_networks_is_the_exact_posterior():
+    """With the same inputs for all networks, in one pass at the optimum."""
+    networks = bayesianize(nn.Linear(2, 1, bias=False).double(), plate="groups")
+    x = X[:, 0]
+
+    def model(x, y=None):
+        with pyro.plate("groups", G):
+            f = networks(x)[..., 0].T
+            with pyro.plate("data", len(x)):
+                return pyro.sample("y", dist.Normal(f, 0.3), obs=y)
+
+    precision = x.T @ x / 0.09 + torch.eye(2).double()
+    mean = torch.linalg.solve(precision, x.T @ Y / 0.09)  # (2, G)
+    guide = AutoLaplaceGGN(model, structure="full").prototype(x, Y)
+    with torch.no_grad():
+        guide.loc.copy_(mean.T.reshape(-1))
+    laplace = guide.laplace_approximation((x, Y))
+    expected = torch.block_diag(*[precision] * G)
+    single = laplace.precision.quadratic(torch.eye(6).double())
+    torch.testing.assert_close(single, expected.diagonal())
+    marginal = [
+        dist.MultivariateNormal(torch.zeros(N).double(), x @ x.T + 0.09 * torch.eye(N).double())
+        .log_prob(Y[:, g])
+        for g in range(G)
+    ]  # fmt: skip
+    torch.testing.assert_close(evidence.log_marginal_likelihood(laplace), sum(marginal))
+
+
+# Ties between the networks
+
+
+def test_networks_share_the_hyperparameters_of_their_prior():
+    program = Program(_many(_net(nn.Linear(2, 1)), Normal(dist.HalfNormal(1.0))), X, Y)
+    shapes = {name: tuple(latent.shape) for name, latent in program.latents.items()}
+    assert shapes == {"prior.scale": (), "0.weight": (G, 1, 2), "0.bias": (G, 1)}
+    assert program.latents["prior.scale"].plates == ()
+
+
+def test_pooled_networks_lie_around_a_mean_network():
+    prior = Pooled(dist.LogNormal(0.0, 0.5), mean=Normal(2.0))
+    program = Program(_many(_net(nn.Linear(2, 1)), prior), X, Y)
+    latents, _ = program.constrain(torch.randn(program.size, dtype=torch.float64))
+    assert latents["0.weight_mean"].shape == (1, 2) and latents["0.weight"].shape == (G, 1, 2)
+    scale = latents["prior.scale"]
+    expected = dist.LogNormal(0.0, 0.5).log_prob(scale)
+    for name in ("0.weight", "0.bias"):
+        mean = latents[f"{name}_mean"]
+        expected = expected + dist.Normal(0.0, 2.0).log_prob(mean).sum()
+        expected = expected + dist.Normal(mean, scale).log_prob(latents[name]).sum()
+    torch.testing.assert_close(program.log_prior(latents), expected)
+
+
+def test_a_pooled_prior_needs_a_prior_of_its_mean():
+    with pytest.raises(ValueError, match=r"mean of '0\.weight' is None"):
+        bayesianize(_net(nn.Linear(2, 1)), Pooled(mean=lambda *args: None))
+    with pytest.raises(TypeError, match="mean must be"):
+        Pooled(mean=dist.Normal(0.0, 1.0))
+
+
+def test_local_scales_of_a_horseshoe_are_each_networks_own():
+    program = Program(_many(_net(nn.Linear(2, 1)), Horseshoe()), X, Y)
+    assert program.latents["0.weight.global_scale"].shape == ()
+    assert program.latents["0.weight.local_scale"].shape == (G, 1, 2)
+
+
+def test_a_prior_may_differ_by_network():
+    scales = torch.tensor([1.0, 2.0, 3.0]).double()
+
+    def prior(name, module, parameter):
+        scale = scales.reshape(-1, *[1] * parameter.dim()).expand(-1, *parameter.shape)
+        return dist.Normal(0.0, scale)
+
+    def declare(name, module, parameter):  # bayesianize looks at one network
+        return Normal(1.0)(name, module, parameter)
+
+    networks = bayesianize(_net(nn.Linear(2, 1)), declare, plate="groups")
+    networks.prior = prior
+    with pyro.poutine.trace() as tracer, pyro.plate("groups", G):
+        networks(X[:, 0])
+    site = tracer.trace.nodes["0.weight"]
+    assert site["fn"].batch_shape == (G,) and site["fn"].event_shape == (1, 2)
+    torch.testing.assert_close(site["fn"].variance[:, 0, 0], scales**2)
+
+
+def test_parameters_without_a_prior_are_shared():
+    def prior(name, module, parameter):
+        return None if name.startswith("0") else Normal(1.0)(name, module, parameter)
+
+    net = _net()
+    networks = bayesianize(net, prior, plate="groups")
+    with pyro.poutine.trace() as tracer, pyro.plate("groups", G):
+        found = networks(each(X, dim=1))
+    hidden = net[1](net[0](X)).transpose(0, 1)
+    weight, bias = (tracer.trace.nodes[f"2.{n}"]["value"] for n in ("weight", "bias"))
+    torch.testing.assert_close(found, hidden @ weight.mT + bias[:, None])
+
+
+# Guides, chains and predictions
+
+
+def _losses(model, guide, elbo, x=X, y=Y, steps=3):
+    pyro.set_rng_seed(0)
+    guide.prototype(x, y)
+    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), elbo)
+    pyro.set_rng_seed(1)
+    return [svi.step(x, y) for _ in range(steps)]
+
+
+def test_compiled_steps_are_plain_ones():
+    model = _many(_net(nn.Linear(2, 1)), Pooled(dist.HalfNormal(1.0)))
+    plain = _losses(model, AutoMeanField(model), TemperedTraceMeanField_ELBO())
+    assert _losses(model, AutoMeanField(model), CompiledELBO()) == pytest.approx(plain)
+
+
+def test_map_training_is_that_of_the_networks():
+    net = _net()
+    model = _many(net)
+    guide = AutoMAP(model)
+    losses = _losses(model, guide, TemperedTrace_ELBO())
+    total = torch.zeros(3)
+    for g in range(G):
+        alone = _one(net)
+        one = AutoMAP(alone)
+        total += torch.tensor(_losses(alone, one, TemperedTrace_ELBO(), X[:, g], Y[:, g]))
+        for name, value in one.median().items():
+            torch.testing.assert_close(guide.median()[name][g], value)
+    torch.testing.assert_close(torch.tensor(losses), total)
+
+
+def test_a_subsampled_plate_trains_the_networks_of_its_indices():
+    networks = bayesianize(_net(), plate="groups")
+
+    def model(x, y=None):
+        with pyro.plate("groups", G, subsample_size=2) as indices:
+            f = networks(each(x[:, indices], dim=1))[..., 0].T
+            with pyro.plate("data", len(x)):
+                pyro.sample("y", dist.Normal(f, 0.3), obs=y[:, indices])
+
+    def rows(full_size):
+        return pyro.plate("groups", full_size, subsample_size=2)
+
+    guide = AutoMeanField(model, create_plates=lambda x, y=None: [rows(G)])
+    guide.prototype(X, Y)
+    assert guide.layout.latents["0.weight"].shape == (G, 3, 2)
+    before = guide.location().clone()
+    _losses(model, guide, TemperedTraceMeanField_ELBO(), steps=1)
+    moved = guide.layout.unflatten(guide.location() != before)["0.weight"].flatten(1).any(1)
+    assert moved.sum() == 2
+
+
+def test_networks_start_alike_unless_they_are_drawn_afresh():
+    net = _net()
+    model = _many(net)
+    alike = AutoMAP(model).prototype(X, Y).median()["0.weight"]
+    torch.testing.assert_close(alike, net[0].weight.detach().expand(G, -1, -1))
+    afresh = AutoMAP(model, init_loc_fn=init_afresh).prototype(X, Y).median()["0.weight"]
+    assert len(afresh.unique()) == afresh.numel()
+
+
+def test_the_density_of_nuts_under_jax_is_that_of_torch():
+    program = Program(_many(_net(), Pooled(dist.HalfNormal(1.0))), X, Y)
+    vector = torch.randn(program.size, dtype=torch.float64)
+    gradient, expected = torch.func.grad_and_value(program.log_density)(vector)
+    with jax.enable_x64(True):
+        translated = jax.jit(jax.value_and_grad(to_jax(program.log_density, vector)))
+        value, slope = translated(vector.numpy())
+    torch.testing.assert_close(float(value), float(expected))
+    torch.testing.assert_close(torch.tensor(np.array(slope)), gradient)
+
+
+@pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
+def test_predictions_and_comparison():
+    model = _many(_net())
+    guide = AutoMeanField(model).prototype(X, Y)
+    laplace = AutoLaplaceGGN(model).prototype(X, Y).laplace_approximation((X, Y))
+    predicted = Predictive(model, guide, num_samples=7)(X)
+    assert predicted["y"].shape == predicted["f"].shape == (7, N, G)
+    posteriors = {"laplace": laplace, "mean-field": guide}
+    table = str(compare(model, posteriors, X, Y, reference="laplace", num_samples=20))
+    assert "laplace" in table and "mean-field" in table
+
+
+def test_networks_without_a_batching_rule_are_taken_one_by_one():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell, self.out = nn.LSTM(2, 3, batch_first=True), nn.Linear(3, 1)
+
+        def forward(self, x):
+            return self.out(self.cell(x)[0][:, -1])
+
+    net = Recurrent().double()
+    networks = bayesianize(net, plate="groups")
+    x = torch.randn(4, 5, 2).double()
+    warned = pytest.warns(BdlWarning, match="over the networks of a plate")
+    with warned, pyro.poutine.trace() as tracer, pyro.plate("groups", G):
+        found = networks(x)
+    for g in range(G):
+        weights = {n: tracer.trace.nodes[n]["value"][g] for n in networks.sites}
+        torch.testing.assert_close(found[g], torch.func.functional_call(net, weights, (x,)))
+
+
+def test_copies_and_pickles():
+    networks = bayesianize(_net(), plate="groups")
+    with pyro.plate("groups", G):
+        networks(X[:, 0])
+    for copied in (copy.deepcopy(networks), pickle.loads(pickle.dumps(networks))):
+        with pyro.plate("groups", G):
+            assert copied(X[:, 0]).shape == (G, N, 1)
+
+
+# Refusals
+
+
+def _raises(function, *fragments, error=UnsupportedProgramError):
+    with pytest.raises(error) as caught:
+        function()
+    for fragment in fragments:
+        assert fragment in str(caught.value)
+
+
+def test_calls_outside_of_the_plate_and_in_others_are_refused():
+    networks = bayesianize(_net(), plate="groups", name="net")
+    x = X[:, 0]
+    _raises(lambda: networks(x), "'net.0.weight'", "plate 'groups'", "inside 'with pyro.plate")
+
+    def in_data():
+        with pyro.plate("groups", G), pyro.plate("data", N):
+            networks(x)
+
+    _raises(in_data, "'net.0.weight'", "plate 'data'", "every datum", "plate='data'")
+
+    def in_loop():
+        for _ in pyro.plate("groups", G):
+            networks(x)
+
+    _raises(in_loop, "'groups' of networks is a loop", "context manager")
+
+
+def test_inputs_of_other_sizes_are_named():
+    networks = bayesianize(_net(), plate="groups")
+
+    def call(argument):
+        with pyro.plate("groups", G):
+            networks(argument)
+
+    _raises(lambda: call(each(X)), "(3)", "(6, 3, 2)", "dim=0", error=ValueError)
+    _raises(lambda: call(each([1.0])), "float", error=ValueError)
+
+
+def test_running_statistics_of_several_networks_are_refused():
+    networks = bayesianize(_net(nn.Linear(2, 3), nn.BatchNorm1d(3)), plate="groups")
+
+    def call():
+        with pyro.plate("groups", G):
+            return networks(X[:, 0])
+
+    _raises(call, "layer '1'", "plate 'groups'", "GroupNorm")
+    networks.eval()
+    assert call().shape == (G, N, 3)
