@@ -15,7 +15,7 @@ from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.batch_norm import layers_called, uses_its_batch
 from pyro_bdl.program.subsampling import WholeData
-from pyro_bdl.program.trace import Run, is_deterministic, record
+from pyro_bdl.program.trace import Run, is_deterministic, record, sum_out_discrete
 from pyro_bdl.program.wrappers import Handled
 from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.random_state import own_randomness
@@ -56,7 +56,7 @@ def read_batch(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> B
     ):
         q = record(guide, {}, args, kwargs)
         values = {name: site.value for name, site in q.latents.items()} | q.subsamples
-        p = record(Handled(model, seen), values, args, kwargs)
+        p = record(Handled(model, seen), values, args, kwargs, draw=sum_out_discrete)
     rows, size = _rows(p)
     stated = getattr(model, "num_data", None)
     stated = stated if isinstance(stated, int) else None

@@ -138,7 +138,11 @@ def placeholder(distribution: Distribution) -> Tensor:
 
 
 def expanded_to_targets(
-    name: str, distribution: Any, targets: Any, plate_dims: Collection[int | None] = ()
+    name: str,
+    distribution: Any,
+    targets: Any,
+    plate_dims: Collection[int | None] = (),
+    enumerated: Collection[int] = (),
 ) -> Any:
     """The distribution of an observed site, expanded to the shape of its targets.
 
@@ -148,26 +152,40 @@ def expanded_to_targets(
     :param name: the site's name, for errors.
     :param targets: the observed value.
     :param plate_dims: the dims of the plates around the site.
+    :param enumerated: the batch dims along which the distribution has values of discrete sites.
     :raises ValueError: if targets and distribution broadcast against each other, such as targets
         (N,) against means (N, 1), which gives N x N terms.
     """
     if not isinstance(targets, Tensor) or targets.shape == distribution.shape():
         return distribution
+    own = _without_dims(distribution, enumerated)
     try:
-        full = torch.broadcast_shapes(distribution.shape(), targets.shape)
+        full = torch.broadcast_shapes(own, targets.shape)
+        whole = torch.broadcast_shapes(distribution.shape(), targets.shape)
     except RuntimeError:  # left to log_prob: some events may have any length
         return distribution
     batch = full[: len(full) - distribution.event_dim]
-    if full.numel() > max(distribution.shape().numel(), targets.numel()) or (
+    if full.numel() > max(own.numel(), targets.numel()) or (
         _are_repeated(batch, targets, distribution.event_dim, plate_dims)
     ):
         raise ValueError(
             f"the targets of site '{name}' have shape {tuple(targets.shape)} and their "
-            f"distribution {tuple(distribution.shape())}, which makes {full.numel()} terms of "
+            f"distribution {tuple(own)}, which makes {full.numel()} terms of "
             f"{targets.numel()} targets: give both one shape, for example by mean.squeeze(-1) or "
             "y.reshape(mean.shape)"
         )
-    return _expanded(distribution, batch, full[len(batch) :])
+    batch = whole[: len(whole) - distribution.event_dim]
+    return _expanded(distribution, batch, whole[len(batch) :])
+
+
+def _without_dims(distribution: Any, dims: Collection[int]) -> torch.Size:
+    """The shape of a draw without the size of some batch dims, and without leading ones then."""
+    batch = distribution.batch_shape
+    if dims:
+        sizes = [1 if dim in dims else size for dim, size in enumerate(batch, -len(batch))]
+        first = next((i for i, size in enumerate(sizes) if size != 1), len(sizes))
+        batch = torch.Size(sizes[first:])
+    return batch + distribution.event_shape
 
 
 def _are_repeated(

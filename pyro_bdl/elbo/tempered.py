@@ -32,13 +32,17 @@ from pyro_bdl.guides.kl import entropy, mean_field_kl, sampled_kl
 from pyro_bdl.guides.training_step import one_step
 from pyro_bdl.program.argument_errors import explained
 from pyro_bdl.program.supports import check_support, nan_outside_support
-from pyro_bdl.program.trace import Run, record
+from pyro_bdl.program.trace import Run, record, sum_out_discrete
 from pyro_bdl.program.validation import check_finite
 from pyro_bdl.program.vmap import DrawMap
 from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.validation import check_temperature, whole_number
 
+_NOTHING_OBSERVED = (
+    "the program has no observed site: pass the targets to the step, so that a sample statement "
+    "gets obs=..."
+)
 Temperature = float | Callable[[int], float]
 
 
@@ -177,7 +181,7 @@ class TemperedTrace_ELBO(Trace_ELBO):
         with _run(estimator, {}, {}):
             sample = None if estimator is None else estimator.sample
             q = record(guide, {}, args, kwargs, draw=sample)
-            p = record(model, _values(q), args, kwargs)
+            p = record(model, _values(q), args, kwargs, draw=sum_out_discrete)
             likelihood = self.log_likelihood(p, q.latents)
         kl = self._site_kl(q, p) + q.log_likelihood()  # log_likelihood holds the guide's factors
         q_entropy = entropy(q.latents) if self.is_cold else torch.zeros_like(kl)
@@ -220,7 +224,7 @@ class TemperedTrace_ELBO(Trace_ELBO):
         latents, log_det = guide.require_layout().constrain(vector)
         distributions = {} if estimator is None else estimator.distributions(guide)
         with _run(estimator, distributions, latents):
-            p = record(model, latents, args, kwargs)
+            p = record(model, latents, args, kwargs, draw=sum_out_discrete)
             likelihood = self.log_likelihood(p, latents)
         kl = self._flat_kl(guide, vector, log_det, p)
         q_entropy = torch.zeros_like(kl)
@@ -236,6 +240,8 @@ class TemperedTrace_ELBO(Trace_ELBO):
         """
         if run.open or not run.latents.keys() <= set(latents):
             raise ValueError(_without_value(run, latents))
+        if not run.observed and not run.factors:
+            raise ValueError(_NOTHING_OBSERVED)
         self.batches.see(run.observed)
         return nan_outside_support(run.log_likelihood(), run)
 
@@ -347,7 +353,7 @@ def _check(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> froze
 def _draw(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> tuple[Run, Run]:
     """A run of the guide, and one of the program at the guide's draw."""
     q = record(guide, {}, args, kwargs)
-    return q, run_at_draw(model, _values(q), args, kwargs)
+    return q, run_at_draw(model, _values(q), args, kwargs, draw=sum_out_discrete)
 
 
 def _values(q: Run) -> dict[str, Any]:
@@ -363,10 +369,7 @@ def _check_sites(q: Run, p: Run, complete: bool) -> None:
                 f"({type(site.distribution).__name__}): use pyro.infer.Trace_ELBO"
             )
     if not p.observed and not p.factors:
-        raise ValueError(
-            "the program has no observed site: pass the targets to the step, so that a sample "
-            "statement gets obs=..."
-        )
+        raise ValueError(_NOTHING_OBSERVED)
     if not p.latents.keys() <= q.latents.keys():
         raise ValueError(_without_value(p, q.latents))
     surplus = [name for name in q.latents if name not in p.latents] if complete else []

@@ -12,7 +12,7 @@ from pyro_bdl.curvature.prior import PriorPrecision, flat_entries, prior_precisi
 from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.evidence.linearized import linearized_log_likelihood
 from pyro_bdl.guides.laplace import LaplaceGuide
-from pyro_bdl.program.trace import record
+from pyro_bdl.program.trace import record, sum_out_discrete
 from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
 
 
@@ -114,7 +114,7 @@ def _passed(guide: LaplaceGuide) -> Tensor:
     with evaluation_mode(model), preserved_buffers(model):
         for batches, count in guide.passes:
             for args, kwargs in batches:
-                run = record(model, latents, args, kwargs)
+                run = record(model, latents, args, kwargs, draw=sum_out_discrete)
                 factors.read(run)
                 for site in (*run.observed.values(), *factors.new):
                     total = total + count * site.batch_log_prob().double()

@@ -18,7 +18,7 @@ from pyro_bdl.guides.laplace import AutoLaplaceGGN, LaplaceGuide, last_layer
 from pyro_bdl.init import init_to_network
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.subset import Subset
-from pyro_bdl.program.trace import leave_open, record
+from pyro_bdl.program.trace import leave_open, record, sum_out_discrete
 from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
 from pyro_bdl.utils.random_state import fixed_normal
 
@@ -282,7 +282,7 @@ class LastLayerGuide(LaplaceGuide):
             for batches, factor in self.passes:
                 part = torch.zeros_like(total)
                 for args, kwargs in batches.part():
-                    run = record(model, latents, args, kwargs)
+                    run = record(model, latents, args, kwargs, draw=sum_out_discrete)
                     for site in (*run.observed.values(), *run.factors.values()):
                         part = part + site.batch_log_prob().double()
                 batches.add_up(part)

@@ -20,6 +20,7 @@ from torch import Tensor
 from pyro_bdl.distributions.copies import is_improper
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.argument_errors import explain
+from pyro_bdl.program.enumeration import why_not_enumerable
 from pyro_bdl.program.layout import Latent, Layout, transform_of
 from pyro_bdl.program.supports import check_fixed_supports, feasible_value
 from pyro_bdl.program.trace import (
@@ -31,6 +32,7 @@ from pyro_bdl.program.trace import (
     point_density,
     record,
     sample_open,
+    sum_out_discrete,
 )
 from pyro_bdl.utils.module_state import preserved_buffers
 
@@ -46,10 +48,13 @@ class Program:
     that its plates drew then; ``latents`` may hold others under a plate's name. All functions run
     the program in the mode (training or evaluation) in which its modules are.
 
-    :param model: any Pyro program with continuous latents.
+    Finite discrete latent sites are no latents here: ``discrete`` names them, and all functions sum
+    them out exactly (``program/enumeration.py``).
+
+    :param model: any Pyro program.
     :param args: the arguments of one run, targets included.
-    :raises UnsupportedProgramError: for a discrete latent site, a support that depends on other
-        latents, a sequential plate, or weights sampled inside a plate.
+    :raises UnsupportedProgramError: for a discrete latent site that cannot be summed out, a support
+        that depends on other latents, a sequential plate, or weights sampled inside a plate.
     """
 
     layout: Layout
@@ -70,6 +75,7 @@ class Program:
         self.observed: tuple[str, ...] = ()
         self.factors: tuple[str, ...] = ()
         self.deterministic: tuple[str, ...] = ()
+        self.discrete: tuple[str, ...] = ()
         self.plates: dict[str, tuple[int, int]] = {}
         self.initial: dict[str, Tensor] = {}
         self._subsamples: dict[str, Tensor] = {}
@@ -88,10 +94,17 @@ class Program:
                 self.factors += (name,)
             elif node["is_observed"]:
                 self.observed += (name,)
+            elif node["fn"].support.is_discrete:
+                self.discrete += (_read_discrete(name, node),)
             else:
                 value = node["value"].detach().to(device)
                 latents.append(_read_latent(name, node, value))
                 self.initial[name] = value
+        if self.discrete and not self.observed and not self.factors:
+            raise UnsupportedProgramError(
+                f"the site '{self.discrete[0]}' is discrete and has no value, and nothing is "
+                "observed: pass the targets to the program, so that a sample statement gets obs=..."
+            )
         self.layout = Layout(latents)
         check_fixed_supports(self, latents)
 
@@ -150,7 +163,13 @@ class Program:
     def log_likelihood(
         self, latents: Mapping[str, Tensor], *args: Any, **kwargs: Any
     ) -> dict[str, Tensor]:
-        """For each observed site log p(y_n | w, x_n) per datum: masked entries 0, not scaled."""
+        """For each observed site log p(y_n | w, x_n) per datum: masked entries 0, not scaled.
+
+        Discrete sites are summed out for each datum where they stand in its plate. A discrete site
+        outside of it leaves one term for all data of the site; sites that share discrete sites, as
+        in a hidden Markov chain, have terms log p(y_t | y_1, ..., y_{t-1}, w). In any case the terms
+        add up to log p(y | w).
+        """
         observed = self.run(latents, *args, **kwargs).observed
         return {
             name: site.unscaled_log_prob()
@@ -177,6 +196,16 @@ class Program:
             name: site.log_prob().sum() for name, site in sites.items() if site.value is not None
         }
 
+    def responsibilities(
+        self, latents: Mapping[str, Tensor], *args: Any, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        """p(z_n = k | y, w) for each discrete site, (*plates, K), k in the order of its support.
+
+        Exact, and differentiable in the latents; the data of all observed sites count.
+        """
+        found = self.run(latents, *args, **kwargs).discrete
+        return {} if found is None else found.responsibilities()
+
     def require_observed(self) -> None:
         """Check that there are data.
 
@@ -191,7 +220,10 @@ class Program:
     def _open(self, msg: Any) -> None:
         if msg["name"] in self.latents:
             raise KeyError(f"no value for the latent site '{msg['name']}'")
-        leave_open(msg)
+        if msg["name"] in self.discrete:
+            sum_out_discrete(msg)
+        else:
+            leave_open(msg)
 
 
 class _ImproperStart(Messenger):
@@ -272,14 +304,18 @@ def _device(trace: Any) -> torch.device:
     return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
 
 
+def _read_discrete(name: str, node: Any) -> str:
+    reason = why_not_enumerable(node)
+    if reason is not None:
+        raise UnsupportedProgramError(
+            f"the discrete latent site '{name}' ({type(node['fn']).__name__}) cannot be summed "
+            f"out, since {reason}; or observe it (were the targets passed?)"
+        )
+    return name
+
+
 def _read_latent(name: str, node: Any, value: Tensor) -> Latent:
     distribution = node["fn"]
-    if distribution.support.is_discrete:
-        raise UnsupportedProgramError(
-            f"the latent site '{name}' is discrete ({type(distribution).__name__}): marginalize "
-            "it out of the program, or observe it (were the targets passed?); continuous latents "
-            "are needed here"
-        )
     plates = []
     for frame in node["cond_indep_stack"]:
         if not frame.vectorized:

@@ -30,6 +30,7 @@ from pyro_bdl.distributions.copies import (
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.argument_errors import explain
 from pyro_bdl.program.checkpointing import kept_for_recomputation
+from pyro_bdl.program.enumeration import Enumeration, SummedOut, is_enumerable, sum_out
 from pyro_bdl.program.network_sites import OWNER_KEY
 
 RENAME = "give each its own name (two networks in one program: bayesianize(net, prior, name=...))"
@@ -75,7 +76,8 @@ class Run:
     densities, unless they are masked. ``observed`` also holds open sites, which the program would
     observe but was given no value for. ``open`` tells that there are such, ``followed`` that
     statements come after one of them and may use its value. ``subsamples`` are the indices of the
-    plates.
+    plates. ``discrete`` are the discrete sites that were summed out of all of these, where a
+    deterministic value may still have a dimension for each of them; None where there are none.
     """
 
     latents: dict[str, Site] = field(default_factory=dict)
@@ -85,6 +87,7 @@ class Run:
     subsamples: dict[str, Tensor] = field(default_factory=dict)
     open: bool = False
     followed: bool = False
+    discrete: SummedOut | None = None
     result: Any = None
 
     def log_prior(self) -> Tensor | float:
@@ -134,6 +137,7 @@ class _Recorder(Messenger):
         self.values = values
         self.draw = draw
         self.run = Run()
+        self.enumeration = None if draw is None else Enumeration()
         # torch.compile, which runs one thread, cannot follow get_ident
         self.thread = None if torch.compiler.is_compiling() else threading.get_ident()
 
@@ -155,14 +159,15 @@ class _Recorder(Messenger):
                 msg["value"] = self.values[name]
             return
         msg["fn"] = without_validation(msg["fn"])
-        if msg["is_observed"]:
-            return
-        if name in self.values:
-            msg["value"] = self.values[name]
-            msg["fn"] = on_device_of(msg["fn"], msg["value"])
-            msg["done"] = True
-        elif self.draw is not None:
-            self.draw(msg)
+        if not msg["is_observed"]:
+            if name in self.values:
+                msg["value"] = self.values[name]
+                msg["fn"] = on_device_of(msg["fn"], msg["value"])
+                msg["done"] = True
+            elif self.draw is not None:
+                self.draw(msg)
+        if self.enumeration is not None:
+            self.enumeration.before(msg)
 
     def again(self) -> ConditionMessenger:
         """A context in which statements that are run once more have the values of this run."""
@@ -178,6 +183,8 @@ class _Recorder(Messenger):
             return
         if name in run.latents or name in run.observed or name in run.factors:
             raise UnsupportedProgramError(f"two sample statements are named '{name}': {RENAME}")
+        if self.enumeration is not None and msg["infer"].get("_placeholder"):
+            msg["value"] = self.enumeration.without_enumerated_dims(msg)
         value = None if msg["infer"].get("_placeholder") else msg["value"]
         frames = msg["cond_indep_stack"]
         subsampling = math.prod((f.full_size or f.size) / f.size for f in frames)
@@ -185,19 +192,23 @@ class _Recorder(Messenger):
         distribution, mask = without_masks(distribution, msg["mask"])
         site = Site(distribution, value, msg["scale"], mask, subsampling)
         run.followed = run.followed or run.open
+        kind = "latents"
         if is_deterministic(msg):
             run.deterministic[name] = msg["value"]
-            if point_density(msg):
-                run.factors[name] = site
+            kind = "factors" if point_density(msg) else ""
         elif isinstance(msg["fn"], Unit):
-            run.factors[name] = site
-        elif msg["is_observed"]:
-            run.observed[name] = site
-        elif msg["infer"].get("_open"):
-            run.observed[name] = site
-            run.open = True
-        else:
-            run.latents[name] = site
+            kind = "factors"
+        elif msg["is_observed"] or msg["infer"].get("_open"):
+            kind = "observed"
+            run.open = run.open or not msg["is_observed"]
+        elif msg["infer"].get("_enumerated"):
+            kind = "discrete"
+            if msg["infer"].get("_open_leaf"):
+                run.observed[name] = site._replace(value=None)
+        if kind in ("latents", "observed", "factors"):
+            getattr(run, kind)[name] = site
+        if self.enumeration is not None:
+            self.enumeration.after(msg, site, kind)
 
 
 def distribution_of_targets(msg: Any) -> Any:
@@ -208,7 +219,8 @@ def distribution_of_targets(msg: Any) -> Any:
     if isinstance(msg["fn"], Unit):
         return msg["fn"]
     plate_dims = [frame.dim for frame in msg["cond_indep_stack"]]
-    return expanded_to_targets(msg["name"], msg["fn"], msg["value"], plate_dims)
+    enumerated = msg["infer"].get("_symbols", ())
+    return expanded_to_targets(msg["name"], msg["fn"], msg["value"], plate_dims, enumerated)
 
 
 @contextmanager
@@ -236,6 +248,7 @@ def record(
     :param function: a program or a guide.
     :param values: site -> value; for a plate's name the indices of its subsample.
     :param draw: called with the message of a site that has no value; by default it is sampled.
+        ``sum_out_discrete`` and ``leave_open`` sum finite discrete sites out.
     :returns: the distribution, value, scale and mask of every sample statement.
     :raises ArgumentError: for arguments that it cannot compute with.
     :raises RuntimeError: if another thread runs a program at this time.
@@ -248,12 +261,26 @@ def record(
         except (TypeError, AttributeError, RuntimeError) as error:
             explain(error, function, args, kwargs or {})
             raise
+        if recorder.enumeration is not None and recorder.enumeration.variables:
+            sum_out(recorder.run, recorder.enumeration)
     return recorder.run
 
 
+def sum_out_discrete(msg: Any) -> None:
+    """Sum out a site without a value if it is discrete; else sample it."""
+    if is_enumerable(msg):
+        msg["infer"]["_sum_out"] = True
+
+
 def leave_open(msg: Any) -> None:
-    """Let the program go on from a site without a value, whose distribution alone is wanted."""
+    """Let the program go on from a site without a value, whose distribution alone is wanted.
+
+    A discrete site that other statements depend on is summed out of them instead.
+    """
     _refuse_weights(msg)
+    if is_enumerable(msg):
+        msg["infer"].update(_sum_out=True, _open_leaf=True)
+        return
     msg["infer"].update(_open=True, _placeholder=True)
     msg["value"] = placeholder(msg["fn"])
     msg["done"] = True

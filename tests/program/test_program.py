@@ -430,12 +430,13 @@ def _raises(model, *words, error=UnsupportedProgramError, args=(X, Y)):
         assert word in str(caught.value)
 
 
-def test_a_discrete_latent_is_refused():
-    def model(x, y):
-        k = pyro.sample("k", dist.Categorical(torch.ones(3)))
-        pyro.sample("y", dist.Normal(k.to(x), 1.0), obs=y[0])
+def test_a_classifier_without_its_targets_is_refused():
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(_one(), _one()))
+        with pyro.plate("data", len(x)):
+            pyro.sample("k", dist.Bernoulli(logits=w * x), obs=y)
 
-    _raises(model, "'k'", "discrete", "Categorical")
+    _raises(model, "'k'", "discrete", "pass the targets", args=(X,))
 
 
 def test_a_latent_on_a_sphere_is_refused():

@@ -15,7 +15,7 @@ from pyro_bdl.distributions.dropout_noise import checked_rate
 from pyro_bdl.program.layout import Layout
 from pyro_bdl.program.linear_ops.recognize import recognize
 from pyro_bdl.program.linear_ops.tracker import Tag, Tracker
-from pyro_bdl.program.trace import Run, record
+from pyro_bdl.program.trace import Run, record, sum_out_discrete
 from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers, vmappable
 
 
@@ -218,7 +218,7 @@ def reading_run(
         mode.following(model),
         mode,
     ):
-        run = record(model, {**leaves, **others}, args, kwargs)
+        run = record(model, {**leaves, **others}, args, kwargs, draw=sum_out_discrete)
     return mode, run
 
 

@@ -1,0 +1,882 @@
+"""Finite discrete latent sites, summed out exactly.
+
+A discrete latent site without a value is given all values of its support at once, along a dimension
+of its own to the left of all plates, as Pyro's ``infer={"enumerate": "parallel"}`` does; sites in
+``pyro.markov`` share dimensions. After the run each statement that depends on such sites gets its
+marginal, by variable elimination in log space:
+
+    log p(y_i | y_1, ..., y_{i-1}, w) = log sum_z p(z | y_1, ..., y_{i-1}, w) p(y_i | z, w),
+
+in the program's order, so that these terms add up to log p(y | w). Where z stands in the plate of
+the data and y is one site, the term is log p(y_n | w) for each datum. Where z stands outside of that
+plate there is one term for all of the data. In a hidden Markov chain the terms are one-step-ahead
+densities. A subsampled plate scales the sum of logs over its data by N/B; tempering scales the term.
+Latents that depend on discrete sites come first, so that log p(w) and log p(y | w) are told apart.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from pyro.distributions import Categorical, MixtureSameFamily, Unit
+from pyro.distributions.torch_distribution import TorchDistribution
+from pyro.distributions.util import scale_and_mask
+from pyro.poutine.runtime import _EnumAllocator
+from torch import Tensor
+from torch.distributions import Distribution, constraints
+
+from pyro_bdl.distributions.take_apart import rebuild, take_apart
+from pyro_bdl.errors import UnsupportedProgramError
+
+ROOM = 6  # dimensions from the right that are left to plates and batches
+
+
+class Variable(NamedTuple):
+    """A discrete site that is summed out: the values of its support along one dimension."""
+
+    name: str
+    values: Tensor  # (K, *ones, *event)
+    plates: frozenset[str]
+    event_dim: int
+
+
+class Plate(NamedTuple):
+    """A plate's dimension, how many cells it has, and N/B where it is subsampled."""
+
+    dim: int
+    size: int
+    scale: float
+
+
+class Statement(NamedTuple):
+    """A sample statement: its site, the symbols (by dimension) of discrete sites that its density
+    depends on, and its plates."""
+
+    name: str
+    kind: str  # "discrete", or the attribute of the run that holds the site
+    site: Any
+    symbols: Mapping[int, int]
+    plates: frozenset[str]
+
+
+def symbols_of(statement: Statement) -> dict[int, int]:
+    """The symbols in a statement's distribution, by dimension."""
+    shape = statement.site.distribution.batch_shape
+    return {
+        dim: symbol
+        for dim, symbol in statement.symbols.items()
+        if len(shape) >= -dim and shape[dim] > 1
+    }
+
+
+class Factor(NamedTuple):
+    """A log density as a table: a dimension for each symbol, in their order, then ``ROOM`` of
+    plates. ``evidence`` tells that it is no conditional distribution of discrete sites alone."""
+
+    table: Tensor
+    symbols: tuple[int, ...]
+    plates: frozenset[str]
+    evidence: bool = False
+
+
+# ------------------------------------------------------------------------------- while it runs
+
+
+def why_not_enumerable(msg: Any) -> str | None:
+    """Return why a discrete site without a value cannot be summed out; None where it can be."""
+    fn, infer = msg["fn"], msg["infer"]
+    if not getattr(fn, "has_enumerate_support", False):
+        return "its support cannot be enumerated"
+    if infer.get("enumerate") == "sequential":
+        return (
+            "it asks for sequential enumeration, and all its values are taken at once here: write "
+            'what depends on it with indexing or torch.where, and infer={"enumerate": "parallel"}'
+        )
+    plate = next((frame for frame in msg["cond_indep_stack"] if not frame.vectorized), None)
+    if plate is not None:
+        return (
+            f"it stands in the sequential plate '{plate.name}': use the plate as a context manager "
+            "(with pyro.plate(...)) instead of a loop"
+        )
+    try:
+        fn.enumerate_support(expand=False)
+    except NotImplementedError as error:
+        return f"its support cannot be enumerated ({str(error).splitlines()[0]})"
+    return None
+
+
+def is_enumerable(msg: Any) -> bool:
+    """Return whether a site without a value is discrete with a support that can be summed over."""
+    return getattr(msg["fn"], "has_enumerate_support", False) and why_not_enumerable(msg) is None
+
+
+class Enumeration:
+    """The discrete sites of one run, and what depends on them.
+
+    Dimensions are given out as Pyro's ``EnumMessenger`` does it.
+    """
+
+    def __init__(self) -> None:
+        self.variables: dict[int, Variable] = {}
+        self.statements: list[Statement] = []
+        self.plates: dict[str, Plate] = {}
+        self._allocator = _EnumAllocator()
+        self._allocator.set_first_available_dim(-1 - ROOM)
+        self.last = ""  # the name of the last statement
+        self._depths: dict[str, int] = {}
+        self._value_symbols: dict[str, dict[int, int]] = {}
+
+    def before(self, msg: Any) -> None:
+        """Note the symbols that may reach a statement, and give it all its values if asked for."""
+        scope = msg["infer"].get("_markov_scope")
+        symbols = self._allocator.dim_to_id.copy()
+        if scope is not None:
+            for name, depth in scope.items():
+                if self._depths.get(name) == depth:  # its markov context has not been left
+                    symbols.update(self._value_symbols[name])
+            self._depths[msg["name"]] = msg["infer"]["_markov_depth"]
+        msg["infer"]["_symbols"] = symbols
+        if msg["infer"].get("_sum_out"):
+            self._enumerate(msg, None if scope is None else set(symbols))
+
+    def _enumerate(self, msg: Any, taken: set[int] | None) -> None:
+        fn = msg["fn"]
+        support = fn.enumerate_support(expand=False)
+        dim, symbol = self._allocator.allocate(taken)
+        event = support.shape[support.dim() - fn.event_dim :]
+        value = support.reshape(support.shape[:1] + (1,) * (-1 - dim) + event)
+        mark = getattr(support, "_pyro_categorical_support", None)
+        if mark is not None:
+            value._pyro_categorical_support = mark  # for the fast log_prob of Pyro's Categorical
+        plates = frozenset(frame.name for frame in msg["cond_indep_stack"])
+        self.variables[symbol] = Variable(msg["name"], value, plates, fn.event_dim)
+        msg["infer"]["_symbols"][dim] = symbol
+        msg["infer"]["_enumerated"] = True
+        msg["value"], msg["done"] = value, True
+
+    def without_enumerated_dims(self, msg: Any) -> Any:
+        """A placeholder's value at one value of the discrete sites, so that it passes none on."""
+        value = msg["value"]
+        if not self.variables:
+            return value
+        extra = value.dim() - msg["fn"].event_dim - ROOM
+        return value[(0,) * extra] if extra > 0 else value
+
+    def after(self, msg: Any, site: Any, kind: str) -> None:
+        """Note a statement, and the symbols that its value passes on."""
+        symbols = msg["infer"].get("_symbols", {})
+        self.last = name = msg["name"]
+        value = msg["value"]
+        shape: tuple[int, ...] = ()
+        if isinstance(value, Tensor) and symbols:
+            shape = tuple(value.shape[: value.dim() - getattr(msg["fn"], "event_dim", 0)])
+        self._value_symbols[name] = {
+            dim: symbol for dim, symbol in symbols.items() if len(shape) >= -dim and shape[dim] > 1
+        }
+        if not kind or not symbols:
+            return
+        for frame in msg["cond_indep_stack"]:
+            if frame.dim is not None:
+                if frame.dim < -ROOM:
+                    raise UnsupportedProgramError(
+                        f"the plate '{frame.name}' has the dim {frame.dim}: a program with "
+                        f"discrete latents has room for plates from -1 to {-ROOM}"
+                    )
+                full = frame.full_size or frame.size
+                self.plates[frame.name] = Plate(frame.dim, frame.size, full / frame.size)
+        plates = frozenset(frame.name for frame in msg["cond_indep_stack"])
+        self.statements.append(Statement(name, kind, site, symbols, plates))
+
+    def own_symbols(self) -> dict[str, int]:
+        """The symbol of each variable, by its site."""
+        return {variable.name: symbol for symbol, variable in self.variables.items()}
+
+    def used(self) -> set[int]:
+        """The symbols of the sites that some other statement depends on."""
+        own = self.own_symbols()
+        return {
+            symbol
+            for statement in self.statements
+            for symbol in symbols_of(statement).values()
+            if symbol != own.get(statement.name)
+        }
+
+    def leave_open(self, name: str) -> None:
+        """Take a discrete site for one that would be observed, without a value."""
+        symbol = self.own_symbols()[name]
+        del self.variables[symbol]
+        for place, statement in enumerate(self.statements):
+            if statement.name == name:
+                left = {d: s for d, s in statement.symbols.items() if s != symbol}
+                site = statement.site._replace(value=None)
+                self.statements[place] = Statement(name, "observed", site, left, statement.plates)
+
+
+# ------------------------------------------------------------------------------- elimination
+
+
+class Elimination:
+    """Sums over discrete variables of products of factors, plates included.
+
+    A variable is summed out after those of the plates inside its own. Where a plate holds several
+    factors for one value of a variable outside of it, these are multiplied.
+    """
+
+    def __init__(self, variables: Mapping[int, Variable], plates: Mapping[str, Plate]) -> None:
+        self.variables, self.plates = variables, plates
+
+    def factor(
+        self,
+        table: Tensor,
+        symbols: Mapping[int, int],
+        plates: frozenset[str],
+        *,
+        evidence: bool = False,
+    ) -> Factor:
+        """A log density by position as a factor; dims of no plate are summed over."""
+        table, found = _by_symbols(table, symbols)
+        own = range(-ROOM, 0)
+        inside = {self.plates[name].dim for name in plates}
+        loose = [dim for dim in own if table.shape[dim] > 1 and dim not in inside]
+        if loose:
+            table = table.sum(loose, keepdim=True)
+        return Factor(table, found, plates, evidence)
+
+    def sizes(self, plates: Iterable[str]) -> tuple[int, ...]:
+        """The sizes of the ``ROOM`` dims inside of plates."""
+        sizes = {self.plates[name].dim: self.plates[name].size for name in plates}
+        return tuple(sizes.get(dim, 1) for dim in range(-ROOM, 0))
+
+    def reduced(self, factor: Factor, kept: frozenset[str]) -> Factor:
+        """The product of a factor over its plates that are not ``kept``, each to the power N/B."""
+        gone = [self.plates[name] for name in factor.plates - kept]
+        if not gone:
+            return factor
+        table, scale = factor.table, 1.0
+        for plate in gone:
+            scale *= plate.scale * (plate.size if table.shape[plate.dim] == 1 else 1)
+        table = table.sum([plate.dim for plate in gone], keepdim=True)
+        table = table if scale == 1.0 else table * scale
+        return factor._replace(table=table, plates=factor.plates & kept)
+
+    def product(self, factors: Sequence[Factor]) -> Factor:
+        """The product of factors, over all of their symbols."""
+        symbols = tuple(sorted({symbol for factor in factors for symbol in factor.symbols}))
+        total: Any = None
+        for factor in factors:
+            table = factor.table
+            if factor.symbols != symbols:
+                own = iter(factor.table.shape[: len(factor.symbols)])
+                sizes = [next(own) if symbol in factor.symbols else 1 for symbol in symbols]
+                table = table.reshape(*sizes, *table.shape[len(factor.symbols) :])
+            total = table if total is None else total + table
+        plates = frozenset().union(*(factor.plates for factor in factors))
+        return Factor(total, symbols, plates, any(factor.evidence for factor in factors))
+
+    def bucket(self, symbol: int, factors: Sequence[Factor]) -> tuple[Factor | None, list[Factor]]:
+        """The product of the factors of a variable, reduced to its plates, and the other factors;
+        None where variables of other plates are in the way."""
+        plates = self.variables[symbol].plates
+        mine = [factor for factor in factors if symbol in factor.symbols]
+        for factor in mine:
+            if factor.plates <= plates:
+                continue
+            if any(not self.variables[other].plates <= plates for other in factor.symbols):
+                return None, []
+        rest = [factor for factor in factors if symbol not in factor.symbols]
+        return self.product([self.reduced(factor, plates) for factor in mine]), rest
+
+    def without(self, symbol: int, factors: Sequence[Factor]) -> list[Factor] | None:
+        """The factors after the sum over a variable; None where this is not its turn."""
+        product, rest = self.bucket(symbol, factors)
+        if product is None:
+            return None
+        return [*rest, self.summed(product, [symbol])]
+
+    def summed(self, factor: Factor, symbols: Sequence[int]) -> Factor:
+        """The sum of a factor over some of its variables."""
+        where = [factor.symbols.index(symbol) for symbol in symbols]
+        kept = tuple(symbol for symbol in factor.symbols if symbol not in symbols)
+        table = torch.logsumexp(factor.table, where) if where else factor.table
+        return factor._replace(table=table, symbols=kept)
+
+    def order(self, factors: Iterable[Factor]) -> list[int]:
+        """The variables of factors, those of the innermost plates first, then as in the program."""
+        found = {symbol for factor in factors for symbol in factor.symbols}
+        return sorted(found, key=lambda symbol: (-len(self.variables[symbol].plates), symbol))
+
+    def all_summed(
+        self, factors: Sequence[Factor]
+    ) -> tuple[list[Factor], list[tuple[int, Factor]]]:
+        """The factors after all sums, and the product that each variable was summed out of.
+
+        :raises UnsupportedProgramError: where variables of crossing plates depend on each other.
+        """
+        steps: list[tuple[int, Factor]] = []
+        now: list[Factor] = list(factors)
+        for symbol in self.order(factors):
+            product, rest = self.bucket(symbol, now)
+            if product is None:
+                self._refuse_crossing(symbol, now)
+            assert product is not None
+            steps.append((symbol, product))
+            now = [*rest, self.summed(product, [symbol])]
+        return now, steps
+
+    def total(self, factors: Sequence[Factor], kept: frozenset[str] = frozenset()) -> Any:
+        """The log of the sum over all variables, a table with the dims of the plates ``kept``."""
+        now, _ = self.all_summed(factors)
+        return sum((self.reduced(factor, kept).table for factor in now), start=0.0)
+
+    def connected(self, symbols: Iterable[int], factors: Sequence[Factor]) -> list[Factor]:
+        """The factors that are connected to variables, in their order."""
+        reached = set(symbols)
+        found: set[int] = set()
+        while True:
+            new = {
+                number
+                for number, factor in enumerate(factors)
+                if number not in found and reached.intersection(factor.symbols)
+            }
+            if not new:
+                return [factors[number] for number in sorted(found)]
+            found |= new
+            reached.update(symbol for number in new for symbol in factors[number].symbols)
+
+    def _refuse_crossing(self, symbol: int, factors: Sequence[Factor]) -> None:
+        variable = self.variables[symbol]
+        others = {
+            self.variables[other].name
+            for factor in factors
+            if symbol in factor.symbols
+            for other in factor.symbols
+            if not self.variables[other].plates <= variable.plates
+        }
+        raise UnsupportedProgramError(
+            f"the discrete sites '{variable.name}' and '{min(others)}' stand in plates that cross "
+            "and depend on each other, so that their sum does not factorize: sample one of them "
+            "outside of its plate, or marginalize it in the program"
+        )
+
+
+def _by_symbols(
+    table: Tensor, symbols: Mapping[int, int], event_dim: int = 0
+) -> tuple[Tensor, tuple[int, ...]]:
+    """A tensor by position, (*enumerated, *batch, *event), with a dimension for each of its symbols
+    in their order, then ``ROOM`` of its batch, then its event; and these symbols."""
+    rank = table.dim() - event_dim
+    if rank < ROOM:
+        table = table.reshape((1,) * (ROOM - rank) + table.shape)
+        rank = ROOM
+    batch, event = table.shape[:rank], table.shape[rank:]
+    dims = {s: rank + dim for dim, s in symbols.items() if -dim <= rank and batch[dim] > 1}
+    found = tuple(sorted(dims))
+    order = [dims[symbol] for symbol in found]
+    if rank > ROOM:
+        ones = [dim for dim in range(rank - ROOM) if dim not in order]
+        rest = range(rank - ROOM, table.dim())
+        sizes = [batch[dim] for dim in order] + [*batch[rank - ROOM :], *event]
+        table = table.permute(*order, *ones, *rest).reshape(sizes)
+    return table, found
+
+
+def _at(
+    table: Tensor, symbols: Sequence[int], drawn: Mapping[int, Tensor], event_dim: int = 0
+) -> Tensor:
+    """A table by symbols at indices of some of them, each (*ROOM dims)."""
+    for place in reversed(range(len(symbols))):
+        if symbols[place] not in drawn:
+            continue
+        index = drawn[symbols[place]]
+        index = index.reshape((*index.shape, *(1,) * event_dim))
+        table = table.movedim(place, 0)
+        shape = torch.broadcast_shapes(table.shape[1:], index.shape)
+        table = table.expand(table.shape[:1] + shape)
+        table = table.gather(0, index.expand(shape)[None])[0]
+    return table
+
+
+# ------------------------------------------------------------------------------- marginals
+
+
+class JointMarginal(TorchDistribution):
+    """p(y | w), a sum over discrete sites that is not a mixture for each datum.
+
+    :param density: log p(y | w) of a value, of the batch shape.
+    :param draw: a value drawn from it.
+    """
+
+    arg_constraints: dict[str, Any] = {}
+
+    def __init__(
+        self,
+        density: Callable[[Tensor], Tensor],
+        draw: Callable[[], Tensor],
+        support: Any,
+        shape: "_Shape",
+    ) -> None:
+        self._density, self._draw, self._support = density, draw, support
+        super().__init__(shape.batch, shape.event, validate_args=False)
+
+    @constraints.dependent_property
+    def support(self) -> Any:
+        return self._support
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        return self._density(value)
+
+    @torch.no_grad()
+    def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
+        shape = torch.Size(sample_shape)
+        if not shape:
+            return self._draw()
+        draws = torch.stack([self._draw() for _ in range(shape.numel())])
+        return draws.reshape(shape + draws.shape[1:])
+
+
+class Marginal(MixtureSameFamily):
+    """p(y | w) = sum_z p(z | w) p(y | z, w), a mixture whose components are laid out as such only
+    where they are asked for.
+
+    :param density: log p(y | w) of a value, of the batch shape.
+    :param mixture: the same distribution as a mixture.
+    """
+
+    def __init__(
+        self,
+        density: Callable[[Tensor], Tensor],
+        mixture: Callable[[], MixtureSameFamily],
+        shape: "_Shape",
+    ) -> None:
+        self._density, self._mixture, self._event_ndims = density, mixture, len(shape.event)
+        self._laid_out: Any = None
+        Distribution.__init__(self, shape.batch, shape.event, validate_args=False)
+
+    def _as_mixture(self) -> Any:
+        if self._laid_out is None:
+            self._laid_out = self._mixture()
+        return self._laid_out
+
+    @property
+    def _mixture_distribution(self) -> Any:
+        return self._as_mixture().mixture_distribution
+
+    @property
+    def _component_distribution(self) -> Any:
+        return self._as_mixture().component_distribution
+
+    @property
+    def _num_component(self) -> int:
+        return self._as_mixture()._num_component
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        return self._density(value)
+
+    def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> Any:
+        return self._as_mixture().expand(batch_shape)
+
+
+class _Shape(NamedTuple):
+    """Batch and event shapes of a marginal, and the dims of the table that they are.
+
+    ``first`` and ``last`` bound the dims of the batch; ``is_plain`` tells that all dims between
+    them have a term for each entry.
+    """
+
+    batch: torch.Size
+    event: torch.Size
+    first: int
+    last: int
+    is_plain: bool
+
+
+def _shape_of(statement: Statement, plates: Mapping[str, Plate], kept: frozenset[str]) -> _Shape:
+    """The shapes of p(y | w) with a term for each cell of the plates ``kept``."""
+    site = statement.site
+    fn = site.distribution
+    sizes = ((1,) * ROOM + tuple(fn.batch_shape))[-ROOM:]
+    depth = max([0, *(-plates[name].dim for name in statement.plates)])
+    if isinstance(site.value, Tensor) and statement.kind != "factors":
+        rank = max(depth, site.value.dim() - fn.event_dim)
+    else:
+        rank = max([depth, *(ROOM - i for i, size in enumerate(sizes) if size > 1)])
+    inside = {plates[name].dim for name in kept}
+    own = {plates[name].dim for name in statement.plates}
+    extra = [d for d in range(-rank, 0) if d not in inside and (d in own or sizes[d] > 1)]
+    first = min(extra, default=0)
+    if all(dim < first for dim in inside):
+        batch, inner = torch.Size(sizes[ROOM - rank : ROOM + first]), sizes[ROOM + first :]
+        return _Shape(batch, torch.Size((*inner, *fn.event_shape)), -rank, first, True)
+    while rank and -rank not in inside:
+        rank -= 1
+    batch = torch.Size(sizes[d] if d in inside else 1 for d in range(-rank, 0))
+    return _Shape(batch, torch.Size(), -rank, 0, False)
+
+
+class SummedOut:
+    """The discrete sites of one run, summed out of the statements that depend on them.
+
+    ``names`` are those of the sites. All results are given the latents and the data of the run.
+    """
+
+    def __init__(self, enumeration: Enumeration) -> None:
+        self._variables = enumeration.variables
+        self._plates = enumeration.plates
+        self._algebra = Elimination(self._variables, self._plates)
+        self._statements = enumeration.statements
+        self.names = tuple(variable.name for variable in self._variables.values())
+
+    def support(self, name: str) -> Tensor:
+        """The values of a site, (K, *event), in the order in which they are counted."""
+        variable = next(v for v in self._variables.values() if v.name == name)
+        values = variable.values
+        return values.reshape(values.shape[:1] + values.shape[values.dim() - variable.event_dim :])
+
+    # Posterior of the discrete sites
+
+    def log_density(self) -> Tensor:
+        """log p of the statements that depend on discrete sites, these summed out, a scalar; not
+        tempered."""
+        return self._algebra.total(self._factors()).sum()
+
+    def responsibilities(self) -> dict[str, Tensor]:
+        """p(z_n = k | y, w) of each site, (*plates, K): k counts the values of its support.
+
+        They are the derivatives of log p(y | w) in log p(z_n = k).
+        """
+        factors, places = self._factors(), self._places()
+        tilts = {
+            symbol: torch.zeros_like(self._own_table(factors[place], symbol))
+            for symbol, place in places.items()
+        }
+
+        def tilted(tilts: dict[int, Tensor]) -> Tensor:
+            now = list(factors)
+            for symbol, place in places.items():
+                factor = factors[place]
+                tilt = Factor(tilts[symbol], (symbol,), factor.plates)
+                now[place] = self._algebra.product([factor, tilt])
+            return self._algebra.total(now).sum()
+
+        found = torch.func.grad(tilted)(tilts) if tilts else {}
+        result = {}
+        for symbol, variable in self._variables.items():
+            depth = self._depth(variable)
+            if symbol not in found:  # of one value
+                shape = self._algebra.sizes(variable.plates)[ROOM - depth :]
+                result[variable.name] = variable.values.new_ones((*shape, 1), dtype=torch.float)
+                continue
+            p = found[symbol] / found[symbol].sum(0)
+            p = p.reshape(p.shape[:1] + p.shape[p.dim() - depth :])
+            result[variable.name] = p.movedim(0, -1)
+        return result
+
+    @torch.no_grad()
+    def sample(self) -> dict[str, Tensor]:
+        """A draw from p(z | y, w), site -> (*plates, *event)."""
+        drawn = self._draw(self._factors())
+        return {variable.name: self._value(s, drawn) for s, variable in self._variables.items()}
+
+    def _draw(self, factors: Sequence[Factor]) -> dict[int, Tensor]:
+        """Indices drawn jointly, in the reverse order of the sums; symbol -> (*ROOM dims)."""
+        drawn: dict[int, Tensor] = {}
+        for symbol, factor in reversed(self._algebra.all_summed(factors)[1]):
+            table = _at(factor.table, factor.symbols, drawn)
+            sizes = self._algebra.sizes(self._variables[symbol].plates)
+            table = table.expand(table.shape[:1] + torch.broadcast_shapes(table.shape[1:], sizes))
+            noise = torch.rand_like(table).clamp(min=torch.finfo(table.dtype).tiny)
+            drawn[symbol] = (table - (-noise.log()).log()).argmax(0)
+        return drawn
+
+    def _value(self, symbol: int, drawn: Mapping[int, Tensor]) -> Tensor:
+        variable = self._variables[symbol]
+        values = variable.values
+        event = values.shape[values.dim() - variable.event_dim :]
+        values = values.reshape(values.shape[:1] + event)
+        shape = self._algebra.sizes(variable.plates)[ROOM - self._depth(variable) :]
+        if symbol not in drawn:
+            return values[0].expand(*shape, *event)
+        return values[drawn[symbol].reshape(shape)]
+
+    def _depth(self, variable: Variable) -> int:
+        return max([0, *(-self._plates[name].dim for name in variable.plates)])
+
+    def _places(self) -> dict[int, int]:
+        """For each variable of several values the place of its own statement."""
+        own = {variable.name: symbol for symbol, variable in self._variables.items()}
+        places = {
+            own[statement.name]: place
+            for place, statement in enumerate(self._statements)
+            if statement.kind == "discrete"
+        }
+        return {s: place for s, place in places.items() if len(self._variables[s].values) > 1}
+
+    def _own_table(self, factor: Factor, symbol: int) -> Tensor:
+        """A table of the shape of a variable's values and the plates of its factor."""
+        where = [i for i, other in enumerate(factor.symbols) if other != symbol]
+        table = factor.table
+        for i in reversed(where):
+            table = table.select(i, 0)
+        return table
+
+    def _factors(self) -> list[Factor]:
+        return [self._factor(s) for s in self._statements if s.site.value is not None]
+
+    # Marginals
+
+    def _factor(self, statement: Statement, value: Any = None) -> Factor:
+        """log p of a statement at its value as a factor, checked against the discrete sites' plates.
+
+        A masked discrete site is uniform, so that its sum is 1.
+        """
+        site = statement.site
+        value = site.value if value is None else value
+        table = site.distribution.log_prob(value)
+        is_discrete = statement.kind == "discrete"
+        if isinstance(site.mask, bool) and not site.mask:
+            table = torch.zeros_like(table)
+        elif isinstance(site.mask, Tensor):
+            table = scale_and_mask(table, mask=site.mask)
+        if is_discrete and site.mask is not None and site.mask is not True:
+            count = len(value)
+            masked = ~torch.as_tensor(site.mask, device=table.device)
+            table = table - masked.to(table.dtype) * math.log(count)
+        factor = self._algebra.factor(
+            table, statement.symbols, statement.plates, evidence=not is_discrete
+        )
+        for symbol in factor.symbols:
+            variable = self._variables[symbol]
+            missing = variable.plates - statement.plates
+            if missing:
+                raise UnsupportedProgramError(
+                    f"the site '{statement.name}' depends on the discrete site '{variable.name}' "
+                    f"of the plate '{min(missing)}' and stands outside of it: put it into that "
+                    "plate"
+                )
+        return factor
+
+    def put_marginals(self, run: Any) -> None:
+        """Replace the sites of a run that depend on discrete sites by their marginals."""
+        statements = self._in_order()
+        lasts = self._last_uses(statements)
+        pool: list[Factor] = []
+        for place, statement in enumerate(statements):
+            if statement.kind == "discrete":
+                pool.append(self._factor(statement))
+                self._check_plates(statement)
+                pool = self._forget(pool, lasts, place)
+                continue
+            symbols = symbols_of(statement)
+            if not symbols:
+                continue
+            near = self._algebra.connected(symbols.values(), pool)
+            self._check_tempering(statement, near)
+            site, factor = self._marginal(statement, symbols, near)
+            getattr(run, statement.kind)[statement.name] = site
+            reached = {symbol for other in near for symbol in other.symbols}
+            if all(lasts[symbol] <= place for symbol in reached):
+                pool = [other for other in pool if not reached.intersection(other.symbols)]
+            elif statement.site.value is not None:
+                pool = self._forget([*pool, factor()], lasts, place)
+
+    def _in_order(self) -> list[Statement]:
+        """The statements, those up to the last latent that depends on discrete sites without the
+        data between, so that the prior is that of the latents alone."""
+        moved = [i for i, s in enumerate(self._statements) if s.kind == "latents" and symbols_of(s)]
+        end = moved[-1] + 1 if moved else 0
+        first, rest = self._statements[:end], self._statements[end:]
+        kinds = ("discrete", "latents")
+        return [
+            *(s for s in first if s.kind in kinds),
+            *(s for s in first if s.kind not in kinds),
+            *rest,
+        ]
+
+    def _last_uses(self, statements: Sequence[Statement]) -> dict[int, int]:
+        """The place of the last statement that each variable enters."""
+        lasts = {}
+        own = {variable.name: symbol for symbol, variable in self._variables.items()}
+        for place, statement in enumerate(statements):
+            for symbol in symbols_of(statement).values():
+                lasts[symbol] = place
+            if statement.kind == "discrete":
+                lasts[own[statement.name]] = place
+        return lasts
+
+    def _forget(self, pool: list[Factor], lasts: Mapping[int, int], place: int) -> list[Factor]:
+        """Sum out the variables that no later statement depends on."""
+        for symbol in self._algebra.order(pool):
+            if lasts[symbol] <= place:
+                after = self._algebra.without(symbol, pool)
+                pool = pool if after is None else after
+        return pool
+
+    def _check_plates(self, statement: Statement) -> None:
+        """Each entry of a discrete site's batch is a variable of its own, which plates tell."""
+        inside = {self._plates[name].dim for name in statement.plates}
+        shape = statement.site.distribution.batch_shape[-ROOM:]
+        loose = [d for d in range(-len(shape), 0) if shape[d] > 1 and d not in inside]
+        if loose:
+            raise UnsupportedProgramError(
+                f"the discrete site '{statement.name}' has {shape[loose[0]]} entries along "
+                f"dimension {loose[0]}, which is no plate's: sample it in a pyro.plate of that size"
+            )
+
+    def _check_tempering(self, statement: Statement, near: Sequence[Factor]) -> None:
+        """Tempering scales log p(y | w), so that the discrete sites must not have another scale."""
+        own = _tempering(statement.site)
+        reached = {self._variables[symbol].name for factor in near for symbol in factor.symbols}
+        for other in self._statements:
+            scale = _tempering(other.site)
+            if other.name in reached and isinstance(scale, float) and isinstance(own, float):
+                if not any(math.isclose(scale, allowed) for allowed in (1.0, own)):
+                    raise UnsupportedProgramError(
+                        f"the discrete site '{other.name}' has the scale {scale:g}, and "
+                        f"'{statement.name}', which depends on it, {own:g}: give both one scale"
+                    )
+
+    def _marginal(
+        self, statement: Statement, symbols: Mapping[int, int], near: Sequence[Factor]
+    ) -> tuple[Any, Callable[[], Factor]]:
+        """The site of a statement with its marginal, and what makes its factor.
+
+        :param near: the factors that its discrete sites are connected to.
+        """
+        site, algebra = statement.site, self._algebra
+        variables = [self._variables[symbol] for factor in near for symbol in factor.symbols]
+        kept = frozenset.intersection(*(variable.plates for variable in variables))
+        shape = _shape_of(statement, self._plates, kept)
+        known: list[Factor] = []
+
+        def factor(value: Any = None) -> Factor:
+            if value is not None and value is not statement.site.value:
+                return self._factor(statement, value)
+            if not known:
+                known.append(self._factor(statement))
+            return known[0]
+
+        def laid_out(table: Tensor) -> Tensor:
+            rank = -shape.first
+            table = table.reshape(table.shape[ROOM - rank : ROOM + shape.last])
+            return table.expand(shape.batch)
+
+        def draw() -> Tensor:
+            drawn = self._draw(near)
+            fn = site.distribution
+            table, found = _by_symbols(fn.sample(), symbols, fn.event_dim)
+            table = _at(table, found, drawn, fn.event_dim)
+            return table.reshape(shape.batch + shape.event if shape.is_plain else fn.shape())
+
+        inner = math.prod(self._plates[name].scale for name in statement.plates - kept)
+        has_inner = len(shape.event) > site.distribution.event_dim or not shape.is_plain
+        distribution: Any
+        if all(variable.plates == kept for variable in variables):
+            near = [algebra.reduced(other, kept) for other in near]
+            weights = self._weights(near, sorted(symbols.values()))
+
+            def density(value: Tensor) -> Tensor:
+                product = algebra.product([algebra.reduced(factor(value), kept), weights])
+                return laid_out(algebra.summed(product, product.symbols).table)
+
+            def mixture() -> MixtureSameFamily:
+                return self._mixture(site.distribution, symbols, weights, shape)
+
+            masked = has_inner and isinstance(site.mask, Tensor)
+            if shape.is_plain and inner == 1.0 and not masked and take_apart(site.distribution):
+                distribution = Marginal(density, mixture, shape)
+            else:
+                distribution = JointMarginal(density, draw, site.distribution.support, shape)
+        else:
+            before = algebra.total(near, kept)
+
+            def density(value: Tensor) -> Tensor:
+                return laid_out(algebra.total([*near, factor(value)], kept) - before)
+
+            distribution = JointMarginal(density, draw, site.distribution.support, shape)
+        if statement.kind == "factors":
+            total = distribution.log_prob(site.value)
+            distribution = Unit(total, validate_args=False)
+            site = site._replace(value=total.new_empty((*total.shape, 0)))
+        mask = None if has_inner and isinstance(site.mask, Tensor) else site.mask
+        scale = site.scale if inner == 1.0 else site.scale / inner
+        return site._replace(
+            distribution=distribution,
+            scale=scale,
+            mask=mask,
+            subsampling=site.subsampling / inner,
+        ), factor
+
+    def _weights(self, near: Sequence[Factor], symbols: Sequence[int]) -> Factor:
+        """log p(z | y_1, ..., y_{i-1}, w) of some variables, the others summed out."""
+        factors: list[Factor] = list(near)
+        for symbol in self._algebra.order(near):
+            if symbol not in symbols:
+                factors = self._algebra.without(symbol, factors) or factors
+        factors = self._algebra.connected(symbols, factors)
+        weights = self._algebra.product(factors)
+        if not weights.evidence:
+            return weights
+        where = list(range(len(weights.symbols)))
+        table = weights.table - torch.logsumexp(weights.table, where, keepdim=True)
+        return weights._replace(table=table)
+
+    def _mixture(
+        self, fn: Any, symbols: Mapping[int, int], weights: Factor, shape: _Shape
+    ) -> MixtureSameFamily:
+        """p(y | w) with its components in the last dimension of a batch."""
+        found: Any = take_apart(fn)
+        structure, tensors = found
+        inner = shape.event[: len(shape.event) - fn.event_dim]
+        batch = len(fn.batch_shape)
+
+        def laid_out(tensor: Tensor) -> Tensor:
+            rest = tensor.shape[batch:]
+            tensor, found = _by_symbols(tensor, symbols, len(rest))
+            missing = [i for i, symbol in enumerate(weights.symbols) if symbol not in found]
+            for place in missing:
+                tensor = tensor.unsqueeze(place)
+            count = len(weights.symbols)
+            values = weights.table.shape[:count]
+            tensor = tensor.expand(values + tensor.shape[count:])
+            tensor = tensor.reshape(values.numel(), *shape.batch, *inner, *rest)
+            return tensor.movedim(0, len(shape.batch))
+
+        components = rebuild(
+            structure._replace(event_dims=structure.event_dims + len(inner)),
+            {name: laid_out(tensor) for name, tensor in tensors.items()},
+        )
+        count = len(weights.symbols)
+        table = weights.table.reshape(-1, *weights.table.shape[count:])
+        table = table.reshape(table.shape[:1] + table.shape[1 + ROOM + shape.first :])
+        table = table.reshape(table.shape[: table.dim() + shape.last])
+        logits = table.expand(-1, *shape.batch).movedim(0, -1)
+        return MixtureSameFamily(
+            Categorical(logits=logits, validate_args=False), components, validate_args=False
+        )
+
+
+def _tempering(site: Any) -> Any:
+    """A site's scale but for N/B; a number where it is one."""
+    return site.scale if isinstance(site.scale, Tensor) else site.scale / site.subsampling
+
+
+def sum_out(run: Any, enumeration: Enumeration) -> None:
+    """Sum the discrete sites of a run out of all its statements.
+
+    A discrete site that was left open, and that no statement depends on, stays open.
+    """
+    used = enumeration.used()
+    for symbol, variable in list(enumeration.variables.items()):
+        may_be_open = variable.name in run.observed
+        if not may_be_open:
+            continue
+        if symbol in used:
+            del run.observed[variable.name]
+            continue
+        run.open = True
+        run.followed = run.followed or variable.name != enumeration.last
+        enumeration.leave_open(variable.name)
+    if enumeration.variables:
+        run.discrete = SummedOut(enumeration)
+        run.discrete.put_marginals(run)
