@@ -44,6 +44,8 @@ def start_at(init_loc_fn: Callable) -> Messenger:
     improper priors, which it may not know how to start, at a feasible value."""
 
     def start(site: Any) -> Any:
+        if site["fn"].support.is_discrete:
+            return site["fn"].sample()  # it is summed out: any value does
         try:
             return init_loc_fn(site)
         except NotImplementedError:

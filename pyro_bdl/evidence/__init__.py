@@ -1,13 +1,14 @@
 """The evidence of a Laplace approximation, and hyperparameters that maximize it."""
 
 from pyro_bdl.evidence.alternating_training import train_by_evidence
-from pyro_bdl.evidence.em import variational_em
+from pyro_bdl.evidence.expectation_maximization import ExpectationMaximization, em
 from pyro_bdl.evidence.last_layer import LastLayerEvidence, maximize_last_layer
 from pyro_bdl.evidence.linearized import linearized_log_likelihood, linearized_optimum
 from pyro_bdl.evidence.marginal import effective_parameters, log_marginal_likelihood
 from pyro_bdl.evidence.maximize import Evidence, hyperparameters, maximize
 from pyro_bdl.evidence.online import MarginalLikelihoodTraining
 from pyro_bdl.evidence.validation import Grid, tune_on_validation
+from pyro_bdl.evidence.variational_em import variational_em
 
 # the names with the other spelling, which older programs use
 linearised_log_likelihood = linearized_log_likelihood
@@ -15,10 +16,12 @@ linearised_optimum = linearized_optimum
 
 __all__ = [
     "Evidence",
+    "ExpectationMaximization",
     "Grid",
     "LastLayerEvidence",
     "MarginalLikelihoodTraining",
     "effective_parameters",
+    "em",
     "hyperparameters",
     "linearised_log_likelihood",
     "linearised_optimum",

@@ -540,6 +540,26 @@ class SummedOut:
         tempered."""
         return self._algebra.total(self._factors()).sum()
 
+    @property
+    def sites(self) -> dict[str, Any]:
+        """The statements that depend on discrete sites, with a dimension for each of these."""
+        return {s.name: s.site for s in self._statements if s.site.value is not None}
+
+    def weights(self) -> dict[str, Tensor]:
+        """For each of ``sites`` p(z | y, w) of the discrete sites z that its log density depends on.
+
+        They have the shape of the log density, and are the derivatives of log p(y | w) in it.
+        """
+        statements = [s for s in self._statements if s.site.value is not None]
+
+        def total(densities: dict[str, Tensor]) -> Tensor:
+            factors = [self._factor(s, density=densities[s.name]) for s in statements]
+            return self._algebra.total(factors).sum()
+
+        return torch.func.grad(total)(
+            {s.name: s.site.distribution.log_prob(s.site.value).detach() for s in statements}
+        )
+
     def responsibilities(self) -> dict[str, Tensor]:
         """p(z_n = k | y, w) of each site, (*plates, K): k counts the values of its support.
 
@@ -625,14 +645,14 @@ class SummedOut:
 
     # Marginals
 
-    def _factor(self, statement: Statement, value: Any = None) -> Factor:
+    def _factor(self, statement: Statement, value: Any = None, density: Any = None) -> Factor:
         """log p of a statement at its value as a factor, checked against the discrete sites' plates.
 
         A masked discrete site is uniform, so that its sum is 1.
         """
         site = statement.site
         value = site.value if value is None else value
-        table = site.distribution.log_prob(value)
+        table = site.distribution.log_prob(value) if density is None else density
         is_discrete = statement.kind == "discrete"
         if isinstance(site.mask, bool) and not site.mask:
             table = torch.zeros_like(table)

@@ -1,20 +1,16 @@
 """Discrete sites summed out of programs, against brute force and hand-written sums."""
 
 import itertools
-import math
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
-from pyro.infer import TraceEnum_ELBO, config_enumerate
 from pyro.ops.indexing import Vindex
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from pyro_bdl.errors import UnsupportedProgramError
-from pyro_bdl.program import Program, leave_open, record
-from pyro_bdl.program.enumeration import JointMarginal, Marginal
+from pyro_bdl.program import Program
 
 Y = torch.tensor([0.3, -1.2, 2.0, 0.1], dtype=torch.float64)
 

@@ -12,7 +12,7 @@ from pyro_bdl.elbo import TemperedTraceMeanField_ELBO
 from pyro_bdl.evidence import variational_em
 from pyro_bdl.guides import AutoMeanField
 
-em = sys.modules["pyro_bdl.evidence.em"]
+em = sys.modules["pyro_bdl.evidence.variational_em"]
 
 
 class FullRank(AutoMeanField):

@@ -1,0 +1,351 @@
+"""Expectation maximization of programs with discrete latents."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pyro
+import torch
+from pyro.distributions.util import scale_and_mask
+from pyro.poutine.messenger import Messenger
+from torch import Tensor
+from torch.distributions import transform_to
+from tqdm import trange
+
+from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
+from pyro_bdl.evidence.closed_form_m_steps import (
+    LOCATIONS,
+    SPREADS,
+    Factor,
+    Mean,
+    Selection,
+    maximizer,
+    selections,
+)
+from pyro_bdl.init import init_to_network, start_at
+from pyro_bdl.program.enumeration import SummedOut
+from pyro_bdl.program.program import Program
+from pyro_bdl.program.trace import Run, Site
+from pyro_bdl.utils.autograd import reaches
+from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
+
+
+@dataclass
+class ExpectationMaximization:
+    """The course and the end of expectation maximization.
+
+    :param log_likelihood: (rounds + 1,), log p(y | theta) before the first round and after each;
+        log p(y, w | theta) if the program has continuous latents w.
+    :param responsibilities: discrete site -> p(z = k | y, theta); the last dimension is k, the
+        position of z's value in its support.
+    :param parameters: parameter -> its value at the end.
+    :param latents: continuous latents at their mode, in their supports.
+    :param converged: whether the gain of a round fell below the tolerance.
+    """
+
+    log_likelihood: Tensor
+    responsibilities: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+    latents: dict[str, Tensor]
+    converged: bool
+
+
+def em(
+    model: Callable,
+    *args: Any,
+    rounds: int = 200,
+    tolerance: float = 1e-7,
+    steps: int = 20,
+    init_loc_fn: Callable = init_to_network,
+    progress: bool = False,
+    **kwargs: Any,
+) -> ExpectationMaximization:
+    """Maximize log p(y | theta) of a program whose discrete sites z are summed out.
+
+    Each round computes q(z) = p(z | y, theta), exactly, and then raises
+
+        Q(theta) = E_q[log p(y, z | theta)],
+
+    so that log p(y | theta) never falls (Dempster, Laird and Rubin 1977). theta are all parameters
+    that the program reads (``pyro.param``, ``PyroParam``, modules of ``pyro.module``) and its
+    continuous latents, which go to the mode of log p(y, w | theta), w in their supports.
+    A parameter whose entries are arguments of a Normal, multivariate Normal, LogNormal, Bernoulli,
+    Categorical, Multinomial, Binomial, Geometric, Poisson, Exponential or Gamma (its rate) has its
+    maximum in closed form, as ``mu`` and ``weights`` have in
+
+        z = pyro.sample("z", dist.Categorical(weights))
+        pyro.sample("y", dist.Normal(mu[z], 1.0), obs=y)
+
+    Other parameters, such as a network's, take L-BFGS steps with a line search.
+
+    :param model: the program; its parameters change in place.
+    :param args: its arguments, all of the data.
+    :param rounds: at most so many.
+    :param tolerance: stop where a round's gain is below tolerance x (1 + |log likelihood|).
+    :param steps: L-BFGS iterations in a round.
+    :param init_loc_fn: where continuous latents start.
+    :param progress: show a bar over the rounds.
+    :raises UnsupportedProgramError: for a program without discrete latents or without parameters,
+        with subsampled data, or with learned priors of continuous latents.
+    """
+    run = _Maximization(model, args, kwargs, init_loc_fn)
+    path, converged = [run.expect()], False
+    bar = trange(rounds, desc="EM", disable=not progress, leave=False, delay=1)
+    for _ in bar:
+        value = run.round(path[-1], steps)
+        if value is None:
+            warnings.warn(
+                f"round {len(path)} of expectation maximization lowered the log likelihood, which "
+                "its equations exclude: the parameters were put back to those before; look for "
+                "random numbers or changing state in the program",
+                BdlWarning,
+                stacklevel=2,
+            )
+            break
+        gain = value - path[-1]
+        path.append(value)
+        bar.set_postfix_str(f"log likelihood {value:.6g}")
+        if gain < tolerance * (1.0 + abs(value)):
+            converged = True
+            break
+    return ExpectationMaximization(
+        log_likelihood=torch.tensor(path, dtype=torch.float64, device="cpu"),
+        responsibilities=run.responsibilities(),
+        parameters=run.values(),
+        latents=run.latents(),
+        converged=converged,
+    )
+
+
+class _ReadParameters(Messenger):
+    """Notes the parameters that a program reads, or gives them other values.
+
+    :param values: parameter -> value.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor] | None = None) -> None:
+        super().__init__()
+        self.values = values or {}
+        self.seen: dict[str, Tensor] = {}
+
+    def _pyro_param(self, msg: Any) -> None:
+        if msg["name"] in self.values:
+            msg["value"], msg["done"] = self.values[msg["name"]], True
+
+    def _pyro_post_param(self, msg: Any) -> None:
+        if isinstance(msg["value"], Tensor):
+            self.seen[msg["name"]] = msg["value"]
+
+
+class _Maximization:
+    """The parameters of a program, and the expectations of the last E-step."""
+
+    def __init__(self, model: Callable, args: tuple, kwargs: dict, init_loc_fn: Callable) -> None:
+        self.model, self.args, self.kwargs = model, args, kwargs
+        self.program = Program(model, *args, **kwargs)
+        if not self.program.discrete:
+            raise UnsupportedProgramError(
+                "the program has no discrete latent site to sum out: for continuous latents take "
+                "evidence.variational_em or a guide"
+            )
+        start = Program(start_at(init_loc_fn)(model), *args, **kwargs)
+        vector = start.unconstrain(start.initial) if start.size else torch.zeros(0)
+        vector = vector.detach().clone()
+        self.vector = vector.requires_grad_(vector.numel() > 0)
+        run, seen = self.run()
+        store = pyro.get_param_store()
+        learned = [name for name, value in seen.items() if name in store and value.requires_grad]
+        self.leaves = {name: store._params[name] for name in learned}
+        self.constraints = {name: store._constraints[name] for name in learned}
+        if not learned and not vector.numel():
+            raise UnsupportedProgramError(
+                "the program has no parameter to maximize over: give it some by pyro.param, "
+                "PyroParam or pyro.module"
+            )
+        self._check(run, {name: seen[name] for name in learned})
+        self.uses = self._closed_forms(run, {name: seen[name] for name in learned})
+        self.weights: dict[str, Tensor] = {}
+
+    @torch.enable_grad()
+    def run(self, values: Mapping[str, Tensor] | None = None) -> tuple[Run, dict[str, Tensor]]:
+        """Run the program at the present latents; returns the run and the parameters it read."""
+        latents = self.program.constrain(self.vector)[0] if self.program.size else {}
+        quiet = preserved_buffers(self.model, self.args, self.kwargs)
+        with evaluation_mode(self.model), quiet, _ReadParameters(values) as read:
+            return self.program.run(latents), read.seen
+
+    def _check(self, run: Run, parameters: Mapping[str, Tensor]) -> None:
+        for name, site in (run.latents | run.observed).items():
+            if site.subsampling != 1.0:
+                raise UnsupportedProgramError(
+                    f"the site '{name}' stands in a subsampled plate: expectation maximization "
+                    "takes all of the data at once"
+                )
+        for name, site in run.latents.items():
+            for parameter, value in parameters.items():
+                if reaches(site.distribution.log_prob(site.value.detach()), [value]):
+                    raise UnsupportedProgramError(
+                        f"the parameter '{parameter}' is of the prior of the latent '{name}', "
+                        "whose mode has no maximum in it: fix it, or take evidence.maximize or "
+                        "evidence.variational_em"
+                    )
+
+    def state(self) -> list[Tensor]:
+        """Copies of all that the M-step changes."""
+        return [leaf.detach().clone() for leaf in (self.vector, *self.leaves.values())]
+
+    @torch.no_grad()
+    def restore(self, state: list[Tensor]) -> None:
+        for leaf, value in zip((self.vector, *self.leaves.values()), state, strict=True):
+            leaf.copy_(value)
+
+    @property
+    def rounding(self) -> float:
+        """How far, relatively, a log likelihood may fall by rounding."""
+        dtypes = {leaf.dtype for leaf in (self.vector, *self.leaves.values()) if leaf.numel()}
+        return 100.0 * max(torch.finfo(dtype).eps for dtype in dtypes)
+
+    # E-step
+
+    def expect(self) -> float:
+        """Compute q(z) = p(z | y, theta); returns log p(y, w | theta)."""
+        run, _ = self.run()
+        with torch.no_grad():
+            self.weights = _summed_out(run).weights()
+            return float(run.log_prior() + run.log_likelihood())
+
+    def responsibilities(self) -> dict[str, Tensor]:
+        run, _ = self.run()
+        return {name: value.detach() for name, value in _summed_out(run).responsibilities().items()}
+
+    def factors(self, run: Run) -> dict[str, Factor]:
+        """All statements, each with the expected number of times that its density counts."""
+        sites, result = _summed_out(run).sites, {}
+        for name, site in (run.latents | run.observed | run.factors | sites).items():
+            weights = self.weights.get(name)
+            if weights is None:
+                counts = torch.ones_like(site.distribution.log_prob(site.value))
+                weights = scale_and_mask(counts, site.scale, site.mask).detach()
+            result[name] = Factor(site.distribution, site.value, weights)
+        return result
+
+    def expected(self) -> Tensor:
+        """Q(theta), a scalar with its graph."""
+        total = self.vector.new_zeros(())
+        for factor in self.factors(self.run()[0]).values():
+            density = factor.distribution.log_prob(factor.value)
+            # a weight of 0 times a density of 0 counts nothing
+            total = total + torch.where(factor.weights > 0, factor.weights * density, 0.0).sum()
+        return total
+
+    # M-step
+
+    def round(self, before: float, steps: int) -> float | None:
+        """Take an M-step and the next E-step.
+
+        :param before: the log likelihood before.
+        :returns: the log likelihood; None if it fell, after the parameters were put back.
+        """
+        state = self.state()
+        while True:
+            self._take_closed_forms(LOCATIONS)
+            self._climb(steps)
+            self._take_closed_forms(SPREADS)
+            value = self.expect()
+            if value >= before - self.rounding * (1.0 + abs(before)):
+                return value
+            self.restore(state)
+            self.expect()
+            if not self.uses:
+                return None
+            self.uses = {}  # the closed forms do not hold in this program
+
+    def _take_closed_forms(self, table: Mapping[tuple[str, str], Mean]) -> None:
+        """Put parameters to their maximum of Q, given the others."""
+        arguments = {argument for _, argument in table}
+        if not any(use[1] in arguments for uses in self.uses.values() for use in uses):
+            return
+        run, seen = self.run()
+        factors = self.factors(run)
+        with torch.no_grad():
+            for name, uses in self.uses.items():
+                found = [(factors[site], argument, where) for site, argument, where in uses]
+                value = maximizer(found, table, seen[name].detach())
+                if value is not None:
+                    self.leaves[name].copy_(transform_to(self.constraints[name]).inv(value))
+
+    def _climb(self, steps: int) -> None:
+        """Take steps of L-BFGS on Q in all that has no closed form."""
+        free = [leaf for name, leaf in self.leaves.items() if name not in self.uses]
+        free += [self.vector] if self.vector.requires_grad else []
+        if not free:
+            return
+        optimizer = torch.optim.LBFGS(
+            free, max_iter=steps, tolerance_change=0.0, line_search_fn="strong_wolfe"
+        )
+
+        def loss() -> Tensor:
+            value = -self.expected()
+            gradients = torch.autograd.grad(value, free, allow_unused=True)
+            for leaf, gradient in zip(free, gradients, strict=True):
+                leaf.grad = torch.zeros_like(leaf) if gradient is None else gradient
+            return value.detach()
+
+        optimizer.step(loss)  # type: ignore[arg-type]
+        for leaf in free:
+            leaf.grad = None
+
+    def _closed_forms(
+        self, run: Run, parameters: Mapping[str, Tensor]
+    ) -> dict[str, list[tuple[str, str, Selection]]]:
+        """For each parameter that only enters distributions as it is, where it does so."""
+        generator = torch.Generator().manual_seed(0)
+        markers = tuple(
+            {name: self._marker(name, generator) for name in parameters} for _ in range(2)
+        )
+        with torch.no_grad():
+            marked = [self.run(values)[0] for values in markers]
+        first, second = (self._statements(each) for each in marked)
+        pairs = {name: (first[name].distribution, second[name].distribution) for name in first}
+        found = selections(pairs, markers)
+        result: dict[str, list[tuple[str, str, Selection]]] = {}
+        for (site, argument), selection in found.items():
+            result.setdefault(selection.parameter, []).append((site, argument, selection))
+        for name, value in parameters.items():
+            moved = {
+                site
+                for site, each in self._statements(run).items()
+                if reaches(each.distribution.log_prob(each.value), [value])
+            }
+            held = [site for site, _, _ in result.get(name, [])]
+            if sorted(held) != sorted(moved):
+                result.pop(name, None)
+        return result
+
+    def _statements(self, run: Run) -> dict[str, Site]:
+        return run.observed | _summed_out(run).sites
+
+    def _marker(self, name: str, generator: torch.Generator) -> Tensor:
+        """A random value of a parameter."""
+        leaf = self.leaves[name]
+        noise = torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype).to(leaf.device)
+        return transform_to(self.constraints[name])(noise)
+
+    # The end
+
+    def values(self) -> dict[str, Tensor]:
+        return {
+            name: transform_to(self.constraints[name])(leaf.detach()).clone()
+            for name, leaf in self.leaves.items()
+        }
+
+    def latents(self) -> dict[str, Tensor]:
+        if not self.program.size:
+            return {}
+        return {name: w.detach() for name, w in self.program.constrain(self.vector)[0].items()}
+
+
+def _summed_out(run: Run) -> SummedOut:
+    assert run.discrete is not None
+    return run.discrete
