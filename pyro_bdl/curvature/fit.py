@@ -24,6 +24,7 @@ from pyro_bdl.curvature.fisher_roots import Cotangent
 from pyro_bdl.curvature.jacobian.datum_axes import Alignment
 from pyro_bdl.curvature.jacobian.jacobian import Jacobian
 from pyro_bdl.curvature.jacobian.linearization import Linearization, Pullback
+from pyro_bdl.curvature.linear_outputs import LinearOutputs
 from pyro_bdl.curvature.structures.base import Curvature
 from pyro_bdl.distributions.take_apart import base_distribution, parameters_of_any
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
@@ -68,6 +69,7 @@ def fit_curvature(
     config: CurvatureConfig,
     *,
     before: Any = None,
+    offset: Tensor | None = None,
     progress: bool = False,
 ) -> Fitted:
     """Compute the curvature of a program's log likelihood at a vector (P,).
@@ -78,7 +80,14 @@ def fit_curvature(
 
     :param data: the program's arguments, or an iterable of batches of them.
     :param before: a curvature of earlier data that the result will include.
+    :param offset: of the subset (p,); the Fisher information is then that of the linearized
+        outputs there, J and the other sums being those at the vector.
+    :raises ValueError: for an offset with curvature="hessian", which is no Gauss-Newton matrix.
     """
+    if offset is not None and config.curvature == "hessian":
+        raise ValueError(
+            'curvature="hessian" has no linearized outputs to be evaluated at: use "ggn"'
+        )
     batches = data if isinstance(data, Batches) else Batches(data)
     batches.check_same("location", vector)
     like = vector.detach().new_empty(0, dtype=torch.promote_types(vector.dtype, torch.float32))
@@ -91,7 +100,7 @@ def fit_curvature(
         seen.add_up(batches)
     else:
         curvature, seen = _accumulated(
-            model, subset, vector, batches, config, like, before, progress
+            model, subset, vector, batches, config, like, before, offset, progress
         )
     factor = seen.factor()
     curvature.scale(factor)
@@ -110,6 +119,7 @@ def _accumulated(
     config: CurvatureConfig,
     like: Tensor,
     before: Any,
+    offset: Tensor | None,
     progress: bool,
 ) -> tuple[Curvature, "_Seen"]:
     curvature = config.kind.empty(subset, like, config, before)
@@ -135,7 +145,7 @@ def _accumulated(
                 seen.add(linearization)
                 for name, site in linearization.run.observed.items() if first else ():
                     check_information(name, site)
-            for jacobian in fisher_jacobians(linearization, config):
+            for jacobian in fisher_jacobians(linearization, config, offset):
                 curvature.add(jacobian)
             curvature.end_batch()
 
@@ -291,10 +301,39 @@ class _Seen:
 # ------------------------------------------------------------------------------- Jacobians
 
 
-def fisher_jacobians(linearization: Linearization, config: CurvatureConfig) -> Iterator[Jacobian]:
-    """Yield Jacobians whose rows' outer products add up to the batch's curvature."""
+def fisher_jacobians(
+    linearization: Linearization, config: CurvatureConfig, offset: Tensor | None = None
+) -> Iterator[Jacobian]:
+    """Yield Jacobians whose rows' outer products add up to the batch's curvature.
+
+    :param offset: where the Fisher information is that of the linearized outputs, (p,).
+    """
     for name in linearization.run.observed:
-        yield from site_jacobians(linearization, name, config)
+        if offset is None:
+            yield from site_jacobians(linearization, name, config)
+        else:
+            yield from _moved_jacobians(linearization, name, config, offset)
+
+
+def _moved_jacobians(
+    linearization: Linearization, name: str, config: CurvatureConfig, offset: Tensor
+) -> Iterator[Jacobian]:
+    """Yield the Jacobians of a site's unconstrained parameters, weighed by their information at
+    an offset."""
+    outputs = LinearOutputs.of_site(linearization, name, linearization.run.observed[name])
+    if not outputs.moving:
+        return
+    values = {key: value.detach() for key, value in outputs.moved(offset).items()}
+    pullback = outputs.pullback()
+    most = _columns_at_once(linearization, outputs.num_data, config)
+    columns: list[list[Tensor]] = []
+    for column in outputs.unconstrained(values, config.columns):
+        columns.append([column[key] for key in outputs.moving])
+        if len(columns) >= most:
+            yield pullback.jacobian(columns)
+            columns = []
+    if columns:
+        yield pullback.jacobian(columns)
 
 
 def site_jacobians(
