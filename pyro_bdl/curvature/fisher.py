@@ -100,13 +100,25 @@ def exact_columns(site: Site, num_draws: int = ESTIMATION_DRAWS) -> Iterator[Cot
     :param num_draws: observations drawn per datum where F has no closed form.
     """
     base = base_distribution(site.distribution)
+    cells = torch.Size(base.batch_shape[1:])  # that of a zero-inflated one is a tuple
+    for column in cell_columns(site, num_draws):
+        if cells.numel() == 1:
+            yield column
+            continue
+        for mask in _one_cell_at_a_time(base.batch_shape, next(iter(column.values()))):
+            yield {name: _scaled(value, mask) for name, value in column.items()}
+
+
+def cell_columns(site: Site, num_draws: int = ESTIMATION_DRAWS) -> Iterator[Cotangent]:
+    """The columns of S for every cell (output, pixel) of every datum at once, each with its weight.
+
+    :param num_draws: observations drawn per cell where F has no closed form.
+    """
+    base = base_distribution(site.distribution)
     used = {name: value.detach() for name, value in site_parameters(site).items()}
     weight = cell_weights(site)
-    cells = torch.Size(base.batch_shape[1:])  # that of a zero-inflated one is a tuple
     for root in cell_roots(base, used, num_draws):
-        for mask in _one_cell_at_a_time(base.batch_shape, next(iter(used.values()))):
-            factor = weight if cells.numel() == 1 else weight * mask
-            yield {name: _scaled(value, factor) for name, value in root.items()}
+        yield {name: _scaled(value, weight) for name, value in root.items()}
 
 
 def sampled_columns(site: Site, num_draws: int) -> Iterator[Cotangent]:

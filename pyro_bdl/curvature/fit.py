@@ -52,6 +52,7 @@ def fit_curvature(
     config: CurvatureConfig,
     *,
     before: Any = None,
+    offset: Tensor | None = None,
     progress: bool = False,
 ) -> Fitted:
     """Compute the curvature of a program's log likelihood at a vector (P,).
@@ -62,7 +63,14 @@ def fit_curvature(
 
     :param data: the program's arguments, or an iterable of batches of them.
     :param before: a curvature of earlier data that the result will include.
+    :param offset: of the subset (p,); the Fisher information is then that of the linearized
+        outputs there, J and the other sums being those at the vector.
+    :raises ValueError: for an offset with curvature="hessian", which is no Gauss-Newton matrix.
     """
+    if offset is not None and config.curvature == "hessian":
+        raise ValueError(
+            'curvature="hessian" has no linearized outputs to be evaluated at: use "ggn"'
+        )
     batches = data if isinstance(data, Batches) else Batches(data)
     batches.check_same("location", vector)
     like = vector.detach().new_empty(0, dtype=torch.promote_types(vector.dtype, torch.float32))
@@ -75,7 +83,7 @@ def fit_curvature(
         seen.add_up(batches)
     else:
         curvature, seen = _accumulated(
-            model, subset, vector, batches, config, like, before, progress
+            model, subset, vector, batches, config, like, before, offset, progress
         )
     factor = seen.factor()
     curvature.scale(factor)
@@ -94,6 +102,7 @@ def _accumulated(
     config: CurvatureConfig,
     like: Tensor,
     before: Any,
+    offset: Tensor | None,
     progress: bool,
 ) -> tuple[Curvature, LikelihoodSums]:
     curvature = config.kind.empty(subset, like, config, before)
@@ -119,7 +128,7 @@ def _accumulated(
                 seen.add(linearization)
                 for name, site in linearization.run.observed.items() if first else ():
                     check_information(name, site)
-            for jacobian in fisher_jacobians(linearization, config):
+            for jacobian in fisher_jacobians(linearization, config, offset):
                 curvature.add(jacobian)
             curvature.end_batch()
 

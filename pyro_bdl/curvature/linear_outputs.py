@@ -5,7 +5,7 @@ the linearized model takes its likelihood at a point. ``LinearOutputs`` has the 
 Jacobian J as factors, and the product of J with one vector.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_bdl.curvature.fisher_roots import Cotangent
 from pyro_bdl.curvature.jacobian.block_position import BlockPosition
 from pyro_bdl.curvature.jacobian.jacobian import Block, DenseBlock, Jacobian
-from pyro_bdl.curvature.jacobian.linearization import Linearization
+from pyro_bdl.curvature.jacobian.linearization import Linearization, Pullback
 from pyro_bdl.curvature.jacobian.use_blocks import working_dtype
 from pyro_bdl.curvature.structures.base import Precision
 from pyro_bdl.curvature.structures.draws import LinearDraws
-from pyro_bdl.distributions.take_apart import base_distribution
+from pyro_bdl.distributions.take_apart import base_distribution, parameters_of_any
 from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.program.unconstrained_parameters import (
     known_kind,
@@ -27,6 +28,8 @@ from pyro_bdl.program.unconstrained_parameters import (
     with_unconstrained,
 )
 from pyro_bdl.utils.autograd import reaches
+
+_Transposed = tuple[list[Tensor], dict[str, Tensor]]  # v, and J' v by site
 
 
 class LinearOutputs:
@@ -66,6 +69,8 @@ class LinearOutputs:
         self.num_data = len(next(iter(found.values()))) if has_data else 1
         self._read = read
         self._jacobian: Jacobian | None = None
+        self._reused: _Transposed | None = None
+        self._out: list[Tensor] | None = None
 
     def kept(self, value: Tensor) -> Tensor:
         """A result with its graph where it is to be differentiated, else without."""
@@ -118,10 +123,13 @@ class LinearOutputs:
         if self._jacobian is None and self.differentiable:
             self._jacobian = self._dense_jacobian()
         elif self._jacobian is None:
-            with torch.enable_grad():
-                pullback = self.at.pullback(self._outputs, self.num_data, label=self.label)
-            self._jacobian = pullback.identity()
+            self._jacobian = self.pullback().identity()
         return self._jacobian
+
+    def pullback(self) -> Pullback:
+        """The numbers that move as functions of the subset, datum by datum."""
+        with torch.enable_grad():
+            return self.at.pullback(self._outputs, self.num_data, label=self.label)
 
     def _dense_jacobian(self) -> Jacobian:
         """Row by row, each with its graph."""
@@ -132,15 +140,11 @@ class LinearOutputs:
             rows = []
             for output in flat.reshape(-1):
                 found = torch.autograd.grad(output, leaves, create_graph=True, allow_unused=True)
-                parts = [
-                    (torch.zeros_like(leaf) if g is None else g).reshape(-1)
+                gradients = [
+                    torch.zeros_like(leaf) if g is None else g
                     for g, leaf in zip(found, leaves, strict=True)
                 ]
-                chosen = [
-                    part if kept is None else part[kept.to(part.device)]
-                    for part, kept in zip(parts, at.subset.chosen.values(), strict=True)
-                ]
-                rows.append(torch.cat(chosen))
+                rows.append(at.subset.of_sites(gradients))
             dtype = working_dtype(at.vector.dtype)
             values = torch.stack(rows).unflatten(0, flat.shape).transpose(0, 1).to(dtype)
         blocks: list[Block] = [
@@ -155,38 +159,91 @@ class LinearOutputs:
         return [found[key] for key in self.moving]
 
     def moved(self, offset: Tensor) -> dict[str, Tensor]:
-        """All tensors, (*shape), at one offset (p,) of the subset, differentiable in it.
-
-        J offset is the derivative of J' v in v times the offset, so that no Jacobian is formed.
-        """
+        """All tensors, (*shape), at one offset (p,) of the subset, differentiable in it."""
         values = dict(self.values)
+        if self.moving:
+            slopes = self._times(self._transposed(), offset, create_graph=True)
+            for key, slope in slopes.items():
+                values[key] = values[key] + slope
+        return values
+
+    def times(self, vector: Tensor) -> dict[str, Tensor]:
+        """J times a vector (p,) of the subset, (*shape) by name, those that move; without a graph.
+
+        What it costs is one pass backward; the graph that this takes is kept.
+        """
         if not self.moving:
-            return values
-        subset = self.at.subset
-        change = subset.put(torch.zeros_like(self.at.vector), offset.to(self.at.vector))
-        change_by_site = subset.layout.unflatten(change)
+            return {}
+        if self._reused is None:
+            self._reused = self._transposed()
+        return self._times(self._reused, vector, create_graph=False)
+
+    def transposed_times(self, cotangents: dict[str, Tensor]) -> Tensor:
+        """J' times tensors of the outputs' shapes, by name, (p,)."""
+        at = self.at
+        if not self.moving:
+            return torch.zeros_like(at.subset.take(at.vector))
+        leaves = [at.leaves[name] for name in at.subset.parts]
+        given = [cotangents[key] for key in self.moving]
+        if self._out is None:
+            with torch.enable_grad():
+                self._out = self._outputs(at.run)
+        found = torch.autograd.grad(
+            self._out, leaves, given, retain_graph=True, materialize_grads=True
+        )
+        return at.subset.of_sites(found)
+
+    def _transposed(self) -> _Transposed:
+        """J' v as a function of v, so that J is its derivative and no Jacobian is formed."""
         with torch.enable_grad():
             outputs = self._outputs(self.at.run)
             cotangents = [torch.zeros_like(output, requires_grad=True) for output in outputs]
             pulled = torch.autograd.grad(
                 outputs,
-                [self.at.leaves[name] for name in subset.parts],
+                [self.at.leaves[name] for name in self.at.subset.parts],
                 cotangents,
                 create_graph=True,
                 materialize_grads=True,
             )
-            pairs = zip(pulled, subset.parts, strict=True)
-            linear = {name: gradient for gradient, name in pairs if gradient.requires_grad}
+        pairs = zip(pulled, self.at.subset.parts, strict=True)
+        return cotangents, {name: gradient for gradient, name in pairs if gradient.requires_grad}
+
+    def _times(
+        self, transposed: _Transposed, vector: Tensor, *, create_graph: bool
+    ) -> dict[str, Tensor]:
+        cotangents, linear = transposed
+        subset = self.at.subset
+        change = subset.put(torch.zeros_like(self.at.vector), vector.to(self.at.vector))
+        by_site = subset.layout.unflatten(change)
+        with torch.enable_grad():
             slopes = torch.autograd.grad(
                 list(linear.values()),
                 cotangents,
-                [change_by_site[name] for name in linear],
-                create_graph=True,
+                [by_site[name] for name in linear],
+                create_graph=create_graph,
+                retain_graph=True,
                 materialize_grads=True,
             )
-        for key, slope in zip(self.moving, slopes, strict=True):
-            values[key] = values[key] + slope
-        return values
+        return dict(zip(self.moving, slopes, strict=True))
+
+    def unconstrained(
+        self, values: dict[str, Tensor], columns: Callable[[Site], Iterator[Cotangent]]
+    ) -> Iterator[dict[str, Tensor]]:
+        """Yield columns about the observed distribution's own parameters at ``values`` (as of
+        ``moved``) as columns about the unconstrained parameters that move."""
+        with torch.enable_grad():
+            leaves = {key: values[key].detach().requires_grad_() for key in self.moving}
+            site = self.observed({**values, **leaves})
+            parameters = parameters_of_any(base_distribution(site.distribution))
+        for column in columns(site):
+            found = torch.autograd.grad(
+                [parameters[key] for key in column],
+                list(leaves.values()),
+                [value.to(parameters[key]) for key, value in column.items()],
+                retain_graph=True,
+                materialize_grads=True,
+            )
+            yield dict(zip(leaves, found, strict=True))
 
     def observed(self, values: dict[str, Tensor]) -> Site:
         """The observed site where its parameters are ``values``, of ``moved`` or ``draws``."""

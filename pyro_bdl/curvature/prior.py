@@ -29,12 +29,14 @@ class PriorPrecision(NamedTuple):
         Normal, (r,); None if there are none, or too many for a dense matrix.
     :param dense: the matrix (r, r) over them.
     :param uniform: the sites all of whose entries have one number as their precision.
+    :param quadratic: whether the log density is a quadratic, so that this holds anywhere.
     """
 
     diagonal: Tensor
     indices: Tensor | None = None
     dense: Tensor | None = None
     uniform: frozenset[str] = frozenset()
+    quadratic: bool = False
 
     def within(self, positions: Any) -> Tensor:
         """The matrix over some of the numbers (m, m), given as an index or a slice of them."""
@@ -59,6 +61,13 @@ class PriorPrecision(NamedTuple):
         where = table[positions]
         inside = (where >= 0).nonzero()[:, 0]
         return inside, self.dense[where[inside][:, None], where[inside]]
+
+    def times(self, vector: Tensor) -> Tensor:
+        """The matrix times a vector (p,)."""
+        if self.indices is None or self.dense is None:
+            return self.diagonal.to(vector) * vector
+        plain = self.diagonal.index_fill(0, self.indices, 0.0).to(vector) * vector
+        return plain.index_add(0, self.indices, self.dense.to(vector) @ vector[self.indices])
 
     def added_to(self, matrix: Tensor) -> Tensor:
         """A matrix (p, p) plus this one."""
@@ -123,8 +132,9 @@ def prior_precision(
         name for name, precision in closed.items()
         if precision is not None and name not in joint and _is_one_number(precision)
     )  # fmt: skip
+    quadratic = not rest
     if not matrices:
-        return PriorPrecision(diagonal, uniform=uniform)
+        return PriorPrecision(diagonal, uniform=uniform, quadratic=quadratic)
     slices = [layout.slices[name] for names, _ in matrices for name in names]
     table = torch.full((layout.size,), -1, device="cpu")
     every = torch.arange(layout.size, device="cpu")
@@ -133,7 +143,7 @@ def prior_precision(
     indices = torch.cat([table[part] for part in slices])
     kept = (indices >= 0).nonzero()[:, 0].to(like.device)
     if not len(kept):
-        return PriorPrecision(diagonal, uniform=uniform)
+        return PriorPrecision(diagonal, uniform=uniform, quadratic=quadratic)
     dense = torch.block_diag(*(matrix for _, matrix in matrices))[kept[:, None], kept]
     return PriorPrecision(diagonal, indices.to(like.device)[kept], dense, uniform)
 

@@ -26,10 +26,11 @@ def train_by_evidence(
     progress: str | None = None,
 ) -> tuple[LaplaceGuide, bool]:
     """Train the MAP, set the hyperparameters to the maximum of its evidence, and so on; then make
-    the Laplace approximation.
+    the Laplace approximation, with the hyperparameters of the last maximum.
 
-    Where the guide's subset is a part of the latents, the others' prior stays as it is while the
-    MAP is trained, and the hyperparameters are set once, at the end.
+    The last maximum is that at the optimum of the linearized model, see ``maximize``. Where the
+    guide's subset is a part of the latents, the others' prior stays as it is while the MAP is
+    trained, and the hyperparameters are set once, at the end.
 
     :param model: a program ``model(x, y)``; its hyperparameters change in place.
     :param guide: of the program; trained in place.
@@ -58,13 +59,13 @@ def train_by_evidence(
             break
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", BdlWarning)  # the MAP moves on
-            _set(guide.laplace_approximation((x, y)))
+            _set(guide.laplace_approximation((x, y)), linearized=False)
     posterior = guide.laplace_approximation((x, y))
-    if tuned and partial:
+    if tuned:
         _set(posterior)
     return posterior, run.interrupted
 
 
-def _set(posterior: LaplaceGuide) -> None:
+def _set(posterior: LaplaceGuide, *, linearized: bool | None = None) -> None:
     closed = mackay_update(posterior, read_guide(posterior))
-    maximize(posterior, method="mackay" if closed else "gradient")
+    maximize(posterior, method="mackay" if closed else "gradient", linearized=linearized)

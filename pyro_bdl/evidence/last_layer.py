@@ -109,11 +109,11 @@ def maximize_last_layer(guide: LastLayerGuide, *, rounds: int, tolerance: float)
     :raises ValueError: if the program has no hyperparameters.
     """
     if guide.quadratic:
-        maximize(guide, steps=1000, tolerance=1e-2 * tolerance)
+        maximize(guide, steps=1000, tolerance=1e-2 * tolerance, linearized=False)  # it is there
         return
     for _ in range(rounds):
         before = hyperparameters(guide)
-        maximize(guide, steps=100, tolerance=tolerance)
+        maximize(guide, steps=100, tolerance=tolerance, linearized=False)
         after = hyperparameters(guide)
         guide.find_mode()
         changes = [(after[name] / before[name]).log().abs().max() for name in after]

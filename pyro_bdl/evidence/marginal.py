@@ -10,7 +10,7 @@ from pyro_bdl.curvature.factor_statements import FactorStatements
 from pyro_bdl.curvature.hyperparameters import ParameterReading, in_likelihood, noise_site, read
 from pyro_bdl.curvature.prior import PriorPrecision, flat_entries, prior_precision
 from pyro_bdl.distributions.take_apart import base_distribution
-from pyro_bdl.evidence.linearized import linearized_log_likelihood
+from pyro_bdl.evidence.linearized import LinearizedPoint, linearized_log_likelihood
 from pyro_bdl.guides.laplace import LaplaceGuide
 from pyro_bdl.program.trace import record, sum_out_discrete
 from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
@@ -64,13 +64,25 @@ def read_guide(guide: LaplaceGuide) -> ParameterReading:
     return guide._read()
 
 
-def terms(guide: LaplaceGuide, reading: ParameterReading, *, offset: Tensor | None = None) -> Terms:
-    """The terms of the evidence at the hyperparameters of a reading."""
+def terms(
+    guide: LaplaceGuide,
+    reading: ParameterReading,
+    *,
+    offset: Tensor | None = None,
+    point: LinearizedPoint | None = None,
+) -> Terms:
+    """The terms of the evidence at the hyperparameters of a reading.
+
+    :param offset: where the linearized model is evaluated.
+    :param point: the same, where what the evidence needs to know there is known.
+    """
     prior = prior_precision(reading.run, reading.leaves, guide.subset, create_graph=True)
     factor = noise_factor(guide, reading)
     scaled = 1.0 if factor is None else guide.curvature_factor(factor)
     posterior = guide.curvature.with_prior(prior, scaled)
-    likelihood = _log_likelihood(guide, reading, factor, offset)
+    if point is not None:
+        offset = point.offset
+    likelihood = _log_likelihood(guide, reading, factor, offset, point)
     log_prior = _log_prior(guide, reading, offset)
     return Terms(likelihood, log_prior, posterior.logdet(), guide.subset.size)
 
@@ -92,17 +104,25 @@ def noise_factor(guide: LaplaceGuide, reading: ParameterReading) -> Tensor | Non
 
 
 def _log_likelihood(
-    guide: LaplaceGuide, reading: ParameterReading, factor: Tensor | None, offset: Tensor | None
+    guide: LaplaceGuide,
+    reading: ParameterReading,
+    factor: Tensor | None,
+    offset: Tensor | None,
+    point: LinearizedPoint | None,
 ) -> Tensor:
-    if offset is not None:
-        return linearized_log_likelihood(guide, offset)
-    if factor is not None:
+    if factor is not None and (offset is None or point is not None):
         # of a Normal: -1/2 c sum r^2 + 1/2 n log c + constant, r in units of the reference noise
-        squares, cells = guide.squares, guide.cells
-        return guide.log_likelihood - 0.5 * (factor - 1.0) * squares + 0.5 * cells * factor.log()
-    if not in_likelihood(reading):
-        return guide.log_likelihood
-    return _passed(guide)
+        here: Any = guide if point is None else point
+        return (
+            here.log_likelihood
+            - 0.5 * (factor - 1.0) * here.squares
+            + (0.5 * guide.cells * factor.log())
+        )
+    if in_likelihood(reading):
+        return _passed(guide) if offset is None else linearized_log_likelihood(guide, offset)
+    if point is not None:
+        return point.log_likelihood
+    return guide.log_likelihood if offset is None else linearized_log_likelihood(guide, offset)
 
 
 def _passed(guide: LaplaceGuide) -> Tensor:

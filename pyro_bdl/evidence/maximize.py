@@ -18,34 +18,78 @@ from pyro_bdl.curvature.hyperparameters import (
     restored_on_error,
 )
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.evidence.linearized import (
-    either_spelling,
-    linearized_log_likelihood,
-    linearized_optimum,
-)
-from pyro_bdl.evidence.marginal import effective_parameters, log_marginal_likelihood, read_guide
+from pyro_bdl.evidence.linearized import LinearizedModel, LinearizedPoint, either_spelling
+from pyro_bdl.evidence.marginal import effective_parameters, read_guide, terms
 from pyro_bdl.guides.laplace import LaplaceGuide
+from pyro_bdl.program.unconstrained_parameters import are_known
 
 METHODS = ("mackay", "gradient")
+CURVATURES_AT = ("weights", "optimum")
 
 _ROUNDING = 1e-4  # of the log evidence
+_NEWTON_STEPS = 5  # to the linearized model's optimum, after each change of hyperparameters
 _SMALLEST = 1e-8  # of gamma and of squared weights
 
 
 @dataclass
-class Evidence:
-    """The result of a maximization.
+class Evaluation:
+    """The evidence at its maximum, evaluated at one point.
 
-    :param log_evidence: log p(y) at the hyperparameters found, in nats.
+    :param log_evidence: log p(y), in nats.
     :param gamma: the effective number of parameters.
     :param hyperparameters: name -> value.
-    :param history: log p(y) on the way, step by step or every tenth one.
     """
 
     log_evidence: float
     gamma: float
     hyperparameters: dict[str, Tensor]
+
+
+@dataclass
+class Evidence(Evaluation):
+    """The result of a maximization; ``print`` shows both evaluations side by side.
+
+    :param history: log p(y) on the way, step by step or every tenth one.
+    :param at_weights: the maximum where the evidence is evaluated at the trained weights.
+    :param at_optimum: the maximum where it is evaluated at the optimum of the linearized model,
+        which the program's hyperparameters were set to; None where it was not asked for, or where
+        the observations cannot be linearized.
+    :param gap: how far the log joint density of the linearized model is from its maximum, about,
+        in nats.
+    """
+
     history: list[float] = field(default_factory=list)
+    at_weights: Evaluation | None = None
+    at_optimum: Evaluation | None = None
+    gap: float | None = None
+
+    def __str__(self) -> str:
+        columns = {"trained weights": self.at_weights, "linear optimum": self.at_optimum}
+        known = {name: found for name, found in columns.items() if found is not None}
+        known = known or {"": self}
+        rows: dict[str, list[str]] = {
+            "log evidence": [f"{found.log_evidence:.6g}" for found in known.values()],
+            "gamma": [f"{found.gamma:.4g}" for found in known.values()],
+        }
+        for name in self.hyperparameters:
+            rows[name] = [_shown(found.hyperparameters.get(name)) for found in known.values()]
+        lines = [["", *known], *([name, *values] for name, values in rows.items())]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(known) + 1)]
+        return "\n".join(
+            "  ".join(
+                text.ljust(width) if i == 0 else text.rjust(width)
+                for i, (text, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        )
+
+
+def _shown(value: Tensor | None) -> str:
+    if value is None:
+        return ""
+    if value.numel() == 1:
+        return f"{float(value):.4g}"
+    return f"{float(value.min()):.3g} to {float(value.max()):.3g}"
 
 
 def maximize(
@@ -55,7 +99,8 @@ def maximize(
     steps: int = 100,
     learning_rate: float = 0.1,
     tolerance: float = 1e-4,
-    linearized: bool = False,
+    linearized: bool | None = None,
+    curvature_at: str = "weights",
     linearised: bool | None = None,
 ) -> Evidence:
     """Set the program's hyperparameters to the maximum of the evidence, the MAP held fixed.
@@ -73,6 +118,11 @@ def maximize(
     (such as "kron") allows, or where the evidence falls below that of the start, the fixed point
     is given up with a warning: the remaining steps, or as many again, are gradient ascent.
 
+    w and the residuals are those of the linearized model at its optimum under the present
+    hyperparameters, where its evidence is right, and not those of weights whose training may have
+    stopped early (Antoran et al. 2022, recommendation 1). In linear regression its fixed point is
+    the maximum of the exact evidence.
+
     The parameters change in place, and the guide follows. Retrain the MAP afterwards, or use
     ``MarginalLikelihoodTraining``, which alternates.
 
@@ -80,36 +130,48 @@ def maximize(
     :param learning_rate: of gradient ascent, in unconstrained units.
     :param tolerance: "mackay" ends when no parameter changes by more than this fraction.
     :param linearized: evaluate at the optimum of the linearized model, which is found anew at
-        every step (Antoran et al. 2022, recommendation 1).
+        every step; False: at the trained weights. By default where the program's observations can
+        be linearized; the result then holds both maxima.
+    :param curvature_at: "optimum" computes the curvature anew, at every step, from the outputs at
+        the optimum: the linearized model's own Hessian; for Normal observations nothing changes.
     :param linearised: the former name of ``linearized``.
     :raises ValueError: for an unknown method, or a program without hyperparameters.
+    :raises NotImplementedError: with ``linearized=True``, for observations that are not made of
+        tensors.
     """
     linearized = either_spelling(linearized, linearised)
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r} (there are {', '.join(METHODS)})")
+    if curvature_at not in CURVATURES_AT:
+        raise ValueError(
+            f"unknown curvature_at {curvature_at!r} (there are {', '.join(CURVATURES_AT)})"
+        )
     reading = read_guide(guide)
     if not followed(reading):
         raise ValueError(
             "the priors and the noise have no PyroParam to tune: make a prior's scale one, as in "
             "priors.Normal(PyroParam(torch.tensor(1.0), constraint=constraints.positive))"
         )
+    if linearized is None:
+        linearized = are_known(reading.run.observed.values())
+    search = _Search(guide, method, steps, learning_rate, tolerance)
     with restored_on_error(reading.parameters, guide.refresh):
         guide.refresh()
-        history: list[float] = []
-        left = steps
-        if method == "mackay":
-            history, left = _fixed_point(guide, steps, tolerance, linearized)
-        if left:
-            history += _ascend(guide, left, learning_rate, linearized)
-        guide.refresh()
-    offset = linearized_optimum(guide) if linearized else None
-    values = hyperparameters(guide)
-    return Evidence(
-        log_marginal_likelihood(guide, offset=offset).item(),
-        float(effective_parameters(guide)),
-        values,
-        history,
-    )
+        if not linearized:
+            found = search.run(None)
+            found.at_weights = found
+            return found
+        start = hyperparameters(guide)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", BdlWarning)  # these are not what is kept
+            weights = search.run(None)
+        _put(guide, start)
+        optimum = _Optimum(guide, anew=curvature_at == "optimum")
+        found = search.run(optimum)
+    assert optimum.point is not None
+    optimum.point.warn(stacklevel=2)
+    found.at_weights, found.at_optimum, found.gap = weights, found, optimum.point.gap
+    return found
 
 
 def hyperparameters(guide: LaplaceGuide) -> dict[str, Tensor]:
@@ -118,61 +180,147 @@ def hyperparameters(guide: LaplaceGuide) -> dict[str, Tensor]:
     return {name: parameter.value.detach().clone() for name, parameter in found.items()}
 
 
-def _fixed_point(
-    guide: LaplaceGuide, steps: int, tolerance: float, linearized: bool
-) -> tuple[list[float], int]:
-    """The history, and how many steps are left to gradient ascent where the fixed point fails."""
-    history: list[float] = []
-    best: tuple[float, dict[str, Tensor]] | None = None
-    for step in range(steps):
-        reading = read_guide(guide)
-        offset = linearized_optimum(guide) if linearized else None
-        changes = mackay_update(guide, reading, offset)
-        if not changes:
-            raise ValueError(
-                "no hyperparameter of the program is the scale of Normal priors or of a Normal "
-                'observation: use method="gradient"'
-            )
-        noise = noise_owner(reading, guide.subset)
-        if noise is not None and not any(noise[0].name == p.name for p, _ in changes):
-            return history, steps - step  # mackay_update has said so
-        if best is None:
-            best = log_marginal_likelihood(guide, offset=offset).item(), hyperparameters(guide)
-        largest = 0.0
-        for parameter, value in changes:
-            before = parameter.value.detach()
-            largest = max(largest, float((value / before).log().abs().max()))
-            parameter.set(value)
-        guide.refresh()
-        if linearized or step % 10 == 0 or largest < tolerance:
-            history.append(log_marginal_likelihood(guide, offset=offset).item())
-        if largest < tolerance:
-            break
-    offset = linearized_optimum(guide) if linearized else None
-    reached = log_marginal_likelihood(guide, offset=offset).item()
-    if best is None or reached >= best[0] - _ROUNDING * max(1.0, abs(best[0])):
-        return history, 0
-    warnings.warn(
-        f"the fixed point has taken the log evidence from {best[0]:.6g} to {reached:.6g}: gradient "
-        "ascent goes on from where it started",
-        BdlWarning,
-        stacklevel=3,
-    )
+def _put(guide: LaplaceGuide, values: dict[str, Tensor]) -> None:
     for name, parameter in followed(read_guide(guide)).items():
-        parameter.set(best[1][name])
+        parameter.set(values[name])
     guide.refresh()
-    return history, steps
+
+
+class _Optimum:
+    """The optimum of a guide's linearized model, which follows the hyperparameters.
+
+    :param anew: compute the guide's curvature from the outputs there.
+    """
+
+    def __init__(self, guide: LaplaceGuide, *, anew: bool) -> None:
+        self.guide, self.anew = guide, anew
+        self.model = LinearizedModel(guide)
+        self.point: LinearizedPoint | None = None
+
+    def found(self, *, last: bool = False) -> LinearizedPoint:
+        """The optimum at the present hyperparameters; the search starts at the previous one.
+
+        :param last: go all the way; else a few steps, since the hyperparameters move on.
+        """
+        if self.model.stale:
+            self.model, self.point = LinearizedModel(self.guide), None
+        start = None if self.point is None else self.point.offset
+        steps = {} if last else {"steps": _NEWTON_STEPS}
+        self.point = self.model.optimum(start, **steps)
+        if self.anew:
+            self.guide.move_curvature(self.point.offset)
+        return self.point
+
+
+@dataclass
+class _Search:
+    guide: LaplaceGuide
+    method: str
+    steps: int
+    learning_rate: float
+    tolerance: float
+
+    def run(self, optimum: _Optimum | None) -> Evidence:
+        """Maximize, evaluating at the optimum of the linearized model, or at the weights."""
+        guide = self.guide
+        history: list[float] = []
+        left = self.steps
+        if self.method == "mackay":
+            history, left = self._fixed_point(optimum)
+        if left:
+            history += self._ascend(left, optimum)
+        guide.refresh()
+        point = optimum.found(last=True) if optimum else None
+        with torch.no_grad():
+            value = self._value(point)
+        gamma = float(effective_parameters(guide))
+        return Evidence(value, gamma, hyperparameters(guide), history)
+
+    def _value(self, point: LinearizedPoint | None) -> float:
+        with torch.enable_grad():
+            return terms(self.guide, read_guide(self.guide), point=point).total().item()
+
+    def _fixed_point(self, optimum: _Optimum | None) -> tuple[list[float], int]:
+        """The history, and how many steps are left to gradient ascent where it fails."""
+        guide = self.guide
+        history: list[float] = []
+        best: tuple[float, dict[str, Tensor]] | None = None
+        for step in range(self.steps):
+            reading = read_guide(guide)
+            point = optimum.found() if optimum else None
+            changes = mackay_update(guide, reading, point)
+            if not changes:
+                raise ValueError(
+                    "no hyperparameter of the program is the scale of Normal priors or of a Normal "
+                    'observation: use method="gradient"'
+                )
+            noise = noise_owner(reading, guide.subset)
+            if noise is not None and not any(noise[0].name == p.name for p, _ in changes):
+                return history, self.steps - step  # mackay_update has said so
+            if best is None:
+                best = self._value(point), hyperparameters(guide)
+            largest = 0.0
+            for parameter, value in changes:
+                before = parameter.value.detach()
+                largest = max(largest, float((value / before).log().abs().max()))
+                parameter.set(value)
+            guide.refresh()
+            if point is not None or step % 10 == 0 or largest < self.tolerance:
+                history.append(self._value(point))
+            if largest < self.tolerance:
+                break
+        reached = self._value(optimum.found() if optimum else None)
+        if best is None or reached >= best[0] - _ROUNDING * max(1.0, abs(best[0])):
+            return history, 0
+        warnings.warn(
+            f"the fixed point has taken the log evidence from {best[0]:.6g} to {reached:.6g}: "
+            "gradient ascent goes on from where it started",
+            BdlWarning,
+            stacklevel=4,
+        )
+        _put(guide, best[1])
+        return history, self.steps
+
+    def _ascend(self, steps: int, optimum: _Optimum | None) -> list[float]:
+        guide = self.guide
+        leaves = [parameter.leaf for parameter in followed(read_guide(guide)).values()]
+        gradients = [leaf.grad for leaf in leaves]
+        optimizer = torch.optim.Adam(leaves, lr=self.learning_rate)
+        history: list[float] = []
+        best: tuple[float, list[Tensor]] | None = None
+        try:
+            for _ in range(steps):
+                point = optimum.found() if optimum else None
+                with torch.enable_grad():
+                    value = terms(guide, read_guide(guide), point=point).total()
+                found: Any = torch.autograd.grad(-value, leaves, allow_unused=True)
+                history.append(value.item())
+                if best is None or history[-1] > best[0]:
+                    best = history[-1], [leaf.detach().clone() for leaf in leaves]
+                for leaf, gradient in zip(leaves, found, strict=True):
+                    leaf.grad = gradient
+                optimizer.step()
+                if optimum:
+                    guide.refresh()
+        finally:
+            for leaf, gradient in zip(leaves, gradients, strict=True):
+                leaf.grad = gradient
+        if best is not None:
+            with torch.no_grad():
+                for leaf, value in zip(leaves, best[1], strict=True):
+                    leaf.copy_(value)
+        return history
 
 
 @torch.enable_grad()
 def mackay_update(
-    guide: LaplaceGuide, reading: ParameterReading, offset: Tensor | None = None
+    guide: LaplaceGuide, reading: ParameterReading, point: LinearizedPoint | None = None
 ) -> list[tuple[Hyperparameter, Tensor]]:
     """One step of the fixed point: new values for the hyperparameters that it covers."""
     subset = guide.subset
     vector = subset.take(guide.loc)
-    if offset is not None:
-        vector = vector + offset.to(vector)
+    if point is not None:
+        vector = vector + point.offset.to(vector)
     variances = guide.precision.variances().to(vector)
     changes: list[tuple[Hyperparameter, Tensor]] = []
     for name, sites in owners(reading, subset).items():
@@ -199,47 +347,8 @@ def mackay_update(
                 stacklevel=4,
             )
         else:
-            squares = guide.squares if offset is None else _linearized_squares(guide, offset)
+            squares = (guide if point is None else point).squares
             factor = guide.noise_factor
             ratio = (squares * factor / free).clamp(min=_SMALLEST).sqrt()
             changes.append((parameter, (parameter.value * ratio.to(parameter.value)).detach()))
     return changes
-
-
-def _linearized_squares(guide: LaplaceGuide, offset: Tensor) -> Tensor:
-    """Squared residuals of the linearized model in units of the reference noise."""
-    # log lik = -1/2 c Q + 1/2 n log c + constant, at both points with the same c
-    now = linearized_log_likelihood(guide, offset)
-    here = linearized_log_likelihood(guide, torch.zeros_like(offset))
-    return guide.squares - 2.0 * (now - here) / guide.noise_factor
-
-
-def _ascend(guide: LaplaceGuide, steps: int, learning_rate: float, linearized: bool) -> list[float]:
-    leaves = [parameter.leaf for parameter in followed(read_guide(guide)).values()]
-    gradients = [leaf.grad for leaf in leaves]
-    optimizer = torch.optim.Adam(leaves, lr=learning_rate)
-    history: list[float] = []
-    best: tuple[float, list[Tensor]] | None = None
-    try:
-        for _ in range(steps):
-            offset = linearized_optimum(guide) if linearized else None
-            for leaf in leaves:
-                leaf.grad = None
-            value = log_marginal_likelihood(guide, offset=offset)
-            found: Any = torch.autograd.grad(-value, leaves, allow_unused=True)
-            history.append(value.item())
-            if best is None or history[-1] > best[0]:
-                best = history[-1], [leaf.detach().clone() for leaf in leaves]
-            for leaf, gradient in zip(leaves, found, strict=True):
-                leaf.grad = gradient
-            optimizer.step()
-            if linearized:
-                guide.refresh()
-    finally:
-        for leaf, gradient in zip(leaves, gradients, strict=True):
-            leaf.grad = gradient
-    if best is not None:
-        with torch.no_grad():
-            for leaf, value in zip(leaves, best[1], strict=True):
-                leaf.copy_(value)
-    return history

@@ -47,7 +47,10 @@ class MarginalLikelihoodTraining:
     :param method: of ``maximize``.
     :param steps: of ``maximize``, in each update.
     :param patience: stop after so many updates without a better evidence; None: never.
-    :param linearized: evaluate at the linearized model's optimum, see ``maximize``.
+    :param linearized: True evaluates at the linearized model's optimum at every update; False
+        never does, so that ``finish()`` leaves the hyperparameters of the best update. By default
+        updates evaluate at the present weights, and ``finish()`` sets the hyperparameters at the
+        linearized model's optimum. See ``maximize``.
     :param linearised: the former name of ``linearized``.
     :param changes: ``structure`` and the like for the Laplace approximations.
     :raises ValueError: for counts that are not positive.
@@ -63,7 +66,7 @@ class MarginalLikelihoodTraining:
         method: str = "mackay",
         steps: int = 10,
         patience: int | None = 10,
-        linearized: bool = False,
+        linearized: bool | None = None,
         linearised: bool | None = None,
         **changes: Any,
     ) -> None:
@@ -80,6 +83,7 @@ class MarginalLikelihoodTraining:
         self.config = replace(guide.config, **changes)
         self.epoch = 0
         self.history: list[tuple[int, Evidence]] = []
+        self.final: Evidence | None = None
         self._best: _Best | None = None
 
     def step(self) -> bool:
@@ -99,7 +103,10 @@ class MarginalLikelihoodTraining:
 
     def _update(self) -> Evidence:
         return maximize(
-            self._laplace(), method=self.method, steps=self.steps, linearized=self.linearized
+            self._laplace(),
+            method=self.method,
+            steps=self.steps,
+            linearized=bool(self.linearized),
         )
 
     def _laplace(self, *, check: bool = False) -> LaplaceGuide:
@@ -121,10 +128,13 @@ class MarginalLikelihoodTraining:
         return self._best.evidence
 
     def finish(self) -> LaplaceGuide:
-        """Put the guide and the hyperparameters back to where the evidence was best, and return
-        the Laplace approximation there.
+        """Put the guide back to where the evidence was best, and return the Laplace approximation
+        there.
 
-        The weights are those at which the update began, the hyperparameters those it ended with.
+        The weights are those at which the update began. The hyperparameters are those it ended
+        with; where the updates were at the weights, they are then set to the maximum of the
+        evidence at the linearized model's optimum (``linearized=False`` leaves them). ``final``
+        is this maximum.
 
         :raises RuntimeError: before the first update.
         """
@@ -136,4 +146,7 @@ class MarginalLikelihoodTraining:
         reading = read_at_center(model, self.guide, *self.batches.first())
         for name, value in best.hyperparameters.items():
             reading.parameters[name].set(value)
-        return self._laplace()
+        posterior = self._laplace()
+        if self.linearized is None:
+            self.final = maximize(posterior, method=self.method)
+        return posterior

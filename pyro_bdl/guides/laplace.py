@@ -157,6 +157,8 @@ class LaplaceGuide(JointGuide):
 
     num_data: int
     _precision: Precision | None = None  # until it is asked for
+    prior_quadratic: bool = False
+    prior_slope: Tensor  # the gradient of the log prior at u*, (p,)
     passes: list[tuple[Batches, float]]  # the data of each pass, and the factor of its sums
 
     def _fit(self, batches: Batches, before: Any, progress: bool) -> Tensor:
@@ -197,6 +199,27 @@ class LaplaceGuide(JointGuide):
         self._fit(Batches(data), self.curvature, progress)
         return self
 
+    def move_curvature(self, offset: Tensor) -> None:
+        """Compute the curvature anew, with the Fisher information of the outputs that are linear
+        in the latents, eta(u*) + J offset; the Jacobian J and all else stay those at u*.
+
+        For Normal observations whose noise does not move with the latents it stays what it is.
+
+        :param offset: of the subset, (p,).
+        """
+        if self.reference_noise is not None:
+            return
+        curvature: Any = None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", BdlWarning)  # said in the fit
+            for batches, _ in self.passes:
+                curvature = fit_curvature(
+                    self.program_model, self.subset, self.loc, batches, self.config,
+                    before=curvature, offset=offset,
+                ).curvature  # fmt: skip
+        self.curvature = curvature
+        self._forget()
+
     def _read(self) -> ParameterReading:
         model = self.program_model
         return read(model, self.subset, self.loc, *self.few)
@@ -233,9 +256,12 @@ class LaplaceGuide(JointGuide):
             (torch.zeros_like(leaf) if g is None else g).reshape(-1)
             for g, leaf in zip(found, leaves.values(), strict=True)
         ]
-        return self.subset.take(torch.cat(gradients))
+        gradient = self.subset.take(torch.cat(gradients))
+        self.register_buffer("prior_slope", gradient, persistent=False)
+        return gradient
 
     def _keep_prior(self, prior: PriorPrecision) -> None:
+        self.prior_quadratic = prior.quadratic
         self.register_buffer("prior_diagonal", prior.diagonal.detach())
         for name, value in (("prior_indices", prior.indices), ("prior_dense", prior.dense)):
             self.register_buffer(name, None if value is None else value.detach())
@@ -244,7 +270,12 @@ class LaplaceGuide(JointGuide):
     @property
     def prior(self) -> PriorPrecision:
         """The prior precision in this posterior."""
-        return PriorPrecision(self.prior_diagonal, self.prior_indices, self.prior_dense)
+        return PriorPrecision(
+            self.prior_diagonal,
+            self.prior_indices,
+            self.prior_dense,
+            quadratic=self.prior_quadratic,
+        )
 
     @property
     def precision(self) -> Precision:
@@ -276,7 +307,7 @@ class LaplaceGuide(JointGuide):
         return super()._apply(function, recurse)
 
     def _shared_on_copy(self) -> tuple[str, ...]:
-        return (*super()._shared_on_copy(), "few", "passes")
+        return (*super()._shared_on_copy(), "few", "passes", "prior_quadratic")
 
     def _check_maximum(self, gradient: Tensor) -> None:
         """Warn if a Newton step would still gain a lot."""

@@ -53,6 +53,12 @@ class Subset:
         """The chosen entries (..., p) of vectors (..., P)."""
         return vector if self.indices is None else vector[..., self.indices.to(vector.device)]
 
+    def of_sites(self, values: Iterable[Tensor]) -> Tensor:
+        """The chosen entries (p,) of tensors of the sites' unconstrained shapes, one for each site
+        in ``parts``."""
+        pairs = zip((value.reshape(-1) for value in values), self.chosen.values(), strict=True)
+        return torch.cat([v if c is None else v[c.to(v.device)] for v, c in pairs])
+
     def put(self, vector: Tensor, values: Tensor) -> Tensor:
         """Copies (..., P) of the vector (P,) with ``values`` (..., p) at the chosen entries."""
         if self.indices is None:

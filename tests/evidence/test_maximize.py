@@ -55,7 +55,7 @@ def test_with_the_map_held_fixed(line, method, values):
         return (0.5 * line.precision(a, s).logdet() - joint).item()
 
     a, s = torch.tensor(minimize(negative, [0.0, -0.7], tol=1e-10).x).exp()
-    maximize(guide, method=method, steps=400, tolerance=1e-9)
+    maximize(guide, method=method, steps=400, tolerance=1e-9, linearized=False)
     assert torch.equal(guide.loc, loc)
     assert values(guide)["hyper_prior_scale"].item() == pytest.approx(a.item(), rel=1e-3)
     assert values(guide)["noise"].item() == pytest.approx(s.item(), rel=1e-3)
@@ -91,7 +91,7 @@ def test_the_tempered_noise(line, eta, values, put):
     """At the fixed point c Q / eta = N / eta - gamma."""
     model = handlers.temper(line.model, eta)
     guide = line.laplace(model=model, loc=line.mode(eta=eta))
-    maximize(guide, steps=300, tolerance=1e-10)
+    maximize(guide, steps=300, tolerance=1e-10, linearized=False)
     a, s = values(guide)["hyper_prior_scale"], values(guide)["noise"]
     variances = torch.linalg.inv(line.precision(a, s, eta)).diagonal()
     gamma = (1 - variances / a**2).sum()
@@ -115,7 +115,7 @@ def test_every_scale_at_its_own_fixed_point(line, kind, learn):
         prior, groups, fans = priors.FanIn(learn(0.8)), [[0, 1, 2, 3]], None
     model = models.Regression(bayesianize(nn.Linear(3, 1), prior), noise=0.5)
     guide = line.laplace(model=model, loc=torch.tensor([0.8, -0.5, -1.2, 0.4]))
-    found = maximize(guide, steps=500, tolerance=1e-10)
+    found = maximize(guide, steps=500, tolerance=1e-10, linearized=False)
     thetas = torch.cat([v.reshape(-1) for v in found.hyperparameters.values()])
     assert len(thetas) == len(groups)
     factors = torch.tensor([3**-0.5] * 3 + [1.0]) if fans is None else torch.ones(4)
@@ -218,7 +218,7 @@ def test_where_the_noise_has_no_fixed_point_the_gradient_goes_on(make_line):
         guide = line.laplace(model=handlers.temper(line.model, 4.0), loc=line.mode(eta=4.0))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", BdlWarning)
-            found.append(maximize(guide, method=method, steps=150))
+            found.append(maximize(guide, method=method, steps=150, linearized=False))
         said = [str(w.message) for w in caught if w.category is BdlWarning]
         assert [("observations (1): the noise" in text) for text in said] == [True] * (
             method == "mackay"
@@ -230,14 +230,14 @@ def test_where_the_noise_has_no_fixed_point_the_gradient_goes_on(make_line):
 
 def test_a_fixed_point_that_loses_evidence_is_given_up(line, monkeypatch):
     guide, other = line.laplace(), line.laplace()
-    best = maximize(other, method="gradient", steps=60).log_evidence
+    best = maximize(other, method="gradient", steps=60, linearized=False).log_evidence
 
-    def away(guide, reading, offset=None):
+    def away(guide, reading, point=None):
         return [(p, 3.0 * p.value.detach()) for p in reading.parameters.values()]
 
     monkeypatch.setattr(module, "mackay_update", away)
     with pytest.warns(BdlWarning, match="gradient ascent goes on"):
-        found = maximize(guide, steps=60)
+        found = maximize(guide, steps=60, linearized=False)
     assert found.log_evidence == pytest.approx(best, abs=1e-3)
 
 
@@ -254,7 +254,7 @@ def test_an_error_restores_everything(line, method, values, monkeypatch):
     guide = line.laplace()
     before, logdet = values(guide), guide.precision.logdet()
     calls = []
-    whole = function.__globals__["log_marginal_likelihood"]
+    whole = function.__globals__["terms"]
 
     def failing(*args, **kwargs):
         calls.append(1)
@@ -262,7 +262,7 @@ def test_an_error_restores_everything(line, method, values, monkeypatch):
             raise RuntimeError("no luck today")
         return whole(*args, **kwargs)
 
-    monkeypatch.setitem(function.__globals__, "log_marginal_likelihood", failing)
+    monkeypatch.setitem(function.__globals__, "terms", failing)
     with pytest.raises(RuntimeError, match="no luck today"):
         maximize(guide, method=method, linearized=True)
     after = values(guide)
@@ -289,4 +289,76 @@ def test_bad_arguments(line, learn):
         with pytest.raises(ValueError, match=r"is the scale of Normal priors .* method=.gradient."):
             maximize(guide)
         before = evidence.log_marginal_likelihood(guide)
-        assert maximize(guide, method="gradient", steps=30).log_evidence > before
+        assert maximize(guide, method="gradient", steps=30, linearized=False).log_evidence > before
+
+
+# The linearized model's optimum
+
+
+def test_the_fixed_point_of_scikit_learn(line, values):
+    """BayesianRidge's scale and noise, wherever the weights are."""
+    from sklearn.linear_model import BayesianRidge
+
+    flat = {"alpha_1": 0.0, "alpha_2": 0.0, "lambda_1": 0.0, "lambda_2": 0.0}
+    ridge = BayesianRidge(fit_intercept=False, max_iter=2000, tol=1e-12, **flat)
+    ridge.fit(line.design.numpy(), line.y.numpy())
+    guide = line.laplace(loc=torch.tensor([3.0, -4.0, 5.0, 1.0]))
+    maximize(guide, steps=400, tolerance=1e-9)
+    assert values(guide)["hyper_prior_scale"].item() == pytest.approx(ridge.lambda_**-0.5, 1e-5)
+    assert values(guide)["noise"].item() == pytest.approx(ridge.alpha_**-0.5, rel=1e-5)
+
+
+def test_both_evaluations_are_reported(line, put):
+    guide, other = line.laplace(), line.laplace()
+    alone = maximize(other, linearized=False)
+    assert alone.at_optimum is None and alone.at_weights is alone
+    put(guide, prior=line.prior, noise=line.noise)
+    found = maximize(guide)
+    assert found.at_optimum is found and found.gap < 1e-6
+    assert found.at_weights.log_evidence == pytest.approx(alone.log_evidence, abs=1e-9)
+    torch.testing.assert_close(found.at_weights.hyperparameters, alone.hyperparameters)
+    assert found.log_evidence > found.at_weights.log_evidence  # the maximum of the exact evidence
+    rows = [row.split() for row in str(found).splitlines()]
+    assert rows[0] == ["trained", "weights", "linear", "optimum"]
+    assert rows[1][:2] == ["log", "evidence"] and len(rows) == 5
+    assert float(rows[1][2]) == pytest.approx(alone.log_evidence, abs=1e-3)
+    assert float(rows[1][3]) == pytest.approx(found.log_evidence, abs=1e-3)
+
+
+def test_the_curvature_may_follow_the_optimum(learn):
+    """The result is a fixed point whose curvature is that of the outputs at the optimum."""
+    torch.manual_seed(0)
+    x = torch.randn(20, 2)
+    y = (x[:, 0] > 0).long()
+    model = models.Classification(bayesianize(nn.Linear(2, 2), priors.Normal(learn(1.0))))
+    guide = AutoLaplaceGGN(model, structure="full").prototype(x, y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BdlWarning)
+        guide = guide.laplace_approximation((x, y))
+    before = guide.curvature.matrix.clone()
+    maximize(guide, curvature_at="optimum", steps=200, tolerance=1e-8)
+    after = guide.curvature.matrix.clone()
+    assert not torch.allclose(before, after, rtol=0.1)
+    offset = evidence.linearized_optimum(guide)
+    guide.move_curvature(offset)
+    torch.testing.assert_close(guide.curvature.matrix, after, rtol=1e-4, atol=1e-6)
+    gamma = evidence.effective_parameters(guide)
+    (scale,) = evidence.hyperparameters(guide).values()
+    torch.testing.assert_close(
+        scale.square() * gamma, (guide.loc + offset).square().sum(), rtol=1e-4, atol=0.0
+    )
+    with pytest.raises(ValueError, match=r"unknown curvature_at 'top' \(there are weights, opti"):
+        maximize(guide, curvature_at="top")
+
+
+def test_observations_that_cannot_be_linearized_are_evaluated_at_the_weights(line, learn):
+    class Model(models.Regression):
+        def likelihood(self, output):
+            return dist.Chi2(output.exp())
+
+    line.y = line.y.abs() + 0.1
+    model = Model(bayesianize(nn.Linear(3, 1), priors.Normal(learn(1.0))), noise=0.5)
+    guide = line.laplace(model=model, curvature="hessian")
+    assert maximize(guide).at_optimum is None
+    with pytest.raises(NotImplementedError, match="does not know Chi2 observations"):
+        maximize(guide, linearized=True)

@@ -92,8 +92,9 @@ def test_updates_come_when_they_are_due(line, monkeypatch, every, burn_in, epoch
 def test_it_stops_and_goes_back_to_the_best(line, monkeypatch, values):
     guide = map_guide(line)
     online, _ = scripted(
-        monkeypatch, guide, line.data, [1.0, 3.0, 2.0, 2.5, 0.0], every=1, burn_in=0, patience=2
-    )
+        monkeypatch, guide, line.data, [1.0, 3.0, 2.0, 2.5, 0.0], every=1, burn_in=0, patience=2,
+        linearized=False,
+    )  # fmt: skip
     going = []
     for epoch in range(4):
         with torch.no_grad():
@@ -106,6 +107,21 @@ def test_it_stops_and_goes_back_to_the_best(line, monkeypatch, values):
     assert all(value.item() == pytest.approx(2.0) for value in values(posterior).values())
     precision = line.precision(2.0, 2.0)
     torch.testing.assert_close(posterior.precision.logdet(), precision.logdet())
+
+
+def test_it_ends_at_the_optimum_of_the_linearized_model(line, values):
+    """Updates are at the weights; the hyperparameters at the end are not."""
+    best, prior, noise = line.best()
+    guide = map_guide(line)
+    online = MarginalLikelihoodTraining(guide, line.data, every=1, burn_in=0, steps=1)
+    online.step()
+    assert online.best.at_optimum is None and online.final is None
+    posterior = online.finish()
+    assert online.final.log_evidence == pytest.approx(best, abs=1e-5)
+    assert online.final.at_weights.log_evidence < best - 0.1
+    now = values(posterior)
+    assert now["hyper_prior_scale"].item() == pytest.approx(prior.item(), rel=0.01)
+    assert now["noise"].item() == pytest.approx(noise.item(), rel=0.01)
 
 
 def test_without_patience_it_never_stops(line, monkeypatch):
@@ -158,7 +174,8 @@ def test_a_subset_is_tuned_at_the_end(line, values):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BdlWarning)
         posterior, _ = train_by_evidence(line.model, guide, *line.data, steps=200, rounds=4)
-    before = evidence.log_marginal_likelihood(posterior)
+    before = evidence.linearized_optimum(posterior)
+    before = evidence.log_marginal_likelihood(posterior, offset=before)
     assert evidence.maximize(posterior).log_evidence == pytest.approx(before.item(), abs=1e-4)
     assert values(posterior)["noise"].item() != pytest.approx(line.noise)
 
