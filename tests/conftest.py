@@ -107,6 +107,26 @@ def conjugate():
     return LinearGaussian()
 
 
+@pytest.fixture(scope="session")
+def minimize():
+    """Bring a loss without noise to its minimum by a quasi-Newton method."""
+
+    def run(parameters, loss, steps=200, **options):
+        """``loss()`` is a function of the parameters; the options are those of ``LBFGS``."""
+        options = {"line_search_fn": "strong_wolfe", **options}
+        optimizer = torch.optim.LBFGS(list(parameters), max_iter=steps, **options)
+
+        def closure():
+            optimizer.zero_grad()
+            value = loss()
+            value.backward()
+            return value
+
+        optimizer.step(closure)
+
+    return run
+
+
 @pytest.fixture
 def exact_expectations(monkeypatch):
     """Normal noise becomes 2 P points whose mean is 0 and covariance 1: a mean over 2 P particles
