@@ -11,7 +11,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
-from pyro.infer import SVI, Trace_ELBO
+from pyro.infer import Trace_ELBO
 from pyro.infer.reparam import LocScaleReparam
 from torch import nn
 from torch.distributions import constraints
