@@ -1,19 +1,28 @@
 """Every test starts from the same seed, an empty parameter store and one thread."""
 
+import gc
 import math
 import os
 import signal
+import traceback
+import types
 
 import jaxlib
 import pyro
 import pytest
 import torch
+from torch._subclasses import fake_tensor
 
 from pyro_bdl import bayesianize, models, priors
 from pyro_bdl.curvature.config import STRUCTURES
 
 
 def pytest_configure():
+    _compile_quickly()
+    _trace_without_stacks()
+
+
+def _compile_quickly():
     """XLA compiles in a third of the time and the programs of the tests run no slower for it.
 
     Only of versions that are known to have these options: XLA ends the process at others.
@@ -22,6 +31,30 @@ def pytest_configure():
         options = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
         options += " --xla_cpu_parallel_codegen_split_count=1"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {options}"
+
+
+def _trace_without_stacks():
+    """Tracing takes half the time.
+
+    torch makes a ``FakeTensorMode`` for every operator that ``make_fx`` records, and each reads the
+    stack, with the source lines of a hundred frames of pytest and Pyro, for a message about modes
+    that are mixed.
+    """
+    if hasattr(fake_tensor, "traceback"):
+        quick = types.ModuleType("traceback")
+        quick.__dict__.update(vars(traceback), extract_stack=traceback.StackSummary)
+        fake_tensor.traceback = quick
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What is imported stays: the garbage collector need not look at it, now or in any test."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)
@@ -105,6 +138,26 @@ class LinearGaussian:
 @pytest.fixture
 def conjugate():
     return LinearGaussian()
+
+
+@pytest.fixture(scope="session")
+def minimize():
+    """Bring a loss without noise to its minimum by a quasi-Newton method."""
+
+    def run(parameters, loss, steps=200, **options):
+        """``loss()`` is a function of the parameters; the options are those of ``LBFGS``."""
+        options = {"line_search_fn": "strong_wolfe", **options}
+        optimizer = torch.optim.LBFGS(list(parameters), max_iter=steps, **options)
+
+        def closure():
+            optimizer.zero_grad()
+            value = loss()
+            value.backward()
+            return value
+
+        optimizer.step(closure)
+
+    return run
 
 
 @pytest.fixture

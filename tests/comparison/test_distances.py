@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import pyro_bdl as bdl
-from pyro_bdl.comparison.distances import doubts, evenly
+from pyro_bdl.comparison.distances import distances, doubts, evenly
+from pyro_bdl.comparison.evaluation import Evaluation
 
 
 def shift(x, y=None):
@@ -69,16 +70,18 @@ def test_each_has_an_error_and_a_floor(table):
     assert floor["sd_ratio"] == pytest.approx(1.0, abs=0.1)
 
 
+def of_draws(function):
+    """The evaluation of draws of f (S, N), with noise of sd 1."""
+    mean, noise = function.mean(0), torch.ones_like(function)
+    return Evaluation("regression", 2, function, mean, None, expected=function, noise=noise)
+
+
 def test_the_error_is_that_of_other_draws():
-    x, y = torch.zeros(2, 1), torch.zeros(2)
     rows = []
     for seed in range(30):
         torch.manual_seed(seed)
-        draws = {
-            "a": bdl.Samples({"w": 1 + 0.5 * torch.randn(2, 200)}),
-            "nuts": bdl.Samples({"w": torch.randn(2, 200)}),
-        }
-        rows.append(bdl.compare(shift, draws, x, y).to_dict()["a"])
+        first, second = (torch.randn(400, 1).expand(400, 2) for _ in range(2))
+        rows.append(distances(of_draws(1 + 0.5 * first), of_draws(second)))
     for key in ("wasserstein", "energy", "sd_ratio", "kl"):
         true = torch.tensor([row[key] for row in rows]).std()  # known to 13 %
         said = torch.tensor([row[f"{key}_se"] for row in rows]).mean()

@@ -5,6 +5,7 @@ import math
 import pickle
 import warnings
 
+import jax
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -13,7 +14,7 @@ from pyro.nn import PyroParam
 from torch import nn
 from torch.distributions import MultivariateNormal, constraints
 
-from pyro_bdl import bayesianize, evidence, handlers, mcmc, models, priors
+from pyro_bdl import bayesianize, evidence, handlers, models, priors
 from pyro_bdl.curvature import prior as prior_module
 from pyro_bdl.curvature.prior import prior_precision, run_at
 from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
@@ -28,6 +29,7 @@ from pyro_bdl.guides import (
     AutoSubnetwork,
     selectors,
 )
+from pyro_bdl.mcmc.jax.translate import to_jax
 from pyro_bdl.nn import with_learnable_prior, with_prior
 from pyro_bdl.program import Program, record
 from pyro_bdl.program.subset import Subset
@@ -77,7 +79,7 @@ def fit(model, guide, args, elbo=None, tolerance=1e-11):
         max_iter=500,
         line_search_fn="strong_wolfe",
         tolerance_grad=tolerance,
-        tolerance_change=1e-16,
+        tolerance_change=min(1e-9, tolerance**1.5),
     )
     loss = (elbo or TemperedTrace_ELBO())(model, guide)
 
@@ -318,16 +320,16 @@ def test_draws_of_the_program_have_the_guides_moments(name):
     under = handlers.with_prior(model, guide)
     draws = []
     with torch.no_grad():
-        for _ in range(150):
+        for _ in range(100):
             run = record(under, {}, (x,))
             values = {site: run.latents[site].value for site in guide.layout.latents}
             draws.append(guide.layout.unconstrain(values))
     draws, oracle = torch.stack(draws), guide.sample_vectors(20000).detach()
     matrix = torch.cov(oracle.T)
     variances = matrix.diagonal()
-    error = ((variances[:, None] * variances + matrix.square()) / 150).sqrt()
+    error = ((variances[:, None] * variances + matrix.square()) / 100).sqrt()
     assert ((torch.cov(draws.T) - matrix).abs() < 5 * error).all()
-    assert ((draws.mean(0) - guide.location()).abs() < 5 * (variances / 150).sqrt()).all()
+    assert ((draws.mean(0) - guide.location()).abs() < 5 * (variances / 100).sqrt()).all()
 
 
 @pytest.mark.parametrize("name", GAUSSIAN)
@@ -387,10 +389,10 @@ def test_every_bound_and_optimizer_takes_the_prior(name):
     model.update_prior(gaussian_guide(name, model, x, y))
     for kind in (AutoMeanField, AutoLowRank, AutoMatrixNormal, AutoMAP):
         guide = kind(model)
-        elbo = TemperedTraceMeanField_ELBO(num_particles=2)
-        svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), elbo)
-        losses = [svi.step(x, y) for _ in range(30)]
-        assert sum(losses[-10:]) < sum(losses[:10])
+        elbo = TemperedTraceMeanField_ELBO()
+        svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), elbo)
+        losses = [svi.step(x, y) for _ in range(20)]
+        assert sum(losses[-6:]) < sum(losses[:6])
 
 
 def test_the_sampled_kl_is_that_of_the_two_gaussians(tasks, covariance):
@@ -407,17 +409,18 @@ def test_the_sampled_kl_is_that_of_the_two_gaussians(tasks, covariance):
     assert elbo.kl.item() == pytest.approx(expected, abs=5 * 2.3 / 20_000**0.5)
 
 
-def test_nuts_draws_the_posterior_of_all_data(tasks):
+def test_nuts_sees_the_posterior_of_all_data(tasks):
+    """Its density, as JAX computes it, is the exact one up to a constant."""
     model = tasks.model()
     model.update_prior(laplace(model, tasks.first, structure="full"))
-    samples = mcmc.sample(
-        model, *tasks.second, num_warmup=100, num_samples=600, seed=1, progress=False
-    )
-    draws = torch.cat([samples.latents[n].flatten(2) for n in ("weight", "bias")], -1).flatten(0, 1)
-    mean, exact = tasks.posterior(tasks.x, tasks.y)
-    error = (exact.diagonal() / 200).sqrt()  # of at least 200 effective draws
-    assert ((draws.mean(0) - mean).abs() < 4.5 * error).all()
-    torch.testing.assert_close(torch.cov(draws.T), exact, rtol=0.35, atol=3e-3)
+    program = Program(model, *tasks.second)
+    exact = MultivariateNormal(*tasks.posterior(tasks.x, tasks.y))
+    points = torch.randn(3, SIZE, dtype=D)
+    with jax.enable_x64(True):
+        density = to_jax(program.log_density, torch.zeros(SIZE, dtype=D))
+        found = torch.tensor([float(density(point.numpy())) for point in points], dtype=D)
+    expected = exact.log_prob(points)
+    torch.testing.assert_close(found.diff(), expected.diff())
 
 
 def test_a_temperature_leaves_the_prior_alone(tasks):

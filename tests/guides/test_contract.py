@@ -78,8 +78,8 @@ def _losses(guide, model, elbo, steps=20, lr=0.05, x=X, y=Y):
 
 def test_it_learns(kind):
     model = _model()
-    losses = _losses(kind(model), model, TemperedTraceMeanField_ELBO(), steps=50)
-    assert sum(losses[-15:]) < sum(losses[:15])
+    losses = _losses(kind(model), model, TemperedTraceMeanField_ELBO(), steps=20, lr=0.1)
+    assert sum(losses[-6:]) < sum(losses[:6])
 
 
 def test_a_step_under_every_bound_lowers_the_loss_of_the_same_draw(kind, elbo):
@@ -188,13 +188,13 @@ def test_draws_have_the_distribution_of_the_sample_statements(kind):
     with torch.no_grad():
         guide.loc.add_(0.3 * torch.randn(10))
     draws = guide.sample_latents(4000)
-    statements = [guide() for _ in range(250)]
+    statements = [guide() for _ in range(100)]
     for name in SHAPES:
         a = draws[name].detach()
         b = torch.stack([values[name] for values in statements]).detach()
         error = (a.var(0) / len(a) + b.var(0) / len(b)).sqrt()
         assert ((a.mean(0) - b.mean(0)).abs() <= 4.5 * error + 1e-6).all(), name
-        torch.testing.assert_close(a.std(0), b.std(0), rtol=0.15, atol=1e-6)
+        torch.testing.assert_close(a.std(0), b.std(0), rtol=0.25, atol=1e-6)
 
 
 def test_the_density_is_that_of_the_sample_statements(kind):
@@ -338,12 +338,12 @@ def test_values_come_back_from_pyros_store(kind, tmp_path):
     guide = _trained(kind, model)
     pyro.get_param_store().save(tmp_path / "store")
     saved = guide.median()
-    _losses(guide, model, TemperedTrace_ELBO(), 5)
+    _losses(guide, model, TemperedTrace_ELBO(), 2)
     later = guide.median()
     pyro.get_param_store().load(tmp_path / "store")
     guide(X, Y)
     assert all(torch.equal(guide.median()[name], value) for name, value in saved.items())
-    _losses(guide, model, TemperedTrace_ELBO(), 5)  # and the optimizer moves the guide's own
+    _losses(guide, model, TemperedTrace_ELBO(), 2)  # and the optimizer moves the guide's own
     assert not any(torch.equal(guide.median()[name], value) for name, value in saved.items())
     assert not all(torch.equal(saved[name], value) for name, value in later.items())
 
@@ -474,7 +474,7 @@ def test_seeds(kind, elbo):
         pyro.set_rng_seed(4)
         model = _model()
         guide = kind(model)
-        losses = _losses(guide, model, elbo(), 5)
+        losses = _losses(guide, model, elbo(), 2)
         return losses, Predictive(model, guide, 3)(X)["y"]
 
     (a, draws), (b, again) = run(), run()
@@ -582,18 +582,25 @@ def test_a_tempered_copy_of_the_program_takes_the_same_guide(kind):
 
     model = _model()
     guide = kind(temper(model, 0.1))
-    losses = _losses(guide, temper(model, 0.1), TemperedTrace_ELBO(), 40)
-    assert sum(losses[-10:]) < sum(losses[:10])
+    losses = _losses(guide, temper(model, 0.1), TemperedTrace_ELBO(), 20)
+    assert sum(losses[-6:]) < sum(losses[:6])
 
 
-@pytest.mark.parametrize("other", [AutoNormal, AutoDelta], ids=lambda guide: guide.__name__)
-@pytest.mark.parametrize("bound", [Trace_ELBO, TemperedTrace_ELBO, TemperedTraceMeanField_ELBO])
+@pytest.mark.parametrize(
+    "other, bound",
+    [
+        (AutoNormal, Trace_ELBO),
+        (AutoDelta, TemperedTrace_ELBO),
+        (AutoNormal, TemperedTraceMeanField_ELBO),
+    ],
+    ids=lambda part: part.__name__,
+)
 def test_inside_a_guide_list(kind, other, bound):
     model = _model()
     guide = AutoGuideList(model)
     guide.append(kind(poutine.block(model, hide=["noise", "2.weight"])))
     guide.append(other(poutine.block(model, expose=["noise", "2.weight"])))
-    losses = _losses(guide, model, bound(), 4)
+    losses = _losses(guide, model, bound(), 2)
     assert all(map(math.isfinite, losses))
     assert set(guide.median()) == {"noise", "0.weight", "0.bias", "2.weight", "2.bias"}
     assert set(guide[0].layout.latents) == {"0.weight", "0.bias", "2.bias"}
@@ -620,7 +627,7 @@ def _plates(x, y=None):
 
 def test_local_latents_in_a_subsampled_plate(kind, elbo):
     guide = kind(local, create_plates=_plates)
-    losses = _losses(guide, local, elbo(), 10)
+    losses = _losses(guide, local, elbo(), 2)
     assert all(map(math.isfinite, losses))
     shapes = {name: value.shape for name, value in guide.median().items()}
     assert shapes == {"w": (2,), "m": (2, 1), "z": (2, 6, 2), "s": (2, 6, 3)}
@@ -638,7 +645,7 @@ def test_local_latents_in_a_subsampled_plate(kind, elbo):
 def test_local_latents_without_plates_given(kind):
     """As in Pyro's guides, plates are made with the program's own subsample size."""
     guide = kind(local)
-    losses = _losses(guide, local, TemperedTrace_ELBO(), 5)
+    losses = _losses(guide, local, TemperedTrace_ELBO(), 2)
     assert all(map(math.isfinite, losses))
 
 

@@ -289,11 +289,11 @@ def test_alpha_of_a_classifier_and_its_mode_agree():
     prior = priors.ByName({"2.*": priors.Normal(learned), "*": priors.Normal(1.0)})
     model = models.Classification(bayesianize(network(3), prior))
     guide = AutoLastLayer(model)
-    posterior = guide.maximize_evidence((x, y))
+    posterior = guide.maximize_evidence((x, y), tolerance=1e-3)
     ((_, scale),) = hyper(posterior).items()
     weights = posterior.subset.take(posterior.loc)
     gamma = (1.0 - covariance(posterior).diagonal() / scale**2).sum()
-    torch.testing.assert_close(scale**2, weights.square().sum() / gamma, rtol=1e-3, atol=0)
+    torch.testing.assert_close(scale**2, weights.square().sum() / gamma, rtol=1e-2, atol=0)
     torch.testing.assert_close(posterior.loc, guide.laplace_approximation((x, y)).loc)
 
 
@@ -322,8 +322,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("batches", [1, 3])
+@pytest.mark.parametrize("case, batches", [("classes", 1), *((case, 3) for case in CASES)])
 def test_it_finds_the_mode(case, batches):
     kind, outputs, make = CASES[case]
     x = inputs()

@@ -15,7 +15,6 @@ import pyro_bdl as bdl
 from pyro_bdl.elbo import TemperedTrace_ELBO
 from pyro_bdl.guides import AutoEnsemble, AutoLaplaceGGN, AutoMAP, AutoMeanField, MixtureGuide
 from pyro_bdl.guides.mixture import empirical_quantiles
-from pyro_bdl.posteriors import Options, Problem, fit
 
 MEANS, SCALES, WEIGHTS = [-1.0, 0.5, 2.0], [0.3, 1.0, 0.5], [0.2, 0.5, 0.3]
 X, Y = torch.linspace(-1, 1, 6)[:, None], torch.zeros(6)
@@ -137,9 +136,9 @@ def test_draws_are_stratified():
         assert counts == [4, 10, 6]
     counts, _ = _counts(MixtureGuide(guides, [0.0, 1.0, 0.0]), 9)
     assert counts == [0, 9, 0]
-    singles = [_counts(MixtureGuide(guides, WEIGHTS), 1)[0] for _ in range(2000)]
+    singles = [_counts(MixtureGuide(guides, WEIGHTS), 1)[0] for _ in range(500)]
     share = torch.tensor(singles).double().mean(0)
-    assert (share - torch.tensor(WEIGHTS)).abs().max() < 4.5 * 0.5 / 2000**0.5
+    assert (share - torch.tensor(WEIGHTS)).abs().max() < 4.5 * 0.5 / 500**0.5
 
 
 def test_draws_have_the_moments():
@@ -249,10 +248,11 @@ def line(num_data=12):
 
 
 @pytest.fixture(scope="module")
-def ensemble():
+def ensemble(minimize):
     model, x, y = line()
     guide = AutoEnsemble(model, size=3).prototype(x, y)
-    bdl.training.train(model, guide, x, y, steps=700, num_particles=3)
+    elbo = TemperedTrace_ELBO(num_particles=3)
+    minimize(guide.parameters(), lambda: elbo.differentiable_loss(model, guide, x, y))
     return guide, model, x, y
 
 
@@ -291,13 +291,6 @@ def test_other_guides_around_every_member(ensemble):
     with torch.no_grad():
         fields[2].loc.add_(1.0)
     assert not torch.equal(fields[2].location(), guide.locs[2])
-
-
-def test_in_the_registry():
-    model, x, y = line()
-    found = fit("multi-swag", Problem(model, x, y), Options(steps=50))
-    assert isinstance(found.posterior, MixtureGuide)
-    assert found.elbo is None or math.isfinite(found.elbo)
 
 
 # What is refused
