@@ -46,9 +46,11 @@ class CompiledELBO(ELBO):
     globals, entries of dicts, attributes of objects. It does not see changes inside lists and
     other containers.
 
-    What is no graph goes on uncompiled, with a warning that says why: control flow or shapes that
-    depend on numbers of tensors, noise from elsewhere than torch, side effects in Python. So does,
-    without one, what runs under ``torch.autocast`` or without gradients, as ``loss`` does.
+    Where control flow asks for truth values of the arguments alone, such as whether an attention
+    mask is full, each has a graph of its own. What is no graph goes on uncompiled, with a warning
+    that says why: other control flow or shapes that depend on numbers of tensors, noise from
+    elsewhere than torch, side effects in Python. So does, without one, what runs under
+    ``torch.autocast`` or without gradients, as ``loss`` does.
 
     :param temperature: as for ``TemperedTraceMeanField_ELBO``, as are ``num_particles`` and the
         ``options``.
@@ -174,6 +176,9 @@ class CompiledELBO(ELBO):
             self.num_particles, self.bound.estimator, getattr(pair.guide, "keeps_noise", False),
         )  # fmt: skip
         graph = self._graphs.get(key)
+        while graph is not None and (truths := graph.truths(given)) is not None:
+            key = (*key, truths)
+            graph = self._graphs.get(key)
         if graph is None:
             if not self._make_room(pair):
                 return self._plain(pair)
