@@ -14,6 +14,7 @@ from pyro.poutine.runtime import _PYRO_STACK
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
+from pyro_bdl.adapters import lora, merged
 from pyro_bdl.distributions.copies import moved_like, without_validation
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.priors import ByName, Normal, PriorFunction, check_prior, is_constant, learnable
@@ -22,7 +23,11 @@ from pyro_bdl.program.gaussian_prior import TaskPrior
 from pyro_bdl.program.network_sites import INIT_KEY, OWNER_KEY, SampledNetwork
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.scales import beside, hyperparameter_scope
+from pyro_bdl.utils.names import Names, chooser
 
+__all__ = ["BayesianModule", "bayesianize", "lora", "merged", "with_learnable_prior", "with_prior"]
+
+_SHOWN = 4  # names in a message
 _PLATES_OF_DRAWS = ("num_particles_vectorized", "_num_predictive_samples")
 
 
@@ -35,10 +40,19 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
     ones stay fixed. ``state_dict`` holds all of them under the names that they had.
     """
 
-    def __init__(self, network: nn.Module, prior: PriorFunction, *, name: str = "") -> None:
+    def __init__(
+        self,
+        network: nn.Module,
+        prior: PriorFunction,
+        *,
+        name: str = "",
+        where: Names | None = None,
+    ) -> None:
         super().__init__()
         _refuse(network)
         copied = copy.deepcopy(network)
+        if where is not None:
+            _freeze_others(copied, where)
         self._modules["network"] = copied
         self.training = network.training
         self.prior = prior
@@ -199,7 +213,11 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
 
 
 def bayesianize(
-    net: nn.Module, prior: PriorFunction | None = None, *, name: str = ""
+    net: nn.Module,
+    prior: PriorFunction | None = None,
+    *,
+    name: str = "",
+    where: Names | None = None,
 ) -> BayesianModule:
     """A copy of ``net`` as a PyroModule whose weights are sampled from ``prior``.
 
@@ -211,7 +229,12 @@ def bayesianize(
     :param prior: ``(name, module, parameter) -> Distribution or None``, see ``pyro_bdl.priors``;
         Normal(1.0) by default. None leaves a parameter learnable.
     :param name: put before all site names; needed where a program has two networks.
-    :raises ValueError: where no parameter gets a prior, or a prior has the wrong shape.
+    :param where: which parameters are sampled or learned, the others being frozen as they are: a
+        pattern of their names (shell wildcards, as in "*.lora_*"), several patterns, or a function
+        of the name that returns True or False. A shared parameter goes by its first name.
+        Parameters that the network has frozen stay so. All others by default.
+    :raises ValueError: where no parameter gets a prior, ``where`` chooses none, or a prior has the
+        wrong shape.
     :raises TypeError: for a prior that is no such function, such as a distribution itself; for a
         network that is compiled to TorchScript.
     :raises UnsupportedProgramError: for lazy layers that were not called yet, pruned layers, and
@@ -221,7 +244,8 @@ def bayesianize(
         raise TypeError(f"net must be a torch.nn.Module, got {type(net).__name__}")
     if prior is not None:
         check_prior(prior, "prior")
-    result = BayesianModule(net, prior if prior is not None else Normal(1.0), name=name)
+    prior = Normal(1.0) if prior is None else prior
+    result = BayesianModule(net, prior, name=name, where=where)
     if not result.sites:
         raise ValueError(
             "no parameter of the network has a prior: let the prior return a distribution for at "
@@ -360,6 +384,29 @@ def _places(network: nn.Module) -> Places:
             first = names.setdefault(id(parameter), name)
             places.setdefault(first, []).append((module, key))
     return places
+
+
+def _freeze_others(network: nn.Module, where: Names) -> None:
+    """Freeze the parameters that ``where`` does not choose.
+
+    :raises ValueError: where it chooses none that requires a gradient.
+    """
+    chosen = chooser(where, "where")
+    parameters = {name: getattr(*places[0]) for name, places in _places(network).items()}
+    matched = [name for name in parameters if chosen(name)]
+    if not any(parameters[name].requires_grad for name in matched):
+        if matched:
+            raise ValueError(
+                f"where chooses only frozen parameters, such as '{matched[0]}': call "
+                "requires_grad_() on them before bayesianize"
+            )
+        known = ", ".join(map(repr, list(parameters)[:_SHOWN]))
+        raise ValueError(
+            f"where chooses none of the network's {len(parameters)} parameters, such as {known}"
+        )
+    for name, parameter in parameters.items():
+        if not chosen(name):
+            parameter.requires_grad_(False)
 
 
 def _fitted(distribution: Distribution, name: str, parameter: Tensor) -> Distribution:

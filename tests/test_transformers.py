@@ -1,6 +1,7 @@
 """Networks of transformers, tiny and of random weights: the same outputs as the plain module, the
 same densities as by hand, and every method."""
 
+import copy
 import warnings
 from functools import cache
 
@@ -294,3 +295,79 @@ def test_tied_embeddings_have_the_curvature_of_both_uses():
     kron, _ = _precision(model, (x, y), "kron")
     for part in posterior.require_layout().slices.values():  # exact for one datum with one token
         torch.testing.assert_close(kron[part, part], full[part, part], rtol=1e-6, atol=1e-6)
+
+
+# Adapters
+
+
+def _moved(net):
+    """The same network with adapters that are not zero."""
+    torch.manual_seed(2)
+    for name, parameter in net.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter, std=0.5)
+    return net.eval()
+
+
+def _lora(kind):
+    targets = {"bert": ["*.query", "*.value"], "gpt2": ["*.c_attn", "*.mlp.c_proj"]}
+    return bdl.nn.lora(_made(kind), 2, targets[kind], alpha=3)
+
+
+def _peft(kind):
+    """The same adapters as modules of peft."""
+    peft = pytest.importorskip("peft")
+    targets = {"bert": ["query", "value"], "gpt2": ["c_attn", "mlp.c_proj"]}
+    options = {"r": 2, "lora_alpha": 3, "fan_in_fan_out": kind == "gpt2"}
+    config = peft.LoraConfig(target_modules=targets[kind], **options)
+    return peft.get_peft_model(copy.deepcopy(_made(kind)), config).double().eval()
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_adapters_are_those_of_peft(kind):
+    x, logits = _inputs(), _made(kind)(**_inputs()).logits
+    ours, theirs = _lora(kind), _peft(kind)
+    for adapted in (ours, theirs):  # B = 0
+        torch.testing.assert_close(adapted(**x).logits, logits, rtol=0, atol=0)
+    _moved(ours), _moved(theirs)
+    values = [[p for n, p in net.named_parameters() if "lora_" in n] for net in (ours, theirs)]
+    for mine, other in zip(*values, strict=True):
+        assert torch.equal(mine, other)
+    found = ours(**x).logits
+    assert (found - logits).abs().max() > 1e-3
+    torch.testing.assert_close(found, theirs(**x).logits)
+    merged = bdl.nn.merged(ours)
+    assert type(merged) is type(_made(kind))
+    torch.testing.assert_close(merged(**x).logits, found)
+    torch.testing.assert_close(theirs.merge_and_unload()(**x).logits, found)
+
+
+@pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
+@pytest.mark.parametrize("make", [_lora, _peft])
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_laplace_over_adapters_by_brute_force(make, kind):
+    net, x, y = _moved(make(kind)), _inputs(), _labels()
+    model = bdl.models.Classification(bdl.bayesianize(net))
+    values = {n: p.detach() for n, p in net.named_parameters() if "lora_" in n}
+    assert all(p.requires_grad == (n in values) for n, p in net.named_parameters())
+    expected = _ggn(lambda v: functional_call(net, v, (), x).logits, values)
+    full, posterior = _precision(model, (x, y), "full")
+    assert list(posterior.median()) == list(values)
+    torch.testing.assert_close(full, expected, rtol=1e-6, atol=1e-6)
+    one = {name: value[:1, :1] for name, value in x.items()}
+    expected = _ggn(lambda v: functional_call(net, v, (), one).logits, values)
+    kron, _ = _precision(model, (one, y[:1]), "kron")
+    blocks = torch.zeros_like(kron)
+    for part in posterior.require_layout().slices.values():
+        blocks[part, part] = expected[part, part]
+    torch.testing.assert_close(kron, blocks, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
+@pytest.mark.parametrize("name", ["mean-field", "ivon", "last layer", "subnetwork"])
+def test_posteriors_over_adapters_of_peft(name):
+    net = _moved(_peft("bert"))
+    model = bdl.models.Classification(bdl.bayesianize(net), num_data=N)
+    posterior = POSTERIORS[name](model)
+    assert all("lora_" in site for site in posterior.require_layout().latents)
+    assert bdl.Predictive(model, posterior, num_samples=3)(_inputs())["f"].std(0).max() > 0

@@ -170,7 +170,7 @@ class CompiledELBO(ELBO):
         except NotTraceable as error:
             self._warn(str(error))
             return self._plain(pair)
-        key = (
+        key: tuple[Any, ...] = (
             pair.model, pair.guide, getattr(pair.model, "training", None),
             getattr(pair.guide, "training", None), given.kind, active(),
             self.num_particles, self.bound.estimator, getattr(pair.guide, "keeps_noise", False),
