@@ -13,8 +13,10 @@ from pyro_bdl import (
     mcmc,
     metrics,
     models,
+    nn,
     optim,
     priors,
+    selectors,
     temperature,
 )
 from pyro_bdl._version import __version__
@@ -52,6 +54,7 @@ __all__ = [
     "mcmc",
     "metrics",
     "models",
+    "nn",
     "optim",
     "priors",
     "selectors",

@@ -3,8 +3,19 @@
 Each is ``model(x, y=None)``. It observes the site ``y`` inside the plate ``data`` and records the
 network's output f(x) as the deterministic site ``f``. A network output with a single column
 (N, 1) counts as (N,), and so do targets.
+
+A network that takes keywords gets them as a dict in the place of x, or as keywords of the call::
+
+    model({"input_ids": ids, "attention_mask": mask}, y)
+    model(input_ids=ids, attention_mask=mask, y=y)
+
+Of a network whose output is no tensor ``output`` says which tensor is f(x); by default it is the
+output's ``logits``, as in networks of the Hugging Face kind.
 """
 
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import pyro
@@ -15,10 +26,15 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.nn.functional import softplus
 
+from pyro_bdl.program.batches import as_dicts
 from pyro_bdl.program.gaussian_prior import TaskPrior
+from pyro_bdl.program.network_sites import SampledNetwork
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.scales import Scale, beside, checked, hyperparameter
 from pyro_bdl.utils.validation import whole_number
+
+Output = str | int | Callable[[Any], Tensor] | None
+Scales = Scale | Tensor | Sequence[float]
 
 
 class ObservationModel(TaskPrior, OwnParameters):
@@ -27,14 +43,19 @@ class ObservationModel(TaskPrior, OwnParameters):
     :param network: a module of ``bayesianize``, or any module that samples its weights.
     :param num_data: N, the number of data that the posterior is about, where the program is
         called with minibatches: their log likelihood then counts N / B times.
+    :param output: of a network whose output is no tensor, which tensor of it is f(x): an attribute
+        or a key ("logits", "last_hidden_state"), a place in a tuple, or a function of the output.
     :raises ValueError: for a ``num_data`` that is not a whole number of at least 1.
     """
 
-    def __init__(self, network: nn.Module, *, num_data: int | None = None) -> None:
+    def __init__(
+        self, network: nn.Module, *, num_data: int | None = None, output: Output = None
+    ) -> None:
         super().__init__()
         self.network = network
         self._scales: dict[str, Scale] = {}
         self.num_data = None if num_data is None else whole_number(num_data, "num_data")
+        self.output = output
 
     def likelihood(self, output: Tensor) -> Distribution:
         """p(y | f) with batch shape (N,) for outputs of shape (N, ...)."""
@@ -44,17 +65,24 @@ class ObservationModel(TaskPrior, OwnParameters):
         """The shape of the targets that belong to outputs of shape (N, ...)."""
         return output.shape
 
-    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
-        with self._under_task_prior():
-            return self._observe(x, y)
+    def forward(self, x: Any = None, y: Any = None, **inputs: Any) -> Any:
+        """Observe or sample the targets.
 
-    def _observe(self, x: Tensor, y: Tensor | None) -> Tensor:
-        output = _without_single_column(self.network(x))
+        :param x: the network's inputs: a tensor (N, ...), or a dict of keywords of a network that
+            takes them; a network that takes a dict as such gets it as it is.
+        :param y: the targets (N, ...).
+        :param inputs: more keywords of the network.
+        """
+        with self._under_task_prior():
+            return self._observe(_selected(_called(self.network, x, inputs), self.output), y)
+
+    def _observe(self, output: Any, y: Any) -> Any:
+        output = _without_single_column(output)
         size = output.shape[0]
         if not size:
             raise ValueError("the batch has no rows: pass at least one datum")
         if y is not None:
-            y = self._checked_targets(output, _without_single_column(y))
+            y = self._checked_targets(output, y)
             size = self._plate_size(output.shape[0])
         likelihood: Any = self.likelihood(output)
         with pyro.plate("data", size, subsample=torch.arange(len(output), device=output.device)):
@@ -72,6 +100,9 @@ class ObservationModel(TaskPrior, OwnParameters):
 
     def _checked_targets(self, output: Tensor, y: Tensor) -> Tensor:
         expected = self.observation_shape(output)
+        given, y = y, _without_single_column(y)
+        if given.shape == expected:  # such as the classes of sequences of length 1
+            return given
         if y.shape != expected:
             raise ValueError(
                 f"y has shape {tuple(y.shape)}, but the network's output {tuple(output.shape)} "
@@ -79,31 +110,54 @@ class ObservationModel(TaskPrior, OwnParameters):
             )
         return y
 
-    def _declare(self, name: str, value: Scale) -> None:
-        """Keep a hyperparameter: a number, a PyroParam, or a distribution that is sampled."""
-        value = checked(value, name)
+    def _declare(self, name: str, value: Scales) -> None:
+        """Keep a hyperparameter: a number, several, a PyroParam, or a distribution to sample."""
+        if isinstance(value, Tensor) or _are_numbers(value):
+            numbers = torch.as_tensor(value, dtype=torch.float64, device="cpu")
+            if not bool((numbers.isfinite() & (numbers > 0)).all()):
+                raise ValueError(f"{name} must be positive finite numbers, got {value}")
+            self.register_buffer(name, numbers.to(_floating(self.network)))
+            return
+        value = checked(value, name)  # type: ignore[arg-type]
         if isinstance(value, PyroParam):
             setattr(self, name, beside(self.network, value))
+        elif isinstance(value, Distribution) and value.batch_shape:
+            joint: Any = value
+            self._scales[name] = joint.to_event(len(value.batch_shape))
         else:
             self._scales[name] = value
 
     def _hyperparameter(self, name: str, like: Tensor) -> Tensor:
-        if name in self._pyro_params:
-            return getattr(self, name).to(like)
-        return hyperparameter(self._scales[name], name, like)
+        """The present value: of a single number (), of one for each target (targets,)."""
+        if name in self._pyro_params or name in self._buffers:
+            value = getattr(self, name).to(like)
+        else:
+            value = hyperparameter(self._scales[name], name, like)
+        if value.dim() and value.shape[-1] not in (1, like.shape[-1]):
+            raise ValueError(
+                f"{name} holds {value.shape[-1]} numbers, but there are {like.shape[-1]} targets: "
+                "give one number for each, or one for all"
+            )
+        return value
 
 
 class Regression(ObservationModel):
     """y ~ Normal(f(x), noise^2); several targets are independent given f.
 
     :param noise: the noise's standard deviation, in units of y: a number, a ``PyroParam`` or a
-        distribution (then a latent site ``noise``).
+        distribution (then a latent site ``noise``). Of D targets each has its own where it is D
+        numbers, a ``PyroParam`` of them, or a distribution of batch shape (D,).
     """
 
     def __init__(
-        self, network: nn.Module, *, noise: Scale | None = None, num_data: int | None = None
+        self,
+        network: nn.Module,
+        *,
+        noise: Scales | None = None,
+        num_data: int | None = None,
+        output: Output = None,
     ) -> None:
-        super().__init__(network, num_data=num_data)
+        super().__init__(network, num_data=num_data, output=output)
         self._declare("noise", dist.HalfNormal(1.0) if noise is None else noise)
 
     def likelihood(self, output: Tensor) -> Distribution:
@@ -141,18 +195,20 @@ class StudentTRegression(ObservationModel):
     """y ~ StudentT(df, f(x), noise): regression that outliers do not spoil.
 
     :param noise: the scale, in units of y; ``df``: the degrees of freedom. Each a number, a
-        ``PyroParam`` or a distribution (then a latent site of that name).
+        ``PyroParam`` or a distribution (then a latent site of that name), for all targets or, as
+        in ``Regression``, for each.
     """
 
     def __init__(
         self,
         network: nn.Module,
         *,
-        noise: Scale | None = None,
-        df: Scale = 4.0,
+        noise: Scales | None = None,
+        df: Scales = 4.0,
         num_data: int | None = None,
+        output: Output = None,
     ) -> None:
-        super().__init__(network, num_data=num_data)
+        super().__init__(network, num_data=num_data, output=output)
         self._declare("noise", dist.HalfNormal(1.0) if noise is None else noise)
         self._declare("df", df)
 
@@ -201,6 +257,66 @@ class PoissonRegression(ObservationModel):
 
     def _checked_targets(self, output: Tensor, y: Tensor) -> Tensor:
         return super()._checked_targets(output, y).to(output.dtype)
+
+
+def _called(network: nn.Module, x: Any, inputs: Mapping[str, Any]) -> Any:
+    """The network's output, a mapping being its keywords where it takes them."""
+    x = as_dicts(x)
+    if x is None:
+        if not inputs:
+            raise TypeError("the program needs the network's inputs: pass x, or its keywords")
+        return network(**inputs)
+    if isinstance(x, Mapping) and _takes(network, {**x, **inputs}):
+        return network(**x, **inputs)
+    return network(x, **inputs)
+
+
+def _takes(network: nn.Module, keywords: Mapping[str, Any]) -> bool:
+    while isinstance(network, SampledNetwork):
+        network = network.network
+    try:
+        inspect.signature(network.forward).bind(**keywords)
+    except TypeError:
+        return False
+    return True
+
+
+def _selected(found: Any, output: Output) -> Any:
+    """The tensor of a network's output that is f(x).
+
+    :raises TypeError: where ``output`` names no tensor in it.
+    """
+    if callable(output):
+        return output(found)
+    if output is None and isinstance(found, Tensor):
+        return found
+    entry = "logits" if output is None else output
+    try:
+        if isinstance(entry, int) or isinstance(found, Mapping):
+            value = found[entry]
+        else:
+            value = getattr(found, entry)
+    except (AttributeError, IndexError, KeyError, TypeError):
+        value = None
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"the network's output is a {type(found).__name__} without a tensor {entry!r}: say by "
+            "output= which of its tensors is f(x), as in output='last_hidden_state', output=0 or "
+            "output=lambda found: found.mean"
+        )
+    return value
+
+
+def _floating(network: nn.Module) -> Tensor:
+    """Some tensor of the dtype and on the device of a network's weights."""
+    tensors = chain(network.parameters(), network.buffers())
+    found = (tensor for tensor in tensors if tensor.is_floating_point())
+    return next(found, torch.empty(0, device="cpu"))
+
+
+def _are_numbers(value: Any) -> bool:
+    is_sequence = isinstance(value, Sequence) and len(value) > 0
+    return is_sequence and all(isinstance(number, int | float) for number in value)
 
 
 def _record(output: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from pyro.poutine.plate_messenger import block_plate
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
+from pyro_bdl.adapters import lora, merged
 from pyro_bdl.distributions.copies import moved_like, without_validation
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.priors import ByName, Normal, PriorFunction, check_prior, is_constant, learnable
@@ -31,10 +32,21 @@ from pyro_bdl.program.network_sites import INIT_KEY, OWNER_KEY, SampledNetwork
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.vmap import DrawMap
 from pyro_bdl.scales import beside, hyperparameter_scope
+from pyro_bdl.utils.names import Names, chooser
 
-__all__ = ["BayesianModule", "Each", "bayesianize", "each", "with_learnable_prior", "with_prior"]
+__all__ = [
+    "BayesianModule",
+    "Each",
+    "bayesianize",
+    "each",
+    "lora",
+    "merged",
+    "with_learnable_prior",
+    "with_prior",
+]
 
 _NO_BATCH = torch.Size()
+_SHOWN = 4  # names in a message
 
 
 class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
@@ -53,10 +65,13 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
         *,
         name: str = "",
         plates: tuple[str, ...] = (),
+        where: Names | None = None,
     ) -> None:
         super().__init__()
         _refuse(network)
         copied = copy.deepcopy(network)
+        if where is not None:
+            _freeze_others(copied, where)
         self._modules["network"] = copied
         self.training = network.training
         self.prior = prior
@@ -238,6 +253,7 @@ def bayesianize(
     *,
     name: str = "",
     plate: str | Sequence[str] | None = None,
+    where: Names | None = None,
 ) -> BayesianModule:
     """A copy of ``net`` as a PyroModule whose weights are sampled from ``prior``.
 
@@ -269,7 +285,12 @@ def bayesianize(
         Normal(1.0) by default. None leaves a parameter learnable.
     :param name: put before all site names; needed where a program has two networks.
     :param plate: the plate, or plates, whose elements have a network each; none by default.
-    :raises ValueError: if no parameter gets a prior, or a prior has the wrong shape.
+    :param where: which parameters are sampled or learned, the others being frozen as they are: a
+        pattern of their names (shell wildcards, as in "*.lora_*"), several patterns, or a function
+        of the name that returns True or False. A shared parameter goes by its first name.
+        Parameters that the network has frozen stay so. All others by default.
+    :raises ValueError: if no parameter gets a prior, ``where`` chooses none, or a prior has the
+        wrong shape.
     :raises TypeError: for a prior that is no such function, such as a distribution itself; for a
         network that is compiled to TorchScript.
     :raises UnsupportedProgramError: for lazy layers that were not called yet, pruned layers, and
@@ -279,10 +300,9 @@ def bayesianize(
         raise TypeError(f"net must be a torch.nn.Module, got {type(net).__name__}")
     if prior is not None:
         check_prior(prior, "prior")
+    prior = Normal(1.0) if prior is None else prior
     plates = (plate,) if isinstance(plate, str) else tuple(plate or ())
-    result = BayesianModule(
-        net, prior if prior is not None else Normal(1.0), name=name, plates=plates
-    )
+    result = BayesianModule(net, prior, name=name, plates=plates, where=where)
     if not result.sites:
         raise ValueError(
             "no parameter of the network has a prior: let the prior return a distribution for at "
@@ -429,6 +449,29 @@ def _places(network: nn.Module) -> Places:
             first = names.setdefault(id(parameter), name)
             places.setdefault(first, []).append((module, key))
     return places
+
+
+def _freeze_others(network: nn.Module, where: Names) -> None:
+    """Freeze the parameters that ``where`` does not choose.
+
+    :raises ValueError: where it chooses none that requires a gradient.
+    """
+    chosen = chooser(where, "where")
+    parameters = {name: getattr(*places[0]) for name, places in _places(network).items()}
+    matched = [name for name in parameters if chosen(name)]
+    if not any(parameters[name].requires_grad for name in matched):
+        if matched:
+            raise ValueError(
+                f"where chooses only frozen parameters, such as '{matched[0]}': call "
+                "requires_grad_() on them before bayesianize"
+            )
+        known = ", ".join(map(repr, list(parameters)[:_SHOWN]))
+        raise ValueError(
+            f"where chooses none of the network's {len(parameters)} parameters, such as {known}"
+        )
+    for name, parameter in parameters.items():
+        if not chosen(name):
+            parameter.requires_grad_(False)
 
 
 def _fitted(

@@ -1,6 +1,9 @@
 """The ready-made programs say the densities that they claim."""
 
 import math
+from collections import UserDict
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pyro
@@ -12,7 +15,7 @@ from pyro.nn import PyroModule, PyroParam
 from torch import nn
 from torch.distributions import constraints
 
-from pyro_bdl import Predictive, Program, bayesianize, handlers, models
+from pyro_bdl import Predictive, Program, Samples, bayesianize, handlers, models
 from pyro_bdl.elbo import TemperedTrace_ELBO
 from pyro_bdl.guides import AutoMAP, AutoMeanField
 from pyro_bdl.program import record
@@ -361,3 +364,123 @@ def test_no_rows_are_told():
 def test_classes_need_an_output_each(y):
     with pytest.raises(ValueError, match=r"one output per class.*BinaryClassification"):
         models.Classification(_bnn(1))(torch.zeros(N, 2, dtype=D), y)
+
+
+# Networks that take keywords and give more than a tensor
+
+
+@dataclass
+class _Output:
+    logits: torch.Tensor
+    hidden: torch.Tensor
+
+
+class _Keywords(nn.Module):
+    """Takes keywords; gives ``kind`` of its two results."""
+
+    def __init__(self, kind=_Output):
+        super().__init__()
+        self.kind = kind
+        self.linear = nn.Linear(2, 3).to(D)
+
+    def forward(self, points, mask=None):
+        hidden = self.linear(points if mask is None else points * mask)
+        return self.kind(hidden.sin(), hidden)
+
+
+class _Whole(nn.Module):
+    """Takes a dict as it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 3).to(D)
+
+    def forward(self, x):
+        return self.linear(x["points"] * x["mask"]).sin()
+
+
+def _masked():
+    mask = (torch.arange(2 * N).reshape(N, 2) % 3).to(D)
+    return {"points": torch.randn(N, 2, dtype=D), "mask": mask}
+
+
+@pytest.mark.parametrize("net", [_Keywords(), _Whole()], ids=["keywords", "whole"])
+def test_a_dict_is_the_networks_keywords_or_its_argument(net):
+    x = _masked()
+    model = models.Classification(bayesianize(net))
+    program = Program(model, UserDict(x), CLASSES)
+    latents = _draw(program)
+    weight, bias = latents["linear.weight"], latents["linear.bias"]
+    output = nn.functional.linear(x["points"] * x["mask"], weight, bias).sin()
+    expected = _softmax(CLASSES, output)
+    torch.testing.assert_close(program.log_likelihood(latents)["y"], expected)
+    torch.testing.assert_close(program.log_likelihood(latents, x, CLASSES)["y"], expected)
+    if isinstance(net, _Keywords):
+        for args, kwargs in (((), x), ((x["points"],), {"mask": x["mask"]})):
+            found = program.log_likelihood(latents, *args, y=CLASSES, **kwargs)["y"]
+            torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    "kind,output",
+    [
+        (_Output, None),
+        (_Output, "logits"),
+        (lambda f, h: {"logits": f, "hidden": h}, None),
+        (lambda f, h: (h, f), 1),
+        (lambda f, h: {"a": {"b": f}}, lambda found: found["a"]["b"]),
+        (lambda f, h: SimpleNamespace(f=f), "f"),
+    ],
+    ids=["default", "attribute", "key", "place", "function", "other name"],
+)
+def test_the_output_that_is_f(kind, output):
+    net, x = _Keywords(kind), torch.randn(N, 2, dtype=D)
+    f = Predictive(models.Classification(bayesianize(net), output=output), _at_net(net))(x)["f"]
+    torch.testing.assert_close(f[0], net.linear(x).sin())
+
+
+def _at_net(net):
+    values = {name: value.detach()[None, None] for name, value in net.named_parameters()}
+    return Samples(values)
+
+
+@pytest.mark.parametrize("output", [None, "logits", 7, "hidden"])
+def test_an_output_that_is_not_there_is_named(output):
+    net = _Keywords(lambda f, h: SimpleNamespace(f=f, hidden=None))
+    model = models.Classification(bayesianize(net), output=output)
+    with pytest.raises(TypeError, match=f"SimpleNamespace without a tensor {output or 'logits'!r}"):
+        model(torch.randn(N, 2, dtype=D))
+    with pytest.raises(TypeError, match="network's inputs"):
+        model(y=CLASSES)
+
+
+NOISES = torch.tensor([0.3, 2.0], dtype=D)
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [[0.3, 2.0], NOISES, PyroParam(NOISES.clone(), constraints.positive), dist.HalfNormal(NOISES)],
+    ids=["numbers", "tensor", "learned", "inferred"],
+)
+def test_each_target_has_its_own_noise(noise):
+    model, x = models.Regression(_bnn(2), noise=noise), torch.randn(N, 2, dtype=D)
+    with pyro.validation_enabled():
+        program = Program(model, x, PAIRS)
+    latents = _draw(program)
+    scale = latents.get("noise", NOISES)
+    assert scale.shape == (2,)
+    expected = _normal(PAIRS, _output(model, latents, x), scale).sum(-1)
+    torch.testing.assert_close(program.log_likelihood(latents)["y"], expected)
+    if "noise" in latents:
+        prior = program.run(latents).latents["noise"]
+        assert prior.log_prob().shape == ()
+        expected = dist.HalfNormal(NOISES).log_prob(scale).sum()
+        torch.testing.assert_close(prior.log_prob(), expected)
+
+
+def test_noises_that_do_not_fit():
+    x = torch.randn(N, 2, dtype=D)
+    with pytest.raises(ValueError, match="noise holds 3 numbers, but there are 2 targets"):
+        models.Regression(_bnn(2), noise=[0.1, 0.2, 0.3])(x)
+    with pytest.raises(ValueError, match="noise must be positive finite numbers"):
+        models.StudentTRegression(_bnn(2), noise=[0.1, -0.2])

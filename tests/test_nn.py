@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributions import constraints
 from torch.nn.utils import prune, weight_norm
 
+import pyro_bdl as bdl
 from pyro_bdl import bayesianize, models, priors
 from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
@@ -719,3 +720,45 @@ def test_recurrent_layers_are_differentiable_in_evaluation_mode(training, grad, 
     with torch.set_grad_enabled(grad):
         bnn(torch.randn(4, 2))
     assert seen == [expected] and torch.backends.cudnn.enabled
+
+
+# A part of the parameters
+
+
+@pytest.mark.parametrize(
+    "where,expected",
+    [
+        ("2.*", {"2.weight", "2.bias"}),
+        (["*.bias", "0.w*"], {"0.weight", "0.bias", "2.bias"}),
+        (lambda name: name.endswith("weight"), {"0.weight", "2.weight"}),
+    ],
+    ids=["pattern", "patterns", "function"],
+)
+def test_where_chooses_parameters_and_freezes_the_others(where, expected):
+    net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+    x, y = torch.randn(4, 2), torch.randn(4)
+    bnn = bayesianize(net, where=where)
+    assert set(bnn.sites) == expected
+    assert all(not parameter.requires_grad for parameter in bnn.parameters())
+    assert all(parameter.requires_grad for parameter in net.parameters())
+    program = bdl.Program(models.Regression(bnn, noise=0.3), x, y)
+    draw = {name: torch.randn_like(value) for name, value in program.initial.items()}
+    found = program.run(draw).deterministic["f"]
+    torch.testing.assert_close(found, torch.func.functional_call(net, draw, (x,)).squeeze(-1))
+
+
+def test_where_and_parameters_without_a_prior():
+    net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    bnn = bayesianize(net, priors.ByName({"*.weight": priors.Normal(1.0)}), where="1.*")
+    assert bnn.sites == ("1.weight",) and bnn.learnable == ("1.bias",)
+
+
+def test_where_that_chooses_nothing():
+    net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    with pytest.raises(ValueError, match="none of the network's 4 parameters, such as"):
+        bayesianize(net, where="head.*")
+    with pytest.raises(TypeError, match="where must be a pattern of names"):
+        bayesianize(net, where=0)
+    net[0].requires_grad_(False)
+    with pytest.raises(ValueError, match=r"only frozen parameters, such as '0\.weight'"):
+        bayesianize(net, where="0.*")

@@ -19,6 +19,8 @@ from pyro_bdl.comparison.program_sites import read_program
 from pyro_bdl.comparison.result import Comparison, is_known
 from pyro_bdl.comparison.verdicts import verdict
 from pyro_bdl.errors import UnusableDrawsError
+from pyro_bdl.program.argument_errors import by_entry
+from pyro_bdl.program.batches import as_dicts, leading_size, taken
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.tables import Column
@@ -36,10 +38,10 @@ Row = dict[str, Any]
 def compare(
     model: Callable,
     posteriors: Mapping[str, Any],
-    *test: Tensor,
+    *test: Any,
     reference: str | None = "nuts",
-    train: tuple[Tensor, ...] | None = None,
-    ood: Tensor | tuple[Tensor, ...] | None = None,
+    train: tuple[Any, ...] | None = None,
+    ood: Any = None,
     num_samples: int = 1000,
     batch_norm_data: Any = None,
     costs: Mapping[str, Costs] | None = None,
@@ -64,7 +66,8 @@ def compare(
         None for the targets.
     :param posteriors: name to guide, ``Samples`` or, where only predictions are known,
         ``PredictiveDraws``; Pyro's own guides too. At least one is a guide or ``Samples``.
-    :param test: the test inputs and, last, the targets, each ``(N, ...)``.
+    :param test: the test inputs and, last, the targets, each ``(N, ...)``; inputs may be dicts of
+        tensors.
     :param reference: the posterior that the others are held against; None for none.
     :param train: the inputs and, last, the targets that the posteriors were fitted to: for
         leave-one-out, and to tell test inputs near them from those between and beyond them.
@@ -140,7 +143,7 @@ def compare(
         verdicts=verdicts,
         warnings=tuple(warned),
         evaluations=found,
-        inputs=tuple(x[kept] for x in data.inputs),
+        inputs=data.part(kept).inputs,
         y=y * target_scale + target_shift if task == "regression" else y,
     )
 
@@ -246,16 +249,17 @@ def _check_costs(costs: Mapping[str, Costs], posteriors: Mapping[str, Any]) -> N
             raise TypeError(f"costs[{name!r}] must be a Costs, got {type(value).__name__}")
 
 
-def _data(kind: str, parts: tuple[Tensor, ...]) -> Test:
+def _data(kind: str, parts: tuple[Any, ...]) -> Test:
     if len(parts) < 2:
         raise ValueError(f"give the {kind} inputs and, last, the {kind} targets")
+    tensors = []
     for place, part in enumerate(parts):
         name = f"y_{kind}" if place == len(parts) - 1 else f"x_{kind}"
-        _check_tensor(name, part)
-    if len({len(part) for part in parts}) > 1:
-        shapes = ", ".join(str(tuple(part.shape)) for part in parts)
+        tensors += _checked_tensors(name, part)
+    if len({len(part) for part in tensors}) > 1:
+        shapes = ", ".join(str(tuple(part.shape)) for part in tensors)
         raise ValueError(f"x_{kind} and y_{kind} must have the same number of rows, got {shapes}")
-    return Test(tuple(parts[:-1]), parts[-1])
+    return Test(tuple(map(as_dicts, parts[:-1])), parts[-1])
 
 
 def _training_data(train: Any, test: Test) -> Test:
@@ -272,19 +276,26 @@ def _training_data(train: Any, test: Test) -> Test:
     return _data("train", tuple(train))
 
 
-def _other_inputs(ood: Any, test: Test) -> tuple[Tensor, ...]:
+def _other_inputs(ood: Any, test: Test) -> tuple[Any, ...]:
     """Up to 1000 rows of the inputs from elsewhere."""
-    parts = (ood,) if isinstance(ood, Tensor) else tuple(ood)
-    for part in parts:
-        _check_tensor("ood", part)
-    if len(parts) != len(test.inputs) or len({len(part) for part in parts}) > 1:
+    parts = (ood,) if isinstance(ood, Tensor | Mapping) else tuple(ood)
+    tensors = [tensor for part in parts for tensor in _checked_tensors("ood", part)]
+    if len(parts) != len(test.inputs) or len({len(tensor) for tensor in tensors}) > 1:
         raise ValueError(
             f"ood must hold {len(test.inputs)} input tensors of one length, as the test data "
-            f"without targets, got {', '.join(str(tuple(part.shape)) for part in parts)}"
+            f"without targets, got {', '.join(str(tuple(tensor.shape)) for tensor in tensors)}"
         )
-    count = min(len(parts[0]), _POINTS)
-    rows = (torch.arange(count, device=parts[0].device) * len(parts[0])) // count
-    return tuple(part[rows] for part in parts)
+    rows = leading_size(tensors)
+    count = min(rows, _POINTS)
+    return taken(parts, (torch.arange(count, device=tensors[0].device) * rows) // count)
+
+
+def _checked_tensors(name: str, part: Any) -> list[Tensor]:
+    """The tensor that a part of the data is, or those in its dict."""
+    entries = by_entry({name: part})
+    for entry, tensor in entries.items():
+        _check_tensor(entry, tensor)
+    return list(entries.values())
 
 
 def _check_tensor(name: str, part: Any) -> None:

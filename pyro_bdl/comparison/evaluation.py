@@ -28,6 +28,7 @@ from pyro_bdl.errors import BdlWarning
 from pyro_bdl.metrics import Uncertainty
 from pyro_bdl.predictive.linearized import UNKNOWN, LinearizedPredictive, is_linear
 from pyro_bdl.predictive.sampled import Predictive
+from pyro_bdl.program.batches import leading_size
 from pyro_bdl.samples import Samples
 
 __all__ = ["Evaluation", "Test", "Units", "evaluate", "evaluate_draws"]
@@ -105,7 +106,7 @@ def evaluate(
     kept: Tensor,
     units: Units,
     train: Test | None = None,
-    ood: tuple[Tensor, ...] | None = None,
+    ood: tuple[Any, ...] | None = None,
     batch_norm_data: Any = None,
 ) -> Evaluation:
     """Push one set of draws of the posterior through the program, and score them.
@@ -245,7 +246,7 @@ def _at(
     # With the same latents; of the linear model each call has draws of its own.
     expected, noise = predictive.draw_moments(*inputs, None)[observation.site]
     function = drawn.get("f")
-    if function is None or function.shape[1:2] != (len(inputs[0]),):
+    if function is None or function.shape[1:2] != (leading_size(inputs),):
         function = drawn[observation.site] if observation.fixed_mean else expected
     bad = ~function.isfinite()
     check_draws("functions", bad & ~bad.all(0))  # in all draws it is the distribution's mean

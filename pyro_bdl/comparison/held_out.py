@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_bdl.program.batches import taken
 from pyro_bdl.utils.validation import check_finite_tensor
 
 _CLASSES = ("Categorical", "Bernoulli", "OneHotCategorical", "OrderedLogistic")
@@ -38,9 +39,9 @@ class Units:
 
 @dataclass(frozen=True)
 class Test:
-    """Data: the program's arguments before the target, and the target."""
+    """Data: the program's arguments before the target, tensors or dicts of them, and the target."""
 
-    inputs: tuple[Tensor, ...]
+    inputs: tuple[Any, ...]
     y: Tensor
 
     @property
@@ -49,7 +50,7 @@ class Test:
 
     def part(self, rows: slice | Tensor) -> "Test":
         """Some of the rows."""
-        return Test(tuple(x[rows] for x in self.inputs), self.y[rows])
+        return Test(*taken((self.inputs, self.y), rows))
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,11 @@
 """Regions of test inputs: near the training inputs, between them or beyond them."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from pyro_bdl.utils.tables import Column
 
@@ -31,7 +33,7 @@ COLUMNS = (
 )
 
 
-def regions(test: tuple[Tensor, ...], train: tuple[Tensor, ...]) -> dict[str, Tensor]:
+def regions(test: tuple[Any, ...], train: tuple[Any, ...]) -> dict[str, Tensor]:
     """A mask over the test rows for each region: ``near``, ``between`` and ``beyond``.
 
     Near is an input that is no further from a training input than twice the distance that 95 % of
@@ -39,13 +41,14 @@ def regions(test: tuple[Tensor, ...], train: tuple[Tensor, ...]) -> dict[str, Te
     where every feature is within its training range, beyond them otherwise. Features count in
     their training sds; of many training inputs evenly spaced ones are taken.
 
-    :param test: input tensors of N rows.
-    :param train: as many input tensors, of M rows.
+    :param test: inputs of N rows, tensors or dicts of them.
+    :param train: as many inputs, of M rows.
     :returns: bool ``(N,)`` each; nothing for inputs that are not numbers, or fewer than 3 rows.
     """
-    if len(test) != len(train) or not all(x.is_floating_point() for x in (*test, *train)):
+    tensors, others = tree_leaves(test), tree_leaves(train)
+    if len(tensors) != len(others) or not all(x.is_floating_point() for x in tensors + others):
         return {}
-    points, known = _flat(test), _flat(train)
+    points, known = _flat(tensors), _flat(others)
     if len(known) < 3 or points.shape[1] != known.shape[1]:
         return {}
     if len(known) > _MOST_TRAINING:
@@ -76,5 +79,5 @@ def sd_ratios(ours: Tensor, theirs: Tensor, masks: Mapping[str, Tensor]) -> dict
     }
 
 
-def _flat(inputs: tuple[Tensor, ...]) -> Tensor:
+def _flat(inputs: list[Tensor]) -> Tensor:
     return torch.cat([x.detach().double().reshape(len(x), -1) for x in inputs], 1)

@@ -11,6 +11,7 @@ from pyro_bdl.comparison.held_out import Observation, Test
 from pyro_bdl.distributions.take_apart import base_distribution, observation_mean
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.draws import samples_of_program, to_samples
+from pyro_bdl.program.batches import leading_size
 from pyro_bdl.program.layout import Latent
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.trace import leave_open, record
@@ -95,7 +96,7 @@ class _AlwaysWithTargets:
     def __call__(self, *args: Any) -> Any:
         *inputs, y = args
         if y is None:
-            y = self.target.expand(len(inputs[0]), *self.target.shape[1:])
+            y = self.target.expand(leading_size(inputs), *self.target.shape[1:])
         return self.model(*inputs, y)
 
 

@@ -43,7 +43,7 @@ class Comparison:
     columns: tuple[Column, ...]
     verdicts: Mapping[str, str]
     evaluations: Mapping[str, Evaluation] = field(repr=False)
-    inputs: tuple[Tensor, ...] = field(repr=False)
+    inputs: tuple[Any, ...] = field(repr=False)
     y: Tensor = field(repr=False)
     details: tuple[Column, ...] = ()
     warnings: tuple[str, ...] = ()

@@ -43,14 +43,17 @@ class CompiledELBO(ELBO):
     the graph, without the cost of Python, Pyro and autograd. Temperature, arguments, parameters and
     random numbers, including the indices of subsampled plates, are new in each run.
 
+    Control flow may ask for truth values of the arguments alone, such as whether an attention mask
+    is full: each answer has a graph of its own.
+
     The program is traced again for other shapes, dtypes and devices of the arguments, and for other
     values of arguments that are not tensors. It is also traced again if attributes of modules
     change (modes, numbers, replaced tensors), or variables that the program's functions use:
     closure cells, globals, entries of dicts, attributes of objects. Changes inside lists and other
     containers are not noticed.
 
-    A program that cannot be traced runs uncompiled, with a warning that says why: control flow or
-    shapes that depend on values of tensors, random numbers from outside torch, or side effects in
+    A program that cannot be traced runs uncompiled, with a warning that says why: other control
+    flow or shapes that depend on values of tensors, random numbers from outside torch, or side effects in
     Python. Steps under ``torch.autocast`` or without gradients, such as ``loss``, run uncompiled
     without a warning.
 
@@ -177,12 +180,15 @@ class CompiledELBO(ELBO):
         except NotTraceable as error:
             self._warn(str(error))
             return self._plain(pair)
-        key = (
+        key: tuple[Any, ...] = (
             pair.model, pair.guide, getattr(pair.model, "training", None),
             getattr(pair.guide, "training", None), given.kind, active(),
             self.num_particles, self.bound.estimator, getattr(pair.guide, "keeps_noise", False),
         )  # fmt: skip
         graph = self._graphs.get(key)
+        while graph is not None and (truths := graph.truths(given)) is not None:
+            key = (*key, truths)
+            graph = self._graphs.get(key)
         if graph is None:
             if not self._make_room(pair):
                 return self._plain(pair)

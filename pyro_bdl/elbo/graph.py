@@ -47,6 +47,14 @@ class Graph:
     keeps_noise = False
     changes = 0
 
+    def truths(self, given: Given) -> tuple[bool, ...] | None:
+        """The truth values of arguments by which the program's control flow goes, where they are
+        not those that the graph holds for; None where they are."""
+        if self.step is None:
+            return None
+        found = self.step.truths.of(given.tensors)
+        return None if found == self.step.truths.met else found
+
     def refuse(self, reason: str) -> None:
         self.step, self.refused = None, reason
 
@@ -81,7 +89,8 @@ class Graph:
         snapshot = Snapshot(callables, modules)
         statements = poutine.trace(param_only=True)
         with without_side_effects(modules), as_written(modules), poutine.block(), statements:
-            step = trace_step(loss, [*given.tensors, temperature], backend)
+            readable = len(given.tensors)
+            step = trace_step(loss, [*given.tensors, temperature], backend, readable=readable)
         if self.keeps_noise:
             guide.last_noise = before
         change = snapshot.change()

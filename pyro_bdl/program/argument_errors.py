@@ -65,7 +65,18 @@ def named_arguments(function: Callable, args: tuple, kwargs: Mapping[str, Any]) 
             named |= value
         else:
             named[name] = value
-    return named
+    return by_entry(named)
+
+
+def by_entry(named: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments, a mapping of tensors entry by entry: ``x['ids']``."""
+    found: dict[str, Any] = {}
+    for name, value in named.items():
+        if isinstance(value, Mapping):
+            found |= by_entry({f"{name}[{key!r}]": part for key, part in value.items()})
+        else:
+            found[name] = value
+    return found
 
 
 def _without_handlers(function: Any) -> Any:

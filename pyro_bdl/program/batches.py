@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -105,27 +106,48 @@ def _arguments(batch: Any) -> Batch:
     if isinstance(batch, Tensor):
         return (batch,), {}
     if isinstance(batch, Mapping):
-        return (), dict(batch)
+        return (), as_dicts(batch)
     if isinstance(batch, tuple | list):
-        return tuple(batch), {}
+        return tuple(map(as_dicts, batch)), {}
     raise TypeError(
         f"a batch must be the program's arguments, such as (x, y), got {type(batch).__name__}"
     )
 
 
+def as_dicts(value: Any) -> Any:
+    """An argument whose mappings, such as the ``BatchEncoding`` of a tokenizer, are dicts."""
+    if isinstance(value, Mapping):
+        return {key: as_dicts(part) for key, part in value.items()}
+    return value
+
+
+def taken(value: Any, rows: slice | Tensor) -> Any:
+    """Some rows of an argument: of a tensor, or of the tensors in a dict or a tuple that have as
+    many rows as the first."""
+    value = as_dicts(value)
+    return _taken(value, rows, leading_size(value))
+
+
+def _taken(value: Any, rows: slice | Tensor, count: int) -> Any:
+    def part(leaf: Any) -> Any:
+        is_data = isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == count
+        return leaf[rows] if is_data else leaf
+
+    return tree_map(part, value)
+
+
+def device_of_rows(value: Any) -> torch.device:
+    """The device of the first tensor of an argument."""
+    return next(leaf.device for leaf in tree_leaves(as_dicts(value)) if isinstance(leaf, Tensor))
+
+
 def rows(batch: Batch, start: int, stop: int, num_data: int) -> Batch:
     """The rows from start to stop of every tensor that has ``num_data`` of them."""
-
-    def part(value: Any) -> Any:
-        is_data = isinstance(value, Tensor) and value.dim() > 0 and len(value) == num_data
-        return value[start:stop] if is_data else value
-
-    args, kwargs = batch
-    return tree_map(part, args), tree_map(part, kwargs)
+    return _taken(batch, slice(start, stop), num_data)
 
 
-def leading_size(batch: Batch) -> int:
-    """The number of rows of the first tensor among the arguments; 0 where it has none."""
+def leading_size(batch: Any) -> int:
+    """The number of rows of the first tensor among arguments; 0 where it has none."""
     leaves = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
     return next((len(leaf) if leaf.dim() else 0 for leaf in leaves), 0)
 

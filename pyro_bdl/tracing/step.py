@@ -10,7 +10,14 @@ from torch import Tensor
 from pyro_bdl.tracing.backends import BACKENDS, Run
 from pyro_bdl.tracing.graph import lift
 from pyro_bdl.tracing.simplify import simplify
-from pyro_bdl.tracing.trace import NotTraceable, mutated, tensor_of, trace, variable_nodes
+from pyro_bdl.tracing.trace import (
+    NotTraceable,
+    TruthValues,
+    mutated,
+    tensor_of,
+    trace,
+    variable_nodes,
+)
 from pyro_bdl.utils.autograd import leaves_behind, with_gradients
 
 Loss = Callable[..., tuple[Tensor, ...]]
@@ -26,6 +33,7 @@ class Step:
     :param written: those that it changes in place.
     :param leaves: what the gradients are taken in: parameters, and arguments by their numbers.
     :param others: how many further results there are.
+    :param truths: the truth values of the arguments for which it holds.
     """
 
     run: Run
@@ -34,6 +42,7 @@ class Step:
     written: list[Tensor]
     leaves: list[Tensor | int]
     others: int
+    truths: TruthValues
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -79,12 +88,13 @@ class Outcome(NamedTuple):
         return True
 
 
-def trace_step(loss: Loss, examples: Sequence[Tensor], backend: str) -> Step:
+def trace_step(loss: Loss, examples: Sequence[Tensor], backend: str, *, readable: int = 0) -> Step:
     """Trace a loss and its gradient.
 
     :param loss: from tensors to the loss, a scalar, and further results.
     :param examples: of the tensors; those that require a gradient get one.
     :param backend: of ``BACKENDS``.
+    :param readable: of how many of the tensors, from the first on, truth values may be asked.
     :raises NotTraceable: if the graph would not stand for the loss, or for one without gradient.
     """
     arguments = [e.detach().requires_grad_(e.requires_grad) for e in examples]
@@ -103,7 +113,8 @@ def trace_step(loss: Loss, examples: Sequence[Tensor], backend: str) -> Step:
         leaves[:] = [leaf for leaf, _ in pairs]
         return value.detach(), *[r.detach() for r in rest], *[g for _, g in pairs]
 
-    graph = trace(function, arguments)
+    graph = trace(function, arguments, readable=readable)
+    truths = TruthValues(graph, arguments, readable)
     written = list({id(t): t for t in (tensor_of(graph, n) for n in mutated(graph))}.values())
     variable = {tensor_of(graph, n) for n in variable_nodes(graph) if n.op == "get_attr"}
     attributes = {n: tensor_of(graph, n) for n in graph.graph.find_nodes(op="get_attr")}
@@ -120,4 +131,4 @@ def trace_step(loss: Loss, examples: Sequence[Tensor], backend: str) -> Step:
     run = BACKENDS[backend](graph, [*arguments, *outside])
     places = {id(argument): number for number, argument in enumerate(arguments)}
     where = [places.get(id(leaf), leaf) for leaf in leaves]
-    return Step(run, outside, constants, written, where, others)
+    return Step(run, outside, constants, written, where, others, truths)

@@ -58,7 +58,9 @@ class _Methods(TorchFunctionMode):
         if func in _READS:
             self.places.append(_users_line())
         if func in _PAST and args[0].numel():
-            torch.ops.aten._local_scalar_dense(args[0].detach().reshape(-1)[0])
+            first = args[0].detach().reshape(-1)[0]
+            is_truth = first.dtype is torch.bool  # all are read, not this truth value alone
+            torch.ops.aten._local_scalar_dense(first.byte() if is_truth else first)
         return func(*args, **(kwargs or {}))
 
 
@@ -98,13 +100,17 @@ def _users_line() -> str:
     return ""
 
 
-def trace(function: Callable[..., Any], examples: Sequence[Tensor]) -> fx.GraphModule:
+def trace(
+    function: Callable[..., Any], examples: Sequence[Tensor], *, readable: int = 0
+) -> fx.GraphModule:
     """The graph of a function of tensors that returns a tuple of tensors.
 
     It holds for the examples' shapes, strides, dtypes and devices. Tensors that the function finds
     elsewhere are its attributes (nodes ``get_attr``), the very tensors and no copies. The function
     runs once; what it changes in place is put back.
 
+    :param readable: of so many arguments, the first ones, control flow may ask for truth values;
+        the graph holds for those that it met (``TruthValues``).
     :raises NotTraceable: if control flow or a shape depends on numbers that may be others in the
         next run: those of arguments, of parameters, random ones, those changed in place.
     """
@@ -118,7 +124,8 @@ def trace(function: Callable[..., Any], examples: Sequence[Tensor]) -> fx.GraphM
     for node in graph.graph.nodes:
         if any(base(part).op == "placeholder" for part in changed(node)):
             raise NotTraceable(f"it changes an argument in place ({node.target})", str(node.target))
-    refuse_reads(graph, variable_nodes(graph), places)
+    allowed = truth_readers(graph, readable) if readable else ()
+    refuse_reads(graph, variable_nodes(graph), places, allowed=allowed)
     return graph
 
 
@@ -178,19 +185,93 @@ def mutated(graph: fx.GraphModule) -> Iterator[fx.Node]:
                 yield source
 
 
+def _readers(graph: fx.GraphModule) -> list[fx.Node]:
+    nodes = graph.graph.nodes
+    return [node for node in nodes if tagged(node, torch.Tag.data_dependent_output)]
+
+
+def truth_readers(graph: fx.GraphModule, readable: int) -> list[fx.Node]:
+    """The nodes that read a truth value of some arguments, and of no other variable numbers.
+
+    :param readable: how many of the arguments may be read, from the first on.
+    """
+    others = variable_nodes(graph)
+    arguments = list(graph.graph.find_nodes(op="placeholder"))[:readable]
+    asked = set(reached(graph.graph, arguments))
+    barred = set(reached(graph.graph, others.difference(arguments)))
+    written = {base(part) for node in graph.graph.nodes for part in changed(node)}
+
+    def is_allowed(node: fx.Node) -> bool:
+        value = node.all_input_nodes[0].meta.get("val") if node.all_input_nodes else None
+        if not isinstance(value, Tensor) or value.dtype is not torch.bool:
+            return False
+        if not asked.intersection(node.all_input_nodes) or node in barred:
+            return False
+        return not any(base(part) in written for part in _sources([node]))
+
+    return [node for node in _readers(graph) if is_allowed(node)]
+
+
+def _sources(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes and all that their results are computed from."""
+    found: set[fx.Node] = set()
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
+
+
+class TruthValues:
+    """The truth values of arguments that a program's control flow asked for when it was traced.
+
+    :param graph: from ``trace`` with the same ``readable``.
+    :param arguments: the examples that it was traced with, all of them.
+    """
+
+    def __init__(self, graph: fx.GraphModule, arguments: Sequence[Tensor], readable: int) -> None:
+        readers = truth_readers(graph, readable)
+        self._run: fx.GraphModule | None = None
+        self._readable = readable
+        if readers:
+            kept, copies = _sources(readers), fx.Graph()
+            places: dict[fx.Node, fx.Node] = {}
+            inputs = set(list(graph.graph.find_nodes(op="placeholder"))[:readable])
+            for node in graph.graph.nodes:
+                if node in kept or node in inputs:
+                    places[node] = copies.node_copy(node, places.__getitem__)
+            copies.output([places[node] for node in readers])
+            self._run = fx.GraphModule(graph, copies)
+        self.met = self.of(arguments)
+
+    def of(self, arguments: Sequence[Tensor]) -> tuple[bool, ...]:
+        """The same of other arguments."""
+        if self._run is None:
+            return ()
+        with torch.no_grad():
+            return tuple(map(bool, self._run(*arguments[: self._readable])))
+
+
 def refuse_reads(
-    graph: fx.GraphModule, variable: Iterable[fx.Node], places: Sequence[str] = ()
+    graph: fx.GraphModule,
+    variable: Iterable[fx.Node],
+    places: Sequence[str] = (),
+    *,
+    allowed: Iterable[fx.Node] = (),
 ) -> None:
     """Refuse control flow and shapes that depend on numbers which may be others in the next run.
 
     :param variable: the nodes of such numbers.
     :param places: where numbers are read, from ``record``.
+    :param allowed: nodes that may read them.
     :raises NotTraceable: naming the operator.
     """
     live = set(reached(graph.graph, variable))
-    readers = [n for n in graph.graph.nodes if tagged(n, torch.Tag.data_dependent_output)]
+    readers, fine = _readers(graph), set(allowed)
     for number, node in enumerate(readers):
-        if live.intersection(node.all_input_nodes):
+        if node not in fine and live.intersection(node.all_input_nodes):
             place = places[number] if len(places) == len(readers) else ""
             raise NotTraceable(
                 f"it reads numbers that change from step to step{place}, as control flow does",

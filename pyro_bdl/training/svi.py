@@ -15,7 +15,8 @@ from pyro_bdl.errors import ArgumentError, BdlWarning
 from pyro_bdl.estimators import PerDatum
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.swag import AutoMultiSWAG, AutoSWAG
-from pyro_bdl.program.argument_errors import TENSORS_NEEDED, kind_of
+from pyro_bdl.program.argument_errors import TENSORS_NEEDED, by_entry, kind_of
+from pyro_bdl.program.batches import device_of_rows, leading_size, taken
 from pyro_bdl.program.validation import check_finite
 from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.random_state import own_randomness
@@ -46,8 +47,8 @@ class Training:
 def train(
     model: nn.Module,
     guide: Guide,
-    x: Tensor,
-    y: Tensor,
+    x: Any,
+    y: Any,
     *,
     steps: int,
     learning_rate: float = 0.01,
@@ -67,7 +68,7 @@ def train(
 
     :param model: a program ``model(x, y)``.
     :param guide: trained in place.
-    :param x: ``(N, ...)``, all training inputs.
+    :param x: ``(N, ...)``, all training inputs; or a dict of such tensors.
     :param y: ``(N, ...)``, their targets.
     :param steps: number of gradient steps, at least 1.
     :param learning_rate: Adam's initial learning rate.
@@ -89,13 +90,13 @@ def train(
     :raises TypeError: for data that are not tensors, or of another dtype than the weights.
     """
     steps = whole_number(steps, "steps")
-    _require_tensors(x=x, y=y)
+    count = _count(x=x, y=y)
     check_finite(model, (x, y), {})
-    size = _batch_size(model, len(x), batch_size)
+    size = _batch_size(model, count, batch_size)
     guide.prototype(x, y)
-    if size < len(x):  # a full batch, and the first minibatch, are checked at the first step
-        for rows in torch.arange(len(x), device=x.device).split(_ROWS_AT_ONCE):
-            check_data(model, guide, (x[rows], y[rows]), {})
+    if size < count:  # a full batch, and the first minibatch, are checked at the first step
+        for rows in torch.arange(count, device=device_of_rows(x)).split(_ROWS_AT_ONCE):
+            check_data(model, guide, (taken(x, rows), taken(y, rows)), {})
     if elbo is None:
         elbo = TemperedTraceMeanField_ELBO(temperature, num_particles, estimator=estimator)
     objective: Any = elbo(model, guide)
@@ -118,8 +119,8 @@ def train(
 def collect_swag(
     model: nn.Module,
     guide: AutoSWAG | AutoMultiSWAG,
-    x: Tensor,
-    y: Tensor,
+    x: Any,
+    y: Any,
     *,
     snapshots: int = 40,
     every: int | None = None,
@@ -147,7 +148,7 @@ def collect_swag(
 
     :param model: a program ``model(x, y)``; its ``num_data`` is N.
     :param guide: trained to a maximum; takes the snapshots.
-    :param x: ``(N, ...)``, all training inputs.
+    :param x: ``(N, ...)``, all training inputs; or a dict of such tensors.
     :param y: ``(N, ...)``, their targets.
     :param snapshots: the number of new snapshots, at least 1.
     :param every: steps between snapshots; by default one pass over the data.
@@ -167,11 +168,11 @@ def collect_swag(
     every = None if every is None else whole_number(every, "every")
     if not learning_rate > 0 or not (final_learning_rate is None or final_learning_rate > 0):
         raise ValueError("learning rates must be positive")
-    _require_tensors(x=x, y=y)
+    count = _count(x=x, y=y)
     check_finite(model, (x, y), {})
-    tenth = min(_BATCH, max(1, len(x) // 10))
-    size = _batch_size(model, len(x), tenth if batch_size is None else batch_size)
-    every = max(1, len(x) // size) if every is None else every
+    tenth = min(_BATCH, max(1, count // 10))
+    size = _batch_size(model, count, tenth if batch_size is None else batch_size)
+    every = max(1, count // size) if every is None else every
     steps = snapshots * every
     guide.prototype(x, y)
     members = guide.size if isinstance(guide, AutoMultiSWAG) else 1
@@ -181,8 +182,8 @@ def collect_swag(
     before = [parameter.detach().clone() for parameter in parameters]
     optimizer = torch.optim.SGD(parameters, lr=learning_rate, momentum=momentum)
 
-    def objective(*args: Tensor) -> Tensor:  # a sum over the members, which share no parameters
-        return pair(*args) * members / len(x)
+    def objective(*args: Any) -> Tensor:  # a sum over the members, which share no parameters
+        return pair(*args) * members / count
 
     def rate(step: int) -> None:
         if final_learning_rate is not None:
@@ -217,7 +218,7 @@ def collect_swag(
             stacklevel=2,
         )
         return Training(losses, size, interrupted)
-    rise = (losses[steps // 2 :].mean().item() - start) * len(x) / members
+    rise = (losses[steps // 2 :].mean().item() - start) * count / members
     expected = 0.5 * temperature * len(guide.location())
     if rise > 2.0 * expected:
         warnings.warn(
@@ -231,17 +232,20 @@ def collect_swag(
 
 
 @torch.no_grad()
-def _mean_loss(objective: Callable[..., Tensor], x: Tensor, y: Tensor, size: int) -> float:
+def _mean_loss(objective: Callable[..., Tensor], x: Any, y: Any, size: int) -> float:
     """The mean loss over all rows, in batches of ``size`` rows, without side effects."""
+    count, total = leading_size(x), 0.0
     with preserved_buffers(objective), own_randomness():
-        parts = zip(x.split(size), y.split(size), strict=True)
-        return sum(objective(*part).item() * len(part[0]) for part in parts) / len(x)
+        for start in range(0, count, size):
+            rows = slice(start, min(start + size, count))
+            total += objective(taken(x, rows), taken(y, rows)).item() * (rows.stop - start)
+    return total / count
 
 
 def _descend(
     objective: Callable[..., Tensor],
     optimizer: torch.optim.Optimizer,
-    parts: Iterable[tuple[Tensor, Tensor]],
+    parts: Iterable[tuple[Any, Any]],
     steps: int,
     progress: str | None,
     after: Callable[[int], None],
@@ -282,8 +286,8 @@ def _descend(
 def estimate_elbo(
     model: nn.Module,
     guide: Guide,
-    x: Tensor,
-    y: Tensor,
+    x: Any,
+    y: Any,
     *,
     num_particles: int = 512,
     batch_size: int = _ROWS_AT_ONCE,
@@ -295,27 +299,34 @@ def estimate_elbo(
 
     :param model: a program ``model(x, y)``.
     :param guide: a guide with a density; for a point mass the number is log p(y, w) instead.
-    :param x: ``(N, ...)``, the training inputs.
+    :param x: ``(N, ...)``, the training inputs; or a dict of such tensors.
     :param y: ``(N, ...)``, their targets.
     :param num_particles: draws of the guide that the expectation is averaged over.
     :param batch_size: rows that are evaluated at once.
     """
-    _require_tensors(x=x, y=y)
+    count = _count(x=x, y=y)
     elbo = TemperedTraceMeanField_ELBO(num_particles=_PARTICLES_AT_ONCE)
-    in_parts = len(x) > batch_size and getattr(model, "num_data", None) == len(x)
-    parts = torch.arange(len(x), device=x.device).split(batch_size if in_parts else len(x))
+    in_parts = count > batch_size and getattr(model, "num_data", None) == count
+    parts = torch.arange(count, device=device_of_rows(x)).split(batch_size if in_parts else count)
     repeats = max(1, math.ceil(num_particles / _PARTICLES_AT_ONCE))
     total = 0.0
     for _ in range(repeats):
         for rows in parts:
-            total -= elbo.loss(model, guide, x[rows], y[rows]) * len(rows) / len(x)
+            loss = elbo.loss(model, guide, taken(x, rows), taken(y, rows))
+            total -= loss * len(rows) / count
     return total / repeats
 
 
-def _require_tensors(**arguments: Any) -> None:
-    for name, value in arguments.items():
+def _count(**arguments: Any) -> int:
+    """The number of rows of tensors, or of dicts of tensors.
+
+    :raises ArgumentError: for an argument of another kind.
+    """
+    entries = by_entry(arguments)
+    for name, value in entries.items():
         if not isinstance(value, Tensor):
             raise ArgumentError(f"{name} is a {kind_of(value)}: {TENSORS_NEEDED}")
+    return leading_size(entries)
 
 
 def _batch_size(model: Callable, rows: int, asked: int | None) -> int:
@@ -331,15 +342,16 @@ def _batch_size(model: Callable, rows: int, asked: int | None) -> int:
     return min(asked, rows)
 
 
-def _parts(x: Tensor, y: Tensor, size: int, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _parts(x: Any, y: Any, size: int, steps: int) -> Iterator[tuple[Any, Any]]:
     """The rows of each step; each pass over the data is in a new order."""
-    if size == len(x):
+    count = leading_size(x)
+    if size == count:
         yield from [(x, y)] * steps
         return
-    taken = 0
-    while taken < steps:
-        for rows in torch.randperm(len(x), device=x.device).split(size):
-            if len(rows) < size or taken == steps:
+    number = 0
+    while number < steps:
+        for rows in torch.randperm(count, device=device_of_rows(x)).split(size):
+            if len(rows) < size or number == steps:
                 break
-            taken += 1
-            yield x[rows], y[rows]
+            number += 1
+            yield taken(x, rows), taken(y, rows)

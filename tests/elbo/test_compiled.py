@@ -851,3 +851,48 @@ def test_without_a_compiler_the_operators_run_one_by_one(monkeypatch):
 def test_on_a_gpu():
     batches = [(X.cuda(), Y.cuda())] * 6
     _same({"temperature": 0.3}, batches, make=lambda: _model().to("cuda"), rtol=1e-4)
+
+
+def _if_full(x, mask, y=None):
+    """Asks whether a mask is full, as attention does."""
+    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    f = x @ w if bool(mask.all()) else (x * mask) @ w.sin()
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(f, 0.5), obs=y)
+
+
+def test_each_truth_value_of_the_arguments_has_a_graph():
+    full = torch.ones(6, 2, dtype=torch.bool)
+    part = full.clone()
+    part[1:3] = False
+    losses = []
+    for elbo in (TemperedTraceMeanField_ELBO(), CompiledELBO()):
+        pyro.set_rng_seed(0)
+        guide = AutoMeanField(_if_full)
+        svi = SVI(_if_full, guide, pyro.optim.Adam({"lr": 0.05}), elbo)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", BdlWarning)
+            losses.append([svi.step(X, mask, Y) for mask in (full, part, ~part, full) * 3])
+    torch.testing.assert_close(*map(torch.tensor, losses))
+    assert elbo.num_traces == 2 and elbo.num_replays == 8
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda mask, w: mask.tolist() == [[True, True]] * 6,
+        lambda mask, w: bool((mask & (w > -9)).all()),
+        lambda mask, w: int(mask.sum()) > 11,
+    ],
+    ids=["a list of them", "of a latent too", "a number"],
+)
+def test_other_reads_of_the_arguments_are_refused(ask):
+    def model(x, mask, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        f = x @ w if ask(mask, w) else x @ w.sin()
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f, 0.5), obs=y)
+
+    svi = SVI(model, AutoMeanField(model), pyro.optim.Adam({"lr": 0.05}), CompiledELBO())
+    with pytest.warns(BdlWarning, match="reads numbers that change"):
+        svi.step(X, torch.ones(6, 2, dtype=torch.bool), Y)

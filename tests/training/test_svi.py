@@ -122,3 +122,35 @@ def test_bad_input_is_told():
         training.train(bits, guides.AutoMeanField(bits), x, wrong, steps=1, batch_size=5)
     with pytest.raises(ValueError, match="rows 3"):
         training.train(model, guide, x, y.index_fill(0, torch.tensor(3), torch.nan), steps=1)
+
+
+class _Sum(torch.nn.Module):
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, left, right):
+        return self.linear(left + right)
+
+
+@pytest.mark.filterwarnings("ignore:the loss rose")
+def test_dicts_of_inputs_are_cut_as_tensors_are(conjugate):
+    """Two parts that add up to x give the losses of x, in minibatches too."""
+    x, y = conjugate.x, conjugate.y
+    found = []
+    for net, inputs in ((conjugate.net, x), (_Sum(conjugate.net), {"left": 0.3 * x, "right": x})):
+        torch.manual_seed(0)
+        net = bayesianize(net, priors.Normal(2.0))
+        model = models.Regression(net, noise=0.5, num_data=8)
+        x_scaled = inputs if isinstance(inputs, dict) else 1.3 * inputs
+        guide = guides.AutoSWAG(model)
+        run = training.train(model, guide, x_scaled, y, steps=6, batch_size=3)
+        swag = training.collect_swag(
+            model, guide, x_scaled, y, snapshots=2, learning_rate=1e-3, batch_size=3
+        )
+        mean_field = guides.AutoMeanField(model).prototype(x_scaled, y)
+        bound = training.estimate_elbo(model, mean_field, x_scaled, y, batch_size=5)
+        found.append(torch.cat([run.losses, swag.losses, torch.tensor([bound]).double()]))
+    torch.testing.assert_close(found[1], found[0])
+    with pytest.raises(ValueError, match=r"x\['left'\] is not finite|x\['left'\]"):
+        training.train(model, guide, {"left": x * math.nan, "right": x}, y, steps=1)
