@@ -32,6 +32,7 @@ from pyro_bdl.report import write_report
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.files import LenientStream, atomic_write
 from pyro_bdl.utils.interrupts import deferred_interrupt
+from pyro_bdl.utils.random_state import process_seeded
 from pyro_bdl.utils.tables import to_csv, to_text
 
 _REFERENCE = "nuts"
@@ -81,8 +82,6 @@ def _compare(options: argparse.Namespace) -> int:
         hidden = command.hidden(options.hidden)
         data = command.load(options).to(device)
         folder = command.folder(options.out, _FILES)
-    torch.manual_seed(options.seed)
-    model = _model(data, hidden, command.ACTIVATIONS[options.activation]).to(device)
     features = data.x_train.shape[1]
     about = (
         f"{data.target_name}: {data.task}"
@@ -92,7 +91,8 @@ def _compare(options: argparse.Namespace) -> int:
     )
     print(about, flush=True)
     comparison, files = None, _Files(folder)
-    with _threads(len(data.x_train) * max(hidden)):
+    with process_seeded(options.seed, device), _threads(len(data.x_train) * max(hidden)):
+        model = _model(data, hidden, command.ACTIVATIONS[options.activation]).to(device)
         fits, failed = _fit_all(names, Problem(model, data.x_train, data.y_train), settings)
         if not fits:
             return FAILED if failed else INTERRUPTED

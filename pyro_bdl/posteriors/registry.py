@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import pyro
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +14,7 @@ from pyro_bdl.comparison.costs import Costs, peak_memory, wait_for
 from pyro_bdl.guides import LaplaceGuide
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.training.svi import estimate_elbo, train
+from pyro_bdl.utils.random_state import process_seeded
 
 
 @dataclass(frozen=True)
@@ -162,23 +162,25 @@ def fit(
     """Fit a registered posterior, time it and estimate its ELBO.
 
     Every fit starts from the options' seed, so that it does not depend on which were made before.
+    The process's generators are put back after.
 
     :raises ValueError: for a name that is not registered, or what the posterior's own function
         refuses.
     :raises KeyboardInterrupt: for Ctrl-C before there was anything to keep.
     """
     entry, options = get(name), options or Options()
-    pyro.set_rng_seed(options.seed)
-    started = time.perf_counter()
-    with peak_memory(problem.x.device) as peak:
-        result = entry.function(problem, options, progress)
-    wait_for(problem.x)
-    seconds, interrupted = time.perf_counter() - started, result.interrupted
-    elbo = log_evidence = None
-    try:
-        elbo, log_evidence = _elbo(problem, result.posterior), _log_evidence(result.posterior)
-    except KeyboardInterrupt:  # what was fitted is kept
-        interrupted = True
+    device = problem.x.device
+    with process_seeded(options.seed, device):
+        started = time.perf_counter()
+        with peak_memory(device) as peak:
+            result = entry.function(problem, options, progress)
+        wait_for(problem.x)
+        seconds, interrupted = time.perf_counter() - started, result.interrupted
+        elbo = log_evidence = None
+        try:
+            elbo, log_evidence = _elbo(problem, result.posterior), _log_evidence(result.posterior)
+        except KeyboardInterrupt:  # what was fitted is kept
+            interrupted = True
     return Fit(
         name=name,
         posterior=result.posterior,

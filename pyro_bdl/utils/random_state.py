@@ -1,11 +1,13 @@
 """Random numbers from a seed that leave the random state of the caller and other threads
 unchanged."""
 
+import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -51,6 +53,30 @@ def seeded(seed: int) -> Iterator[Generators]:
     """
     with _everything_from(Generators(seed)) as generators:
         yield generators
+
+
+@contextmanager
+def process_seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Run with the process's own generators at ``seed``: torch's on the CPU and on a device,
+    Python's and numpy's. They are put back after.
+
+    Unlike ``seeded`` it costs nothing inside, but other threads draw from these generators too:
+    for long computations, such as a whole training.
+    """
+    generators = {_default_generator(_indexed(kind)) for kind in (torch.device("cpu"), device)}
+    states = {generator: generator.get_state() for generator in generators}
+    python, numpy = random.getstate(), np.random.get_state()
+    for generator in generators:
+        generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    try:
+        yield
+    finally:
+        for generator, state in states.items():
+            generator.set_state(state)
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 @contextmanager

@@ -1,7 +1,10 @@
 """Random numbers of one thread, which are those of torch's own generators."""
 
+import random
 import threading
+from contextlib import suppress
 
+import numpy as np
 import pytest
 import torch
 import torch.distributions as dist
@@ -13,6 +16,7 @@ from pyro_bdl.utils.random_state import (
     normal_like,
     own_randomness,
     permutation,
+    process_seeded,
     seeded,
     uniform_like,
 )
@@ -91,6 +95,25 @@ def test_other_threads_draw_what_they_would():
         torch.randn(5)
     thread.join()
     torch.testing.assert_close(torch.cat([found[0], torch.randn(3)]), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_generators_of_the_process_are_put_back(fails):
+    def drawn():
+        return torch.randn(3).tolist(), random.random(), np.random.rand()
+
+    def states():
+        torchs, (kind, numbers, *rest) = torch.get_rng_state(), np.random.get_state()
+        return torchs.tolist(), random.getstate(), kind, numbers.tolist(), rest
+
+    before, found = states(), []
+    for _ in range(2):
+        with suppress(ZeroDivisionError), process_seeded(7, torch.device("cpu")):
+            found.append(drawn())
+            assert not fails or 1 / 0
+    assert states() == before
+    torch.manual_seed(7), random.seed(7), np.random.seed(7)
+    assert found == 2 * [drawn()]
 
 
 def test_explicit_numbers_go_on_where_seeded_ones_ended():
