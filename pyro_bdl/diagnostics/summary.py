@@ -20,9 +20,7 @@ ESS_LIMIT = 100  # draws per chain
 _COLUMNS = (
     Column("site", "site", style="text", help="Site, or all sites."),
     Column("size", "size", help="How many numbers it has."),
-    Column(
-        "no_rhat", "no R-hat", help="How many lack an R-hat: constants, NaN, or a single chain."
-    ),
+    Column("no_rhat", "no R-hat", help="How many lack R-hat: constants, NaN, or a single chain."),
     Column("rhat_median", "median", "R-hat", "Median over the numbers of the site.", digits=4),
     Column("rhat_95", "95 %", "R-hat", "95 % quantile over the numbers of the site.", digits=4),
     Column("rhat_max", "worst", "R-hat", "The largest one.", digits=4),
