@@ -144,8 +144,8 @@ DISTANCES = (
         "wasserstein",
         "W1",
         "Wasserstein-1 distance of the function's distributions, averaged over the test "
-        "points, in units of the target, with its Monte Carlo error. The last line holds one half "
-        "of the reference's draws against the other: a smaller distance cannot be told from none.",
+        "points, in units of the target, with its Monte Carlo error. The last row compares two "
+        "halves of the reference's draws: a smaller distance cannot be told from zero.",
         metrics.wasserstein1,
         of="function",
         task="regression",
