@@ -262,7 +262,7 @@ class _Seen:
         self.stated, self.scaled = max(stated), any(scaled)
         if self.scaled and self.num_data > self.stated:
             warnings.warn(
-                f"the processes hold {self.num_data} data and the program speaks of "
+                f"the processes hold {self.num_data} data, but the program states "
                 f"{self.stated:.0f}: those that several hold, such as the rows that a "
                 "DistributedSampler repeats, count several times",
                 BdlWarning,
@@ -274,12 +274,12 @@ class _Seen:
             return 1.0
         if self.factors.values and self.second_derivatives:
             raise ValueError(
-                f"the program speaks of {self.stated:.0f} data, {self.num_data} were passed, and "
+                f"the program states {self.stated:.0f} data, but {self.num_data} were passed, and "
                 f"by what the factor '{next(iter(self.factors.values))}' is to be scaled up is not "
                 "known: pass all data, in batches if need be"
             )
         warnings.warn(
-            f"the program speaks of {self.stated:.0f} data, {self.num_data} were passed: their "
+            f"the program states {self.stated:.0f} data, but {self.num_data} were passed: their "
             "curvature is scaled up; for the exact sum pass all data as an iterable of batches, or "
             "let a plate that picks its own rows (subsample_size) take all of them",
             BdlWarning,

@@ -20,12 +20,13 @@ Loss = Callable[..., tuple[Tensor, ...]]
 class Step:
     """The graph of (loss, further results, gradients).
 
-    :param run: takes the arguments, then ``outside``.
-    :param outside: the tensors that the loss found elsewhere: parameters, constants.
-    :param constants: those of which functions were computed once.
-    :param written: those that it changes in place.
-    :param leaves: what the gradients are taken in: parameters, and arguments by their numbers.
-    :param others: how many further results there are.
+    :param run: a function of the arguments, followed by ``outside``.
+    :param outside: the tensors that are not arguments: parameters and constants.
+    :param constants: the tensors whose functions were computed once.
+    :param written: the tensors that are changed in place.
+    :param leaves: the tensors in which gradients are taken: parameters, and arguments by their
+        position.
+    :param others: the number of further results.
     """
 
     run: Run
@@ -65,15 +66,17 @@ class Outcome(NamedTuple):
         return with_gradients(self.results[0], self.gradients, self.leaves())
 
     def add_gradients(self) -> bool:
-        """Add the gradients to the parameters', as ``backward`` would; False, and nothing done,
-        where somebody waits for ``backward``."""
+        """Add the gradients to the parameters' gradients, as ``backward`` does.
+
+        :returns: False, without any change, if hooks wait for ``backward``.
+        """
         for leaf in self.step.leaves:
             if isinstance(leaf, int) or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
                 return False
         with torch.no_grad():
             for leaf, gradient in zip(self.step.parameters, self.gradients, strict=True):
                 if leaf.grad is None:
-                    leaf.grad = gradient.clone()  # it may share its memory
+                    leaf.grad = gradient.clone()  # it may share memory
                 else:
                     leaf.grad.add_(gradient)
         return True
@@ -82,10 +85,11 @@ class Outcome(NamedTuple):
 def trace_step(loss: Loss, examples: Sequence[Tensor], backend: str) -> Step:
     """Trace a loss and its gradient.
 
-    :param loss: from tensors to the loss, a scalar, and further results.
-    :param examples: of the tensors; those that require a gradient get one.
-    :param backend: of ``BACKENDS``.
-    :raises NotTraceable: if the graph would not stand for the loss, or for one without gradient.
+    :param loss: a function from tensors to the loss, a scalar, and further results.
+    :param examples: example arguments; those that require a gradient get one.
+    :param backend: a name in ``BACKENDS``.
+    :raises NotTraceable: if the graph would not be valid for other arguments, or the loss has no
+        gradient.
     """
     arguments = [e.detach().requires_grad_(e.requires_grad) for e in examples]
     leaves: list[Tensor] = []
@@ -109,7 +113,7 @@ def trace_step(loss: Loss, examples: Sequence[Tensor], backend: str) -> Step:
     attributes = {n: tensor_of(graph, n) for n in graph.graph.find_nodes(op="get_attr")}
     inputs = lift(graph.graph, attributes)
     known = {node: tensor for node, tensor in inputs.items() if tensor not in variable}
-    constants = list(known.values())  # those of which only a number was read included
+    constants = list(known.values())  # including those of which only a number was read
     simplify(graph.graph, known)
     inputs |= lift(graph.graph, {n: t for n, t in known.items() if n.op != "placeholder"})
     for node in [node for node in inputs if not node.users]:
