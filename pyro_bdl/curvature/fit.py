@@ -1,4 +1,4 @@
-"""Curvature of a program's log likelihood over data: passes over batches, in parts."""
+"""Curvature of a program's log likelihood over data, computed in passes over batches."""
 
 import functools
 import math
@@ -34,20 +34,21 @@ from pyro_bdl.program.trace import Run, Site, leave_open, record
 from pyro_bdl.program.validation import check_finite_batches
 from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
 
-_COLUMNS_BUDGET = 8 * 2**20  # bytes of columns that are stacked, which costs a copy
+_COLUMNS_BUDGET = 8 * 2**20  # bytes of columns that are stacked, which copies them
 
 
 @dataclass
 class Fitted:
-    """A curvature over data, with the sums of the same pass.
+    """A curvature over data, with other sums from the same pass.
 
-    :param curvature: of minus the tempered log likelihood in the subset.
-    :param log_likelihood: the tempered log likelihood of the data, factors included, a scalar.
-    :param num_data: how many data, counted along the leading axes of the observed sites.
-    :param gradient: of the tempered log likelihood in the subset, (p,).
-    :param squares: of Normal sites the sum of ((y - loc) / scale)^2, each times its tempering.
-    :param factor: by which the sums over the data passed were multiplied.
-    :param cells: of Normal sites how many terms that sum has, each times its tempering.
+    :param curvature: the curvature of minus the tempered log likelihood in the subset.
+    :param log_likelihood: the tempered log likelihood of the data, including factors, a scalar in
+        nats.
+    :param num_data: the number of data, counted along the leading axes of the observed sites.
+    :param gradient: gradient of the tempered log likelihood in the subset, (p,).
+    :param squares: the sum over Normal sites of ((y - loc) / scale)^2, weighted by the tempering.
+    :param factor: the factor by which the sums over the given data were multiplied.
+    :param cells: the number of terms in ``squares``, weighted by the tempering.
     """
 
     curvature: Curvature
@@ -72,12 +73,13 @@ def fit_curvature(
 ) -> Fitted:
     """Compute the curvature of a program's log likelihood at a vector (P,).
 
-    Every datum counts once, times its tempering. Where the program speaks of more data than were
-    passed (``num_data``), the sum is scaled up to them, and a warning says so. A program that does
-    so for one observed site and not for another with as many rows is refused.
+    Every datum counts once, weighted by its tempering. If the program states more data
+    (``num_data``) than were passed, the sums are scaled up to that number, with a warning. A
+    program that scales one observed site, but not another one with the same number of rows, is
+    refused.
 
     :param data: the program's arguments, or an iterable of batches of them.
-    :param before: a curvature of earlier data that the result will include.
+    :param before: a curvature of earlier data to include in the result.
     """
     batches = data if isinstance(data, Batches) else Batches(data)
     batches.check_same("location", vector)
@@ -118,7 +120,7 @@ def _accumulated(
     states = _random_states(vector.device)
 
     def one_pass(number: int) -> None:
-        if number:  # the same draws, so that all passes are about one matrix
+        if number:  # the same draws in all passes, for one matrix
             _set_random_states(states, vector.device)
         curvature.start_pass(number)
         parts = tqdm(
@@ -159,10 +161,12 @@ def _set_random_states(states: list[Tensor], device: torch.device) -> None:
 
 
 class FactorStatements:
-    """A memory of factors that tells those of the data from those of the latents alone.
+    """Record of factor statements, to separate factors of the data from factors of the latents
+    only.
 
-    ``values`` are those of the last batch. ``new`` are the factors to be counted for it: not those
-    that had the same value in the batch before, which are about the latents alone and count once.
+    ``values`` are the factors of the last batch. A factor with the same value as in the batch
+    before depends on the latents only and counts once; ``new`` are the other factors, which count
+    for this batch.
     """
 
     def __init__(self) -> None:
@@ -180,7 +184,7 @@ class FactorStatements:
 
 
 class _Seen:
-    """Sums over the data of a pass: their number, log likelihood and its gradient."""
+    """Sums over the data of a pass: their number, the log likelihood and its gradient."""
 
     def __init__(
         self, vector: Tensor, batches: Batches, *, second_derivatives: bool = False
@@ -250,7 +254,7 @@ class _Seen:
             self.cells = self.cells + weights.sum().double()
 
     def add_up(self, batches: Batches) -> None:
-        """Add the sums of the other processes, where the data are shared among them."""
+        """Add the sums of the other processes, if the data are distributed over them."""
         ranks = batches.ranks
         if ranks is None:
             return
@@ -275,13 +279,13 @@ class _Seen:
         if self.factors.values and self.second_derivatives:
             raise ValueError(
                 f"the program states {self.stated:.0f} data, but {self.num_data} were passed, and "
-                f"by what the factor '{next(iter(self.factors.values))}' is to be scaled up is not "
-                "known: pass all data, in batches if need be"
+                f"it is unknown how to scale up the factor '{next(iter(self.factors.values))}': "
+                "pass all data, in batches if necessary"
             )
         warnings.warn(
             f"the program states {self.stated:.0f} data, but {self.num_data} were passed: their "
             "curvature is scaled up; for the exact sum pass all data as an iterable of batches, or "
-            "let a plate that picks its own rows (subsample_size) take all of them",
+            "let a plate that chooses its own rows (subsample_size) use all of them",
             BdlWarning,
             stacklevel=5,
         )
@@ -292,7 +296,7 @@ class _Seen:
 
 
 def fisher_jacobians(linearization: Linearization, config: CurvatureConfig) -> Iterator[Jacobian]:
-    """Yield Jacobians whose rows' outer products add up to the batch's curvature."""
+    """Yield Jacobians whose rows' outer products sum to the batch's curvature."""
     for name in linearization.run.observed:
         yield from site_jacobians(linearization, name, config)
 
@@ -323,9 +327,9 @@ def site_jacobians(
 
 
 def _check_readable(linearization: Linearization, name: str, site: Site) -> None:
-    """Raise an error if latents move a site's density other than by its parameters.
+    """Check that a site's density depends on the latents only through its parameters.
 
-    :raises ValueError: if they enter the distribution in ways that are not understood.
+    :raises ValueError: if the latents enter the distribution in an unknown way.
     """
     total = site.log_prob().sum()
     leaves = [linearization.leaves[part] for part in linearization.subset.parts]
@@ -344,7 +348,7 @@ def _check_readable(linearization: Linearization, name: str, site: Site) -> None
 def _softmax_jacobian(
     linearization: Linearization, name: str, site: Site, config: CurvatureConfig
 ) -> Jacobian | None:
-    """Return all columns at once where the subset is the last layer of a classifier."""
+    """Return all columns at once if the subset is the last layer of a classifier; else None."""
     base = base_distribution(site.distribution)
     if (
         config.curvature != "ggn"
@@ -365,7 +369,7 @@ def _jacobian(
 
 
 def site_pullback(linearization: Linearization, name: str, keys: tuple[str, ...]) -> Pullback:
-    """Parameters of a site's distribution, ready to be differentiated datum by datum."""
+    """Return a site's parameters in a form that can be differentiated datum by datum."""
 
     def outputs(run: Run) -> Sequence[Tensor]:
         parameters = parameters_of_any(base_distribution(run.observed[name].distribution))
@@ -395,7 +399,7 @@ def _hessian(
     config: CurvatureConfig,
     like: Tensor,
 ) -> tuple[Curvature, _Seen]:
-    """Minus the second derivatives of the log likelihood, factors included."""
+    """Minus the second derivatives of the log likelihood, including factors."""
     matrix = like.new_zeros(subset.size, subset.size)
     seen = _Seen(vector, batches, second_derivatives=True)
     for linearization in linearizations(model, subset, vector, batches.part(), None):
@@ -444,8 +448,11 @@ def check_factors(run: Run, config: CurvatureConfig) -> None:
 def warn_of_randomness(
     model: Callable, subset: Subset, vector: Tensor, args: tuple, kwargs: Mapping[str, Any]
 ) -> None:
-    """Warn if a program in evaluation mode observes other distributions in a second run at the same
-    latents, as dropout that is always on makes it."""
+    """Warn if two runs of a program in evaluation mode at the same latents give different
+    distributions.
+
+    Dropout that is always on has this effect.
+    """
     values = subset.layout.constrain(vector)[0]
     with torch.no_grad(), evaluation_mode(model), preserved_buffers(model):
         first = record(model, values, args, kwargs, draw=leave_open)

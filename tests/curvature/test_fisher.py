@@ -493,5 +493,5 @@ class Shifted(dist.Normal):
 def test_a_tensor_that_cannot_be_read_off_is_refused():
     one = torch.ones(3, dtype=torch.float64, requires_grad=True)
     check_information("y", site(Shifted(one, T(1.0)), value=torch.zeros(3).double()))
-    with pytest.raises(ValueError, match=r"site 'y' \(Shifted\) is not told by its parameters"):
+    with pytest.raises(ValueError, match=r"site 'y' \(Shifted\) is not determined by its parameters"):
         check_information("y", site(Shifted(one, T(1.0), one), value=torch.zeros(3).double()))
