@@ -374,7 +374,7 @@ def _scores(base: Distribution, names: tuple[str, ...], values: Tensor) -> Tenso
     if all(gradient is None for gradient in found):
         raise ValueError(
             f"the density of {type(base).__name__} has no gradient in its {', '.join(names)}, so "
-            "that it has no Fisher information: observe a distribution whose density moves with "
+            "that it has no Fisher information: observe a distribution whose density depends on "
             "the latents"
         )
     pairs = zip(leaves.values(), found, strict=True)

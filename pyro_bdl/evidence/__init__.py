@@ -1,4 +1,4 @@
-"""The evidence of a Laplace approximation, and hyperparameters that maximize it."""
+"""The evidence of a Laplace approximation, and its maximization in hyperparameters."""
 
 from pyro_bdl.evidence.alternating_training import train_by_evidence
 from pyro_bdl.evidence.em import variational_em
@@ -9,7 +9,7 @@ from pyro_bdl.evidence.maximize import Evidence, hyperparameters, maximize
 from pyro_bdl.evidence.online import MarginalLikelihoodTraining
 from pyro_bdl.evidence.validation import Grid, tune_on_validation
 
-# the names with the other spelling, which older programs use
+# former names with British spelling
 linearised_log_likelihood = linearized_log_likelihood
 linearised_optimum = linearized_optimum
 

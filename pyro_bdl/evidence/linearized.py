@@ -1,8 +1,9 @@
 """The linearized model: its optimum and its likelihood.
 
-Around u* the observation's unconstrained parameters are eta(u*) + J (u - u*). The optimum of this
-model under the prior is the point where its evidence is exact for Normal observations, and a
-better point of evaluation than a u* that stopped early (Antoran et al. 2022, section 3).
+Around u* the observation's unconstrained parameters are eta(u*) + J (u - u*). For Normal
+observations the evidence of this model is exact at its optimum under the prior. This optimum is
+also a better point to evaluate the evidence than a u* from unfinished training (Antoran et al.
+2022, section 3).
 """
 
 import warnings
@@ -22,7 +23,7 @@ _HALVINGS = 8
 
 
 def linearized_log_likelihood(guide: LaplaceGuide, offset: Tensor) -> Tensor:
-    """The tempered log likelihood of the linearized model at u* + offset, a scalar.
+    """The tempered log likelihood of the linearized model at u* + offset in nats, a scalar.
 
     It is differentiable in the offset (p,) and in the program's parameters.
     """
@@ -36,7 +37,7 @@ def linearized_log_likelihood(guide: LaplaceGuide, offset: Tensor) -> Tensor:
 
 
 def _data(guide: LaplaceGuide) -> Iterator[tuple[tuple, dict, float]]:
-    """Every batch that the guide has seen, and the factor of its log likelihood."""
+    """Yield every batch of the guide's data, with the factor of its log likelihood."""
     for batches, count in guide.passes:
         for args, kwargs in batches:
             yield args, kwargs, count
@@ -47,8 +48,8 @@ def linearized_optimum(
 ) -> Tensor:
     """u - u* at the maximum of the linearized model's log joint density, (p,).
 
-    Newton steps with the guide's own precision, halved until they gain; exact after one for a full
-    Gauss-Newton posterior with Normal observations.
+    It is found by Newton steps with the guide's precision; a step that does not increase the
+    density is halved. For a full Gauss-Newton posterior with Normal observations one step is exact.
     """
     log_prior = _prior_around(guide)
     offset = torch.zeros_like(guide.subset.take(guide.loc))
@@ -95,7 +96,7 @@ def _prior_around(guide: LaplaceGuide) -> Callable[[Tensor], Tensor]:
 
 
 def either_spelling(linearized: bool, linearised: bool | None) -> bool:
-    """The value of a keyword that was once spelled ``linearised``."""
+    """The value of the keyword ``linearized``, also under its former spelling ``linearised``."""
     if linearised is None:
         return linearized
     warnings.warn("the keyword is now linearized=", DeprecationWarning, stacklevel=3)

@@ -28,8 +28,8 @@ from pyro_bdl.guides.laplace import LaplaceGuide
 
 METHODS = ("mackay", "gradient")
 
-_ROUNDING = 1e-4  # of the log evidence
-_SMALLEST = 1e-8  # of gamma and of squared weights
+_ROUNDING = 1e-4  # relative rounding of the log evidence
+_SMALLEST = 1e-8  # lower bound of gamma and of squared weights
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Evidence:
     :param log_evidence: log p(y) at the hyperparameters found, in nats.
     :param gamma: the effective number of parameters.
     :param hyperparameters: name -> value.
-    :param history: log p(y) on the way, step by step or every tenth one.
+    :param history: log p(y) after every step, or every tenth step.
     """
 
     log_evidence: float
@@ -58,28 +58,29 @@ def maximize(
     linearized: bool = False,
     linearised: bool | None = None,
 ) -> Evidence:
-    """Set the program's hyperparameters to the maximum of the evidence, the MAP held fixed.
+    """Set the program's hyperparameters to the maximum of the evidence, with the MAP fixed.
 
-    "mackay" repeats the fixed point, for every positive ``PyroParam`` theta to which the scales
-    of some Normal priors are proportional, s_i = c_i theta, and for one that the noise of a Normal
-    observation is proportional to:
+    "mackay" iterates a fixed point for every positive ``PyroParam`` theta that scales Normal
+    priors, s_i = c_i theta, and for one that scales the noise of a Normal observation:
 
         theta^2 = sum_i (w_i / c_i)^2 / gamma,  gamma = sum_i (1 - C_ii / s_i^2)
         noise^2 = sum of squared residuals / (N - gamma of all latents)
 
     (MacKay 1992, section 3; alpha = gamma / w'w, beta = (N - gamma) / residuals). "gradient"
-    ascends the log evidence by Adam in all parameters of the priors and of a Normal's noise.
-    Where gamma is not below N, which a curvature that is no Gauss-Newton matrix of all latents
-    (such as "kron") allows, or where the evidence falls below that of the start, the fixed point
-    is given up with a warning: the remaining steps, or as many again, are gradient ascent.
+    ascends the log evidence by Adam in all parameters of the priors and of a Normal's noise. The
+    fixed point fails if gamma is not below N, which is possible if the curvature is not the full
+    Gauss-Newton matrix of all latents (such as "kron"), or if the evidence falls below its initial
+    value. Then a warning is given, and gradient ascent takes the remaining steps, or as many again.
 
     The parameters change in place, and the guide follows. Retrain the MAP afterwards, or use
     ``MarginalLikelihoodTraining``, which alternates.
 
-    :param steps: at most so many.
-    :param learning_rate: of gradient ascent, in unconstrained units.
-    :param tolerance: "mackay" ends when no parameter changes by more than this fraction.
-    :param linearized: evaluate at the optimum of the linearized model, which is found anew at
+    :param guide: a guide of ``laplace_approximation``.
+    :param method: "mackay" or "gradient".
+    :param steps: the largest number of steps.
+    :param learning_rate: learning rate of gradient ascent, in unconstrained units.
+    :param tolerance: "mackay" stops when no parameter changes by more than this fraction.
+    :param linearized: evaluate at the optimum of the linearized model, which is computed again at
         every step (Antoran et al. 2022, recommendation 1).
     :param linearised: the former name of ``linearized``.
     :raises ValueError: for an unknown method, or a program without hyperparameters.
@@ -113,7 +114,7 @@ def maximize(
 
 
 def hyperparameters(guide: LaplaceGuide) -> dict[str, Tensor]:
-    """The present values of the hyperparameters that the evidence can set, by name."""
+    """The current values of the hyperparameters that the evidence can set, by name."""
     found = followed(read_guide(guide))
     return {name: parameter.value.detach().clone() for name, parameter in found.items()}
 
@@ -121,7 +122,8 @@ def hyperparameters(guide: LaplaceGuide) -> dict[str, Tensor]:
 def _fixed_point(
     guide: LaplaceGuide, steps: int, tolerance: float, linearized: bool
 ) -> tuple[list[float], int]:
-    """The history, and how many steps are left to gradient ascent where the fixed point fails."""
+    """Iterate the fixed point; return the history, and the number of steps left for gradient ascent
+    if it fails."""
     history: list[float] = []
     best: tuple[float, dict[str, Tensor]] | None = None
     for step in range(steps):
@@ -135,7 +137,7 @@ def _fixed_point(
             )
         noise = noise_owner(reading, guide.subset)
         if noise is not None and not any(noise[0].name == p.name for p, _ in changes):
-            return history, steps - step  # mackay_update has said so
+            return history, steps - step  # mackay_update has warned
         if best is None:
             best = log_marginal_likelihood(guide, offset=offset).item(), hyperparameters(guide)
         largest = 0.0
@@ -154,7 +156,7 @@ def _fixed_point(
         return history, 0
     warnings.warn(
         f"the fixed point has taken the log evidence from {best[0]:.6g} to {reached:.6g}: gradient "
-        "ascent goes on from where it started",
+        "ascent continues from the start",
         BdlWarning,
         stacklevel=3,
     )

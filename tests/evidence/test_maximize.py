@@ -236,7 +236,7 @@ def test_a_fixed_point_that_loses_evidence_is_given_up(line, monkeypatch):
         return [(p, 3.0 * p.value.detach()) for p in reading.parameters.values()]
 
     monkeypatch.setattr(module, "mackay_update", away)
-    with pytest.warns(BdlWarning, match="gradient ascent goes on"):
+    with pytest.warns(BdlWarning, match="gradient ascent continues"):
         found = maximize(guide, steps=60)
     assert found.log_evidence == pytest.approx(best, abs=1e-3)
 
