@@ -1,8 +1,8 @@
 """Ready-made programs: a network of ``bayesianize`` with an observation model.
 
-Each is ``model(x, y=None)``. It observes the site ``y`` inside the plate ``data`` and records the
-network's output f(x) as the deterministic site ``f``. A network output with a single column
-(N, 1) counts as (N,), and so do targets.
+Each program is ``model(x, y=None)``. It observes the site ``y`` inside the plate ``data`` and
+records the network's output f(x) as the deterministic site ``f``. Outputs and targets with a single
+column (N, 1) are treated as (N,).
 """
 
 from typing import Any
@@ -22,11 +22,11 @@ from pyro_bdl.utils.validation import whole_number
 
 
 class ObservationModel(TaskPrior, OwnParameters):
-    """Base of the programs: the network, the plate, the checks; a subclass says p(y | f).
+    """Base class of the programs: network, plate and checks; a subclass defines p(y | f).
 
     :param network: a module of ``bayesianize``, or any module that samples its weights.
-    :param num_data: N, the number of data that the posterior is about, where the program is
-        called with minibatches: their log likelihood then counts N / B times.
+    :param num_data: N, the number of all data, needed for minibatches: the log likelihood of B data
+        is scaled by N / B.
     :raises ValueError: for a ``num_data`` that is not a whole number of at least 1.
     """
 
@@ -36,11 +36,11 @@ class ObservationModel(TaskPrior, OwnParameters):
         self.num_data = None if num_data is None else whole_number(num_data, "num_data")
 
     def likelihood(self, output: Tensor) -> Distribution:
-        """p(y | f) with batch shape (N,) for outputs of shape (N, ...)."""
+        """Return p(y | f) with batch shape (N,) for outputs of shape (N, ...)."""
         raise NotImplementedError
 
     def observation_shape(self, output: Tensor) -> torch.Size:
-        """The shape of the targets that belong to outputs of shape (N, ...)."""
+        """Return the shape of the targets for outputs of shape (N, ...)."""
         return output.shape
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
@@ -79,7 +79,7 @@ class ObservationModel(TaskPrior, OwnParameters):
         return y
 
     def _declare(self, name: str, value: Scale) -> None:
-        """Keep a hyperparameter: a number, a PyroParam, or a distribution that is sampled."""
+        """Store a hyperparameter: a number, a PyroParam, or a distribution that is sampled."""
         value = checked(value, name)
         if isinstance(value, PyroParam):
             setattr(self, name, beside(self.network, value))
@@ -111,10 +111,10 @@ class Regression(ObservationModel):
 
 
 class HeteroscedasticRegression(ObservationModel):
-    """y ~ Normal(f(x), s(x)^2), where the network gives f and the raw s side by side.
+    """y ~ Normal(f(x), s(x)^2), with f and s from the network.
 
-    The last dimension of the output is split in halves: f, and r with s = softplus(r). The site
-    ``f`` is the mean, the deterministic site ``noise`` is s.
+    The last dimension of the output is split into two halves: f, and r with s = softplus(r). The
+    site ``f`` is the mean, the deterministic site ``noise`` is s.
     """
 
     def likelihood(self, output: Tensor) -> Distribution:
@@ -137,10 +137,12 @@ class HeteroscedasticRegression(ObservationModel):
 
 
 class StudentTRegression(ObservationModel):
-    """y ~ StudentT(df, f(x), noise): regression that outliers do not spoil.
+    """y ~ StudentT(df, f(x), noise): regression that is robust to outliers.
 
-    :param noise: the scale, in units of y; ``df``: the degrees of freedom. Each a number, a
-        ``PyroParam`` or a distribution (then a latent site of that name).
+    :param noise: the scale in units of y: a number, a ``PyroParam`` or a distribution (then a
+        latent site ``noise``).
+    :param df: the degrees of freedom: a number, a ``PyroParam`` or a distribution (then a latent
+        site ``df``).
     """
 
     def __init__(
