@@ -1,8 +1,8 @@
 """Activation checkpointing (``torch.utils.checkpoint``) in programs whose weights are substituted.
 
-A checkpointed part is computed again in the backward pass, when the substitution is undone. So
-torch's two ways of checkpointing are told, while a substitution holds, to compute the part with the
-same substitution again. Where none holds, they do what they always do.
+A checkpointed function is computed again in the backward pass, after the substitution has been
+undone. Therefore both of torch's checkpoint implementations are changed: inside a substitution they
+repeat the computation with the same substitution. Without a substitution they are unchanged.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,8 @@ _active: ContextVar[tuple[Substitution, ...]] = ContextVar("pyro_bdl_substitutio
 
 @contextmanager
 def kept_for_recomputation(substitution: Substitution) -> Iterator[None]:
-    """Parts that are checkpointed inside are computed again under ``substitution()``."""
+    """Let functions that are checkpointed inside the context be computed again under
+    ``substitution()``."""
     token = _active.set((*_active.get(), substitution))
     try:
         yield
@@ -40,10 +41,10 @@ def _again(function: Callable, substitutions: tuple[Substitution, ...]) -> Calla
 
 
 def _stores_everything() -> bool:
-    """Return whether all that is computed must be stored.
+    """Return whether all intermediate results must be stored instead of computed again.
 
-    Tensors that functorch transforms cannot be packed, and a tracer would not record a second
-    computation at the right place.
+    Tensors inside functorch transforms cannot be packed, and a tracer would record the second
+    computation at the wrong position.
     """
     return torch._C._are_functorch_transforms_active() or get_proxy_mode() is not None
 
@@ -53,7 +54,8 @@ def _around_call() -> Iterator[None]:
 
 
 def _without_reentering(original: Callable) -> Callable:
-    """torch's non-reentrant checkpoint, a generator around the call of the function."""
+    """Wrap torch's non-reentrant checkpoint, which is a generator around the call of the
+    function."""
 
     def generator(function: Callable, *args: Any, **kwargs: Any) -> Iterator[None]:
         substitutions = _active.get()
@@ -67,8 +69,11 @@ def _without_reentering(original: Callable) -> Callable:
 
 
 class _Reentering:
-    """torch's reentrant checkpoint. It has no gradients of tensors that are not arguments, as
-    substituted weights are, unless they are leaves: so the other way takes its place."""
+    """Replacement of torch's reentrant checkpoint inside a substitution by the non-reentrant one.
+
+    The reentrant one gives no gradients in tensors that are neither arguments nor leaves, such as
+    substituted weights.
+    """
 
     def __init__(self, original: Any) -> None:
         self.original = original
@@ -84,7 +89,7 @@ class _Reentering:
         return getattr(self.original, name)
 
 
-# torch 2.15 has put the work of this function into another one.
+# torch 2.15 has moved this function's body into another function.
 _GENERATOR = "_checkpoint_without_reentrant_generator"
 if hasattr(torch_checkpoint, f"{_GENERATOR}_impl"):
     _GENERATOR = f"{_GENERATOR}_impl"
