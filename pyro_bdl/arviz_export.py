@@ -49,35 +49,36 @@ def to_arviz(
     seed: int = 0,
     model_kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    """A posterior, what it predicts and the data, as ArviZ keeps them.
+    """Export a posterior, its predictions and the data to ArviZ.
 
     Groups: ``posterior``, ``sample_stats``, ``log_likelihood`` (one number per datum, unscaled),
     ``posterior_predictive`` (observed and deterministic sites), ``prior``, ``prior_predictive``,
-    ``observed_data`` and ``constant_data`` (the other tensors among the arguments). A guide is one
-    chain of independent draws, which the attribute ``draws`` of its posterior says. In
-    ``sample_stats``, ``lp`` is log p(w, y), and of a guide with a density ``log_q`` is log q(w),
-    both in nats and as densities over the unconstrained latents. A Laplace approximation predicts
-    by the linearized network, whose draws are not paired with those in ``posterior``. Where the
-    likelihood is in ``pyro.factor`` statements alone, there is nothing to predict, and only
-    ``posterior``, ``sample_stats``, ``prior`` and ``constant_data`` are there.
+    ``observed_data`` and ``constant_data`` (the other tensors among the arguments). A guide is
+    exported as one chain of independent draws; the attribute ``draws`` of its posterior says so. In
+    ``sample_stats``, ``lp`` is log p(w, y), and ``log_q`` is log q(w) for a guide with a density,
+    both in nats and as densities over the unconstrained latents. Predictions of a Laplace
+    approximation come from the linearized network; their draws are not paired with those in
+    ``posterior``. If the likelihood is in ``pyro.factor`` statements only, there is nothing to
+    predict, and the groups are ``posterior``, ``sample_stats``, ``prior`` and ``constant_data``.
 
-    Plates name the dimensions of the sites in them; other dimensions are called as in ArviZ,
-    ``site_dim_0``. Numbers of half precision become single. Both kinds write NetCDF by
-    ``to_netcdf``; Zarr by ``to_zarr``, for an ``InferenceData`` after ``to_datatree``.
+    Plates name the dimensions of the sites in them; other dimensions are named ``site_dim_0`` etc.,
+    as in ArviZ. Half precision becomes single precision. Both result classes write NetCDF by
+    ``to_netcdf``, and Zarr by ``to_zarr``, for an ``InferenceData`` after ``to_datatree``.
 
     :param model: a Pyro program.
     :param posterior: a guide or ``Samples``.
-    :param args: the program's arguments, targets included; ``model_kwargs`` its keyword arguments.
-    :param num_samples: draws of a guide; of ``Samples`` all are taken.
+    :param args: the program's arguments, including the targets.
+    :param model_kwargs: the program's keyword arguments.
+    :param num_samples: draws of a guide; of ``Samples`` all draws are used.
     :param prior_samples: draws of the prior; 0 for none.
     :param sites: names or patterns with shell wildcards of the latents to export.
     :param dims: site to the names of its dimensions, without chain and draw.
     :param coords: dimension to the labels along it.
-    :param seed: of the draws.
-    :returns: an ``arviz.InferenceData`` where ArviZ is 0.23, else an ``xarray.DataTree``.
+    :param seed: seed of the draws.
+    :returns: an ``arviz.InferenceData`` for ArviZ 0.23, else an ``xarray.DataTree``.
     :raises ImportError: if ArviZ is older than 0.23.
-    :raises ValueError: for a posterior of another program, one without data, ``sites`` that match
-        no latent, dims that do not fit.
+    :raises ValueError: for a posterior of another program, a program without data, ``sites`` that
+        match no latent, or dims that do not fit.
     """
     convert = _converter()
     kwargs = dict(model_kwargs or {})
@@ -116,7 +117,7 @@ def to_arviz(
 
 
 class Labels:
-    """Tensors of sites as ``xarray`` datasets: names of dimensions, labels along them.
+    """Conversion of sites' tensors to ``xarray`` datasets, with names and labels of dimensions.
 
     :param trace: a trace of the program, for the plates of its sites.
     :param dims: site to the names of its dimensions.
@@ -158,7 +159,7 @@ class Labels:
         return names
 
     def dataset(self, values: Mapping[str, Tensor], leading: tuple[str, ...]) -> xarray.Dataset:
-        """Values with ``leading`` dimensions before those of the site."""
+        """A dataset of values with ``leading`` dimensions in front of the site's dimensions."""
         variables: dict[str, Any] = {}
         coords: dict[str, Any] = {}
         for site, value in values.items():
@@ -169,18 +170,18 @@ class Labels:
         return xarray.Dataset(variables, coords=coords)
 
     def drawn(self, values: Mapping[str, Tensor]) -> xarray.Dataset:
-        """Values (chains, draws, *shape)."""
+        """A dataset of values (chains, draws, *shape)."""
         return self.dataset(values, ("chain", "draw"))
 
     def fixed(self, values: Mapping[str, Tensor]) -> xarray.Dataset:
-        """Values without draws."""
+        """A dataset of values without draws."""
         return self.dataset(values, ())
 
 
 def _plates(node: Any) -> dict[int, tuple[str, int]]:
-    """For each batch dimension of a site in a plate, counted from the front: name and length."""
+    """Name and length of the plate of each batch dimension of a site, counted from the front."""
     shape = node["value"].shape
-    # All of a deterministic value counts as one event, whatever plates it was made in.
+    # A deterministic value counts as one event, even inside plates.
     batch = len(shape) - (0 if node["infer"].get("_deterministic") else node["fn"].event_dim)
     found = {}
     for frame in node["cond_indep_stack"]:
@@ -201,7 +202,7 @@ def _as_numpy(value: Tensor) -> Any:
 
 
 def _traced(model: Callable, samples: Samples, args: tuple, kwargs: dict) -> Any:
-    """A trace of the program; at a draw where its prior is improper."""
+    """A trace of the program; at a draw of the posterior if its prior is improper."""
     try:
         return trace_once(model, args, kwargs)
     except NotImplementedError:
@@ -280,7 +281,7 @@ def _prior(
             runs = [record(program.model, {}, program.args, program.kwargs) for _ in range(count)]
     except NotImplementedError as error:
         warnings.warn(
-            f"the prior cannot be drawn from, and is left out: {error}", BdlWarning, stacklevel=3
+            f"the prior cannot be sampled and is left out: {error}", BdlWarning, stacklevel=3
         )
         return {}
     latents = {
@@ -303,7 +304,7 @@ def _split(values: Mapping[str, Tensor], leading: tuple[int, int]) -> dict[str, 
 
 
 def _constants(model: Any, args: tuple, kwargs: dict, targets: Targets) -> dict[str, Tensor]:
-    """The tensors among the arguments that are no targets, by their names."""
+    """The tensors among the arguments that are not targets, by name."""
     function = model.forward if isinstance(model, torch.nn.Module) else model
     try:
         named = inspect.signature(function).bind(*args, **kwargs).arguments

@@ -2,14 +2,14 @@
 
     y_nk = w_k' phi_n + e_nk,   e_nk ~ Normal(0, 1 / beta_k),   w_kh ~ Normal(0, 1 / alpha_kh)
 
-for N rows, H features and K outputs. All that the data say is Phi'Phi, Phi'Y, the squares of Y and
-N, which add up over batches. Given them
+for N rows, H features and K outputs. Phi'Phi, Phi'Y, the squares of Y and N are sufficient
+statistics, which are sums over batches. Given them
 
     C_k = (beta_k Phi'Phi + diag(alpha_k))^-1,   m_k = beta_k C_k Phi'y_k
 
-are the posterior's covariance and mean, log N(y_k; 0, Phi diag(1 / alpha_k) Phi' + I / beta_k) the
-log evidence, and N(m_k' phi, 1 / beta_k + phi' C_k phi) the predictive (Bishop 2006, sections 3.3
-to 3.5). Statistics and factorizations are in float64.
+are the posterior's covariance and mean. The log evidence is log N(y_k; 0, Phi diag(1 / alpha_k)
+Phi' + I / beta_k), and the predictive is N(m_k' phi, 1 / beta_k + phi' C_k phi) (Bishop 2006,
+sections 3.3 to 3.5). Statistics and factorizations are in float64.
 """
 
 import math
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pyro_bdl.utils.linear_algebra import cholesky
 
-_SMALLEST = 1e-12  # what is divided by, and residuals relative to the targets' squares
+_SMALLEST = 1e-12  # lower bound of divisors, and of residuals relative to the targets' squares
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class SufficientStatistics:
 
         :param features: phi, (N, H).
         :param targets: y, (N, K), or (N,) for a single output.
-        :param weights: how often each row counts, (N,); by default once.
+        :param weights: the weight of each row, (N,); by default 1.
         :raises ValueError: for shapes that do not fit.
         """
         if features.dim() != 2 or targets.shape[:1] != features.shape[:1]:
@@ -73,7 +73,7 @@ class LinearPosterior(NamedTuple):
     """The Gaussian posterior of the weights.
 
     :param mean: m, (K, H).
-    :param covariance: C, (K, H, H), or (1, H, H) where all outputs share it.
+    :param covariance: C, (K, H, H), or (1, H, H) if all outputs share it.
     """
 
     mean: Tensor
@@ -120,9 +120,9 @@ class FixedPoint(NamedTuple):
 
     :param alpha: the prior's precision, a scalar.
     :param beta: the noise's precision, a scalar.
-    :param gamma: how many weights the data determine, between 0 and K H.
-    :param log_evidence: at these, in nats.
-    :param steps: how many were taken.
+    :param gamma: the effective number of parameters, between 0 and K H.
+    :param log_evidence: the log evidence at these values, in nats.
+    :param steps: the number of steps taken.
     """
 
     alpha: Tensor
@@ -141,17 +141,17 @@ def maximize(
     steps: int = 1000,
     tolerance: float = 1e-9,
 ) -> FixedPoint:
-    """alpha and beta, shared by all weights and outputs, at a maximum of the evidence.
+    """Maximize the evidence in alpha and beta, which all weights and outputs share.
 
-    Repeats alpha = gamma / m'm and beta = (N K - gamma) / residual with gamma = K sum_i beta l_i /
-    (alpha + beta l_i), l_i the eigenvalues of Phi'Phi (MacKay 1992, section 3; Bishop 2006,
-    equations 3.92 and 3.95). In their basis a step takes O(H K) operations, after one
-    eigendecomposition.
+    It iterates alpha = gamma / m'm and beta = (N K - gamma) / residual with gamma = K sum_i beta
+    l_i / (alpha + beta l_i), where l_i are the eigenvalues of Phi'Phi (MacKay 1992, section 3;
+    Bishop 2006, equations 3.92 and 3.95). After one eigendecomposition a step takes O(H K)
+    operations.
 
-    :param alpha: hold it at this value; by default it starts from 1.
-    :param beta: hold it at this value; by default it starts from 1 / mean(y^2).
-    :param steps: at most so many.
-    :param tolerance: ends when neither changes by more than this fraction.
+    :param alpha: a fixed value of alpha; by default it starts from 1.
+    :param beta: a fixed value of beta; by default it starts from 1 / mean(y^2).
+    :param steps: the largest number of steps.
+    :param tolerance: stop when neither changes by more than this fraction.
     """
     eigenvalues, basis = torch.linalg.eigh(statistics.gram)
     eigenvalues = eigenvalues.clamp(min=0.0)[:, None]
@@ -184,8 +184,8 @@ def predict(
     """Mean and variance of y at new features: m_k' phi and 1 / beta_k + phi' C_k phi, both (N, K).
 
     :param features: phi, (N, H).
-    :param weights: of ``posterior``.
-    :param beta: as there.
+    :param weights: the result of ``posterior``.
+    :param beta: as in ``posterior``.
     """
     phi = features.to(weights.mean)
     spread = torch.einsum("nh,khj,nj->nk", phi, weights.covariance, phi)

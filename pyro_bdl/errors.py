@@ -1,18 +1,18 @@
-"""The exceptions and the warning that the package raises beyond Python's own."""
+"""The package's own exceptions and its warning."""
 
 
 class BdlWarning(UserWarning):
-    """Something worked, but not quite as one would expect."""
+    """A call succeeded, but with limits or approximations that the user should know."""
 
 
 class ArgumentError(TypeError):
-    """Arguments that a program cannot compute with: no tensors, or tensors of another dtype."""
+    """Arguments that a program cannot use: not tensors, or tensors of another dtype."""
 
 
 class UnusableDrawsError(ValueError):
-    """Draws of a posterior that hold NaN or infinity, so that no score or distance is right.
+    """Draws of a posterior that hold NaN or infinity, so that scores and distances are undefined.
 
-    :param posterior: the posterior's name, where it has one.
+    :param posterior: the posterior's name, if it has one.
     """
 
     def __init__(self, message: str, posterior: str | None = None) -> None:
@@ -25,7 +25,8 @@ class UnsupportedProgramError(ValueError):
 
 
 class MissingOperatorError(NotImplementedError):
-    """An operator that has no translation; ``op`` holds its name, ``site`` where it came from."""
+    """An operator without a translation to JAX; ``op`` is its name, ``site`` the site that needs
+    it."""
 
     def __init__(self, message: str, *, op: str, site: str | None = None) -> None:
         super().__init__(message)

@@ -1,5 +1,5 @@
-"""Effect handlers: programs that target a tempered or a cold posterior, and estimators of the
-expected log likelihood with noise of its own for every datum."""
+"""Effect handlers: programs with a tempered or cold posterior, or another prior; and contexts that
+estimate the expected log likelihood with separate noise for every datum."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -52,11 +52,11 @@ class UnderPrior(Wrapped):
 
 
 def with_prior(model: Callable, posterior: Any) -> nn.Module:
-    """The program with a posterior as its prior, for continual learning: its latents have the
-    density q(w) of a guide as it is now, whatever the program's own prior.
+    """The program with a posterior as its prior, for continual learning (Nguyen et al. 2018).
 
-    With q(w) = p(w | y_1) the posterior given y_2 is p(w | y_1, y_2) (Nguyen et al. 2018). Latents
-    that q does not cover keep the program's prior, those that it fixes stay fixed.
+    The guide's current density q(w) replaces the program's prior. With q(w) = p(w | y_1) the
+    posterior given y_2 is p(w | y_1, y_2). Latents that q does not cover keep the program's prior;
+    latents that q fixes stay fixed.
 
     :param model: any Pyro program with the guide's latents; it is not changed.
     :param posterior: a Gaussian guide, or its ``as_prior()``.
@@ -66,10 +66,10 @@ def with_prior(model: Callable, posterior: Any) -> nn.Module:
 
 
 def temper(model: Callable, temperature: float) -> nn.Module:
-    """The program with posterior p(y | w)^(1/eta) p(w): MCMC, ELBOs and curvature follow it.
+    """The program with the tempered posterior p(y | w)^(1/eta) p(w), for MCMC, ELBOs and curvature.
 
     :param model: a Pyro program; it is not changed.
-    :param temperature: eta > 0; eta = 1 is Bayes, eta < 1 trusts the data more.
+    :param temperature: eta > 0; eta = 1 is Bayes, eta < 1 gives the data more weight.
     :raises ValueError: for a temperature that is not positive and finite.
     """
     return Handled(model, _ScaleSites(1.0 / check_temperature(temperature), True))

@@ -1,4 +1,4 @@
-"""Does a guide fit? Importance ratios p / q at its own draws, their k-hat, and the bound's gap."""
+"""Importance ratios p / q at a guide's draws: k-hat, and the gap of the bound."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -21,12 +21,12 @@ class Importance:
     """Importance ratios of a posterior over a guide.
 
     :param log_ratios: ``(S,)``, log p(w, y) - log q(w) at the guide's draws, in nats.
-    :param pareto_k: k-hat of their upper tail: up to ``good_k(S)`` the guide is close enough to the
-        posterior for importance sampling to mend it, above 1 the ratios have no mean. Infinity
-        where a few draws hold all weight; NaN if all ratios are equal, as of the exact posterior.
-    :param elbo: their mean, the evidence lower bound at temperature 1.
-    :param log_evidence: log of the mean ratio, smoothed: an estimate of log p(y) that is good
-        where k-hat is.
+    :param pareto_k: k-hat of their upper tail. Up to ``good_k(S)`` importance sampling can correct
+        the guide; above 1 the ratios have no mean. It is infinite if a few draws have all the
+        weight, and NaN if all ratios are equal, as for the exact posterior.
+    :param elbo: their mean, the evidence lower bound at temperature 1, in nats.
+    :param log_evidence: log of the smoothed mean ratio in nats, an estimate of log p(y) that is
+        reliable if k-hat is small.
     """
 
     log_ratios: Tensor
@@ -36,13 +36,13 @@ class Importance:
 
     @property
     def gap(self) -> float:
-        """``log_evidence - elbo``, an estimate of KL(q || p(w | y)) in nats; where k-hat is above
-        0.7 it is too small."""
+        """``log_evidence - elbo``, an estimate of KL(q || p(w | y)) in nats; too small if k-hat is
+        above 0.7."""
         return self.log_evidence - self.elbo
 
     @property
     def elbo_error(self) -> float:
-        """The Monte Carlo standard error of ``elbo``."""
+        """The Monte Carlo standard error of ``elbo``, in nats."""
         return float(self.log_ratios.std() / math.sqrt(len(self.log_ratios)))
 
     def __str__(self) -> str:
@@ -70,17 +70,18 @@ def ratios(
     seed: int = 0,
     model_kwargs: Mapping[str, Any] | None = None,
 ) -> Importance:
-    """Measure how far a guide is from the posterior by the tail of p / q (Yao et al. 2018, 3.1).
+    """Measure how far a guide is from the posterior by the tail of p / q (Yao et al. 2018, section
+    3.1).
 
     In the weights of a large network k-hat is above 1 for any guide, and says nothing about the
-    predictions: see ``site_khat`` and ``function_khat``.
+    predictions; see ``site_khat`` and ``function_khat``.
 
     :param model: a Pyro program.
-    :param guide: with a density over all latents.
-    :param args: the program's arguments with all data, targets included.
-    :param num_samples: S, at least 25, which k-hat needs.
-    :param seed: of the draws.
-    :raises ValueError: for a guide without a density or of another program, too few draws.
+    :param guide: a guide with a density over all latents.
+    :param args: the program's arguments with all data, including the targets.
+    :param num_samples: S, at least 25, as k-hat requires.
+    :param seed: seed of the draws.
+    :raises ValueError: for a guide without a density or of another program, or too few draws.
     """
     _check(guide, num_samples)
     with evaluation_mode(model, guide, args), seeded(seed), torch.no_grad():
@@ -99,13 +100,14 @@ def site_khat(
     seed: int = 0,
     model_kwargs: Mapping[str, Any] | None = None,
 ) -> dict[str, float]:
-    """k-hat of each site's marginal against its conditional posterior, the others at the center.
+    """k-hat of each site's marginal against its posterior given the other sites at the guide's
+    center.
 
-    For a guide with independent sites: the ratios are of p(w_s, m_-s, y) to q(w_s), for draws of
-    one site s and all others at the guide's center m. Where one is high, the guide is wrong there
-    even if the rest were known.
+    For a guide with independent sites. The ratios are p(w_s, m_-s, y) / q(w_s), for draws of one
+    site s, with all others at the guide's center m. If the k-hat of a site is high, the guide is
+    wrong there, even if the other sites were known.
 
-    :param model: a Pyro program, as are the other parameters those of ``ratios``.
+    :param model: a Pyro program; all parameters are as in ``ratios``.
     :returns: site -> k-hat.
     :raises ValueError: for a guide whose sites depend on each other.
     """
@@ -124,7 +126,7 @@ def site_khat(
         for name, part in layout.slices.items():
             vectors = center.repeat(num_samples, 1)
             vectors[:, part] = guide.sample_vectors(num_samples)[:, part]
-            # q of the other sites is one constant, which k-hat does not see.
+            # q of the other sites is a constant, which does not change k-hat.
             found[name] = _summary(_log_ratios(program, guide, vectors)).pareto_k
     return found
 
@@ -132,21 +134,21 @@ def site_khat(
 def function_khat(draws: Tensor, reference: Tensor) -> Tensor:
     """k-hat of a posterior's function values against a reference's, at each input.
 
-    The ratio is of two Normals with the moments of the draws, at the posterior's draws: what a
-    density estimate would say of the tails is noise. For a Normal q of r times the sd of the
-    reference and the same mean, k is 1 - r^2: above 0.7 the posterior has less than about half of
-    the sd. From 1000 draws the estimate of one input has an sd of 0.15 and is a little low (0.85
-    where k is 0.99, 0.66 where it is 0.75): read it over many inputs.
+    The ratio of two Normals with the moments of the draws is evaluated at the posterior's draws,
+    since tails of a density estimate would be noise. If a Normal q has the reference's mean and r
+    times its sd, k is 1 - r^2: above 0.7 the posterior has less than about half of the sd. From
+    1000 draws the estimate at one input has an sd of 0.15 and is slightly low (0.85 for k = 0.99,
+    0.66 for k = 0.75), so read it over many inputs.
 
-    A value below 0.7 acquits nothing by itself. The ratio's tail is heavy only where the posterior
-    falls far off: one that is too wide, however much, has k below 0, and one of the right sd whose
-    mean is off by a whole sd has about 0.1. It sees one input at a time, and two moments there: no
-    correlation between inputs, no second mode. Look at means and sds (or ``compare``) as well.
+    A value below 0.7 does not mean that the posterior is right. A posterior that is too wide has k
+    below 0, and one with the correct sd and a mean that is off by one sd has about 0.1. Only the
+    first two moments at one input are compared, not correlations between inputs or further modes.
+    Look at means and sds (or ``compare``) as well.
 
-    :param draws: ``(S, ...)``, of the function under the posterior, S at least 25.
-    :param reference: ``(T, ...)``, of the same function under the reference.
+    :param draws: ``(S, ...)``, draws of the function under the posterior, S at least 25.
+    :param reference: ``(T, ...)``, draws of the same function under the reference.
     :returns: float64 ``(...)``; infinity if the posterior's draws are all the same.
-    :raises ValueError: for shapes that do not fit, too few draws.
+    :raises ValueError: for shapes that do not fit, or too few draws.
     """
     if draws.shape[1:] != reference.shape[1:]:
         raise ValueError(
@@ -177,8 +179,8 @@ def _summary(ratios: Tensor) -> Importance:
     ratios = ratios.double()
     weights, k = psis(ratios[None], progress=False)
     if k.isnan() and ratios.std() > 1:
-        k = torch.full_like(k, torch.inf)  # so far apart that nearly all of the tail underflows
-    # The smoothed weights sum to one; unsmoothed ones are among them, which gives their scale.
+        k = torch.full_like(k, torch.inf)  # nearly all of the tail underflows
+    # The smoothed weights sum to one; the unsmoothed ones among them give the scale.
     lowest = ratios.where(ratios > -torch.inf, torch.inf).argmin()
     scale = ratios[lowest] - weights[0, lowest]
     log_evidence = scale - math.log(len(ratios))

@@ -1,4 +1,4 @@
-"""Starting points for guides: a network starts as a network, not as zeros."""
+"""Starting points for guides: a network starts at its own initialization, not at zeros."""
 
 import copy
 import functools
@@ -18,12 +18,12 @@ from pyro_bdl.program.supports import feasible_value
 
 
 def init_to_network(site: Any = None) -> Any:
-    """The network's own value; for weights of a hand-written program fan-in noise.
+    """Start at the network's own value, or at fan-in noise for weights of a hand-written program.
 
-    A site of ``bayesianize`` starts at the value that the network has. Any other site over the
-    reals with two or more dimensions starts at draws around the prior's mean, of variance
-    1 / fan_in and never wider than the prior, since the mean itself makes all hidden units alike.
-    The rest starts at the prior's median.
+    A site of ``bayesianize`` starts at the network's value. Any other real site with two or more
+    dimensions starts at a draw around the prior's mean with variance 1 / fan_in, or the prior's
+    variance if that is smaller, because at the mean all hidden units would be equal. Other sites
+    start at the prior's median.
     """
     if site is None:
         return functools.partial(init_to_network)
@@ -40,8 +40,10 @@ def init_to_network(site: Any = None) -> Any:
 
 
 def start_at(init_loc_fn: Callable) -> Messenger:
-    """A handler that starts a program's latents by an initialization of Pyro's kind; those of
-    improper priors, which it may not know how to start, at a feasible value."""
+    """A handler that starts a program's latents by one of Pyro's initialization functions.
+
+    Latents with an improper prior start at a feasible value if the function cannot start them.
+    """
 
     def start(site: Any) -> Any:
         if site["fn"].support.is_discrete:
@@ -57,7 +59,7 @@ def start_at(init_loc_fn: Callable) -> Messenger:
 
 
 def init_afresh(site: Any = None) -> Any:
-    """Other values of a network's weights, drawn as its layers draw theirs.
+    """Start at new random weights, drawn by the network's own initialization.
 
     Weights of modules with a ``reset_parameters`` are drawn by it, for each network of a plate
     anew; whatever else starts as by ``init_to_network``.
@@ -80,11 +82,12 @@ def init_afresh(site: Any = None) -> Any:
 
 
 def relative_scale(delta: float = 0.1, floor: float = 1e-3) -> Callable[[Tensor], Tensor]:
-    """The scales s = delta max(|m|, floor) as a function of m, for a guide's ``init_scale``:
-    weights that a pretrained network has made large are moved more (Krishnan et al. 2020, MOPED).
+    """The scales s = delta max(|m|, floor) as a function of m, for a guide's ``init_scale``.
+
+    Large weights of a pretrained network get larger scales (Krishnan et al. 2020, MOPED).
 
     :param delta: s in units of |m|.
-    :param floor: the smallest |m| that counts, so that zeros (such as biases) get a scale too.
+    :param floor: a lower bound of |m|, so that zeros (such as biases) get a scale too.
     :raises ValueError: for a number that is not positive and finite.
     """
     for name, value in (("delta", delta), ("floor", floor)):

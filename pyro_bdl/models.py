@@ -38,7 +38,7 @@ Scales = Scale | Tensor | Sequence[float]
 
 
 class ObservationModel(TaskPrior, OwnParameters):
-    """Base of the programs: the network, the plate, the checks; a subclass says p(y | f).
+    """Base class of the programs: network, plate and checks; a subclass defines p(y | f).
 
     :param network: a module of ``bayesianize``, or any module that samples its weights.
     :param num_data: N, the number of data that the posterior is about, where the program is
@@ -58,11 +58,11 @@ class ObservationModel(TaskPrior, OwnParameters):
         self.output = output
 
     def likelihood(self, output: Tensor) -> Distribution:
-        """p(y | f) with batch shape (N,) for outputs of shape (N, ...)."""
+        """Return p(y | f) with batch shape (N,) for outputs of shape (N, ...)."""
         raise NotImplementedError
 
     def observation_shape(self, output: Tensor) -> torch.Size:
-        """The shape of the targets that belong to outputs of shape (N, ...)."""
+        """Return the shape of the targets for outputs of shape (N, ...)."""
         return output.shape
 
     def forward(self, x: Any = None, y: Any = None, **inputs: Any) -> Any:
@@ -166,10 +166,10 @@ class Regression(ObservationModel):
 
 
 class HeteroscedasticRegression(ObservationModel):
-    """y ~ Normal(f(x), s(x)^2), where the network gives f and the raw s side by side.
+    """y ~ Normal(f(x), s(x)^2), with f and s from the network.
 
-    The last dimension of the output is split in halves: f, and r with s = softplus(r). The site
-    ``f`` is the mean, the deterministic site ``noise`` is s.
+    The last dimension of the output is split into two halves: f, and r with s = softplus(r). The
+    site ``f`` is the mean, the deterministic site ``noise`` is s.
     """
 
     def likelihood(self, output: Tensor) -> Distribution:
@@ -192,7 +192,7 @@ class HeteroscedasticRegression(ObservationModel):
 
 
 class StudentTRegression(ObservationModel):
-    """y ~ StudentT(df, f(x), noise): regression that outliers do not spoil.
+    """y ~ StudentT(df, f(x), noise): regression that is robust to outliers.
 
     :param noise: the scale, in units of y; ``df``: the degrees of freedom. Each a number, a
         ``PyroParam`` or a distribution (then a latent site of that name), for all targets or, as

@@ -52,10 +52,10 @@ _SHOWN = 4  # names in a message
 class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
     """A network whose weights are sample sites; call it like the network it copies.
 
-    Sites are named as the network's parameters, after ``name`` and a dot where a name is given.
-    A shared parameter is one site. The network's values are kept in ``network`` as buffers and
-    are the starting point of guides; parameters without a prior stay parameters there, frozen
-    ones stay fixed. ``state_dict`` holds all of them under the names that they had.
+    Sites have the names of the network's parameters, with the prefix ``name`` and a dot if a name
+    is given. A shared parameter is one site. The network's values are kept in ``network`` as
+    buffers and are the starting point of guides. Parameters without a prior stay parameters there;
+    frozen ones stay fixed. ``state_dict`` holds all of them under their original names.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
         for name in self.learnable:
             owner, key = self._places[name][0]
             parameter = getattr(owner, key)
-            if parameter.requires_grad:  # else frozen by now, which pyro.param would undo
+            if parameter.requires_grad:  # pyro.param would unfreeze it
                 values[name] = pyro.param(f"{self._own_name}.network.{name}", parameter)
         return values
 
@@ -220,7 +220,7 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
         return result
 
     def freeze_hyperparameters(self) -> None:
-        """Keep the prior's ``PyroParam``s as the numbers that they are now."""
+        """Replace the prior's ``PyroParam``s by their current values."""
         for attribute in self._hyperparameters.values():
             if attribute in self._pyro_params:
                 value = getattr(self, attribute).detach().clone()
@@ -228,9 +228,9 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
                 self.register_buffer(attribute, value)
 
     def with_prior(self, prior: PriorFunction) -> "BayesianModule":
-        """A copy, at the same values, with another prior on the weights that have one.
+        """A copy with the same values and another prior on the weights that have a prior.
 
-        :raises ValueError: if the new prior leaves one of them without a distribution.
+        :raises ValueError: if the new prior gives no distribution for one of these weights.
         """
         result = copy.deepcopy(self)
         result._modules.pop("task_prior", None)
@@ -257,9 +257,9 @@ def bayesianize(
 ) -> BayesianModule:
     """A copy of ``net`` as a PyroModule whose weights are sampled from ``prior``.
 
-    The network may checkpoint its activations (``torch.utils.checkpoint``): with one draw of the
-    weights at a time they are computed again in the backward pass, with the same draw. Where
-    several draws are computed at once, and in compiled ELBOs, they are stored instead.
+    The network may checkpoint its activations (``torch.utils.checkpoint``). With one draw of the
+    weights at a time they are computed again in the backward pass, with the same draw. With several
+    draws at once, and in compiled ELBOs, they are stored instead.
 
     With ``plate="groups"`` it is a network for every element of that plate, in which it is called::
 
@@ -315,7 +315,7 @@ def with_prior(model: nn.Module, prior: PriorFunction) -> nn.Module:
     """A copy of a program whose networks of ``bayesianize`` have another prior.
 
     :param model: a module that holds such networks; it is not changed.
-    :raises ValueError: if it holds none.
+    :raises ValueError: if it holds no such network.
     """
     return _with_priors(model, lambda network: prior)
 
@@ -326,7 +326,7 @@ def _with_priors(model: nn.Module, choose: Callable[[BayesianModule], PriorFunct
     result = copy.deepcopy(model)
     for module in list(result.modules()):
         module._modules.pop("task_prior", None)
-    changed: dict[nn.Module, BayesianModule] = {}  # a network may be held in several places
+    changed: dict[nn.Module, BayesianModule] = {}  # a network may be held by several modules
     for module in list(result.modules()):
         for name, child in list(module._modules.items()):
             if isinstance(child, BayesianModule):
@@ -341,10 +341,10 @@ def _with_priors(model: nn.Module, choose: Callable[[BayesianModule], PriorFunct
 def with_learnable_prior(model: nn.Module, *, only: str | None = None) -> nn.Module:
     """A copy of a program whose networks' prior scales are PyroParams (``priors.learnable``).
 
-    :param only: a pattern (shell wildcards) of the weights that get such a prior, with scales of
-        their own; the others keep theirs. By default all.
+    :param only: a pattern (shell wildcards) of the weights that get such a prior, with separate
+        scales; other weights keep their prior. By default all weights.
     :raises ValueError: if the program holds no network of ``bayesianize``.
-    :raises TypeError: if a prior has no scale that is a number, or is a posterior
+    :raises TypeError: if the scale of a prior is not a number, or the prior is a posterior
         (``update_prior``).
     """
     if any(isinstance(part, TaskPrior) and part.has_task_prior for part in model.modules()):
@@ -358,7 +358,7 @@ def with_learnable_prior(model: nn.Module, *, only: str | None = None) -> nn.Mod
 
 
 class _Declarations:
-    """Finds a prior's hyperparameters: declares PyroParams on the module, draws hyperpriors."""
+    """Scope that declares a prior's PyroParams on the module and draws hyperpriors."""
 
     def __init__(self, module: BayesianModule) -> None:
         self.module = module
@@ -377,7 +377,7 @@ class _Declarations:
 
 
 class _Scope:
-    """Gives a prior its hyperparameters in one run; each is sampled or read once."""
+    """Scope of one run, in which each hyperparameter is sampled or read once."""
 
     def __init__(self, module: BayesianModule) -> None:
         self.module = module
@@ -404,7 +404,7 @@ Structure = list[tuple[nn.Module, tuple[nn.Module | None, ...]]]
 
 
 def _structure(network: nn.Module) -> Structure:
-    """Each module of a network and its parts, the network itself first."""
+    """Each module of a network with its submodules, the network itself first."""
     return [(module, tuple(module._modules.values())) for module in network.modules()]
 
 
@@ -502,8 +502,10 @@ def _fitted(
 
 @contextmanager
 def _substituted(places: Places, values: dict[str, Tensor]) -> Iterator[None]:
-    """The network computes with ``values`` inside and has its own tensors back after. What it
-    checkpoints is computed with them again in the backward pass."""
+    """Run the network with ``values`` in place of its tensors, which are restored on exit.
+
+    Checkpointed activations are computed again with ``values`` in the backward pass.
+    """
     with _in_place(places, values), kept_for_recomputation(partial(_in_place, places, values)):
         yield
 
@@ -534,7 +536,8 @@ def _in_place(places: Places, values: dict[str, Tensor]) -> Iterator[None]:
 
 
 def _differentiable(recurrent: Iterable[nn.Module]) -> AbstractContextManager:
-    """cuDNN has no derivatives of recurrent layers in evaluation mode: torch's own kernels do."""
+    """Turn cuDNN off for recurrent layers: in evaluation mode it has no derivatives, unlike torch's
+    kernels."""
     if torch.is_grad_enabled() and any(not module.training for module in recurrent):
         return torch.backends.cudnn.flags(enabled=False)
     return nullcontext()

@@ -1,8 +1,8 @@
 """Weight priors: callables ``(name, module, parameter) -> Distribution or None``.
 
 ``name`` is the parameter's name in the network, ``module`` the torch module that holds it,
-``parameter`` its present value, whose shape, dtype and device the distribution takes. None
-leaves it a learnable parameter. A scale is a number, a ``PyroParam`` (learned by maximizing the
+``parameter`` its current value, which determines the distribution's shape, dtype and device. None
+leaves the parameter learnable. A scale is a number, a ``PyroParam`` (learned by maximizing the
 objective) or a distribution (a hyperprior: the scale becomes a latent site ``<label>.scale``).
 The networks of a plate (``bayesianize(net, prior, plate=...)``) share these hyperparameters.
 """
@@ -26,9 +26,9 @@ PriorFunction = Callable[[str, nn.Module, Tensor], Distribution | None]
 
 
 def check_prior(prior: Any, argument: str) -> None:
-    """Check that a prior is a function that gives distributions.
+    """Check that a prior is a function that returns distributions.
 
-    :raises TypeError: if it is not, such as a distribution itself.
+    :raises TypeError: if it is not, for example if it is a distribution.
     """
     if callable(prior) and not isinstance(prior, Distribution):
         return
@@ -40,10 +40,10 @@ def check_prior(prior: Any, argument: str) -> None:
 
 
 class Prior:
-    """Base of the priors below.
+    """Base class of the priors below.
 
-    ``constant`` tells that the distribution depends on nothing but the parameter's shape, dtype
-    and device, so that it may be kept; ``label`` names its hyperparameters' sites.
+    ``constant`` is True if the distribution depends only on the parameter's shape, dtype and
+    device, so that it can be cached; ``label`` is the prefix of its hyperparameters' sites.
     """
 
     label: str = "prior"
@@ -56,7 +56,7 @@ class Prior:
         raise NotImplementedError
 
     def labeled(self, label: str) -> "Prior":
-        """A copy with hyperparameters of its own, named ``<label>.…``."""
+        """A copy with separate hyperparameters, named ``<label>.…``."""
         result = copy.copy(self)
         result.label = label
         return result
@@ -125,8 +125,8 @@ class Pooled(Prior):
 class LogUniform(Prior):
     """p(w) proportional to 1 / |w|: the improper prior of variational dropout (Kingma et al. 2015).
 
-    For weights that ``AutoMCDropout`` multiplies with ``GaussianNoise`` and for nothing else: no
-    posterior exists under it (Hron et al. 2018), and a point mass would fall to zero.
+    Only for weights that ``AutoMCDropout`` multiplies by ``GaussianNoise``: there is no posterior
+    under this prior (Hron et al. 2018), and a point mass would fall to zero.
     """
 
     def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution:
@@ -178,10 +178,13 @@ class Horseshoe(Prior):
 
 
 class Pretrained(Prior):
-    """w ~ Normal(w0, scale^2) around the values w0 that the network has, such as those of a
-    pretrained one: an empirical Bayes prior (Krishnan et al. 2020, section 3)."""
+    """w ~ Normal(w0, scale^2) around the network's values w0, such as those of a pretrained
+    network.
 
-    constant = False  # it follows the network's values when other ones are loaded
+    An empirical Bayes prior (Krishnan et al. 2020, section 3).
+    """
+
+    constant = False  # w0 changes if other values are loaded
 
     def __init__(self, scale: Scale = 1.0) -> None:
         self.scale = checked(scale, "scale")
@@ -192,11 +195,11 @@ class Pretrained(Prior):
 
 
 class Moped(Prior):
-    """w ~ Normal(w0, (delta max(|w0|, floor))^2) around the values w0 that the network has, with
-    scales in proportion to them (MOPED, Krishnan et al. 2020, section 3).
+    """w ~ Normal(w0, (delta max(|w0|, floor))^2) around the network's values w0 (MOPED, Krishnan et
+    al. 2020, section 3).
 
     :param delta: the scale in units of |w0|.
-    :param floor: the smallest |w0| that counts, so that zeros get a scale too.
+    :param floor: a lower bound of |w0|, so that zeros get a scale too.
     """
 
     constant = False
@@ -249,7 +252,7 @@ class ByName(Prior):
 
 
 class PerLayer(Prior):
-    """One prior for every layer, with hyperparameters of each layer's own.
+    """One prior for every layer, with separate hyperparameters for each layer.
 
     A layer is the module that holds the parameter; its hyperparameters' sites are named
     ``<layer>.prior.…``.
@@ -276,18 +279,19 @@ class PerLayer(Prior):
 
 
 class PerNormalizedGroup(Prior):
-    """One prior for every weight, with hyperparameters of its own for each normalized layer.
+    """One prior for every weight, with separate hyperparameters for each normalized layer.
 
-    A layer is normalized if the network does not notice its scale. All others share one set.
+    A layer is normalized if its scale does not change the network's outputs. All other layers share
+    one set of hyperparameters.
 
-    A layer that a normalization follows can be scaled without any change of the outputs; its
-    weights' size is arbitrary, and a precision shared with others would be set by chance (Antoran
-    et al. 2022, recommendation 2). Such layers are found by scaling each one's parameters and
-    looking at the outputs, normalization layers computing with the batch's statistics.
+    A layer before a normalization can be scaled without a change of the outputs. The size of its
+    weights is arbitrary, so that a precision shared with other layers would be arbitrary too
+    (Antoran et al. 2022, recommendation 2). Such layers are found by scaling each layer's
+    parameters and comparing the outputs, while normalization layers use the batch's statistics.
 
     :param prior: one of the priors of this module, with a PyroParam or a hyperprior.
-    :param network: whose layers are looked at; it is not changed.
-    :param inputs: its arguments, some data.
+    :param network: the network; it is not changed.
+    :param inputs: arguments of the network, with some data.
     """
 
     def __init__(self, prior: Prior, network: nn.Module, *inputs: Any) -> None:
@@ -340,9 +344,9 @@ _NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNor
 
 
 def learnable(prior: Any) -> Any:
-    """Put a ``PyroParam`` in place of the number that is a prior's scale, gain or delta.
+    """Replace the number in a prior's scale, gain or delta by a ``PyroParam``.
 
-    Evidence and empirical Bayes can then set it; a PyroParam that is there already stays.
+    Evidence and empirical Bayes can then set it. An existing PyroParam is kept.
 
     :raises TypeError: for a prior that has no such number.
     """
@@ -366,5 +370,5 @@ def learnable(prior: Any) -> Any:
 
 
 def is_constant(prior: PriorFunction) -> bool:
-    """Return whether a prior's distributions may be kept from one run to the next."""
+    """Return whether a prior's distributions can be cached between runs."""
     return isinstance(prior, Prior) and prior.constant

@@ -1,4 +1,4 @@
-"""``Samples``: the draws of a Markov chain, or of several."""
+"""``Samples``: draws of one or several Markov chains."""
 
 import json
 from collections.abc import Mapping
@@ -50,7 +50,7 @@ class Samples:
     def flat(self, num_samples: int | None = None) -> dict[str, Tensor]:
         """All draws, chain after chain, site -> (chains * draws, *shape).
 
-        :param num_samples: take only so many, evenly spaced.
+        :param num_samples: return only this many draws, evenly spaced.
         """
         flat = {name: value.flatten(0, 1) for name, value in self.latents.items()}
         total = self.num_chains * self.num_draws
@@ -63,15 +63,16 @@ class Samples:
         return {name: value[chosen] for name, value in flat.items()}
 
     def to(self, *args: Any, **kwargs: Any) -> "Samples":
-        """The latents moved as by ``Tensor.to``; statistics follow the device only."""
+        """Convert the latents as ``Tensor.to`` does; statistics change only their device."""
         latents = {name: value.to(*args, **kwargs) for name, value in self.latents.items()}
         device = next(iter(latents.values())).device
         stats = {name: value.to(device) for name, value in self.stats.items()}
         return Samples(latents, stats, dict(self.info))
 
     def save(self, path: str | Path) -> Path:
-        """Write to ``.safetensors`` or ``.npz``; neither format can hold code. Where that fails, a
-        file that was there before stays as it was.
+        """Write to ``.safetensors`` or ``.npz``; neither format can hold code.
+
+        If writing fails, an existing file stays as it was.
 
         :raises ValueError: for another suffix.
         """
@@ -97,7 +98,7 @@ class Samples:
 
     @classmethod
     def load(cls, path: str | Path, *, device: torch.device | str = "cpu") -> "Samples":
-        """Read what ``save`` wrote.
+        """Read a file that ``save`` wrote.
 
         :raises FileNotFoundError: if there is no such file.
         :raises ValueError: for another suffix, or a file that ``save`` did not write.
@@ -118,7 +119,7 @@ class Samples:
                 if key.startswith("stats/")
             }
             found = cls(latents, stats, dict(json.loads(header["info"])))
-        except Exception as error:  # of many kinds: the file may be any file, or a part of one
+        except Exception as error:  # any error: the file may be anything, or truncated
             raise ValueError(
                 f"'{path}' does not hold samples that Samples.save wrote, or is damaged "
                 f"({type(error).__name__}: {error})"

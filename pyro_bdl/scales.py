@@ -1,4 +1,5 @@
-"""Scales of priors and of noise: numbers, parameters or latents, and where these live."""
+"""Scales of priors and of noise, as numbers, parameters or latents, and the scope that holds
+them."""
 
 import math
 from collections.abc import Iterator
@@ -47,13 +48,13 @@ _scope: ContextVar[HyperparameterScope] = ContextVar("scope", default=_PlainScop
 
 
 def present_scope() -> HyperparameterScope:
-    """The scope that priors are evaluated in."""
+    """The current scope for the evaluation of priors."""
     return _scope.get()
 
 
 @contextmanager
 def hyperparameter_scope(scope: HyperparameterScope) -> Iterator[None]:
-    """Priors called inside take their hyperparameters from ``scope``."""
+    """Let priors inside the context take their hyperparameters from ``scope``."""
     token = _scope.set(scope)
     try:
         yield
@@ -62,19 +63,20 @@ def hyperparameter_scope(scope: HyperparameterScope) -> Iterator[None]:
 
 
 def hyperparameter(value: Scale, name: str, like: Tensor) -> Tensor:
-    """The present value of a number, a PyroParam or a hyperprior, of the dtype and on the device
-    of ``like``."""
+    """The current value of a number, a PyroParam or a hyperprior, with the dtype and device of
+    ``like``."""
     if isinstance(value, PyroParam):
         return _scope.get().param(name, value).to(like)
     if isinstance(value, Distribution):
         return _scope.get().sample(name, moved_like(value, like))
-    # filled, not copied: a copy to a GPU waits for it
+    # filled, not copied: a copy would wait for the GPU
     return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
 def checked(value: Scale, argument: str) -> Scale:
-    """A number, a PyroParam or a distribution, fit for ``hyperparameter``.
+    """Check a number, a PyroParam or a distribution for ``hyperparameter``, and return it.
 
+    :raises TypeError: for other values.
     :raises ValueError: for a number that is not positive and finite.
     """
     if isinstance(value, PyroParam):
@@ -93,7 +95,7 @@ def checked(value: Scale, argument: str) -> Scale:
 
 
 def beside(module: nn.Module, declaration: PyroParam) -> PyroParam:
-    """The PyroParam, with its initial value on a module's device."""
+    """The PyroParam with its initial value on a module's device."""
     start = declaration.init_value
     if not isinstance(start, Tensor):
         return declaration

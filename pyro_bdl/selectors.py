@@ -1,4 +1,5 @@
-"""Which weights a subnetwork holds (Daxberger et al. 2021): the selectors of ``AutoSubnetwork``."""
+"""The selectors of ``AutoSubnetwork``, which choose a subnetwork's weights (Daxberger et al.
+2021)."""
 
 from pyro_bdl.guides.selectors import (
     ByModule,

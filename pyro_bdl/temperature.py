@@ -1,4 +1,4 @@
-"""Temperatures over the steps of training: callables ``step -> temperature``."""
+"""Schedules of the temperature over training steps: callables ``step -> temperature``."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,7 @@ Schedule = Callable[[int], float]
 
 
 def constant(value: float) -> Schedule:
-    """One temperature at every step."""
+    """The same temperature at every step."""
     check_temperature(value)
     return lambda step: value
 
@@ -33,9 +33,10 @@ def cosine(start: float, stop: float, steps: int) -> Schedule:
 
 
 def cyclical(start: float, stop: float, period: int, ramp: float = 0.5) -> Schedule:
-    """Every ``period`` steps again from ``start`` in a line to ``stop`` (Fu et al. 2019).
+    """In each ``period`` a straight line from ``start`` to ``stop``, then ``stop`` (Fu et al.
+    2019).
 
-    :param ramp: the part of a period after which ``stop`` is reached, in (0, 1].
+    :param ramp: the fraction of a period after which ``stop`` is reached, in (0, 1].
     """
     if not 0 < ramp <= 1:
         raise ValueError(f"ramp must lie in (0, 1], got {ramp}")
@@ -47,8 +48,10 @@ def cyclical(start: float, stop: float, period: int, ramp: float = 0.5) -> Sched
 
 
 def overparameterized(tau: float, num_data: int, num_neurons: int) -> float:
-    """eta = tau p / N for p data and N neurons (Huix et al. 2022): keeps the likelihood and the
-    KL in balance as the layer widens."""
+    """The temperature eta = tau p / N for p data and N neurons (Huix et al. 2022).
+
+    It keeps likelihood and KL in balance as the layer becomes wider.
+    """
     check_temperature(tau, "tau")
     num_data = whole_number(num_data, "num_data")
     return tau * num_data / whole_number(num_neurons, "num_neurons")

@@ -398,7 +398,7 @@ def test_an_improper_prior_is_left_out():
 
     samples = Samples({"level": torch.randn(2, 10)})
     y = torch.randn(3)
-    with pytest.warns(BdlWarning, match="the prior cannot be drawn from"):
+    with pytest.warns(BdlWarning, match="the prior cannot be sampled"):
         data = to_arviz(improper, samples, y)
     assert "prior" not in _names(data)
 

@@ -1,4 +1,5 @@
-"""Simulation-based calibration: does a way of inference recover what the prior drew?"""
+"""Simulation-based calibration: checks that inference is correct on data simulated from the
+prior."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +28,7 @@ from pyro_bdl.utils.tables import Column, to_text
 _FEW_LATENTS = 20
 _FEW_POINTS = 10
 _DOUBTFUL = 0.01  # a p-value below which a histogram is called uneven
-# Nats by which the loss of most guides may fall in the second half of their training.
+# The median fall of the guides' losses, in nats, in the second half of training without warning.
 _SETTLED = 0.5
 Quantities = Callable[[Draws], Mapping[str, Tensor]]
 
@@ -36,11 +37,11 @@ Quantities = Callable[[Draws], Mapping[str, Tensor]]
 class Calibration:
     """Ranks of the truth among posterior draws, over data sets simulated from the prior.
 
-    Where inference is exact the rank of each quantity is uniform on 0 to L.
+    If inference is exact, the rank of each quantity is uniform on 0, ..., L.
 
-    :param ranks: ``(R, Q)``, for R simulations how many of the L draws lie below the truth.
+    :param ranks: ``(R, Q)``, the number of the L draws below the truth, for R simulations.
     :param num_draws: L.
-    :param names: of the Q quantities.
+    :param names: the names of the Q quantities.
     """
 
     ranks: Tensor
@@ -49,13 +50,14 @@ class Calibration:
 
     @property
     def probabilities(self) -> Tensor:
-        """(rank + 1/2) / (L + 1), ``(R, Q)``: the posterior probability of less than the truth."""
+        """(rank + 1/2) / (L + 1), ``(R, Q)``: the posterior probability of a value below the
+        truth."""
         return (self.ranks + 0.5) / (self.num_draws + 1)
 
     def counts(self, bins: int | None = None) -> Tensor:
-        """Histograms of the ranks, ``(Q, bins)``; bins differ in width by one rank at most.
+        """Histograms of the ranks, ``(Q, bins)``; the widths of bins differ by at most one rank.
 
-        :raises ValueError: for more bins than there are ranks, or none.
+        :raises ValueError: for no bins, or more bins than ranks.
         """
         bins = self._checked(bins)
         place = self.ranks * bins // (self.num_draws + 1)
@@ -69,8 +71,12 @@ class Calibration:
 
     @property
     def bins(self) -> int:
-        """The most bins, up to 20, that divide the ranks and hold five simulations each; where none
-        divides them, one for each rank, or bins of at least four ranks that differ by one."""
+        """The default number of bins: the largest, up to 20, that divides the number of ranks and
+        expects at least five simulations per bin.
+
+        If no number divides it, there is one bin for each rank, or bins of at least four ranks with
+        widths that differ by one.
+        """
         ranks, most = self.num_draws + 1, max(2, min(20, len(self.ranks) // 5))
         whole = [b for b in range(2, most + 1) if ranks % b == 0]
         if whole and 2 * whole[-1] >= most:
@@ -80,9 +86,11 @@ class Calibration:
         return max(2, min(most, ranks // 4))
 
     def band(self, level: float = 0.99, bins: int | None = None) -> tuple[int, int]:
-        """Bounds of the count of any bin, with probability ``level``, where the ranks are
-        uniform: quantiles of Binomial(R, share of the ranks) (Talts et al. 2018, section 5.1), the
-        lower one of the narrowest bin and the upper one of the widest."""
+        """Bounds of the count of any bin with probability ``level``, if the ranks are uniform.
+
+        They are quantiles of Binomial(R, share of the ranks) (Talts et al. 2018, section 5.1): the
+        lower one for the narrowest bin, the upper one for the widest bin.
+        """
         tail = (1 - level) / 2
         shares = self.widths(bins).double() / (self.num_draws + 1)
         narrow, wide = (stats.binom(len(self.ranks), p.item()) for p in shares.aminmax())
@@ -105,17 +113,17 @@ class Calibration:
         )
 
     def symmetry(self) -> Tensor:
-        """The p-value of Wilcoxon's signed-rank test of p - 1/2, ``(Q,)``: small where the
-        posterior's center is biased.
+        """The p-value of Wilcoxon's signed-rank test of p - 1/2, ``(Q,)``; small if the posterior's
+        center is biased.
 
-        The question of variational simulation-based calibration (Yao et al. 2018, section 3.2),
-        whose Kolmogorov-Smirnov test of p against 1 - p takes the two for independent.
+        This is the question of variational simulation-based calibration (Yao et al. 2018, section
+        3.2). Their Kolmogorov-Smirnov test of p against 1 - p treats these two as independent.
         """
         columns = (self.probabilities.T.double() - 0.5).cpu().numpy()
         return torch.tensor([float(stats.wilcoxon(p).pvalue) for p in columns], device="cpu")
 
     def rows(self) -> list[dict[str, Any]]:
-        """For each quantity its p-values and what its histogram says."""
+        """A row for each quantity with its p-values and a verdict on its histogram."""
         uniform, symmetric = self.uniformity().tolist(), self.symmetry().tolist()
         return [
             {
@@ -157,7 +165,7 @@ def _verdict(probabilities: Tensor, uniformity: float, symmetry: float) -> str:
 
 
 def _spread_error(count: int) -> float:
-    """The sd of 12 mean((u - 1/2)^2) over ``count`` uniform u: var((u - 1/2)^2) = 1/180."""
+    """The sd of 12 mean((u - 1/2)^2) over ``count`` uniform u, from var((u - 1/2)^2) = 1/180."""
     return 12 * (1 / 180 / count) ** 0.5
 
 
@@ -175,24 +183,26 @@ def simulation_based_calibration(
 ) -> Calibration:
     """Draw latents w and targets y from the program, infer w from y, and rank the truth.
 
-    For each simulation w ~ p(w), y ~ p(y | w); the rank of h(w) among h of L posterior draws is
-    uniform where inference is exact, whatever h (Talts et al. 2018, theorem 1). Weights of
-    networks have no ranks that mean anything, since their units permute: by default h are the
-    values of the site ``f`` (or of the observation's mean) at up to ten inputs, and the latents
-    themselves where they are at most twenty numbers.
+    For each simulation w ~ p(w) and y ~ p(y | w). If inference is exact, the rank of h(w) among h
+    of L posterior draws is uniform for every function h (Talts et al. 2018, theorem 1). Ranks of a
+    network's weights are meaningless, since its units can be permuted. By default h are therefore
+    the values of the site ``f`` (or of the observation's mean) at up to ten inputs, and the latents
+    themselves if they are at most twenty numbers.
 
     :param model: a program with proper priors, its targets among its arguments.
-    :param inference: a function ``(model, *args) -> guide or Samples``; or a guide, not trained
-        yet, which is then trained on all simulations at once by ``vmap`` (see ``Together.train``,
-        which takes the options ``training``).
-    :param args: the program's arguments; the targets say which are exchanged, and their shapes.
-    :param quantities: h, a function of one draw of the latents (site -> value) to named numbers.
+    :param inference: a function ``(model, *args) -> guide or Samples``; or an untrained guide,
+        which is trained on all simulations at once by ``vmap``.
+    :param training: options of the guide's training, see
+        ``training.parallel_guides.Together.train``.
+    :param args: the program's arguments. The targets among them are replaced by simulated targets
+        of the same shape.
+    :param quantities: h, a function from one draw of the latents (site -> value) to named numbers.
     :param num_simulations: R.
-    :param num_draws: L; of ``Samples`` so many are taken, evenly spaced, which should be no more
-        than their effective number.
-    :param seed: of the simulations.
+    :param num_draws: L. Of ``Samples`` this many draws are taken, evenly spaced; it should not
+        exceed the effective sample size.
+    :param seed: seed of the simulations.
     :raises ValueError: for fewer than 10 simulations, targets that are not arguments, too few
-        draws, draws that are NaN.
+        draws, or draws that are NaN.
     :warns BdlWarning: if guides were still improving when their training ended.
     """
     if num_simulations < 10:
@@ -243,10 +253,10 @@ def simulation_based_calibration(
 
 @torch.no_grad()
 def simulate(program: Program, targets: Targets, count: int) -> tuple[Draws, Draws]:
-    """Latents from the prior, site -> (count, *shape), and targets that follow from them."""
+    """Latents from the prior, site -> (count, *shape), and targets drawn given them."""
     args, kwargs = targets.removed()
     runs = [record(program.model, {}, args, kwargs) for _ in range(count)]
-    latents = [one.latents for one in runs]  # sites without targets are sampled like latents
+    latents = [one.latents for one in runs]  # observed sites too: without targets
 
     def stacked(name: str) -> Tensor:
         return torch.stack([one[name].value for one in latents])
@@ -258,7 +268,7 @@ def simulate(program: Program, targets: Targets, count: int) -> tuple[Draws, Dra
 
 
 def default_quantities(program: Program, targets: Targets) -> Quantities:
-    """The function at up to ten inputs, and the latents where they are few."""
+    """The default h: the function at up to ten inputs, and the latents if they are few."""
     args, kwargs = targets.removed()
 
     def evaluate(draw: Draws) -> dict[str, Tensor]:
@@ -296,8 +306,10 @@ def _evaluated(h: Quantities, draws: Draws) -> dict[str, Tensor]:
 
 
 def _ranks(h: Quantities, true: Mapping[str, Tensor], draws: Draws, simulation: int) -> Tensor:
-    """The rank of each truth; among draws that equal it, at random, which keeps the ranks of
-    discrete quantities uniform.
+    """The rank of each truth.
+
+    Among draws that equal the truth the rank is chosen at random, which keeps the ranks of discrete
+    quantities uniform.
 
     Source: Modrak et al. (2023), Simulation-based calibration checking for Bayesian computation.
     """
@@ -313,9 +325,9 @@ def _ranks(h: Quantities, true: Mapping[str, Tensor], draws: Draws, simulation: 
 
 
 def _warn_unless_settled(losses: Tensor) -> None:
-    """Warn if training has not settled.
+    """Warn if the guides' training has not converged.
 
-    :param losses: ``(steps, D)``, whose steps become smaller and smaller toward the end.
+    :param losses: ``(steps, D)``, from training with a falling learning rate.
     """
     tenth = max(1, len(losses) // 10)
     middle = losses[len(losses) // 2 - tenth : len(losses) // 2 + 1].mean(0)

@@ -38,8 +38,8 @@ from pyro_bdl.utils.tables import to_csv, to_text
 _REFERENCE = "nuts"
 _TABLE, _REPORT = "table.csv", "report.html"
 _FILES = (_TABLE, _REPORT, *(f"{name}.png" for name in CAPTIONS))
-# A step over fewer numbers than this is no faster on several threads, and on cores that other
-# processes use as well it is many times slower, since the threads wait for each other.
+# Below this many numbers a step is not faster on several threads. On busy cores it is many times
+# slower, since the threads wait for each other.
 _WORTH_THREADS = 2**19
 
 FAILED, INTERRUPTED = 1, 130
@@ -48,8 +48,9 @@ FAILED, INTERRUPTED = 1, 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code.
 
-    0: done. 1: a posterior could not be fitted or scored, or a file could not be written; there is
-    what could be. 2: bad input, said in one sentence on stderr. 130: Ctrl-C before all was shown.
+    0: success. 1: a posterior could not be fitted or scored, or a file could not be written; all
+    other results are there. 2: bad input, with one sentence on stderr. 130: Ctrl-C before all
+    results were shown.
     """
     output: Any = LenientStream(sys.stdout)
     errors: Any = LenientStream(sys.stderr)
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _BadInput(Exception):
-    """Input of the user that cannot be worked with; the message says why and what to do."""
+    """Invalid input; the message says why and what to do."""
 
 
 # ---------------------------------------------------------------------------------- the command
@@ -108,7 +109,7 @@ def _compare(options: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             _say("interrupted")
             code = INTERRUPTED
-        except Exception as error:  # of whatever kind, it must not lose what was fitted
+        except Exception as error:  # any error: the fits must not be lost
             _say(f"the posteriors could not be compared: {type(error).__name__}: {error}")
             code = FAILED
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
@@ -140,7 +141,7 @@ def _made_with(
 
 
 _NOT_SHOWN = ("command", "run", "out", "quick", "guides", "steps", "details")
-_WIDTH = 100  # of what is no terminal
+_WIDTH = 100  # of output that is not a terminal
 _EXPLAINED = (
     "The report says below its table what each column means, and table.csv holds more of them "
     "(--details)."
@@ -148,7 +149,7 @@ _EXPLAINED = (
 
 
 def _fit_all(names: list[str], problem: Problem, options: Options) -> tuple[list[Fit], list[str]]:
-    """The fits one after the other; Ctrl-C ends them, a failure does not."""
+    """Fit one posterior after another; Ctrl-C ends the loop, a failure does not."""
     fits: list[Fit] = []
     failed: list[str] = []
     width = max(map(len, names))
@@ -177,7 +178,7 @@ def _fit_all(names: list[str], problem: Problem, options: Options) -> tuple[list
 
 
 def _compared(model: nn.Module, fits: list[Fit], data: Dataset, seed: int) -> Comparison:
-    """The posteriors side by side, without those whose draws cannot be scored.
+    """Compare the posteriors, leaving out those whose draws cannot be scored.
 
     :raises UnusableDrawsError: if no posterior is left.
     """
@@ -211,7 +212,7 @@ def _compared(model: nn.Module, fits: list[Fit], data: Dataset, seed: int) -> Co
 def _seconds_per_draw(model: nn.Module, fit: Fit, data: Dataset) -> float | None:
     try:
         return seconds_per_draw(model, fit.posterior, data.x_test)
-    except Exception:  # compare says what is wrong with the draws
+    except Exception:  # compare reports what is wrong with the draws
         return None
 
 
@@ -219,7 +220,8 @@ def _seconds_per_draw(model: nn.Module, fit: Fit, data: Dataset) -> float | None
 
 
 class _Files:
-    """The files of one run: one that cannot be written is told of, and the others are written."""
+    """The files of one run; if a file cannot be written, this is reported, and the others are
+    written."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -227,10 +229,10 @@ class _Files:
         self.failed = False
 
     def write(self, name: str, writer: Callable[[Path], object]) -> bool:
-        """Write a file by ``writer(path)``; return False where that fails."""
+        """Write a file by ``writer(path)``; return False if that fails."""
         try:
             writer(self.folder / name)
-        except Exception as error:  # of a disk, or of what is drawn
+        except Exception as error:  # from the disk, or from drawing
             _say(f"{self.folder / name} could not be written: {error}")
             self.failed = True
             return False
@@ -238,7 +240,7 @@ class _Files:
         return True
 
     def clear(self) -> None:
-        """Remove those of an earlier run that this one did not write."""
+        """Remove files of an earlier run that this run did not write."""
         for name in _FILES:
             path = self.folder / name
             if name not in self.written and path.is_file():
@@ -253,7 +255,7 @@ def _figures(comparison: Comparison, fits: list[Fit], data: Dataset) -> dict[str
             train=(data.x_train, data.y_train * data.y_sd + data.y_mean),
             posteriors={f.name: f.posterior for f in fits if f.name in comparison.evaluations},
         )
-    except Exception as error:  # the table must not be lost for a picture
+    except Exception as error:  # the table must not be lost because of a figure
         _say(f"there are no figures: {type(error).__name__}: {error}")
         return {}
 
@@ -266,7 +268,7 @@ def _write(
     notes: list[str],
     settings: dict[str, object],
 ) -> None:
-    """The table, the figures and the report."""
+    """Write the table, the figures and the report."""
     files.write(_TABLE, comparison.to_csv)
 
     def draw(figure: Figure) -> Callable[[Path], None]:
@@ -297,10 +299,8 @@ def _write(
 
 
 def _keep(fits: list[Fit], files: _Files) -> str:
-    """Write what is known of fits that were not compared, and return the table as text.
-
-    The draws of Markov chains are written too.
-    """
+    """Write the results of fits that were not compared, with the draws of Markov chains; return the
+    table as text."""
     known = [
         {
             "posterior": fit.name,
@@ -353,7 +353,7 @@ def _threads(numbers: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-# -------------------------------------------------------------------------------- what is given
+# ------------------------------------------------------------------------------ input and output
 
 
 @contextmanager

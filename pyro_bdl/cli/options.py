@@ -1,4 +1,4 @@
-"""The options of the command ``pyro-bdl``, and what they mean."""
+"""The options of the command ``pyro-bdl``."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -26,13 +26,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser(compare: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
-    """The command's; the options that it gives hold ``run``, the function that does the work."""
+    """The command's parser; the parsed options hold ``run``, the function that does the work."""
     result = Parser(prog="pyro-bdl", description="Bayesian deep learning on Pyro programs.")
     result.add_argument("--version", action="version", version=f"pyro-bdl {__version__}")
     commands = result.add_subparsers(required=True, metavar="COMMAND", dest="command")
     command = commands.add_parser(
         "compare",
-        help="fit several posteriors of one network, and hold them against NUTS",
+        help="fit several posteriors of one network, and compare them with NUTS",
         description="Fit several posteriors of a Bayesian neural network to a table of data, run\n"
         "NUTS on the same program as the reference, print one table, and write it with\n"
         "figures and a report. By default on scikit-learn's diabetes data.",
@@ -58,12 +58,12 @@ def parser(compare: Callable[[argparse.Namespace], int]) -> argparse.ArgumentPar
     add(
         "--guides",
         metavar="NAMES",
-        help="some of those below, or all; default: those with a star",
+        help="names from the list below, or all; default: those with a star",
     )
     add("--steps", type=int, help="gradient steps of each guide; default: each guide's own")
     for name, text in (
         ("chains", "Markov chains"),
-        ("warmup", "iterations of each chain that adapt and are not kept"),
+        ("warmup", "adapting iterations of each chain, which are not kept"),
         ("draws", "draws of each chain"),
     ):
         add(f"--{name}", type=int, help=f"{text}; default: {_USUAL[name]}")
@@ -77,7 +77,7 @@ def parser(compare: Callable[[argparse.Namespace], int]) -> argparse.ArgumentPar
     quick = ", ".join(f"--{name} {value}" for name, value in _QUICK.items())
     add("--quick", action="store_true", help=f"a first look: {quick}")
     add = command.add_argument_group("run").add_argument
-    add("--seed", type=int, default=0, help="of everything random; default: %(default)s")
+    add("--seed", type=int, default=0, help="seed of all random numbers; default: %(default)s")
     add("--device", default="cpu", help="such as cpu or cuda; default: %(default)s")
     add("--out", default="pyro-bdl-out", metavar="DIR", help="default: %(default)s")
     add("--details", action="store_true", help="print all columns that table.csv has")
@@ -94,16 +94,16 @@ def _epilog() -> str:
             "posteriors:",
             *lines,
             "",
-            "Ctrl-C ends the posterior at work, and shows the table for what there is; after the",
+            "Ctrl-C ends the current fit, and shows the table for the posteriors so far; after the",
             "last fit it leaves the figures out.",
         ]
     )
 
 
 def names(text: str | None) -> list[str]:
-    """The posteriors that are named, by default those with a star.
+    """The chosen posteriors, by default those with a star.
 
-    :raises ValueError: for a name that is unknown.
+    :raises ValueError: for an unknown name.
     """
     if text is None or text.strip() == "all":
         return [entry.name for entry in posteriors.entries() if text or entry.default]
@@ -143,7 +143,7 @@ def _first_given(value: int | None, usual: int | None) -> int | None:
 
 
 def load(options: argparse.Namespace) -> Dataset:
-    """The data that are named, by default scikit-learn's diabetes data.
+    """The chosen data, by default scikit-learn's diabetes data.
 
     :raises ValueError: for options that do not fit together, and data that are refused.
     """
@@ -162,7 +162,7 @@ def load(options: argparse.Namespace) -> Dataset:
 def device(name: str) -> torch.device:
     """The device of that name.
 
-    :raises ValueError: if no tensor can be put on it.
+    :raises ValueError: if the device is not available.
     """
     there = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     if torch.backends.mps.is_available():
@@ -170,7 +170,7 @@ def device(name: str) -> torch.device:
     try:
         found = torch.device(name)
         torch.zeros((), device=found).cpu()
-    except Exception as error:  # torch raises many kinds here
+    except Exception as error:  # torch raises many classes of errors here
         raise ValueError(f"--device {name!r} is not there; there is: {', '.join(there)}") from error
     return found
 
@@ -190,10 +190,10 @@ def hidden(text: str) -> list[int]:
 
 
 def folder(name: str, files: Sequence[str]) -> Path:
-    """A folder, made where there is none.
+    """Make a folder if it does not exist, and check that it can be written to.
 
-    :param files: what will be written to it.
-    :raises ValueError: if nothing can be written to it, or a folder takes a file's place.
+    :param files: the files that will be written.
+    :raises ValueError: if it cannot be written to, or if one of the files is a folder.
     """
     path = Path(name)
     try:

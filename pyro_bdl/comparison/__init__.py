@@ -1,4 +1,4 @@
-"""The parts of ``compare``: its data, its metrics, its table and its figures."""
+"""The comparison of posteriors: data, metrics, table and figures of ``compare``."""
 
 from pyro_bdl.comparison.costs import Costs
 from pyro_bdl.comparison.figures import CAPTIONS

@@ -1,4 +1,5 @@
-"""The columns of a comparison's table, in groups; each is declared next to what computes it."""
+"""The columns of a comparison's table, in groups; each is declared next to the code that computes
+it."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from pyro_bdl.utils.tables import Column
 def columns(task: str, reference: str | None) -> list[Column]:
     """The columns of the table for ``"regression"`` or ``"classification"``, in order.
 
-    :param reference: heading of the reference's columns, None without one.
+    :param reference: heading of the reference's columns; None without a reference.
     """
     left_out: tuple[Column, ...] = leave_one_out.COLUMNS
     if reference is not None:
@@ -47,9 +48,9 @@ def details(task: str, reference: str | None) -> list[Column]:
 
 
 def check_keys(task: str, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Refuse numbers that no column shows.
+    """Check that every number in the rows has a column or a metric.
 
-    :param rows: the lines of the table.
+    :param rows: the rows of the table.
     :raises KeyError: for a key without a column and without a metric.
     """
     shown = [*columns(task, "reference"), *details(task, "reference")]

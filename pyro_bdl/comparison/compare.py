@@ -28,7 +28,7 @@ from pyro_bdl.utils.validation import check_finite_tensor
 
 __all__ = ["CAPTIONS", "Comparison", "compare"]
 
-# Test points at which whole sets of draws are kept, and numbers that these may be in all.
+# The largest number of test points at which all draws are kept, and of numbers kept in total.
 _POINTS = 1000
 _NUMBERS = 2**24
 
@@ -51,16 +51,17 @@ def compare(
 ) -> Comparison:
     """Score posteriors of a program on test data, and measure their distance to a reference.
 
-    Distances are in function space: between the draws of the site ``f`` (or of the observation's
-    mean where there is none, or of the class probabilities) at up to 1000 of the test inputs, each
-    with its Monte Carlo error. The last line of the table holds one half of the reference's own
-    draws against the other: a smaller distance cannot be told from none. The same seed gives the
-    same table.
+    Distances are in function space, between draws at up to 1000 of the test inputs, each with its
+    Monte Carlo error. The draws are of the site ``f``, or of the observation's mean if there is no
+    such site, or of the class probabilities. The last row of the table compares two halves of the
+    reference's draws: a smaller distance cannot be told from zero. The same seed gives the same
+    table.
 
-    Where one distribution is of all rows, NLPD is that of all targets together, divided by their
-    number; all else is of each row's marginal distribution, and no row can be left out. Where the
-    latents do not move its mean, as of a Gaussian process whose function is integrated out,
-    distances are between draws of the target, and R-hat and ESS are of its log density.
+    If the program observes one joint distribution over all rows, NLPD is the joint one, divided by
+    the number of rows. All other scores use each row's marginal distribution, and there is no
+    leave-one-out. If also the mean of this distribution does not depend on the latents, as for a
+    Gaussian process whose function is integrated out, distances are between draws of the target,
+    and R-hat and ESS are those of its log density.
 
     :param model: a Pyro program with one observed site, called with ``*test`` and, to predict, with
         None for the targets.
@@ -74,19 +75,19 @@ def compare(
     :param ood: inputs from elsewhere: how well does the uncertainty tell them from the test inputs?
     :param num_samples: draws of each guide, at least 2; of ``Samples`` all are taken.
     :param batch_norm_data: the training data, ``(x, y)`` or an iterable of batches, for networks
-        with BatchNorm: each draw has running statistics of its own, as in ``Predictive``. The
-        linear model of a Laplace approximation keeps the network's.
-    :param costs: name to ``Costs``: time and memory of the fit, ELBO, evidence, where known.
+        with BatchNorm: each draw gets its own running statistics, as in ``Predictive``. The linear
+        model of a Laplace approximation keeps the network's statistics.
+    :param costs: name to ``Costs``: time and memory of the fit, ELBO and evidence, if known.
     :param target_scale: the target in its own units is ``y * target_scale + target_shift``; a
-        regression is reported in these.
+        regression is reported in its own units.
     :param target_shift: see ``target_scale``.
-    :param seed: of the guides' draws and the noise of predictions.
-    :raises TypeError: for a posterior that is none, data that are not tensors.
-    :raises UnusableDrawsError: for a posterior with draws that are NaN or infinite, or that give
-        such predictions; it names the posterior and counts the draws.
+    :param seed: seed of the guides' draws and the noise of predictions.
+    :raises TypeError: for a value that is not a posterior, or data that are not tensors.
+    :raises UnusableDrawsError: if draws of a posterior, or their predictions, are NaN or infinite;
+        the error names the posterior and counts the draws.
     :raises ValueError: for no posterior, an unknown reference, several observed sites, a posterior
-        of another program (its sites that do not match are listed), data that do not fit or are
-        not finite.
+        of another program (the error lists the sites that do not match), or data that do not fit or
+        are not finite.
     """
     costs = costs or {}
     _check_posteriors(posteriors, reference)
@@ -161,7 +162,7 @@ def _evaluations(
     seed: int,
     **options: Any,
 ) -> dict[str, Evaluation]:
-    """Evaluations by name, each from the same seed, so that none depends on the others."""
+    """Evaluations by name; each starts from the same seed, so that none depends on the others."""
     own = {k: q for k, q in posteriors.items() if not isinstance(q, PredictiveDraws)}
     subject = read_program(model, data, own)
     found = {}
@@ -182,7 +183,7 @@ def _evaluations(
 
 
 def _against(evaluation: Evaluation, reference: Evaluation, areas: Mapping[str, Tensor]) -> Row:
-    """The numbers of a posterior that hold it against the reference."""
+    """The numbers that compare a posterior with the reference."""
     if evaluation.function.shape[1:] != reference.function.shape[1:]:
         raise ValueError(
             f"the posteriors' functions must have the shape of the reference's at each draw, "

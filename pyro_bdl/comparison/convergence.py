@@ -1,4 +1,4 @@
-"""Convergence of Markov chains in function space, and the columns that show it."""
+"""Convergence of Markov chains in function space, and its columns."""
 
 from torch import Tensor
 
@@ -30,7 +30,7 @@ COLUMNS = (
 
 
 def divergences(samples: Samples) -> dict[str, int]:
-    """The number of divergences, where the sampler counts them."""
+    """The number of divergences; empty if the sampler does not count them."""
     if "diverging" not in samples.stats:
         return {}
     return {"divergences": int(samples.stats["diverging"].sum())}
@@ -42,8 +42,8 @@ def convergence(function: Tensor, chains: int) -> dict[str, float]:
     Quantities that are constant, such as a probability that rounds to 1, are left out.
 
     :param function: ``(S, N, ...)``, draws of one chain after the other.
-    :param chains: how many there are.
-    :returns: nothing for chains of fewer than 4 draws.
+    :param chains: the number of chains.
+    :returns: the numbers by column; empty for chains of fewer than 4 draws.
     """
     found: dict[str, float] = {}
     if len(function) // chains < _LEAST_DRAWS:

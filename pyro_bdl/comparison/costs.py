@@ -1,4 +1,4 @@
-"""Costs of a posterior: time and memory of the fit, numbers to keep, time of a draw."""
+"""Costs of a posterior: time and memory of the fit, size of the posterior, time per draw."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -32,8 +32,8 @@ COLUMNS = (
         "log_evidence",
         "log evid.",
         digits=4,
-        help="Log evidence of a Laplace approximation, in nats, at its own prior scale; of a part "
-        "of the weights, given the others. Larger is better.",
+        help="Log evidence of a Laplace approximation, in nats, at its own prior scale; for "
+        "a subset of the weights, given the others. Larger is better.",
     ),
 )
 FURTHER_COLUMNS = (
@@ -47,19 +47,19 @@ FURTHER_COLUMNS = (
         "numbers",
         help="How many numbers the posterior consists of: variational parameters, or all draws.",
     ),
-    Column("memory", "MiB", help="Most memory that the fit took beyond what was in use before."),
+    Column("memory", "MiB", help="Peak memory of the fit beyond the memory in use before it."),
 )
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of one posterior and the bounds that its fit gave, each None if it is not known.
+    """Costs of one posterior and bounds from its fit, each None if unknown.
 
-    :param seconds: wall-clock time of the fit; that of ``Samples`` is known without it.
+    :param seconds: wall-clock time of the fit; ``Samples`` hold their own.
     :param elbo: ELBO at temperature 1, in nats.
     :param log_evidence: log marginal likelihood, in nats.
     :param draw_seconds: wall-clock time of one predictive draw, see ``seconds_per_draw``.
-    :param peak_memory: bytes that the fit took at most, see ``peak_memory``.
+    :param peak_memory: peak memory of the fit in bytes, see ``peak_memory``.
     """
 
     seconds: float | None = None
@@ -71,8 +71,8 @@ class Costs:
     def row(self, name: str, posterior: Any) -> dict[str, Any]:
         """The numbers by the keys of the columns.
 
-        :param name: of the posterior.
-        :param posterior: a guide, ``Samples``, or predictions alone.
+        :param name: name of the posterior.
+        :param posterior: a guide, ``Samples`` or ``PredictiveDraws``.
         """
         seconds, memory = self.seconds, self.peak_memory
         if seconds is None and isinstance(posterior, Samples):
@@ -92,8 +92,7 @@ class Costs:
 class Peak:
     """Peak memory of a block of code.
 
-    :param bytes: the most memory beyond what was in use at the start; None if the system does not
-        tell.
+    :param bytes: peak memory beyond the memory in use at the start; None if unknown.
     """
 
     bytes: int | None = None
@@ -101,10 +100,10 @@ class Peak:
 
 @contextmanager
 def peak_memory(device: torch.device) -> Iterator[Peak]:
-    """Measure the peak memory of the block inside.
+    """Measure the peak memory of the block inside the context.
 
-    On CUDA it is the memory that torch allocates, on Linux the process's resident memory.
-    Elsewhere it is not known.
+    On CUDA it is the memory that torch allocates, on Linux the resident memory of the process. On
+    other systems it is unknown.
     """
     peak = Peak()
     if device.type == "cuda":
@@ -122,8 +121,8 @@ def peak_memory(device: torch.device) -> Iterator[Peak]:
 def numbers_held(posterior: Any) -> int | None:
     """Count the numbers that the posterior consists of; None if unknown.
 
-    A guide has its parameters and, where it is a Gaussian made from curvature or snapshots, its
-    tensors. ``Samples`` have all draws.
+    For a guide these are its parameters and, for a Gaussian from curvature or snapshots, its
+    tensors; for ``Samples`` all draws.
     """
     if isinstance(posterior, Samples):
         return sum(value.numel() for value in posterior.latents.values())
@@ -138,7 +137,7 @@ def numbers_held(posterior: Any) -> int | None:
 def seconds_per_draw(
     model: Callable, posterior: Any, *inputs: Tensor, num_samples: int = _DRAWS
 ) -> float:
-    """Wall-clock time of one predictive draw at all inputs, drawing the latents included.
+    """Wall-clock time of one predictive draw at all inputs, including the draw of the latents.
 
     :param inputs: the program's arguments without the targets.
     :param num_samples: draws over which the time is averaged.
@@ -147,14 +146,14 @@ def seconds_per_draw(
         num_samples = min(num_samples, posterior.num_chains * posterior.num_draws)
     kind: Any = LinearizedPredictive if is_linear(posterior) else Predictive
     predictive = kind(model, posterior, num_samples)
-    wait_for(predictive(*inputs, None))  # whatever is made only once
+    wait_for(predictive(*inputs, None))  # warm up: some objects are made only once
     started = time.perf_counter()
     wait_for(predictive(*inputs, None))
     return (time.perf_counter() - started) / num_samples
 
 
 def wait_for(results: Any) -> None:
-    """Return when the tensors among results are computed: a GPU works while the host goes on."""
+    """Wait until the tensors among results are computed: a GPU works asynchronously."""
     tensors = (leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor))
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.synchronize(device)

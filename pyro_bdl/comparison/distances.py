@@ -1,11 +1,11 @@
-"""Distances of a posterior from the reference: the metrics, their Monte Carlo errors, their floor.
+"""Distances of a posterior from the reference, with Monte Carlo errors and the reference's own
+floor.
 
-The inputs of a metric, by the name that its ``of`` gives, are each a pair of the posterior's and
-the reference's:
+A metric names its inputs by ``of``. Each input is a pair, of the posterior and of the reference:
 
 =================  ==============================================================================
 ``"function"``     draws of the function ``(S, N, ...)``; of classes their probabilities
-``"few draws"``    at most 500 of them, for metrics that take all pairs of draws
+``"few draws"``    at most 500 of them, for metrics that use all pairs of draws
 ``"scaled"``       the few draws, divided by the median distance between two of the reference's;
                    not known where that is zero
 ``"moments"``      of a regression mean and variance of the target given the draw,
@@ -25,12 +25,12 @@ from pyro_bdl.comparison.evaluation import Evaluation
 from pyro_bdl.comparison.metric import Metric, measure, of_task
 from pyro_bdl.diagnostics.summary import RHAT_LIMIT
 
-# Draws of each of which all pairs are taken, and of which a k-hat is found.
+# The largest number of draws of which all pairs are used, and for the fit of a k-hat.
 _MOST_PAIRED, _MOST_TAIL = 500, 1000
-# Test points of which Monte Carlo errors are found, which takes each distance ten times.
+# The largest number of test points for Monte Carlo errors, which compute each distance ten times.
 _MOST_POINTS = 100
 _LEAST_TAIL, _HIGH_K = 25, 0.7
-# What mends a reference: arguments of ``mcmc.sample`` and options of the command.
+# Advice for a poor reference: arguments of ``mcmc.sample`` and options of the command.
 _LONGER = (
     "longer warm-up and more draws (num_warmup and num_samples of mcmc.sample; --warmup and "
     "--draws of pyro-bdl compare)"
@@ -43,14 +43,14 @@ Pair = tuple[Any, Any]
 
 
 def sd_of_draws(draws: Tensor) -> Tensor:
-    """The sd at each test point, zero where it is no more than rounding."""
+    """The sd at each test point; zero if it is only rounding."""
     sd = (draws - draws[0]).double().std(0, correction=0)
     rounding = 4 * torch.finfo(draws.dtype).eps * draws.abs().max()
     return torch.where(sd <= rounding, 0.0, sd)  # NaN stays
 
 
 def evenly(draws: Tensor, chains: int, most: int) -> Tensor:
-    """At most so many draws, evenly spaced, as many of each chain."""
+    """At most ``most`` draws, evenly spaced, with equally many from each chain."""
     by_chain = draws.unflatten(0, (chains, -1))
     total, count = by_chain.shape[1], max(1, most // chains)
     if total <= count:
@@ -102,8 +102,8 @@ DISTANCES = (
         "agreement",
         "agree",
         "Share of the test points at which the same class is the most probable, with its "
-        "Monte Carlo error. The last line holds one half of the reference's draws against the "
-        "other: no better can be seen.",
+        "Monte Carlo error. The last row compares two halves of the reference's draws: "
+        "better agreement cannot be seen.",
         metrics.agreement,
         of="function",
         task="classification",
@@ -144,8 +144,8 @@ DISTANCES = (
         "wasserstein",
         "W1",
         "Wasserstein-1 distance of the function's distributions, averaged over the test "
-        "points, in units of the target, with its Monte Carlo error. The last line holds one half "
-        "of the reference's draws against the other: a smaller distance cannot be told from none.",
+        "points, in units of the target, with its Monte Carlo error. The last row compares two "
+        "halves of the reference's draws: a smaller distance cannot be told from zero.",
         metrics.wasserstein1,
         of="function",
         task="regression",
@@ -184,8 +184,8 @@ FURTHER_DISTANCES = (
     Metric(
         "energy",
         "energy",
-        "Energy distance of the functions at all test points together, unbiased, in the "
-        "function's units; by chance below 0 where there is none.",
+        "Energy distance of the joint distributions of the function at all test points, unbiased, "
+        "in the function's units; for equal distributions it can be negative by chance.",
         metrics.energy_distance,
         of="few draws",
         error=True,
@@ -193,8 +193,8 @@ FURTHER_DISTANCES = (
     Metric(
         "mmd",
         "MMD²",
-        "Squared maximum mean discrepancy of the functions at all test points together, "
-        "unbiased; Gaussian kernel, as wide as the median distance of the reference's draws.",
+        "Squared maximum mean discrepancy of the joint distributions of the function at all test "
+        "points, unbiased; the Gaussian kernel has the width of the reference's median distance.",
         lambda a, b: metrics.mmd(a, b, length_scale=1.0),
         of="scaled",
         error=True,
@@ -229,7 +229,7 @@ FURTHER_DISTANCES = (
         style="percent",
     ),
 )
-# Numbers that verdicts or readers of ``to_dict`` use, without a column.
+# Numbers for verdicts and ``to_dict``, without a column.
 UNSHOWN_DISTANCES = (
     Metric("mean_shift", "", "", _mean_shift, of="function"),
     Metric(
@@ -275,7 +275,7 @@ def _errors(task: str, inputs: dict[str, Pair]) -> Numbers:
     for name, (a, b) in inputs.items():
         group = [metric for metric in chosen if metric.of == name]
         if group:
-            # The errors of one draw at many test points are alike: more points add little.
+            # A draw's errors at many test points are similar: more points add little.
             few = (evenly(draws.movedim(1, 0), 1, _MOST_POINTS).movedim(0, 1) for draws in (a, b))
             errors = metrics.monte_carlo_error(_together(group), *few).tolist()
             keys = (metric.error_key for metric in group)
@@ -284,7 +284,7 @@ def _errors(task: str, inputs: dict[str, Pair]) -> Numbers:
 
 
 def _together(group: Iterable[Metric]) -> Callable[[Tensor, Tensor], Tensor]:
-    """One function for several metrics of the same inputs: their numbers as a vector."""
+    """One function that computes several metrics of the same inputs as a vector."""
 
     def values(a: Tensor, b: Tensor) -> Tensor:
         numbers = [metric.function(a, b) for metric in group]
@@ -294,9 +294,9 @@ def _together(group: Iterable[Metric]) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def doubts(name: str, row: dict[str, Any]) -> list[str]:
-    """Reasons not to trust the reference, a sentence each: its chains have not converged.
+    """Reasons not to trust the reference, one sentence each, if its chains have not converged.
 
-    :param row: its line of the table.
+    :param row: its row of the table.
     """
     rhat, divergences = row.get("rhat"), row.get("divergences")
     reasons, needed = [], []

@@ -33,7 +33,7 @@ from pyro_bdl.samples import Samples
 
 __all__ = ["Evaluation", "Test", "Units", "evaluate", "evaluate_draws"]
 
-# Draws times numbers per draw that are in memory at once while the test points are scored.
+# Draws times numbers per draw in memory at once while the test points are scored.
 _NUMBERS_AT_ONCE = 2**24
 _LEAST_FOR_RANGE = 40
 
@@ -43,17 +43,17 @@ class Evaluation:
     """One posterior at the test inputs.
 
     :param task: ``"regression"`` or ``"classification"``.
-    :param chains: how many Markov chains the draws are of, one after the other; 1 for a guide.
+    :param chains: number of Markov chains, whose draws follow each other; 1 for a guide.
     :param function: ``(S, N, ...)``, draws of f in the target's units, or of class probabilities,
-        at the points that were kept.
+        at the kept points.
     :param mean: ``(N, ...)``, the mean prediction, or the mean class probabilities, at all points.
-    :param predictions: ``(S, N)``, draws of the target, noise included, at the points that were
-        kept; of classes None.
-    :param scores: the numbers of the table that are of the posterior alone, by key.
-    :param expected: ``(S, N, ...)``, of a regression E[y | draw] at the points that were kept.
-    :param noise: ``(S, N, ...)``, of a regression Var[y | draw] there.
-    :param pit: of a regression the probability integral transforms of all test targets.
-    :param loo: leave-one-out on the training data, where they are known.
+    :param predictions: ``(S, N)``, draws of the target, including noise, at the kept points; None
+        for classes.
+    :param scores: the numbers that need no reference, by key.
+    :param expected: ``(S, N, ...)``, E[y | draw] at the kept points; for regression.
+    :param noise: ``(S, N, ...)``, Var[y | draw] at the kept points; for regression.
+    :param pit: the probability integral transforms of all test targets; for regression.
+    :param loo: leave-one-out on the training data, if these are given.
     """
 
     task: str
@@ -68,12 +68,12 @@ class Evaluation:
     loo: LOO | None = None
 
     def moments(self) -> Tensor:
-        """``(S, N, ..., 2)``, mean and variance of the target given the draw."""
+        """Mean and variance of the target given the draw, ``(S, N, ..., 2)``."""
         assert self.expected is not None and self.noise is not None
         return torch.stack([self.expected, self.noise], -1)
 
     def uncertainty(self) -> Uncertainty | None:
-        """Aleatoric and epistemic parts of entropy or variance at the points that were kept."""
+        """Aleatoric and epistemic entropy or variance at the kept points."""
         if self.task == "classification":
             return metrics.entropy_parts(self.function)
         if self.expected is None or self.noise is None:
@@ -81,7 +81,7 @@ class Evaluation:
         return metrics.variance_parts(self.expected, self.noise)
 
     def halves(self) -> tuple["Evaluation", "Evaluation"]:
-        """Half of the chains and the others, or both ends of a single chain."""
+        """Two halves: half of the chains and the other half, or both ends of a single chain."""
         names = ("function", "expected", "noise")
         parts = {
             name: metrics.halves(value, chains=self.chains)
@@ -109,17 +109,17 @@ def evaluate(
     ood: tuple[Any, ...] | None = None,
     batch_norm_data: Any = None,
 ) -> Evaluation:
-    """Push one set of draws of the posterior through the program, and score them.
+    """Run the program at one set of draws of the posterior, and score the predictions.
 
-    :param name: of the posterior, for messages.
+    :param name: name of the posterior, for messages.
     :param subject: the program.
-    :param posterior: a guide or ``Samples``, of which all draws are taken.
+    :param posterior: a guide or ``Samples``, whose draws are all used.
     :param test: the test data.
     :param num_samples: draws of a guide.
-    :param kept: row numbers at which the draws are kept.
-    :param units: of the target; of no effect for classes.
+    :param kept: numbers of the rows at which draws are kept.
+    :param units: units of the target; ignored for classes.
     :param train: the data that the posterior was fitted to, for leave-one-out.
-    :param ood: inputs from elsewhere, that its uncertainty should tell from the test inputs.
+    :param ood: out-of-distribution inputs.
     :param batch_norm_data: see ``Predictive``.
     :raises TypeError: if the posterior is neither a guide nor ``Samples``.
     :raises ValueError: for a posterior of another program, or targets that do not fit the
@@ -128,7 +128,7 @@ def evaluate(
     """
     predictive: Any
     model, observation = subject.model, subject.observation
-    linear = is_linear(posterior)  # a Gauss-Newton posterior is of the linear model
+    linear = is_linear(posterior)  # a Gauss-Newton posterior belongs to the linear model
     if linear and not observation.linear:
         said_of = UNKNOWN.format(kind=observation.kind, posterior=repr(name))
         warnings.warn(said_of, BdlWarning, stacklevel=3)
@@ -152,7 +152,7 @@ def evaluate(
     scores |= _scores_at_kept_points(found, elsewhere)
     if isinstance(posterior, Samples):
         function = found.function
-        if observation.fixed_mean:  # draws of the target are noisy, and always seem to mix
+        if observation.fixed_mean:  # noisy draws of the target always seem to mix
             function = log_likelihood(predictive, observation.site, test)
         scores |= divergences(posterior) | convergence(function, samples.num_chains)
     loo = None
@@ -161,8 +161,8 @@ def evaluate(
         left_out = None
         if observation.joint:
             warnings.warn(
-                f"the site {observation.site!r} is one observation of all rows, of which none can "
-                "be left out: there is no elpd",
+                f"the site {observation.site!r} is one joint observation of all rows: no row can "
+                "be left out, and there is no elpd",
                 BdlWarning,
                 stacklevel=3,
             )
@@ -186,7 +186,7 @@ def evaluate_draws(
     kept: Tensor,
     units: Units,
 ) -> Evaluation:
-    """Score predictions without a posterior, as far as they allow; as ``evaluate``.
+    """Score predictions that come without a posterior, as ``evaluate`` does, as far as possible.
 
     :param observation: the program's observed site.
     """
@@ -215,9 +215,9 @@ def evaluate_draws(
 
 
 def _scores_at_kept_points(found: Evaluation, elsewhere: Evaluation | None) -> dict[str, float]:
-    """The scores that need draws at the test points that were kept.
+    """The scores that need draws at the kept test points.
 
-    :param elsewhere: the posterior at inputs that its uncertainty should tell from these.
+    :param elsewhere: the evaluation at out-of-distribution inputs.
     """
     inputs: dict[str, tuple[Any, ...]] = {}
     parts = found.uncertainty()
@@ -231,25 +231,25 @@ def _scores_at_kept_points(found: Evaluation, elsewhere: Evaluation | None) -> d
     return measure(SCORES, found.task, inputs)
 
 
-# ----------------------------------------------------------------------------------- the parts
+# ------------------------------------------------------------------------------------- helpers
 
 
 def _at(
     predictive: Any, observation: Observation, inputs: tuple, units: Units, chains: int
 ) -> Evaluation:
-    """Draws of the function and, of a regression, of the target and its moments."""
+    """Draws of the function and, for regression, of the target, with its moments."""
     if observation.is_class:
         mean = predictive.mean(*inputs, None)[observation.site]
         p = observation.probabilities(mean)
         return Evaluation("classification", chains, p, p.mean(0), None)
     drawn = predictive(*inputs, None)
-    # With the same latents; of the linear model each call has draws of its own.
+    # With the same latents, except for the linear model, where each call makes new draws.
     expected, noise = predictive.draw_moments(*inputs, None)[observation.site]
     function = drawn.get("f")
     if function is None or function.shape[1:2] != (leading_size(inputs),):
         function = drawn[observation.site] if observation.fixed_mean else expected
     bad = ~function.isfinite()
-    check_draws("functions", bad & ~bad.all(0))  # in all draws it is the distribution's mean
+    check_draws("functions", bad & ~bad.all(0))  # all bad: there is no mean
     return Evaluation(
         task="regression",
         chains=chains,
@@ -262,7 +262,7 @@ def _at(
 
 
 def _parts(test: Test, predictive: Any, observation: Observation) -> list[Test]:
-    """The test rows in parts that bound the memory of their draws; of a joint observation all."""
+    """The test rows in batches that limit memory; a joint observation needs all rows at once."""
     if observation.joint:
         return [test]
     draws = predictive.num_samples
@@ -271,5 +271,5 @@ def _parts(test: Test, predictive: Any, observation: Observation) -> list[Test]:
     size = max(1, _NUMBERS_AT_ONCE // (draws * max(1, test.y[0].numel())))
     most = stated_num_data(predictive.model)
     if most is not None:
-        size = min(size, most)  # the program refuses more rows with targets
+        size = min(size, most)  # the program accepts no more rows with targets
     return [test.part(slice(start, start + size)) for start in range(0, test.rows, size)]

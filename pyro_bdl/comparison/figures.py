@@ -16,10 +16,10 @@ from pyro_bdl.utils.random_state import seeded
 
 CAPTIONS = {
     "bands": "Mean and 90 % interval of the function along the feature.",
-    "sd_map": "The function's sd over that of the reference, at the test points: red where a "
-    "posterior is too sure, blue where it is not sure enough.",
-    "forest": "The function at four test points, from where the reference is surest to where it is "
-    "least sure; the shaded column is its 90 % interval.",
+    "sd_map": "The function's sd divided by the reference's, at the test points: red where a "
+    "posterior is overconfident, blue where it is underconfident.",
+    "forest": "The function at four test points, ordered by the reference's sd; the shaded column "
+    "is the reference's 90 % interval.",
     "calibration": "Calibration on the test data: below the diagonal, a posterior is "
     "overconfident.",
     "pit": "Where the test targets lie among the predictions (probability integral transform): "
@@ -31,7 +31,7 @@ CAPTIONS = {
     "hyperparameters": "Latents that are single numbers, such as noise and scales: median, 50 % "
     "and 90 % interval.",
     "pairs": "Latents that are single numbers against each other.",
-    "trace": "The chains' draws in order, of the function at test points and of latents that are "
+    "trace": "The chains' draws in order, for the function at test points and for latents that are "
     "single numbers: chains that mixed look alike.",
     "ranks": "Each chain's share of the ranks of all draws: flat where chains agree. The band is "
     "for independent draws.",
@@ -39,7 +39,7 @@ CAPTIONS = {
     "differ between chains where their functions agree.",
 }
 
-_POINTS = 4  # at which functions are traced
+_POINTS = 4  # test points in trace plots
 _MOST_SCALARS = 4
 _MOST_IN_PAIRS = 5
 _DRAWS = 500
@@ -48,7 +48,7 @@ Draws = dict[str, Tensor]
 
 
 class Compared(Protocol):
-    """The fields of a ``Comparison`` that figures are drawn of."""
+    """The fields of a ``Comparison`` that figures use."""
 
     @property
     def task(self) -> str: ...
@@ -73,10 +73,10 @@ def figures(
     train: tuple[Tensor, Tensor] | None = None,
     posteriors: Mapping[str, Any] | None = None,
 ) -> dict[str, Figure]:
-    """Pictures of a comparison by names of :data:`CAPTIONS`; see ``Comparison.figures``."""
+    """Figures of a comparison, by the names in :data:`CAPTIONS`; see ``Comparison.figures``."""
     functions = {name: evaluation.function for name, evaluation in comparison.evaluations.items()}
     if comparison.task == "classification" and next(iter(functions.values())).shape[-1] == 2:
-        # The probability of the first class mirrors that of the second.
+        # The first class has one minus the second's probability.
         functions = {name: draws[..., 1] for name, draws in functions.items()}
     known = None if posteriors is None else _latents(comparison, posteriors)
     chains = _chains(comparison, functions, posteriors or {})
@@ -133,7 +133,7 @@ def _inputs(
 
 
 def _predictions(comparison: Compared) -> dict[str, Figure]:
-    """Calibration of classes, or of those numbers that have draws of the target."""
+    """Calibration of classes, or of posteriors with draws of the target."""
     if comparison.task == "classification":
         mean = {
             name: evaluation.function.mean(0) for name, evaluation in comparison.evaluations.items()
@@ -223,7 +223,7 @@ def _scalars(latents: Mapping[str, Draws], reference: str | None) -> dict[str, F
         for name, draws in latents.items()
         if all(site in draws for site in sites)
     }
-    if len(sites) > 1:  # of many posteriors the reference and those that were named first
+    if len(sites) > 1:  # if there are many posteriors: the reference and the first ones
         others = [name for name in paired if name != reference]
         chosen = others[: _MOST_IN_PAIRS - (reference is not None)]
         shown = {name: paired[name] for name in paired if name in chosen or name == reference}
@@ -232,7 +232,7 @@ def _scalars(latents: Mapping[str, Draws], reference: str | None) -> dict[str, F
 
 
 def _chains(comparison: Compared, functions: Draws, posteriors: Mapping[str, Any]) -> Draws:
-    """Name to ``(chains, draws)`` of the reference: functions at test points and single numbers."""
+    """The reference's functions at test points and single numbers: name to ``(chains, draws)``."""
     name = comparison.reference
     if name is None or (name not in posteriors and comparison.evaluations[name].chains < 2):
         return {}

@@ -15,7 +15,7 @@ _CLASSES = ("Categorical", "Bernoulli", "OneHotCategorical", "OrderedLogistic")
 
 @dataclass(frozen=True)
 class Units:
-    """Units of the target: ``y * scale + shift`` for the y that the program knows.
+    """Units of the target: ``y * scale + shift``, with y in the program's units.
 
     :param scale: positive.
     :param shift: in the target's own units.
@@ -31,7 +31,7 @@ class Units:
     def density(self, log_density: Tensor, y: Tensor) -> Tensor:
         """The log density ``(S, N)`` of targets in their own units.
 
-        It is smaller by the log of the scale for each number that one density is of.
+        It is smaller by log(scale) for each number in a target.
         """
         numbers = y.numel() / log_density.shape[1]
         return log_density.double() - math.log(self.scale) * numbers
@@ -58,9 +58,10 @@ class Observation:
     """The observed site and the kind of its distribution.
 
     :param linear: whether the linearized model knows this distribution.
-    :param joint: whether one distribution is of all rows, such as a MultivariateNormal over them.
-    :param fixed_mean: whether the latents of a joint one do not move its mean, as of a Gaussian
-        process whose function is integrated out.
+    :param site: name of the site.
+    :param joint: whether one distribution covers all rows, such as a MultivariateNormal over them.
+    :param fixed_mean: whether the mean of a joint distribution does not depend on the latents, as
+        for a Gaussian process whose function is integrated out.
     """
 
     site: str
@@ -86,23 +87,24 @@ class Observation:
 
 @dataclass(frozen=True)
 class PredictiveDraws:
-    """An exact or published posterior that is known by its predictions at the test inputs alone.
+    """An exact or published posterior of which only predictions at the test inputs are known.
 
-    It takes its place among the posteriors of ``compare``, as the reference or not::
+    It can be one of the posteriors of ``compare``, also the reference::
 
         compare(model, {"vi": guide, "exact": PredictiveDraws(f)}, x, y, reference="exact")
 
-    :param function: ``(S, N, ...)``, S draws at the N test inputs: of the site ``f`` (of the
-        observation's mean where the program has none), in the units of the program's target; of
-        classes the probabilities ``(S, N, C)``, for two classes also ``(S, N)`` of the second.
-    :param targets: ``(S, N, ...)``, of a regression draws of the target, noise included, where
-        they are known: what CRPS, coverage and the predictive distribution need.
-    :param log_likelihood: ``(S, N)``, of a regression log p(y_n | draw), which NLPD needs.
-    :param chains: how many Markov chains of equal length the draws are of, one after the other; 1
-        for independent draws, which need no R-hat.
-    :raises TypeError: for what is not a tensor.
-    :raises ValueError: for fewer than 2 draws, numbers of draws that differ, numbers that are not
-        finite, or draws that are no multiple of the chains.
+    :param function: ``(S, N, ...)``, S draws at the N test inputs. For regression they are draws of
+        the site ``f``, or of the observation's mean if the program has no such site, in the units
+        of the program's target. For classification they are probabilities ``(S, N, C)``; for two
+        classes ``(S, N)``, of the second class, is accepted too.
+    :param targets: ``(S, N, ...)``, draws of a regression target, including noise, if known; needed
+        for CRPS, coverage and the predictive distribution.
+    :param log_likelihood: ``(S, N)``, log p(y_n | draw) of a regression, if known; needed for NLPD.
+    :param chains: number of Markov chains of equal length, whose draws follow each other; 1 for
+        independent draws, which get no R-hat.
+    :raises TypeError: for a value that is not a tensor.
+    :raises ValueError: for fewer than 2 draws, different numbers of draws, numbers that are not
+        finite, or a number of draws that ``chains`` does not divide.
     """
 
     function: Tensor
@@ -148,11 +150,11 @@ class PredictiveDraws:
         )
 
     def check_rows(self, name: str, rows: int) -> None:
-        """Check that the draws are at all test inputs.
+        """Check that there are predictions at all test inputs.
 
-        :param name: of the posterior, for the message.
+        :param name: name of the posterior, for the message.
         :param rows: number of test inputs.
-        :raises ValueError: if they are not.
+        :raises ValueError: if the number of predictions differs.
         """
         if self.function.shape[1] != rows:
             raise ValueError(

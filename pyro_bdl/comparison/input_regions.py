@@ -11,7 +11,7 @@ from pyro_bdl.utils.tables import Column
 
 _MOST_TRAINING = 4096
 _FAR = 2.0  # times the spacing of the training inputs
-# A region of fewer test points is not spoken of.
+# Regions with fewer test points are left out.
 _LEAST_POINTS = 5
 
 COLUMNS = (
@@ -36,10 +36,10 @@ COLUMNS = (
 def regions(test: tuple[Any, ...], train: tuple[Any, ...]) -> dict[str, Tensor]:
     """A mask over the test rows for each region: ``near``, ``between`` and ``beyond``.
 
-    Near is an input that is no further from a training input than twice the distance that 95 % of
-    the training inputs have to their nearest neighbor. The others lie between the training inputs
-    where every feature is within its training range, beyond them otherwise. Features count in
-    their training sds; of many training inputs evenly spaced ones are taken.
+    An input is near if its distance to a training input is at most twice the 95 % quantile of the
+    distances between training inputs and their nearest neighbors. Other inputs lie between the
+    training inputs if every feature is within its training range, else beyond them. Features are
+    divided by their training sds. If there are many training inputs, evenly spaced ones are used.
 
     :param test: inputs of N rows, tensors or dicts of them.
     :param train: as many inputs, of M rows.
@@ -68,9 +68,9 @@ def sd_ratios(ours: Tensor, theirs: Tensor, masks: Mapping[str, Tensor]) -> dict
     """Ratio of the mean sds in each region, by the key of its column.
 
     :param ours: ``(N, ...)``, the sds of a posterior's function at the test inputs.
-    :param theirs: ``(N, ...)``, those of the reference.
+    :param theirs: ``(N, ...)``, the sds of the reference's function.
     :param masks: the regions, from ``regions``.
-    :returns: nothing for regions of fewer than 5 test inputs.
+    :returns: the ratios; regions with fewer than 5 test inputs are left out.
     """
     return {
         f"sd_ratio_{name}": (ours[mask].mean() / theirs[mask].mean()).item()

@@ -1,4 +1,4 @@
-"""PSIS-LOO of a posterior on the data that it was fitted to."""
+"""PSIS-LOO of a posterior on its training data."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from pyro_bdl.samples import Samples
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.tables import Column
 
-# A posterior that takes fewer values has no tail that a Pareto distribution could be fitted to.
+# A posterior with fewer distinct values has no tail for the fit of a Pareto distribution.
 _LEAST_VALUES = 25
 EXACT, CORRECTED, PLAIN = "draws", "p / q", "plain"
 
@@ -43,10 +43,10 @@ COLUMNS = (
         "loo_by",
         "by",
         style="text",
-        help="What the draws were taken for: draws of the posterior from Markov chains; draws of a "
-        "guide, mended by p / q; a guide's draws, or a linear model's, as they are (plain). What "
-        "was fitted to all data, such as the features of a last layer, is left as it is by the "
-        "plain ones: they are too good.",
+        help="How the draws are used: draws of the posterior from Markov chains; draws of a guide "
+        "with weights p / q; or draws of a guide or a linear model without weights (plain). Plain "
+        "values are too optimistic, since parameters fitted to all data, such as the features of a "
+        "last layer, stay as they are.",
     ),
 )
 DIFFERENCE = Column(
@@ -70,15 +70,16 @@ def leave_one_out(
 ) -> tuple[LOO, str] | None:
     """elpd_loo of the program under the posterior, and the kind of its draws.
 
-    ``draws``: of Markov chains, from the posterior. ``p / q``: of a guide with a density, mended
-    by the ratio of posterior and guide (Magnusson et al. 2019). ``plain``: of any other guide,
-    taken for the posterior; also of a Laplace approximation, the posterior of the linear model.
+    ``draws``: draws of the posterior from Markov chains. ``p / q``: draws of a guide with a
+    density, weighted by the ratio of posterior and guide (Magnusson et al. 2019). ``plain``: draws
+    of any other guide, treated as draws of the posterior; also draws of a Laplace approximation,
+    which is the posterior of the linear model.
 
     :param samples: the draws.
-    :param predictive: what gives the log likelihood at these draws.
+    :param predictive: computes the log likelihood at these draws.
     :param site: the observed site.
-    :param parts: the training data in parts that bound the memory.
-    :returns: None for a point mass, or few of them, which nothing can be left out of.
+    :param parts: the training data in batches that limit memory.
+    :returns: None for one or a few point masses, for which PSIS-LOO is not possible.
     """
     linear = not isinstance(predictive, Predictive)
     if not linear and _number_of_values(samples) < _LEAST_VALUES:
@@ -140,7 +141,7 @@ def _densities(
 ) -> tuple[Tensor, Tensor]:
     """log p(u) and log q(u) over the unconstrained latents, ``(S,)`` each."""
     if not any(latent.plates for latent in guide.require_layout().latents.values()):
-        data = data.part(slice(0, 2))  # the prior does not depend on them
+        data = data.part(slice(0, 2))  # the prior does not depend on the data
     with evaluation_mode(model, guide):
         program = Program(model, *data.inputs, data.y)
         vectors = program.unconstrain(samples.flat())

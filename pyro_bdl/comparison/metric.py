@@ -17,12 +17,12 @@ class Metric:
 
     :param key: name of the number in the rows and in CSV files.
     :param title: heading of its column; empty for a number that only verdicts use.
-    :param help: one sentence on what the number is, and in which units.
+    :param help: one sentence on the number's meaning and units.
     :param function: from the inputs to a number or a scalar tensor.
-    :param of: name of the inputs; the module of the tuple lists them. The number is left out if
-        they are not known.
+    :param of: name of the inputs; the module of the tuple lists them. If they are not known, the
+        number is left out.
     :param task: ``"regression"`` or ``"classification"``; None for both.
-    :param style: of the column, see ``Column``.
+    :param style: style of the column, see ``Column``.
     :param error: whether the rows hold its Monte Carlo error, under ``key_se``. Distances only.
     """
 
@@ -46,14 +46,14 @@ class Metric:
 
 
 def of_task(metrics: Iterable[Metric], task: str) -> list[Metric]:
-    """The metrics that a task has."""
+    """The metrics of a task."""
     return [metric for metric in metrics if metric.task in (None, task)]
 
 
 def measure(
     metrics: Iterable[Metric], task: str, inputs: Mapping[str, tuple[Any, ...]]
 ) -> dict[str, float]:
-    """The numbers by key, of those metrics of the task whose inputs are known."""
+    """The numbers by key, for the metrics of the task whose inputs are known."""
     return {
         metric.key: float(metric.function(*inputs[metric.of]))
         for metric in of_task(metrics, task)

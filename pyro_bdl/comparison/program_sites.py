@@ -22,11 +22,11 @@ from pyro_bdl.utils.module_state import evaluation_mode
 
 @dataclass(frozen=True)
 class Subject:
-    """The program that the posteriors are of.
+    """The program of the posteriors.
 
     :param model: a Pyro program, called with the inputs and the target.
     :param observation: its observed site.
-    :param latents: its latent sites; None if their shapes cannot be read without a posterior.
+    :param latents: its latent sites; None if their shapes are unknown without a posterior.
     """
 
     model: Callable
@@ -38,11 +38,11 @@ class Subject:
 def read_program(model: Callable, test: Test, posteriors: Mapping[str, Any]) -> Subject:
     """The program's observed and latent sites.
 
-    :param posteriors: guides or ``Samples``, of which the first one helps where the program cannot
-        be run alone, since its prior is improper.
-    :raises ValueError: if it has no observed site or several.
-    :raises UnsupportedProgramError: if it does not sample the site without targets, and its
-        distribution is one that cannot be drawn from with them.
+    :param posteriors: guides or ``Samples``. Draws of the first one are used if the program cannot
+        be run without values, since its prior is improper.
+    :raises ValueError: if the program has no observed site or several.
+    :raises UnsupportedProgramError: if the program does not sample the site without targets, and
+        its distribution with targets cannot be sampled either.
     """
     rows = test.part(slice(0, stated_num_data(model)))
     latents: Mapping[str, Latent] | None = None
@@ -76,18 +76,18 @@ def read_program(model: Callable, test: Test, posteriors: Mapping[str, Any]) -> 
 
 
 def _same_mean(program: Program, site: str) -> bool:
-    """Return True where the observation has one mean, wherever the latents are."""
+    """Return whether the observation's mean does not depend on the latents."""
     elsewhere = program.constrain(program.unconstrain(program.initial) + 0.5)[0]
     runs = (program.run(latents) for latents in (program.initial, elsewhere))
     return torch.equal(*(observation_mean(run.observed[site].distribution) for run in runs))
 
 
 class _AlwaysWithTargets:
-    """A program that samples its site with targets only, as those of ``pyro.contrib.gp``.
+    """Wrapper of a program that needs targets, such as those of ``pyro.contrib.gp``.
 
-    Called with None it gets others in their place, which predictions do not depend on.
+    If called with None, it passes placeholder targets, which do not affect predictions.
 
-    :param target: the targets of one row.
+    :param target: the target of one row.
     """
 
     def __init__(self, model: Callable, target: Tensor) -> None:
@@ -101,11 +101,12 @@ class _AlwaysWithTargets:
 
 
 def draws_of(name: str, subject: Subject, posterior: Any, num_samples: int, test: Test) -> Samples:
-    """Draws made once, so that every number in the table is of the same ones.
+    """Draw from a posterior once, so that all numbers in the table use the same draws.
 
-    :param name: of the posterior, for messages.
+    :param name: name of the posterior, for messages.
     :raises TypeError: if the posterior is neither a guide nor ``Samples``.
-    :raises ValueError: for a posterior of another program, with the sites that do not match.
+    :raises ValueError: for a posterior of another program; the error lists the sites that do not
+        match.
     """
     samples = _to_samples(name, posterior, num_samples, test)
     if subject.latents is None:
@@ -124,7 +125,7 @@ def _to_samples(name: str, posterior: Any, num_samples: int, test: Test) -> Samp
 
 
 def stated_num_data(model: Any) -> int | None:
-    """The N that a program knows of, also under handlers; None if it does not."""
+    """The N (``num_data``) of a program, also under handlers; None if it has none."""
     while not hasattr(model, "num_data") and hasattr(model, "model"):  # under a handler
         model = model.model
     return getattr(model, "num_data", None)

@@ -17,7 +17,7 @@ from pyro_bdl.utils.tables import Column, groups, to_csv, to_text
 __all__ = ["CAPTIONS", "Comparison", "is_known"]
 
 _WIDTH = 100
-_LEAST_WIDTH = 40  # of a verdict, however long the names
+_LEAST_WIDTH = 40  # of a verdict, also beside long names
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,15 @@ class Comparison:
 
     :param task: ``"regression"`` or ``"classification"``.
     :param reference: name of the reference, or None.
-    :param rows: a dict for each posterior, and a last one for the reference's two halves against
-        each other, the floor of the distances.
-    :param columns: of the table, with a sentence on each.
-    :param verdicts: posterior to one sentence computed from its row.
-    :param evaluations: posterior to its draws at the test points that were kept.
-    :param inputs: these test points.
-    :param y: their targets, those of a regression in their own units.
-    :param details: further columns, which ``to_text(details=True)`` and the files have too.
-    :param warnings: why the reference cannot be trusted; empty where nothing speaks against it.
+    :param rows: a dict for each posterior, and a last one that compares two halves of the
+        reference, the floor of the distances.
+    :param columns: the columns of the table, each with a help text.
+    :param verdicts: posterior to a sentence computed from its row.
+    :param evaluations: posterior to its draws at the kept test points.
+    :param inputs: the kept test points.
+    :param y: their targets; for a regression in the target's own units.
+    :param details: further columns, shown by ``to_text(details=True)`` and in the files.
+    :param warnings: reasons not to trust the reference; empty if there are none.
     """
 
     task: str
@@ -54,10 +54,9 @@ class Comparison:
     def to_text(self, width: int | None = _WIDTH, *, details: bool = False) -> str:
         """Table, verdicts and warnings.
 
-        :param width: groups of columns, or the columns of a wide one, stand below each other where
-            they are wider than so many characters, and sentences go on in the next line; None for
-            one wide table.
-        :param details: with the columns of ``details``.
+        :param width: the largest number of characters in a line. Wider groups of columns are
+            printed below each other, and sentences are wrapped; None for one wide table.
+        :param details: show the columns of ``details`` too.
         """
         longest = max(map(len, self.verdicts)) + 2
         verdicts = [
@@ -84,7 +83,7 @@ class Comparison:
         blocks = [[name]]
         for _, count in groups(rest):
             group, rest = rest[:count], rest[count:]
-            # A group stays together, unless it is too wide by itself.
+            # A group is split only if it is too wide by itself.
             for part in [group] if fits([name, *group]) else [[column] for column in group]:
                 if len(blocks[-1]) == 1 or fits([*blocks[-1], *part]):
                     blocks[-1] += part
@@ -93,7 +92,8 @@ class Comparison:
         return blocks
 
     def to_csv(self, path: str | Path) -> Path:
-        """Write all columns, details, errors and verdicts, numbers unrounded; return the path."""
+        """Write all columns, details, errors and verdicts with unrounded numbers; return the
+        path."""
         rows = [{**row, "verdict": self.verdicts.get(row["posterior"])} for row in self.rows]
         columns = []
         for column in (*self.columns, *self.details):
@@ -103,7 +103,7 @@ class Comparison:
         return to_csv(path, rows, [*columns, Column("verdict", "verdict", style="text")])
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """The rows and verdicts by posterior, in types that JSON knows; None for no number."""
+        """The rows and verdicts by posterior, in JSON types; None for missing numbers."""
         return {
             row["posterior"]: {
                 key: value if is_known(value) else None
@@ -123,14 +123,14 @@ class Comparison:
         train: tuple[Tensor, Tensor] | None = None,
         posteriors: Mapping[str, Any] | None = None,
     ) -> dict[str, Figure]:
-        """Pictures of the comparison, by a name that suits a file; see :data:`CAPTIONS`.
+        """Figures of the comparison, by names that can be used for files; see :data:`CAPTIONS`.
 
-        :param target: what the target is, for labels.
-        :param units: of the target, for labels.
+        :param target: name of the target, for labels.
+        :param units: units of the target, for labels.
         :param features: names of the inputs, for labels.
-        :param train: training inputs and targets, in the units of ``inputs`` and ``y``, to show
-            where there are one or two inputs.
-        :param posteriors: those that were compared, to show their latents too: hyperparameters,
+        :param train: training inputs and targets in the units of ``inputs`` and ``y``; shown if
+            there are one or two inputs.
+        :param posteriors: the compared posteriors, to show their latents too: hyperparameters,
             chains and layers.
         """
         return figures(
@@ -139,5 +139,5 @@ class Comparison:
 
 
 def is_known(value: object) -> bool:
-    """True where a cell holds something: neither None nor NaN."""
+    """Return whether a cell holds a value other than None and NaN."""
     return value is not None and not (isinstance(value, float) and math.isnan(value))

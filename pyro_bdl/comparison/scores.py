@@ -1,6 +1,6 @@
-"""Scores of one posterior: the metrics on test data, and the predictions they are computed from.
+"""Scores of one posterior: the metrics on test data, and the predictions that they use.
 
-The inputs of a metric, by the name that its ``of`` gives:
+A metric names its inputs by ``of``:
 
 ======================  =========================================================================
 ``"mean"``              the mean prediction ``(N, ...)`` and the targets; of classes the mean
@@ -13,8 +13,9 @@ The inputs of a metric, by the name that its ``of`` gives:
 ``"ood"``               the ``Uncertainty`` at test inputs and at inputs from elsewhere
 ======================  =========================================================================
 
-``"draws"`` and ``"density"`` are of a part of the test data at a time, since they take much memory:
-the score is the mean over the parts, weighted by their rows. Numbers are in the target's units.
+``"draws"`` and ``"density"`` are computed for one batch of test data at a time, since they need
+much memory; the score is the mean over the batches, weighted by their rows. Numbers are in the
+target's units.
 """
 
 from collections.abc import Iterable, Iterator
@@ -34,7 +35,7 @@ Scores = dict[str, Any]
 
 
 def _nlpd(density: Tensor, rows: int) -> Tensor:
-    """NLPD; the density of one distribution over all rows is shared out among them."""
+    """NLPD; a joint density of all rows is divided by their number."""
     found = metrics.negative_log_predictive_density(density)
     return found / rows if density.shape[1] == 1 else found
 
@@ -51,7 +52,7 @@ TEST_DATA = (
     Metric(
         "accuracy",
         "accuracy",
-        "Share of the classes predicted right.",
+        "Share of the classes predicted correctly.",
         metrics.accuracy,
         of="mean",
         task="classification",
@@ -112,8 +113,8 @@ CALIBRATION = (
     Metric(
         "coverage_from",
         "90 % from",
-        "The coverage of the 90 % interval is less than this once in forty times where the "
-        "targets follow from one of the posterior's own functions: then the interval is right.",
+        "The coverage of the 90 % interval is less than this with probability 2.5 % if the "
+        "targets follow from one of the posterior's functions, and then the interval is correct.",
         lambda low, high: low,
         of="coverage range",
         task="regression",
@@ -122,7 +123,7 @@ CALIBRATION = (
     Metric(
         "coverage_to",
         "90 % to",
-        "And more than this once in forty times.",
+        "Likewise, the coverage is more than this with probability 2.5 %.",
         lambda low, high: high,
         of="coverage range",
         task="regression",
@@ -140,9 +141,9 @@ CALIBRATION = (
     Metric(
         "pit",
         "PIT",
-        "Kolmogorov-Smirnov distance of the probability integral transforms from uniform; of "
-        "N independent targets and a calibrated posterior above 1.36 / sqrt(N) once in twenty "
-        "times.",
+        "Kolmogorov-Smirnov distance of the probability integral transforms from uniform; for "
+        "a calibrated posterior and N independent targets it is above 1.36 / sqrt(N) with "
+        "probability 5 %.",
         metrics.uniformity,
         of="pit",
         task="regression",
@@ -178,7 +179,7 @@ UNCERTAINTY = (
         "epistemic",
         "epistemic",
         "The sd of the mean prediction over the posterior, root mean square over the test "
-        "points, in units of the target. The squares of both parts add up to the variance.",
+        "points, in units of the target. The squares of both terms sum to the variance.",
         lambda parts: parts.epistemic.mean().sqrt(),
         of="uncertainty",
         task="regression",
@@ -186,7 +187,7 @@ UNCERTAINTY = (
     Metric(
         "epistemic",
         "epistemic",
-        "Mutual information of class and weights, in nats; both add up to the entropy.",
+        "Mutual information of class and weights, in nats; both terms sum to the entropy.",
         lambda parts: parts.epistemic.mean(),
         of="uncertainty",
         task="classification",
@@ -194,15 +195,15 @@ UNCERTAINTY = (
     Metric(
         "auroc",
         "AUROC",
-        "Probability that the predictive uncertainty is higher at an input from elsewhere than at "
-        "a test input; 0.5 cannot tell them apart.",
+        "Probability that the predictive uncertainty is higher at an out-of-distribution input "
+        "than at a test input; 0.5 means no separation.",
         lambda here, there: metrics.auroc(here.total, there.total),
         of="ood",
     ),
     Metric(
         "auroc_epistemic",
         "epist. AUROC",
-        "The same by the epistemic part of the uncertainty.",
+        "The same with the epistemic uncertainty.",
         lambda here, there: metrics.auroc(here.epistemic, there.epistemic),
         of="ood",
     ),
@@ -214,11 +215,11 @@ SCORES = (*TEST_DATA, *CALIBRATION, *UNCERTAINTY)
 class Predictions:
     """Predictions for some rows of the test data, in the target's units.
 
-    :param mean: ``(N, ...)``, the mean prediction; of classes ``(N, C)``, the mean probabilities.
-    :param y: the targets, of the shape of the mean; of classes ``(N,)``, their numbers.
-    :param rows: of the test data.
-    :param density: ``(S, N)``, log p(y_n | draw); ``(S, 1)`` where one distribution is of all rows.
-    :param draws: ``(S, N, ...)``, draws of the target, noise included; of classes None.
+    :param mean: ``(N, ...)``, the mean prediction; for classes ``(N, C)``, the mean probabilities.
+    :param y: the targets, with the shape of the mean; for classes ``(N,)``, class indices.
+    :param rows: the number of rows of the test data.
+    :param density: ``(S, N)``, log p(y_n | draw); ``(S, 1)`` for a joint distribution of all rows.
+    :param draws: ``(S, N, ...)``, draws of the target, including noise; None for classes.
     """
 
     mean: Tensor
@@ -228,7 +229,7 @@ class Predictions:
     draws: Tensor | None = None
 
     def inputs(self) -> dict[str, tuple[Any, ...]]:
-        """The inputs of metrics that take a part of the test data at a time."""
+        """The inputs of metrics that are computed for one batch of test data at a time."""
         found: dict[str, tuple[Any, ...]] = {}
         if self.density is not None:
             found["density"] = (self.density, self.rows)
@@ -238,10 +239,10 @@ class Predictions:
 
 
 def score(task: str, parts: Iterable[Predictions]) -> tuple[Tensor, Tensor | None, Scores]:
-    """Scores of predictions for parts of the test data.
+    """Scores of predictions for batches of the test data.
 
-    :returns: the mean predictions, the probability integral transforms of a regression where draws
-        are known, and the scores by key.
+    :returns: the mean predictions, the probability integral transforms (for a regression with
+        draws, else None), and the scores by key.
     """
     means, targets, places, rows = [], [], [], 0
     sums: dict[str, float] = {}
@@ -265,11 +266,11 @@ def score(task: str, parts: Iterable[Predictions]) -> tuple[Tensor, Tensor | Non
 def predictions(
     predictive: Any, observation: Observation, parts: Iterable[Test], units: Units
 ) -> Iterator[Predictions]:
-    """Predictions of a posterior, part by part.
+    """Yield the predictions of a posterior for one batch of test data after another.
 
-    :param predictive: a ``Predictive`` or its like.
-    :param parts: the test data in parts that bound the memory of their draws.
-    :param units: of the target; of no effect for classes.
+    :param predictive: a ``Predictive`` or an object with the same methods.
+    :param parts: the test data in batches that limit memory.
+    :param units: units of the target; ignored for classes.
     """
     site = observation.site
     for part in parts:
@@ -289,7 +290,7 @@ def predictions(
 
 
 def known_predictions(draws: PredictiveDraws, y: Tensor, units: Units) -> Predictions:
-    """Predictions of a regression that are known without a posterior, as far as they are."""
+    """Predictions of a regression from ``PredictiveDraws``, as far as they are given."""
     known = draws.function if draws.targets is None else draws.targets
     mean = known.mean(0)
     y = _fitting(y, mean)
@@ -309,9 +310,9 @@ def known_class_predictions(probabilities: Tensor, y: Tensor) -> Predictions:
 
 
 def log_likelihood(predictive: Any, site: str, data: Test) -> Tensor:
-    """log p(y_n | draw), ``(S, N)``; ``(S, 1)`` where one distribution is of all rows.
+    """log p(y_n | draw) in nats, ``(S, N)``; ``(S, 1)`` for a joint distribution of all rows.
 
-    :raises UnusableDrawsError: if one is NaN.
+    :raises UnusableDrawsError: if a value is NaN.
     """
     found = predictive.log_likelihood(*data.inputs, data.y)[site]
     check_draws("log likelihoods", found.isnan())
@@ -319,11 +320,11 @@ def log_likelihood(predictive: Any, site: str, data: Test) -> Tensor:
 
 
 def check_draws(name: str, bad: Tensor) -> None:
-    """Refuse draws that cannot be used.
+    """Check that all draws can be used.
 
-    :param name: of the values, for the message.
-    :param bad: bool ``(S, ...)``, true where a value is not usable.
-    :raises UnusableDrawsError: if one is, with the number of such draws.
+    :param name: name of the values, for the message.
+    :param bad: bool ``(S, ...)``, true at values that cannot be used.
+    :raises UnusableDrawsError: if there is such a value, with the number of such draws.
     """
     draws = bad.reshape(len(bad), -1).any(1).nonzero().flatten().tolist()
     if draws:
@@ -334,7 +335,10 @@ def check_draws(name: str, bad: Tensor) -> None:
 
 
 def class_labels(y: Tensor, probabilities: Tensor) -> Tensor:
-    """Targets, class numbers or one-hot rows, as one class number for each row ``(N, C)``."""
+    """Targets as one class number for each row of probabilities ``(N, C)``.
+
+    :param y: class numbers or one-hot rows.
+    """
     if y.numel() == probabilities.numel() and y.shape[-1:] == probabilities.shape[-1:]:
         y = y.argmax(-1)
     return y.reshape(-1).long()

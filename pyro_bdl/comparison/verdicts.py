@@ -7,13 +7,13 @@ from pyro_bdl.comparison.leave_one_out import PLAIN
 
 Row = Mapping[str, object]
 
-# Ratios of sds within these limits are told as agreement, R-hats below these as convergence.
+# Ratios of sds within these limits count as agreement; R-hats below these as convergence.
 _NARROW, _WIDE = 0.8, 1.25
 _RHAT_GOOD, _RHAT_USABLE = 1.01, 1.05
-# A region is spoken of where its sd ratio is off and by so much further off than near the data.
+# A region is mentioned if its sd ratio is off, by at least this factor more than near the data.
 _APART = 1.33
 _REGIONS = {"between": "between the training data", "beyond": "beyond the training data"}
-# A mean that is off by less than this share of the reference's sd is told as agreement.
+# A mean that is off by less than this share of the reference's sd counts as agreement.
 _OFF = 0.25
 
 
@@ -25,12 +25,12 @@ def verdict(
     points: int,
     doubtful: bool = False,
 ) -> str:
-    """One sentence on a posterior.
+    """A sentence on a posterior, from its numbers.
 
-    :param row: its line of the table.
-    :param reference: the line of the reference, None without one.
-    :param floor: the line of the reference's halves against each other.
-    :param points: number of test points, which the error of a coverage depends on.
+    :param row: its row of the table.
+    :param reference: the row of the reference; None without a reference.
+    :param floor: the row that compares two halves of the reference.
+    :param points: number of test points, which determines the error of a coverage.
     :param doubtful: whether the reference itself cannot be trusted.
     """
     parts = []
@@ -67,7 +67,8 @@ def _spread(row: Row) -> str:
 
 
 def _worst_region(row: Row) -> str:
-    """The region in which the sd is off, and much more so than near the training data."""
+    """The region where the sd is off most, and clearly more than near the training data; or an
+    empty string."""
     near = _number(row, "sd_ratio_near")
     near = 1.0 if math.isnan(near) or near <= 0 else near
     found = {}
@@ -81,9 +82,10 @@ def _worst_region(row: Row) -> str:
 
 
 def _left_out(row: Row, reference: Row) -> str:
-    """A difference in elpd of more than two standard errors, where both can be relied on.
+    """A difference in elpd of more than two standard errors, if both values are reliable.
 
-    That is where all k-hats are good, and no draws of a guide are taken for the posterior's.
+    They are reliable if all k-hats are good, and no draws of a guide are used as draws of the
+    posterior.
     """
     gap, error = _number(row, "elpd_diff"), _number(row, "elpd_diff_se")
     if math.isnan(gap) or abs(gap) <= 2 * error:

@@ -1,4 +1,5 @@
-"""Curvature of a program's log likelihood, and the Gaussians that it makes with a prior."""
+"""Curvature of a program's log likelihood, and the Gaussian posterior that it gives with a
+prior."""
 
 from pyro_bdl.curvature.config import CURVATURES, STRUCTURES, CurvatureConfig
 from pyro_bdl.curvature.fit import Fitted, fit_curvature

@@ -1,4 +1,4 @@
-"""Batches of data as linearizations, in parts that fit in memory."""
+"""Linearizations of batches of data, cut into pieces that fit in memory."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -19,8 +19,8 @@ from pyro_bdl.utils.memory import Allocations
 from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
 
 _PROBED = 16
-_BUDGET = 24 * 2**20  # bytes of a part's activations and gradients, at least
-_PER_WEIGHT = 8  # or so many times the bytes of the weights, which every part reads and adds to
+_BUDGET = 24 * 2**20  # bytes for the activations and gradients of a piece, at least
+_PER_WEIGHT = 8  # or this multiple of the weights' bytes, which every piece reads and adds to
 
 
 def linearizations(
@@ -33,9 +33,10 @@ def linearizations(
     known: dict[Any, Alignment] | None = None,
     every_output: bool = False,
 ) -> Iterator[Linearization]:
-    """Yield the linearization of each batch at the vector; a large batch is cut into parts.
+    """Yield the linearization of each batch at the vector; a large batch is cut into pieces.
 
-    :param every_output: size the parts for Jacobians of all outputs at once.
+    :param known: alignments found in earlier batches; filled here.
+    :param every_output: choose the pieces' size for Jacobians of all outputs at once.
     """
     known = {} if known is None else known
     size = None
@@ -66,9 +67,9 @@ def _part_size(
     config: CurvatureConfig | None,
     every_output: bool,
 ) -> int:
-    """Return the number of rows to take at once, 0 for all of a batch.
+    """Return the number of rows to use at once, 0 for the whole batch.
 
-    A batch is cut only where a part of it gives the same outputs as the whole.
+    A batch is cut only if its first rows alone give the same outputs as in the whole batch.
     """
     count = leading_size(batch)
     if count < 2 or not has_rows(batch, count):
@@ -79,7 +80,7 @@ def _part_size(
             whole = _outputs(model, subset, vector, rows(batch, 0, some, count))
         part = _outputs(model, subset, vector, rows(batch, 0, (some + 1) // 2, count))
     except Exception:
-        return 0  # the program wants all of its data; the run over them tells what is wrong
+        return 0  # the program needs all of its data; the run over them reports errors
     if whole.factors or not _agree(part, whole):
         return 0
     per_datum = 2.0 * allocations.bytes / some
@@ -102,7 +103,7 @@ def _agree(part: Run, whole: Run) -> bool:
         if name not in part.observed:
             return False
         size = num_data(part.observed[name])
-        if size == num_data(site):  # of no datum: parts would count it again and again
+        if size == num_data(site):  # not per datum: each piece would count it again
             return False
         first = parameters_of_any(base_distribution(part.observed[name].distribution))
         second = parameters_of_any(base_distribution(site.distribution))

@@ -1,4 +1,4 @@
-"""The choice of a curvature and of its structure, and a check of its memory."""
+"""The choice of a curvature and its structure, and a check of its memory."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,20 +14,22 @@ from pyro_bdl.utils.memory import available_memory
 
 STRUCTURES = tuple(structures.STRUCTURES)
 CURVATURES = ("ggn", "ggn-mc", "empirical-fisher", "hessian")
-_SLACK = 1.1  # for what lies beside the matrix: rows of the Jacobian, parts of a product
+_SLACK = 1.1  # allowance for other memory: rows of the Jacobian, intermediate products
 
 
 @dataclass(frozen=True)
 class CurvatureConfig(StructureOptions):
-    """The choice of a curvature matrix and of its compressed form.
+    """The choice of a curvature matrix and its compressed form.
 
     :param structure: "kron", "ekfac", "full", "diag" or "low_rank".
-    :param curvature: "ggn", the generalized Gauss-Newton matrix; "ggn-mc", its estimate from
-        ``num_draws`` drawn observations per datum; "empirical-fisher"; or "hessian" (full only).
-    :param num_draws: observations drawn per datum, 1 by default for "ggn-mc" and 512 for the
-        distributions whose information "ggn" has no closed form of (``fisher.cell_roots``).
-    :param rank: of "low_rank".
-    :param reduce: of "kron" and "ekfac", see ``KroneckerCurvature``.
+    :param curvature: "ggn", the generalized Gauss-Newton matrix; "ggn-mc", its Monte Carlo estimate
+        from ``num_draws`` drawn observations per datum; "empirical-fisher"; or "hessian" (full
+        only).
+    :param num_draws: observations drawn per datum, by default 1 for "ggn-mc". "ggn" draws
+        observations, by default 512, only for distributions without a closed form
+        (``fisher.cell_roots``).
+    :param rank: the rank of "low_rank".
+    :param reduce: an option of "kron" and "ekfac", see ``KroneckerCurvature``.
     """
 
     structure: str = "kron"
@@ -53,7 +55,7 @@ class CurvatureConfig(StructureOptions):
                 raise ValueError(f"{name} must be at least 1, got {value}")
 
     def columns(self, site: Site) -> Iterator[Cotangent]:
-        """Yield cotangents whose outer products add up to the Fisher information of a site."""
+        """Yield cotangents whose outer products sum to the Fisher information of a site."""
         if self.curvature == "ggn-mc":
             return sampled_columns(site, self.num_draws or 1)
         if self.curvature == "empirical-fisher":
@@ -66,10 +68,10 @@ class CurvatureConfig(StructureOptions):
         return structures.STRUCTURES[self.structure]
 
     def memory(self, size: int, like: Tensor) -> float:
-        """Return about how many bytes the structure needs over p latents.
+        """Return the approximate memory of the structure over p latents, in bytes.
 
         :param size: p.
-        :param like: gives the dtype.
+        :param like: a tensor with the dtype.
         """
         return _SLACK * self.kind.memory(size, self) * like.element_size()
 
@@ -77,9 +79,9 @@ class CurvatureConfig(StructureOptions):
 def check_memory(
     config: CurvatureConfig, size: int, like: Tensor, *, advice: str | None = None
 ) -> None:
-    """Raise an error before a structure is made that does not fit in memory.
+    """Check that a structure fits in memory, before it is made.
 
-    :param advice: what to do instead; by default the structures that fit are named.
+    :param advice: the advice in the error; by default it names the structures that fit.
     :raises MemoryError: if the structure needs more than is free.
     """
     needed, available = config.memory(size, like), available_memory(like.device)

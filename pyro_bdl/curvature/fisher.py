@@ -2,8 +2,9 @@
 
 For one datum with parameters theta, F = E[s s'] with the score s = d log p(y | theta) / d theta.
 The generalized Gauss-Newton matrix is sum_n J_n' F_n J_n, with J the Jacobian of theta in the
-latents; since F is covariant, any parametrization gives the same matrix. F = S S', and each
-column of S is a cotangent that is sent back through the network.
+latents. Any parametrization gives the same matrix, since F is covariant. F = S S', and each column
+of S is a cotangent that is back-propagated through the network (Schraudolph 2002; Martens 2020,
+section 9).
 """
 
 import math
@@ -25,22 +26,22 @@ from pyro_bdl.program.trace import Site
 
 
 def site_parameters(site: Site) -> dict[str, Tensor]:
-    """The distribution's tensors through which the latents act, name -> (batch, *event)."""
+    """The tensors of a site's distribution that depend on the latents, name -> (batch, *event)."""
     base = base_distribution(site.distribution)
     return {name: value for name, value in parameters_of_any(base).items() if value.requires_grad}
 
 
 def num_data(site: Site) -> int:
-    """The size of the leading dimension of an observed site; 1 where there is none."""
+    """The size of the leading dimension of an observed site; 1 if there is none."""
     shape = base_distribution(site.distribution).batch_shape
     return shape[0] if shape else 1
 
 
 def check_scales(sites: Mapping[str, Site]) -> None:
-    """Raise an error if observed sites disagree about what a minibatch stands for.
+    """Check that all observed sites scale a minibatch in the same way.
 
-    :raises ValueError: if an observed site takes a minibatch for all of its data, while the program
-        scales another site with as many rows up to all of them.
+    :raises ValueError: if an observed site treats a minibatch as all data, while the program scales
+        another site with the same number of rows up to all data.
     """
     scaled = [site for site in sites.values() if site.subsampling != 1]
     for name, site in sites.items():
@@ -48,17 +49,17 @@ def check_scales(sites: Mapping[str, Site]) -> None:
         partners = [other for other in scaled if num_data(other) == rows > 1]
         if site.subsampling == 1 and partners:
             raise ValueError(
-                f"the observed site '{name}' takes a minibatch of {rows} rows for all of its data, "
-                "so that they would count too little: give its plate "
+                f"the observed site '{name}' treats a minibatch of {rows} rows as all of its data, "
+                "so that they would have too little weight: give its plate "
                 f"size={round(rows * partners[0].subsampling)}"
             )
 
 
 def check_information(name: str, site: Site) -> None:
-    """Raise an error if an observed site's parameters do not determine its Fisher information.
+    """Check that an observed site's parameters determine its Fisher information.
 
-    :raises ValueError: if its support moves with the latents, or these enter its density in other
-        ways too.
+    :raises ValueError: if its support depends on the latents, or its density depends on them in
+        other ways than through its parameters.
     """
     base: Any = base_distribution(site.distribution)
     used, kind = site_parameters(site), type(base).__name__
@@ -67,7 +68,7 @@ def check_information(name: str, site: Site) -> None:
     advice = 'use structure="full" with curvature="hessian", or observe another distribution'
     if any(bound.requires_grad for bound in support_bounds(_support(base))):
         raise ValueError(
-            f"the support of site '{name}' ({kind}) moves with the latents, so that there is no "
+            f"the support of site '{name}' ({kind}) depends on the latents, so that there is no "
             f"Fisher information: {advice}"
         )
     everything = {key: value.detach() for key, value in parameters_of_any(base).items()}
@@ -79,7 +80,7 @@ def check_information(name: str, site: Site) -> None:
         found.to(expected), expected, rtol=slack, atol=slack, equal_nan=True
     ):
         raise ValueError(
-            f"the density of site '{name}' ({kind}) is not told by its parameters "
+            f"the density of site '{name}' ({kind}) is not determined by its parameters "
             f"{', '.join(everything)} alone, so that its Fisher information is not known: {advice}"
         )
 
@@ -92,12 +93,12 @@ def _support(base: Any) -> Any:
 
 
 def exact_columns(site: Site, num_draws: int = ESTIMATION_DRAWS) -> Iterator[Cotangent]:
-    """The columns of S for every datum at once, F being exact where it has a closed form.
+    """The columns of S for all data at once; F is exact if it has a closed form.
 
-    Where a datum has several cells (outputs, pixels), independent given the parameters, each
-    cell has columns of its own.
+    If a datum has several cells (outputs, pixels), which are independent given the parameters, each
+    cell has its own columns.
 
-    :param num_draws: observations drawn per datum where F has no closed form.
+    :param num_draws: observations drawn per datum if F has no closed form.
     """
     base = base_distribution(site.distribution)
     cells = torch.Size(base.batch_shape[1:])  # that of a zero-inflated one is a tuple
@@ -130,13 +131,13 @@ def sampled_columns(site: Site, num_draws: int) -> Iterator[Cotangent]:
 
 
 def empirical_columns(site: Site) -> Iterator[Cotangent]:
-    """The score of what was observed: the empirical Fisher."""
+    """The score of the observed values, as one column, for the empirical Fisher information."""
     weight = cell_weights(site)
     yield {name: _scaled(v, weight) for name, v in _score(site, site.value).items()}
 
 
 def cell_weights(site: Site) -> Tensor:
-    """Square roots of the cells' weights, of the batch shape: temperatures and masks."""
+    """Square roots of the cells' weights (temperatures and masks), with the batch shape."""
     base = base_distribution(site.distribution)
     like = next(iter(parameters_of_any(base).values()))
     whole = site.distribution.batch_shape

@@ -1,4 +1,4 @@
-"""Roots of the Fisher information of one observation: in closed form, summed or estimated."""
+"""Roots of the Fisher information of one observation: closed forms, sums or estimates."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -18,13 +18,13 @@ from pyro_bdl.distributions.take_apart import (
 Cotangent = dict[str, Tensor]
 Roots = Iterable[Cotangent]
 
-ESTIMATION_DRAWS = 512  # per datum, of information without a closed form
-_CLOSED_FORM_UP_TO = 2048  # columns of a multivariate Normal's information
+ESTIMATION_DRAWS = 512  # draws per datum if the information has no closed form
+_CLOSED_FORM_UP_TO = 2048  # the largest number of columns of a multivariate Normal's information
 _NUMBERS_AT_ONCE = 2**18
 
 
 def rebuilt(base: Any, parameters: dict[str, Tensor]) -> Any:
-    """A distribution of the same kind with other parameters, which may have more leading
+    """A distribution of the same class with other parameters, which may have more leading
     dimensions."""
     kind: Any = type(base)
     apart = take_apart(base)
@@ -53,13 +53,12 @@ def cell_roots(
     F has a closed form for Normal, LogNormal, Laplace, Cauchy, Gumbel, StudentT, Gamma, Beta,
     Exponential, HalfNormal, Poisson, Bernoulli, Binomial and NegativeBinomial (where the count is
     known), Categorical, OneHotCategorical, MultivariateNormal and LowRankMultivariateNormal (up to
-    63 dimensions, where more than the mean is latent). It is a sum over all observations where
-    these are at most 512. For all other distributions it is estimated from drawn
-    observations.
+    63 dimensions, if more than the mean is latent). If there are at most 512 possible observations,
+    F is a sum over them. For all other distributions F is estimated from drawn observations.
 
     :param base: the distribution, without ``to_event`` and masks.
-    :param parameters: those of its tensors that matter; the others count as known.
-    :param num_draws: observations drawn per datum where F has no closed form.
+    :param parameters: its tensors that depend on the latents; the others count as known.
+    :param num_draws: observations drawn per datum if F has no closed form.
     :raises ValueError: if the density has no gradient in any of the parameters.
     """
     kind = type(base).__name__
@@ -79,7 +78,7 @@ def _diagonal(information: dict[str, Tensor], parameters: dict[str, Tensor]) -> 
 def _pair(
     first: tuple[str, Tensor], second: tuple[str, Tensor], cross: Tensor, parameters: dict
 ) -> list[Cotangent]:
-    """Columns of S with [[a, c], [c, b]] = S S', or only the known part of it."""
+    """Columns of S with [[a, c], [c, b]] = S S', restricted to the given parameters."""
     (x, a), (y, b) = first, second
     if x not in parameters or y not in parameters:
         return _diagonal({x: a, y: b}, parameters)
@@ -110,7 +109,7 @@ def _gumbel(base: Any, parameters: dict[str, Tensor]) -> Roots:
 
 
 def _student_t(base: Any, parameters: dict[str, Tensor]) -> Roots:
-    """Lange, Little & Taylor 1989, appendix B."""
+    """The information of location, scale and df (Lange, Little & Taylor 1989, appendix B)."""
     df, scale = base.df.detach(), base.scale.detach()
     precision = scale.square().reciprocal()
     loc = (df + 1) / (df + 3) * precision
@@ -161,14 +160,15 @@ def _binomial(base: Any, parameters: dict[str, Tensor]) -> Roots:
 
 
 def _negative_binomial(base: Any, parameters: dict[str, Tensor]) -> Roots:
-    """The information of r failures: r p for the logits of p."""
+    """The information of r failures; for the logits of p it is r p."""
     tiny = torch.finfo(base.logits.dtype).tiny
     rest = torch.sigmoid(-base.logits.detach())
     return _of_probability(base, parameters, base.total_count.detach() / rest.clamp(min=tiny))
 
 
 def _of_probability(base: Any, parameters: dict[str, Tensor], count: Any) -> Roots:
-    """count p (1 - p) for the logits of p, count / (p (1 - p)) for p itself."""
+    """The information of a probability p: count p (1 - p) for its logits, count / (p (1 - p)) for
+    p."""
     if "probs" in parameters:
         p = base.probs.detach()
         tiny = torch.finfo(p.dtype).tiny
@@ -195,9 +195,9 @@ def _categorical(base: Any, parameters: dict[str, Tensor]) -> Roots:
 
 
 def _multivariate_normal(base: Any, parameters: dict[str, Tensor]) -> Roots | None:
-    """P = Sigma^-1 for the mean and, for Sigma = L L', tr(P dSigma P dSigma) / 2.
+    """The information P = Sigma^-1 of the mean, and tr(P dSigma P dSigma) / 2 of Sigma = L L'.
 
-    With M = L^-1 dL, a lower triangle, the latter is sum_ij M_ij^2 + sum_i M_ii^2.
+    With the lower triangular M = L^-1 dL the latter is sum_ij M_ij^2 + sum_i M_ii^2.
     """
     inverse = torch.linalg.inv(base.scale_tril.detach())  # F = L^-T L^-1
     inverse = inverse.expand(*base.batch_shape, *inverse.shape[-2:])
@@ -213,7 +213,7 @@ def _multivariate_normal(base: Any, parameters: dict[str, Tensor]) -> Roots | No
 
 
 def _low_rank_multivariate_normal(base: Any, parameters: dict[str, Tensor]) -> Roots | None:
-    """The information of any multivariate Normal, with Sigma = W W' + D."""
+    """The information of a multivariate Normal with Sigma = W W' + D."""
     factor = base.cov_factor.detach()
     inverse = torch.linalg.inv(base.scale_tril.detach())
     inverse = inverse.expand(*base.batch_shape, *inverse.shape[-2:])
@@ -239,10 +239,11 @@ def _is_small(size: int, has_scale: bool) -> bool:
 def _of_mean_and_covariance(
     inverse: Tensor, parameters: dict[str, Tensor], scale: str, of_scale: Callable
 ) -> Iterator[Cotangent]:
-    """One column after the other, since there are d (d + 1) / 2 of d x d numbers per datum.
+    """Yield columns one by one, since there are d (d + 1) / 2 of them, with d x d numbers per
+    datum.
 
     :param inverse: L^-1 for the covariance L L'.
-    :param scale: how the names of the covariance's tensors start.
+    :param scale: the prefix of the names of the covariance's tensors.
     :param of_scale: the column of an entry on or below the diagonal.
     """
     size = inverse.shape[-1]
@@ -256,7 +257,8 @@ def _of_mean_and_covariance(
 
 
 def _transformed(base: Any, parameters: dict[str, Tensor], num_draws: int) -> Roots | None:
-    """A bijection of the observation leaves the information as it is."""
+    """The information of a transformed distribution: a bijection of the observation does not change
+    it."""
     inner, start = base_distribution(base.base_dist), "base_dist."
     moved = not all(name.startswith(start) for name in parameters)
     if moved or inner.batch_shape != base.batch_shape:
@@ -266,7 +268,7 @@ def _transformed(base: Any, parameters: dict[str, Tensor], num_draws: int) -> Ro
     return ({start + k: v for k, v in root.items()} for root in roots)
 
 
-# For each kind its closed form, and the parameters that it covers.
+# For each class its closed form, and the parameters that it covers.
 _CLOSED_FORMS: dict[str, tuple[Callable[..., Roots | None], frozenset[str]]] = {
     "Normal": (_normal, frozenset({"loc", "scale"})),
     "LogNormal": (_normal, frozenset({"loc", "scale"})),
@@ -295,10 +297,10 @@ _CLOSED_FORMS: dict[str, tuple[Callable[..., Roots | None], frozenset[str]]] = {
 def _estimated_roots(
     base: Distribution, parameters: dict[str, Tensor], num_draws: int
 ) -> Iterator[Cotangent]:
-    """S for distributions without a closed form, from F = sum over y of p(y) s s' where y takes a
-    few values, else the mean of s s' over draws.
+    """S for distributions without a closed form.
 
-    The estimate is positive semi-definite by construction. Nothing goes through the network.
+    F is the sum over y of p(y) s s' if y takes few values, else the mean of s s' over draws, which
+    is positive semi-definite by construction. The network is not evaluated.
     """
     shapes = {name: v.shape[len(base.batch_shape) :] for name, v in parameters.items()}
     sizes = [shape.numel() for shape in shapes.values()]
@@ -311,7 +313,7 @@ def _estimated_roots(
     numbers = sum(v.numel() for v in parameters.values())
     for values, weights in _weighted_values(base, numbers, num_draws):
         scores = _scores(base, tuple(parameters), values)
-        if sum(sizes) > num_draws:  # the scores are fewer columns than the root of their squares
+        if sum(sizes) > num_draws:  # the scores themselves are fewer columns than a root of F
             yield from map(cotangent, scores * weights.sqrt()[..., None])
         else:
             squares = torch.einsum("d...i,d...j->...ij", scores * weights[..., None], scores)
@@ -325,8 +327,11 @@ def _estimated_roots(
 def _weighted_values(
     base: Distribution, numbers: int, num_draws: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Values (d, *batch, *event) of the observation and their weights (d, *batch) or (d, 1...),
-    in blocks; ``numbers`` are those of one score."""
+    """Yield blocks of values (d, *batch, *event) of the observation, with weights (d, *batch) or
+    (d, 1...).
+
+    :param numbers: the numbers of one score, which determine the size of a block.
+    """
     size = max(1, min(num_draws, _NUMBERS_AT_ONCE // max(1, numbers)))
     support = _few_values(base)
     if support is None:
@@ -348,7 +353,7 @@ def _few_values(base: Any) -> Tensor | None:
         return None
     try:
         values = base.enumerate_support()
-    except NotImplementedError:  # as many as differ from datum to datum
+    except NotImplementedError:  # their number differs between data
         return None
     return values if len(values) <= ESTIMATION_DRAWS else None
 
@@ -369,7 +374,7 @@ def _scores(base: Distribution, names: tuple[str, ...], values: Tensor) -> Tenso
     if all(gradient is None for gradient in found):
         raise ValueError(
             f"the density of {type(base).__name__} has no gradient in its {', '.join(names)}, so "
-            "that it has no Fisher information: observe a distribution whose density moves with "
+            "that it has no Fisher information: observe a distribution whose density depends on "
             "the latents"
         )
     pairs = zip(leaves.values(), found, strict=True)

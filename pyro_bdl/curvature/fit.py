@@ -1,4 +1,4 @@
-"""Curvature of a program's log likelihood over data: passes over batches, in parts."""
+"""Curvature of a program's log likelihood over data, computed in passes over batches."""
 
 import functools
 from collections.abc import Callable
@@ -23,15 +23,16 @@ from pyro_bdl.program.subset import Subset
 
 @dataclass
 class Fitted:
-    """A curvature over data, with the sums of the same pass.
+    """A curvature over data, with other sums from the same pass.
 
-    :param curvature: of minus the tempered log likelihood in the subset.
-    :param log_likelihood: the tempered log likelihood of the data, factors included, a scalar.
-    :param num_data: how many data, counted along the leading axes of the observed sites.
-    :param gradient: of the tempered log likelihood in the subset, (p,).
-    :param squares: of Normal sites the sum of ((y - loc) / scale)^2, each times its tempering.
-    :param factor: by which the sums over the data passed were multiplied.
-    :param cells: of Normal sites how many terms that sum has, each times its tempering.
+    :param curvature: the curvature of minus the tempered log likelihood in the subset.
+    :param log_likelihood: the tempered log likelihood of the data, including factors, a scalar in
+        nats.
+    :param num_data: the number of data, counted along the leading axes of the observed sites.
+    :param gradient: gradient of the tempered log likelihood in the subset, (p,).
+    :param squares: the sum over Normal sites of ((y - loc) / scale)^2, weighted by the tempering.
+    :param factor: the factor by which the sums over the given data were multiplied.
+    :param cells: the number of terms in ``squares``, weighted by the tempering.
     """
 
     curvature: Curvature
@@ -57,9 +58,10 @@ def fit_curvature(
 ) -> Fitted:
     """Compute the curvature of a program's log likelihood at a vector (P,).
 
-    Every datum counts once, times its tempering. Where the program speaks of more data than were
-    passed (``num_data``), the sum is scaled up to them, and a warning says so. A program that does
-    so for one observed site and not for another with as many rows is refused.
+    Every datum counts once, weighted by its tempering. If the program states more data
+    (``num_data``) than were passed, the sums are scaled up to that number, with a warning. A
+    program that scales one observed site, but not another one with the same number of rows, is
+    refused.
 
     :param data: the program's arguments, or an iterable of batches of them.
     :param before: a curvature of earlier data that the result will include.
@@ -111,7 +113,7 @@ def _accumulated(
     states = _random_states(vector.device)
 
     def one_pass(number: int) -> None:
-        if number:  # the same draws, so that all passes are about one matrix
+        if number:  # the same draws in all passes, for one matrix
             _set_random_states(states, vector.device)
         curvature.start_pass(number)
         parts = tqdm(

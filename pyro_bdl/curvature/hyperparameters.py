@@ -21,10 +21,10 @@ from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
 
 @dataclass
 class Hyperparameter:
-    """A positive parameter of the program, as its last run read it.
+    """A positive parameter of the program, from its last run.
 
-    :param value: constrained, with the graph back to ``leaf``.
-    :param leaf: the unconstrained tensor that optimizers see.
+    :param value: the constrained value, with the graph back to ``leaf``.
+    :param leaf: the unconstrained tensor that optimizers change.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Hyperparameter:
 
     @torch.no_grad()
     def set(self, value: Tensor) -> None:
-        """Give it another value in place; a value out of its bounds becomes the bound."""
+        """Set the value in place; a value outside the bounds is set to the bound."""
         inside = _inside(value.to(self.leaf), self.constraint)
         self.leaf.copy_(transform_to(self.constraint).inv(inside))
 
@@ -81,7 +81,7 @@ def read_at_center(
 def read(
     model: Callable, subset: Subset, vector: Tensor, args: tuple, kwargs: Mapping[str, Any]
 ) -> ParameterReading:
-    """Run the program at an unconstrained vector (P,) and note the parameters that it reads."""
+    """Run the program at an unconstrained vector (P,) and record the parameters that it reads."""
     with _Parameters() as seen:
         run, leaves = run_at(model, subset, vector.detach(), args, kwargs)
     store, found = pyro.get_param_store(), {}
@@ -101,16 +101,16 @@ def few_rows(model: Callable, layout: Any, vector: Tensor, batch: Batch) -> Batc
     try:
         with torch.no_grad(), evaluation_mode(model), preserved_buffers(model):
             record(model, layout.constrain(vector)[0], *few, draw=leave_open)
-    except Exception:  # it wants all of its data
+    except Exception:  # it needs all of its data
         return batch
     return few
 
 
 def scales(tensor: Tensor, parameter: Hyperparameter) -> Tensor | None:
-    """Return d tensor / d parameter, summed over the tensor, where they are proportional.
+    """Return d tensor / d parameter, summed over the tensor, if they are proportional.
 
     :param parameter: positive.
-    :returns: of the parameter's shape; None if ``tensor`` is not proportional to it.
+    :returns: the sums, with the parameter's shape; None if ``tensor`` is not proportional to it.
     """
     if not tensor.requires_grad or not (parameter.value > 0).all():
         return None
@@ -126,7 +126,7 @@ def scales(tensor: Tensor, parameter: Hyperparameter) -> Tensor | None:
 def prior_scales(reading: ParameterReading, subset: Subset) -> dict[str, Tensor]:
     """Return the standard deviations of the sites with independent Normal priors, by site.
 
-    :returns: flat, the entries that are in the subset.
+    :returns: flat tensors of the entries in the subset.
     """
     result = {}
     for name in subset.parts:
@@ -141,7 +141,7 @@ def prior_scales(reading: ParameterReading, subset: Subset) -> dict[str, Tensor]
 
 
 def prior_locations(reading: ParameterReading, subset: Subset, name: str) -> Tensor:
-    """Return the means of a site's independent Normals, flat, the entries in the subset."""
+    """Return the means of a site's independent Normals, flat, for the entries in the subset."""
     site = reading.run.latents[name]
     base: Any = base_distribution(site.distribution)
     loc = base.loc.detach().expand(site.value.shape).reshape(-1)
@@ -150,7 +150,7 @@ def prior_locations(reading: ParameterReading, subset: Subset, name: str) -> Ten
 
 
 def owners(reading: ParameterReading, subset: Subset) -> dict[str, list[tuple[str, Tensor]]]:
-    """Return the sites whose prior scales are proportional to a hyperparameter, with these scales.
+    """Return for each hyperparameter the sites whose prior scales are proportional to it.
 
     :returns: hyperparameter -> [(site, scales), ...].
     """
@@ -179,7 +179,7 @@ def group_sum(scale: Tensor, values: Tensor, parameter: Hyperparameter) -> Tenso
 def noise_owner(reading: ParameterReading, subset: Subset) -> tuple[Hyperparameter, Site] | None:
     """Return the hyperparameter to which the noise is proportional, and the observed site.
 
-    :returns: None unless the program observes one site alone, a Normal, with such a noise.
+    :returns: None unless the program has a single observed site, a Normal with such a noise.
     """
     site = noise_site(reading)
     if site is None:
@@ -193,9 +193,9 @@ def noise_owner(reading: ParameterReading, subset: Subset) -> tuple[Hyperparamet
 
 @torch.enable_grad()
 def noise_site(reading: ParameterReading) -> Site | None:
-    """Return the only observed site, if it is a Normal with a noise scale of its own.
+    """Return the only observed site, if it is a Normal with its own noise scale.
 
-    :returns: None if latents move the scale, or parameters move its entries differently.
+    :returns: None if the scale depends on latents, or parameters change its entries differently.
     """
     if len(reading.run.observed) != 1 or reading.run.factors:
         return None
@@ -217,7 +217,7 @@ def noise_site(reading: ParameterReading) -> Site | None:
 def _moves_as_a_whole(scale: Tensor, parameters: Mapping[str, Hyperparameter]) -> bool:
     """Return True if d log scale / d parameter is the same for all entries of the scale."""
     logs = scale.log().reshape(-1)
-    # any weights that add up to zero
+    # any weights with sum zero
     weights = torch.linspace(-1.0, 1.0, len(logs), dtype=logs.dtype, device=logs.device)
     for parameter in parameters.values():
         slopes = [
@@ -233,7 +233,7 @@ def _moves_as_a_whole(scale: Tensor, parameters: Mapping[str, Hyperparameter]) -
 
 @torch.enable_grad()
 def in_likelihood(reading: ParameterReading) -> list[str]:
-    """Return the names of the parameters that move the likelihood.
+    """Return the names of the parameters that the likelihood depends on.
 
     The scale of ``noise_site`` does not count.
     """
@@ -256,9 +256,9 @@ def in_likelihood(reading: ParameterReading) -> list[str]:
 
 
 def followed(reading: ParameterReading) -> dict[str, Hyperparameter]:
-    """Return the hyperparameters that the evidence follows without another fit.
+    """Return the hyperparameters whose changes the evidence can follow without another fit.
 
-    They are those of the priors, and of a Normal's noise.
+    They are the hyperparameters of the priors, and a Normal's noise.
     """
     others = in_likelihood(reading)
     return {name: p for name, p in reading.parameters.items() if name not in others}
@@ -268,9 +268,9 @@ def followed(reading: ParameterReading) -> dict[str, Hyperparameter]:
 def restored_on_error(
     parameters: Mapping[str, Hyperparameter], refresh: Callable[[], Any]
 ) -> Iterator[None]:
-    """Give hyperparameters their values back if the body raises an error.
+    """Restore hyperparameters if the body raises an error.
 
-    :param refresh: called then, for those who follow them.
+    :param refresh: called after the values are restored.
     """
     before = {name: p.leaf.detach().clone() for name, p in parameters.items()}
     try:

@@ -1,8 +1,8 @@
 """The outputs of a program as linear functions of its latents: f(u) = f(u*) + J (u - u*).
 
-The linearized predictive takes their moments and draws under a Gaussian over u, and the evidence of
-the linearized model takes its likelihood at a point. ``LinearOutputs`` has the value f(u*), the
-Jacobian J as factors, and the product of J with one vector.
+The linearized predictive needs their moments and draws under a Gaussian over u; the evidence of the
+linearized model needs its likelihood at a point. ``LinearOutputs`` provides the value f(u*), the
+Jacobian J as factors, and products of J with a vector.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,19 +33,19 @@ _Transposed = tuple[list[Tensor], dict[str, Tensor]]  # v, and J' v by site
 
 
 class LinearOutputs:
-    """Tensors of one run of a program as linear functions of the latents of a subset.
+    """Tensors of one run of a program as linear functions of the latents in a subset.
 
-    For each of n data the K numbers that these latents move are one row.
+    Each of n data has a row of the K numbers that depend on these latents.
 
     :param at: the run.
     :param label: a name of the tensors, the same in every batch.
     :param read: the tensors by name in any run of the program.
-    :param has_data: whether their leading axis numbers the data; else they are of one datum.
+    :param has_data: whether their leading axis is the data axis; else they belong to one datum.
     :param differentiable: keep the graph back to the program's arguments and parameters; the
         Jacobian is then one dense matrix for each datum.
     """
 
-    # where they are the parameters of an observed site: its name, its distribution's, and the site
+    # for the parameters of an observed site: the names of site and distribution, and the site
     name = ""
     kind = ""
     site: Site | None = None
@@ -73,7 +73,7 @@ class LinearOutputs:
         self._out: list[Tensor] | None = None
 
     def kept(self, value: Tensor) -> Tensor:
-        """A result with its graph where it is to be differentiated, else without."""
+        """A result with its graph if it has to be differentiable, else without."""
         return value if self.differentiable else value.detach()
 
     @classmethod
@@ -112,14 +112,14 @@ class LinearOutputs:
 
     @property
     def mean(self) -> Tensor:
-        """(n, K), K the numbers of a datum that move."""
+        """The K numbers of each datum that depend on the latents, (n, K)."""
         parts = [self.values[key].reshape(self.num_data, -1) for key in self.moving]
         like = next(iter(self.values.values()))
         return torch.cat(parts, -1) if parts else like.new_zeros(self.num_data, 0)
 
     @property
     def jacobian(self) -> Jacobian:
-        """The K numbers as K columns."""
+        """The Jacobian of the K numbers, as K columns."""
         if self._jacobian is None and self.differentiable:
             self._jacobian = self._dense_jacobian()
         elif self._jacobian is None:
@@ -132,7 +132,7 @@ class LinearOutputs:
             return self.at.pullback(self._outputs, self.num_data, label=self.label)
 
     def _dense_jacobian(self) -> Jacobian:
-        """Row by row, each with its graph."""
+        """A dense Jacobian, row by row, with its graph."""
         at = self.at
         leaves = [at.leaves[name] for name in at.subset.parts]
         with torch.enable_grad():
@@ -246,12 +246,12 @@ class LinearOutputs:
             yield dict(zip(leaves, found, strict=True))
 
     def observed(self, values: dict[str, Tensor]) -> Site:
-        """The observed site where its parameters are ``values``, of ``moved`` or ``draws``."""
+        """The observed site with the parameters ``values``, from ``moved`` or ``draws``."""
         assert self.site is not None
         return with_unconstrained(self.site, values)
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
-        """(..., n, K) by name, (..., *shape)."""
+        """Split (..., n, K) into tensors by name, (..., *shape)."""
         shapes = [self.values[key].shape for key in self.moving]
         sizes = [shape.numel() // self.num_data for shape in shapes]
         return {
@@ -270,15 +270,15 @@ class LinearOutputs:
         return values
 
     def gaussian(self, precision: Precision) -> "GaussianOutputs":
-        """Their distribution where the subset's offset is N(0, precision^-1)."""
+        """The Gaussian distribution of the outputs if the subset's offset is N(0, precision^-1)."""
         return GaussianOutputs(self, self.mean, precision)
 
 
 @dataclass
 class GaussianOutputs:
-    """N(mean, covariance) for every datum, mean (n, K); of the covariance only what is asked for.
+    """N(mean, covariance) for every datum, with mean (n, K); covariances are computed on request.
 
-    :param precision: of the subset's offset.
+    :param precision: the precision of the subset's offset.
     """
 
     outputs: LinearOutputs
@@ -287,7 +287,7 @@ class GaussianOutputs:
 
     @cached_property
     def covariance(self) -> Tensor:
-        """(n, K, K)."""
+        """The covariances, (n, K, K)."""
         if not self.outputs.moving:
             return self.mean.new_zeros(*self.mean.shape, self.mean.shape[-1])
         covariance = self.precision.covariance(self.outputs.jacobian)
@@ -304,15 +304,15 @@ class GaussianOutputs:
         return self.outputs.kept(variances).to(self.mean)
 
     def means(self) -> dict[str, Tensor]:
-        """By name, those that move."""
+        """Means by name, of the tensors that depend on the latents."""
         return self.outputs.split(self.mean)
 
     def variances(self) -> dict[str, Tensor]:
-        """By name, those that move."""
+        """Variances by name, of the tensors that depend on the latents."""
         return self.outputs.split(self.diagonal)
 
     def cells(self, key: str) -> tuple[Tensor, Tensor]:
-        """Mean and variance of one tensor, moving or not, (n, cells)."""
+        """Mean and variance of one tensor, (n, cells); the variance is zero if it is constant."""
         mean = self.outputs.values[key].reshape(len(self.mean), -1)
         variance = self.variances().get(key)
         return mean, torch.zeros_like(mean) if variance is None else variance.reshape(mean.shape)

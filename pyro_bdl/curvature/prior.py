@@ -39,7 +39,10 @@ class PriorPrecision(NamedTuple):
     quadratic: bool = False
 
     def within(self, positions: Any) -> Tensor:
-        """The matrix over some of the numbers (m, m), given as an index or a slice of them."""
+        """The matrix (m, m) over some of the numbers.
+
+        :param positions: their indices, or a slice.
+        """
         result = torch.diag(self.diagonal[positions])
         found = self._dense_within(positions)
         if found is None:
@@ -48,12 +51,12 @@ class PriorPrecision(NamedTuple):
         return result.index_put((inside[:, None], inside), block)
 
     def couples(self, positions: Any) -> bool:
-        """Return True if the matrix over some of the numbers has entries off its diagonal."""
+        """Return whether the matrix over some of the numbers has off-diagonal entries."""
         found = self._dense_within(positions)
         return found is not None and bool((found[1] - found[1].diagonal().diag()).any())
 
     def _dense_within(self, positions: Any) -> tuple[Tensor, Tensor] | None:
-        """Return those of some numbers that the dense matrix is about (q,), and its part (q, q)."""
+        """Return which of some numbers the dense matrix covers (q,), and its block (q, q)."""
         if self.indices is None or self.dense is None:
             return None
         table = torch.full_like(self.diagonal, -1, dtype=torch.long)
@@ -70,7 +73,7 @@ class PriorPrecision(NamedTuple):
         return plain.index_add(0, self.indices, self.dense.to(vector) @ vector[self.indices])
 
     def added_to(self, matrix: Tensor) -> Tensor:
-        """A matrix (p, p) plus this one."""
+        """Return a matrix (p, p) plus this matrix."""
         every = torch.arange(len(matrix), device=matrix.device)
         if self.indices is None or self.dense is None:
             return matrix.index_put((every, every), self.diagonal, accumulate=True)
@@ -84,7 +87,7 @@ class PriorPrecision(NamedTuple):
 def run_at(
     model: Callable, subset: Subset, vector: Tensor, args: tuple, kwargs: Mapping[str, Any]
 ) -> tuple[Run, dict[str, Tensor]]:
-    """Run the program at a vector (P,); return the run and the unconstrained leaves of it."""
+    """Run the program at a vector (P,); return the run and its unconstrained leaves by site."""
     leaves = {n: v.clone().requires_grad_() for n, v in subset.layout.unflatten(vector).items()}
     with torch.enable_grad(), evaluation_mode(model), preserved_buffers(model):
         values = subset.layout.to_supports(leaves)
@@ -94,10 +97,10 @@ def run_at(
 def prior_precision(
     run: Run, leaves: Mapping[str, Tensor], subset: Subset, *, create_graph: bool = False
 ) -> PriorPrecision:
-    """The prior's precision at the point of a run.
+    """The prior precision at the point of a run.
 
-    Where the log density is not concave (heavy tails, a Laplace density), the prior's own
-    precision 1 / variance stands in, and a warning says where.
+    If the log density is not concave there (heavy tails, a Laplace density), 1 / variance of the
+    prior is used instead, with a warning that names the site.
 
     :param run: the program run at ``leaves``, with their graph (``run_at``).
     :param create_graph: keep it differentiable in the program's parameters.
@@ -149,8 +152,11 @@ def prior_precision(
 
 
 def _stated(run: Run, layout: Any) -> list[tuple[list[str], Tensor, Tensor | None]]:
-    """Groups of sites whose prior is one Gaussian that states its precision: its diagonal, and
-    the matrix, but for large ones that are not dense themselves."""
+    """Groups of sites whose joint prior is a Gaussian with known precision: its diagonal and
+    matrix.
+
+    There is no matrix for large Gaussians, unless they are dense themselves.
+    """
     result: list[tuple[list[str], Tensor, Tensor | None]] = []
     blocks: set[JointBlock] = set()
     for name in layout.latents:
@@ -206,7 +212,7 @@ def _differentiated(
 
 
 def _of_subset(pieces: Mapping[str, Tensor], subset: Subset, like: Tensor) -> Tensor:
-    """The subset's entries (p,) of the sites' numbers."""
+    """The entries (p,) in the subset, from tensors by site."""
     found = []
     for name, entries in subset.chosen.items():
         piece = pieces[name]
@@ -215,7 +221,7 @@ def _of_subset(pieces: Mapping[str, Tensor], subset: Subset, like: Tensor) -> Te
 
 
 def independent_normal(site: Site, transform: Any, leaves: Mapping[str, Tensor]) -> Any:
-    """The Normal of a site of independent Normals that depend on no other latent, else None."""
+    """The Normal of a site with independent Normals that depend on no other latent; else None."""
     base: Any = base_distribution(site.distribution)
     if transform is not None or type(base).__name__ != "Normal":
         return None
@@ -228,8 +234,10 @@ def independent_normal(site: Site, transform: Any, leaves: Mapping[str, Tensor])
 
 
 def _normal_precision(site: Site, transform: Any, leaves: Mapping[str, Tensor]) -> Tensor | None:
-    """scale / sd^2 for independent Normals and 0 for flat densities over the reals, of the site's
-    shape, else None."""
+    """The precision of a site in closed form, with its shape; else None.
+
+    It is scale / sd^2 for independent Normals and 0 for flat densities over the reals.
+    """
     if site.mask is False and transform is None:
         return site.value.new_zeros(()).expand(site.value.shape)
     normal = independent_normal(site, transform, leaves)
@@ -240,7 +248,7 @@ def _normal_precision(site: Site, transform: Any, leaves: Mapping[str, Tensor]) 
 
 
 def _is_one_number(values: Tensor) -> bool:
-    """Return True if a tensor is one number in memory, expanded."""
+    """Return whether a tensor is one number in memory, expanded."""
     steps = zip(values.shape, values.stride(), strict=True)
     return values.numel() > 0 and all(size == 1 or step == 0 for size, step in steps)
 
@@ -258,7 +266,7 @@ def _parents(run: Run, leaves: Mapping[str, Tensor], names: set[str]) -> set[str
 
 @torch.enable_grad()
 def _log_density(run: Run, leaves: Mapping[str, Tensor], layout: Any) -> Tensor:
-    """log p(T(u)) + log |det dT/du|."""
+    """log p(T(u)) + log |det dT/du| in nats, a scalar."""
     total = next(iter(leaves.values())).new_zeros(())
     for name, site in run.latents.items():
         total = total + site.log_prob().sum()
@@ -309,8 +317,8 @@ def _hessian(gradients: Any, inputs: list[Tensor], create_graph: bool) -> Tensor
 
 
 def _concave(name: str, diagonal: Tensor, site: Site, shape: torch.Size) -> Tensor:
-    """The diagonal, with 1 / variance of the prior if it is not positive, and no less than 0 where
-    the prior is flat.
+    """The diagonal, with 1 / variance of the prior at entries that are not positive, and at least 0
+    for flat priors.
 
     :param shape: of the unconstrained value.
     """
@@ -327,7 +335,7 @@ def _concave(name: str, diagonal: Tensor, site: Site, shape: torch.Size) -> Tens
     if variance.shape != diagonal.shape or not usable[bad].all():
         raise ValueError(
             f"the prior of site '{name}' has no positive curvature at the MAP in {int(bad.sum())} "
-            "of its entries and no finite variance to stand in for it: use a Normal prior there"
+            "of its entries and no finite variance to replace it: use a Normal prior there"
         )
     warnings.warn(
         f"the log prior of site '{name}' is not concave at the MAP in {int(bad.sum())} of "
@@ -339,7 +347,7 @@ def _concave(name: str, diagonal: Tensor, site: Site, shape: torch.Size) -> Tens
 
 
 def flat_entries(site: Site, shape: torch.Size, device: torch.device) -> Tensor:
-    """The unconstrained numbers, flat, whose prior the site's masks leave out."""
+    """A flat mask of the unconstrained numbers whose prior the site's masks leave out."""
     result = torch.full(shape, site.mask is False, device=device)
     masks = masks_of(site.distribution)
     if isinstance(site.mask, Tensor):

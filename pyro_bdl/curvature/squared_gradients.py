@@ -19,12 +19,11 @@ def gradient_and_squares(
 ) -> tuple[list[Tensor], Tensor]:
     """Return the gradients of a batch's log likelihood and the diagonal of its curvature, (P,).
 
-    The curvature is scaled up to all data as the log likelihood is. Where it is the empirical
-    Fisher of one observed site, and the log likelihood that of ``at`` itself, one backward pass
-    gives all of it.
+    The curvature is scaled up to all data like the log likelihood. For the empirical Fisher of one
+    observed site, if the log likelihood is that of ``at``, one backward pass gives both.
 
     :param likelihood: a scalar.
-    :param wanted: tensors that it depends on.
+    :param wanted: the tensors in which gradients are taken.
     :param at: the program at the same draw.
     """
     name = _only_site(at) if at.training and config.curvature == "empirical-fisher" else None
@@ -41,7 +40,7 @@ def gradient_and_squares(
     column = _filled(score[: len(parameters)], list(parameters.values()))
     diagonal = DiagonalCurvature(len(at.vector), at.vector)
     diagonal.add(pullback.jacobian([column], [score[len(parameters) :]]))
-    diagonal.scale(1.0 / site.subsampling)  # it is in both factors of a square
+    diagonal.scale(1.0 / site.subsampling)  # it enters both factors of a square
     return _filled(found[: len(wanted)], wanted), diagonal.diagonal()
 
 
@@ -65,10 +64,8 @@ def _only_site(at: Linearization) -> str | None:
 
 
 def _counts_plainly(site: Site) -> bool:
-    """Return True if every cell counts once or not at all.
-
-    There are no temperatures then, and no masks but Boolean ones.
-    """
+    """Return whether every cell counts once or not at all: no temperatures, and only Boolean
+    masks."""
     if not isinstance(site.scale, float | int) or site.scale != site.subsampling:
         return False
     masks = [site.mask, *(mask for mask, _ in masks_of(site.distribution))]

@@ -1,7 +1,7 @@
-"""CSV files as columns of numbers; each fault is told by column and row.
+"""CSV files as columns of numbers, with errors that name column and row.
 
-Files are read with pandas, which ArviZ brings along: it knows quoting, missing-value markers and
-encodings that the csv module leaves to its caller.
+Files are read with pandas, which ArviZ requires anyway. Unlike the csv module it handles quoting,
+markers of missing values and encodings.
 """
 
 import re
@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 _MAX_LISTED = 5
-_MIN_TEXTS = 10  # so many different texts are always taken apart
+_MIN_TEXTS = 10  # up to this many different texts are always turned into indicators
 _WITH_COMMAS = r"[+-]?\d*(,\d+)*([eE][+-]?\d+)?"
 _THOUSANDS = r"[+-]?[1-9]\d{0,2}(,\d{3})+"
 
@@ -21,7 +21,7 @@ def read_csv(path: Path) -> pd.DataFrame:
     """Read all columns as text, missing entries as NaN, numbers with a decimal point.
 
     :raises FileNotFoundError: if there is no such file.
-    :raises ValueError: for a file that is no table with a header and rows.
+    :raises ValueError: for a file that is not a table with a header and rows.
     """
     if not path.is_file():
         raise FileNotFoundError(f"data: there is no file {path}")
@@ -30,11 +30,11 @@ def read_csv(path: Path) -> pd.DataFrame:
             header = file.readline()
             unquoted = re.sub(r'"[^"]*"', "", header)
             separator = max(",;\t|", key=unquoted.count)
-            sign = '"' if separator == "," else ","  # of entries that have a comma
+            sign = '"' if separator == "," else ","  # the quote of entries with a comma
             commas = any(sign in line for line in file)
         if not header.strip():
             raise ValueError(f"data: {path} is empty or begins with an empty line; give a header")
-        # Read the header as a row: pandas would rename repeated columns without a word.
+        # Read the header as a row: pandas would silently rename repeated columns.
         table = pd.read_csv(
             path,
             header=None,
@@ -45,7 +45,7 @@ def read_csv(path: Path) -> pd.DataFrame:
         )
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"data: {path} is no text in UTF-8 (byte {error.start}); convert it"
+            f"data: {path} is not text in UTF-8 (byte {error.start}); convert it"
         ) from None
     except pd.errors.ParserError as error:
         reason = str(error).strip().removeprefix("Error tokenizing data. C error: ")
@@ -72,9 +72,10 @@ def read_csv(path: Path) -> pd.DataFrame:
 
 
 def _with_decimal_points(frame: pd.DataFrame, path: Path) -> pd.DataFrame:
-    """The table with points for the decimal commas of its numbers.
+    """The table with decimal commas replaced by points.
 
-    :raises ValueError: if commas may separate thousands: no number such as 3,14 tells.
+    :raises ValueError: if commas might separate thousands, since no number such as 3,14 rules that
+        out.
     """
     numbers = {}
     for name, column in frame.items():
@@ -98,7 +99,8 @@ def _with_decimal_points(frame: pd.DataFrame, path: Path) -> pd.DataFrame:
 
 
 def numeric_features(frame: pd.DataFrame, path: Path, one_hot: bool) -> pd.DataFrame:
-    """The columns as numbers; columns of text as indicators of their values, if asked for."""
+    """The columns as numbers; with ``one_hot`` columns of text become indicators of their
+    values."""
     columns: list[pd.Series | pd.DataFrame] = []
     texts = []
     for name, column in frame.items():
@@ -132,7 +134,7 @@ def _indicators(column: pd.Series, name: str) -> pd.DataFrame:
 
 
 def target_values(column: pd.Series, name: str, task: str | None) -> np.ndarray:
-    """The target as numbers where it is one, else as text with None for what is missing."""
+    """The target as numbers if it is numeric, else as text with None for missing entries."""
     numbers = pd.to_numeric(column, errors="coerce")
     is_text = (numbers.isna() & column.notna()).to_numpy()
     mostly_numbers = is_text.sum() < numbers.notna().sum()
@@ -147,16 +149,16 @@ def target_values(column: pd.Series, name: str, task: str | None) -> np.ndarray:
     return column.astype(object).where(column.notna(), None).to_numpy()
 
 
-# ------------------------------------------------------------------------------------ in messages
+# ------------------------------------------------------------------------------ text of messages
 
 
 def plain(value: object) -> str:
-    """A class's name: numbers without a trailing .0."""
+    """The name of a class; numbers without a trailing .0."""
     return f"{value:g}" if isinstance(value, (int, float, np.number)) else str(value)
 
 
 def quoted(names: Iterable[object], word: str = "and") -> str:
-    """Names in quotes, all of them where ``word`` is "or"."""
+    """Names in quotes; all of them if ``word`` is "or"."""
     parts = [repr(str(name)) for name in names]
     if word == "or" and len(parts) > 1:
         return f"{', '.join(parts[:-1])} or {parts[-1]}"
@@ -164,7 +166,7 @@ def quoted(names: Iterable[object], word: str = "and") -> str:
 
 
 def listed(items: Sequence[str], separator: str = ", ") -> str:
-    """The first few, and how many more there are."""
+    """The first few items, and the number of further ones."""
     shown = separator.join(items[:_MAX_LISTED])
     rest = len(items) - _MAX_LISTED
     return shown if rest <= 0 else f"{shown} and {rest} more"

@@ -15,7 +15,7 @@ from pyro_bdl.errors import BdlWarning
 
 _MAX_INTEGER_CLASSES = 10
 _MIN_ROWS, _MIN_TRAINING_ROWS = 10, 5
-# An sd of fewer roundings of the largest number than this holds no digit that means anything.
+# An sd below this many rounding errors of the largest number has no significant digit.
 _ROUNDINGS = 64
 
 
@@ -32,8 +32,8 @@ class Dataset:
     :param target_name: name of the target.
     :param task: ``"regression"`` or ``"classification"``.
     :param class_names: names of the classes, empty for regression.
-    :param y_mean: what was taken from the regression target, in its units.
-    :param y_sd: what it was then divided by, in its units.
+    :param y_mean: the mean subtracted from the regression target, in its units.
+    :param y_sd: the sd that it was then divided by, in its units.
     """
 
     x_train: Tensor
@@ -84,9 +84,9 @@ def load_csv(
     :param test_fraction: see :func:`prepare`.
     :param seed: see :func:`prepare`.
     :raises FileNotFoundError: if there is no such file.
-    :raises ValueError: if the file is empty, has only a header, ragged rows, unnamed or repeated
-        columns; the target is not among them; a feature is not numeric, or has commas that may
-        separate thousands; and all that :func:`prepare` refuses.
+    :raises ValueError: if the file is empty, or has only a header, ragged rows, or unnamed or
+        repeated columns; if the target is not among the columns; if a feature is not numeric, or
+        has commas that may separate thousands; and in the cases of :func:`prepare`.
     """
     frame = read_csv(Path(path))
     if target not in frame.columns:
@@ -130,7 +130,7 @@ def two_clusters(n: int = 100, seed: int = 0, *, noise: float = 0.1) -> Dataset:
     spaced points on [-1.5, 1.5]. Nothing is standardized.
 
     :param n: number of training points, at least 2.
-    :param seed: of the inputs and the noise.
+    :param seed: seed of the inputs and the noise.
     :param noise: sd of the noise on the training and the test targets.
     :raises ValueError: if ``n`` is smaller than 2 or ``noise`` is negative.
 
@@ -139,7 +139,7 @@ def two_clusters(n: int = 100, seed: int = 0, *, noise: float = 0.1) -> Dataset:
     if n < 2:
         raise ValueError(f"n={n}: two clusters need at least 2 points")
     if noise < 0:
-        raise ValueError(f"noise={noise}: a standard deviation is not negative")
+        raise ValueError(f"noise={noise}: a standard deviation must not be negative")
     generator = torch.Generator().manual_seed(seed)
     left = -1 + 0.3 * torch.rand(n // 2, 1, generator=generator, device="cpu")
     right = 0.5 + 0.5 * torch.rand(n - n // 2, 1, generator=generator, device="cpu")
@@ -178,12 +178,12 @@ def prepare(
     :param target_name: name of the target, used in messages.
     :param task: ``"regression"``, ``"classification"``, or None to find it from ``y``.
     :param test_fraction: share of the rows in the test part, between 0 and 1.
-    :param seed: of the split.
+    :param seed: seed of the split.
     :raises ValueError: for shapes that do not fit; fewer than 10 rows, or 5 in the training part;
-        NaN, infinity, or numbers so large, as they are or standardized, that squares of errors
-        overflow (rows and columns are named); a constant target, or one that the dtype cannot
-        resolve; fewer than two classes; too few rows of each class to have any in the test part;
-        an unknown task or a test fraction outside (0, 1).
+        NaN, infinity, or numbers so large that squared errors overflow (the error names rows and
+        columns); a constant target, or a target that the dtype cannot resolve; fewer than two
+        classes; too few rows in each class for the test part; an unknown task; a test fraction
+        outside (0, 1).
     """
     x, y = np.asarray(x, dtype=float), np.asarray(y)
     _check_arguments(x, y, feature_names, task, test_fraction)
@@ -237,7 +237,7 @@ def _find_task(y: np.ndarray) -> str:
         return "classification"
     whole = np.all(y == np.round(y))
     few = len(np.unique(y)) <= _MAX_INTEGER_CLASSES
-    # A constant is a broken regression target rather than a single class.
+    # A constant is more likely a broken regression target than a single class.
     return "classification" if whole and few and np.ptp(y) > 0 else "regression"
 
 
@@ -304,7 +304,7 @@ def _check_finite(
 
 
 def _check_size(x: np.ndarray, y: np.ndarray, names: Sequence[str], largest: float) -> None:
-    """Squares must not overflow, nor those of numbers a thousand times larger."""
+    """Check that squares do not overflow, even of numbers a thousand times larger."""
     numbers = y if y.dtype.kind == "f" else np.zeros(len(y))
     bad = ~(abs(np.column_stack([x, numbers])) < largest**0.5 / 1000)
     if bad.any():
@@ -333,7 +333,7 @@ def _check_split(test: np.ndarray, test_fraction: float) -> None:
 
 
 def _check_resolution(mean: float, sd: float, target_name: str) -> None:
-    """Check that the default dtype resolves the targets: in their units they are y * sd + mean."""
+    """Check that the default dtype can resolve the targets y * sd + mean."""
     dtype = torch.get_default_dtype()
     if not torch.finfo(dtype).eps * abs(mean) < 0.01 * sd < np.inf:
         raise ValueError(
@@ -352,7 +352,7 @@ def _check_classes(class_values: np.ndarray, y: np.ndarray, target_name: str) ->
         if y.dtype.kind in "iuf":
             remedy = "say task='regression' (--task regression)"
         else:
-            remedy = f"where it is a quantity or a date ({y[0]!r} in row 1), make it numbers,"
+            remedy = f"if it is a quantity or a date ({y[0]!r} in row 1), make it numbers,"
         raise ValueError(
             f"target: column {target_name!r} has {len(class_values)} different values in "
             f"{len(y)} rows, too many for classes; {remedy} or choose another target"

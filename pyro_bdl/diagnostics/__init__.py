@@ -1,7 +1,7 @@
 """Convergence, importance sampling and cross-validation on draws of shape (chains, draws, ...).
 
-Every function works on the device the draws are on, in float64, over all quantities behind the
-first two axes at once, in blocks that bound the memory.
+Every function computes in float64 on the device of the draws, for all quantities behind the first
+two axes at once, in blocks that limit the memory.
 """
 
 from pyro_bdl.diagnostics.convergence import Convergence, convergence

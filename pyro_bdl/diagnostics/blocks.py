@@ -1,4 +1,4 @@
-"""Streams draws of many quantities through a statistic, a block of quantities at a time."""
+"""Statistics of the draws of many quantities, computed on a block of quantities at a time."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -11,10 +11,10 @@ from tqdm import tqdm
 
 from pyro_bdl.utils.memory import keep_freed_blocks
 
-# Numbers in one block of draws; a statistic holds about ten times that in temporaries. A block
-# fits the cache of a processor's core, and fills a GPU.
+# Numbers in one block of draws; a statistic needs about ten times that for temporaries. A block
+# fits into the cache of a CPU core, and is large enough to occupy a GPU.
 _BLOCK_NUMBERS = {"cpu": 2**18, "cuda": 2**25}
-# Draws that are transposed at a time: so many memory pages a processor keeps track of at once.
+# Draws that are transposed at once; a CPU can keep track of about this many memory pages.
 _ROWS = 256
 
 
@@ -27,12 +27,12 @@ def map_blocks(
 ) -> Tensor:
     """Apply a statistic of chains to every quantity behind the first two axes.
 
-    On the CPU as many blocks are worked on at once as torch has threads.
+    On the CPU as many blocks run in parallel as torch has threads.
 
     :param statistic: maps a contiguous float64 tensor ``(block, chains, draws)`` to
         ``(..., block)``.
     :param draws: ``(chains, draws, *trailing)``, any real dtype, on any device.
-    :param block_numbers: how many numbers of ``draws`` are worked on at once; bounds the memory.
+    :param block_numbers: the numbers of ``draws`` that are processed at once; limits the memory.
     :param progress: show a bar if it takes more than a few seconds.
     :returns: float64 ``(..., *trailing)``, on the device of ``draws``.
     :raises TypeError: if ``draws`` is not a real tensor.
@@ -45,7 +45,7 @@ def map_blocks(
     numbers = block_numbers or _BLOCK_NUMBERS.get(draws.device.type, _BLOCK_NUMBERS["cpu"])
     block = max(1, numbers // (chains * length))
 
-    if not quantities:  # the statistic of a row of zeros says what shape nothing has
+    if not quantities:  # a row of zeros gives the shape of an empty result
         one = statistic(flat.new_zeros(1, chains, length, dtype=torch.float64))
         return one.new_empty((*one.shape[:-1], *trailing))
 
@@ -77,7 +77,7 @@ def map_blocks(
 
 
 def _quantities_first(part: Tensor) -> Tensor:
-    """``(chains, draws, block)`` to contiguous float64 ``(block, chains, draws)``."""
+    """Transpose ``(chains, draws, block)`` to contiguous float64 ``(block, chains, draws)``."""
     chains, length, block = part.shape
     if not part.is_cpu:
         return part.permute(2, 0, 1).to(torch.float64).contiguous()
@@ -90,10 +90,10 @@ def _quantities_first(part: Tensor) -> Tensor:
 
 @contextmanager
 def _mapping(threads: int) -> Iterator[Callable]:
-    """``map``, on several threads in which torch uses no others.
+    """A context with ``map`` over several threads, in each of which torch is single-threaded.
 
-    Numpy's sort has one thread only; torch's own would wait for it, spinning, on the cores that
-    the other blocks need.
+    Numpy's sort is single-threaded. While one block sorts, torch's own threads would wait in busy
+    loops on the cores that other blocks need.
     """
     if threads == 1:
         yield map
@@ -103,11 +103,11 @@ def _mapping(threads: int) -> Iterator[Callable]:
         yield pool.map
     finally:
         pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)  # also what threads to come begin with
+        torch.set_num_threads(threads)  # also the initial value in new threads
 
 
 def check_draws(draws: Tensor, name: str = "draws") -> None:
-    """Raise unless ``draws`` is a real tensor ``(chains, draws, ...)`` with at least 4 draws."""
+    """Check that ``draws`` is a real tensor ``(chains, draws, ...)`` with at least 4 draws."""
     if not isinstance(draws, Tensor):
         raise TypeError(
             f"{name} must be a torch tensor of shape (chains, draws, ...), "
@@ -128,10 +128,10 @@ def check_draws(draws: Tensor, name: str = "draws") -> None:
 
 
 def split_chains(x: Tensor) -> Tensor:
-    """First and last halves of each chain as chains of their own.
+    """Split each chain into two chains, its first and last half.
 
-    ``(block, chains, draws)`` to ``(block, 2 * chains, draws // 2)``; the middle one of an odd
-    number of draws is left out. A view where the number is even.
+    From ``(block, chains, draws)`` to ``(block, 2 * chains, draws // 2)``; the middle draw of an
+    odd number is left out. The result is a view if the number of draws is even.
     """
     half = x.shape[-1] // 2
     if x.shape[-1] % 2:

@@ -1,19 +1,21 @@
-"""The points where ArviZ 0.23 and 1.x differ, and which of the two is followed."""
+"""The conventions of ArviZ 0.23 and 1.x, where they differ."""
 
 CONVENTIONS = ("1.x", "0.23")
 
 
 def check_convention(compat: str) -> None:
-    """Raise unless ``compat`` names a convention.
+    """Check that ``compat`` names a convention.
 
     ``"1.x"`` is ArviZ 1.0 to 1.3 and, for PSIS, Vehtari et al. (2024); ``"0.23"`` is ArviZ 0.23.
     They differ in
 
-    - quantiles of draws: the same ones, rounded otherwise, which counts where draws tie with them;
-    - the tail of PSIS: floor(3 sqrt(S / r_eff)) of S draws against ceil and at most S / 5, and
-      draws that tie with the threshold, which 0.23 leaves out;
-    - the standard error of LOO: pointwise variance over N - 1 against N;
-    - WAIC, which 1.x no longer has: variances over S - 1 and N - 1, as published, against S and N.
+    - quantiles of draws, which are rounded differently; this matters if draws are equal to a
+      quantile;
+    - the tail of PSIS: 1.x takes floor(3 sqrt(S / r_eff)) of S draws; 0.23 takes the ceiling, at
+      most S / 5, and leaves out draws that are equal to the threshold;
+    - the standard error of LOO: the pointwise variance has the divisor N - 1 in 1.x and N in 0.23;
+    - WAIC, which ArviZ 1.x no longer has: ``"1.x"`` uses the divisors S - 1 and N - 1, as
+      published, 0.23 uses S and N.
     """
     if compat not in CONVENTIONS:
         known = ", ".join(map(repr, CONVENTIONS))

@@ -26,7 +26,7 @@ class Convergence(NamedTuple):
 
 
 def convergence(draws: Tensor, *, compat: str = "1.x", progress: bool = True) -> Convergence:
-    """``rhat``, ``ess`` and ``ess(kind="tail")`` of each quantity, in half the time.
+    """``rhat``, ``ess`` and ``ess(kind="tail")`` of each quantity from one sort, in half the time.
 
     :param draws: ``(chains, draws, ...)``, any real dtype and device.
     :param compat: the version of ArviZ whose quantiles are used, ``"1.x"`` or ``"0.23"``.
@@ -42,7 +42,7 @@ def convergence(draws: Tensor, *, compat: str = "1.x", progress: bool = True) ->
         halves = split_chains(x)
         pooled = ordered(halves.flatten(1))
         scores = normal_scores(pooled).view_as(halves)
-        # The half chains lack the middle one of an odd number of draws.
+        # Half chains lack the middle draw of an odd number of draws.
         in_order = pooled.values if x.shape[-1] % 2 == 0 else sort(x.flatten(1))
         limits = [quantile_of_sorted(in_order, level, compat=compat) for level in (0.05, 0.95)]
         rhat = rhat_of_halves(scores, pooled)

@@ -1,4 +1,4 @@
-"""Does momentum resampling reach the energies of the posterior?"""
+"""Energy diagnostics of Hamiltonian Monte Carlo."""
 
 from torch import Tensor
 
@@ -12,14 +12,14 @@ def bfmi(energy: Tensor) -> Tensor:
 
         BFMI = mean_t (E_t - E_t-1)^2 / var(E)
 
-    A low value says that HMC's momenta change the energy too little at a time to explore it: the
-    tails are visited slowly.
+    A low value means that resampling the momenta changes the energy too little in each iteration,
+    so that the tails are explored slowly.
 
     :param energy: ``(chains, draws, ...)``, the Hamiltonian in nats, as in
         ``Samples.stats["energy"]``.
     :returns: float64 ``(chains, ...)``.
     :raises TypeError: if ``energy`` is not a real tensor.
-    :raises ValueError: if it has fewer than two axes or 4 draws a chain.
+    :raises ValueError: if it has fewer than two axes or fewer than 4 draws per chain.
 
     Source: Betancourt (2016), Diagnosing suboptimal cotangent disintegrations in Hamiltonian Monte
     Carlo, equation 9. Equal to ``arviz.bfmi``.

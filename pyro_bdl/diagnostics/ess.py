@@ -11,7 +11,7 @@ from pyro_bdl.diagnostics.blocks import map_blocks, split_chains
 from pyro_bdl.diagnostics.conventions import check_convention
 from pyro_bdl.diagnostics.rank import normal_scores, ordered, quantile_of_sorted, sort
 
-# The levels of ``prob`` that each kind takes, where it takes none other.
+# The fixed quantile levels of each kind; other kinds take them from ``prob``.
 _LEVELS: dict[str, tuple[float, ...] | None] = {
     "bulk": (),
     "tail": None,
@@ -32,28 +32,28 @@ def ess(
     compat: str = "1.x",
     progress: bool = True,
 ) -> Tensor:
-    """The number of independent draws that would tell as much about each quantity.
+    """Effective sample size: the number of independent draws with the same Monte Carlo error.
 
     For M chains of n draws, rho_t the autocorrelation at lag t over all chains::
 
         ESS = M n / tau,    tau = -1 + 2 sum_k P_k,    P_k = rho_2k + rho_2k+1
 
-    The sum ends before the first P_k <= 0 and the P_k are made non-increasing (Geyer's initial
-    monotone sequence); tau is at least 1 / log10(M n).
+    The sum ends before the first P_k <= 0, and each P_k is replaced by the smallest of P_0 ... P_k
+    (Geyer's initial monotone sequence). tau is at least 1 / log10(M n).
 
     :param draws: ``(chains, draws, ...)``, any real dtype and device.
-    :param kind: of which function of the draws x, each split into half chains:
+    :param kind: the function of the draws x whose ESS is computed, from half chains:
 
         - ``"bulk"``: the normal scores of their ranks;
         - ``"mean"``: x; ``"sd"``: (x - mean)^2;
         - ``"quantile"``: whether x is at most its quantile at ``prob``; ``"median"``: at 0.5;
-        - ``"tail"``: the smaller one for two quantiles, by default of 5 % and 95 %;
+        - ``"tail"``: the smaller ESS of two quantiles, by default 5 % and 95 %;
         - ``"local"``: whether x lies between the two quantiles ``prob``.
     :param prob: the level of ``"quantile"``, the two levels of ``"local"`` and ``"tail"``.
     :param compat: the version of ArviZ whose quantiles are used, ``"1.x"`` or ``"0.23"``; they
         differ where draws tie with a quantile.
     :param progress: show a bar if it takes more than a few seconds.
-    :returns: float64 ``(...)``, in draws. The number of draws for a constant, NaN if there is a
+    :returns: float64 ``(...)``, in draws; for a constant the number of draws, NaN if the draws hold
         NaN.
     :raises TypeError: if ``draws`` is not a real tensor.
     :raises ValueError: for an unknown ``kind`` or ``compat``; a ``prob`` that does not fit the
@@ -88,7 +88,7 @@ def _ess_of_kind(x: Tensor, kind: str, levels: Sequence[float], compat: str) -> 
 
 
 def ess_below(x: Tensor, limits: Sequence[Tensor]) -> Tensor:
-    """The smallest ESS of the events x <= limit.
+    """The smallest ESS of the events x <= limit, over all limits.
 
     :param x: ``(block, chains, draws)``.
     :param limits: each ``(block,)``.
@@ -98,7 +98,10 @@ def ess_below(x: Tensor, limits: Sequence[Tensor]) -> Tensor:
 
 
 def ess_of_event(happened: Tensor) -> Tensor:
-    """ESS of the frequency of an event, which happened or not at each of the draws."""
+    """ESS of the frequency of an event.
+
+    :param happened: bool, whether the event happened at each draw.
+    """
     return ess_of_chains(split_chains(happened.to(torch.float64)))
 
 
@@ -108,15 +111,15 @@ def squared_deviations(x: Tensor) -> Tensor:
 
 
 def has_nan(x: Tensor) -> Tensor:
-    """Which quantities of ``(block, chains, draws)`` hold a NaN."""
+    """Return which quantities of ``(block, chains, draws)`` hold a NaN, (block,)."""
     return x.flatten(1).amax(-1).isnan()
 
 
 def mean_autocovariance(x: Tensor) -> Tensor:
     """Autocovariance at lags 0 to n - 1, divided by n, averaged over the chains.
 
-    ``(block, chains, n)`` to ``(block, n)``. The power spectra are averaged, so that one inverse
-    transform serves all chains.
+    ``(block, chains, n)`` to ``(block, n)``. The power spectra are averaged over chains, so that
+    one inverse transform is enough.
     """
     n = x.shape[-1]
     padded = next_fast_len(2 * n, real=True)
@@ -127,7 +130,7 @@ def mean_autocovariance(x: Tensor) -> Tensor:
 
 
 def ess_of_chains(x: Tensor) -> Tensor:
-    """Effective sample size of chains as they are.
+    """Effective sample size of chains, without splitting them.
 
     :param x: float64 ``(block, chains, n)``, at least two chains.
     :returns: float64 ``(block,)``; the number of draws for a constant.
@@ -146,7 +149,7 @@ def ess_of_chains(x: Tensor) -> Tensor:
     stop = torch.where(ends.any(1), ends.int().argmax(1), last_pair)
     summed = torch.arange(last_pair + 1, device=x.device) < stop[:, None]
     monotone = torch.where(summed, pairs.cummin(1).values, 0).sum(1)
-    # Half a pair beyond the sum, which helps antithetic chains (Vehtari et al., section 3.2).
+    # Half of the next pair is added, which helps antithetic chains (Vehtari et al., section 3.2).
     even = rho.gather(1, 2 * stop[:, None]).squeeze(1)
     at_stop = pairs.gather(1, stop[:, None]).squeeze(1)
     half_pair = torch.where((at_stop >= 0) | (even > 0), even, 0)

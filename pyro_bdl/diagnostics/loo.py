@@ -21,7 +21,7 @@ class LOO:
     :param se: standard error of ``elpd`` over observations, sqrt(N var(pointwise)).
     :param p_loo: effective number of parameters, log p(y_n | all) - log p(y_n | the others) summed.
     :param pointwise: float64, log p(y_n | the others), of the observations' shape.
-    :param pareto_k: float64, k-hat of each observation; one above ``good_k`` is not reliable.
+    :param pareto_k: float64, k-hat of each observation; above ``good_k`` its value is not reliable.
     :param good_k: min(1 - 1 / log10(S), 0.7).
     :param num_draws: S, of all chains.
     """
@@ -50,7 +50,7 @@ class LOO:
 def loo(
     log_likelihood: Tensor, *, r_eff: float = 1.0, compat: str = "1.x", progress: bool = True
 ) -> LOO:
-    """PSIS-LOO: how well each observation is predicted from the others, without refitting.
+    """PSIS-LOO: predictive density of each observation given the others, without refitting.
 
     With draws w_s from the posterior, the ratios 1 / p(y_n | w_s) smoothed to weights v_ns::
 
@@ -58,13 +58,14 @@ def loo(
 
     :param log_likelihood: log p(y_n | w_s), ``(chains, draws, ...)``, in nats and unscaled, as
         ``Predictive.log_likelihood`` gives it: ``.reshape(chains, draws, -1)``.
-    :param r_eff: effective sample size of the draws over their number, which sets the length of
-        the tails. ArviZ takes the mean of ``ess(draws, kind="mean") / S`` over all latents of a
+    :param r_eff: effective sample size of the draws over their number, which determines the length
+        of the tails. ArviZ takes the mean of ``ess(draws, kind="mean") / S`` over all latents of a
         posterior with several chains.
     :param compat: the version of ArviZ to agree with, ``"1.x"`` or ``"0.23"``.
     :param progress: show a bar if it takes more than a few seconds.
-    :returns: ``LOO``. An observation whose log likelihood is constant has the k-hat NaN (no tail;
-        ``"0.23"``: infinity) and that constant as its value, one with NaN is NaN.
+    :returns: ``LOO``. If an observation's log likelihood is constant, its value is that constant,
+        and its k-hat is NaN, since there is no tail (``"0.23"``: infinity). If it holds NaN, both
+        are NaN.
     :raises TypeError: if ``log_likelihood`` is not a real tensor.
     :raises ValueError: for an ``r_eff`` that is not positive, an unknown ``compat``, fewer than
         two axes or 4 draws a chain.
@@ -94,16 +95,17 @@ def loo_approximate_posterior(
 ) -> LOO:
     """PSIS-LOO from draws of an approximation, such as a guide.
 
-    As ``loo``, with the ratios p(w_s) / (q(w_s) p(y_n | w_s)), p the joint density, which correct
-    for the approximation and leave out y_n in one step. A k-hat that is large for all observations
-    says that the guide is far from the posterior.
+    Like ``loo``, but with the ratios p(w_s) / (q(w_s) p(y_n | w_s)), where p is the joint density.
+    They correct for the approximation and leave out y_n in one step. A large k-hat at all
+    observations means that the guide is far from the posterior.
 
-    :param log_likelihood: ``(chains, draws, ...)``, in nats, of draws from q; for a guide one
-        chain.
+    :param log_likelihood: ``(chains, draws, ...)``, in nats, at draws from q; a guide's draws are
+        one chain.
     :param log_p: log joint density of the model at the draws, ``(chains, draws)``, up to a
         constant.
     :param log_q: log density of the approximation at the draws, ``(chains, draws)``.
-    :param compat: which tails and standard error, ``"1.x"`` or those of ArviZ ``"0.23"``.
+    :param compat: the version of ArviZ whose tails and standard error are used, ``"1.x"`` or
+        ``"0.23"``.
     :param progress: show a bar if it takes more than a few seconds.
     :returns: ``LOO``.
     :raises TypeError: if one of the three is not a real tensor.
@@ -148,7 +150,8 @@ def standard_error(pointwise: Tensor, *, ddof: int) -> float:
 
 
 def _leave_out(ll: Tensor, log_ratios: Tensor, r_eff: float, compat: str) -> Tensor:
-    """Each observation's value left out, value with all, and k-hat: ``(3, block)``."""
+    """Each observation's log density without it, its log density with all data, and k-hat: ``(3,
+    block)``."""
     log_weights, k = smooth(log_ratios, r_eff, compat)
     return torch.stack([(log_weights + ll).logsumexp(-1), log_mean_exp(ll), k])
 
@@ -168,8 +171,8 @@ def _total(found: Tensor, log_likelihood: Tensor, compat: str) -> LOO:
     if result.num_bad:
         warnings.warn(
             f"k-hat of {result.num_bad} of {k.numel()} observations lies above "
-            f"{result.good_k:.2f}, where LOO is not reliable: the model is hardly flexible there, "
-            f"or the draws are too few",
+            f"{result.good_k:.2f}, where LOO is not reliable: these observations influence "
+            f"the posterior strongly, or there are too few draws",
             BdlWarning,
             stacklevel=3,
         )

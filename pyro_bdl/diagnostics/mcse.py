@@ -22,7 +22,7 @@ def mcse(
     compat: str = "1.x",
     progress: bool = True,
 ) -> Tensor:
-    """Standard error of an estimate that is made from the draws of a Markov chain.
+    """Monte Carlo standard error of an estimate from the draws of Markov chains.
 
     ::
 
@@ -33,11 +33,11 @@ def mcse(
 
     :param draws: ``(chains, draws, ...)``, any real dtype and device.
     :param kind: ``"mean"``, ``"sd"``, ``"median"``, or ``"quantile"`` at the level ``prob``.
-    :param prob: between 0 and 1, for ``"quantile"`` alone.
+    :param prob: between 0 and 1, for ``"quantile"`` only.
     :param compat: the version of ArviZ whose quantiles are used, ``"1.x"`` or ``"0.23"``.
     :param progress: show a bar if it takes more than a few seconds.
-    :returns: float64 ``(...)``, in the units of the draws. NaN if there is a NaN; of a constant 0,
-        for ``"sd"`` NaN.
+    :returns: float64 ``(...)``, in the units of the draws; NaN if the draws hold NaN. For a
+        constant 0, but NaN for ``"sd"``.
     :raises TypeError: if ``draws`` is not a real tensor.
     :raises ValueError: for an unknown ``kind`` or ``compat``; a ``prob`` that does not fit the
         kind; fewer than two axes or 4 draws a chain.
@@ -66,12 +66,12 @@ def mcse(
 
 
 def mcse_of_mean(x: Tensor) -> Tensor:
-    """``(block, chains, draws)`` to ``(block,)``."""
+    """MCSE of the mean, from ``(block, chains, draws)`` to ``(block,)``."""
     return x.flatten(1).std(-1) / ess_of_chains(split_chains(x)).sqrt()
 
 
 def mcse_of_sd(x: Tensor) -> Tensor:
-    """``(block, chains, draws)`` to ``(block,)``."""
+    """MCSE of the sd, from ``(block, chains, draws)`` to ``(block,)``."""
     squares = squared_deviations(x)
     variance = squares.mean((-2, -1))
     of_variance = squares.square().mean((-2, -1)) - variance.square()
@@ -79,7 +79,10 @@ def mcse_of_sd(x: Tensor) -> Tensor:
 
 
 def mcse_of_quantile(x: Tensor, level: float, compat: str) -> Tensor:
-    """``(block, chains, draws)`` to ``(block,)``; the Beta quantiles are scipy's, on the CPU."""
+    """MCSE of a quantile, from ``(block, chains, draws)`` to ``(block,)``.
+
+    The Beta quantiles are computed by scipy on the CPU.
+    """
     in_order = sort(x.flatten(1))
     limit = quantile_of_sorted(in_order, level, compat=compat)
     size = ess_below(x, [limit]).cpu().numpy()[:, None]

@@ -1,4 +1,4 @@
-"""The generalized Pareto distribution: its quantiles, and its fit to the tails of many samples."""
+"""The generalized Pareto distribution: quantiles, and fits to the tails of many samples."""
 
 from typing import NamedTuple
 
@@ -24,12 +24,12 @@ def fit_pareto(x: Tensor, sizes: Tensor) -> ParetoFit:
         w_j ~ exp(n (log(-b_j / k_j) - k_j - 1)),    b = sum_j w_j b_j
         k = mean_i log(1 - b x_i),    sigma = -k / b
 
-    and k drawn to 0.5 with the weight of ten observations, (n k + 5) / (n + 10).
+    Finally k is shrunk toward 0.5 with the weight of ten observations: (n k + 5) / (n + 10).
 
-    :param x: float64 ``(block, m)``, ascending; row i's sample is its last ``sizes[i]`` numbers,
-        those before are 0.
+    :param x: float64 ``(block, m)``, ascending; the sample of row i is its last ``sizes[i]``
+        numbers, and the numbers before are 0.
     :param sizes: int64 ``(block,)``, n, at least 5.
-    :returns: each ``(block,)``; NaN if a row cannot be fitted.
+    :returns: k and sigma, ``(block,)`` each; NaN if a row cannot be fitted.
 
     Source: Zhang & Stephens (2009), A new and efficient estimation method for the generalized
     Pareto distribution; Vehtari et al. (2024), Pareto smoothed importance sampling, appendix C.
@@ -56,10 +56,10 @@ def fit_pareto(x: Tensor, sizes: Tensor) -> ParetoFit:
 
 
 def pareto_quantile(p: Tensor, fit: ParetoFit) -> Tensor:
-    """sigma ((1 - p)^-k - 1) / k, for k = 0 the exponential distribution's.
+    """The quantile sigma ((1 - p)^-k - 1) / k; for k = 0 that of the exponential distribution.
 
     :param p: ``(block, m)``.
-    :param fit: of ``(block,)``.
+    :param fit: k and sigma, ``(block,)`` each.
     :returns: ``(block, m)``, NaN for a scale that is not positive.
     """
     k, sigma = fit.k[:, None], fit.sigma[:, None]

@@ -30,29 +30,29 @@ class PSIS(NamedTuple):
 def psis(
     log_ratios: Tensor, *, r_eff: float = 1.0, compat: str = "1.x", progress: bool = True
 ) -> PSIS:
-    """Pareto smoothed importance weights and the k-hat that says whether to trust them.
+    """Pareto smoothed importance weights, and the k-hat that says whether to trust them.
 
     The largest ratios are replaced by the expected order statistics of a generalized Pareto
-    distribution fitted to them, at most the largest ratio. Its shape k-hat tells how heavy the
-    tail is: up to ``good_k`` (0.7 for many draws) estimates are reliable, above 1 the ratios have
-    no mean.
+    distribution fitted to them, and truncated at the largest ratio. Its shape k-hat measures how
+    heavy the tail is: up to ``good_k`` (0.7 for many draws) estimates are reliable, above 1 the
+    ratios have no mean.
 
     :param log_ratios: log of target over proposal, ``(chains, draws, ...)``, up to a constant; for
         draws of a guide log p - log q, ``(1, draws)``.
-    :param r_eff: effective sample size of the draws over their number; sets how many make up the
+    :param r_eff: effective sample size of the draws over their number; determines the size of the
         tail.
-    :param compat: the version of ArviZ whose choice of the tail is taken, ``"1.x"`` or ``"0.23"``.
+    :param compat: the version of ArviZ whose choice of the tail is used, ``"1.x"`` or ``"0.23"``.
     :param progress: show a bar if it takes more than a few seconds.
-    :returns: the weights and k-hat. Too few draws for a tail of five (24 or fewer, for ``"0.23"``
-        20): no smoothing and infinity. A tail of equal ratios, or one that cannot be fitted: no
-        smoothing and NaN (``"0.23"``: infinity).
+    :returns: the weights and k-hat. With too few draws for a tail of five (24 or fewer, for
+        ``"0.23"`` 20) there is no smoothing and k-hat is infinite. If all ratios in the tail are
+        equal, or the fit fails, there is no smoothing and k-hat is NaN (``"0.23"``: infinity).
     :raises TypeError: if ``log_ratios`` is not a real tensor.
     :raises ValueError: for an ``r_eff`` that is not positive, an unknown ``compat``, fewer than
         two axes or 4 draws a chain.
 
     Source: Vehtari, Simpson, Gelman, Yao, Gabry (2024), Pareto smoothed importance sampling,
-    Algorithm 1. Equal to ``arviz.psislw`` of 0.23 and to PSIS of 1.x, which is an error there for
-    equal ratios and for few draws.
+    Algorithm 1. Equal to ``arviz.psislw`` of 0.23 and to PSIS of 1.x, which raises errors for equal
+    ratios and for few draws.
     """
     check_convention(compat)
     check_efficiency(r_eff)
@@ -66,16 +66,16 @@ def psis(
 
 
 def good_k(num_draws: int) -> float:
-    """The largest k-hat with which S draws still give a reliable estimate.
+    """The largest k-hat at which S draws still give a reliable estimate.
 
-    min(1 - 1 / log10(S), 0.7): Vehtari et al. (2024), Pareto smoothed importance sampling,
+    It is min(1 - 1 / log10(S), 0.7): Vehtari et al. (2024), Pareto smoothed importance sampling,
     section 3.2.4.
     """
     return min(1 - 1 / math.log10(num_draws), 0.7)
 
 
 def check_efficiency(r_eff: float) -> None:
-    """Raise unless the relative efficiency is a positive number."""
+    """Check that the relative efficiency is a positive number."""
     if not 0 < r_eff < math.inf:
         raise ValueError(f"r_eff must be a positive number, got {r_eff}: it is the ESS over S")
 
@@ -103,7 +103,7 @@ def smooth(log_ratios: Tensor, r_eff: float, compat: str) -> tuple[Tensor, Tenso
 
 
 def tail_size(num_draws: int, r_eff: float, compat: str) -> int:
-    """The number of ratios in the tail, the square root of ESS at most in order."""
+    """The number of ratios in the tail, see ``check_convention``."""
     many = 3 * math.sqrt(num_draws / r_eff)
     if compat == "0.23":
         return min(math.ceil(min(num_draws / 5, many)), num_draws - 1)
@@ -117,7 +117,7 @@ def _smooth_tail(
     """Smoothed log ratios of the tails and k-hat.
 
     :param tail: ``(block, m)``, ascending log ratios, the largest 0.
-    :param inside: which of them count; the last ones of each row.
+    :param inside: bool, which of them belong to the tail: the last ones of each row.
     :param threshold: ``(block, 1)``, the log ratio where the tail begins.
     """
     sizes = inside.sum(-1)

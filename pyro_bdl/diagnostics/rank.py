@@ -1,7 +1,7 @@
 """Ranks, order statistics and rank-normalized scores along the last axis.
 
 On the CPU numpy sorts, since its sort is several times faster than torch's; tensors and arrays
-share their memory. Elsewhere torch sorts on the device.
+share their memory. On other devices torch sorts.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Ordered(NamedTuple):
-    """Numbers in ascending order along the last axis, NaN last, and where each one was."""
+    """Numbers in ascending order along the last axis, NaN last, and their original positions."""
 
     values: Tensor
     places: Tensor
@@ -26,7 +26,7 @@ def sort(x: Tensor) -> Tensor:
 
 
 def ordered(x: Tensor) -> Ordered:
-    """``x`` sorted along its last axis; the order within ties is left open."""
+    """``x`` sorted along its last axis; the order of equal numbers is not defined."""
     if x.is_cpu:
         places = torch.from_numpy(np.argsort(x.numpy(), axis=-1))
         return Ordered(x.gather(-1, places), places)
@@ -48,7 +48,7 @@ def folded(x: Ordered) -> Ordered:
     """The distances from the median, ``abs(x - median(x))``, in ascending order."""
     distances = (x.values - median_of_sorted(x.values)[..., None]).abs()
     if x.values.is_cpu:
-        # The distances fall, then rise: two runs, which numpy's stable sort only has to merge.
+        # The distances fall, then rise; numpy's stable sort only has to merge these two runs.
         order = torch.from_numpy(np.argsort(distances.numpy(), axis=-1, kind="stable"))
         return Ordered(distances.gather(-1, order), x.places.gather(-1, order))
     values, order = distances.sort(-1)
@@ -56,7 +56,7 @@ def folded(x: Ordered) -> Ordered:
 
 
 def average_ranks(x: Ordered) -> Tensor:
-    """Ranks 1 to n of each row, ties sharing the mean of their ranks.
+    """Ranks 1 to n of each row; equal numbers get the mean of their ranks.
 
     :param x: ``(rows, n)``, without NaN.
     :returns: float64 ``(rows, n)`` in the order before sorting, as ``scipy.stats.rankdata``.
@@ -68,7 +68,7 @@ def average_ranks(x: Ordered) -> Tensor:
 def normal_scores(x: Ordered) -> Tensor:
     """Rank-normalized values, z = Phi^-1((r - 3/8) / (n + 1/4)), with r the average rank.
 
-    Ranks are multiples of one half, so that z is looked up in a table of 2 n numbers.
+    Ranks are multiples of one half, so z is looked up in a table of 2 n numbers.
 
     :param x: ``(rows, n)``, without NaN.
     :returns: float64 ``(rows, n)`` in the order before sorting.
@@ -82,7 +82,7 @@ def normal_scores(x: Ordered) -> Tensor:
 
 
 def median_of_sorted(x: Tensor) -> Tensor:
-    """Median along the last axis of sorted values, the mean of the two middle ones if n is even."""
+    """Median along the last axis of sorted values; for even n the mean of the two middle values."""
     n = x.shape[-1]
     return (x[..., (n - 1) // 2] + x[..., n // 2]) / 2
 
@@ -90,8 +90,8 @@ def median_of_sorted(x: Tensor) -> Tensor:
 def quantile_of_sorted(x: Tensor, level: float, *, compat: str = "1.x") -> Tensor:
     """Quantile of type 7 (linear between order statistics) along the last, sorted axis.
 
-    Rounded as ``numpy.quantile`` does, which ArviZ 1.x compares draws with, or for
-    ``compat="0.23"`` as ``scipy.stats.mstats.mquantiles``.
+    It is rounded like ``numpy.quantile``, which ArviZ 1.x uses, or for ``compat="0.23"`` like
+    ``scipy.stats.mstats.mquantiles``.
     """
     n = x.shape[-1]
     if compat == "0.23":
@@ -108,10 +108,10 @@ def quantile_of_sorted(x: Tensor, level: float, *, compat: str = "1.x") -> Tenso
 
 
 def _at_twice_the_rank(x: Ordered, table: Tensor) -> Tensor:
-    """At each place of the unsorted rows ``table[2 r]``, r the average rank there."""
+    """``table[2 r]`` at each position of the unsorted rows, with r the average rank there."""
     values, places = x
     result = torch.empty_like(values).scatter_(-1, places, table[2::2].expand_as(values))
-    # Ties are mended one by one, for there are few as a rule (and one in every folded row).
+    # Ties are corrected one by one, since there are usually few (and one in every folded row).
     rows, columns = (values[:, 1:] == values[:, :-1]).nonzero(as_tuple=True)
     if len(rows):
         row, column, twice_rank = _tied(rows, columns)
@@ -120,10 +120,11 @@ def _at_twice_the_rank(x: Ordered, table: Tensor) -> Tensor:
 
 
 def _tied(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Row and column of each number that ties with another, and twice their average rank.
+    """Row and column of each number that is equal to another one, and twice its average rank.
 
-    :param rows: of the sorted numbers that are equal to the next one; in lexicographic order.
-    :param columns: theirs.
+    :param rows: rows of the sorted numbers that are equal to the next number, in lexicographic
+        order.
+    :param columns: columns of these numbers.
     """
     begins = torch.ones_like(rows, dtype=torch.bool)
     begins[1:] = (rows[1:] != rows[:-1]) | (columns[1:] != columns[:-1] + 1)

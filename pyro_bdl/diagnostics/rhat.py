@@ -8,17 +8,18 @@ from pyro_bdl.diagnostics.rank import Ordered, folded, normal_scores, ordered
 
 
 def rhat(draws: Tensor, *, progress: bool = True) -> Tensor:
-    """Potential scale reduction of each quantity: 1 when the chains agree, above 1.01 a warning.
+    """Rank-normalized split R-hat of each quantity: 1 if the chains agree; above 1.01 they do not.
 
-    The larger of R-hat of the rank-normalized split chains (location) and of the rank-normalized
-    distances from the median (scale), where for chains of n draws with within-chain variance W
-    and variance of the chain means B / n::
+    For chains of n draws with within-chain variance W, and variance B / n of the chain means::
 
         Rhat = sqrt((B / W + n - 1) / n)
 
+    The result is the larger of two values: for the rank-normalized split chains (location), and for
+    their rank-normalized distances from the median (scale).
+
     :param draws: ``(chains, draws, ...)``, any real dtype and device.
     :param progress: show a bar if it takes more than a few seconds.
-    :returns: float64 ``(...)``. NaN for a quantity that is constant or holds a NaN, and for a
+    :returns: float64 ``(...)``; NaN for a quantity that is constant or holds a NaN, and for a
         single chain.
     :raises TypeError: if ``draws`` is not a real tensor.
     :raises ValueError: if ``draws`` has fewer than two axes or 4 draws a chain.
@@ -39,22 +40,22 @@ def _rank_rhat(x: Tensor) -> Tensor:
 
 
 def rhat_of_halves(scores: Tensor, pooled: Ordered) -> Tensor:
-    """R-hat from the normal scores of the half chains, and all their draws in order.
+    """R-hat from the normal scores of the half chains, and from their distances to the median.
 
     :param scores: ``(block, chains, n)``.
-    :param pooled: of ``(block, chains * n)``; the same draws, chain after chain.
+    :param pooled: the same draws, chain after chain, as sorted rows ``(block, chains * n)``.
     """
     location = split_rhat(scores)
     distances = folded(pooled)
     scale = split_rhat(normal_scores(distances).view_as(scores))
     scale = torch.where(distances.values[:, -1].isnan(), torch.nan, scale)
-    # The distances can be constant where the draws are not (two values, equally often): no NaN.
+    # If half of the draws have one value and half another, all distances are equal: not NaN.
     larger = torch.where(scale > location, scale, location)
     return torch.where(pooled.values[:, -1].isnan(), torch.nan, larger)
 
 
 def split_rhat(x: Tensor) -> Tensor:
-    """sqrt((B / W + n - 1) / n) of chains ``(block, chains, n)`` as they are."""
+    """sqrt((B / W + n - 1) / n) of chains ``(block, chains, n)``, without splitting them."""
     n = x.shape[-1]
     mean = x.mean(-1, keepdim=True)
     within = (x - mean).square().sum(-1).mean(-1) / (n - 1)

@@ -1,4 +1,4 @@
-"""Convergence of networks: distributions over the weights of each site, and in function space."""
+"""Convergence of networks: R-hat and ESS over the weights of each site, and in function space."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from pyro_bdl.samples import Samples
 from pyro_bdl.utils.tables import Column, Row, to_csv, to_text
 
 RHAT_LIMIT = 1.01
-ESS_LIMIT = 100  # for each chain
+ESS_LIMIT = 100  # draws per chain
 
 _COLUMNS = (
-    Column("site", "site", style="text", help="Site, or all of them."),
+    Column("site", "site", style="text", help="Site, or all sites."),
     Column("size", "size", help="How many numbers it has."),
-    Column("no_rhat", "no R-hat", help="How many are constant or hold NaN, or all of one chain."),
+    Column("no_rhat", "no R-hat", help="How many lack R-hat: constants, NaN, or a single chain."),
     Column("rhat_median", "median", "R-hat", "Median over the numbers of the site.", digits=4),
     Column("rhat_95", "95 %", "R-hat", "95 % quantile over the numbers of the site.", digits=4),
     Column("rhat_max", "worst", "R-hat", "The largest one.", digits=4),
@@ -37,13 +37,14 @@ _COLUMNS = (
 
 @dataclass(frozen=True, repr=False)
 class Summary:
-    """Convergence of every site, one row each; prints as a table.
+    """Convergence of every site, with one row per site; prints as a table.
 
-    :param rows: for each site, and ``all`` where there are several: ``site``, ``size``, ``no_rhat``
-        (constants and NaN; all of a single chain); ``rhat_median``, ``rhat_95``, ``rhat_max``,
-        ``rhat_share`` above ``rhat_limit``; ``ess_bulk_median``, ``ess_bulk_05``,
-        ``ess_bulk_min``, ``ess_bulk_share`` below ``ess_limit``; ``ess_tail_median``,
-        ``ess_tail_min``; ``worst``, the index of the largest R-hat, of ``all`` the site.
+    :param rows: a dict for each site, and one named ``all`` if there are several: ``site``,
+        ``size``, ``no_rhat`` (the number of constants and NaN; all numbers if there is a single
+        chain); ``rhat_median``, ``rhat_95``, ``rhat_max``, ``rhat_share`` above ``rhat_limit``;
+        ``ess_bulk_median``, ``ess_bulk_05``, ``ess_bulk_min``, ``ess_bulk_share`` below
+        ``ess_limit``; ``ess_tail_median``, ``ess_tail_min``; ``worst``, the index of the largest
+        R-hat, for ``all`` its site.
     :param by_site: R-hat and ESS of every number, in the shape of the site.
     :param rhat_limit: R-hat above it counts as high.
     :param ess_limit: effective draws; a bulk ESS below it counts as low.
@@ -61,7 +62,7 @@ class Summary:
     __repr__ = __str__
 
     def to_csv(self, path: str | Path) -> Path:
-        """Write the rows with all digits; returns the path."""
+        """Write the rows with all digits; return the path."""
         return to_csv(path, self.rows, _COLUMNS)
 
 
@@ -75,13 +76,13 @@ def summary(
 ) -> Summary:
     """Distributions of R-hat and ESS over the numbers of each site, such as a layer's weights.
 
-    The weights of a network are not identified: hidden units can be permuted, so that chains may
-    disagree about weights and agree about the function. ``summary(function_draws(model, samples,
-    x))`` says whether they do.
+    The weights of a network are not identified: hidden units can be permuted. Chains may therefore
+    disagree about weights but agree about the function. ``summary(function_draws(model, samples,
+    x))`` checks the function.
 
     :param draws: ``Samples``, or site -> ``(chains, draws, ...)``.
     :param rhat_limit: R-hat above it counts as high.
-    :param ess_limit: a bulk ESS below it counts as low; 100 a chain by default.
+    :param ess_limit: a bulk ESS below it counts as low; by default 100 per chain.
     :param compat: the version of ArviZ whose quantiles are used, ``"1.x"`` or ``"0.23"``.
     :param progress: show a bar for a site that takes more than a few seconds.
     :returns: ``Summary``.
@@ -119,14 +120,14 @@ def function_draws(
 
         E[y | w_ct, x],    c the chain, t the draw;   for classes their probabilities
 
-    They are what the data can tell apart: permuting hidden units, flipping signs or shifting all
-    logits changes the weights and not these.
+    Permuting hidden units, flipping signs or shifting all logits changes the weights, but not these
+    predictions.
 
     :param model: the Pyro program.
     :param samples: draws of its latents.
     :param args: the program's arguments, such as x, without the targets.
     :returns: observed site -> ``(chains, draws, N, ...)``, for ``rhat``, ``ess`` or ``summary``.
-    :raises TypeError: if ``samples`` is no ``Samples``: draws of a guide are independent, they form
+    :raises TypeError: if ``samples`` is not ``Samples``; draws of a guide are independent and form
         no chain.
     """
     if not isinstance(samples, Samples):
@@ -134,7 +135,7 @@ def function_draws(
             f"samples must be Samples, got {type(samples).__name__}: draws of a guide are "
             f"independent, so that R-hat and ESS say nothing about them"
         )
-    from pyro_bdl.predictive.sampled import Predictive  # whose relatives import this package
+    from pyro_bdl.predictive.sampled import Predictive  # its users import this package
 
     leading = (samples.num_chains, samples.num_draws)
     means = Predictive(model, samples).mean(*args, **kwargs)

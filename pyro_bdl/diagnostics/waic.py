@@ -40,7 +40,7 @@ class WAIC:
 
 
 def waic(log_likelihood: Tensor, *, compat: str = "1.x", progress: bool = True) -> WAIC:
-    """Widely applicable information criterion; ``loo`` is more robust and says when it fails.
+    """Widely applicable information criterion; ``loo`` is more robust and reports its failures.
 
     ::
 

@@ -10,8 +10,7 @@ each on its own rows::
     ...
     posterior = guide.laplace_approximation(bdl.distributed.Shard((x[rows], y[rows])))
 
-The number of all data N (``num_data``, or the size of the program's plate) is that of all ranks
-together.
+N (``num_data``, or the size of the program's plate) counts the data of all ranks.
 """
 
 import random
@@ -38,18 +37,18 @@ __all__ = ["DataParallel_ELBO", "Shard", "broadcast"]
 
 
 class Shard(Batches):
-    """This rank's part of the data, in the place of the data.
+    """This rank's part of the data, to be passed instead of the data.
 
     ``guide.laplace_approximation(Shard(data))``, called on every rank at the same parameters, gives
-    every rank the posterior that one process finds from all data: sums over the data (curvature,
-    log likelihood, squared residuals) are added up over the ranks after each pass. This is exact
-    for all structures: "full", "diag" and "kron" are sums; "ekfac" adds up its factors, and in its
-    second pass the moments in their common eigenbasis; "low_rank" the products of each pass. What
-    draws of observations estimate ("ggn-mc") has other draws. The evidence follows from these sums.
-    Where a method goes over the data for something else, it says that it needs all of them.
+    every rank the posterior that a single process computes from all data. Sums over the data
+    (curvature, log likelihood, squared residuals) are added over the ranks after each pass. This is
+    exact for all structures: "full", "diag" and "kron" are sums; "ekfac" adds its factors, and in
+    its second pass the moments in their common eigenbasis; "low_rank" adds the products of each
+    pass. Only "ggn-mc" differs, since it draws other observations. The evidence follows from these
+    sums. Methods that need all data for another purpose raise an error.
 
-    A datum that is on two ranks counts twice: a DistributedSampler repeats rows, unless the number
-    of data is a multiple of K or ``drop_last=True``; ``x[rank::K]`` does not.
+    A datum on two ranks counts twice. A DistributedSampler repeats rows, unless the number of data
+    is a multiple of K or ``drop_last=True``; ``x[rank::K]`` repeats none.
 
     :param data: ``(x, y)`` or an iterable of batches; at least one batch on each rank.
     :param group: a process group; None for all processes.
@@ -68,7 +67,7 @@ def broadcast(*modules: nn.Module, group: Any = None) -> None:
     ``DataParallel_ELBO`` does so at its first step; this is for guides that were trained or loaded
     without it.
 
-    :param modules: such as the program and its guide, which has been called (``prototype``).
+    :param modules: modules such as the program and its guide, after ``guide.prototype``.
     :param group: a process group; None for all processes.
     :raises RuntimeError: if the ranks' modules differ in names or shapes.
     """
@@ -79,34 +78,36 @@ def broadcast(*modules: nn.Module, group: Any = None) -> None:
 
 
 class DataParallel_ELBO(ELBO):
-    """The bound of the batches of all ranks together, and its gradient, on each rank.
+    """The bound of the joint batch of all ranks, and its gradient, on each rank.
 
-    With B_k data in the batch of rank k, B = sum_k B_k, and L_k the bound of this batch, the sum
-    over its data scaled by N / B_k,
+    Rank k has a batch of B_k data, B = sum_k B_k, and L_k is the bound of this batch, with its sum
+    over data scaled by N / B_k. Then
 
         sum_k (B_k / B) L_k = (N / B) sum_n E_q[log p(y_n | w)] - eta KL(q || p(w))
 
-    is the bound of the joint batch, its KL counted once, also if the last batches are unequal. A
-    program that takes its batch for all of the data, N = B_k, is about the joint batch, N = B.
-    Losses and gradients are those of the joint batch on every rank before the optimizer sees them,
-    in Pyro's loop and in torch's, so that the ranks' parameters stay the same. The ranks take the
-    same number of steps, with at least one datum in each.
+    is the bound of the joint batch. Its KL counts once, also if batches have different sizes. If a
+    program treats its batch as all data, N = B_k, the joint batch counts as all data, N = B. Every
+    rank has the loss and gradients of the joint batch before the optimizer uses them, in Pyro's
+    loop and in torch's, so that the ranks' parameters stay equal. All ranks must take the same
+    number of steps, with at least one datum in each.
 
-    Every rank draws latents of its own, so that K ranks are K particles at the price of one. For a
-    gradient G(w, D) at a draw w and data D their mean has the variance Var(G) / K. One draw for
-    all ranks has (1 - 1/K) Var_w(E[G | w]) more; it is what one process does with the joint batch.
+    Every rank draws its own latents, so that K ranks give K particles at the cost of one. For a
+    gradient G(w, D) at a draw w and data D the mean over ranks has the variance Var(G) / K. With
+    one draw for all ranks, as in a single process with the joint batch, the variance is larger by
+    (1 - 1/K) Var_w(E[G | w]).
 
-    The first step gives all ranks the parameters and buffers of rank 0. An error in it is raised
-    on all ranks; one in a later step on its own, and ``torchrun`` then ends the others.
+    The first step gives all ranks the parameters and buffers of rank 0. An error in the first step
+    is raised on all ranks. An error in a later step is raised on its rank only, and ``torchrun``
+    then ends the others.
 
-    :param elbo: any ELBO with ``differentiable_loss``: the tempered ones, those of the natural
-        gradient, Pyro's. Its attributes, such as ``kl``, are about this rank's own batch.
-    :param same_draws: one draw of the latents for all ranks. Not for estimators with noise for
-        every datum, since rows of different ranks would share it.
-    :param check_every: steps from one comparison of the ranks' parameters to the next.
+    :param elbo: any ELBO with ``differentiable_loss``: the tempered ones, those for natural
+        gradients, or Pyro's. Its attributes, such as ``kl``, describe this rank's batch only.
+    :param same_draws: use one draw of the latents for all ranks. Not for estimators with noise for
+        every datum, since rows of different ranks would share the noise.
+    :param check_every: steps between comparisons of the ranks' parameters.
     :param group: a process group; None for all processes.
     :raises RuntimeError: if there are several processes and no process group; at a step, on all
-        ranks, where parameters have come to differ, or another rank's first step failed.
+        ranks, if parameters differ between ranks, or another rank's first step failed.
     :raises TypeError: for an ELBO without ``differentiable_loss``.
     :raises UnsupportedProgramError: at the first step, for BatchNorm layers in training mode, which
         would normalize by the rank's batch; for plates that pick rows at random.
@@ -137,7 +138,7 @@ class DataParallel_ELBO(ELBO):
         self._seeds = random.Random()
 
     def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
-        """The loss of the joint batch; every rank calls it."""
+        """Return the loss of the joint batch; every rank must call it."""
         batch = self._prepared(model, guide, args, kwargs)
         weight = batch.weight(args, kwargs)
         with torch.no_grad(), self._noise():
@@ -149,7 +150,8 @@ class DataParallel_ELBO(ELBO):
     def differentiable_loss(
         self, model: Callable, guide: Callable, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """The loss of the joint batch, whose ``backward()`` gives its gradient on every rank."""
+        """Return the loss of the joint batch as a tensor; ``backward()`` gives its gradient on
+        every rank."""
         loss = self._step(model, guide, args, kwargs)
         return guarded(loss, partial(self._check_data, model, guide, args, kwargs))
 
@@ -167,7 +169,7 @@ class DataParallel_ELBO(ELBO):
         return self._joint(loss, tensor_leaves(model, guide, statements.trace), weight, guide)
 
     def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
-        """The loss of the joint batch, its gradients added to the parameters'."""
+        """Return the loss of the joint batch and add its gradients to the parameters' gradients."""
         loss = self._step(model, guide, args, kwargs)
         value = check_value(loss.item(), partial(self._check_data, model, guide, args, kwargs))
         if loss.requires_grad:
@@ -175,7 +177,8 @@ class DataParallel_ELBO(ELBO):
         return value
 
     def _check_data(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
-        """Look for bad data on all ranks; all call it, since the joint loss is the same on all."""
+        """Search for bad data on all ranks; all ranks call it, since they have the same joint
+        loss."""
         self.ranks.together(lambda: check_data(model, guide, args, kwargs))
 
     def _get_trace(self, model: Callable, guide: Callable, args: Any, kwargs: Any) -> Any:
@@ -203,7 +206,8 @@ class DataParallel_ELBO(ELBO):
 
     @contextmanager
     def _noise(self) -> Iterator[None]:
-        """Random numbers of this rank's own, or the same on all; the caller's stay as they were."""
+        """Draw from this rank's random state, or from one that all ranks share; the caller's state
+        is unchanged."""
         device, seed = self._device(), self._seeds.getrandbits(62)
         generators = [torch.default_generator]
         if device.type == "cuda":
@@ -228,7 +232,7 @@ class DataParallel_ELBO(ELBO):
     ) -> Tensor:
         self._leaves = leaves
         found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-        if list(self._used) != list(leaves):  # the first step, or more parameters since then
+        if list(self._used) != list(leaves):  # the first step, or new parameters
             here = [gradient is not None for gradient in found]
             used = [any(flags) for flags in zip(*self.ranks.gather(here), strict=True)]
             self._used = dict(zip(leaves, used, strict=True))
@@ -239,7 +243,7 @@ class DataParallel_ELBO(ELBO):
             if self._used[name]
         ]
         values = [loss.detach().reshape(1), *gradients]
-        noise = getattr(guide, "last_noise", None)  # by which IVON steadies its gradient
+        noise = getattr(guide, "last_noise", None)  # used by IVON's control variate
         if noise is not None:
             values.append(noise)
         value, *gradients = self._reduced(values, weight)
@@ -264,10 +268,9 @@ class DataParallel_ELBO(ELBO):
 
 
 def tensor_leaves(model: Callable, guide: Callable, trace: Any) -> dict[str, Tensor]:
-    """The parameters of a pair by name: of its modules, and of its ``pyro.param`` statements.
+    """The parameters of a program and guide by name, from modules and ``pyro.param`` statements.
 
-    In statements a guide has a number if it is not the first of its class, which may not be the
-    same on all ranks.
+    Names in statements number the guides of a class, which may differ between ranks.
     """
     named: list[tuple[str, Any]] = []
     for role, module in (("model", model), ("guide", guide)):

@@ -24,10 +24,10 @@ from pyro_bdl.utils.random_state import own_randomness
 class BatchReading(NamedTuple):
     """The number of data of a rank's batch, as its program sees it.
 
-    :param rows: B_k, how many data the batch has.
-    :param size: N, of how many data the program speaks; None if the batch is all of its data.
-    :param stated: N as the program's attribute ``num_data`` has it, if there is one.
-    :param local: a latent of each datum, if there is one.
+    :param rows: B_k, the number of data in the batch.
+    :param size: N according to the program; None if the batch counts as all data.
+    :param stated: the program's attribute ``num_data``, if there is one.
+    :param local: the name of a latent for each datum, if there is one.
     :param factor: a factor statement, if there is one.
     :param normalized: a layer that normalizes by its batch, if there is one.
     """
@@ -41,10 +41,10 @@ class BatchReading(NamedTuple):
 
 
 def read_batch(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> BatchReading:
-    """Run a pair once, which leaves no trace in it, and see what the batch is to it.
+    """Run program and guide once, without side effects, and read how the program counts the batch.
 
-    :raises ValueError: if observed sites take different numbers of rows.
-    :raises UnsupportedProgramError: if a plate picks rows at random.
+    :raises ValueError: if observed sites have different numbers of rows.
+    :raises UnsupportedProgramError: if a plate chooses rows at random.
     """
     seen = _Statements(args, kwargs)
     with (
@@ -66,7 +66,7 @@ def read_batch(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> B
 
 
 def _rows(run: Run) -> tuple[int, int | None]:
-    """B_k and N of a run, N None if nothing is scaled up."""
+    """B_k and N of a run; N is None if no site is scaled up."""
     sites = {name: site for name, site in run.observed.items() if site.value is not None}
     if not sites and not run.factors:
         raise ValueError(
@@ -90,7 +90,8 @@ def _rows(run: Run) -> tuple[int, int | None]:
 
 
 class _Statements(WholeData):
-    """Refuses plates that pick rows at random, and keeps in which plates the sites stand."""
+    """Handler that refuses plates that choose rows at random, and records the plates of all
+    sites."""
 
     def __init__(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
         super().__init__(
@@ -109,18 +110,18 @@ class _Statements(WholeData):
             self.leading.add(min(frames, key=lambda frame: frame.dim).name)
 
     def local(self) -> str | None:
-        """A latent that stands in the plate of the data."""
+        """The name of a latent in the plate of the data, or None."""
         return next((name for name, plates in self.latents.items() if plates & self.leading), None)
 
 
 class JointBatch:
-    """The weights of the ranks' losses L_k in that of the joint batch.
+    """The weights of the ranks' losses L_k in the loss of the joint batch, sum_k weight_k L_k /
+    sum_k weight_k.
 
-    It is sum_k weight_k L_k / sum_k weight_k. A rank's weight is its B_k rows where the program
-    scales them up to N.
+    A rank's weight is B_k if the program scales its rows up to N.
 
     :param pair: the program and its guide.
-    :param model: the program to run in its place.
+    :param model: the program to run instead.
     :param scaled: whether the program scales the batch up to N data by itself.
     """
 
@@ -129,8 +130,8 @@ class JointBatch:
         self._rows: dict[Any, int] = {}
 
     def weight(self, args: tuple, kwargs: dict) -> float:
-        """The weight of this rank's loss; the program runs once more for arguments of new
-        shapes."""
+        """The weight of this rank's loss; for new shapes of the arguments the program runs once
+        more."""
         if not self.scaled:
             return 1.0
         key = tuple(_kind(leaf) for leaf in tree_leaves((args, kwargs)))
@@ -144,12 +145,12 @@ def _kind(leaf: Any) -> Any:
 
 
 def joint_batch(model: Callable, guide: Callable, ranks: Sequence[BatchReading]) -> JointBatch:
-    """The weights of the ranks' losses in that of the joint batch.
+    """The weights of the ranks' losses in the loss of the joint batch.
 
-    :param ranks: what each rank read.
-    :raises ValueError: if ranks disagree on N, or have more rows than that.
-    :raises UnsupportedProgramError: for layers, latents and factors whose part in the joint batch
-        is not known.
+    :param ranks: the reading of each rank.
+    :raises ValueError: if ranks disagree on N, or have more than N rows.
+    :raises UnsupportedProgramError: for layers, latents and factors whose role in the joint batch
+        is unknown.
     """
     pair, first = (model, guide), ranks[0]
     if len(ranks) == 1:
@@ -157,8 +158,8 @@ def joint_batch(model: Callable, guide: Callable, ranks: Sequence[BatchReading])
     for number, other in enumerate(ranks):
         if other.size != first.size:
             raise ValueError(
-                f"the program speaks of {_data(other)} on rank {number} and of {_data(first)} on "
-                "rank 0: give it the number of all data, those of all ranks together (num_data)"
+                f"the program counts {_data(other)} on rank {number} and {_data(first)} on rank 0: "
+                "give it the number of all data of all ranks together (num_data)"
             )
     if first.normalized is not None:
         raise UnsupportedProgramError(
@@ -170,7 +171,7 @@ def joint_batch(model: Callable, guide: Callable, ranks: Sequence[BatchReading])
     size = first.stated if first.size is None else first.size
     if size is not None and rows > size:
         raise ValueError(
-            f"the batches of the ranks have {rows} rows together, and the program speaks of {size} "
+            f"the batches of the ranks have {rows} rows together, but the program states {size} "
             "data: give each rank its own rows, and the program the number of all data (num_data)"
         )
     if first.size is not None:
@@ -193,8 +194,8 @@ def _data(reading: BatchReading) -> str:
 
 
 class _StandForAll(Messenger):
-    """The observations of a batch count K times, for those of K ranks: the mean of the ranks'
-    bounds is then sum_k log p(y_k | w) - KL."""
+    """Handler that counts the observations of a batch K times, so that the mean of K ranks' bounds
+    is sum_k log p(y_k | w) - KL."""
 
     def __init__(self, ranks: int) -> None:
         super().__init__()
@@ -204,4 +205,4 @@ class _StandForAll(Messenger):
         if msg["type"] != "sample" or not msg["is_observed"] or is_deterministic(msg):
             return
         if msg["cond_indep_stack"] or base_distribution(msg["fn"]).batch_shape:
-            msg["scale"] = msg["scale"] * self.ranks  # not one number, the same on all ranks
+            msg["scale"] = msg["scale"] * self.ranks  # may be a tensor

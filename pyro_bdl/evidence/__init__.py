@@ -1,4 +1,4 @@
-"""The evidence of a Laplace approximation, and hyperparameters that maximize it."""
+"""The evidence of a Laplace approximation, and its maximization in hyperparameters."""
 
 from pyro_bdl.evidence.alternating_training import train_by_evidence
 from pyro_bdl.evidence.expectation_maximization import ExpectationMaximization, em
@@ -10,7 +10,7 @@ from pyro_bdl.evidence.online import MarginalLikelihoodTraining
 from pyro_bdl.evidence.validation import Grid, tune_on_validation
 from pyro_bdl.evidence.variational_em import variational_em
 
-# the names with the other spelling, which older programs use
+# former names with British spelling
 linearised_log_likelihood = linearized_log_likelihood
 linearised_optimum = linearized_optimum
 

@@ -1,4 +1,4 @@
-"""MAP and hyperparameters by turns, for training from start to end."""
+"""Complete training that alternates between the MAP and the hyperparameters."""
 
 import warnings
 
@@ -36,16 +36,16 @@ def train_by_evidence(
     :param guide: of the program; trained in place.
     :param x: ``(N, ...)``, all training inputs.
     :param y: ``(N, ...)``, their targets.
-    :param steps: gradient steps of the first training; the later ones take half as many.
-    :param rounds: how often the MAP is trained.
+    :param steps: gradient steps of the first round; later rounds take half as many.
+    :param rounds: the number of rounds.
     :param progress: description of the progress bar; None for no bar.
     :returns: the posterior, and whether Ctrl-C ended the training early.
-    :raises MemoryError: if the guide's structure cannot fit in memory.
+    :raises MemoryError: if the guide's structure does not fit in memory.
     """
     guide.prototype(x, y)
     tuned = followed(read_at_center(model, guide, (x, y), {}))
     partial = guide.subset is not None
-    if not partial:  # said before the training, not after it
+    if not partial:  # raise errors before training, not after it
         check_memory(guide.config, guide.require_layout().size, guide.location())
     leaves = {id(parameter.leaf) for parameter in tuned.values()}
     trained = [p for p in (*guide.parameters(), *model.parameters()) if id(p) not in leaves]

@@ -1,4 +1,4 @@
-"""Features trained through the evidence of the Bayesian linear regression that they feed."""
+"""Training of features by the evidence of the Bayesian linear regression on them."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -24,22 +24,21 @@ from pyro_bdl.utils.random_state import fixed_normal
 
 
 class LastLayerEvidence(Trace_ELBO):
-    """Trains everything but the last layer W, which is integrated out, in ``SVI`` or with torch's
+    """A loss for everything but the last layer W, which is integrated out; for ``SVI`` or torch's
     optimizers:
 
         loss = -[log p(y | v) + log p(v)],  p(y | v) = int p(y | phi_v W') p(W) dW
 
-    with v all other latents, unconstrained, at their guide's point (hidden weights, a noise with a
-    prior), and log p(y | v) = log N(y; Phi m0', Phi S Phi' + noise^2) in closed form for W ~
-    Normal(m0, S): type-II maximum likelihood of the features, with their priors (Ober &
-    Rasmussen 2019, section 2). It is differentiable in the features and in every ``PyroParam`` of
-    priors and noise. O(N H^2 + H^3) for N data and H features.
+    Here v are all other latents (hidden weights, a noise with a prior), unconstrained, at the
+    guide's point, and log p(y | v) = log N(y; Phi m0', Phi S Phi' + noise^2) for W ~ Normal(m0, S).
+    This is type-II maximum likelihood of the features, with their priors (Ober & Rasmussen 2019,
+    section 2). The loss is differentiable in the features and in every ``PyroParam`` of priors and
+    noise. It costs O(N H^2 + H^3) for N data and H features.
 
-    A ``PyroParam`` that scales the priors of both the last layer and others makes the loss
-    unbounded below as these weights shrink together: give the last layer a scale of its own.
-    Afterwards ``guide.laplace_approximation(data)`` is the posterior of the last layer.
-
-    The program observes all data at once: the evidence is no sum over them.
+    If one ``PyroParam`` scales the priors of the last layer and of other layers, the loss is
+    unbounded below as these weights shrink together: give the last layer a separate scale. After
+    training ``guide.laplace_approximation(data)`` is the posterior of the last layer. The program
+    must observe all data at once, since the evidence is not a sum over data.
 
     :raises UnsupportedProgramError: if the last layer's output is not the location of a Normal
         observation, or its prior not Normal.
@@ -55,14 +54,14 @@ class LastLayerEvidence(Trace_ELBO):
         return self.differentiable_loss(model, guide, *args, **kwargs).item()
 
     def loss_and_grads(self, model: Callable, guide: Any, *args: Any, **kwargs: Any) -> float:
-        """The loss, its gradients added to the parameters'."""
+        """Return the loss in nats and add its gradients to the parameters' gradients."""
         loss = self.differentiable_loss(model, guide, *args, **kwargs)
         loss.backward()
         return loss.item()
 
     @torch.enable_grad()
     def differentiable_loss(self, model: Callable, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """The loss as a tensor to differentiate."""
+        """Return the loss as a tensor to differentiate."""
         sites = self._sites(model, guide, args, kwargs)
         layout = guide.require_layout()
         with guide.reading():
@@ -74,12 +73,12 @@ class LastLayerEvidence(Trace_ELBO):
         try:
             total = log_marginal(run, features, values) + _others(run, sites, inside).double()
         except ValueError:
-            check_data(model, guide, args, kwargs)  # which may be the reason
+            check_data(model, guide, args, kwargs)  # the data may be the reason
             raise
         return -(total + log_det).to(vector.dtype)
 
     def _sites(self, model: Callable, guide: Any, args: tuple, kwargs: dict) -> list[str]:
-        """The last layer's sites, looked for once."""
+        """The last layer's sites; the program is searched once."""
         if self._found is None or self._found[:2] != (model, guide):
             if not isinstance(guide, AutoLastLayer):
                 raise TypeError(
@@ -98,14 +97,14 @@ class LastLayerEvidence(Trace_ELBO):
 def maximize_last_layer(guide: LastLayerGuide, *, rounds: int, tolerance: float) -> None:
     """Set the program's hyperparameters to the maximum of the last layer's evidence, in place.
 
-    alpha = gamma / m'm for the scales of the last layer's priors, beta = (N - gamma) / residual for
-    the noise, with the features fixed (``maximize``). For Normal observations the posterior follows
-    at each step, and the end is a stationary point of the exact evidence; for others
-    hyperparameters and mode are found by turns.
+    With the features fixed, alpha = gamma / m'm for the precision of the last layer's priors, and
+    beta = (N - gamma) / residual for the noise (see ``maximize``). For Normal observations the
+    posterior is updated at each step, and the result is a stationary point of the exact evidence.
+    For other observations the updates alternate between hyperparameters and mode.
 
-    :param guide: of ``AutoLastLayer.laplace_approximation``; it follows.
-    :param rounds: at most so many turns.
-    :param tolerance: the turns end when no hyperparameter changes by more than this fraction.
+    :param guide: a guide of ``AutoLastLayer.laplace_approximation``; it is updated.
+    :param rounds: the largest number of rounds.
+    :param tolerance: stop when no hyperparameter changes by more than this fraction.
     :raises ValueError: if the program has no hyperparameters.
     """
     if guide.quadratic:
@@ -122,9 +121,9 @@ def maximize_last_layer(guide: LastLayerGuide, *, rounds: int, tolerance: float)
 
 
 def log_marginal(run: Run, features: Features, values: Mapping[str, Tensor]) -> Tensor:
-    """log p(y | v), with the last layer integrated out; a float64 scalar.
+    """log p(y | v) in nats, with the last layer integrated out; a float64 scalar.
 
-    :param run: of the program at ``values``.
+    :param run: a run of the program at ``values``.
     """
     site, base = _normal_site(run, features)
     means, scales = _prior(run, features)
@@ -132,7 +131,7 @@ def log_marginal(run: Run, features: Features, values: Mapping[str, Tensor]) -> 
     sigma = base.scale.expand(base.batch_shape).reshape(shape).double()
     counts = cell_weights(site).square().reshape(shape).double()
     offset = (features.coefficients(values).detach() - means).double()
-    # y - Phi m0' from y - Phi W', so that what else enters the location is kept
+    # y - Phi m0' computed from y - Phi W', so that other terms of the location are kept
     residual = (site.value - base.loc).reshape(shape).double() + features.phi.double() @ offset.mT
     weights, alpha = counts / sigma.square(), scales.double().square().reciprocal()
     total = -(counts * (sigma.log() + 0.5 * math.log(2 * math.pi))).sum()
@@ -144,7 +143,7 @@ def log_marginal(run: Run, features: Features, values: Mapping[str, Tensor]) -> 
         )
         prior = alpha[part]
         prior = prior[:1] if bool((prior == prior[:1]).all()) else prior
-        # the constants of the noise are in the total already
+        # the noise's constants are in the total already
         statistics = replace(statistics, count=torch.zeros_like(statistics.count))
         total = total + log_evidence(statistics, prior, 1.0)
     return total
@@ -208,7 +207,7 @@ def _prior(run: Run, features: Features) -> tuple[Tensor, Tensor]:
 
 
 def _others(run: Run, sites: Sequence[str], inside: Sequence[Tensor]) -> Tensor:
-    """The log density of all statements that the last layer does not enter."""
+    """The log density of all statements that do not depend on the last layer."""
     total = inside[0].new_zeros(())
     statements = {name: site for name, site in run.latents.items() if name not in sites}
     for name, site in (statements | run.observed | run.factors).items():

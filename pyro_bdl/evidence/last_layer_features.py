@@ -15,11 +15,11 @@ from pyro_bdl.program.trace import Run, leave_open, record
 
 @dataclass
 class Term:
-    """A part a w' of the last layer's output z, or a bias.
+    """A term a w' of the last layer's output z, or a bias.
 
     :param inputs: a, (N, in), with its graph; None for a bias.
     :param where: the entries of the flattened site that w holds, (K, in), or (K, 1) for a bias.
-    :param output: what the operation returned, (N, K).
+    :param output: the operation's result, (N, K).
     """
 
     site: str
@@ -29,9 +29,10 @@ class Term:
 
 
 class Features:
-    """z = phi W' in one run of a program, W made of the last layer's sites.
+    """The features phi with z = phi W' in one run of a program, where W holds the last layer's
+    sites.
 
-    :param terms: the parts that add up to z.
+    :param terms: the terms with the sum z.
     """
 
     def __init__(self, terms: Sequence[Term]) -> None:
@@ -43,7 +44,7 @@ class Features:
         self.outputs = len(terms[0].where)
 
     def coefficients(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Numbers given for every entry of the sites as a matrix (K, H), like W."""
+        """Arrange values of the sites' entries as a matrix (K, H), like W."""
         parts = [values[term.site].reshape(-1)[term.where] for term in self.terms]
         return torch.cat(parts, 1)
 
@@ -55,12 +56,12 @@ def read_features(
     args: tuple,
     kwargs: Mapping[str, Any],
 ) -> tuple[Run, Features]:
-    """Run a program and see the features of its last layer, differentiable in everything else.
+    """Run a program and read the features of its last layer, differentiable in everything else.
 
-    :param values: site -> value; those of the last layer require gradients.
-    :param sites: of the last layer.
-    :raises UnsupportedProgramError: if the sites enter anything but one product of matrices, or an
-        addition to it.
+    :param values: site -> value; the last layer's values require gradients.
+    :param sites: the sites of the last layer.
+    :raises UnsupportedProgramError: if the sites enter other operations than one matrix product and
+        additions to it.
     """
     with torch.enable_grad(), _LastLayerTracker({name: values[name] for name in sites}) as seen:
         run = record(model, values, args, kwargs, draw=leave_open)
@@ -76,7 +77,7 @@ def read_features(
 
 
 class _LastLayerTracker(Tracker):
-    """A recorder of matrix products with latents, and of their additions."""
+    """Tracker that records matrix products with latents, and additions to them."""
 
     def __init__(self, latents: Mapping[str, Tensor]) -> None:
         super().__init__(latents)

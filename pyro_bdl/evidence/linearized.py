@@ -1,8 +1,9 @@
 """The linearized model: its optimum and its likelihood.
 
-Around u* the observation's unconstrained parameters are eta(u*) + J (u - u*). The optimum of this
-model under the prior is the point where its evidence is exact for Normal observations, and a
-better point of evaluation than a u* that stopped early (Antoran et al. 2022, section 3).
+Around u* the observation's unconstrained parameters are eta(u*) + J (u - u*). For Normal
+observations the evidence of this model is exact at its optimum under the prior. This optimum is
+also a better point to evaluate the evidence than a u* from unfinished training (Antoran et al.
+2022, section 3).
 """
 
 import math
@@ -39,7 +40,7 @@ _NEGLIGIBLE = 1e-4  # the gain of one of their steps, in units of the tolerance
 
 
 def linearized_log_likelihood(guide: LaplaceGuide, offset: Tensor) -> Tensor:
-    """The tempered log likelihood of the linearized model at u* + offset, a scalar.
+    """The tempered log likelihood of the linearized model at u* + offset in nats, a scalar.
 
     It is differentiable in the offset (p,) and in the program's parameters. Factor statements
     count to first order: their value and slope at u*.

@@ -17,9 +17,9 @@ from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
 
 
 class Terms(NamedTuple):
-    """log p(y) = log_likelihood + log_prior + p/2 log 2 pi - 1/2 log det precision.
+    """The terms of log p(y) = log_likelihood + log_prior + p/2 log 2 pi - 1/2 log det precision.
 
-    The terms are scalars, differentiable in the program's parameters.
+    They are scalars in nats, differentiable in the program's parameters.
     """
 
     log_likelihood: Tensor
@@ -33,16 +33,16 @@ class Terms(NamedTuple):
 
 
 def log_marginal_likelihood(guide: LaplaceGuide, *, offset: Tensor | None = None) -> Tensor:
-    """log p(y | hyperparameters) about log p(y, u*) + p/2 log 2 pi - 1/2 log det(precision)
-    (MacKay 1992, equation 2.3; Immer et al. 2021a, equation 6), a scalar.
+    """The Laplace approximation of log p(y | hyperparameters) in nats, a scalar.
 
-    It is differentiable in every ``PyroParam`` of the priors, and of the noise of a Normal
-    observation, through both the fit and the determinant; ``backward()`` fills the gradients of the
-    unconstrained parameters. Of other parameters of the likelihood the curvature, and with it the
-    determinant, is that of the approximation. Where only a subset of the latents has a covariance,
-    it is the evidence given the others.
+    It is log p(y, u*) + p/2 log 2 pi - 1/2 log det(precision) (MacKay 1992, equation 2.3; Immer et
+    al. 2021a, equation 6), differentiable in every ``PyroParam`` of the priors and of a Normal's
+    noise, through the fit and the determinant. ``backward()`` fills the gradients of the
+    unconstrained parameters. For other parameters of the likelihood the curvature counts as
+    constant. If only a subset of the latents has a covariance, it is the evidence given the other
+    latents.
 
-    :param guide: of ``laplace_approximation``.
+    :param guide: a guide of ``laplace_approximation``.
     :param offset: u - u* in the subset (p,), to evaluate at the linearized model's optimum
         (``linearized_optimum``) instead of at u* (Antoran et al. 2022, section 3).
     """
@@ -52,9 +52,9 @@ def log_marginal_likelihood(guide: LaplaceGuide, *, offset: Tensor | None = None
 
 
 def read_guide(guide: LaplaceGuide) -> ParameterReading:
-    """A run of the guide's program on a few of its data, at the present hyperparameters.
+    """A run of the guide's program on a few of its data, at the current hyperparameters.
 
-    :raises TypeError: for any other guide.
+    :raises TypeError: for other guides.
     """
     if not isinstance(guide, LaplaceGuide):
         raise TypeError(
@@ -88,10 +88,10 @@ def terms(
 
 
 def noise_factor(guide: LaplaceGuide, reading: ParameterReading) -> Tensor | None:
-    """The factor of the curvature under the present noise of a Normal observation.
+    """The factor of the curvature for the current noise of a Normal observation.
 
-    It is (reference / noise)^2, with the reference the noise of the fit; None if the noise is no
-    parameter of the program.
+    It is (reference / noise)^2, where the reference is the noise of the fit; None if the noise is
+    not a parameter of the program.
     """
     site = noise_site(reading)
     if site is None or guide.reference_noise is None:
@@ -126,7 +126,7 @@ def _log_likelihood(
 
 
 def _passed(guide: LaplaceGuide) -> Tensor:
-    """The log likelihood by a pass over the data."""
+    """The log likelihood, from a pass over the data."""
     model = guide.program_model
     latents = guide.require_layout().constrain(guide.loc)[0]
     total = guide.loc.new_zeros((), dtype=torch.float64)
@@ -172,7 +172,11 @@ def _log_prior(guide: LaplaceGuide, reading: ParameterReading, offset: Tensor | 
 
 
 def effective_parameters(guide: LaplaceGuide, prior: PriorPrecision | None = None) -> Tensor:
-    """gamma = sum_i (1 - prior precision_i * posterior variance_i), how many parameters the data
-    determine (MacKay 1992, equation 3.2), a scalar between 0 and p."""
+    """The effective number of parameters gamma = sum_i (1 - prior precision_i * posterior
+    variance_i).
+
+    It is a scalar between 0 and p: the number of parameters that the data determine (MacKay 1992,
+    equation 3.2).
+    """
     prior = guide.prior if prior is None else prior
     return (1.0 - prior.diagonal * guide.precision.variances()).sum()

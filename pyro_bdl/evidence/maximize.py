@@ -103,20 +103,19 @@ def maximize(
     curvature_at: str = "weights",
     linearised: bool | None = None,
 ) -> Evidence:
-    """Set the program's hyperparameters to the maximum of the evidence, the MAP held fixed.
+    """Set the program's hyperparameters to the maximum of the evidence, with the MAP fixed.
 
-    "mackay" repeats the fixed point, for every positive ``PyroParam`` theta to which the scales
-    of some Normal priors are proportional, s_i = c_i theta, and for one that the noise of a Normal
-    observation is proportional to:
+    "mackay" iterates a fixed point for every positive ``PyroParam`` theta that scales Normal
+    priors, s_i = c_i theta, and for one that scales the noise of a Normal observation:
 
         theta^2 = sum_i (w_i / c_i)^2 / gamma,  gamma = sum_i (1 - C_ii / s_i^2)
         noise^2 = sum of squared residuals / (N - gamma of all latents)
 
     (MacKay 1992, section 3; alpha = gamma / w'w, beta = (N - gamma) / residuals). "gradient"
-    ascends the log evidence by Adam in all parameters of the priors and of a Normal's noise.
-    Where gamma is not below N, which a curvature that is no Gauss-Newton matrix of all latents
-    (such as "kron") allows, or where the evidence falls below that of the start, the fixed point
-    is given up with a warning: the remaining steps, or as many again, are gradient ascent.
+    ascends the log evidence by Adam in all parameters of the priors and of a Normal's noise. The
+    fixed point fails if gamma is not below N, which is possible if the curvature is not the full
+    Gauss-Newton matrix of all latents (such as "kron"), or if the evidence falls below its initial
+    value. Then a warning is given, and gradient ascent takes the remaining steps, or as many again.
 
     w and the residuals are those of the linearized model at its optimum under the present
     hyperparameters, where its evidence is right, and not those of weights whose training may have
@@ -175,7 +174,7 @@ def maximize(
 
 
 def hyperparameters(guide: LaplaceGuide) -> dict[str, Tensor]:
-    """The present values of the hyperparameters that the evidence can set, by name."""
+    """The current values of the hyperparameters that the evidence can set, by name."""
     found = followed(read_guide(guide))
     return {name: parameter.value.detach().clone() for name, parameter in found.items()}
 

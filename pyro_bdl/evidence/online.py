@@ -1,4 +1,4 @@
-"""Hyperparameters by the evidence while the network trains (Immer et al. 2021a)."""
+"""Maximization of the evidence during training (Immer et al. 2021a)."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +21,7 @@ class _Best:
 
 
 class MarginalLikelihoodTraining:
-    """Alternates training of the MAP, in the user's own SVI loop, with steps on the evidence::
+    """Updates of hyperparameters by the evidence within the user's SVI loop for the MAP::
 
         online = MarginalLikelihoodTraining(guide, data, every=5, burn_in=20)
         for epoch in range(1000):
@@ -31,17 +31,17 @@ class MarginalLikelihoodTraining:
                 break
         posterior = online.finish()
 
-    Every ``every`` epochs after ``burn_in`` epochs a Laplace approximation is made at the present
-    weights, and the program's hyperparameters take steps of ``maximize`` on its evidence (Immer
-    et al. 2021a, algorithm 1). Where the optimizer of the loop also holds the hyperparameters, it
-    undoes this: give it the guide's parameters alone.
+    After ``burn_in`` epochs, every ``every`` epochs a Laplace approximation is made at the current
+    weights, and the program's hyperparameters take steps of ``maximize`` on its evidence (Immer et
+    al. 2021a, algorithm 1). The loop's optimizer must train the guide's parameters only: if it also
+    holds the hyperparameters, it undoes these steps.
 
-    Evidences away from a maximum are compared as they are, so let ``burn_in`` last until the
-    training has settled. After ``finish()`` the weights may be trained on at the hyperparameters
-    found, with a falling learning rate, before the final ``laplace_approximation``.
+    Evidences are compared even if the weights are not at a maximum, so choose ``burn_in`` long
+    enough for training to settle. After ``finish()`` the weights can be trained further at the
+    hyperparameters found, with a falling learning rate, before the final ``laplace_approximation``.
 
-    :param guide: trained by the loop.
-    :param data: ``(x, y)`` or an iterable of batches; what the evidence is about.
+    :param guide: the guide that the loop trains.
+    :param data: ``(x, y)`` or an iterable of batches, for the evidence.
     :param every: epochs between updates.
     :param burn_in: epochs before the first update.
     :param method: of ``maximize``.
@@ -52,7 +52,7 @@ class MarginalLikelihoodTraining:
         updates evaluate at the present weights, and ``finish()`` sets the hyperparameters at the
         linearized model's optimum. See ``maximize``.
     :param linearised: the former name of ``linearized``.
-    :param changes: ``structure`` and the like for the Laplace approximations.
+    :param changes: options of the Laplace approximations, such as ``structure``.
     :raises ValueError: for counts that are not positive.
     """
 
@@ -87,8 +87,10 @@ class MarginalLikelihoodTraining:
         self._best: _Best | None = None
 
     def step(self) -> bool:
-        """Count an epoch, and update the hyperparameters when it is time; False when the evidence
-        has stopped improving."""
+        """Count an epoch, and update the hyperparameters if it is time.
+
+        :returns: False if the evidence has stopped improving.
+        """
         self.epoch += 1
         since = self.epoch - self.burn_in
         if since <= 0 or (since - 1) % self.every:

@@ -1,4 +1,4 @@
-"""Hyperparameters by a validation set: the simple alternative to the evidence."""
+"""Hyperparameters from a validation set: a simple alternative to the evidence."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,9 +15,11 @@ DEFAULT_VALUES = tuple(10.0 ** (exponent / 4) for exponent in range(-12, 9))
 
 
 class Grid(NamedTuple):
-    """The values that were tried, and the best of them.
+    """The result of a grid search.
 
-    :param values: tried; ``scores``: of each, higher is better; ``best``: the value chosen.
+    :param values: the values of the grid.
+    :param scores: the score of each value; higher is better.
+    :param best: the chosen value.
     """
 
     values: tuple[float, ...]
@@ -34,14 +36,14 @@ def tune_on_validation(
 ) -> Grid:
     """Set one hyperparameter to the value of a grid that predicts held-out data best.
 
-    At every value the guide takes the new prior and the score is computed afresh; the MAP stays.
+    At every value the guide gets the new prior and the score is computed; the MAP is not changed.
 
-    :param guide: of ``laplace_approximation``; it follows the best value in the end.
+    :param guide: a guide of ``laplace_approximation``; in the end it has the best value.
     :param args: the held-out arguments of the program, ``x, y``.
     :param parameter: the hyperparameter's name, or a part of it; by default the only one.
-    :param values: tried, by default 10^-3 to 10^2 in quarter decades.
-    :param score: higher is better; by default the mean log density of the held-out data under the
-        linearized predictive.
+    :param values: the grid, by default 10^-3 to 10^2 in quarter decades.
+    :param score: a function of the guide, higher is better; by default the mean log density of the
+        held-out data under the linearized predictive.
     :raises ValueError: if the parameter is not found, or not the only one.
     """
     parameters = read_guide(guide).parameters

@@ -1,4 +1,4 @@
-"""Hyperparameters under any guide, by variational expectation maximization."""
+"""Variational expectation maximization of hyperparameters, for any guide."""
 
 from collections.abc import Callable
 from typing import Any
@@ -43,18 +43,18 @@ def variational_em(
 ) -> list[dict[str, Tensor]]:
     """Alternate SVI on the guide with closed-form updates of the program's hyperparameters.
 
-    The E-step maximizes the ELBO in the guide's parameters alone. The M-step maximizes it in every
-    positive ``PyroParam`` theta that scales Normal priors, s_i = c_i theta, and in the noise of a
-    Normal observation:
+    The E-step maximizes the ELBO in the guide's parameters only. The M-step maximizes it in closed
+    form in every positive ``PyroParam`` theta that scales Normal priors, s_i = c_i theta, and in
+    the noise of a Normal observation:
 
         theta^2 = mean_i E_q[(w_i / c_i)^2],  noise^2 = mean_n E_q[(y_n - f(x_n))^2]
 
     :param model: the program; its hyperparameters change in place.
     :param guide: a guide of this package for it; trained in place.
     :param data: ``(x, y)`` or an iterable of batches.
-    :param rounds: how many times both steps are taken.
+    :param rounds: the number of E- and M-steps.
     :param steps: gradient steps of an E-step, batch after batch.
-    :param learning_rate: of Adam, which is kept from round to round.
+    :param learning_rate: Adam's learning rate; Adam's state is kept between rounds.
     :param elbo: ``TemperedTraceMeanField_ELBO()`` by default.
     :param progress: show a bar over the rounds.
     :returns: the hyperparameters after each round, name -> value.

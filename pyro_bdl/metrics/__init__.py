@@ -1,8 +1,8 @@
 """Scores of predictions, calibration, uncertainty, and distances between posteriors.
 
 ``draws`` are draws of a prediction, shape (S, N, ...): S draws at N test points. ``probabilities``
-are predictive class probabilities, the mean over the draws, shape (N, C). Every function works on
-the device of its tensors, in float64, and returns a scalar tensor unless it says otherwise.
+are predictive class probabilities, the mean over the draws, shape (N, C). Every function computes
+on the device of its tensors, in float64, and returns a scalar tensor unless it says otherwise.
 """
 
 from pyro_bdl.metrics.calibration import (

@@ -1,16 +1,16 @@
-"""Blocks of test points that bound the memory, and checks of shapes, for all metrics."""
+"""Blocks of test points that limit the memory, and checks of shapes, for all metrics."""
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-# Numbers worked on at once; a metric holds a few times that in temporaries.
+# Numbers processed at once; a metric needs a few times that for temporaries.
 _BLOCK_NUMBERS = 2**22
 
 
 def blocks(*tensors: Tensor) -> Iterator[list[Tensor]]:
-    """The same block of points of each ``(S, ...)``, as contiguous ``(block, S)``."""
+    """Yield the same block of points of each tensor ``(S, ...)``, as contiguous ``(block, S)``."""
     flat = [t.detach().reshape(t.shape[0], -1) for t in tensors]
     block = max(1, _BLOCK_NUMBERS // sum(t.shape[0] for t in flat))
     for start in range(0, flat[0].shape[1], block):
@@ -18,7 +18,7 @@ def blocks(*tensors: Tensor) -> Iterator[list[Tensor]]:
 
 
 def double_blocks(*tensors: Tensor) -> Iterator[list[Tensor]]:
-    """``blocks`` in float64."""
+    """Yield ``blocks`` in float64."""
     for parts in blocks(*tensors):
         yield [part.double() for part in parts]
 
@@ -30,7 +30,7 @@ def mean_of_draws(draws: Tensor) -> Tensor:
 
 
 def same_shape(name_a: str, a: Tensor, name_b: str, b: Tensor) -> None:
-    """Check that two tensors are of one shape.
+    """Check that two tensors have the same shape.
 
     :raises ValueError: if the shapes differ.
     """
@@ -42,9 +42,9 @@ def same_shape(name_a: str, a: Tensor, name_b: str, b: Tensor) -> None:
 
 
 def same_points(draws: Tensor, y: Tensor) -> None:
-    """Check that draws are of the targets.
+    """Check that draws have the targets' shape behind their first axis.
 
-    :raises ValueError: if the draws are not of as many targets as y has.
+    :raises ValueError: if the shapes differ.
     """
     if draws.shape[1:] != y.shape:
         raise ValueError(
@@ -56,7 +56,7 @@ def same_points(draws: Tensor, y: Tensor) -> None:
 def same_functions(a: Tensor, b: Tensor) -> None:
     """Check that draws of two functions are at the same points.
 
-    :raises ValueError: if they are not.
+    :raises ValueError: if the shapes of the points differ.
     """
     if a.dim() < 2 or a.shape[1:] != b.shape[1:]:
         raise ValueError(

@@ -10,16 +10,18 @@ from pyro_bdl.metrics.blocks import blocks, checked_labels, same_points
 
 
 def interval_coverage(draws: Tensor, y: Tensor, *, level: float | Sequence[float] = 0.9) -> Tensor:
-    """Share of the targets inside the central interval of the draws; calibrated: the level.
+    """Share of the targets inside the central interval of the draws; it equals the level if
+    calibrated.
 
-    The rank of a target among S draws is one of S + 1 numbers, or several where draws equal it.
-    The target counts by the share of this stretch that lies in the interval at level l::
+    The rank of a target among S draws is one of S + 1 numbers, or a range of them if draws equal
+    the target. The target counts with the share of this range that lies in the interval at level
+    l::
 
         [ #{x_s < y}, #{x_s <= y} + 1 ] / (S + 1)    in    [ (1 - l) / 2, (1 + l) / 2 ]
 
-    which for continuous targets and many draws is the interval between two quantiles. Its
-    expectation is l for every S where draws and target come from one distribution, counts
-    included, of which no interval of whole numbers holds just 90 %.
+    For continuous targets and many draws this is the interval between two quantiles. If draws and
+    target come from one distribution, the expectation is l for every S. This also holds for counts,
+    for which no interval of whole numbers holds exactly 90 %.
 
     :param draws: ``(S, N, ...)``, draws of the target (noise included).
     :param y: ``(N, ...)``.
@@ -43,20 +45,21 @@ def interval_coverage(draws: Tensor, y: Tensor, *, level: float | Sequence[float
 
 
 def coverage_range(draws: Tensor, *, level: float = 0.9, probability: float = 0.95) -> Tensor:
-    """Range of the coverage of right predictions, with a given probability.
+    """Range of the coverage of correct predictions, with a given probability.
 
-    Targets that follow from one function are not independent: where that is off, it is so at many
-    points. Each draw in turn is taken for the targets, and its coverage by the others found; these
-    are quantiles of the S coverages, whose mean is the level.
+    Targets that follow from one function are not independent: if the function is off, it is off at
+    many points. Each draw in turn therefore takes the role of the targets, and its coverage by the
+    other draws is computed. The range is given by quantiles of these S coverages, whose mean is the
+    level.
 
-    :param draws: ``(S, N, ...)``, draws of the target (noise included), each one from one function
-        at all points.
-    :param level: of the interval, between 0 and 1.
-    :param probability: with which a coverage lies within the range.
-    :returns: ``(2,)``, its lower and its upper end; of few draws they are noise.
+    :param draws: ``(S, N, ...)``, draws of the target (noise included); each draw comes from one
+        function at all points.
+    :param level: level of the interval, between 0 and 1.
+    :param probability: probability that a coverage lies within the range.
+    :returns: ``(2,)``, the lower and the upper end; they are noisy for few draws.
     :raises ValueError: for fewer than 2 draws, or a level or probability outside 0 ... 1.
 
-    Source: a posterior predictive check, Gelman, Meng & Stern (1996), section 2, of the coverage.
+    Source: a posterior predictive check of the coverage, Gelman, Meng & Stern (1996), section 2.
     """
     if draws.shape[0] < 2:
         raise ValueError("coverage_range needs at least 2 draws, but draws has 1: draw more")
@@ -77,7 +80,7 @@ def coverage_range(draws: Tensor, *, level: float = 0.9, probability: float = 0.
 def reliability(
     probabilities: Tensor, y: Tensor, *, bins: int = 15
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Confidence and accuracy of the predicted class, in bins of equal width of the confidence.
+    """Confidence and accuracy of the predicted class, in bins of the confidence with equal width.
 
     :param probabilities: ``(N, C)``.
     :param y: ``(N,)``, class indices.
@@ -114,14 +117,14 @@ def expected_calibration_error(probabilities: Tensor, y: Tensor, *, bins: int = 
 
 
 def adaptive_calibration_error(probabilities: Tensor, y: Tensor, *, bins: int = 15) -> Tensor:
-    """Calibration error in bins that hold equally many points, from 0 (best) to 1.
+    """Calibration error in bins with equally many points, from 0 (best) to 1.
 
-    As :func:`expected_calibration_error`, but the confidences are cut at their own quantiles, so
-    that no bin is empty where a network is confident everywhere.
+    Like :func:`expected_calibration_error`, but the bins end at quantiles of the confidences, so
+    that no bin is empty if a network is confident everywhere.
 
     :param probabilities: ``(N, C)``.
     :param y: ``(N,)``, class indices.
-    :param bins: how many, at most N.
+    :param bins: the number of bins, at most N.
     :raises ValueError: as :func:`reliability`.
 
     Source: Nguyen & O'Connor (2015), Posterior calibration and exploratory analysis for natural
@@ -137,18 +140,18 @@ def adaptive_calibration_error(probabilities: Tensor, y: Tensor, *, bins: int = 
 
 
 def pit(draws: Tensor, y: Tensor) -> Tensor:
-    """Probability integral transforms: where each target lies among the draws, from 0 to 1.
+    """Probability integral transforms: the position of each target among the draws, from 0 to 1.
 
     ::
 
         (#{x_s < y} + u (#{x_s = y} + 1)) / (S + 1),      u ~ Uniform(0, 1)
 
-    which is uniform for every S where draws and target come from one distribution, counts and
-    other discrete targets included.
+    It is uniform for every S if draws and target come from one distribution, including counts and
+    other discrete targets.
 
     :param draws: ``(S, N, ...)``, draws of the target (noise included).
     :param y: ``(N, ...)``.
-    :returns: float64, of the shape of y.
+    :returns: float64, with the shape of y.
     :raises ValueError: if the shapes do not fit.
 
     Source: Czado, Gneiting, Held (2009), Predictive model assessment for count data.
@@ -161,10 +164,12 @@ def pit(draws: Tensor, y: Tensor) -> Tensor:
 def uniformity(values: Tensor) -> Tensor:
     """Kolmogorov-Smirnov distance of values from the uniform distribution, sup_u |F(u) - u|.
 
-    Of N values that are uniform it is above 1.36 / sqrt(N) with a probability of about 5 %.
+    For N uniform values it is above 1.36 / sqrt(N) with a probability of about 5 %.
 
-    :param values: between 0 and 1, such as :func:`pit`.
-    :raises ValueError: if there are none.
+    :param values: numbers between 0 and 1, such as the results of :func:`pit`.
+    :raises ValueError: if there are no values.
+
+    Source: Kolmogorov (1933); the 5 % point of the asymptotic distribution is 1.36.
     """
     if not values.numel():
         raise ValueError("uniformity needs at least one value")
@@ -175,7 +180,7 @@ def uniformity(values: Tensor) -> Tensor:
 
 
 def _inside(start: Tensor, stop: Tensor, level: float) -> Tensor:
-    """The share of each stretch that lies in the central interval."""
+    """The share of each range [start, stop] that lies in the central interval."""
     inside = stop.clamp_max((1 + level) / 2) - start.clamp_min((1 - level) / 2)
     return inside.clamp_min(0) / (stop - start)
 
@@ -186,7 +191,7 @@ def _check_bins(bins: int) -> None:
 
 
 def _stretches(draws: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Start and end of the stretch of each target's rank among the draws, from 0 to 1."""
+    """Start and end of the range of each target's rank among the draws, from 0 to 1."""
     below, up_to = [], []
     for part, target in blocks(draws, y[None]):
         below.append((part < target).sum(-1))

@@ -1,4 +1,4 @@
-"""Distances between the marginals of two posteriors' functions: at each test point, then averaged.
+"""Distances between the marginals of two posteriors' functions at each test point, averaged.
 
 ``a`` are draws of a function at the test points, ``(S1, N, ...)``, and ``b`` those of the
 reference, ``(S2, N, ...)``.
@@ -61,7 +61,7 @@ def wasserstein2(a: Tensor, b: Tensor) -> Tensor:
 
         W2^2 = int_0^1 (F_a^-1(u) - F_b^-1(u))^2 du
 
-    For Normals W2^2 is ``mean_error^2 + sd_error^2``; what is beyond that is a difference in shape.
+    For Normals W2^2 is ``mean_error^2 + sd_error^2``; the rest is a difference in shape.
 
     :param a: ``(S1, N, ...)``, draws of a function at the test points.
     :param b: ``(S2, N, ...)``, draws of the reference.
@@ -75,11 +75,11 @@ def wasserstein2(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _quantile_gaps(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each block of points the difference of the quantile functions, ``(block, steps)``, and
-    the widths of the steps between which both are constant."""
+    """Yield for each block of points the differences of the quantile functions on intervals where
+    both are constant, ``(block, steps)``, and the widths of these intervals."""
     same_functions(a, b)
     m, n = a.shape[0], b.shape[0]
-    # Both are constant between these places, counted in units of 1 / (m n).
+    # Both are constant between these points, which are in units of 1 / (m n).
     steps = torch.cat(
         [torch.arange(m + 1, device=a.device) * n, torch.arange(n + 1, device=a.device) * m]
     ).unique()

@@ -1,8 +1,8 @@
-"""Distances between two posteriors' functions as a whole: all test points of a draw are one vector.
+"""Joint distances between two posteriors' functions: a draw at all test points is one vector.
 
-Unlike the marginal distances they see how the values at different inputs hang together. The norm
-is the root mean square over the test points, |f| = sqrt(1/N sum_n f_n^2), in the units of f. Both
-take all pairs of draws: some hundred to a thousand of each are enough.
+Unlike the marginal distances they depend on the dependence between values at different inputs. The
+norm is the root mean square over the test points, |f| = sqrt(1/N sum_n f_n^2), in the units of f.
+Both distances use all pairs of draws: a few hundred to a thousand draws of each are enough.
 """
 
 from collections.abc import Callable
@@ -20,8 +20,8 @@ def energy_distance(a: Tensor, b: Tensor) -> Tensor:
 
         2 E|X - Y| - E|X - X'| - E|Y - Y'|
 
-    over different draws X, X' of a and Y, Y' of b. Zero for equal distributions; the estimate can
-    be less by chance.
+    over different draws X, X' of a and Y, Y' of b. It is zero for equal distributions; the estimate
+    can be negative by chance.
 
     :param a: ``(S1, N, ...)``, draws of a function at the test points.
     :param b: ``(S2, N, ...)``, draws of the reference.
@@ -42,16 +42,16 @@ def mmd(a: Tensor, b: Tensor, *, length_scale: float | Tensor | None = None) -> 
 
         E k(X, X') + E k(Y, Y') - 2 E k(X, Y),    k(x, y) = exp(-|x - y|^2 / (2 l^2))
 
-    over different draws X, X' of a and Y, Y' of b. From 0 for equal distributions (the estimate
-    can be less by chance) up to 2.
+    over different draws X, X' of a and Y, Y' of b. It lies between 0, for equal distributions, and
+    2; the estimate can be negative by chance.
 
     :param a: ``(S1, N, ...)``, draws of a function at the test points.
     :param b: ``(S2, N, ...)``, draws of the reference.
     :param length_scale: l, in the units of the draws; by default ``median_distance(b)``, so that
-        several posteriors are held against the reference by one kernel.
+        several posteriors are compared with the reference by the same kernel.
     :returns: a scalar without units.
-    :raises ValueError: if the test points differ in shape; for a length scale that is not positive,
-        such as the default's of a reference without spread.
+    :raises ValueError: if the test points differ in shape, or if the length scale is not positive,
+        as by default for a reference without spread.
 
     Source: Gretton et al. (2012), A kernel two-sample test, lemma 6.
     """
@@ -67,7 +67,7 @@ def mmd(a: Tensor, b: Tensor, *, length_scale: float | Tensor | None = None) -> 
 
 
 def median_distance(draws: Tensor) -> Tensor:
-    """Median of |X - X'| over the pairs of different draws, in their units; 0 of a single one."""
+    """Median of |X - X'| over the pairs of different draws, in their units; 0 for a single draw."""
     vectors = _vectors(draws, draws[0])
     if len(vectors) < 2:
         return vectors.new_zeros(())
@@ -81,7 +81,10 @@ def _contrast(
     across: Tensor,
     within_b: Tensor,
 ) -> Tensor:
-    """E s(X, X') + E s(Y, Y') - 2 E s(X, Y) for a similarity s of distances, given at zero."""
+    """E s(X, X') + E s(Y, Y') - 2 E s(X, Y) for a function s of distances.
+
+    :param of_equals: s(0).
+    """
     within = [
         similarity(distances).mean() if len(distances) else of_equals
         for distances in (within_a, within_b)
@@ -90,13 +93,14 @@ def _contrast(
 
 
 def _pairs(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Distances of pairs within a, across and within b; none within a single draw."""
+    """Distances of pairs within a, between a and b, and within b; a single draw has no pairs."""
     same_functions(a, b)
     x, y = _vectors(a, b[0]), _vectors(b, b[0])
     return torch.pdist(x), torch.cdist(x, y), torch.pdist(y)
 
 
 def _vectors(draws: Tensor, origin: Tensor) -> Tensor:
-    """``(S, N)`` in float64, of which the Euclidean norm is the root mean square."""
+    """Draws as vectors ``(S, N)`` in float64, scaled so that their Euclidean norm is the root mean
+    square."""
     flat = (draws.detach() - origin.detach()).double().reshape(len(draws), -1)
     return flat / flat.shape[1] ** 0.5

@@ -1,4 +1,4 @@
-"""Monte Carlo error of a distance: its standard error, and its floor."""
+"""Monte Carlo error of a distance: its standard error, and the distance between halves of draws."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -12,23 +12,24 @@ _LEAST_DRAWS, _LEAST_GROUPS = 4, 5
 def monte_carlo_error(
     distance: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor, *, groups: int = 10
 ) -> Tensor:
-    """Standard error of a distance that comes from the number of draws, by a jackknife of groups.
+    """Monte Carlo standard error of a distance, by a grouped jackknife.
 
-    Both sets of draws are cut into G groups of neighbors, and the distance d_g is taken without
+    Both sets of draws are cut into G groups of neighbors, and the distance d_g is computed without
     the g-th group of either::
 
         se^2 = (G - 1) / G  sum_g (d_g - mean d)^2
 
-    Neighbors stay together, so that the error of autocorrelated draws is not taken for too small,
-    as long as the groups are longer than their memory. The d_g are of nearly all draws: where a
-    distance is bent, as all are near zero, those of single groups would be bent elsewhere. Between
-    equal distributions, where the distances are not Normal, it is about 1.5 times too large.
+    Groups of neighbors keep the error of autocorrelated draws from being underestimated, if the
+    groups are longer than the autocorrelation. Each d_g uses nearly all draws because distances are
+    nonlinear near zero, so that single groups would give another error. Between equal
+    distributions, for which distances are not Normal, the error is about 1.5 times too large.
 
-    :param distance: of draws (S1, N, ...) and (S2, N, ...); a scalar or a vector of several.
+    :param distance: a function of draws (S1, N, ...) and (S2, N, ...); it returns a scalar, or a
+        vector of several distances.
     :param a: ``(S1, ...)``.
     :param b: ``(S2, ...)``.
-    :param groups: G; fewer where a group would have less than 4 draws.
-    :returns: of the shape of the distance; NaN for fewer than 20 draws.
+    :param groups: G; reduced if a group would have fewer than 4 draws.
+    :returns: the standard errors, with the shape of the distance; NaN for fewer than 20 draws.
 
     Source: Kuensch (1989), The jackknife and the bootstrap for general stationary observations,
     section 2, with blocks that do not overlap.
@@ -42,7 +43,7 @@ def monte_carlo_error(
 
 
 def _without_each(draws: Tensor, groups: int) -> Iterator[Tensor]:
-    """The draws without the first group of neighbors, without the second, and so on."""
+    """Yield the draws without the first group of neighbors, without the second, and so on."""
     parts = draws.tensor_split(groups)
     for g in range(groups):
         yield torch.cat([*parts[:g], *parts[g + 1 :]])
@@ -51,10 +52,10 @@ def _without_each(draws: Tensor, groups: int) -> Iterator[Tensor]:
 def split_half(
     draws: Tensor, distance: Callable[[Tensor, Tensor], Tensor], *, chains: int = 1
 ) -> Tensor:
-    """Distance between two halves of one posterior's draws, which is Monte Carlo error alone.
+    """Distance between two halves of one posterior's draws, which is only Monte Carlo error.
 
-    A floor for the distances of other posteriors to this one. It is a high one, since each half
-    has half the draws.
+    Smaller distances of other posteriors to this one cannot be resolved. The value is an
+    overestimate, since each half has only half of the draws.
 
     :param draws: ``(S, N, ...)``, chain after chain.
     :param distance: a distance of this module.

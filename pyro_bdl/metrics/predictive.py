@@ -1,4 +1,4 @@
-"""Distances between two predictive distributions: of classes, or of numbers."""
+"""Distances between two predictive distributions, of classes or of numbers."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,8 @@ from pyro_bdl.metrics.blocks import mean_of_draws, same_functions, same_shape
 def agreement(a: Tensor, b: Tensor) -> Tensor:
     """Share of the test points at which both posteriors predict the same class, from 0 to 1.
 
-    :param a: ``(S1, N, C)``, draws of class probabilities; their mean over the draws predicts.
+    :param a: ``(S1, N, C)``, draws of class probabilities; the prediction is the class with the
+        largest mean.
     :param b: ``(S2, N, C)``, draws of the reference.
     :raises ValueError: if the test points differ in shape.
 
@@ -37,9 +38,9 @@ def total_variation(a: Tensor, b: Tensor) -> Tensor:
 def categorical_kl(a: Tensor, b: Tensor) -> Tensor:
     """KL divergence of predictive class distributions, 1/N sum_n sum_c q_nc log(q_nc / p_nc).
 
-    From the reference q, the mean over the draws ``b``, to p, the mean over ``a``: large where a
-    posterior rules out what the reference holds possible. A p below the smallest number of its
-    floating point type counts as that number.
+    It goes from the reference q, the mean over the draws ``b``, to p, the mean over ``a``. It is
+    large if p gives a small probability to a class that is likely under q. A p below the smallest
+    number of its floating point type counts as that number.
 
     :param a: ``(S1, N, C)``, draws of class probabilities.
     :param b: ``(S2, N, C)``, draws of the reference.
@@ -53,19 +54,19 @@ def categorical_kl(a: Tensor, b: Tensor) -> Tensor:
 
 
 def gaussian_kl(a_mean: Tensor, a_variance: Tensor, b_mean: Tensor, b_variance: Tensor) -> Tensor:
-    """KL divergence of predictive distributions of numbers, by their first two moments.
+    """KL divergence of predictive distributions of numbers, from their first two moments.
 
-    From the reference b to a, of the two Normals with the moments of the predictives, averaged
-    over the test points::
+    It goes from the reference b to a, between Normals with the moments of the predictive
+    distributions, averaged over the test points::
 
         KL = 1/2 (v_b / v_a + (m_a - m_b)^2 / v_a - 1 + log(v_a / v_b))
 
-    It is exact where the predictives are Normal, and finite for a point mass with noise.
+    It is exact if the predictive distributions are Normal, and finite for a point mass with noise.
 
     :param a_mean: ``(N, ...)``, the predictive means.
     :param a_variance: ``(N, ...)``, the predictive variances, noise included.
-    :param b_mean: ``(N, ...)``, those of the reference.
-    :param b_variance: ``(N, ...)``, those of the reference.
+    :param b_mean: ``(N, ...)``, the reference's predictive means.
+    :param b_variance: ``(N, ...)``, the reference's predictive variances.
     :returns: a scalar, in nats.
     :raises ValueError: if the shapes differ.
     """

@@ -35,7 +35,7 @@ def negative_log_predictive_density(log_likelihood: Tensor) -> Tensor:
     """Mean negative log predictive density, -1/N sum_n log(1/S sum_s p(y_n | w_s)), in nats.
 
     :param log_likelihood: ``(S, N)``, log p(y_n | w_s) of each test point under each draw.
-    :raises ValueError: for other than two axes.
+    :raises ValueError: if it does not have two axes.
 
     Source: Gelman, Hwang, Vehtari (2014), Understanding predictive information criteria for
     Bayesian models.
@@ -52,8 +52,8 @@ def negative_log_predictive_density(log_likelihood: Tensor) -> Tensor:
 def crps(draws: Tensor, y: Tensor) -> Tensor:
     """Continuous ranked probability score, mean_n E|X - y_n| - 1/2 E|X - X'|; smaller is better.
 
-    The fair estimate: X and X' are different draws, so its expectation over independent draws is
-    the score of the predictive distribution they come from, however few they are::
+    This is the fair estimate: X and X' are different draws, so its expectation over independent
+    draws is the score of their distribution, for any number of draws S::
 
         1/S sum_s |x_s - y| - 1 / (S (S - 1)) sum_s (2 s - S - 1) x_(s)
 

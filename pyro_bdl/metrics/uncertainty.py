@@ -1,4 +1,5 @@
-"""Parts of uncertainty, and how well it tells new inputs from known ones."""
+"""Aleatoric and epistemic uncertainty, and how well uncertainty separates new inputs from known
+ones."""
 
 from typing import NamedTuple
 
@@ -9,10 +10,11 @@ from pyro_bdl.diagnostics.rank import average_ranks, ordered
 
 
 class Uncertainty(NamedTuple):
-    """Parts of the uncertainty at each test point, ``(N, ...)`` each; the total is their sum.
+    """The two components of the uncertainty at each test point, ``(N, ...)`` each, whose sum is the
+    total.
 
-    :param aleatoric: of the data, which stays however many of them there are.
-    :param epistemic: of the function, on which the posterior's draws disagree.
+    :param aleatoric: uncertainty of the data, which more data do not reduce.
+    :param epistemic: uncertainty of the function: the disagreement of the posterior's draws.
     """
 
     aleatoric: Tensor
@@ -25,13 +27,14 @@ class Uncertainty(NamedTuple):
 
 
 def entropy_parts(probabilities: Tensor) -> Uncertainty:
-    """Parts of the entropy of a predictive class distribution, in nats.
+    """Aleatoric and epistemic entropy of a predictive class distribution, in nats.
 
     ::
 
         H[E p]  =  E H[p]  +  I(y; w),      expectations over the posterior's draws
 
-    the second one the mutual information of class and weights.
+    E H[p] is the aleatoric entropy; I(y; w), the mutual information of class and weights, is the
+    epistemic one.
 
     :param probabilities: ``(S, N, C)``, draws of class probabilities.
 
@@ -45,7 +48,8 @@ def entropy_parts(probabilities: Tensor) -> Uncertainty:
 
 
 def variance_parts(mean: Tensor, noise: Tensor) -> Uncertainty:
-    """Parts of the variance of a predictive distribution of numbers, in squared units of y.
+    """Aleatoric and epistemic variance of a predictive distribution of numbers, in squared units of
+    y.
 
     ::
 
@@ -62,12 +66,14 @@ def variance_parts(mean: Tensor, noise: Tensor) -> Uncertainty:
 
 
 def auroc(score: Tensor, other: Tensor) -> Tensor:
-    """Area under the ROC curve of a score that shall be higher for ``other``: P(s < s') + P(=) / 2.
+    """Area under the ROC curve, P(s < s') + P(s = s') / 2, of a score that should be higher for
+    ``other``.
 
-    Half means that it cannot tell the two apart, 1 that it always does; NaN if a score is.
+    One half means that the score does not separate the two sets, 1 that it separates them
+    completely. NaN if a score is NaN.
 
-    :param score: ``(N, ...)``, at known inputs.
-    :param other: ``(M, ...)``, at the others.
+    :param score: ``(N, ...)``, scores s at known inputs.
+    :param other: ``(M, ...)``, scores s' at the other inputs.
     :raises ValueError: if one of them is empty.
 
     Source: Hanley & McNeil (1982), The meaning and use of the area under a ROC curve.

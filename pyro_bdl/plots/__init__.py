@@ -1,9 +1,9 @@
-"""Figures that hold posteriors against each other, and that show chains and calibration.
+"""Figures that compare posteriors, and that show chains and calibration.
 
-Each function takes tensors, most of them a mapping from the names of the posteriors to their
-predictions, and returns a :class:`matplotlib.figure.Figure` that no global state knows: save it
-with ``figure.savefig``. The same names in the same order get the same colors and markers in every
-figure; the reference is dark gray. Figures are five inches wide, so that their text can still be
+Each function takes tensors, usually a mapping from the names of the posteriors to their
+predictions. It returns a :class:`matplotlib.figure.Figure` that is not registered with pyplot: save
+it with ``figure.savefig``. The same names in the same order get the same colors and markers in
+every figure; the reference is dark gray. Figures are five inches wide, so that their text can be
 read on a phone.
 """
 

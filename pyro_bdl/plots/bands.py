@@ -42,12 +42,13 @@ def predictive_bands(
 
     :param x: ``(N,)`` or ``(N, 1)``, inputs in any order.
     :param draws: ``(S, N)`` for each posterior, of the function or the target at ``x``.
-    :param reference: name of the one the others are held against; None for no reference.
+    :param reference: name of the posterior with which the others are compared; None for no
+        reference.
     :param x_train: ``(M,)`` or ``(M, 1)``, training data to show as dots.
     :param y_train: ``(M,)`` or ``(M, 1)``, their targets.
     :param level: share of the draws within the band.
-    :param xlabel: what is on the horizontal axis, with units.
-    :param ylabel: what is on the vertical axis, with units.
+    :param xlabel: label of the horizontal axis, with units.
+    :param ylabel: label of the vertical axis, with units.
     :raises ValueError: for no posterior, a reference that is not among them, a level outside (0,
         1), or draws that do not fit x.
     """

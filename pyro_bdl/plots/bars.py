@@ -1,4 +1,4 @@
-"""Bars of a histogram with the band that uniform counts keep within."""
+"""Bars of a histogram, with a band for uniform counts."""
 
 from typing import Any
 
@@ -20,13 +20,13 @@ def bars(
     expected: float,
     color: Any,
 ) -> None:
-    """Bars before the band, whose ends are drawn over them.
+    """Draw bars in front of the band; the band's ends are drawn over the bars.
 
-    :param edges: ``(B + 1,)`` of the bins.
+    :param edges: edges of the bins, ``(B + 1,)``.
     :param heights: ``(B,)``.
-    :param band: least and greatest count that is no surprise.
-    :param expected: count of each bin.
-    :param color: of all bars, or of each.
+    :param band: the lower and upper end of the band.
+    :param expected: expected count of a bin.
+    :param color: color of all bars, or one for each bar.
     """
     axis.axhspan(*band, color=BAND, linewidth=0, zorder=0)
     axis.bar(
@@ -46,7 +46,7 @@ def bars(
 
 
 def room_above(axes: list[Axes], top: float) -> None:
-    """Vertical limits from 0 to a little over ``top``."""
+    """Set vertical limits from 0 to slightly above ``top``."""
     for axis in axes:
         axis.set_ylim(0, 1.1 * top)
 

@@ -1,4 +1,4 @@
-"""Calibration of predictions: reliability, coverage of intervals, the PIT."""
+"""Calibration of predictions: reliability, coverage of intervals, PIT histograms."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -33,9 +33,9 @@ def calibration(
     reference: str | None = None,
     bins: int = 10,
 ) -> Figure:
-    """Regression: coverage of central intervals. Classes: reliability diagram.
+    """Coverage of central intervals for a regression, a reliability diagram for classes.
 
-    On the diagonal a posterior is calibrated, below it overconfident.
+    A posterior is calibrated on the diagonal and overconfident below it.
 
     :param predictions: regression: draws ``(S, N, ...)`` of the target, noise included;
         classification: probabilities ``(N, C)``.
@@ -86,16 +86,18 @@ def pit_histogram(
     bins: int = 10,
     level: float = 0.99,
 ) -> Figure:
-    """Histogram of the probability integral transform of the test targets, a panel a posterior.
+    """Histograms of the probability integral transform of the test targets, one panel per
+    posterior.
 
-    Flat where predictions are calibrated; a valley where they are too narrow, a hill where too
-    wide, a slope where biased. The band holds a bar with probability ``level`` where the N targets
-    are independent draws of the predictions: quantiles of Binomial(N, 1 / bins).
+    They are flat if predictions are calibrated, valleys if they are too narrow, hills if they are
+    too wide, and slopes if they are biased. If the N targets are independent draws of the
+    predictions, a bar lies within the band with probability ``level``: quantiles of Binomial(N, 1 /
+    bins).
 
     :param predictions: draws ``(S, N, ...)`` of the target, noise included.
     :param y: ``(N, ...)``, the targets.
     :param reference: name of the reference, drawn in dark gray.
-    :param bins: of each histogram.
+    :param bins: number of bins of each histogram.
     :param level: probability of the band.
     :raises ValueError: for no posterior, an unknown reference, fewer than 2 bins, a level outside
         (0, 1), or draws that do not fit y.
@@ -129,15 +131,16 @@ def pit_histogram(
 
 
 def pit_counts(draws: Tensor, y: Tensor, bins: int) -> np.ndarray:
-    """The targets in each bin of the probability integral transform, ``(bins,)``, N in all.
+    """The number of targets in each bin of the probability integral transform, ``(bins,)``; the sum
+    is N.
 
-    The rank of a target among S draws is one of S + 1 numbers, or several where draws equal it: the
-    target counts in equal parts over this stretch, ::
+    The rank of a target among S draws is one of S + 1 numbers, or a range of them if draws equal
+    the target. The target is spread evenly over this range::
 
         [ #{s: x_s < y} , #{s: x_s <= y} + 1 ] / (S + 1)
 
-    so that bars of calibrated predictions are of the same expected height for any S and bins, and
-    for targets that are counts. Bars need not be whole numbers.
+    All bars of calibrated predictions therefore have the same expected height, for any S and number
+    of bins, and for targets that are counts. Bars need not be whole numbers.
 
     :param draws: ``(S, N, ...)`` of the target, noise included.
     :param y: ``(N, ...)``.

@@ -1,4 +1,4 @@
-"""Markov chains: their way, and how they share the ranks."""
+"""Markov chains: trace plots and rank plots."""
 
 from collections.abc import Mapping
 
@@ -31,7 +31,7 @@ _IN_LEGEND = 8
 def trace(draws: Mapping[str, Tensor]) -> Figure:
     """Each chain's draws in order, a panel for each quantity.
 
-    Chains that mixed look alike and wander over the same range all the time.
+    Chains that mixed look alike and cover the same range all the time.
 
     :param draws: name to ``(chains, draws)``.
     :raises ValueError: for no quantity, or tensors of another shape.
@@ -53,15 +53,17 @@ def trace(draws: Mapping[str, Tensor]) -> Figure:
 def ranks(draws: Mapping[str, Tensor], *, bins: int | None = None, level: float = 0.99) -> Figure:
     """Histograms of each chain's ranks among the draws of all chains, a panel for each quantity.
 
-    Chains of the same distribution have flat histograms. The band holds a count with probability
-    ``level`` where the draws are independent and the chains alike: then it is hypergeometric, D
-    ranks out of the C D. Counts leave it more often where draws that follow each other are alike.
+    Chains with the same distribution have flat histograms. A count lies within the band with
+    probability ``level`` if the draws are independent and the chains agree; it is then
+    hypergeometric, with D of the C D ranks for C chains of D draws. Autocorrelated draws leave the
+    band more often.
 
     :param draws: name to ``(chains, draws)``, at least 2 chains.
-    :param bins: of each histogram; by default up to 20, so that ten draws are expected in each.
+    :param bins: number of bins of each histogram; by default up to 20, with at least ten expected
+        draws in each.
     :param level: probability of the band.
-    :raises ValueError: for no quantity, tensors of another shape, a single chain, bins that are
-        more than the draws or a level outside (0, 1).
+    :raises ValueError: for no quantity, tensors of another shape, a single chain, more bins than
+        draws, or a level outside (0, 1).
 
     Source: Vehtari et al. (2021), Rank-normalization, folding, and localization, section 5.
     """
@@ -106,7 +108,7 @@ def ranks(draws: Mapping[str, Tensor], *, bins: int | None = None, level: float 
 
 
 def rank_counts(draws: Tensor, bins: int) -> np.ndarray:
-    """Counts of each chain's draws with their rank in each bin, ``(chains, bins)``.
+    """For each chain the number of draws whose rank lies in each bin, ``(chains, bins)``.
 
     Rank r of the n draws of all chains, ties at their mean, lies in bin floor(bins (r - 1/2) / n).
 

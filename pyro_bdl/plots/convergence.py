@@ -1,4 +1,4 @@
-"""Convergence of every site of a network at a glance."""
+"""Convergence of every site of a network in one figure."""
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -16,10 +16,10 @@ _LEVELS = (0, 0.25, 0.5, 0.75, 1)
 def convergence(summary: Summary) -> Figure:
     """Median, middle half and range of R-hat and bulk ESS over the numbers of each site.
 
-    The dashed lines are the summary's limits. Of more than 40 sites those with the largest R-hats
-    are shown, in the order of the program.
+    The dashed lines are the summary's limits. If there are more than 40 sites, those with the
+    largest R-hats are shown, in the order of the program.
 
-    :param summary: what ``diagnostics.summary`` returned.
+    :param summary: the result of ``diagnostics.summary``.
     :raises ValueError: if no site has an R-hat, as with constants or a single chain.
     """
     known = {

@@ -22,7 +22,7 @@ def cost_against_quality(
     :param reference: name of the reference, drawn at the floor.
     :param floor: distance between two halves of the reference, drawn as a line.
     :param units: units of the distance.
-    :raises ValueError: for a posterior with seconds but no distance that is not the reference.
+    :raises ValueError: for a posterior other than the reference that has seconds but no distance.
     """
     missing = [name for name in seconds if name not in distance and name != reference]
     if missing or not seconds:

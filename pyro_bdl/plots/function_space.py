@@ -1,4 +1,4 @@
-"""Moments of the function at test points, against those of the reference."""
+"""Mean and sd of the function at test points, plotted against the reference's."""
 
 from collections.abc import Mapping
 
@@ -29,10 +29,10 @@ def function_space(
 ) -> Figure:
     """Mean and sd of the function at each test point against those of the reference.
 
-    :param draws: ``(S, N, ...)`` for each posterior; of more than 400 numbers at the test points
-        evenly spaced ones are shown.
-    :param reference: name of the one on the horizontal axis.
-    :param quantity: what the draws are, for the labels.
+    :param draws: ``(S, N, ...)`` for each posterior. If there are more than 400 numbers at the test
+        points, evenly spaced ones are shown.
+    :param reference: name of the posterior on the horizontal axis.
+    :param quantity: name of the quantity, for the labels.
     :param units: units of the draws, for the labels.
     :raises ValueError: for no other posterior than the reference, or test points that differ in
         shape.

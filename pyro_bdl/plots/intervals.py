@@ -1,4 +1,4 @@
-"""Forest plots: intervals of one quantity a panel, one row for each posterior."""
+"""Forest plots: a panel for each quantity, with a row for each posterior's intervals."""
 
 from collections.abc import Mapping, Sequence
 
@@ -36,12 +36,12 @@ def forest(
     """Posterior intervals of the function at chosen test points, see :func:`intervals`.
 
     :param draws: ``(S, N, ...)`` for each posterior, of the function at the test points.
-    :param reference: name of the one the others are held against.
-    :param points: places in the flattened ``(N, ...)``; by default four from where the reference is
-        surest to where it is least sure, see :func:`chosen_points`.
+    :param reference: name of the posterior with which the others are compared.
+    :param points: positions in the flattened ``(N, ...)``; by default four that range from the
+        smallest to the largest sd of the reference, see :func:`chosen_points`.
     :param labels: a title for each of ``points``.
     :param level: probability of the outer interval.
-    :param quantity: what the draws are of, with units.
+    :param quantity: name of the quantity, with units.
     :raises ValueError: for no posterior, an unknown reference, or draws at different points.
     """
     check_posteriors(draws, reference)
@@ -74,14 +74,14 @@ def intervals(
     level: float = 0.9,
     label: str = "",
 ) -> Figure:
-    """Median, 50 % interval and a wider one of each quantity, one row for each posterior.
+    """Median, 50 % interval and a wider interval of each quantity, one row for each posterior.
 
     The shaded column is the reference's wider interval.
 
     :param draws: posterior to quantity to ``(S,)`` draws; a posterior may lack some quantities.
-    :param reference: name of the one the others are held against.
+    :param reference: name of the posterior with which the others are compared.
     :param level: probability of the wider interval.
-    :param label: of the horizontal axes, with units.
+    :param label: label of the horizontal axes, with units.
     :raises ValueError: for no posterior or quantity, an unknown reference, or a level outside
         (0, 1).
     """
@@ -108,7 +108,7 @@ def intervals(
             axis.plot([low, high], [row, row], color=color, linewidth=1.2, label=name)
             axis.plot([lower, upper], [row, row], color=color, linewidth=3.5)
             axis.plot(middle, row, "o", color=color, markersize=5, markeredgecolor="white")
-        axis.use_sticky_edges = False  # the shade may be what reaches farthest
+        axis.use_sticky_edges = False  # the shaded column may reach farthest
         title(axis, quantity, small=columns > 1)
         axis.grid(visible=False, axis="y")
         axis.xaxis.set_major_locator(MaxNLocator(4))
@@ -125,10 +125,11 @@ def intervals(
 
 
 def chosen_points(draws: Tensor, count: int = 4) -> list[int]:
-    """Places in the flattened ``(N, ...)``, evenly spaced by the sd of the draws, smallest first.
+    """Positions in the flattened ``(N, ...)``, at evenly spaced ranks of the draws' sd, smallest
+    first.
 
     :param draws: ``(S, N, ...)``.
-    :param count: how many at most.
+    :param count: the largest number of positions.
     """
     values = draws.detach().flatten(1).double()
     order = values.std(0, correction=0).argsort(stable=True)
@@ -138,7 +139,7 @@ def chosen_points(draws: Tensor, count: int = 4) -> list[int]:
 
 
 def point_name(place: int, draws: Tensor) -> str:
-    """Name of a point: "point 17", or "point 17 [2]" where the function has several outputs."""
+    """Name of a point: "point 17", or "point 17 [2]" for a function with several outputs."""
     row, *index = (int(i) for i in np.unravel_index(place, tuple(draws.shape[1:])))
     if draws[0, 0].numel() == 1:
         return f"point {row}"

@@ -1,4 +1,4 @@
-"""Maps over two inputs: where a posterior is too sure, and where too unsure."""
+"""Maps over two inputs of the sd relative to the reference: overconfidence and underconfidence."""
 
 from collections.abc import Mapping, Sequence
 
@@ -21,7 +21,7 @@ def sd_ratio(draws: Tensor, reference: Tensor) -> np.ndarray:
 
         r_n = sqrt( sum_c Var f_c(x_n) / sum_c Var_ref f_c(x_n) ),    c over outputs or classes
 
-    NaN if neither varies, infinite where only the reference does not.
+    NaN if neither varies; infinite if only the reference does not vary.
 
     :param draws: ``(S, N, ...)``.
     :param reference: ``(S', N, ...)`` at the same points.
@@ -46,12 +46,12 @@ def sd_ratio_maps(
 ) -> Figure:
     """``sd_ratio`` over two inputs, a map for each posterior, on a log scale around 1.
 
-    Points on a full rectangular grid become a map of tiles, others one of dots. Colors end at 1/4
-    and 4; points without a ratio are light gray.
+    Points on a full rectangular grid are drawn as tiles, others as dots. Colors end at 1/4 and 4;
+    points without a ratio are light gray.
 
     :param x: ``(N, 2)``, inputs.
     :param draws: ``(S, N, ...)`` for each posterior, of the function at ``x``.
-    :param reference: name of the one the others are held against.
+    :param reference: name of the posterior with which the others are compared.
     :param x_train: ``(M, 2)``, training inputs, shown as small dots.
     :param labels: names of the two inputs.
     :raises ValueError: for no other posterior than the reference, inputs that are not two, or draws
@@ -76,7 +76,7 @@ def sd_ratio_maps(
     drawn: ScalarMappable
     for place, (axis, name) in enumerate(zip(axes, shown, strict=True)):
         ratio = sd_ratio(draws[name], draws[reference])
-        # A log scale would leave out zeros: they lie at its lower end.
+        # A log scale would drop zeros, so they are clipped to its lower end.
         ratio = np.where(ratio == 0, np.finfo(float).tiny, ratio)
         grid = _grid(points, ratio)
         if grid is not None:
@@ -128,7 +128,8 @@ def _variance(draws: Tensor) -> np.ndarray:
 
 
 def _grid(points: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, ...] | None:
-    """The two axes and the values ``(len(second), len(first))`` where the points fill a grid."""
+    """The two axes and the values ``(len(second), len(first))`` if the points fill a grid, else
+    None."""
     first, column = np.unique(points[:, 0], return_inverse=True)
     second, row = np.unique(points[:, 1], return_inverse=True)
     filled = np.full((len(second), len(first)), False)

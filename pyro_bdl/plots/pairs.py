@@ -19,11 +19,11 @@ _BINS = 25
 def pairs(draws: Mapping[str, Mapping[str, Tensor]], *, reference: str | None = None) -> Figure:
     """Densities on the diagonal, draws of each pair below it.
 
-    Of more than 500 draws evenly spaced ones are shown as dots; the densities are of all. Draws
-    that are all the same are a line, and one dot.
+    At most 500 evenly spaced draws are shown as dots; the densities use all draws. Draws that are
+    all equal are shown as a line and one dot.
 
     :param draws: posterior to quantity to ``(S,)`` draws, the same quantities for all, at most 6.
-    :param reference: name of the one the others are held against.
+    :param reference: name of the posterior with which the others are compared.
     :raises ValueError: for no posterior or quantity, an unknown reference, more than 6 quantities,
         or posteriors that differ in quantities.
     """
@@ -78,7 +78,7 @@ def pairs(draws: Mapping[str, Mapping[str, Tensor]], *, reference: str | None = 
 
 
 def _density(axis: Axes, values: np.ndarray, color: str) -> None:
-    """A histogram of area 1, or a line where all values are the same."""
+    """Draw a histogram of area 1, or a line if all values are equal."""
     if np.ptp(values) == 0:
         axis.axvline(values[0], color=color, linewidth=1.6)
     else:
@@ -87,6 +87,6 @@ def _density(axis: Axes, values: np.ndarray, color: str) -> None:
 
 
 def _thinned(count: int) -> np.ndarray:
-    """Evenly spaced places, 500 at most."""
+    """Evenly spaced positions, at most 500."""
     shown = min(count, _DOTS)
     return np.arange(shown) * count // shown

@@ -27,14 +27,15 @@ _INSIDE, _OUTSIDE = COLORS[0], COLORS[1]
 def rank_histograms(
     calibration: "Calibration", *, bins: int | None = None, level: float = 0.99
 ) -> Figure:
-    """Histogram of the truth's ranks among the posterior draws, a panel for each quantity.
+    """Histograms of the truth's ranks among the posterior draws, a panel for each quantity.
 
-    Flat where inference is exact; a valley where the posterior is too narrow, a hill where it is
-    too wide, a slope where it is biased. The band holds a bar with probability ``level`` where the
-    ranks are uniform; bars that leave it have another color.
+    They are flat if inference is exact, valleys if the posterior is too narrow, hills if it is too
+    wide, and slopes if it is biased. If the ranks are uniform, a bar lies within the band with
+    probability ``level``; bars outside the band have another color.
 
-    :param calibration: what ``simulation_based_calibration`` returned.
-    :param bins: of each histogram, at best a divisor of the possible ranks; by default up to 20.
+    :param calibration: the result of ``simulation_based_calibration``.
+    :param bins: number of bins of each histogram, preferably a divisor of the number of ranks; by
+        default up to 20.
     :param level: probability of the band, see ``Calibration.band``.
     :raises ValueError: for more bins than ranks, or a level outside (0, 1).
 

@@ -1,4 +1,4 @@
-"""Parts that all figures share: colors, markers, panels, legends, tensors as arrays."""
+"""Helpers of all figures: colors, markers, panels, legends, tensors as arrays."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ from torch import Tensor
 WIDTH = 5.0
 GRAY, SOFT, INK = "#8a8f98", "#6a7079", "#2b2f36"
 BAND = "#dfe3e8"
-# Okabe & Ito's colors for all kinds of sight, without the yellow that fades on white.
+# Okabe & Ito's colorblind-safe colors, without the yellow, which is faint on white.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7a5195", "#8c564b")
 MARKERS = "os^DvPX<>"
 SMALL = 9.0
@@ -64,7 +64,7 @@ def check_posteriors(given: Mapping[str, object], reference: str | None) -> None
 def check_level(level: float) -> None:
     """Check the level of an interval.
 
-    :raises ValueError: for a level that is no share of the probability.
+    :raises ValueError: for a level outside (0, 1).
     """
     if not 0 < level < 1:
         raise ValueError(f"level must lie between 0 and 1, got {level}")
@@ -78,7 +78,8 @@ def array(values: Tensor) -> np.ndarray:
 def panels(
     count: int, *, height: float, columns: int = 1, **shared: Any
 ) -> tuple[Figure, list[Axes]]:
-    """A white figure five inches wide with panels in rows of ``columns``, and these panels."""
+    """A white figure, five inches wide, with panels in rows of ``columns``; returns figure and
+    panels."""
     rows = math.ceil(count / columns)
     with matplotlib.rc_context(cast(Any, _STYLE | ({} if columns == 1 else {"font.size": SMALL}))):
         figure = Figure(figsize=(WIDTH, height * rows + 0.5), layout="constrained")
@@ -87,7 +88,7 @@ def panels(
         axes = figure.subplots(rows, columns, squeeze=False, **shared).ravel()
     for unused in axes[count:]:
         unused.remove()
-    if shared.get("sharex"):  # where the last row is not full, the panels above it bear labels
+    if shared.get("sharex"):  # if the last row is not full, the panels above it have labels
         for axis in axes[max(0, count - columns) : count]:
             axis.tick_params(labelbottom=True)
     return figure, list(axes[:count])
@@ -99,7 +100,7 @@ def columns_for(count: int) -> int:
 
 
 def diagonal(axis: Axes) -> None:
-    """Equal limits on both axes, with the line of equality."""
+    """Set equal limits on both axes, and draw the line of equality."""
     axis.margins(0.05)
     limits = np.array([axis.get_xlim(), axis.get_ylim()])
     low, high = limits[:, 0].min(), limits[:, 1].max()
@@ -110,7 +111,7 @@ def diagonal(axis: Axes) -> None:
 
 
 def plain_log_axis(axis: Axis) -> None:
-    """Ticks at 1, 2, 5 within short ranges, at powers of ten within long ones, as plain numbers."""
+    """Set ticks at 1, 2, 5 for short ranges, at powers of ten for long ones, as plain numbers."""
     low, high = axis.get_view_interval()
     axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 300 else (1,)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -118,13 +119,13 @@ def plain_log_axis(axis: Axis) -> None:
 
 
 def title(axis: Axes, text: str, color: str = INK, *, small: bool = False) -> None:
-    """A heading at the left."""
+    """Set a left-aligned title."""
     size = SMALL if small else 11
     axis.set_title(text, loc="left", fontsize=size, fontweight="bold", color=color)
 
 
 def legend_below(figure: Figure, handles: Sequence[Artist], labels: Sequence[str]) -> None:
-    """A legend under all panels, in as many columns as fit; none without labels."""
+    """Add a legend below all panels, in as many columns as fit; none without labels."""
     if not labels:
         return
     columns = max(1, min(3, len(labels), 54 // (max(map(len, labels)) + 6)))

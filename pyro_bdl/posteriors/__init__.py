@@ -1,4 +1,4 @@
-"""The posteriors that ``pyro-bdl compare`` knows by name, registered here and nowhere else.
+"""The posteriors that ``pyro-bdl compare`` knows by name.
 
 To add one, write a function that fits it::
 

@@ -6,10 +6,9 @@ from pyro_bdl import mcmc
 from pyro_bdl.guides import AutoEnsemble, AutoSubnetwork
 from pyro_bdl.posteriors.registry import Options, Problem, Result, register, trained
 
-# Rows that "sghmc" takes at once, and in a minibatch of more.
+# The largest number of rows that "sghmc" uses at once, and the size of minibatches beyond it.
 _MOST_ROWS, _ROWS = 8192, 1024
-# Steps between two draws, the friction of a step and the curvature times the step size; steps in
-# which the chains leave the MAP.
+# Steps between draws, friction per step, curvature times step size; steps to leave the MAP.
 _THINNING, _FRICTION, _REACH, _SETTLING = 10, 0.02, 0.5, 250
 
 
@@ -20,10 +19,10 @@ _THINNING, _FRICTION, _REACH, _SETTLING = 10, 0.02, 0.5, 250
     default=True,
 )
 def _sghmc(problem: Problem, options: Options, progress: bool) -> Result:
-    """Chains from MAP networks, by steps that follow the curvature where the chains are.
+    """SGHMC chains that start at MAP networks; the step size follows the curvature at the chains.
 
-    Minibatches heat the stiffest direction by the share eps lambda (N / B) / 2 f, which is kept at
-    a twentieth.
+    Minibatch noise heats the stiffest direction by the share eps lambda (N / B) / (2 f), which the
+    step size keeps at 5 %.
     """
     data, rows, chains = (problem.x, problem.y), len(problem.x), options.chains
     members, label = AutoEnsemble(problem.model, size=chains), "sghmc" if progress else None
@@ -42,7 +41,7 @@ def _sghmc(problem: Problem, options: Options, progress: bool) -> Result:
         "seed": options.seed,
         "progress": progress,
     }
-    # The curvature at the MAP is several times less than among the draws, hence by parts.
+    # The curvature at the MAP is several times smaller than at later draws, hence in stages.
     for share, warmup, draws, thinning in (
         (0.01, _SETTLING, 1, 1),
         (0.1, _SETTLING, 1, 1),

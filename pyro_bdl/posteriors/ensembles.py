@@ -11,7 +11,7 @@ from pyro_bdl.training.svi import collect_swag, estimate_elbo
 @register(
     "ensemble",
     title="ensemble",
-    description="five networks, each trained as MAP from its own initialization",
+    description="five networks, each a MAP estimate from its own initialization",
     default=True,
 )
 def _ensemble(problem: Problem, options: Options, progress: bool) -> Result:
@@ -26,11 +26,10 @@ _RATES = (1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.0003)
 def _swag_of(
     guide: AutoSWAG | AutoMultiSWAG, made: Result, problem: Problem, label: str | None
 ) -> Result:
-    """SGD from where training ended, and the Gaussian of its snapshots.
+    """SGD from the end of training, and the Gaussian of its snapshots.
 
-    At the learning rate at which SGD is closest to a Gaussian posterior, -log p(u, y) lies on
-    average P / 2 above its minimum, as under the posterior (Mandt, Hoffman & Blei 2017, section
-    3.2); the highest rate that does not exceed this is taken.
+    Under a Gaussian posterior -log p(u, y) lies P / 2 above its minimum on average (Mandt, Hoffman
+    & Blei 2017, section 3.2). The largest learning rate that does not exceed this is used.
     """
     size, rows = guide.require_layout().size, len(problem.x)
     members = guide.size if isinstance(guide, AutoMultiSWAG) else 1
@@ -54,7 +53,7 @@ def _swag_of(
         excess = run.losses.mean().item() * rows / members - lowest
         if excess <= 0.5 * size or run.interrupted:
             break
-    for warning in caught:  # of the rate that is taken, not of those that were tried
+    for warning in caught:  # the warnings of the chosen rate only
         warnings.warn(warning.message, stacklevel=2)
     count = int(guide.snapshots.count)
     if count < 2:
@@ -67,7 +66,7 @@ def _swag_of(
 @register(
     "swag",
     title="SWAG",
-    description="a Gaussian of rank 20 from 40 points on the way of SGD after MAP training",
+    description="a Gaussian of rank 20 from 40 snapshots of SGD after MAP training",
     default=True,
 )
 def _swag(problem: Problem, options: Options, progress: bool) -> Result:

@@ -16,10 +16,10 @@ from pyro_bdl.training.svi import train
 def _laplace(
     name: str, problem: Problem, options: Options, progress: bool, **choice: Any
 ) -> Result:
-    """MAP and prior scale by turns, the latter by the evidence."""
+    """Alternate between MAP training and maximizing the evidence in the prior scale."""
     try:
         model = with_learnable_prior(problem.model)
-    except (TypeError, ValueError):  # a program of its own, or a prior without a scale
+    except (TypeError, ValueError):  # a user's program, or a prior without a scale
         model = problem.model
     guide = AutoLaplaceGGN(model, **choice)
     steps = options.steps or 2000
@@ -52,7 +52,7 @@ def _laplace_kron(problem: Problem, options: Options, progress: bool) -> Result:
 @register(
     "laplace-full",
     title="Laplace, full",
-    description="Laplace with the full Gauss-Newton matrix, linearized, where it fits in memory",
+    description="Laplace with the full Gauss-Newton matrix, linearized, if it fits in memory",
 )
 def _laplace_full(problem: Problem, options: Options, progress: bool) -> Result:
     return _laplace("laplace-full", problem, options, progress, structure="full")
@@ -94,7 +94,7 @@ def _last_layer(problem: Problem, options: Options, progress: bool) -> Result:
     try:
         objective.loss(model, guide, x, y)
         features = "evidence"
-    except UnsupportedProgramError:  # no linear regression
+    except UnsupportedProgramError:  # not a linear regression
         features = "MAP"
     if features == "evidence":
         run = train(
@@ -113,9 +113,9 @@ def _last_layer(problem: Problem, options: Options, progress: bool) -> Result:
 
 
 def _with_scale_of_last_layer(problem: Problem) -> nn.Module:
-    """The program with a PyroParam as the scale of the last layer's prior, where it can be.
+    """The program with a PyroParam as the scale of the last layer's prior, if possible.
 
-    It is one of the last layer's own, since features would shrink under one that they share.
+    The scale belongs to the last layer only: with a shared scale the features would shrink.
     """
     guide = AutoLastLayer(problem.model)
     guide.prototype(problem.x, problem.y)

@@ -33,13 +33,13 @@ class Problem:
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a fit; each posterior reads what concerns it.
+    """Options of a fit; each posterior reads the options that concern it.
 
-    :param seed: of everything random.
-    :param steps: gradient steps of a guide; None for each guide's own number.
-    :param chains: Markov chains.
-    :param warmup: iterations of each chain that adapt and are not kept.
-    :param draws: draws of each chain after them.
+    :param seed: seed of all random numbers.
+    :param steps: gradient steps of a guide; None for each guide's default.
+    :param chains: number of Markov chains.
+    :param warmup: adapting iterations of each chain, which are not kept.
+    :param draws: draws of each chain after the warm-up.
     :param max_tree_depth: NUTS takes at most 2^depth gradient steps per draw.
     """
 
@@ -76,8 +76,7 @@ class Fit:
     :param settings: what it was made with.
     :param interrupted: whether Ctrl-C ended the fit early.
     :param log_evidence: the log marginal likelihood of a Laplace approximation, in nats.
-    :param peak_memory: bytes that the fit took at most beyond what was in use before, where the
-        system tells.
+    :param peak_memory: peak memory of the fit in bytes beyond the memory in use before, if known.
     """
 
     name: str
@@ -105,7 +104,7 @@ FitFunction = Callable[[Problem, Options, bool], Result]
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of the registry; see ``register``."""
+    """An entry of the registry; see ``register``."""
 
     name: str
     title: str
@@ -122,11 +121,11 @@ def register(
 ) -> Callable[[FitFunction], FitFunction]:
     """Decorate ``function(problem, options, progress) -> Result`` to make it known by ``name``.
 
-    :param name: what users write, in lower case with hyphens.
+    :param name: the name for users, in lower case with hyphens.
     :param title: a few words for tables and reports.
     :param description: one sentence for help texts.
-    :param default: whether ``pyro-bdl compare`` fits it where none is named: those that together
-        take two minutes or so on its default data, one of each kind.
+    :param default: whether ``pyro-bdl compare`` fits it by default. The default posteriors are one
+        of each kind, and take about two minutes together on the default data.
     :raises ValueError: if the name is taken.
     """
     if name in _registry:
@@ -140,14 +139,14 @@ def register(
 
 
 def entries() -> tuple[Entry, ...]:
-    """All registered posteriors, in the order in which they were."""
+    """All registered posteriors, in the order of registration."""
     return tuple(_registry.values())
 
 
 def get(name: str) -> Entry:
     """Look up a registered posterior.
 
-    :raises ValueError: for a name that is not registered, with the names that are.
+    :raises ValueError: for a name that is not registered; the error lists the registered names.
     """
     if name in _registry:
         return _registry[name]
@@ -164,9 +163,8 @@ def fit(
     Every fit starts from the options' seed, so that it does not depend on which were made before.
     The process's generators are put back after.
 
-    :raises ValueError: for a name that is not registered, or what the posterior's own function
-        refuses.
-    :raises KeyboardInterrupt: for Ctrl-C before there was anything to keep.
+    :raises ValueError: for a name that is not registered, or from the posterior's function.
+    :raises KeyboardInterrupt: for Ctrl-C before there is anything to keep.
     """
     entry, options = get(name), options or Options()
     device = problem.x.device

@@ -1,4 +1,4 @@
-"""Points, mean-field and other Gaussian families, and dropout, by SVI."""
+"""Posteriors by SVI: MAP, mean-field and other Gaussian families, and dropout."""
 
 from pyro_bdl.guides import AutoLowRank, AutoMAP, AutoMCDropout, AutoMeanField
 from pyro_bdl.optim import IVON
@@ -20,7 +20,7 @@ def _mean_field(
     name: str, temperature: float, problem: Problem, options: Options, progress: bool
 ) -> Result:
     guide, label = AutoMeanField(problem.model), name if progress else None
-    # Several draws a step cost little, since vmap takes them at once, and let Adam settle.
+    # Several draws per step cost little, since vmap evaluates them at once, and help Adam converge.
     settings = {"steps": 4000, "num_particles": 4, "temperature": temperature}
     return trained(guide, problem, options, label, **settings)
 
@@ -48,7 +48,7 @@ def _tempered_mean_field(problem: Problem, options: Options, progress: bool) -> 
 @register(
     "mean-field-lrt",
     title="mean-field VI, local noise",
-    description="mean-field by local reparameterization, with gradients of less variance",
+    description="mean-field by local reparameterization, with gradients of lower variance",
 )
 def _local_mean_field(problem: Problem, options: Options, progress: bool) -> Result:
     guide, label = AutoMeanField(problem.model), "mean-field-lrt" if progress else None

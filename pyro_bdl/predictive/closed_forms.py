@@ -1,4 +1,4 @@
-"""Expectations over a Gaussian of what observation models say, without draws."""
+"""Closed-form expectations of observation models over Gaussian outputs, without draws."""
 
 import math
 
@@ -17,23 +17,25 @@ _NODES = 24
 
 
 def probit(mean: Tensor, variance: Tensor) -> Tensor:
-    """E[sigmoid(f)] for f ~ N(mean, variance), about sigmoid(m / sqrt(1 + pi v / 8)) (MacKay
-    1992, equation 10)."""
+    """E[sigmoid(f)] for f ~ N(m, v), approximately sigmoid(m / sqrt(1 + pi v / 8)) (MacKay 1992,
+    "The evidence framework applied to classification networks", equation 10)."""
     return torch.sigmoid(mean / torch.sqrt(1.0 + math.pi / 8.0 * variance))
 
 
 def multiclass_probit(mean: Tensor, variance: Tensor) -> Tensor:
-    """E[softmax(f)] about softmax(m_k / sqrt(1 + pi v_k / 8)), (..., C) (Gibbs 1997)."""
+    """E[softmax(f)], (..., C), approximately softmax(m_k / sqrt(1 + pi v_k / 8)) (Gibbs 1997)."""
     return torch.softmax(mean / torch.sqrt(1.0 + math.pi / 8.0 * variance), -1)
 
 
 def laplace_bridge(mean: Tensor, covariance: Tensor) -> Tensor:
-    """E[softmax(f)], (N, C), from the Dirichlet whose Laplace approximation in the softmax basis
-    is f ~ N(mean, covariance) restricted to sum f = 0:
+    """E[softmax(f)], (N, C), for f ~ N(m, covariance), by the Laplace bridge.
+
+    It is the mean of the Dirichlet whose Laplace approximation in the softmax basis is this
+    Gaussian restricted to sum f = 0:
 
         alpha_k = (1 - 2/C + exp(m_k) / C^2 sum_l exp(-m_l)) / v_k
 
-    (Hobbhahn, Kristiadi & Hennig 2022, equations 3 and 12). It is good where variances are small.
+    (Hobbhahn, Kristiadi & Hennig 2022, equations 3 and 12). It is accurate for small variances.
 
     :param mean: m (N, C).
     :param covariance: (N, C, C), with v on its diagonal.
@@ -87,7 +89,7 @@ def uncertain_noise_log_density(
     return torch.stack(terms).logsumexp(0)
 
 
-# ------------------------------------------------------------------------- by kind of observation
+# ----------------------------------------------------------------------- by class of observation
 
 
 def noise_variance(gaussian: GaussianOutputs) -> Tensor:
@@ -110,7 +112,7 @@ def class_probabilities(gaussian: GaussianOutputs, method: str) -> Tensor:
 
 
 def log_density(site: Site, gaussian: GaussianOutputs) -> Tensor | None:
-    """log p(y) of the distribution's batch shape; None if there is no closed form."""
+    """log p(y) in nats, with the distribution's batch shape; None if there is no closed form."""
     kind, distribution = gaussian.outputs.kind, site.distribution
     inner = base_distribution(distribution, through_masks=False)
     if isinstance(inner, MaskedDistribution):

@@ -1,10 +1,10 @@
 """The linearized posterior predictive: f(x; u) = f(x; u*) + J(x) (u - u*), u Gaussian.
 
-With u ~ N(u*, C) the unconstrained parameters of the observation distribution are Gaussian,
-N(f(x; u*), J C J'), in closed form. A generalized Gauss-Newton posterior belongs to this linear
-model; the network itself at its draws predicts badly (Foong et al. 2019; Immer et al. 2021, "GLM
-predictive"). The predictive of a mixture is sum_k weight_k p_k(y | x), p_k linearized around the
-center of the member k (Eschenhagen et al. 2021, "mixtures of Laplace approximations").
+With u ~ N(u*, C) the unconstrained parameters of the observation distribution are Gaussian, N(f(x;
+u*), J C J'), in closed form. A generalized Gauss-Newton posterior belongs to this linear model; at
+its draws the network itself predicts badly (Foong et al. 2019; Immer et al. 2021, "GLM
+predictive"). The predictive of a mixture is sum_k weight_k p_k(y | x), with p_k linearized around
+the center of member k (Eschenhagen et al. 2021, "mixtures of Laplace approximations").
 """
 
 import math
@@ -37,7 +37,8 @@ METHODS = ("probit", "laplace-bridge", "monte-carlo")
 
 
 class LinearizedDraws(dict[str, Tensor]):
-    """Draws by site, as ``Predictive`` gives them, with the ``moments`` they were drawn from."""
+    """Draws by site, as from ``Predictive``, with the ``moments`` of the Gaussians that were drawn
+    from."""
 
     moments: dict[str, ParameterMoments]
 
@@ -49,40 +50,40 @@ UNKNOWN = (
 
 
 def is_linear(posterior: Any) -> bool:
-    """Return whether a posterior belongs to the linearized program: a Laplace approximation, or a
-    mixture of nothing else."""
+    """Return whether a posterior belongs to the linearized program.
+
+    These are Laplace approximations, and mixtures of Laplace approximations only.
+    """
     if isinstance(posterior, MixtureGuide):
         return all(isinstance(member, LaplaceGuide) for member in posterior.members)
     return isinstance(posterior, LaplaceGuide)
 
 
 class LinearizedPredictive:
-    """Predictions of the linearized program under a Gaussian guide, or a mixture of such.
+    """Predictions of the linearized program under a Gaussian guide or a mixture of Gaussian guides.
 
     ``LinearizedPredictive(model, guide)(x)`` gives draws ``{"y": (S, N, ...), "f": (S, N, ...)}``
-    like ``Predictive``, each one function of all inputs, and their ``moments`` in closed form.
+    like ``Predictive``, and their ``moments`` in closed form. Each draw is one function of all
+    inputs. If an argument requires gradients (and gradients are enabled), moments, densities, means
+    and drawn functions are differentiable in it, for example to search for the next input. The
+    Jacobian is then dense, so pass only a few rows at once.
 
-    Where an argument requires gradients (and gradients are not switched off), moments, densities,
-    means and drawn functions are differentiable in it, as a search for the next input needs; the
-    Jacobian is then dense, so give few rows at once.
-
-    A single Gaussian is a mixture of one. Of several, draws are stratified over the members as
-    those of the guide; moments follow from the law of total variance; densities and class
-    probabilities are averages over the members.
+    For a mixture, draws are stratified over the members as in the guide, moments follow from the
+    law of total variance, and densities and class probabilities are averages over the members.
 
     :param model: the Pyro program; call the result with its arguments, without the targets.
-    :param posterior: a guide of ``laplace_approximation``, or a mixture of such; the program is
-        linearized around each member.
-    :param num_samples: S, how many draws.
+    :param posterior: a guide of ``laplace_approximation``, or a mixture of such guides; the program
+        is linearized around each member.
+    :param num_samples: S, the number of draws.
     :raises TypeError: for another posterior.
-    :raises ValueError: by its calls, for a posterior of another program, whose sites are named.
+    :raises ValueError: by its calls, for a posterior of another program; the error names the sites.
     """
 
     def __init__(self, model: Callable, posterior: Any, num_samples: int | None = None) -> None:
         if not is_linear(posterior):
             raise TypeError(
-                "LinearizedPredictive needs the Gaussian guide, or mixture of such, that "
-                f"laplace_approximation(data) returns, got {type(posterior).__name__}"
+                "LinearizedPredictive needs the Gaussian guide that laplace_approximation(data) "
+                f"returns, or a mixture of such guides, got {type(posterior).__name__}"
             )
         if num_samples is not None:
             num_samples = whole_number(num_samples, "num_samples")
@@ -110,9 +111,9 @@ class LinearizedPredictive:
     def moments(self, *args: Any, **kwargs: Any) -> dict[str, ParameterMoments]:
         """Mean and variance of every observed site's unconstrained parameters, in closed form.
 
-        Not those of y, which ``Predictive.moments`` gives: E[y] and Var[y] of any observation are
-        ``draw_moments(x)["y"].over_draws()``, those of a Normal ``mean["loc"]`` and
-        ``predictive_variance`` of the result here.
+        These are not the moments of y, as in ``Predictive.moments``. E[y] and Var[y] of any
+        observation are ``draw_moments(x)["y"].over_draws()``, for a Normal also ``mean["loc"]`` and
+        ``predictive_variance`` of this result.
         """
         return self._total_moments(self._closed_forms(moments, args, kwargs))
 
@@ -124,7 +125,7 @@ class LinearizedPredictive:
 
     def joint_covariance(self, *args: Any, **kwargs: Any) -> dict[str, tuple[Tensor, Tensor]]:
         """For each observed site the mean (N K,) and the covariance (N K, N K) over all inputs,
-        data before parameters. Takes the whole batch at once."""
+        data before parameters. The whole batch is computed at once."""
         found = [component.joint_covariance(args, kwargs) for component in self.components]
         return self._total_covariance(found)
 
@@ -133,7 +134,7 @@ class LinearizedPredictive:
 
         :param method: "probit" (MacKay 1992; per class for several), "laplace-bridge" (Hobbhahn
             et al. 2022; for several classes) or "monte-carlo" over ``num_samples`` draws.
-        :raises ValueError: for another method, or where no site is discrete.
+        :raises ValueError: for another method, or if no site is discrete.
         """
         if method not in METHODS:
             raise ValueError(f"unknown method {method!r} (there are {', '.join(METHODS)})")
@@ -158,12 +159,13 @@ class LinearizedPredictive:
         return {name: self._averaged([each[name] for each in found]) for name in found[0]}
 
     def log_density(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """log p(y_n | x_n, data) for each observed site, (N, ...), without draws where there is a
-        closed form; otherwise, and for several numbers per datum unless they are Normal with known
-        noise, from ``num_samples`` draws. The arguments include targets.
+        """log p(y_n | x_n, data) in nats for each observed site, (N, ...). The arguments include
+        targets.
 
-        Closed forms are those of a Normal (an uncertain noise is integrated by quadrature), and of
-        one Categorical or Bernoulli per datum (probit).
+        There are closed forms for a Normal (an uncertain noise is integrated by quadrature), and
+        for one Categorical or Bernoulli per datum (probit). Other densities are averages over
+        ``num_samples`` draws, also for several numbers per datum, unless these are Normal with
+        known noise.
         """
         found = [self._log_density(component, args, kwargs) for component in self.components]
         if len(found) == 1:
@@ -200,7 +202,7 @@ class LinearizedPredictive:
                 result[name] = draws.logsumexp(0) - math.log(len(draws))
         return result
 
-    # Draws, as Predictive has them
+    # Draws, with the methods of Predictive
 
     def mean(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """E[y | draw, x] for each observed site, (S, N, ...); for classes the probabilities."""
@@ -297,7 +299,7 @@ class LinearizedPredictive:
         return result
 
 
-LinearizedMixture = LinearizedPredictive  # the name that mixtures once had of their own
+LinearizedMixture = LinearizedPredictive  # the former name for mixtures
 
 
 def _mean(site: Site) -> Tensor:

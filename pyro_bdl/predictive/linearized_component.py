@@ -32,11 +32,11 @@ _DRAWS_AT_ONCE = 2**29  # bytes of latent draws
 class ParameterMoments(NamedTuple):
     """Means and variances of an observed site's unconstrained parameters.
 
-    Parameters are those that depend on the latents: the location and the logarithm of the scale
-    for a Normal, the logits for classes, the logarithm of a rate, ...
+    Only parameters that depend on the latents are included: the location and the logarithm of the
+    scale for a Normal, the logits for classes, the logarithm of a rate, ...
 
     :param mean: by parameter, (N, ...).
-    :param variance: by parameter, (N, ...); the noise of the observation is not in it.
+    :param variance: by parameter, (N, ...), without the noise of the observation.
     :param noise_variance: for a Normal the expected variance of the noise, (N, ...), in squared
         units of y, over the posterior of the noise scale; None for other distributions.
     """
@@ -47,7 +47,7 @@ class ParameterMoments(NamedTuple):
 
     @property
     def predictive_variance(self) -> Tensor:
-        """Var[y] of a Normal, (N, ...): of its location plus the noise."""
+        """Var[y] of a Normal, (N, ...): the variance of its location plus the noise variance."""
         if self.noise_variance is None:
             raise ValueError("only a Normal observation has a predictive variance in closed form")
         return self.variance.get("loc", torch.zeros_like(self.noise_variance)) + self.noise_variance
@@ -70,8 +70,8 @@ class LinearizedPart:
     ) -> dict[str, Tensor]:
         """Draws of the deterministic sites, linearized.
 
-        :param parameters: draws of the observed sites' parameters, which are used again where a
-            deterministic site is one of them.
+        :param parameters: draws of the observed sites' parameters. They are reused if a
+            deterministic site is one of these parameters.
         """
         result = {}
         for name, value in self.at.run.deterministic.items():
@@ -101,12 +101,12 @@ class LinearizedPart:
 
 
 class LinearizedComponent:
-    """A program whose outputs are linear in the latents, under one Gaussian over these.
+    """A program with outputs that are linear in the latents, under one Gaussian over the latents.
 
-    Large data are linearized in parts that fit in memory, and the results are put together.
+    Large data are linearized in batches that fit in memory, and the results are joined.
 
     :param model: the Pyro program.
-    :param guide: the Gaussian, around whose center the program is linearized.
+    :param guide: the Gaussian; the program is linearized around its center.
     """
 
     def __init__(self, model: Callable, guide: LaplaceGuide) -> None:
@@ -116,9 +116,9 @@ class LinearizedComponent:
     def closed_forms(
         self, function: Callable[[GaussianOutputs], Any], args: tuple, kwargs: dict
     ) -> dict[str, Any]:
-        """The function of each observed site's Gaussian outputs; None leaves a site out.
+        """Apply a function to each observed site's Gaussian outputs; None leaves a site out.
 
-        :param function: gives tensors (n, ...), nested or not.
+        :param function: returns tensors (n, ...), nested or not.
         """
         found, rows = [], []
         with torch.set_grad_enabled(_are_differentiable(args, kwargs)):
@@ -149,10 +149,10 @@ class LinearizedComponent:
         *,
         chosen: Callable[[LinearOutputs], bool] = lambda outputs: True,
     ) -> dict[str, Any]:
-        """The function of each observed site at draws of its parameters.
+        """Apply a function to each observed site at draws of its parameters.
 
-        :param function: gives tensors (S, n, ...), nested or not.
-        :param chosen: tells from a site's outputs whether the function is wanted.
+        :param function: returns tensors (S, n, ...), nested or not.
+        :param chosen: decides from a site's outputs whether to include the site.
         """
 
         def evaluate(part: LinearizedPart, offsets: LinearDraws, is_first: bool) -> dict[str, Any]:
@@ -167,7 +167,7 @@ class LinearizedComponent:
     def sample(
         self, num_samples: int, args: tuple, kwargs: dict
     ) -> tuple[dict[str, Tensor], dict[str, ParameterMoments]]:
-        """Draws (S, N, ...) of all sites, and the moments of the observed ones' parameters."""
+        """Draws (S, N, ...) of all sites, and the moments of the observed sites' parameters."""
         if not num_samples:
             return {}, self.closed_forms(moments, args, kwargs)
         found: list[dict[str, ParameterMoments]] = []
@@ -204,9 +204,9 @@ class LinearizedComponent:
         args: tuple,
         kwargs: dict,
     ) -> dict[str, Any]:
-        """Results (S, n, ...) at draws of the latents, put together.
+        """Results (S, n, ...) at draws of the latents, joined over batches.
 
-        :param function: of a part, some draws, and whether these are the first.
+        :param function: takes a batch, some draws, and whether these draws are the first.
         """
         guide = self.guide
         at_once = max(1, _DRAWS_AT_ONCE // max(1, guide.loc.element_size() * guide.subset.size))
@@ -225,9 +225,9 @@ class LinearizedComponent:
     def parts(
         self, args: tuple, kwargs: dict, known: dict[Any, Alignment] | None = None
     ) -> Iterator[LinearizedPart]:
-        """The data linearized, part by part.
+        """Yield linearizations of the data, batch by batch.
 
-        :param known: what was found of earlier parts; filled here.
+        :param known: alignments found in earlier batches; filled here.
         """
         guide, program = self.guide, on_whole_data(self.model)
         self._check(program, args, kwargs)
@@ -240,7 +240,7 @@ class LinearizedComponent:
             yield LinearizedPart(at, outputs, differentiable)
 
     def _check(self, program: Callable, args: tuple, kwargs: dict) -> None:
-        """Check that the posterior is of the program.
+        """Check that the posterior belongs to the program.
 
         :raises ValueError: for a posterior of another program.
         """
@@ -260,19 +260,19 @@ def moments(gaussian: GaussianOutputs) -> ParameterMoments:
 
 
 def _are_differentiable(args: Any, kwargs: Any) -> bool:
-    """Return whether results are wanted as functions of some argument."""
+    """Return whether an argument requires gradients and gradients are enabled."""
     tensors = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _drawn(distribution: Any) -> Tensor:
-    """A draw, differentiable where that is wanted and can be."""
+    """A draw, differentiable if gradients are enabled and the distribution allows it."""
     wanted = torch.is_grad_enabled() and distribution.has_rsample
     return distribution.rsample() if wanted else distribution.sample()
 
 
 def _joined(found: list[Any], rows: list[int], dim: int) -> Any:
-    """The parts' results one after the other; results that are not of the data stand once."""
+    """Concatenate the batches' results; results that are not per datum are kept once."""
 
     def join(*parts: Any) -> Any:
         if parts[0] is None or len(parts) == 1 or parts[0].dim() <= dim:

@@ -25,21 +25,21 @@ from pyro_bdl.program.vmap import Draws, map_draws, measured
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.module_state import evaluation_mode
 
-_MEMORY = 32 * 2**20  # beyond it the C library returns freed blocks to the system (allocator.py)
+_MEMORY = 32 * 2**20  # larger freed blocks are returned to the system (utils/memory.py)
 
 
 class PredictiveMoments(NamedTuple):
     """Moments of an observation, each ``(N, ...)``.
 
     :param mean: E[y], in units of y.
-    :param variance: Var[y], in squared units of y, noise included.
+    :param variance: Var[y], in squared units of y, including noise.
     """
 
     mean: Tensor
     variance: Tensor
 
     def over_draws(self) -> "PredictiveMoments":
-        """The moments over all draws, (N, ...), from those of each draw, (S, N, ...).
+        """The moments over all draws, (N, ...), from the moments at each draw, (S, N, ...).
 
         E[y] = E[E[y | w]] and Var[y] = E[Var[y | w]] + Var[E[y | w]].
         """
@@ -48,25 +48,24 @@ class PredictiveMoments(NamedTuple):
 
 
 class Predictive:
-    """Draws of a posterior pushed through the program.
+    """Predictions of a program at draws of a posterior.
 
-    ``Predictive(model, posterior)(x)`` gives, for each observed site and each deterministic one,
-    S draws: ``{"y": (S, N, ...), "f": (S, N, ...)}``, the same keys and shapes for every
-    posterior. It runs without gradients, in evaluation mode, and restores the mode.
+    ``Predictive(model, posterior)(x)`` returns S draws of each observed and each deterministic
+    site, ``{"y": (S, N, ...), "f": (S, N, ...)}``, with the same keys and shapes for every
+    posterior. It runs without gradients in evaluation mode, and restores the mode.
 
     :param model: the Pyro program; call the result with its arguments, without the targets.
     :param posterior: a guide or ``Samples``.
-    :param num_samples: S; by default all of ``Samples``, 100 of a guide.
-    :param memory: bytes that the draws in work may take; the draws are taken in chunks.
+    :param num_samples: S; by default all draws of ``Samples``, or 100 of a guide.
+    :param memory: bytes for intermediate results; the draws are evaluated in chunks of this size.
     :param batch_norm_data: the training data, ``(x, y)`` or an iterable of batches, for networks
-        with BatchNorm: each draw of the weights gets running statistics of its own, from one pass
-        over these data with dropout off (Maddox et al. 2019, section 3.2); those of ``Samples``,
-        which stay the same, are computed once. By default all draws have the network's present
-        statistics.
-    :param progress: show a bar over the draws in that.
-    :raises ValueError: by its calls, for a posterior of another program, whose sites are named.
-    :raises UnsupportedProgramError: by its calls, where the program picks some of the rows that it
-        is given at random (``subsample_size`` of a plate); by a call that gives no site.
+        with BatchNorm: each draw of the weights gets its own running statistics, from a pass over
+        these data with dropout off (Maddox et al. 2019, section 3.2). For ``Samples`` they are
+        computed once. By default all draws use the network's current statistics.
+        :param progress: show a bar over the draws in that pass.
+    :raises ValueError: by its calls, for a posterior of another program; the error names the sites.
+    :raises UnsupportedProgramError: by its calls, if the program chooses rows at random
+        (``subsample_size`` of a plate), or if there is no site to return.
     """
 
     def __init__(
@@ -91,8 +90,8 @@ class Predictive:
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draws y ~ p(y | w_s, x) and the deterministic sites, each (S, ...).
 
-        Observed sites whose data are given, or held by the program, are drawn too; the statements
-        after them go on from the data.
+        Observed sites with data, given or held by the program, are drawn too; statements after them
+        use the data, not the draws.
         """
         program = on_whole_data(self.model)
 
@@ -139,14 +138,14 @@ class Predictive:
         return {name: PredictiveMoments(*values) for name, values in found.items()}
 
     def moments(self, *args: Any, **kwargs: Any) -> dict[str, PredictiveMoments]:
-        """Mean and variance of y for each observed site, over the draws and the noise.
+        """Mean and variance of y for each observed site, over the draws and the noise, (N, ...).
 
-        E[y] is the mean over the draws, Var[y] = E[Var[y | w]] + Var[E[y | w]]: for Normal noise of
-        precision tau that is 1 / tau plus the variance over the draws (Gal & Ghahramani 2016,
-        section 4). For classes both are of each class's indicator.
+        E[y] is the mean over the draws, and Var[y] = E[Var[y | w]] + Var[E[y | w]]. For Normal
+        noise with precision tau this is 1 / tau plus the variance over the draws (Gal & Ghahramani
+        2016, section 4). For classes both are moments of each class's indicator.
 
-        ``LinearizedPredictive.moments`` says something else, the Gaussian of the distribution's
-        parameters; what this method says is ``draw_moments(x)["y"].over_draws()`` for both.
+        ``LinearizedPredictive.moments`` differs: it returns the moments of the distribution's
+        parameters. ``draw_moments(x)["y"].over_draws()`` gives the moments of y for both classes.
         """
         found = self.draw_moments(*args, **kwargs)
         return {name: moments.over_draws() for name, moments in found.items()}
@@ -175,7 +174,7 @@ class Predictive:
     def _of_observations(
         self, read: Callable[[Distribution], Any], args: tuple, kwargs: dict
     ) -> dict[str, Any]:
-        """``read`` of each observed site's distribution at each draw."""
+        """Apply ``read`` to each observed site's distribution at each draw."""
         program = on_whole_data(self.model)
 
         def function(draw: Draws) -> dict[str, Any]:
@@ -191,7 +190,11 @@ class Predictive:
 
     @torch.no_grad()
     def _map(self, choose: Callable[[Draws], tuple], args: tuple, kwargs: dict) -> Any:
-        """``choose`` looks at one draw and says what to evaluate and how to finish a chunk."""
+        """Evaluate at all draws in chunks.
+
+        :param choose: returns for an example draw the function to evaluate and the function to
+            finish a chunk.
+        """
         with evaluation_mode(self.model, self.posterior, args, kwargs):
             draws = latent_draws(self.posterior, self.num_samples, *args, **kwargs)
             if not self._is_checked:
@@ -218,8 +221,12 @@ def _outside_vmap(
     *,
     values: bool = False,
 ) -> tuple[Callable[[Draws], tuple], Callable[[tuple], dict[str, Any]]]:
-    """A function of one draw that gives the parameters of the observed sites' distributions, and
-    what reads these, made again, of many draws; with ``values`` the deterministic sites too."""
+    """Split an evaluation into a function for ``vmap`` and one for its stacked results.
+
+    The first returns the parameters of the observed sites' distributions at one draw, with
+    ``values`` also the deterministic sites. The second rebuilds the distributions of many draws and
+    applies ``read``.
+    """
     structures: dict[str, Structure] = {}
 
     def parameters(draw: Draws) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
@@ -248,7 +255,7 @@ def _always(function: Callable[[Draws], Any]) -> Callable[[Draws], tuple]:
 def _with_statistics(
     layers: list[Any], choose: Callable[[Draws], tuple]
 ) -> Callable[[Draws], tuple]:
-    """The same, with each draw's own statistics in the BatchNorm layers."""
+    """Add each draw's own statistics of the BatchNorm layers to ``choose``."""
 
     def chosen(draw: Draws) -> tuple:
         with computing_with(layers, draw):

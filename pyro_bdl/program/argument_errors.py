@@ -1,4 +1,4 @@
-"""Errors of a program that its arguments explain: arrays that are not tensors, and other dtypes."""
+"""Errors of a program that are caused by its arguments, such as arrays or wrong dtypes."""
 
 import functools
 import inspect
@@ -18,11 +18,11 @@ TENSORS_NEEDED = "the program computes with tensors: pass torch.as_tensor(...) o
 
 
 def explain(error: Exception, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> None:
-    """Raise the error of the argument that ended a run; return where the arguments do not tell.
+    """Raise an error that names the argument that caused an error; return if no argument did.
 
-    :param error: what a run of the program raised.
+    :param error: the error that a run of the program raised.
     :param function: the program, also under handlers.
-    :raises ArgumentError: if an argument is an array, a table or a list in place of a tensor, has
+    :raises ArgumentError: if an argument is an array, a table or a list instead of a tensor, has
         another dtype than the weights, is sparse, or was made in inference mode.
     """
     if isinstance(error, ArgumentError):
@@ -35,7 +35,7 @@ def explain(error: Exception, function: Callable, args: tuple, kwargs: Mapping[s
 
 @contextmanager
 def explained(function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Errors inside are those of ``explain`` where the arguments tell why.
+    """Apply ``explain`` to errors inside the context.
 
     :raises ArgumentError: see ``explain``.
     """
@@ -47,7 +47,8 @@ def explained(function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Ite
 
 
 def named_arguments(function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments by the names that the program gives them; "argument 0" where it gives none."""
+    """The arguments by the program's parameter names, or by "argument 0" etc. if it has no
+    names."""
     program = _without_handlers(function)
     called = program.forward if isinstance(program, nn.Module) else program
     try:
@@ -80,7 +81,7 @@ def by_entry(named: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_handlers(function: Any) -> Any:
-    """The program under handlers of Pyro and of this package, which take any arguments."""
+    """The program without handlers of Pyro and of this package, which accept any arguments."""
     while True:
         if (
             isinstance(function, functools.partial)
@@ -111,16 +112,16 @@ def _is_array(value: Any) -> bool:
 
 
 def kind_of(value: Any) -> str:
-    """The kind of an argument, for messages."""
+    """The type of an argument, for messages."""
     if isinstance(value, list):
         return "list of numbers"
     return f"{type(value).__module__.partition('.')[0]} {type(value).__name__}"
 
 
 def _unusual(arguments: Mapping[str, Any], error: Exception) -> str | None:
-    """The part that an argument has in an error; None if it cannot be told."""
+    """The message for an argument that caused an error; None if no argument did."""
     text = str(error).lower()
-    others = {} if isinstance(error, RuntimeError) else arguments  # which is of tensors
+    others = {} if isinstance(error, RuntimeError) else arguments  # concerns tensors
     for name, value in others.items():
         if _is_array(value):
             return f"{name} is a {kind_of(value)}: {TENSORS_NEEDED}"
@@ -128,7 +129,7 @@ def _unusual(arguments: Mapping[str, Any], error: Exception) -> str | None:
     for name, value in tensors.items():
         if value.is_inference() and "inference" in text:
             return (
-                f"{name} was made under torch.inference_mode(), and no gradient passes it: pass "
+                f"{name} was made under torch.inference_mode() and takes no gradients: pass "
                 f"{name}.clone()"
             )
         if value.layout is not torch.strided and ("sparse" in text or "layout" in text):

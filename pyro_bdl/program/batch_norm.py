@@ -1,8 +1,8 @@
-"""BatchNorm layers where there are several draws of the weights at once.
+"""BatchNorm layers with several draws of the weights at once.
 
-A layer's running statistics are those of its inputs, and so belong to one draw of the weights
-before it. For prediction they are computed anew for each draw; in training, which needs none, the
-layers that ``vmap`` runs for several draws take them up afterwards.
+A layer's running statistics depend on its inputs, and so on the draw of the weights before it. For
+prediction they are computed again for each draw. In training the running statistics are not used;
+after ``vmap`` over several draws the layers update them.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -38,8 +38,10 @@ def uses_its_batch(module: nn.Module) -> bool:
 def layers_called(
     *programs: Any, chosen: Callable[[nn.Module], bool] = keeps_statistics
 ) -> Iterator[list[_BatchNorm]]:
-    """The BatchNorm layers of programs that are called inside: those with running statistics, or
-    others."""
+    """Yield a list of the programs' BatchNorm layers that are called inside the context.
+
+    :param chosen: selects layers; by default those with running statistics.
+    """
     found: list[Any] = []
 
     def note(module: nn.Module, args: object) -> None:
@@ -55,9 +57,11 @@ def layers_called(
 
 @contextmanager
 def gathering(*programs: Any) -> Iterator[list[_BatchNorm]]:
-    """BatchNorm layers of programs that are called inside gather the mean and variance of all their
-    inputs in their running statistics, each batch with the same weight; they have their own back
-    afterwards."""
+    """Let BatchNorm layers collect the mean and variance of all their inputs in their running
+    statistics.
+
+    Every batch has the same weight. The layers' own statistics are restored on exit.
+    """
     found: list[_BatchNorm] = []
     saved: list[tuple[bool, Any, list[Tensor]]] = []
 
@@ -84,8 +88,10 @@ def gathering(*programs: Any) -> Iterator[list[_BatchNorm]]:
 def statistics_of_draws(
     model: Callable, draws: Draws, data: Batches, *, progress: bool = False
 ) -> tuple[list[_BatchNorm], Draws]:
-    """The layers of a program, and for each draw of its latents their statistics over the data,
-    (S, C), under names of their own. Other layers stay in the mode that they are in.
+    """A program's BatchNorm layers, and their statistics over the data for each draw of the
+    latents.
+
+    The statistics are named tensors (S, C). Other layers keep their mode.
 
     :raises ValueError: if the program calls no BatchNorm layer with running statistics.
     """
@@ -114,7 +120,7 @@ def _values(layers: list[_BatchNorm]) -> Draws:
 
 
 def _key(number: int, name: str) -> str:
-    return f"<batch norm {number}>.{name}"  # no sample site is called so
+    return f"<batch norm {number}>.{name}"  # not the name of a sample site
 
 
 @contextmanager
@@ -143,8 +149,10 @@ class BatchStatistics(NamedTuple):
 
 @contextmanager
 def leaving_running_statistics(modules: Iterable[nn.Module]) -> Iterator[list[BatchStatistics]]:
-    """BatchNorm layers among the modules that are called in training mode inside leave their
-    running statistics as they are; those of their calls are given instead, in order."""
+    """Keep the running statistics of BatchNorm layers in training mode unchanged.
+
+    Yields a list of the statistics of their calls, in order.
+    """
     calls: list[BatchStatistics] = []
     away: dict[_BatchNorm, dict[str, Tensor | None]] = {}
 
@@ -172,8 +180,11 @@ def leaving_running_statistics(modules: Iterable[nn.Module]) -> Iterator[list[Ba
 
 @torch.no_grad()
 def take_up(calls: list[BatchStatistics]) -> None:
-    """Update running statistics by calls whose means and variances are (S, C), of S draws, as the
-    draws one after the other would: r <- (1 - m) r + m s with momentum m, or cumulatively."""
+    """Update running statistics from calls at S draws, with means and variances (S, C).
+
+    The result is that of the draws one after another: r <- (1 - m) r + m s with momentum m, or
+    cumulative averages.
+    """
     for layer in dict.fromkeys(call.layer for call in calls):
         own = [call for call in calls if call.layer is layer]
         count: Any = layer.num_batches_tracked

@@ -1,4 +1,4 @@
-"""Data for a pass: one batch or an iterable of batches, in parts that fit in memory."""
+"""Data for a pass: one batch, or an iterable of batches."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -13,15 +13,15 @@ Batch = tuple[tuple, dict[str, Any]]
 
 
 class Batches:
-    """The arguments of a program, batch after batch, as often as asked.
+    """The arguments of a program in batches, which can be iterated over several times.
 
-    :param data: a tuple ``(x, y)`` of arguments, of which any may be a dict or a tuple; a dict of
-        keyword arguments; one tensor; or an iterable of any of these (a list, a ``DataLoader``, a
-        tuple of tuples); an iterator is read once and kept.
+    :param data: a tuple ``(x, y)`` of arguments, which may be dicts or tuples themselves; a dict of
+        keyword arguments; one tensor; or an iterable of these (a list, a ``DataLoader``, a tuple of
+        tuples). An iterator is read once and stored.
     :raises ValueError: if there is no batch.
     """
 
-    ranks: Ranks | None = None  # that hold the other parts of the data, see distributed.Shard
+    ranks: Ranks | None = None  # processes with the other data, see distributed.Shard
 
     def __init__(self, data: Any) -> None:
         self.source: Iterable[Any]
@@ -42,7 +42,7 @@ class Batches:
     def __iter__(self) -> Iterator[Batch]:
         """Iterate over all batches.
 
-        :raises TypeError: for one rank's part of the data, since these are not all.
+        :raises TypeError: for a ``Shard``, which holds only one rank's part of the data.
         """
         if self.ranks is not None:
             raise TypeError(
@@ -52,7 +52,7 @@ class Batches:
         return self.part()
 
     def part(self) -> Iterator[Batch]:
-        """The batches of this process. Who sums over them also calls ``add_up``."""
+        """The batches of this process. Callers that sum over them must call ``add_up``."""
         empty = True
         for batch in self.source:
             empty = False
@@ -67,16 +67,16 @@ class Batches:
         return next(self.part())
 
     def check_same(self, name: str, value: Tensor) -> None:
-        """Check that processes which share the data have the same value.
+        """Check that all processes with a part of the data have the same value.
 
-        :raises RuntimeError: if they do not.
+        :raises RuntimeError: if the values differ.
         """
         if self.ranks is not None:
             self.ranks.check_same({name: value})
 
     def together(self, function: Callable[[], Any]) -> Any:
-        """``function()``, a pass over the data; where it fails in a process that has a part of
-        them, it fails in all."""
+        """Call a function that passes over the data; an error in one process is raised in all of
+        them."""
         return function() if self.ranks is None else self.ranks.together(function)
 
     def add_up(self, *tensors: Tensor) -> None:
@@ -90,7 +90,7 @@ def _package(value: Any) -> str:
 
 
 def _is_batch(data: Any) -> bool:
-    """Return whether data are the arguments of one run, and not a sequence of batches."""
+    """Return whether data are the arguments of one run instead of a sequence of batches."""
     if isinstance(data, Tensor | Mapping):
         return True
     if isinstance(data, tuple):  # (x, y), ({"x": x}, y) or ((a, b), y), but not ((x, y),)

@@ -24,7 +24,8 @@ _active: ContextVar[tuple[Substitution, ...]] = ContextVar("pyro_bdl_substitutio
 
 @contextmanager
 def kept_for_recomputation(substitution: Substitution) -> Iterator[None]:
-    """Parts that are checkpointed inside are computed again under ``substitution()``."""
+    """Let functions that are checkpointed inside the context be computed again under
+    ``substitution()``."""
     token = _active.set((*_active.get(), substitution))
     try:
         with _installed():
@@ -44,10 +45,10 @@ def _again(function: Callable, substitutions: tuple[Substitution, ...]) -> Calla
 
 
 def _stores_everything() -> bool:
-    """Return whether all that is computed must be stored.
+    """Return whether all intermediate results must be stored instead of computed again.
 
-    Tensors that functorch transforms cannot be packed, and a tracer would not record a second
-    computation at the right place.
+    Tensors inside functorch transforms cannot be packed, and a tracer would record the second
+    computation at the wrong position.
     """
     return torch._C._are_functorch_transforms_active() or get_proxy_mode() is not None
 
@@ -57,7 +58,8 @@ def _around_call() -> Iterator[None]:
 
 
 def _without_reentering(original: Callable) -> Callable:
-    """torch's non-reentrant checkpoint, a generator around the call of the function."""
+    """Wrap torch's non-reentrant checkpoint, which is a generator around the call of the
+    function."""
 
     def generator(function: Callable, *args: Any, **kwargs: Any) -> Iterator[None]:
         substitutions = _active.get()

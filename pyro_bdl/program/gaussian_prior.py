@@ -1,10 +1,10 @@
-"""A Gaussian over the unconstrained latents of a program, in place of the program's own prior.
+"""A Gaussian over a program's unconstrained latents that replaces the program's prior.
 
-``guide.as_prior()`` makes it, for the next task of continual learning: with q_t(w) ~ p(w | y_1..t)
-as the prior, the posterior given y_t+1 is p(w | y_1..t+1) again. With variational guides this is
-variational continual learning (Nguyen et al. 2018), with Laplace approximations online Laplace
-(Ritter, Botev & Barber 2018). Constrained latents w = T(u) have the prior that T makes of the
-Gaussian over u: a noise scale a log-normal one.
+``guide.as_prior()`` makes it for the next task of continual learning: with the prior q_t(w) ~ p(w |
+y_1..t) the posterior given y_t+1 is p(w | y_1..t+1). With variational guides this is variational
+continual learning (Nguyen et al. 2018), with Laplace approximations online Laplace (Ritter, Botev &
+Barber 2018). The prior of a constrained latent w = T(u) is the transformed Gaussian, such as a
+log-normal prior for a noise scale.
 """
 
 import copy
@@ -60,7 +60,7 @@ class MatrixBlock(nn.Module):
 
 
 class FixedBlock(nn.Module):
-    """One site held at a value, as a guide over a subset of the latents leaves it."""
+    """One site fixed at a value, for guides over a subset of the latents."""
 
     loc: Tensor
 
@@ -77,7 +77,7 @@ class JointBlock(nn.Module):
     :param loc: (p,).
     :param precision: an object with ``dense``, ``logdet()``, ``quadratic(x)`` and ``sample(S)``,
         as in ``curvature.structures.base.Precision``.
-    :param diagonal: of the precision (p,); by default taken from it.
+    :param diagonal: the diagonal of the precision (p,); by default computed from it.
     """
 
     loc: Tensor
@@ -103,7 +103,7 @@ class JointBlock(nn.Module):
         return JointSite(self, latent, run)
 
     def log_prob(self, values: dict[str, Tensor]) -> Tensor:
-        """log p(w) of values (*shape) of all sites, a scalar."""
+        """log p(w) in nats for values (*shape) of all sites, a scalar."""
         vector = self.layout.unconstrain(values)
         log_det = self.layout.constrain(vector)[1]
         quadratic = self.precision.quadratic(vector - self.loc).to(vector)
@@ -129,10 +129,10 @@ class JointBlock(nn.Module):
 
 
 def _moved(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """A precision whose tensors went through ``function``, as those of a module do."""
+    """Apply a function to a precision's tensors, as ``nn.Module._apply`` does for modules."""
     if isinstance(value, Tensor):
         return function(value)
-    if isinstance(value, torch.dtype):  # of the results
+    if isinstance(value, torch.dtype):  # a dtype of results
         return function(torch.empty(0, dtype=value, device="cpu")).dtype
     if isinstance(value, nn.Module):
         return value._apply(function)
@@ -147,9 +147,10 @@ def _moved(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 class JointSite(TorchDistribution):
-    """One site of a ``JointBlock``: the last one that a run meets carries the block's density.
+    """One site of a ``JointBlock``.
 
-    Its draws are those of the block, the sites of one run together.
+    The block's last site in a run has the block's whole density. In each run the block is drawn
+    once for all its sites.
     """
 
     arg_constraints: dict[str, Any] = {}  # noqa: RUF012
@@ -181,8 +182,8 @@ class JointSite(TorchDistribution):
 class _Run(Messenger):
     """One run of a program under a ``GaussianPrior``.
 
-    ``values`` are those of the sites so far, ``draws`` the blocks' joint draws, ``last`` of each
-    block the site that was met last.
+    ``values`` holds the values of the sites so far, ``draws`` the joint draws of the blocks, and
+    ``last`` the latest site of each block.
     """
 
     def __init__(self, prior: "GaussianPrior") -> None:
@@ -237,13 +238,13 @@ class _Run(Messenger):
 
 
 class GaussianPrior(nn.Module):
-    """Blocks of Gaussians over a program's latents, independent of each other.
+    """Independent Gaussian blocks over a program's latents.
 
-    It is a copy of what the guide was: training the guide on leaves it as it is. Use it by
-    ``model.update_prior(prior)`` or ``handlers.with_prior(program, prior)``; latents that it says
-    nothing about, such as the output layer of a new task, keep the program's own prior.
+    It is a copy of the guide's distribution, which further training of the guide does not change.
+    Use it by ``model.update_prior(prior)`` or ``handlers.with_prior(program, prior)``. Latents
+    without a block, such as the output layer of a new task, keep the program's prior.
 
-    :param blocks: together they hold a site at most once.
+    :param blocks: the blocks; each site is in at most one of them.
     """
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
@@ -255,7 +256,7 @@ class GaussianPrior(nn.Module):
         return {latent.name: block for block in self.blocks for latent in block.latents}
 
     def center(self, site: str) -> Tensor:
-        """T(mean of u) of one site, where guides start."""
+        """T(mean of u) of one site, the starting point of guides."""
         block = self.blocks_by_site[site]
         if isinstance(block, JointBlock):
             return block.layout.constrain(block.loc)[0][site]
@@ -271,7 +272,7 @@ def _constrained(latent: Latent, value: Tensor) -> Tensor:
 
 
 def independent_prior(layout: Layout, loc: Tensor, scale: Tensor) -> GaussianPrior:
-    """u ~ Normal(loc, scale^2), both (P,), independently."""
+    """The prior u ~ Normal(loc, scale^2) with independent numbers; loc and scale are (P,)."""
     locs, scales = layout.unflatten(loc), layout.unflatten(scale)
     return GaussianPrior(
         NormalBlock(latent, locs[name], scales[name]) for name, latent in layout.latents.items()
@@ -281,11 +282,12 @@ def independent_prior(layout: Layout, loc: Tensor, scale: Tensor) -> GaussianPri
 def joint_prior(
     subset: Subset, loc: Tensor, precision: Any, diagonal: Tensor | None = None
 ) -> GaussianPrior:
-    """u ~ N(loc, precision^-1) on a subset of whole sites, the others fixed at ``loc``.
+    """The prior u ~ N(loc, precision^-1) on a subset of whole sites; the others are fixed at
+    ``loc``.
 
     :param loc: (P,).
     :param precision: as in ``JointBlock``, over the subset.
-    :raises ValueError: if the subset holds a part of a site's entries.
+    :raises ValueError: if the subset holds only some of a site's entries, or sites in plates.
     """
     layout = subset.layout
     parts = [name for name, entries in subset.chosen.items() if entries is not None]
@@ -317,14 +319,14 @@ class TaskPrior:
     _modules: dict[str, Any]
 
     def update_prior(self, posterior: Any) -> Self:
-        """Take a posterior as the prior of the next task, in place; returns itself.
+        """Replace the prior by a posterior for the next task, in place; return the program.
 
-        The program's latents then have the density of ``posterior`` as it is now, for ELBOs, MCMC
-        and Laplace approximations alike; a latent that it does not cover keeps its prior, one that
-        it fixes stays fixed. New guides start at the posterior's mean. Hyperparameters of the
-        networks' priors (``PyroParam``s), which count for nothing now, become fixed numbers. Take
-        the evidence of a Laplace guide before, which reads the prior in the program; for a program
-        that keeps its own prior use ``handlers.with_prior``.
+        The current density of ``posterior`` becomes the prior of the program's latents, for ELBOs,
+        MCMC and Laplace approximations. Latents that it does not cover keep their prior; latents
+        that it fixes stay fixed. New guides start at the posterior's mean. Hyperparameters of the
+        networks' priors (``PyroParam``s) have no effect any more and become fixed numbers. Compute
+        the evidence of a Laplace guide before this call, since it reads the program's prior.
+        ``handlers.with_prior`` leaves the program unchanged.
 
         :param posterior: a Gaussian guide, or its ``as_prior()``.
         :raises TypeError: for a posterior that is not Gaussian.
@@ -348,9 +350,10 @@ class TaskPrior:
 
 
 def as_gaussian_prior(posterior: Any) -> GaussianPrior:
-    """A guide's ``as_prior()``, or a copy of a prior, which a program may move.
+    """A guide's ``as_prior()``, or a copy of a prior, since a program may move it to another
+    device.
 
-    :raises TypeError: for anything else.
+    :raises TypeError: for other values.
     """
     if isinstance(posterior, GaussianPrior):
         return copy.deepcopy(posterior)

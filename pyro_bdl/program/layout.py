@@ -49,11 +49,11 @@ def support_bounds(support: Any) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Latent:
-    """A latent site: its shape, its support and its place in the flat vector.
+    """A latent site: its shape, its support and its position in the flat vector.
 
-    ``shape`` is that of a constrained value, ``unconstrained_shape`` that of its preimage under
-    ``transform`` (a simplex of k entries has k - 1), ``event_dim`` the number of event
-    dimensions of the constrained value, ``plates`` the vectorized plates around it.
+    ``shape`` is the shape of a constrained value, ``unconstrained_shape`` the shape of its preimage
+    under ``transform`` (k - 1 numbers for a simplex of k entries), ``event_dim`` the number of
+    event dimensions of the constrained value, and ``plates`` are the vectorized plates around it.
     """
 
     name: str
@@ -76,12 +76,12 @@ class Latent:
 
 
 def differences(expected: Mapping[str, torch.Size], given: Mapping[str, torch.Size]) -> str:
-    """The differences between the sites of two programs, by name and shape, in words.
+    """A description of the differences between the sites of two programs, in names and shapes.
 
-    Empty where there are none.
+    It is empty if there are none.
 
     :param expected: site -> shape in the program.
-    :param given: those of what is held against it.
+    :param given: site -> shape in the other program.
     """
     missing = [repr(name) for name in expected if name not in given]
     surplus = [repr(name) for name in given if name not in expected]
@@ -99,16 +99,16 @@ def differences(expected: Mapping[str, torch.Size], given: Mapping[str, torch.Si
 
 
 class Layout:
-    """The place of each latent in one vector of R^P, and the way there and back.
+    """The position of each latent in a vector of R^P, and conversions between both forms.
 
-    :param latents: the sites in the order in which the vector holds them.
+    :param latents: the sites in the vector's order.
     """
 
     def __init__(self, latents: list[Latent]) -> None:
         self.latents = {latent.name: latent for latent in latents}
         self._sizes = [latent.size for latent in latents]
         self.size = sum(self._sizes)
-        self.kept: Any = None  # what a function of the latents' priors keeps from step to step
+        self.kept: Any = None  # values that functions of the priors cache between steps
         ends = torch.tensor([0, *self._sizes], device="cpu").cumsum(0).tolist()
         self.slices = {
             latent.name: slice(start, stop)
@@ -147,7 +147,7 @@ class Layout:
         }
 
     def to_supports(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Latents in their supports from unconstrained ones; the same tensors where both agree."""
+        """Latents in their supports from unconstrained values; real latents are not copied."""
         return {
             name: values[name] if latent.transform is None else latent.transform(values[name])
             for name, latent in self.latents.items()

@@ -1,4 +1,4 @@
-"""The sites of a network whose weights a program samples, and how they are told from others."""
+"""The sites of a network's weights, and the keys that mark them."""
 
 from torch import nn
 

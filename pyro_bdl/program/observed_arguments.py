@@ -1,4 +1,4 @@
-"""Which of a program's arguments are its targets, so that others can take their places."""
+"""The targets among a program's arguments, and their replacement by other values."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,12 +14,12 @@ Arguments = tuple[tuple, dict[str, Any]]
 
 
 class Targets:
-    """The arguments of a program's run that its observed sites hold.
+    """The arguments of a program's run that are values of its observed sites.
 
-    An argument that a site holds itself is that site's target; for a site that holds none of them,
-    such as one of a reshaped copy, arguments of the same numbers are.
+    An argument that is the value of a site itself is its target. If a site's value is not an
+    argument, but for example a reshaped copy, arguments with the same numbers are its targets.
 
-    :param program: run with its targets.
+    :param program: a program that was run with its targets.
     """
 
     def __init__(self, program: Program) -> None:
@@ -30,7 +30,8 @@ class Targets:
         self._copied = [n for n, site in self.observed.items() if id(site.value) not in given]
 
     def site_of(self, value: Any) -> str | None:
-        """The observed site that holds an argument, up to its shape; None if it is no target."""
+        """The observed site with an argument as its value, up to the shape; None if it is not a
+        target."""
         if not isinstance(value, Tensor):
             return None
         for name, site in self.observed.items():
@@ -39,7 +40,7 @@ class Targets:
         return next((n for n in self._copied if _same(self.observed[n], value)), None)
 
     def replaced(self, by: Callable[[str, Tensor], Any]) -> Arguments:
-        """The arguments with ``by(site, target)`` in the targets' places."""
+        """The arguments with every target replaced by ``by(site, target)``."""
 
         def put(value: Any) -> Any:
             site = self.site_of(value)
@@ -49,8 +50,11 @@ class Targets:
         return tuple(map(put, program.args)), {key: put(v) for key, v in program.kwargs.items()}
 
     def removed(self) -> Arguments:
-        """The arguments with None for the targets; as they are where the program does not run
-        without its targets, such as one that counts its rows by them."""
+        """The arguments with the targets replaced by None.
+
+        They are unchanged if the program does not run without targets, for example because it
+        counts the rows of y.
+        """
         found = self.replaced(lambda site, target: None)
         try:
             with torch.no_grad(), evaluation_mode(self.program.model):
@@ -60,13 +64,13 @@ class Targets:
         return found
 
     def with_values(self, values: Mapping[str, Tensor]) -> Arguments:
-        """The arguments with other values of the observed sites for the targets."""
+        """The arguments with the targets replaced by other values of the observed sites."""
         return self.replaced(lambda site, target: values[site].reshape(target.shape).to(target))
 
     def require_arguments(self) -> None:
         """Check that all observed data are arguments.
 
-        :raises ValueError: if an observed site's data are no argument of the program.
+        :raises ValueError: if an observed site's data are not an argument of the program.
         """
         found = {self.site_of(v) for v in (*self.program.args, *self.program.kwargs.values())}
         missing = [name for name in self.observed if name not in found]

@@ -1,13 +1,13 @@
 """PyroModules that own their parameters.
 
-Pyro keeps parameters in one global store under the module's name, and the root's name is its
-class: a second module of a class silently adopts the first one's values. A module with
-``OwnParameters`` has a name of its own, keeps it inside other modules, and takes its entries out
-of the store when it goes.
+Pyro keeps parameters in one global store under the module's name, and the name of a root module is
+its class: a second module of a class silently gets the first one's values. A module with
+``OwnParameters`` has a unique name, keeps it inside other modules, and removes its entries from the
+store when it is deleted.
 
-The name says of what kind the module is, and is the same in every process. Only modules of the
-same kind that exist at the same time are numbered, in the order in which they were made: nothing
-else tells them apart, and they must share nothing.
+The name starts with the module's kind and is the same in every process. Modules of the same kind
+that exist at the same time must not share parameters, so they are numbered in the order of their
+creation.
 """
 
 import copy
@@ -25,7 +25,7 @@ _naming = threading.Lock()
 
 
 def _free_name(kind: str, module: PyroModule) -> str:
-    """The kind, with a number where another module that exists has that name."""
+    """The kind, with a number if another existing module has that name."""
     with _naming:
         for number in itertools.count():
             name = kind if number == 0 else f"{kind}_{number}"
@@ -45,10 +45,10 @@ def _pyro_modules(module: PyroModule) -> list[PyroModule]:
 
 
 class OwnParameters(PyroModule):
-    """A PyroModule whose name in Pyro's parameter store no other module has."""
+    """A PyroModule with a unique name in Pyro's parameter store."""
 
     def _name_of_kind(self) -> str:
-        """The name but for a number."""
+        """The name without a number."""
         return type(self).__name__
 
     def _take_name(self) -> None:
@@ -56,7 +56,7 @@ class OwnParameters(PyroModule):
         self._own_name = own
         self._pyro_name = own
         for inner in _pyro_modules(self):
-            inner._pyro_context.used = False  # else Pyro refuses the new name of a copy
+            inner._pyro_context.used = False  # otherwise Pyro refuses to rename a copy
         for key, module in self._modules.items():
             if isinstance(module, PyroModule):
                 module._pyro_name = ""
@@ -64,8 +64,8 @@ class OwnParameters(PyroModule):
         weakref.finalize(self, _forget, own).atexit = False
 
     def _rename(self) -> None:
-        """Take the name of what the module has become, before it has parameters, in the middle of
-        a call too."""
+        """Update the name after the module's kind has changed, before it has parameters, also
+        during a call."""
         contexts = {m._pyro_context: m._pyro_context.used for m in _pyro_modules(self)}
         with _naming:
             del _named[self._own_name]
@@ -81,10 +81,10 @@ class OwnParameters(PyroModule):
         super()._pyro_set_supermodule(self._own_name, context)
 
     def _follow_store(self, name: str) -> None:
-        """Take over a parameter's value from Pyro's store, which may have been loaded from a file.
+        """Use a parameter's value from Pyro's store, which may have been loaded from a file.
 
-        Pyro does so for ``PyroParam`` only: an optimizer would move the store's tensor, and the
-        module keep its own.
+        Pyro does this for ``PyroParam`` only. Otherwise an optimizer would change the store's
+        tensor, while the module keeps its own.
         """
         own, store = self._parameters.get(name), pyro.get_param_store()
         if own is None or not self._pyro_context.active:
@@ -96,7 +96,7 @@ class OwnParameters(PyroModule):
         if stored.shape != own.shape:
             raise ValueError(
                 f"the parameter '{key}' has shape {tuple(stored.shape)} in Pyro's store, but "
-                f"{tuple(own.shape)} here: it is that of another program"
+                f"{tuple(own.shape)} here: it belongs to another program"
             )
         with torch.no_grad():
             own.copy_(stored)

@@ -43,10 +43,10 @@ class Program:
     """The pure functions of a Pyro program.
 
     Latents are dicts from site to a tensor in the site's support; a vector is their unconstrained
-    image in R^P, site after site in the program's order. Where a function takes ``*args,
-    **kwargs`` and none are given, those of the construction are used, and with them the indices
-    that its plates drew then; ``latents`` may hold others under a plate's name. All functions run
-    the program in the mode (training or evaluation) in which its modules are.
+    image in R^P, site after site in the program's order. If a function takes ``*args, **kwargs``
+    and none are given, the arguments of the construction are used, with the indices that its plates
+    drew then; ``latents`` may hold other indices under a plate's name. All functions run the
+    program in its modules' current mode (training or evaluation).
 
     Finite discrete latent sites are no latents here: ``discrete`` names them, and all functions sum
     them out exactly (``program/enumeration.py``).
@@ -64,7 +64,7 @@ class Program:
 
     @classmethod
     def from_trace(cls, model: Callable, trace: Any, args: tuple, kwargs: dict) -> "Program":
-        """The program of a model whose trace is at hand already."""
+        """Make the program from an existing trace of the model."""
         program = cls.__new__(cls)
         program._read(model, trace, args, kwargs)
         return program
@@ -117,12 +117,12 @@ class Program:
 
     @property
     def size(self) -> int:
-        """P, how many unconstrained numbers the latents are."""
+        """P, the number of unconstrained numbers of all latents."""
         return self.layout.size
 
     @property
     def slices(self) -> dict[str, slice]:
-        """For each latent site its index range in the vector."""
+        """The index range of each latent site in the vector."""
         return self.layout.slices
 
     def flatten(self, values: Mapping[str, Tensor]) -> Tensor:
@@ -144,14 +144,14 @@ class Program:
     # Densities
 
     def run(self, latents: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Run:
-        """Run the program at ``latents``; targets that are not given stay without a value."""
+        """Run the program at ``latents``; observed sites without targets stay without a value."""
         if not args and not kwargs:
             args, kwargs = self.args, self.kwargs
             latents = {**self._subsamples, **latents}
         return record(self.model, latents, args, kwargs, draw=self._open)
 
     def log_prior(self, latents: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """log p(w), a scalar; scaled where a latent stands in a subsampled plate."""
+        """log p(w) in nats, a scalar; terms of latents in a subsampled plate are scaled."""
         return _as_tensor(self.run(latents, *args, **kwargs).log_prior(), latents)
 
     def observations(
@@ -178,18 +178,18 @@ class Program:
         }
 
     def log_joint(self, latents: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """log p(w) + (N/B) sum_n log p(y_n | w, x_n) + factors, a scalar, tempered if a handler
-        in the program says so."""
+        """log p(w) + (N/B) sum_n log p(y_n | w, x_n) + factors in nats, a scalar; tempered under
+        ``temper``."""
         run = self.run(latents, *args, **kwargs)
         return _as_tensor(run.log_prior() + run.log_likelihood(), latents)
 
     def log_density(self, vector: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """log p(T(u), y) + log |det dT/du| at an unconstrained vector u (P,), a scalar."""
+        """log p(T(u), y) + log |det dT/du| in nats at an unconstrained vector u (P,), a scalar."""
         latents, log_det = self.constrain(vector)
         return self.log_joint(latents, *args, **kwargs) + log_det
 
     def log_density_terms(self, vector: Tensor, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """``log_density`` without the log-determinant, as one scalar per site."""
+        """``log_density`` without the log determinant, as one scalar per site."""
         run = self.run(self.constrain(vector)[0], *args, **kwargs)
         sites = run.latents | run.observed | run.factors
         return {
@@ -207,9 +207,9 @@ class Program:
         return {} if found is None else found.responsibilities()
 
     def require_observed(self) -> None:
-        """Check that there are data.
+        """Check that the program has observed data.
 
-        :raises UnsupportedProgramError: if the program conditions on nothing.
+        :raises UnsupportedProgramError: if it has none.
         """
         if not self.observed and not self.factors:
             raise UnsupportedProgramError(
@@ -227,7 +227,7 @@ class Program:
 
 
 class _ImproperStart(Messenger):
-    """Gives latents with an improper prior, which nothing can be drawn from, a value."""
+    """Handler that gives a value to latents with an improper prior, which cannot be sampled."""
 
     def _pyro_sample(self, msg: Any) -> None:
         if msg["value"] is None and is_improper(msg["fn"]):
@@ -235,7 +235,7 @@ class _ImproperStart(Messenger):
 
 
 def trace_once(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """The Pyro trace of one run that leaves buffers (BatchNorm statistics) as they were."""
+    """The Pyro trace of one run that does not change buffers (BatchNorm statistics)."""
     tracer = poutine.trace(model)
     try:
         quiet = preserved_buffers(model, args, dict(kwargs))
@@ -255,7 +255,7 @@ def trace_once(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
 
 
 def _point_density_at(name: str, node: Any) -> Tensor:
-    """Check an observed Delta.
+    """Return the log density of an observed Delta at its own value.
 
     :raises UnsupportedProgramError: if a Delta observes other values than its own.
     """
@@ -276,7 +276,7 @@ def _inside(site: str, plate: str) -> str:
 
 
 def _sites_in_plates(trace: Any) -> dict[str, str]:
-    """The latent sites with event dimensions that stand in a plate, and its name."""
+    """The latent sites with event dimensions in a plate, with the plate's name."""
     return {
         name: node["cond_indep_stack"][0].name
         for name, node in trace.nodes.items()
@@ -297,8 +297,10 @@ def _called_weights(error: BaseException) -> Iterator[str]:
 
 
 def _device(trace: Any) -> torch.device:
-    """The device of all latents: the accelerator that some site's value is on, since priors of
-    plain numbers, such as Normal(0.0, 1.0), draw on the CPU."""
+    """The device of all latents: an accelerator if any site's value is on one.
+
+    Priors of plain numbers, such as Normal(0.0, 1.0), draw on the CPU.
+    """
     values = [node["value"] for node in trace.nodes.values() if node["type"] == "sample"]
     devices = [value.device for value in values if isinstance(value, Tensor)]
     return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Programs that choose a minibatch of their data themselves, where all of them are needed."""
+"""Checks for programs that choose minibatches themselves, if all data are needed."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -13,15 +13,16 @@ from pyro_bdl.errors import UnsupportedProgramError
 
 
 class WholeData(Messenger):
-    """Refuses a plate that picks rows of the arguments at random, other ones in each run, so that
-    results for draws of the latents would be of different data.
+    """Handler that refuses plates that choose rows of the arguments at random.
 
-    A plate is taken to do so where an argument has as many rows as the plate stands for. One that
-    stands for more data than it is called with only scales.
+    Such a plate chooses other rows in each run, so that results for different draws of the latents
+    would be for different data. A subsampled plate chooses rows if an argument has as many rows as
+    the plate's full size. Otherwise it only scales the data that it is given.
 
-    :param args: the program's arguments; ``kwargs`` its keyword arguments.
-    :param advice: what to do instead.
-    :raises UnsupportedProgramError: within it, by such a plate.
+    :param args: the program's arguments.
+    :param kwargs: the program's keyword arguments.
+    :param advice: the advice in the error.
+    :raises UnsupportedProgramError: inside the context, for such a plate.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class WholeData(Messenger):
 
 
 def on_whole_data(model: Callable) -> Callable:
-    """The program, each run of it under :class:`WholeData`."""
+    """The program with each run under :class:`WholeData`."""
 
     @functools.wraps(model, updated=())
     def program(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Which of a program's latents a curvature is about."""
+"""Subsets of a program's latents, such as those with a curvature."""
 
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
@@ -26,8 +26,8 @@ class Subset:
     def __init__(self, layout: Layout, indices: Tensor | None = None) -> None:
         self.layout = layout
         self.indices = indices
-        self.parts: dict[str, slice] = {}  # of the subset's vector, for each site in it
-        self.chosen: dict[str, Tensor | None] = {}  # entries of the site; None: all of it
+        self.parts: dict[str, slice] = {}  # slices of the subset's vector, by site
+        self.chosen: dict[str, Tensor | None] = {}  # entries of the site; None: all
         start = 0
         for name, where in layout.slices.items():
             entries, count = None, where.stop - where.start
@@ -69,12 +69,12 @@ class Subset:
 
 
 def select(layout: Layout, selection: Any = None, *, model: Any = None) -> Subset:
-    """The subset that a user means.
+    """The subset for a user's selection.
 
     :param selection: None for all latents; a site's name or a pattern with shell wildcards; a
         module of the network, for its weights; a predicate ``(name, latent) -> bool``; positions
         in the flat vector, as integers or a mask (P,); or several names and modules.
-    :param model: the program, in which modules are looked for.
+    :param model: the program, which is searched for modules.
     :raises ValueError: for a selection that chooses nothing, or that is not in the program.
     """
     if selection is None:
@@ -123,7 +123,7 @@ def _named(layout: Layout, part: Any, model: Any) -> set[str]:
             "a subset is given by names, modules, a predicate or indices, got "
             f"{type(part).__name__}"
         )
-    if part in layout.latents:  # also a name with brackets in it
+    if part in layout.latents:  # exact names first: a name may contain brackets
         return {part}
     names = {name for name in layout.latents if fnmatchcase(name, part)}
     if not names:
@@ -137,7 +137,8 @@ _LISTED = 12
 
 
 def _near(layout: Layout, name: str) -> str:
-    """A hint for a wrong name: the sites of a module so called, names that are alike, or all."""
+    """A hint for a wrong name: the sites of a module with that name, similar names, or all
+    names."""
     sites = list(layout.latents)
     modules = {site[:i] for site in sites for i, c in enumerate(site) if c == "."}
     near = [name] if name in modules else get_close_matches(name, [*sites, *modules], n=3)

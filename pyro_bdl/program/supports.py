@@ -15,7 +15,7 @@ from pyro_bdl.utils.validation import listed
 
 
 def check_fixed_supports(program: Any, latents: list[Latent]) -> None:
-    """A support with tensor bounds must not move with the other latents."""
+    """Check that supports with tensor bounds do not depend on other latents."""
     bounded = [site for site in latents if support_bounds(site.support)]
     if not bounded or len(latents) < 2:
         return
@@ -37,11 +37,11 @@ def check_fixed_supports(program: Any, latents: list[Latent]) -> None:
 def check_support(run: Run, *, first_row: int = 0) -> None:
     """Check that targets lie in the supports of their distributions.
 
-    Supports with tensors for bounds are left out: these may move with the latents.
+    Supports with tensor bounds are not checked, since they may depend on the latents.
 
     :param first_row: the number of the run's first row, for messages.
-    :raises ValueError: naming site and rows, where a target is none that its distribution gives,
-        such as a class that does not exist.
+    :raises ValueError: if a target is outside its distribution's support, such as a class that does
+        not exist; the error names site and rows.
     """
     for name, site in run.observed.items():
         bad = _outside_support(site)
@@ -57,8 +57,10 @@ def check_support(run: Run, *, first_row: int = 0) -> None:
 
 
 def nan_outside_support(total: Any, run: Run) -> Any:
-    """Replace a log likelihood by NaN if a target is none that its distribution gives, for which
-    many densities are finite. No number is read, so that this can stand in a graph."""
+    """Replace a log likelihood by NaN if a target is outside its distribution's support.
+
+    Many densities are finite there. No value is read on the host, so this can be part of a graph.
+    """
     for site in run.observed.values():
         bad = _outside_support(site)
         if bad is not None:
@@ -67,8 +69,8 @@ def nan_outside_support(total: Any, run: Run) -> Any:
 
 
 def _outside_support(site: Site) -> Tensor | None:
-    """The targets outside the support of their distribution; None if there can be none, or where
-    the support may move with the latents."""
+    """A mask of the targets outside their support; None if there cannot be any, or if the support
+    may depend on the latents."""
     if site.value is None:
         return None
     distribution: Any = site.distribution
@@ -86,7 +88,7 @@ def _is_real(support: Any) -> bool:
 
 
 def feasible_value(fn: Any, radius: float = 0.0) -> Tensor:
-    """A value in the support of a distribution that need not be one to draw from.
+    """A value in the support of a distribution, which may be improper.
 
     :param radius: the unconstrained numbers are drawn uniformly from [-radius, radius].
     """
@@ -98,6 +100,6 @@ def feasible_value(fn: Any, radius: float = 0.0) -> Tensor:
 
 
 def _of_shape(distribution: Any, value: Tensor) -> Tensor:
-    """A value that broadcasts against a distribution, with the dimensions of its events."""
+    """Expand a value that broadcasts against a distribution to its event shape."""
     missing = distribution.event_dim - value.dim()
     return value.expand(distribution.event_shape) if missing > 0 else value

@@ -43,9 +43,9 @@ _THREADS = (
 class Site(NamedTuple):
     """One sample statement of one run: its distribution, value, scale and mask.
 
-    ``mask`` holds the distribution's own masks too; it is False where the statement leaves the
-    density as it is, as flat priors do. ``subsampling`` is the part N/B of the scale that its
-    plates account for; the rest of the scale is tempering.
+    ``mask`` includes the distribution's own masks; it is False if the statement does not change the
+    density, as for flat priors. ``subsampling`` is the factor N/B of the scale that comes from
+    plates; the rest of the scale is tempering.
     """
 
     distribution: Distribution
@@ -55,7 +55,7 @@ class Site(NamedTuple):
     subsampling: float = 1.0
 
     def log_prob(self) -> Tensor:
-        """log p(value), scaled and masked, of the distribution's batch shape."""
+        """log p(value) in nats, scaled and masked, with the distribution's batch shape."""
         return scale_and_mask(self.distribution.log_prob(self.value), self.scale, self.mask)
 
     def batch_log_prob(self) -> Tensor:
@@ -64,7 +64,7 @@ class Site(NamedTuple):
         return (self.log_prob() / self.subsampling).sum()
 
     def unscaled_log_prob(self) -> Tensor:
-        """log p(value) per datum: masked, not scaled."""
+        """log p(value) in nats per datum: masked, not scaled."""
         return scale_and_mask(self.distribution.log_prob(self.value), 1.0, self.mask)
 
 
@@ -103,10 +103,10 @@ def _total(sites: Iterable[Site]) -> Tensor | float:
 
 
 def is_deterministic(msg: Any) -> bool:
-    """Return whether a sample statement's value is given by the latents.
+    """Return whether the latents determine a sample statement's value.
 
-    It is at ``pyro.deterministic``, and at an observed Delta, as reparameterizations make of a
-    latent that they replace.
+    That is the case for ``pyro.deterministic`` and for an observed Delta, into which
+    reparameterizations turn a latent.
     """
     return bool(msg["infer"].get("_deterministic")) or (
         msg["is_observed"] and point_of(msg["fn"]) is not None
@@ -114,20 +114,18 @@ def is_deterministic(msg: Any) -> bool:
 
 
 def point_density(msg: Any) -> bool:
-    """Return whether a deterministic statement has a density.
-
-    A Delta that stands for a change of variables does.
-    """
+    """Return whether a deterministic statement has a density, as a Delta for a change of variables
+    has."""
     return point_of(msg["fn"]) is not None and without_masks(msg["fn"], msg["mask"])[1] is not False
 
 
 class _Recorder(Messenger):
-    """Runs a program at given values and keeps what each sample statement says.
+    """Handler that runs a program at given values and records every sample statement.
 
-    Statements of another thread reach it too, and are refused.
+    Statements of other threads reach it too, and are refused.
 
     :param values: site -> value for latents and plates' indices; other sites are sampled.
-    :param draw: what to do at a site that has neither an observation nor a value.
+    :param draw: called at a site that has neither an observation nor a value.
     """
 
     def __init__(
@@ -152,7 +150,7 @@ class _Recorder(Messenger):
             )
         if msg["type"] != "sample":
             return
-        msg["stop"] = True  # a pure function: no handler outside may see or change its sites
+        msg["stop"] = True  # a pure function: outer handlers must not see or change its sites
         name = msg["name"]
         if isinstance(msg["fn"], _Subsample):
             if msg["value"] is None and name in self.values:
@@ -170,7 +168,7 @@ class _Recorder(Messenger):
             self.enumeration.before(msg)
 
     def again(self) -> ConditionMessenger:
-        """A context in which statements that are run once more have the values of this run."""
+        """A context in which repeated statements have the values of this run."""
         latents = self.run.latents.items()
         return ConditionMessenger({name: site.value for name, site in latents})
 
@@ -212,7 +210,7 @@ class _Recorder(Messenger):
 
 
 def distribution_of_targets(msg: Any) -> Any:
-    """The distribution of an observed statement, of the shape of its targets.
+    """The distribution of an observed statement, expanded to the shape of its targets.
 
     :raises ValueError: if the two broadcast against each other.
     """
@@ -243,14 +241,14 @@ def record(
     *,
     draw: Callable[[dict], Any] | None = None,
 ) -> Run:
-    """Run a Pyro program or guide with some of its sites held at given values.
+    """Run a Pyro program or guide with some of its sites fixed at given values.
 
     :param function: a program or a guide.
     :param values: site -> value; for a plate's name the indices of its subsample.
     :param draw: called with the message of a site that has no value; by default it is sampled.
         ``sum_out_discrete`` and ``leave_open`` sum finite discrete sites out.
     :returns: the distribution, value, scale and mask of every sample statement.
-    :raises ArgumentError: for arguments that it cannot compute with.
+    :raises ArgumentError: for arguments that it cannot use.
     :raises RuntimeError: if another thread runs a program at this time.
     """
     _refuse_other_threads()
@@ -287,7 +285,7 @@ def leave_open(msg: Any) -> None:
 
 
 def sample_open(msg: Any) -> None:
-    """Sample a site without a value, and count it as one that would be observed."""
+    """Sample a site without a value, and count it as observed."""
     _refuse_weights(msg)
     msg["infer"]["_open"] = True
     msg["value"] = msg["fn"].sample()  # not rsample, which vmap refuses
@@ -295,9 +293,9 @@ def sample_open(msg: Any) -> None:
 
 
 def _refuse_weights(msg: Any) -> None:
-    """A network's weights are never what is to be predicted."""
+    """Check that a site without a value is not a network's weight, which is never predicted."""
     if OWNER_KEY in msg["infer"]:
         raise ValueError(
-            f"there is no value for the network's weights '{msg['name']}': the posterior is of "
-            "another program"
+            f"there is no value for the network's weights '{msg['name']}': the posterior belongs "
+            "to another program"
         )

@@ -1,4 +1,4 @@
-"""The parameters of observation distributions on an unbounded scale, where models are linear."""
+"""The parameters of observation distributions on an unbounded scale, for linearized models."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -33,12 +33,13 @@ _BINARY = ("Bernoulli", "Geometric", "ContinuousBernoulli")
 def unconstrained_parameters(
     distribution: Distribution, run: Run | None = None
 ) -> dict[str, Tensor]:
-    """A distribution's tensors by constructor argument, unbounded: scales and rates as their
-    logarithms, probabilities as logits.
+    """A distribution's tensors by constructor argument on an unbounded scale.
 
-    :param run: the run that the distribution is from. Where it recorded the network's own output
-        behind normalized logits, that output is taken: approximations of class probabilities use
-        its variances.
+    Scales and rates become logarithms, probabilities become logits.
+
+    :param run: the run of the distribution. If it recorded the network's output from which
+        normalized logits were computed, that output is returned, since approximations of class
+        probabilities use its variances.
     """
     base: Any = base_distribution(distribution)
     kind, result = type(base).__name__, {}
@@ -55,12 +56,12 @@ def unconstrained_parameters(
 
 
 def constrained_value(base: Distribution, key: str, values: Tensor) -> Tensor:
-    """One argument of a distribution without wrappers from its unbounded value."""
+    """Convert an unbounded value to an argument of a distribution without wrappers."""
     return _bijection(base, key)(values)
 
 
 def unconstrained_value(base: Distribution, key: str, value: Tensor) -> Tensor:
-    """One argument of a distribution without wrappers on its unbounded scale.
+    """Convert an argument of a distribution without wrappers to its unbounded scale.
 
     :raises NotImplementedError: for an affine transform with a negative scale.
     """
@@ -84,14 +85,14 @@ def with_unconstrained(site: Site, values: dict[str, Tensor]) -> Site:
 def known_kind(site: Site) -> str:
     """The name of the site's distribution without wrappers.
 
-    :raises NotImplementedError: if it is not made of tensors that can be moved.
+    :raises NotImplementedError: if the distribution cannot be split into tensors.
     """
     _apart(site)
     return type(base_distribution(site.distribution)).__name__
 
 
 def are_known(sites: Iterable[Site]) -> bool:
-    """Return whether every site's distribution is made of tensors that can be moved."""
+    """Return whether every site's distribution can be split into tensors."""
     return all(take_apart(site.distribution) is not None for site in sites)
 
 

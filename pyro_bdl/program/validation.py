@@ -1,4 +1,4 @@
-"""Checks of a program's arguments; each failure is told in one sentence."""
+"""Checks of a program's arguments, with one-sentence errors."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -10,9 +10,9 @@ from pyro_bdl.utils.validation import check_finite_tensor
 
 
 def check_finite(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> None:
-    """Check that arguments are finite; additive attention masks, of zeros and -inf alone, count.
+    """Check that arguments are finite; additive attention masks of zeros and -inf are accepted.
 
-    :raises ValueError: naming argument, rows and columns, where a tensor is not finite.
+    :raises ValueError: if a tensor is not finite; the error names argument, rows and columns.
     """
     for name, value in named_arguments(model, args, kwargs).items():
         if isinstance(value, Tensor) and value.is_floating_point():
@@ -24,7 +24,7 @@ def check_finite_batches(
 ) -> None:
     """Check that the arguments of all batches are finite.
 
-    :raises ValueError: as ``check_finite``, naming the batch too.
+    :raises ValueError: as ``check_finite``; the error names the batch too.
     """
     for number, (args, kwargs) in enumerate(batches):
         try:

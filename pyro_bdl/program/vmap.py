@@ -1,4 +1,4 @@
-"""Functions of one draw, evaluated at many: by ``vmap`` in chunks, or one by one."""
+"""Evaluation of a function at many draws: by ``vmap`` in chunks, or one by one."""
 
 import warnings
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def number_of_draws(draws: Draws) -> int:
 
 
 class DrawMap:
-    """Stacks function(draw) over draws; random numbers differ by draw.
+    """Map over draws that stacks function(draw), with different random numbers for each draw.
 
     Uses ``vmap`` for chunks of several draws; where an operator of the network has no batching
     rule it says so, once, and loops over the draws from then on. BatchNorm layers in training mode
@@ -53,8 +53,8 @@ class DrawMap:
     ) -> Any:
         """Stack function(draw) over the leading axis of ``draws``.
 
-        :param chunk_size: how many draws are evaluated at once; all by default.
-        :param finish: applied to each chunk's stacked results, outside ``vmap``.
+        :param chunk_size: the number of draws evaluated at once; by default all.
+        :param finish: a function of each chunk's stacked results, applied outside ``vmap``.
         """
         total = number_of_draws(draws)
         chunk_size = min(chunk_size or total, total)
@@ -95,13 +95,13 @@ class DrawMap:
         modules = modules_of(function)
         with layers_called(modules) as layers:
             result = _vmapped_with_batch_norm(modules, function, draws)
-        # hooks cost time, and so does looking for modules
+        # hooks, and the search for modules, cost time
         self._evaluate = partial(_vmapped_with_batch_norm, modules) if layers else _vmapped
         return result
 
 
 def map_draws(function: Callable[[Draws], Any], draws: Draws, **options: Any) -> Any:
-    """``DrawMap`` for one function, used once."""
+    """Evaluate one function by a new ``DrawMap``."""
     return DrawMap()(function, draws, **options)
 
 
@@ -142,7 +142,7 @@ def _is_vmap_failure(error: RuntimeError) -> bool:
 
 
 def measured(function: Callable[[Draws], Any], draws: Draws) -> tuple[int, Any]:
-    """function(first draw), and the bytes of the tensors that it made on the way."""
+    """Return function(first draw), and the bytes of the tensors that it allocated."""
     with Allocations() as allocations:
         result = function({name: value[0] for name, value in draws.items()})
     return max(1, allocations.bytes), result

@@ -1,4 +1,4 @@
-"""Programs around programs."""
+"""Programs that run another program inside a context."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -8,7 +8,7 @@ from torch import nn
 
 
 class Wrapped(nn.Module):
-    """A program that runs inside a context; its parameters and modules are the program's own.
+    """A program that runs inside a context, with the same parameters and modules.
 
     :param model: the program.
     """
@@ -18,7 +18,7 @@ class Wrapped(nn.Module):
         self.model = model
 
     def context(self) -> AbstractContextManager:
-        """The context of one run."""
+        """Return the context of one run."""
         raise NotImplementedError
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

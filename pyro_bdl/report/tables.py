@@ -1,4 +1,4 @@
-"""Tables in HTML whose headings sort them, and the key to their columns."""
+"""HTML tables that can be sorted by their headings, and the key to their columns."""
 
 import math
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from pyro_bdl.utils.tables import Column, Row, groups
 
 
 def table(rows: Sequence[Row], columns: Sequence[Column], *, label: str) -> str:
-    """A table that scrolls sideways; each heading is a button, cells hold their full numbers.
+    """A table that scrolls sideways; each heading is a button, and cells hold unrounded numbers.
 
-    :param label: what readers of a screen are told that they scroll.
+    :param label: the label of the scrolling region for screen readers.
     """
     above = ""
     if any(column.group for column in columns):
@@ -38,7 +38,7 @@ def table(rows: Sequence[Row], columns: Sequence[Column], *, label: str) -> str:
 
 
 def key(columns: Sequence[Column]) -> str:
-    """The key to the columns; empty where none has a help text."""
+    """The key to the columns; empty if no column has a help text."""
     terms = "".join(
         f"<dt>{escape(column.title)}</dt><dd>{escape(column.help)}</dd>"
         for column in columns
@@ -62,5 +62,5 @@ def _class(column: Column) -> str:
 
 
 def _unbroken(title: str) -> str:
-    """The title with hyphens at which a narrow column does not break the line."""
+    """The title with non-breaking hyphens, for narrow columns."""
     return escape(title.replace("-", "\u2011"))

@@ -1,4 +1,4 @@
-"""The report's file: its sections in order, figures as data, style and script inside."""
+"""The report as one file: sections in order, with embedded figures, style and script."""
 
 import base64
 import io
@@ -34,13 +34,13 @@ def write_report(
     :param path: the HTML file.
     :param title: heading of the page.
     :param rows: one mapping for each line of the table.
-    :param columns: what the table shows; their ``help`` becomes the key below it.
-    :param details: what a second table shows, with the first of ``columns``; folded until opened.
+    :param columns: the columns of the table; their ``help`` becomes the key below it.
+    :param details: the columns of a second, folded table, after the first of ``columns``.
     :param verdicts: posterior to a sentence.
     :param warnings: sentences that come before everything else, in a box.
     :param figures: caption to figure; embedded as SVG.
     :param notes: paragraphs above the table, the most important first.
-    :param settings: what the run was made with, listed at the end.
+    :param settings: the settings of the run, listed at the end.
     """
     sections = [
         _paragraphs(notes),
@@ -109,7 +109,7 @@ def _figures(figures: Mapping[str, Figure]) -> str:
 
 
 def _svg(figure: Figure) -> str:
-    """The figure as a data URI, the same bytes for the same figure."""
+    """The figure as a data URI; the same figure gives the same bytes."""
     file = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "pyro_bdl"}):
         figure.savefig(file, format="svg", metadata={"Date": None})

@@ -1,4 +1,4 @@
-"""The arguments of a call, as tensors and what else they are."""
+"""The arguments of a call, split into tensors and constants."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -18,9 +18,9 @@ class Given(NamedTuple):
     """The tensors among a call's arguments.
 
     :param tensors: in order.
-    :param kind: what a graph is made for: shapes, strides, dtypes, devices, and all that is not a
-        tensor.
-    :param rebuild: from such tensors to ``(args, kwargs)``.
+    :param kind: the properties for which a graph is valid: shapes, strides, dtypes, devices, and
+        all arguments that are not tensors.
+    :param rebuild: a function from such tensors to ``(args, kwargs)``.
     """
 
     tensors: Sequence[Tensor]
@@ -31,8 +31,7 @@ class Given(NamedTuple):
 def read(args: tuple, kwargs: dict[str, Any]) -> Given:
     """Separate the tensors among a call's arguments from the rest.
 
-    :raises NotTraceable: for arguments of which it cannot be told whether they changed, and for
-        sparse tensors.
+    :raises NotTraceable: for arguments whose changes cannot be noticed, and for sparse tensors.
     """
     if not kwargs and all(type(value) is Tensor for value in args):
         return Given(args, _kinds(args), _positional)
@@ -44,7 +43,7 @@ def read(args: tuple, kwargs: dict[str, Any]) -> Given:
             tensors.append(leaf)
             constants.append(None)
         elif isinstance(leaf, _CONSTANTS):
-            constants.append((type(leaf), leaf))  # 1, 1.0 and True are not the same
+            constants.append((type(leaf), leaf))  # 1, 1.0 and True differ
         else:
             raise NotTraceable(
                 f"an argument holds {type(leaf).__name__}, which may change from step to step: "

@@ -1,4 +1,4 @@
-"""Ways to run a graph: torch itself, operator by operator, or the code that inductor writes."""
+"""Backends that run a graph: torch, operator by operator, or code from inductor."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -15,16 +15,16 @@ Run = Callable[..., tuple[Tensor, ...]]
 
 
 def eager(graph: fx.GraphModule, examples: Sequence[Tensor]) -> Run:
-    """The graph's operators one after another."""
+    """Run the graph's operators one after another."""
     call_directly(graph.graph)
     graph.recompile()
     return graph.forward
 
 
 def inductor(graph: fx.GraphModule, examples: Sequence[Tensor]) -> Run:
-    """Fused kernels, compiled for the examples' shapes; takes seconds to a minute.
+    """Compile fused kernels for the examples' shapes, which takes seconds to a minute.
 
-    Random numbers are torch's own: what needs none of the graph's results is drawn before it, in
+    Random numbers are torch's own. Draws that need no result of the graph are made before it, in
     the same order.
     """
     draws = _draws_first(graph)
@@ -67,7 +67,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _draws_first(graph: fx.GraphModule) -> list[Callable[[], Tensor]]:
-    """Make random numbers inputs of the graph, after the others; returns how each is drawn."""
+    """Make random numbers inputs of the graph, after the others; return the functions that draw
+    them."""
     draws: list[Callable[[], Tensor]] = []
     last = list(graph.graph.find_nodes(op="placeholder"))[-1]
     for node in list(graph.graph.nodes):
@@ -75,7 +76,7 @@ def _draws_first(graph: fx.GraphModule) -> list[Callable[[], Tensor]]:
             continue
         draw = _draw(node)
         if draw is None:
-            break  # those that follow it must be drawn after it
+            break  # later numbers must be drawn after this one
         with graph.graph.inserting_after(last):
             last = graph.graph.placeholder(f"noise_{len(draws)}")
         node.replace_all_uses_with(last)
@@ -87,7 +88,7 @@ def _draws_first(graph: fx.GraphModule) -> list[Callable[[], Tensor]]:
 
 
 def _draw(node: fx.Node) -> Callable[[], Tensor] | None:
-    """A function that draws a node's numbers, where it needs none of the graph's."""
+    """A function that draws a node's numbers, if they need no result of the graph; else None."""
     target, args, kwargs = node.target, node.args, node.kwargs
     assert callable(target)
     if not node.all_input_nodes:

@@ -1,4 +1,4 @@
-"""Queries and changes of a graph of ATen operators, as ``make_fx`` gives it."""
+"""Queries and changes of a graph of ATen operators from ``make_fx``."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-# Their schemas do not tell that in training they change the running statistics, arguments 3 and 4.
+# Their schemas do not show that in training they change the running statistics, arguments 3 and 4.
 _BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
 
 
@@ -33,7 +33,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def mutates(node: fx.Node) -> bool:
-    """Return whether an operator says of itself that it changes an argument in place."""
+    """Return whether an operator's schema says that it changes an argument in place."""
     schema = schema_of(node)
     return schema is not None and schema.is_mutable
 
@@ -60,12 +60,12 @@ def _arguments(node: fx.Node) -> Any:
 
 
 def is_needed(node: fx.Node) -> bool:
-    """Return whether a node must stay even where nobody uses its result."""
+    """Return whether a node must stay even if its result is not used."""
     return is_border(node) or is_random(node) or bool(changed(node))
 
 
 class Kind(NamedTuple):
-    """The properties of a tensor apart from its numbers."""
+    """The properties of a tensor except its values."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -82,7 +82,7 @@ def kind_of(node: fx.Node) -> Kind | None:
 
 
 def base(node: fx.Node) -> fx.Node:
-    """The node whose memory a view shares; the node itself where it is no view."""
+    """The node whose memory a view shares; the node itself if it is not a view."""
     while node.args and isinstance(node.args[0], fx.Node) and _is_part(node):
         node = node.args[0]
     return node
@@ -91,13 +91,15 @@ def base(node: fx.Node) -> fx.Node:
 def _is_part(node: fx.Node) -> bool:
     schema = schema_of(node)
     if schema is None:
-        return node.op == "call_function"  # getitem, of a split or of several results
+        return node.op == "call_function"  # getitem of a split or of several results
     return any(result.alias_info is not None for result in schema.returns)
 
 
 def reached(graph: fx.Graph, sources: Iterable[fx.Node]) -> Iterator[fx.Node]:
-    """The nodes whose results depend on the sources, in the order in which they run; what is
-    changed in place depends on what it is changed by from then on."""
+    """The nodes whose results depend on the sources, in execution order.
+
+    A tensor that is changed in place depends from then on on the arguments of that operator.
+    """
     live = set(sources)
     for node in graph.nodes:
         if node not in live and not live.intersection(node.all_input_nodes):
@@ -105,7 +107,7 @@ def reached(graph: fx.Graph, sources: Iterable[fx.Node]) -> Iterator[fx.Node]:
         live.add(node)
         yield node
         for part in changed(node):
-            # So is what the changed tensor is a view of.
+            # The base of a changed view is changed too.
             live.add(part)
             while part.args and isinstance(part.args[0], fx.Node):
                 part = part.args[0]
@@ -113,7 +115,8 @@ def reached(graph: fx.Graph, sources: Iterable[fx.Node]) -> Iterator[fx.Node]:
 
 
 def lift(graph: fx.Graph, tensors: dict[fx.Node, Tensor]) -> dict[fx.Node, Tensor]:
-    """Make nodes with these values arguments of the graph, after the others; one for each tensor.
+    """Turn nodes with these values into arguments of the graph, after the others, one for each
+    tensor.
 
     :returns: the new arguments and their values, in order.
     """

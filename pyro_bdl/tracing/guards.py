@@ -1,4 +1,4 @@
-"""Guards: conditions under which a graph still stands for its program."""
+"""Guards: conditions under which a graph is still valid for its program."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -9,15 +9,15 @@ from torch import Tensor, nn
 from pyro_bdl.tracing.variables import variables
 
 _MISSING = object()
-_RESULT = "last_noise"  # of a guide: what a run gives, and a graph too
+_RESULT = "last_noise"  # an attribute of guides that runs and graphs set
 _PLAIN = (bool, int, float, str, type(None))
 
 
 class HeldValue(NamedTuple):
     """One entry of a module's dictionaries, or a variable of a function.
 
-    :param table: a dict, or what is read like one.
-    :param kind: of the module, or the function's name, for messages.
+    :param table: a dict or an object with the same methods.
+    :param kind: the class of the module, or the function's name, for messages.
     """
 
     table: Any
@@ -36,7 +36,7 @@ class Snapshot:
     """The attributes of modules, and the variables of functions, before a run.
 
     :param callables: the program and its guide, whose variables are read.
-    :param modules: of both.
+    :param modules: the modules of both.
     """
 
     def __init__(self, callables: Iterable[Callable], modules: Iterable[nn.Module]) -> None:
@@ -44,7 +44,7 @@ class Snapshot:
         self.recorded = [*_variables(callables, modules), *entries(modules)]
 
     def change(self) -> HeldValue | None:
-        """The first that is no longer what it was."""
+        """The first value that has changed, or None."""
         return next((entry for entry in self.recorded if not entry.holds()), None)
 
 
@@ -54,7 +54,7 @@ def _variables(callables: Iterable[Callable], modules: Iterable[nn.Module]) -> l
 
 
 def entries(modules: Iterable[nn.Module]) -> list[HeldValue]:
-    """The tensors, parts, numbers and words that modules hold as attributes."""
+    """The tensors, submodules, numbers and strings that modules hold as attributes."""
     found = []
     for module in modules:
         kind = type(module).__name__
@@ -69,16 +69,16 @@ def entries(modules: Iterable[nn.Module]) -> list[HeldValue]:
 
 
 class Guards:
-    """The conditions under which a graph still stands for the program.
+    """The conditions under which a graph is still valid for the program.
 
-    Modules have the same attributes, functions the same variables, parameters their dtype and
-    device, Pyro's store the same parameters, and constants their numbers.
+    Unchanged must be: attributes of modules, variables of functions, dtypes and devices of
+    parameters, the parameters in Pyro's store, and the values of constants.
 
     :param callables: the program and its guide.
-    :param modules: that the graph was traced from.
-    :param parameters: names in Pyro's store, and the tensors that an optimizer moves.
-    :param leaves: what the gradient is taken in.
-    :param constants: tensors whose numbers went into the graph.
+    :param modules: the modules that were traced.
+    :param parameters: names in Pyro's store, and the tensors that an optimizer changes.
+    :param leaves: the tensors in which the gradient is taken.
+    :param constants: tensors whose values went into the graph.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Guards:
         self.constants = [(c, c._version) for c in constants if not c.is_inference()]
 
     def broken(self) -> str | None:
-        """The first change, in words, or None."""
+        """A description of the first change, or None."""
         for table, key, value, _ in self.entries:
             if table.get(key, _MISSING) is not value:
                 changed = (entry for entry in self.entries if not entry.holds())

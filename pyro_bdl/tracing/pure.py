@@ -1,4 +1,4 @@
-"""Pure functions of tensors as graphs that change nothing in place, for translations."""
+"""Graphs of pure functions of tensors, without in-place operators, for translations."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,16 +17,16 @@ from pyro_bdl.utils.module_state import vmappable
 
 @contextmanager
 def plain_torch() -> Iterator[None]:
-    """Run without fused kernels and validation: both hide values that a trace must see, or branch
-    on them."""
+    """Run without fused kernels and validation, which hide values from a trace or branch on
+    them."""
     with ExitStack() as stack:
         for setting in (
             torch.no_grad(),
             vmappable(),
             _set(torch.backends.mkldnn, "enabled", False),
             _set(torch.backends.cudnn, "enabled", False),
-            # The class's default holds for distributions made in the trace, the method for those
-            # made before it. Pyro's context restores its own default into torch's, hence first.
+            # The class default applies to distributions made in the trace, the method to earlier
+            # ones. Pyro's context must come first, since it restores its own default in torch.
             _set(Distribution, "_validate_args", False),
             _set(Distribution, "_validate_sample", lambda self, value: None),
             pyro.validation_enabled(False),
@@ -52,14 +52,14 @@ def trace_pure(
 ) -> fx.GraphModule:
     """The graph of a pure function of tensors, without operators that change a tensor in place.
 
-    It holds for the shapes and dtypes of the examples. Tensors that the function finds elsewhere
-    are constants (nodes ``get_attr``), parameters too. Validation, fused attention and oneDNN are
+    It is valid for the shapes and dtypes of the examples. Tensors that are not arguments are
+    constants (nodes ``get_attr``), including parameters. Validation, fused attention and oneDNN are
     off while tracing and restored afterwards.
 
     :param function: returns a pytree of tensors.
     :param decompositions: operators to be replaced by simpler ones, as in ``make_fx``.
-    :raises NotTraceable: if control flow or a shape depends on the arguments, and where the
-        function changes a tensor in place that it did not make.
+    :raises NotTraceable: if control flow or a shape depends on the arguments, or if the function
+        changes a tensor in place that it did not make.
     """
     examples = [example.detach() for example in examples]
     with plain_torch():
@@ -84,7 +84,7 @@ def _functional(
     examples: Sequence[Tensor],
     decompositions: Mapping[Any, Callable] | None,
 ) -> fx.GraphModule:
-    """The graph without in-place operators; functionalize asks for all its tensors as inputs."""
+    """The graph without in-place operators; ``functionalize`` needs all tensors as inputs."""
     attributes = {n: tensor_of(graph, n) for n in graph.graph.find_nodes(op="get_attr")}
     constants = lift(graph.graph, attributes).values()
     graph.recompile()

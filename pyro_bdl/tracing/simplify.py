@@ -1,7 +1,7 @@
-"""Fewer and cheaper operators: a graph that computes the same numbers.
+"""Simplification of a graph to fewer and cheaper operators with the same results.
 
-``make_fx`` records what autograd and the densities did, much of which is for nothing: aliases,
-products with one, sums with zero, the same thing twice, and functions of what never changes.
+``make_fx`` records all operators of autograd and the densities. Many are not needed: aliases,
+products with one, sums with zero, repeated operators, and functions of constants.
 """
 
 import operator
@@ -23,7 +23,7 @@ from pyro_bdl.tracing.graph import (
     schema_of,
 )
 
-# What is computed once must not take much more memory than what it is computed from.
+# Constants that are computed once must not need much more memory than their inputs.
 LARGE = 2**16
 
 Known = dict[fx.Node, Tensor]
@@ -34,13 +34,12 @@ _INVERSE_OF_ITSELF = {"t", "neg"}
 
 
 def simplify(graph: fx.Graph, known: Known) -> None:
-    """Change a graph in place.
+    """Simplify a graph in place.
 
-    Results may share memory with others where they did not before: the graph's results with its
-    inputs too.
+    Results may afterwards share memory with each other and with inputs.
 
-    :param known: the nodes whose numbers are the same in every run, and these numbers. Nodes that
-        are computed from these alone are added.
+    :param known: the nodes with the same values in every run, and these values. Nodes that depend
+        on them alone are added.
     """
     touched = _touched(graph)
     _join_parts(graph, touched)
@@ -66,13 +65,13 @@ def simplify(graph: fx.Graph, known: Known) -> None:
 
 
 def _touched(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes of memory that is changed in place: when they are read matters."""
+    """The nodes whose memory is changed in place, so that the order of reads matters."""
     roots = {base(part) for node in graph.nodes for part in changed(node)}
     return {node for node in graph.nodes if base(node) in roots}
 
 
 def _constant(node: fx.Node, known: Known) -> Any:
-    """The value of a node that depends on nothing, or on known numbers alone; else None."""
+    """The value of a node that depends on known values only; else None."""
     operate: Any = node.target
     if name_of(node) in _FILLED and isinstance(node.args[0], fx.Node):
         example = _empty(node.args[0])
@@ -92,7 +91,7 @@ def _constant(node: fx.Node, known: Known) -> Any:
 
 
 def _empty(node: fx.Node) -> Tensor | None:
-    """A tensor like a node's, with any numbers."""
+    """A tensor like a node's result, with arbitrary values."""
     kind = kind_of(node)
     if kind is None:
         return None
@@ -104,14 +103,15 @@ def _hashable(value: Any) -> Any:
         return tuple(map(_hashable, value))
     if isinstance(value, dict):
         return tuple((key, _hashable(v)) for key, v in value.items())
-    return type(value), value  # 1, 1.0 and True are not the same
+    return type(value), value  # 1, 1.0 and True differ
 
 
-# One operator less -------------------------------------------------------------------------------
+# Removal of operators ----------------------------------------------------------------------------
 
 
 def _simpler(node: fx.Node, known: Known) -> fx.Node | None:
-    """An earlier node with the same numbers, shape and dtype, if the operator shows that."""
+    """An earlier node with the same values, shape and dtype, if the operator implies that; else
+    None."""
     name = name_of(node)
     args = node.args
     first = args[0] if args else None
@@ -120,7 +120,7 @@ def _simpler(node: fx.Node, known: Known) -> fx.Node | None:
     if name == "select" and name_of(first) == "expand":
         inner: Any = first.args[0]
         return inner if _alike(node, inner) else None
-    if name == "sum":  # over dimensions of size 1, which stay
+    if name == "sum":  # over dimensions of size 1 that are kept
         return first if _alike(node, first) and not node.kwargs else None
     if name in _SAME_NUMBERS or (name == "pow" and args[1] == 1):
         return first if _alike(node, first) else None
@@ -154,12 +154,15 @@ def _alike(a: fx.Node, b: fx.Node) -> bool:
     return kind is not None and kind == kind_of(b)
 
 
-# Gradients of parts -------------------------------------------------------------------------------
+# Gradients of slices -----------------------------------------------------------------------------
 
 
 def _join_parts(graph: fx.Graph, touched: set[fx.Node]) -> None:
-    """The gradient in a vector whose parts went different ways: the parts side by side instead of
-    a sum of vectors that are zero elsewhere. x + 0 = x, so that the numbers are the same."""
+    """Replace a sum of slice gradients, each padded with zeros, by their concatenation.
+
+    Such sums are gradients in a vector whose slices are used separately. Since x + 0 = x, the
+    values are the same.
+    """
     for node in list(graph.nodes):
         if node in touched:
             continue
@@ -176,9 +179,9 @@ def _join_parts(graph: fx.Graph, touched: set[fx.Node]) -> None:
 
 
 class _Part(NamedTuple):
-    """A vector of zeros but for the entries from ``start`` to ``stop``.
+    """A vector that is zero outside the entries from ``start`` to ``stop``.
 
-    :param slice: the node of it, a ``slice_backward``.
+    :param slice: its node, a ``slice_backward``.
     """
 
     start: int
@@ -187,7 +190,7 @@ class _Part(NamedTuple):
 
 
 def _parts(node: fx.Node) -> list[_Part] | None:
-    """The parts that a sum of such vectors is made of, in order; None for another node."""
+    """The slices in a sum of such vectors, in order; None for other nodes."""
     if name_of(node) == "slice_backward":
         _, sizes, dim, start, stop, step = node.args
         length: Any = sizes[dim]  # type: ignore[index]
@@ -203,7 +206,7 @@ def _parts(node: fx.Node) -> list[_Part] | None:
 
 
 def _is_complete(parts: list[_Part]) -> bool:
-    """Return whether they follow each other from the first entry to the last, in one dimension."""
+    """Return whether slices cover all entries of one dimension without gaps."""
     kinds = [part.slice.args[1:3] for part in parts]
     if not kinds or any(kind != kinds[0] for kind in kinds):
         return False
@@ -216,8 +219,10 @@ def _is_complete(parts: list[_Part]) -> bool:
 
 
 def call_directly(graph: fx.Graph) -> None:
-    """Call operators by torch's own functions where these are the same, which halves the cost of a
-    call: the general way looks at the schema each time."""
+    """Replace operators by equivalent torch functions, which halves the cost of a call.
+
+    A call of an ATen operator checks the schema each time.
+    """
     for node in graph.nodes:
         if node.target is torch.ops.aten.slice.Tensor and _is_narrow(node):
             start: Any = node.args[2]
@@ -231,7 +236,7 @@ def call_directly(graph: fx.Graph) -> None:
 
 
 def _is_narrow(node: fx.Node) -> bool:
-    """Return whether a slice has bounds that are numbers from 0 on, and a step of 1."""
+    """Return whether a slice has nonnegative integer bounds and a step of 1."""
     if len(node.args) != 4 or node.kwargs:
         return False
     return all(isinstance(bound, int) and bound >= 0 for bound in node.args[2:])
@@ -245,7 +250,7 @@ def _direct(node: fx.Node) -> Callable | None:
     if schema.name != f"aten::{name}":
         return None
     if any(str(argument.type) == "List[Optional[Tensor]]" for argument in schema.arguments):
-        return None  # of index_put and its like, which torch's functions do not take
+        return None  # such as index_put: torch's functions differ
     if name in ("view", "expand"):
         return getattr(Tensor, name)
     return getattr(_VariableFunctions, name, None)

@@ -74,15 +74,17 @@ class Outcome(NamedTuple):
         return with_gradients(self.results[0], self.gradients, self.leaves())
 
     def add_gradients(self) -> bool:
-        """Add the gradients to the parameters', as ``backward`` would; False, and nothing done,
-        where somebody waits for ``backward``."""
+        """Add the gradients to the parameters' gradients, as ``backward`` does.
+
+        :returns: False, without any change, if hooks wait for ``backward``.
+        """
         for leaf in self.step.leaves:
             if isinstance(leaf, int) or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
                 return False
         with torch.no_grad():
             for leaf, gradient in zip(self.step.parameters, self.gradients, strict=True):
                 if leaf.grad is None:
-                    leaf.grad = gradient.clone()  # it may share its memory
+                    leaf.grad = gradient.clone()  # it may share memory
                 else:
                     leaf.grad.add_(gradient)
         return True
@@ -120,7 +122,7 @@ def trace_step(loss: Loss, examples: Sequence[Tensor], backend: str, *, readable
     attributes = {n: tensor_of(graph, n) for n in graph.graph.find_nodes(op="get_attr")}
     inputs = lift(graph.graph, attributes)
     known = {node: tensor for node, tensor in inputs.items() if tensor not in variable}
-    constants = list(known.values())  # those of which only a number was read included
+    constants = list(known.values())  # including those of which only a number was read
     simplify(graph.graph, known)
     inputs |= lift(graph.graph, {n: t for n, t in known.items() if n.op != "placeholder"})
     for node in [node for node in inputs if not node.users]:

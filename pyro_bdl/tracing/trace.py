@@ -1,7 +1,7 @@
-"""Functions of tensors as graphs of ATen operators that compute the same at other tensors.
+"""Graphs of ATen operators that are valid for other tensors than the traced ones.
 
-``trace`` keeps the very operators that the function ran, its random ones and changes in place
-included, so that torch gives the same numbers. ``pyro_bdl.tracing.pure`` builds on it.
+``trace`` keeps exactly the operators that the function ran, including random and in-place ones, so
+that torch gives the same numbers. ``pyro_bdl.tracing.pure`` builds on it.
 """
 
 import operator
@@ -23,7 +23,7 @@ from pyro_bdl.tracing.graph import base, changed, is_random, name_of, reached, t
 
 _FOLDERS = [Path(str(file)).parent for file in (__file__, torch.__file__, pyro.__file__)]
 _LIBRARIES = ("<string>", "<frozen", *(f"{folder}{os.sep}" for folder in _FOLDERS))
-# Methods that read the numbers of a tensor past the operators, and others that read them.
+# Methods that read a tensor's values without an operator, and other methods that read them.
 _PAST = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr}
 _READS = _PAST | {
     Tensor.item, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__,
@@ -33,9 +33,9 @@ _DATA: Any = Tensor.data
 
 
 class NotTraceable(Exception):
-    """A function is no graph; the message is half a sentence, which goes on after "since".
+    """A function cannot be traced; the message is a clause that follows "since".
 
-    :param operator: the name of the ATen operator that shows it, where there is one.
+    :param operator: the name of the ATen operator that causes it, if there is one.
     """
 
     def __init__(self, message: str, operator: str = "") -> None:
@@ -44,7 +44,7 @@ class NotTraceable(Exception):
 
 
 class _Methods(TorchFunctionMode):
-    """Lets the graph see reads that are no operators, and notes the lines of all."""
+    """Mode that makes reads of values visible to the graph, and records their lines."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class _Methods(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
         if func is _DATA.__get__:
-            return args[0].detach()  # the same numbers, which the trace can follow
+            return args[0].detach()  # the same values, visible to the trace
         if func in _READS:
             self.places.append(_users_line())
         if func in _PAST and args[0].numel():
@@ -65,8 +65,8 @@ class _Methods(TorchFunctionMode):
 
 
 class _Outside(TorchDispatchMode):
-    """Lets the graph see reads of tensors that no operator has met yet, by making it one, and
-    keeps what is changed in place."""
+    """Mode that turns reads of tensors from outside into operators, and keeps tensors that are
+    changed in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,14 +86,14 @@ class _Outside(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def put_back(self) -> None:
-        """Tensors that were changed in place have their numbers again."""
+        """Restore the tensors that were changed in place."""
         for tensor, value in reversed(self.saved.values()):
-            if tensor.shape == value.shape:  # one that was reshaped in place is the run's own
+            if tensor.shape == value.shape:  # a reshaped tensor belongs to the run
                 tensor.data.copy_(value)
 
 
 def _users_line() -> str:
-    """The place of the innermost frame that belongs to no library, in words."""
+    """The line of the innermost frame outside libraries, as text."""
     for frame in reversed(traceback.extract_stack()):
         if not frame.filename.startswith(_LIBRARIES):
             return f" in line {frame.lineno} of {Path(frame.filename).name}"
@@ -105,9 +105,9 @@ def trace(
 ) -> fx.GraphModule:
     """The graph of a function of tensors that returns a tuple of tensors.
 
-    It holds for the examples' shapes, strides, dtypes and devices. Tensors that the function finds
-    elsewhere are its attributes (nodes ``get_attr``), the very tensors and no copies. The function
-    runs once; what it changes in place is put back.
+    It is valid for the examples' shapes, strides, dtypes and devices. Tensors that are not
+    arguments are its attributes (nodes ``get_attr``), not copied. The function runs once; its
+    in-place changes are undone.
 
     :param readable: of so many arguments, the first ones, control flow may ask for truth values;
         the graph holds for those that it met (``TruthValues``).
@@ -118,7 +118,7 @@ def trace(
     for node in graph.graph.find_nodes(op="get_attr"):
         if tensor_of(graph, node).grad_fn is not None:
             raise NotTraceable(
-                "it uses a tensor with a gradient that was computed outside of it: compute it in "
+                "it uses a tensor with a gradient that was computed outside: compute it in "
                 "the program"
             )
     for node in graph.graph.nodes:
@@ -134,10 +134,10 @@ def record(
     examples: Sequence[Tensor],
     decompositions: Mapping[Any, Callable] | None = None,
 ) -> tuple[fx.GraphModule, list[str]]:
-    """Run a function once and return its operators as a graph, whatever it reads or changes.
+    """Run a function once and return its operators as a graph, without checks of reads and changes.
 
     :param decompositions: operators to be replaced by simpler ones, as in ``make_fx``.
-    :returns: the graph, and where in the user's files it reads the numbers of tensors.
+    :returns: the graph, and the lines of the user's files that read values of tensors.
     """
     methods, outside = _Methods(), _Outside()
 
@@ -145,7 +145,7 @@ def record(
         with methods, outside:
             return function(*tensors)
 
-    # Where values may be read, and where not, is decided on the whole graph.
+    # Which reads of values are allowed is decided on the complete graph.
     make = make_fx(followed, decompositions, _error_on_data_dependent_ops=False)  # type: ignore[arg-type]
     try:
         return make(*examples), methods.places
@@ -154,13 +154,13 @@ def record(
 
 
 def tensor_of(graph: fx.GraphModule, node: fx.Node) -> Tensor:
-    """The outside tensor that a node ``get_attr`` stands for."""
+    """The outside tensor of a node ``get_attr``."""
     return getattr(graph, str(node.target))
 
 
 def variable_nodes(graph: fx.GraphModule) -> set[fx.Node]:
-    """The nodes whose numbers differ from run to run by themselves: arguments, parameters, random
-    numbers and outside tensors that are changed in place."""
+    """The nodes whose values may differ between runs: arguments, parameters, random numbers and
+    outside tensors that are changed in place."""
     found = set()
     for node in graph.graph.nodes:
         if node.op == "placeholder" or is_random(node):
@@ -261,7 +261,7 @@ def refuse_reads(
     *,
     allowed: Iterable[fx.Node] = (),
 ) -> None:
-    """Refuse control flow and shapes that depend on numbers which may be others in the next run.
+    """Refuse control flow and shapes that depend on values that may differ in the next run.
 
     :param variable: the nodes of such numbers.
     :param places: where numbers are read, from ``record``.

@@ -1,4 +1,4 @@
-"""The Python variables that a program's functions close over, and its globals."""
+"""The Python variables that a program's functions use: closures and globals."""
 
 import dis
 import functools
@@ -21,8 +21,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 class Variable(NamedTuple):
     """A name in a table of values.
 
-    :param table: a dict; or a cell of a closure, as one.
-    :param place: where it is, for messages.
+    :param table: a dict, or a closure cell that is read like a dict.
+    :param place: a description of its location, for messages.
     """
 
     table: Any
@@ -40,16 +40,18 @@ class _Cell:
     def get(self, key: str, default: Any) -> Any:
         try:
             return self._cell.cell_contents
-        except ValueError:  # it is empty
+        except ValueError:  # an empty cell
             return default
 
 
 def variables(callables: Iterable[Any], modules: Iterable[nn.Module]) -> list[Variable]:
-    """The variables that functions name: cells of closures, globals, entries of dicts, attributes
-    of objects. Functions among them are followed.
+    """The variables that functions use: closure cells, globals, entries of dicts, attributes of
+    objects.
 
-    :param callables: such as a program.
-    :param modules: whose methods, and functions that they hold, are read too.
+    Functions among them are searched too.
+
+    :param callables: functions such as a program.
+    :param modules: modules whose methods and functions are searched too.
     """
     walk = _Walk()
     for function in callables:
@@ -67,7 +69,7 @@ class _Walk:
         self._seen: set[tuple[FunctionType, int]] = set()
 
     def follow(self, value: Any) -> None:
-        """Read the variables of whatever can be called."""
+        """Read the variables of any callable."""
         if isinstance(value, functools.partial):
             for part in (value.func, *value.args, *value.keywords.values()):
                 self.follow(part)
@@ -119,8 +121,10 @@ class _Walk:
             self.attributes(variable.value, variable.key, names)
 
     def attributes(self, value: Any, place: str, names: set[str]) -> None:
-        """The numbers, words and tensors that a dict holds, and those of an object that a function
-        names; those of modules are known."""
+        """Record the numbers, strings and tensors in a dict, or in an object that a function uses.
+
+        Modules are handled elsewhere.
+        """
         if isinstance(value, nn.Module | type | FunctionType):
             return
         table = value if type(value) is dict else getattr(value, "__dict__", None)
@@ -132,7 +136,7 @@ class _Walk:
 
 
 def _names(code: CodeType) -> Iterator[tuple[bool, str]]:
-    """The names that a function and those inside it look up, and whether as globals."""
+    """The names that a function and its inner functions look up, and whether they are globals."""
     for instruction in dis.get_instructions(code):
         if isinstance(instruction.argval, str):
             yield instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"), instruction.argval

@@ -101,7 +101,7 @@ def test_one_draw_has_the_density_of_independent_rows():
 
 
 def test_no_row_can_be_left_out_and_it_is_said():
-    with pytest.warns(BdlWarning, match="'y' is one observation of all rows"):
+    with pytest.warns(BdlWarning, match="'y' is one joint observation of all rows"):
         found = compare(process, {"a": lengths()}, X, Y, reference=None, train=(X, Y))
     assert "elpd_loo" not in found.to_dict()["a"]
 

@@ -473,7 +473,7 @@ def test_a_support_that_moves_or_a_density_that_does_not_is_refused():
     one = torch.ones(3, dtype=torch.float64, requires_grad=True)
     y = torch.full((3,), 0.5, dtype=torch.float64)
     for moving in (dist.Uniform(-one, one), dist.Pareto(0.1 * one, T(2.0))):
-        with pytest.raises(ValueError, match="moves with the latents"):
+        with pytest.raises(ValueError, match="depends on the latents"):
             check_information("y", site(moving, value=y))
     with pytest.raises(ValueError, match="no gradient in its v"):
         list(exact_columns(site(dist.Delta(one))))
@@ -493,5 +493,5 @@ class Shifted(dist.Normal):
 def test_a_tensor_that_cannot_be_read_off_is_refused():
     one = torch.ones(3, dtype=torch.float64, requires_grad=True)
     check_information("y", site(Shifted(one, T(1.0)), value=torch.zeros(3).double()))
-    with pytest.raises(ValueError, match=r"site 'y' \(Shifted\) is not told by its parameters"):
+    with pytest.raises(ValueError, match=r"site 'y' \(Shifted\) is not determined by its"):
         check_information("y", site(Shifted(one, T(1.0), one), value=torch.zeros(3).double()))

@@ -315,7 +315,7 @@ def test_minibatches_of_a_program_that_says_how_many_data_there_are(oracle, stru
     torch.testing.assert_close(found.gradient, expected.gradient)
     half = oracle.fit(Program(plain, x[:3], y[:3]), vector, (x[:3], y[:3]), structure="full")
     for structure in structures:
-        with pytest.warns(BdlWarning, match="speaks of 6 data, 3 were passed"):
+        with pytest.warns(BdlWarning, match="states 6 data, but 3 were passed"):
             part = oracle.fit(program, vector, (x[:3], y[:3]), structure=structure, rank=99)
         torch.testing.assert_close(part.log_likelihood, 2 * half.log_likelihood)
         torch.testing.assert_close(part.gradient, 2 * half.gradient)
@@ -352,9 +352,9 @@ def test_a_site_that_is_not_scaled_beside_one_that_is(oracle):
     batches = [(a, b, b) for a, b in zip(x.split(5), y.split(5), strict=True)]
     program, vector = oracle.program(two, *batches[0])
     oracle.fit(program, vector, batches)
-    with pytest.warns(BdlWarning, match="speaks of 40 data"):
+    with pytest.warns(BdlWarning, match="states 40 data"):
         oracle.fit(program, vector, [(*batch, 40) for batch in batches])
-    with pytest.raises(ValueError, match=r"site 'z' takes a minibatch of 5 rows.*plate size=20"):
+    with pytest.raises(ValueError, match=r"site 'z' treats a minibatch of 5 rows.*plate size=20"):
         oracle.fit(program, vector, [(*batch, 5) for batch in batches])
 
 
@@ -372,7 +372,7 @@ def test_a_plate_that_draws_its_own_subsample(oracle):
     found = []
     for structure in ("full", "low_rank"):
         pyro.set_rng_seed(3)
-        with pytest.warns(BdlWarning, match="speaks of 8 data, 4 were passed"):
+        with pytest.warns(BdlWarning, match="states 8 data, but 4 were passed"):
             found.append(oracle.fit(program, vector, [()], structure=structure, rank=3))
     pyro.set_rng_seed(3)
     index = record(model, program.constrain(vector)[0]).subsamples["data"]

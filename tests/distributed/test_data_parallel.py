@@ -624,9 +624,9 @@ MESSAGES = {
     "apart": "RuntimeError: 'guide.loc' on rank 1 lies up to 0.5 from that of rank 0",
     "other point": "RuntimeError: 'location' on rank 1 lies up to 0.1 from that of rank 0",
     "other network": "RuntimeError: rank 1 has other parameters than rank 0 (",
-    "too many": "ValueError: the batches of the ranks have 23 rows together, and the program "
-    "speaks of 20 data",
-    "other N": "ValueError: the program speaks of 21 data on rank 1 and of 20 data on rank 0",
+    "too many": "ValueError: the batches of the ranks have 23 rows together, but the program "
+    "states 20 data",
+    "other N": "ValueError: the program counts 21 data on rank 1 and 20 data on rank 0",
     "batch norm": "UnsupportedProgramError: a BatchNorm1d layer in training mode normalizes",
     "batch norm, evaluation mode": "none",
     "picks": "UnsupportedProgramError: the plate 'data' picks 4 of the 9 rows at random",
@@ -657,7 +657,7 @@ def test_a_failure_on_one_rank_is_told_by_the_other(both):
 def test_rows_that_two_ranks_hold_are_told(both):
     for found in both:
         assert (
-            "the processes hold 24 data and the program speaks of 23"
+            "the processes hold 24 data, but the program states 23"
             in (found["failures"]["repeated"])
         )
 

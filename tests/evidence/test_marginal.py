@@ -118,7 +118,7 @@ def test_more_data_at_another_noise_are_refused(line, put):
 def test_a_program_that_speaks_of_more_data(make_line):
     """Every sum over the data counts twice where half of them are passed twice."""
     line = make_line(size=12, num_data=24)
-    with pytest.warns(BdlWarning, match="speaks of 24 data, 12 were passed"):
+    with pytest.warns(BdlWarning, match="states 24 data, but 12 were passed"):
         guide = AutoLaplaceGGN(line.model, structure="full").prototype(*line.data)
         with torch.no_grad():
             guide.loc.copy_(line.mode())

@@ -1,9 +1,9 @@
 """The affine operations in which a program uses its latents, for derivatives.
 
-While a program runs inside ``UseRecorder``, every operation on a latent that is affine in it
-(products, convolutions, look-ups, norm scales, biases) is recorded as an ``AffineUse``. The
-gradient of any output in the latent is then the product of the use's input a and the gradient g of
-its output z. A latent that enters any other operation is listed in ``unmatched``.
+While a program runs inside ``UseRecorder``, every operation that is affine in a latent (products,
+convolutions, look-ups, norm scales, biases) is recorded as an ``AffineUse``. The gradient of any
+output in the latent is then the product of the operation's input a and the gradient g of its output
+z. Latents in other operations are listed in ``unmatched``.
 """
 
 from collections import Counter
@@ -25,21 +25,21 @@ from pyro_bdl.program.linear_ops.tracker import Tag, Tracker
 class AffineUse:
     """One affine use of a latent: z = op(a, w).
 
-    ``edge`` is where autograd knows z. ``lead`` is how many leading dimensions of z (in the
-    order of ``to_rows``) number rows; the remaining one numbers features.
+    ``edge`` is the position of z in autograd's graph. ``lead`` is the number of leading dimensions
+    of z (in the order of ``to_rows``) that number rows; the last one numbers features.
 
-    :param number: counts the uses of the site.
+    :param number: the number of this use of the site.
     :param kind: "product" for z = a w' (also convolutions, as products of patches; a is None for
         a bias, whose input is 1), "lookup" for rows of an embedding, "scale" for an elementwise
         multiple of w, broadcast to z.
-    :param indices: which entries of the site the operation's weight holds, (groups, out, in) for a
-        product, (rows, features) for a look-up, flat for a scale; None: all, in order.
+    :param indices: the site's entries in the operation's weight, (groups, out, in) for a product,
+        (rows, features) for a look-up, flat for a scale; None: all, in order.
     :param shape: the weight's shape in that form.
     :param inputs: a as given to the operation: (*lead, in), an image for a convolution, indices
         for a look-up (-1: none), the multiplier for a scale (None: 1).
     :param to_rows: brings z or its gradient to (*lead, features).
-    :param unfold: brings the inputs, their datum axis first and their other axes flattened, to
-        (n, T, groups, in); None for plain products.
+    :param unfold: brings the inputs, with the data axis first and the other axes flattened, to (n,
+        T, groups, in); None for plain products.
     :param reduce_dims: for a scale, the dimensions of z over which w is broadcast.
     """
 
@@ -58,10 +58,10 @@ class AffineUse:
 
 
 class VectorProduct(NamedTuple):
-    """A product of inputs and a latent vector, whose latent is among the unmatched: its curvature
-    is a dense block.
+    """A product of inputs with a latent vector. The latent is in ``unmatched``, so its curvature is
+    a dense block.
 
-    :param position: how many uses were recorded before.
+    :param position: the number of uses recorded before.
     """
 
     site: str
@@ -70,9 +70,9 @@ class VectorProduct(NamedTuple):
 
 
 class UseRecorder(Tracker):
-    """A recorder of the uses of latents while a program runs.
+    """Tracker that records the uses of latents while a program runs.
 
-    :param latents: site -> the very tensors that the program gets.
+    :param latents: site -> the same tensor objects that the program gets.
     """
 
     def __init__(self, latents: Mapping[str, Tensor]) -> None:
@@ -107,7 +107,7 @@ class UseRecorder(Tracker):
 
 
 def _record(func: Any, args: tuple, kwargs: dict, result: Any, mode: UseRecorder) -> set[int]:
-    """Record the uses of one operation, and return the ids of the tensors that were understood."""
+    """Record the uses in one operation, and return the ids of the tensors that were matched."""
     op = recognize(func, args, kwargs, mode.is_latent)
     if op is None or not op.is_plain or not isinstance(result, Tensor) or not result.dim():
         return set()
@@ -163,7 +163,7 @@ def _bias(
 
 
 def _convolution(mode: UseRecorder, op: AffineOp, output: Tensor) -> list[Tag]:
-    if op.input_dim != 1 or mode.is_latent(op.inputs):  # no axis of data
+    if op.input_dim != 1 or mode.is_latent(op.inputs):  # no data axis
         return []
 
     def to_rows(z: Tensor) -> Tensor:  # (rows, channels, *positions) -> (rows, positions, channels)
@@ -207,7 +207,7 @@ def _embedding(mode: UseRecorder, op: AffineOp, output: Tensor) -> list[Tag]:
     if tag is None:
         return []
     inputs, padding = op.inputs, op.settings["padding_idx"]
-    if padding is not None:  # that row has no gradient, as in autograd
+    if padding is not None:  # the padding row has no gradient, as in autograd
         inputs = inputs.masked_fill(inputs == padding % len(tag.tensor), -1)
     mode.add(
         tag, "lookup", output, indices=tag.indices, shape=tag.tensor.shape, inputs=inputs.detach()

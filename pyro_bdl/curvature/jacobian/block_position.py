@@ -12,10 +12,10 @@ Indices = slice | Tensor
 class BlockPosition:
     """The position of a block's entries in the vector of a subset.
 
-    :param key: names the block: the site, and which use of it.
-    :param indices: in the vector of the subset, one for each chosen entry.
-    :param chosen: which of the block's flattened entries are in the subset; None: all.
-    :param uses: the numbers of the site's uses that the block is made of.
+    :param key: the block's name: the site, and the number of the use.
+    :param indices: positions in the subset's vector, one for each chosen entry.
+    :param chosen: the block's flattened entries that are in the subset; None: all.
+    :param uses: the numbers of the site's uses in the block.
     """
 
     key: tuple[str, int]
@@ -24,7 +24,7 @@ class BlockPosition:
     uses: tuple[int, ...] = ()
 
     def take(self, entries: Tensor) -> Tensor:
-        """Return those of a block's entries (..., m) that are in the subset."""
+        """Select the entries (..., m) of a block that are in the subset."""
         return entries if self.chosen is None else entries[..., self.chosen]
 
     def spread(self, vectors: Tensor, shape: torch.Size) -> Tensor:

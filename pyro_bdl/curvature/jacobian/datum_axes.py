@@ -1,4 +1,4 @@
-"""The axis of an operation's output that numbers the data."""
+"""The data axis of an operation's output."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -10,9 +10,9 @@ from pyro_bdl.curvature.jacobian.affine_uses import AffineUse
 
 
 class DatumAxis(NamedTuple):
-    """The axis ``dim`` of an operation's output, along which rows number the data.
+    """The axis ``dim`` of an operation's output whose rows number the data.
 
-    Each datum's rows lie next to each other (``contiguous``) or n apart.
+    The rows of a datum are neighbors (``contiguous``) or n rows apart.
     """
 
     dim: int
@@ -27,11 +27,11 @@ class DatumAxis(NamedTuple):
 
 
 class Alignment(NamedTuple):
-    """The datum axes of all uses, the same for every batch of a program.
+    """The data axes of all uses, which are the same for every batch of a program.
 
-    ``axes``: for each use its datum axis, None if it has none or the outputs do not depend on it.
-    ``others``: the sites whose gradients do not follow from aligned uses. ``shared``: those of the
-    others that only act on outputs that are the same for all data, such as a noise scale.
+    ``axes`` holds the data axis of each use, or None if it has none or the outputs do not depend on
+    it. ``others`` are the sites whose gradients do not follow from aligned uses. ``shared`` are the
+    sites in ``others`` that only affect outputs common to all data, such as a noise scale.
     """
 
     axes: tuple[DatumAxis | None, ...]
@@ -51,7 +51,8 @@ def aligned_with(mask: Tensor, output: Tensor) -> Tensor:
 
 
 def levels_of(num_data: int, device: torch.device) -> Iterator[Tensor]:
-    """Yield powers of two for the data (n,); any two data have different ones at least once."""
+    """Yield tensors (n,) of powers of two; any two data have different powers in at least one of
+    them."""
     numbers = torch.arange(num_data, device=device)
     while numbers.any():
         yield torch.exp2((numbers % 16 - 8).to(torch.float32))
@@ -59,7 +60,7 @@ def levels_of(num_data: int, device: torch.device) -> Iterator[Tensor]:
 
 
 def datum_axes(use: AffineUse, num_data: int) -> list[DatumAxis]:
-    """Return the axes of an operation's output that may number the data, likely ones first."""
+    """Return the axes of an operation's output that may be the data axis, likely ones first."""
     shape = as_rows(use, torch.empty(use.output_shape, device="meta")).shape
     candidates = use.reduce_dims if use.kind == "scale" else range(len(shape) - 1)
     axes = []
@@ -86,7 +87,8 @@ def scales_by(before: Tensor, after: Tensor, axis: DatumAxis, levels: Tensor) ->
 
 
 def rounding_of(like: Tensor) -> float:
-    """Return how far rounding may move equal numbers apart, relative to their terms' sizes."""
+    """Return the possible difference of equal numbers by rounding, relative to their terms'
+    sizes."""
     if like.dtype == torch.float64:
         return 1e-9
     if like.dtype != torch.float32:

@@ -11,8 +11,8 @@ from pyro_bdl.utils.linear_algebra import products
 def joint_gram(block: Any, weights: Tensor | None = None) -> Tensor:
     """Return sum_e w_e G_ie G_je for all rows i, j of a block, (n K, n K), data before columns.
 
-    For products at single positions, G = g a', the sum over the inputs is made for each output o
-    by itself, sum_o g_io g_jo (sum_e a_ie w_oe a_je): no row over all entries is formed.
+    For products at single positions, G = g a', the sum over the inputs is computed for each output
+    o separately, sum_o g_io g_jo (sum_e a_ie w_oe a_je), without rows over all entries.
 
     :param weights: not negative, of the block's shape (groups, out, in); None: ones.
     """

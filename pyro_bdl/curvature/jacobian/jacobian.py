@@ -1,8 +1,9 @@
-"""Jacobians of a batch in the latents, kept as the factors that back-propagation gives.
+"""Jacobians of a batch in the latents, stored as the factors from back-propagation.
 
-A ``Jacobian`` holds K columns of gradients for each of n data. Its blocks cover disjoint parts of
-the latents and never form rows of length P unless asked to: a product z_t = W a_t has the gradient
-sum_t g_t a_t', and squares, weighted inner products and Kronecker factors follow from (a, g).
+A ``Jacobian`` holds K columns of gradients for each of n data. Its blocks cover disjoint subsets of
+the latents and do not form rows of length P unless requested. A product z_t = W a_t has the
+gradient sum_t g_t a_t', and squares, weighted inner products and Kronecker factors follow from (a,
+g).
 """
 
 from collections.abc import Callable, Sequence
@@ -20,8 +21,7 @@ from pyro_bdl.curvature.jacobian.block_position import BlockPosition
 class ProductBlock:
     """Gradients sum_t g_t a_t' in a weight (groups, out, in).
 
-    :param source: gives a, (n, T, groups, in), when it is needed; None: ones, with in = 1 (a
-        bias).
+    :param source: a function that returns a, (n, T, groups, in); None: ones, with in = 1 (a bias).
     :param gradients: g, (K, n, T, groups, out).
     :param shape: of the weight.
     """
@@ -87,7 +87,7 @@ class ProductBlock:
 
     @property
     def single(self) -> bool:
-        """True if each datum has a single position, so that its gradient is one product g a'."""
+        """Whether each datum has a single position, so that its gradient is one product g a'."""
         return self.gradients.shape[2] == 1 and self.source is not None
 
     def input_squares(self, weights: Tensor | None) -> Tensor:
@@ -114,7 +114,7 @@ class ProductBlock:
         return g.sum((0, 1))[..., None] if a is None else torch.einsum("ntgo,ntgi->goi", g, a)
 
     def bound(self) -> Tensor:
-        """Return a bound on the entries of ``total``, whatever cancels in them."""
+        """Return a bound on the entries of ``total``, without cancellation in the sums."""
         a = self.inputs
         size = self.gradients[0, ..., 0].numel() if a is None else a.square().sum()
         return (self.gradients.sum(0).square().sum() * size).sqrt()
@@ -133,8 +133,8 @@ class ProductBlock:
         """Split the gradients by orthonormal directions of the inputs.
 
         :param basis: the directions, (groups, in, r).
-        :returns: the part along them, in their coordinates, and the part orthogonal to them, in
-            the weight's own coordinates.
+        :returns: the component along them, in their coordinates, and the component orthogonal to
+            them, in the weight's coordinates.
         """
         given = self.source
         assert given is not None
@@ -143,7 +143,8 @@ class ProductBlock:
         return replace(self, source=inside), replace(self, source=rest)
 
     def split_outputs(self, basis: Tensor) -> tuple["ProductBlock", "ProductBlock"]:
-        """Split the gradients by directions of the outputs (groups, out, s) in the same way."""
+        """Split the gradients by directions of the outputs (groups, out, s), as in
+        ``split_inputs``."""
         inside = torch.einsum("kntgo,gop->kntgp", self.gradients, basis)
         rest = self.gradients - torch.einsum("kntgp,gop->kntgo", inside, basis)
         return replace(self, gradients=inside), replace(self, gradients=rest)
@@ -151,9 +152,9 @@ class ProductBlock:
 
 @dataclass
 class LookupBlock:
-    """Gradients g_u in rows v_u of a table (rows, features), each of one datum.
+    """Gradients g_u in rows v_u of a table (rows, features); each belongs to one datum.
 
-    :param data: which datum u belongs to, (U,).
+    :param data: the datum of each u, (U,).
     :param table_rows: v_u, (U,); no two entries of a datum share a row.
     :param gradients: (K, U, features).
     """
@@ -257,15 +258,16 @@ Block = ProductBlock | LookupBlock | DenseBlock
 
 
 def weighted(rows: Tensor, weights: Tensor | None) -> Tensor:
-    """Rows (..., m), each entry times its weight if there are any."""
+    """Multiply the entries of rows (..., m) by weights, if there are any."""
     return rows if weights is None else rows * weights.reshape(-1)
 
 
 @dataclass
 class Jacobian:
-    """K columns of gradients for n data in p latents, as blocks over disjoint parts of the p.
+    """K columns of gradients for n data in p latents, as blocks over disjoint subsets of the
+    latents.
 
-    Latents that no block covers have gradient zero.
+    Latents without a block have gradient zero.
     """
 
     blocks: list[Block]
@@ -286,14 +288,14 @@ class Jacobian:
         return self.like.new_zeros(total, total)
 
     def apply(self, vectors: Tensor) -> Tensor:
-        """Return J v for vectors (S, p), (S, n, K)."""
+        """Return J v, (S, n, K), for vectors v (S, p)."""
         result = self.like.new_zeros(len(vectors), self.num_data, self.num_columns)
         for block in self.blocks:
             result += block.apply(block.position.spread(vectors, block.shape))
         return result
 
     def gram(self, weights: Tensor) -> Tensor:
-        """Return the inner products of a datum's columns, weighted by (p,), (n, K, K)."""
+        """Return the inner products of each datum's columns, (n, K, K), with weights (p,)."""
         result = self.like.new_zeros(self.num_data, self.num_columns, self.num_columns)
         for block in self.blocks:
             result += block.gram(block.position.spread(weights, block.shape))
@@ -308,13 +310,13 @@ class Jacobian:
 
 
 def merged(blocks: Sequence[Block], entries: Sequence[Tensor | None], part: slice) -> list[Block]:
-    """Return the blocks of one site, with blocks that share entries made one.
+    """Return the blocks of one site, with blocks that share entries merged.
 
-    Uses of the very same entries (tied weights) are positions of one product; uses that overlap
+    Uses of the same entries (tied weights) become positions of one product. Uses that overlap
     otherwise are added as rows.
 
-    :param entries: for each block which entries of the site its own are; None: all, in order.
-    :param part: where the site lies in the subset's vector.
+    :param entries: the entries of the site in each block; None: all, in order.
+    :param part: the site's slice in the subset's vector.
     """
     groups: list[tuple[list[Any], Tensor | None]] = []
     for block, own in zip(blocks, entries, strict=True):
@@ -363,7 +365,7 @@ def _overlap(entries: list[Tensor | None]) -> bool:
 
 
 def _added(blocks: list[Block], part: slice) -> DenseBlock:
-    """Rows over the whole part of a site."""
+    """Sum blocks as rows over all entries of a site."""
     first = blocks[0].rows()
     values = first.new_zeros(*first.shape[:2], part.stop - part.start)
     for block in blocks:

@@ -1,4 +1,4 @@
-"""The linearization of a program over one batch of data, for any column of its Jacobian."""
+"""The linearization of a program over one batch of data, which gives columns of its Jacobian."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -42,14 +42,14 @@ Outputs = Callable[[Run], Sequence[Tensor]]
 
 
 class Linearization:
-    """One batch at one value of the latents, with the graph of its outputs kept.
+    """A run of the program on one batch at one value of the latents, with its graph.
 
     :param model: the program.
     :param subset: the latents of interest; the others count as constants.
-    :param vector: where, an unconstrained vector (P,).
+    :param vector: the unconstrained vector (P,) of the latents.
     :param known: alignments found in earlier batches of the same program; filled here.
-    :param training: as in a step of training: modules run in their own modes and move their
-        buffers, and the latents stay functions of ``vector``. What is computed must be the same in
+    :param training: run as in a training step: modules run in their own modes and update their
+        buffers, and the latents stay functions of ``vector``. The outputs must be the same as in
         evaluation mode.
     """
 
@@ -90,8 +90,10 @@ class Linearization:
     def pullback(self, outputs: Outputs, num_data: int, *, label: Any = None) -> "Pullback":
         """Return outputs of the run as functions of the subset, datum by datum.
 
-        :param outputs: which, each of shape (n, ...), or of any shape where n = 1.
-        :param label: names these outputs, so that what is found of them may be used again.
+        :param outputs: reads the outputs from a run; each has shape (n, ...), or any shape if n =
+            1.
+        :param num_data: n.
+        :param label: a name of these outputs, to reuse their alignment in later batches.
         """
         return Pullback(self, outputs, num_data, label)
 
@@ -125,15 +127,15 @@ class Pullback:
         """Return the gradients of sum_j <column_kj, output_j> in the subset, for every datum.
 
         :param columns: K cotangents, each with a tensor for every output.
-        :param arrived: where they are known, the gradients that each column leaves at the outputs
-            of all uses; by default they are sent back from the columns.
+        :param arrived: the gradients of each column at the outputs of all uses, if known; by
+            default they are back-propagated.
         """
         blocks = self._aligned_blocks(columns, self.alignment, arrived)
         blocks += blocks_of_other_latents(self, columns)
         return self._of_blocks(blocks, len(columns))
 
     def identity(self) -> Jacobian:
-        """Return the Jacobian of all K numbers of a datum, a column for each."""
+        """Return the Jacobian of all K outputs of a datum, with a column for each."""
         sizes = [output.numel() // self.num_data for output in self.outputs]
         uses = self._output_layer_uses()
         if uses and self._output_gradient_is(lambda noise: noise):
@@ -155,9 +157,10 @@ class Pullback:
         return self.jacobian(columns)
 
     def softmax(self, weights: Tensor) -> Jacobian | None:
-        """Return columns of a Categorical's Fisher information, if one product makes its logits.
+        """Return columns of a Categorical's Fisher information, if its logits are the outputs of
+        one product.
 
-        :param weights: of the data, (n,).
+        :param weights: weights of the data, (n,).
         :returns: None if the logits (n, K) are not the outputs of a product, up to a constant of
             each datum.
         """
@@ -178,9 +181,10 @@ class Pullback:
         return self._of_blocks(blocks, p.shape[-1])
 
     def _output_layer_uses(self) -> list[tuple[AffineUse, BlockPosition]]:
-        """Return the uses of the output layer, if the only output asked for is that of one product.
+        """Return the uses of the output layer, if the only output is that of one product.
 
-        Empty where other uses matter too, or sites are in the subset in part.
+        Empty if the output depends on other uses too, or only some entries of a site are in the
+        subset.
         """
         at, shape = self.at, self.outputs[0].shape
         reached = [i for i, axis in enumerate(self.alignment.axes) if axis is not None]
@@ -199,7 +203,7 @@ class Pullback:
         return found if plain and len(found) == len(uses) else []
 
     def _output_gradient_is(self, expected: Callable[[Tensor], Tensor]) -> bool:
-        """Return True if noise sent back from the output arrives at the product as expected."""
+        """Return whether back-propagated noise arrives at the product as expected."""
         (output,) = self.outputs
         edge = next(use.edge for use, _ in self._output_layer_uses())
         noise = fixed_normal(output, seed=1)
@@ -236,7 +240,7 @@ class Pullback:
         elif edges:
             pulled = [self.gradients(column, edges) for column in columns]
         by_site: dict[str, list[tuple[Block, Tensor | None]]] = {}
-        stacks: dict[Any, Tensor] = {}  # one for the weight and the bias of an operation
+        stacks: dict[Any, Tensor] = {}  # shared by the weight and the bias of an operation
         for i, number in enumerate(which):
             use, axis = at.uses[number], alignment.axes[number]
             assert axis is not None
@@ -280,16 +284,17 @@ class Pullback:
         self.at.unfolded[use.edge, use.number, axis] = inputs
         return inputs
 
-    # Which rows belong to which datum
+    # Assignment of rows to data
 
     def _align(self) -> Alignment:
-        """Send noise back, and again with each datum's noise times a power of two of its own.
+        """Find the data axis of each use, by back-propagation of noise.
 
-        A row of an operation's output belongs to a datum if what arrives there is multiplied by
-        that datum's factor, and rows that several data reach belong to none. Scaling by powers of
-        two is exact, and two data have different ones in at least one pass. At last the sums
-        over the data are compared with the gradients themselves, which finds out what entered in
-        ways that the mode did not see.
+        Noise is back-propagated once as it is, and again with each datum's noise multiplied by its
+        own power of two. A row of an operation's output belongs to a datum if its gradient is
+        multiplied by that datum's factor; rows that several data reach belong to none. Scaling by
+        powers of two is exact, and any two data have different powers in at least one pass. At the
+        end the sums over the data are compared with autograd's gradients, which reveals uses that
+        were not recorded.
         """
         at = self.at
         noise = [fixed_normal(output, seed) for seed, output in enumerate(self.outputs)]
@@ -325,7 +330,7 @@ class Pullback:
         return Alignment(axes, others, self._behind_shared_outputs(others))
 
     def _behind_shared_outputs(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return the sites that act only on outputs that are the same for all data."""
+        """Return the sites that only affect outputs common to all data."""
         own = [o for o in self.outputs if not is_shared(o, self.num_data) and o.requires_grad]
         if not own or not names:
             return tuple(names)
@@ -338,7 +343,7 @@ class Pullback:
     def _incomplete(
         self, alignment: Alignment, noise: Sequence[Tensor], gradients: Mapping[str, Tensor | None]
     ) -> set[str]:
-        """Return the sites whose gradients are not the sums of those of their uses."""
+        """Return the sites whose gradients are not the sums of their uses' gradients."""
         subset, totals, bounds = self.at.subset, {}, {}
         for block in self._aligned_blocks([noise], alignment):
             site = block.position.key[0]

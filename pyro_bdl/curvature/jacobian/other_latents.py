@@ -20,13 +20,13 @@ Columns = Sequence[Sequence[Tensor]]
 Names = Sequence[str]
 
 
-@torch.enable_grad()  # parts of the outputs are taken here
+@torch.enable_grad()  # outputs are indexed here
 def blocks_of_other_latents(pullback: "Pullback", columns: Columns) -> list[Block]:
     """Return blocks of the sites whose gradients do not follow from affine uses.
 
     :param columns: K cotangents, each with a tensor for every output.
     """
-    passes = pullback.num_data * len(columns)  # backward, which are enough for any program
+    passes = pullback.num_data * len(columns)  # the number of backward passes that always suffices
     shared: Names = pullback.alignment.shared
     if sum(output.numel() for _, output in _shared_outputs(pullback)) > passes:
         shared = ()
@@ -76,7 +76,8 @@ def is_shared(output: Tensor, num_data: int) -> bool:
 
 
 def _shared_outputs(pullback: "Pullback") -> list[tuple[int, Tensor]]:
-    """Return the shared outputs with their numbers, expanded dimensions shortened to one."""
+    """Return the positions and values of shared outputs, with expanded dimensions reduced to
+    one."""
     found = []
     for number, output in enumerate(pullback.outputs):
         if is_shared(output, pullback.num_data) and output.requires_grad:
@@ -87,7 +88,8 @@ def _shared_outputs(pullback: "Pullback") -> list[tuple[int, Tensor]]:
 
 
 def _shared_rows(pullback: "Pullback", columns: Columns, names: Names) -> Tensor:
-    """Return rows (K, n, p) by one small backward pass for each number that all data share."""
+    """Return rows (K, n, p) by one small backward pass for each output number that all data
+    share."""
     leaves = [pullback.at.leaves[name] for name in names]
     rows = pullback.at.vector.new_zeros(())
     for number, output in _shared_outputs(pullback):

@@ -1,7 +1,7 @@
-"""Blocks of a product whose outputs are the very outputs asked for, as of a network's last layer.
+"""Blocks of a product whose outputs are the requested outputs, such as a network's last layer.
 
-Their columns are known without back-propagation: an identity for the outputs, and
-diag(p) - p p' for the Fisher information of classes.
+Their columns are known without back-propagation: the identity for the outputs, and diag(p) - p p'
+for the Fisher information of classes.
 """
 
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ class IdentityBlock(ProductBlock):
         return self.gradients[:, 0, 0, 0]
 
     def gram(self, weights: Tensor | None = None) -> Tensor:
-        """Return inner products (n, K, K), or (1, K, K) where they are the same for all data."""
+        """Return inner products (n, K, K), or (1, K, K) if they are the same for all data."""
         return torch.matmul(self.columns * self._scaled(weights)[:, None], self.columns.mT)
 
     def norms(self, weights: Tensor | None = None) -> Tensor:
@@ -56,11 +56,11 @@ class IdentityBlock(ProductBlock):
 class SoftmaxBlock(ProductBlock):
     """The Fisher information of classes whose logits are the outputs of a product.
 
-    Sums over the columns sqrt(w p_k) (e_k - p) of S are those of w (diag(p) - p p'). ``gradients``
-    are p, (1, n, 1, 1, out).
+    The columns of S are sqrt(w p_k) (e_k - p), and S S' = w (diag(p) - p p'). ``gradients`` are p,
+    (1, n, 1, 1, out).
 
     :param weights: w, the tempering of each datum, (n, 1).
-    :param basis: the outputs' basis Q, (out, out); None for their own.
+    :param basis: a basis Q of the outputs, (out, out); None for the identity.
     """
 
     weights: Tensor

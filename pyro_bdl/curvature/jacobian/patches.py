@@ -1,4 +1,4 @@
-"""Convolution as a matrix product: the patches of an image that meet the kernel."""
+"""Convolution as a matrix product: the patches of an image under the kernel."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,7 +16,7 @@ def patches(
     """Return the inputs of every output position, (n, positions, groups, channels/groups * kernel).
 
     :param images: (n, channels, *spatial), of any number of spatial dimensions.
-    :param padding: as in ``torch.nn.functional.conv2d``, "same" and "valid" included.
+    :param padding: as in ``torch.nn.functional.conv2d``, including "same" and "valid".
     """
     dims = len(kernel)
     images = F.pad(images, _padding(padding, kernel, dilation))
@@ -43,7 +43,7 @@ def _image_patches(
     dilation: tuple[int, ...],
     groups: int,
 ) -> Tensor:
-    """Return patches by torch's kernel, which is faster; sequences are images of height 1."""
+    """Return patches by torch's ``unfold``, which is faster; sequences are images of height 1."""
     if len(kernel) == 1:
         images, kernel = images[:, :, None], (1, *kernel)
         stride, dilation = (1, *stride), (1, *dilation)

@@ -1,4 +1,4 @@
-"""Blocks of a Jacobian from affine uses: positions of entries, and gradients as rows."""
+"""Blocks of a Jacobian from affine uses: positions of entries, and gradients in rows."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -38,7 +38,7 @@ def first_uses_of_entries(uses: Sequence[AffineUse]) -> list[int]:
 def position_of(use: AffineUse, subset: Subset, number: int) -> BlockPosition | None:
     """Return the position of a use's entries in the subset; None if none of them is in it.
 
-    :param number: of the first use of these entries, which names the block.
+    :param number: the number of the first use of these entries, which names the block.
     """
     key = use.site, number
     part, chosen = subset.parts[use.site], subset.chosen[use.site]
@@ -79,7 +79,7 @@ def gradient_rows(
 def lookup(
     indices: Tensor, stacked: Tensor, shape: torch.Size, position: BlockPosition
 ) -> LookupBlock:
-    """Return a block of a table, with gradients of the same row and datum added up."""
+    """Return a block of a table, with the gradients of the same row and datum summed."""
     num_rows, features = shape
     num_data = len(indices)
     indices = indices.reshape(num_data, -1)

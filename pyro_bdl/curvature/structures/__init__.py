@@ -1,4 +1,4 @@
-"""Curvature structures by name; ``base.py`` says what a structure is."""
+"""Curvature structures by name; ``base.py`` defines their protocol."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -1,9 +1,9 @@
-"""The protocols that a curvature structure fulfills.
+"""The protocols of a curvature structure.
 
-A structure is one file with two classes. Its ``Curvature`` adds up Jacobians over the data in some
-compressed form. ``Curvature.with_prior`` adds the prior's precision and gives a ``Precision``, the
-Gaussian's inverse covariance and its algebra. ``structures/__init__.py`` lists the structures by
-name; nothing outside a structure's file depends on which one it is.
+A structure is one file with two classes. Its ``Curvature`` sums Jacobians over the data in a
+compressed form. ``Curvature.with_prior`` adds the prior precision and returns a ``Precision``, the
+Gaussian's inverse covariance with its algebra. ``structures/__init__.py`` lists the structures by
+name; code outside a structure's file does not depend on the structure.
 """
 
 import math
@@ -23,8 +23,8 @@ from pyro_bdl.program.subset import Subset
 class StructureOptions:
     """Options of the structures; each structure reads its own and ignores the others.
 
-    :param rank: eigenpairs of "low_rank".
-    :param reduce: of "kron" and "ekfac", see ``KroneckerCurvature``.
+    :param rank: the number of eigenpairs of "low_rank".
+    :param reduce: an option of "kron" and "ekfac", see ``KroneckerCurvature``.
     """
 
     rank: int = 50
@@ -34,8 +34,8 @@ class StructureOptions:
 class Precision(Protocol):
     """A positive definite matrix as the precision of a Gaussian with mean zero in R^p.
 
-    ``dense`` says that the matrix is held as (p, p), so that another one of this size fits in
-    memory. ``independent`` says that it is diagonal.
+    ``dense`` is True if the matrix is stored as (p, p), so that another matrix of this size fits in
+    memory. ``independent`` is True if the matrix is diagonal.
     """
 
     dense: ClassVar[bool] = False
@@ -53,8 +53,7 @@ class Precision(Protocol):
         ...
 
     def draw(self, num_samples: int) -> LinearDraws:
-        """Return S draws for linear functions, without their vectors where there is a shorter
-        way."""
+        """Return S draws for use in linear functions, without forming their vectors if possible."""
         return VectorDraws(self.sample(num_samples))
 
     @abstractmethod
@@ -89,14 +88,14 @@ class Precision(Protocol):
 
 
 class Curvature(nn.Module, ABC):
-    """sum_n J_n' J_n in R^p, in the compressed form of one structure.
+    """The matrix sum_n J_n' J_n (p, p), in the compressed form of one structure.
 
-    ``passes`` counts the passes over the data. In each, ``start_pass`` is called first, ``add``
-    with every Jacobian, ``end_batch`` after those of a batch. ``scale`` and ``finish`` come last.
-    Buffers hold the result, so that it moves and is saved with the guide.
+    ``passes`` is the number of passes over the data. Each pass calls ``start_pass`` first, ``add``
+    with every Jacobian, and ``end_batch`` after each batch. ``scale`` and ``finish`` come last.
+    Buffers hold the result, so that it is moved and saved with the guide.
 
-    ``takes_hessian`` says that ``from_matrix`` exists, for curvature="hessian". ``takes_softmax``
-    says that ``add`` understands ``SoftmaxBlock``s, which hold the curvature of a classifier's last
+    ``takes_hessian`` is True if ``from_matrix`` exists, for curvature="hessian". ``takes_softmax``
+    is True if ``add`` accepts ``SoftmaxBlock``s, which hold the curvature of a classifier's last
     layer without rows.
     """
 
@@ -112,35 +111,36 @@ class Curvature(nn.Module, ABC):
     ) -> Self:
         """Return a curvature over no data yet.
 
-        :param subset: the latents that it is about; ``subset.parts`` are the sites' slices.
-        :param like: gives dtype and device.
+        :param subset: the latents; ``subset.parts`` are the sites' slices.
+        :param like: a tensor with the dtype and device.
         :param before: the curvature of earlier data, which ``finish`` gets as well.
         """
 
     @classmethod
     @abstractmethod
     def memory(cls, size: int, options: StructureOptions) -> int:
-        """Return how many numbers it holds at most at once over p latents.
+        """Return the largest number of numbers that it stores at once over p latents.
 
         :param size: p.
-        :returns: 0 where this is only known with the data, and never much.
+        :returns: 0 if this depends on the data and is never large.
         """
 
     @classmethod
     def numbers_per_gradient(cls, size: int, largest_shared: int) -> int:
-        """Return how many numbers it makes of one column of one datum's Jacobian.
+        """Return how many numbers it makes from one column of one datum's Jacobian.
 
-        Batches are cut, and columns grouped, so that these fit in memory.
+        Batches are cut, and columns are grouped, so that these numbers fit in memory.
 
-        :param size: p, the answer for a structure that asks for ``Jacobian.rows``.
-        :param largest_shared: entries of the largest weight that is used at several positions, as
-            in convolutions: the answer for one that asks for the entries of one block at a time.
+        :param size: p, the result for a structure that uses ``Jacobian.rows``.
+        :param largest_shared: the number of entries of the largest weight that is used at several
+            positions, as in convolutions; the result for a structure that uses the entries of one
+            block at a time.
         """
         return size
 
     @classmethod
     def from_matrix(cls, matrix: Tensor) -> Self:
-        """Return the curvature that is a symmetric matrix (p, p), which is kept, not copied."""
+        """Return a curvature from a symmetric matrix (p, p), which is not copied."""
         raise NotImplementedError(f"{cls.__name__} does not hold matrices")
 
     def start_pass(self, number: int) -> None:
@@ -151,20 +151,21 @@ class Curvature(nn.Module, ABC):
         """Add the outer products of a Jacobian's rows."""
 
     def end_batch(self) -> None:
-        """Forget what holds for one batch alone."""
+        """Drop values that belong to the current batch only."""
 
     @abstractmethod
     def sums(self) -> list[Tensor]:
-        """Return what the pass has added up; several processes add theirs to it in place."""
+        """Return the sums of the pass; with several processes, the other processes' sums are added
+        in place."""
 
     @abstractmethod
     def scale(self, factor: float) -> None:
         """Multiply the sums by a factor."""
 
     def finish(self, before: Self | None) -> Self:
-        """Return the curvature after all passes, that of earlier data included.
+        """Return the curvature after all passes, including earlier data.
 
-        By default ``before`` takes up this one, by ``merge``.
+        By default it is ``before`` after ``before.merge(self)``.
         """
         if before is None:
             return self
@@ -183,7 +184,8 @@ class Curvature(nn.Module, ABC):
     def with_prior(self, prior: PriorPrecision, factor: Tensor | float = 1.0) -> Precision:
         """Return the posterior precision: factor times this curvature, plus the prior's.
 
-        :param factor: may carry a graph, as may the prior, for gradients of the evidence.
+        :param factor: a factor of the curvature. Like the prior it may have a graph, for gradients
+            of the evidence.
         """
 
 

@@ -60,9 +60,9 @@ class DiagonalCurvature(Curvature):
 
 
 class DiagonalPrecision(Precision):
-    """Precisions (p,) of independent Gaussians.
+    """The precisions (p,) of independent Gaussians.
 
-    :raises ValueError: if one of them is not positive.
+    :raises ValueError: if a precision is not positive.
     """
 
     independent = True

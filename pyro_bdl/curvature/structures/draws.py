@@ -1,4 +1,4 @@
-"""Draws of a Gaussian with mean zero, for functions that are linear in them."""
+"""Draws of a Gaussian with mean zero, for linear functions of the draws."""
 
 from typing import Protocol
 
@@ -8,7 +8,7 @@ from pyro_bdl.curvature.jacobian.jacobian import Jacobian
 
 
 class LinearDraws(Protocol):
-    """S draws w in R^p that give products with Jacobians."""
+    """S draws w in R^p that can be multiplied by Jacobians."""
 
     def __len__(self) -> int: ...
 

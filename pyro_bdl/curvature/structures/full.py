@@ -59,10 +59,11 @@ class FullCurvature(Curvature):
         add_products(self.matrix, jacobian.rows().flatten(0, 1))
 
     def _add_classes(self, blocks: list[SoftmaxBlock]) -> None:
-        """Add the sums over the data of w (diag(p) - p p') x a a', a the inputs of all blocks.
+        """Add the sums over the data of w (diag(p) - p p') kron a a', with a the inputs of all
+        blocks.
 
-        That takes a product for each pair of classes; rows of the columns would take as many more
-        as there are classes.
+        This takes a product for each pair of classes; rows would cost more by a factor of the
+        number of classes.
         """
         p, w = blocks[0].gradients[0, :, 0, 0], blocks[0].weights
         ones = p.new_ones(len(p), 1)
@@ -96,7 +97,7 @@ class FullCurvature(Curvature):
 
 
 class FullPrecision(Precision):
-    """A dense precision matrix (p, p), by its Cholesky factor."""
+    """A dense precision matrix (p, p), stored as its Cholesky factor."""
 
     dense = True
 

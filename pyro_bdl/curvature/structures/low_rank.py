@@ -21,7 +21,7 @@ _ITERATIONS = 2
 
 
 class LowRankCurvature(Curvature):
-    """The matrix vectors diag(values) vectors', of k leading eigenpairs.
+    """The matrix U diag(values) U' of the k leading eigenpairs.
 
     :param rank: k.
     :param start: a curvature of earlier data, which every pass includes.
@@ -64,7 +64,7 @@ class LowRankCurvature(Curvature):
         self._product.addmm_(rows.mT, rows @ self._basis)
 
     def _total(self) -> Tensor:
-        """Return the matrix times the basis, earlier curvature included."""
+        """Return the matrix times the basis, including earlier curvature."""
         product = self._product * self._factor
         if self._before is not None:
             before = self._before
@@ -124,7 +124,8 @@ class LowRankPrecision(Precision):
         return self.matrix.inverse_diagonal()
 
     def _reduction(self, jacobian: Jacobian) -> Tensor:
-        """Return J C (n, K, k); J C C' J' is what the low-rank part takes from the covariance."""
+        """Return J C (n, K, k), where J C C' J' is the reduction of the covariance by the low-rank
+        term."""
         return self.matrix.inverse_reduction(
             lambda columns: jacobian.apply(columns.mT).permute(1, 2, 0)
         )

@@ -1,4 +1,4 @@
-"""Einsums that are products of data with a weight, as ``F.linear`` of views of both."""
+"""Einsums that are products of data with a weight, rewritten as ``F.linear`` of views."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,13 +8,14 @@ from torch import Tensor
 
 
 def as_linear(args: tuple, is_weight: Callable[[Any], bool]) -> Callable[[], Tensor] | None:
-    """The product z = a w' that an einsum is, to be called; None if it is something else.
+    """A function that computes an einsum as a product z = a w'; None for other einsums.
 
-    Such as "bi,oi->bo", with axes in any order, several of them in the weight ("btd,hdk->bthk") or
-    an ellipsis for axes of the data. Each axis of the weight must be either summed over, and then
-    one of the data too, or one of the output alone; all other axes of the data are the output's.
+    An example is "bi,oi->bo". Axes may have any order, the weight may have several
+    ("btd,hdk->bthk"), and an ellipsis may stand for axes of the data. Each axis of the weight must
+    either be summed over, and also be an axis of the data, or be an axis of the output only. All
+    other axes of the data are axes of the output.
 
-    :param args: of ``torch.einsum``: the equation and two operands.
+    :param args: the arguments of ``torch.einsum``: the equation and two operands.
     :param is_weight: whether an operand is the weight; exactly one must be.
     """
     equation, *operands = args
@@ -26,7 +27,7 @@ def as_linear(args: tuple, is_weight: Callable[[Any], bool]) -> Callable[[], Ten
     number = 1 if is_weight(operands[1]) else 0
     weight, inputs = operands[number], operands[1 - number]
     of_weight, of_inputs = left.split(",")[number], left.split(",")[1 - number]
-    if "..." in of_inputs:  # digits are no letters of an einsum
+    if "..." in of_inputs:  # digits cannot be letters of an einsum
         dots = "".join(map(str, range(inputs.dim() - len(of_inputs) + 3)))
         of_inputs, output = of_inputs.replace("...", dots), output.replace("...", dots)
     summed = "".join(axis for axis in of_weight if axis in of_inputs)

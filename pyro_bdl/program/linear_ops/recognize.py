@@ -1,8 +1,8 @@
-"""The functions of torch that are affine in some of their arguments, in one table.
+"""A table of the torch functions that are affine in some of their arguments.
 
-``recognize`` brings a call of any of them to an ``AffineOp``. Curvature, estimators, dropout and
-last layers read that record and know no function of torch by name. To add a function, write an
-entry into ``_TABLE`` and a case into the test of this file.
+``recognize`` converts a call of such a function to an ``AffineOp``. Curvature, estimators, dropout
+and last layers use only this record, not the functions. To add a function, add an entry to
+``_ENTRIES`` and a case to the test of this file.
 """
 
 import types
@@ -24,30 +24,30 @@ Kind = Literal["product", "convolution", "transposed convolution", "embedding", 
 class AffineOp:
     """A call z = op(a, w) + b, affine in the weight w and in the bias b.
 
-    A dimension of the inputs, one of the weight and one of the output say how the weight lies:
+    The orientation of the weight is given by one dimension each of inputs, weight and output:
     ``F.linear(x, w)`` has (-1, 1, -1), ``x @ w`` has (-1, 0, -1) and ``w @ x`` has (-2, 1, -2).
 
     :param kind: "product" for sums over input features; "convolution", "transposed convolution";
         "embedding" for rows of w; "scale" for an elementwise multiple of w, broadcast to z, as in
         a normalization; "addition" for b alone.
-    :param function: the function of torch.
-    :param inputs: a, as the function takes it; for a scale by multiplication and an addition the
+    :param function: the torch function.
+    :param inputs: a, as the function takes it; for an addition, or a scale by multiplication, the
         other operand.
     :param weight: w, as the function takes it: a matrix or a vector for a product. None if there is
         none.
     :param bias: b, as the function takes it. None if there is none.
     :param input_dim: the dimension of a that numbers the input units; None for an embedding.
-    :param weight_dim: the dimension of w that numbers them.
-    :param output_dim: the dimension of z that numbers the output units; for a scale the first one
-        along which w lies.
+    :param weight_dim: the dimension of w that numbers the input units.
+    :param output_dim: the dimension of z that numbers the output units; for a scale the first
+        dimension along which w lies.
     :param bias_dim: the first dimension of z along which b lies.
-    :param groups: how many groups of input units w meets one after the other, along its output
-        units. 1 for a transposed convolution, whose w numbers the units of all groups.
+    :param groups: the number of groups of input units, which are consecutive along the output units
+        of w. 1 for a transposed convolution, whose w holds the units of all groups.
     :param sign: -1 for a bias that is subtracted.
-    :param is_plain: whether z is just that. False where the call has a factor other than 1,
-        rescales rows that it looks up, or replaces their gradients.
-    :param settings: the function's other arguments that the call gives.
-    :param multiplier: for a scale, computes what w is multiplied with.
+    :param is_plain: whether z has exactly this form. False if the call has a factor other than 1,
+        rescales the rows that it looks up, or changes their gradients.
+    :param settings: the other arguments of the call.
+    :param multiplier: for a scale, a function that computes the multiplier of w.
     """
 
     kind: Kind
@@ -70,13 +70,13 @@ class AffineOp:
         return self.inputs if self.input_dim == -1 else self.inputs.mT
 
     def as_matrix(self, weight: Tensor) -> Tensor:
-        """The weight of a product, or other numbers of its shape, as (out, in)."""
+        """Convert the weight of a product, or other values of its shape, to (out, in)."""
         if weight.dim() == 1:
             return weight[None]
         return weight.mT if self.weight_dim == 0 else weight
 
     def turned(self, output: Tensor) -> Tensor:
-        """The output of a product, or other numbers of its shape, as (..., out), and back."""
+        """Convert the output of a product, or other values of its shape, to (..., out), or back."""
         return output if self.output_dim == -1 else output.mT
 
 
@@ -84,11 +84,11 @@ IsLatent = Callable[[Any], bool]
 
 
 def recognize(func: Any, args: tuple, kwargs: dict, is_latent: IsLatent) -> AffineOp | None:
-    """Read a call of a function of torch.
+    """Read a call of a torch function as an affine operation.
 
-    :param is_latent: whether an argument is made of a latent. It tells which operand of ``a @ b``,
-        ``a + b`` or ``a * b`` is the weight or the bias.
-    :returns: None for a function that is not in the table, and where both operands are latents.
+    :param is_latent: whether an argument is computed from a latent. It determines which operand of
+        ``a @ b``, ``a + b`` or ``a * b`` is the weight or the bias.
+    :returns: None for a function that is not in the table, or if both operands are latents.
     """
     entry = _TABLE.get(func)
     if entry is None:
@@ -100,11 +100,10 @@ def recognize(func: Any, args: tuple, kwargs: dict, is_latent: IsLatent) -> Affi
 def decompose(
     func: Any, args: tuple, kwargs: dict, is_latent: IsLatent
 ) -> Callable[[], Any] | None:
-    """Read a call of a function that is made of several operations: attention, and the einsums
-    that are products of data with a weight.
+    """Decompose a call into several operations: attention, and einsums that are products with a
+    weight.
 
-    :returns: the call as these operations, to be made where they can be seen; None for a function
-        that is not made of several.
+    :returns: a function that runs these operations, visible to modes; None for other functions.
     """
     read = _COMPOSITES.get(func)
     return None if read is None else read(args, kwargs, is_latent)
@@ -324,8 +323,8 @@ FUNCTIONS = frozenset(_TABLE)
 
 
 def _without_offer(function: Any) -> Callable:
-    """A Python function of torch.nn.functional that does not offer itself to modes again, so
-    that the operations inside it are seen."""
+    """A function of torch.nn.functional without the dispatch to modes, so that they see its inner
+    operations."""
     scope = {**function.__globals__, "has_torch_function": lambda args: False}
     copied = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
     copied.__kwdefaults__ = function.__kwdefaults__

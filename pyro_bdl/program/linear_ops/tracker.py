@@ -1,10 +1,10 @@
-"""Latents followed through a program to the operations that they enter.
+"""Tracking of latents through a program to the operations that use them.
 
-``Tracker`` is a ``TorchFunctionMode`` that follows latents through the views a program makes of
-them and hands every other operation on them to a subclass. ``recognize.py`` reads such an operation
-where it is affine in a latent. Curvature records these operations
-(``curvature/jacobian/affine_uses.py``); the estimators compute them with noise of their own for
-every datum (``estimators/``); dropout and the evidence of a last layer find weights in them.
+``Tracker`` is a ``TorchFunctionMode`` that follows latents through views and passes every other
+operation on them to a subclass. ``recognize.py`` reads operations that are affine in a latent.
+Curvature records these operations (``curvature/jacobian/affine_uses.py``), the estimators compute
+them with separate noise for every datum (``estimators/``), and dropout and the evidence of a last
+layer find weights in them.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -22,12 +22,12 @@ from pyro_bdl.program.linear_ops.recognize import decompose
 
 @dataclass
 class Tag:
-    """A tensor made of a latent's entries.
+    """A tensor that consists of a latent's entries.
 
-    :param site: the latent.
-    :param root: the latent itself; kept, so that its id stays its own.
-    :param tensor: what was made of it.
-    :param view: how; None for the latent itself.
+    :param site: the latent's name.
+    :param root: the latent; kept, so that its id is not reused.
+    :param tensor: the tensor.
+    :param view: the function that makes the tensor from the latent; None for the latent itself.
     :param whole: whether the tensor holds all entries in their order and shape.
     """
 
@@ -38,11 +38,11 @@ class Tag:
     whole: bool = True
 
     def of(self, values: Tensor) -> Tensor:
-        """Take the same view of other numbers that have the latent's shape."""
+        """Take the same view of other values with the latent's shape."""
         return values if self.view is None else self.view(values)
 
     def index(self) -> Tensor:
-        """The entries' numbers in the flattened site, of the tensor's shape."""
+        """The positions of the entries in the flattened site, with the tensor's shape."""
         numbers = torch.arange(self.root.numel(), device=self.root.device)
         return self.of(numbers.view(self.root.shape))
 
@@ -70,9 +70,9 @@ def are_followed(tensors: tuple[Tensor, ...]) -> bool:
 
 
 class Tracker(TorchFunctionMode):
-    """Follows latents while a program runs; a subclass says what operations on them do.
+    """Mode that follows latents while a program runs; a subclass handles the operations on them.
 
-    :param latents: site -> the very tensors that the program gets.
+    :param latents: site -> the same tensor objects that the program gets.
     """
 
     def __init__(self, latents: Mapping[str, Tensor] | None = None) -> None:
@@ -88,15 +88,15 @@ class Tracker(TorchFunctionMode):
         return self.tags.get(id(value)) if isinstance(value, Tensor) else None
 
     def is_latent(self, value: Any) -> bool:
-        """Return whether an argument is made of a latent."""
+        """Return whether an argument is computed from a latent by views."""
         return isinstance(value, Tensor) and id(value) in self.tags
 
     def operate(self, func: Any, args: tuple, kwargs: dict, tagged: list[Tag]) -> Any:
-        """The result of an operation, no view, on tagged tensors."""
+        """Return the result of an operation on tagged tensors that is not a view."""
         raise NotImplementedError
 
     def look_into(self, func: Any, args: tuple, kwargs: dict, body: Callable[[], Any]) -> Any:
-        """Return the result of a function that ``decompose`` makes ``body``."""
+        """Return the result of a function that ``decompose`` has converted to ``body``."""
         with self:
             return body()
 
@@ -117,7 +117,8 @@ class Tracker(TorchFunctionMode):
         return self.operate(func, args, kwargs, tagged)
 
     def _tagged(self, values: Iterable[Any]) -> list[Tag]:
-        """The tags among arguments; by hand, since torch's pytrees take longer than small ops."""
+        """The tags among arguments; a loop by hand, since torch's pytrees take longer than small
+        operators."""
         found = []
         for value in values:
             tag = self.tags.get(id(value))
@@ -141,7 +142,7 @@ class Tracker(TorchFunctionMode):
         tag, is_cast = self.tags[id(args[0])], func.__name__ in CASTS
         result = func(*args, **kwargs)
         for number, output in enumerate(_tensors(result)):
-            if id(output) in self.tags:  # the very same tensor
+            if id(output) in self.tags:  # the same tensor object
                 continue
 
             def view(values: Tensor, number: int = number) -> Tensor:

@@ -216,7 +216,7 @@ def test_a_site_that_is_not_scaled_beside_one_that_is():
             pyro.sample("z", dist.Normal(x @ w, 0.5), obs=z)
 
     x, y = linear_data()
-    with pytest.raises(ValueError, match=r"observed site 'z' takes a minibatch of 5.*size=20"):
+    with pytest.raises(ValueError, match=r"observed site 'z' treats a minibatch of 5.*size=20"):
         sampled(two, (x, y, y), batch_size=5)
 
 

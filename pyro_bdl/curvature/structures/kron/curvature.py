@@ -1,15 +1,14 @@
 """Kronecker-factored curvature: KFAC, and its eigenvalue-corrected form EKFAC.
 
-For a product z_t = W a_t the block of W in sum_n J_n' J_n is approximated by
-(1/R) (sum a a') kron (sum g g'). In the "expand" form the sums run over data, positions t and
-columns, and R is the number of data times positions. In the "reduce" form a is averaged and g
-summed over the positions, and R is the number of data. Both are exact for one datum with one
-position.
+For a product z_t = W a_t the block of W in sum_n J_n' J_n is approximated by (1/R) (sum a a') kron
+(sum g g'). In the "expand" form the sums run over data, positions t and columns, and R is the
+number of data times the number of positions. In the "reduce" form a is averaged and g is summed
+over the positions, and R is the number of data. Both are exact for one datum with one position.
 
-Vectors that are fewer than half of a factor's size, as of many inputs and few data, stand for the
-factor; directions that they do not span have the prior's precision exactly (``outer_products.py``,
-``eigenbasis.py``). Latents outside products have exact blocks of their own, dense up to 1024
-numbers and diagonal beyond. Blocks of different sites are independent.
+If the vectors are fewer than half of a factor's size, as for many inputs and few data, they are
+stored instead of the factor. Directions outside their span have exactly the prior precision
+(``outer_products.py``, ``eigenbasis.py``). Latents outside products have exact blocks, dense up to
+1024 numbers and diagonal beyond. Blocks of different sites are independent.
 
 Sources: Martens & Grosse 2015; Grosse & Martens 2016 for convolutions; Eschenhagen et al. 2023 for
 expand and reduce; George et al. 2018 for EKFAC.
@@ -63,10 +62,10 @@ class ExactBlock(nn.Module):
 
 
 class KroneckerCurvature(Curvature):
-    """Kronecker factors of every product, exact blocks of the rest.
+    """Kronecker factors of every product, and exact blocks of other latents.
 
-    :param reduce: average inputs and add gradients over positions, instead of taking every
-        position as a datum of its own.
+    :param reduce: average inputs and sum gradients over positions, instead of treating every
+        position as a separate datum.
     """
 
     takes_softmax = True
@@ -111,11 +110,11 @@ class KroneckerCurvature(Curvature):
 
     def add(self, jacobian: Jacobian) -> None:
         users = Counter(id(b.gradients) for b in jacobian.blocks if not isinstance(b, DenseBlock))
-        outputs: dict[int, OuterVectors] = {}  # of gradients that a weight and a bias share
+        outputs: dict[int, OuterVectors] = {}  # gradients that a weight and a bias share
         for block in jacobian.blocks:
             if block.position.chosen is not None:
                 raise ValueError(
-                    f"a part of the entries of site '{block.position.key[0]}' has no Kronecker "
+                    f"a subset of the entries of site '{block.position.key[0]}' has no Kronecker "
                     'factors: choose whole sites, or structure="full", "diag" or "low_rank"'
                 )
             if isinstance(block, DenseBlock):
@@ -126,7 +125,7 @@ class KroneckerCurvature(Curvature):
             origin = block.position.key, block.position.uses
             if self._pass == 1:
                 rotated = factors.basis().rotated(block)
-                if isinstance(rotated, ProductBlock):  # its inputs are the same for other columns
+                if isinstance(rotated, ProductBlock):  # other columns have the same inputs
                     rotated = replace(
                         rotated, source=self._rotated.setdefault(origin, rotated.source)
                     )
@@ -197,8 +196,8 @@ class KroneckerCurvature(Curvature):
     def with_prior(self, prior: PriorPrecision, factor: Tensor | float = 1.0) -> KroneckerPrecision:
         """Return factor times this curvature, plus the prior's.
 
-        A prior that varies within a product enters by its diagonal in the product's eigenbasis.
-        One that couples sites enters by its blocks.
+        Of a prior that varies within a product, only the diagonal in the product's eigenbasis is
+        used. Of a prior that couples sites, only the blocks of the sites are used.
         """
         self._decompose()
         blocks: list[tuple[BlockPosition, Any]] = []
@@ -219,8 +218,7 @@ class KroneckerCurvature(Curvature):
     def _blocks(self) -> list[tuple[BlockPosition, Any]]:
         """Return blocks over disjoint latents: products, and exact matrices or diagonals.
 
-        Blocks of a site that share entries, as outputs that use it differently give, are added up
-        in one.
+        Blocks of a site that share entries are summed into one block.
         """
         by_site: dict[str, list[tuple[BlockPosition, Any]]] = {}
         for module in (*self.products.values(), *self.rest.values()):
@@ -266,8 +264,8 @@ class KroneckerCurvature(Curvature):
 class EKFACCurvature(KroneckerCurvature):
     """Kronecker factors with corrected eigenvalues.
 
-    A second pass over the data replaces the products of eigenvalues by the second moments of the
-    gradients in the eigenbasis.
+    A second pass over the data replaces the products of eigenvalues by the gradients' second
+    moments in the eigenbasis (George et al. 2018).
 
     :param start: a curvature of earlier data that this one will be merged into; its eigenbases
         are then used.
@@ -324,7 +322,7 @@ def _product_precision(
 
 
 def _is_one_number(values: Tensor, known: bool) -> bool:
-    """Return True if entries are equal, and stay so where the parameters behind them change."""
+    """Return whether entries are equal, also after changes of the parameters behind them."""
     if known or values.requires_grad:
         return known
     return not bool((values.detach() != values.detach()[0]).any())
@@ -333,7 +331,7 @@ def _is_one_number(values: Tensor, known: bool) -> bool:
 def _rest_precision(values: Tensor, prior: PriorPrecision, position: BlockPosition) -> Precision:
     if values.dim() == 2 and prior.couples(position.indices):
         block = prior.within(position.indices).to(values)
-        if not torch.linalg.cholesky_ex(block)[1]:  # a hierarchical prior's may be indefinite
+        if not torch.linalg.cholesky_ex(block)[1]:  # may be indefinite for hierarchical priors
             return FullPrecision(values + block)
     added = prior.diagonal[position.indices].to(values)
     if values.dim() == 1:

@@ -10,14 +10,14 @@ from pyro_bdl.curvature.jacobian.gram import joint_gram
 from pyro_bdl.curvature.jacobian.jacobian import DenseBlock
 from pyro_bdl.curvature.structures.kron.eigenbasis import Eigenbasis
 
-_NOISE_AT_ONCE = 2**26  # bytes of noise that draws are made of
+_NOISE_AT_ONCE = 2**26  # bytes of noise that are drawn at once
 
 
 class EigenbasisDraws:
-    """Draws of one weight (groups, out, in).
+    """Draws of one weight (groups, out, in), stored in the eigenbasis.
 
-    Their covariance is Q diag(1 / values) Q' + (1 - Q Q') / rest. They stay in the eigenbasis, into
-    which the gradients of functions are turned: a few vectors take the place of all draws.
+    Their covariance is Q diag(1 / values) Q' + (1 - Q Q') / rest. The gradients of functions are
+    rotated into the eigenbasis instead of the draws, which are far more numbers.
 
     :param basis: Q.
     :param values: positive, (groups, s, r).
@@ -55,12 +55,12 @@ class EigenbasisDraws:
 
 
 class EigenPrecision:
-    """The precision Q diag(values) Q' + rest (1 - Q Q') of one weight, Q a Kronecker product.
+    """The precision Q diag(values) Q' + rest (1 - Q Q') of one weight, with Q a Kronecker product.
 
-    :param position: of the weight.
+    :param position: the weight's position in the subset.
     :param basis: Q.
     :param values: positive, (groups, s, r).
-    :param rest: of the directions in Q's complement, a positive scalar; None if Q is complete.
+    :param rest: the precision in Q's complement, a positive scalar; None if Q is complete.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class EigenPrecision:
         if self.rest is None:
             return result
         complement = x - self.basis.back(inside).reshape(x.shape)
-        # once more, since what rounding left inside would be divided by the smallest precision
+        # project twice, since the smallest precision would magnify rounding errors
         complement = complement - self.basis.back(self.basis.rotate(complement)).reshape(x.shape)
         return result + complement / self.rest
 
@@ -114,7 +114,7 @@ class EigenPrecision:
             result = result + self.basis.complement_share() / self.rest
         return result.flatten()
 
-    # Functions whose gradients a block holds
+    # Linear functions with the gradients of a block
 
     def covariance(self, block: Any) -> Tensor:
         if isinstance(block, DenseBlock):

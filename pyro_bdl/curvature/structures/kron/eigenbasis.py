@@ -12,10 +12,10 @@ from torch import Tensor
 class Eigenbasis:
     """Q = U kron V over the entries of a weight (groups, out, in).
 
-    The directions (groups, s, r) may be fewer than the entries; the space that they leave out is
-    the complement.
+    There may be fewer directions (groups, s, r) than entries; the complement is the space
+    orthogonal to them.
 
-    :param shape: of the weight.
+    :param shape: the weight's shape.
     :param outputs: U, (groups, out, s) with orthonormal columns; None for the identity.
     :param inputs: V, (groups, in, r); None for the identity.
     """
@@ -38,7 +38,7 @@ class Eigenbasis:
 
     @property
     def _few(self) -> tuple[bool, bool]:
-        """True where directions are fewer than entries: for the inputs, and for the outputs."""
+        """Whether there are fewer directions than entries, for the inputs and for the outputs."""
         found = self.directions
         return found[2] < self.shape[2], found[1] < self.shape[1]
 
@@ -60,7 +60,7 @@ class Eigenbasis:
         return x
 
     def diagonal(self, values: Tensor) -> Tensor:
-        """Return diag(Q diag(values) Q') for values (groups, s, r), (groups, out, in)."""
+        """Return diag(Q diag(values) Q'), (groups, out, in), for values (groups, s, r)."""
         if self.inputs is not None:
             values = torch.einsum("goj,gij->goi", values, self.inputs.square())
         if self.outputs is not None:
@@ -68,7 +68,7 @@ class Eigenbasis:
         return values
 
     def rotated_diagonal(self, diagonal: Tensor) -> Tensor:
-        """Return diag(Q' diag(d) Q) for d (groups, out, in), (groups, s, r)."""
+        """Return diag(Q' diag(d) Q), (groups, s, r), for d (groups, out, in)."""
         if self.inputs is not None:
             diagonal = torch.einsum("goi,gij->goj", diagonal, self.inputs.square())
         if self.outputs is not None:
@@ -76,7 +76,8 @@ class Eigenbasis:
         return diagonal
 
     def complement_share(self) -> Tensor:
-        """Return the squared length of every entry's unit vector in the complement.
+        """Return for every entry the squared length of its unit vector's projection onto the
+        complement.
 
         :returns: (groups, out, in).
         """
@@ -114,12 +115,12 @@ class Eigenbasis:
         return torch.block_diag(*blocks.reshape(groups, out * into, out * into))
 
     def completed(self) -> "Eigenbasis":
-        """Return the same directions, followed by others that make the basis complete."""
+        """Return a complete basis that begins with these directions."""
         outputs, inputs = (None if q is None else completed(q) for q in (self.outputs, self.inputs))
         return Eigenbasis(self.shape, outputs, inputs)
 
     def padded(self, values: Tensor) -> Tensor:
-        """Return values in the first of these directions, and zeros in the others."""
+        """Pad values with zeros, for the directions that were added."""
         result = values.new_zeros(self.directions)
         result[:, : values.shape[1], : values.shape[2]] = values
         return result
@@ -127,14 +128,12 @@ class Eigenbasis:
     # Blocks of a Jacobian
 
     def rotated(self, block: Any) -> Any:
-        """Return a block's gradients in these directions."""
+        """Return a block's gradients in the coordinates of these directions."""
         return block.rotated(self.inputs, self.outputs)
 
     def split(self, block: Any) -> tuple[Any, list[Any]]:
-        """Split a block's gradients into those in these directions and blocks of the complement.
-
-        All are orthogonal to each other.
-        """
+        """Split a block's gradients into these directions and orthogonal blocks of the
+        complement."""
         complement = []
         few_inputs, few_outputs = self._few
         if few_inputs:
@@ -151,13 +150,13 @@ class Eigenbasis:
 
     @property
     def complement_shapes(self) -> list[torch.Size]:
-        """The shapes of the weights that the complement's blocks take (``split``)."""
+        """The weight shapes of the complement's blocks from ``split``."""
         groups, out, _ = self.shape
         shapes = [self.shape, torch.Size((groups, out, self.directions[2]))]
         return [shape for shape, few in zip(shapes, self._few, strict=True) if few]
 
     def complement_weights(self, weights: list[Tensor]) -> Iterator[Tensor]:
-        """Yield vectors that stand for weights in the complement.
+        """Yield weights in the complement as vectors of the whole weight.
 
         :param weights: (S, *shape) for every one of ``complement_shapes``.
         :returns: (S, groups, out, in) each; their products with gradients are those of the weights
@@ -176,7 +175,7 @@ class Eigenbasis:
 
 
 def completed(basis: Tensor) -> Tensor:
-    """Return orthonormal columns (groups, m, r), and m - r more."""
+    """Extend orthonormal columns (groups, m, r) to m columns."""
     size, rank = basis.shape[1:]
     if rank == size:
         return basis
@@ -185,9 +184,9 @@ def completed(basis: Tensor) -> Tensor:
 
 
 def extended(basis: Tensor, rows: Tensor) -> Tensor:
-    """Return orthonormal columns (groups, m, r), and more that together span the rows too.
+    """Extend orthonormal columns (groups, m, r), so that they span the rows too.
 
-    :param rows: (groups, R, m); as many columns are added, until there are m.
+    :param rows: (groups, R, m); R columns are added, but no more than m in total.
     """
     size, rank = basis.shape[1:]
     if rank + rows.shape[1] >= size:

@@ -19,11 +19,11 @@ from pyro_bdl.curvature.structures.kron.outer_products import (
 class KroneckerFactors(nn.Module):
     """A = sum a a' and B = sum g g' of one weight, (groups, in, in) and (groups, out, out).
 
-    A look-up of rows v in a table (rows, features) has a diagonal A, how many data look up each
-    row, (rows,), and B over the features.
+    A look-up in a table (rows, features) has a diagonal A (rows,), the number of look-ups of each
+    row, and B over the features.
     """
 
-    count: Tensor  # of data, or of data and positions
+    count: Tensor  # number of data, or of data times positions
     looked_up: Tensor | None
     corrected: Tensor | None  # second moments in the eigenbasis, (groups, s, r)
 
@@ -61,16 +61,16 @@ class KroneckerFactors(nn.Module):
         return [sums for sums in (self.inputs, self.outputs) if sums is not None]
 
     def accumulated(self) -> list[Tensor]:
-        """Return the sums so far, to be added to in place."""
+        """Return the sums so far; callers may add to them in place."""
         inputs = self.looked_up if self.inputs is None else self.inputs.as_matrix()
         assert inputs is not None
         return [inputs, self.outputs.as_matrix(), self.count]
 
     def correct(self, earlier: "KroneckerFactors | None") -> None:
-        """Begin second moments in the eigenbasis.
+        """Start to accumulate second moments in the eigenbasis.
 
-        :param earlier: factors of earlier data; their basis is taken, extended to what these data
-            span.
+        :param earlier: factors of earlier data; their basis is used, extended to the span of these
+            data.
         """
         if earlier is not None and earlier.corrected is not None:
             for mine, theirs in zip(self.sums(), earlier.sums(), strict=True):
@@ -80,7 +80,7 @@ class KroneckerFactors(nn.Module):
         self.corrected = self.spectrum().new_zeros(self.basis().directions)
 
     def merge(self, other: "KroneckerFactors") -> None:
-        """Add the factors of more data, whose second moments are in the same basis."""
+        """Add the factors of more data, with second moments in the same basis."""
         if self.corrected is not None:
             assert other.corrected is not None
             self.corrected = self.corrected + other.corrected
@@ -104,13 +104,13 @@ class KroneckerFactors(nn.Module):
     # Results
 
     def basis(self) -> Eigenbasis:
-        """The eigenvectors of both factors; the rows of a table are directions of their own."""
+        """The eigenvectors of both factors; each row of a table is a separate direction."""
         if self.inputs is None:
             return Eigenbasis(self.shape, None, self.outputs.eigen()[1])
         return Eigenbasis(self.shape, self.outputs.eigen()[1], self.inputs.eigen()[1])
 
     def complete_basis(self) -> Eigenbasis:
-        """Complete the basis and return it, for a prior that is not the same in all directions."""
+        """Complete the basis and return it, for priors that vary between directions."""
         for sums in self.sums():
             sums.complete()
         if self.corrected is not None:
@@ -143,7 +143,7 @@ class KroneckerFactors(nn.Module):
 def output_vectors(
     block: ProductBlock | LookupBlock, *, reduce: bool, reused: bool
 ) -> OuterVectors:
-    """Return the vectors g of a block, whose outer products add up to B."""
+    """Return the vectors g of a block, whose outer products sum to B."""
     if isinstance(block, SoftmaxBlock):
         return OuterVectors(total=block.moments())
     if isinstance(block, LookupBlock):

@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from pyro_bdl.curvature.structures.kron.eigenbasis import completed, extended
 from pyro_bdl.utils.linear_algebra import add_products, products
 
-# beyond, float64 takes twice the time of float32, for variances of six digits in place of three
+# Larger matrices stay in float32: float64 takes twice the time, for six digits instead of three.
 _DOUBLE_UP_TO = 1024
 
 
 class OuterVectors:
     """Vectors whose outer products are added to a sum.
 
-    :param x: (n, T, groups, m), of data and positions.
+    :param x: (n, T, groups, m), for data and positions.
     :param total: the sum of their outer products, (groups, m, m), instead of ``x``.
-    :param reused: True where several sums take them up; the products are then made once and kept.
+    :param reused: whether several sums use them; the products are then computed once and kept.
     """
 
     def __init__(
@@ -49,9 +49,10 @@ class OuterVectors:
 
     @property
     def _features_first(self) -> bool:
-        """True if products datum by datum are cheaper than a copy with positions first.
+        """Whether products datum by datum are cheaper than a copy with positions first.
 
-        That is so for the many positions of a convolution, which leaves features before positions.
+        They are for convolutions, which have many positions, and features before positions in
+        memory.
         """
         if self.x is None:
             return False
@@ -69,11 +70,11 @@ class OuterVectors:
 class OuterProductSum(nn.Module):
     """The sum A = sum_r x_r x_r' over vectors of m numbers, for each of several groups.
 
-    At most m / 2 vectors are kept as they are, and only the eigenvectors V (m, R) of the space that
-    they span are made: A = V diag(values) V'. After its decomposition the sum holds the values and
-    V alone.
+    Up to m / 2 vectors are stored as they are, else the matrix. The decomposition is A = V
+    diag(values) V' with eigenvectors V (m, r); for stored vectors V only covers their span. After
+    the decomposition only values and V are kept.
 
-    :param like: gives dtype and device.
+    :param like: a tensor with the dtype and device.
     """
 
     rows: Tensor | None  # (groups, R or more, m), zeros after the first R
@@ -98,7 +99,7 @@ class OuterProductSum(nn.Module):
             vectors.add_to(self.as_matrix())
 
     def merge(self, other: "OuterProductSum") -> None:
-        """Add the other's sum, which keeps its value."""
+        """Add another sum, which is not changed."""
         other._compose()
         if other.rows is None:
             self.add(OuterVectors(total=other.matrix))
@@ -106,10 +107,7 @@ class OuterProductSum(nn.Module):
             self.add(OuterVectors(other.rows[:, : other.count].transpose(0, 1)[:, None]))
 
     def scale(self, factor: float) -> None:
-        """Multiply the sum by a factor.
-
-        :param factor: not negative.
-        """
+        """Multiply the sum by a nonnegative factor."""
         self._compose()
         if self.rows is not None:
             self.rows *= factor**0.5
@@ -125,7 +123,7 @@ class OuterProductSum(nn.Module):
         assert self.rows is not None
         groups, room, size = self.rows.shape
         end = self.count + rows.shape[1]
-        if end > room:  # twice as many, so that the copies add up to no more than the rows
+        if end > room:  # double the room, so that copies cost no more than the rows
             longer = self.rows.new_zeros(groups, min(max(end, 2 * room), size // 2), size)
             longer[:, : self.count] = self.rows[:, : self.count]
             self.rows = longer
@@ -133,14 +131,15 @@ class OuterProductSum(nn.Module):
         self.count = end
 
     def as_matrix(self) -> Tensor:
-        """Return A (groups, m, m) before its decomposition, kept as a matrix from now on."""
+        """Return A (groups, m, m) before its decomposition; it is stored as a matrix from now
+        on."""
         if self.matrix is None:
             assert self.rows is not None
             self.matrix, self.rows, self.count = products(self.rows[:, : self.count]), None, 0
         return self.matrix
 
     def _compose(self) -> None:
-        """Turn eigenvectors back into a sum."""
+        """Turn eigenvectors and eigenvalues back into a sum."""
         if self.vectors is None or self.values is None:
             return
         roots = self.vectors * self.values.sqrt()[:, None]
@@ -163,7 +162,7 @@ class OuterProductSum(nn.Module):
     def eigen(self) -> tuple[Tensor, Tensor]:
         """Return eigenvalues (groups, r) and orthonormal eigenvectors (groups, m, r).
 
-        Where r < m, the other eigenvalues are zero.
+        If r < m, the other eigenvalues are zero.
         """
         if self.vectors is None or self.values is None:
             if self.rows is not None:
@@ -175,11 +174,11 @@ class OuterProductSum(nn.Module):
         return self.values, self.vectors
 
     def extend(self, other: "OuterProductSum") -> None:
-        """Add directions of eigenvalue zero, until the eigenvectors span the other's too."""
+        """Add directions with eigenvalue zero, so that the eigenvectors also span another sum's."""
         self._lengthen(extended(self.eigen()[1], other.eigen()[1].mT))
 
     def complete(self) -> None:
-        """Add directions of eigenvalue zero until there are m."""
+        """Add directions with eigenvalue zero until there are m."""
         self._lengthen(completed(self.eigen()[1]))
 
     def _lengthen(self, vectors: Tensor) -> None:
@@ -187,12 +186,12 @@ class OuterProductSum(nn.Module):
         self.take(nn.functional.pad(values, (0, vectors.shape[2] - values.shape[1])), vectors)
 
     def take(self, values: Tensor, vectors: Tensor) -> None:
-        """Hold these eigenvalues and eigenvectors."""
+        """Set the eigenvalues and eigenvectors."""
         self.values, self.vectors = values, vectors
         self.rows, self.matrix, self.count = None, None, 0
 
     def _equals(self, other: "OuterProductSum") -> bool:
-        """Return True if both, before their decomposition, are the same sum."""
+        """Return whether both, before their decomposition, are the same sum."""
         if self.count != other.count or (self.rows is None) != (other.rows is None):
             return False
         mine, theirs = (m.rows if m.rows is not None else m.as_matrix() for m in (self, other))
@@ -209,16 +208,16 @@ class OuterProductSum(nn.Module):
 def make_room(
     module: nn.Module, names: tuple[str, ...], state: Any, prefix: str, like: Tensor
 ) -> None:
-    """Give a module's buffers the shapes of those to be loaded, since they depend on the data."""
+    """Resize a module's buffers to those in a state, since their shapes depend on the data."""
     for name in names:
         value = state.get(prefix + name)
         setattr(module, name, None if value is None else like.new_empty(value.shape))
 
 
 def decompose(sums: Iterable[OuterProductSum]) -> None:
-    """Decompose sums, and equal ones only once.
+    """Decompose sums; equal sums are decomposed once.
 
-    A weight and its bias have the same gradients, and weights side by side the same inputs.
+    A weight and its bias have the same gradients, and parallel weights have the same inputs.
     """
     alike: list[list[OuterProductSum]] = []
     for own in sums:

@@ -14,9 +14,9 @@ from pyro_bdl.curvature.structures.kron.eigen_precision import EigenPrecision
 
 
 class KroneckerPrecision(Precision):
-    """Independent blocks, each with a precision of its own.
+    """Independent blocks, each with its own precision.
 
-    :param blocks: position and precision of each; together they cover all of (p,).
+    :param blocks: the position and precision of each block; together they cover all p numbers.
     """
 
     def __init__(self, size: int, blocks: list[tuple[BlockPosition, Any]], like: Tensor) -> None:
@@ -74,17 +74,17 @@ class KroneckerPrecision(Precision):
         return result
 
     def touched_blocks(self, jacobian: Jacobian) -> Iterator[tuple[int, Any]]:
-        """Yield the number of every block that the Jacobian touches, and the Jacobian's part in it.
+        """Yield the number of every block that the Jacobian affects, and the Jacobian restricted to
+        it.
 
-        The part is a block of the Jacobian for a precision of Kronecker factors, and a Jacobian of
-        its own for any other.
+        The restriction is a block of the Jacobian for Kronecker factors, else a separate Jacobian.
         """
         for number, block in self._blocks(jacobian):
             is_product = isinstance(self.blocks[number][1], EigenPrecision)
             yield number, block if is_product else _alone(block, jacobian)
 
     def _blocks(self, jacobian: Jacobian) -> Iterator[tuple[int, Block]]:
-        """Yield the same with Jacobian blocks for all, as rows where the latents differ."""
+        """Yield the same with Jacobian blocks only, as rows if the latents differ."""
         others: list[Block] = []
         met = set()
         for block in jacobian.blocks:
@@ -106,7 +106,7 @@ class KroneckerPrecision(Precision):
 
 
 class KroneckerDraws:
-    """Draws of every block, each in its own form."""
+    """Draws of all blocks, each in its block's own form."""
 
     def __init__(self, precision: KroneckerPrecision, num_samples: int) -> None:
         self.precision, self.count = precision, num_samples
@@ -131,7 +131,7 @@ def _same_place(position: BlockPosition, other: BlockPosition) -> bool:
 
 
 def _alone(block: Block, jacobian: Jacobian) -> Jacobian:
-    """Return one block as a Jacobian of its own latents."""
+    """Return one block as a Jacobian over its latents only."""
     size = block.position.size
     position = BlockPosition(block.position.key, slice(0, size))
     alone = DenseBlock(position, block.rows())
