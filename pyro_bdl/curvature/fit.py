@@ -4,7 +4,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from pyro_bdl.curvature.structures.base import Curvature
 from pyro_bdl.distributions.take_apart import base_distribution, parameters_of_any
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.program.batches import Batches
+from pyro_bdl.program.enumeration import JointMarginal
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.supports import check_support
 from pyro_bdl.program.trace import Run, Site, leave_open, record
@@ -439,6 +440,38 @@ def check_factors(run: Run, config: CurvatureConfig) -> None:
             BdlWarning,
             stacklevel=4,
         )
+
+
+def with_known_information(
+    model: Callable,
+    subset: Subset,
+    vector: Tensor,
+    data: tuple[tuple, Mapping[str, Any]],
+    config: CurvatureConfig,
+) -> CurvatureConfig:
+    """The configuration, or that of the dense Hessian where discrete sites are summed out of a
+    likelihood so that it is no mixture for each datum and has no known information.
+
+    :param data: arguments of one run.
+    """
+    if config.curvature == "hessian":
+        return config
+    values = subset.layout.constrain(vector)[0]
+    with torch.no_grad(), evaluation_mode(model), preserved_buffers(model):
+        run = record(model, values, *data, draw=leave_open)
+    if run.discrete is None:
+        return config
+    joint = [n for n, s in run.observed.items() if isinstance(s.distribution, JointMarginal)]
+    if not joint:
+        return config
+    warnings.warn(
+        f"the discrete sites ({', '.join(run.discrete.names)}) couple the data of site "
+        f"'{joint[0]}', whose likelihood is no product of known ones: the curvature is its dense "
+        'Hessian; structure="full" with curvature="hessian" asks for that',
+        BdlWarning,
+        stacklevel=5,
+    )
+    return replace(config, structure="full", curvature="hessian")
 
 
 def warn_of_randomness(

@@ -12,7 +12,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from pyro_bdl.curvature.config import CurvatureConfig
-from pyro_bdl.curvature.fit import check_factors, fit_curvature, warn_of_randomness
+from pyro_bdl.curvature.fit import (
+    check_factors,
+    fit_curvature,
+    warn_of_randomness,
+    with_known_information,
+)
 from pyro_bdl.curvature.hyperparameters import ParameterReading, few_rows, noise_site, read
 from pyro_bdl.curvature.prior import PriorPrecision, prior_precision
 from pyro_bdl.curvature.structures.base import Precision, log_prob
@@ -154,6 +159,8 @@ class LaplaceGuide(JointGuide):
     def _fit(self, batches: Batches, before: Any, progress: bool) -> Tensor:
         """Take up data; returns the gradient of the log joint density in the subset (p,)."""
         model = self.program_model
+        if before is None:
+            self.config = with_known_information(model, self.subset, self.loc, self.few, self.config)
         fitted = fit_curvature(
             model, self.subset, self.loc, batches, self.config,
             before=before, progress=progress,
