@@ -211,7 +211,7 @@ def has_moments(distribution: Distribution) -> bool:
 
 
 def _kind(base: Distribution) -> str:
-    name = type(base).__name__
+    name = "MixtureSameFamily" if isinstance(base, MixtureSameFamily) else type(base).__name__
     return "ZeroInflatedDistribution" if name.startswith("ZeroInflated") else name
 
 

@@ -346,7 +346,9 @@ def _check(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> froze
         q, p = _draw(model, guide, args, kwargs)
         _check_sites(q, p, isinstance(guide, Guide))
         check_support(p)
-        Trace_ELBO().loss(model, guide, *args, **kwargs)
+        hidden = [] if p.discrete is None else list(p.discrete.names)
+        shown = poutine.block(model, hide=hidden) if hidden else model
+        Trace_ELBO().loss(shown, guide, *args, **kwargs)
     return frozenset(len(indices) for indices in p.subsamples.values())
 
 

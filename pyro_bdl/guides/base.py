@@ -100,8 +100,8 @@ class Guide(OwnParameters, AutoGuide):
             self.master()._check_prototype(trace)
         self._prototype_frames = {
             frame.name: frame
-            for _, node in trace.iter_stochastic_nodes()
-            for frame in node["cond_indep_stack"]
+            for name in program.latents
+            for frame in trace.nodes[name]["cond_indep_stack"]
         }
         self.layout = Layout(full)
         self._rename()

@@ -15,6 +15,7 @@ from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.factor_statements import check_factors
 from pyro_bdl.curvature.fit import fit_curvature
 from pyro_bdl.curvature.hyperparameters import ParameterReading, few_rows, noise_site, read
+from pyro_bdl.curvature.known_information import with_known_information
 from pyro_bdl.curvature.prior import PriorPrecision, prior_precision
 from pyro_bdl.curvature.randomness import warn_of_randomness
 from pyro_bdl.curvature.structures.base import Precision, log_prob
@@ -165,6 +166,10 @@ class LaplaceGuide(JointGuide):
         """Add the curvature of data; return the gradient of the log joint density in the subset
         (p,)."""
         model = self.program_model
+        if before is None:
+            self.config = with_known_information(
+                model, self.subset, self.loc, self.few, self.config
+            )
         fitted = fit_curvature(
             model, self.subset, self.loc, batches, self.config,
             before=before, progress=progress,

@@ -92,6 +92,9 @@ class Predictive:
 
         Observed sites with data, given or held by the program, are drawn too; statements after them
         use the data, not the draws.
+        Discrete latent sites are drawn from p(z | y, w_s), given the data that are passed; without
+        data from p(z | w_s), and y given them. If data are passed, y is drawn from p(y | w_s), which
+        does not know these data's z; in a hidden Markov chain y_t from p(y_t | y_1, ..., y_{t-1}, w_s).
         """
         program = on_whole_data(self.model)
 
@@ -102,17 +105,19 @@ class Predictive:
                 sample_open(msg)
                 drawn.add(msg["name"])
 
-            run = record(program, draw, args, kwargs, draw=sample)
+            given = record(program, draw, args, kwargs, draw=leave_open)
+            discrete = {} if given.discrete is None else given.discrete.sample()
+            run = record(program, draw | discrete, args, kwargs, draw=sample)
             observed = {
-                name: site.value if name in drawn else site.distribution.sample()
+                name: site.value if name in drawn else given.observed[name].distribution.sample()
                 for name, site in run.observed.items()
             }
-            return observed | run.deterministic
+            return observed | discrete | run.deterministic
 
         def choose(draw: Draws) -> tuple[Callable, Callable | None]:
             run = record(program, draw, args, kwargs, draw=leave_open)
             known = all(take_apart(site.distribution) for site in run.observed.values())
-            if not known or run.followed:
+            if not known or run.followed or run.discrete is not None:
                 return ancestral, None
             return _outside_vmap(program, args, kwargs, lambda d: d.sample(), values=True)
 

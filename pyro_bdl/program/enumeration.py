@@ -100,7 +100,7 @@ def why_not_enumerable(msg: Any) -> str | None:
             "(with pyro.plate(...)) instead of a loop"
         )
     try:
-        fn.enumerate_support(expand=False)
+        infer["_support"] = fn.enumerate_support(expand=False)
     except NotImplementedError as error:
         return f"its support cannot be enumerated ({str(error).splitlines()[0]})"
     return None
@@ -142,7 +142,7 @@ class Enumeration:
 
     def _enumerate(self, msg: Any, taken: set[int] | None) -> None:
         fn = msg["fn"]
-        support = fn.enumerate_support(expand=False)
+        support = msg["infer"].pop("_support")
         dim, symbol = self._allocator.allocate(taken)
         event = support.shape[support.dim() - fn.event_dim :]
         value = support.reshape(support.shape[:1] + (1,) * (-1 - dim) + event)
@@ -373,7 +373,7 @@ def _by_symbols(
     dims = {s: rank + dim for dim, s in symbols.items() if -dim <= rank and batch[dim] > 1}
     found = tuple(sorted(dims))
     order = [dims[symbol] for symbol in found]
-    if rank > ROOM:
+    if order != list(range(rank - ROOM)):
         ones = [dim for dim in range(rank - ROOM) if dim not in order]
         rest = range(rank - ROOM, table.dim())
         sizes = [batch[dim] for dim in order] + [*batch[rank - ROOM :], *event]

@@ -61,6 +61,11 @@ class Program:
 
     def __init__(self, model: Callable, *args: Any, **kwargs: Any) -> None:
         self._read(model, trace_once(model, args, kwargs), args, kwargs)
+        if self.discrete and not self.observed and not self.factors:
+            raise UnsupportedProgramError(
+                f"the site '{self.discrete[0]}' is discrete and has no value, and nothing is "
+                "observed: pass the targets to the program, so that a sample statement gets obs=..."
+            )
 
     @classmethod
     def from_trace(cls, model: Callable, trace: Any, args: tuple, kwargs: dict) -> "Program":
@@ -100,11 +105,6 @@ class Program:
                 value = node["value"].detach().to(device)
                 latents.append(_read_latent(name, node, value))
                 self.initial[name] = value
-        if self.discrete and not self.observed and not self.factors:
-            raise UnsupportedProgramError(
-                f"the site '{self.discrete[0]}' is discrete and has no value, and nothing is "
-                "observed: pass the targets to the program, so that a sample statement gets obs=..."
-            )
         self.layout = Layout(latents)
         check_fixed_supports(self, latents)
 

@@ -1,0 +1,50 @@
+"""The curvature of likelihoods without a known Fisher information: the dense Hessian."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.curvature.config import CurvatureConfig
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.program.enumeration import JointMarginal
+from pyro_bdl.program.subset import Subset
+from pyro_bdl.program.trace import leave_open, record
+from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
+
+
+def with_known_information(
+    model: Callable,
+    subset: Subset,
+    vector: Tensor,
+    data: tuple[tuple, Mapping[str, Any]],
+    config: CurvatureConfig,
+) -> CurvatureConfig:
+    """Return the configuration, or that of the dense Hessian if no Fisher information is known.
+
+    It is not known if discrete sites are summed out of a likelihood so that it is no mixture for
+    each datum.
+
+    :param data: arguments of one run.
+    """
+    if config.curvature == "hessian":
+        return config
+    values = subset.layout.constrain(vector)[0]
+    with torch.no_grad(), evaluation_mode(model), preserved_buffers(model):
+        run = record(model, values, *data, draw=leave_open)
+    if run.discrete is None:
+        return config
+    joint = [n for n, s in run.observed.items() if isinstance(s.distribution, JointMarginal)]
+    if not joint:
+        return config
+    warnings.warn(
+        f"the discrete sites ({', '.join(run.discrete.names)}) couple the data of site "
+        f"'{joint[0]}', whose likelihood is no product of known ones: the curvature is its dense "
+        'Hessian; structure="full" with curvature="hessian" asks for that',
+        BdlWarning,
+        stacklevel=5,
+    )
+    return replace(config, structure="full", curvature="hessian")
