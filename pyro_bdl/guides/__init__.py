@@ -1,6 +1,7 @@
 """Posterior families, all of them ``pyro.infer.autoguide.AutoGuide``s."""
 
 from pyro_bdl.distributions.dropout_noise import BernoulliNoise, GaussianNoise
+from pyro_bdl.guides.amortized import AutoAmortized
 from pyro_bdl.guides.dropout.guide import AutoMCDropout
 from pyro_bdl.guides.ensemble import AutoEnsemble
 from pyro_bdl.guides.laplace import AutoLaplaceGGN, LaplaceGuide
@@ -14,6 +15,7 @@ from pyro_bdl.guides.subnetwork import AutoSubnetwork, SubsetNormal
 from pyro_bdl.guides.swag import AutoMultiSWAG, AutoSWAG, SWAGGuide
 
 __all__ = [
+    "AutoAmortized",
     "AutoEnsemble",
     "AutoLaplaceGGN",
     "AutoLastLayer",

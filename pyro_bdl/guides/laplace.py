@@ -114,8 +114,9 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         if self.subsampled:
             raise UnsupportedProgramError(
                 f"the latent site '{min(self.subsampled)}' stands in a subsampled plate, so that "
-                "no run of the program holds all latents: call the program with all of its data, "
-                "or use AutoMeanField"
+                "no run of the program holds all latents: integrate it out where it is Gaussian "
+                "(handlers.integrate), call the program with all of its data, or use AutoMeanField "
+                "or AutoAmortized"
             )
         return LaplaceGuide(self, config, subset, batches, progress=progress)
 

@@ -129,8 +129,8 @@ class Minibatches:
             if any(plate in program.plates for plate in latent.plates if _is_part(program, plate)):
                 raise UnsupportedProgramError(
                     f"the latent site '{name}' stands in a plate of which a minibatch holds a "
-                    "part: there is one for each datum, which minibatches cannot move; pass all "
-                    "data at once"
+                    "part: there is one for each datum, which minibatches cannot move; integrate "
+                    "it out where it is Gaussian (handlers.integrate), or pass all data at once"
                 )
         total = self.num_rows if rows == self.size else None
         known = f"{total}" if total else "the number of all data"
