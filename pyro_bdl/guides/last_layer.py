@@ -307,7 +307,7 @@ def _check_used_once(
         if count > 1:
             raise UnsupportedProgramError(
                 f"the last layer's weights '{name}' are used more than once in the program (tied "
-                "weights?), so that it is no linear model of them: use AutoLaplaceGGN(model, "
+                "weights?), so that it is not a linear model of them: use AutoLaplaceGGN(model, "
                 'subset="last-layer")'
             )
 
