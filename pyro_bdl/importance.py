@@ -197,7 +197,7 @@ def _check(guide: Any, num_samples: int) -> None:
         )
     if guide.subsampled:
         raise ValueError(
-            f"the latent site '{min(guide.subsampled)}' stands in a subsampled plate, so that no "
+            f"the latent site '{min(guide.subsampled)}' is in a subsampled plate, so that no "
             "run of the program holds all latents: make a guide for the program with all its data"
         )
     _check_number(num_samples)

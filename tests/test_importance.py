@@ -175,5 +175,5 @@ def test_a_latent_for_each_datum_needs_all_data():
     y = torch.randn(3)
     guide = AutoMeanField(local, create_plates=lambda y: pyro.plate("data", 6, subsample_size=3))
     guide.prototype(y)
-    with pytest.raises(ValueError, match="latent site 'z' stands in a subsampled plate"):
+    with pytest.raises(ValueError, match="latent site 'z' is in a subsampled plate"):
         ratios(local, guide, y)

@@ -231,7 +231,7 @@ def simulation_based_calibration(
             if training:
                 raise TypeError(
                     f"the option '{next(iter(training))}' is for training a guide: inference is a "
-                    "function, which has options of its own"
+                    "function, which has its own options"
                 )
             ranks = []
             for i in tqdm(

@@ -178,7 +178,7 @@ def joint_batch(model: Callable, guide: Callable, ranks: Sequence[BatchReading])
         return JointBatch(pair, model, True)
     if first.local is not None:
         raise UnsupportedProgramError(
-            f"the latent '{first.local}' stands in the plate of the data, which has another batch "
+            f"the latent '{first.local}' is in the plate of the data, which has another batch "
             "on every rank: give the plate the size of all data, and the indices of the batch"
         )
     if first.factor is not None:

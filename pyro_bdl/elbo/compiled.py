@@ -257,7 +257,7 @@ class CompiledELBO(ELBO):
             return True
         self._warn(
             f"its arguments come in more than {self.max_graphs} shapes or with more than "
-            f"{self.max_graphs} values of what is no tensor; the first ones stay compiled: pad the "
+            f"{self.max_graphs} values of other arguments; the first ones stay compiled: pad the "
             "arguments, pass numbers as tensors, or raise max_graphs"
         )
         return False

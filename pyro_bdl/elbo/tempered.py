@@ -377,8 +377,8 @@ def _check_sites(q: Run, p: Run, complete: bool) -> None:
     surplus = [name for name in q.latents if name not in p.latents] if complete else []
     if surplus:
         raise ValueError(
-            f"the guide has the site '{surplus[0]}', which is no latent of the program here: make "
-            "a new guide, and give prototype(...) the targets too"
+            f"the guide has the site '{surplus[0]}', which is not a latent of the program here: "
+            "make a new guide, and give prototype(...) the targets too"
         )
 
 

@@ -237,7 +237,7 @@ class PerDatum(Messenger):
         distributions = guide.site_distributions()
         if distributions is None:
             raise UnsupportedProgramError(
-                f"{self.name} needs a guide with a distribution of its own at each site, such as "
+                f"{self.name} needs a guide with a separate distribution at each site, such as "
                 f"AutoMeanField, and {type(guide).__name__} is none: use plain sampling "
                 "(estimator=None)"
             )
@@ -246,8 +246,8 @@ class PerDatum(Messenger):
 
 def _no_layer(name: str) -> str:
     return (
-        f"{name} found no layer that multiplies data with a latent of its own distribution in the "
-        "guide (linear, convolution, embedding, attention, product with @)"
+        f"{name} found no layer that multiplies data with a latent that has its own distribution "
+        "in the guide (linear, convolution, embedding, attention, product with @)"
     )
 
 

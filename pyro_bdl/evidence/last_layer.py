@@ -171,7 +171,7 @@ def _normal_site(run: Run, features: Features) -> tuple[Site, Any]:
         raise ValueError(f"site '{name}' has no observation: pass the targets as well")
     if site.subsampling != 1.0:
         raise ValueError(
-            f"site '{name}' was given a minibatch of its data, but the evidence is no sum over "
+            f"site '{name}' was given a minibatch of its data, but the evidence is not a sum over "
             "data: pass all of them at once, or train as MAP with an ELBO"
         )
     noise = fixed_normal(base.loc)

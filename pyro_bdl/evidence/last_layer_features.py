@@ -91,7 +91,8 @@ class _LastLayerTracker(Tracker):
             name = getattr(func, "__name__", str(func))
             raise UnsupportedProgramError(
                 f"the last layer's weights '{tagged[0].site}' enter the operation '{name}', which "
-                "is no product of the data's rows (N, features) with a matrix: use AutoLaplaceGGN"
+                "is not a product of the data's rows (N, features) with a matrix: use "
+                "AutoLaplaceGGN"
             )
         self.terms += terms
         return result

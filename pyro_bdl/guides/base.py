@@ -357,7 +357,7 @@ class Guide(OwnParameters, AutoGuide):
     def _require_global(self) -> None:
         if self.subsampled:
             raise ValueError(
-                f"the latent site '{min(self.subsampled)}' stands in a subsampled plate and is "
+                f"the latent site '{min(self.subsampled)}' is in a subsampled plate and is "
                 "about the data of this task alone: a prior for the next needs latents outside"
             )
 

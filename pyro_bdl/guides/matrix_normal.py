@@ -87,7 +87,7 @@ class AutoMatrixNormal(Guide):
         """
         self.require_layout()
         if site not in self.matrices:
-            raise KeyError(f"'{site}' is no weight matrix; there are {', '.join(self.matrices)}")
+            raise KeyError(f"'{site}' is not a weight matrix; there are {', '.join(self.matrices)}")
         k = self.matrices.index(site)
         return self._parameter(f"row_{k}"), self._parameter(f"column_{k}")
 

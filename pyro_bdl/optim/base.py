@@ -53,7 +53,7 @@ class NaturalGradient(torch.optim.Optimizer):
         if self.param_groups:
             raise ValueError(
                 f"{type(self).__name__} moves a guide's location and scale and no other "
-                "parameters: make an optimizer of their own for them, in SVI by "
+                "parameters: make a separate optimizer for them, in SVI by "
                 "InSVI(..., others=...)"
             )
         super().add_param_group(param_group)
@@ -182,6 +182,6 @@ def _check(guide: Any) -> None:
     shared = free is None or free.shape != guide.loc.shape
     if shared or not guide.loc.requires_grad or guide.max_scale is not None:
         raise ValueError(
-            "the guide needs a location and a scale of its own for each weight, both trained: "
+            "the guide needs a separate location and scale for each weight, both trained: "
             'AutoMeanField(model) with scale="per-weight", without max_scale or train_loc=False'
         )

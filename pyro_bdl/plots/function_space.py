@@ -40,7 +40,7 @@ def function_space(
     check_posteriors(draws, reference)
     others = [name for name in draws if name != reference]
     if not others:
-        raise ValueError(f"there is no posterior beside the reference {reference!r}")
+        raise ValueError(f"there is no posterior besides the reference {reference!r}")
     for name in others:
         if draws[name].shape[1:] != draws[reference].shape[1:]:
             raise ValueError(

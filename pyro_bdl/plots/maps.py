@@ -68,7 +68,7 @@ def sd_ratio_maps(
             )
     shown = [name for name in draws if name != reference]
     if not shown:
-        raise ValueError(f"there is no posterior beside the reference {reference!r}")
+        raise ValueError(f"there is no posterior besides the reference {reference!r}")
     points = array(x)
     norm = LogNorm(1 / _LIMIT, _LIMIT)
     colors = matplotlib.colormaps["RdBu"].with_extremes(bad="#d0d4da")

@@ -300,7 +300,7 @@ def joint_prior(
     for name in subset.parts:
         if layout.latents[name].plates:
             raise ValueError(
-                f"the latent site '{name}' stands in the plate '{layout.latents[name].plates[0]}': "
+                f"the latent site '{name}' is in the plate '{layout.latents[name].plates[0]}': "
                 "a prior that couples sites needs latents outside plates; take AutoMeanField"
             )
     blocks: list[nn.Module] = [

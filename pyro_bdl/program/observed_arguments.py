@@ -76,8 +76,8 @@ class Targets:
         missing = [name for name in self.observed if name not in found]
         if missing:
             raise ValueError(
-                f"the data of the observed site '{missing[0]}' are no argument of the program, so "
-                "that no others can take their place: pass them to it"
+                f"the data of the observed site '{missing[0]}' are not an argument of the program "
+                "and cannot be replaced: pass them to it"
             )
 
 

@@ -322,7 +322,7 @@ def _read_latent(name: str, node: Any, value: Tensor) -> Latent:
     for frame in node["cond_indep_stack"]:
         if not frame.vectorized:
             raise UnsupportedProgramError(
-                f"the latent site '{name}' stands in the sequential plate '{frame.name}': use the "
+                f"the latent site '{name}' is in the sequential plate '{frame.name}': use the "
                 "plate as a context manager (with pyro.plate(...)) instead of a loop"
             )
         plates.append(frame.name)

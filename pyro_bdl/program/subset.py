@@ -128,7 +128,7 @@ def _named(layout: Layout, part: Any, model: Any) -> set[str]:
     names = {name for name in layout.latents if fnmatchcase(name, part)}
     if not names:
         raise ValueError(
-            f"the subset names '{part}', which is no latent site: {_near(layout, part)}"
+            f"the subset names '{part}', which is not a latent site: {_near(layout, part)}"
         )
     return names
 

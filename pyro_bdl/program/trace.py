@@ -36,7 +36,7 @@ from pyro_bdl.program.network_sites import OWNER_KEY
 RENAME = "give each its own name (two networks in one program: bayesianize(net, prior, name=...))"
 _THREADS = (
     "Pyro's handlers and its parameter store are not thread-safe: run one program at a time, with "
-    "a lock around each step, or several in processes of their own"
+    "a lock around each step, or several in separate processes"
 )
 
 

@@ -36,7 +36,7 @@ class Together:
         guide.require_layout()
         if guide.subsampled:
             raise ValueError(
-                f"the latent site '{min(guide.subsampled)}' stands in a subsampled plate: several "
+                f"the latent site '{min(guide.subsampled)}' is in a subsampled plate: several "
                 "data sets at once need all data in one call"
             )
         self.model, self.guide, self.targets = model, guide, targets
@@ -54,7 +54,7 @@ class Together:
                 self._free[name] = start.requires_grad_(parameter.requires_grad)
         if not any(value.requires_grad for value in self._free.values()):
             raise ValueError(
-                f"{type(guide).__name__} has no parameters of its own to train on each data set "
+                f"{type(guide).__name__} has no parameters itself to train on each data set "
                 "(those of a mixture are its members', an approximation has none): give a guide "
                 "that is trained by its ELBO, such as AutoMeanField"
             )

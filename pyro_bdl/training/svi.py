@@ -109,7 +109,7 @@ def train(
     )
     if interrupted:
         warnings.warn(
-            f"interrupted after {len(losses)} of {steps} steps: what was learned so far is kept",
+            f"interrupted after {len(losses)} of {steps} steps: the parameters so far are kept",
             BdlWarning,
             stacklevel=2,
         )

@@ -144,5 +144,5 @@ def _difference(value: Tensor, reference: Tensor) -> float:
 def _first_difference(left: Sequence[str], right: Sequence[str]) -> str:
     for one, other in zip(left, right, strict=False):
         if one != other:
-            return f"{other} in the place of {one}"
-    return f"{len(right)} tensors in the place of {len(left)}"
+            return f"{other} instead of {one}"
+    return f"{len(right)} tensors instead of {len(left)}"

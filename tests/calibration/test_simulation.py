@@ -161,7 +161,7 @@ def test_guides_trained_together_reach_each_data_sets_posterior():
 def test_a_guide_without_parameters_of_its_own_is_refused():
     program = Program(level, torch.zeros(N))
     member = AutoMeanField(level).prototype(torch.zeros(N))
-    with pytest.raises(ValueError, match="MixtureGuide has no parameters of its own"):
+    with pytest.raises(ValueError, match="MixtureGuide has no parameters itself"):
         Together(level, MixtureGuide([member]), Targets(program), {"y": torch.randn(6, N)})
 
 
@@ -259,7 +259,7 @@ def test_bad_input():
 
 def test_targets_must_be_arguments():
     y = torch.randn(N)
-    with pytest.raises(ValueError, match="data of the observed site 'y' are no argument"):
+    with pytest.raises(ValueError, match="data of the observed site 'y' are not an argument"):
         simulation_based_calibration(lambda: level(y), exactly())
 
 

@@ -630,7 +630,7 @@ MESSAGES = {
     "batch norm": "UnsupportedProgramError: a BatchNorm1d layer in training mode normalizes",
     "batch norm, evaluation mode": "none",
     "picks": "UnsupportedProgramError: the plate 'data' picks 4 of the 9 rows at random",
-    "local": "UnsupportedProgramError: the latent 'z' stands in the plate of the data",
+    "local": "UnsupportedProgramError: the latent 'z' is in the plate of the data",
     "factor": "UnsupportedProgramError: the factor 'fit' may be about the data of a rank",
     "all data": "TypeError: a Shard holds one rank's part of the data",
 }

@@ -307,7 +307,7 @@ def test_a_positive_weight(estimator):
 @pytest.mark.parametrize(
     ("guide", "message"),
     [
-        (AutoMAP, "needs a guide with a distribution of its own at each site, .* AutoMAP is none"),
+        (AutoMAP, "needs a guide with a separate distribution at each site, .* AutoMAP is none"),
         (AutoMultivariateNormal, "MultivariateNormal at site '_AutoMultivariateNormal_latent'"),
         (AutoDelta, "found no layer that multiplies data with a latent"),
     ],

@@ -636,9 +636,9 @@ def test_latents_in_plates():
 
     x = torch.randn(4)
     for kind in (AutoMeanField, AutoLowRank):
-        with pytest.raises(ValueError, match="'z' stands in a subsampled plate"):
+        with pytest.raises(ValueError, match="'z' is in a subsampled plate"):
             kind(model).prototype(x).as_prior()
-    with pytest.raises(ValueError, match="'z' stands in the plate 'rows'"):
+    with pytest.raises(ValueError, match="'z' is in the plate 'rows'"):
         AutoLowRank(whole).prototype(x).as_prior()
     guide = AutoMeanField(whole, init_scale=0.3).prototype(x)
     program = Program(handlers.with_prior(whole, guide), x)

@@ -249,7 +249,7 @@ def test_latents_in_subsampled_plates_are_refused():
 
     y = torch.zeros(6, dtype=D)
     guide = AutoLaplaceGGN(model)
-    with pytest.raises(UnsupportedProgramError, match=r"'z' stands in a subsampled plate.*all of"):
+    with pytest.raises(UnsupportedProgramError, match=r"'z' is in a subsampled plate.*all of"):
         guide.laplace_approximation((y,))
 
 

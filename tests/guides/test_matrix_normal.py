@@ -59,7 +59,7 @@ def test_which_latents_are_matrices(made):
     assert [f.shape for f in guide.factors("2.weight")] == [(2, 2), (12, 12)]
     assert guide.scale.shape == (3 + 2 + 1,)
     with pytest.raises(
-        KeyError, match=r"'noise' is no weight matrix; there are 0.weight, 2.weight"
+        KeyError, match=r"'noise' is not a weight matrix; there are 0.weight, 2.weight"
     ):
         guide.factors("noise")
 

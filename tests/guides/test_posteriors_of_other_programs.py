@@ -35,7 +35,7 @@ OTHERS = {
     "noise in the posterior": (
         lambda: _model(noise=dist.HalfNormal(torch.tensor(1.0, dtype=torch.float64))),
         lambda: _model(),
-        r"program does not have: 'noise'|'noise', which is no latent of the program",
+        r"program does not have: 'noise'|'noise', which is not a latent of the program",
     ),
     "a layer more": (
         lambda: _model(layers=1),

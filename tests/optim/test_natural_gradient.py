@@ -497,7 +497,7 @@ def test_bad_input():
     with pytest.raises(TypeError, match="moves an AutoMeanField's vectors, got AutoLaplaceGGN"):
         IVON(AutoLaplaceGGN(model).prototype(x, y))
     for options in ({"scale": "per-layer"}, {"scale": 0.1}, {"train_loc": False}):
-        with pytest.raises(ValueError, match="a location and a scale of its own for each weight"):
+        with pytest.raises(ValueError, match="a separate location and scale for each weight"):
             IVON(AutoMeanField(model, **options).prototype(x, y))
     with pytest.raises(RuntimeError, match=r"call loss.backward\(\) before the step"):
         IVON(guide).step()

@@ -65,7 +65,7 @@ def test_bad_input_of_maps(known):
         plots.sd_ratio_maps(torch.zeros(12, 3), known, reference="nuts")
     with pytest.raises(ValueError, match=r"draws\['nuts'\] must have shape \(S, 11, ...\)"):
         plots.sd_ratio_maps(X[:11], known, reference="nuts")
-    with pytest.raises(ValueError, match="no posterior beside the reference 'nuts'"):
+    with pytest.raises(ValueError, match="no posterior besides the reference 'nuts'"):
         plots.sd_ratio_maps(X, {"nuts": known["nuts"]}, reference="nuts")
     with pytest.raises(ValueError, match="at the same points"):
         plots.sd_ratio(torch.zeros(4, 3), torch.zeros(4, 2))

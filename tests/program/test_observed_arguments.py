@@ -46,7 +46,7 @@ def test_targets_that_are_no_arguments_are_refused():
     def closed(x):
         reshaped(x, torch.tensor([0.5, 1.5, 2.5, 3.5]))
 
-    with pytest.raises(ValueError, match="observed site 'y' are no argument"):
+    with pytest.raises(ValueError, match="observed site 'y' are not an argument"):
         Targets(Program(closed, torch.arange(4.0))).require_arguments()
 
 

@@ -90,7 +90,7 @@ def test_indices(layout, mask):
 @pytest.mark.parametrize(
     ("selection", "match"),
     [
-        ("1.weight", "'1.weight', which is no latent site"),
+        ("1.weight", "'1.weight', which is not a latent site"),
         ([], "empty"),
         (torch.tensor([], dtype=torch.long), "empty"),
         (torch.zeros(3, dtype=torch.bool), "mask has shape"),

@@ -268,7 +268,7 @@ class DropoutLayers(Source):
             arrivals = {arrival for use in kept for arrival in use}
             for layer in sorted({arrival.layer for arrival in arrivals if arrival.shared}):
                 notes.append(
-                    f"{names[layer]} has factors of its own at every position, of which '{site}' "
+                    f"{names[layer]} has separate factors at every position, of which '{site}' "
                     "can only have one for all"
                 )
             (tied,) = ties
@@ -278,7 +278,7 @@ class DropoutLayers(Source):
                 notes.append(f"{names[layer]} is left out, since it feeds no weight with a prior")
             elif len(sites) > 1:
                 listed = ", ".join(map(repr, sites))
-                notes.append(f"{names[layer]} feeds {listed}, which get factors of their own each")
+                notes.append(f"{names[layer]} feeds {listed}, which get separate factors")
         if not found:
             raise ValueError(f"no dropout layer can be turned into a guide: {'; '.join(notes)}")
         if notes:

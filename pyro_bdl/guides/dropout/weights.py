@@ -289,12 +289,12 @@ def matching(weights: Mapping[str, Weight], layout: Layout, pattern: str) -> lis
         else:
             near = difflib.get_close_matches(pattern, weights, n=3) or list(weights)
             hint = f"its weights are {_listed(near)}"
-        raise ValueError(f"'{pattern}' is no latent site of the program; {hint}")
+        raise ValueError(f"'{pattern}' is not a latent site of the program; {hint}")
     kept = [name for name in found if name in weights]
     if not kept:
         raise ValueError(
-            f"'{pattern}' is no weight matrix, kernel or embedding, so that it has no input units "
-            f"to drop; the program's weights are {_listed(weights)}"
+            f"'{pattern}' is not a weight matrix, kernel or embedding, so that it has no input "
+            f"units to drop; the program's weights are {_listed(weights)}"
         )
     return kept
 

@@ -166,7 +166,7 @@ def _warn_if_random(restriction: Restriction, vector: Tensor, backend: str) -> N
         np.random.set_state(numpy)
     if abs(first - second) <= _SAME * max(abs(first), abs(second)):
         return
-    held = "holds what one run gave" if backend == "numpyro" else "takes for one density"
+    held = "keeps from a single run" if backend == "numpyro" else "treats as one density"
     warnings.warn(
         f"the program's log density is {first:.6g} in one run and {second:.6g} in another at the "
         "same latents: it computes with random numbers of torch, numpy or Python or with a "
@@ -188,6 +188,6 @@ def require_all_data(program: Program) -> None:
     for name, (size, present) in program.plates.items():
         if present < size:
             raise ValueError(
-                f"the plate '{name}' stands for {size} data but holds {present}: MCMC needs all "
+                f"the plate '{name}' has size {size} but holds {present}: MCMC needs all "
                 "data in one call, without subsampling"
             )

@@ -630,10 +630,10 @@ def test_rates_outside_of_the_interval(p, model):
 @pytest.mark.parametrize(
     ("sites", "message"),
     [
-        ("0.bias", r"'0.bias' is no weight matrix.*'0.weight', '2.weight'"),
-        (["*.weight", "*.bias"], r"'\*.bias' is no weight matrix"),
-        ("0.weigth", r"'0.weigth' is no latent site.*'0.weight'"),
-        ("hiden", r"'hiden' is no latent site.*did you mean 'hidden'"),
+        ("0.bias", r"'0.bias' is not a weight matrix.*'0.weight', '2.weight'"),
+        (["*.weight", "*.bias"], r"'\*.bias' is not a weight matrix"),
+        ("0.weigth", r"'0.weigth' is not a latent site.*'0.weight'"),
+        ("hiden", r"'hiden' is not a latent site.*did you mean 'hidden'"),
     ],
 )
 def test_a_site_that_is_no_weight(sites, message, model, data):

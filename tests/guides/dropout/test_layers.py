@@ -226,15 +226,15 @@ class Repeated(nn.Module):
             [
                 "'attend.self_attn' is left out, since it drops attention weights",
                 "'attend.dropout1' is left out, since its output enters 'add'",
-                "'attend.dropout' has factors of its own at every position",
-                "'recur' has factors of its own at every position",
+                "'attend.dropout' has separate factors at every position",
+                "'recur' has separate factors at every position",
             ],
         ),
         (
             nn.Sequential(nn.Conv1d(1, 2, 3), nn.Dropout(0.2), nn.Conv1d(2, 1, 4), nn.Flatten()),
             (3, 1, 6),
             {"2.weight": 0.2},
-            [r"Dropout\(0.2\) '1' has factors of its own at every position"],
+            [r"Dropout\(0.2\) '1' has separate factors at every position"],
         ),
         (
             Repeated(),
@@ -304,7 +304,7 @@ def test_a_layer_that_feeds_two_weights():
             hidden = self.drop(torch.relu(self.inner(x)))
             return self.left(hidden) + self.right(hidden)
 
-    with pytest.warns(BdlWarning, match=r"feeds 'left.weight', 'right.weight'.*their own each"):
+    with pytest.warns(BdlWarning, match=r"feeds 'left.weight', 'right.weight'.*separate factors"):
         _, guide = _made(Heads(), torch.randn(3, 2))
     assert _rates(guide) == pytest.approx({"left.weight": 0.2, "right.weight": 0.2})
 
@@ -402,7 +402,7 @@ class PackedSequence(nn.Module):
 
 def test_packed_sequences():
     model = models.Regression(bayesianize(PackedSequence()), noise=0.1)
-    with pytest.warns(BdlWarning, match="'recur' has factors of its own at every position"):
+    with pytest.warns(BdlWarning, match="'recur' has separate factors at every position"):
         guide = AutoMCDropout.from_dropout_layers(model).prototype(
             torch.randn(3, 5, 4), torch.randn(3)
         )

@@ -369,7 +369,7 @@ def test_bad_programs_and_arguments():
         bdl.mcmc.sample(bits, torch.randn(3, 2), torch.tensor([2, -1, 1]), **QUICK)
     model, inputs, targets = regression()
     model.num_data = 100
-    with pytest.raises(ValueError, match="'data' stands for 100 data but holds 12"):
+    with pytest.raises(ValueError, match="'data' has size 100 but holds 12"):
         bdl.mcmc.sample(model, inputs, targets, **QUICK)
     for wrong, match in (
         ({"kernel": "gibbs"}, "kernel must be one of nuts, hmc"),
