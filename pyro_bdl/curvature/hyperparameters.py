@@ -33,6 +33,11 @@ class Hyperparameter:
     constraint: Any
 
     @torch.no_grad()
+    def now(self) -> Tensor:
+        """A copy of its present value."""
+        return transform_to(self.constraint)(self.leaf).clone()
+
+    @torch.no_grad()
     def set(self, value: Tensor) -> None:
         """Set the value in place; a value outside the bounds is set to the bound."""
         inside = _inside(value.to(self.leaf), self.constraint)
@@ -51,14 +56,33 @@ def _inside(value: Tensor, constraint: Any) -> Tensor:
     return value
 
 
-class _Parameters(Messenger):
-    def __init__(self) -> None:
-        super().__init__()
-        self.values: dict[str, Tensor] = {}
+class ReadParameters(Messenger):
+    """Notes the parameters that a program reads, or gives them other values.
 
-    def _postprocess_message(self, msg: Any) -> None:
-        if msg["type"] == "param" and isinstance(msg["value"], Tensor):
-            self.values[msg["name"]] = msg["value"]
+    :param values: parameter -> value.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor] | None = None) -> None:
+        super().__init__()
+        self.values = values or {}
+        self.seen: dict[str, Tensor] = {}
+
+    def _pyro_param(self, msg: Any) -> None:
+        if msg["name"] in self.values:
+            msg["value"], msg["done"] = self.values[msg["name"]], True
+
+    def _pyro_post_param(self, msg: Any) -> None:
+        if isinstance(msg["value"], Tensor):
+            self.seen[msg["name"]] = msg["value"]
+
+    def learned(self) -> dict[str, Hyperparameter]:
+        """The parameters in Pyro's store that take a gradient, by name."""
+        store, found = pyro.get_param_store(), {}
+        for name, value in self.seen.items():
+            leaf = value.unconstrained() if hasattr(value, "unconstrained") else value
+            if leaf is not None and leaf.requires_grad and name in store:
+                found[name] = Hyperparameter(name, value, leaf, store._constraints[name])
+        return found
 
 
 @dataclass
@@ -82,14 +106,9 @@ def read(
     model: Callable, subset: Subset, vector: Tensor, args: tuple, kwargs: Mapping[str, Any]
 ) -> ParameterReading:
     """Run the program at an unconstrained vector (P,) and record the parameters that it reads."""
-    with _Parameters() as seen:
+    with ReadParameters() as read:
         run, leaves = run_at(model, subset, vector.detach(), args, kwargs)
-    store, found = pyro.get_param_store(), {}
-    for name, value in seen.values.items():
-        leaf = value.unconstrained() if hasattr(value, "unconstrained") else value
-        if leaf is not None and leaf.requires_grad and name in store:
-            found[name] = Hyperparameter(name, value, leaf, store._constraints[name])
-    return ParameterReading(run, leaves, found)
+    return ParameterReading(run, leaves, read.learned())
 
 
 def few_rows(model: Callable, layout: Any, vector: Tensor, batch: Batch) -> Batch:

@@ -53,9 +53,9 @@ class CompiledELBO(ELBO):
     containers are not noticed.
 
     A program that cannot be traced runs uncompiled, with a warning that says why: other control
-    flow or shapes that depend on values of tensors, random numbers from outside torch, or side effects in
-    Python. Steps under ``torch.autocast`` or without gradients, such as ``loss``, run uncompiled
-    without a warning.
+    flow or shapes that depend on values of tensors, random numbers from outside torch, or side
+    effects in Python. Steps under ``torch.autocast`` or without gradients, such as ``loss``, run
+    uncompiled without a warning.
 
     :param temperature: see ``TemperedTraceMeanField_ELBO``, which also explains ``num_particles``
         and the ``options``.

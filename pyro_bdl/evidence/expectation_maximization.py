@@ -5,14 +5,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import pyro
 import torch
 from pyro.distributions.util import scale_and_mask
-from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import transform_to
 from tqdm import trange
 
+from pyro_bdl.curvature.hyperparameters import Hyperparameter, ReadParameters
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.evidence.closed_form_m_steps import (
     LOCATIONS,
@@ -118,26 +117,6 @@ def em(
     )
 
 
-class _ReadParameters(Messenger):
-    """Notes the parameters that a program reads, or gives them other values.
-
-    :param values: parameter -> value.
-    """
-
-    def __init__(self, values: Mapping[str, Tensor] | None = None) -> None:
-        super().__init__()
-        self.values = values or {}
-        self.seen: dict[str, Tensor] = {}
-
-    def _pyro_param(self, msg: Any) -> None:
-        if msg["name"] in self.values:
-            msg["value"], msg["done"] = self.values[msg["name"]], True
-
-    def _pyro_post_param(self, msg: Any) -> None:
-        if isinstance(msg["value"], Tensor):
-            self.seen[msg["name"]] = msg["value"]
-
-
 class _Maximization:
     """The parameters of a program, and the expectations of the last E-step."""
 
@@ -153,29 +132,31 @@ class _Maximization:
         vector = start.unconstrain(start.initial) if start.size else torch.zeros(0)
         vector = vector.detach().clone()
         self.vector = vector.requires_grad_(vector.numel() > 0)
-        run, seen = self.run()
-        store = pyro.get_param_store()
-        learned = [name for name, value in seen.items() if name in store and value.requires_grad]
-        self.leaves = {name: store._params[name] for name in learned}
-        self.constraints = {name: store._constraints[name] for name in learned}
-        if not learned and not vector.numel():
+        run, found = self.run()
+        self.leaves = {name: parameter.leaf for name, parameter in found.items()}
+        if not found and not vector.numel():
             raise UnsupportedProgramError(
                 "the program has no parameter to maximize over: give it some by pyro.param, "
                 "PyroParam or pyro.module"
             )
-        self._check(run, {name: seen[name] for name in learned})
-        self.uses = self._closed_forms(run, {name: seen[name] for name in learned})
+        self._check(run, found)
+        self.uses = self._closed_forms(run, found)
         self.weights: dict[str, Tensor] = {}
 
     @torch.enable_grad()
-    def run(self, values: Mapping[str, Tensor] | None = None) -> tuple[Run, dict[str, Tensor]]:
-        """Run the program at the present latents; returns the run and the parameters it read."""
+    def run(
+        self, values: Mapping[str, Tensor] | None = None
+    ) -> tuple[Run, dict[str, Hyperparameter]]:
+        """Run the program at the present latents; returns the run and the parameters it read.
+
+        :param values: others of some parameters, by name.
+        """
         latents = self.program.constrain(self.vector)[0] if self.program.size else {}
         quiet = preserved_buffers(self.model, self.args, self.kwargs)
-        with evaluation_mode(self.model), quiet, _ReadParameters(values) as read:
-            return self.program.run(latents), read.seen
+        with evaluation_mode(self.model), quiet, ReadParameters(values) as read:
+            return self.program.run(latents), read.learned()
 
-    def _check(self, run: Run, parameters: Mapping[str, Tensor]) -> None:
+    def _check(self, run: Run, parameters: Mapping[str, Hyperparameter]) -> None:
         for name, site in (run.latents | run.observed).items():
             if site.subsampling != 1.0:
                 raise UnsupportedProgramError(
@@ -183,8 +164,8 @@ class _Maximization:
                     "takes all of the data at once"
                 )
         for name, site in run.latents.items():
-            for parameter, value in parameters.items():
-                if reaches(site.distribution.log_prob(site.value.detach()), [value]):
+            for parameter, each in parameters.items():
+                if reaches(site.distribution.log_prob(site.value.detach()), [each.value]):
                     raise UnsupportedProgramError(
                         f"the parameter '{parameter}' is of the prior of the latent '{name}', "
                         "whose mode has no maximum in it: fix it, or take evidence.maximize or "
@@ -266,14 +247,14 @@ class _Maximization:
         arguments = {argument for _, argument in table}
         if not any(use[1] in arguments for uses in self.uses.values() for use in uses):
             return
-        run, seen = self.run()
+        run, parameters = self.run()
         factors = self.factors(run)
         with torch.no_grad():
             for name, uses in self.uses.items():
                 found = [(factors[site], argument, where) for site, argument, where in uses]
-                value = maximizer(found, table, seen[name].detach())
+                value = maximizer(found, table, parameters[name].value.detach())
                 if value is not None:
-                    self.leaves[name].copy_(transform_to(self.constraints[name]).inv(value))
+                    parameters[name].set(value)
 
     def _climb(self, steps: int) -> None:
         """Take steps of L-BFGS on Q in all that has no closed form."""
@@ -297,12 +278,12 @@ class _Maximization:
             leaf.grad = None
 
     def _closed_forms(
-        self, run: Run, parameters: Mapping[str, Tensor]
+        self, run: Run, parameters: Mapping[str, Hyperparameter]
     ) -> dict[str, list[tuple[str, str, Selection]]]:
         """For each parameter that only enters distributions as it is, where it does so."""
         generator = torch.Generator().manual_seed(0)
         markers = tuple(
-            {name: self._marker(name, generator) for name in parameters} for _ in range(2)
+            {name: _marker(each, generator) for name, each in parameters.items()} for _ in range(2)
         )
         with torch.no_grad():
             marked = [self.run(values)[0] for values in markers]
@@ -312,11 +293,11 @@ class _Maximization:
         result: dict[str, list[tuple[str, str, Selection]]] = {}
         for (site, argument), selection in found.items():
             result.setdefault(selection.parameter, []).append((site, argument, selection))
-        for name, value in parameters.items():
+        for name, each in parameters.items():
             moved = {
                 site
-                for site, each in self._statements(run).items()
-                if reaches(each.distribution.log_prob(each.value), [value])
+                for site, statement in self._statements(run).items()
+                if reaches(statement.distribution.log_prob(statement.value), [each.value])
             }
             held = [site for site, _, _ in result.get(name, [])]
             if sorted(held) != sorted(moved):
@@ -326,19 +307,10 @@ class _Maximization:
     def _statements(self, run: Run) -> dict[str, Site]:
         return run.observed | _summed_out(run).sites
 
-    def _marker(self, name: str, generator: torch.Generator) -> Tensor:
-        """A random value of a parameter."""
-        leaf = self.leaves[name]
-        noise = torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype).to(leaf.device)
-        return transform_to(self.constraints[name])(noise)
-
     # The end
 
     def values(self) -> dict[str, Tensor]:
-        return {
-            name: transform_to(self.constraints[name])(leaf.detach()).clone()
-            for name, leaf in self.leaves.items()
-        }
+        return {name: each.value.detach().clone() for name, each in self.run()[1].items()}
 
     def latents(self) -> dict[str, Tensor]:
         if not self.program.size:
@@ -349,3 +321,10 @@ class _Maximization:
 def _summed_out(run: Run) -> SummedOut:
     assert run.discrete is not None
     return run.discrete
+
+
+def _marker(parameter: Hyperparameter, generator: torch.Generator) -> Tensor:
+    """A random value of a parameter."""
+    leaf = parameter.leaf
+    noise = torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype, device="cpu")
+    return transform_to(parameter.constraint)(noise.to(leaf.device))

@@ -11,6 +11,7 @@ from pyro_bdl.curvature.fisher import cell_weights
 from pyro_bdl.curvature.hyperparameters import (
     Hyperparameter,
     ParameterReading,
+    ReadParameters,
     group_sum,
     noise_owner,
     owners,
@@ -32,59 +33,93 @@ _CHUNK = 8
 
 def variational_em(
     model: Callable,
-    guide: Guide,
+    guide: Callable,
     data: Any,
     *,
     rounds: int = 20,
     steps: int = 200,
+    m_steps: int = 50,
     learning_rate: float = 0.01,
     elbo: Any = None,
     progress: bool = False,
 ) -> list[dict[str, Tensor]]:
-    """Alternate SVI on the guide with closed-form updates of the program's hyperparameters.
+    """Alternate SVI on the guide with updates of the program's parameters.
 
-    The E-step maximizes the ELBO in the guide's parameters only. The M-step maximizes it in closed
-    form in every positive ``PyroParam`` theta that scales Normal priors, s_i = c_i theta, and in
-    the noise of a Normal observation:
+    The E-step maximizes the ELBO in the guide's parameters only. The M-step maximizes it in all
+    other parameters that the program reads. Under a guide of this package it does so in closed form
+    for every positive ``PyroParam`` theta that scales Normal priors, s_i = c_i theta, and for the
+    noise of a Normal observation:
 
         theta^2 = mean_i E_q[(w_i / c_i)^2],  noise^2 = mean_n E_q[(y_n - f(x_n))^2]
 
+    The rest (a StudentT's scale, a Gamma's rate, weights without a prior) takes steps of Adam.
+
     :param model: the program; its hyperparameters change in place.
-    :param guide: a guide of this package for it; trained in place.
+    :param guide: any guide for it, of this package or of Pyro; trained in place.
     :param data: ``(x, y)`` or an iterable of batches.
     :param rounds: the number of E- and M-steps.
     :param steps: gradient steps of an E-step, batch after batch.
+    :param m_steps: gradient steps of an M-step, if parameters without a closed form need them.
     :param learning_rate: Adam's learning rate; Adam's state is kept between rounds.
     :param elbo: ``TemperedTraceMeanField_ELBO()`` by default.
     :param progress: show a bar over the rounds.
-    :returns: the hyperparameters after each round, name -> value.
-    :raises ValueError: if no hyperparameter has a closed form.
+    :returns: the parameters after each round, name -> value.
+    :raises ValueError: if the program has no parameter of its own.
     """
     batches, elbo = Batches(data), elbo or TemperedTraceMeanField_ELBO()
     args, kwargs = batches.first()
-    guide.prototype(*args, **kwargs)
-    subset = Subset(guide.require_layout())
-    parameters = [p for p in guide.parameters() if p.requires_grad]
-    optimizer = torch.optim.Adam(parameters, lr=learning_rate)
+    e_step, m_step = _groups(model, guide, elbo, args, kwargs)
+    optimizer = torch.optim.Adam(e_step, lr=learning_rate)
+    others: torch.optim.Optimizer | None = None
     history = []
     for _ in trange(rounds, desc="variational EM", disable=not progress, leave=False, delay=1):
-        _train(model, guide, batches, elbo, optimizer, parameters, steps)
-        reading = read_at_center(model, guide, args, kwargs)
-        changes = _maximize(model, guide, subset, reading, batches)
-        if not changes:
-            raise ValueError(
-                "no hyperparameter of the program is the scale of Normal priors or of a Normal "
-                "observation: leave it to the optimizer of SVI"
-            )
+        _train(model, guide, batches, elbo, optimizer, e_step, steps)
+        changes = []
+        if isinstance(guide, Guide):
+            reading = read_at_center(model, guide, args, kwargs)
+            changes = _maximize(model, guide, Subset(guide.require_layout()), reading, batches)
         for parameter, value in changes:
             parameter.set(value)
-        history.append({parameter.name: value.clone() for parameter, value in changes})
+        closed = {parameter.name for parameter, _ in changes}
+        rest = [each.leaf for name, each in m_step.items() if name not in closed]
+        if rest:
+            others = others or torch.optim.Adam(rest, lr=learning_rate)
+            _train(model, guide, batches, elbo, others, rest, m_steps)
+        history.append({name: each.now() for name, each in m_step.items()})
     return history
+
+
+def _groups(
+    model: Callable, guide: Any, elbo: Any, args: tuple, kwargs: dict[str, Any]
+) -> tuple[list[Tensor], dict[str, Hyperparameter]]:
+    """The parameters of the guide, and those that the program alone reads.
+
+    :raises ValueError: if the program has none.
+    """
+    if isinstance(guide, Guide):
+        guide.prototype(*args, **kwargs)
+        e_step = [leaf for leaf in guide.parameters() if leaf.requires_grad]
+        found = read_at_center(model, guide, args, kwargs).parameters
+    else:
+        with preserved_buffers(model), ReadParameters() as own:
+            guide(*args, **kwargs)
+        e_step = [each.leaf for each in own.learned().values()]
+        with preserved_buffers(model), ReadParameters() as read:
+            elbo.differentiable_loss(model, guide, *args, **kwargs)
+        found = read.learned()
+    known = {id(leaf) for leaf in e_step}
+    m_step = {name: each for name, each in found.items() if id(each.leaf) not in known}
+    if not m_step:
+        raise ValueError(
+            "the program has no parameter of its own to maximize over, such as a PyroParam that "
+            "scales its priors: train the guide by SVI"
+        )
+    return e_step, m_step
 
 
 def _train(
     model: Callable,
-    guide: Guide,
+    guide: Callable,
     batches: Batches,
     elbo: Any,
     optimizer: torch.optim.Optimizer,

@@ -546,7 +546,7 @@ class SummedOut:
         return {s.name: s.site for s in self._statements if s.site.value is not None}
 
     def weights(self) -> dict[str, Tensor]:
-        """For each of ``sites`` p(z | y, w) of the discrete sites z that its log density depends on.
+        """For each of ``sites`` p(z | y, w) of the discrete sites z in its log density.
 
         They have the shape of the log density, and are the derivatives of log p(y | w) in it.
         """

@@ -138,6 +138,13 @@ def test_a_hidden_markov_model_takes_the_steps_of_baum_and_welch(points):
     torch.testing.assert_close(found.log_likelihood[0], total.log())
 
 
+PROBABILITIES = torch.tensor([0.3, 0.6], dtype=torch.float64)
+
+
+def probabilities():
+    return pyro.param("p", PROBABILITIES.clone, constraint=constraints.unit_interval)
+
+
 COUNTS = torch.tensor([0.0, 1, 0, 2, 7, 9, 6, 8, 1, 10], dtype=torch.float64)
 FAMILIES = {
     "lognormal": lambda z, y: dist.LogNormal(
@@ -149,19 +156,17 @@ FAMILIES = {
     "poisson": lambda z, y: dist.Poisson((positive("rate", 2) * 1.0)[z]),
     "exponential": lambda z, y: dist.Exponential(positive("rate", 2)[z]),
     "gamma": lambda z, y: dist.Gamma(2.0, positive("rate", 2)[z]),
-    "geometric": lambda z, y: dist.Geometric(
-        pyro.param("p", lambda: y.new_tensor([0.3, 0.6]), constraint=constraints.unit_interval)[z]
-    ),
-    "binomial": lambda z, y: dist.Binomial(
-        12, pyro.param("p", lambda: y.new_tensor([0.3, 0.6]), constraint=constraints.unit_interval)[z]
-    ),
+    "geometric": lambda z, y: dist.Geometric(probabilities()[z]),
+    "binomial": lambda z, y: dist.Binomial(12, probabilities()[z]),
     "categorical": lambda z, y: dist.Categorical(
         pyro.param(
             "p", lambda: torch.linspace(1, 2, 22, dtype=y.dtype).reshape(2, 11).softmax(-1),
             constraint=constraints.simplex,
         )[z]
     ),
-    "logits": lambda z, y: dist.Bernoulli(logits=pyro.param("l", lambda: y.new_tensor([0.5, -1.0]))[z]),
+    "logits": lambda z, y: dist.Bernoulli(
+        logits=pyro.param("l", lambda: y.new_tensor([0.5, -1.0]))[z]
+    ),
     # no closed form: one parameter in two arguments
     "tied": lambda z, y: dist.Normal(positive("m", 2)[z] + 3.0 * z, positive("m", 2)[z]),
 }  # fmt: skip
