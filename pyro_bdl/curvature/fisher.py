@@ -3,8 +3,7 @@
 For one datum with parameters theta, F = E[s s'] with the score s = d log p(y | theta) / d theta.
 The generalized Gauss-Newton matrix is sum_n J_n' F_n J_n, with J the Jacobian of theta in the
 latents. Any parametrization gives the same matrix, since F is covariant. F = S S', and each column
-of S is a cotangent that is back-propagated through the network (Schraudolph 2002; Martens 2020,
-section 9).
+of S is a cotangent that is back-propagated through the network (Schraudolph 2002; Martens 2020).
 """
 
 import math

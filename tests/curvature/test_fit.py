@@ -60,6 +60,7 @@ KINDS = ["normal", "noise", "heteroscedastic", "categorical", "pixels", "bernoul
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_full_and_diagonal_by_formula(oracle, kind):
+    """The generalized Gauss-Newton matrix sum_n J_n' F_n J_n (Schraudolph 2002; Martens 2020)."""
     model, x, y = observations(kind)
     program, vector = oracle.program(model, x, y)
     expected = oracle.ggn(program, vector)
@@ -72,6 +73,8 @@ def test_full_and_diagonal_by_formula(oracle, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_low_rank_of_full_rank_is_full(oracle, kind):
+    """Randomized subspace iteration is exact at full rank (Halko, Martinsson & Tropp 2011,
+    algorithm 4.4)."""
     model, x, y = observations(kind)
     program, vector = oracle.program(model, x, y)
     expected = oracle.ggn(program, vector)
@@ -82,6 +85,7 @@ def test_low_rank_of_full_rank_is_full(oracle, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kron_of_one_datum_is_the_block_diagonal(oracle, kind):
+    """(a a') kron (g g') is exact for one datum (Martens & Grosse 2015, section 3)."""
     if kind == "pixels":
         pytest.skip("a convolution has several positions")
     model, x, y = observations(kind)
@@ -100,7 +104,8 @@ def test_kron_of_one_datum_is_the_block_diagonal(oracle, kind):
 
 
 def test_kron_of_deep_linear_networks_is_the_block_diagonal(oracle):
-    """With Gaussian noise and one output the back-propagated g are the same for every datum."""
+    """With Gaussian noise and one output the back-propagated g are the same for every datum.
+    Kronecker factors are then exact (Bernacchia, Lengyel & Hennequin 2018)."""
     torch.manual_seed(0)
     deep = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(2, 1))
     model, data = oracle.regression(deep, torch.randn(7, 3))
@@ -386,6 +391,7 @@ def test_a_plate_that_draws_its_own_subsample(oracle):
 
 
 def test_the_monte_carlo_fisher_converges(oracle):
+    """Scores of drawn observations estimate sum_n J_n' F_n J_n (Martens 2020)."""
     model, x, y = observations("categorical")
     program, vector = oracle.program(model, x, y)
     expected = oracle.fit(program, vector, (x, y), structure="full").curvature.matrix
@@ -420,6 +426,7 @@ def test_passes_share_their_draws(oracle, structure):
 
 
 def test_the_empirical_fisher_is_the_outer_product_of_scores(oracle):
+    """sum_n g_n g_n' with g_n the gradient of log p(y_n | w) (Martens 2020)."""
     model, x, y = observations("noise")
     program, vector = oracle.program(model, x, y)
 
@@ -452,6 +459,7 @@ def test_the_hessian(oracle, kind):
 
 
 def test_the_hessian_is_the_ggn_for_a_linear_gaussian(oracle):
+    """The second-order term of the network vanishes (Martens 2020)."""
     model, data = oracle.regression(nn.Linear(3, 2), torch.randn(5, 3), 2)
     program, vector = oracle.program(model, *data)
     hessian = oracle.fit(program, vector, data, structure="full", curvature="hessian")

@@ -38,6 +38,7 @@ def network(kind, structure="full", batches=None):
 @pytest.mark.parametrize("batches", [None, "two"])
 @pytest.mark.parametrize("kind", ["numbers", "classes", "counts"])
 def test_the_likelihood_by_autograd(kind, batches):
+    """log p(y | f(u*) + J (u - u*)) (Antoran et al. 2022, section 3)."""
     guide, program, y = network(kind, batches=batches)
 
     def outputs(u):
@@ -60,7 +61,8 @@ def test_the_likelihood_by_autograd(kind, batches):
 
 @pytest.mark.parametrize("kind", ["numbers", "classes", "counts"])
 def test_the_optimum_has_no_slope(kind, structure):
-    """Newton's method with any of the precisions climbs; the full ones get to the top."""
+    """Newton's method with any of the precisions climbs; the full ones get to the top. Source:
+    Antoran et al. 2022, section 3."""
     guide, _, _ = network(kind, structure)
     zero = torch.zeros(len(guide.loc))
 

@@ -22,6 +22,8 @@ module = sys.modules[function.__module__]
 
 @pytest.mark.parametrize("method", ["mackay", "gradient"])
 def test_both_reach_the_maximum_of_the_exact_evidence(line, method, values, put):
+    """alpha = gamma / w'w, beta = (N - gamma) / residuals at the linearized optimum (MacKay 1992,
+    section 3)."""
     best, prior, noise = line.best()
     guide = line.laplace()
     put(guide, prior=1.0, noise=1.0)
@@ -62,6 +64,8 @@ def test_with_the_map_held_fixed(line, method, values):
 
 
 def test_one_step_of_the_fixed_point_by_hand(line):
+    """theta^2 = sum (w / c)^2 / gamma, noise^2 = residuals / (N - gamma) (MacKay 1992, section
+    3)."""
     guide = line.laplace()
     (prior, new_prior), (noise, new_noise) = mackay_update(guide, guide._read())
     variances = torch.linalg.inv(line.precision()).diagonal()

@@ -21,7 +21,8 @@ def map_guide(line, **options):
     ("method", "linearized"), [("mackay", False), ("mackay", True), ("gradient", False)]
 )
 def test_it_reaches_the_maximum_of_the_exact_evidence(line, method, linearized, values):
-    """Where the epochs put the weights to the mode of the present hyperparameters."""
+    """Where the epochs put the weights to the mode of the present hyperparameters. Source: Immer et
+    al. 2021a, algorithm 1."""
     best, prior, noise = line.best()
     guide = map_guide(line)
     online = MarginalLikelihoodTraining(

@@ -128,6 +128,7 @@ def test_every_structure_is_one_class(name):
 
 
 def test_log_determinant(case):
+    """log det of the precision, as in the evidence (MacKay 1992, equation 2.3)."""
     torch.testing.assert_close(case.precision.logdet(), torch.logdet(case.matrix))
 
 
@@ -137,6 +138,7 @@ def test_variances_are_the_diagonal_of_the_inverse(case):
 
 
 def test_covariances_of_functions(case):
+    """J C J', the covariance of the linearized outputs (Immer et al. 2021)."""
     rows = case.jacobian.rows().transpose(0, 1)  # (n, K, p)
     covariance = torch.linalg.inv(case.matrix)
     expected = rows @ covariance @ rows.mT

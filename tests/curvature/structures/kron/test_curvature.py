@@ -32,7 +32,8 @@ def mlp(oracle, n=6, width=3):
 
 
 def test_the_factors_of_kfac(oracle):
-    """(1 / N) sum a a' kron sum g g', with g the columns of J_z' S by hand."""
+    """(1 / N) sum a a' kron sum g g', with g the columns of J_z' S by hand. Source: Martens &
+    Grosse 2015, section 3."""
     program, vector, x, y = mlp(oracle)
     curvature = oracle.fit(program, vector, (x, y), structure="kron").curvature
     values = program.constrain(vector)[0]
@@ -45,7 +46,8 @@ def test_the_factors_of_kfac(oracle):
 
 
 def test_expand_and_reduce(oracle):
-    """Weights shared by T positions: each a datum (expand), or a averaged and g added (reduce)."""
+    """Weights shared by T positions: each a datum (expand), or a averaged and g added (reduce).
+    Source: Eschenhagen et al. 2023."""
     torch.manual_seed(0)
     x = torch.randn(4, 5, 3)
 
@@ -72,7 +74,7 @@ def test_expand_and_reduce(oracle):
 
 
 def test_groups_have_factors_of_their_own(oracle):
-    """A grouped convolution is as many convolutions side by side."""
+    """A grouped convolution is as many convolutions side by side. Source: Grosse & Martens 2016."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv1d(4, 6, 2, groups=2, bias=False), nn.Flatten(), nn.Linear(18, 2))
     model, data = oracle.regression(net, torch.randn(3, 4, 4), 2)

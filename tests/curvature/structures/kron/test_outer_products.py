@@ -33,6 +33,7 @@ def recomposed(sums):
 
 @pytest.mark.parametrize("count", [1, 3, 4, 5, 20])
 def test_eigenvectors_of_what_the_vectors_span(count):
+    """X'X and X X' have the same nonzero eigenvalues (singular value decomposition)."""
     sums, expected = made(count)
     assert (sums.rows is not None) == (count <= SIZE // 2)
     torch.testing.assert_close(sums.dense(), expected)
