@@ -113,10 +113,10 @@ def _accumulated(
     like: Tensor,
     before: Any,
     progress: bool,
-) -> tuple[Curvature, "_Seen"]:
+) -> tuple[Curvature, "_PassSums"]:
     curvature = config.kind.empty(subset, like, config, before)
     known: dict[Any, Alignment] = {}
-    seen = _Seen(vector, batches)
+    seen = _PassSums(vector, batches)
     states = _random_states(vector.device)
 
     def one_pass(number: int) -> None:
@@ -183,7 +183,7 @@ class FactorStatements:
         ]
 
 
-class _Seen:
+class _PassSums:
     """Sums over the data of a pass: their number, the log likelihood and its gradient."""
 
     def __init__(
@@ -398,10 +398,10 @@ def _hessian(
     batches: Batches,
     config: CurvatureConfig,
     like: Tensor,
-) -> tuple[Curvature, _Seen]:
+) -> tuple[Curvature, _PassSums]:
     """Minus the second derivatives of the log likelihood, including factors."""
     matrix = like.new_zeros(subset.size, subset.size)
-    seen = _Seen(vector, batches, second_derivatives=True)
+    seen = _PassSums(vector, batches, second_derivatives=True)
     for linearization in linearizations(model, subset, vector, batches.part(), None):
         seen.add(linearization)
         total: Any = 0.0
