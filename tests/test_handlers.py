@@ -1,4 +1,4 @@
-"""Tempered and cold programs have the densities that they say."""
+"""The densities of tempered and cold programs."""
 
 import math
 import pickle

@@ -486,7 +486,7 @@ def test_a_support_that_moves_or_a_density_that_does_not_is_refused():
 
 
 class Shifted(dist.Normal):
-    """A Normal with a tensor that its arguments do not tell."""
+    """A Normal with a tensor that is not one of its arguments."""
 
     def __init__(self, loc, scale, shift=0.0, validate_args=None):
         self.shift = shift

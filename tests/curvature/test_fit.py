@@ -189,7 +189,7 @@ def test_parts_that_fit_in_memory_add_up(oracle, structure, kind, monkeypatch):
 
 
 def test_a_program_that_needs_all_of_its_data_is_not_cut(oracle, monkeypatch):
-    """Rows that look at each other, and a factor, which stands once for all data."""
+    """Rows that depend on each other, and a factor, which counts once for all data."""
 
     def centered(x, y=None):
         w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
@@ -214,7 +214,7 @@ def test_a_program_that_needs_all_of_its_data_is_not_cut(oracle, monkeypatch):
 
 
 def test_two_sites_with_different_numbers_of_data(oracle, structures):
-    """One network, called twice: its weights are one block, whatever each site sees of them."""
+    """One network, called twice: its weights are one block for both sites."""
     bnn = bayesianize(net(1))
 
     def model(x, y=None, z=None):
@@ -303,7 +303,7 @@ def test_masks_and_temperatures(oracle, structure):
 
 
 def test_minibatches_of_a_program_that_says_how_many_data_there_are(oracle, structures):
-    """All batches: each datum once. Some: scaled up, and said."""
+    """With all batches each datum counts once; with some, sums are scaled up with a warning."""
     torch.manual_seed(0)
     x, y = torch.randn(6, 3), torch.randn(6, 2)
     bnn = bayesianize(net())
@@ -365,7 +365,7 @@ def test_a_site_that_is_not_scaled_beside_one_that_is(oracle):
 
 
 def test_a_plate_that_draws_its_own_subsample(oracle):
-    """Every pass, and every derivative within one, is about the same draw."""
+    """All passes, and all derivatives within one, use the same draw."""
     torch.manual_seed(0)
     x, y = torch.randn(8, 3), torch.randn(8)
 
@@ -624,7 +624,7 @@ def test_distributions_that_cannot_be_made_again(oracle):
 
 
 def test_a_distribution_made_by_a_transform(oracle):
-    """InverseGamma holds a Gamma; its parameters are read all the same."""
+    """InverseGamma holds a Gamma; its parameters can be read nevertheless."""
 
     def model(x, y=None):
         w = pyro.sample("w", dist.Normal(0.0, 1.0))
@@ -681,7 +681,7 @@ def test_the_bar_waits_for_passes_that_take_long(oracle, capsys, monkeypatch):
 
 
 def test_an_observation_of_no_datum_counts_once(monkeypatch):
-    """Parts of a batch would each say it again."""
+    """Each piece of a batch would count it again."""
 
     def model(x, y=None):
         w = pyro.sample("w", dist.Normal(0.0, 1.0))

@@ -136,7 +136,7 @@ def test_constrained_latents(oracle):
 
 
 def test_a_uniform_latent(oracle):
-    """Its density says nothing, its transform does."""
+    """Its density is constant; its transform has curvature."""
 
     def model(y):
         c = pyro.sample("c", dist.Uniform(-1.0, 3.0))

@@ -158,7 +158,7 @@ def test_minibatches_are_unbiased(kind, conjugate, exact_expectations):
 
 
 def test_a_lognormal_site_has_its_exact_kl(kind, exact_expectations):
-    """Fact 1 of the design, in Pyro's mean-field bound too: q = LogNormal(0, 1) is the target."""
+    """The KL of q = LogNormal(0, 1) to itself is zero, also in Pyro's mean-field bound."""
 
     def model():
         w = pyro.sample("w", dist.LogNormal(torch.zeros((), dtype=D), 1.0))
@@ -571,7 +571,7 @@ def test_a_guide_without_a_latent(kind):
 @pytest.mark.parametrize("bound", [*ELBOS, CompiledELBO, GaussNewton_ELBO])
 @pytest.mark.parametrize("particles", [1, 3])
 def test_targets_that_are_missing_in_a_later_step(bound, particles):
-    """Else they would be drawn as latents, and the loss would be the KL alone."""
+    """Otherwise they would be drawn as latents, and the loss would be only the KL."""
     model = _network()
     guide = AutoMeanField(model)
     loss = bound(num_particles=particles)(model, guide)
@@ -653,7 +653,7 @@ def test_pyros_checks_are_made_once():
 
 
 def test_one_bound_for_many_guides(kind):
-    """A new guide may be born where the last one died: it is checked all the same."""
+    """A new guide may get the memory address of a deleted one: it is checked nevertheless."""
     model, elbo = _network(), kind()
     for _ in range(20):
         assert math.isfinite(elbo.loss(model, AutoMeanField(model), X, Y))

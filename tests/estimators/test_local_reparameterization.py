@@ -67,7 +67,7 @@ def test_inputs_of_zeros_have_gradients(layer, dtype):
 
 
 def test_gradients_are_those_of_the_formula(layer):
-    """dz/dm and dz/ds of z = m x + sqrt(s^2 x^2) eps, by the noise that z itself tells. Source:
+    """dz/dm and dz/ds of z = m x + sqrt(s^2 x^2) eps, with the noise computed from z. Source:
     Kingma, Salimans & Welling 2015, equation 6."""
     x = torch.tensor([1.5, -0.5], dtype=D)
     loc = torch.tensor([[0.3, 0.8]], dtype=D, requires_grad=True)

@@ -61,8 +61,8 @@ def test_the_likelihood_by_autograd(kind, batches):
 
 @pytest.mark.parametrize("kind", ["numbers", "classes", "counts"])
 def test_the_optimum_has_no_slope(kind, structure):
-    """Newton's method with any of the precisions climbs; the full ones get to the top. Source:
-    Antoran et al. 2022, section 3."""
+    """Newton's method increases the density with every precision, and reaches the maximum with full
+    ones. Source: Antoran et al. 2022, section 3."""
     guide, _, _ = network(kind, structure)
     zero = torch.zeros(len(guide.loc))
 

@@ -78,7 +78,7 @@ def test_one_step_of_the_fixed_point_by_hand(line):
 
 @pytest.mark.parametrize("method", ["mackay", "gradient"])
 def test_the_first_step_is_from_the_present_hyperparameters(line, method, put):
-    """Whether or not the guide was told that they have changed."""
+    """Even if ``refresh`` was not called after their change."""
     found = []
     for refreshed in (True, False):
         guide = line.laplace()

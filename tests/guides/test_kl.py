@@ -54,7 +54,7 @@ def test_lognormal_kls_are_the_integral(prior, loc, scale):
 
 
 def test_the_lognormal_of_pyros_mean_field_elbo():
-    """Fact 1: KL(LogNormal(0, 1) || HalfNormal-like target) keeps its Jacobian."""
+    """KL(LogNormal(0, 1) || HalfNormal-like target) contains the Jacobian."""
     q = {"w": Site(dist.LogNormal(_t(1.0), _t(0.5)), _t(2.0), 1.0, None)}
     p = {"w": Site(dist.LogNormal(_t(0.0), _t(1.0)), _t(2.0), 1.0, None)}
     expected = math.log(2) + (0.25 + 1) / 2 - 0.5

@@ -77,7 +77,7 @@ def test_diagonal_and_kron_of_a_linear_gaussian(conjugate, covariance):
 
 
 def test_the_elbo_of_the_exact_posterior_is_the_evidence(conjugate):
-    """log p(y) of every draw, whatever the bound. log p(y, w) - log q(w) = log p(y) for q(w) = p(w
+    """Every draw gives log p(y), for every bound. log p(y, w) - log q(w) = log p(y) for q(w) = p(w
     | y)."""
     guide = at_mode(conjugate, structure="full").laplace_approximation(data(conjugate))
     design = conjugate.design
@@ -442,7 +442,7 @@ def test_precision_may_change(structure):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_dtypes(structure, dtype):
-    """Of half precision the curvature is in single, the draws are in half."""
+    """In half precision the curvature is computed in single precision, the draws are in half."""
     model, x, y = classifier(dtype)
     guide = AutoLaplaceGGN(model, structure=structure, rank=10).prototype(x, y)
     with warnings.catch_warnings():

@@ -135,7 +135,7 @@ def test_svi_makes_the_parameters_itself_where_a_prior_depends_on_another_latent
 
 
 def test_pyros_own_mean_field_bound_is_right_too():
-    """It would drop what a Delta carries, the entropy and the log-determinant."""
+    """Dropping a Delta's log density would lose the entropy and the log determinant."""
 
     def model():
         s = pyro.sample("s", dist.LogNormal(torch.tensor(0.3, dtype=D), 0.5))

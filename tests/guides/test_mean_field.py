@@ -1,4 +1,4 @@
-"""The mean-field posterior is the Normal that it says it is."""
+"""The mean-field posterior against the Normal with its parameters."""
 
 import math
 

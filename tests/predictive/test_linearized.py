@@ -630,7 +630,7 @@ def test_parameters_that_no_latent_moves_are_known():
 
 
 def test_nothing_moves_where_the_subset_does_not_matter():
-    """Latents outside the subset are fixed, whatever depends on them."""
+    """Latents outside the subset are fixed, also in outputs that depend on them."""
     bnn = bayesianize(nn.Linear(3, 1))
 
     def model(x, y=None):

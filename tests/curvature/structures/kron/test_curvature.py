@@ -132,7 +132,7 @@ def test_ekfac_is_the_best_diagonal_in_the_eigenbasis(oracle):
 
 @pytest.mark.parametrize("structure", ["kron", "ekfac"])
 def test_look_ups(oracle, structure):
-    """Of one datum with one token the block is exact; rows that no datum looks up have none."""
+    """For one datum with one token the block is exact; rows without a look-up have no curvature."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Embedding(4, 3), nn.Flatten(), nn.Linear(3, 2))
     model, data = oracle.regression(net, torch.tensor([[2]]), 2)
@@ -158,8 +158,8 @@ def test_large_rest_blocks_are_diagonal(oracle, monkeypatch):
 @pytest.mark.parametrize("structure", ["kron", "ekfac"])
 @pytest.mark.parametrize("width", [3, 10, 17], ids=["narrow", "to dense", "wide"])
 def test_merging(oracle, structure, width):
-    """Of wide inputs the eigenvectors are as many as the data: first three, then eight, which are
-    more than half of ten, but not of seventeen."""
+    """Wide inputs have as many eigenvectors as data: first three, then eight, which is more than
+    half of ten, but not of seventeen."""
     program, vector, x, y = mlp(oracle, 8, width)
     config, subset = CurvatureConfig(structure), Subset(program.layout)
 
@@ -190,7 +190,7 @@ def test_merging(oracle, structure, width):
 @pytest.mark.parametrize("structure", ["kron", "ekfac"])
 @pytest.mark.parametrize("decomposed", [False, True])
 def test_state(oracle, structure, decomposed):
-    """It loads into a curvature of other data, whose factors have other shapes."""
+    """The state loads into a curvature of other data, whose factors have other shapes."""
     program, vector, x, y = mlp(oracle, width=12)
     a = oracle.fit(program, vector, (x, y), structure=structure).curvature
     b = oracle.fit(program, vector + 1.0, (x[:3], y[:3]), structure=structure).curvature
