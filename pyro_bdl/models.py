@@ -1,8 +1,8 @@
 """Ready-made programs: a network of ``bayesianize`` with an observation model.
 
-Each is ``model(x, y=None)``. It observes the site ``y`` inside the plate ``data`` and records the
-network's output f(x) as the deterministic site ``f``. A network output with a single column
-(N, 1) counts as (N,), and so do targets.
+Each program is ``model(x, y=None)``. It observes the site ``y`` inside the plate ``data`` and
+records the network's output f(x) as the deterministic site ``f``. Outputs and targets with a single
+column (N, 1) are treated as (N,).
 
 A network that takes keywords gets them as a dict in the place of x, or as keywords of the call::
 

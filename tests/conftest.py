@@ -68,7 +68,7 @@ def _fresh():
 
 @pytest.fixture(params=STRUCTURES)
 def structure(request):
-    """The name of each curvature structure."""
+    """A curvature structure's name, for every structure."""
     return request.param
 
 
@@ -80,7 +80,7 @@ def structures():
 
 @pytest.fixture
 def ctrl_c():
-    """Ctrl-C is heeded, also where the shell that started the tests ignores it."""
+    """Make Ctrl-C raise, even if the shell that started the tests ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

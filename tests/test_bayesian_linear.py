@@ -53,7 +53,8 @@ def beta(request):
 
 
 def test_posterior_and_predictive_condition_the_joint_gaussian(phi, y, alpha, beta):
-    """Against p(w, y*) conditioned on y as one Gaussian over all of them."""
+    """Against p(w, y*) conditioned on y as one Gaussian over all of them. Source: Bishop 2006,
+    section 3.3."""
     found = posterior(SufficientStatistics.of(phi, y), alpha, beta)
     new = torch.randn(6, H, dtype=D)
     mean, variance = predict(new, found, beta)
@@ -70,6 +71,7 @@ def test_posterior_and_predictive_condition_the_joint_gaussian(phi, y, alpha, be
 
 
 def test_evidence_is_the_marginal_density(phi, y, alpha, beta):
+    """log N(y; 0, Phi Phi' / alpha + I / beta) (Bishop 2006, section 3.5)."""
     found = log_evidence(SufficientStatistics.of(phi, y), alpha, beta)
     expected = sum(
         gaussian(phi, alpha.expand(K, H)[k], beta.expand(K)[k]).log_prob(y[:, k]) for k in range(K)
@@ -128,6 +130,8 @@ def test_weights_count_rows_more_than_once(phi, y):
 
 @pytest.mark.parametrize("fixed", [{}, {"alpha": 0.3}, {"beta": 3.0}])
 def test_fixed_point_is_a_maximum(phi, y, fixed):
+    """alpha = gamma / m'm, beta = (N - gamma) / residual (MacKay 1992; Bishop 2006, equations 3.92
+    and 3.95)."""
     statistics = SufficientStatistics.of(phi, y)
     found = maximize(statistics, **fixed)
     at = [found.alpha.log().requires_grad_(), found.beta.log().requires_grad_()]

@@ -1,4 +1,4 @@
-"""Tempered and cold programs have the densities that they say."""
+"""The densities of tempered and cold programs."""
 
 import math
 import pickle
@@ -30,6 +30,7 @@ def program(x, y=None):
 
 @pytest.mark.parametrize("eta", [0.1, 1.0, 3.0])
 def test_temper_divides_the_likelihood_alone(eta):
+    """p(y | w)^(1/eta) p(w) (Huix et al. 2022)."""
     plain, tempered = Program(program, X, Y), Program(temper(program, eta), X, Y)
     latents = plain.initial
     run = plain.run(latents)
@@ -44,6 +45,7 @@ def test_temper_divides_the_likelihood_alone(eta):
 
 @pytest.mark.parametrize("t", [0.1, 1.0, 3.0])
 def test_cold_divides_all(t):
+    """(p(y | w) p(w))^(1/T) (Wenzel et al. 2020, equation 2)."""
     plain, colder = Program(program, X, Y), Program(cold(program, t), X, Y)
     latents = plain.initial
     torch.testing.assert_close(colder.log_joint(latents), plain.log_joint(latents) / t)

@@ -72,6 +72,7 @@ def test_a_draw_without_density_adds_nothing_to_the_evidence():
 
 @pytest.mark.parametrize("factor", [1.5, 0.8])
 def test_the_gap_is_the_divergence(factor):
+    """log p(y) - ELBO = KL(q || p(w | y))."""
     found = ratios(level, _guide(factor), Y, num_samples=20_000)
     divergence = 0.5 * (factor**2 - 1) - math.log(factor)
     assert found.gap == pytest.approx(divergence, abs=4 * found.elbo_error + 0.02)
@@ -83,7 +84,8 @@ def test_the_gap_is_the_divergence(factor):
 
 @pytest.mark.parametrize("factor", [0.4, 0.6])
 def test_khat_is_that_of_two_normals(factor):
-    """For q of r times the sd, p / q has the tail exp(z^2 (1 - r^2) / 2): k = 1 - r^2."""
+    """For q with r times the sd, p / q has the tail exp(z^2 (1 - r^2) / 2): k = 1 - r^2. See Yao et
+    al. 2018, section 3.1, for k-hat of a guide."""
     found = ratios(level, _guide(factor), Y, num_samples=50_000)
     assert found.pareto_k == pytest.approx(1 - factor**2, abs=0.15)
     assert "k-hat" in str(found)

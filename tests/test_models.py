@@ -1,4 +1,4 @@
-"""The ready-made programs say the densities that they claim."""
+"""The ready-made programs have the documented densities."""
 
 import math
 from collections import UserDict

@@ -1,4 +1,4 @@
-"""A bayesianized network computes what the network computes, and leaves the user's alone."""
+"""A bayesianized network computes the same outputs and does not change the user's network."""
 
 import copy
 import io
@@ -117,7 +117,7 @@ def test_every_parameter_is_a_site_of_its_shape(case):
 
 
 def test_the_output_follows_the_draw(case):
-    """Each site moves the output: none is sampled in vain."""
+    """The output depends on every site."""
     net, x = case
     bnn = bayesianize(net)
     values = {name: value + torch.randn_like(value) for name, value in _own_values(bnn).items()}

@@ -61,6 +61,7 @@ def test_log_densities_are_the_closed_forms(kind, dtype):
 
 
 def test_fan_in_counts_what_a_unit_sees():
+    """Normal(0, gain^2 / fan_in) (Neal 1996, section 2.1)."""
     w = torch.zeros(6, 2, 3, 3)
     conv, embedding = nn.Conv2d(4, 6, 3, groups=2), nn.Embedding(6, 8)
     prior = priors.FanIn(2.0)
@@ -226,6 +227,7 @@ def test_by_name_within_per_layer():
 
 
 def test_horseshoe_by_hand():
+    """Source: Carvalho, Polson & Scott 2010."""
     bnn = bayesianize(nn.Linear(2, 1, bias=False), priors.Horseshoe(0.5))
     program = Program(bnn, torch.zeros(1, 2))
     assert list(program.latents) == ["weight.global_scale", "weight.local_scale", "weight"]
@@ -462,6 +464,7 @@ def test_pretrained_is_centered_at_the_networks_values():
 
 
 def test_moped_scales_with_the_networks_values():
+    """Normal(w0, (delta max(|w0|, floor))^2) (Krishnan et al. 2020, section 3)."""
     net = _net()
     with torch.no_grad():
         net[0].bias.zero_()

@@ -27,6 +27,7 @@ def test_cosine():
 
 
 def test_cyclical():
+    """A straight line in each period (Fu et al. 2019)."""
     schedule = temperature.cyclical(0.1, 1.1, period=10, ramp=0.4)
     expected = [0.1, 0.35, 0.6, 0.85] + [1.1] * 6
     assert [schedule(step) for step in range(20)] == pytest.approx(expected * 2)
@@ -34,6 +35,7 @@ def test_cyclical():
 
 
 def test_overparameterized():
+    """eta = tau p / N (Huix et al. 2022)."""
     assert temperature.overparameterized(2.0, num_data=100, num_neurons=400) == 0.5
 
 

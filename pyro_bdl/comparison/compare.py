@@ -65,15 +65,18 @@ def compare(
 
     :param model: a Pyro program with one observed site, called with ``*test`` and, to predict, with
         None for the targets.
-    :param posteriors: name to guide, ``Samples`` or, where only predictions are known,
-        ``PredictiveDraws``; Pyro's own guides too. At least one is a guide or ``Samples``.
+    :param posteriors: name to guide (Pyro's own guides too), ``Samples``, or ``PredictiveDraws`` if
+        only predictions are known. At least one must be a guide or ``Samples``.
     :param test: the test inputs and, last, the targets, each ``(N, ...)``; inputs may be dicts of
         tensors.
-    :param reference: the posterior that the others are held against; None for none.
-    :param train: the inputs and, last, the targets that the posteriors were fitted to: for
-        leave-one-out, and to tell test inputs near them from those between and beyond them.
-    :param ood: inputs from elsewhere: how well does the uncertainty tell them from the test inputs?
-    :param num_samples: draws of each guide, at least 2; of ``Samples`` all are taken.
+    :param reference: name of the posterior with which the others are compared; None for no
+        reference.
+    :param train: the inputs and, last, the targets that the posteriors were fitted to. They are
+        used for leave-one-out, and to sort test inputs into near, between and beyond the training
+        inputs.
+    :param ood: out-of-distribution inputs, to score how well the uncertainty separates them from
+        the test inputs.
+    :param num_samples: draws of each guide, at least 2; of ``Samples`` all draws are used.
     :param batch_norm_data: the training data, ``(x, y)`` or an iterable of batches, for networks
         with BatchNorm: each draw gets its own running statistics, as in ``Predictive``. The linear
         model of a Laplace approximation keeps the network's statistics.
@@ -278,7 +281,7 @@ def _training_data(train: Any, test: Test) -> Test:
 
 
 def _other_inputs(ood: Any, test: Test) -> tuple[Any, ...]:
-    """Up to 1000 rows of the inputs from elsewhere."""
+    """Up to 1000 rows of the out-of-distribution inputs."""
     parts = (ood,) if isinstance(ood, Tensor | Mapping) else tuple(ood)
     tensors = [tensor for part in parts for tensor in _checked_tensors("ood", part)]
     if len(parts) != len(test.inputs) or len({len(tensor) for tensor in tensors}) > 1:

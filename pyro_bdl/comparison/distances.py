@@ -277,13 +277,13 @@ def _errors(task: str, inputs: dict[str, Pair]) -> Numbers:
         if group:
             # A draw's errors at many test points are similar: more points add little.
             few = (evenly(draws.movedim(1, 0), 1, _MOST_POINTS).movedim(0, 1) for draws in (a, b))
-            errors = metrics.monte_carlo_error(_together(group), *few).tolist()
+            errors = metrics.monte_carlo_error(_stacked_metrics(group), *few).tolist()
             keys = (metric.error_key for metric in group)
             found |= dict(zip(keys, errors, strict=True))
     return found
 
 
-def _together(group: Iterable[Metric]) -> Callable[[Tensor, Tensor], Tensor]:
+def _stacked_metrics(group: Iterable[Metric]) -> Callable[[Tensor, Tensor], Tensor]:
     """One function that computes several metrics of the same inputs as a vector."""
 
     def values(a: Tensor, b: Tensor) -> Tensor:

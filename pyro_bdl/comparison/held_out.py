@@ -49,7 +49,7 @@ class Test:
         return len(self.y)
 
     def part(self, rows: slice | Tensor) -> "Test":
-        """Some of the rows."""
+        """Select rows."""
         return Test(*taken((self.inputs, self.y), rows))
 
 

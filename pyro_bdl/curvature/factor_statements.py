@@ -11,10 +11,12 @@ from pyro_bdl.program.trace import Run, Site
 
 
 class FactorStatements:
-    """A memory of factors that tells those of the data from those of the latents alone.
+    """Record of factor statements, to separate factors of the data from factors of the latents
+    only.
 
-    ``values`` are those of the last batch. ``new`` are the factors to be counted for it: not those
-    that had the same value in the batch before, which are about the latents alone and count once.
+    ``values`` are the factors of the last batch. A factor with the same value as in the batch
+    before depends on the latents only and counts once; ``new`` are the other factors, which count
+    for this batch.
     """
 
     def __init__(self) -> None:
@@ -32,7 +34,7 @@ class FactorStatements:
 
 
 def check_factors(run: Run, config: CurvatureConfig) -> None:
-    """Warn where the program has factor statements, which have no Fisher information."""
+    """Warn if the program has factor statements, which have no Fisher information."""
     moved = [name for name, site in run.factors.items() if site.log_prob().requires_grad]
     if moved and config.curvature != "hessian":
         warnings.warn(

@@ -3,8 +3,7 @@
 For one datum with parameters theta, F = E[s s'] with the score s = d log p(y | theta) / d theta.
 The generalized Gauss-Newton matrix is sum_n J_n' F_n J_n, with J the Jacobian of theta in the
 latents. Any parametrization gives the same matrix, since F is covariant. F = S S', and each column
-of S is a cotangent that is back-propagated through the network (Schraudolph 2002; Martens 2020,
-section 9).
+of S is a cotangent that is back-propagated through the network (Schraudolph 2002; Martens 2020).
 """
 
 import math
@@ -101,7 +100,7 @@ def exact_columns(site: Site, num_draws: int = ESTIMATION_DRAWS) -> Iterator[Cot
     :param num_draws: observations drawn per datum if F has no closed form.
     """
     base = base_distribution(site.distribution)
-    cells = torch.Size(base.batch_shape[1:])  # that of a zero-inflated one is a tuple
+    cells = torch.Size(base.batch_shape[1:])  # a plain tuple for zero-inflated ones
     for column in cell_columns(site, num_draws):
         if cells.numel() == 1:
             yield column

@@ -64,7 +64,7 @@ def fit_curvature(
     refused.
 
     :param data: the program's arguments, or an iterable of batches of them.
-    :param before: a curvature of earlier data that the result will include.
+    :param before: a curvature of earlier data to include in the result.
     :param offset: of the subset (p,); the Fisher information is then that of the linearized
         outputs there, J and the other sums being those at the vector.
     :raises ValueError: for an offset with curvature="hessian", which is no Gauss-Newton matrix.

@@ -88,7 +88,7 @@ class LikelihoodSums:
             self.cells = self.cells + weights.sum().double()
 
     def add_up(self, batches: Batches) -> None:
-        """Add the sums of the other processes, where the data are shared among them."""
+        """Add the sums of the other processes, if the data are distributed over them."""
         ranks = batches.ranks
         if ranks is None:
             return
@@ -100,7 +100,7 @@ class LikelihoodSums:
         self.stated, self.scaled = max(stated), any(scaled)
         if self.scaled and self.num_data > self.stated:
             warnings.warn(
-                f"the processes hold {self.num_data} data and the program speaks of "
+                f"the processes hold {self.num_data} data, but the program states "
                 f"{self.stated:.0f}: those that several hold, such as the rows that a "
                 "DistributedSampler repeats, count several times",
                 BdlWarning,
@@ -112,14 +112,14 @@ class LikelihoodSums:
             return 1.0
         if self.factors.values and self.second_derivatives:
             raise ValueError(
-                f"the program speaks of {self.stated:.0f} data, {self.num_data} were passed, and "
-                f"by what the factor '{next(iter(self.factors.values))}' is to be scaled up is not "
-                "known: pass all data, in batches if need be"
+                f"the program states {self.stated:.0f} data, but {self.num_data} were passed, and "
+                f"it is unknown how to scale up the factor '{next(iter(self.factors.values))}': "
+                "pass all data, in batches if necessary"
             )
         warnings.warn(
-            f"the program speaks of {self.stated:.0f} data, {self.num_data} were passed: their "
+            f"the program states {self.stated:.0f} data, but {self.num_data} were passed: their "
             "curvature is scaled up; for the exact sum pass all data as an iterable of batches, or "
-            "let a plate that picks its own rows (subsample_size) take all of them",
+            "let a plate that chooses its own rows (subsample_size) use all of them",
             BdlWarning,
             stacklevel=5,
         )

@@ -113,7 +113,7 @@ def prior_precision(
         name: _normal_precision(site, layout.latents[name].transform, leaves)
         for name, site in run.latents.items()
     }
-    groups = _stated(run, layout)
+    groups = _known_gaussians(run, layout)
     for names, spread, _ in groups:
         sizes = [layout.latents[name].size for name in names]
         pieces |= dict(zip(names, spread.split(sizes), strict=True))
@@ -151,7 +151,7 @@ def prior_precision(
     return PriorPrecision(diagonal, indices.to(like.device)[kept], dense, uniform)
 
 
-def _stated(run: Run, layout: Any) -> list[tuple[list[str], Tensor, Tensor | None]]:
+def _known_gaussians(run: Run, layout: Any) -> list[tuple[list[str], Tensor, Tensor | None]]:
     """Groups of sites whose joint prior is a Gaussian with known precision: its diagonal and
     matrix.
 

@@ -17,8 +17,11 @@ from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
 def warn_of_randomness(
     model: Callable, subset: Subset, vector: Tensor, args: tuple, kwargs: Mapping[str, Any]
 ) -> None:
-    """Warn where a program in evaluation mode observes other distributions in a second run at the
-    same latents, as dropout that is always on makes it."""
+    """Warn if two runs of a program in evaluation mode at the same latents give different
+    distributions.
+
+    Dropout that is always on has this effect.
+    """
     values = subset.layout.constrain(vector)[0]
     with torch.no_grad(), evaluation_mode(model), preserved_buffers(model):
         first = record(model, values, args, kwargs, draw=leave_open)

@@ -15,7 +15,7 @@ from pyro_bdl.curvature.linear_outputs import LinearOutputs
 from pyro_bdl.distributions.take_apart import base_distribution, parameters_of_any
 from pyro_bdl.program.trace import Run, Site
 
-_COLUMNS_BUDGET = 8 * 2**20  # bytes of columns that are stacked, which costs a copy
+_COLUMNS_BUDGET = 8 * 2**20  # bytes of columns that are stacked, which copies them
 
 
 def fisher_jacobians(
@@ -79,9 +79,9 @@ def site_jacobians(
 
 
 def _check_readable(linearization: Linearization, name: str, site: Site) -> None:
-    """Raise an error if latents move a site's density other than by its parameters.
+    """Check that a site's density depends on the latents only through its parameters.
 
-    :raises ValueError: where they enter the distribution in ways that are not understood.
+    :raises ValueError: if the latents enter the distribution in an unknown way.
     """
     total = site.log_prob().sum()
     leaves = [linearization.leaves[part] for part in linearization.subset.parts]
@@ -100,7 +100,7 @@ def _check_readable(linearization: Linearization, name: str, site: Site) -> None
 def _softmax_jacobian(
     linearization: Linearization, name: str, site: Site, config: CurvatureConfig
 ) -> Jacobian | None:
-    """Return all columns at once where the subset is the last layer of a classifier."""
+    """Return all columns at once if the subset is the last layer of a classifier; else None."""
     base = base_distribution(site.distribution)
     if (
         config.curvature != "ggn"
@@ -121,7 +121,7 @@ def _jacobian(
 
 
 def site_pullback(linearization: Linearization, name: str, keys: tuple[str, ...]) -> Pullback:
-    """Parameters of a site's distribution, ready to be differentiated datum by datum."""
+    """Return a site's parameters in a form that can be differentiated datum by datum."""
 
     def outputs(run: Run) -> Sequence[Tensor]:
         parameters = parameters_of_any(base_distribution(run.observed[name].distribution))

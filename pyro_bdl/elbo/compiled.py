@@ -100,7 +100,7 @@ class CompiledELBO(ELBO):
         self.num_replays = 0  # steps that ran only a graph
         self._graphs: dict[tuple, Graph] = {}
         self._eta: tuple[float, Tensor] | None = None
-        self._said: set[str] = set()
+        self._warned_reasons: set[str] = set()
 
     # Values of the last step
 
@@ -325,8 +325,8 @@ class CompiledELBO(ELBO):
         return loss
 
     def _warn(self, reason: str) -> None:
-        if reason not in self._said:
-            self._said.add(reason)
+        if reason not in self._warned_reasons:
+            self._warned_reasons.add(reason)
             warnings.warn(
                 f"CompiledELBO runs the program uncompiled, since {reason}",
                 BdlWarning,

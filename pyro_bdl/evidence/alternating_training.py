@@ -58,7 +58,7 @@ def train_by_evidence(
         if run.interrupted or number == rounds - 1:
             break
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", BdlWarning)  # the MAP moves on
+            warnings.simplefilter("ignore", BdlWarning)  # the MAP is trained further
             _set(guide.laplace_approximation((x, y)), linearized=False)
     posterior = guide.laplace_approximation((x, y))
     if tuned:

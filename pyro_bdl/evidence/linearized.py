@@ -433,7 +433,7 @@ def _log_prior(guide: LaplaceGuide, offset: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def either_spelling(linearized: bool | None, linearised: bool | None) -> bool | None:
-    """The value of a keyword that was once spelled ``linearised``."""
+    """The value of the keyword ``linearized``, also under its former spelling ``linearised``."""
     if linearised is None:
         return linearized
     warnings.warn("the keyword is now linearized=", DeprecationWarning, stacklevel=3)

@@ -111,7 +111,7 @@ def _log_likelihood(
     point: LinearizedPoint | None,
 ) -> Tensor:
     if factor is not None and (offset is None or point is not None):
-        # of a Normal: -1/2 c sum r^2 + 1/2 n log c + constant, r in units of the reference noise
+        # for a Normal: -1/2 c sum r^2 + 1/2 n log c + constant, r in units of the reference noise
         here: Any = guide if point is None else point
         return (
             here.log_likelihood

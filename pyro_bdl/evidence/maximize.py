@@ -49,7 +49,7 @@ class Evaluation:
 class Evidence(Evaluation):
     """The result of a maximization; ``print`` shows both evaluations side by side.
 
-    :param history: log p(y) on the way, step by step or every tenth one.
+    :param history: log p(y) after every step, or every tenth step.
     :param at_weights: the maximum where the evidence is evaluated at the trained weights.
     :param at_optimum: the maximum where it is evaluated at the optimum of the linearized model,
         which the program's hyperparameters were set to; None where it was not asked for, or where
@@ -125,10 +125,12 @@ def maximize(
     The parameters change in place, and the guide follows. Retrain the MAP afterwards, or use
     ``MarginalLikelihoodTraining``, which alternates.
 
-    :param steps: at most so many.
-    :param learning_rate: of gradient ascent, in unconstrained units.
-    :param tolerance: "mackay" ends when no parameter changes by more than this fraction.
-    :param linearized: evaluate at the optimum of the linearized model, which is found anew at
+    :param guide: a guide of ``laplace_approximation``.
+    :param method: "mackay" or "gradient".
+    :param steps: the largest number of steps.
+    :param learning_rate: learning rate of gradient ascent, in unconstrained units.
+    :param tolerance: "mackay" stops when no parameter changes by more than this fraction.
+    :param linearized: evaluate at the optimum of the linearized model, which is computed again at
         every step; False: at the trained weights. By default where the program's observations can
         be linearized; the result then holds both maxima.
     :param curvature_at: "optimum" computes the curvature anew, at every step, from the outputs at

@@ -44,9 +44,9 @@ class MarginalLikelihoodTraining:
     :param data: ``(x, y)`` or an iterable of batches, for the evidence.
     :param every: epochs between updates.
     :param burn_in: epochs before the first update.
-    :param method: of ``maximize``.
-    :param steps: of ``maximize``, in each update.
-    :param patience: stop after so many updates without a better evidence; None: never.
+    :param method: the method of ``maximize``.
+    :param steps: steps of ``maximize`` in each update.
+    :param patience: stop after this many updates without a better evidence; None: never.
     :param linearized: True evaluates at the linearized model's optimum at every update; False
         never does, so that ``finish()`` leaves the hyperparameters of the best update. By default
         updates evaluate at the present weights, and ``finish()`` sets the hyperparameters at the

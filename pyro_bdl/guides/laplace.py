@@ -113,7 +113,7 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         batches.together(lambda: self._begin(*batches.first()))
         if self.subsampled:
             raise UnsupportedProgramError(
-                f"the latent site '{min(self.subsampled)}' stands in a subsampled plate, so that "
+                f"the latent site '{min(self.subsampled)}' is in a subsampled plate, so that "
                 "no run of the program holds all latents: integrate it out where it is Gaussian "
                 "(handlers.integrate), call the program with all of its data, or use AutoMeanField "
                 "or AutoAmortized"

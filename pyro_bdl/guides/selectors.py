@@ -207,7 +207,7 @@ class ByModule(_Sites):
 
 
 class BySite(_Sites):
-    """The sites that match some names or patterns with shell wildcards."""
+    """Selector of the sites that match some names or patterns with shell wildcards."""
 
     def __init__(self, *patterns: str) -> None:
         self.patterns = patterns

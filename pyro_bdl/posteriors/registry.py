@@ -160,7 +160,7 @@ def fit(
 ) -> Fit:
     """Fit a registered posterior, time it and estimate its ELBO.
 
-    Every fit starts from the options' seed, so that it does not depend on which were made before.
+    Every fit starts from the options' seed, so that it does not depend on earlier fits.
     The process's generators are put back after.
 
     :raises ValueError: for a name that is not registered, or from the posterior's function.

@@ -142,7 +142,7 @@ def device_of_rows(value: Any) -> torch.device:
 
 
 def rows(batch: Batch, start: int, stop: int, num_data: int) -> Batch:
-    """The rows from start to stop of every tensor that has ``num_data`` of them."""
+    """Select the rows from start to stop of every tensor with ``num_data`` rows."""
     return _taken(batch, slice(start, stop), num_data)
 
 

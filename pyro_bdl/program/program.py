@@ -52,7 +52,7 @@ class Program:
     them out exactly (``program/enumeration.py``).
 
     :param model: any Pyro program.
-    :param args: the arguments of one run, targets included.
+    :param args: the arguments of one run, including the targets.
     :raises UnsupportedProgramError: for a discrete latent site that cannot be summed out, a support
         that depends on other latents, a sequential plate, or weights sampled inside a plate.
     """

@@ -76,7 +76,7 @@ def unconstrained_value(base: Distribution, key: str, value: Tensor) -> Tensor:
 def with_unconstrained(site: Site, values: dict[str, Tensor]) -> Site:
     """The site with other unbounded parameters, which may have more leading dimensions."""
     base = base_distribution(site.distribution)
-    structure, _ = _apart(site)
+    structure, _ = _split(site)
     arguments = {key: constrained_value(base, key, value) for key, value in values.items()}
     again = rebuild(structure._replace(event_dims=0), arguments)
     return site._replace(distribution=_wrapped_like(site.distribution, again))
@@ -87,7 +87,7 @@ def known_kind(site: Site) -> str:
 
     :raises NotImplementedError: if the distribution cannot be split into tensors.
     """
-    _apart(site)
+    _split(site)
     return type(base_distribution(site.distribution)).__name__
 
 
@@ -96,7 +96,7 @@ def are_known(sites: Iterable[Site]) -> bool:
     return all(take_apart(site.distribution) is not None for site in sites)
 
 
-def _apart(site: Site) -> tuple[Structure, dict[str, Tensor]]:
+def _split(site: Site) -> tuple[Structure, dict[str, Tensor]]:
     apart = take_apart(site.distribution)
     if apart is None:
         kind = type(base_distribution(site.distribution)).__name__

@@ -29,9 +29,9 @@ def number_of_draws(draws: Draws) -> int:
 class DrawMap:
     """Map over draws that stacks function(draw), with different random numbers for each draw.
 
-    Uses ``vmap`` for chunks of several draws; where an operator of the network has no batching
-    rule it says so, once, and loops over the draws from then on. BatchNorm layers in training mode
-    update their running statistics as they would in the loop.
+    It uses ``vmap`` for chunks of several draws. If an operator of the network has no batching
+    rule, it warns once and loops over the draws from then on. BatchNorm layers in training mode
+    update their running statistics as in a loop.
 
     :param over: what there are several of, for that message.
     :param batch_norm: whether there may be BatchNorm layers that keep running statistics.
@@ -74,7 +74,7 @@ class DrawMap:
         return result
 
     def _chunk(self, function: Callable[[Draws], Any], draws: Draws) -> Any:
-        if number_of_draws(draws) == 1:  # nothing to gain, and batched convolutions are slower
+        if number_of_draws(draws) == 1:  # vmap gains nothing, and batched convolutions are slower
             return looped(function, draws)
         try:
             return self._evaluate(function, draws)

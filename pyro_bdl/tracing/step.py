@@ -27,12 +27,13 @@ Loss = Callable[..., tuple[Tensor, ...]]
 class Step:
     """The graph of (loss, further results, gradients).
 
-    :param run: takes the arguments, then ``outside``.
-    :param outside: the tensors that the loss found elsewhere: parameters, constants.
-    :param constants: those of which functions were computed once.
-    :param written: those that it changes in place.
-    :param leaves: what the gradients are taken in: parameters, and arguments by their numbers.
-    :param others: how many further results there are.
+    :param run: a function of the arguments, followed by ``outside``.
+    :param outside: the tensors that are not arguments: parameters and constants.
+    :param constants: the tensors whose functions were computed once.
+    :param written: the tensors that are changed in place.
+    :param leaves: the tensors in which gradients are taken: parameters, and arguments by their
+        position.
+    :param others: the number of further results.
     :param truths: the truth values of the arguments for which it holds.
     """
 

@@ -263,8 +263,8 @@ def refuse_reads(
 ) -> None:
     """Refuse control flow and shapes that depend on values that may differ in the next run.
 
-    :param variable: the nodes of such numbers.
-    :param places: where numbers are read, from ``record``.
+    :param variable: the nodes of such values.
+    :param places: the lines that read values, from ``record``.
     :param allowed: nodes that may read them.
     :raises NotTraceable: naming the operator.
     """

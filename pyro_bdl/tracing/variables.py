@@ -53,7 +53,7 @@ def variables(callables: Iterable[Any], modules: Iterable[nn.Module]) -> list[Va
     :param callables: functions such as a program.
     :param modules: modules whose methods and functions are searched too.
     """
-    walk = _Walk()
+    walk = _VariableSearch()
     for function in callables:
         walk.follow(function)
     for module in modules:
@@ -63,7 +63,7 @@ def variables(callables: Iterable[Any], modules: Iterable[nn.Module]) -> list[Va
     return walk.found
 
 
-class _Walk:
+class _VariableSearch:
     def __init__(self) -> None:
         self.found: list[Variable] = []
         self._seen: set[tuple[FunctionType, int]] = set()

@@ -42,6 +42,7 @@ def _calibrate(inference, num_simulations=400, **options):
 
 
 def test_the_exact_posterior_is_calibrated():
+    """Ranks are uniform (Talts et al. 2018, theorem 1)."""
     found = _calibrate(exactly())
     assert found.names == ("mean of y[0]", *(f"mean of y[{i}]" for i in range(1, N)), "w")
     assert found.ranks.shape == (400, N + 1)
@@ -76,6 +77,7 @@ def test_ranks_count_the_draws_below_the_truth(shift, rank):
 
 
 def test_histograms_bins_and_bands():
+    """Bands are quantiles of a binomial (Talts et al. 2018, section 5.1)."""
     ranks = torch.arange(100)[:, None].repeat(2, 1)
     found = Calibration(ranks, 99, ("a",))
     assert found.bins == 20
@@ -120,7 +122,8 @@ def test_bands_and_p_values_of_uniform_ranks(draws):
 
 
 def test_ranks_of_discrete_quantities_are_uniform():
-    """Only the sign is ranked, which most draws share with the truth."""
+    """Only the sign is ranked, which most draws share with the truth. Source: Modrak et al.
+    2023."""
     found = _calibrate(exactly(), quantities=lambda draw: {"sign": (draw["w"] > 0).float()})
     assert found.rows()[0]["verdict"] == "calibrated, as far as seen"
     assert found.uniformity() > 1e-3

@@ -171,7 +171,7 @@ def test_a_posterior_that_fails_loses_no_other(run, tmp_path, monkeypatch):
 
 
 def test_a_posterior_that_does_not_fit_in_memory_is_left_out(run, tmp_path, monkeypatch):
-    """By the very error that the matrix of a large network raises; the exit code stays 0."""
+    """The same error as for the matrix of a large network; the exit code stays 0."""
     monkeypatch.setattr(curvature_config, "available_memory", lambda device: 5000)
     code, out, err = run(*TINY, "--guides", "map,laplace-full,laplace-diag")
     assert code == 0, err
@@ -229,7 +229,7 @@ def test_all_and_default_posteriors(capsys):
 def test_the_same_seed_gives_the_same_table_and_details_are_printed_when_asked_for(
     table, run, tmp_path, monkeypatch
 ):
-    """Times and memory apart."""
+    """The output without times and memory."""
     monkeypatch.setattr(Comparison, "figures", lambda self, **options: {})  # they take long
     given = ["--data", table, "--target", "price", "--guides", "map,mean-field,nuts"]
     given += ["--one-hot", *TINY, "--draws", "8", "--warmup", "8"]

@@ -1,4 +1,4 @@
-"""After the last fit nothing loses what was fitted, and nothing is fitted in vain."""
+"""Errors after the fits do not lose the fits, and bad input is refused before fitting."""
 
 import csv
 import io

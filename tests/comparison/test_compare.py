@@ -65,7 +65,7 @@ def test_scores_of_a_known_predictive():
 
 
 def test_one_function_that_is_all_right_or_all_wrong_is_no_fault_of_its_interval():
-    """All targets are one number that the posterior is sure not to know: 90 % or none of them."""
+    """All targets depend on one number, so that a coverage is 90 % or zero."""
 
     def shared(x, y=None):
         w = pyro.sample("w", dist.Normal(torch.tensor(0.0), 1.0))

@@ -75,7 +75,7 @@ def test_all_but_the_density_is_as_of_independent_rows():
 
 
 def test_of_a_fixed_mean_the_targets_are_compared():
-    """The function of a process is integrated out: its mean would agree whatever the posterior."""
+    """The function of a process is integrated out, so its mean would agree for every posterior."""
     theirs = Samples({"length": 3 + lengths(200).latents["length"]})
     row = compare(process, {"a": lengths(200), "b": theirs}, X, Y, reference="b").to_dict()["a"]
     assert row["sd_ratio"] == pytest.approx(1.0, abs=0.1)  # the marginals are the same

@@ -1,4 +1,4 @@
-"""Leave-one-out: exact in a conjugate model, equal to ArviZ, and mended for guides."""
+"""Leave-one-out: exact in a conjugate model, equal to ArviZ, and corrected for guides."""
 
 import math
 import warnings
@@ -73,7 +73,7 @@ def test_of_exact_draws_it_is_exact(data):
 
 
 def test_a_guide_that_is_too_wide_is_mended_by_its_density(data):
-    """As it is, a guide of twice the sd is off."""
+    """Without the correction a guide with twice the sd is wrong."""
     q = guide(data.y, width=2.0)
     samples = bdl.Samples({"w": q.sample_latents(4000)["w"].detach()[None]})
     loo, kind = found(q, samples, data)

@@ -33,7 +33,7 @@ def classes(x, y=None):
 
 
 def heavy(x, y=None):
-    """The mean of a Cauchy is NaN whatever the latents are, its draws are finite."""
+    """The mean of a Cauchy is NaN for all latents; its draws are finite."""
     w = pyro.sample("w", dist.Normal(torch.tensor(0.0), 1.0))
     with pyro.plate("data", len(x)):
         pyro.sample("y", dist.Cauchy(w.expand(len(x)), 1.0), obs=y)

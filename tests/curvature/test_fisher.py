@@ -133,6 +133,7 @@ def estimate(base, names):
 
 @pytest.mark.parametrize("name", CLOSED)
 def test_closed_forms_within_monte_carlo_error(name):
+    """F = E[s s'] with the score s = d log p(y | theta) / d theta (Fisher 1925)."""
     torch.manual_seed(1)
     base = CLOSED[name]()
     names = FIXED.get(name, list(parameters_of_any(base)))
@@ -158,6 +159,7 @@ def test_a_known_parameter_drops_out(name):
 
 
 def test_categorical():
+    """F = diag(p) - p p' for logits (Martens 2020)."""
     p = LOGITS.softmax(-1)
     given_logits = information(dist.Categorical(logits=LOGITS), ["logits"])[0]
     torch.testing.assert_close(given_logits, torch.diag(p) - p.outer(p))
@@ -166,7 +168,8 @@ def test_categorical():
 
 
 def test_logits_and_probabilities_are_one_information():
-    """J' F J is the same in both parametrizations, also after log_prob has derived the other."""
+    """J' F J is the same in both parametrizations, also after log_prob has derived the other.
+    Fisher information is covariant."""
     logits = LOGITS.expand(4, 3).clone().requires_grad_()
     for first, second in (
         (dist.Categorical(logits=logits), dist.Categorical(probs=logits.softmax(-1))),
@@ -269,6 +272,7 @@ def test_masks_and_temperatures_weigh_their_own_axes(cells):
 
 
 def test_the_empirical_columns_are_scores():
+    """The empirical Fisher uses the scores at the observed values (Martens 2020)."""
     loc, y = grad(5, 2), torch.randn(5, 2)
     s = site(dist.Normal(loc, 0.5).to_event(1), scale=4.0, value=y)
     (column,) = empirical_columns(s)
@@ -276,6 +280,7 @@ def test_the_empirical_columns_are_scores():
 
 
 def test_sampled_columns_converge():
+    """E[S S'] = F for scores of drawn observations (Martens 2020)."""
     torch.manual_seed(0)
     logits = grad(3, 4).detach().repeat_interleave(200, 0).requires_grad_()
     s = site(dist.Categorical(logits=logits), scale=2.0)
@@ -431,7 +436,8 @@ def test_every_parameterization_against_drawn_scores_of_the_latents(name):
 
 
 def test_multivariate_normals_are_exact_in_every_parameterization():
-    """F_ij = tr(P dS_i P dS_j) / 2 + dm_i' P dm_j, P the inverse of the covariance S."""
+    """F_ij = tr(P dS_i P dS_j) / 2 + dm_i' P dm_j, P the inverse of the covariance S. Source: Kay
+    1993, Fundamentals of statistical signal processing, equation 3.31."""
     latents = torch.linspace(-0.4, 0.5, 6, dtype=torch.float64).requires_grad_()
     low_rank = PARAMETERIZATIONS["LowRank"][1]
     kinds = {
@@ -480,7 +486,7 @@ def test_a_support_that_moves_or_a_density_that_does_not_is_refused():
 
 
 class Shifted(dist.Normal):
-    """A Normal with a tensor that its arguments do not tell."""
+    """A Normal with a tensor that is not one of its arguments."""
 
     def __init__(self, loc, scale, shift=0.0, validate_args=None):
         self.shift = shift

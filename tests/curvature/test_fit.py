@@ -59,6 +59,7 @@ KINDS = ["normal", "noise", "heteroscedastic", "categorical", "pixels", "bernoul
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_full_and_diagonal_by_formula(oracle, kind):
+    """The generalized Gauss-Newton matrix sum_n J_n' F_n J_n (Schraudolph 2002; Martens 2020)."""
     model, x, y = observations(kind)
     program, vector = oracle.program(model, x, y)
     expected = oracle.ggn(program, vector)
@@ -71,6 +72,8 @@ def test_full_and_diagonal_by_formula(oracle, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_low_rank_of_full_rank_is_full(oracle, kind):
+    """Randomized subspace iteration is exact at full rank (Halko, Martinsson & Tropp 2011,
+    algorithm 4.4)."""
     model, x, y = observations(kind)
     program, vector = oracle.program(model, x, y)
     expected = oracle.ggn(program, vector)
@@ -81,6 +84,7 @@ def test_low_rank_of_full_rank_is_full(oracle, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kron_of_one_datum_is_the_block_diagonal(oracle, kind):
+    """(a a') kron (g g') is exact for one datum (Martens & Grosse 2015, section 3)."""
     if kind == "pixels":
         pytest.skip("a convolution has several positions")
     model, x, y = observations(kind)
@@ -99,7 +103,8 @@ def test_kron_of_one_datum_is_the_block_diagonal(oracle, kind):
 
 
 def test_kron_of_deep_linear_networks_is_the_block_diagonal(oracle):
-    """With Gaussian noise and one output the back-propagated g are the same for every datum."""
+    """With Gaussian noise and one output the back-propagated g are the same for every datum.
+    Kronecker factors are then exact (Bernacchia, Lengyel & Hennequin 2018)."""
     torch.manual_seed(0)
     deep = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(2, 1))
     model, data = oracle.regression(deep, torch.randn(7, 3))
@@ -183,7 +188,7 @@ def test_parts_that_fit_in_memory_add_up(oracle, structure, kind, monkeypatch):
 
 
 def test_a_program_that_needs_all_of_its_data_is_not_cut(oracle, monkeypatch):
-    """Rows that look at each other, and a factor, which stands once for all data."""
+    """Rows that depend on each other, and a factor, which counts once for all data."""
 
     def centered(x, y=None):
         w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
@@ -208,7 +213,7 @@ def test_a_program_that_needs_all_of_its_data_is_not_cut(oracle, monkeypatch):
 
 
 def test_two_sites_with_different_numbers_of_data(oracle, structures):
-    """One network, called twice: its weights are one block, whatever each site sees of them."""
+    """One network, called twice: its weights are one block for both sites."""
     bnn = bayesianize(net(1))
 
     def model(x, y=None, z=None):
@@ -297,7 +302,7 @@ def test_masks_and_temperatures(oracle, structure):
 
 
 def test_minibatches_of_a_program_that_says_how_many_data_there_are(oracle, structures):
-    """All batches: each datum once. Some: scaled up, and said."""
+    """With all batches each datum counts once; with some, sums are scaled up with a warning."""
     torch.manual_seed(0)
     x, y = torch.randn(6, 3), torch.randn(6, 2)
     bnn = bayesianize(net())
@@ -359,7 +364,7 @@ def test_a_site_that_is_not_scaled_beside_one_that_is(oracle):
 
 
 def test_a_plate_that_draws_its_own_subsample(oracle):
-    """Every pass, and every derivative within one, is about the same draw."""
+    """All passes, and all derivatives within one, use the same draw."""
     torch.manual_seed(0)
     x, y = torch.randn(8, 3), torch.randn(8)
 
@@ -385,6 +390,7 @@ def test_a_plate_that_draws_its_own_subsample(oracle):
 
 
 def test_the_monte_carlo_fisher_converges(oracle):
+    """Scores of drawn observations estimate sum_n J_n' F_n J_n (Martens 2020)."""
     model, x, y = observations("categorical")
     program, vector = oracle.program(model, x, y)
     expected = oracle.fit(program, vector, (x, y), structure="full").curvature.matrix
@@ -419,6 +425,7 @@ def test_passes_share_their_draws(oracle, structure):
 
 
 def test_the_empirical_fisher_is_the_outer_product_of_scores(oracle):
+    """sum_n g_n g_n' with g_n the gradient of log p(y_n | w) (Martens 2020)."""
     model, x, y = observations("noise")
     program, vector = oracle.program(model, x, y)
 
@@ -451,6 +458,7 @@ def test_the_hessian(oracle, kind):
 
 
 def test_the_hessian_is_the_ggn_for_a_linear_gaussian(oracle):
+    """The second-order term of the network vanishes (Martens 2020)."""
     model, data = oracle.regression(nn.Linear(3, 2), torch.randn(5, 3), 2)
     program, vector = oracle.program(model, *data)
     hessian = oracle.fit(program, vector, data, structure="full", curvature="hessian")
@@ -615,7 +623,7 @@ def test_distributions_that_cannot_be_made_again(oracle):
 
 
 def test_a_distribution_made_by_a_transform(oracle):
-    """InverseGamma holds a Gamma; its parameters are read all the same."""
+    """InverseGamma holds a Gamma; its parameters can be read nevertheless."""
 
     def model(x, y=None):
         w = pyro.sample("w", dist.Normal(0.0, 1.0))
@@ -672,7 +680,7 @@ def test_the_bar_waits_for_passes_that_take_long(oracle, capsys, monkeypatch):
 
 
 def test_an_observation_of_no_datum_counts_once(monkeypatch):
-    """Parts of a batch would each say it again."""
+    """Each piece of a batch would count it again."""
 
     def model(x, y=None):
         w = pyro.sample("w", dist.Normal(0.0, 1.0))

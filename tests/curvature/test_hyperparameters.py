@@ -67,7 +67,7 @@ def test_a_reading_has_the_parameters_and_their_graph():
 
 
 def test_frozen_and_plain_parameters():
-    """A PyroParam that is frozen is none; a weight without a prior is one."""
+    """A frozen PyroParam is not a parameter; a weight without a prior is one."""
     model = regression(priors.ByName({"weight": priors.Normal(learned(0.7))}), learned(0.5))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("noise" not in name)

@@ -14,6 +14,7 @@ from pyro_bdl.program.subset import select
 
 @pytest.mark.parametrize("chosen", [None, ["0.weight"], torch.tensor([1, 4, 13])])
 def test_a_moved_output_is_the_jacobian_times_the_offset(chosen):
+    """f(u* + d) = f(u*) + J d (Immer et al. 2021, "GLM predictive")."""
     torch.manual_seed(0)
     x, y = torch.randn(5, 2, dtype=torch.float64), torch.randn(5, dtype=torch.float64)
     net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()

@@ -68,6 +68,7 @@ def check(oracle, model, *args, exact=True):
     ids=["Normal", "FanIn", "ByName", "learned"],
 )
 def test_independent_normals(oracle, prior):
+    """Minus the Hessian of log Normal(w; m, s^2) is 1 / s^2."""
     model, x, y = network(prior)
     precision, expected = check(oracle, model, x, y)
     assert precision.indices is None and precision.dense is None
@@ -135,7 +136,7 @@ def test_constrained_latents(oracle):
 
 
 def test_a_uniform_latent(oracle):
-    """Its density says nothing, its transform does."""
+    """Its density is constant; its transform has curvature."""
 
     def model(y):
         c = pyro.sample("c", dist.Uniform(-1.0, 3.0))
@@ -171,6 +172,7 @@ def test_a_random_walk(oracle):
 
 
 def test_horseshoe(oracle):
+    """Minus the Hessian of the log prior of Carvalho, Polson & Scott 2010, by autograd."""
     model, x, y = network(priors.Horseshoe(0.5))
     precision, _ = check(oracle, model, x, y)
     assert precision.dense is not None and (precision.diagonal > 0).all()

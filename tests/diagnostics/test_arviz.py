@@ -56,6 +56,7 @@ def ours(name, x, compat):
 @pytest.mark.parametrize("name", reference.STATISTICS)
 @pytest.mark.parametrize("case", CHAINS)
 def test_statistic_of_chains(case, name, source):
+    """R-hat, ESS and MCSE (Vehtari et al. 2021) against ArviZ's numbers."""
     compat, found = find(source, "chains", case, CHAINS[case])
     np.testing.assert_allclose(
         ours(name, CHAINS[case], compat).numpy(), found[name], rtol=1e-10, atol=1e-15

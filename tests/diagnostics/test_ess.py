@@ -27,6 +27,7 @@ def check_mean(value, expected):
 
 @pytest.mark.parametrize("phi", [-0.5, 0.0, 0.5, 0.9])
 def test_autoregressive_chains(phi):
+    """ESS = S (1 - phi) / (1 + phi) for AR(1) chains (Geyer 1992)."""
     x = autoregressive(phi)
     size = CHAINS * DRAWS
     # sum over all lags of phi^|t|, and of phi^2|t|, the correlation of the squares.
@@ -40,6 +41,7 @@ def test_autoregressive_chains(phi):
 
 
 def test_quantiles_of_independent_draws():
+    """sd of a quantile: sqrt(p (1 - p) / S) / density (Vehtari et al. 2021, section 4.4)."""
     x = autoregressive(0.0)
     size, level = CHAINS * DRAWS, 0.9
     density = math.exp(-0.5 * 1.2815515655446004**2) / math.sqrt(2 * math.pi)
@@ -65,7 +67,7 @@ def test_mcse_is_the_spread_of_the_estimate():
 
 
 def test_bfmi():
-    """Var(E_t - E_t-1) / Var(E) = 2 (1 - phi)."""
+    """Var(E_t - E_t-1) / Var(E) = 2 (1 - phi). Source: Betancourt 2016, equation 9."""
     found = bfmi(autoregressive(0.9))
     assert found.shape == (CHAINS, QUANTITIES)
     assert abs(found.mean() - 0.2) < 0.01

@@ -45,7 +45,8 @@ class Conjugate:
 
 @pytest.mark.parametrize("compat", ["1.x", "0.23"])
 def test_loo_equals_leaving_each_observation_out(compat):
-    """40 000 independent draws: the Monte Carlo error of a pointwise value is below 0.002."""
+    """40 000 independent draws: the Monte Carlo error of a pointwise value is below 0.002. elpd =
+    sum_n log p(y_n | y_-n) (Vehtari, Gelman & Gabry 2017)."""
     model = Conjugate()
     found = loo(model.log_likelihood(model.posterior.sample((4, 10_000))), compat=compat)
     exact = model.left_out()
@@ -59,7 +60,8 @@ def test_loo_equals_leaving_each_observation_out(compat):
 
 
 def test_approximate_posterior_is_corrected():
-    """Draws from a Gaussian that is off by half a sd and 1.5 times as wide."""
+    """Draws from a Gaussian that is off by half a sd and 1.5 times as wide. Source: Magnusson et
+    al. 2019, equation 8."""
     model = Conjugate()
     guide = Normal(
         model.posterior.mean + 0.5 * model.posterior.stddev, 1.5 * model.posterior.stddev
@@ -83,6 +85,7 @@ def test_equal_densities_need_no_correction():
 
 
 def test_waic_is_its_definition():
+    """log mean p - var log p (Watanabe 2010; Vehtari, Gelman & Gabry 2017, equation 11)."""
     model = Conjugate()
     ll = model.log_likelihood(model.posterior.sample((4, 250)))
     flat = ll.flatten(0, 1).numpy()

@@ -12,6 +12,7 @@ from pyro_bdl.diagnostics.pareto import ParetoFit, fit_pareto, pareto_quantile
 
 @pytest.mark.parametrize("k", [-0.3, 0.0, 0.4, 1.2])
 def test_quantiles_are_those_of_scipy(k):
+    """sigma ((1 - p)^-k - 1) / k, the generalized Pareto quantile."""
     p = torch.linspace(0.01, 0.99, 9, dtype=torch.float64)[None]
     fit = ParetoFit(*torch.tensor([[k], [2.5]], dtype=torch.float64))
     expected = genpareto.ppf(p[0].numpy(), c=k, scale=2.5)
@@ -20,7 +21,8 @@ def test_quantiles_are_those_of_scipy(k):
 
 @pytest.mark.parametrize("k", [-0.3, 0.2, 0.7, 1.2])
 def test_fit_finds_shape_and_scale(k):
-    """200 samples of 1000: (n k + 5) / (n + 10) within 5 standard errors and a bias of 0.01."""
+    """200 samples of 1000: (n k + 5) / (n + 10) within 5 standard errors and a bias of 0.01.
+    Source: Zhang & Stephens 2009."""
     uniform = torch.rand(200, 1000, dtype=torch.float64)
     x = pareto_quantile(uniform, ParetoFit(torch.full((200,), k), torch.full((200,), 1.7)))
     fit = fit_pareto(x.sort(-1).values, torch.full((200,), 1000))
@@ -45,7 +47,8 @@ def test_rows_of_different_lengths_are_fitted_as_if_alone():
 @pytest.mark.parametrize("compat", ["1.x", "0.23"])
 @pytest.mark.parametrize("k", [0.1, 0.5, 0.9])
 def test_ratios_with_a_pareto_tail(k, compat):
-    """u^-k with u uniform has a tail of shape k; the fit draws it to 0.5 with 10 of n + 10."""
+    """u^-k with u uniform has a tail of shape k; the fit draws it to 0.5 with 10 of n + 10. Source:
+    Vehtari et al. 2024, appendix C."""
     log_ratios = -k * torch.rand(4, 1000, 200, dtype=torch.float64).log()
     found = psis(log_ratios, compat=compat)
     n = 189 if compat == "1.x" else 190
@@ -93,6 +96,7 @@ def test_equal_ratios_and_few_draws():
 
 
 def test_good_k():
+    """min(1 - 1 / log10(S), 0.7) (Vehtari et al. 2024, section 3.2.4)."""
     assert good_k(100) == 0.5
     assert good_k(4000) == 0.7
 

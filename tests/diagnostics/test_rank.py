@@ -26,6 +26,7 @@ def inputs(shape):
 
 @pytest.mark.parametrize("shape", [(1, 7), (3, 9), (4, 1), (5, 200)])
 def test_ranks_with_ties(shape):
+    """z = Phi^-1((r - 3/8) / (n + 1/4)) with average ranks (Vehtari et al. 2021, section 4.1)."""
     for x in inputs(shape):
         expected = rankdata(x, axis=-1)
         given = ordered(torch.from_numpy(x))
@@ -36,6 +37,7 @@ def test_ranks_with_ties(shape):
 
 @pytest.mark.parametrize("shape", [(3, 9), (4, 10), (5, 200)])
 def test_ranks_of_distances_from_the_median(shape):
+    """Folded draws |x - median| (Vehtari et al. 2021)."""
     for x in inputs(shape):
         distances = np.abs(x - np.median(x, axis=-1, keepdims=True))
         found = folded(ordered(torch.from_numpy(x)))

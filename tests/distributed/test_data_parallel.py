@@ -106,7 +106,7 @@ def in_torch(model, guide, elbo, batches):
 
 @case
 def plate_of_the_batch(rank, size):
-    """A program that takes what it is given for all of the data; the one process is plain."""
+    """A program that treats its batch as all data; the single process has all data."""
     model = program(None, seed=rank)
     guide = AutoMAP(model)
     elbo = TemperedTraceMeanField_ELBO()
@@ -331,7 +331,7 @@ def facts(posterior):
 
 @functools.cache
 def maximum():
-    """Where one process arrives with all data."""
+    """The result of a single process with all data."""
     model = program()
     guide = AutoMAP(model).prototype(*data(0, 1))
     optimizer = torch.optim.LBFGS([guide.loc], max_iter=500, line_search_fn="strong_wolfe")

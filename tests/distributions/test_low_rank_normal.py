@@ -23,6 +23,8 @@ def dense(matrix):
 
 
 def test_the_matrix(matrix):
+    """M = diag(s^2) + W W' and log det M = 2 sum log s + log det (1 + F' F), the determinant
+    lemma."""
     whole, x = dense(matrix), torch.randn(4, 6, dtype=D)
     torch.testing.assert_close(matrix.diagonal(), whole.diagonal())
     torch.testing.assert_close(matrix.log_det(), whole.logdet())
@@ -30,6 +32,7 @@ def test_the_matrix(matrix):
 
 
 def test_its_inverse_by_woodbury(matrix):
+    """M^-1 = S^-2 - S^-1 F K^-1 F' S^-1 with K = 1 + F' F (Woodbury 1950)."""
     inverse, x = dense(matrix).inverse(), torch.randn(4, 6, dtype=D)
     torch.testing.assert_close(matrix.solve(x), x @ inverse)
     torch.testing.assert_close(matrix.inverse_diagonal(), inverse.diagonal())

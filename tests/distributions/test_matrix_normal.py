@@ -38,6 +38,7 @@ KINDS = ["triangular", "rows", "columns", "both"]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_density_moments_and_entropy(kind):
+    """MN(M, U, V) is N(vec M, V kron U) on stacked columns (Gupta & Nagar 1999, section 2.2)."""
     q = make(kind)
     oracle = dense(q)
     x = torch.randn(5, 3, 2, 2, dtype=D)
@@ -84,6 +85,7 @@ def test_kl_to_and_from_independent_normals(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("other", KINDS)
 def test_kl_of_two(kind, other):
+    """KL = 1/2 [tr(P^-1 Q) + d' P^-1 d - pq + log det P - log det Q] with dense covariances."""
     q, p = make(kind), make(other)
     torch.testing.assert_close(kl_divergence(q, p), kl_divergence(dense(q), dense(p)))
 

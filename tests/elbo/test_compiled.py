@@ -65,7 +65,7 @@ BOUNDS = {
 
 @pytest.fixture(autouse=True)
 def _no_warnings():
-    """What runs uncompiled must be expected by the test."""
+    """Fail if a program runs uncompiled, unless the test expects it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", category=BdlWarning, message="CompiledELBO")
         yield
@@ -86,8 +86,8 @@ def _plain(options):
 
 
 class Record(list):
-    """What a training run did: (loss, expected log likelihood, KL, temperature) of each step, and
-    the parameters and buffers at its end."""
+    """The record of a training run: (loss, expected log likelihood, KL, temperature) of each step,
+    and the parameters and buffers at its end."""
 
     def __init__(self, make, elbo, batches, *, kind=AutoMeanField, optimizer=None, between=None):
         super().__init__()

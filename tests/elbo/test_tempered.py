@@ -40,6 +40,7 @@ def _close(a, b, tolerance=1e-9):
 
 @pytest.mark.parametrize("eta", [1.0, 0.1, 4.0])
 def test_the_bound_and_its_terms_are_the_closed_form(kind, conjugate, exact_expectations, eta):
+    """L(eta) = E_q[log p(y | w)] - eta KL(q || p) for Normals (Huix et al. 2022)."""
     guide = AutoMeanField(conjugate.model).prototype(conjugate.x, conjugate.y)
     elbo = kind(eta, num_particles=exact_expectations(4))
     loss = elbo.loss(conjugate.model, guide, conjugate.x, conjugate.y)
@@ -55,7 +56,8 @@ def test_the_bound_and_its_terms_are_the_closed_form(kind, conjugate, exact_expe
 
 @pytest.mark.parametrize("eta", [1.0, 0.1])
 def test_the_tempered_posterior_is_the_target(kind, conjugate, exact_expectations, eta):
-    """At the tempered optimum the gradient vanishes, and nowhere near it."""
+    """At the tempered optimum the gradient vanishes, and nowhere near it. The target is
+    proportional to p(y | w)^(1/eta) p(w) (Huix et al. 2022)."""
     guide = conjugate.mean_field(AutoMeanField(conjugate.model), eta)
     elbo = kind(eta, num_particles=exact_expectations(4))(conjugate.model, guide)
     for gradient in _gradients(elbo(conjugate.x, conjugate.y), guide):
@@ -82,6 +84,7 @@ def test_a_tempered_program_has_the_same_gradient(conjugate, exact_expectations,
 
 
 def test_the_cold_posterior_is_the_target(kind, conjugate, exact_expectations):
+    """The target is proportional to (p(y | w) p(w))^(1/T) (Wenzel et al. 2020, equation 2)."""
     guide = conjugate.mean_field(AutoMeanField(conjugate.model), cold=0.1)
     with torch.no_grad():
         guide.scale = (conjugate.precision() / 0.1).diagonal().rsqrt()
@@ -145,6 +148,7 @@ def test_training_ends_at_the_optimum(kind, conjugate, exact_expectations, optim
 
 
 def test_minibatches_are_unbiased(kind, conjugate, exact_expectations):
+    """E[(N / B) sum over a batch] is the sum over all data (Hoffman et al. 2013)."""
     whole = models.Regression(conjugate.model.network, noise=0.5, num_data=8)
     guide = AutoMeanField(whole).prototype(conjugate.x, conjugate.y)
     elbo = kind(0.1, num_particles=exact_expectations(4))
@@ -154,7 +158,8 @@ def test_minibatches_are_unbiased(kind, conjugate, exact_expectations):
 
 
 def test_a_lognormal_site_has_its_exact_kl(kind, exact_expectations):
-    """Fact 1 of the design, in Pyro's mean-field bound too: q = LogNormal(0, 1) is the target."""
+    """KL(LogNormal(0.8, 0.6^2) || LogNormal(0, 1)) is that of the Normals of log w, also in Pyro's
+    bound."""
 
     def model():
         w = pyro.sample("w", dist.LogNormal(torch.zeros((), dtype=D), 1.0))
@@ -391,6 +396,7 @@ def test_any_callable_is_a_schedule(kind, conjugate, exact_expectations):
 
 
 def test_the_overparameterized_scaling(conjugate, exact_expectations):
+    """eta = tau p / N (Huix et al. 2022)."""
     eta = temperature.overparameterized(1.0, num_data=8, num_neurons=80)
     guide = conjugate.mean_field(AutoMeanField(conjugate.model), 0.1)
     elbo = TemperedTrace_ELBO(eta, exact_expectations(4))(conjugate.model, guide)
@@ -566,7 +572,7 @@ def test_a_guide_without_a_latent(kind):
 @pytest.mark.parametrize("bound", [*ELBOS, CompiledELBO, GaussNewton_ELBO])
 @pytest.mark.parametrize("particles", [1, 3])
 def test_targets_that_are_missing_in_a_later_step(bound, particles):
-    """Else they would be drawn as latents, and the loss would be the KL alone."""
+    """Otherwise they would be drawn as latents, and the loss would be only the KL."""
     model = _network()
     guide = AutoMeanField(model)
     loss = bound(num_particles=particles)(model, guide)
@@ -648,7 +654,7 @@ def test_pyros_checks_are_made_once():
 
 
 def test_one_bound_for_many_guides(kind):
-    """A new guide may be born where the last one died: it is checked all the same."""
+    """A new guide may get the memory address of a deleted one: it is checked nevertheless."""
     model, elbo = _network(), kind()
     for _ in range(20):
         assert math.isfinite(elbo.loss(model, AutoMeanField(model), X, Y))

@@ -19,7 +19,8 @@ def test_signs_are_fair_and_independent():
 
 
 def test_data_of_one_draw_are_uncorrelated_and_share_its_size(layer):
-    """One input: |z - m x| is the same for all data, its sign is not."""
+    """One input: |z - m x| is the same for all data, its sign is not. Source: Wen et al. 2018,
+    equation 4."""
     made = layer(lambda x, w: F.linear(x, w), torch.tensor([2.0], dtype=D), w=(1, 1))
     rows = made.runs(flipout(), 4000, 2)[..., 0] - 2.0 * made.q["w"].loc.item()
     torch.testing.assert_close(rows[:, 0].abs(), rows[:, 1].abs())

@@ -41,6 +41,7 @@ def test_data_have_noise_of_their_own(layer):
 
 
 def test_independent_positions_keep_marginals_alone(layer):
+    """As usual for convolutions (Molchanov, Ashukha & Vetrov 2017)."""
     x = torch.randn(2, 7, dtype=D)
     made = layer(lambda x, w, b: F.conv1d(x, w, b), x, w=(3, 2, 3), b=3)
     (rows,) = made.runs(local_reparameterization(positions="independent"), 1, 20_000)
@@ -66,7 +67,8 @@ def test_inputs_of_zeros_have_gradients(layer, dtype):
 
 
 def test_gradients_are_those_of_the_formula(layer):
-    """dz/dm and dz/ds of z = m x + sqrt(s^2 x^2) eps, by the noise that z itself tells."""
+    """dz/dm and dz/ds of z = m x + sqrt(s^2 x^2) eps, with the noise computed from z. Source:
+    Kingma, Salimans & Welling 2015, equation 6."""
     x = torch.tensor([1.5, -0.5], dtype=D)
     loc = torch.tensor([[0.3, 0.8]], dtype=D, requires_grad=True)
     scale = torch.tensor([[0.4, 0.9]], dtype=D, requires_grad=True)

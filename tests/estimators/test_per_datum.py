@@ -173,8 +173,8 @@ def _narrow_and_points(model):
 )
 @estimators
 def test_point_masses_replayed_by_pyros_elbos_stay_points(estimator, make):
-    """With no noise in the guide there is none inside the context, for all that Pyro replays its
-    points under the prior, a wide Normal."""
+    """A guide without noise has none inside the context either, although Pyro replays its points
+    under the prior, a wide Normal."""
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     model = models.Regression(bayesianize(net, priors.Normal(1.0)), noise=0.5)
     x, y = torch.randn(6, 3, dtype=D), torch.randn(6, 1, dtype=D)
@@ -324,7 +324,7 @@ def test_a_program_without_a_layer(estimator):
 
 
 def test_rows_that_cannot_be_told_apart_share_a_draw():
-    """Flattened positions in unknown order: no layer is left to treat."""
+    """Flattened positions in unknown order: the estimator applies to no layer."""
     with pytest.raises(UnsupportedProgramError, match="found no layer"):
         run(lambda x, w: F.linear(x.repeat(2, 1), w), w=(1, 3))
 

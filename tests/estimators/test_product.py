@@ -82,7 +82,8 @@ LAYERS = {
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_local_reparameterization_has_the_exact_moments(name, layer):
-    """Data of one run are independent of each other."""
+    """Data of one run are independent of each other. E z = op(a, m) and Cov z from op(a, s eps)
+    (Kingma, Salimans & Welling 2015, equation 6)."""
     function, x, shapes = LAYERS[name]
     made = layer(function, x, **shapes)
     (rows,) = made.runs(local_reparameterization(), 1, COUNT)
@@ -91,7 +92,8 @@ def test_local_reparameterization_has_the_exact_moments(name, layer):
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_flipout_has_the_exact_moments(name, layer):
-    """Data of one run share the size of w - m: so many runs, one datum each."""
+    """Data of one run share the size of w - m: so many runs, one datum each. w_n = m + d * t_n r_n'
+    has the moments of w (Wen et al. 2018, equation 4)."""
     function, x, shapes = LAYERS[name]
     made = layer(function, x, **shapes)
     made.has_moments_of(made.runs(flipout(), COUNT)[:, 0])

@@ -34,6 +34,7 @@ def at_posterior(guide, x, y, eta=1.0, cold=1.0):
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.3}, {"cold_temperature": 0.2}])
 def test_every_draw_has_gradient_zero_at_the_posterior(options):
+    """Source: Roeder, Wu & Duvenaud 2017."""
     model, x, y = orthogonal()
     guide = AutoMeanField(model)
     eta, cold = options.get("temperature", 1.0), options.get("cold_temperature", 1.0)
@@ -85,7 +86,8 @@ def test_a_guide_of_pyro_whose_sites_depend_on_each_other():
 
 
 def test_no_bias_elsewhere(conjugate, exact_expectations):
-    """Over points that integrate quadratics exactly the gradients agree."""
+    """Over points that integrate quadratics exactly the gradients agree. The score has mean zero
+    (Roeder, Wu & Duvenaud 2017)."""
     guide = AutoMeanField(conjugate.model, init_scale=0.3).prototype(conjugate.x, conjugate.y)
     particles, parameters = exact_expectations(4), [guide.loc, guide.scale_unconstrained]
     plain, sticking = (

@@ -130,6 +130,7 @@ def dense(model, guide, sites, x, y):
 
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradient_are_those_of_the_dense_marginal_likelihood(case):
+    """log N(y; Phi m0', Phi S Phi' + noise^2) (Ober & Rasmussen 2019, section 2)."""
     outputs, make = CASES[case]
     x, y = data(outputs)
     model = make()

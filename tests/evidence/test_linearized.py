@@ -43,6 +43,7 @@ def network(kind, structure="full", batches=None):
 @pytest.mark.parametrize("batches", [None, "two"])
 @pytest.mark.parametrize("kind", ["numbers", "classes", "counts"])
 def test_the_likelihood_by_autograd(kind, batches):
+    """log p(y | f(u*) + J (u - u*)) (Antoran et al. 2022, section 3)."""
     guide, program, y = network(kind, batches=batches)
 
     def outputs(u):

@@ -29,6 +29,8 @@ def gradients(value, guide):
 
 
 def test_value_and_gradients_are_exact(line):
+    """log p(y, u*) + p/2 log 2 pi - 1/2 log det (MacKay 1992, equation 2.3) is log N(y; 0, X S X' +
+    noise^2) here."""
     guide = line.laplace()
     found = log_marginal_likelihood(guide)
     logs = torch.tensor([line.prior, line.noise]).log().requires_grad_()
@@ -70,7 +72,8 @@ def test_it_follows_the_hyperparameters(line, structure, put):
 
 
 def test_gradients_at_the_linearized_optimum(line):
-    """The optimum is a maximum, so that its own movement adds nothing to the gradient."""
+    """The optimum is a maximum, so that its own movement adds nothing to the gradient. Source:
+    Antoran et al. 2022, section 3."""
     guide = line.laplace(loc=line.mode() + 0.3)
     found = log_marginal_likelihood(guide, offset=evidence.linearized_optimum(guide))
     logs = torch.tensor([line.prior, line.noise]).log().requires_grad_()
@@ -201,7 +204,8 @@ def test_scales_of_every_shape(line, kind, learn):
 
 @pytest.mark.parametrize("structure", ["diag", "kron", "ekfac", "low_rank"])
 def test_other_structures_by_their_own_precision(structure, put):
-    """log p(y, u*) + p/2 log 2 pi - 1/2 log det, with numerical slopes."""
+    """log p(y, u*) + p/2 log 2 pi - 1/2 log det, with numerical slopes. Source: MacKay 1992,
+    equation 2.3; Immer et al. 2021a, equation 6."""
     torch.manual_seed(1)
     x, y = torch.randn(20, 2), torch.randn(20)
     net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
@@ -289,7 +293,8 @@ def test_a_subset_has_the_evidence_given_the_others(line):
 
 
 def test_effective_parameters(line):
-    """gamma = trace of (curvature times covariance), between 0 and p."""
+    """gamma = trace of (curvature times covariance), between 0 and p. Source: MacKay 1992, equation
+    3.2."""
     guide = line.laplace()
     curvature = line.design.T @ line.design / line.noise**2
     expected = torch.linalg.solve(line.precision(), curvature).trace()

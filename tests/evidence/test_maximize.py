@@ -22,6 +22,8 @@ module = sys.modules[function.__module__]
 
 @pytest.mark.parametrize("method", ["mackay", "gradient"])
 def test_both_reach_the_maximum_of_the_exact_evidence(line, method, values, put):
+    """alpha = gamma / w'w, beta = (N - gamma) / residuals at the linearized optimum (MacKay 1992,
+    section 3)."""
     best, prior, noise = line.best()
     guide = line.laplace()
     put(guide, prior=1.0, noise=1.0)
@@ -62,6 +64,8 @@ def test_with_the_map_held_fixed(line, method, values):
 
 
 def test_one_step_of_the_fixed_point_by_hand(line):
+    """theta^2 = sum (w / c)^2 / gamma, noise^2 = residuals / (N - gamma) (MacKay 1992, section
+    3)."""
     guide = line.laplace()
     (prior, new_prior), (noise, new_noise) = mackay_update(guide, guide._read())
     variances = torch.linalg.inv(line.precision()).diagonal()
@@ -74,7 +78,7 @@ def test_one_step_of_the_fixed_point_by_hand(line):
 
 @pytest.mark.parametrize("method", ["mackay", "gradient"])
 def test_the_first_step_is_from_the_present_hyperparameters(line, method, put):
-    """Whether or not the guide was told that they have changed."""
+    """Even if ``refresh`` was not called after their change."""
     found = []
     for refreshed in (True, False):
         guide = line.laplace()
@@ -236,7 +240,7 @@ def test_a_fixed_point_that_loses_evidence_is_given_up(line, monkeypatch):
         return [(p, 3.0 * p.value.detach()) for p in reading.parameters.values()]
 
     monkeypatch.setattr(module, "mackay_update", away)
-    with pytest.warns(BdlWarning, match="gradient ascent goes on"):
+    with pytest.warns(BdlWarning, match="gradient ascent continues"):
         found = maximize(guide, steps=60, linearized=False)
     assert found.log_evidence == pytest.approx(best, abs=1e-3)
 

@@ -21,7 +21,8 @@ def map_guide(line, **options):
     ("method", "linearized"), [("mackay", False), ("mackay", True), ("gradient", False)]
 )
 def test_it_reaches_the_maximum_of_the_exact_evidence(line, method, linearized, values):
-    """Where the epochs put the weights to the mode of the present hyperparameters."""
+    """With epochs that move the weights to the mode at the current hyperparameters. Source: Immer
+    et al. 2021a, algorithm 1."""
     best, prior, noise = line.best()
     guide = map_guide(line)
     online = MarginalLikelihoodTraining(
@@ -43,7 +44,7 @@ def test_it_reaches_the_maximum_of_the_exact_evidence(line, method, linearized, 
 
 
 def test_in_a_loop_of_svi(line):
-    """A real loop, whose optimizer holds the guide's parameters alone."""
+    """A real loop, whose optimizer trains only the guide's parameters."""
     best, *_ = line.best()
     guide = map_guide(line)
     optimizer = torch.optim.Adam(guide.parameters(), lr=0.05)

@@ -81,6 +81,8 @@ def short(history):
 
 @pytest.mark.parametrize("batches", [1, 3])
 def test_the_exact_posterior_gives_exact_em(line, exact_posterior, exact_expectations, batches):
+    """theta^2 = E[w^2], noise^2 = E[(y - f)^2] (Dempster, Laird & Rubin 1977; Bishop 2006, section
+    9.3.4)."""
     exact_expectations(4)
     size = 12 // batches
     data = [(line.x[i : i + size], line.y[i : i + size]) for i in range(0, 12, size)]
@@ -96,6 +98,7 @@ def test_mean_field_is_exact_on_an_orthogonal_design(line, exact_posterior, exac
 
 
 def test_rounds_climb_to_the_maximum_of_the_evidence(line, exact_posterior, exact_expectations):
+    """Each round of EM increases the evidence (Dempster, Laird & Rubin 1977)."""
     best, _prior, _noise = line.best()
     exact_expectations(4)
     history = variational_em(line.model, FullRank(line.model), line.data, rounds=80)

@@ -28,6 +28,7 @@ def trained(model, guide, x, y, particles, steps=50):
 
 
 def test_members_at_once_are_members_alone():
+    """Deep ensembles (Lakshminarayanan, Pritzel & Blundell 2017)."""
     pyro.set_rng_seed(0)
     model, x, y = problem(torch.float64)
     ensemble = bdl.guides.AutoEnsemble(model, size=3).prototype(x, y)

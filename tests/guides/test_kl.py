@@ -45,6 +45,7 @@ PRIORS = {
 @pytest.mark.parametrize("loc,scale", [(-0.4, 0.3), (0.5, 0.9)])
 @pytest.mark.parametrize("prior", PRIORS.values(), ids=PRIORS.keys())
 def test_lognormal_kls_are_the_integral(prior, loc, scale):
+    """KL(q || p) = E_q[log q - log p] by quadrature."""
     q = dist.LogNormal(_t(loc), _t(scale))
     expected = _quadrature(q, prior)
     assert kl_divergence(q, prior).item() == pytest.approx(expected, abs=1e-8)
@@ -53,7 +54,7 @@ def test_lognormal_kls_are_the_integral(prior, loc, scale):
 
 
 def test_the_lognormal_of_pyros_mean_field_elbo():
-    """Fact 1: KL(LogNormal(0, 1) || HalfNormal-like target) keeps its Jacobian."""
+    """KL(LogNormal(0, 1) || HalfNormal-like target) contains the Jacobian."""
     q = {"w": Site(dist.LogNormal(_t(1.0), _t(0.5)), _t(2.0), 1.0, None)}
     p = {"w": Site(dist.LogNormal(_t(0.0), _t(1.0)), _t(2.0), 1.0, None)}
     expected = math.log(2) + (0.25 + 1) / 2 - 0.5
@@ -65,6 +66,7 @@ def _sites(distribution, value, scale=1.0, mask=None):
 
 
 def test_normal_sites_and_their_plates():
+    """log(t / s) + (s^2 + (m - n)^2) / (2 t^2) - 1/2 (Kingma & Welling 2014, appendix B)."""
     w = torch.randn(4, 3, dtype=D)
     q = dist.Normal(w, 0.3).to_event(1)
     p = dist.Normal(torch.zeros(4, 3, dtype=D), 2.0).to_event(1)

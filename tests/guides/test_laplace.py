@@ -46,6 +46,8 @@ def data(conjugate):
 
 @pytest.mark.parametrize("eta", [1.0, 0.1])
 def test_full_is_the_posterior_of_a_linear_gaussian(conjugate, eta, covariance):
+    """N(u*, (sum_n J_n' F_n J_n + prior precision)^-1) (MacKay 1992; Bishop 2006, equations 3.50
+    and 3.51)."""
     model = handlers.temper(conjugate.model, eta)
     for options in (
         {"structure": "full"},
@@ -63,6 +65,7 @@ def test_full_is_the_posterior_of_a_linear_gaussian(conjugate, eta, covariance):
 
 
 def test_diagonal_and_kron_of_a_linear_gaussian(conjugate, covariance):
+    """The diagonal, or Kronecker factors, of the exact precision (Ritter, Botev & Barber 2018)."""
     precision = conjugate.precision()
     diagonal = at_mode(conjugate, structure="diag").laplace_approximation(data(conjugate))
     torch.testing.assert_close(diagonal.variances(), 1 / precision.diagonal())
@@ -74,7 +77,8 @@ def test_diagonal_and_kron_of_a_linear_gaussian(conjugate, covariance):
 
 
 def test_the_elbo_of_the_exact_posterior_is_the_evidence(conjugate):
-    """log p(y) of every draw, whatever the bound."""
+    """Every draw gives log p(y), for every bound. log p(y, w) - log q(w) = log p(y) for q(w) = p(w
+    | y)."""
     guide = at_mode(conjugate, structure="full").laplace_approximation(data(conjugate))
     design = conjugate.design
     marginal = dist.MultivariateNormal(
@@ -90,7 +94,8 @@ def test_the_elbo_of_the_exact_posterior_is_the_evidence(conjugate):
 
 @pytest.mark.parametrize("elbo", [Trace_ELBO, TemperedTraceMeanField_ELBO])
 def test_training_finds_the_maximum_in_the_unconstrained_vector(minimize, elbo):
-    """The noise's log |ds/du| counts: u* maximizes log p(y, T(u)) + u."""
+    """The noise's log |ds/du| counts: u* maximizes log p(y, T(u)) + u. The density of u has the
+    Jacobian of the change of variables (MacKay 1998, Choice of basis for Laplace approximation)."""
     torch.manual_seed(0)
     x = torch.randn(20, 1, dtype=D)
     y = 1.5 * x[:, 0] + 0.3 * torch.randn(20, dtype=D)
@@ -306,7 +311,8 @@ def test_changes_for_one_approximation(conjugate):
 
 
 def test_subsets_are_conditionals(conjugate, covariance):
-    """The others stay at the mode: the precision is a block of the whole one."""
+    """The others stay at the mode: the precision is a block of the whole one. Source: Daxberger et
+    al. 2021."""
     precision = conjugate.precision()
     for chosen, selection in (
         ([0, 1, 2], "weight"),
@@ -415,7 +421,7 @@ def test_precision_may_change(trained, structure):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_dtypes(structure, dtype):
-    """Of half precision the curvature is in single, the draws are in half."""
+    """In half precision the curvature is computed in single precision, the draws are in half."""
     model, x, y = classifier(dtype)
     guide = AutoLaplaceGGN(model, structure=structure, rank=10).prototype(x, y)
     with warnings.catch_warnings():

@@ -88,6 +88,8 @@ def covariance(posterior):
 
 @pytest.mark.parametrize("outputs", [1, 2])
 def test_it_is_linear_regression_on_the_features(outputs):
+    """m = C Phi' y / noise^2, C^-1 = Phi' Phi / noise^2 + prior precision (Bishop 2006, section
+    3.3)."""
     net, x = network(outputs), inputs()
     y = targets(x, outputs)
     model = models.Regression(bayesianize(net, uneven), noise=NOISE)
@@ -103,6 +105,7 @@ def test_it_is_linear_regression_on_the_features(outputs):
 
 @pytest.mark.parametrize("outputs", [1, 2])
 def test_the_predictive_is_exact(outputs):
+    """N(m' phi, noise^2 + phi' C phi) (Bishop 2006, equation 3.58)."""
     x = inputs()
     y, new = targets(x, outputs), torch.randn(7, 3, dtype=D)
     model = models.Regression(bayesianize(network(outputs), priors.Normal(0.8)), noise=NOISE)
@@ -243,6 +246,8 @@ def test_single_precision():
 
 @pytest.mark.parametrize("outputs", [1, 2])
 def test_alpha_and_beta_are_at_the_maximum_of_the_evidence(outputs):
+    """alpha = gamma / m'm and beta = (N - gamma) / residual (MacKay 1992, section 3; Bishop 2006,
+    section 3.5)."""
     x = inputs()
     y, model = targets(x, outputs), tunable(outputs=outputs)
     posterior = AutoLastLayer(model).maximize_evidence((x, y))

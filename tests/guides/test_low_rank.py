@@ -71,6 +71,7 @@ def test_it_is_pyros_family(guide):
 
 
 def test_draws_have_the_covariance(guide):
+    """Cov u = diag(s^2) + W W' (Ong, Nott & Smith 2018)."""
     draws = guide.sample_vectors(20000).detach()
     matrix = guide.get_posterior().covariance_matrix.detach()
     variances = matrix.diagonal()
@@ -89,6 +90,7 @@ def test_the_sites_carry_the_joint_density(guide):
 
 
 def test_the_kl_is_that_of_dense_normals(conjugate):
+    """KL(N(m, S) || N(n, T)) = 1/2 [tr(T^-1 S) + d' T^-1 d - P + log det T - log det S]."""
     guide = AutoLowRank(conjugate.model, rank=2).prototype(conjugate.x, conjugate.y)
     scale, factor = parts(4)
     with torch.no_grad():
@@ -134,7 +136,7 @@ def test_svi_makes_the_parameters_itself_where_a_prior_depends_on_another_latent
 
 
 def test_pyros_own_mean_field_bound_is_right_too():
-    """It would drop what a Delta carries, the entropy and the log-determinant."""
+    """Dropping a Delta's log density would lose the entropy and the log determinant."""
 
     def model():
         s = pyro.sample("s", dist.LogNormal(torch.tensor(0.3, dtype=D), 0.5))
@@ -159,6 +161,7 @@ def optimal(conjugate, eta=1.0):
 
 @pytest.mark.parametrize("eta", [1.0, 0.3])
 def test_the_exact_optimum_of_a_conjugate_model(conjugate, exact_expectations, eta):
+    """The gradient of the ELBO vanishes at the exact posterior (Ong, Nott & Smith 2018)."""
     guide = AutoLowRank(conjugate.model, rank=4).prototype(conjugate.x, conjugate.y)
     scale, factor = optimal(conjugate, eta)
     with torch.no_grad():

@@ -100,7 +100,8 @@ def test_the_sites_have_their_own_distributions(made):
 
 
 def test_the_sites_are_independent_of_each_other(made):
-    """Site by site the density is the joint one, and what asks for independent sites finds them."""
+    """The sites' densities multiply to the joint density, and estimators accept independent
+    sites."""
     guide, _, model, data = made
     vector = guide.sample_vectors(1)[0].detach()
     values, log_det = guide.layout.constrain(vector)

@@ -1,4 +1,4 @@
-"""The mean-field posterior is the Normal that it says it is."""
+"""The mean-field posterior against the Normal with its parameters."""
 
 import math
 
@@ -35,6 +35,7 @@ def guide():
 
 
 def test_the_posterior_vector(guide):
+    """u = m + s eps (Blundell et al. 2015, section 3.2)."""
     posterior = guide.get_posterior()
     assert posterior.event_shape == (4,)
     torch.testing.assert_close(posterior.mean, guide.loc)
@@ -85,6 +86,7 @@ def test_draws_have_the_right_distribution(guide):
 
 
 def test_entropy_is_that_of_the_latents(guide):
+    """H = sum log s + P/2 log(2 pi e) + E log |det dT/du| (Kucukelbir et al. 2017)."""
     vectors = guide.sample_vectors(2000)
     log_det = guide.layout.constrain(vectors)[1]
     expected = -torch.vmap(guide.log_density)(vectors, log_det)
@@ -96,7 +98,8 @@ def test_entropy_is_that_of_the_latents(guide):
 
 
 def test_the_exact_optimum_of_a_conjugate_model(conjugate):
-    """Unbiased noise and closed-form KL: the mean of the gradient at the optimum is zero."""
+    """Unbiased noise and closed-form KL: the mean of the gradient at the optimum is zero. s_i^2 = 1
+    / L_ii for the posterior precision L (Bishop 2006, section 10.1.2)."""
     guide = conjugate.mean_field(AutoMeanField(conjugate.model))
     loss = TemperedTraceMeanField_ELBO(num_particles=50)(conjugate.model, guide)
     parameters = [guide.loc, guide.scale_unconstrained]
@@ -230,6 +233,7 @@ def test_frozen_means_stay_at_the_network(conjugate, trained):
 
 
 def test_scales_that_start_from_a_pretrained_network():
+    """s = delta |m| (Krishnan et al. 2020, MOPED)."""
     model, x, y = convolutional()
     relative = init.relative_scale(0.2, floor=0.01)
     guide = AutoMeanField(model, init_scale=relative).prototype(x, y)

@@ -52,6 +52,8 @@ def _double(values):
 
 
 def test_moments_and_density():
+    """q = sum_k weight_k q_k; variance sum_k weight_k (v_k + (m_k - m)^2), the law of total
+    variance."""
     mixture, expected = MixtureGuide(normals(), [2.0, 5.0, 3.0]), reference(WEIGHTS)
     torch.testing.assert_close(mixture.location(), expected.mean.expand(3))
     torch.testing.assert_close(mixture.variances(), expected.variance.expand(3))
@@ -258,6 +260,7 @@ def ensemble(minimize):
 
 @pytest.mark.parametrize("structure", ["full", "kron", "diag"])
 def test_laplace_around_every_member(ensemble, structure):
+    """Mixtures of Laplace approximations (Eschenhagen et al. 2021)."""
     guide, model, x, y = ensemble
     batches = iter([(x[:6], y[:6]), (x[6:], y[6:])])  # read once, used by every member
     mixture = guide.laplace_approximation(batches, structure=structure)

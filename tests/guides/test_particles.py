@@ -1,4 +1,4 @@
-"""Guides under Pyro's vectorized particles: a draw of its own for every particle."""
+"""Guides under Pyro's vectorized particles: a separate draw for every particle."""
 
 import pyro
 import pyro.distributions as dist

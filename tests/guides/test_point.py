@@ -15,6 +15,7 @@ D = torch.float64
 
 @pytest.mark.parametrize("elbo", [Trace_ELBO, TemperedTrace_ELBO, TemperedTraceMeanField_ELBO])
 def test_the_loss_is_minus_the_log_joint(elbo, conjugate):
+    """-log p(y | w) - log p(w) at w = T(m)."""
     guide = AutoMAP(conjugate.model).prototype(conjugate.x, conjugate.y)
     w = guide.loc.detach()
     residual = conjugate.y - conjugate.design @ w

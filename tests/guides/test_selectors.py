@@ -46,6 +46,7 @@ def test_magnitude(trained):
 
 
 def test_variance_is_that_of_the_diagonal_laplace_approximation(trained):
+    """Source: Daxberger et al. 2021."""
     x, y = trained.batches.first()[0]
     with pytest.warns(bdl.errors.BdlWarning, match="maximum"):
         diagonal = trained.guide.laplace_approximation((x, y), structure="diag")
@@ -115,6 +116,7 @@ def closed_form_trained(scales):
 
 
 def test_predictive_variance_is_curvature_over_prior_precision():
+    """h / (h + l), ordered as h / l (MacKay 1992)."""
     scales = torch.tensor([1.0, 4.0, 0.01])
     trained, curvature = closed_form_trained(scales)
     found = selectors.LargestPredictiveVariance().scores(trained)

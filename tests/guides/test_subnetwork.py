@@ -37,6 +37,7 @@ def at_mode(model, mean, data, **options):
 
 
 def test_all_indices_is_full_laplace(data):
+    """Source: Daxberger et al. 2021."""
     model, mean, precision = linear(data)
     guide = at_mode(model, mean, data, select=selectors.LargestMagnitude(), size=1.0)
     posterior = guide.laplace_approximation(data)
@@ -45,6 +46,7 @@ def test_all_indices_is_full_laplace(data):
 
 
 def test_a_part_has_the_precision_given_the_others(data):
+    """The conditional precision is a block of the joint one (Bishop 2006, equation 2.73)."""
     model, mean, precision = linear(data)
     guide = at_mode(model, mean, data, select=selectors.Random(3), size=2)
     chosen = guide.choose(data)

@@ -52,6 +52,7 @@ def covariance(guide):
 
 
 def test_the_covariance_is_the_empirical_one_when_the_rank_suffices():
+    """1/2 (diag(v) + D' D / (K - 1)) (Maddox et al. 2019, equation 1)."""
     model, x, y = problem()
     guide = AutoSWAG(model, rank=7).prototype(x, y)
     vectors = torch.randn(7, guide.layout.size, dtype=torch.float64) + 3.0
@@ -78,6 +79,7 @@ def test_of_more_snapshots_the_last_make_the_low_rank_part(walked):
 
 
 def test_the_diagonal_structure(walked):
+    """SWAG-diagonal (Maddox et al. 2019, section 3.2)."""
     guide, vectors = walked
     swag = guide.swag_approximation(structure="diag", scale=2.0)
     torch.testing.assert_close(covariance(swag), 2.0 * torch.diag(vectors.var(0)))
@@ -303,7 +305,8 @@ def test_steps_of_sgd_are_on_the_loss_per_datum():
 
 
 def test_the_cycle_of_the_learning_rate(monkeypatch):
-    """With t = 1/4, 2/4, 3/4, 1 in cycles of 4 steps."""
+    """With t = 1/4, 2/4, 3/4, 1 in cycles of 4 steps. a(i) = (1 - t) a_1 + t a_2 (Izmailov et al.
+    2018, section 3.1)."""
     model, x, y = problem(num_data=40)
     guide = AutoSWAG(model, rank=2).prototype(x, y)
     rates, seen = [], []

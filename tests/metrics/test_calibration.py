@@ -12,7 +12,7 @@ from pyro_bdl import metrics
 
 def test_interval_coverage_by_hand():
     """Of three draws a target has rank 0, 1, 2 or 3, each a quarter; three that are equal are all
-    of them."""
+    of them. Source: Czado, Gneiting & Held 2009, section 2.1."""
     values = torch.tensor([1.0, 2.0, 3.0]).double()[:, None].expand(-1, 4)
     y = torch.tensor([0.0, 1.5, 2.5, 9.0], dtype=torch.float64)
     assert metrics.interval_coverage(values, y, level=0.5) == 0.5
@@ -83,6 +83,7 @@ def test_bad_input_of_coverage_range():
 
 
 def test_calibration_error_by_hand():
+    """sum_b share_b |accuracy_b - confidence_b| (Guo et al. 2017, equation 3)."""
     confidence = torch.tensor([0.95, 0.85, 0.85, 0.55], dtype=torch.float64)
     p = torch.stack([confidence, 1 - confidence], -1)
     y = torch.tensor([0, 0, 1, 1])
@@ -102,6 +103,7 @@ def test_a_certain_prediction_falls_in_the_last_bin():
 
 
 def test_adaptive_calibration_error_by_hand():
+    """Bins of equally many points (Nguyen & O'Connor 2015, section 3.1)."""
     confidence = torch.tensor([0.55, 0.95, 0.85, 0.65], dtype=torch.float64)
     p = torch.stack([confidence, 1 - confidence], -1)
     y = torch.tensor([0, 0, 1, 1])
@@ -135,6 +137,7 @@ def test_pit_is_uniform_for_the_true_model(size):
 
 
 def test_pit_by_hand():
+    """(#{x < y} + u (#{x = y} + 1)) / (S + 1) (Czado, Gneiting & Held 2009)."""
     draws = torch.tensor([[1.0, 1.0], [2.0, 1.0], [3.0, 1.0]])
     values = metrics.pit(draws, torch.tensor([2.5, 1.0]))
     assert 0.5 <= values[0] <= 0.75  # above two of three

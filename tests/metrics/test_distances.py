@@ -25,6 +25,7 @@ def test_mean_and_sd_error_by_hand():
 
 @pytest.mark.parametrize("size", [60, 1, 30, 45, 77])
 def test_wasserstein_equals_scipy(draws, size):
+    """W1 = int |F_a^-1 - F_b^-1| du (Villani 2003, section 2.2)."""
     other = torch.from_numpy(np.random.default_rng(size).standard_exponential((size, 7, 2)))
     a, b = draws.flatten(1).numpy(), other.flatten(1).numpy()
     expected = np.mean([wasserstein_distance(a[:, i], b[:, i]) for i in range(14)])
@@ -40,6 +41,7 @@ def quantiles(mean, sd, count):
 
 
 def test_wasserstein2_between_normals_is_the_closed_form():
+    """W2^2 = (m_a - m_b)^2 + (s_a - s_b)^2 (Villani 2003, section 2.2)."""
     a = torch.cat([quantiles(1.0, 0.5, 20000), quantiles(-2.0, 3.0, 20000)], 1)
     b = torch.cat([quantiles(0.0, 1.0, 15000), quantiles(0.0, 1.0, 15000)], 1)
     exact = math.sqrt(((1 + 0.25) + (4 + 4)) / 2)

@@ -10,6 +10,7 @@ from pyro_bdl import metrics
 
 
 def test_class_distances_by_hand():
+    """Agreement and total variation (Izmailov et al. 2021)."""
     a = torch.tensor([[[0.9, 0.1], [0.4, 0.6]], [[0.5, 0.5], [0.2, 0.8]]])
     b = torch.tensor([[[0.6, 0.4], [0.6, 0.4]]])
     assert metrics.agreement(a, b) == 0.5
@@ -17,6 +18,7 @@ def test_class_distances_by_hand():
 
 
 def test_categorical_kl_is_that_of_the_mean_probabilities():
+    """1/N sum_n sum_c q_nc log(q_nc / p_nc) (Kullback & Leibler 1951)."""
     torch.manual_seed(0)
     a, b = torch.randn(5, 7, 3).double().softmax(-1), torch.randn(9, 7, 3).double().softmax(-1)
     exact = kl_divergence(Categorical(b.mean(0)), Categorical(a.mean(0))).mean()
@@ -31,6 +33,7 @@ def test_categorical_kl_of_what_is_ruled_out_is_large_and_finite():
 
 
 def test_gaussian_kl_is_exact_between_normals():
+    """1/2 [v_b / v_a + (m_a - m_b)^2 / v_a - 1 + log(v_a / v_b)] (Kullback & Leibler 1951)."""
     torch.manual_seed(0)
     means, variances = torch.randn(2, 6).double(), torch.rand(2, 6).double() + 0.1
     a, b = (Normal(m, v.sqrt()) for m, v in zip(means, variances, strict=True))

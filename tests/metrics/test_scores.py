@@ -21,6 +21,7 @@ def test_rmse_by_hand():
 
 
 def test_scores_of_probabilities_by_hand():
+    """Accuracy, and the Brier score sum_c (p_c - [y = c])^2 (Brier 1950)."""
     p = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.3, 0.6]], dtype=torch.float64)
     y = torch.tensor([0, 1])
     assert metrics.accuracy(p, y) == 0.5
@@ -29,6 +30,7 @@ def test_scores_of_probabilities_by_hand():
 
 
 def test_negative_log_predictive_density_by_hand():
+    """-1/N sum_n log(1/S sum_s p(y_n | w_s)) (Gelman, Hwang & Vehtari 2014)."""
     p = torch.tensor([[0.1, 0.4], [0.3, 0.2]], dtype=torch.float64)
     expected = -(math.log(0.2) + math.log(0.3)) / 2
     assert metrics.negative_log_predictive_density(p.log()) == pytest.approx(expected, rel=1e-12)
@@ -37,6 +39,7 @@ def test_negative_log_predictive_density_by_hand():
 
 
 def test_crps_is_the_fair_double_sum(draws):
+    """E|X - y| - 1/2 E|X - X'| over different draws (Ferro 2014)."""
     y = torch.linspace(-1, 1, 14, dtype=torch.float64).reshape(7, 2)
     size = draws.shape[0]
     pairs = (draws[:, None] - draws[None]).abs().sum((0, 1)) / (size * (size - 1))
@@ -45,6 +48,7 @@ def test_crps_is_the_fair_double_sum(draws):
 
 
 def test_crps_of_a_gaussian_is_the_closed_form():
+    """Source: Gneiting & Raftery 2007, section 4.2."""
     quantiles = torch.from_numpy(norm.ppf((np.arange(20000) + 0.5) / 20000))
     y = torch.tensor([-1.5, 0.0, 0.7], dtype=torch.float64)
     z = y.numpy()

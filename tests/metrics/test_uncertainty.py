@@ -10,6 +10,7 @@ from pyro_bdl import metrics
 
 
 def test_entropy_parts_add_up_to_the_predictive_entropy():
+    """H[E p] = E H[p] + I(y; w) (Houlsby et al. 2011; Depeweg et al. 2018, section 3)."""
     torch.manual_seed(0)
     p = torch.randn(30, 6, 4).double().mul(2).softmax(-1)
     parts = metrics.entropy_parts(p)
@@ -30,6 +31,7 @@ def test_entropy_parts_of_extremes():
 
 
 def test_variance_parts_add_up_to_the_variance_of_a_mixture():
+    """Var[y] = E Var[y | w] + Var E[y | w] (Depeweg et al. 2018, section 3)."""
     torch.manual_seed(0)
     mean, noise = torch.randn(40, 5).double(), torch.rand(40, 5).double()
     parts = metrics.variance_parts(mean, noise)
@@ -43,6 +45,7 @@ def test_variance_parts_add_up_to_the_variance_of_a_mixture():
 
 
 def test_auroc_equals_scikit_learn_with_ties():
+    """P(s < s') + P(s = s') / 2 (Hanley & McNeil 1982)."""
     torch.manual_seed(0)
     known, new = torch.randint(0, 8, (50,)).double(), torch.randint(2, 10, (3, 10)).double()
     labels = torch.cat([torch.zeros(50), torch.ones(30)])

@@ -22,7 +22,7 @@ def _problem():
 
 @pytest.mark.parametrize("optimizer", [IVON, VOGN])
 def test_a_bounded_scale_is_refused(optimizer):
-    """It is no softplus of the parameter, which the step would take it for."""
+    """It is not a softplus of the parameter, which the step assumes."""
     model, data = _problem()
     guide = AutoMeanField(model, max_scale=0.5).prototype(*data)
     with pytest.raises(ValueError, match="without max_scale"):

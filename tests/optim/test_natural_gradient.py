@@ -72,6 +72,7 @@ def _run(optimizer, loss, guide, x, y, steps):
 
 @pytest.mark.parametrize("estimator", [None, "flipout"])
 def test_the_control_variate_is_the_noise_of_the_draw(estimator):
+    """E[g e] = 0 for standard Normal noise e that is independent of g."""
     model, x, y = _linear()
     guide = AutoMeanField(model).prototype(x, y)
     optimizer = IVON(guide)
@@ -126,6 +127,7 @@ def test_far_from_the_optimum_the_precision_is_still_that_of_the_posterior():
     ],
 )
 def test_the_optimum_of_mean_field_is_reached(name, temperature):
+    """The optimum has precision diag(L) (Bishop 2006, section 10.1.2)."""
     optimizer, elbo = PAIRS[name]
     model, x, y = _linear()
     guide = AutoMeanField(model).prototype(x, y)
@@ -163,6 +165,7 @@ def test_the_cold_posterior_is_reached(name):
 
 
 def test_the_precision_wanted_is_the_expected_hessian_over_the_temperature():
+    """S' = (dL/ds + eta / s) / (eta s) (Khan et al. 2018, section 3; Shen et al. 2024)."""
     scale = torch.tensor([0.1, 2.0], dtype=torch.float64, requires_grad=True)
     hessian, eta = torch.tensor([3.0, 0.5], dtype=torch.float64), 0.7
     energy = 0.5 * (hessian * scale.square()).sum()  # E_q of a quadratic
@@ -173,6 +176,7 @@ def test_the_precision_wanted_is_the_expected_hessian_over_the_temperature():
 
 
 def test_a_riemannian_step_is_positive_and_tangent():
+    """1 + c + c^2 / 2 (Lin, Schmidt & Khan 2020, equation 5)."""
     change = torch.tensor([-31.0, 4.0, 0.0])
     assert (riemannian_growth(change, 0.1) > 0).all()
     assert riemannian_growth(change, 0.1)[2] == 1.0
@@ -213,6 +217,7 @@ def test_its_value_and_other_gradients_are_the_elbos(steps):
 
 @pytest.mark.parametrize("constrained", [False, True])
 def test_the_gradient_in_the_scales_is_by_squares(constrained):
+    """sum_n g_n^2 s (Khan et al. 2018, section 3.1; Osawa et al. 2019)."""
     x, y = torch.randn(6, 2, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
     noise = dist.HalfNormal(torch.tensor(1.0, dtype=torch.float64)) if constrained else 0.4
     model = _net_model(30)

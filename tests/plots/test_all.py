@@ -1,4 +1,4 @@
-"""What holds for every figure: it draws from any tensor, and leaves matplotlib as it was."""
+"""Properties of every figure: it accepts any tensor, and does not change matplotlib."""
 
 import io
 import sys

@@ -189,6 +189,7 @@ def jacobian(model, guide, args, site):
 
 
 def test_a_linear_gaussian_is_predicted_exactly(conjugate):
+    """N(x'm, x'Cx + noise^2) (Bishop 2006, equation 3.58)."""
     for eta in (1.0, 0.1):
         model = handlers.temper(conjugate.model, eta)
         guide = AutoLaplaceGGN(model, structure="full").prototype(conjugate.x, conjugate.y)
@@ -218,6 +219,7 @@ def test_a_linear_gaussian_is_predicted_exactly(conjugate):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_moments_by_autograd(kind):
+    """N(f(x; u*), J C J') (Immer et al. 2021, "GLM predictive")."""
     model, *args = case(kind)
     guide = approximate(model, args)
     predictive, inverse = LinearizedPredictive(model, guide), covariance(guide)
@@ -257,7 +259,8 @@ def test_every_structure_and_subset(structure, subset):
 
 
 def test_the_last_layer_in_closed_form():
-    """phi(x) fixed, y = phi(x)' w + b + noise: mean mu' phi, variance sigma^2 + phi' C phi."""
+    """phi(x) fixed, y = phi(x)' w + b + noise: mean mu' phi, variance sigma^2 + phi' C phi. Source:
+    Bishop 2006, equation 3.58."""
     torch.manual_seed(3)
     x, y = torch.randn(30, 3), torch.randn(30)
     bnn = bayesianize(net(), priors.Normal(0.8))
@@ -292,6 +295,7 @@ def test_the_last_layer_in_closed_form():
 
 
 def test_draws_are_functions_with_the_joint_covariance(structure):
+    """J C J' over all inputs (Immer et al. 2021)."""
     model, x, y = case("latent noise")
     guide = approximate(model, (x, y), structure=structure)
     count = 20000
@@ -429,6 +433,7 @@ def averaged(log_density):
 
 @pytest.mark.parametrize("kind", ["latent noise", "heteroscedastic"])
 def test_an_uncertain_noise_is_integrated(kind):
+    """p(y) = int N(y; f, sigma^2) p(f, log sigma), against quadrature on a grid."""
     model, x, y = case(kind)
     guide = approximate(model, (x, y))
     predictive = LinearizedPredictive(model, guide)
@@ -496,6 +501,8 @@ def test_log_likelihood_is_that_of_the_drawn_parameters():
 
 
 def test_probit_against_quadrature():
+    """sigmoid(m / sqrt(1 + pi v / 8)) (MacKay 1992, evidence framework for classification, equation
+    10)."""
     nodes, weights = np.polynomial.hermite_e.hermegauss(100)
     nodes, weights = torch.tensor(nodes), torch.tensor(weights) / math.sqrt(2 * math.pi)
     mean = torch.linspace(-4, 4, 9)[:, None]
@@ -507,6 +514,7 @@ def test_probit_against_quadrature():
 
 
 def test_multiclass_probit_against_draws():
+    """softmax(m_k / sqrt(1 + pi v_k / 8)) (Gibbs 1997)."""
     torch.manual_seed(0)
     mean, variance = torch.randn(5, 3), torch.rand(5, 3)
     draws = (mean + variance.sqrt() * torch.randn(50000, 5, 3)).softmax(-1).mean(0)
@@ -515,8 +523,9 @@ def test_multiclass_probit_against_draws():
 
 @pytest.mark.parametrize("classes", [2, 3, 5])
 def test_the_bridge_inverts_the_laplace_approximation_of_a_dirichlet(classes):
-    """MacKay 1998, in the softmax basis: m_k = log a_k - mean log a, and
-    S_kl = d_kl / a_k - (1/a_k + 1/a_l - mean 1/a) / C; any common shift of f changes nothing."""
+    """MacKay 1998, in the softmax basis: m_k = log a_k - mean log a, and S_kl = d_kl / a_k - (1/a_k
+    + 1/a_l - mean 1/a) / C; any common shift of f changes nothing. Inverse: Hobbhahn, Kristiadi &
+    Hennig 2022, equation 12."""
     torch.manual_seed(classes)
     alpha = torch.rand(4, classes) * 5 + 0.5
     inverse = 1 / alpha
@@ -621,7 +630,7 @@ def test_parameters_that_no_latent_moves_are_known():
 
 
 def test_nothing_moves_where_the_subset_does_not_matter():
-    """Latents outside the subset are fixed, whatever depends on them."""
+    """Latents outside the subset are fixed, also in outputs that depend on them."""
     bnn = bayesianize(nn.Linear(3, 1))
 
     def model(x, y=None):

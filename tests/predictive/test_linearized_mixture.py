@@ -38,6 +38,7 @@ def parts(conjugate):
 
 
 def test_moments_and_covariances(conjugate, mixture):
+    """The law of total variance over members (Eschenhagen et al. 2021)."""
     predictive = LinearizedPredictive(conjugate.model, mixture)
     assert isinstance(predictive, LinearizedPredictive)
     assert isinstance(predictive, LinearizedMixture)
@@ -58,6 +59,7 @@ def test_moments_and_covariances(conjugate, mixture):
 
 
 def test_density(conjugate, mixture):
+    """sum_k weight_k p_k(y | x) (Eschenhagen et al. 2021)."""
     means, variance = parts(conjugate)
     normal = torch.distributions.Normal(means, (variance + 0.25).sqrt())
     expected = torch.logsumexp(

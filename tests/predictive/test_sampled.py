@@ -92,6 +92,7 @@ def test_chunks_equal_the_program_conditioned_on_each_draw(kind, memory):
 
 
 def test_draws_have_the_predictive_moments_of_the_conjugate_model():
+    """N(x'm, x'Cx + noise^2) (Bishop 2006, equation 3.58)."""
     torch.manual_seed(0)
     x = torch.randn(5, 2, dtype=torch.float64)
     weights = dist.MultivariateNormal(
@@ -374,6 +375,8 @@ def test_on_cuda():
 
 
 def test_moments_of_each_draw_are_those_of_its_distribution():
+    """Var[y] = E[Var[y | w]] + Var[E[y | w]] (Gal & Ghahramani 2016, section 4)."""
+
     def program(x, y=None):
         w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
         with pyro.plate("data", len(x)):

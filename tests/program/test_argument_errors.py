@@ -1,4 +1,4 @@
-"""Arrays in place of tensors and tensors of another dtype are named, whatever is called."""
+"""Errors name arrays and tensors of another dtype, for every entry point."""
 
 import functools
 

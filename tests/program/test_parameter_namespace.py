@@ -1,4 +1,4 @@
-"""Modules with parameters of their own, wherever they stand and however they are copied."""
+"""Modules with separate parameters, also inside other modules and after copies."""
 
 import copy
 import gc

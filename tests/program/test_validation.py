@@ -1,4 +1,4 @@
-"""Bad data are named; masks and moving supports are no bad data."""
+"""Errors name bad data; masks and supports that depend on latents are accepted."""
 
 import math
 from functools import partial

@@ -1,4 +1,4 @@
-"""What can be a graph and what not; the graph's numbers are the function's."""
+"""Functions that can and cannot be traced; the graph gives the function's numbers."""
 
 import pytest
 import torch

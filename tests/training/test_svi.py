@@ -1,4 +1,5 @@
-"""Training reaches the known optimum, in full and small batches; Ctrl-C keeps what is there."""
+"""Training reaches the known optimum, in full and small batches; Ctrl-C keeps the parameters so
+far."""
 
 import itertools
 import math

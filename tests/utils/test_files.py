@@ -1,4 +1,4 @@
-"""Files are written whole or not at all, and output may end before the work does."""
+"""Files are written completely or not at all; output streams may be closed early."""
 
 import io
 import os

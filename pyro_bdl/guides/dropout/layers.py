@@ -248,7 +248,7 @@ class DropoutLayers(Source):
                 fed[layer].append(site)
             if not any(kept):
                 continue
-            settings = {_said(use, reader.rates, names) for use in kept}
+            settings = {_rate_and_sharing(use, reader.rates, names) for use in kept}
             if len(settings) > 1:
                 notes.append(f"'{site}' is left out, since its uses have different dropout layers")
                 continue
@@ -288,7 +288,7 @@ class DropoutLayers(Source):
         return found
 
 
-def _said(
+def _rate_and_sharing(
     use: set[_Arrival], rates: list[float], names: list[str]
 ) -> tuple[float, frozenset[tuple[int, ...] | None]]:
     """The rate of a weight in one use, and the groups of input units that share a factor."""

@@ -38,7 +38,7 @@ def run(target: Target, start: Tensor, settings: Settings) -> Chains:
     _check_device(start.device)
     with deferred_interrupt() as stop, jax.enable_x64(start.dtype == torch.float64):
         log_density = _translated(target, start[0])
-        _heed(stop)
+        _raise_if_stopped(stop)
         kernel = _kernel(lambda vector: -log_density(vector), settings)
         starts = jnp.asarray(start.detach().cpu().numpy())
         keys = jax.random.split(jax.random.PRNGKey(settings.seed), len(start))
@@ -78,7 +78,7 @@ def _check_device(device: torch.device) -> None:
         )
 
 
-def _heed(stop: threading.Event) -> None:
+def _raise_if_stopped(stop: threading.Event) -> None:
     if stop.is_set():
         raise KeyboardInterrupt
 
@@ -175,7 +175,7 @@ class _Chain:
     def _iterate(self, count: int, bar: Any, stop: threading.Event, *, keep: bool) -> None:
         block = 1
         while count > 0:
-            _heed(stop)
+            _raise_if_stopped(stop)
             size = min(block, count)
             started = time.perf_counter()
             state, kept = self.advance(self.state, size)

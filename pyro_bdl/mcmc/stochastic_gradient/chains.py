@@ -115,7 +115,7 @@ class Walk:
                 )
                 state = state._replace(position=point.position)
             self.steps = step + 1
-            lost = _lost(point, limit)
+            lost = _first_diverged(point, limit)
             if lost is not None:
                 return self._reason(lost, batch)
             if self.steps == num_warmup // 2 and method.settle is not None:
@@ -182,7 +182,7 @@ class Walk:
         self.kept += 1  # last, so that Ctrl-C loses at most this draw
 
 
-def _lost(point: Point, limit: Tensor) -> int | None:
+def _first_diverged(point: Point, limit: Tensor) -> int | None:
     """The first chain whose log density is not finite or below the limit; None if there is none."""
     sound = (point.log_density >= limit) & (point.log_density < float("inf"))
     return None if bool(sound.all()) else int((~sound).nonzero()[0])

@@ -128,7 +128,7 @@ class Minibatches:
         for name, latent in program.latents.items():
             if any(plate in program.plates for plate in latent.plates if _is_part(program, plate)):
                 raise UnsupportedProgramError(
-                    f"the latent site '{name}' stands in a plate of which a minibatch holds a "
+                    f"the latent site '{name}' is in a plate of which a minibatch holds a "
                     "part: there is one for each datum, which minibatches cannot move; integrate "
                     "it out where it is Gaussian (handlers.integrate), or pass all data at once"
                 )

@@ -124,7 +124,7 @@ def sgmcmc(
         )
         steps = kept_steps(step_size, num_warmup, num_samples, thinning)
         track = walk.run(steps, num_warmup, progress)
-    _tell(track, num_samples)
+    _warn_of_early_end(track, num_samples)
     info = {
         "method": method,
         "step_size": step_size if isinstance(step_size, float | int) else repr(step_size),
@@ -143,7 +143,7 @@ def sgmcmc(
         return Samples(restriction.constrain(track.vectors), track.stats, info)
 
 
-def _tell(track: Track, num_samples: int) -> None:
+def _warn_of_early_end(track: Track, num_samples: int) -> None:
     """Warn of chains that ended early.
 
     :raises ValueError: if they diverged before the first draw.

@@ -1,4 +1,4 @@
-"""The mode that sees linear operations: what it follows, what it leaves, what it refuses."""
+"""The mode that records affine operations: views, matched and unmatched uses, errors."""
 
 import pytest
 import torch

@@ -103,7 +103,7 @@ def flattened(time_first, read):
 
 
 def last_step_of_attention(m, x):
-    """Time before data, as many steps as data, and only the first step is read."""
+    """Time before data, with as many steps as data; only the first step is used."""
     h = m.embed(x).transpose(0, 1)
     return m.out(m.a(h, h, h)[0])[0]
 
@@ -113,7 +113,7 @@ def tied(m, x):
 
 
 def shared_partly(m, x):
-    """Rows of one matrix in two products, and in a third all of it."""
+    """Rows of one matrix in two products, and the whole matrix in a third."""
     first, second = m.w.chunk(2)
     h = torch.cat([F.linear(x, first).tanh(), F.linear(x, second)], 1)
     return m.o(F.linear(h, m.w[:, :].mT[:, :]).tanh()) if False else m.o(h + F.linear(x, m.w))
@@ -466,7 +466,7 @@ def test_any_two_data_are_told_apart(n):
 
 
 def test_one_number_for_all_data(oracle):
-    """Latents of the plate's own shape are no sums over data."""
+    """Gradients in latents with the plate's shape are not sums over data."""
 
     def model(x, y=None):
         with pyro.plate("data", N):

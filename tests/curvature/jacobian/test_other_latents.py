@@ -94,6 +94,7 @@ def test_the_empirical_fisher_is_the_sum_over_the_datas_own_gradients(program, r
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_gauss_newton_matrix_is_that_of_backward_passes(program, monkeypatch):
+    """sum_n J_n' F_n J_n, with one backward pass for each row."""
     torch.manual_seed(0)
     x, y = torch.randn(N, 2, dtype=torch.float64), torch.randn(N, OUT, dtype=torch.float64)
     found = _found(program, x, y, "ggn")[2]

@@ -34,6 +34,7 @@ def results(model, guide, x, y, structure):
 @pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_closed_forms_are_the_sums_over_columns(structure, bias, monkeypatch):
+    """diag(p) - p p' is the Fisher information of the logits of classes."""
     made = case(bias)
     known = results(*made, structure)
     monkeypatch.setattr(Pullback, "_output_layer_uses", lambda self: [])

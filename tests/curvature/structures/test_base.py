@@ -128,6 +128,7 @@ def test_every_structure_is_one_class(name):
 
 
 def test_log_determinant(case):
+    """log det of the precision, as in the evidence (MacKay 1992, equation 2.3)."""
     torch.testing.assert_close(case.precision.logdet(), torch.logdet(case.matrix))
 
 
@@ -137,6 +138,7 @@ def test_variances_are_the_diagonal_of_the_inverse(case):
 
 
 def test_covariances_of_functions(case):
+    """J C J', the covariance of the linearized outputs (Immer et al. 2021)."""
     rows = case.jacobian.rows().transpose(0, 1)  # (n, K, p)
     covariance = torch.linalg.inv(case.matrix)
     expected = rows @ covariance @ rows.mT
@@ -256,7 +258,8 @@ def test_the_dtype_is_kept(oracle, structure, dtype):
 @pytest.mark.parametrize("structure", ["kron", "ekfac"])
 @pytest.mark.parametrize("name", ["wide", "wide table", "wide conv"])
 def test_few_vectors_make_few_directions(oracle, structure, name):
-    """As many as there are inputs of data and positions, or columns; the prior has the others."""
+    """As many as inputs of data and positions, or columns; other directions have the prior
+    precision."""
     parts = [part for _, part in Case(oracle, name, structure).precision.blocks]
     products = [part for part in parts if isinstance(part, EigenPrecision)]
     found = [part.basis.directions for part in products if part.rest is not None]
@@ -294,7 +297,7 @@ def test_what_cannot_be_factorized():
 
 
 def test_a_badly_scaled_matrix_in_float32():
-    """Factors in float64 tell 1e-6 apart from 1e6, which float32 does not."""
+    """Factors in float64 resolve 1e-6 beside 1e6; float32 does not."""
     q = torch.linalg.qr(torch.randn(4, 4))[0]
     matrix = q @ torch.diag(torch.tensor([1e4, 1.0, 1.0, 1e-2])) @ q.T
     precision = FullPrecision(matrix.float())

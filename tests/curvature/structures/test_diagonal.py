@@ -7,6 +7,7 @@ from pyro_bdl.curvature.structures.diagonal import DiagonalCurvature
 
 
 def test_sums_of_squares(jacobian, positions):
+    """The diagonal of sum_n J_n' J_n is the sum of squared gradients."""
     diagonal, expected = DiagonalCurvature(10, torch.zeros(0)), torch.zeros(10)
     for _ in range(2):
         batch = jacobian(10, *positions)

@@ -7,6 +7,7 @@ from pyro_bdl.curvature.structures.full import FullCurvature
 
 
 def test_sums_of_outer_products(jacobian, positions):
+    """The matrix sum_n J_n' J_n, row by row."""
     full, expected = FullCurvature(10, torch.zeros(0)), torch.zeros(10, 10)
     for _ in range(2):
         batch = jacobian(10, *positions)

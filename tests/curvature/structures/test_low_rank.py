@@ -17,6 +17,7 @@ def mlp(oracle):
 
 
 def test_leading_eigenpairs(oracle):
+    """Source: Halko, Martinsson & Tropp 2011, algorithm 4.4."""
     program, vector, x, y = mlp(oracle)
     exact = oracle.ggn(program, vector)
     curvature = oracle.fit(program, vector, (x, y), structure="low_rank", rank=6).curvature

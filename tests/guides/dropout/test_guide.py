@@ -87,6 +87,7 @@ def _enumerated(net, latents, p, x, y, noise):
 @pytest.mark.parametrize("elbo", OURS)
 @pytest.mark.parametrize("p", [0.25, 0.5, 0.75])
 def test_the_bound_is_gals_objective(elbo, p, model, data, every_mask):
+    """sum_i |M_i|^2 / (2 s^2 (1 - p)) (Gal & Ghahramani 2016, appendix 4.1)."""
     guide = AutoMCDropout(model, p=p).prototype(*data)
     value = elbo(num_particles=1)(model, guide)
     value(*data)  # its checks of the first step
@@ -155,7 +156,8 @@ def test_the_rate_scales_the_decay_under_a_learned_prior_scale(net, data):
 
 
 def test_the_gradient_of_a_learned_rate(model, data):
-    """d/dp of -K H(p) + |M|^2 / (2 s^2 (1 - p)), against the closed form."""
+    """d/dp of -K H(p) + |M|^2 / (2 s^2 (1 - p)), against the closed form. Source: Gal, Hron &
+    Kendall 2017, equation 3."""
     guide = AutoMCDropout(model, p=0.2, learn_p=True).prototype(*data)
     elbo = TemperedTraceMeanField_ELBO(num_particles=2)
     elbo.loss(model, guide, *data)
@@ -259,6 +261,7 @@ def test_learned_rates_and_noise_collapse_where_weights_interpolate(prior, learn
 
 
 def test_relaxed_draws_become_masks(model, data):
+    """The concrete relaxation (Gal, Hron & Kendall 2017, section 3.2; Maddison et al. 2017)."""
     guide = AutoMCDropout(model, p=0.3, learn_p=True).prototype(*data)
     weight = guide.mean_latents()["2.weight"].detach()
     relaxed = guide.sample_latents(2000)["2.weight"] / weight
@@ -325,7 +328,8 @@ def scale_free(net):
 
 
 def test_the_approximation_of_the_log_uniform_kl():
-    """Against -H(eps) + E log |eps| + constant by quadrature, within the paper's 0.009 nats."""
+    """Against -H(eps) + E log |eps| + constant by quadrature, within the paper's 0.009 nats.
+    Source: Molchanov, Ashukha & Vetrov 2017, equation 14."""
     alphas = torch.logspace(-3, 2, 30, dtype=D)
     expected = []
     for alpha in alphas:

@@ -102,7 +102,7 @@ class Collecting:
 
 @pytest.mark.parametrize("chains, method", [(1, "parallel"), (2, "sequential"), (2, "vectorized")])
 def test_ctrl_c_inside_the_garbage_collector(chains, method, monkeypatch):
-    """Python drops what is raised there: JAX has such a callback."""
+    """Python drops exceptions in callbacks of the garbage collector; JAX has such a callback."""
     monkeypatch.setattr(numpyro_backend, "_MOST_PER_BLOCK", 4)
     monkeypatch.setattr(numpyro_backend, "progress_bar", lambda *_: Collecting(50))
     before = signal.getsignal(signal.SIGINT)

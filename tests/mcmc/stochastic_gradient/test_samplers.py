@@ -65,7 +65,8 @@ def assert_moments(draws, covariance, errors=3.0):
 @pytest.mark.parametrize("temperature", [1.0, 0.3])
 @pytest.mark.parametrize("fraction", [0.02, 1.0])
 def test_langevin_has_the_covariance_of_its_recursion(fraction, temperature):
-    """From the exact posterior, which at the large step is not where it stays."""
+    """From the exact posterior, which at the large step is not where it stays. T (L - eps L^2 /
+    2)^-1 (Welling & Teh 2011, with eps for their eps / 2)."""
     eps = fraction / LARGEST
     recursion = temperature * torch.linalg.inv(PRECISION - eps / 2 * PRECISION @ PRECISION)
     start = langevin.init(exact_draws(temperature * COVARIANCE))
@@ -82,7 +83,8 @@ def test_langevin_has_the_covariance_of_its_recursion(fraction, temperature):
 @pytest.mark.parametrize("fraction", [0.1, 2.0])
 @pytest.mark.parametrize("friction", [0.05, 1.0])
 def test_splitting_is_exact_on_a_normal_target_at_every_stable_step(fraction, friction):
-    """BAOAB: the positions have the exact covariance, where Euler's would have blown up."""
+    """BAOAB: the positions have the exact covariance, where Euler's would have blown up. Source:
+    Leimkuhler & Matthews 2013."""
     torch.manual_seed(1)
     eps = fraction / LARGEST
     options = {"step_size": eps, "temperature": 0.7, "friction": friction}
@@ -96,7 +98,7 @@ def test_splitting_is_exact_on_a_normal_target_at_every_stable_step(fraction, fr
 
 
 def test_preconditioned_step_has_the_covariance_of_its_recursion():
-    """(L - eps L G L / 2)^-1 for a constant G."""
+    """(L - eps L G L / 2)^-1 for a constant G. Source: Li et al. 2016, algorithm 1."""
     eps = 0.1
     square = torch.tensor([0.1, 0.5, 1.0, 1.5, 1.9], dtype=torch.float64).expand(CHAINS, 5)
     state = preconditioned.PreconditionedState(exact_draws(), square, adapting=False)
@@ -108,6 +110,8 @@ def test_preconditioned_step_has_the_covariance_of_its_recursion():
 
 
 def test_preconditioner_is_that_of_rmsprop_until_it_settles():
+    """V' = a V + (1 - a) g^2, G = 1 / (damping + sqrt(V / mean V)) (Li et al. 2016, algorithm
+    1)."""
     gradients = torch.randn(3, 2, 5, dtype=torch.float64)
     state, square = preconditioned.init(torch.zeros(2, 5, dtype=torch.float64)), None
     for gradient in gradients:
@@ -124,7 +128,7 @@ def test_preconditioner_is_that_of_rmsprop_until_it_settles():
 
 
 def test_a_preconditioner_that_keeps_moving_is_wrong_and_a_settled_one_is_not():
-    """What the term Gamma would correct."""
+    """What the term Gamma would correct. Source: Li et al. 2016."""
     options = {"step_size": 0.005, "averaging": 0.5}
     start = preconditioned.init(exact_draws())
     _, adapted = moved(preconditioned.update, start, steps=200, draws=1, **options)
@@ -142,6 +146,7 @@ def test_a_preconditioner_that_keeps_moving_is_wrong_and_a_settled_one_is_not():
 
 
 def test_thermostat_samples_the_target_without_noise_of_minibatches():
+    """Source: Ding et al. 2014, algorithm 2; Leimkuhler & Shang 2016."""
     start = thermostat.settle(thermostat.init(exact_draws(0.8 * COVARIANCE), temperature=0.8))
     options = {"step_size": 0.02, "temperature": 0.8, "friction": 0.1}
     draws, state = moved(thermostat.update, start, steps=20, **options)
@@ -153,7 +158,8 @@ def test_thermostat_samples_the_target_without_noise_of_minibatches():
 
 
 def test_thermostat_takes_out_the_heat_of_minibatches_that_friction_leaves():
-    """With gradients of variance V beyond their mean the momentum gains eps V in each step."""
+    """With gradients of variance V beyond their mean the momentum gains eps V in each step. Source:
+    Ding et al. 2014."""
     eps, friction, variance = 0.02, 0.1, 8.0
 
     def noisy(position):
@@ -171,6 +177,7 @@ def test_thermostat_takes_out_the_heat_of_minibatches_that_friction_leaves():
 
 
 def test_metropolis_step_is_exact_where_langevin_is_far_off():
+    """MALA (Roberts & Tweedie 1996, section 1.4)."""
     eps, temperature = 1.2 / LARGEST, 0.5
 
     def density(position):
@@ -235,7 +242,8 @@ def test_options_outside_their_range():
 
 
 def test_cyclical_schedule_is_its_formula():
-    """alpha_k = alpha_0 / 2 (cos(pi mod(k - 1, L) / L) + 1) for k = 1, 2, ..."""
+    """alpha_k = alpha_0 / 2 (cos(pi mod(k - 1, L) / L) + 1) for k = 1, 2, ... Source: Zhang et al.
+    2020, equation 1."""
     schedule = Cyclical(0.3, period=7, exploration=0.5)
     for k in range(1, 30):
         exact = 0.3 / 2 * (math.cos(math.pi * ((k - 1) % 7) / 7) + 1)
@@ -260,6 +268,7 @@ def test_a_schedule_that_never_samples_is_refused(monkeypatch):
 
 
 def test_polynomial_schedule_is_its_formula():
+    """eps_t = a (b + t)^-gamma (Welling & Teh 2011, section 2)."""
     schedule = Polynomial(0.2, offset=10, power=0.6)
     assert [schedule(t) for t in (0, 5)] == [0.2 * 10**-0.6, 0.2 * 15**-0.6]
 

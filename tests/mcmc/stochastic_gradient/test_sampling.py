@@ -77,6 +77,8 @@ EXACT = {
 
 @pytest.mark.parametrize("method", list(EXACT))
 def test_gaussian_posterior(method):
+    """The posterior N(m, C) of Bayesian linear regression (Bishop 2006, equations 3.50 and
+    3.51)."""
     x, y = linear_data()
     samples = sampled(Linear(), (x, y), method=method, num_chains=400, num_samples=30, seed=1,
                       **EXACT[method])  # fmt: skip
@@ -142,6 +144,7 @@ def test_constrained_latent_has_its_exact_posterior():
 
 
 def test_mean_of_the_minibatch_gradients_is_the_full_gradient():
+    """E[(N / B) sum over a batch] (Welling & Teh 2011, equation 4)."""
     x, y = linear_data()
     batches = Minibatches((x, y), 4)
     program = Program(Linear(num_data=20), *batches.first[0])
@@ -313,6 +316,7 @@ def test_same_seed_same_draws_and_the_callers_random_state_stays(method):
 
 
 def test_suggested_step_size_is_a_fraction_of_the_inverse_curvature():
+    """eps = fraction / lambda, lambda the largest eigenvalue of the Hessian."""
     x, y = linear_data()
     at = {"w": torch.zeros(5, dtype=x.dtype)}
     step = bdl.mcmc.suggest_step_size(Linear(), (x, y), at=at, fraction=0.3)

@@ -85,5 +85,5 @@ def preconditioner(square: Tensor, damping: float) -> Tensor:
 
 
 def settle(state: PreconditionedState) -> PreconditionedState:
-    """The state with V as it is from now on."""
+    """The state with V fixed from now on."""
     return state._replace(adapting=False)

@@ -65,7 +65,7 @@ def update(
     temperature: float = 1.0,
     friction: float = 0.02,
 ) -> ThermostatState:
-    """One step of every chain; at T = 0 the thermostat rests.
+    """Move every chain by one step; at T = 0 the thermostat is off.
 
     :param gradient: of log p(theta), (chains, P).
     :param step_size: eps.
@@ -114,7 +114,8 @@ def _mean_decay(decay: Tensor) -> Tensor:
 
 
 def statistics(state: ThermostatState, gradient: Tensor, step_size: float) -> dict[str, Tensor]:
-    """``kinetic_temperature``, and ``friction``: the share 1 - e^-z that a step takes out."""
+    """The statistics ``kinetic_temperature`` and ``friction``, the share 1 - e^-z of the momentum
+    that is lost per step; (chains,) each."""
     found = {"kinetic_temperature": kinetic_temperature(state.momentum, gradient, step_size)}
     if state.decay is not None:
         found["friction"] = -torch.expm1(-state.decay.squeeze(-1))

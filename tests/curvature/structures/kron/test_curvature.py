@@ -32,7 +32,8 @@ def mlp(oracle, n=6, width=3):
 
 
 def test_the_factors_of_kfac(oracle):
-    """(1 / N) sum a a' kron sum g g', with g the columns of J_z' S by hand."""
+    """(1 / N) sum a a' kron sum g g', with g the columns of J_z' S by hand. Source: Martens &
+    Grosse 2015, section 3."""
     program, vector, x, y = mlp(oracle)
     curvature = oracle.fit(program, vector, (x, y), structure="kron").curvature
     values = program.constrain(vector)[0]
@@ -45,7 +46,8 @@ def test_the_factors_of_kfac(oracle):
 
 
 def test_expand_and_reduce(oracle):
-    """Weights shared by T positions: each a datum (expand), or a averaged and g added (reduce)."""
+    """Weights shared by T positions: each a datum (expand), or a averaged and g added (reduce).
+    Source: Eschenhagen et al. 2023."""
     torch.manual_seed(0)
     x = torch.randn(4, 5, 3)
 
@@ -72,7 +74,7 @@ def test_expand_and_reduce(oracle):
 
 
 def test_groups_have_factors_of_their_own(oracle):
-    """A grouped convolution is as many convolutions side by side."""
+    """A grouped convolution is as many convolutions side by side. Source: Grosse & Martens 2016."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv1d(4, 6, 2, groups=2, bias=False), nn.Flatten(), nn.Linear(18, 2))
     model, data = oracle.regression(net, torch.randn(3, 4, 4), 2)
@@ -130,7 +132,7 @@ def test_ekfac_is_the_best_diagonal_in_the_eigenbasis(oracle):
 
 @pytest.mark.parametrize("structure", ["kron", "ekfac"])
 def test_look_ups(oracle, structure):
-    """Of one datum with one token the block is exact; rows that no datum looks up have none."""
+    """For one datum with one token the block is exact; rows without a look-up have no curvature."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Embedding(4, 3), nn.Flatten(), nn.Linear(3, 2))
     model, data = oracle.regression(net, torch.tensor([[2]]), 2)
@@ -156,8 +158,8 @@ def test_large_rest_blocks_are_diagonal(oracle, monkeypatch):
 @pytest.mark.parametrize("structure", ["kron", "ekfac"])
 @pytest.mark.parametrize("width", [3, 10, 17], ids=["narrow", "to dense", "wide"])
 def test_merging(oracle, structure, width):
-    """Of wide inputs the eigenvectors are as many as the data: first three, then eight, which are
-    more than half of ten, but not of seventeen."""
+    """Wide inputs have as many eigenvectors as data: first three, then eight, which is more than
+    half of ten, but not of seventeen."""
     program, vector, x, y = mlp(oracle, 8, width)
     config, subset = CurvatureConfig(structure), Subset(program.layout)
 
@@ -188,7 +190,7 @@ def test_merging(oracle, structure, width):
 @pytest.mark.parametrize("structure", ["kron", "ekfac"])
 @pytest.mark.parametrize("decomposed", [False, True])
 def test_state(oracle, structure, decomposed):
-    """It loads into a curvature of other data, whose factors have other shapes."""
+    """The state loads into a curvature of other data, whose factors have other shapes."""
     program, vector, x, y = mlp(oracle, width=12)
     a = oracle.fit(program, vector, (x, y), structure=structure).curvature
     b = oracle.fit(program, vector + 1.0, (x[:3], y[:3]), structure=structure).curvature

@@ -33,6 +33,7 @@ def recomposed(sums):
 
 @pytest.mark.parametrize("count", [1, 3, 4, 5, 20])
 def test_eigenvectors_of_what_the_vectors_span(count):
+    """X'X and X X' have the same nonzero eigenvalues (singular value decomposition)."""
     sums, expected = made(count)
     assert (sums.rows is not None) == (count <= SIZE // 2)
     torch.testing.assert_close(sums.dense(), expected)
@@ -85,7 +86,7 @@ def test_positions_and_totals():
 
 
 def test_more_directions():
-    """Of eigenvalue zero: those that another sum spans too, or all."""
+    """Added directions have eigenvalue zero: those that another sum spans, or all."""
     (first, expected), (second, other) = made(2), made(1, start=1)
     first.extend(second)
     assert first.vectors.shape[2] == 3
@@ -111,7 +112,7 @@ def test_equal_sums_share_what_they_are_decomposed_into():
 
 @pytest.mark.parametrize("double_up_to", [1024, 0])
 def test_small_eigenvalues_in_float32(monkeypatch, double_up_to):
-    """The vectors tell them, where those of their float32 sum are lost in rounding."""
+    """The vectors determine them; in the float32 sum they are lost in rounding."""
     monkeypatch.setattr(outer_products, "_DOUBLE_UP_TO", double_up_to)
     torch.manual_seed(0)
     left, right = (torch.linalg.qr(torch.randn(size, 4))[0] for size in (4, SIZE))
