@@ -126,21 +126,9 @@ class LinearOutputs:
     def _dense_jacobian(self) -> Jacobian:
         """Row by row, each with its graph."""
         at = self.at
-        leaves = [at.leaves[name] for name in at.subset.parts]
         with torch.enable_grad():
             flat = self.mean
-            rows = []
-            for output in flat.reshape(-1):
-                found = torch.autograd.grad(output, leaves, create_graph=True, allow_unused=True)
-                parts = [
-                    (torch.zeros_like(leaf) if g is None else g).reshape(-1)
-                    for g, leaf in zip(found, leaves, strict=True)
-                ]
-                chosen = [
-                    part if kept is None else part[kept.to(part.device)]
-                    for part, kept in zip(parts, at.subset.chosen.values(), strict=True)
-                ]
-                rows.append(torch.cat(chosen))
+            rows = [at.gradient(output, create_graph=True) for output in flat.reshape(-1)]
             dtype = working_dtype(at.vector.dtype)
             values = torch.stack(rows).unflatten(0, flat.shape).transpose(0, 1).to(dtype)
         blocks: list[Block] = [
