@@ -36,6 +36,10 @@ _LONGER = (
     "--draws of pyro-bdl compare)"
 )
 _SMALLER = "smaller steps (target_accept of mcmc.sample nearer 1) or a smoother model"
+_KL = (
+    "KL divergence from the reference's predictive distribution, in nats per test point; of "
+    "numbers between the Normals with their means and variances."
+)
 
 
 Numbers = dict[str, float]
@@ -199,25 +203,9 @@ FURTHER_DISTANCES = (
         of="scaled",
         error=True,
     ),
+    Metric("kl", "KL", _KL, _moments_kl, of="moments", task="regression", error=True),
     Metric(
-        "kl",
-        "KL",
-        "KL divergence from the reference's predictive distribution, in nats per test point; "
-        "of numbers between the Normals with their means and variances.",
-        _moments_kl,
-        of="moments",
-        task="regression",
-        error=True,
-    ),
-    Metric(
-        "kl",
-        "KL",
-        "KL divergence from the reference's predictive distribution, in nats per test point; "
-        "of numbers between the Normals with their means and variances.",
-        metrics.categorical_kl,
-        of="function",
-        task="classification",
-        error=True,
+        "kl", "KL", _KL, metrics.categorical_kl, of="function", task="classification", error=True
     ),
     Metric(
         "khat_high",
@@ -277,14 +265,14 @@ def _errors(task: str, inputs: dict[str, Pair]) -> Numbers:
         if group:
             # A draw's errors at many test points are similar: more points add little.
             few = (evenly(draws.movedim(1, 0), 1, _MOST_POINTS).movedim(0, 1) for draws in (a, b))
-            errors = metrics.monte_carlo_error(_stacked_metrics(group), *few).tolist()
+            errors = metrics.monte_carlo_error(_joint_function(group), *few).tolist()
             keys = (metric.error_key for metric in group)
             found |= dict(zip(keys, errors, strict=True))
     return found
 
 
-def _stacked_metrics(group: Iterable[Metric]) -> Callable[[Tensor, Tensor], Tensor]:
-    """One function that computes several metrics of the same inputs as a vector."""
+def _joint_function(group: Iterable[Metric]) -> Callable[[Tensor, Tensor], Tensor]:
+    """One function for several metrics of the same inputs: their numbers as a vector."""
 
     def values(a: Tensor, b: Tensor) -> Tensor:
         numbers = [metric.function(a, b) for metric in group]

@@ -40,6 +40,18 @@ def _nlpd(density: Tensor, rows: int) -> Tensor:
     return found / rows if density.shape[1] == 1 else found
 
 
+def _coverage(key: str, percent: int) -> Metric:
+    return Metric(
+        key,
+        f"in {percent} %",
+        f"Share of the targets inside the central {percent} % interval; less is overconfident.",
+        partial(metrics.interval_coverage, level=percent / 100),
+        of="draws",
+        task="regression",
+        style="percent",
+    )
+
+
 TEST_DATA = (
     Metric(
         "rmse",
@@ -73,15 +85,7 @@ TEST_DATA = (
         of="draws",
         task="regression",
     ),
-    Metric(
-        "coverage",
-        "in 90 %",
-        "Share of the targets inside the central 90 % interval; less is overconfident.",
-        partial(metrics.interval_coverage, level=0.9),
-        of="draws",
-        task="regression",
-        style="percent",
-    ),
+    _coverage("coverage", 90),
     Metric(
         "brier",
         "Brier",
@@ -101,15 +105,7 @@ TEST_DATA = (
     ),
 )
 CALIBRATION = (
-    Metric(
-        "coverage_50",
-        "in 50 %",
-        "Share of the targets inside the central 50 % interval; less is overconfident.",
-        partial(metrics.interval_coverage, level=0.5),
-        of="draws",
-        task="regression",
-        style="percent",
-    ),
+    _coverage("coverage_50", 50),
     Metric(
         "coverage_from",
         "90 % from",
@@ -129,15 +125,7 @@ CALIBRATION = (
         task="regression",
         style="percent",
     ),
-    Metric(
-        "coverage_95",
-        "in 95 %",
-        "Share of the targets inside the central 95 % interval; less is overconfident.",
-        partial(metrics.interval_coverage, level=0.95),
-        of="draws",
-        task="regression",
-        style="percent",
-    ),
+    _coverage("coverage_95", 95),
     Metric(
         "pit",
         "PIT",

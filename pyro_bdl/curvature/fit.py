@@ -91,7 +91,7 @@ def fit_curvature(
     curvature.scale(factor)
     curvature = curvature.finish(before)
     total = torch.as_tensor(seen.log_likelihood * factor, device=seen.gradient.device)
-    gradient = subset.take(seen.gradient) * factor
+    gradient = seen.gradient * factor
     squares, cells = seen.squares * factor, seen.cells * factor
     return Fitted(curvature, total, seen.num_data, gradient, squares, cells, factor)
 
@@ -109,7 +109,7 @@ def _accumulated(
 ) -> tuple[Curvature, LikelihoodSums]:
     curvature = config.kind.empty(subset, like, config, before)
     known: dict[Any, Alignment] = {}
-    seen = LikelihoodSums(vector, batches)
+    seen = LikelihoodSums(subset.take(vector), batches)
     states = _random_states(vector.device)
 
     def one_pass(number: int) -> None:

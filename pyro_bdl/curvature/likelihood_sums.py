@@ -18,17 +18,19 @@ from pyro_bdl.program.validation import check_finite_batches
 
 
 class LikelihoodSums:
-    """Sums over the data of a pass: their number, log likelihood and its gradient."""
+    """Sums over the data of a pass: their number, log likelihood and its gradient.
 
-    def __init__(
-        self, vector: Tensor, batches: Batches, *, second_derivatives: bool = False
-    ) -> None:
+    :param like: a vector over the subset (p,), which gives the gradient's dtype and device.
+    :param second_derivatives: whether a likelihood in a factor statement will do.
+    """
+
+    def __init__(self, like: Tensor, batches: Batches, *, second_derivatives: bool = False) -> None:
         self.batches, self.second_derivatives = batches, second_derivatives
         self.factors = FactorStatements()
         self.log_likelihood: Any = 0.0
         self.num_data = 0
-        self.gradient = torch.zeros_like(vector)
-        self.squares = self.cells = torch.zeros((), dtype=torch.float64, device=vector.device)
+        self.gradient = torch.zeros_like(like)
+        self.squares = self.cells = torch.zeros((), dtype=torch.float64, device=like.device)
         self.stated: float = 0.0
         self.scaled = False
 
@@ -69,13 +71,8 @@ class LikelihoodSums:
                 f"the log likelihood at the MAP is {float(part.detach())}: the data or the "
                 "network's outputs are not finite"
             )
-        leaves = [linearization.leaves[name] for name in linearization.subset.parts]
         if part.requires_grad:
-            found = torch.autograd.grad(part, leaves, retain_graph=True, allow_unused=True)
-            for name, gradient in zip(linearization.subset.parts, found, strict=True):
-                if gradient is not None:
-                    where = linearization.subset.layout.slices[name]
-                    self.gradient[where] += gradient.reshape(-1)
+            self.gradient += linearization.gradient(part)
         self.log_likelihood = self.log_likelihood + part.detach().double()
         self.num_data += largest
 

@@ -134,17 +134,9 @@ class LinearOutputs:
     def _dense_jacobian(self) -> Jacobian:
         """A dense Jacobian, row by row, with its graph."""
         at = self.at
-        leaves = [at.leaves[name] for name in at.subset.parts]
         with torch.enable_grad():
             flat = self.mean
-            rows = []
-            for output in flat.reshape(-1):
-                found = torch.autograd.grad(output, leaves, create_graph=True, allow_unused=True)
-                gradients = [
-                    torch.zeros_like(leaf) if g is None else g
-                    for g, leaf in zip(found, leaves, strict=True)
-                ]
-                rows.append(at.subset.of_sites(gradients))
+            rows = [at.gradient(output, create_graph=True) for output in flat.reshape(-1)]
             dtype = working_dtype(at.vector.dtype)
             values = torch.stack(rows).unflatten(0, flat.shape).transpose(0, 1).to(dtype)
         blocks: list[Block] = [

@@ -98,7 +98,7 @@ def _groups(
     """
     if isinstance(guide, Guide):
         guide.prototype(*args, **kwargs)
-        e_step = [leaf for leaf in guide.parameters() if leaf.requires_grad]
+        e_step: list[Tensor] = [leaf for leaf in guide.parameters() if leaf.requires_grad]
         found = read_at_center(model, guide, args, kwargs).parameters
     else:
         with preserved_buffers(model), ReadParameters() as own:

@@ -10,7 +10,7 @@ from pyro.infer.util import zero_grads
 from torch import Tensor
 
 from pyro_bdl.guides.mean_field import AutoMeanField
-from pyro_bdl.optim.natural import relative_change
+from pyro_bdl.optim.natural_gradient import relative_change
 
 
 class NaturalGradient(torch.optim.Optimizer):

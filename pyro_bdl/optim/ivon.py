@@ -5,7 +5,7 @@ from torch import Tensor
 
 from pyro_bdl.guides.mean_field import AutoMeanField
 from pyro_bdl.optim.base import NaturalGradient
-from pyro_bdl.optim.natural import riemannian_growth
+from pyro_bdl.optim.natural_gradient import riemannian_growth
 
 
 class IVON(NaturalGradient):

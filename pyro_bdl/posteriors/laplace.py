@@ -13,20 +13,26 @@ from pyro_bdl.posteriors.registry import Options, Problem, Result, register, tra
 from pyro_bdl.training.svi import train
 
 
-def _laplace(
-    name: str, problem: Problem, options: Options, progress: bool, **choice: Any
-) -> Result:
-    """Alternate between MAP training and maximizing the evidence in the prior scale."""
-    try:
-        model = with_learnable_prior(problem.model)
-    except (TypeError, ValueError):  # a user's program, or a prior without a scale
-        model = problem.model
-    guide = AutoLaplaceGGN(model, **choice)
-    steps = options.steps or 2000
-    posterior, interrupted = evidence.train_by_evidence(
-        model, guide, problem.x, problem.y, steps=steps, progress=name if progress else None
-    )
-    return Result(posterior, {"steps": steps, **choice, **_tuned(posterior)}, interrupted)
+def _register_laplace(
+    name: str, title: str, description: str, *, default: bool = False, **choice: Any
+) -> None:
+    """Register MAP and prior scale by turns, the latter by the evidence.
+
+    :param choice: arguments of ``AutoLaplaceGGN``.
+    """
+
+    @register(name, title=title, description=description, default=default)
+    def fit(problem: Problem, options: Options, progress: bool) -> Result:
+        try:
+            model = with_learnable_prior(problem.model)
+        except (TypeError, ValueError):  # a program of its own, or a prior without a scale
+            model = problem.model
+        guide = AutoLaplaceGGN(model, **choice)
+        steps = options.steps or 2000
+        posterior, interrupted = evidence.train_by_evidence(
+            model, guide, problem.x, problem.y, steps=steps, progress=name if progress else None
+        )
+        return Result(posterior, {"steps": steps, **choice, **_tuned(posterior)}, interrupted)
 
 
 def _tuned(posterior: LaplaceGuide) -> dict[str, str]:
@@ -39,42 +45,32 @@ def _tuned(posterior: LaplaceGuide) -> dict[str, str]:
     return result
 
 
-@register(
+_register_laplace(
     "laplace-kron",
-    title="Laplace, Kronecker",
-    description="Kronecker-factored Laplace, linearized, prior scale by the evidence",
+    "Laplace, Kronecker",
+    "Kronecker-factored Laplace, linearized, prior scale by the evidence",
     default=True,
+    structure="kron",
 )
-def _laplace_kron(problem: Problem, options: Options, progress: bool) -> Result:
-    return _laplace("laplace-kron", problem, options, progress, structure="kron")
-
-
-@register(
+_register_laplace(
     "laplace-full",
-    title="Laplace, full",
-    description="Laplace with the full Gauss-Newton matrix, linearized, if it fits in memory",
+    "Laplace, full",
+    "Laplace with the full Gauss-Newton matrix, linearized, where it fits in memory",
+    structure="full",
 )
-def _laplace_full(problem: Problem, options: Options, progress: bool) -> Result:
-    return _laplace("laplace-full", problem, options, progress, structure="full")
-
-
-@register(
+_register_laplace(
     "laplace-diag",
-    title="Laplace, diagonal",
-    description="Laplace with the diagonal of the Gauss-Newton matrix, linearized",
+    "Laplace, diagonal",
+    "Laplace with the diagonal of the Gauss-Newton matrix, linearized",
+    structure="diag",
 )
-def _laplace_diag(problem: Problem, options: Options, progress: bool) -> Result:
-    return _laplace("laplace-diag", problem, options, progress, structure="diag")
-
-
-@register(
+_register_laplace(
     "laplace-last-layer",
-    title="Laplace, last layer",
-    description="full Laplace over the last layer, the rest at the MAP",
+    "Laplace, last layer",
+    "full Laplace over the last layer, the rest at the MAP",
+    structure="full",
+    subset="last-layer",
 )
-def _laplace_last_layer(problem: Problem, options: Options, progress: bool) -> Result:
-    choice = {"structure": "full", "subset": "last-layer"}
-    return _laplace("laplace-last-layer", problem, options, progress, **choice)
 
 
 @register(

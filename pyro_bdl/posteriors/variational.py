@@ -1,5 +1,7 @@
 """Posteriors by SVI: MAP, mean-field and other Gaussian families, and dropout."""
 
+from typing import Any
+
 from pyro_bdl.guides import AutoLowRank, AutoMAP, AutoMCDropout, AutoMeanField
 from pyro_bdl.optim import IVON
 from pyro_bdl.posteriors.registry import Options, Problem, Result, register, trained
@@ -16,44 +18,42 @@ def _map(problem: Problem, options: Options, progress: bool) -> Result:
     return trained(AutoMAP(problem.model), problem, options, label, steps=2000)
 
 
-def _mean_field(
-    name: str, temperature: float, problem: Problem, options: Options, progress: bool
-) -> Result:
-    guide, label = AutoMeanField(problem.model), name if progress else None
-    # Several draws per step cost little, since vmap evaluates them at once, and help Adam converge.
-    settings = {"steps": 4000, "num_particles": 4, "temperature": temperature}
-    return trained(guide, problem, options, label, **settings)
+def _register_mean_field(
+    name: str, title: str, description: str, *, default: bool = False, **choice: Any
+) -> None:
+    """Register a mean-field guide.
+
+    :param choice: arguments of ``training.train``.
+    """
+
+    @register(name, title=title, description=description, default=default)
+    def fit(problem: Problem, options: Options, progress: bool) -> Result:
+        guide, label = AutoMeanField(problem.model), name if progress else None
+        # Several draws a step cost little, since vmap takes them at once, and let Adam settle.
+        settings = {"steps": 4000, "num_particles": 4, **choice}
+        return trained(guide, problem, options, label, **settings)
 
 
-@register(
+_register_mean_field(
     "mean-field",
-    title="mean-field VI",
-    description="independent Normals over the weights, maximizing the ELBO",
+    "mean-field VI",
+    "independent Normals over the weights, maximizing the ELBO",
     default=True,
+    temperature=1.0,
 )
-def _bayes_mean_field(problem: Problem, options: Options, progress: bool) -> Result:
-    return _mean_field("mean-field", 1.0, problem, options, progress)
-
-
-@register(
+_register_mean_field(
     "mean-field-tempered",
-    title="mean-field VI, tempered",
-    description="mean-field with the KL weighted by a temperature of 0.1",
+    "mean-field VI, tempered",
+    "mean-field with the KL weighted by a temperature of 0.1",
     default=True,
+    temperature=0.1,
 )
-def _tempered_mean_field(problem: Problem, options: Options, progress: bool) -> Result:
-    return _mean_field("mean-field-tempered", 0.1, problem, options, progress)
-
-
-@register(
+_register_mean_field(
     "mean-field-lrt",
-    title="mean-field VI, local noise",
-    description="mean-field by local reparameterization, with gradients of lower variance",
+    "mean-field VI, local noise",
+    "mean-field by local reparameterization, with gradients of less variance",
+    estimator="local_reparameterization",
 )
-def _local_mean_field(problem: Problem, options: Options, progress: bool) -> Result:
-    guide, label = AutoMeanField(problem.model), "mean-field-lrt" if progress else None
-    settings = {"steps": 4000, "num_particles": 4, "estimator": "local_reparameterization"}
-    return trained(guide, problem, options, label, **settings)
 
 
 @register(

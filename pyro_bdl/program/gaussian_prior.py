@@ -38,7 +38,7 @@ class NormalBlock(nn.Module):
         self.register_buffer("loc", loc.detach().clone())
         self.register_buffer("scale", scale.detach().clone())
 
-    def distribution(self, latent: Latent, run: "_Run") -> Any:
+    def distribution(self, latent: Latent, run: "_PriorRun") -> Any:
         return marginal(latent, self.loc, self.scale)
 
 
@@ -55,7 +55,7 @@ class MatrixBlock(nn.Module):
         for name, value in (("loc", loc), ("row_factor", rows), ("column_factor", columns)):
             self.register_buffer(name, value.detach().clone())
 
-    def distribution(self, latent: Latent, run: "_Run") -> Any:
+    def distribution(self, latent: Latent, run: "_PriorRun") -> Any:
         return MatrixNormal(self.loc, self.row_factor, self.column_factor)
 
 
@@ -99,7 +99,7 @@ class JointBlock(nn.Module):
         diagonal = self.precision_matrix().diagonal() if diagonal is None else diagonal
         self.register_buffer("precision_diagonal", diagonal.detach().clone())
 
-    def distribution(self, latent: Latent, run: "_Run") -> Any:
+    def distribution(self, latent: Latent, run: "_PriorRun") -> Any:
         return JointSite(self, latent, run)
 
     def log_prob(self, values: dict[str, Tensor]) -> Tensor:
@@ -155,7 +155,7 @@ class JointSite(TorchDistribution):
 
     arg_constraints: dict[str, Any] = {}  # noqa: RUF012
 
-    def __init__(self, block: JointBlock, latent: Latent, run: "_Run") -> None:
+    def __init__(self, block: JointBlock, latent: Latent, run: "_PriorRun") -> None:
         self.block, self.latent, self.run = block, latent, run
         super().__init__(event_shape=latent.shape, validate_args=False)
 
@@ -179,7 +179,7 @@ class JointSite(TorchDistribution):
         return self.run.draws[self.block][self.latent.name][0]
 
 
-class _Run(Messenger):
+class _PriorRun(Messenger):
     """One run of a program under a ``GaussianPrior``.
 
     ``values`` holds the values of the sites so far, ``draws`` the joint draws of the blocks, and
@@ -264,7 +264,7 @@ class GaussianPrior(nn.Module):
 
     def run(self) -> Messenger:
         """A handler for one run of the program."""
-        return _Run(self)
+        return _PriorRun(self)
 
 
 def _constrained(latent: Latent, value: Tensor) -> Tensor:

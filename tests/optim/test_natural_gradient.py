@@ -18,7 +18,7 @@ import pyro_bdl as bdl
 from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.guides import AutoLaplaceGGN, AutoMeanField
 from pyro_bdl.optim import IVON, VOGN, GaussNewton_ELBO, InSVI
-from pyro_bdl.optim.natural import relative_change, riemannian_growth
+from pyro_bdl.optim.natural_gradient import relative_change, riemannian_growth
 
 # The optimizer, its ELBO, and draws for a quiet gradient
 PAIRS = {

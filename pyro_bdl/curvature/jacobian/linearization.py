@@ -87,6 +87,19 @@ class Linearization:
             use.site for use in self.uses if repeats(use.indices)
         }
 
+    def gradient(self, value: Tensor, *, create_graph: bool = False) -> Tensor:
+        """The gradient of a scalar in the subset, (p,); zero where it does not depend on it."""
+        leaves = [self.leaves[name] for name in self.subset.parts]
+        found = torch.autograd.grad(
+            value, leaves, retain_graph=True, create_graph=create_graph, allow_unused=True
+        )
+        parts = []
+        for gradient, leaf, kept in zip(found, leaves, self.subset.chosen.values(), strict=True):
+            part = torch.zeros_like(leaf) if gradient is None else gradient
+            part = part.reshape(-1)
+            parts.append(part if kept is None else part[kept.to(part.device)])
+        return torch.cat(parts)
+
     def pullback(self, outputs: Outputs, num_data: int, *, label: Any = None) -> "Pullback":
         """Return outputs of the run as functions of the subset, datum by datum.
 
