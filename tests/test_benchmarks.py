@@ -128,3 +128,22 @@ def test_in_between_measures_every_posterior_against_nuts(tmp_path):
     for name in ("NUTS", "Laplace, full"):
         assert rows[name]["gap to clusters"] > 2
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.bench
+def test_lora_scores_every_posterior(tmp_path):
+    generator = np.random.default_rng(0)
+    images = {
+        f"{key}_{part}": generator.integers(0, 10, shape).astype(np.uint8)
+        for part, count in (("train", 60), ("test", 8))
+        for key, shape in (("x", (count, 28, 28)), ("y", (count,)))
+    }
+    np.savez(tmp_path / "digits.npz", **images)
+    command = [sys.executable, str(FOLDER / "lora.py"), "--json", "--seeds", "2", "--steps", "3"]
+    command += ["--upright", "20", "--upright-steps", "3", "--train-size", "20", "--width", "4"]
+    command += ["--held-out", "10", "--draws", "3", "--data", str(tmp_path / "digits.npz")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=FOLDER, check=True)
+    rows = json.loads(done.stdout.strip().splitlines()[-1])["posteriors"]
+    assert len(rows) == 7
+    assert all(row["log likelihood"][0] < 0 for row in rows.values())
+    assert all(len(row["prior scales"]) == 2 for name, row in rows.items() if name != "before")
