@@ -162,8 +162,8 @@ class KroneckerCurvature(Curvature):
             if key[0] in self.networks:
                 warnings.warn(
                     f"the weights '{key[0]}' of a plate of networks have no Kronecker factors: "
-                    f"they get one exact block, or above {_DENSE_UP_TO} numbers its diagonal; let the "
-                    "first dimension of the targets number the data, and another the networks",
+                    f"they get one exact block, or above {_DENSE_UP_TO} numbers its diagonal; let "
+                    "the first dimension of the targets number the data, and another the networks",
                     BdlWarning,
                     stacklevel=2,
                 )
