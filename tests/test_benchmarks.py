@@ -27,6 +27,7 @@ SMALL = {
     "distributed": [
         *("--steps", "1", "--batches", "8", "4", "--rows", "20", "--repeats", "1"),
     ],
+    "networks_in_plate": ["--quick", "--networks", "2", "--methods", "SVI"],
     "nuts": [
         *("--warmup", "10", "--draws", "5", "--depth", "3", "--pyro-draws", "2", "--repeats", "1")
     ],

@@ -14,7 +14,9 @@ Sources: Martens & Grosse 2015; Grosse & Martens 2016 for convolutions; Eschenha
 expand and reduce; George et al. 2018 for EKFAC.
 """
 
+import warnings
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, Self
 
@@ -37,6 +39,7 @@ from pyro_bdl.curvature.structures.kron.eigen_precision import EigenPrecision
 from pyro_bdl.curvature.structures.kron.factors import KroneckerFactors, output_vectors
 from pyro_bdl.curvature.structures.kron.outer_products import OuterVectors, decompose
 from pyro_bdl.curvature.structures.kron.precision import KroneckerPrecision
+from pyro_bdl.errors import BdlWarning
 from pyro_bdl.program.subset import Subset
 
 _DENSE_UP_TO = 1024
@@ -66,6 +69,7 @@ class KroneckerCurvature(Curvature):
 
     :param reduce: average inputs and sum gradients over positions, instead of treating every
         position as a separate datum.
+    :param networks: sites of plates of networks; a warning names those without Kronecker factors.
     """
 
     takes_softmax = True
@@ -77,9 +81,10 @@ class KroneckerCurvature(Curvature):
         like: Tensor,
         *,
         reduce: bool = False,
+        networks: Collection[str] = (),
     ) -> None:
         super().__init__()
-        self.size, self.reduce = size, reduce
+        self.size, self.reduce, self.networks = size, reduce, frozenset(networks)
         self.register_buffer("like", like.new_zeros(0), persistent=False)
         self.products: Any = nn.ModuleDict()
         self.rest: Any = nn.ModuleDict()
@@ -92,7 +97,7 @@ class KroneckerCurvature(Curvature):
     def empty(
         cls, subset: Subset, like: Tensor, options: StructureOptions, before: Self | None
     ) -> Self:
-        return cls(subset.size, like, reduce=options.reduce)
+        return cls(subset.size, like, reduce=options.reduce, networks=_networks(subset))
 
     @classmethod
     def memory(cls, size: int, options: StructureOptions) -> int:
@@ -152,6 +157,14 @@ class KroneckerCurvature(Curvature):
     def _rest(self, block: DenseBlock) -> Any:
         key = block.position.key
         if key not in self._names:
+            if key[0] in self.networks:
+                warnings.warn(
+                    f"the weights '{key[0]}' of a plate of networks have no Kronecker factors: "
+                    f"they get one exact block, or above {_DENSE_UP_TO} numbers its diagonal; let "
+                    "the first dimension of the targets number the data, and another the networks",
+                    BdlWarning,
+                    stacklevel=2,
+                )
             self._names[key] = f"rest{len(self.rest)}"
             self.rest[self._names[key]] = ExactBlock(block.position, block.position.size, self.like)
         return self.rest[self._names[key]]
@@ -274,9 +287,15 @@ class EKFACCurvature(KroneckerCurvature):
     passes = 2
 
     def __init__(
-        self, size: int, like: Tensor, *, reduce: bool = False, start: Self | None = None
+        self,
+        size: int,
+        like: Tensor,
+        *,
+        reduce: bool = False,
+        networks: Collection[str] = (),
+        start: Self | None = None,
     ) -> None:
-        super().__init__(size, like, reduce=reduce)
+        super().__init__(size, like, reduce=reduce, networks=networks)
         self._earlier: dict[tuple[str, int], Any] = {}  # products of earlier data
         if start is not None:
             products = start.products
@@ -287,7 +306,8 @@ class EKFACCurvature(KroneckerCurvature):
     def empty(
         cls, subset: Subset, like: Tensor, options: StructureOptions, before: Self | None
     ) -> Self:
-        return cls(subset.size, like, reduce=options.reduce, start=before)
+        networks = _networks(subset)
+        return cls(subset.size, like, reduce=options.reduce, networks=networks, start=before)
 
     @classmethod
     def numbers_per_gradient(cls, size: int, largest_shared: int) -> int:
@@ -302,6 +322,12 @@ class EKFACCurvature(KroneckerCurvature):
             if name in self.products:
                 self.products[name].correct(self._earlier.get(key))
         self._earlier = {}
+
+
+def _networks(subset: Subset) -> set[str]:
+    """The weight matrices in plates."""
+    latents = subset.layout.latents
+    return {name for name in subset.parts if latents[name].plates and latents[name].event_dim > 1}
 
 
 def _product_precision(
