@@ -28,7 +28,7 @@ from pyro_bdl.curvature.structures.base import Curvature
 from pyro_bdl.distributions.take_apart import base_distribution, parameters_of_any
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.program.batches import Batches
-from pyro_bdl.program.enumeration import JointMarginal
+from pyro_bdl.program.enumeration import coupled_data
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.supports import check_support
 from pyro_bdl.program.trace import Run, Site, leave_open, record
@@ -207,6 +207,12 @@ class _Seen:
             raise ValueError(
                 "the program has no observed site: pass the targets, so that a sample statement "
                 "gets obs=..."
+            )
+        name = coupled_data(run)
+        if name is not None and self.num_data:
+            raise UnsupportedProgramError(
+                f"the data of site '{name}' depend on each other through discrete sites, so that "
+                "batches of them do not add up: pass all data as one batch"
             )
         check_scales(run.observed)
         check_support(run, first_row=self.num_data)
@@ -459,14 +465,12 @@ def with_known_information(
     values = subset.layout.constrain(vector)[0]
     with torch.no_grad(), evaluation_mode(model), preserved_buffers(model):
         run = record(model, values, *data, draw=leave_open)
-    if run.discrete is None:
-        return config
-    joint = [n for n, s in run.observed.items() if isinstance(s.distribution, JointMarginal)]
-    if not joint:
+    name = coupled_data(run)
+    if name is None:
         return config
     warnings.warn(
-        f"the discrete sites ({', '.join(run.discrete.names)}) couple the data of site "
-        f"'{joint[0]}', whose likelihood is no product of known ones: the curvature is its dense "
+        f"the data of site '{name}' depend on each other through discrete sites that are summed "
+        "out, so that their likelihood is no product of known ones: the curvature is its dense "
         'Hessian; structure="full" with curvature="hessian" asks for that',
         BdlWarning,
         stacklevel=5,

@@ -407,6 +407,7 @@ class JointMarginal(TorchDistribution):
     :param draw: a value drawn from it.
     """
 
+    couples_data = True
     arg_constraints: dict[str, Any] = {}
 
     def __init__(
@@ -439,6 +440,8 @@ class Marginal(MixtureSameFamily):
     """p(y | w) = sum_z p(z | w) p(y | z, w), a mixture whose components are laid out as such only
     where they are asked for.
 
+    ``couples_data`` tells that it is one mixture of all data in a plate.
+
     :param density: log p(y | w) of a value, of the batch shape.
     :param mixture: the same distribution as a mixture.
     """
@@ -448,8 +451,10 @@ class Marginal(MixtureSameFamily):
         density: Callable[[Tensor], Tensor],
         mixture: Callable[[], MixtureSameFamily],
         shape: "_Shape",
+        couples_data: bool,
     ) -> None:
         self._density, self._mixture, self._event_ndims = density, mixture, len(shape.event)
+        self.couples_data = couples_data
         self._laid_out: Any = None
         Distribution.__init__(self, shape.batch, shape.event, validate_args=False)
 
@@ -477,6 +482,20 @@ class Marginal(MixtureSameFamily):
         return self._as_mixture().expand(batch_shape)
 
 
+def coupled_data(run: Any) -> str | None:
+    """The first observed site that is not a product of mixtures, one for each datum, since discrete
+    sites outside of its plates are summed out; None where there is none."""
+    kinds = (Marginal, JointMarginal)
+    return next(
+        (
+            name
+            for name, site in run.observed.items()
+            if isinstance(site.distribution, kinds) and site.distribution.couples_data
+        ),
+        None,
+    )
+
+
 class _Shape(NamedTuple):
     """Batch and event shapes of a marginal, and the dims of the table that they are.
 
@@ -497,7 +516,8 @@ def _shape_of(statement: Statement, plates: Mapping[str, Plate], kept: frozenset
     fn = site.distribution
     sizes = ((1,) * ROOM + tuple(fn.batch_shape))[-ROOM:]
     depth = max([0, *(-plates[name].dim for name in statement.plates)])
-    if isinstance(site.value, Tensor) and statement.kind != "factors":
+    is_given = isinstance(site.value, Tensor) and statement.kind != "factors"
+    if is_given and site.value.dim() - fn.event_dim <= ROOM:  # or else drawn for each value of z
         rank = max(depth, site.value.dim() - fn.event_dim)
     else:
         rank = max([depth, *(ROOM - i for i, size in enumerate(sizes) if size > 1)])
@@ -784,7 +804,7 @@ class SummedOut:
 
             masked = has_inner and isinstance(site.mask, Tensor)
             if shape.is_plain and inner == 1.0 and not masked and take_apart(site.distribution):
-                distribution = Marginal(density, mixture, shape)
+                distribution = Marginal(density, mixture, shape, has_inner and not kept)
             else:
                 distribution = JointMarginal(density, draw, site.distribution.support, shape)
         else:
