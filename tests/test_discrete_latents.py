@@ -13,8 +13,8 @@ from pyro.optim import Adam
 
 import pyro_bdl as bdl
 from pyro_bdl import Program
-from pyro_bdl.errors import BdlWarning
 from pyro_bdl.elbo import CompiledELBO, TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
+from pyro_bdl.errors import BdlWarning
 
 Y = torch.tensor([-2.1, -1.7, -2.6, 1.8, 2.4, 0.4], dtype=torch.float64)
 WEIGHTS = torch.tensor([0.3, 0.7], dtype=torch.float64)
@@ -142,7 +142,7 @@ def test_guides_take_steps_under_pyros_own_enumeration(make):
 def test_no_targets_are_named_in_a_step():
     guide, elbo = bdl.guides.AutoMeanField(mixture).prototype(Y), TemperedTrace_ELBO()
     for _ in range(2):  # before and after the check of a first step
-        with pytest.raises(ValueError, match="pass (the|its) targets"):
+        with pytest.raises(ValueError, match=r"pass (the|its) targets"):
             elbo.loss(mixture, guide)
         elbo.loss(mixture, guide, Y)
 

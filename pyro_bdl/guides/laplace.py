@@ -160,7 +160,9 @@ class LaplaceGuide(JointGuide):
         """Take up data; returns the gradient of the log joint density in the subset (p,)."""
         model = self.program_model
         if before is None:
-            self.config = with_known_information(model, self.subset, self.loc, self.few, self.config)
+            self.config = with_known_information(
+                model, self.subset, self.loc, self.few, self.config
+            )
         fitted = fit_curvature(
             model, self.subset, self.loc, batches, self.config,
             before=before, progress=progress,

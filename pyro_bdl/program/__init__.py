@@ -10,4 +10,13 @@ from pyro_bdl.program.trace import (
     sum_out_discrete,
 )
 
-__all__ = ["Program", "Run", "Site", "leave_open", "record", "sample_open", "sum_out_discrete", "trace_once"]
+__all__ = [
+    "Program",
+    "Run",
+    "Site",
+    "leave_open",
+    "record",
+    "sample_open",
+    "sum_out_discrete",
+    "trace_once",
+]

@@ -8,15 +8,16 @@ marginal, by variable elimination in log space:
     log p(y_i | y_1, ..., y_{i-1}, w) = log sum_z p(z | y_1, ..., y_{i-1}, w) p(y_i | z, w),
 
 in the program's order, so that these terms add up to log p(y | w). Where z stands in the plate of
-the data and y is one site, the term is log p(y_n | w) for each datum. Where z stands outside of that
-plate there is one term for all of the data. In a hidden Markov chain the terms are one-step-ahead
-densities. A subsampled plate scales the sum of logs over its data by N/B; tempering scales the term.
+the data and y is one site, the term is log p(y_n | w) for each datum. Where z stands outside of
+that plate there is one term for all of the data. In a hidden Markov chain the terms are
+one-step-ahead densities. A subsampled plate scales the sum of logs over its data by N/B; tempering
+scales the term.
 Latents that depend on discrete sites come first, so that log p(w) and log p(y | w) are told apart.
 """
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from pyro.distributions import Categorical, MixtureSameFamily, Unit
@@ -408,7 +409,7 @@ class JointMarginal(TorchDistribution):
     """
 
     couples_data = True
-    arg_constraints: dict[str, Any] = {}
+    arg_constraints: ClassVar[dict[str, Any]] = {}
 
     def __init__(
         self,
@@ -545,6 +546,13 @@ class SummedOut:
         self._plates = enumeration.plates
         self._algebra = Elimination(self._variables, self._plates)
         self._statements = enumeration.statements
+        self._scales = {  # of the discrete sites that are tempered
+            statement.name: scale
+            for statement in self._statements
+            if statement.kind == "discrete"
+            and (scale := _tempering(statement.site)) is not None
+            and not math.isclose(scale, 1.0)
+        }
         self.names = tuple(variable.name for variable in self._variables.values())
 
     def support(self, name: str) -> Tensor:
@@ -646,7 +654,7 @@ class SummedOut:
     # Marginals
 
     def _factor(self, statement: Statement, value: Any = None) -> Factor:
-        """log p of a statement at its value as a factor, checked against the discrete sites' plates.
+        """log p of a statement at its value as a factor; checks the discrete sites' plates.
 
         A masked discrete site is uniform, so that its sum is 1.
         """
@@ -746,15 +754,13 @@ class SummedOut:
     def _check_tempering(self, statement: Statement, near: Sequence[Factor]) -> None:
         """Tempering scales log p(y | w), so that the discrete sites must not have another scale."""
         own = _tempering(statement.site)
-        reached = {self._variables[symbol].name for factor in near for symbol in factor.symbols}
-        for other in self._statements:
-            scale = _tempering(other.site)
-            if other.name in reached and isinstance(scale, float) and isinstance(own, float):
-                if not any(math.isclose(scale, allowed) for allowed in (1.0, own)):
-                    raise UnsupportedProgramError(
-                        f"the discrete site '{other.name}' has the scale {scale:g}, and "
-                        f"'{statement.name}', which depends on it, {own:g}: give both one scale"
-                    )
+        for name in {self._variables[s].name for factor in near for s in factor.symbols}:
+            scale = self._scales.get(name)
+            if scale is not None and own is not None and not math.isclose(scale, own):
+                raise UnsupportedProgramError(
+                    f"the discrete site '{name}' has the scale {scale:g}, and "
+                    f"'{statement.name}', which depends on it, {own:g}: give both one scale"
+                )
 
     def _marginal(
         self, statement: Statement, symbols: Mapping[int, int], near: Sequence[Factor]
@@ -876,9 +882,9 @@ class SummedOut:
         )
 
 
-def _tempering(site: Any) -> Any:
-    """A site's scale but for N/B; a number where it is one."""
-    return site.scale if isinstance(site.scale, Tensor) else site.scale / site.subsampling
+def _tempering(site: Any) -> float | None:
+    """A site's scale but for N/B; None for a tensor, which is not read."""
+    return None if isinstance(site.scale, Tensor) else site.scale / site.subsampling
 
 
 def sum_out(run: Any, enumeration: Enumeration) -> None:

@@ -167,8 +167,8 @@ class Program:
 
         Discrete sites are summed out for each datum where they stand in its plate. A discrete site
         outside of it leaves one term for all data of the site; sites that share discrete sites, as
-        in a hidden Markov chain, have terms log p(y_t | y_1, ..., y_{t-1}, w). In any case the terms
-        add up to log p(y | w).
+        in a hidden Markov chain, have terms log p(y_t | y_1, ..., y_{t-1}, w). In any case the
+        terms add up to log p(y | w).
         """
         observed = self.run(latents, *args, **kwargs).observed
         return {
