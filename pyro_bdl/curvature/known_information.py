@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.program.enumeration import JointMarginal
+from pyro_bdl.program.enumeration import coupled_data
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import leave_open, record
 from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
@@ -35,14 +35,12 @@ def with_known_information(
     values = subset.layout.constrain(vector)[0]
     with torch.no_grad(), evaluation_mode(model), preserved_buffers(model):
         run = record(model, values, *data, draw=leave_open)
-    if run.discrete is None:
-        return config
-    joint = [n for n, s in run.observed.items() if isinstance(s.distribution, JointMarginal)]
-    if not joint:
+    name = coupled_data(run)
+    if name is None:
         return config
     warnings.warn(
-        f"the discrete sites ({', '.join(run.discrete.names)}) couple the data of site "
-        f"'{joint[0]}', whose likelihood is no product of known ones: the curvature is its dense "
+        f"the data of site '{name}' depend on each other through discrete sites that are summed "
+        "out, so that their likelihood is no product of known ones: the curvature is its dense "
         'Hessian; structure="full" with curvature="hessian" asks for that',
         BdlWarning,
         stacklevel=5,

@@ -12,6 +12,7 @@ from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.program.batches import Batches
+from pyro_bdl.program.enumeration import coupled_data
 from pyro_bdl.program.supports import check_support
 from pyro_bdl.program.trace import Site
 from pyro_bdl.program.validation import check_finite_batches
@@ -46,6 +47,12 @@ class LikelihoodSums:
             raise ValueError(
                 "the program has no observed site: pass the targets, so that a sample statement "
                 "gets obs=..."
+            )
+        name = coupled_data(run)
+        if name is not None and self.num_data:
+            raise UnsupportedProgramError(
+                f"the data of site '{name}' depend on each other through discrete sites, so that "
+                "batches of them do not add up: pass all data as one batch"
             )
         check_scales(run.observed)
         check_support(run, first_row=self.num_data)

@@ -8,15 +8,16 @@ marginal, by variable elimination in log space:
     log p(y_i | y_1, ..., y_{i-1}, w) = log sum_z p(z | y_1, ..., y_{i-1}, w) p(y_i | z, w),
 
 in the program's order, so that these terms add up to log p(y | w). Where z stands in the plate of
-the data and y is one site, the term is log p(y_n | w) for each datum. Where z stands outside of that
-plate there is one term for all of the data. In a hidden Markov chain the terms are one-step-ahead
-densities. A subsampled plate scales the sum of logs over its data by N/B; tempering scales the term.
+the data and y is one site, the term is log p(y_n | w) for each datum. Where z stands outside of
+that plate there is one term for all of the data. In a hidden Markov chain the terms are
+one-step-ahead densities. A subsampled plate scales the sum of logs over its data by N/B; tempering
+scales the term.
 Latents that depend on discrete sites come first, so that log p(w) and log p(y | w) are told apart.
 """
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from pyro.distributions import Categorical, MixtureSameFamily, Unit
@@ -407,7 +408,8 @@ class JointMarginal(TorchDistribution):
     :param draw: a value drawn from it.
     """
 
-    arg_constraints: dict[str, Any] = {}
+    couples_data = True
+    arg_constraints: ClassVar[dict[str, Any]] = {}
 
     def __init__(
         self,
@@ -439,6 +441,8 @@ class Marginal(MixtureSameFamily):
     """p(y | w) = sum_z p(z | w) p(y | z, w), a mixture whose components are laid out as such only
     where they are asked for.
 
+    ``couples_data`` tells that it is one mixture of all data in a plate.
+
     :param density: log p(y | w) of a value, of the batch shape.
     :param mixture: the same distribution as a mixture.
     """
@@ -448,8 +452,10 @@ class Marginal(MixtureSameFamily):
         density: Callable[[Tensor], Tensor],
         mixture: Callable[[], MixtureSameFamily],
         shape: "_Shape",
+        couples_data: bool,
     ) -> None:
         self._density, self._mixture, self._event_ndims = density, mixture, len(shape.event)
+        self.couples_data = couples_data
         self._laid_out: Any = None
         Distribution.__init__(self, shape.batch, shape.event, validate_args=False)
 
@@ -477,6 +483,20 @@ class Marginal(MixtureSameFamily):
         return self._as_mixture().expand(batch_shape)
 
 
+def coupled_data(run: Any) -> str | None:
+    """The first observed site that is not a product of mixtures, one for each datum, since discrete
+    sites outside of its plates are summed out; None where there is none."""
+    kinds = (Marginal, JointMarginal)
+    return next(
+        (
+            name
+            for name, site in run.observed.items()
+            if isinstance(site.distribution, kinds) and site.distribution.couples_data
+        ),
+        None,
+    )
+
+
 class _Shape(NamedTuple):
     """Batch and event shapes of a marginal, and the dims of the table that they are.
 
@@ -497,7 +517,8 @@ def _shape_of(statement: Statement, plates: Mapping[str, Plate], kept: frozenset
     fn = site.distribution
     sizes = ((1,) * ROOM + tuple(fn.batch_shape))[-ROOM:]
     depth = max([0, *(-plates[name].dim for name in statement.plates)])
-    if isinstance(site.value, Tensor) and statement.kind != "factors":
+    is_given = isinstance(site.value, Tensor) and statement.kind != "factors"
+    if is_given and site.value.dim() - fn.event_dim <= ROOM:  # or else drawn for each value of z
         rank = max(depth, site.value.dim() - fn.event_dim)
     else:
         rank = max([depth, *(ROOM - i for i, size in enumerate(sizes) if size > 1)])
@@ -525,6 +546,13 @@ class SummedOut:
         self._plates = enumeration.plates
         self._algebra = Elimination(self._variables, self._plates)
         self._statements = enumeration.statements
+        self._scales = {  # of the discrete sites that are tempered
+            statement.name: scale
+            for statement in self._statements
+            if statement.kind == "discrete"
+            and (scale := _tempering(statement.site)) is not None
+            and not math.isclose(scale, 1.0)
+        }
         self.names = tuple(variable.name for variable in self._variables.values())
 
     def support(self, name: str) -> Tensor:
@@ -646,7 +674,7 @@ class SummedOut:
     # Marginals
 
     def _factor(self, statement: Statement, value: Any = None, density: Any = None) -> Factor:
-        """log p of a statement at its value as a factor, checked against the discrete sites' plates.
+        """log p of a statement at its value as a factor; checks the discrete sites' plates.
 
         A masked discrete site is uniform, so that its sum is 1.
         """
@@ -746,15 +774,13 @@ class SummedOut:
     def _check_tempering(self, statement: Statement, near: Sequence[Factor]) -> None:
         """Tempering scales log p(y | w), so that the discrete sites must not have another scale."""
         own = _tempering(statement.site)
-        reached = {self._variables[symbol].name for factor in near for symbol in factor.symbols}
-        for other in self._statements:
-            scale = _tempering(other.site)
-            if other.name in reached and isinstance(scale, float) and isinstance(own, float):
-                if not any(math.isclose(scale, allowed) for allowed in (1.0, own)):
-                    raise UnsupportedProgramError(
-                        f"the discrete site '{other.name}' has the scale {scale:g}, and "
-                        f"'{statement.name}', which depends on it, {own:g}: give both one scale"
-                    )
+        for name in {self._variables[s].name for factor in near for s in factor.symbols}:
+            scale = self._scales.get(name)
+            if scale is not None and own is not None and not math.isclose(scale, own):
+                raise UnsupportedProgramError(
+                    f"the discrete site '{name}' has the scale {scale:g}, and "
+                    f"'{statement.name}', which depends on it, {own:g}: give both one scale"
+                )
 
     def _marginal(
         self, statement: Statement, symbols: Mapping[int, int], near: Sequence[Factor]
@@ -804,7 +830,7 @@ class SummedOut:
 
             masked = has_inner and isinstance(site.mask, Tensor)
             if shape.is_plain and inner == 1.0 and not masked and take_apart(site.distribution):
-                distribution = Marginal(density, mixture, shape)
+                distribution = Marginal(density, mixture, shape, has_inner and not kept)
             else:
                 distribution = JointMarginal(density, draw, site.distribution.support, shape)
         else:
@@ -876,9 +902,9 @@ class SummedOut:
         )
 
 
-def _tempering(site: Any) -> Any:
-    """A site's scale but for N/B; a number where it is one."""
-    return site.scale if isinstance(site.scale, Tensor) else site.scale / site.subsampling
+def _tempering(site: Any) -> float | None:
+    """A site's scale but for N/B; None for a tensor, which is not read."""
+    return None if isinstance(site.scale, Tensor) else site.scale / site.subsampling
 
 
 def sum_out(run: Any, enumeration: Enumeration) -> None:

@@ -2,15 +2,26 @@
 
 import itertools
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
+from pyro.infer import TraceEnum_ELBO, config_enumerate
+from pyro.infer.autoguide import AutoDelta, init_to_value
 from pyro.ops.indexing import Vindex
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from pyro_bdl.program import Program
+from pyro_bdl.distributions.take_apart import rebuild, take_apart
+from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.handlers import cold as cold_posterior
+from pyro_bdl.handlers import temper
+from pyro_bdl.mcmc.jax.translate import to_jax
+from pyro_bdl.program import Program, leave_open, record
+from pyro_bdl.program.enumeration import JointMarginal, Marginal
 
 Y = torch.tensor([0.3, -1.2, 2.0, 0.1], dtype=torch.float64)
 
@@ -123,14 +134,13 @@ def masked_chain(y=Y):
 
 def one_hot(y=Y):
     means = pyro.sample("means", _normal(2.0, (3,)))
-    with pyro.plate("data", len(Y)):
+    with pyro.plate("data", 2):
         z = pyro.sample("z", dist.OneHotCategorical(_t(0.2, 0.3, 0.5)))
-        count = pyro.sample("count", dist.Binomial(2, _t(0.3)))
-        pyro.sample("y", dist.Normal((z * means).sum(-1) + count, 0.5), obs=y)
+        count = pyro.sample("count", dist.Binomial(1, _t(0.3)))
+        pyro.sample("y", dist.Normal((z * means).sum(-1) + count, 0.5), obs=y[:2])
 
 
 PROGRAMS = (
-    mixture,
     global_switch,
     chain,
     states_first,
@@ -199,7 +209,7 @@ def test_sums_and_posteriors_are_those_of_brute_force(model):
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("model", PROGRAMS, ids=lambda m: m.__name__)
+@pytest.mark.parametrize("model", [mixture, chain, two_levels, features, spike])
 def test_densities_survive_vmap_grad_and_make_fx(model):
     program = Program(model)
     torch.manual_seed(0)
@@ -207,5 +217,268 @@ def test_densities_survive_vmap_grad_and_make_fx(model):
     gradient = torch.func.grad(program.log_density)
     expected = torch.stack([gradient(vector) for vector in vectors])
     torch.testing.assert_close(torch.vmap(gradient)(vectors), expected)
-    if model is not one_hot:  # a Binomial reads its count as a number
-        torch.testing.assert_close(make_fx(gradient)(vectors[0])(vectors[1]), expected[1])
+    torch.testing.assert_close(make_fx(gradient)(vectors[0])(vectors[1]), expected[1])
+
+
+# Plates, scales and masks
+
+
+def test_a_subsampled_plate_scales_the_log_of_a_local_sum():
+    def model(y):
+        means = pyro.sample("means", _normal(2.0, (3,)))
+        with pyro.plate("data", 40, subsample=torch.arange(4)):
+            z = pyro.sample("z", dist.Categorical(_t(0.2, 0.3, 0.5)))
+            pyro.sample("y", dist.Normal(means[z], 0.5), obs=y)
+
+    program = Program(model, Y)
+    latents = _latents(program)
+    each = dist.MixtureSameFamily(
+        dist.Categorical(_t(0.2, 0.3, 0.5)), dist.Normal(latents["means"], 0.5)
+    ).log_prob(Y)
+    run = program.run(latents)
+    torch.testing.assert_close(run.log_likelihood(), 10 * each.sum())
+    torch.testing.assert_close(program.log_likelihood(latents)["y"], each)
+    assert (run.observed["y"].scale, run.observed["y"].subsampling) == (10.0, 10.0)
+
+
+def subsampled_switch(y=Y):
+    means = pyro.sample("means", _normal(2.0, (2,)))
+    k = pyro.sample("k", dist.Categorical(_t(0.3, 0.7)))
+    with pyro.plate("data", 8, subsample=torch.arange(4)):
+        pyro.sample("y", dist.Normal(means[k], 0.5), obs=y)
+
+
+def test_a_subsampled_plate_scales_the_data_inside_of_a_global_sum():
+    program = Program(subsampled_switch)
+    latents = _latents(program)
+    terms = 2 * dist.Normal(latents["means"][:, None], 0.5).log_prob(Y).sum(-1)
+    expected = (_t(0.3, 0.7).log() + terms).logsumexp(0)
+    site = program.run(latents).observed["y"]
+    assert isinstance(site.distribution, JointMarginal)
+    torch.testing.assert_close(site.log_prob(), expected)
+    assert site.scale == site.subsampling == 1.0
+    found = program.responsibilities(latents)["k"]
+    torch.testing.assert_close(found, (_t(0.3, 0.7).log() + terms).softmax(0))
+
+
+def test_temperatures_scale_the_log_of_the_sum():
+    latents = _latents(Program(mixture))
+    warm, cold = Program(temper(mixture, 2.0)), Program(cold_posterior(mixture, 2.0))
+    plain = Program(mixture)
+    prior, joint = plain.log_prior(latents), plain.log_joint(latents)
+    torch.testing.assert_close(warm.log_joint(latents), prior + (joint - prior) / 2)
+    torch.testing.assert_close(cold.log_joint(latents), joint / 2)
+
+
+def lengths(y):
+    """Chains of their own lengths in a plate."""
+    means = pyro.sample("means", _normal(2.0, (2,)))
+    moves = pyro.sample("moves", _normal(shape=(2, 2)))
+    with pyro.plate("chains", y.shape[1]) as which:
+        z = torch.tensor(0)
+        for t in pyro.markov(range(len(y))):
+            with poutine.mask(mask=t < 1 + which):
+                z = pyro.sample(f"z{t}", dist.Categorical(logits=moves[z]))
+                pyro.sample(f"y{t}", dist.Normal(means[z], 0.5), obs=y[t])
+
+
+def test_chains_in_a_plate_have_the_density_of_the_forward_algorithm():
+    torch.manual_seed(0)
+    y = torch.randn(3, 3, dtype=torch.float64)
+    program = Program(lengths, y)
+    latents = _latents(program)
+    moves = latents["moves"].log_softmax(-1)
+    emitted = dist.Normal(latents["means"], 0.5).log_prob(y[..., None])
+    for chain_number in range(3):
+        forward = moves[0] + emitted[0, chain_number]
+        for t in range(1, 1 + chain_number):
+            forward = (forward[:, None] + moves).logsumexp(0) + emitted[t, chain_number]
+        terms = program.log_likelihood(latents).values()
+        torch.testing.assert_close(sum(term[chain_number] for term in terms), forward.logsumexp(0))
+
+
+def test_missing_labels_are_summed_out():
+    labels = torch.tensor([0, 1, 1, 0])
+    known = torch.tensor([True, True, False, False])
+
+    def model(x, labels):
+        means = pyro.sample("means", _normal(2.0, (2,)))
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Categorical(_t(0.4, 0.6)), obs=labels, obs_mask=known)
+            pyro.sample("x", dist.Normal(means[z], 0.5), obs=x)
+
+    program = Program(model, Y, labels)
+    latents = _latents(program)
+    table = _t(0.4, 0.6).log() + dist.Normal(latents["means"], 0.5).log_prob(Y[:, None])
+    each = torch.where(known, table[range(4), labels], table.logsumexp(-1))
+    torch.testing.assert_close(program.run(latents).log_likelihood(), each.sum())
+
+
+def test_a_classifier_with_labels_missing_has_those_of_the_others():
+    known = torch.tensor([True, False, True, True])
+
+    def model(x, labels):
+        w = pyro.sample("w", _normal())
+        with pyro.plate("data", len(x)):
+            pyro.sample("z", dist.Bernoulli(logits=w * x), obs=labels, obs_mask=known)
+
+    labels = _t(0.0, 1.0, 1.0, 0.0)
+    program = Program(model, Y, labels)
+    latents = _latents(program)
+    expected = dist.Bernoulli(logits=latents["w"] * Y).log_prob(labels)[known].sum()
+    torch.testing.assert_close(program.run(latents).log_likelihood(), expected)
+
+
+# What else sums over the same sites
+
+
+@pytest.mark.parametrize("model", [mixture, chain, two_levels, features, two_sites])
+def test_the_density_is_that_of_pyro(model):
+    program = Program(model)
+    latents = _latents(program)
+    hidden = poutine.block(model, hide=list(program.discrete))
+    guide = AutoDelta(hidden, init_loc_fn=init_to_value(values=latents))
+    loss = TraceEnum_ELBO(max_plate_nesting=2).loss(config_enumerate(model), guide)
+    torch.testing.assert_close(program.log_joint(latents), _t(-loss))
+
+
+@pytest.mark.parametrize("model", [mixture, chain])
+def test_gradients_under_jax_are_those_of_torch(model):
+    program = Program(model)
+    vector = program.unconstrain(_latents(program))
+    with jax.enable_x64(True):
+        gradient = jax.jit(jax.grad(to_jax(program.log_density, vector)))
+        found = torch.tensor(np.array(gradient(jnp.asarray(vector.numpy()))))
+    torch.testing.assert_close(found, torch.func.grad(program.log_density)(vector))
+
+
+# Distributions
+
+
+def test_a_local_marginal_is_the_mixture():
+    program = Program(mixture)
+    latents = _latents(program)
+    marginal = program.run(latents).observed["y"].distribution
+    assert isinstance(marginal, Marginal)
+    expected = dist.MixtureSameFamily(
+        dist.Categorical(logits=latents["logits"]).expand([4]),
+        dist.Normal(latents["means"], 0.5).expand([4, 3]),
+    )
+    structure, tensors = take_apart(marginal)
+    again = rebuild(structure, tensors)
+    for found in (marginal, again, marginal.expand([4])):
+        assert found.batch_shape == (4,)
+        torch.testing.assert_close(found.mean, expected.mean)
+        torch.testing.assert_close(found.variance, expected.variance)
+        torch.testing.assert_close(found.log_prob(Y + 1), expected.log_prob(Y + 1))
+
+
+def test_features_of_a_row_are_one_event_of_its_mixture():
+    program = Program(features)
+    latents = _latents(program)
+    marginal = program.run(latents).observed["y"].distribution
+    assert (marginal.batch_shape, marginal.event_shape) == ((2,), (2,))
+    torch.testing.assert_close(marginal.mean, (_t(0.6, 0.4) @ latents["means"]).expand(2, 2))
+    mixed = marginal._mixture()
+    torch.testing.assert_close(mixed.log_prob(Y.reshape(2, 2)), marginal.log_prob(Y.reshape(2, 2)))
+
+
+def test_a_joint_marginal_is_drawn_from():
+    torch.manual_seed(0)
+    program = Program(subsampled_switch)
+    means = _t(-30.0, 50.0)
+    marginal = program.run({"means": means}).observed["y"].distribution
+    draws = marginal.sample((400,))
+    assert draws.shape == (400, 4)
+    high = draws > 10
+    assert (high.all(-1) | ~high.any(-1)).all()  # one switch for all
+    assert abs(high[:, 0].double().mean() - 0.7) < 4 * math.sqrt(0.21 / 400)
+
+
+def test_a_site_without_its_data_has_its_marginal():
+    program = Program(mixture)
+    latents = _latents(program)
+    run = record(mixture, latents, (None,), draw=leave_open)
+    assert list(run.observed) == ["y"] and run.open and not run.followed
+    site = run.observed["y"]
+    assert site.value is None
+    weights = latents["logits"].softmax(-1)
+    torch.testing.assert_close(site.distribution.mean, (weights @ latents["means"]).expand(4))
+
+
+def test_a_discrete_target_without_a_value_is_left_open():
+    def model(x, y=None):
+        w = pyro.sample("w", _normal())
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Bernoulli(logits=w * x), obs=y)
+            pyro.deterministic("f", w * x)
+
+    run = record(model, {"w": _t(1.0)}, (Y,), draw=leave_open)
+    assert list(run.observed) == ["y"] and run.discrete is None and run.open
+    torch.testing.assert_close(run.observed["y"].distribution.logits, Y)
+
+
+# What cannot be summed out
+
+
+def _refused(model, *words):
+    with pytest.raises(UnsupportedProgramError) as caught:
+        Program(model).log_joint({})
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_an_infinite_support_is_refused():
+    def model():
+        k = pyro.sample("k", dist.Poisson(_t(3.0)))
+        pyro.sample("y", dist.Normal(k, 1.0), obs=Y[0])
+
+    _refused(model, "'k'", "Poisson", "cannot be enumerated")
+
+
+def test_sequential_plates_and_enumeration_are_refused():
+    def in_plate():
+        for i in pyro.plate("cells", 2):
+            k = pyro.sample(f"k{i}", dist.Bernoulli(_t(0.3)))
+            pyro.sample(f"y{i}", dist.Normal(k, 1.0), obs=Y[i])
+
+    def asked():
+        k = pyro.sample("k", dist.Bernoulli(_t(0.3)), infer={"enumerate": "sequential"})
+        pyro.sample("y", dist.Normal(k, 1.0), obs=Y[0])
+
+    _refused(in_plate, "'k0'", "sequential plate 'cells'")
+    _refused(asked, "'k'", "sequential enumeration")
+
+
+def test_discrete_sites_that_plates_do_not_tell_apart_are_refused():
+    def loose():
+        k = pyro.sample("k", dist.Bernoulli(_t(0.3).expand(4)))
+        with pyro.plate("data", 4):
+            pyro.sample("y", dist.Normal(k, 1.0), obs=Y)
+
+    def outside():
+        with pyro.plate("data", 4):
+            k = pyro.sample("k", dist.Bernoulli(_t(0.3)))
+        pyro.sample("y", dist.Normal(k, 1.0), obs=Y)
+
+    def crossing():
+        rows, columns = pyro.plate("rows", 2, dim=-2), pyro.plate("columns", 2, dim=-1)
+        with rows:
+            a = pyro.sample("a", dist.Bernoulli(_t(0.3)))
+        with columns:
+            b = pyro.sample("b", dist.Bernoulli(_t(0.3)))
+        with rows, columns:
+            pyro.sample("y", dist.Normal(a + b, 1.0), obs=Y.reshape(2, 2))
+
+    _refused(loose, "'k'", "no plate's")
+    _refused(outside, "'y'", "'k'", "'data'")
+    _refused(crossing, "'a'", "'b'", "cross")
+
+
+def test_a_scale_of_the_discrete_site_alone_is_refused():
+    def model():
+        with poutine.scale(scale=3.0):
+            k = pyro.sample("k", dist.Bernoulli(_t(0.3)))
+        pyro.sample("y", dist.Normal(k, 1.0), obs=Y[0])
+
+    _refused(model, "'k'", "scale 3")

@@ -1,0 +1,132 @@
+"""Discrete sites summed out by ``Program`` against the same sums written by hand.
+
+A mixture of K Normals with a component for each of N data: once with ``pyro.sample("z",
+dist.Categorical(...))`` in the plate, once with ``dist.MixtureSameFamily``. A hidden Markov chain
+of 20 steps and K states: once with ``pyro.markov``, once with the forward algorithm in log space.
+Timed is the gradient of the log density in the unconstrained latents: in torch, as plain samplers
+call it, and under JAX's compiler, as NUTS does. The ratio is enumeration to hand.
+"""
+
+import math
+
+import harness
+import jax
+import jax.numpy as jnp
+import pyro
+import pyro.distributions as dist
+import torch
+
+from pyro_bdl import Program
+from pyro_bdl.mcmc.jax.translate import to_jax
+
+NOISE = 0.5
+
+
+def priors(components, *extra):
+    zeros = torch.zeros(*extra, components)
+    logits = pyro.sample("logits", dist.Normal(zeros, 1.0).to_event(zeros.dim()))
+    means = pyro.sample("means", dist.Normal(torch.zeros(components), 2.0).to_event(1))
+    return logits, means
+
+
+def mixture(components):
+    def model(y):
+        logits, means = priors(components)
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Categorical(logits=logits))
+            pyro.sample("y", dist.Normal(means[z], NOISE), obs=y)
+
+    return model
+
+
+def mixture_by_hand(components):
+    def model(y):
+        logits, means = priors(components)
+        weights = dist.Categorical(logits=logits)
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.MixtureSameFamily(weights, dist.Normal(means, NOISE)), obs=y)
+
+    return model
+
+
+def chain(states):
+    def model(y):
+        logits, means = priors(states, states)
+        with pyro.plate("chains", y.shape[1]):
+            z = torch.tensor(0)
+            for t in pyro.markov(range(len(y))):
+                z = pyro.sample(f"z{t}", dist.Categorical(logits=logits[z]))
+                pyro.sample(f"y{t}", dist.Normal(means[z], NOISE), obs=y[t])
+
+    return model
+
+
+def chain_by_hand(states):
+    def model(y):
+        logits, means = priors(states, states)
+        moves = logits.log_softmax(-1)
+        emitted = dist.Normal(means, NOISE).log_prob(y[..., None])
+        forward = moves[0] + emitted[0]
+        for t in range(1, len(y)):
+            forward = (forward[..., None] + moves).logsumexp(-2) + emitted[t]
+        pyro.factor("y", forward.logsumexp(-1).sum())
+
+    return model
+
+
+def gradients(model, y, calls):
+    """The gradient in torch and under JAX, and its value at one point."""
+    program = Program(model, y)
+    vector = 0.1 * torch.arange(program.size, dtype=y.dtype).sin()
+    gradient = torch.func.grad(program.log_density)
+    compiled = jax.jit(jax.grad(to_jax(program.log_density, vector)))
+    point = jnp.asarray(vector.numpy())
+
+    def plain():
+        for _ in range(calls):
+            gradient(vector)
+
+    def under_jax():
+        for _ in range(calls):
+            compiled(point).block_until_ready()
+
+    return plain, under_jax, gradient(vector)
+
+
+def main() -> None:
+    parser = harness.parser(__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer data and rounds")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[2, 10, 50], help="K")
+    parser.set_defaults(threads=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    rows, repeats, calls = (2000, 3, 5) if options.quick else (10_000, 2 * options.repeats + 1, 10)
+    settings = {
+        f"mixture, {rows} data": (mixture, mixture_by_hand, torch.randn(rows)),
+        f"chain, {rows // 100} times 20 steps": (
+            chain,
+            chain_by_hand,
+            torch.randn(20, rows // 100),
+        ),
+    }
+    results = {}
+    for title, (enumerated, by_hand, y) in settings.items():
+        for size in options.sizes:
+            ours, theirs = (gradients(make(size), y, calls) for make in (enumerated, by_hand))
+            torch.testing.assert_close(ours[2], theirs[2], rtol=1e-3, atol=1e-2)
+            for place, name in enumerate(("torch", "JAX")):
+                sides = {"enumerated": ours[place], "by hand": theirs[place]}
+                seconds = harness.in_turns(sides, repeats)
+                ms = {side: 1e3 * value / calls for side, value in seconds.items()}
+                start = f"{title}, K = {size}, {name}"
+                results |= {f"{start}, {side}, ms": value for side, value in ms.items()}
+                results[f"{start}: ratio"] = ms["enumerated"] / ms["by hand"]
+    ratios = [value for key, value in results.items() if key.endswith("ratio")]
+    results["ratios, geometric mean"] = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    results["ratios, largest"] = max(ratios)
+    harness.show("enumeration: gradient of the log density", results, options.json)
+
+
+if __name__ == "__main__":
+    main()
