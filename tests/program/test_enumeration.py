@@ -1,6 +1,7 @@
 """Discrete sites summed out of programs, against brute force and hand-written sums."""
 
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
