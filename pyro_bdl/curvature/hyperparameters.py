@@ -32,6 +32,11 @@ class Hyperparameter:
     leaf: Tensor
     constraint: Any
 
+    def now(self) -> Tensor:
+        """The value that the next run will read, with its graph."""
+        value: Tensor = transform_to(self.constraint)(self.leaf)
+        return value
+
     @torch.no_grad()
     def set(self, value: Tensor) -> None:
         """Give it another value in place; a value out of its bounds becomes the bound."""

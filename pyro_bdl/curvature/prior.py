@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,14 +29,14 @@ class PriorPrecision(NamedTuple):
     :param indices: the numbers that other numbers' priors depend on, or whose own prior is no
         Normal, (r,); None where there are none, or too many for a dense matrix.
     :param dense: the matrix (r, r) over them.
-    :param uniform: the sites all of whose entries have one number as their precision.
+    :param uniform: of sites all of whose entries have one number as their precision, this number.
     :param quadratic: whether the log density is a quadratic, so that this holds anywhere.
     """
 
     diagonal: Tensor
     indices: Tensor | None = None
     dense: Tensor | None = None
-    uniform: frozenset[str] = frozenset()
+    uniform: Mapping[str, Tensor] = MappingProxyType({})
     quadratic: bool = False
 
     def within(self, positions: Any) -> Tensor:
@@ -128,10 +129,10 @@ def prior_precision(
         if dense is not None:
             matrices.append((rest, dense.to(like)))
     diagonal = _of_subset(pieces, subset, like)
-    uniform = frozenset(
-        name for name, precision in closed.items()
+    uniform = {
+        name: precision.reshape(-1)[0].to(like) for name, precision in closed.items()
         if precision is not None and name not in joint and _is_one_number(precision)
-    )  # fmt: skip
+    }  # fmt: skip
     quadratic = not rest
     if not matrices:
         return PriorPrecision(diagonal, uniform=uniform, quadratic=quadratic)

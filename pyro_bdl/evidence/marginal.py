@@ -175,4 +175,4 @@ def effective_parameters(guide: LaplaceGuide, prior: PriorPrecision | None = Non
     """gamma = sum_i (1 - prior precision_i * posterior variance_i), how many parameters the data
     determine (MacKay 1992, equation 3.2), a scalar between 0 and p."""
     prior = guide.prior if prior is None else prior
-    return (1.0 - prior.diagonal * guide.precision.variances()).sum()
+    return guide.subset.size - guide.precision.weighted_trace(prior.diagonal)

@@ -18,6 +18,7 @@ from pyro_bdl.curvature.hyperparameters import (
     restored_on_error,
 )
 from pyro_bdl.errors import BdlWarning
+from pyro_bdl.evidence.formula import EvidenceFormula
 from pyro_bdl.evidence.linearized import LinearizedModel, LinearizedPoint, either_spelling
 from pyro_bdl.evidence.marginal import effective_parameters, read_guide, terms
 from pyro_bdl.guides.laplace import LaplaceGuide
@@ -156,9 +157,8 @@ def maximize(
         linearized = are_known(reading.run.observed.values())
     search = _Search(guide, method, steps, learning_rate, tolerance)
     with restored_on_error(reading.parameters, guide.refresh):
-        guide.refresh()
         if not linearized:
-            found = search.run(None)
+            found = search.run(None, reading)
             found.at_weights = found
             return found
         start = hyperparameters(guide)
@@ -220,21 +220,30 @@ class _Search:
     learning_rate: float
     tolerance: float
 
-    def run(self, optimum: _Optimum | None) -> Evidence:
-        """Maximize, evaluating at the optimum of the linearized model, or at the weights."""
-        guide = self.guide
+    def run(self, optimum: _Optimum | None, reading: ParameterReading | None = None) -> Evidence:
+        """Maximize, evaluating at the optimum of the linearized model, or at the weights.
+
+        :param reading: of the guide's program, where one is at hand.
+        """
+        guide, reading = self.guide, reading or read_guide(self.guide)
         history: list[float] = []
         left = self.steps
+        if self.method == "mackay" or optimum:
+            guide.follow(reading)
         if self.method == "mackay":
             history, left = self._fixed_point(optimum)
+            reading = read_guide(guide)
         if left:
-            history += self._ascend(left, optimum)
-        guide.refresh()
+            history += self._ascend(reading, left, optimum)
+        reading, at = read_guide(guide), guide.loc
+        guide.follow(reading)
+        if guide.loc is not at:  # a last layer moves along
+            reading = read_guide(guide)
         point = optimum.found(last=True) if optimum else None
-        with torch.no_grad():
-            value = self._value(point)
-        gamma = float(effective_parameters(guide))
-        return Evidence(value, gamma, hyperparameters(guide), history)
+        with torch.enable_grad():
+            value = terms(guide, reading, point=point).total().item()
+        found = {n: p.value.detach().clone() for n, p in followed(reading).items()}
+        return Evidence(value, float(effective_parameters(guide)), found, history)
 
     def _value(self, point: LinearizedPoint | None) -> float:
         with torch.enable_grad():
@@ -281,9 +290,13 @@ class _Search:
         _put(guide, best[1])
         return history, self.steps
 
-    def _ascend(self, steps: int, optimum: _Optimum | None) -> list[float]:
+    def _ascend(
+        self, reading: ParameterReading, steps: int, optimum: _Optimum | None
+    ) -> list[float]:
         guide = self.guide
-        leaves = [parameter.leaf for parameter in followed(read_guide(guide)).values()]
+        tuned = followed(reading)
+        formula = EvidenceFormula.of(guide, reading)
+        leaves = [parameter.leaf for parameter in tuned.values()]
         gradients = [leaf.grad for leaf in leaves]
         optimizer = torch.optim.Adam(leaves, lr=self.learning_rate)
         history: list[float] = []
@@ -292,7 +305,11 @@ class _Search:
             for _ in range(steps):
                 point = optimum.found() if optimum else None
                 with torch.enable_grad():
-                    value = terms(guide, read_guide(guide), point=point).total()
+                    if formula is None:
+                        value = terms(guide, read_guide(guide), point=point).total()
+                    else:
+                        now = {name: parameter.now() for name, parameter in tuned.items()}
+                        value = formula.terms(now, point).total()
                 found: Any = torch.autograd.grad(-value, leaves, allow_unused=True)
                 history.append(value.item())
                 if best is None or history[-1] > best[0]:

@@ -170,6 +170,7 @@ class LaplaceGuide(JointGuide):
         if before is None:
             self.__dict__["few"] = few_rows(model, self.require_layout(), self.loc, self.few)
             warn_of_randomness(model, self.subset, self.loc, *self.few)
+            check_factors(self._read().run, self.config)
             self.register_buffer("noise_factor", torch.ones_like(self.squares))
             self.register_buffer("reference_noise", None)
             self.reference_noise = self._noise()
@@ -216,23 +217,20 @@ class LaplaceGuide(JointGuide):
         return read(model, self.subset, self.loc, *self.few)
 
     def _noise(self) -> Tensor | None:
-        """The noise of the program's only observed site, where it is a parameter."""
-        site = noise_site(self._read())
-        if site is None:
-            return None
-        scale: Any = base_distribution(site.distribution)
-        return scale.scale.detach().clone() if scale.scale.requires_grad else None
+        return _noise_of(self._read())
 
-    @torch.enable_grad()
     def refresh(self) -> Tensor:
         """Follow the program's present hyperparameters: the prior's precision, and the noise of a
         Normal observation; returns the gradient of the log prior in the subset (p,)."""
-        reading = self._read()
+        return self.follow(self._read())
+
+    @torch.enable_grad()
+    def follow(self, reading: ParameterReading) -> Tensor:
+        """``refresh`` from a run of the program that is at hand."""
         run, leaves = reading.run, reading.leaves
-        check_factors(run, self.config)
         self._keep_prior(prior_precision(run, leaves, self.subset))
         if self.reference_noise is not None:
-            noise = self._noise()
+            noise = _noise_of(reading)
             assert noise is not None
             self.noise_factor = (self.reference_noise / noise).square().mean().to(self.squares)
         total = run.log_prior()
@@ -355,6 +353,15 @@ class LaplaceGuide(JointGuide):
         """The marginal variances of the unconstrained vector (P,), zero outside the subset."""
         variances = self.precision.variances().to(self.loc)
         return self.subset.put(torch.zeros_like(self.loc), variances)
+
+
+def _noise_of(reading: ParameterReading) -> Tensor | None:
+    """The noise of the program's only observed site, where it is a parameter."""
+    site = noise_site(reading)
+    if site is None:
+        return None
+    scale: Any = base_distribution(site.distribution)
+    return scale.scale.detach().clone() if scale.scale.requires_grad else None
 
 
 def last_layer(model: Callable, layout: Any, vector: Tensor, args: tuple, kwargs: Any) -> list[str]:
