@@ -17,7 +17,7 @@ from torch.nn.functional import softplus
 
 from pyro_bdl.program.gaussian_prior import TaskPrior
 from pyro_bdl.program.parameter_namespace import OwnParameters
-from pyro_bdl.scales import Scale, beside, checked, hyperparameter
+from pyro_bdl.scales import Hyperprior, Scale, beside, checked, hyperparameter
 from pyro_bdl.utils.validation import whole_number
 
 
@@ -81,6 +81,9 @@ class ObservationModel(TaskPrior, OwnParameters):
     def _declare(self, name: str, value: Scale) -> None:
         """Keep a hyperparameter: a number, a PyroParam, or a distribution that is sampled."""
         value = checked(value, name)
+        if isinstance(value, Hyperprior):
+            self.__dict__["_" + name] = value
+            value = value.parameter
         if isinstance(value, PyroParam):
             setattr(self, name, beside(self.network, value))
         else:
@@ -88,7 +91,11 @@ class ObservationModel(TaskPrior, OwnParameters):
 
     def _hyperparameter(self, name: str, like: Tensor) -> Tensor:
         if name in self._pyro_params:
-            return getattr(self, name).to(like)
+            value: Tensor = getattr(self, name)
+            hyperprior = self.__dict__.get("_" + name)
+            if hyperprior is not None:
+                pyro.factor(f"{name}.hyperprior", hyperprior.log_prob(value))
+            return value.to(like)
         return hyperparameter(self.__dict__["_" + name], name, like)
 
 

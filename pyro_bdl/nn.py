@@ -21,7 +21,7 @@ from pyro_bdl.program.checkpointing import kept_for_recomputation
 from pyro_bdl.program.gaussian_prior import TaskPrior
 from pyro_bdl.program.network_sites import INIT_KEY, OWNER_KEY, SampledNetwork
 from pyro_bdl.program.parameter_namespace import OwnParameters
-from pyro_bdl.scales import beside, hyperparameter_scope
+from pyro_bdl.scales import Hyperprior, beside, hyperparameter_scope
 
 _PLATES_OF_DRAWS = ("num_particles_vectorized", "_num_predictive_samples")
 
@@ -292,6 +292,9 @@ class _Declarations:
             setattr(self.module, attribute, beside(self.module, declaration))
         return getattr(self.module, attribute)
 
+    def weigh(self, name: str, hyperprior: Hyperprior, value: Tensor) -> None:
+        pass
+
 
 class _Scope:
     """Gives a prior its hyperparameters in one run; each is sampled or read once."""
@@ -309,6 +312,12 @@ class _Scope:
         if name not in self.values:
             self.values[name] = getattr(self.module, self.module._hyperparameters[name])
         return self.values[name]
+
+    def weigh(self, name: str, hyperprior: Hyperprior, value: Tensor) -> None:
+        site = f"{self.module.site_prefix}{name}.hyperprior"
+        if site not in self.values:
+            self.values[site] = hyperprior.log_prob(value)
+            pyro.factor(site, self.values[site])
 
 
 Structure = list[tuple[nn.Module, tuple[nn.Module | None, ...]]]

@@ -3,7 +3,7 @@
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from pyro_bdl.curvature.jacobian.datum_axes import Alignment
 from pyro_bdl.curvature.jacobian.jacobian import Jacobian
 from pyro_bdl.curvature.jacobian.linearization import Linearization, Pullback
 from pyro_bdl.curvature.linear_outputs import LinearOutputs
+from pyro_bdl.curvature.prior import hyperpriors
 from pyro_bdl.curvature.structures.base import Curvature
 from pyro_bdl.distributions.take_apart import base_distribution, parameters_of_any
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
@@ -33,6 +34,7 @@ from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.supports import check_support
 from pyro_bdl.program.trace import Run, Site, leave_open, record
 from pyro_bdl.program.validation import check_finite_batches
+from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
 
 _COLUMNS_BUDGET = 8 * 2**20  # bytes of columns that are stacked, which costs a copy
@@ -171,7 +173,8 @@ def _set_random_states(states: list[Tensor], device: torch.device) -> None:
 class FactorStatements:
     """A memory of factors that tells those of the data from those of the latents alone.
 
-    ``values`` are those of the last batch. ``new`` are the factors to be counted for it: not those
+    ``values`` are those of the last batch, without hyperpriors, which are no part of the
+    likelihood. ``new`` are the factors to be counted for it: not those
     that had the same value in the batch before, which are about the latents alone and count once.
     """
 
@@ -179,12 +182,17 @@ class FactorStatements:
         self.values: dict[str, Tensor] = {}
         self.new: list[Site] = []
 
-    def read(self, run: Run) -> None:
-        before = self.values
-        self.values = {name: site.log_prob().detach() for name, site in run.factors.items()}
+    def read(self, run: Run, apart: Iterable[str]) -> None:
+        """Take up a run.
+
+        :param apart: the names of the hyperpriors.
+        """
+        before, apart = self.values, set(apart)
+        factors = {name: site for name, site in run.factors.items() if name not in apart}
+        self.values = {name: site.log_prob().detach() for name, site in factors.items()}
         self.new = [
             site
-            for name, site in run.factors.items()
+            for name, site in factors.items()
             if name not in before or not torch.equal(before[name], self.values[name])
         ]
 
@@ -232,7 +240,7 @@ class _Seen:
             self.stated = max(self.stated, round(count * site.subsampling, 3))  # N / B * B
             self.scaled = self.scaled or site.subsampling != 1
             part = part + (site.log_prob() / site.subsampling).sum()
-        self.factors.read(run)
+        self.factors.read(run, hyperpriors(run, linearization.leaves))
         for factor in self.factors.new:
             part = part + (factor.log_prob() / factor.subsampling).sum()
         if not torch.isfinite(part):
@@ -468,13 +476,14 @@ def _hessian(
     return config.kind.from_matrix(0.5 * (matrix + matrix.mT)), seen
 
 
-def check_factors(run: Run, config: CurvatureConfig) -> None:
+def check_factors(run: Run, leaves: Mapping[str, Tensor], config: CurvatureConfig) -> None:
     """Warn where the program has factor statements, which have no Fisher information."""
-    moved = [name for name, site in run.factors.items() if site.log_prob().requires_grad]
+    moved = [n for n, site in run.factors.items() if reaches(site.log_prob(), leaves.values())]
     if moved and config.curvature != "hessian":
         warnings.warn(
             f"the factor '{moved[0]}' has no Fisher information and is left out of "
-            'the curvature; structure="full" with curvature="hessian" includes it',
+            "the curvature; it counts in the MAP, and to first order in the evidence; "
+            'structure="full" with curvature="hessian" includes it',
             BdlWarning,
             stacklevel=4,
         )

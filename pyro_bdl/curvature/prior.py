@@ -92,6 +92,19 @@ def run_at(
         return record(model, values, args, kwargs, draw=leave_open), leaves
 
 
+def hyperpriors(run: Run, leaves: Mapping[str, Tensor]) -> dict[str, Site]:
+    """The factors of a run that parameters move and no latent does, by name.
+
+    :param leaves: the latents, with the graph of the run.
+    """
+    found = {}
+    for name, site in run.factors.items():
+        value = site.log_prob()
+        if value.requires_grad and not reaches(value, leaves.values()):
+            found[name] = site
+    return found
+
+
 def prior_precision(
     run: Run, leaves: Mapping[str, Tensor], subset: Subset, *, create_graph: bool = False
 ) -> PriorPrecision:

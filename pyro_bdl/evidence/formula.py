@@ -68,8 +68,10 @@ class EvidenceFormula:
         """The formula of the program that a reading is of; None where it has none."""
         tuned, subset = followed(reading), guide.subset
         found = prior_scales(reading, subset)
-        if set(found) != set(subset.parts) or len(tuned) + len(in_likelihood(reading)) != len(
-            reading.parameters
+        if (
+            reading.run.factors
+            or set(found) != set(subset.parts)
+            or len(tuned) + len(in_likelihood(reading)) != len(reading.parameters)
         ):
             return None
         weights = []

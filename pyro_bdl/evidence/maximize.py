@@ -17,6 +17,7 @@ from pyro_bdl.curvature.hyperparameters import (
     prior_locations,
     restored_on_error,
 )
+from pyro_bdl.curvature.prior import hyperpriors
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.evidence.formula import EvidenceFormula
 from pyro_bdl.evidence.linearized import LinearizedModel, LinearizedPoint, either_spelling
@@ -119,6 +120,10 @@ def maximize(
     (such as "kron") allows, or where the evidence falls below that of the start, the fixed point
     is given up with a warning: the remaining steps, or as many again, are gradient ascent.
 
+    Where a hyperparameter has a prior of its own (``priors.Hyperprior``, or a ``pyro.factor`` that
+    depends on parameters alone), its log density, in the hyperparameter itself, joins the evidence
+    (type-II MAP), and the ascent is by gradients.
+
     w and the residuals are those of the linearized model at its optimum under the present
     hyperparameters, where its evidence is right, and not those of weights whose training may have
     stopped early (Antoran et al. 2022, recommendation 1). In linear regression its fixed point is
@@ -151,10 +156,13 @@ def maximize(
     if not followed(reading):
         raise ValueError(
             "the priors and the noise have no PyroParam to tune: make a prior's scale one, as in "
-            "priors.Normal(PyroParam(torch.tensor(1.0), constraint=constraints.positive))"
+            "priors.Normal(PyroParam(torch.tensor(1.0), constraint=constraints.positive)), or, "
+            "with a prior of its own, priors.Normal(priors.Hyperprior(LogNormal(0.0, 1.0)))"
         )
     if linearized is None:
         linearized = are_known(reading.run.observed.values())
+    if hyperpriors(reading.run, reading.leaves):
+        method = "gradient"  # the fixed point knows no hyperpriors
     search = _Search(guide, method, steps, learning_rate, tolerance)
     with restored_on_error(reading.parameters, guide.refresh):
         if not linearized:

@@ -170,7 +170,8 @@ class LaplaceGuide(JointGuide):
         if before is None:
             self.__dict__["few"] = few_rows(model, self.require_layout(), self.loc, self.few)
             warn_of_randomness(model, self.subset, self.loc, *self.few)
-            check_factors(self._read().run, self.config)
+            reading = self._read()
+            check_factors(reading.run, reading.leaves, self.config)
             self.register_buffer("noise_factor", torch.ones_like(self.squares))
             self.register_buffer("reference_noise", None)
             self.reference_noise = self._noise()
