@@ -343,9 +343,8 @@ _NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNor
 def learnable(prior: Any) -> Any:
     """Put a ``PyroParam`` in place of the number that is a prior's scale, gain or delta.
 
-    Evidence and empirical Bayes can then set it; a PyroParam that is there already stays. A
-    distribution becomes a ``Hyperprior``: its scale is no latent any more, and its density joins
-    the evidence.
+    Evidence and empirical Bayes can then set it; a PyroParam that is there already stays, as
+    does a ``Hyperprior``.
 
     :raises TypeError: for a prior that has no such number.
     """
@@ -360,10 +359,6 @@ def learnable(prior: Any) -> Any:
         value = getattr(prior, name, None)
         if isinstance(value, PyroParam | Hyperprior):
             return prior
-        if isinstance(value, Distribution):
-            result = copy.copy(prior)
-            setattr(result, name, Hyperprior(value))
-            return result
         if isinstance(value, int | float):
             result = copy.copy(prior)
             start = torch.tensor(float(value), device="cpu")

@@ -441,7 +441,7 @@ def test_learnable_inside_others():
     assert isinstance(groups.prior.scale, PyroParam) and groups.groups == ("0",)
 
 
-@pytest.mark.parametrize("prior", [priors.LogUniform(), lambda *a: None])
+@pytest.mark.parametrize("prior", [priors.Normal(dist.HalfNormal(1.0)), lambda *a: None])
 def test_what_cannot_be_learned(prior):
     with pytest.raises(TypeError, match="has no scale, gain or delta that is a number"):
         priors.learnable(prior)

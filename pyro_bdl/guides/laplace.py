@@ -239,7 +239,10 @@ class LaplaceGuide(JointGuide):
         flat = torch.cat([leaf.reshape(-1) for leaf in leaves.values()])
         total = total + self.require_layout().constrain(flat)[1]
         if total.requires_grad:
-            found = list(torch.autograd.grad(total, list(leaves.values()), allow_unused=True))
+            inside = list(leaves.values())
+            found = list(  # others may read the run too
+                torch.autograd.grad(total, inside, allow_unused=True, retain_graph=True)
+            )
         gradients = [
             (torch.zeros_like(leaf) if g is None else g).reshape(-1)
             for g, leaf in zip(found, leaves.values(), strict=True)

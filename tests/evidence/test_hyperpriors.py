@@ -83,8 +83,8 @@ def test_it_is_no_part_of_the_likelihood(line, recwarn):
     assert not [w for w in recwarn if "left out of the curvature" in str(w.message)]
 
 
-def test_a_distribution_becomes_a_hyperprior(line):
-    prior = priors.learnable(priors.PerLayer(priors.Normal(SCALE)))
+def test_a_scale_under_a_hyperprior_is_no_latent(line):
+    prior = priors.learnable(priors.PerLayer(priors.Normal(priors.Hyperprior(SCALE))))
     model = models.Regression(bayesianize(nn.Linear(3, 1), prior), noise=0.5)
     guide = line.laplace(model=model)
     assert guide.subset.sites == ("weight", "bias")
