@@ -71,7 +71,9 @@ class Ours:
         self.posterior = self.guide.laplace_approximation(self.data)
 
     def evidence(self) -> None:
-        bdl.evidence.maximize(self.posterior, method="gradient", steps=STEPS)
+        bdl.evidence.maximize(  # at the weights, as laplace-torch does
+            self.posterior, method="gradient", steps=STEPS, linearized=False
+        )
 
     def predict(self, x: Tensor) -> Tensor:
         """Variances from the covariances of a datum's outputs, which laplace-torch forms too."""

@@ -30,7 +30,7 @@ from pyro_bdl.program.batches import as_dicts
 from pyro_bdl.program.gaussian_prior import TaskPrior
 from pyro_bdl.program.network_sites import SampledNetwork
 from pyro_bdl.program.parameter_namespace import OwnParameters
-from pyro_bdl.scales import Scale, beside, checked, hyperparameter
+from pyro_bdl.scales import Hyperprior, Scale, beside, checked, hyperparameter
 from pyro_bdl.utils.validation import whole_number
 
 Output = str | int | Callable[[Any], Tensor] | None
@@ -119,6 +119,9 @@ class ObservationModel(TaskPrior, OwnParameters):
             self.register_buffer(name, numbers.to(_floating(self.network)))
             return
         value = checked(value, name)  # type: ignore[arg-type]
+        if isinstance(value, Hyperprior):
+            self._scales[name] = value
+            value = value.parameter
         if isinstance(value, PyroParam):
             setattr(self, name, beside(self.network, value))
         elif isinstance(value, Distribution) and value.batch_shape:
@@ -130,7 +133,11 @@ class ObservationModel(TaskPrior, OwnParameters):
     def _hyperparameter(self, name: str, like: Tensor) -> Tensor:
         """The present value: of a single number (), of one for each target (targets,)."""
         if name in self._pyro_params or name in self._buffers:
-            value = getattr(self, name).to(like)
+            value = getattr(self, name)
+            hyperprior = self._scales.get(name)
+            if isinstance(hyperprior, Hyperprior):
+                pyro.factor(f"{name}.hyperprior", hyperprior.log_prob(value))
+            value = value.to(like)
         else:
             value = hyperparameter(self._scales[name], name, like)
         if value.dim() and value.shape[-1] not in (1, like.shape[-1]):

@@ -31,7 +31,7 @@ from pyro_bdl.program.network_plates import (
 from pyro_bdl.program.network_sites import INIT_KEY, OWNER_KEY, SampledNetwork
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.vmap import DrawMap
-from pyro_bdl.scales import beside, hyperparameter_scope
+from pyro_bdl.scales import Hyperprior, beside, hyperparameter_scope
 from pyro_bdl.utils.names import Names, chooser
 
 __all__ = [
@@ -375,6 +375,9 @@ class _Declarations:
             setattr(self.module, attribute, beside(self.module, declaration))
         return getattr(self.module, attribute)
 
+    def weigh(self, name: str, hyperprior: Hyperprior, value: Tensor) -> None:
+        pass
+
 
 class _Scope:
     """Scope of one run, in which each hyperparameter is sampled or read once."""
@@ -398,6 +401,12 @@ class _Scope:
         if name not in self.values:
             self.values[name] = getattr(self.module, self.module._hyperparameters[name])
         return self.values[name]
+
+    def weigh(self, name: str, hyperprior: Hyperprior, value: Tensor) -> None:
+        site = f"{self.module.site_prefix}{name}.hyperprior"
+        if site not in self.values:
+            self.values[site] = hyperprior.log_prob(value)
+            pyro.factor(site, self.values[site])
 
 
 Structure = list[tuple[nn.Module, tuple[nn.Module | None, ...]]]

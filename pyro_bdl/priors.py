@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from pyro_bdl import distributions
-from pyro_bdl.scales import Scale, checked, hyperparameter, present_scope
+from pyro_bdl.scales import Hyperprior, Scale, checked, hyperparameter, present_scope
 
 PriorFunction = Callable[[str, nn.Module, Tensor], Distribution | None]
 
@@ -50,7 +50,8 @@ class Prior:
 
     @property
     def constant(self) -> bool:
-        return all(not isinstance(value, PyroParam | Distribution) for value in vars(self).values())
+        changing = PyroParam | Distribution | Hyperprior
+        return all(not isinstance(value, changing) for value in vars(self).values())
 
     def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution | None:
         raise NotImplementedError
@@ -120,6 +121,34 @@ class Pooled(Prior):
             raise ValueError(f"the prior of the mean of '{name}' is None: give it a distribution")
         mean = present_scope().sample(f"{name}_mean", distribution)
         return dist.Normal(mean, self._value("scale", parameter)).to_event(parameter.dim())
+
+
+class ARD(Prior):
+    """w_oi ~ Normal(0, theta_i^2), with one scale theta_i for each input of a layer, and for biases
+    and other vectors Normal(0, scale^2): automatic relevance determination (MacKay 1994).
+
+    The scales are ``PyroParam``s, (1, inputs, 1, ...), one set for each weight matrix or kernel.
+    The evidence takes those of inputs that the target does not depend on to zero. For the first
+    layer alone: ``ByName({"0.weight": ARD(), "*": Normal(1.0)})``.
+
+    :param scale: where the scales start.
+    """
+
+    constant = False
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.start = float(checked(scale, "scale"))  # type: ignore[arg-type]
+
+    def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution:
+        if parameter.dim() < 2:
+            return _spread(
+                dist.Normal(parameter.new_zeros(()), parameter.new_full((), self.start)), parameter
+            )
+        shape = (1, parameter.shape[1], *(1,) * (parameter.dim() - 2))
+        start = parameter.detach().new_full(shape, self.start)
+        own = PyroParam(start, constraint=dist.constraints.positive)
+        scale = hyperparameter(own, f"{self.label}.{name}.scale", parameter)
+        return _spread(dist.Normal(torch.zeros_like(scale), scale), parameter)
 
 
 class LogUniform(Prior):
@@ -346,7 +375,7 @@ _NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNor
 def learnable(prior: Any) -> Any:
     """Replace the number in a prior's scale, gain or delta by a ``PyroParam``.
 
-    Evidence and empirical Bayes can then set it. An existing PyroParam is kept.
+    Evidence and empirical Bayes can then set it. An existing PyroParam or ``Hyperprior`` is kept.
 
     :raises TypeError: for a prior that has no such number.
     """
@@ -359,7 +388,7 @@ def learnable(prior: Any) -> Any:
         return ByName(rules)
     for name in ("scale", "gain", "delta"):
         value = getattr(prior, name, None)
-        if isinstance(value, PyroParam):
+        if isinstance(value, PyroParam | Hyperprior):
             return prior
         if isinstance(value, int | float):
             result = copy.copy(prior)

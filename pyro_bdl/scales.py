@@ -5,18 +5,48 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import pyro
 import torch
 from pyro.nn import PyroParam
 from torch import Tensor, nn
-from torch.distributions import Distribution
+from torch.distributions import Distribution, constraints
 
 from pyro_bdl.distributions.copies import moved_like
 from pyro_bdl.utils.module_state import device_of
 
-Scale = float | PyroParam | Distribution
+
+@dataclass(frozen=True)
+class Hyperprior:
+    """A positive scale that is set to a number under a prior of its own, and not sampled.
+
+    It is a ``PyroParam`` theta together with the factor log p(theta), which joins every objective
+    that theta is tuned by: the evidence (type-II MAP) or the loss of SVI.
+
+    :param distribution: p(theta), over positive numbers.
+    :param start: where theta starts; the distribution's mean by default, or its median.
+    """
+
+    distribution: Any
+    start: float | None = None
+
+    @property
+    def parameter(self) -> PyroParam:
+        """The parameter theta."""
+        value = self.distribution.mean if self.start is None else self.start
+        start = torch.as_tensor(value, device="cpu").detach().clone()
+        if not bool(torch.isfinite(start).all()):  # a HalfCauchy has no mean
+            start = self.distribution.icdf(torch.full_like(start, 0.5)).detach()
+        return PyroParam(start, constraint=constraints.positive)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """log p(theta), a scalar."""
+        return moved_like(self.distribution, value).log_prob(value).sum()
+
+
+Scale = float | PyroParam | Distribution | Hyperprior
 
 
 class HyperparameterScope(Protocol):
@@ -32,6 +62,8 @@ class HyperparameterScope(Protocol):
 
     def param(self, name: str, declaration: PyroParam) -> Tensor: ...
 
+    def weigh(self, name: str, hyperprior: Hyperprior, value: Tensor) -> None: ...
+
 
 class _PlainScope:
     def sample(self, name: str, distribution: Any) -> Tensor:
@@ -42,6 +74,9 @@ class _PlainScope:
 
     def param(self, name: str, declaration: PyroParam) -> Tensor:
         return pyro.param(name, declaration.init_value, constraint=declaration.constraint)
+
+    def weigh(self, name: str, hyperprior: Hyperprior, value: Tensor) -> None:
+        pyro.factor(f"{name}.hyperprior", hyperprior.log_prob(value))
 
 
 _scope: ContextVar[HyperparameterScope] = ContextVar("scope", default=_PlainScope())  # noqa: B039
@@ -65,6 +100,11 @@ def hyperparameter_scope(scope: HyperparameterScope) -> Iterator[None]:
 def hyperparameter(value: Scale, name: str, like: Tensor) -> Tensor:
     """The current value of a number, a PyroParam or a hyperprior, with the dtype and device of
     ``like``."""
+    if isinstance(value, Hyperprior):
+        scope = _scope.get()
+        found = scope.param(name, value.parameter)
+        scope.weigh(name, value, found)
+        return found.to(like)
     if isinstance(value, PyroParam):
         return _scope.get().param(name, value).to(like)
     if isinstance(value, Distribution):
@@ -83,6 +123,8 @@ def checked(value: Scale, argument: str) -> Scale:
         start = value.init_value
         if not callable(start) and not isinstance(start, Tensor):
             return value._replace(init_value=torch.tensor(start, device="cpu"))
+        return value
+    if isinstance(value, Hyperprior):
         return value
     if not isinstance(value, int | float | Distribution):
         raise TypeError(

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pyro_bdl.comparison import convergence, costs, input_regions, leave_one_out
+from pyro_bdl.comparison import convergence, costs, determined, input_regions, leave_one_out
 from pyro_bdl.comparison.distances import ALL_DISTANCES, DISTANCES, FURTHER_DISTANCES
 from pyro_bdl.comparison.metric import Metric, of_task
 from pyro_bdl.comparison.scores import CALIBRATION, TEST_DATA, UNCERTAINTY
@@ -23,6 +23,7 @@ def columns(task: str, reference: str | None) -> list[Column]:
     return _grouped(
         {
             "": costs.COLUMNS,
+            "parameters that the data determine": determined.COLUMNS,
             "test data": _of_metrics(TEST_DATA, task),
             f"distance to {reference}": _of_metrics(DISTANCES, task),
             "leave one out": left_out,
@@ -37,6 +38,7 @@ def details(task: str, reference: str | None) -> list[Column]:
     return _grouped(
         {
             "costs": costs.FURTHER_COLUMNS,
+            "parameters that the data determine": determined.FURTHER_COLUMNS,
             "calibration": _of_metrics(CALIBRATION, task),
             "uncertainty": _of_metrics(UNCERTAINTY, task),
             f"distance to {reference}": _of_metrics(FURTHER_DISTANCES, task),

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pyro_bdl.comparison.columns import check_keys, columns, details
 from pyro_bdl.comparison.costs import Costs
+from pyro_bdl.comparison.determined import determined
 from pyro_bdl.comparison.distances import distances, doubts, floor, sd_of_draws
 from pyro_bdl.comparison.evaluation import Evaluation, evaluate, evaluate_draws
 from pyro_bdl.comparison.figures import CAPTIONS
@@ -112,7 +113,9 @@ def compare(
         )  # fmt: skip
         areas = {} if known is None else regions(data.part(kept).inputs, known.inputs)
         rows = [
-            costs.get(name, Costs()).row(name, posteriors[name]) | dict(evaluation.scores)
+            costs.get(name, Costs()).row(name, posteriors[name])
+            | determined(posteriors[name])
+            | dict(evaluation.scores)
             for name, evaluation in found.items()
         ]
         floor_row = None

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 
+from pyro_bdl.comparison.determined import reading
 from pyro_bdl.comparison.leave_one_out import PLAIN
 
 Row = Mapping[str, object]
@@ -42,6 +43,8 @@ def verdict(
         parts.append("but the reference itself cannot be trusted")
     told = [part for part in parts if part]
     text = "; ".join(told) if told else _calibrated(row)
+    of_parameters = reading(row)
+    text += f"; {of_parameters}" if of_parameters else ""
     return text if compared or reference is None else f"the reference: {text}"
 
 

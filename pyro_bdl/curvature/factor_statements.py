@@ -1,6 +1,7 @@
 """Factor statements of a program, which have a density and no Fisher information."""
 
 import warnings
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch import Tensor
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.program.trace import Run, Site
+from pyro_bdl.utils.autograd import reaches
 
 
 class FactorStatements:
@@ -23,23 +25,29 @@ class FactorStatements:
         self.values: dict[str, Tensor] = {}
         self.new: list[Site] = []
 
-    def read(self, run: Run) -> None:
-        before = self.values
-        self.values = {name: site.log_prob().detach() for name, site in run.factors.items()}
+    def read(self, run: Run, apart: Iterable[str]) -> None:
+        """Record the factors of a run.
+
+        :param apart: the names of the hyperpriors, which are not part of the likelihood.
+        """
+        before, apart = self.values, set(apart)
+        factors = {name: site for name, site in run.factors.items() if name not in apart}
+        self.values = {name: site.log_prob().detach() for name, site in factors.items()}
         self.new = [
             site
-            for name, site in run.factors.items()
+            for name, site in factors.items()
             if name not in before or not torch.equal(before[name], self.values[name])
         ]
 
 
-def check_factors(run: Run, config: CurvatureConfig) -> None:
+def check_factors(run: Run, leaves: Mapping[str, Tensor], config: CurvatureConfig) -> None:
     """Warn if the program has factor statements, which have no Fisher information."""
-    moved = [name for name, site in run.factors.items() if site.log_prob().requires_grad]
+    moved = [n for n, site in run.factors.items() if reaches(site.log_prob(), leaves.values())]
     if moved and config.curvature != "hessian":
         warnings.warn(
             f"the factor '{moved[0]}' has no Fisher information and is left out of "
-            'the curvature; structure="full" with curvature="hessian" includes it',
+            "the curvature; it counts in the MAP, and to first order in the evidence; "
+            'structure="full" with curvature="hessian" includes it',
             BdlWarning,
             stacklevel=4,
         )

@@ -11,7 +11,7 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import transform_to
 
-from pyro_bdl.curvature.prior import independent_normal, run_at
+from pyro_bdl.curvature.prior import hyperpriors, independent_normal, run_at
 from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.program.batches import Batch, has_rows, leading_size, rows
 from pyro_bdl.program.subset import Subset
@@ -32,10 +32,10 @@ class Hyperparameter:
     leaf: Tensor
     constraint: Any
 
-    @torch.no_grad()
     def now(self) -> Tensor:
-        """A copy of its present value."""
-        return transform_to(self.constraint)(self.leaf).clone()
+        """The value that the next run will read, with its graph."""
+        value: Tensor = transform_to(self.constraint)(self.leaf)
+        return value
 
     @torch.no_grad()
     def set(self, value: Tensor) -> None:
@@ -216,7 +216,8 @@ def noise_site(reading: ParameterReading) -> Site | None:
 
     :returns: None if the scale depends on latents, or parameters change its entries differently.
     """
-    if len(reading.run.observed) != 1 or reading.run.factors:
+    others = set(reading.run.factors) - set(hyperpriors(reading.run, reading.leaves))
+    if len(reading.run.observed) != 1 or others:
         return None
     (site,) = reading.run.observed.values()
     normal: Any = base_distribution(site.distribution)
@@ -263,7 +264,9 @@ def in_likelihood(reading: ParameterReading) -> list[str]:
         normal: Any = base_distribution(noise.distribution)
         totals = [normal.loc.sum()]
     else:
-        sites = (*reading.run.observed.values(), *reading.run.factors.values())
+        apart = hyperpriors(reading.run, reading.leaves)
+        factors = (site for name, site in reading.run.factors.items() if name not in apart)
+        sites = (*reading.run.observed.values(), *factors)
         totals = [site.log_prob().sum() for site in sites if site.value is not None]
     total: Any = sum(totals)
     if not isinstance(total, Tensor) or not total.requires_grad:

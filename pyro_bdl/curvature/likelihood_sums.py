@@ -9,6 +9,7 @@ from torch import Tensor
 from pyro_bdl.curvature.factor_statements import FactorStatements
 from pyro_bdl.curvature.fisher import cell_weights, check_scales, num_data
 from pyro_bdl.curvature.jacobian.linearization import Linearization
+from pyro_bdl.curvature.prior import hyperpriors
 from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.program.batches import Batches
@@ -69,7 +70,7 @@ class LikelihoodSums:
             self.stated = max(self.stated, round(count * site.subsampling, 3))  # N / B * B
             self.scaled = self.scaled or site.subsampling != 1
             part = part + site.batch_log_prob()
-        self.factors.read(run)
+        self.factors.read(run, hyperpriors(run, linearization.leaves))
         for factor in self.factors.new:
             part = part + factor.batch_log_prob()
         if not torch.isfinite(part):

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,14 +29,14 @@ class PriorPrecision(NamedTuple):
     :param indices: the numbers that other numbers' priors depend on, or whose own prior is no
         Normal, (r,); None if there are none, or too many for a dense matrix.
     :param dense: the matrix (r, r) over them.
-    :param uniform: the sites all of whose entries have one number as their precision.
+    :param uniform: of sites all of whose entries have one number as their precision, this number.
     :param quadratic: whether the log density is a quadratic, so that this holds anywhere.
     """
 
     diagonal: Tensor
     indices: Tensor | None = None
     dense: Tensor | None = None
-    uniform: frozenset[str] = frozenset()
+    uniform: Mapping[str, Tensor] = MappingProxyType({})
     quadratic: bool = False
 
     def within(self, positions: Any) -> Tensor:
@@ -94,6 +95,19 @@ def run_at(
         return record(model, values, args, kwargs, draw=leave_open), leaves
 
 
+def hyperpriors(run: Run, leaves: Mapping[str, Tensor]) -> dict[str, Site]:
+    """The factors of a run that parameters move and no latent does, by name.
+
+    :param leaves: the latents, with the graph of the run.
+    """
+    found = {}
+    for name, site in run.factors.items():
+        value = site.log_prob()
+        if value.requires_grad and not reaches(value, leaves.values()):
+            found[name] = site
+    return found
+
+
 def prior_precision(
     run: Run, leaves: Mapping[str, Tensor], subset: Subset, *, create_graph: bool = False
 ) -> PriorPrecision:
@@ -131,10 +145,10 @@ def prior_precision(
         if dense is not None:
             matrices.append((rest, dense.to(like)))
     diagonal = _of_subset(pieces, subset, like)
-    uniform = frozenset(
-        name for name, precision in closed.items()
+    uniform = {
+        name: precision.reshape(-1)[0].to(like) for name, precision in closed.items()
         if precision is not None and name not in joint and _is_one_number(precision)
-    )  # fmt: skip
+    }  # fmt: skip
     quadratic = not rest
     if not matrices:
         return PriorPrecision(diagonal, uniform=uniform, quadratic=quadratic)

@@ -20,6 +20,7 @@ from pyro_bdl.curvature.factor_statements import FactorStatements
 from pyro_bdl.curvature.fisher import cell_columns
 from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.linear_outputs import LinearOutputs, observed_outputs
+from pyro_bdl.curvature.prior import hyperpriors
 from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.laplace import LaplaceGuide
@@ -64,7 +65,7 @@ def _log_prob(outputs: LinearOutputs, values: dict[str, Tensor]) -> Tensor:
 @torch.enable_grad()
 def _factors(at: Linearization, statements: FactorStatements) -> tuple[Tensor, Tensor]:
     """The value of the factors that a batch brings, and their gradient at u* in the subset."""
-    statements.read(at.run)
+    statements.read(at.run, hyperpriors(at.run, at.leaves))
     total = at.vector.new_zeros((), dtype=torch.float64)
     slope = torch.zeros_like(at.subset.take(at.vector))
     for site in statements.new:

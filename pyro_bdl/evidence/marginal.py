@@ -1,6 +1,7 @@
 """The log marginal likelihood of a Laplace approximation, as a function of hyperparameters."""
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +9,12 @@ from torch import Tensor
 
 from pyro_bdl.curvature.factor_statements import FactorStatements
 from pyro_bdl.curvature.hyperparameters import ParameterReading, in_likelihood, noise_site, read
-from pyro_bdl.curvature.prior import PriorPrecision, flat_entries, prior_precision
+from pyro_bdl.curvature.prior import (
+    PriorPrecision,
+    flat_entries,
+    hyperpriors,
+    prior_precision,
+)
 from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.evidence.linearized import LinearizedPoint, linearized_log_likelihood
 from pyro_bdl.guides.laplace import LaplaceGuide
@@ -19,7 +25,8 @@ from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
 class Terms(NamedTuple):
     """The terms of log p(y) = log_likelihood + log_prior + p/2 log 2 pi - 1/2 log det precision.
 
-    They are scalars in nats, differentiable in the program's parameters.
+    ``log_prior`` includes the densities of hyperparameters under their hyperpriors. The terms are
+    scalars in nats, differentiable in the program's parameters.
     """
 
     log_likelihood: Tensor
@@ -84,6 +91,8 @@ def terms(
         offset = point.offset
     likelihood = _log_likelihood(guide, reading, factor, offset, point)
     log_prior = _log_prior(guide, reading, offset)
+    for site in hyperpriors(reading.run, reading.leaves).values():
+        log_prior = log_prior + site.log_prob().sum().double()
     return Terms(likelihood, log_prior, posterior.logdet(), guide.subset.size)
 
 
@@ -119,14 +128,18 @@ def _log_likelihood(
             + (0.5 * guide.cells * factor.log())
         )
     if in_likelihood(reading):
-        return _passed(guide) if offset is None else linearized_log_likelihood(guide, offset)
+        apart = hyperpriors(reading.run, reading.leaves)
+        return _passed(guide, apart) if offset is None else linearized_log_likelihood(guide, offset)
     if point is not None:
         return point.log_likelihood
     return guide.log_likelihood if offset is None else linearized_log_likelihood(guide, offset)
 
 
-def _passed(guide: LaplaceGuide) -> Tensor:
-    """The log likelihood, from a pass over the data."""
+def _passed(guide: LaplaceGuide, apart: Iterable[str]) -> Tensor:
+    """The log likelihood, from a pass over the data.
+
+    :param apart: the names of the hyperpriors, which are not part of it.
+    """
     model = guide.program_model
     latents = guide.require_layout().constrain(guide.loc)[0]
     total = guide.loc.new_zeros((), dtype=torch.float64)
@@ -135,7 +148,7 @@ def _passed(guide: LaplaceGuide) -> Tensor:
         for batches, count in guide.passes:
             for args, kwargs in batches:
                 run = record(model, latents, args, kwargs, draw=sum_out_discrete)
-                factors.read(run)
+                factors.read(run, apart)
                 for site in (*run.observed.values(), *factors.new):
                     total = total + count * site.batch_log_prob().double()
     return total
@@ -179,4 +192,4 @@ def effective_parameters(guide: LaplaceGuide, prior: PriorPrecision | None = Non
     equation 3.2).
     """
     prior = guide.prior if prior is None else prior
-    return (1.0 - prior.diagonal * guide.precision.variances()).sum()
+    return guide.subset.size - guide.precision.weighted_trace(prior.diagonal)

@@ -17,7 +17,9 @@ from pyro_bdl.curvature.hyperparameters import (
     prior_locations,
     restored_on_error,
 )
+from pyro_bdl.curvature.prior import hyperpriors
 from pyro_bdl.errors import BdlWarning
+from pyro_bdl.evidence.formula import EvidenceFormula
 from pyro_bdl.evidence.linearized import LinearizedModel, LinearizedPoint, either_spelling
 from pyro_bdl.evidence.marginal import effective_parameters, read_guide, terms
 from pyro_bdl.guides.laplace import LaplaceGuide
@@ -117,6 +119,10 @@ def maximize(
     Gauss-Newton matrix of all latents (such as "kron"), or if the evidence falls below its initial
     value. Then a warning is given, and gradient ascent takes the remaining steps, or as many again.
 
+    Where a hyperparameter has a prior of its own (``priors.Hyperprior``, or a ``pyro.factor`` that
+    depends on parameters alone), its log density, in the hyperparameter itself, joins the evidence
+    (type-II MAP), and the ascent is by gradients.
+
     w and the residuals are those of the linearized model at its optimum under the present
     hyperparameters, where its evidence is right, and not those of weights whose training may have
     stopped early (Antoran et al. 2022, recommendation 1). In linear regression its fixed point is
@@ -151,15 +157,17 @@ def maximize(
     if not followed(reading):
         raise ValueError(
             "the priors and the noise have no PyroParam to tune: make a prior's scale one, as in "
-            "priors.Normal(PyroParam(torch.tensor(1.0), constraint=constraints.positive))"
+            "priors.Normal(PyroParam(torch.tensor(1.0), constraint=constraints.positive)), or, "
+            "with a prior of its own, priors.Normal(priors.Hyperprior(LogNormal(0.0, 1.0)))"
         )
     if linearized is None:
         linearized = are_known(reading.run.observed.values())
+    if hyperpriors(reading.run, reading.leaves):
+        method = "gradient"  # the fixed point knows no hyperpriors
     search = _Search(guide, method, steps, learning_rate, tolerance)
     with restored_on_error(reading.parameters, guide.refresh):
-        guide.refresh()
         if not linearized:
-            found = search.run(None)
+            found = search.run(None, reading)
             found.at_weights = found
             return found
         start = hyperparameters(guide)
@@ -221,21 +229,30 @@ class _Search:
     learning_rate: float
     tolerance: float
 
-    def run(self, optimum: _Optimum | None) -> Evidence:
-        """Maximize, evaluating at the optimum of the linearized model, or at the weights."""
-        guide = self.guide
+    def run(self, optimum: _Optimum | None, reading: ParameterReading | None = None) -> Evidence:
+        """Maximize, evaluating at the optimum of the linearized model, or at the weights.
+
+        :param reading: of the guide's program, where one is at hand.
+        """
+        guide, reading = self.guide, reading or read_guide(self.guide)
         history: list[float] = []
         left = self.steps
+        if self.method == "mackay" or optimum:
+            guide.follow(reading)
         if self.method == "mackay":
             history, left = self._fixed_point(optimum)
+            reading = read_guide(guide)
         if left:
-            history += self._ascend(left, optimum)
-        guide.refresh()
+            history += self._ascend(reading, left, optimum)
+        reading, at = read_guide(guide), guide.loc
+        guide.follow(reading)
+        if guide.loc is not at:  # a last layer moves along
+            reading = read_guide(guide)
         point = optimum.found(last=True) if optimum else None
-        with torch.no_grad():
-            value = self._value(point)
-        gamma = float(effective_parameters(guide))
-        return Evidence(value, gamma, hyperparameters(guide), history)
+        with torch.enable_grad():
+            value = terms(guide, reading, point=point).total().item()
+        found = {n: p.value.detach().clone() for n, p in followed(reading).items()}
+        return Evidence(value, float(effective_parameters(guide)), found, history)
 
     def _value(self, point: LinearizedPoint | None) -> float:
         with torch.enable_grad():
@@ -282,9 +299,13 @@ class _Search:
         _put(guide, best[1])
         return history, self.steps
 
-    def _ascend(self, steps: int, optimum: _Optimum | None) -> list[float]:
+    def _ascend(
+        self, reading: ParameterReading, steps: int, optimum: _Optimum | None
+    ) -> list[float]:
         guide = self.guide
-        leaves = [parameter.leaf for parameter in followed(read_guide(guide)).values()]
+        tuned = followed(reading)
+        formula = EvidenceFormula.of(guide, reading)
+        leaves = [parameter.leaf for parameter in tuned.values()]
         gradients = [leaf.grad for leaf in leaves]
         optimizer = torch.optim.Adam(leaves, lr=self.learning_rate)
         history: list[float] = []
@@ -293,7 +314,11 @@ class _Search:
             for _ in range(steps):
                 point = optimum.found() if optimum else None
                 with torch.enable_grad():
-                    value = terms(guide, read_guide(guide), point=point).total()
+                    if formula is None:
+                        value = terms(guide, read_guide(guide), point=point).total()
+                    else:
+                        now = {name: parameter.now() for name, parameter in tuned.items()}
+                        value = formula.terms(now, point).total()
                 found: Any = torch.autograd.grad(-value, leaves, allow_unused=True)
                 history.append(value.item())
                 if best is None or history[-1] > best[0]:

@@ -85,7 +85,7 @@ def variational_em(
         if rest:
             others = others or torch.optim.Adam(rest, lr=learning_rate)
             _train(model, guide, batches, elbo, others, rest, m_steps)
-        history.append({name: each.now() for name, each in m_step.items()})
+        history.append({name: each.now().detach().clone() for name, each in m_step.items()})
     return history
 
 

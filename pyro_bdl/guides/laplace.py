@@ -185,6 +185,8 @@ class LaplaceGuide(JointGuide):
         if before is None:
             self.few = few_rows(model, self.require_layout(), self.loc, self.few)
             warn_of_randomness(model, self.subset, self.loc, *self.few)
+            reading = self._read()
+            check_factors(reading.run, reading.leaves, self.config)
             self.register_buffer("noise_factor", torch.ones_like(self.squares))
             self.register_buffer("reference_noise", None)
             self.reference_noise = self._noise()
@@ -232,24 +234,22 @@ class LaplaceGuide(JointGuide):
 
     def _noise(self) -> Tensor | None:
         """The noise of the program's only observed site, if it is a parameter."""
-        site = noise_site(self._read())
-        if site is None:
-            return None
-        scale: Any = base_distribution(site.distribution)
-        return scale.scale.detach().clone() if scale.scale.requires_grad else None
+        return _noise_of(self._read())
 
-    @torch.enable_grad()
     def refresh(self) -> Tensor:
         """Adapt to the program's current hyperparameters: the prior precision and a Normal noise.
 
         :returns: the gradient of the log prior in the subset, (p,).
         """
-        reading = self._read()
+        return self.follow(self._read())
+
+    @torch.enable_grad()
+    def follow(self, reading: ParameterReading) -> Tensor:
+        """Adapt to the hyperparameters of a run of the program, as ``refresh`` does."""
         run, leaves = reading.run, reading.leaves
-        check_factors(run, self.config)
         self._keep_prior(prior_precision(run, leaves, self.subset))
         if self.reference_noise is not None:
-            noise = self._noise()
+            noise = _noise_of(reading)
             assert noise is not None
             self.noise_factor = (self.reference_noise / noise).square().mean().to(self.squares)
         total = run.log_prior()
@@ -257,7 +257,10 @@ class LaplaceGuide(JointGuide):
         flat = torch.cat([leaf.reshape(-1) for leaf in leaves.values()])
         total = total + self.require_layout().constrain(flat)[1]
         if total.requires_grad:
-            found = list(torch.autograd.grad(total, list(leaves.values()), allow_unused=True))
+            inside = list(leaves.values())
+            found = list(  # others may read the run too
+                torch.autograd.grad(total, inside, allow_unused=True, retain_graph=True)
+            )
         gradients = [
             (torch.zeros_like(leaf) if g is None else g).reshape(-1)
             for g, leaf in zip(found, leaves.values(), strict=True)
@@ -375,6 +378,15 @@ class LaplaceGuide(JointGuide):
         """The marginal variances of the unconstrained vector (P,), zero outside the subset."""
         variances = self.precision.variances().to(self.loc)
         return self.subset.put(torch.zeros_like(self.loc), variances)
+
+
+def _noise_of(reading: ParameterReading) -> Tensor | None:
+    """The noise of the program's only observed site, where it is a parameter."""
+    site = noise_site(reading)
+    if site is None:
+        return None
+    scale: Any = base_distribution(site.distribution)
+    return scale.scale.detach().clone() if scale.scale.requires_grad else None
 
 
 def last_layer(model: Callable, layout: Any, vector: Tensor, args: tuple, kwargs: Any) -> list[str]:

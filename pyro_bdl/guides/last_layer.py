@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.config import CurvatureConfig
+from pyro_bdl.curvature.hyperparameters import ParameterReading
 from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.structures.full import FullCurvature
 from pyro_bdl.distributions.take_apart import base_distribution, parameters_of
@@ -179,14 +180,14 @@ class LastLayerGuide(LaplaceGuide):
         self.register_buffer("score", score if earlier is None else score + earlier)
         return self.score + self.prior_gradient
 
-    def refresh(self) -> Tensor:
+    def follow(self, reading: ParameterReading) -> Tensor:
         """Adapt to the program's current hyperparameters; for a quadratic likelihood move to the
         mode."""
-        self.register_buffer("prior_gradient", super().refresh())
+        self.register_buffer("prior_gradient", super().follow(reading))
         if self.quadratic:
             with torch.no_grad():
                 self._shift(self.precision.solve(self._gradient()).to(self.loc))
-            self.register_buffer("prior_gradient", super().refresh())
+            self.register_buffer("prior_gradient", super().follow(self._read()))
         return self.prior_gradient
 
     def _gradient(self) -> Tensor:

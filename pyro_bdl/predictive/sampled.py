@@ -91,10 +91,10 @@ class Predictive:
         """Draws y ~ p(y | w_s, x) and the deterministic sites, each (S, ...).
 
         Observed sites with data, given or held by the program, are drawn too; statements after them
-        use the data, not the draws.
-        Discrete latent sites are drawn from p(z | y, w_s) if data are passed, and y from p(y | w_s),
-        without these data's z. Without data they are drawn from p(z | w_s), and y given them. In a
-        hidden Markov chain y_t is drawn from p(y_t | y_1, ..., y_{t-1}, w_s).
+        use the data, not the draws. Discrete latent sites are drawn from p(z | y, w_s) if data are
+        passed, and y from p(y | w_s), without these data's z. Without data they are drawn from
+        p(z | w_s), and y given them. In a hidden Markov chain y_t is drawn from
+        p(y_t | y_1, ..., y_{t-1}, w_s).
         """
         program = on_whole_data(self.model)
 

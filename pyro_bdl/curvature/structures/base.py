@@ -71,6 +71,10 @@ class Precision(Protocol):
         """Return the marginal variances (p,)."""
         ...
 
+    def weighted_trace(self, weights: Tensor) -> Tensor:
+        """Return the sum of the marginal variances, each times its weight (p,), a scalar."""
+        return (weights * self.variances()).sum()
+
     @abstractmethod
     def covariance(self, jacobian: Jacobian) -> Tensor:
         """Return J_n C J_n' for every datum, (n, K, K), with C = precision^-1."""

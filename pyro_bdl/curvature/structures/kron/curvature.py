@@ -334,11 +334,12 @@ def _product_precision(
     factors: KroneckerFactors, prior: PriorPrecision, factor: Tensor | float
 ) -> EigenPrecision:
     position, values, basis = factors.position, factors.spectrum() * factor, factors.basis()
-    added = prior.diagonal[position.indices].to(values)
     coupled = prior.couples(position.indices)
-    if not coupled and _is_one_number(added, position.key[0] in prior.uniform):
-        rest = None if basis.complete else added[0]
-        return EigenPrecision(position, basis, values + added[0], rest)
+    one = None if coupled else _one_number(prior, position)
+    if one is not None:
+        one = one.to(values)
+        return EigenPrecision(position, basis, values + one, None if basis.complete else one)
+    added = prior.diagonal[position.indices].to(values)
     basis = factors.complete_basis()
     if coupled:
         added = basis.rotated_matrix_diagonal(prior.within(position.indices).to(values))
@@ -347,11 +348,15 @@ def _product_precision(
     return EigenPrecision(position, basis, basis.padded(values) + added, None)
 
 
-def _is_one_number(values: Tensor, known: bool) -> bool:
-    """Return whether entries are equal, also after changes of the parameters behind them."""
-    if known or values.requires_grad:
-        return known
-    return not bool((values.detach() != values.detach()[0]).any())
+def _one_number(prior: PriorPrecision, position: BlockPosition) -> Tensor | None:
+    """Return the prior precision of all entries of a weight if it is one number, and stays one
+    when the parameters behind it change."""
+    if position.key[0] in prior.uniform:
+        return prior.uniform[position.key[0]]
+    added = prior.diagonal[position.indices]
+    if added.requires_grad or bool((added != added[0]).any()):
+        return None
+    return added[0]
 
 
 def _rest_precision(values: Tensor, prior: PriorPrecision, position: BlockPosition) -> Precision:

@@ -80,6 +80,14 @@ class EigenPrecision:
             return total
         return total + (self.size - self.values.numel()) * self.rest.log()
 
+    def weighted_trace(self, weights: Tensor) -> Tensor:
+        if bool((weights != weights[0]).any()):
+            return (weights * self.variances()).sum()
+        total = self.values.reciprocal().sum()
+        if self.rest is not None:
+            total = total + (self.size - self.values.numel()) / self.rest
+        return weights[0] * total
+
     def sample(self, num_samples: int) -> Tensor:
         like = self.values
         result = like.new_empty(num_samples, self.size)

@@ -54,6 +54,13 @@ class KroneckerPrecision(Precision):
             result = result.index_put((position.index_tensor(result.device),), values)
         return result
 
+    def weighted_trace(self, weights: Tensor) -> Tensor:
+        terms = [
+            precision.weighted_trace(weights[position.indices])
+            for position, precision in self.blocks
+        ]
+        return torch.stack([term.to(self.like) for term in terms]).sum()
+
     def covariance(self, jacobian: Jacobian) -> Tensor:
         n, columns = jacobian.num_data, jacobian.num_columns
         result = jacobian.like.new_zeros(n, columns, columns)

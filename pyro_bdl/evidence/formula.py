@@ -1,0 +1,163 @@
+"""The evidence as a formula in its hyperparameters, without runs of the program."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.curvature.hyperparameters import (
+    Hyperparameter,
+    ParameterReading,
+    followed,
+    in_likelihood,
+    noise_owner,
+    noise_site,
+    prior_locations,
+    prior_scales,
+    scales,
+)
+from pyro_bdl.curvature.prior import PriorPrecision
+from pyro_bdl.distributions.take_apart import base_distribution
+from pyro_bdl.evidence.linearized import LinearizedPoint
+from pyro_bdl.evidence.marginal import Terms, noise_factor
+from pyro_bdl.guides.laplace import LaplaceGuide
+
+_HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
+
+
+@dataclass
+class _Weights:
+    """Independent Normals N(loc, (ratio theta)^2) over the entries of one site in the subset.
+
+    :param owner: theta, where a hyperparameter scales them.
+    :param power: by which their log density counts.
+    """
+
+    site: str
+    loc: Tensor
+    ratio: Tensor
+    owner: str | None
+    power: float
+
+    def scale(self, values: Mapping[str, Tensor]) -> Tensor:
+        return self.ratio if self.owner is None else self.ratio * values[self.owner]
+
+
+class EvidenceFormula:
+    """The terms of a guide's evidence where its hyperparameters scale Normal priors and a noise.
+
+    Then log p(u) = -1/2 sum_i ((u_i - m_i) / (c_i theta))^2 - sum_i log(c_i theta) + constant, and
+    the likelihood changes by the noise alone.
+    """
+
+    def __init__(
+        self,
+        guide: LaplaceGuide,
+        weights: list[_Weights],
+        noise: tuple[str, Tensor] | None,
+    ) -> None:
+        self.guide, self.weights, self.noise = guide, weights, noise
+        self._at: tuple[Tensor, Tensor | None] | None = None
+        self._squares: list[Tensor] = []
+
+    @classmethod
+    def of(cls, guide: LaplaceGuide, reading: ParameterReading) -> "EvidenceFormula | None":
+        """The formula of the program that a reading is of; None where it has none."""
+        tuned, subset = followed(reading), guide.subset
+        found = prior_scales(reading, subset)
+        if (
+            reading.run.factors
+            or set(found) != set(subset.parts)
+            or len(tuned) + len(in_likelihood(reading)) != len(reading.parameters)
+        ):
+            return None
+        weights = []
+        for name, scale in found.items():
+            site = reading.run.latents[name]
+            base: Any = base_distribution(site.distribution)
+            moved = [p for p in tuned.values() if _moves(scale, p)]
+            proportional = len(moved) == 1 and scales(scale, moved[0]) is not None
+            if base.loc.requires_grad or isinstance(site.scale, Tensor):
+                return None
+            if scale.requires_grad and not (proportional and moved[0].value.numel() == 1):
+                return None
+            ratio = scale.detach()
+            owner = moved[0] if moved else None
+            if owner is not None:
+                ratio = ratio / owner.value.detach()
+            if bool((ratio == ratio[0]).all()):
+                ratio = ratio[:1]
+            loc = prior_locations(reading, subset, name)
+            weights.append(
+                _Weights(name, loc, ratio, None if owner is None else owner.name, float(site.scale))
+            )
+        factor, noise = noise_factor(guide, reading), None
+        if factor is not None:
+            owned = noise_owner(reading, subset)
+            if owned is None or any(weight.owner == owned[0].name for weight in weights):
+                return None
+            root = owned[0].value.detach() * factor.detach().sqrt()
+            noise = owned[0].name, root
+        elif noise_site(reading) is None and in_likelihood(reading):
+            return None
+        return cls(guide, weights, noise)
+
+    def terms(self, values: Mapping[str, Tensor], point: LinearizedPoint | None) -> Terms:
+        """The terms at other values of the hyperparameters, by name, differentiable in them.
+
+        :param point: of the linearized model, to evaluate there.
+        """
+        guide, subset = self.guide, self.guide.subset
+        here: Any = guide if point is None else point
+        likelihood, scaled = here.log_likelihood, torch.as_tensor(1.0, device=guide.loc.device)
+        if self.noise is not None:
+            name, root = self.noise
+            factor = (root / values[name]).square().to(guide.squares)
+            likelihood = likelihood - 0.5 * (factor - 1.0) * here.squares
+            likelihood = likelihood + 0.5 * guide.cells * factor.log()
+            scaled = guide.curvature_factor(factor)
+        log_prior = guide.loc.new_zeros((), dtype=torch.float64)
+        uniform, pieces = {}, []
+        for weights, squares in zip(self.weights, self._squares_at(point), strict=True):
+            part = subset.parts[weights.site]
+            count, scale = part.stop - part.start, weights.scale(values)
+            precision = scale.square().reciprocal()
+            if len(scale) == 1:
+                uniform[weights.site] = weights.power * precision[0]
+                fit = squares * precision[0]
+                volume = count * scale[0].log()
+            else:
+                fit, volume = (squares * precision).double().sum(), scale.log().sum()
+            constant = count * _HALF_LOG_2PI
+            log_prior = log_prior - weights.power * (0.5 * fit + volume + constant).double()
+            pieces.append((weights.power * precision).expand(count))
+        prior = PriorPrecision(
+            torch.cat(pieces).to(guide.prior_diagonal), uniform=uniform, quadratic=True
+        )
+        posterior = guide.curvature.with_prior(prior, scaled)
+        return Terms(likelihood, log_prior, posterior.logdet(), subset.size)
+
+    def _squares_at(self, point: LinearizedPoint | None) -> list[Tensor]:
+        """(u_i - m_i)^2 of every site, summed up where its scale is one number."""
+        guide = self.guide
+        at = guide.loc, None if point is None else point.offset
+        if self._at is None or self._at[0] is not at[0] or self._at[1] is not at[1]:
+            vector = guide.subset.take(guide.loc)
+            if point is not None:
+                vector = vector + point.offset
+            self._at, self._squares = at, []
+            for weights in self.weights:
+                squares = (vector[guide.subset.parts[weights.site]] - weights.loc).square()
+                one = len(weights.ratio) == 1
+                self._squares.append(squares.double().sum() if one else squares)
+        return self._squares
+
+
+def _moves(tensor: Tensor, parameter: Hyperparameter) -> bool:
+    if not tensor.requires_grad:
+        return False
+    found = torch.autograd.grad(tensor.sum(), parameter.value, allow_unused=True, retain_graph=True)
+    return found[0] is not None

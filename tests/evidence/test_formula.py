@@ -1,0 +1,84 @@
+"""The evidence without runs of the program is that with them."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from pyro_bdl import bayesianize, models, priors
+from pyro_bdl.curvature.hyperparameters import followed
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.evidence.formula import EvidenceFormula
+from pyro_bdl.evidence.linearized import LinearizedModel
+from pyro_bdl.evidence.marginal import terms
+from pyro_bdl.guides import AutoLaplaceGGN
+
+
+def guide_of(model, y, **options):
+    x = torch.randn(len(y), 2)
+    guide = AutoLaplaceGGN(model, **options).prototype(x, y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BdlWarning)
+        return guide.laplace_approximation((x, y))
+
+
+def net():
+    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
+
+
+@pytest.mark.parametrize("subset", [None, "0.*"])
+@pytest.mark.parametrize("structure", ["kron", "full", "diag"])
+def test_it_is_the_evidence_and_its_gradient(structure, subset, learn, put):
+    """Priors of two kinds, one around another mean, at other hyperparameters than it was read."""
+    torch.manual_seed(0)
+    rules = {
+        "0.weight": priors.FanIn(learn(0.8)),
+        "0.bias": priors.Moped(learn(0.5)),
+        "2.*": priors.Normal(0.7),
+    }
+    model = models.Regression(bayesianize(net(), priors.ByName(rules)), noise=learn(0.4))
+    guide = guide_of(model, torch.randn(12, 2), structure=structure, subset=subset)
+    formula = EvidenceFormula.of(guide, guide._read())
+    put(guide, prior=0.6, noise=0.9)
+    guide.refresh()
+    for point in (None, LinearizedModel(guide).optimum()):
+        reading = guide._read()
+        tuned = followed(reading)
+        assert len(tuned) == 3
+        leaves = [parameter.leaf for parameter in tuned.values()]
+        expected = terms(guide, reading, point=point).total()
+        found = formula.terms({name: p.now() for name, p in tuned.items()}, point).total()
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+        slopes = [torch.autograd.grad(v, leaves) for v in (found, expected)]
+        torch.testing.assert_close(*slopes, rtol=1e-9, atol=1e-9)
+
+
+def test_where_the_likelihood_has_no_noise(learn):
+    model = models.Classification(bayesianize(net(), priors.Normal(learn(0.8))))
+    guide = guide_of(model, torch.arange(12) % 2)
+    reading = guide._read()
+    now = {name: p.now() for name, p in followed(reading).items()}
+    found = EvidenceFormula.of(guide, reading).terms(now, None).total()
+    torch.testing.assert_close(found, terms(guide, reading).total(), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["heavy tails", "one scale for each weight", "shifted"])
+def test_programs_without_a_formula(kind, learn):
+    prior = priors.Normal(learn(torch.rand(3, 1) + 0.5))
+    if kind == "heavy tails":
+        prior = priors.StudentT(4.0, learn(0.8))
+    elif kind == "shifted":
+
+        class Shifted(priors.Normal):
+            def _value(self, argument, like):
+                return super()._value(argument, like) + 0.1
+
+        prior = Shifted(learn(0.5))
+    rules = {"0.weight": prior, "*": priors.Normal(1.0)}
+    model = models.Regression(bayesianize(net(), priors.ByName(rules)), noise=0.4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BdlWarning)
+        guide = guide_of(model, torch.randn(12, 2), structure="full")
+        assert guide._read().parameters
+        assert EvidenceFormula.of(guide, guide._read()) is None
