@@ -15,10 +15,11 @@ from pyro_bdl.comparison.figures import CAPTIONS
 from pyro_bdl.comparison.held_out import PredictiveDraws, Test, Units
 from pyro_bdl.comparison.input_regions import regions, sd_ratios
 from pyro_bdl.comparison.leave_one_out import difference
-from pyro_bdl.comparison.program_sites import read_program
+from pyro_bdl.comparison.program_sites import read_program, stated_num_data
 from pyro_bdl.comparison.result import Comparison, is_known
 from pyro_bdl.comparison.verdicts import verdict
 from pyro_bdl.errors import UnusableDrawsError
+from pyro_bdl.guides.draws import as_posterior
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.tables import Column
@@ -63,7 +64,8 @@ def compare(
     :param model: a Pyro program with one observed site, called with ``*test`` and, to predict, with
         None for the targets.
     :param posteriors: name to guide, ``Samples`` or, where only predictions are known,
-        ``PredictiveDraws``; Pyro's own guides too. At least one is a guide or ``Samples``.
+        ``PredictiveDraws``; Pyro's own guides, ``MCMC`` of Pyro and NumPyro and dicts of draws too.
+        At least one is not ``PredictiveDraws``.
     :param test: the test inputs and, last, the targets, each ``(N, ...)``.
     :param reference: the posterior that the others are held against; None for none.
     :param train: the inputs and, last, the targets that the posteriors were fitted to: for
@@ -86,9 +88,10 @@ def compare(
         not finite.
     """
     costs = costs or {}
+    data = _data("test", test)
+    posteriors = _recognized(model, posteriors, data)
     _check_posteriors(posteriors, reference)
     _check_costs(costs, posteriors)
-    data = _data("test", test)
     known = None if train is None else _training_data(train, data)
     elsewhere = None if ood is None else _other_inputs(ood, data)
     if num_samples < 2:
@@ -211,15 +214,30 @@ def _number_of_draws(posterior: Any, num_samples: int) -> int:
 # ------------------------------------------------------------------------------------- checks
 
 
-def _check_posteriors(
-    posteriors: Mapping[str, Any],
-    reference: str | None,
-) -> None:
+def _recognized(model: Callable, posteriors: Any, test: Test) -> dict[str, Any]:
+    """The posteriors as guides, ``Samples`` or ``PredictiveDraws``."""
     if not isinstance(posteriors, Mapping):
         raise TypeError(
             f"posteriors must be a mapping from names to guides or Samples, got "
             f"{type(posteriors).__name__}"
         )
+    rows = test.part(slice(0, stated_num_data(model)))
+    found = {}
+    for name, posterior in posteriors.items():
+        if isinstance(posterior, PredictiveDraws):
+            found[name] = posterior
+            continue
+        try:
+            found[name] = as_posterior(posterior, model, (*rows.inputs, rows.y))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"posterior {name!r}: {error}") from error
+    return found
+
+
+def _check_posteriors(
+    posteriors: Mapping[str, Any],
+    reference: str | None,
+) -> None:
     if not posteriors:
         raise ValueError("posteriors is empty: give at least one guide or Samples by name")
     if all(isinstance(posterior, PredictiveDraws) for posterior in posteriors.values()):

@@ -249,6 +249,11 @@ def record(
 def leave_open(msg: Any) -> None:
     """Let the program go on from a site without a value, whose distribution alone is wanted."""
     _refuse_weights(msg)
+    leave_any_open(msg)
+
+
+def leave_any_open(msg: Any) -> None:
+    """As ``leave_open``, also at a network's weights."""
     msg["infer"].update(_open=True, _placeholder=True)
     msg["value"] = placeholder(msg["fn"])
     msg["done"] = True
@@ -257,6 +262,11 @@ def leave_open(msg: Any) -> None:
 def sample_open(msg: Any) -> None:
     """Sample a site without a value, and count it as one that would be observed."""
     _refuse_weights(msg)
+    sample_any_open(msg)
+
+
+def sample_any_open(msg: Any) -> None:
+    """As ``sample_open``, also at a network's weights."""
     msg["infer"]["_open"] = True
     msg["value"] = msg["fn"].sample()  # not rsample, which vmap refuses
     msg["done"] = True
