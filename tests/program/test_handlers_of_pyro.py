@@ -58,6 +58,13 @@ def replayed():
     return poutine.replay(model, trace)
 
 
+def masked(x, y=None):
+    a = pyro.sample("a", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(x)), poutine.mask(mask=MASK):
+        z = pyro.sample("z", dist.Normal(a, 1.0))
+        pyro.sample("y", dist.Normal(z, 0.5), obs=y)
+
+
 def block_in_program(x, y=None):
     with poutine.block():
         pyro.sample("y_seen", dist.Normal(0.0, 1.0), obs=torch.tensor(0.2))
@@ -72,7 +79,7 @@ WORK = {
     "do": lambda: poutine.do(model, {"s": torch.tensor(1.3)}),
     "scale": lambda: poutine.scale(model, 0.3),
     "scale by a tensor": lambda: poutine.scale(model, torch.tensor(0.3)),
-    "mask": lambda: poutine.mask(model, mask=MASK),
+    "mask": lambda: masked,
     "mask all": lambda: poutine.mask(model, mask=False),
     "reparam": lambda: poutine.reparam(local, {"z": LocScaleReparam(0.0)}),
     "AutoReparam": lambda: AutoReparam()(local),
@@ -115,10 +122,8 @@ def test_the_density_is_that_of_pyros_trace(name):
 def test_guides_and_bounds(name):
     """Compiled and plain ELBO agree with Pyro's at a point, where no noise is left."""
     wrapped = WORK[name]()
-    program = bdl.Program(wrapped, X, Y)
-    latents = {k: v.detach() for k, v in program.initial.items()}
-    guide = bdl.guides.AutoMAP(wrapped, init_loc_fn=init_to_value(values=latents))
-    trace = poutine.trace(poutine.condition(wrapped, latents)).get_trace(X, Y)
+    guide = bdl.guides.AutoMAP(wrapped).prototype(X, Y)
+    trace = poutine.trace(poutine.condition(wrapped, guide.median())).get_trace(X, Y)
     expected = -trace.log_prob_sum().item()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BdlWarning)
@@ -159,6 +164,15 @@ def test_a_hidden_latent_is_refused_by_name(options):
     with pytest.raises(UnsupportedProgramError, match=message):
         bdl.guides.AutoLaplaceGGN(wrapped).laplace_approximation((X, Y))
     assert "a" not in poutine.trace(wrapped).get_trace(X, Y).nodes  # the block is as it was
+
+
+def test_init_loc_fn_reaches_the_sites_under_handlers():
+    values = {"a": torch.tensor(0.25), "s": torch.tensor(0.5)}
+    for name in ("scale", "do", "infer_config"):
+        guide = bdl.guides.AutoMeanField(WORK[name](), init_loc_fn=init_to_value(values=values))
+        median = guide.prototype(X, Y).median()
+        for site, value in values.items():
+            torch.testing.assert_close(median[site], value)
 
 
 def test_targets_that_are_no_data_any_more_are_refused_by_name():
