@@ -87,7 +87,8 @@ class Samples:
             raise ValueError("this MCMC has no draws yet: call mcmc.run(...) first")
         latents = mcmc.get_samples(group_by_chain=True)
         stats = {}
-        marked = [chain.get("divergences") for chain in mcmc._diagnostics or () if chain]
+        diagnostics: Any = mcmc._diagnostics
+        marked = [chain.get("divergences") for chain in diagnostics if chain]
         if marked and all(rows is not None for rows in marked):
             first = next(iter(latents.values()))
             diverging = torch.zeros(first.shape[:2], dtype=torch.bool, device=first.device)

@@ -34,6 +34,7 @@ from pyro_bdl.program.trace import (
 from pyro_bdl.program.vmap import Draws, map_draws, measured
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.module_state import evaluation_mode
+from pyro_bdl.utils.validation import whole_number
 
 _MEMORY = 32 * 2**20  # beyond it the C library returns freed blocks to the system (allocator.py)
 _RETURN = "_RETURN"  # Pyro's name for what a program returns
@@ -273,7 +274,8 @@ class Predictive:
     def _latents(self, args: tuple, kwargs: dict) -> Draws:
         """Draws of the latents; of the prior none, but as many rows as there are to be draws."""
         if isinstance(self.posterior, Mapping) and not self.posterior:
-            return {_ROWS: torch.arange(self.num_samples, device="cpu")}
+            count = whole_number(self.num_samples, "num_samples")
+            return {_ROWS: torch.arange(count, device="cpu")}
         self.posterior = as_posterior(self.posterior, self.model, args, kwargs)
         if self._given and isinstance(self.posterior, Samples):
             total = self.posterior.num_chains * self.posterior.num_draws
