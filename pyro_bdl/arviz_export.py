@@ -16,7 +16,7 @@ from torch import Tensor
 from pyro_bdl._version import __version__
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.guides.draws import log_densities, samples_of_program, to_samples
+from pyro_bdl.guides.draws import as_posterior, log_densities, samples_of_program, to_samples
 from pyro_bdl.predictive.linearized import UNKNOWN, LinearizedPredictive, is_linear
 from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.observed_arguments import Targets
@@ -66,7 +66,7 @@ def to_arviz(
     ``to_netcdf``, and Zarr by ``to_zarr``, for an ``InferenceData`` after ``to_datatree``.
 
     :param model: a Pyro program.
-    :param posterior: a guide or ``Samples``.
+    :param posterior: a guide, ``Samples``, an MCMC of Pyro or NumPyro, or a dict of draws.
     :param args: the program's arguments, including the targets.
     :param model_kwargs: the program's keyword arguments.
     :param num_samples: draws of a guide; of ``Samples`` all draws are used.
@@ -83,6 +83,7 @@ def to_arviz(
     convert = _converter()
     kwargs = dict(model_kwargs or {})
     with evaluation_mode(model, posterior, args, kwargs), seeded(seed):
+        posterior = as_posterior(posterior, model, args, kwargs)
         samples = to_samples(posterior, num_samples, *args, **kwargs)
         trace = _traced(model, samples, args, kwargs)
         program = Program.from_trace(model, trace, args, kwargs)

@@ -10,8 +10,14 @@ from torch import Tensor
 
 from pyro_bdl.diagnostics.psis import good_k, psis
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.guides.draws import check_guide, log_densities
+from pyro_bdl.guides.draws import (
+    check_guide,
+    check_sites,
+    draws_and_log_density,
+    log_densities,
+)
 from pyro_bdl.program.program import Program
+from pyro_bdl.program.vmap import map_draws
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.random_state import seeded
 
@@ -64,7 +70,7 @@ class Importance:
 
 def ratios(
     model: Callable,
-    guide: Guide,
+    guide: Callable,
     *args: Any,
     num_samples: int = 1000,
     seed: int = 0,
@@ -77,16 +83,19 @@ def ratios(
     predictions; see ``site_khat`` and ``function_khat``.
 
     :param model: a Pyro program.
-    :param guide: a guide with a density over all latents.
+    :param guide: a guide with a density over all latents; Pyro's own guides run draw by draw.
     :param args: the program's arguments with all data, including the targets.
     :param num_samples: S, at least 25, as k-hat requires.
     :param seed: seed of the draws.
     :raises ValueError: for a guide without a density or of another program, or too few draws.
     """
     _check(guide, num_samples)
+    kwargs = dict(model_kwargs or {})
     with evaluation_mode(model, guide, args), seeded(seed), torch.no_grad():
-        program = Program(model, *args, **dict(model_kwargs or {}))
+        program = Program(model, *args, **kwargs)
         program.require_observed()
+        if not isinstance(guide, Guide):
+            return _summary(_ratios_of_runs(program, guide, num_samples))
         check_guide(program.latents, guide)
         ratios = _log_ratios(program, guide, guide.sample_vectors(num_samples))
     return _summary(ratios)
@@ -111,6 +120,10 @@ def site_khat(
     :returns: site -> k-hat.
     :raises ValueError: for a guide whose sites depend on each other.
     """
+    if not isinstance(guide, Guide):
+        raise TypeError(
+            f"k-hat by site needs a guide of pyro_bdl, got {type(guide).__name__}: use ratios(...)"
+        )
     _check(guide, num_samples)
     if guide.site_distributions() is None:
         raise ValueError(
@@ -175,6 +188,20 @@ def _log_ratios(program: Program, guide: Guide, vectors: Tensor) -> Tensor:
     return log_p - log_q
 
 
+def _ratios_of_runs(program: Program, guide: Callable, num_samples: int) -> Tensor:
+    """log p(w, y) - log q(w), (S,), of one of Pyro's guides."""
+    for name, (size, present) in program.plates.items():
+        if present < size:
+            raise ValueError(
+                f"the plate '{name}' holds {present} of {size} data, so that no run of the program "
+                "holds all latents: give it all data"
+            )
+    draws, log_q = draws_and_log_density(guide, num_samples, program.args, program.kwargs)
+    draws = {name: value for name, value in draws.items() if name in program.latents}
+    check_sites(program.latents, draws, leading=1)
+    return map_draws(program.log_joint, draws) - log_q
+
+
 def _summary(ratios: Tensor) -> Importance:
     ratios = ratios.double()
     weights, k = psis(ratios[None], progress=False)
@@ -188,8 +215,13 @@ def _summary(ratios: Tensor) -> Importance:
 
 
 def _check(guide: Any, num_samples: int) -> None:
+    _check_number(num_samples)
+    if not callable(guide):
+        raise TypeError(
+            f"importance ratios need a guide, whose density is known, got {type(guide).__name__}"
+        )
     if not isinstance(guide, Guide):
-        raise TypeError(f"importance ratios need a guide of pyro_bdl, got {type(guide).__name__}")
+        return
     if not guide.has_density:
         raise ValueError(
             f"{type(guide).__name__} has no density over all latents, so that there are no "
@@ -200,7 +232,6 @@ def _check(guide: Any, num_samples: int) -> None:
             f"the latent site '{min(guide.subsampled)}' is in a subsampled plate, so that no "
             "run of the program holds all latents: make a guide for the program with all its data"
         )
-    _check_number(num_samples)
 
 
 def _check_number(num_samples: int) -> None:

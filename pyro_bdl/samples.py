@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pyro.infer.mcmc.api import MCMC
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -68,6 +69,69 @@ class Samples:
         device = next(iter(latents.values())).device
         stats = {name: value.to(device) for name, value in self.stats.items()}
         return Samples(latents, stats, dict(self.info))
+
+    @classmethod
+    def from_pyro(cls, mcmc: Any) -> "Samples":
+        """The draws of ``pyro.infer.MCMC`` after its run, with ``diverging`` of HMC and NUTS.
+
+        :param mcmc: as it stands after ``mcmc.run(...)``.
+        :raises TypeError: for another object, such as ``StreamingMCMC``, which keeps no draws.
+        :raises ValueError: before the run.
+        """
+        if not isinstance(mcmc, MCMC):
+            raise TypeError(
+                f"from_pyro needs a pyro.infer.MCMC, which keeps its draws, got "
+                f"{type(mcmc).__name__}"
+            )
+        if mcmc._samples is None:
+            raise ValueError("this MCMC has no draws yet: call mcmc.run(...) first")
+        latents = mcmc.get_samples(group_by_chain=True)
+        stats = {}
+        diagnostics: Any = mcmc._diagnostics
+        marked = [chain.get("divergences") for chain in diagnostics if chain]
+        if marked and all(rows is not None for rows in marked):
+            first = next(iter(latents.values()))
+            diverging = torch.zeros(first.shape[:2], dtype=torch.bool, device=first.device)
+            for chain, rows in enumerate(marked):
+                diverging[chain, rows] = True
+            stats["diverging"] = diverging
+        info = {
+            "kernel": type(mcmc.kernel).__name__.lower(),
+            "backend": "pyro",
+            "num_warmup": mcmc.warmup_steps,
+        }
+        return cls(latents, stats, info)
+
+    @classmethod
+    def from_numpyro(cls, mcmc: Any) -> "Samples":
+        """The draws of ``numpyro.infer.MCMC`` after its run: its latents, and as statistics the
+        ``extra_fields`` that it was asked for. Deterministic sites are left out.
+
+        :param mcmc: as it stands after ``mcmc.run(...)``.
+        :raises TypeError: for another object, or a kernel of a ``potential_fn`` over one array,
+            whose draws have no sites.
+        :raises ValueError: before the run.
+        """
+        if not is_numpyro_mcmc(mcmc):
+            raise TypeError(f"from_numpyro needs a numpyro.infer.MCMC, got {type(mcmc).__name__}")
+        if mcmc.last_state is None:
+            raise ValueError("this MCMC has no draws yet: call mcmc.run(...) first")
+        draws = mcmc.get_samples(group_by_chain=True)
+        if not isinstance(draws, Mapping):
+            raise TypeError(
+                "the draws of this MCMC are one array without sites: make the kernel of a model, "
+                "or of a potential_fn over a dict of sites"
+            )
+        held = getattr(mcmc.last_state, mcmc.sampler.sample_field)
+        latents = {site: as_tensor(value) for site, value in draws.items() if site in held}
+        fields = mcmc.get_extra_fields(group_by_chain=True)
+        stats = {name.rpartition(".")[2]: as_tensor(value) for name, value in fields.items()}
+        info = {
+            "kernel": type(mcmc.sampler).__name__.lower(),
+            "backend": "numpyro",
+            "num_warmup": mcmc.num_warmup,
+        }
+        return cls(latents, stats, info)
 
     def save(self, path: str | Path) -> Path:
         """Write to ``.safetensors`` or ``.npz``; neither format can hold code.
@@ -131,6 +195,19 @@ class Samples:
             f"Samples({self.num_chains} chains x {self.num_draws} draws, "
             f"sites: {', '.join(self.latents)})"
         )
+
+
+def is_numpyro_mcmc(value: Any) -> bool:
+    """Return whether an object is an MCMC of NumPyro; NumPyro is not imported for that."""
+    kinds = type(value).__mro__
+    return any(
+        kind.__module__ == "numpyro.infer.mcmc" and kind.__name__ == "MCMC" for kind in kinds
+    )
+
+
+def as_tensor(value: Any) -> Tensor:
+    """A tensor, or a tensor with the numbers of an array of numpy or JAX."""
+    return value if isinstance(value, Tensor) else torch.from_numpy(np.array(np.asarray(value)))
 
 
 def _as_numpy(key: str, value: Tensor) -> np.ndarray:

@@ -155,8 +155,10 @@ def test_bad_input():
         ratios(level, guide, Y, num_samples=3)
     with pytest.raises(ValueError, match="AutoMAP has no density over all latents"):
         ratios(level, AutoMAP(level).prototype(Y), Y)
-    with pytest.raises(TypeError, match="need a guide of pyro_bdl, got AutoNormal"):
-        ratios(level, pyro.infer.autoguide.AutoNormal(level), Y)
+    with pytest.raises(TypeError, match="need a guide, whose density is known, got dict"):
+        ratios(level, {}, Y)
+    with pytest.raises(TypeError, match="needs a guide of pyro_bdl, got AutoNormal"):
+        site_khat(level, pyro.infer.autoguide.AutoNormal(level), Y)
     map_guide = AutoLaplaceGGN(level, structure="full").prototype(Y)
     with torch.no_grad():
         map_guide.loc.copy_(guide.loc)

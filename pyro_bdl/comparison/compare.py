@@ -16,10 +16,11 @@ from pyro_bdl.comparison.figures import CAPTIONS
 from pyro_bdl.comparison.held_out import PredictiveDraws, Test, Units
 from pyro_bdl.comparison.input_regions import regions, sd_ratios
 from pyro_bdl.comparison.leave_one_out import difference
-from pyro_bdl.comparison.program_sites import read_program
+from pyro_bdl.comparison.program_sites import read_program, stated_num_data
 from pyro_bdl.comparison.result import Comparison, is_known
 from pyro_bdl.comparison.verdicts import verdict
 from pyro_bdl.errors import UnusableDrawsError
+from pyro_bdl.guides.draws import as_posterior
 from pyro_bdl.program.argument_errors import by_entry
 from pyro_bdl.program.batches import as_dicts, leading_size, taken
 from pyro_bdl.samples import Samples
@@ -66,8 +67,9 @@ def compare(
 
     :param model: a Pyro program with one observed site, called with ``*test`` and, to predict, with
         None for the targets.
-    :param posteriors: name to guide (Pyro's own guides too), ``Samples``, or ``PredictiveDraws`` if
-        only predictions are known. At least one must be a guide or ``Samples``.
+    :param posteriors: name to guide (Pyro's own guides too), ``Samples``, an ``MCMC`` of Pyro or
+        NumPyro, a dict of draws, or ``PredictiveDraws`` if only predictions are known. At least one
+        must not be ``PredictiveDraws``.
     :param test: the test inputs and, last, the targets, each ``(N, ...)``; inputs may be dicts of
         tensors.
     :param reference: name of the posterior with which the others are compared; None for no
@@ -94,9 +96,10 @@ def compare(
         are not finite.
     """
     costs = costs or {}
+    data = _data("test", test)
+    posteriors = _recognized(model, posteriors, data)
     _check_posteriors(posteriors, reference)
     _check_costs(costs, posteriors)
-    data = _data("test", test)
     known = None if train is None else _training_data(train, data)
     elsewhere = None if ood is None else _other_inputs(ood, data)
     if num_samples < 2:
@@ -221,15 +224,30 @@ def _number_of_draws(posterior: Any, num_samples: int) -> int:
 # ------------------------------------------------------------------------------------- checks
 
 
-def _check_posteriors(
-    posteriors: Mapping[str, Any],
-    reference: str | None,
-) -> None:
+def _recognized(model: Callable, posteriors: Any, test: Test) -> dict[str, Any]:
+    """The posteriors as guides, ``Samples`` or ``PredictiveDraws``."""
     if not isinstance(posteriors, Mapping):
         raise TypeError(
             f"posteriors must be a mapping from names to guides or Samples, got "
             f"{type(posteriors).__name__}"
         )
+    rows = test.part(slice(0, stated_num_data(model)))
+    found = {}
+    for name, posterior in posteriors.items():
+        if isinstance(posterior, PredictiveDraws):
+            found[name] = posterior
+            continue
+        try:
+            found[name] = as_posterior(posterior, model, (*rows.inputs, rows.y))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"posterior {name!r}: {error}") from error
+    return found
+
+
+def _check_posteriors(
+    posteriors: Mapping[str, Any],
+    reference: str | None,
+) -> None:
     if not posteriors:
         raise ValueError("posteriors is empty: give at least one guide or Samples by name")
     if all(isinstance(posterior, PredictiveDraws) for posterior in posteriors.values()):

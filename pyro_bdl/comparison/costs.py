@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from pyro_bdl.guides.draws import samples_of_mcmc
 from pyro_bdl.predictive.linearized import LinearizedPredictive, is_linear
 from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.samples import Samples
@@ -142,6 +143,7 @@ def seconds_per_draw(
     :param inputs: the program's arguments without the targets.
     :param num_samples: draws over which the time is averaged.
     """
+    posterior = samples_of_mcmc(posterior)
     if isinstance(posterior, Samples):
         num_samples = min(num_samples, posterior.num_chains * posterior.num_draws)
     kind: Any = LinearizedPredictive if is_linear(posterior) else Predictive

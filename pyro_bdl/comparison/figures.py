@@ -10,7 +10,7 @@ from pyro_bdl import plots
 from pyro_bdl.comparison.evaluation import Evaluation
 from pyro_bdl.comparison.scores import class_labels
 from pyro_bdl.diagnostics import summary
-from pyro_bdl.guides.draws import latent_draws
+from pyro_bdl.guides.draws import latent_draws, samples_of_mcmc
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.random_state import seeded
 
@@ -75,6 +75,8 @@ def figures(
 ) -> dict[str, Figure]:
     """Figures of a comparison, by the names in :data:`CAPTIONS`; see ``Comparison.figures``."""
     functions = {name: evaluation.function for name, evaluation in comparison.evaluations.items()}
+    if posteriors is not None:
+        posteriors = {name: samples_of_mcmc(given) for name, given in posteriors.items()}
     if comparison.task == "classification" and next(iter(functions.values())).shape[-1] == 2:
         # The first class has one minus the second's probability.
         functions = {name: draws[..., 1] for name, draws in functions.items()}

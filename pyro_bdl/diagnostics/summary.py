@@ -11,6 +11,7 @@ from torch import Tensor
 from pyro_bdl.diagnostics.blocks import check_draws
 from pyro_bdl.diagnostics.convergence import Convergence, convergence
 from pyro_bdl.diagnostics.rank import quantile_of_sorted, sort
+from pyro_bdl.guides.draws import samples_of_mcmc
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.tables import Column, Row, to_csv, to_text
 
@@ -80,7 +81,7 @@ def summary(
     disagree about weights but agree about the function. ``summary(function_draws(model, samples,
     x))`` checks the function.
 
-    :param draws: ``Samples``, or site -> ``(chains, draws, ...)``.
+    :param draws: ``Samples``, an MCMC of Pyro or NumPyro, or site -> ``(chains, draws, ...)``.
     :param rhat_limit: R-hat above it counts as high.
     :param ess_limit: a bulk ESS below it counts as low; by default 100 per chain.
     :param compat: the version of ArviZ whose quantiles are used, ``"1.x"`` or ``"0.23"``.
@@ -92,6 +93,7 @@ def summary(
 
     Source: limits of Vehtari et al. (2021), Rank-normalization, folding, and localization.
     """
+    draws = samples_of_mcmc(draws)
     latents = draws.latents if isinstance(draws, Samples) else dict(draws)
     num_chains = _check_sites(latents)
     limit = ESS_LIMIT * num_chains if ess_limit is None else ess_limit
@@ -130,6 +132,7 @@ def function_draws(
     :raises TypeError: if ``samples`` is not ``Samples``; draws of a guide are independent and form
         no chain.
     """
+    samples = samples_of_mcmc(samples)
     if not isinstance(samples, Samples):
         raise TypeError(
             f"samples must be Samples, got {type(samples).__name__}: draws of a guide are "

@@ -1,24 +1,101 @@
-"""Draws from a posterior (a guide or ``Samples``), their log densities, and checks of
-posteriors."""
+"""Draws from a posterior (a guide or draws), their log densities, and checks of posteriors."""
 
 import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from pyro.infer.mcmc.api import AbstractMCMC
 from torch import Tensor
 
+from pyro_bdl.distributions.copies import point_of
 from pyro_bdl.distributions.take_apart import base_distribution, parameters_of
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.layout import Latent, differences, transform_of
 from pyro_bdl.program.program import Program
+from pyro_bdl.program.site_shapes import SiteShape, site_shapes
 from pyro_bdl.program.trace import Run, Site, leave_open, record
 from pyro_bdl.program.vmap import map_draws
-from pyro_bdl.samples import Samples
+from pyro_bdl.samples import Samples, as_tensor, is_numpyro_mcmc
 from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.validation import whole_number
 
 DEFAULT_DRAWS = 100
+
+
+def as_posterior(
+    posterior: Any,
+    model: Callable | None = None,
+    args: tuple = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    """A guide or ``Samples``, from any object that users call a posterior.
+
+    Guides are those of this package, Pyro's own and functions with sample statements. ``Samples``
+    are made of a ``pyro.infer.MCMC`` or ``numpyro.infer.MCMC`` after its run, and of a dict from
+    site to draws, as ``get_samples()`` of both gives it: (draws, ...), or (chains, draws, ...)
+    where it is grouped by chain.
+
+    :param model: the program, called with ``args`` and ``kwargs``, which tells the two shapes of a
+        dict apart; sites of a dict that are observed or deterministic there are left out.
+    :raises TypeError: for what is no posterior.
+    :raises ValueError: for an MCMC before its run, a dict whose shapes do not fit the program.
+    """
+    posterior = samples_of_mcmc(posterior)
+    if isinstance(posterior, Mapping) and model is not None:
+        return _samples_of_dict(posterior, site_shapes(model, args, dict(kwargs or {})).sites)
+    if not isinstance(posterior, Samples) and not callable(posterior):
+        raise TypeError(
+            f"a posterior is a guide or Samples, got {type(posterior).__name__}: give one of "
+            "these, an MCMC of Pyro or NumPyro after its run, or, where the program is known, a "
+            "dict of draws"
+        )
+    return posterior
+
+
+def samples_of_mcmc(posterior: Any) -> Any:
+    """The ``Samples`` of an MCMC of Pyro or NumPyro; any other object as it is."""
+    if isinstance(posterior, AbstractMCMC):
+        return Samples.from_pyro(posterior)
+    return Samples.from_numpyro(posterior) if is_numpyro_mcmc(posterior) else posterior
+
+
+def _samples_of_dict(draws: Mapping[str, Any], sites: Mapping[str, SiteShape]) -> Samples:
+    values = {
+        name: as_tensor(value)
+        for name, value in draws.items()
+        if name not in sites or sites[name].is_latent
+    }
+    if not values:
+        raise ValueError("the dict has no draws of a latent site")
+    shapes = {name: sites[name].shape for name in values if name in sites}
+    leading = {_leading(name, values[name].shape, shape) for name, shape in shapes.items()} or {1}
+    if len(leading) > 1:
+        found = ", ".join(f"{name!r} {tuple(value.shape)}" for name, value in values.items())
+        raise ValueError(
+            f"the dict holds draws of some sites by chain and of others not, shapes {found}: give "
+            "all of them as (draws, *shape), or all as (chains, draws, *shape)"
+        )
+    if leading == {1}:
+        values = {
+            name: value.reshape(1, len(value), *shapes.get(name, value.shape[1:]))
+            for name, value in values.items()
+        }
+    return Samples(values)
+
+
+def _leading(site: str, shape: torch.Size, own: torch.Size) -> int:
+    """How many dimensions of draws come before a site's own: one, besides such of size one as
+    ``pyro.infer.Predictive`` puts between, or two, of chains and draws."""
+    extra = len(shape) - len(own)
+    if extra >= 1 and shape[1:].numel() == own.numel() and not any(d > 1 for d in shape[1:extra]):
+        return 1
+    if extra in (1, 2):
+        return extra
+    raise ValueError(
+        f"the draws of the site '{site}' have shape {tuple(shape)}, but its values have shape "
+        f"{tuple(own)}: give them as (draws, *shape) or (chains, draws, *shape)"
+    )
 
 
 @torch.no_grad()
@@ -27,19 +104,18 @@ def latent_draws(
 ) -> dict[str, Tensor]:
     """Draws of the latents, site -> (num_samples, *shape).
 
-    :param posterior: ``Samples``, a guide of this package, or any Pyro guide.
+    :param posterior: ``Samples``, a guide of this package, any Pyro guide, or an MCMC.
     :param num_samples: the number of draws; by default all draws of ``Samples``, or 100 of a guide.
     :param args: the program's arguments, which Pyro's own guides are run with.
     """
     if num_samples is not None:
         num_samples = whole_number(num_samples, "num_samples")
+    posterior = as_posterior(posterior)
     if isinstance(posterior, Samples):
         return posterior.flat(num_samples)
     num_samples = DEFAULT_DRAWS if num_samples is None else num_samples
     if isinstance(posterior, Guide):
         return posterior.sample_latents(num_samples)
-    if not callable(posterior):
-        raise TypeError(f"a posterior is a guide or Samples, got {type(posterior).__name__}")
     draws = []
     for _ in range(num_samples):
         sites = record(posterior, {}, args, kwargs).latents
@@ -50,10 +126,11 @@ def latent_draws(
 def to_samples(posterior: Any, num_samples: int, *args: Any, **kwargs: Any) -> Samples:
     """Draws of a posterior as ``Samples``; the draws of a guide form one chain.
 
-    :param posterior: ``Samples``, which are returned as they are, or a guide.
+    :param posterior: ``Samples``, which are returned as they are, a guide, or an MCMC.
     :param num_samples: draws of a guide.
     :param args: the program's arguments, which Pyro's own guides are run with.
     """
+    posterior = as_posterior(posterior)
     if isinstance(posterior, Samples):
         return posterior
     latents = latent_draws(posterior, num_samples, *args, **kwargs)
@@ -73,6 +150,36 @@ def samples_of_program(latents: Mapping[str, Latent], posterior: Any, samples: S
         draws = {site: value for site, value in draws.items() if site in latents}
     check_sites(latents, draws)
     return Samples(draws, samples.stats, samples.info)
+
+
+@torch.no_grad()
+def draws_and_log_density(
+    guide: Callable, num_samples: int, args: tuple, kwargs: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Draws of one of Pyro's guides, site -> (S, ...), and log q(w) (S,), a density over w.
+
+    log q is the sum over all statements of a run: Pyro's autoguides draw unconstrained numbers at
+    auxiliary sites and give the change of variables as the log density of a Delta.
+
+    :raises ValueError: where some latent is a point, so that q has no density.
+    """
+    draws: dict[str, list[Tensor]] = {}
+    densities, points = [], set()
+    for _ in range(num_samples):
+        run = record(guide, {}, args, kwargs)
+        densities.append(torch.as_tensor(run.log_prior()))
+        for name, site in run.latents.items():
+            draws.setdefault(name, []).append(site.value)
+            if point_of(site.distribution) is not None:
+                points.add(name)
+    stacked = {name: torch.stack(values) for name, values in draws.items()}
+    for name in points:
+        if bool((stacked[name] == stacked[name][:1]).all()):
+            raise ValueError(
+                f"{type(guide).__name__} gives the site '{name}' one value, and so has no density "
+                "over all latents: there are no importance ratios"
+            )
+    return stacked, torch.stack(densities)
 
 
 def log_densities(

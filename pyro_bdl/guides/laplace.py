@@ -29,6 +29,7 @@ from pyro_bdl.program.argument_errors import explained
 from pyro_bdl.program.batch_norm import layers_called
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.gaussian_prior import GaussianPrior, independent_prior, joint_prior
+from pyro_bdl.program.hidden_sites import require_visible_latents
 from pyro_bdl.program.subset import Subset, select
 from pyro_bdl.program.validation import check_finite
 
@@ -122,6 +123,7 @@ class AutoLaplaceGGN(UnconstrainedMAP):
 
     def _begin(self, args: tuple, kwargs: dict[str, Any]) -> None:
         check_finite(self.program_model, args, kwargs)
+        require_visible_latents(self.program_model, args, kwargs)
         self.prototype(*args, **kwargs)
 
 

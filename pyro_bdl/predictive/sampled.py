@@ -1,6 +1,7 @@
 """Posterior predictive draws, vectorized over the draws of the posterior."""
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,18 +15,30 @@ from pyro_bdl.distributions.take_apart import (
     rebuild,
     take_apart,
 )
-from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.guides.draws import check_posterior, latent_draws
+from pyro_bdl.guides.draws import as_posterior, check_posterior, latent_draws
 from pyro_bdl.program.batch_norm import computing_with, statistics_of_draws
 from pyro_bdl.program.batches import Batches
+from pyro_bdl.program.site_shapes import site_shapes
 from pyro_bdl.program.subsampling import on_whole_data
-from pyro_bdl.program.trace import leave_open, record, sample_open
+from pyro_bdl.program.trace import (
+    Run,
+    Site,
+    leave_any_open,
+    leave_open,
+    record,
+    sample_any_open,
+    sample_open,
+)
 from pyro_bdl.program.vmap import Draws, map_draws, measured
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.module_state import evaluation_mode
+from pyro_bdl.utils.validation import whole_number
 
 _MEMORY = 32 * 2**20  # larger freed blocks are returned to the system (utils/memory.py)
+_RETURN = "_RETURN"  # Pyro's name for what a program returns
+_ROWS = "_num_predictive_samples"  # no site of any program
 
 
 class PredictiveMoments(NamedTuple):
@@ -54,9 +67,23 @@ class Predictive:
     site, ``{"y": (S, N, ...), "f": (S, N, ...)}``, with the same keys and shapes for every
     posterior. It runs without gradients in evaluation mode, and restores the mode.
 
+    Written as Pyro's class, ``Predictive(model, posterior_samples=...)``, ``(model, guide=...)`` or
+    ``(model, num_samples=...)`` for draws of the prior, it gives the sites, the shapes and the
+    meaning of ``pyro.infer.Predictive``: without ``return_sites`` those that ``posterior_samples``
+    do not hold, or all with a guide; sites without a draw come from the prior; dimensions of size
+    one stand for the plates that a site is not in; observed sites whose data are given have these
+    as values; plates with a ``subsample_size`` pick rows of their own in each draw. So does a dict
+    of draws in the place of ``posterior``.
+
     :param model: the Pyro program; call the result with its arguments, without the targets.
-    :param posterior: a guide or ``Samples``.
+    :param posterior: a guide of this package or of Pyro, ``Samples``, an ``MCMC`` of Pyro or
+        NumPyro after its run, or a dict of draws as ``mcmc.get_samples()`` gives it.
     :param num_samples: S; by default all draws of ``Samples``, or 100 of a guide.
+    :param posterior_samples: as in Pyro: site -> (S, ...) or (chains, draws, ...).
+    :param guide: as in Pyro.
+    :param return_sites: names of the sites to return, also latent ones, and "_RETURN" for what the
+        program returns; None for all sites; by default the observed and the deterministic ones.
+    :param parallel: as in Pyro, of no effect: draws are always taken at once where they can be.
     :param memory: bytes for intermediate results; the draws are evaluated in chunks of this size.
     :param batch_norm_data: the training data, ``(x, y)`` or an iterable of batches, for networks
         with BatchNorm: each draw of the weights gets its own running statistics, from a pass over
@@ -71,15 +98,30 @@ class Predictive:
     def __init__(
         self,
         model: Callable,
-        posterior: Any,
+        posterior: Any = None,
         num_samples: int | None = None,
         *,
+        posterior_samples: Mapping[str, Any] | None = None,
+        guide: Callable | None = None,
+        return_sites: Iterable[str] | None = (),
+        parallel: bool = False,
         memory: int = _MEMORY,
         batch_norm_data: Any = None,
         progress: bool = False,
     ) -> None:
         if memory < 1:
             raise ValueError(f"memory must be at least 1 byte, got {memory}")
+        given = [p for p in (posterior, posterior_samples, guide) if p is not None]
+        if len(given) > 1:
+            raise ValueError("give one of posterior, posterior_samples and guide")
+        if not given and num_samples is None:
+            raise ValueError("give a posterior, or num_samples for draws of the prior")
+        posterior = given[0] if given else {}
+        self._as_pyro = guide is not None or isinstance(posterior, Mapping)
+        self._return_sites = None if return_sites is None else tuple(return_sites)
+        if guide is not None and not self._return_sites:
+            self._return_sites = None
+        self._given = frozenset(posterior) if isinstance(posterior, Mapping) else frozenset()
         self.model, self.posterior = model, posterior
         self.num_samples, self.memory = num_samples, memory
         self.batch_norm_data = None if batch_norm_data is None else Batches(batch_norm_data)
@@ -96,39 +138,84 @@ class Predictive:
         p(z | w_s), and y given them. In a hidden Markov chain y_t is drawn from
         p(y_t | y_1, ..., y_{t-1}, w_s).
         """
-        program = on_whole_data(self.model)
+        program = self.model if self._as_pyro else on_whole_data(self.model)
+        leave, sample = (
+            (leave_any_open, sample_any_open) if self._as_pyro else (leave_open, sample_open)
+        )
 
-        def ancestral(draw: Draws) -> dict[str, Tensor]:
+        def drawn_again(run: Run) -> dict[str, Site]:
+            """The observed sites of which draws are wanted; of Pyro's those without data."""
+            return {
+                name: site
+                for name, site in run.observed.items()
+                if self._is_wanted(name) and not (self._as_pyro and site.value is not None)
+            }
+
+        def known(run: Run) -> dict[str, Any]:
+            sites = run.latents | run.factors if self._has_all else {}
+            sites = sites | run.observed if self._as_pyro else sites
+            values = {name: site.value for name, site in sites.items() if site.value is not None}
+            values |= run.deterministic
+            return {name: value for name, value in values.items() if self._is_wanted(name)}
+
+        def ancestral(draw: Draws) -> dict[str, Any]:
             drawn: set[str] = set()
 
-            def sample(msg: Any) -> None:
-                sample_open(msg)
+            def sample_and_note(msg: Any) -> None:
+                sample(msg)
                 drawn.add(msg["name"])
 
-            given = record(program, draw, args, kwargs, draw=leave_open)
-            discrete = {} if given.discrete is None else given.discrete.sample()
-            run = record(program, draw | discrete, args, kwargs, draw=sample)
+            discrete: dict[str, Tensor] = {}
+            given = None
+            if not self._as_pyro:
+                given = record(program, draw, args, kwargs, draw=leave)
+                discrete = {} if given.discrete is None else given.discrete.sample()
+            run = record(program, draw | discrete, args, kwargs, draw=sample_and_note)
+            marginals = run.observed if given is None else given.observed
             observed = {
-                name: site.value if name in drawn else given.observed[name].distribution.sample()
-                for name, site in run.observed.items()
+                name: site.value if name in drawn else marginals[name].distribution.sample()
+                for name, site in drawn_again(run).items()
             }
-            return observed | discrete | run.deterministic
+            returned = {_RETURN: run.result} if self._is_wanted(_RETURN) else {}
+            observed |= {name: run.observed[name].value for name in drawn if self._is_wanted(name)}
+            observed |= {name: value for name, value in discrete.items() if self._is_wanted(name)}
+            return known(run) | observed | returned
 
         def choose(draw: Draws) -> tuple[Callable, Callable | None]:
-            run = record(program, draw, args, kwargs, draw=leave_open)
-            known = all(take_apart(site.distribution) for site in run.observed.values())
-            if not known or run.followed or run.discrete is not None:
+            run = record(program, draw, args, kwargs, draw=sample if self._as_pyro else leave)
+            wanted = [site for name, site in run.observed.items() if self._is_wanted(name)]
+            whole = run.followed or run.discrete is not None or self._is_wanted(_RETURN)
+            if whole or not all(take_apart(site.distribution) for site in wanted):
                 return ancestral, None
-            return _outside_vmap(program, args, kwargs, lambda d: d.sample(), values=True)
+            return _outside_vmap(
+                program, args, kwargs, lambda d: d.sample(), drawn_again, known, leave
+            )
 
-        found = self._map(choose, args, kwargs)
+        found = self._map(choose, args, kwargs, partial=self._as_pyro)
+        missing = [name for name in self._return_sites or () if name not in found]
+        if missing:
+            raise ValueError(f"return_sites has {missing[0]!r}, which is no site of the program")
         if not found:
             raise UnsupportedProgramError(
                 "the program samples nothing without its targets, and has no deterministic site: "
                 "pass targets too (of the right shape; predictions do not depend on them), or "
                 "write pyro.sample(..., obs=y) so that it also runs with y=None"
             )
+        if self._as_pyro:
+            shapes = site_shapes(self.model, args, kwargs)
+            for name in found.keys() & shapes.sites.keys():
+                found[name] = found[name].reshape(shapes.padded(name, len(found[name])))
         return found
+
+    @property
+    def _has_all(self) -> bool:
+        """Latent sites and factors are among the results."""
+        return self._as_pyro or self._return_sites != ()
+
+    def _is_wanted(self, name: str) -> bool:
+        if self._return_sites:
+            return name in self._return_sites
+        return name != _RETURN and (self._return_sites is None or name not in self._given)
 
     def mean(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """E[y | w_s, x] for each observed site, (S, N, ...); for classes the probabilities
@@ -193,16 +280,42 @@ class Predictive:
 
         return self._map(choose, args, kwargs)
 
+    def _latents(self, args: tuple, kwargs: dict) -> Draws:
+        """Draws of the latents; of the prior none, but as many rows as there are to be draws."""
+        if isinstance(self.posterior, Mapping) and not self.posterior:
+            count = whole_number(self.num_samples, "num_samples")
+            return {_ROWS: torch.arange(count, device="cpu")}
+        self.posterior = as_posterior(self.posterior, self.model, args, kwargs)
+        if self._given and isinstance(self.posterior, Samples):
+            total = self.posterior.num_chains * self.posterior.num_draws
+            if self.num_samples not in (None, total):
+                warnings.warn(
+                    f"num_samples={self.num_samples} has no effect: posterior_samples hold {total} "
+                    "draws, and all are taken",
+                    BdlWarning,
+                    stacklevel=4,
+                )
+            self.num_samples = None
+        return latent_draws(self.posterior, self.num_samples, *args, **kwargs)
+
     @torch.no_grad()
-    def _map(self, choose: Callable[[Draws], tuple], args: tuple, kwargs: dict) -> Any:
+    def _map(
+        self,
+        choose: Callable[[Draws], tuple],
+        args: tuple,
+        kwargs: dict,
+        *,
+        partial: bool = False,
+    ) -> Any:
         """Evaluate at all draws in chunks.
 
         :param choose: returns for an example draw the function to evaluate and the function to
             finish a chunk.
+        :param partial: whether the posterior may lack latents.
         """
         with evaluation_mode(self.model, self.posterior, args, kwargs):
-            draws = latent_draws(self.posterior, self.num_samples, *args, **kwargs)
-            if not self._is_checked:
+            draws = self._latents(args, kwargs)
+            if not self._is_checked and not partial:
                 program = on_whole_data(self.model)
                 check_posterior(program, self.posterior, draws, args, kwargs)
                 self._is_checked = True
@@ -218,33 +331,41 @@ class Predictive:
             return map_draws(function, draws, chunk_size=chunk_size, finish=finish)
 
 
+def _observed(run: Run) -> dict[str, Site]:
+    return run.observed
+
+
+def _nothing(run: Run) -> dict[str, Any]:
+    return {}
+
+
 def _outside_vmap(
     program: Callable,
     args: tuple,
     kwargs: dict,
     read: Callable[[Any], Any],
-    *,
-    values: bool = False,
+    sites: Callable[[Run], dict[str, Site]] = _observed,
+    known: Callable[[Run], dict[str, Any]] = _nothing,
+    leave: Callable[[dict], None] = leave_open,
 ) -> tuple[Callable[[Draws], tuple], Callable[[tuple], dict[str, Any]]]:
     """Split an evaluation into a function for ``vmap`` and one for its stacked results.
 
-    The first returns the parameters of the observed sites' distributions at one draw, with
-    ``values`` also the deterministic sites. The second rebuilds the distributions of many draws and
-    applies ``read``.
+    The first returns the parameters of some sites' distributions at one draw. The second rebuilds
+    the distributions of many draws and applies ``read``. Both have the ``known`` values of a run.
     """
     structures: dict[str, Structure] = {}
 
     def parameters(draw: Draws) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
-        run = record(program, draw, args, kwargs, draw=leave_open)
+        run = record(program, draw, args, kwargs, draw=leave)
         parts = {}
-        for name, site in run.observed.items():
+        for name, site in sites(run).items():
             taken: Any = take_apart(site.distribution)
             structures[name], parts[name] = taken
-        return parts, run.deterministic if values else {}
+        return parts, known(run)
 
     def finish(result: tuple) -> dict[str, Any]:
-        parts, deterministic = result
-        return {n: read(rebuild(structures[n], parts[n])) for n in parts} | deterministic
+        parts, values = result
+        return {n: read(rebuild(structures[n], parts[n])) for n in parts} | values
 
     return parameters, finish
 

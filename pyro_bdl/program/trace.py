@@ -279,6 +279,11 @@ def leave_open(msg: Any) -> None:
     if is_enumerable(msg):
         msg["infer"].update(_sum_out=True, _open_leaf=True)
         return
+    leave_any_open(msg)
+
+
+def leave_any_open(msg: Any) -> None:
+    """Let the program go on from any site without a value, weights and discrete sites too."""
     msg["infer"].update(_open=True, _placeholder=True)
     msg["value"] = placeholder(msg["fn"])
     msg["done"] = True
@@ -287,6 +292,11 @@ def leave_open(msg: Any) -> None:
 def sample_open(msg: Any) -> None:
     """Sample a site without a value, and count it as observed."""
     _refuse_weights(msg)
+    sample_any_open(msg)
+
+
+def sample_any_open(msg: Any) -> None:
+    """As ``sample_open``, also at a network's weights."""
     msg["infer"]["_open"] = True
     msg["value"] = msg["fn"].sample()  # not rsample, which vmap refuses
     msg["done"] = True

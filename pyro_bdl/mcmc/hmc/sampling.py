@@ -21,6 +21,7 @@ from pyro_bdl.mcmc.chains import (
     warn_of_stuck_chains,
 )
 from pyro_bdl.mcmc.starts import Restriction, starting_vectors
+from pyro_bdl.program.hidden_sites import require_visible_latents
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.supports import check_support
@@ -81,7 +82,8 @@ def sample(
     :warns BdlWarning: if the program draws random numbers, if more than a tenth of the draws ended
         in a divergence, or if chains hardly moved from their start.
     :raises TypeError: if the number of draws or chains is not a whole number.
-    :raises UnsupportedProgramError: for a program without observed sites or with discrete latents.
+    :raises UnsupportedProgramError: for a program without observed sites, with discrete latents
+        that cannot be summed out, or with latents that ``poutine.block`` hides.
     :raises MissingOperatorError: if an operator has no translation to JAX.
     :raises ValueError: for data that are not finite, targets outside their support, or a plate that
         holds a part of its data.
@@ -110,6 +112,7 @@ def sample(
     with evaluation_mode(model, args, kwargs, init), seeded(seed):
         program = Program(model, *args, **kwargs)
         program.require_observed()
+        require_visible_latents(model, args, kwargs)
         require_all_data(program)
         with torch.no_grad():
             check_support(program.run(program.initial))

@@ -15,6 +15,7 @@ from pyro_bdl.mcmc.starts import Restriction, starting_vectors
 from pyro_bdl.mcmc.stochastic_gradient.chains import StepSize, Track, Walk, kept_steps
 from pyro_bdl.mcmc.stochastic_gradient.methods import METHODS, Method
 from pyro_bdl.mcmc.stochastic_gradient.minibatches import Minibatches
+from pyro_bdl.program.hidden_sites import require_visible_latents
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.supports import check_support
@@ -182,6 +183,7 @@ def checked_restriction(
     check_finite(model, whole, named)
     program = Program(model, *args, **kwargs)
     program.require_observed()
+    require_visible_latents(model, args, kwargs)
     with torch.no_grad():
         check_support(program.run(program.initial))
     batches.check_scale(program)
