@@ -141,6 +141,19 @@ def conjugate():
 
 
 @pytest.fixture(scope="session")
+def covariance():
+    """The exact covariance of a Laplace guide, over its subset, from its quadratic form."""
+
+    def compute(guide):
+        eye = torch.eye(guide.precision.size, dtype=guide.loc.dtype)
+        single = guide.precision.quadratic(eye)
+        pairs = guide.precision.quadratic(eye[:, None] + eye[None])
+        return torch.linalg.inv(0.5 * (pairs - single[:, None] - single[None]))
+
+    return compute
+
+
+@pytest.fixture(scope="session")
 def minimize():
     """Bring a loss without noise to its minimum by a quasi-Newton method."""
 

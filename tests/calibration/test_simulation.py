@@ -196,7 +196,7 @@ def test_unfinished_training_is_said():
         with pyro.plate("data", N):
             pyro.sample("y", dist.Normal(w.sum(), 0.02), obs=y)
 
-    options = {"num_simulations": 20, "num_draws": 9, "progress": False}
+    options = {"num_simulations": 10, "num_draws": 9, "progress": False}
     with pytest.warns(bdl.errors.BdlWarning, match=r"losses still fell by .* more steps, such as"):
         simulation_based_calibration(
             narrow, AutoMeanField(narrow), torch.zeros(N), steps=100, **options

@@ -13,10 +13,12 @@ from sklearn.datasets import load_iris
 import pyro_bdl as bdl
 from pyro_bdl import posteriors
 from pyro_bdl.cli import main
+from pyro_bdl.comparison import Comparison
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.utils.tables import number
 
 QUICK = ["--steps", "20", "--chains", "2", "--warmup", "20", "--draws", "20", "--hidden", "4"]
+QUICK += ["--max-tree-depth", "3"]
 
 
 def shift(x, y=None):
@@ -242,7 +244,8 @@ def test_command_on_the_default_data(tmp_path, capsys):
     assert (tmp_path / "table.csv").read_text().count("\n") >= 3
 
 
-def test_command_on_classes_of_a_csv(tmp_path, capsys):
+def test_command_on_classes_of_a_csv(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Comparison, "figures", lambda self, **options: {})  # they take long
     iris = load_iris(as_frame=True).frame
     path = tmp_path / "iris.csv"
     iris.to_csv(path, index=False)

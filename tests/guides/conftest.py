@@ -132,16 +132,3 @@ def dense(request):
 def linear():
     """The program of the ready guides, and its data."""
     return program, X, Y
-
-
-@pytest.fixture
-def covariance():
-    """The exact covariance of a Laplace guide, from its quadratic form."""
-
-    def compute(guide):
-        eye = torch.eye(guide.precision.size, dtype=guide.loc.dtype)
-        single = guide.precision.quadratic(eye)
-        pairs = guide.precision.quadratic(eye[:, None] + eye[None])
-        return torch.linalg.inv(0.5 * (pairs - single[:, None] - single[None]))
-
-    return compute

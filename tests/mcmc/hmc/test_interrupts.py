@@ -4,7 +4,6 @@ import gc
 import signal
 import threading
 import time
-import warnings
 from concurrent.futures import wait
 
 import pyro
@@ -117,17 +116,6 @@ def test_ctrl_c_inside_the_garbage_collector(chains, method, monkeypatch):
         )
     assert samples.info["interrupted"] and 0 < samples.num_draws < 100
     assert signal.getsignal(signal.SIGINT) is before
-
-
-@pytest.mark.parametrize("method", ["parallel", "sequential", "vectorized"])
-def test_chains_that_nobody_interrupted(method):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", BdlWarning)
-        samples = mcmc.sample(
-            one_mean, torch.tensor(0.5), num_chains=2, num_warmup=20, num_samples=20,
-            chain_method=method,
-        )  # fmt: skip
-    assert not samples.info["interrupted"] and samples.num_draws == 20
 
 
 def test_ctrl_c_in_the_last_block_is_told(monkeypatch):

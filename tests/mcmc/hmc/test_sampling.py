@@ -1,6 +1,7 @@
 """HMC and NUTS of both backends against exact posteriors, and what surrounds them."""
 
 import math
+import warnings
 
 import jax
 import numpy as np
@@ -33,13 +34,6 @@ def linear_data(dtype=torch.float64):
     return x, y + 0.5 * torch.randn(20, generator=generator, dtype=dtype)
 
 
-def exact_posterior(x, y, temperature=1.0):
-    """Mean and covariance for prior N(0, 1) and likelihood N(x w, 0.5^2)^(1/temperature)."""
-    precision = x.T @ x / (0.25 * temperature) + torch.eye(3, dtype=x.dtype)
-    covariance = torch.linalg.inv(precision)
-    return covariance @ x.T @ y / (0.25 * temperature), covariance
-
-
 def assert_moments(samples, mean, covariance):
     """Each mean within 5 Monte Carlo standard errors, each sd within 15 %."""
     draws = samples.latents["w"]
@@ -63,10 +57,12 @@ def quick():
 def by_chain_method():
     """The same three chains, run in each way."""
     x, y = linear_data()
-    return {
-        method: bdl.mcmc.sample(linear_model, x, y, num_chains=3, chain_method=method, **QUICK)
-        for method in ("vectorized", "parallel", "sequential")
-    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "interrupted", BdlWarning)
+        return {
+            method: bdl.mcmc.sample(linear_model, x, y, num_chains=3, chain_method=method, **QUICK)
+            for method in ("vectorized", "parallel", "sequential")
+        }
 
 
 @pytest.mark.parametrize(
@@ -82,21 +78,23 @@ def by_chain_method():
         pytest.param("pyro", "hmc", 0.1, marks=pytest.mark.slow),
     ],
 )
-def test_conjugate_posterior(backend, kernel, temperature):
+def test_conjugate_posterior(backend, kernel, temperature, exact_posterior):
     x, y = linear_data()
     model = bdl.handlers.temper(linear_model, temperature) if temperature != 1 else linear_model
     samples = bdl.mcmc.sample(
-        model, x, y, kernel=kernel, backend=backend, num_warmup=150, num_samples=400,
-        num_chains=2 if backend == "numpyro" else 1, trajectory_length=1.5, max_tree_depth=5,
+        model, x, y, kernel=kernel, backend=backend, num_warmup=100,
+        num_samples=400 if backend == "numpyro" else 250,
+        num_chains=2 if backend == "numpyro" else 1,
+        trajectory_length=1.5, max_tree_depth=5,
         seed=3, progress=False,
     )  # fmt: skip
     assert_moments(samples, *exact_posterior(x, y, temperature))
 
 
-def test_cold_posterior_scales_prior_and_likelihood():
+def test_cold_posterior_scales_prior_and_likelihood(exact_posterior):
     x, y = linear_data()
     samples = bdl.mcmc.sample(
-        bdl.handlers.cold(linear_model, 0.25), x, y, num_warmup=150, num_samples=600, progress=False
+        bdl.handlers.cold(linear_model, 0.25), x, y, num_warmup=100, num_samples=500, progress=False
     )
     mean, covariance = exact_posterior(x, y)
     assert_moments(samples, mean, 0.25 * covariance)
@@ -112,13 +110,13 @@ def positive_model(y):
 def test_constrained_latent_has_its_exact_posterior(backend):
     y = torch.tensor([3.0, 1.0, 4.0, 2.0])
     samples = bdl.mcmc.sample(
-        positive_model, y, backend=backend, num_warmup=150, num_samples=500, progress=False
+        positive_model, y, backend=backend, num_warmup=100, num_samples=250, progress=False
     )
     draws = samples.latents["rate"].double()
     exact = dist.Gamma(torch.tensor(12.0), 5.0)
     assert (draws > 0).all()
     assert abs(draws.mean() - exact.mean) < 5 * bdl.diagnostics.mcse(draws)
-    assert abs(draws.std() / exact.stddev - 1) < 0.15
+    assert abs(draws.std() / exact.stddev - 1) < 0.2
 
 
 def mlp(inputs, outputs):
@@ -146,7 +144,14 @@ def every_model():
     }
 
 
-@pytest.mark.parametrize("name", list(every_model()))
+# What the others are made of is in tests/mcmc/jax/ops, operator by operator.
+LARGEST = ("Regression", "StudentTRegression", "Classification")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in LARGEST else pytest.mark.slow) for n in every_model()],
+)
 @pytest.mark.parametrize(
     "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.float64], ids=str
 )
@@ -184,6 +189,7 @@ def test_same_seed_same_draws_and_another_seed_others(backend, quick):
 @pytest.mark.parametrize("method", ["vectorized", "parallel", "sequential"])
 def test_chain_methods_give_the_same_shapes_and_different_chains(method, by_chain_method):
     samples = by_chain_method[method]
+    assert not samples.info["interrupted"]  # by nobody
     assert samples.latents["w"].shape == (3, 20, 3)
     assert samples.latents["w"].dtype == torch.float64
     assert all(value.shape == (3, 20) for value in samples.stats.values())
@@ -222,7 +228,7 @@ def funnel(y):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_divergences_are_reported(backend):
     samples = bdl.mcmc.sample(
-        funnel, torch.zeros(5), backend=backend, num_warmup=60, num_samples=100,
+        funnel, torch.zeros(5), backend=backend, num_warmup=40, num_samples=60,
         max_tree_depth=6, target_accept=0.3, progress=False,
     )  # fmt: skip
     assert samples.stats["diverging"].any()
@@ -441,13 +447,12 @@ def test_flat_goes_chain_after_chain_and_thins_evenly():
         samples.flat(13)
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-def test_programs_that_call_autograd_have_the_draws_of_the_derivative_written_out(stopped):
+def test_programs_that_call_autograd_have_the_draws_of_the_derivative_written_out():
     """f(x) = sum tanh(w x) by f'(x) ~ N, as in physics-informed networks. A program's own detach
     keeps the gradient of torch."""
     x = torch.linspace(-1, 1, 12, dtype=torch.float64)
 
-    def program(derivative):
+    def program(derivative, stopped=False):
         def model(y=None):
             prior = dist.Normal(torch.zeros(2, dtype=x.dtype), 1.0)
             w = pyro.sample("w", prior.to_event(1))
@@ -470,10 +475,12 @@ def test_programs_that_call_autograd_have_the_draws_of_the_derivative_written_ou
         "kernel": "hmc", "trajectory_length": 0.5, "num_warmup": 20, "num_samples": 5,
         "progress": False, "init": {"w": torch.ones(2)},
     }  # fmt: skip
-    found, expected = (
-        bdl.mcmc.sample(program(f), x.cos(), **options).latents["w"] for f in (by_autograd, by_hand)
+    expected, *found = (
+        bdl.mcmc.sample(each, x.cos(), **options).latents["w"]
+        for each in (program(by_hand), program(by_autograd), program(by_autograd, stopped=True))
     )
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    for draws in found:
+        torch.testing.assert_close(draws, expected, rtol=1e-6, atol=1e-6)
 
 
 def flat(y):
@@ -490,7 +497,7 @@ def test_improper_priors(backend):
     """E[1 / s^2] of a Gamma((n - 1) / 2, sum y^2 / 2)."""
     y = torch.linspace(-2.0, 2.0, 9)
     samples = bdl.mcmc.sample(
-        flat, y, backend=backend, num_warmup=60, num_samples=150, num_chains=1, seed=0,
+        flat, y, backend=backend, num_warmup=50, num_samples=100, num_chains=1, seed=0,
         progress=False,
     )  # fmt: skip
     for name in ("scale", "other"):

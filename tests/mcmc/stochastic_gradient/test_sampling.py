@@ -44,12 +44,6 @@ def linear_data(rows=20, curvature=4.0):
     return x, y + 0.5 * torch.randn(rows, generator=generator, dtype=torch.float64)
 
 
-def exact_posterior(x, y, temperature=1.0):
-    precision = x.T @ x / (0.25 * temperature) + torch.eye(5, dtype=x.dtype)
-    covariance = torch.linalg.inv(precision)
-    return covariance @ x.T @ y / (0.25 * temperature), covariance
-
-
 def assert_moments(draws, mean, covariance, errors=3.0):
     """Mean and covariance within so many Monte Carlo standard errors, each of which is small."""
     offset = draws - mean
@@ -76,7 +70,7 @@ EXACT = {
 
 
 @pytest.mark.parametrize("method", list(EXACT))
-def test_gaussian_posterior(method):
+def test_gaussian_posterior(method, exact_posterior):
     """The posterior N(m, C) of Bayesian linear regression (Bishop 2006, equations 3.50 and
     3.51)."""
     x, y = linear_data()
@@ -97,7 +91,7 @@ def test_gaussian_posterior(method):
 
 
 @pytest.mark.parametrize("method", ["sgld", "mala", "sghmc", "sgnht"])
-def test_temperature_scales_deviations_by_its_root(method):
+def test_temperature_scales_deviations_by_its_root(method, exact_posterior):
     """On a Normal posterior, from its mean and with the same noise, exactly."""
     x, y = linear_data()
     mean, _ = exact_posterior(x, y)
@@ -115,7 +109,7 @@ def test_full_batch_sgld_is_lmc():
     assert torch.equal(runs[0].latents["w"], runs[1].latents["w"])
 
 
-def test_tempered_program_has_its_tempered_posterior():
+def test_tempered_program_has_its_tempered_posterior(exact_posterior):
     x, y = linear_data()
     model = bdl.handlers.temper(Linear(), 0.25)
     samples = sampled(model, (x, y), num_chains=300, num_samples=40, **EXACT["sghmc"])
@@ -166,7 +160,7 @@ def test_mean_of_the_minibatch_gradients_is_the_full_gradient():
 
 @pytest.mark.parametrize("method", ["sgld", "psgld", "sghmc", "sgnht"])
 @pytest.mark.parametrize("kind", ["tuple", "loader"])
-def test_linear_regression_by_minibatches(method, kind):
+def test_linear_regression_by_minibatches(method, kind, exact_posterior):
     """200 rows in batches of 50: a likelihood not scaled by N/B would give sds twice as wide."""
     x, y = linear_data(rows=200)
     model, options = Linear(num_data=200), {"batch_size": 50}
@@ -271,7 +265,7 @@ def test_potential_energy_is_that_of_the_draw():
         assert -density.item() == pytest.approx(samples.stats["potential_energy"][i, j].item())
 
 
-def test_cyclical_steps_explore_without_noise_and_draw_in_the_rest():
+def test_cyclical_steps_explore_without_noise_and_draw_in_the_rest(exact_posterior):
     x, y = linear_data()
     schedule = bdl.mcmc.Cyclical(0.1, period=10, exploration=0.55)
     start = {"w": torch.full((5,), 2.0, dtype=x.dtype)}
@@ -474,7 +468,7 @@ def test_each_chain_starts_from_its_own_draw_of_samples():
     assert torch.allclose(samples.latents["w"][:, 0], starts[:, 0], atol=1e-6)
 
 
-def test_subset_moves_and_the_rest_stays():
+def test_subset_moves_and_the_rest_stays(exact_posterior):
     x, y = linear_data()
     program = Program(Linear(), x, y)
     at = torch.linspace(-1, 1, 5, dtype=x.dtype)

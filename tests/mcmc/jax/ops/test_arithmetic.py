@@ -18,6 +18,16 @@ DTYPES = pytest.mark.parametrize(
     [pytest.param(torch.float32, id="f32", marks=pytest.mark.slow),
      pytest.param(torch.float64, id="f64")],
 )  # fmt: skip
+
+
+def cases(names, further):
+    """Parametrize by these cases; the further ones, whose operators others have too, are slow."""
+    assert set(names) >= further
+    return pytest.mark.parametrize(
+        "case", [pytest.param(n, marks=pytest.mark.slow if n in further else ()) for n in names]
+    )
+
+
 # Compiling takes most of the time.
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -232,7 +242,11 @@ ACTIVATIONS = [
 
 
 @DTYPES
-@pytest.mark.parametrize("case", MODULES)
+@cases(MODULES, {
+    "Linear", "Conv1d", "Conv2d-unbatched", "ConvTranspose1d", "BatchNorm1d", "RNN", "LSTM",
+    "MultiheadAttention-bias", "TransformerEncoderLayer", "MaxPool2d-dilated", "AvgPool1d",
+    "AdaptiveAvgPool2d-one", "Upsample-corners", "fft-ortho",
+})  # fmt: skip
 def test_modules(case, dtype, default):
     module, *inputs = MODULES[case]()
     function, size = density(module.eval().to(dtype), *inputs)
@@ -333,7 +347,12 @@ PRIORS = {
 
 
 @DTYPES
-@pytest.mark.parametrize("case", PRIORS)
+@cases(PRIORS, {
+    "Normal", "Laplace", "StudentT", "Cauchy", "Gamma", "LogNormal", "Beta", "Exponential",
+    "Uniform", "Gumbel", "Pareto", "Logistic", "Chi2", "FisherSnedecor", "AsymmetricLaplace",
+    "SoftLaplace", "AffineBeta", "RelaxedBernoulli", "MultivariateNormal",
+    "MultivariateNormal-tril", "MultivariateStudentT", "LKJCholesky",
+})  # fmt: skip
 def test_priors(case, dtype, default):
     count, make = PRIORS[case]
     support = make(*torch.ones(count)).support
@@ -371,7 +390,9 @@ SQUARE = {"softplus_lower_cholesky", "lower_cholesky", "positive_definite"}
 
 
 @DTYPES
-@pytest.mark.parametrize("case", SUPPORTS)
+@cases(SUPPORTS, {
+    "interval", "less_than", "positive_ordered", "softplus_lower_cholesky", "corr_cholesky",
+})  # fmt: skip
 def test_transforms(case, dtype, default):
     support = SUPPORTS[case]
     shape = (3, 3) if case in SQUARE else (3,)
@@ -489,7 +510,11 @@ OBSERVATIONS = {
 
 
 @DTYPES
-@pytest.mark.parametrize("case", OBSERVATIONS)
+@cases(OBSERVATIONS, {
+    "Normal", "Gamma", "Bernoulli-probs", "Categorical", "Binomial-probs", "Geometric",
+    "NegativeBinomial", "GammaPoisson", "BetaBinomial", "DirichletMultinomial",
+    "ZeroInflatedPoisson", "MultivariateNormal", "Delta", "Masked", "Wishart",
+})  # fmt: skip
 def test_observations(case, dtype, default):
     assert_same(lambda z: OBSERVATIONS[case](z).sum(), torch.randn(2, 6))
 

@@ -1,0 +1,16 @@
+"""The exact posterior of linear regression, for every sampler."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session")
+def exact_posterior():
+    """Mean and covariance for prior N(0, 1) and likelihood N(x w, 0.5^2)^(1/temperature)."""
+
+    def compute(x, y, temperature=1.0):
+        precision = x.T @ x / (0.25 * temperature) + torch.eye(x.shape[1], dtype=x.dtype)
+        covariance = torch.linalg.inv(precision)
+        return covariance @ x.T @ y / (0.25 * temperature), covariance
+
+    return compute
