@@ -349,7 +349,8 @@ def test_sites_of_one_precision(oracle):
     program, vector = oracle.program(model, x, torch.randn(4))
     subset = Subset(program.layout)
     found = prior_precision(*run_at(model, subset, vector, (x,), {}), subset, create_graph=True)
-    assert found.uniform == {"0.bias", "1.weight", "1.bias"}
+    assert set(found.uniform) == {"0.bias", "1.weight", "1.bias"}
+    assert [value.item() for value in found.uniform.values()] == [0.25] * 3
     expected = [torch.ones(6), torch.full((7,), 0.25)]
     torch.testing.assert_close(found.diagonal, torch.cat(expected))
     found.diagonal.sum().backward()
