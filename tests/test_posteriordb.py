@@ -9,7 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from pyro import poutine
+from pyro.infer.mcmc.util import TraceEinsumEvaluator
 from scipy import stats
+from scipy.special import logsumexp
 
 import pyro_bdl as bdl
 
@@ -155,3 +158,39 @@ def test_schools_without_a_center():
         {"mu": mu, "tau": tau, "theta_trans": z}
     )
     assert torch.equal(found["theta"], torch.tensor([4.0, 6.0])[None, :, None].expand(1, 2, 8))
+
+
+def summed_out(program, args, latents, max_plate_nesting):
+    """The log density of a program with its discrete sites summed out by Pyro."""
+    enumerated = poutine.enum(
+        poutine.condition(program, latents), first_available_dim=-1 - max_plate_nesting
+    )
+    trace = poutine.trace(enumerated).get_trace(*args)
+    return TraceEinsumEvaluator(trace, True, max_plate_nesting).log_prob(trace).item()
+
+
+def test_mixture_with_its_components_summed_out():
+    posterior = POSTERIORS["low_dim_gauss_mix-low_dim_gauss_mix"]
+    y, mu, sigma, theta = some(N), np.array([-0.5, 0.7]), np.array([0.8, 1.2]), 0.3
+    parts = stats.norm.logpdf(np.array(y)[:, None], mu, sigma) + np.log([theta, 1 - theta])
+    expected = normal(mu, 0, 2) + stats.halfnorm.logpdf(sigma, scale=2).sum()
+    expected += stats.beta.logpdf(theta, 5, 5) + logsumexp(parts, 1).sum()
+    latents = {"mu": mu, "sigma": sigma, "theta": theta}
+    latents = {site: torch.as_tensor(value) for site, value in latents.items()}
+    found = summed_out(posterior.program, posterior.read({"y": y}), latents, 1)
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_hidden_markov_chain_with_its_states_summed_out():
+    posterior = POSTERIORS["hmm_example-hmm_example"]
+    y, mu = np.array(some(5)) + 2.0, np.array([2.5, 4.0])
+    theta = np.array([[0.7, 0.3], [0.2, 0.8]])
+    density = stats.norm.pdf(y[:, None], mu, 1.0)
+    forward = density[0] / 2  # the uniform first state, a constant beside Stan's
+    for row in density[1:]:
+        forward = (forward @ theta) * row
+    expected = normal(mu, np.array([3.0, 10.0])) + np.log(forward.sum())
+    latents = {"mu": mu, "theta1": theta[0], "theta2": theta[1]}
+    latents = {site: torch.as_tensor(value) for site, value in latents.items()}
+    found = summed_out(posterior.program, posterior.read({"y": y.tolist()}), latents, 0)
+    assert found == pytest.approx(expected, rel=1e-12)
