@@ -9,7 +9,7 @@ The networks of a plate (``bayesianize(net, prior, plate=...)``) share these hyp
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from pyro_bdl import distributions
+from pyro_bdl.program.batch_norm import without_running_statistics
+from pyro_bdl.program.normalized import NORMALIZATIONS, normalized_groups
 from pyro_bdl.scales import Hyperprior, Scale, checked, hyperparameter, present_scope
 
 PriorFunction = Callable[[str, nn.Module, Tensor], Distribution | None]
@@ -317,6 +319,8 @@ class PerNormalizedGroup(Prior):
     weights is arbitrary, so that a precision shared with other layers would be arbitrary too
     (Antoran et al. 2022, recommendation 2). Such layers are found by scaling each layer's
     parameters and comparing the outputs, while normalization layers use the batch's statistics.
+    Of a layer with ``weight_norm`` it is the direction alone that can be scaled: this parameter is
+    a group of its own.
 
     :param prior: one of the priors of this module, with a PyroParam or a hyperprior.
     :param network: the network; it is not changed.
@@ -341,35 +345,36 @@ class PerNormalizedGroup(Prior):
         return result
 
     def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution | None:
-        layer = name.rpartition(".")[0]
-        label = f"{layer}.{self.prior.label}" if layer in self.groups else self.prior.label
+        group = name if name in self.groups else name.rpartition(".")[0]
+        label = f"{group}.{self.prior.label}" if group in self.groups else self.prior.label
         return self.prior.labeled(label)(name, module, parameter)
 
 
 @torch.no_grad()
 def normalized_layers(network: nn.Module, *inputs: Any) -> tuple[str, ...]:
-    """The names of the layers whose scale does not change a network's outputs."""
+    """The names of the layers, or of single parameters, whose scale does not change a network's
+    outputs."""
     copied = copy.deepcopy(network).eval()
-    for module in copied.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.train()
-    before = copied(*inputs)
-    found = []
-    for name, module in copied.named_modules():
-        own = list(module.parameters(recurse=False))
-        if not own or isinstance(module, _NORMS):
-            continue
-        for parameter in own:
-            parameter.mul_(2.0)
-        after = copied(*inputs)
-        for parameter in own:
-            parameter.mul_(0.5)
-        if torch.allclose(before, after, rtol=1e-3, atol=1e-3 * float(before.abs().max())):
-            found.append(name)
-    return tuple(found)
+    parameters = dict(copied.named_parameters(remove_duplicate=False))
+    layers = {
+        layer: [f"{layer}.{key}" if layer else key for key in own]
+        for layer, module in copied.named_modules()
+        if (own := [key for key, value in module._parameters.items() if value is not None])
+        and not isinstance(module, NORMALIZATIONS)
+    }
 
+    def outputs(names: Collection[str], factor: float) -> list[Tensor]:
+        saved = [(parameters[name], parameters[name].clone()) for name in names]
+        try:
+            for parameter, value in saved:
+                parameter.copy_(factor * value)
+            return [copied(*inputs)]
+        finally:
+            for parameter, value in saved:
+                parameter.copy_(value)
 
-_NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+    with without_running_statistics(copied.modules()):
+        return tuple(normalized_groups(outputs, layers))
 
 
 def learnable(prior: Any) -> Any:

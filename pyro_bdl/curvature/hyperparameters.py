@@ -111,12 +111,14 @@ def read(
     return ParameterReading(run, leaves, read.learned())
 
 
-def few_rows(model: Callable, layout: Any, vector: Tensor, batch: Batch) -> Batch:
-    """The first two rows of a batch, if the program runs on so few; else the batch itself."""
+def few_rows(
+    model: Callable, layout: Any, vector: Tensor, batch: Batch, *, number: int = 2
+) -> Batch:
+    """The first rows of a batch, if the program runs on so few; else the batch itself."""
     count = leading_size(batch)
-    if count <= 2 or not has_rows(batch, count):
+    if count <= number or not has_rows(batch, count):
         return batch
-    few = rows(batch, 0, 2, count)
+    few = rows(batch, 0, number, count)
     try:
         with torch.no_grad(), evaluation_mode(model), preserved_buffers(model):
             record(model, layout.constrain(vector)[0], *few, draw=leave_open)

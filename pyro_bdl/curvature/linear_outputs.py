@@ -309,18 +309,23 @@ class GaussianOutputs:
         variance = self.variances().get(key)
         return mean, torch.zeros_like(mean) if variance is None else variance.reshape(mean.shape)
 
+    def columns(self, key: str) -> slice:
+        """The place of a tensor that depends on the latents among the K numbers."""
+        start = 0
+        for other in self.outputs.moving:
+            size = self.outputs.values[other].numel() // len(self.mean)
+            if other == key:
+                break
+            start += size
+        return slice(start, start + size)
+
     def block(self, row: str, column: str) -> Tensor:
         """The covariances of the cells of two tensors, (n, cells, cells)."""
         values, moving = self.outputs.values, self.outputs.moving
-        sizes = [values[key].numel() // len(self.mean) for key in (row, column)]
         if row not in moving or column not in moving:
+            sizes = [values[key].numel() // len(self.mean) for key in (row, column)]
             return self.mean.new_zeros(len(self.mean), *sizes)
-        starts, start = {}, 0
-        for key in moving:
-            starts[key] = start
-            start += values[key].numel() // len(self.mean)
-        i, j = starts[row], starts[column]
-        return self.covariance[:, i : i + sizes[0], j : j + sizes[1]]
+        return self.covariance[:, self.columns(row), self.columns(column)]
 
 
 def observed_outputs(

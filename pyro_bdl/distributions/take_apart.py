@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pyro.distributions as dist
+import torch
 from pyro.distributions.torch_distribution import MaskedDistribution
 from torch import Tensor
 from torch.distributions import (
@@ -196,6 +197,34 @@ def observation_variance(distribution: Distribution) -> Tensor:
     if _has_classes(base):
         return base.probs * (1.0 - base.probs)
     return base.variance if has_moments(base) else _drawn_moments(base)[1]
+
+
+def observation_covariance(distribution: Distribution) -> tuple[Tensor, Tensor]:
+    """E[y] and Cov[y] of the E numbers of each event, (*batch, E) and (*batch, E, E).
+
+    The dimensions that ``to_event`` takes belong to the batch: they are independent. E is 1 for a
+    single number, and the number of classes for a Categorical, whose moments are those of the
+    classes' indicators. Without a closed form both are moments of 256 draws.
+    """
+    base: Any = base_distribution(distribution)
+    if _has_classes(base) or type(base).__name__ == "OneHotCategorical":
+        return base.probs, base.probs.diag_embed() - _outer(base.probs)
+    if not base.event_shape:
+        return observation_mean(base)[..., None], observation_variance(base)[..., None, None]
+    if type(base).__name__ == "Multinomial":
+        return base.mean, base.mean.diag_embed() - _outer(base.mean) / base.total_count
+    if has_moments(base) and hasattr(base, "covariance_matrix"):  # a Student-t's is its scatter
+        matrix = base.covariance_matrix
+        ratio = (base.variance / matrix.diagonal(dim1=-2, dim2=-1)).sqrt()
+        return base.mean, matrix * _outer(ratio)
+    draws = torch.stack([base.sample() for _ in range(_DRAWS_FOR_MOMENTS)])
+    draws = draws.flatten(1 + len(base.batch_shape))
+    mean = draws.mean(0)
+    return mean, _outer(draws - mean).mean(0)
+
+
+def _outer(vectors: Tensor) -> Tensor:
+    return vectors[..., :, None] * vectors[..., None, :]
 
 
 def has_moments(distribution: Distribution) -> bool:

@@ -9,7 +9,9 @@ from pyro_bdl.curvature.hyperparameters import followed, read_at_center
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.evidence.marginal import read_guide
 from pyro_bdl.evidence.maximize import mackay_update, maximize
+from pyro_bdl.evidence.shared_scales import warn_of_shared_scales
 from pyro_bdl.guides.laplace import AutoLaplaceGGN, LaplaceGuide
+from pyro_bdl.program.subset import Subset
 from pyro_bdl.training.svi import train
 
 _ROUNDS = 4
@@ -43,9 +45,12 @@ def train_by_evidence(
     :raises MemoryError: if the guide's structure does not fit in memory.
     """
     guide.prototype(x, y)
-    tuned = followed(read_at_center(model, guide, (x, y), {}))
+    reading = read_at_center(model, guide, (x, y), {})
+    tuned = followed(reading)
     partial = guide.subset is not None
     if not partial:  # raise errors before training, not after it
+        subset = Subset(guide.require_layout())
+        warn_of_shared_scales(guide, subset, reading, ((x, y), {}), stacklevel=2)
         check_memory(guide.config, guide.require_layout().size, guide.location())
     leaves = {id(parameter.leaf) for parameter in tuned.values()}
     trained = [p for p in (*guide.parameters(), *model.parameters()) if id(p) not in leaves]

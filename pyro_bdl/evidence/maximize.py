@@ -22,6 +22,7 @@ from pyro_bdl.errors import BdlWarning
 from pyro_bdl.evidence.formula import EvidenceFormula
 from pyro_bdl.evidence.linearized import LinearizedModel, LinearizedPoint, either_spelling
 from pyro_bdl.evidence.marginal import effective_parameters, read_guide, terms
+from pyro_bdl.evidence.shared_scales import warn_of_shared_scales
 from pyro_bdl.guides.laplace import LaplaceGuide
 from pyro_bdl.program.unconstrained_parameters import are_known
 
@@ -131,6 +132,9 @@ def maximize(
     The parameters change in place, and the guide follows. Retrain the MAP afterwards, or use
     ``MarginalLikelihoodTraining``, which alternates.
 
+    A scale that the weights before normalization layers share with others is warned of, once for a
+    program: see ``priors.PerNormalizedGroup``.
+
     :param guide: a guide of ``laplace_approximation``.
     :param method: "mackay" or "gradient".
     :param steps: the largest number of steps.
@@ -160,6 +164,7 @@ def maximize(
             "priors.Normal(PyroParam(torch.tensor(1.0), constraint=constraints.positive)), or, "
             "with a prior of its own, priors.Normal(priors.Hyperprior(LogNormal(0.0, 1.0)))"
         )
+    warn_of_shared_scales(guide, guide.subset, reading, guide.passes[0][0].first(), stacklevel=2)
     if linearized is None:
         linearized = are_known(reading.run.observed.values())
     if hyperpriors(reading.run, reading.leaves):

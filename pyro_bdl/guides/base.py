@@ -64,6 +64,7 @@ class Guide(OwnParameters, AutoGuide):
         self._values: dict[str, Tensor] | None = None
         self._detached = False
         self.subsampled: set[str] = set()
+        self.told: set[str] = set()  # warnings about the program that are given once
         self._loaded: dict[str, Tensor] | None = None
 
     @property
@@ -132,6 +133,7 @@ class Guide(OwnParameters, AutoGuide):
         self.layout = source.require_layout()
         self._rename()
         self.subsampled = source.subsampled
+        self.told = source.told
         self.prototype_trace = source.prototype_trace
         self._prototype_frames = source._prototype_frames
 

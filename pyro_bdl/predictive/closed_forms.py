@@ -98,6 +98,18 @@ def noise_variance(gaussian: GaussianOutputs) -> Tensor:
     return (2.0 * mean + 2.0 * variance).exp().reshape(gaussian.outputs.values["scale"].shape)
 
 
+def noise_covariance(gaussian: GaussianOutputs) -> Tensor | None:
+    """E[Cov[y | w]] of each event, (*batch, E, E); None if y has no moments in closed form."""
+    outputs = gaussian.outputs
+    if outputs.kind == "Normal":
+        return noise_variance(gaussian)[..., None, None]
+    if outputs.kind == "MultivariateNormal" and "scale_tril" not in outputs.moving:
+        assert outputs.site is not None
+        base = base_distribution(outputs.site.distribution)
+        return outputs.kept(base.covariance_matrix)
+    return None
+
+
 def class_probabilities(gaussian: GaussianOutputs, method: str) -> Tensor:
     """P(y = class) of a discrete site, by "probit" or "laplace-bridge"."""
     logits, binary = gaussian.outputs.values["logits"], gaussian.outputs.kind == "Bernoulli"

@@ -8,7 +8,7 @@ the center of member k (Eschenhagen et al. 2021, "mixtures of Laplace approximat
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,9 +24,11 @@ from pyro_bdl.distributions.take_apart import (
 from pyro_bdl.guides.laplace import LaplaceGuide
 from pyro_bdl.guides.mixture import MixtureGuide
 from pyro_bdl.predictive import closed_forms
+from pyro_bdl.predictive.covariances import PredictiveCovariance
 from pyro_bdl.predictive.linearized_component import (
     LinearizedComponent,
     ParameterMoments,
+    mean_and_covariance,
     moments,
 )
 from pyro_bdl.predictive.sampled import PredictiveMoments
@@ -108,26 +110,81 @@ class LinearizedPredictive:
 
     # Closed forms
 
-    def moments(self, *args: Any, **kwargs: Any) -> dict[str, ParameterMoments]:
+    def moments(
+        self, *args: Any, sites: Collection[str] | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
         """Mean and variance of every observed site's unconstrained parameters, in closed form.
 
         These are not the moments of y, as in ``Predictive.moments``. E[y] and Var[y] of any
         observation are ``draw_moments(x)["y"].over_draws()``, for a Normal also ``mean["loc"]`` and
         ``predictive_variance`` of this result.
+
+        :param sites: names of the sites, also of deterministic ones, such as an image f of which
+            y = A f + noise is observed: ``moments(x, sites=["f"])["f"].variance``. Deterministic
+            sites are linearized themselves, which is exact for linear functions of the outputs.
+        :returns: ``ParameterMoments`` by observed site, ``PredictiveMoments`` by deterministic
+            site, of its own shape.
+        :raises ValueError: for a name that is no observed or deterministic site.
         """
-        return self._total_moments(self._closed_forms(moments, args, kwargs))
+        return self._total_moments(self._closed_forms(moments, args, kwargs, sites))
 
-    def covariance(self, *args: Any, **kwargs: Any) -> dict[str, tuple[Tensor, Tensor]]:
+    def covariance(
+        self, *args: Any, sites: Collection[str] | None = None, **kwargs: Any
+    ) -> dict[str, tuple[Tensor, Tensor]]:
         """For each observed site the mean (N, K) and the covariances (N, K, K) of the K
-        unconstrained parameters of each datum."""
-        found = self._closed_forms(lambda g: (g.mean, g.covariance), args, kwargs)
+        unconstrained parameters of each datum; ``predictive_covariance`` is that of y.
+
+        :param sites: as in ``moments``; the first dimension of a deterministic site is N.
+        """
+        found = self._closed_forms(mean_and_covariance, args, kwargs, sites)
         return self._total_covariance(found)
 
-    def joint_covariance(self, *args: Any, **kwargs: Any) -> dict[str, tuple[Tensor, Tensor]]:
+    def joint_covariance(
+        self, *args: Any, sites: Collection[str] | None = None, **kwargs: Any
+    ) -> dict[str, tuple[Tensor, Tensor]]:
         """For each observed site the mean (N K,) and the covariance (N K, N K) over all inputs,
-        data before parameters. The whole batch is computed at once."""
-        found = [component.joint_covariance(args, kwargs) for component in self.components]
+        data before parameters. The whole batch is computed at once.
+
+        :param sites: as in ``moments``; a deterministic site is flattened.
+        """
+        found = [component.joint_covariance(args, kwargs, sites) for component in self.components]
         return self._total_covariance(found)
+
+    def predictive_covariance(self, *args: Any, **kwargs: Any) -> dict[str, PredictiveCovariance]:
+        """Mean (N, D) and covariance (N, D, D) of the D numbers of y of each datum, noise included,
+        for each observed site.
+
+        They are in closed form for Normal observations, and multivariate ones whose noise does not
+        depend on the latents. Of others they are moments over ``num_samples`` draws, as in
+        ``Predictive.covariance``.
+        """
+        return self._predictive_covariance(args, kwargs, joint=False)
+
+    def joint_predictive_covariance(
+        self, *args: Any, **kwargs: Any
+    ) -> dict[str, PredictiveCovariance]:
+        """The same over all data: mean (N, D) and covariance (N, D, N, D)."""
+        return self._predictive_covariance(args, kwargs, joint=True)
+
+    def _predictive_covariance(
+        self, args: tuple, kwargs: dict, *, joint: bool
+    ) -> dict[str, PredictiveCovariance]:
+        found = [
+            component.predictive_covariance(self.num_samples, args, kwargs, joint=joint)
+            for component in self.components
+        ]
+        if not joint:
+            total = self._total_covariance(found)
+            return {name: PredictiveCovariance(*parts) for name, parts in total.items()}
+        shapes = {name: parts.covariance.shape for name, parts in found[0].items()}
+        flat = [
+            {name: (m.flatten(), c.flatten(2).flatten(0, 1)) for name, (m, c) in each.items()}
+            for each in found
+        ]
+        return {
+            name: PredictiveCovariance(m.reshape(shapes[name][:2]), c.reshape(shapes[name]))
+            for name, (m, c) in self._total_covariance(flat).items()
+        }
 
     def probabilities(self, *args: Any, method: str = "probit", **kwargs: Any) -> dict[str, Tensor]:
         """P(y = class) for each Categorical site, (N, C), and P(y = 1) for Bernoulli ones, (N,).
@@ -225,9 +282,15 @@ class LinearizedPredictive:
     # Over the components
 
     def _closed_forms(
-        self, function: Callable[[GaussianOutputs], Any], args: tuple, kwargs: dict
+        self,
+        function: Callable[[GaussianOutputs], Any],
+        args: tuple,
+        kwargs: dict,
+        sites: Collection[str] | None = None,
     ) -> list[dict[str, Any]]:
-        return [component.closed_forms(function, args, kwargs) for component in self.components]
+        return [
+            component.closed_forms(function, args, kwargs, sites) for component in self.components
+        ]
 
     def _at_draws(
         self, function: Callable[[Site], Any], args: tuple, kwargs: dict, **options: Any
@@ -262,33 +325,37 @@ class LinearizedPredictive:
         stacked = torch.stack(values)
         return torch.tensordot(self.weights.to(stacked), stacked, dims=1)
 
-    def _total_moments(
-        self, found: list[dict[str, ParameterMoments]]
-    ) -> dict[str, ParameterMoments]:
+    def _total_moments(self, found: list[dict[str, Any]]) -> dict[str, Any]:
         """Moments of the mixture, by the law of total variance."""
         if len(found) == 1:
             return found[0]
-        result = {}
-        for name in found[0]:
+        result: dict[str, Any] = {}
+        for name, first in found[0].items():
             parts = [each[name] for each in found]
+            if isinstance(first, PredictiveMoments):
+                means, variances = zip(*parts, strict=True)
+                result[name] = PredictiveMoments(*self._total(means, variances))
+                continue
             mean, variance = {}, {}
-            for key in parts[0].mean:
-                means = torch.stack([part.mean[key] for part in parts])
-                mean[key] = self._averaged(means)
-                spread = (means - mean[key]).square()
-                variance[key] = self._averaged(
-                    torch.stack([part.variance[key] for part in parts]) + spread
+            for key in first.mean:
+                mean[key], variance[key] = self._total(
+                    [part.mean[key] for part in parts], [part.variance[key] for part in parts]
                 )
             noise: Any = [part.noise_variance for part in parts]
             noise = None if noise[0] is None else self._averaged(noise)
             result[name] = ParameterMoments(mean, variance, noise)
         return result
 
+    def _total(self, means: Any, variances: Any) -> tuple[Tensor, Tensor]:
+        stacked = torch.stack(list(means))
+        mean = self._averaged(stacked)
+        return mean, self._averaged(torch.stack(list(variances)) + (stacked - mean).square())
+
     def _total_covariance(
-        self, found: list[dict[str, tuple[Tensor, Tensor]]]
+        self, found: Sequence[Mapping[str, tuple[Tensor, Tensor]]]
     ) -> dict[str, tuple[Tensor, Tensor]]:
         if len(found) == 1:
-            return found[0]
+            return dict(found[0])
         result = {}
         for name in found[0]:
             means = torch.stack([each[name][0] for each in found])

@@ -3,7 +3,7 @@
 ``LinearizedPredictive`` averages such components over the members of a mixture.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,10 +16,16 @@ from pyro_bdl.curvature.jacobian.datum_axes import Alignment
 from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.linear_outputs import GaussianOutputs, LinearOutputs, observed_outputs
 from pyro_bdl.curvature.structures.draws import LinearDraws
-from pyro_bdl.distributions.take_apart import base_distribution, parameters_of
+from pyro_bdl.distributions.take_apart import (
+    base_distribution,
+    observation_covariance,
+    parameters_of,
+)
 from pyro_bdl.guides.draws import check_posterior
 from pyro_bdl.guides.laplace import LaplaceGuide
 from pyro_bdl.predictive import closed_forms
+from pyro_bdl.predictive.covariances import PredictiveCovariance, total_covariance, with_noise
+from pyro_bdl.predictive.sampled import PredictiveMoments
 from pyro_bdl.program.batches import leading_size
 from pyro_bdl.program.subsampling import on_whole_data
 from pyro_bdl.program.trace import Site
@@ -65,6 +71,25 @@ class LinearizedPart:
     def rows(self) -> int:
         return leading_size((self.at.args, dict(self.at.kwargs)))
 
+    def chosen(self, sites: Collection[str] | None) -> dict[str, LinearOutputs]:
+        """The outputs of some observed and deterministic sites; None for the observed ones.
+
+        :raises ValueError: for a name that is no such site.
+        """
+        if sites is None:
+            return self.outputs
+        return {name: self.outputs.get(name) or self._deterministic(name) for name in sites}
+
+    def _deterministic(self, name: str) -> LinearOutputs:
+        known = self.at.run.deterministic
+        value = known.get(name)
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            raise ValueError(
+                f"'{name}' is no observed or deterministic site with floating-point values "
+                f"(there are {', '.join(map(repr, [*self.outputs, *known]))})"
+            )
+        return LinearOutputs.of_deterministic(self.at, name, differentiable=self.differentiable)
+
     def deterministic(
         self, offsets: LinearDraws, parameters: dict[str, dict[str, Tensor]]
     ) -> dict[str, Tensor]:
@@ -78,10 +103,7 @@ class LinearizedPart:
             if isinstance(value, Tensor) and value.is_floating_point():
                 drawn = self._drawn_already(value, parameters)
                 if drawn is None:
-                    outputs = LinearOutputs.of_deterministic(
-                        self.at, name, differentiable=self.differentiable
-                    )
-                    drawn = outputs.draws(offsets)["value"]
+                    drawn = self._deterministic(name).draws(offsets)["value"]
                 result[name] = drawn
         return result
 
@@ -114,30 +136,82 @@ class LinearizedComponent:
         self._is_checked = False
 
     def closed_forms(
-        self, function: Callable[[GaussianOutputs], Any], args: tuple, kwargs: dict
+        self,
+        function: Callable[[GaussianOutputs], Any],
+        args: tuple,
+        kwargs: dict,
+        sites: Collection[str] | None = None,
     ) -> dict[str, Any]:
-        """Apply a function to each observed site's Gaussian outputs; None leaves a site out.
+        """Apply a function to the Gaussian outputs of each observed site, or of those that are
+        named; None leaves a site out.
 
         :param function: returns tensors (n, ...), nested or not.
         """
         found, rows = [], []
         with torch.set_grad_enabled(_are_differentiable(args, kwargs)):
             for part in self.parts(args, kwargs):
-                found.append(self._in_closed_form(function, part))
+                found.append(self._in_closed_form(function, part, sites))
                 rows.append(part.rows)
             return _joined(found, rows, 0)
 
-    def joint_covariance(self, args: tuple, kwargs: dict) -> dict[str, tuple[Tensor, Tensor]]:
-        """For each observed site the mean (N K,) and the covariance (N K, N K)."""
-        guide, result = self.guide, {}
-        self._check(self.model, args, kwargs)
-        differentiable = _are_differentiable(args, kwargs)
-        with torch.set_grad_enabled(differentiable):
-            at = Linearization(self.model, guide.subset, guide.loc, args, kwargs)
-            for name, outputs in observed_outputs(at, differentiable=differentiable).items():
-                if outputs.moving:
-                    covariance = guide.precision.joint_covariance(outputs.jacobian)
-                    result[name] = (outputs.mean.reshape(-1), outputs.kept(covariance))
+    def joint_covariance(
+        self, args: tuple, kwargs: dict, sites: Collection[str] | None = None
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """For each observed site, or those that are named, the mean (N K,) and the covariance
+        (N K, N K)."""
+        result = {}
+        with torch.set_grad_enabled(_are_differentiable(args, kwargs)):
+            for name, outputs in self.whole(args, kwargs).chosen(sites).items():
+                if outputs.moving or outputs.site is None:
+                    result[name] = self._over_all(outputs)
+        return result
+
+    def _over_all(self, outputs: LinearOutputs) -> tuple[Tensor, Tensor]:
+        if not outputs.moving:
+            mean = _constant(outputs).reshape(-1)
+            return mean, mean.new_zeros(len(mean), len(mean))
+        covariance = self.guide.precision.joint_covariance(outputs.jacobian)
+        return outputs.mean.reshape(-1), outputs.kept(covariance).to(outputs.mean)
+
+    def predictive_covariance(
+        self, num_samples: int, args: tuple, kwargs: dict, *, joint: bool
+    ) -> dict[str, PredictiveCovariance]:
+        """Mean and covariance of y for each observed site.
+
+        :param num_samples: the number of draws where there is no closed form.
+        """
+        others: set[str] = set()
+
+        def closed(gaussian: GaussianOutputs) -> PredictiveCovariance | None:
+            outputs = gaussian.outputs
+            noise = closed_forms.noise_covariance(gaussian)
+            if noise is None:
+                others.add(outputs.name)
+                return None
+            mean, _ = gaussian.cells("loc")
+            if not joint:
+                covariance = gaussian.block("loc", "loc")
+            elif "loc" in outputs.moving:
+                part = gaussian.columns("loc")
+                _, every = self._over_all(outputs)
+                shape = gaussian.mean.shape
+                covariance = every.reshape(*shape, *shape)[:, part, :, part]
+            else:
+                covariance = mean.new_zeros(*mean.shape, *mean.shape)
+            return PredictiveCovariance(mean, with_noise(covariance, noise))
+
+        if joint:
+            with torch.set_grad_enabled(_are_differentiable(args, kwargs)):
+                result = self._in_closed_form(closed, self.whole(args, kwargs), None)
+        else:
+            result = self.closed_forms(closed, args, kwargs)
+        if others:
+            found = self.at_draws(
+                lambda site: observation_covariance(site.distribution), num_samples, args, kwargs,
+                chosen=lambda outputs: outputs.name in others,
+            )  # fmt: skip
+            for name, values in found.items():
+                result[name] = total_covariance(*values, joint=joint)
         return result
 
     def at_draws(
@@ -166,11 +240,11 @@ class LinearizedComponent:
 
     def sample(
         self, num_samples: int, args: tuple, kwargs: dict
-    ) -> tuple[dict[str, Tensor], dict[str, ParameterMoments]]:
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Draws (S, N, ...) of all sites, and the moments of the observed sites' parameters."""
         if not num_samples:
             return {}, self.closed_forms(moments, args, kwargs)
-        found: list[dict[str, ParameterMoments]] = []
+        found: list[dict[str, Any]] = []
         rows: list[int] = []
 
         def evaluate(
@@ -189,11 +263,15 @@ class LinearizedComponent:
         return self._over_draws(evaluate, num_samples, args, kwargs), _joined(found, rows, 0)
 
     def _in_closed_form(
-        self, function: Callable[[GaussianOutputs], Any], part: LinearizedPart
+        self,
+        function: Callable[[GaussianOutputs], Any],
+        part: LinearizedPart,
+        sites: Collection[str] | None = None,
     ) -> dict[str, Any]:
         precision = self.guide.precision
         found = {
-            name: function(outputs.gaussian(precision)) for name, outputs in part.outputs.items()
+            name: function(outputs.gaussian(precision))
+            for name, outputs in part.chosen(sites).items()
         }
         return {name: value for name, value in found.items() if value is not None}
 
@@ -239,6 +317,15 @@ class LinearizedComponent:
             outputs = observed_outputs(at, differentiable=differentiable)
             yield LinearizedPart(at, outputs, differentiable)
 
+    def whole(self, args: tuple, kwargs: dict) -> LinearizedPart:
+        """The linearization of all data at once."""
+        guide, differentiable = self.guide, _are_differentiable(args, kwargs)
+        self._check(self.model, args, kwargs)
+        at = Linearization(self.model, guide.subset, guide.loc, args, kwargs)
+        return LinearizedPart(
+            at, observed_outputs(at, differentiable=differentiable), differentiable
+        )
+
     def _check(self, program: Callable, args: tuple, kwargs: dict) -> None:
         """Check that the posterior belongs to the program.
 
@@ -252,11 +339,28 @@ class LinearizedComponent:
         self._is_checked = True
 
 
-def moments(gaussian: GaussianOutputs) -> ParameterMoments:
-    """Means and variances of a site's unconstrained parameters."""
-    is_normal = gaussian.outputs.kind == "Normal"
-    noise = closed_forms.noise_variance(gaussian) if is_normal else None
+def moments(gaussian: GaussianOutputs) -> ParameterMoments | PredictiveMoments:
+    """Means and variances of an observed site's unconstrained parameters, or of a deterministic
+    site."""
+    outputs = gaussian.outputs
+    if outputs.site is None:
+        value = outputs.values["value"]
+        return PredictiveMoments(value, gaussian.cells("value")[1].reshape(value.shape))
+    noise = closed_forms.noise_variance(gaussian) if outputs.kind == "Normal" else None
     return ParameterMoments(gaussian.means(), gaussian.variances(), noise)
+
+
+def mean_and_covariance(gaussian: GaussianOutputs) -> tuple[Tensor, Tensor]:
+    """The mean (n, K) and the covariances (n, K, K) of a site."""
+    if gaussian.outputs.moving or gaussian.outputs.site is not None:
+        return gaussian.mean, gaussian.covariance
+    mean = _constant(gaussian.outputs)
+    return mean, mean.new_zeros(*mean.shape, mean.shape[-1])
+
+
+def _constant(outputs: LinearOutputs) -> Tensor:
+    """A deterministic site that does not depend on the latents, (n, K)."""
+    return outputs.values["value"].reshape(outputs.num_data, -1)
 
 
 def _are_differentiable(args: Any, kwargs: Any) -> bool:

@@ -10,6 +10,7 @@ from torch.distributions import Distribution
 
 from pyro_bdl.distributions.take_apart import (
     Structure,
+    observation_covariance,
     observation_mean,
     observation_variance,
     rebuild,
@@ -18,6 +19,7 @@ from pyro_bdl.distributions.take_apart import (
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.draws import as_posterior, check_posterior, latent_draws
+from pyro_bdl.predictive.covariances import PredictiveCovariance, total_covariance
 from pyro_bdl.program.batch_norm import computing_with, statistics_of_draws
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.site_shapes import site_shapes
@@ -241,6 +243,24 @@ class Predictive:
         """
         found = self.draw_moments(*args, **kwargs)
         return {name: moments.over_draws() for name, moments in found.items()}
+
+    def covariance(self, *args: Any, **kwargs: Any) -> dict[str, PredictiveCovariance]:
+        """Mean (N, D) and covariance (N, D, D) of the D numbers of y of each datum, for each
+        observed site, over the draws and the noise: Cov[y] = E[Cov[y | w]] + Cov[E[y | w]].
+
+        For classes they are those of the classes' indicators.
+        """
+        return self._covariance(args, kwargs, joint=False)
+
+    def joint_covariance(self, *args: Any, **kwargs: Any) -> dict[str, PredictiveCovariance]:
+        """The same over all data: mean (N, D) and covariance (N, D, N, D)."""
+        return self._covariance(args, kwargs, joint=True)
+
+    def _covariance(
+        self, args: tuple, kwargs: dict, *, joint: bool
+    ) -> dict[str, PredictiveCovariance]:
+        found = self._of_observations(observation_covariance, args, kwargs)
+        return {name: total_covariance(*values, joint=joint) for name, values in found.items()}
 
     def log_likelihood(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """log p(y_n | w_s, x_n) for each observed site, (S, N); the arguments include targets.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from tqdm import trange
 
 from pyro_bdl.program.batches import Batches
@@ -50,6 +50,24 @@ def layers_called(
 
     with hooked(modules_of(*programs), note, kind=_BatchNorm):
         yield found
+
+
+@contextmanager
+def without_running_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let BatchNorm and InstanceNorm layers normalize by their inputs, in evaluation mode too.
+
+    Their running statistics are as before on exit.
+    """
+    layers = [module for module in modules if isinstance(module, _NormBase)]
+    saved = [(layer._buffers, layer.track_running_stats) for layer in layers]
+    try:
+        for layer in layers:
+            layer._buffers = {**layer._buffers, **dict.fromkeys(_RUNNING)}
+            layer.track_running_stats = False
+        yield
+    finally:
+        for layer, (buffers, tracks) in zip(layers, saved, strict=True):
+            layer._buffers, layer.track_running_stats = buffers, tracks
 
 
 # ----------------------------------------------------------------------------------- prediction

@@ -1,0 +1,105 @@
+"""Warning of a prior scale that normalized weights share with others."""
+
+import warnings
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.curvature.hyperparameters import ParameterReading, few_rows, owners
+from pyro_bdl.distributions.take_apart import base_distribution, parameters_of_any
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.guides.base import Guide
+from pyro_bdl.program.batch_norm import without_running_statistics
+from pyro_bdl.program.batches import Batch, leading_size
+from pyro_bdl.program.network_sites import OWNER_KEY
+from pyro_bdl.program.normalized import NORMALIZATIONS, normalized_groups
+from pyro_bdl.program.subset import Subset
+from pyro_bdl.program.trace import leave_open, record
+from pyro_bdl.utils.module_state import evaluation_mode, modules_of
+
+_ROWS = 32  # enough for a BatchNorm layer's statistics
+_SHOWN = 6  # groups in the warning
+
+
+def warn_of_shared_scales(
+    guide: Guide, subset: Subset, reading: ParameterReading, batch: Batch, *, stacklevel: int
+) -> None:
+    """Warn, once for a program, if a hyperparameter that the evidence sets scales the prior of
+    normalized weights together with that of others.
+
+    The size k of normalized weights does not change the outputs, and their best precision is
+    proportional to 1 / k^2: a shared one, and the predictive, depend on an arbitrary k (Antoran et
+    al. 2022, proposition 3 and recommendation 2). Where no scale is learned there is nothing to
+    separate, and a prior of ``PerNormalizedGroup`` is the same prior: no warning.
+
+    :param guide: a guide of the program; its center is where weights are scaled.
+    :param reading: of the program.
+    :param batch: some data.
+    """
+    if "shared scales" in guide.told:
+        return
+    shared = {
+        name: {site for site, _ in sites}
+        for name, sites in owners(reading, subset).items()
+        if len(sites) > 1
+    }
+    sites = [site for site in subset.parts if any(site in known for known in shared.values())]
+    if not sites:
+        return
+    groups = _normalized(guide, sites, batch)
+    found: dict[str, list[str]] = {}
+    for name, known in shared.items():
+        for group, own in groups.items():
+            if known & set(own) and known - set(own):
+                found.setdefault(name, []).append(group)
+    if not found:
+        return
+    guide.told.add("shared scales")
+    name = max(found, key=lambda name: len(found[name]))
+    names = [repr(group) for group in found[name]]
+    names = [*names[:_SHOWN], *(["..."] if len(names) > _SHOWN else [])]
+    subject = f"the weights of {', '.join(names)} are" if len(names) > 1 else f"{names[0]} is"
+    warnings.warn(
+        f"{subject} normalized, so that their size has no effect on the outputs, but the prior "
+        f"scale '{name}' is shared with other weights: the evidence and the predictive depend on "
+        "an arbitrary size; give every normalized layer a scale of its own, as in "
+        "bayesianize(net, priors.PerNormalizedGroup(prior, net, x))",
+        BdlWarning,
+        stacklevel=stacklevel + 1,
+    )
+
+
+def _layer(site: str) -> str:
+    return site.rpartition(".")[0]
+
+
+def _owner(guide: Guide, site: str) -> Any:
+    """The module that a weight is of; None for a site that is not of ``bayesianize``."""
+    trace: Any = guide.prototype_trace
+    return None if trace is None else trace.nodes[site]["infer"].get(OWNER_KEY, (None,))[0]
+
+
+@torch.no_grad()
+def _normalized(guide: Guide, sites: list[str], batch: Batch) -> dict[str, tuple[str, ...]]:
+    """Normalized groups among the layers of some sites."""
+    model, layout = guide.program_model, guide.require_layout()
+    vector = guide.location().detach()
+    args, kwargs = few_rows(model, layout, vector, batch, number=_ROWS)
+    layers: dict[str, list[str]] = {}
+    for site in sites:
+        if not isinstance(_owner(guide, site), NORMALIZATIONS):
+            layers.setdefault(_layer(site), []).append(site)
+    values = layout.constrain(vector)[0]
+    normalizing = modules_of(model) if leading_size((args, kwargs)) > 1 else []
+    with evaluation_mode(model), without_running_statistics(normalizing):
+        subsamples = record(model, values, args, kwargs, draw=leave_open).subsamples
+
+        def outputs(names: Collection[str], factor: float) -> list[Tensor]:
+            scaled = {name: factor * values[name] for name in names}
+            run = record(model, values | subsamples | scaled, args, kwargs, draw=leave_open)
+            bases = [base_distribution(site.distribution) for site in run.observed.values()]
+            return [value for base in bases for value in parameters_of_any(base).values()]
+
+        return normalized_groups(outputs, layers)
