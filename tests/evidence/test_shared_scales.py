@@ -36,7 +36,7 @@ def fitted(network, prior):
 def told(function, *args, **options):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always", BdlWarning)
-        function(*args)
+        function(*args, **options)
     return [str(each.message) for each in found if "PerNormalizedGroup" in str(each.message)]
 
 

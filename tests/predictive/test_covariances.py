@@ -12,6 +12,7 @@ from pyro_bdl import LinearizedPredictive, Predictive, Samples, bayesianize, mod
 from pyro_bdl.distributions.take_apart import observation_covariance
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides import AutoLaplaceGGN, AutoMeanField, MixtureGuide
+from pyro_bdl.guides.draws import latent_draws
 from pyro_bdl.predictive.covariances import total_covariance
 from pyro_bdl.program import Program
 
@@ -57,7 +58,10 @@ def slopes(guide, model, args, read):
     )
 
 
-Z, Y = torch.tensor([[0.3, -1.0, 0.7]], dtype=torch.float64), torch.tensor([0.5, -0.2, 0.9]).double()
+Z, Y = (
+    torch.tensor([[0.3, -1.0, 0.7]], dtype=torch.float64),
+    torch.tensor([0.5, -0.2, 0.9]).double(),
+)
 
 
 def test_a_linear_image_is_exact():
@@ -108,7 +112,11 @@ def test_sites_by_brute_force(structure, covariance):
 def several(noise=0.4):
     torch.manual_seed(3)
     network = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
-    return models.Regression(bayesianize(network), noise=noise), torch.randn(5, 3), torch.randn(5, 2)
+    return (
+        models.Regression(bayesianize(network), noise=noise),
+        torch.randn(5, 3),
+        torch.randn(5, 2),
+    )
 
 
 def test_several_outputs_by_brute_force(structure, covariance):
@@ -158,13 +166,13 @@ def test_the_noise_of_one_event():
     p = torch.tensor([[0.2, 0.3, 0.5], [0.1, 0.1, 0.8]])
     classes = p.diag_embed() - p[:, :, None] * p[:, None, :]
     tril = torch.tensor([[0.5, 0.0], [0.2, 0.3]])
+    scatter = (tril @ tril.T).expand(2, 2, 2)
     for distribution, mean, expected in (
         (dist.Categorical(p), p, classes),
         (dist.OneHotCategorical(p), p, classes),
         (dist.Multinomial(4, p), 4 * p, 4 * classes),
-        (dist.MultivariateNormal(p[:, :2], scale_tril=tril), p[:, :2], tril @ tril.T.expand(2, 2, 2)),
-        (dist.MultivariateStudentT(torch.tensor(4.0), p[:, :2], tril), p[:, :2],
-         2.0 * tril @ tril.T.expand(2, 2, 2)),
+        (dist.MultivariateNormal(p[:, :2], scale_tril=tril), p[:, :2], scatter),
+        (dist.MultivariateStudentT(torch.tensor(4.0), p[:, :2], tril), p[:, :2], 2.0 * scatter),
         (dist.Poisson(p).to_event(1), p[..., None], p[..., None, None]),
     ):  # fmt: skip
         found = observation_covariance(distribution)
@@ -204,17 +212,17 @@ def test_draws_agree_with_the_closed_form():
     matrix = exact.covariance.reshape(10, 10)
     latent = matrix - 0.16 * torch.eye(10)
     error = ((latent.diagonal()[:, None] * latent.diagonal() + latent.square()) / 4000).sqrt()
-    draws = guide.sample_posterior(4000, x, y) if hasattr(guide, "sample_posterior") else None
-    posteriors = [guide]
-    if draws is not None:
-        posteriors.append(Samples({name: value[None] for name, value in draws.items()}))
+    draws = latent_draws(guide, 4000, x, y)
+    posteriors = guide, Samples({name: value[None] for name, value in draws.items()})
     for posterior in posteriors:
         predictive = Predictive(model, posterior, num_samples=4000)
         joint = predictive.joint_covariance(x)["y"]
         assert ((joint.covariance.reshape(10, 10) - matrix).abs() < 5 * error).all()
         own = predictive.covariance(x)["y"]
         assert own.covariance.shape == (5, 2, 2) and own.mean.shape == (5, 2)
-        assert ((own.mean - exact.mean).flatten().abs() < 5 * (latent.diagonal() / 4000).sqrt()).all()
+        assert (
+            (own.mean - exact.mean).flatten().abs() < 5 * (latent.diagonal() / 4000).sqrt()
+        ).all()
 
 
 def test_classes_of_every_posterior():
