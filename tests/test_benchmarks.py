@@ -24,6 +24,7 @@ SMALL = {
         *("--cases", "MLP:kron", "small:full", "--large", "full", "resnet", "last-layer"),
         *("--classes", "20", "--rows", "30", "--full", "300", "--images", "4", "--width", "4"),
     ],
+    "function_space": ["--quick"],
     "distributed": [
         *("--steps", "1", "--batches", "8", "4", "--rows", "20", "--repeats", "1"),
     ],

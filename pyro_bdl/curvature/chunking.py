@@ -32,17 +32,19 @@ def linearizations(
     *,
     known: dict[Any, Alignment] | None = None,
     every_output: bool = False,
+    as_rows: bool = False,
 ) -> Iterator[Linearization]:
     """Yield the linearization of each batch at the vector; a large batch is cut into pieces.
 
     :param known: alignments found in earlier batches; filled here.
     :param every_output: choose the pieces' size for Jacobians of all outputs at once.
+    :param as_rows: as rows over all latents, in float64.
     """
     known = {} if known is None else known
     size = None
     for batch in batches:
         if size is None:
-            size = _part_size(model, subset, vector, batch, config, every_output)
+            size = _part_size(model, subset, vector, batch, config, every_output, as_rows)
         count = leading_size(batch) if size else 0
         if not size or count <= size:
             yield Linearization(model, subset, vector, *batch, known=known)
@@ -66,6 +68,7 @@ def _part_size(
     batch: Batch,
     config: CurvatureConfig | None,
     every_output: bool,
+    as_rows: bool,
 ) -> int:
     """Return the number of rows to use at once, 0 for the whole batch.
 
@@ -89,6 +92,7 @@ def _part_size(
         bases = [base_distribution(site.distribution) for site in whole.observed.values()]
         outputs = sum(v.numel() for base in bases for v in parameters_of_any(base).values()) / some
         per_datum *= 1.0 + 0.5 * outputs
+        per_datum += 8 * outputs * subset.size if as_rows else 0
     shared = [s.size for s in subset.layout.latents.values() if len(s.shape) > 2]
     largest = max(shared, default=0)
     numbers = config.kind.numbers_per_gradient(subset.size, largest) if config else largest

@@ -13,6 +13,7 @@ from pyro_bdl.program.trace import Site
 from pyro_bdl.utils.memory import available_memory
 
 STRUCTURES = tuple(structures.STRUCTURES)
+AUTOMATIC = "auto"  # chosen from the data, see ``automatic_structure``
 CURVATURES = ("ggn", "ggn-mc", "empirical-fisher", "hessian")
 _SLACK = 1.1  # allowance for other memory: rows of the Jacobian, intermediate products
 
@@ -21,7 +22,7 @@ _SLACK = 1.1  # allowance for other memory: rows of the Jacobian, intermediate p
 class CurvatureConfig(StructureOptions):
     """The choice of a curvature matrix and its compressed form.
 
-    :param structure: "kron", "ekfac", "full", "diag" or "low_rank".
+    :param structure: "kron", "ekfac", "full", "diag", "low_rank", "kernel" or "auto".
     :param curvature: "ggn", the generalized Gauss-Newton matrix; "ggn-mc", its Monte Carlo estimate
         from ``num_draws`` drawn observations per datum; "empirical-fisher"; or "hessian" (full
         only).
@@ -37,10 +38,9 @@ class CurvatureConfig(StructureOptions):
     num_draws: int | None = None
 
     def __post_init__(self) -> None:
-        if self.structure not in STRUCTURES:
-            raise ValueError(
-                f"unknown structure {self.structure!r} (there are {', '.join(STRUCTURES)})"
-            )
+        if self.structure not in (*STRUCTURES, AUTOMATIC):
+            known = ", ".join((*STRUCTURES, AUTOMATIC))
+            raise ValueError(f"unknown structure {self.structure!r} (there are {known})")
         if self.curvature not in CURVATURES:
             raise ValueError(
                 f"unknown curvature {self.curvature!r} (there are {', '.join(CURVATURES)})"
@@ -64,37 +64,48 @@ class CurvatureConfig(StructureOptions):
 
     @property
     def kind(self) -> type[Curvature]:
-        """The class of the structure."""
-        return structures.STRUCTURES[self.structure]
+        """The class of the structure; of "auto" the one that is left where no other fits."""
+        return structures.STRUCTURES["kron" if self.structure == AUTOMATIC else self.structure]
 
-    def memory(self, size: int, like: Tensor) -> float:
+    def memory(self, size: int, like: Tensor, num_rows: int = 0) -> float:
         """Return the approximate memory of the structure over p latents, in bytes.
 
         :param size: p.
         :param like: a tensor with the dtype.
+        :param num_rows: the number of rows of the data's Jacobians, for a structure that stores
+            them (``row_counts.count_rows``).
         """
-        return _SLACK * self.kind.memory(size, self) * like.element_size()
+        item = 8 if self.kind.stores_rows else like.element_size()  # which are used in float64
+        return _SLACK * self.kind.memory(size, self, num_rows) * item
 
 
 def check_memory(
-    config: CurvatureConfig, size: int, like: Tensor, *, advice: str | None = None
+    config: CurvatureConfig,
+    size: int,
+    like: Tensor,
+    *,
+    num_rows: int = 0,
+    advice: str | None = None,
 ) -> None:
     """Check that a structure fits in memory, before it is made.
 
+    :param num_rows: as in ``CurvatureConfig.memory``.
     :param advice: the advice in the error; by default it names the structures that fit.
     :raises MemoryError: if the structure needs more than is free.
     """
-    needed, available = config.memory(size, like), available_memory(like.device)
+    needed, available = config.memory(size, like, num_rows), available_memory(like.device)
     if available is None or needed <= available:
         return
+    others = [replace(config, curvature="ggn", structure=name) for name in STRUCTURES]
     fitting = [
-        f'"{name}"'
-        for name in STRUCTURES
-        if replace(config, curvature="ggn", structure=name).memory(size, like) <= available
+        f'"{other.structure}"'
+        for other in others
+        if not other.kind.stores_rows and other.memory(size, like) <= available
     ]
-    others = f"use structure={' or '.join(fitting)}, or " if fitting else "use "
+    of_rows = f" and {num_rows:,} outputs of the data" if num_rows else ""
+    instead = f"use structure={' or '.join(fitting)}, or " if fitting else "use "
     raise MemoryError(
-        f'structure="{config.structure}" over {size:,} latents needs about '
+        f'structure="{config.structure}" over {size:,} latents{of_rows} needs about '
         f"{needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free: "
-        + (advice or f"{others}a subset of the latents")
+        + (advice or f"{instead}a subset of the latents")
     )

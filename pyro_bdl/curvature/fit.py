@@ -15,6 +15,7 @@ from pyro_bdl.curvature.fisher import check_information
 from pyro_bdl.curvature.hessian import hessian
 from pyro_bdl.curvature.jacobian.datum_axes import Alignment
 from pyro_bdl.curvature.likelihood_sums import LikelihoodSums
+from pyro_bdl.curvature.row_counts import count_rows
 from pyro_bdl.curvature.site_jacobians import fisher_jacobians
 from pyro_bdl.curvature.structures.base import Curvature
 from pyro_bdl.program.batches import Batches
@@ -76,7 +77,9 @@ def fit_curvature(
     batches = data if isinstance(data, Batches) else Batches(data)
     batches.check_same("location", vector)
     like = vector.detach().new_empty(0, dtype=torch.promote_types(vector.dtype, torch.float32))
-    check_memory(config, subset.size, like)
+    stored = config.kind.stores_rows
+    num_rows = count_rows(model, subset, vector, batches, config) if stored else 0
+    check_memory(config, subset.size, like, num_rows=num_rows)
     if config.curvature == "hessian":
         curvature, seen = batches.together(
             lambda: hessian(model, subset, vector, batches, config, like)

@@ -42,7 +42,7 @@ class DiagonalPlusLowRank:
         return torch.linalg.cholesky(self.gram.double() + self._eye())
 
     def _eye(self) -> Tensor:
-        return torch.eye(self.factor.shape[1], dtype=torch.float64, device=self.factor.device)
+        return torch.eye(len(self.gram), dtype=torch.float64, device=self.gram.device)
 
     def log_det(self) -> Tensor:
         """Return log det M, a scalar."""

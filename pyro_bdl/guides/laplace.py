@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from pyro_bdl.curvature.automatic_structure import with_chosen_structure
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.factor_statements import check_factors
 from pyro_bdl.curvature.fit import fit_curvature
@@ -44,7 +45,13 @@ class AutoLaplaceGGN(UnconstrainedMAP):
     Grosse 2015; Immer et al. 2021, section 3).
 
     :param model: a Pyro program with continuous latents.
-    :param structure: "kron" (KFAC), "ekfac", "full", "diag" or "low_rank".
+    :param structure: "kron" (KFAC), "ekfac", "full", "diag", "low_rank", "kernel" or "auto".
+        "kernel" is the posterior of "full", from the Jacobian's N K rows of p numbers for N data
+        with K outputs instead of p x p numbers; it needs a prior of finite variance. "auto" is
+        "full" for up to 2000 latents, "kernel" if N K is below p and at most 4096, if they fit in
+        memory, and else "kron". "kron" loses the covariance between layers, and a layer's weights
+        get the covariance of its inputs times that of its outputs' gradients, each averaged over
+        the data; off the data its standard deviations are often too small.
     :param curvature: "ggn"; "ggn-mc", from ``num_draws`` drawn observations per datum;
         "empirical-fisher"; or "hessian" (for "full" only).
     :param subset: the latents with a covariance; the others stay at the MAP. Possible are names or
@@ -173,6 +180,7 @@ class LaplaceGuide(JointGuide):
             self.config = with_known_information(
                 model, self.subset, self.loc, self.few, self.config
             )
+            self.config = with_chosen_structure(model, self.subset, self.loc, batches, self.config)
         fitted = fit_curvature(
             model, self.subset, self.loc, batches, self.config,
             before=before, progress=progress,

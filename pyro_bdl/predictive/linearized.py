@@ -32,6 +32,7 @@ from pyro_bdl.predictive.linearized_component import (
     moments,
 )
 from pyro_bdl.predictive.sampled import PredictiveMoments
+from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.trace import Site
 from pyro_bdl.utils.validation import whole_number
 
@@ -185,6 +186,29 @@ class LinearizedPredictive:
             name: PredictiveCovariance(m.reshape(shapes[name][:2]), c.reshape(shapes[name]))
             for name, (m, c) in self._total_covariance(flat).items()
         }
+
+    def prior_covariance(self, x: Any, x2: Any = None) -> dict[str, Tensor]:
+        """For each observed site J(x) Lambda^-1 J(x2)', (N K, N2 K), data before parameters.
+
+        This tangent kernel is the prior covariance of the linearized model's outputs, as in a
+        Gaussian process, with Lambda the prior precision. With the noise's covariance S the
+        posterior covariance is K(x, x) - K(x, X) (K(X, X) + S)^-1 K(X, x) for data X. It needs no
+        curvature and is the same for every structure. Only a few rows of J are stored at once; x
+        is linearized again for each such part of x2.
+
+        :param x: the program's arguments, without the targets: a tensor, a tuple of arguments or a
+            dict of keyword arguments.
+        :param x2: the same; by default x.
+        :raises ValueError: for a mixture, and for a prior precision without an inverse.
+        """
+        if isinstance(self.posterior, MixtureGuide):
+            raise ValueError(
+                "a mixture has one tangent kernel for each member: take the LinearizedPredictive "
+                "of a member"
+            )
+        first = Batches(x).first()
+        second = first if x2 is None else Batches(x2).first()
+        return self.components[0].prior_covariance(first, second)
 
     def probabilities(self, *args: Any, method: str = "probit", **kwargs: Any) -> dict[str, Tensor]:
         """P(y = class) for each Categorical site, (N, C), and P(y = 1) for Bernoulli ones, (N,).

@@ -16,6 +16,7 @@ from pyro_bdl.curvature.jacobian.datum_axes import Alignment
 from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.linear_outputs import GaussianOutputs, LinearOutputs, observed_outputs
 from pyro_bdl.curvature.structures.draws import LinearDraws
+from pyro_bdl.curvature.structures.prior_root import PriorRoot
 from pyro_bdl.distributions.take_apart import (
     base_distribution,
     observation_covariance,
@@ -214,6 +215,30 @@ class LinearizedComponent:
                 result[name] = total_covariance(*values, joint=joint)
         return result
 
+    def prior_covariance(
+        self, first: tuple[tuple, dict], second: tuple[tuple, dict]
+    ) -> dict[str, Tensor]:
+        """For each observed site J(x) Lambda^-1 J(x2)', (N K, N2 K), data before parameters."""
+        guide = self.guide
+        root = PriorRoot(guide.prior, guide.subset.parts, "the tangent kernel")
+        columns: dict[str, list[Tensor]] = {}
+        with torch.set_grad_enabled(_are_differentiable((first, second), {})):
+            for right in self.parts(*second, as_rows=True):
+                vectors = {
+                    name: _times_covariance(root, outputs)
+                    for name, outputs in right.outputs.items()
+                    if outputs.moving
+                }
+                found: dict[str, list[Tensor]] = {}
+                for left in self.parts(*first):
+                    for name, own in vectors.items():
+                        outputs = left.outputs[name]
+                        product = outputs.jacobian.double().apply(own).flatten(1).mT
+                        found.setdefault(name, []).append(product.to(outputs.mean))
+                for name, rows in found.items():
+                    columns.setdefault(name, []).append(torch.cat(rows))
+            return {name: torch.cat(parts, 1) for name, parts in columns.items()}
+
     def at_draws(
         self,
         function: Callable[[Site], Any],
@@ -301,19 +326,26 @@ class LinearizedComponent:
             return tree_map(lambda *parts: torch.cat(parts), *chunks)
 
     def parts(
-        self, args: tuple, kwargs: dict, known: dict[Any, Alignment] | None = None
+        self,
+        args: tuple,
+        kwargs: dict,
+        known: dict[Any, Alignment] | None = None,
+        *,
+        as_rows: bool = False,
     ) -> Iterator[LinearizedPart]:
         """Yield linearizations of the data, batch by batch.
 
         :param known: alignments found in earlier batches; filled here.
+        :param as_rows: choose batches whose Jacobians fit in memory as rows.
         """
         guide, program = self.guide, on_whole_data(self.model)
         self._check(program, args, kwargs)
         differentiable = _are_differentiable(args, kwargs)
         batches = [(args, kwargs)]
         for at in linearizations(
-            program, guide.subset, guide.loc, batches, None, known=known, every_output=True
-        ):
+            program, guide.subset, guide.loc, batches, None,
+            known=known, every_output=True, as_rows=as_rows,
+        ):  # fmt: skip
             outputs = observed_outputs(at, differentiable=differentiable)
             yield LinearizedPart(at, outputs, differentiable)
 
@@ -337,6 +369,12 @@ class LinearizedComponent:
         with evaluation_mode(program, self.guide):
             check_posterior(program, self.guide, center, args, kwargs)
         self._is_checked = True
+
+
+def _times_covariance(root: PriorRoot, outputs: LinearOutputs) -> Tensor:
+    """Return J Lambda^-1 as rows (n K, p), data before columns, in float64."""
+    rows = outputs.jacobian.double().rows().transpose(0, 1).flatten(0, 1)
+    return root.solve_transposed(root.solve(rows))
 
 
 def moments(gaussian: GaussianOutputs) -> ParameterMoments | PredictiveMoments:

@@ -15,6 +15,7 @@ from pyro_bdl.curvature import chunking, site_jacobians
 from pyro_bdl.curvature import config as config_module
 from pyro_bdl.curvature.config import CurvatureConfig, check_memory
 from pyro_bdl.curvature.fit import fit_curvature
+from pyro_bdl.curvature.structures.kernel import KernelCurvature
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.nn import _substituted
 from pyro_bdl.program import Program, record
@@ -124,6 +125,8 @@ def test_kron_of_deep_linear_networks_is_the_block_diagonal(oracle):
 
 def total(curvature):
     """A curvature as a matrix."""
+    if isinstance(curvature, KernelCurvature):
+        return curvature.rows.T @ curvature.rows
     if hasattr(curvature, "matrix"):
         return curvature.matrix
     if hasattr(curvature, "vectors"):
@@ -230,7 +233,7 @@ def test_two_sites_with_different_numbers_of_data(oracle, structures):
     for structure in structures:
         found = oracle.fit(program, vector, data, structure=structure, rank=99)
         matrix = total(found.curvature)
-        if structure in ("full", "low_rank"):
+        if structure in ("full", "low_rank", "kernel"):
             torch.testing.assert_close(matrix, expected)
         elif structure == "diag":
             torch.testing.assert_close(matrix.diagonal(), expected.diagonal())
@@ -324,7 +327,7 @@ def test_minibatches_of_a_program_that_says_how_many_data_there_are(oracle, stru
             part = oracle.fit(program, vector, (x[:3], y[:3]), structure=structure, rank=99)
         torch.testing.assert_close(part.log_likelihood, 2 * half.log_likelihood)
         torch.testing.assert_close(part.gradient, 2 * half.gradient)
-        if structure in ("full", "low_rank"):
+        if structure in ("full", "low_rank", "kernel"):
             torch.testing.assert_close(total(part.curvature), 2 * half.curvature.matrix)
         elif structure == "diag":
             torch.testing.assert_close(part.curvature.values, 2 * half.curvature.matrix.diagonal())
@@ -375,7 +378,7 @@ def test_a_plate_that_draws_its_own_subsample(oracle):
 
     program, vector = oracle.program(model)
     found = []
-    for structure in ("full", "low_rank"):
+    for structure in ("full", "low_rank", "kernel"):
         pyro.set_rng_seed(3)
         with pytest.warns(BdlWarning, match="states 8 data, but 4 were passed"):
             found.append(oracle.fit(program, vector, [()], structure=structure, rank=3))
@@ -469,7 +472,7 @@ def test_the_hessian_is_the_ggn_for_a_linear_gaussian(oracle):
 # Subsets
 
 
-@pytest.mark.parametrize("structure", ["full", "diag", "low_rank"])
+@pytest.mark.parametrize("structure", ["full", "diag", "low_rank", "kernel"])
 def test_a_part_of_the_latents(oracle, structure):
     model, x, y = observations("noise")
     program, vector = oracle.program(model, x, y)

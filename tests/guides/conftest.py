@@ -96,6 +96,7 @@ MADE = {
     "kron": functools.partial(_laplace, "kron"),
     "diag": functools.partial(_laplace, "diag"),
     "ekfac": functools.partial(_laplace, "ekfac"),
+    "kernel": functools.partial(_laplace, "kernel"),
     "low_rank Laplace": functools.partial(_laplace, "low_rank"),
     "subset": _subset_normal,
     "subnetwork": lambda: _moved(AutoSubnetwork(program, size=3)).laplace_approximation((X, Y)),
@@ -107,7 +108,7 @@ MADE = {
 }
 # Guides with a density in all latents, joint over them or factorized
 DENSE = ["mean field", "matrix normal", "low rank", "full", "kron", "diag", "ekfac"]
-DENSE += ["low_rank Laplace", "subset", "SWAG", "mixture"]
+DENSE += ["kernel", "low_rank Laplace", "subset", "SWAG", "mixture"]
 
 
 @pytest.fixture(params=TRAINED, ids=lambda kind: kind.__name__)

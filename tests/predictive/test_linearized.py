@@ -296,6 +296,46 @@ def test_the_last_layer_in_closed_form():
     torch.testing.assert_close(predictive.log_density(x_test, y_test)["y"], expected)
 
 
+# The tangent kernel
+
+
+@pytest.mark.parametrize("structure", ["full", "kron", "kernel"])
+def test_the_tangent_kernel_is_the_prior_covariance(structure, monkeypatch):
+    """J(x) Lambda^-1 J(x2)', in parts of one row or at once, whatever the curvature."""
+    model, x, y = case("several outputs")
+    guide = approximate(model, (x, y), structure=structure)
+    _, slopes = jacobian(model, guide, (x, y), "y")
+    rows = slopes["loc"].flatten(0, 1)
+    expected = rows / guide.prior.diagonal @ rows.T
+    predictive = LinearizedPredictive(model, guide)
+    torch.testing.assert_close(predictive.prior_covariance(x)["y"], expected)
+    monkeypatch.setattr(chunking, "_BUDGET", 1)
+    monkeypatch.setattr(chunking, "_PER_WEIGHT", 0)
+    found = predictive.prior_covariance(x, (x[:3],))["y"]
+    torch.testing.assert_close(found, expected[:, :6])
+
+
+@pytest.mark.parametrize("structure", ["full", "kernel"])
+def test_the_posterior_covariance_is_that_of_the_gaussian_process(structure):
+    """K(x, x) - K(x, X) (K(X, X) + noise)^-1 K(X, x) (Rasmussen & Williams 2006, equation 2.24)."""
+    model, x, y = case("several outputs")
+    predictive = LinearizedPredictive(model, approximate(model, (x, y), structure=structure))
+    new = torch.randn(3, 3)
+    cross = predictive.prior_covariance(new, x)["y"]
+    noisy = predictive.prior_covariance(x)["y"] + 0.4**2 * torch.eye(2 * len(x))
+    expected = predictive.prior_covariance(new)["y"] - cross @ torch.linalg.solve(noisy, cross.T)
+    found = predictive.joint_covariance(new)["y"][1]
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
+
+
+def test_the_tangent_kernel_is_of_one_center():
+    model, x, y = case("normal")
+    guide = approximate(model, (x, y))
+    mixture = LinearizedPredictive(model, MixtureGuide([guide, guide]))
+    with pytest.raises(ValueError, match="take the LinearizedPredictive of a member"):
+        mixture.prior_covariance(x)
+
+
 # Draws
 
 

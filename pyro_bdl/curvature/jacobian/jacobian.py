@@ -108,6 +108,12 @@ class ProductBlock:
         outputs = torch.einsum("ngi,sgoi->sngo", self.source()[:, 0], weight)
         return torch.einsum("kngo,sngo->snk", g[:, :, 0], outputs)
 
+    def double(self) -> "ProductBlock":
+        """Return the gradients in float64."""
+        given = self.source
+        source = None if given is None else cache(lambda: given().double())
+        return replace(self, source=source, gradients=self.gradients.double())
+
     def total(self) -> Tensor:
         """Sums over columns and data of the gradients, (groups, out, in)."""
         g, a = self.gradients.sum(0), self.inputs
@@ -199,6 +205,9 @@ class LookupBlock:
         sums = values.new_zeros(len(weight), self.num_data, values.shape[-1])
         return sums.index_add(1, self.data, values)
 
+    def double(self) -> "LookupBlock":
+        return replace(self, gradients=self.gradients.double())
+
     def total(self) -> Tensor:
         sums = self.gradients.new_zeros(self.num_rows, self.gradients.shape[-1])
         return sums.index_add(0, self.table_rows, self.gradients.sum(0))[None]
@@ -253,6 +262,9 @@ class DenseBlock:
     def apply(self, weight: Tensor) -> Tensor:
         return torch.einsum("knm,sm->snk", self.values, weight)
 
+    def double(self) -> "DenseBlock":
+        return replace(self, values=self.values.double())
+
 
 Block = ProductBlock | LookupBlock | DenseBlock
 
@@ -282,6 +294,13 @@ class Jacobian:
         for block in self.blocks:
             result[..., block.position.indices] = block.rows()
         return result
+
+    def double(self) -> "Jacobian":
+        """Return the Jacobian in float64."""
+        if self.like.dtype == torch.float64:
+            return self
+        blocks: list[Block] = [block.double() for block in self.blocks]
+        return replace(self, blocks=blocks, like=self.like.double())
 
     def joint_zeros(self) -> Tensor:
         total = self.num_data * self.num_columns

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from pyro_bdl.curvature.structures.base import Curvature
 from pyro_bdl.curvature.structures.diagonal import DiagonalCurvature
 from pyro_bdl.curvature.structures.full import FullCurvature
+from pyro_bdl.curvature.structures.kernel import KernelCurvature
 from pyro_bdl.curvature.structures.kron.curvature import EKFACCurvature, KroneckerCurvature
 from pyro_bdl.curvature.structures.low_rank import LowRankCurvature
 
@@ -16,5 +17,6 @@ STRUCTURES: Mapping[str, type[Curvature]] = MappingProxyType(
         "full": FullCurvature,
         "diag": DiagonalCurvature,
         "low_rank": LowRankCurvature,
+        "kernel": KernelCurvature,
     }
 )

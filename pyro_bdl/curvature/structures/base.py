@@ -100,9 +100,11 @@ class Curvature(nn.Module, ABC):
 
     ``takes_hessian`` is True if ``from_matrix`` exists, for curvature="hessian". ``takes_softmax``
     is True if ``add`` accepts ``SoftmaxBlock``s, which hold the curvature of a classifier's last
-    layer without rows.
+    layer without rows. ``stores_rows`` is True if every row of the data's Jacobians is stored, so
+    that memory grows with their number.
     """
 
+    stores_rows: ClassVar[bool] = False
     takes_hessian: ClassVar[bool] = False
     takes_softmax: ClassVar[bool] = False
     passes: int = 1
@@ -122,10 +124,11 @@ class Curvature(nn.Module, ABC):
 
     @classmethod
     @abstractmethod
-    def memory(cls, size: int, options: StructureOptions) -> int:
+    def memory(cls, size: int, options: StructureOptions, num_rows: int = 0) -> int:
         """Return the largest number of numbers that it stores at once over p latents.
 
         :param size: p.
+        :param num_rows: the number of rows of the data's Jacobians, for ``stores_rows``.
         :returns: 0 if this depends on the data and is never large.
         """
 

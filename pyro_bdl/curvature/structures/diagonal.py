@@ -30,7 +30,7 @@ class DiagonalCurvature(Curvature):
         return cls(subset.size, like)
 
     @classmethod
-    def memory(cls, size: int, options: StructureOptions) -> int:
+    def memory(cls, size: int, options: StructureOptions, num_rows: int = 0) -> int:
         return 3 * size
 
     @classmethod

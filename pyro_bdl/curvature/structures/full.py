@@ -37,7 +37,7 @@ class FullCurvature(Curvature):
         return result
 
     @classmethod
-    def memory(cls, size: int, options: StructureOptions) -> int:
+    def memory(cls, size: int, options: StructureOptions, num_rows: int = 0) -> int:
         return 3 * size * size
 
     def add(self, jacobian: Jacobian) -> None:

@@ -51,7 +51,7 @@ class LowRankCurvature(Curvature):
         return cls(subset.size, like, rank=options.rank, start=before)
 
     @classmethod
-    def memory(cls, size: int, options: StructureOptions) -> int:
+    def memory(cls, size: int, options: StructureOptions, num_rows: int = 0) -> int:
         return 3 * (options.rank + _OVERSAMPLING) * size
 
     def start_pass(self, number: int) -> None:

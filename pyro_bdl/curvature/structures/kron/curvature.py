@@ -100,7 +100,7 @@ class KroneckerCurvature(Curvature):
         return cls(subset.size, like, reduce=options.reduce, networks=_networks(subset))
 
     @classmethod
-    def memory(cls, size: int, options: StructureOptions) -> int:
+    def memory(cls, size: int, options: StructureOptions, num_rows: int = 0) -> int:
         return 0
 
     @classmethod

@@ -1,0 +1,52 @@
+"""The choice of a curvature structure from the size of the model and the data."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import Tensor
+
+from pyro_bdl.curvature.config import AUTOMATIC, CurvatureConfig
+from pyro_bdl.curvature.prior import prior_precision, run_at
+from pyro_bdl.curvature.row_counts import rows_of
+from pyro_bdl.curvature.structures.prior_root import PriorRoot
+from pyro_bdl.program.batches import Batches
+from pyro_bdl.program.subset import Subset
+from pyro_bdl.utils.memory import available_memory
+
+_FULL_UP_TO = 2000  # latents, whose matrix is factorized in a fraction of a second
+_KERNEL_UP_TO = 4096  # rows, whose kernel is factorized in about a second
+
+
+def with_chosen_structure(
+    model: Callable, subset: Subset, vector: Tensor, batches: Batches, config: CurvatureConfig
+) -> CurvatureConfig:
+    """Return the configuration with a structure in place of "auto".
+
+    It is "full" for up to 2000 latents. It is "kernel" if the data have fewer outputs N K than
+    there are latents, and at most 4096, and the prior precision has an inverse. Both are exact, and
+    are taken only if they fit in memory. It is "kron" otherwise, which neglects the covariance
+    between layers and factorizes that within a layer. Over parts of sites, which have no Kronecker
+    factors, it is "full".
+    """
+    if config.structure != AUTOMATIC:
+        return config
+    whole = all(entries is None for entries in subset.chosen.values())
+    available = available_memory(vector.device)
+
+    def fits(name: str, num_rows: int = 0) -> bool:
+        needed = replace(config, structure=name).memory(subset.size, vector, num_rows)
+        return available is None or needed <= available
+
+    if subset.size <= _FULL_UP_TO and fits("full"):
+        return replace(config, structure="full")
+    if batches.ranks is None:
+        run, leaves = run_at(model, subset, vector, *batches.first())
+        rows = rows_of(run, batches, config)
+        is_small = rows < subset.size and rows <= _KERNEL_UP_TO
+        if is_small and fits("kernel", rows):
+            try:
+                PriorRoot(prior_precision(run, leaves, subset), subset.parts, '"kernel"')
+                return replace(config, structure="kernel")
+            except ValueError:  # a prior without a covariance
+                pass
+    return replace(config, structure="kron" if whole else "full")

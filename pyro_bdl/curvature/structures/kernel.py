@@ -1,0 +1,181 @@
+"""The curvature as the rows that it is the sum of: the exact posterior in function space.
+
+The curvature is W W' with W' (R, p) the Jacobian of all data's outputs, weighted by a root of their
+Fisher information; R = N K for N data with K outputs. With the prior precision Lambda = R_0 R_0'
+and F = R_0^-1 W, the posterior precision is R_0 (1 + F F') R_0', so that its determinant, solves
+and draws follow from the tangent kernel F' F (R, R):
+
+    C = Lambda^-1 - Lambda^-1 W (1 + W' Lambda^-1 W)^-1 W' Lambda^-1
+
+This is cheaper than a matrix (p, p) if R is smaller than p (Khan et al. 2019; Immer et al. 2021,
+section 3.3).
+"""
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.curvature.jacobian.jacobian import Jacobian
+from pyro_bdl.curvature.prior import PriorPrecision
+from pyro_bdl.curvature.structures.base import Curvature, Precision, StructureOptions
+from pyro_bdl.curvature.structures.kron.outer_products import make_room
+from pyro_bdl.curvature.structures.prior_root import PriorRoot
+from pyro_bdl.distributions.low_rank_normal import DiagonalPlusLowRank
+from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.program.subset import Subset
+
+
+class KernelCurvature(Curvature):
+    """The rows W', (R, p).
+
+    :param parts: the slices of the sites.
+    """
+
+    stores_rows = True
+    rows: Tensor
+
+    def __init__(self, size: int, like: Tensor, parts: Mapping[str, slice]) -> None:
+        super().__init__()
+        self.size, self.parts = size, dict(parts)
+        self.register_buffer("rows", like.new_zeros(0, size))
+        self._found: list[Tensor] = []
+        self._kernels: tuple[Tensor, dict[str, Tensor]] | None = None
+
+    @classmethod
+    def empty(
+        cls, subset: Subset, like: Tensor, options: StructureOptions, before: Self | None
+    ) -> Self:
+        return cls(subset.size, like, subset.parts)
+
+    @classmethod
+    def memory(cls, size: int, options: StructureOptions, num_rows: int = 0) -> int:
+        return 4 * num_rows * size + 6 * num_rows**2
+
+    def add(self, jacobian: Jacobian) -> None:
+        self._found.append(jacobian.rows().flatten(0, 1))
+
+    def sums(self) -> list[Tensor]:
+        raise UnsupportedProgramError(
+            'structure="kernel" holds the rows of all data in one process: pass the data '
+            'themselves instead of a Shard, or use structure="full" or "kron"'
+        )
+
+    def scale(self, factor: float) -> None:
+        self.rows = torch.cat([self.rows, *self._found]) * factor**0.5
+        self._found = []
+
+    def merge(self, other: Self) -> None:
+        self.rows = torch.cat([self.rows, other.rows])
+
+    def diagonal(self) -> Tensor:
+        return self.rows.square().sum(0)
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        make_room(self, ("rows",), state, prefix, self.rows)
+        super()._load_from_state_dict(state, prefix, *rest)
+
+    def with_prior(self, prior: PriorPrecision, factor: Tensor | float = 1.0) -> "KernelPrecision":
+        root = PriorRoot(prior, self.parts, 'structure="kernel"')
+        weight = torch.as_tensor(factor, dtype=torch.float64, device=self.rows.device)
+        gram = None
+        if root.indices is None and prior.uniform.keys() >= self.parts.keys():
+            gram = self._kernel(prior.uniform) * weight
+        return KernelPrecision(self.rows, weight, root, gram)
+
+    def _kernel(self, precisions: Mapping[str, Tensor]) -> Tensor:
+        """W' Lambda^-1 W (R, R) under one precision a site, from the kernels of the sites.
+
+        These are computed once: a step on the evidence then costs nothing that grows with p.
+        """
+        if self._kernels is None or self._kernels[0] is not self.rows:
+            with torch.no_grad():
+                found = {name: _gram(self.rows[:, part]) for name, part in self.parts.items()}
+            self._kernels = self.rows, found
+        total = self.rows.new_zeros(len(self.rows), len(self.rows), dtype=torch.float64)
+        for name, kernel in self._kernels[1].items():
+            total = total + kernel / precisions[name].double()
+        return total
+
+
+class KernelPrecision(Precision):
+    """The precision R_0 (1 + F F') R_0' with F = R_0^-1 W sqrt(factor), in float64.
+
+    :param rows: W', (R, p).
+    :param factor: a factor of W W'.
+    :param root: R_0.
+    :param gram: F' F, (R, R), where it is known.
+    """
+
+    def __init__(
+        self, rows: Tensor, factor: Tensor, root: PriorRoot, gram: Tensor | None = None
+    ) -> None:
+        self.size, self.dtype, self.root = rows.shape[1], rows.dtype, root
+        self.matrix = _WhitenedRows(rows, factor, root, gram)
+
+    def logdet(self) -> Tensor:
+        return (self.root.log_det() + self.matrix.log_det()).to(self.dtype)
+
+    def sample(self, num_samples: int) -> Tensor:
+        return self.root.solve_transposed(self.matrix.sample_inverse(num_samples)).to(self.dtype)
+
+    def quadratic(self, x: Tensor) -> Tensor:
+        return self.matrix.quadratic(self.root.transposed_times(x.double())).to(self.dtype)
+
+    def solve(self, x: Tensor) -> Tensor:
+        inner = self.matrix.solve(self.root.solve(x.double()))
+        return self.root.solve_transposed(inner).to(self.dtype)
+
+    def variances(self) -> Tensor:
+        reduction = self.matrix.inverse_reduction(lambda columns: columns)
+        return self.root.inverse_diagonal(reduction).to(self.dtype)
+
+    def _reduction(self, jacobian: Jacobian) -> Tensor:
+        """Return X (n, K, R), where X X' is the reduction of the prior covariance by the data."""
+        return self.matrix.inverse_reduction(
+            lambda columns: jacobian.apply(self.root.solve_transposed(columns.mT)).permute(1, 2, 0)
+        )
+
+    def covariance(self, jacobian: Jacobian) -> Tensor:
+        jacobian = jacobian.double()
+        reduction = self._reduction(jacobian)
+        return (self.root.covariance(jacobian) - reduction @ reduction.mT).to(self.dtype)
+
+    def output_variances(self, jacobian: Jacobian) -> Tensor:
+        jacobian = jacobian.double()
+        reduction = self._reduction(jacobian).square().sum(2)
+        return (self.root.output_variances(jacobian) - reduction).to(self.dtype)
+
+    def joint_covariance(self, jacobian: Jacobian) -> Tensor:
+        jacobian = jacobian.double()
+        reduction = self._reduction(jacobian).flatten(0, 1)
+        return (self.root.joint_covariance(jacobian) - reduction @ reduction.mT).to(self.dtype)
+
+
+class _WhitenedRows(DiagonalPlusLowRank):
+    """The matrix 1 + F F', whose factor F is made when it is asked for: its determinant needs only
+    the Gram matrix, which may be known."""
+
+    def __init__(self, rows: Tensor, factor: Tensor, root: PriorRoot, gram: Tensor | None) -> None:
+        self.scale = torch.ones_like(root.scale)
+        self._rows, self._weight, self._prior, self._known = rows, factor, root, gram
+
+    @cached_property
+    def factor(self) -> Tensor:  # type: ignore[override]
+        return self._prior.solve(self._rows.double()).mul(self._weight.sqrt()).mT
+
+    @cached_property
+    def columns(self) -> Tensor:
+        return self.factor
+
+    @cached_property
+    def gram(self) -> Tensor:
+        return self.columns.mT @ self.columns if self._known is None else self._known
+
+
+def _gram(rows: Tensor) -> Tensor:
+    """Return rows rows', (R, R), in float64."""
+    rows = rows.double()
+    return rows @ rows.mT

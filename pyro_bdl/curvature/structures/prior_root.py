@@ -1,0 +1,129 @@
+"""The prior covariance of linear functions of the latents, from a root of the prior precision."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.curvature.jacobian.jacobian import Jacobian
+from pyro_bdl.curvature.prior import PriorPrecision
+from pyro_bdl.curvature.structures.diagonal import DiagonalPrecision
+
+
+class PriorRoot:
+    """A matrix R with Lambda = R R', the prior precision, in float64.
+
+    R is diagonal but for the numbers whose priors are coupled, where it is a Cholesky factor L.
+
+    :param prior: Lambda.
+    :param parts: the slices of the sites, to name one in errors.
+    :param purpose: the words before "inverts the prior precision" in errors.
+    :raises ValueError: if the prior precision has no inverse, or is indefinite.
+    """
+
+    def __init__(self, prior: PriorPrecision, parts: Mapping[str, slice], purpose: str) -> None:
+        diagonal = prior.diagonal.double()
+        if not (diagonal > 0).all():
+            lowest = int(diagonal.detach().argmin())
+            site = next(name for name, part in parts.items() if part.start <= lowest < part.stop)
+            raise ValueError(
+                f"{purpose} inverts the prior precision, which is {float(diagonal[lowest]):.3g} at "
+                f"site '{site}': give this site a prior with a finite variance, or use "
+                'structure="full"'
+            )
+        self.scale, self.indices = diagonal.sqrt(), prior.indices
+        if prior.indices is None or prior.dense is None:
+            self.indices = None
+            return
+        self.tril, failed = torch.linalg.cholesky_ex(prior.dense.double())
+        if failed:
+            sites = [
+                name for name, part in parts.items()
+                if ((prior.indices >= part.start) & (prior.indices < part.stop)).any()
+            ]  # fmt: skip
+            raise ValueError(
+                f"{purpose} inverts the prior precision, which is indefinite over the sites "
+                f"{', '.join(sites)}, as under a hyperprior: leave the hyperparameter's site out "
+                'of the subset, or use structure="full"'
+            )
+
+    def log_det(self) -> Tensor:
+        """Return log det Lambda."""
+        if self.indices is None:
+            return 2.0 * self.scale.log().sum()
+        own = self.scale.log().index_fill(0, self.indices, 0.0).sum()
+        return 2.0 * (own + self.tril.diagonal().log().sum())
+
+    def solve(self, x: Tensor) -> Tensor:
+        """Return R^-1 x for x (..., p)."""
+        return self._replaced(
+            x / self.scale,
+            lambda tril: torch.linalg.solve_triangular(tril, self._inside(x), upper=False),
+        )
+
+    def solve_transposed(self, x: Tensor) -> Tensor:
+        """Return R^-T x for x (..., p)."""
+        return self._replaced(
+            x / self.scale,
+            lambda tril: torch.linalg.solve_triangular(tril.mT, self._inside(x), upper=True),
+        )
+
+    def transposed_times(self, x: Tensor) -> Tensor:
+        """Return R' x for x (..., p)."""
+        return self._replaced(x * self.scale, lambda tril: tril.mT @ self._inside(x))
+
+    def _inside(self, x: Tensor) -> Tensor:
+        """The coupled numbers of x (..., p) as columns (r, N)."""
+        return x[..., self.indices].reshape(-1, len(self.tril)).mT
+
+    def _replaced(self, x: Tensor, columns: Callable[[Tensor], Tensor]) -> Tensor:
+        if self.indices is None:
+            return x
+        inside = columns(self.tril).mT.reshape(*x.shape[:-1], len(self.tril))
+        return x.index_copy(-1, self.indices, inside)
+
+    def inverse_diagonal(self, reduction: Tensor) -> Tensor:
+        """Return the diagonal of R^-T (1 - B B') R^-1, (p,).
+
+        :param reduction: B, (p, k).
+        """
+        plain = (1.0 - reduction.square().sum(-1)) / self.scale.square()
+        if self.indices is None:
+            return plain
+        eye = torch.eye(len(self.tril), dtype=self.tril.dtype, device=self.tril.device)
+        inverse = torch.linalg.solve_triangular(self.tril, eye, upper=False).mT
+        inside = inverse.square().sum(-1) - (inverse @ reduction[self.indices]).square().sum(-1)
+        return plain.index_copy(0, self.indices, inside)
+
+    # Functions of the latents under the prior
+
+    def _independent(self) -> DiagonalPrecision:
+        """The prior of the numbers that are not coupled; the others have variance zero."""
+        diagonal = self.scale.square()
+        if self.indices is not None:
+            diagonal = diagonal.index_fill(0, self.indices, torch.inf)
+        return DiagonalPrecision(diagonal)
+
+    def _coupled(self, jacobian: Jacobian) -> Tensor:
+        """The Jacobian of the coupled numbers times L^-T, (n, K, r)."""
+        size, rank = len(self.scale), 0 if self.indices is None else len(self.tril)
+        units = self.scale.new_zeros(rank, size)
+        if self.indices is not None:
+            units[torch.arange(rank, device=units.device), self.indices] = 1.0
+            units = self.solve_transposed(units)
+        return jacobian.apply(units).permute(1, 2, 0)
+
+    def covariance(self, jacobian: Jacobian) -> Tensor:
+        """Return J_n Lambda^-1 J_n' for every datum, (n, K, K)."""
+        coupled = self._coupled(jacobian)
+        return self._independent().covariance(jacobian) + coupled @ coupled.mT
+
+    def output_variances(self, jacobian: Jacobian) -> Tensor:
+        """Return the diagonals of ``covariance``, (n, K)."""
+        own = self._independent().output_variances(jacobian)
+        return own + self._coupled(jacobian).square().sum(2)
+
+    def joint_covariance(self, jacobian: Jacobian) -> Tensor:
+        """Return J Lambda^-1 J' over all data, (n K, n K), data before columns."""
+        coupled = self._coupled(jacobian).flatten(0, 1)
+        return self._independent().joint_covariance(jacobian) + coupled @ coupled.mT
