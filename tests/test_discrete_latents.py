@@ -244,6 +244,17 @@ def test_pointwise_densities_and_moments_are_those_of_the_sum_by_hand():
     torch.testing.assert_close(found.mean(None)["y"], expected.mean(None)["y"])
 
 
+@pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
+def test_parameters_of_the_linearized_mixture_are_those_of_the_sum_by_hand():
+    found = []
+    for model in (mixture, by_hand):
+        guide = bdl.guides.AutoLaplaceGGN(model).prototype(Y).laplace_approximation((Y,))
+        guide.loc.copy_(torch.tensor([-1.0, 1.5]))
+        means = bdl.LinearizedPredictive(model, guide).moments(Y)["y"].mean
+        found.append([value for _, value in sorted(means.items())])
+    torch.testing.assert_close(*found)
+
+
 def test_export_and_leave_one_out():
     torch.manual_seed(0)
     samples = bdl.Samples({"means": torch.randn(2, 50, 2, dtype=torch.float64)})

@@ -42,7 +42,9 @@ class FactorStatements:
 
 def check_factors(run: Run, leaves: Mapping[str, Tensor], config: CurvatureConfig) -> None:
     """Warn if the program has factor statements, which have no Fisher information."""
-    moved = [n for n, site in run.factors.items() if reaches(site.log_prob(), leaves.values())]
+    with torch.enable_grad():
+        values = {name: site.log_prob() for name, site in run.factors.items()}
+    moved = [name for name, value in values.items() if reaches(value, leaves.values())]
     if moved and config.curvature != "hessian":
         warnings.warn(
             f"the factor '{moved[0]}' has no Fisher information and is left out of "

@@ -85,7 +85,8 @@ class LinearOutputs:
         def read(run: Run) -> dict[str, Tensor]:
             return unconstrained_parameters(run.observed[name].distribution, run)
 
-        kind, base = known_kind(site), base_distribution(site.distribution)
+        with torch.enable_grad():  # distributions keep what they compute here
+            kind, base = known_kind(site), base_distribution(site.distribution)
         result = cls(
             at,
             ("observed", name),

@@ -119,13 +119,6 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         config = replace(self.config, **changes)
         batches = Batches(data)
         batches.together(lambda: self._begin(*batches.first()))
-        if self.subsampled:
-            raise UnsupportedProgramError(
-                f"the latent site '{min(self.subsampled)}' is in a subsampled plate, so that "
-                "no run of the program holds all latents: integrate it out where it is Gaussian "
-                "(handlers.integrate), call the program with all of its data, or use AutoMeanField "
-                "or AutoAmortized"
-            )
         return LaplaceGuide(self, config, subset, batches, progress=progress)
 
     def _begin(self, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -154,6 +147,13 @@ class LaplaceGuide(JointGuide):
         progress: bool = False,
     ) -> None:
         super().__init__(source)
+        if source.subsampled:
+            raise UnsupportedProgramError(
+                f"the latent site '{min(source.subsampled)}' is in a subsampled plate, so that "
+                "no run of the program holds all latents: integrate it out where it is Gaussian "
+                "(handlers.integrate), call the program with all of its data, or use AutoMeanField "
+                "or AutoAmortized"
+            )
         model, layout = source.program_model, source.require_layout()
         self.config = config
         self.few = batches.first()

@@ -7,6 +7,7 @@ import torch
 from pyro.poutine.util import prune_subsample_sites
 from torch import Tensor
 
+from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.draws import latent_draws
 from pyro_bdl.init import init_to_network, start_at
 from pyro_bdl.program.program import Program, trace_once
@@ -124,6 +125,11 @@ def _unconstrained(program: Program, latents: Mapping[str, Any]) -> Tensor:
     missing = [name for name in program.latents if name not in latents]
     if missing:
         raise ValueError(f"init has no value for the latent site '{missing[0]}'")
+    if not program.latents:
+        raise UnsupportedProgramError(
+            "the program has no continuous latent site to draw: Program(model, *args)"
+            ".responsibilities({}) are the posterior of discrete ones"
+        )
     reference = next(iter(program.latents.values()))
     there = {name: latents[name].to(reference.device) for name in program.latents}
     return program.unconstrain(there).detach().to(reference.dtype)

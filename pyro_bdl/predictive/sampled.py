@@ -129,7 +129,9 @@ class Predictive:
         self.batch_norm_data = None if batch_norm_data is None else Batches(batch_norm_data)
         self.progress = progress
         self._statistics: tuple[list[Any], Draws] | None = None
-        self._is_checked = isinstance(posterior, Guide) and posterior.is_of(model)
+        self._is_checked = (
+            isinstance(posterior, Guide) and posterior.is_of(model) and not posterior.subsampled
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draws y ~ p(y | w_s, x) and the deterministic sites, each (S, ...).
@@ -266,6 +268,7 @@ class Predictive:
         """log p(y_n | w_s, x_n) for each observed site, (S, N); the arguments include targets.
 
         :raises ValueError: if no target is given.
+        :raises UnsupportedProgramError: if the likelihood is in ``pyro.factor`` statements only.
         """
 
         program = on_whole_data(self.model)
@@ -277,6 +280,12 @@ class Predictive:
                 for name, site in run.observed.items()
                 if site.value is not None
             }
+            if not values and run.factors:
+                raise UnsupportedProgramError(
+                    f"the factor '{min(run.factors)}' is no log likelihood of single data, and no "
+                    "site is observed: write the likelihood as pyro.sample(..., obs=y), and pass "
+                    "the targets as well"
+                )
             if not values:
                 raise ValueError("no site is observed: pass the targets as well")
             return values

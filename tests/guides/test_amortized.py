@@ -124,6 +124,14 @@ def test_training_goes_to_the_exact_posterior_compiled_as_well():
     assert (encoder.mean.weight[0] - expected).norm() < 0.25 * expected.norm()
 
 
+def test_rows_of_every_datum_need_all_data_to_predict():
+    guide = AutoMeanField(minibatch, create_plates=_rows_of).prototype(X[:B], torch.arange(B))
+    predictive = Predictive(minibatch, guide, num_samples=4)
+    with pytest.raises(ValueError, match=r"other shapes: 'z' \(8,\) for \(3,\)"):
+        predictive(X[:B])
+    assert predictive(X)["x"].shape == (4, N, 2)
+
+
 def test_new_data_have_latents_of_their_own():
     guide = AutoAmortized(minibatch, {"z": Encoder()}, create_plates=_rows_of).prototype(X[:B])
     new = torch.tensor([[1.0, 2.0], [0.3, -1.0]]).double()

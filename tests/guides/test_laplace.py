@@ -22,7 +22,7 @@ from pyro_bdl.curvature import config as config_module
 from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.evidence import log_marginal_likelihood
-from pyro_bdl.guides import AutoLaplaceGGN
+from pyro_bdl.guides import AutoLaplaceGGN, AutoLastLayer, AutoSubnetwork
 from pyro_bdl.program import Program
 
 D = torch.float64
@@ -246,14 +246,15 @@ def test_the_point_guide_scores_its_log_determinant():
     assert loss == pytest.approx(-float(Program(grouped, y).log_density(guide.loc.detach())))
 
 
-def test_latents_in_subsampled_plates_are_refused():
+@pytest.mark.parametrize("kind", [AutoLaplaceGGN, AutoLastLayer, AutoSubnetwork])
+def test_latents_in_subsampled_plates_are_refused(kind):
     def model(y):
         with pyro.plate("data", 6, subsample_size=3) as index:
             z = pyro.sample("z", dist.Normal(torch.zeros((), dtype=D), 1.0))
             pyro.sample("y", dist.Normal(z, 1.0), obs=y[index])
 
     y = torch.zeros(6, dtype=D)
-    guide = AutoLaplaceGGN(model)
+    guide = kind(model)
     with pytest.raises(UnsupportedProgramError, match=r"'z' is in a subsampled plate.*all of"):
         guide.laplace_approximation((y,))
 

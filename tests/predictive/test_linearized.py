@@ -794,7 +794,7 @@ def test_float32_is_close_to_float64():
 def test_bad_arguments():
     model, x, y = case("normal")
     map_guide = AutoLaplaceGGN(model).prototype(x, y)
-    with pytest.raises(TypeError, match=r"laplace_approximation\(data\) returns, got AutoLaplace"):
+    with pytest.raises(TypeError, match=r"laplace_approximation\(data\) .*, got AutoLaplace"):
         LinearizedPredictive(model, map_guide)
     guide = approximate(model, (x, y))
     with pytest.raises(ValueError, match="num_samples must be at least 1, got 0"):

@@ -365,6 +365,16 @@ def test_number_of_draws():
         bdl.Predictive(model, fresh)(x)
 
 
+def test_a_factor_has_no_log_likelihood_of_single_data():
+    def model(y):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        pyro.factor("fit", -(y - w).square().sum())
+
+    predictive = bdl.Predictive(model, bdl.Samples({"w": torch.zeros(1, 3)}))
+    with pytest.raises(UnsupportedProgramError, match="the factor 'fit' is no log likelihood"):
+        predictive.log_likelihood(torch.ones(4))
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_cuda():

@@ -191,6 +191,6 @@ def require_all_data(program: Program) -> None:
     for name, (size, present) in program.plates.items():
         if present < size:
             raise ValueError(
-                f"the plate '{name}' has size {size} but holds {present}: MCMC needs all "
-                "data in one call, without subsampling"
+                "MCMC needs all data in one call, without subsampling: the plate "
+                f"'{name}' has size {size} but holds {present}"
             )

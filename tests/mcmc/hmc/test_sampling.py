@@ -364,7 +364,7 @@ def test_bad_programs_and_arguments():
     x, y = linear_data()
     with pytest.raises(UnsupportedProgramError, match="no observed site"):
         bdl.mcmc.sample(linear_model, x, **QUICK)
-    with pytest.raises(UnsupportedProgramError, match="'z' is discrete"):
+    with pytest.raises(UnsupportedProgramError, match="no continuous latent"):
         bdl.mcmc.sample(discrete, x, torch.tensor(1.0), **QUICK)
     broken = x.clone()
     broken[4, 1] = math.nan
