@@ -192,16 +192,15 @@ def test_chains_are_those_of_the_sum_by_hand(model, hand):
     torch.testing.assert_close(found[0], found[1])
 
 
-def test_nuts_under_jax_is_that_of_the_sum_by_hand():
-    options = dict(num_warmup=4, num_samples=4, seed=0, progress=False)
+def test_nuts_under_jax_moves_on_the_density_of_the_sum_by_hand():
+    options = dict(num_warmup=2, num_samples=2, seed=0, progress=False)
     options["init"] = _fixed(switch)[0]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = [
-            bdl.mcmc.sample(model, Y, kernel="nuts", backend="numpyro", **options)
-            for model in (switch, switch_by_hand)
-        ]
-    torch.testing.assert_close(found[0].latents, found[1].latents, rtol=1e-6, atol=1e-6)
+        found = bdl.mcmc.sample(switch, Y, kernel="nuts", backend="numpyro", **options)
+    program = Program(switch_by_hand, Y)
+    expected = torch.stack([program.log_density(v) for v in found.latents["means"][0]])
+    torch.testing.assert_close(-found.stats["potential_energy"][0], expected)
 
 
 # Prediction and comparison
