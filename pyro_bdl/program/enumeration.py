@@ -500,19 +500,30 @@ class Marginal(MixtureSameFamily):
 
     :param density: log p(y | w) of a value, of the batch shape.
     :param mixture: the same distribution as a mixture.
+    :param support: that of p(y_n | z_n, w).
     """
 
     def __init__(
         self,
         density: Callable[[Tensor], Tensor],
         mixture: Callable[[], MixtureSameFamily],
+        support: Any,
         shape: "_Shape",
         couples_data: bool,
     ) -> None:
         self._density, self._mixture, self._event_ndims = density, mixture, len(shape.event)
+        self._support = support
         self.couples_data = couples_data
         self._laid_out: Any = None
         Distribution.__init__(self, shape.batch, shape.event, validate_args=False)
+
+    @constraints.dependent_property
+    def support(self) -> Any:
+        inner = self._event_ndims - self._support.event_dim
+        if self._support in (constraints.real, constraints.real_vector):  # so without the mixture
+            support = constraints.independent(self._support, inner) if inner else self._support
+            return constraints.MixtureSameFamilyConstraint(support)
+        return super().support
 
     def _as_mixture(self) -> Any:
         if self._laid_out is None:
@@ -536,6 +547,31 @@ class Marginal(MixtureSameFamily):
 
     def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> Any:
         return self._as_mixture().expand(batch_shape)
+
+
+def one_step_ahead(run: Any) -> str | None:
+    """Return why the terms of a run's log likelihood are not log p(y_n | w) of each datum, as
+    leave-one-out takes them; None where they are."""
+    name = None if run.discrete is None else run.discrete.one_step_ahead
+    if name is None:
+        return None
+    return (
+        f"the data of the site '{name}' depend on other data through discrete sites that are "
+        "summed out, so that its terms are joint or one-step-ahead densities: leaving one term out "
+        "does not leave one datum out"
+    )
+
+
+def bias_of_minibatches(run: Any) -> str | None:
+    """Return why a minibatch's estimate of the log likelihood is biased; None where it is not."""
+    if run.discrete is None or run.discrete.biased is None:
+        return None
+    site, discrete = run.discrete.biased
+    return (
+        f"the discrete site '{discrete}' stands outside of a subsampled plate of '{site}', so that "
+        "minibatches give a biased estimate of the log of its sum, with N/B inside of the log: "
+        "pass all data at once"
+    )
 
 
 def coupled_data(run: Any) -> str | None:
@@ -593,7 +629,11 @@ def _shape_of(statement: Statement, plates: Mapping[str, Plate], kept: frozenset
 class SummedOut:
     """The discrete sites of one run, summed out of the statements that depend on them.
 
-    ``names`` are those of the sites. All results are given the latents and the data of the run.
+    ``names`` are those of the sites. ``one_step_ahead`` is the first observed site whose terms are
+    not log p(y_n | w) of each datum by itself: they are conditional on data before, or joint.
+    ``biased`` is the first site of a subsampled plate with a discrete site outside of it, and the
+    latter: N/B is then inside of the log of the sum. All results are given the latents and the data
+    of the run.
     """
 
     def __init__(self, enumeration: Enumeration) -> None:
@@ -609,6 +649,8 @@ class SummedOut:
             and not math.isclose(scale, 1.0)
         }
         self.names = tuple(variable.name for variable in self._variables.values())
+        self.one_step_ahead: str | None = None
+        self.biased: tuple[str, str] | None = None
         self._own = enumeration.own_symbols()
         self._tables: dict[str, Factor] = {}  # of the statements
         self._in_turn: list[Factor] = []
@@ -912,7 +954,13 @@ class SummedOut:
             return table.reshape(shape.batch + shape.event if shape.is_plain else fn.shape())
 
         inner = math.prod(self._plates[name].scale for name in statement.plates - kept)
+        if self.biased is None and inner != 1.0:
+            outside = next(v for v in variables if not v.plates >= statement.plates)
+            self.biased = statement.name, outside.name
         has_inner = len(shape.event) > site.distribution.event_dim or not shape.is_plain
+        after_data = any(other.evidence for other in near) or (has_inner and not kept)
+        if self.one_step_ahead is None and after_data and statement.kind == "observed":
+            self.one_step_ahead = statement.name
         masked = isinstance(site.mask, Tensor) and (has_inner or site.mask.dim() > ROOM)
         distribution: Any
         if all(variable.plates == kept for variable in variables):
@@ -928,7 +976,9 @@ class SummedOut:
                 return self._mixture(site.distribution, symbols, weights, shape)
 
             if shape.is_plain and inner == 1.0 and not masked and take_apart(site.distribution):
-                distribution = Marginal(density, mixture, shape, has_inner and not kept)
+                distribution = Marginal(
+                    density, mixture, site.distribution.support, shape, has_inner and not kept
+                )
             else:
                 distribution = JointMarginal(density, draw, site.distribution.support, shape)
         else:
