@@ -32,32 +32,37 @@ def set_device(device: str) -> None:
 
 
 def in_turns(
-    sides: dict[str, Callable[[], Any]], repeats: int, *, slow: float = math.inf
+    sides: dict[str, Callable[[], Any]],
+    repeats: int,
+    *,
+    slow: float = math.inf,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
     """Median seconds of each side; the sides take turns, so that both see the same machine.
 
     :param slow: a side whose first call, which does not count otherwise, takes longer than so
         many seconds is not called again.
+    :param clock: ``time.process_time`` on a loaded machine.
     """
     seconds: dict[str, list[float]] = {}
     once: dict[str, float] = {}
     for name, function in sides.items():
-        first = _seconds(function)
+        first = _seconds(function, clock)
         if first > slow:
             once[name] = first
         else:
             seconds[name] = []
     for _ in range(repeats):
         for name, values in seconds.items():
-            values.append(_seconds(sides[name]))
+            values.append(_seconds(sides[name], clock))
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     return once | medians
 
 
-def _seconds(function: Callable[[], Any]) -> float:
-    start = time.perf_counter()
+def _seconds(function: Callable[[], Any], clock: Callable[[], float]) -> float:
+    start = clock()
     function()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def reset_peak_memory() -> None:

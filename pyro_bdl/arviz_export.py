@@ -19,6 +19,7 @@ from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.draws import as_posterior, log_densities, samples_of_program, to_samples
 from pyro_bdl.predictive.linearized import UNKNOWN, LinearizedPredictive, is_linear
 from pyro_bdl.predictive.sampled import Predictive
+from pyro_bdl.program.enumeration import one_step_ahead
 from pyro_bdl.program.observed_arguments import Targets
 from pyro_bdl.program.program import Program, trace_once
 from pyro_bdl.program.trace import record
@@ -268,6 +269,11 @@ def _predicted(
     leading = samples.num_chains, samples.num_draws
     drawn = predictive(*args, **kwargs)
     density = predictive.log_likelihood(*program.args, **program.kwargs)
+    with torch.no_grad():
+        coupled = one_step_ahead(program.run(program.initial))
+    if coupled is not None:
+        message = f"{coupled}; arviz.loo and waic on log_likelihood are no estimates for new data"
+        warnings.warn(message, BdlWarning, stacklevel=3)
     return {
         "posterior_predictive": labels.drawn(_split(drawn, leading)),
         "log_likelihood": labels.drawn(_split(density, leading)),

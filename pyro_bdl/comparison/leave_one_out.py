@@ -15,6 +15,7 @@ from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.draws import log_densities
 from pyro_bdl.predictive.sampled import Predictive
+from pyro_bdl.program.enumeration import one_step_ahead
 from pyro_bdl.program.program import Program
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.module_state import evaluation_mode
@@ -79,10 +80,17 @@ def leave_one_out(
     :param predictive: computes the log likelihood at these draws.
     :param site: the observed site.
     :param parts: the training data in batches that limit memory.
-    :returns: None for one or a few point masses, for which PSIS-LOO is not possible.
+    :returns: None for one or a few point masses, for which PSIS-LOO is not possible, and where the
+        data depend on each other through discrete sites, with a warning.
     """
     linear = not isinstance(predictive, Predictive)
     if not linear and _number_of_values(samples) < _LEAST_VALUES:
+        return None
+    program = Program(model, *parts[0].inputs, parts[0].y)
+    with torch.no_grad():
+        coupled = one_step_ahead(program.run(program.initial))
+    if coupled is not None:
+        warnings.warn(f"{coupled}, and elpd_loo is left out", BdlWarning, stacklevel=2)
         return None
     density = [log_likelihood(predictive, site, part) for part in parts]
     shape = (samples.num_chains, -1) if isinstance(posterior, Samples) else (1, -1)

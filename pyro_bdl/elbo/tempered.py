@@ -9,6 +9,7 @@ These bounds refuse a second thread; Pyro's bounds do not notice it.
 """
 
 import contextlib
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from torch.distributions import Distribution
 from pyro_bdl.distributions.dropout_noise import NoisyWeight
 from pyro_bdl.elbo.finite_loss import check_value, guarded, left_to_caller, require_gradients
 from pyro_bdl.elbo.unscaled_batches import UnscaledBatches
+from pyro_bdl.errors import BdlWarning
 from pyro_bdl.estimators import PerDatum, as_estimator
 from pyro_bdl.estimators.per_datum import active
 from pyro_bdl.estimators.sticking import constant_parameters
@@ -31,6 +33,7 @@ from pyro_bdl.guides.draws import run_at_draw
 from pyro_bdl.guides.kl import entropy, mean_field_kl, sampled_kl
 from pyro_bdl.guides.training_step import one_step
 from pyro_bdl.program.argument_errors import explained
+from pyro_bdl.program.enumeration import bias_of_minibatches
 from pyro_bdl.program.supports import check_support, nan_outside_support
 from pyro_bdl.program.trace import Run, record, sum_out_discrete
 from pyro_bdl.program.validation import check_finite
@@ -346,6 +349,9 @@ def _check(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> froze
         q, p = _draw(model, guide, args, kwargs)
         _check_sites(q, p, isinstance(guide, Guide))
         check_support(p)
+        bias = bias_of_minibatches(p)
+        if bias is not None:
+            warnings.warn(bias, BdlWarning, stacklevel=3)
         hidden = [] if p.discrete is None else list(p.discrete.names)
         shown = poutine.block(model, hide=hidden) if hidden else model
         Trace_ELBO().loss(shown, guide, *args, **kwargs)

@@ -15,6 +15,7 @@ scales the term.
 Latents that depend on discrete sites come first, so that log p(w) and log p(y | w) are told apart.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -62,23 +63,62 @@ class Statement(NamedTuple):
 
 
 def symbols_of(statement: Statement) -> dict[int, int]:
-    """The symbols in a statement's distribution, by dimension."""
-    shape = statement.site.distribution.batch_shape
+    """The symbols in a statement's distribution and mask, by dimension."""
+    site = statement.site
+    shapes = [site.distribution.batch_shape]
+    if isinstance(site.mask, Tensor):
+        shapes.append(site.mask.shape)
     return {
         dim: symbol
         for dim, symbol in statement.symbols.items()
-        if len(shape) >= -dim and shape[dim] > 1
+        if any(len(shape) >= -dim and shape[dim] > 1 for shape in shapes)
     }
 
 
-class Factor(NamedTuple):
+class Factor:
     """A log density as a table: a dimension for each symbol, in their order, then ``ROOM`` of
-    plates. ``evidence`` tells that it is no conditional distribution of discrete sites alone."""
+    plates.
 
-    table: Tensor
-    symbols: tuple[int, ...]
-    plates: frozenset[str]
-    evidence: bool = False
+    The table is computed when it is first asked for, in the gradient mode of the construction.
+
+    :param make: the table, or what computes it.
+    :param evidence: tells that it is no conditional distribution of discrete sites alone.
+    """
+
+    __slots__ = ("_has_gradients", "_made", "evidence", "plates", "symbols")
+
+    def __init__(
+        self,
+        make: Tensor | Callable[[], Tensor],
+        symbols: tuple[int, ...],
+        plates: frozenset[str],
+        evidence: bool = False,
+    ) -> None:
+        self._made = make
+        self.symbols, self.plates, self.evidence = symbols, plates, evidence
+        self._has_gradients = torch.is_grad_enabled()
+
+    @property
+    def table(self) -> Tensor:
+        if not isinstance(self._made, Tensor):
+            with torch.set_grad_enabled(self._has_gradients):
+                self._made = self._made()
+        return self._made
+
+    def changed(
+        self,
+        change: Callable[[Tensor], Tensor],
+        *,
+        symbols: tuple[int, ...] | None = None,
+        plates: frozenset[str] | None = None,
+    ) -> "Factor":
+        """A factor whose table is a function of this one's."""
+        return Factor(
+            lambda: change(self.table),
+            self.symbols if symbols is None else symbols,
+            self.plates if plates is None else plates,
+            self.evidence,
+        )
 
 
 # ------------------------------------------------------------------------------- while it runs
@@ -254,26 +294,30 @@ class Elimination:
         gone = [self.plates[name] for name in factor.plates - kept]
         if not gone:
             return factor
-        table, scale = factor.table, 1.0
-        for plate in gone:
-            scale *= plate.scale * (plate.size if table.shape[plate.dim] == 1 else 1)
-        table = table.sum([plate.dim for plate in gone], keepdim=True)
-        table = table if scale == 1.0 else table * scale
-        return factor._replace(table=table, plates=factor.plates & kept)
+
+        def over_plates(table: Tensor) -> Tensor:
+            scale = 1.0
+            for plate in gone:
+                scale *= plate.scale * (plate.size if table.shape[plate.dim] == 1 else 1)
+            where = [plate.dim for plate in gone if table.shape[plate.dim] > 1]
+            table = table.sum(where, keepdim=True) if where else table
+            return table if scale == 1.0 else table * scale
+
+        return factor.changed(over_plates, plates=factor.plates & kept)
 
     def product(self, factors: Sequence[Factor]) -> Factor:
         """The product of factors, over all of their symbols."""
+        if len(factors) == 1:
+            return factors[0]
         symbols = tuple(sorted({symbol for factor in factors for symbol in factor.symbols}))
-        total: Any = None
-        for factor in factors:
-            table = factor.table
-            if factor.symbols != symbols:
-                own = iter(factor.table.shape[: len(factor.symbols)])
-                sizes = [next(own) if symbol in factor.symbols else 1 for symbol in symbols]
-                table = table.reshape(*sizes, *table.shape[len(factor.symbols) :])
-            total = table if total is None else total + table
         plates = frozenset().union(*(factor.plates for factor in factors))
-        return Factor(total, symbols, plates, any(factor.evidence for factor in factors))
+        by_size = sorted(factors, key=lambda factor: len(factor.symbols))  # small tables first
+
+        def multiplied() -> Tensor:
+            tables = [_spread(factor.table, factor.symbols, symbols) for factor in by_size]
+            return functools.reduce(torch.add, tables)
+
+        return Factor(multiplied, symbols, plates, any(factor.evidence for factor in factors))
 
     def bucket(self, symbol: int, factors: Sequence[Factor]) -> tuple[Factor | None, list[Factor]]:
         """The product of the factors of a variable, reduced to its plates, and the other factors;
@@ -299,8 +343,9 @@ class Elimination:
         """The sum of a factor over some of its variables."""
         where = [factor.symbols.index(symbol) for symbol in symbols]
         kept = tuple(symbol for symbol in factor.symbols if symbol not in symbols)
-        table = torch.logsumexp(factor.table, where) if where else factor.table
-        return factor._replace(table=table, symbols=kept)
+        if not where:
+            return factor
+        return factor.changed(lambda table: torch.logsumexp(table, where), symbols=kept)
 
     def order(self, factors: Iterable[Factor]) -> list[int]:
         """The variables of factors, those of the innermost plates first, then as in the program."""
@@ -323,6 +368,7 @@ class Elimination:
             assert product is not None
             steps.append((symbol, product))
             now = [*rest, self.summed(product, [symbol])]
+            _ = now[-1].table  # at once, since a long chain would be a deep recursion later
         return now, steps
 
     def total(self, factors: Sequence[Factor], kept: frozenset[str] = frozenset()) -> Any:
@@ -359,6 +405,15 @@ class Elimination:
             "and depend on each other, so that their sum does not factorize: sample one of them "
             "outside of its plate, or marginalize it in the program"
         )
+
+
+def _spread(table: Tensor, own: tuple[int, ...], symbols: tuple[int, ...]) -> Tensor:
+    """A table with a dimension for each of ``symbols``, of which it has its own."""
+    if own == symbols:
+        return table
+    sizes = iter(table.shape)
+    found = [next(sizes) if symbol in own else 1 for symbol in symbols]
+    return table.reshape(*found, *sizes)
 
 
 def _by_symbols(
@@ -445,19 +500,30 @@ class Marginal(MixtureSameFamily):
 
     :param density: log p(y | w) of a value, of the batch shape.
     :param mixture: the same distribution as a mixture.
+    :param support: that of p(y_n | z_n, w).
     """
 
     def __init__(
         self,
         density: Callable[[Tensor], Tensor],
         mixture: Callable[[], MixtureSameFamily],
+        support: Any,
         shape: "_Shape",
         couples_data: bool,
     ) -> None:
         self._density, self._mixture, self._event_ndims = density, mixture, len(shape.event)
+        self._support = support
         self.couples_data = couples_data
         self._laid_out: Any = None
         Distribution.__init__(self, shape.batch, shape.event, validate_args=False)
+
+    @constraints.dependent_property
+    def support(self) -> Any:
+        inner = self._event_ndims - self._support.event_dim
+        if self._support in (constraints.real, constraints.real_vector):  # so without the mixture
+            support = constraints.independent(self._support, inner) if inner else self._support
+            return constraints.MixtureSameFamilyConstraint(support)
+        return super().support
 
     def _as_mixture(self) -> Any:
         if self._laid_out is None:
@@ -481,6 +547,31 @@ class Marginal(MixtureSameFamily):
 
     def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> Any:
         return self._as_mixture().expand(batch_shape)
+
+
+def one_step_ahead(run: Any) -> str | None:
+    """Return why the terms of a run's log likelihood are not log p(y_n | w) of each datum, as
+    leave-one-out takes them; None where they are."""
+    name = None if run.discrete is None else run.discrete.one_step_ahead
+    if name is None:
+        return None
+    return (
+        f"the data of the site '{name}' depend on other data through discrete sites that are "
+        "summed out, so that its terms are joint or one-step-ahead densities: leaving one term out "
+        "does not leave one datum out"
+    )
+
+
+def bias_of_minibatches(run: Any) -> str | None:
+    """Return why a minibatch's estimate of the log likelihood is biased; None where it is not."""
+    if run.discrete is None or run.discrete.biased is None:
+        return None
+    site, discrete = run.discrete.biased
+    return (
+        f"the discrete site '{discrete}' stands outside of a subsampled plate of '{site}', so that "
+        "minibatches give a biased estimate of the log of its sum, with N/B inside of the log: "
+        "pass all data at once"
+    )
 
 
 def coupled_data(run: Any) -> str | None:
@@ -538,7 +629,11 @@ def _shape_of(statement: Statement, plates: Mapping[str, Plate], kept: frozenset
 class SummedOut:
     """The discrete sites of one run, summed out of the statements that depend on them.
 
-    ``names`` are those of the sites. All results are given the latents and the data of the run.
+    ``names`` are those of the sites. ``one_step_ahead`` is the first observed site whose terms are
+    not log p(y_n | w) of each datum by itself: they are conditional on data before, or joint.
+    ``biased`` is the first site of a subsampled plate with a discrete site outside of it, and the
+    latter: N/B is then inside of the log of the sum. All results are given the latents and the data
+    of the run.
     """
 
     def __init__(self, enumeration: Enumeration) -> None:
@@ -554,6 +649,11 @@ class SummedOut:
             and not math.isclose(scale, 1.0)
         }
         self.names = tuple(variable.name for variable in self._variables.values())
+        self.one_step_ahead: str | None = None
+        self.biased: tuple[str, str] | None = None
+        self._own = enumeration.own_symbols()
+        self._tables: dict[str, Factor] = {}  # of the statements
+        self._in_turn: list[Factor] = []
 
     def support(self, name: str) -> Tensor:
         """The values of a site, (K, *event), in the order in which they are counted."""
@@ -567,6 +667,22 @@ class SummedOut:
         """log p of the statements that depend on discrete sites, these summed out, a scalar; not
         tempered."""
         return self._algebra.total(self._factors()).sum()
+
+    def log_likelihood(self) -> tuple[Tensor, frozenset[str]] | None:
+        """The sum of all marginals of observed sites and factors by one elimination, scaled by N/B
+        and tempered, a scalar; and the names of these sites. None where the sum must be taken term
+        by term: for several temperatures, tensors as scales, and latents that depend on discrete
+        sites."""
+        reached = [s for s in self._statements if s.kind != "discrete" and symbols_of(s)]
+        given = [s for s in reached if s.site.value is not None]
+        scales = {_tempering(s.site) for s in given}
+        if len(scales) != 1 or None in scales or any(s.kind == "latents" for s in reached):
+            return None
+        discrete = [s for s in self._statements if s.kind == "discrete"]
+        total = self._algebra.total([self._later(s) for s in (*discrete, *given)]).sum()
+        (scale,) = scales
+        names = frozenset(statement.name for statement in given)
+        return total if scale == 1.0 else total * scale, names
 
     @property
     def sites(self) -> dict[str, Any]:
@@ -652,9 +768,8 @@ class SummedOut:
 
     def _places(self) -> dict[int, int]:
         """For each variable of several values the place of its own statement."""
-        own = {variable.name: symbol for symbol, variable in self._variables.items()}
         places = {
-            own[statement.name]: place
+            self._own[statement.name]: place
             for place, statement in enumerate(self._statements)
             if statement.kind == "discrete"
         }
@@ -669,7 +784,7 @@ class SummedOut:
         return table
 
     def _factors(self) -> list[Factor]:
-        return [self._factor(s) for s in self._statements if s.site.value is not None]
+        return [self._later(s) for s in self._statements if s.site.value is not None]
 
     # Marginals
 
@@ -690,28 +805,48 @@ class SummedOut:
             count = len(value)
             masked = ~torch.as_tensor(site.mask, device=table.device)
             table = table - masked.to(table.dtype) * math.log(count)
-        factor = self._algebra.factor(
+        return self._algebra.factor(
             table, statement.symbols, statement.plates, evidence=not is_discrete
         )
-        for symbol in factor.symbols:
-            variable = self._variables[symbol]
-            missing = variable.plates - statement.plates
-            if missing:
-                raise UnsupportedProgramError(
-                    f"the site '{statement.name}' depends on the discrete site '{variable.name}' "
-                    f"of the plate '{min(missing)}' and stands outside of it: put it into that "
-                    "plate"
-                )
-        return factor
+
+    def _later(self, statement: Statement) -> Factor:
+        """The factor of a statement at its value, computed when it is asked for, and then kept."""
+        if statement.name not in self._tables:
+            found = set(symbols_of(statement).values())
+            if statement.kind == "discrete":
+                own = self._own[statement.name]
+                found |= {own} if len(self._variables[own].values) > 1 else set()
+            symbols = tuple(sorted(found))
+            for symbol in symbols:
+                variable = self._variables[symbol]
+                missing = variable.plates - statement.plates
+                if missing:
+                    raise UnsupportedProgramError(
+                        f"the site '{statement.name}' depends on the discrete site "
+                        f"'{variable.name}' of the plate '{min(missing)}' and stands outside of "
+                        "it: put it into that plate"
+                    )
+
+            def table() -> Tensor:
+                factor = self._factor(statement)
+                return _spread(factor.table, factor.symbols, symbols)
+
+            is_discrete = statement.kind == "discrete"
+            factor = Factor(table, symbols, statement.plates, not is_discrete)
+            self._tables[statement.name] = factor
+        return self._tables[statement.name]
 
     def put_marginals(self, run: Any) -> None:
-        """Replace the sites of a run that depend on discrete sites by their marginals."""
+        """Replace the sites of a run that depend on discrete sites by their marginals.
+
+        Only their form is found here; the densities are computed where they are asked for.
+        """
         statements = self._in_order()
         lasts = self._last_uses(statements)
         pool: list[Factor] = []
         for place, statement in enumerate(statements):
             if statement.kind == "discrete":
-                pool.append(self._factor(statement))
+                pool.append(self._later(statement))
                 self._check_plates(statement)
                 pool = self._forget(pool, lasts, place)
                 continue
@@ -720,13 +855,12 @@ class SummedOut:
                 continue
             near = self._algebra.connected(symbols.values(), pool)
             self._check_tempering(statement, near)
-            site, factor = self._marginal(statement, symbols, near)
-            getattr(run, statement.kind)[statement.name] = site
+            getattr(run, statement.kind)[statement.name] = self._marginal(statement, symbols, near)
             reached = {symbol for other in near for symbol in other.symbols}
             if all(lasts[symbol] <= place for symbol in reached):
                 pool = [other for other in pool if not reached.intersection(other.symbols)]
             elif statement.site.value is not None:
-                pool = self._forget([*pool, factor()], lasts, place)
+                pool = self._forget([*pool, self._later(statement)], lasts, place)
 
     def _in_order(self) -> list[Statement]:
         """The statements, those up to the last latent that depends on discrete sites without the
@@ -744,12 +878,11 @@ class SummedOut:
     def _last_uses(self, statements: Sequence[Statement]) -> dict[int, int]:
         """The place of the last statement that each variable enters."""
         lasts = {}
-        own = {variable.name: symbol for symbol, variable in self._variables.items()}
         for place, statement in enumerate(statements):
             for symbol in symbols_of(statement).values():
                 lasts[symbol] = place
             if statement.kind == "discrete":
-                lasts[own[statement.name]] = place
+                lasts[self._own[statement.name]] = place
         return lasts
 
     def _forget(self, pool: list[Factor], lasts: Mapping[int, int], place: int) -> list[Factor]:
@@ -757,8 +890,16 @@ class SummedOut:
         for symbol in self._algebra.order(pool):
             if lasts[symbol] <= place:
                 after = self._algebra.without(symbol, pool)
-                pool = pool if after is None else after
+                if after is not None:
+                    pool = after
+                    self._in_turn.append(pool[-1])
         return pool
+
+    def _compute(self, count: int) -> None:
+        """Compute the first sums in their turn: the last of a long chain would be a deep
+        recursion."""
+        for factor in self._in_turn[:count]:
+            _ = factor.table
 
     def _check_plates(self, statement: Statement) -> None:
         """Each entry of a discrete site's batch is a variable of its own, which plates tell."""
@@ -784,8 +925,8 @@ class SummedOut:
 
     def _marginal(
         self, statement: Statement, symbols: Mapping[int, int], near: Sequence[Factor]
-    ) -> tuple[Any, Callable[[], Factor]]:
-        """The site of a statement with its marginal, and what makes its factor.
+    ) -> Any:
+        """The site of a statement with its marginal.
 
         :param near: the factors that its discrete sites are connected to.
         """
@@ -793,14 +934,11 @@ class SummedOut:
         variables = [self._variables[symbol] for factor in near for symbol in factor.symbols]
         kept = frozenset.intersection(*(variable.plates for variable in variables))
         shape = _shape_of(statement, self._plates, kept)
-        known: list[Factor] = []
+        later, count = self._later(statement), len(self._in_turn)
 
-        def factor(value: Any = None) -> Factor:
-            if value is not None and value is not statement.site.value:
-                return self._factor(statement, value)
-            if not known:
-                known.append(self._factor(statement))
-            return known[0]
+        def factor(value: Tensor) -> Factor:
+            self._compute(count)
+            return later if value is site.value else self._factor(statement, value)
 
         def laid_out(table: Tensor) -> Tensor:
             rank = -shape.first
@@ -808,6 +946,7 @@ class SummedOut:
             return table.expand(shape.batch)
 
         def draw() -> Tensor:
+            self._compute(count)
             drawn = self._draw(near)
             fn = site.distribution
             table, found = _by_symbols(fn.sample(), symbols, fn.event_dim)
@@ -815,7 +954,14 @@ class SummedOut:
             return table.reshape(shape.batch + shape.event if shape.is_plain else fn.shape())
 
         inner = math.prod(self._plates[name].scale for name in statement.plates - kept)
+        if self.biased is None and inner != 1.0:
+            outside = next(v for v in variables if not v.plates >= statement.plates)
+            self.biased = statement.name, outside.name
         has_inner = len(shape.event) > site.distribution.event_dim or not shape.is_plain
+        after_data = any(other.evidence for other in near) or (has_inner and not kept)
+        if self.one_step_ahead is None and after_data and statement.kind == "observed":
+            self.one_step_ahead = statement.name
+        masked = isinstance(site.mask, Tensor) and (has_inner or site.mask.dim() > ROOM)
         distribution: Any
         if all(variable.plates == kept for variable in variables):
             near = [algebra.reduced(other, kept) for other in near]
@@ -826,32 +972,35 @@ class SummedOut:
                 return laid_out(algebra.summed(product, product.symbols).table)
 
             def mixture() -> MixtureSameFamily:
+                self._compute(count)
                 return self._mixture(site.distribution, symbols, weights, shape)
 
-            masked = has_inner and isinstance(site.mask, Tensor)
             if shape.is_plain and inner == 1.0 and not masked and take_apart(site.distribution):
-                distribution = Marginal(density, mixture, shape, has_inner and not kept)
+                distribution = Marginal(
+                    density, mixture, site.distribution.support, shape, has_inner and not kept
+                )
             else:
                 distribution = JointMarginal(density, draw, site.distribution.support, shape)
         else:
-            before = algebra.total(near, kept)
+            before = Factor(lambda: algebra.total(near, kept), (), kept)
 
             def density(value: Tensor) -> Tensor:
-                return laid_out(algebra.total([*near, factor(value)], kept) - before)
+                after = algebra.total([*near, factor(value)], kept)
+                return laid_out(after - before.table)
 
             distribution = JointMarginal(density, draw, site.distribution.support, shape)
         if statement.kind == "factors":
             total = distribution.log_prob(site.value)
             distribution = Unit(total, validate_args=False)
             site = site._replace(value=total.new_empty((*total.shape, 0)))
-        mask = None if has_inner and isinstance(site.mask, Tensor) else site.mask
+        mask = None if masked else site.mask
         scale = site.scale if inner == 1.0 else site.scale / inner
         return site._replace(
             distribution=distribution,
             scale=scale,
             mask=mask,
             subsampling=site.subsampling / inner,
-        ), factor
+        )
 
     def _weights(self, near: Sequence[Factor], symbols: Sequence[int]) -> Factor:
         """log p(z | y_1, ..., y_{i-1}, w) of some variables, the others summed out."""
@@ -864,8 +1013,7 @@ class SummedOut:
         if not weights.evidence:
             return weights
         where = list(range(len(weights.symbols)))
-        table = weights.table - torch.logsumexp(weights.table, where, keepdim=True)
-        return weights._replace(table=table)
+        return weights.changed(lambda table: table - torch.logsumexp(table, where, keepdim=True))
 
     def _mixture(
         self, fn: Any, symbols: Mapping[int, int], weights: Factor, shape: _Shape
@@ -904,7 +1052,9 @@ class SummedOut:
 
 def _tempering(site: Any) -> float | None:
     """A site's scale but for N/B; None for a tensor, which is not read."""
-    return None if isinstance(site.scale, Tensor) else site.scale / site.subsampling
+    if isinstance(site.scale, Tensor):
+        return None
+    return 1.0 if site.scale == site.subsampling else site.scale / site.subsampling
 
 
 def sum_out(run: Any, enumeration: Enumeration) -> None:

@@ -6,6 +6,7 @@ import torch
 from pyro import poutine
 from torch import Tensor
 from torch.distributions import constraints
+from torch.distributions.constraints import MixtureSameFamilyConstraint
 
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.layout import Latent, support_bounds, transform_of
@@ -82,7 +83,7 @@ def _outside_support(site: Site) -> Tensor | None:
 
 
 def _is_real(support: Any) -> bool:
-    while isinstance(support, constraints.independent):
+    while isinstance(support, constraints.independent | MixtureSameFamilyConstraint):
         support = support.base_constraint
     return support is constraints.real
 

@@ -94,7 +94,12 @@ class Run:
         return _total(self.latents.values())
 
     def log_likelihood(self) -> Tensor | float:
-        return _total((*self.observed.values(), *self.factors.values()))
+        sites = self.observed | self.factors
+        summed = None if self.discrete is None else self.discrete.log_likelihood()
+        if summed is None:
+            return _total(sites.values())
+        total, names = summed
+        return total + _total(site for name, site in sites.items() if name not in names)
 
 
 def _total(sites: Iterable[Site]) -> Tensor | float:

@@ -53,6 +53,7 @@ def simplify(graph: fx.Graph, known: Known) -> None:
         if value is not None:
             known[node] = value
             continue
+        take_all_as_view(node, known)
         other = _simpler(node, known)
         if other is None:
             key = (node.target, _hashable(node.args), _hashable(node.kwargs))
@@ -152,6 +153,47 @@ def _alike(a: fx.Node, b: fx.Node) -> bool:
     """Return whether two nodes have the same shape, strides, dtype and device."""
     kind = kind_of(a)
     return kind is not None and kind == kind_of(b)
+
+
+# Indexing with all indices -----------------------------------------------------------------------
+
+
+def take_all_as_view(node: fx.Node, known: Known) -> None:
+    """Turn an index with all of 0, 1, ..., K - 1 in this order, and its gradient, into a view.
+
+    A table is read in this way at the values of a discrete site that is summed out.
+    """
+    name = name_of(node)
+    if name not in ("index", "index_put") or node.kwargs:
+        return
+    first, indices, *more = node.args
+    index: Any = indices[0] if isinstance(indices, list | tuple) and len(indices) == 1 else None
+    if name == "index":
+        source, kind = first, kind_of(first) if isinstance(first, fx.Node) else None
+    else:  # a sum into zeros
+        source, kind = more[0], kind_of(node)
+        if not _is(first, 0, known) or more[1:] != [True]:
+            return
+    if index not in known or kind is None or not isinstance(source, fx.Node):
+        return
+    value, sizes, given = known[index], kind_of(node), kind_of(source)
+    if value.dtype != torch.long or not kind.shape or len(value.reshape(-1)) != kind.shape[0]:
+        return
+    if not torch.equal(value.reshape(-1), torch.arange(kind.shape[0], device=value.device)):
+        return
+    if sizes is None or given is None or sizes.shape.numel() != given.shape.numel():
+        return
+    if _is_contiguous(given) and _is_contiguous(sizes):
+        node.target, node.args = torch.ops.aten.view.default, (source, list(sizes.shape))
+
+
+def _is_contiguous(kind: Any) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(kind.shape), reversed(kind.stride), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 # Gradients of slices -----------------------------------------------------------------------------

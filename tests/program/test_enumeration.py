@@ -23,6 +23,7 @@ from pyro_bdl.handlers import temper
 from pyro_bdl.mcmc.jax.translate import to_jax
 from pyro_bdl.program import Program, leave_open, record
 from pyro_bdl.program.enumeration import JointMarginal, Marginal
+from pyro_bdl.program.trace import sum_out_discrete
 
 Y = torch.tensor([0.3, -1.2, 2.0, 0.1], dtype=torch.float64)
 
@@ -222,6 +223,53 @@ def test_densities_survive_vmap_grad_and_make_fx(model):
 
 
 # Plates, scales and masks
+
+
+def beside(y=Y):
+    """A discrete site between statements that do not depend on it, and a mask that does."""
+    with poutine.scale(scale=2.0):
+        k = pyro.sample("k", dist.Bernoulli(_t(0.3)))
+        mean = pyro.sample("mean", _normal())
+        pyro.sample("a", dist.Normal(mean, 0.5), obs=y[0])
+        with poutine.mask(mask=k > 0):
+            pyro.sample("b", dist.Normal(mean, 0.7), obs=y[1])
+        pyro.sample("c", dist.Normal(mean + k, 0.5), obs=y[2])
+
+
+@pytest.mark.parametrize("model", [*PROGRAMS, beside], ids=lambda m: m.__name__)
+def test_the_total_is_the_sum_of_the_marginals(model):
+    program = Program(model if model is beside else temper(model, 0.7), Y)
+    run = program.run(_latents(program))
+    terms = [site.log_prob().sum() for site in (run.observed | run.factors).values()]
+    torch.testing.assert_close(run.log_likelihood(), sum(terms), rtol=1e-12, atol=1e-12)
+
+
+def test_a_mask_that_depends_on_a_discrete_site():
+    program = Program(beside, Y)
+    mean = _t(0.4)
+    normal = [dist.Normal(mean, s).log_prob(y) for s, y in ((0.5, Y[0]), (0.7, Y[1]))]
+    ends = dist.Normal(mean + _t([0.0, 1.0]), 0.5).log_prob(Y[2])
+    joint = _t([0.7, 0.3]).log() + ends + torch.stack([_t(0.0), normal[1]])
+    likelihood = program.log_likelihood({"mean": mean})
+    torch.testing.assert_close(likelihood["a"], normal[0])
+    torch.testing.assert_close(likelihood["b"] + likelihood["c"], joint.logsumexp(0))
+    prior = _normal().log_prob(mean)
+    expected = 2.0 * (prior + normal[0] + joint.logsumexp(0))
+    torch.testing.assert_close(program.log_joint({"mean": mean}), expected)
+
+
+def test_the_last_term_of_a_long_chain():
+    def long_chain(y):
+        z = torch.tensor(0)
+        moves = _t([[0.9, 0.1], [0.2, 0.8]])
+        for t in pyro.markov(range(len(y))):
+            z = pyro.sample(f"z{t}", dist.Categorical(moves[z]))
+            pyro.sample(f"y{t}", dist.Normal(z.to(y), 0.5), obs=y[t])
+
+    run = record(long_chain, {}, (Y.repeat(50),), draw=sum_out_discrete)
+    last = run.observed["y199"].log_prob()
+    terms = [site.log_prob() for site in run.observed.values()]
+    torch.testing.assert_close(last, run.log_likelihood() - sum(terms[:-1]))
 
 
 def test_a_subsampled_plate_scales_the_log_of_a_local_sum():

@@ -20,7 +20,7 @@ from pyro_bdl.errors import MissingOperatorError
 from pyro_bdl.mcmc.jax.ops.registry import as_dtype, aten, cast, lookup
 from pyro_bdl.tracing.graph import is_random
 from pyro_bdl.tracing.pure import plain_torch, trace_pure
-from pyro_bdl.tracing.simplify import LARGE
+from pyro_bdl.tracing.simplify import LARGE, take_all_as_view
 from pyro_bdl.tracing.trace import NotTraceable, tensor_of
 
 WAY_OUT = 'Sample with backend="pyro", which runs any program.'
@@ -105,6 +105,8 @@ def to_jax(
     _refuse_randomness(graph)
     known = _known(graph)
     operators = [n for n in graph.graph.nodes if n.op == "call_function" and n not in known]
+    for node in operators:
+        take_all_as_view(node, known)
     _refuse_unknown(operators)
     steps = [_step(node) for node in operators]
     inputs = list(graph.graph.find_nodes(op="placeholder"))

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from pyro_bdl.curvature.fisher import check_scales, num_data
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.program.batches import Batch, Batches, has_rows, leading_size
+from pyro_bdl.program.enumeration import bias_of_minibatches
 from pyro_bdl.program.program import Program
 from pyro_bdl.utils.random_state import everywhere, permutation
 
@@ -105,11 +106,12 @@ class Minibatches:
         """Check that a program, built on the first batch, scales its log likelihood by N/B.
 
         :raises ValueError: if the program does not know N, or a wrong N.
-        :raises UnsupportedProgramError: if there is a latent for each datum, or if the program
-            chooses its rows itself.
+        :raises UnsupportedProgramError: if there is a latent for each datum, if a discrete site
+            stands outside of the data's plate, or if the program chooses its rows itself.
         """
         with torch.no_grad():
-            sites = program.run(program.initial).observed
+            run = program.run(program.initial)
+        sites = run.observed
         observed = sites.values()
         rows = max((num_data(site) for site in observed), default=0)
         stated = round(max((num_data(site) * site.subsampling for site in observed), default=0))
@@ -125,6 +127,9 @@ class Minibatches:
                     "all of them, (x, y) with batch_size= or an iterable of batches"
                 )
             return
+        bias = bias_of_minibatches(run)
+        if bias is not None:
+            raise UnsupportedProgramError(bias)
         for name, latent in program.latents.items():
             if any(plate in program.plates for plate in latent.plates if _is_part(program, plate)):
                 raise UnsupportedProgramError(
