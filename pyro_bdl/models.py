@@ -53,7 +53,6 @@ class ObservationModel(TaskPrior, OwnParameters):
     ) -> None:
         super().__init__()
         self.network = network
-        self._scales: dict[str, Scale] = {}
         self.num_data = None if num_data is None else whole_number(num_data, "num_data")
         self.output = output
 
@@ -120,26 +119,26 @@ class ObservationModel(TaskPrior, OwnParameters):
             return
         value = checked(value, name)  # type: ignore[arg-type]
         if isinstance(value, Hyperprior):
-            self._scales[name] = value
+            setattr(self, f"_{name}", value)
             value = value.parameter
         if isinstance(value, PyroParam):
             setattr(self, name, beside(self.network, value))
         elif isinstance(value, Distribution) and value.batch_shape:
             joint: Any = value
-            self._scales[name] = joint.to_event(len(value.batch_shape))
+            setattr(self, f"_{name}", joint.to_event(len(value.batch_shape)))
         else:
-            self._scales[name] = value
+            setattr(self, f"_{name}", value)
 
     def _hyperparameter(self, name: str, like: Tensor) -> Tensor:
         """The present value: of a single number (), of one for each target (targets,)."""
         if name in self._pyro_params or name in self._buffers:
             value = getattr(self, name)
-            hyperprior = self._scales.get(name)
+            hyperprior = getattr(self, f"_{name}", None)
             if isinstance(hyperprior, Hyperprior):
                 pyro.factor(f"{name}.hyperprior", hyperprior.log_prob(value))
             value = value.to(like)
         else:
-            value = hyperparameter(self._scales[name], name, like)
+            value = hyperparameter(getattr(self, f"_{name}"), name, like)
         if value.dim() and value.shape[-1] not in (1, like.shape[-1]):
             raise ValueError(
                 f"{name} holds {value.shape[-1]} numbers, but there are {like.shape[-1]} targets: "

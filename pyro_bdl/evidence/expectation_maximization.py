@@ -129,8 +129,9 @@ class _Maximization:
                 "evidence.variational_em or a guide"
             )
         start = Program(start_at(init_loc_fn)(model), *args, **kwargs)
-        vector = start.unconstrain(start.initial) if start.size else torch.zeros(0)
-        vector = vector.detach().clone()
+        vector = torch.zeros(0, device="cpu")
+        if start.size:
+            vector = start.unconstrain(start.initial).detach().clone()
         self.vector = vector.requires_grad_(vector.numel() > 0)
         run, found = self.run()
         self.leaves = {name: parameter.leaf for name, parameter in found.items()}

@@ -297,7 +297,7 @@ class _Search:
             return history, 0
         warnings.warn(
             f"the fixed point has taken the log evidence from {best[0]:.6g} to {reached:.6g}: "
-            "gradient ascent goes on from where it started",
+            "gradient ascent continues from where it started",
             BdlWarning,
             stacklevel=4,
         )

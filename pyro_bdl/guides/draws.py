@@ -167,7 +167,8 @@ def draws_and_log_density(
     densities, points = [], set()
     for _ in range(num_samples):
         run = record(guide, {}, args, kwargs)
-        densities.append(torch.as_tensor(run.log_prior()))
+        total: Any = run.log_prior()
+        densities.append(total)
         for name, site in run.latents.items():
             draws.setdefault(name, []).append(site.value)
             if point_of(site.distribution) is not None:

@@ -1,5 +1,6 @@
 """Latent sites that ``poutine.block`` hides from everything around a program."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -42,6 +43,7 @@ def require_visible_latents(model: Callable, args: tuple, kwargs: Mapping[str, A
         with blocks:
             return model(*args, **kwargs)
 
+    functools.update_wrapper(watched, model, assigned=(), updated=())  # errors name its arguments
     with own_randomness():
         visible = trace_once(watched, args, kwargs).nodes
     if not blocks.found:

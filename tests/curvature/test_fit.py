@@ -19,6 +19,7 @@ from pyro_bdl.curvature.structures.kernel import KernelCurvature
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.nn import _substituted
 from pyro_bdl.program import Program, record
+from pyro_bdl.program.network_plates import NO_PLATES
 from pyro_bdl.program.subset import Subset
 
 
@@ -249,7 +250,7 @@ def test_two_sites_with_different_numbers_of_data(oracle, structures):
 
 def once(bnn, inputs):
     """The network at several inputs, its weights sampled once."""
-    values = bnn._sample()
+    values = bnn._sample(NO_PLATES)
     with _substituted(bnn._places, values):
         return [bnn.network(x) for x in inputs]
 

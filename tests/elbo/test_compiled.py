@@ -416,7 +416,7 @@ def test_learned_hyperparameters():
         lambda model, guide: setattr(guide, "loc", nn.Parameter(guide.loc.detach() + 0.1)),
         lambda model, guide: setattr(model.network.net[1], "p", 0.9),
         lambda model, guide: setattr(model, "num_data", 60),
-        lambda model, guide: model.__dict__.update(_noise=2.0),
+        lambda model, guide: setattr(model, "_noise", 2.0),
         lambda model, guide: guide.loc.requires_grad_(False),
     ],
     ids=["state", "parameter", "layer", "num_data", "noise", "frozen"],

@@ -92,7 +92,7 @@ def test_layers(trained):
 def test_what_is_not_there(trained):
     with pytest.raises(ValueError, match="needs a size"):
         selectors.LargestMagnitude()(trained, None)
-    with pytest.raises(ValueError, match="no latent site"):
+    with pytest.raises(ValueError, match="not a latent site"):
         selectors.BySite("3.weight")(trained, None)
     with pytest.raises(ValueError, match="not in the program"):
         selectors.ByModule(nn.Linear(1, 1))(trained, None)
