@@ -299,12 +299,6 @@ def evaluate(name: str, folder: Path, options: Any) -> dict[str, Any]:
     posterior = POSTERIORS[name]
     args = posterior.read(json.loads((folder / "data.json").read_text()))
     reference = reference_of(folder)
-    try:
-        bdl.Program(posterior.program, *args)
-    except UnsupportedProgramError as error:
-        if not posterior.discrete:
-            raise
-        return {"not yet possible": str(error)}
     found = (
         {} if options.only == "approximations" else nuts(name, posterior, args, reference, options)
     )
