@@ -65,6 +65,14 @@ def _outer(distribution: Any, value: Tensor) -> Tensor:
     return offset.unsqueeze(-1) * offset.unsqueeze(-2)
 
 
+def _cholesky(matrix: Tensor) -> Tensor:
+    return torch.linalg.cholesky_ex(matrix).L  # not finite for a component without data
+
+
+def _inverse(matrix: Tensor) -> Tensor:
+    return torch.linalg.inv_ex(matrix).inverse
+
+
 _PROBABILITY = Mean(_value, _ones)
 LOCATIONS = {
     ("Normal", "loc"): Mean(
@@ -89,8 +97,8 @@ SPREADS = {
     ("Normal", "scale"): Mean(lambda d, y: (y - d.loc).square(), _ones, torch.sqrt),
     ("LogNormal", "scale"): Mean(lambda d, y: (y.log() - d.loc).square(), _ones, torch.sqrt),
     ("MultivariateNormal", "covariance_matrix"): Mean(_outer, _ones),
-    ("MultivariateNormal", "scale_tril"): Mean(_outer, _ones, torch.linalg.cholesky),
-    ("MultivariateNormal", "precision_matrix"): Mean(_outer, _ones, torch.linalg.inv),
+    ("MultivariateNormal", "scale_tril"): Mean(_outer, _ones, _cholesky),
+    ("MultivariateNormal", "precision_matrix"): Mean(_outer, _ones, _inverse),
 }
 
 
@@ -158,29 +166,28 @@ def maximizer(
 ) -> Tensor | None:
     """Return the value of a parameter that maximizes the expected log density.
 
-    :param uses: the sites that hold it, in which argument, and where.
+    :param uses: the sites that hold it, in which argument, the same for all, and where.
     :param table: ``LOCATIONS`` or ``SPREADS``.
     :param like: its present value; entries that no weight falls on keep it.
-    :returns: None where an argument is not in the table, or the uses disagree.
+    :returns: None if the argument is not in the table.
     """
-    finishes = set()
+    finish = None
     sums = [torch.zeros_like(like).reshape(-1) for _ in range(2)]
     for factor, argument, selection in uses:
         base, event_dims = without_wrappers(factor.distribution)
         mean = table.get((type(base).__name__, argument))
         if mean is None:
             return None
-        finishes.add(mean.finish)
+        finish = mean.finish
         shape = getattr(base, argument).shape
         weights = factor.weights[
             (...,) + (None,) * (event_dims + len(shape) - len(base.batch_shape))
         ]
         for total, part in zip(sums, (mean.statistic, mean.size), strict=True):
             _add(total, weights * part(base, factor.value), shape, selection.entries)
-    if len(finishes) != 1:
-        return None
+    assert finish is not None
     ratio, tiny = sums[0] / sums[1], torch.finfo(like.dtype).tiny
-    result = finishes.pop()(ratio.reshape(like.shape))
+    result = finish(ratio.reshape(like.shape))
     return torch.where((sums[1] > tiny).reshape(like.shape), result, like)
 
 

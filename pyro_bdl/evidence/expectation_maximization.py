@@ -21,6 +21,7 @@ from pyro_bdl.evidence.closed_form_m_steps import (
     Selection,
     maximizer,
     selections,
+    tables_of,
 )
 from pyro_bdl.init import init_to_network, start_at
 from pyro_bdl.program.enumeration import SummedOut
@@ -143,6 +144,7 @@ class _Maximization:
         self._check(run, found)
         self.uses = self._closed_forms(run, found)
         self.weights: dict[str, Tensor] = {}
+        self.verified: set[str] = set()
 
     @torch.enable_grad()
     def run(
@@ -250,12 +252,29 @@ class _Maximization:
             return
         run, parameters = self.run()
         factors = self.factors(run)
-        with torch.no_grad():
-            for name, uses in self.uses.items():
-                found = [(factors[site], argument, where) for site, argument, where in uses]
+        for name, uses in list(self.uses.items()):
+            found = [(factors[site], argument, where) for site, argument, where in uses]
+            with torch.no_grad():
                 value = maximizer(found, table, parameters[name].value.detach())
-                if value is not None:
-                    parameters[name].set(value)
+            if value is None:
+                continue
+            slope = None if name in self.verified else self._slope(name)
+            parameters[name].set(value)
+            if slope is not None and not self._is_maximum(name, slope):
+                del self.uses[name]  # Q is not of the form that has this maximum: climb instead
+            self.verified.add(name)
+
+    def _slope(self, name: str) -> Tensor:
+        """The largest entry of dQ / d(unconstrained parameter), a scalar."""
+        return torch.autograd.grad(self.expected(), self.leaves[name])[0].abs().max()
+
+    def _is_maximum(self, name: str, before: Tensor) -> bool:
+        """Return whether the slope of Q has vanished, up to rounding.
+
+        :param before: the slope before the parameter was set.
+        """
+        rounding = torch.finfo(before.dtype).eps ** 0.5 * (1.0 + self.expected().detach().abs())
+        return bool(self._slope(name) <= 1e-3 * before + rounding)
 
     def _climb(self, steps: int) -> None:
         """Take steps of L-BFGS on Q in all that has no closed form."""
@@ -301,7 +320,11 @@ class _Maximization:
                 if reaches(statement.distribution.log_prob(statement.value), [each.value])
             }
             held = [site for site, _, _ in result.get(name, [])]
-            if sorted(held) != sorted(moved):
+            families = {
+                (type(tables_of(first[site].distribution)[0]), argument)
+                for site, argument, _ in result.get(name, [])
+            }
+            if sorted(held) != sorted(moved) or len(families) != 1:
                 result.pop(name, None)
         return result
 

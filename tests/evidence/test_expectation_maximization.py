@@ -193,6 +193,34 @@ def test_the_end_is_a_stationary_point(family):
         assert gradient.abs().max() < 1e-4
 
 
+def shared_mean(y):
+    """The mean of several covariances: their weights in it are not those of a plain mean."""
+    mu = pyro.param("mu", lambda: y.new_zeros(2))
+    sigma = torch.stack([torch.eye(2), torch.diag(torch.tensor([9.0, 0.2]))]).to(y)
+    with pyro.plate("n", len(y)):
+        z = pyro.sample("z", dist.Categorical(y.new_tensor([0.4, 0.6])))
+        pyro.sample("y", dist.MultivariateNormal(mu, covariance_matrix=sigma[z]), obs=y)
+
+
+def two_families(y):
+    """A parameter of a Normal and of a Bernoulli."""
+    p = pyro.param("p", PROBABILITIES.clone, constraint=constraints.unit_interval)
+    with pyro.plate("n", len(y)):
+        z = pyro.sample("z", dist.Categorical(y.new_tensor([0.4, 0.6])))
+        pyro.sample("a", dist.Normal(p[z], 0.5), obs=y[:, 0])
+        pyro.sample("b", dist.Bernoulli(p[z]), obs=(y[:, 1] > 0).to(y))
+
+
+@pytest.mark.parametrize("model", [shared_mean, two_families])
+def test_forms_that_do_not_hold_are_not_taken(points, model):
+    """d log p(y | theta) / d theta = 0 where a weighted mean is not the maximum."""
+    em(model, points, rounds=300, tolerance=1e-13)
+    total = Program(model, points).log_joint({})
+    leaves = [p for _, p in pyro.get_param_store().named_parameters()]
+    for gradient in torch.autograd.grad(total, leaves):
+        assert gradient.abs().max() < 1e-4
+
+
 def test_masked_rows_do_not_count(points):
     rows = torch.arange(len(points)) % 3 > 0
 
