@@ -190,7 +190,7 @@ METHODS = {
 
 
 def scores(probabilities: Tensor, y: Tensor) -> tuple[float, ...]:
-    """In the order of ``SCORES``."""
+    """Scores in the order of ``SCORES``."""
     known = probabilities.gather(1, y[:, None]).clamp(min=1e-12)
     return (
         known.log().mean().item(),

@@ -48,7 +48,7 @@ def _trace_without_stacks():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """What is imported stays: the garbage collector need not look at it, now or in any test."""
+    """Exempt imported objects from garbage collection, now and in every test."""
     gc.disable()
     try:
         return (yield)

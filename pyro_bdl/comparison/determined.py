@@ -34,7 +34,7 @@ def determined(posterior: Any) -> dict[str, Any]:
 
 
 def reading(row: Mapping[str, Any]) -> str:
-    """What gamma says of the network, in words; empty where it is neither high nor low.
+    """A sentence on gamma if it is high or low, else empty.
 
     A gamma near P means that all parameters are in use, so that more units may be worth a try; if
     a larger network has the same gamma, the smaller one was enough. A small gamma is one that is

@@ -222,7 +222,7 @@ def test_a_gap_that_is_left_is_named(two_classes):
 
 
 def test_products_are_those_of_the_gauss_newton_matrix():
-    """Whether the graphs of both batches fit in memory or not."""
+    """The optimum is the same whether or not the graphs of both batches fit in memory."""
     guide, _, _ = network("numbers", "full", "two")
     vector, zero = torch.randn(len(guide.loc)), torch.zeros(len(guide.loc))
     for share in (0.125, 0.0):

@@ -422,7 +422,7 @@ def test_precision_may_change(trained, structure):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_dtypes(structure, dtype):
-    """In half precision the curvature is computed in single precision, the draws are in half."""
+    """Half precision: the curvature is computed in single precision, the draws are in half."""
     model, x, y = classifier(dtype)
     guide = AutoLaplaceGGN(model, structure=structure, rank=10).prototype(x, y)
     with warnings.catch_warnings():

@@ -87,7 +87,7 @@ class ProductBlock:
 
     @property
     def single(self) -> bool:
-        """Whether each datum has a single position, so that its gradient is one product g a'."""
+        """True if each datum has a single position: its gradient is then one product g a'."""
         return self.gradients.shape[2] == 1 and self.source is not None
 
     def input_squares(self, weights: Tensor | None) -> Tensor:

@@ -144,7 +144,7 @@ def every_model():
     }
 
 
-# What the others are made of is in tests/mcmc/jax/ops, operator by operator.
+# The operators of the other cases are tested in tests/mcmc/jax/ops.
 LARGEST = ("Regression", "StudentTRegression", "Classification")
 
 

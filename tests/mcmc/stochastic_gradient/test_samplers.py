@@ -128,7 +128,7 @@ def test_preconditioner_is_that_of_rmsprop_until_it_settles():
 
 
 def test_a_preconditioner_that_keeps_moving_is_wrong_and_a_settled_one_is_not():
-    """What the term Gamma would correct. Source: Li et al. 2016."""
+    """The error that the term Gamma would correct. Source: Li et al. 2016."""
     options = {"step_size": 0.005, "averaging": 0.5}
     start = preconditioned.init(exact_draws())
     _, adapted = moved(preconditioned.update, start, steps=200, draws=1, **options)

@@ -38,7 +38,7 @@ class Eigenbasis:
 
     @property
     def _few(self) -> tuple[bool, bool]:
-        """Whether there are fewer directions than entries, for the inputs and for the outputs."""
+        """True for the inputs, and for the outputs, if there are fewer directions than entries."""
         found = self.directions
         return found[2] < self.shape[2], found[1] < self.shape[1]
 

@@ -49,7 +49,7 @@ class OuterVectors:
 
     @property
     def _features_first(self) -> bool:
-        """Whether products datum by datum are cheaper than a copy with positions first.
+        """True if products datum by datum are cheaper than a copy with positions first.
 
         They are for convolutions, which have many positions, and features before positions in
         memory.

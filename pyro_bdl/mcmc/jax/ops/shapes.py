@@ -289,7 +289,7 @@ def _running(scan: Callable) -> Callable:
     def apply(x, dim):
         axis = dim % x.ndim
         here = lax.broadcasted_iota(int, x.shape, axis)
-        # Of equal entries torch returns the last one, which also gets the gradient.
+        # torch returns the last one of equal entries, which also gets the gradient.
         index = lax.cummax(jnp.where(x == scan(x, axis), here, 0), axis)
         return jnp.take_along_axis(x, index, axis), index
 
