@@ -33,8 +33,8 @@ def cosine(start: float, stop: float, steps: int) -> Schedule:
 
 
 def cyclical(start: float, stop: float, period: int, ramp: float = 0.5) -> Schedule:
-    """Schedule with, in each ``period``, a straight line from ``start`` to ``stop``, then ``stop`` (Fu et al.
-    2019).
+    """Schedule with, in each ``period``, a straight line from ``start`` to ``stop``, then ``stop``
+    (Fu et al. 2019).
 
     :param ramp: the fraction of a period after which ``stop`` is reached, in (0, 1].
     """

@@ -24,8 +24,8 @@ from pyro_bdl.evidence.closed_form_m_steps import (
     tables_of,
 )
 from pyro_bdl.init import init_to_network, start_at
-from pyro_bdl.program.enumeration import SummedOut
 from pyro_bdl.program.program import Program
+from pyro_bdl.program.summed_out import SummedOut
 from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers

@@ -49,7 +49,7 @@ class Program:
     program in its modules' current mode (training or evaluation).
 
     Finite discrete latent sites are no latents here: ``discrete`` names them, and all functions sum
-    them out exactly (``program/enumeration.py``).
+    them out exactly (``program/summed_out.py``).
 
     :param model: any Pyro program.
     :param args: the arguments of one run, including the targets.

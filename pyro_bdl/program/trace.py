@@ -30,8 +30,9 @@ from pyro_bdl.distributions.copies import (
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.argument_errors import explain
 from pyro_bdl.program.checkpointing import kept_for_recomputation
-from pyro_bdl.program.enumeration import Enumeration, SummedOut, is_enumerable, sum_out
+from pyro_bdl.program.enumeration import Enumeration, is_enumerable
 from pyro_bdl.program.network_sites import OWNER_KEY
+from pyro_bdl.program.summed_out import SummedOut, sum_out
 
 RENAME = "give each its own name (two networks in one program: bayesianize(net, prior, name=...))"
 _THREADS = (
