@@ -29,9 +29,11 @@ from pyro_bdl.predictive.linearized import LinearizedPredictive
 from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.program import Program
 from pyro_bdl.samples import Samples
+from pyro_bdl.training.checkpoint import Checkpoint
 
 __all__ = [
     "BayesianModule",
+    "Checkpoint",
     "Comparison",
     "Costs",
     "LinearizedPredictive",

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import pyro
@@ -24,6 +24,7 @@ from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.program import Program, trace_once
 from pyro_bdl.program.trace import Run, distribution_of_targets
 from pyro_bdl.utils.module_state import outside_inference_mode
+from pyro_bdl.utils.random_state import own_randomness
 
 
 class Guide(OwnParameters, AutoGuide):
@@ -88,7 +89,9 @@ class Guide(OwnParameters, AutoGuide):
         :param args: the program's arguments, targets included.
         """
         if self.prototype_trace is None:
-            self._setup_prototype(*args, **kwargs)
+            # loaded values replace what is drawn here, and later draws are those of the saved run
+            with nullcontext() if self._loaded is None else own_randomness():
+                self._setup_prototype(*args, **kwargs)
         return self
 
     @outside_inference_mode()
@@ -197,7 +200,8 @@ class Guide(OwnParameters, AutoGuide):
         """Load parameters; before the first run, keep the values until the parameters exist.
 
         A state of another program is refused before any value is loaded. A state without a list of
-        sites is loaded without this check.
+        sites is loaded without this check. The state of a guide before its first run holds nothing,
+        and changes a guide only if that has parameters: then it is refused.
         """
         if self.layout is not None:
             key = f"{prefix}_extra_state"
@@ -209,11 +213,12 @@ class Guide(OwnParameters, AutoGuide):
             if key in missing_keys:
                 missing_keys.remove(key)
             return
-        self._loaded = {
+        values = {
             key.removeprefix(prefix): value.detach().clone()
             for key, value in state_dict.items()
             if key.startswith(prefix)
         }
+        self._loaded = values if values.keys() - {"_extra_state"} else None
 
     @contextmanager
     def reading(self) -> Iterator[None]:
