@@ -66,6 +66,15 @@ def load_tree(path: str | Path, *, kind: str) -> Any:
         ) from error
 
 
+def kind_of_file(path: str | Path) -> str | None:
+    """The kind that ``save_tree`` was given; None for another file."""
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            return (file.metadata() or {}).get("kind")
+    except Exception:  # any error: the file may be anything
+        return None
+
+
 def _checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
     total = zlib.crc32(text.encode())
     for name in sorted(tensors):
