@@ -14,8 +14,7 @@ from torch import Tensor
 
 from pyro_bdl._version import __version__
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.guides.base import Guide
-from pyro_bdl.guides.draws import as_posterior, log_densities, samples_of_program, to_samples
+from pyro_bdl.guides.draws import as_posterior, log_densities_of, samples_of_program, to_samples
 from pyro_bdl.predictive.linearized import UNKNOWN, LinearizedPredictive, is_linear
 from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.observed_arguments import Targets
@@ -251,10 +250,7 @@ def _statistics(program: Program, posterior: Any, samples: Samples) -> dict[str,
         if "n_steps" in found:
             found["tree_depth"] = found["n_steps"].clamp(min=1).log2().floor().long() + 1
         return found
-    if not isinstance(posterior, Guide):
-        return {}
-
-    log_p, log_q = log_densities(program, posterior, program.unconstrain(samples.flat()))
+    log_p, log_q = log_densities_of(program, posterior, samples)
     found = {"lp": log_p[None]}
     return found if log_q is None else found | {"log_q": log_q[None]}
 
