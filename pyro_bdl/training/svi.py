@@ -18,6 +18,7 @@ from pyro_bdl.guides.swag import AutoMultiSWAG, AutoSWAG
 from pyro_bdl.program.argument_errors import TENSORS_NEEDED, by_entry, kind_of
 from pyro_bdl.program.batches import device_of_rows, leading_size, taken
 from pyro_bdl.program.validation import check_finite
+from pyro_bdl.training.collapse import warn_of_collapse
 from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.validation import whole_number
@@ -64,7 +65,8 @@ def train(
     """Maximize the tempered ELBO by Adam with a cosine schedule.
 
     The learning rate falls to zero along half a cosine. Ctrl-C ends the training with a warning and
-    keeps the parameters reached so far.
+    keeps the parameters reached so far. A warning is given if a mean-field guide has collapsed to
+    the prior at temperature 1, see :func:`pyro_bdl.training.collapse`.
 
     :param model: a program ``model(x, y)``.
     :param guide: trained in place.
@@ -97,6 +99,7 @@ def train(
     if size < count:  # a full batch, and the first minibatch, are checked at the first step
         for rows in torch.arange(count, device=device_of_rows(x)).split(_ROWS_AT_ONCE):
             check_data(model, guide, (taken(x, rows), taken(y, rows)), {})
+    bayesian = elbo is None and temperature == 1.0
     if elbo is None:
         elbo = TemperedTraceMeanField_ELBO(temperature, num_particles, estimator=estimator)
     objective: Any = elbo(model, guide)
@@ -113,6 +116,8 @@ def train(
             BdlWarning,
             stacklevel=2,
         )
+    elif bayesian:
+        warn_of_collapse(model, guide, elbo.kl, x, y)
     return Training(losses, size, interrupted)
 
 
