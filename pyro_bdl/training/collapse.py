@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_bdl.curvature.fisher import num_data
-from pyro_bdl.distributions.take_apart import base_distribution
+from pyro_bdl.distributions.take_apart import base_distribution, observation_mean
 from pyro_bdl.elbo.tempered import TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide
@@ -61,7 +61,9 @@ def collapse(model: nn.Module, guide: Guide, *args: Any, **kwargs: Any) -> Colla
             sites = {n: s for n, s in observed.items() if s.value is not None}
             sums = halves[number % 2]
             for name, site in sites.items():
-                sums[name] = sums.get(name, 0.0) + _centered(_mean(site)) * (2 / _DRAWS)
+                sums[name] = sums.get(name, 0.0) + _centered(
+                    observation_mean(site.distribution)
+                ) * (2 / _DRAWS)
     rows = sum(num_data(site) * site.subsampling for site in sites.values())
     shares = []
     for name, site in sites.items():
@@ -96,21 +98,11 @@ def warn_of_collapse(model: nn.Module, guide: Guide, kl: Any, x: Any, y: Any) ->
         )
 
 
-def _mean(site: Site) -> Tensor:
-    """E[y | w], with the probabilities of classes."""
-    base = base_distribution(site.distribution)
-    return base.probs if _is_class(base) else site.distribution.mean
-
-
 def _target(site: Site) -> Tensor:
     base = base_distribution(site.distribution)
     if type(base).__name__ != "Categorical":
         return site.value
     return torch.nn.functional.one_hot(site.value.long(), base.probs.shape[-1]).to(base.probs)
-
-
-def _is_class(base: Any) -> bool:
-    return type(base).__name__ in ("Categorical", "OneHotCategorical")
 
 
 def _centered(values: Tensor) -> Tensor:
