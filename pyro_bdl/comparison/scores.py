@@ -204,6 +204,14 @@ UNCERTAINTY = (
         task="classification",
     ),
     Metric(
+        "ood_entropy",
+        "OOD entropy",
+        "Mean entropy of the predictive class distribution at out-of-distribution inputs, in nats.",
+        lambda here, there: there.total.mean(),
+        of="ood",
+        task="classification",
+    ),
+    Metric(
         "auroc",
         "AUROC",
         "Probability that the predictive uncertainty is higher at an out-of-distribution input "

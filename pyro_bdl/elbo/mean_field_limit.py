@@ -87,8 +87,8 @@ class MeanFieldLimit(TemperedTraceMeanField_ELBO):
             )
             for name, (structure, _) in _apart(run).items()
         }
-        mean = replace(run, observed=observed)
-        return mean.log_likelihood(), kl.mean(), q_entropy.mean()
+        likelihood = replace(run, observed=observed).log_likelihood()
+        return torch.as_tensor(likelihood, device=kl.device), kl.mean(), q_entropy.mean()
 
 
 def _apart(run: Run) -> dict[str, tuple[Structure, dict[str, Tensor]]]:

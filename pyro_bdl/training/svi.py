@@ -94,7 +94,7 @@ def train(
     steps = whole_number(steps, "steps")
     count = _count(x=x, y=y)
     check_finite(model, (x, y), {})
-    size = _batch_size(model, count, batch_size)
+    size = rows_per_step(model, count, batch_size)
     guide.prototype(x, y)
     if size < count:  # a full batch, and the first minibatch, are checked at the first step
         for rows in torch.arange(count, device=device_of_rows(x)).split(_ROWS_AT_ONCE):
@@ -108,7 +108,12 @@ def train(
         optimizer = torch.optim.Adam(trained, lr=learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     losses, interrupted = _descend(
-        objective, optimizer, _parts(x, y, size, steps), steps, progress, lambda _: schedule.step()
+        objective,
+        optimizer,
+        minibatches(x, y, size, steps),
+        steps,
+        progress,
+        lambda _: schedule.step(),
     )
     if interrupted:
         warnings.warn(
@@ -176,7 +181,7 @@ def collect_swag(
     count = _count(x=x, y=y)
     check_finite(model, (x, y), {})
     tenth = min(_BATCH, max(1, count // 10))
-    size = _batch_size(model, count, tenth if batch_size is None else batch_size)
+    size = rows_per_step(model, count, tenth if batch_size is None else batch_size)
     every = max(1, count // size) if every is None else every
     steps = snapshots * every
     guide.prototype(x, y)
@@ -213,7 +218,7 @@ def collect_swag(
     rate(0)
     start = _mean_loss(objective, x, y, size)
     losses, interrupted = _descend(
-        objective, optimizer, _parts(x, y, size, steps), steps, progress, after
+        objective, optimizer, minibatches(x, y, size, steps), steps, progress, after
     )
     if interrupted:
         warnings.warn(
@@ -334,7 +339,13 @@ def _count(**arguments: Any) -> int:
     return leading_size(entries)
 
 
-def _batch_size(model: Callable, rows: int, asked: int | None) -> int:
+def rows_per_step(model: Callable, rows: int, asked: int | None) -> int:
+    """The rows of each step, see ``batch_size`` of ``train``.
+
+    :param rows: the number of all data.
+    :param asked: the number that was asked for; None for the default.
+    :raises ValueError: for fewer rows than all, if the program's ``num_data`` is not their number.
+    """
     knows_all = getattr(model, "num_data", None) == rows
     if asked is None:
         return _BATCH if rows > _MOST_FULL_BATCH and knows_all else rows
@@ -347,7 +358,7 @@ def _batch_size(model: Callable, rows: int, asked: int | None) -> int:
     return min(asked, rows)
 
 
-def _parts(x: Any, y: Any, size: int, steps: int) -> Iterator[tuple[Any, Any]]:
+def minibatches(x: Any, y: Any, size: int, steps: int) -> Iterator[tuple[Any, Any]]:
     """The rows of each step; each pass over the data is in a new order."""
     count = leading_size(x)
     if size == count:
