@@ -40,6 +40,12 @@ def _nlpd(density: Tensor, rows: int) -> Tensor:
     return found / rows if density.shape[1] == 1 else found
 
 
+def _expected_nll(density: Tensor, rows: int) -> Tensor:
+    """E_q[NLL]; a joint density of all rows is divided by their number."""
+    found = metrics.expected_negative_log_likelihood(density)
+    return found / rows if density.shape[1] == 1 else found
+
+
 def _coverage(key: str, percent: int) -> Metric:
     return Metric(
         key,
@@ -145,6 +151,23 @@ CALIBRATION = (
         task="classification",
         style="percent",
     ),
+    Metric(
+        "confidence",
+        "confidence",
+        "Mean probability of the predicted class; the accuracy if calibrated.",
+        lambda probabilities, y: metrics.mean_confidence(probabilities),
+        of="mean",
+        task="classification",
+        style="percent",
+    ),
+    Metric(
+        "expected_nll",
+        "mean NLL",
+        "Negative log likelihood per datum of a single draw, averaged over the draws, in nats; "
+        "NLPD is that of their mean, and never larger.",
+        _expected_nll,
+        of="density",
+    ),
 )
 UNCERTAINTY = (
     Metric(
@@ -178,6 +201,14 @@ UNCERTAINTY = (
         "Mutual information of class and weights, in nats; both terms sum to the entropy.",
         lambda parts: parts.epistemic.mean(),
         of="uncertainty",
+        task="classification",
+    ),
+    Metric(
+        "ood_entropy",
+        "OOD entropy",
+        "Mean entropy of the predictive class distribution at out-of-distribution inputs, in nats.",
+        lambda here, there: there.total.mean(),
+        of="ood",
         task="classification",
     ),
     Metric(

@@ -10,6 +10,7 @@ from pyro_bdl.metrics.calibration import (
     coverage_range,
     expected_calibration_error,
     interval_coverage,
+    mean_confidence,
     pit,
     reliability,
     uniformity,
@@ -18,7 +19,14 @@ from pyro_bdl.metrics.distances import mean_error, sd_error, wasserstein1, wasse
 from pyro_bdl.metrics.joint import energy_distance, median_distance, mmd
 from pyro_bdl.metrics.monte_carlo import halves, monte_carlo_error, split_half
 from pyro_bdl.metrics.predictive import agreement, categorical_kl, gaussian_kl, total_variation
-from pyro_bdl.metrics.scores import accuracy, brier, crps, negative_log_predictive_density, rmse
+from pyro_bdl.metrics.scores import (
+    accuracy,
+    brier,
+    crps,
+    expected_negative_log_likelihood,
+    negative_log_predictive_density,
+    rmse,
+)
 from pyro_bdl.metrics.uncertainty import Uncertainty, auroc, entropy_parts, variance_parts
 
 __all__ = [
@@ -34,9 +42,11 @@ __all__ = [
     "energy_distance",
     "entropy_parts",
     "expected_calibration_error",
+    "expected_negative_log_likelihood",
     "gaussian_kl",
     "halves",
     "interval_coverage",
+    "mean_confidence",
     "mean_error",
     "median_distance",
     "mmd",

@@ -102,6 +102,19 @@ def reliability(
     return sums[0] / sums[2], sums[1] / sums[2], sums[2] / labels.numel()
 
 
+def mean_confidence(probabilities: Tensor) -> Tensor:
+    """Mean probability of the predicted class, 1/N sum_n max_c p_nc, from 1/C to 1.
+
+    It equals the accuracy if the probabilities are calibrated; a posterior that ignores the data
+    has 1/C.
+
+    :param probabilities: ``(N, C)``.
+
+    Source: Guo et al. (2017), On calibration of modern neural networks, section 2.
+    """
+    return probabilities.double().amax(-1).mean()
+
+
 def expected_calibration_error(probabilities: Tensor, y: Tensor, *, bins: int = 15) -> Tensor:
     """Expected calibration error, sum_b share_b |accuracy_b - confidence_b|, from 0 (best) to 1.
 

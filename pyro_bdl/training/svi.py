@@ -19,7 +19,9 @@ from pyro_bdl.guides.swag import AutoMultiSWAG, AutoSWAG
 from pyro_bdl.program.argument_errors import TENSORS_NEEDED, by_entry, kind_of
 from pyro_bdl.program.batches import device_of_rows, leading_size, taken
 from pyro_bdl.program.validation import check_finite
-from pyro_bdl.training.checkpoint import Checkpoint, Losses, Minibatches
+from pyro_bdl.training.checkpoint import Checkpoint, Losses
+from pyro_bdl.training.collapse import warn_of_collapse
+from pyro_bdl.training.minibatches import Minibatches
 from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.validation import whole_number
@@ -68,7 +70,8 @@ def train(
     """Maximize the tempered ELBO by Adam with a cosine schedule.
 
     The learning rate falls to zero along half a cosine. Ctrl-C ends the training with a warning and
-    keeps the parameters reached so far.
+    keeps the parameters reached so far. A warning is given if a mean-field guide has collapsed to
+    the prior at temperature 1, see :func:`pyro_bdl.training.collapse`.
 
     :param model: a program ``model(x, y)``.
     :param guide: trained in place.
@@ -101,11 +104,12 @@ def train(
     steps = whole_number(steps, "steps")
     count = _count(x=x, y=y)
     check_finite(model, (x, y), {})
-    size = _batch_size(model, count, batch_size)
+    size = rows_per_step(model, count, batch_size)
     guide.prototype(x, y)
     if size < count:  # a full batch, and the first minibatch, are checked at the first step
         for rows in torch.arange(count, device=device_of_rows(x)).split(_ROWS_AT_ONCE):
             check_data(model, guide, (taken(x, rows), taken(y, rows)), {})
+    bayesian = elbo is None and temperature == 1.0
     if elbo is None:
         elbo = TemperedTraceMeanField_ELBO(temperature, num_particles, estimator=estimator)
     objective: Any = elbo(model, guide)
@@ -131,6 +135,8 @@ def train(
             BdlWarning,
             stacklevel=2,
         )
+    elif bayesian:
+        warn_of_collapse(model, guide, elbo.kl, x, y)
     return Training(losses, size, interrupted)
 
 
@@ -189,7 +195,7 @@ def collect_swag(
     count = _count(x=x, y=y)
     check_finite(model, (x, y), {})
     tenth = min(_BATCH, max(1, count // 10))
-    size = _batch_size(model, count, tenth if batch_size is None else batch_size)
+    size = rows_per_step(model, count, tenth if batch_size is None else batch_size)
     every = max(1, count // size) if every is None else every
     steps = snapshots * every
     guide.prototype(x, y)
@@ -310,9 +316,7 @@ class _Descent:
         return self.losses.stacked(), False
 
     def _step(self) -> None:
-        rows = self.batches.next()
-        part = (self.x, self.y) if rows is None else (taken(self.x, rows), taken(self.y, rows))
-        loss = self.objective(*part)
+        loss = self.objective(*self.batches.of(self.x, self.y))
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
@@ -366,7 +370,13 @@ def _count(**arguments: Any) -> int:
     return leading_size(entries)
 
 
-def _batch_size(model: Callable, rows: int, asked: int | None) -> int:
+def rows_per_step(model: Callable, rows: int, asked: int | None) -> int:
+    """The rows of each step, see ``batch_size`` of ``train``.
+
+    :param rows: the number of all data.
+    :param asked: the number that was asked for; None for the default.
+    :raises ValueError: for fewer rows than all, if the program's ``num_data`` is not their number.
+    """
     knows_all = getattr(model, "num_data", None) == rows
     if asked is None:
         return _BATCH if rows > _MOST_FULL_BATCH and knows_all else rows
