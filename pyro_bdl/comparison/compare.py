@@ -17,6 +17,7 @@ from pyro_bdl.comparison.held_out import PredictiveDraws, Test, Units
 from pyro_bdl.comparison.input_regions import regions, sd_ratios
 from pyro_bdl.comparison.leave_one_out import difference
 from pyro_bdl.comparison.program_sites import read_program, stated_num_data
+from pyro_bdl.comparison.ranking import rank_by_distance, rank_by_score
 from pyro_bdl.comparison.result import Comparison, is_known
 from pyro_bdl.comparison.verdicts import verdict
 from pyro_bdl.errors import UnusableDrawsError
@@ -128,19 +129,23 @@ def compare(
                     row |= _against(found[row["posterior"]], found[reference], areas)
             floor_row = {"posterior": f"{reference}, half to half"} | floor(found[reference])
     task = next(iter(found.values())).task
+    ranking = (
+        rank_by_score(rows, {}) if reference is None else rank_by_distance(reference, rows, found)
+    )
+    rows = ranking.ordered(rows)
     lines = (*rows, *([] if floor_row is None else [floor_row]))
     check_keys(task, lines)
     own = {row["posterior"]: row for row in rows}
     warned = [] if reference is None else doubts(reference, own[reference])
     verdicts = {
         name: verdict(
-            row,
+            own[name],
             reference=None if reference is None else own[reference],
             floor=floor_row,
             points=data.rows,
             doubtful=bool(warned),
         )
-        for name, row in own.items()
+        for name in found
     }
     y = data.y[kept]
     heading = f"{reference} (doubtful)" if warned else reference
@@ -152,6 +157,7 @@ def compare(
         details=_filled(details(task, heading), rows),
         verdicts=verdicts,
         warnings=tuple(warned),
+        ranking=ranking,
         evaluations=found,
         inputs=data.part(kept).inputs,
         y=y * target_scale + target_shift if task == "regression" else y,
