@@ -25,6 +25,7 @@ def kernel(log_density: Callable[[jax.Array], jax.Array], settings: Settings, si
     sampler = (NUTS if settings.kernel == "nuts" else HMC)(
         potential_fn=lambda vector: -log_density(vector),
         dense_mass=settings.dense_mass,
+        inverse_mass_matrix=settings.inverse_mass,
         **settings.kernel_options(),
     )
 

@@ -29,14 +29,14 @@ Kept = dict[str, np.ndarray]
 class Stage(NamedTuple):
     """Iterations of one kind.
 
-    :param count: the number of iterations.
+    :param iterations: their number.
     :param keep: whether ``Kernel.kept`` of each iteration is collected.
     :param finish: called after the last iteration with the state and what was collected; returns
         the state of the next stage. Its arrays are numpy's and begin with an axis of chains, those
         collected with (chains, iterations).
     """
 
-    count: int
+    iterations: int
     keep: bool
     finish: Callable[[Any, Kept], Any] | None = None
 
@@ -111,7 +111,7 @@ class Chain:
     def run(self, stop: threading.Event, bar: Any = None) -> Chains:
         """Run all stages; Ctrl-C or the event ``stop`` ends the last with the draws so far."""
         own = bar is None
-        total = sum(stage.count for stage in self.kernel.stages)
+        total = sum(stage.iterations for stage in self.kernel.stages)
         if own:
             bar = progress_bar(self.settings, total, self.settings.kernel.upper())
         interrupted = False
@@ -129,7 +129,7 @@ class Chain:
 
     def _run_stage(self, stage: Stage, bar: Any, stop: threading.Event) -> None:
         self.collected = []
-        count, block = stage.count, 1
+        count, block = stage.iterations, 1
         hidden = () if stage.finish is not None else self.kernel.hidden
         try:
             while count > 0:
@@ -199,7 +199,7 @@ def _one_by_one(
     chains = [Chain(kernel, key, start, settings) for key, start in zip(keys, starts, strict=True)]
     for chain in chains[1:]:
         chain.advance = chains[0].advance
-    total = len(chains) * sum(stage.count for stage in kernel.stages)
+    total = len(chains) * sum(stage.iterations for stage in kernel.stages)
     bar = progress_bar(settings, total, settings.kernel.upper())
     try:
         if settings.chain_method == "parallel" and len(chains) > 1:
