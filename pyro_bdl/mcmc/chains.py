@@ -62,11 +62,11 @@ class Settings:
 class Target:
     """An unnormalized log density over R^P.
 
-    :param log_density: vector (P,) -> scalar, in nats.
+    :param log_density: vector (P,) -> scalar, in nats; more arguments are data.
     :param terms: vector -> dict of site -> scalar, used to find the site of an operator.
     """
 
-    log_density: Callable[[Tensor], Tensor]
+    log_density: Callable[..., Tensor]
     terms: Callable[[Tensor], dict[str, Tensor]]
 
 

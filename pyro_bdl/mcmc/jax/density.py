@@ -52,17 +52,18 @@ def check_device(device: torch.device) -> None:
         )
 
 
-def jax_density(target: Target, example: Tensor) -> Callable[[jax.Array], jax.Array]:
+def jax_density(target: Target, example: Tensor, *data: Tensor) -> Callable[..., jax.Array]:
     """The target's log density as a JAX function of vectors with the example's shape and dtype.
 
     Call it under ``jax.enable_x64(True)`` for float64.
 
+    :param data: examples of further arguments of ``target.log_density``, and then of the result.
     :raises MissingOperatorError: if an operator has no translation; it names the site.
     """
     try:
-        log_density: Any = to_jax(target.log_density, example)
-        if log_density.detaches and not _has_gradient_of(target, log_density, example):
-            return to_jax(target.log_density, example, through_detach=True)
+        log_density: Any = to_jax(target.log_density, example, *data)
+        if log_density.detaches and not _has_gradient_of(target, log_density, example, *data):
+            return to_jax(target.log_density, example, *data, through_detach=True)
         return log_density
     except MissingOperatorError as error:
         site = _site_of(error.op, target, example)
@@ -71,7 +72,7 @@ def jax_density(target: Target, example: Tensor) -> Callable[[jax.Array], jax.Ar
         raise MissingOperatorError(f"site '{site}': {error}", op=error.op, site=site) from error
 
 
-def _has_gradient_of(target: Target, log_density: Any, point: Tensor) -> bool:
+def _has_gradient_of(target: Target, log_density: Any, point: Tensor, *data: Tensor) -> bool:
     """Return whether torch gives the same gradient of the density.
 
     A ``detach`` in the program stops the gradient in torch and JAX; a ``detach`` that
@@ -79,10 +80,9 @@ def _has_gradient_of(target: Target, log_density: Any, point: Tensor) -> bool:
     """
     leaf = point.detach().requires_grad_()
     with torch.enable_grad():
-        (expected,) = torch.autograd.grad(target.log_density(leaf), leaf)
-    found = torch.tensor(
-        np.asarray(jax.grad(log_density)(jnp.asarray(point.cpu().numpy()))), device="cpu"
-    )
+        (expected,) = torch.autograd.grad(target.log_density(leaf, *data), leaf)
+    arrays = (jnp.asarray(value.cpu().numpy()) for value in (point, *data))
+    found = torch.tensor(np.asarray(jax.grad(log_density)(*arrays)), device="cpu")
     slack = 1e-2 * expected.abs().max()
     return bool(((found.to(expected) - expected).abs() <= slack).all())
 
