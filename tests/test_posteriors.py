@@ -198,7 +198,7 @@ def test_evidence_of_the_full_posterior_is_exact():
     [
         (priors.FanIn(1.0), ["prior gain"]),
         (priors.PerLayer(priors.Normal(1.0)), ["prior scale"]),
-        (priors.StudentT(4.0, 1.0), ["prior scale"]),
+        pytest.param(priors.StudentT(4.0, 1.0), ["prior scale"], marks=pytest.mark.slow),
         (priors.Normal(PyroParam(torch.tensor(1.0), constraint=dist.constraints.positive)),
          ["prior scale"]),
         (priors.Normal(dist.HalfNormal(1.0)), []),
