@@ -43,6 +43,11 @@ def elbo(request):
     return request.param
 
 
+TWO_BOUNDS = pytest.mark.parametrize(
+    "elbo", [Trace_ELBO, TemperedTraceMeanField_ELBO], indirect=True, ids=lambda e: e.__name__
+)
+
+
 # Every optimizer and every bound
 
 
@@ -254,6 +259,7 @@ def test_hidden_units_of_a_hand_written_network_start_different(kind):
 # Reproducible, in either precision, and without a trace
 
 
+@TWO_BOUNDS
 def test_seeds(kind, elbo):
     def run():
         pyro.clear_param_store()
@@ -268,6 +274,7 @@ def test_seeds(kind, elbo):
     assert torch.equal(draws, again)
 
 
+@TWO_BOUNDS
 def test_double_precision(kind, elbo):
     model = regression(torch.float64)
     guide = kind(model)
@@ -411,6 +418,7 @@ def _plates(x, y=None):
     return pyro.plate("data", 6, subsample_size=3, dim=-1)
 
 
+@TWO_BOUNDS
 def test_local_latents_in_a_subsampled_plate(kind, elbo):
     guide = kind(local, create_plates=_plates)
     losses = losses_of(guide, local, elbo(), 2)
