@@ -53,7 +53,7 @@ def rows_of(folder):
 
 
 def test_regression_writes_a_table_figures_and_a_report(table, run, tmp_path):
-    chosen = ["map", "mean-field", "mean-field-tempered", "laplace-kron", "nuts"]
+    chosen = ["map", "mean-field", "mean-field-tempered", "nuts"]
     given = ["--data", table, "--target", "price", "--one-hot", "--activation", "relu"]
     code, out, _ = run(*TINY, *given, "--guides", ",".join(chosen))
     assert code == 0
