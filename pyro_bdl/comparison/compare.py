@@ -16,8 +16,11 @@ from pyro_bdl.comparison.figures import CAPTIONS
 from pyro_bdl.comparison.held_out import PredictiveDraws, Test, Units
 from pyro_bdl.comparison.input_regions import regions, sd_ratios
 from pyro_bdl.comparison.leave_one_out import difference
+from pyro_bdl.comparison.metric import of_task
 from pyro_bdl.comparison.program_sites import read_program, stated_num_data
+from pyro_bdl.comparison.ranking import rank_by_distance, rank_by_score
 from pyro_bdl.comparison.result import Comparison, is_known
+from pyro_bdl.comparison.scores import TEST_DATA, few_draws, few_draws_note
 from pyro_bdl.comparison.verdicts import verdict
 from pyro_bdl.errors import UnusableDrawsError
 from pyro_bdl.guides.draws import as_posterior
@@ -128,30 +131,44 @@ def compare(
                     row |= _against(found[row["posterior"]], found[reference], areas)
             floor_row = {"posterior": f"{reference}, half to half"} | floor(found[reference])
     task = next(iter(found.values())).task
+    few = few_draws(rows)
+    by = "nlpd_normal" if few else "nlpd"
+    ranking = (
+        rank_by_score(rows, found, score=by)
+        if reference is None
+        else rank_by_distance(reference, rows, found, score=by)
+    )
+    rows = ranking.ordered(rows)
     lines = (*rows, *([] if floor_row is None else [floor_row]))
     check_keys(task, lines)
     own = {row["posterior"]: row for row in rows}
     warned = [] if reference is None else doubts(reference, own[reference])
     verdicts = {
         name: verdict(
-            row,
+            own[name],
             reference=None if reference is None else own[reference],
             floor=floor_row,
             points=data.rows,
             doubtful=bool(warned),
         )
-        for name, row in own.items()
+        for name in found
     }
     y = data.y[kept]
     heading = f"{reference} (doubtful)" if warned else reference
+    shown, further = columns(task, heading), details(task, heading)
+    if not few:  # then it says what NLPD says
+        further = [*(c for c in shown if c.key == "nlpd_normal"), *further]
+        shown = [c for c in shown if c.key != "nlpd_normal"]
     return Comparison(
         task=task,
         reference=reference,
         rows=lines,
-        columns=_filled(columns(task, heading), rows),
-        details=_filled(details(task, heading), rows),
+        columns=_filled(shown, rows),
+        details=_filled(further, rows),
         verdicts=verdicts,
         warnings=tuple(warned),
+        ranking=ranking,
+        notes=(few_draws_note(few),) if few else (),
         evaluations=found,
         inputs=data.part(kept).inputs,
         y=y * target_scale + target_shift if task == "regression" else y,
@@ -199,6 +216,12 @@ def _against(evaluation: Evaluation, reference: Evaluation, areas: Mapping[str, 
             f"{tuple(reference.function.shape[1:])}, got {tuple(evaluation.function.shape[1:])}"
         )
     row: Row = dict(distances(evaluation, reference))
+    for metric in of_task(TEST_DATA, evaluation.task):
+        if metric.key in evaluation.points and metric.key in reference.points:
+            key = f"{metric.key}_diff"
+            row[key], row[f"{key}_se"] = evaluation.points[metric.key].difference(
+                reference.points[metric.key]
+            )
     if evaluation.loo is not None and reference.loo is not None:
         row["elpd_diff"], row["elpd_diff_se"] = difference(evaluation.loo, reference.loo)
     ours, theirs = sd_of_draws(evaluation.function), sd_of_draws(reference.function)

@@ -12,7 +12,7 @@ from pyro_bdl import metrics
 from pyro_bdl.comparison.convergence import convergence, divergences
 from pyro_bdl.comparison.held_out import Observation, PredictiveDraws, Test, Units
 from pyro_bdl.comparison.leave_one_out import leave_one_out
-from pyro_bdl.comparison.metric import measure
+from pyro_bdl.comparison.metric import PointScores, measure
 from pyro_bdl.comparison.program_sites import Subject, draws_of, stated_num_data
 from pyro_bdl.comparison.scores import (
     SCORES,
@@ -54,6 +54,7 @@ class Evaluation:
     :param noise: ``(S, N, ...)``, Var[y | draw] at the kept points; for regression.
     :param pit: the probability integral transforms of all test targets; for regression.
     :param loo: leave-one-out on the training data, if these are given.
+    :param points: the scores that are means over all test points, with their errors.
     """
 
     task: str
@@ -66,6 +67,7 @@ class Evaluation:
     noise: Tensor | None = None
     pit: Tensor | None = None
     loo: LOO | None = None
+    points: Mapping[str, PointScores] = field(default_factory=dict)
 
     def moments(self) -> Tensor:
         """Mean and variance of the target given the draw, ``(S, N, ..., 2)``."""
@@ -143,9 +145,9 @@ def evaluate(
         check_draws(f"values of the site {site!r}", ~values.isfinite())
     parts = _parts(test, predictive, observation)
     task = "classification" if observation.is_class else "regression"
-    mean, pit, scores = score(task, predictions(predictive, observation, parts, units))
+    mean, pit, scores, points = score(task, predictions(predictive, observation, parts, units))
     found = _at(predictive, observation, test.part(kept).inputs, units, samples.num_chains)
-    found = replace(found, mean=mean, pit=pit)
+    found = replace(found, mean=mean, pit=pit, points=points)
     elsewhere = None
     if ood is not None:
         elsewhere = _at(predictive, observation, ood, units, samples.num_chains)
@@ -203,11 +205,12 @@ def evaluate_draws(
         task, known = "classification", known_class_predictions(p, test.y)
         function, targets = p[:, kept], None
     else:
-        task, known, held = "regression", known_predictions(draws, test.y, units), draws.at(kept)
+        known = known_predictions(draws, test.y, units, normal=observation.kind == "Normal")
+        task, held = "regression", draws.at(kept)
         function = units.of(held.function)
         targets = None if held.targets is None else units.of(held.targets)
-    mean, pit, scores = score(task, [known])
-    found = Evaluation(task, draws.chains, function, mean, targets, pit=pit)
+    mean, pit, scores, points = score(task, [known])
+    found = Evaluation(task, draws.chains, function, mean, targets, pit=pit, points=points)
     scores |= _scores_at_kept_points(found, None)
     if draws.chains > 1:
         scores |= convergence(found.function, draws.chains)

@@ -7,11 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from pyro_bdl.comparison.answer import answer
 from pyro_bdl.comparison.evaluation import Evaluation
 from pyro_bdl.comparison.figures import CAPTIONS, figures
+from pyro_bdl.comparison.ranking import Ranking
 from pyro_bdl.utils.tables import Column, groups, to_csv, to_text
 
 __all__ = ["CAPTIONS", "Comparison", "is_known"]
@@ -22,12 +25,12 @@ _LEAST_WIDTH = 40  # of a verdict, also beside long names
 
 @dataclass(frozen=True)
 class Comparison:
-    """Result of ``compare``; print it for the table and the verdicts.
+    """Result of ``compare``; print it for the answer, the table and the verdicts.
 
     :param task: ``"regression"`` or ``"classification"``.
     :param reference: name of the reference, or None.
-    :param rows: a dict for each posterior, and a last one that compares two halves of the
-        reference, the floor of the distances.
+    :param rows: a dict for each posterior: the reference, then the others as they are ranked, and
+        a last one that compares two halves of the reference, the floor of the distances.
     :param columns: the columns of the table, each with a help text.
     :param verdicts: posterior to a sentence computed from its row.
     :param evaluations: posterior to its draws at the kept test points.
@@ -35,6 +38,9 @@ class Comparison:
     :param y: their targets; for a regression in the target's own units.
     :param details: further columns, shown by ``to_text(details=True)`` and in the files.
     :param warnings: reasons not to trust the reference; empty if there are none.
+    :param ranking: the posteriors in order of their distance to the reference, in groups; without a
+        reference in order of their NLPD.
+    :param notes: sentences on numbers of the table that must be read with care.
     """
 
     task: str
@@ -47,12 +53,30 @@ class Comparison:
     y: Tensor = field(repr=False)
     details: tuple[Column, ...] = ()
     warnings: tuple[str, ...] = ()
+    ranking: Ranking = field(repr=False, default_factory=Ranking)
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.to_text()
 
+    def __repr__(self) -> str:
+        against = f", reference {self.reference!r}" if self.reference is not None else ""
+        return (
+            f"<Comparison of {len(self.evaluations)} posteriors at {len(self.y)} test points, "
+            f"{self.task}{against}; print it for the table>"
+        )
+
+    @property
+    def summary(self) -> str:
+        """The answer in two or three sentences, as far as the errors of the numbers bear it out."""
+        return answer(self.reference, self.ranking, self.rows, self.warnings)
+
+    def to_frame(self) -> pd.DataFrame:
+        """The rows with all their numbers, indexed by posterior, as they are ranked."""
+        return pd.DataFrame(self.rows).set_index("posterior")
+
     def to_text(self, width: int | None = _WIDTH, *, details: bool = False) -> str:
-        """Table, verdicts and warnings.
+        """Summary, table, verdicts, notes and warnings.
 
         :param width: the largest number of characters in a line. Wider groups of columns are
             printed below each other, and sentences are wrapped; None for one wide table.
@@ -70,8 +94,10 @@ class Comparison:
         ]
         columns = [*self.columns, *(self.details if details else ())]
         blocks = [to_text(self.rows, block) for block in self._blocks(columns, width)]
-        warned = [textwrap.fill(f"Warning: {text}", width or 10**6) for text in self.warnings]
-        return "\n\n".join([*blocks, "\n".join(verdicts), *warned])
+        said = [*self.notes, *(f"Warning: {text}" for text in self.warnings)]
+        warned = [textwrap.fill(text, width or 10**6) for text in said]
+        summary = [textwrap.fill(self.summary, width or 10**6)] if self.summary else []
+        return "\n\n".join([*summary, *blocks, "\n".join(verdicts), *warned])
 
     def _blocks(self, columns: Sequence[Column], width: int | None) -> list[list[Column]]:
         name, rest = columns[0], list(columns[1:])

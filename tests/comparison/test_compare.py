@@ -15,7 +15,7 @@ from pyro_bdl import posteriors
 from pyro_bdl.cli import main
 from pyro_bdl.comparison import Comparison
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.utils.tables import number
+from pyro_bdl.utils.tables import with_error
 
 QUICK = ["--steps", "20", "--chains", "2", "--warmup", "20", "--draws", "20", "--hidden", "4"]
 QUICK += ["--max-tree-depth", "3"]
@@ -97,7 +97,7 @@ def test_no_line_is_wider_than_asked_for():
     assert found.verdicts["a"] in found.to_text(None)
     for key in ("mean_error", "sd_error", "wasserstein", "sd_ratio"):  # with Monte Carlo errors
         row = found.to_dict()["a"]
-        assert f"± {number(row[f'{key}_se'], 2)}" in text
+        assert with_error(row[key], row[f"{key}_se"]) in text
 
 
 def test_a_posterior_is_as_far_from_itself_as_its_halves():
