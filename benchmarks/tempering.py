@@ -34,7 +34,7 @@ from pyro_bdl.elbo import MeanFieldLimit, TemperedTraceMeanField_ELBO
 from pyro_bdl.training import train
 
 PRIOR = bdl.priors.Normal(math.sqrt(0.2))
-TAUS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+TAUS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 ETAS = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
 PARTS = ("images", "limit", "kl", "resnet", "priors")
 
@@ -331,7 +331,7 @@ QUICK = {
     "draws": 50,
     "estimators": ["local_reparameterization"],
     "limit_widths": (50, 500, 5000),
-    "kl_widths": (20, 200),
+    "kl_widths": (20, 200, 2000),
     "kl_steps": 1500,
     "channels": 4,
     "resnet_steps": 400,
