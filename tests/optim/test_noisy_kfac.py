@@ -33,7 +33,7 @@ def program(outputs_first=True):
     return model
 
 
-def trained(model, x, y, temperature=1.0, steps=80, **options):
+def trained(model, x, y, temperature=1.0, steps=140, **options):
     torch.manual_seed(1)
     guide = AutoMatrixNormal(model).prototype(x, y)
     optimizer = NoisyKFAC(guide, lr=0.2, betas=(0.9, 0.8), temperature=temperature)
