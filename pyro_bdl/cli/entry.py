@@ -1,23 +1,23 @@
 """The command ``pyro-bdl``."""
 
 import argparse
-import itertools
 import shutil
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from matplotlib.figure import Figure
 from torch import nn
 
-from pyro_bdl import models, posteriors
+from pyro_bdl import posteriors
 from pyro_bdl.cli import options as command
+from pyro_bdl.cli import sweep
+from pyro_bdl.cli.shared import BadInput, bad_input, limited_threads, network, say
 from pyro_bdl.comparison.columns import columns
 from pyro_bdl.comparison.compare import compare
 from pyro_bdl.comparison.costs import seconds_per_draw
@@ -26,9 +26,7 @@ from pyro_bdl.comparison.page import write_page
 from pyro_bdl.comparison.result import Comparison
 from pyro_bdl.data.dataset import Dataset
 from pyro_bdl.errors import BdlWarning, UnusableDrawsError
-from pyro_bdl.nn import bayesianize
 from pyro_bdl.posteriors import Fit, Options, Problem
-from pyro_bdl.priors import FanIn
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.files import LenientStream, atomic_write
 from pyro_bdl.utils.interrupts import deferred_interrupt
@@ -38,10 +36,6 @@ from pyro_bdl.utils.tables import to_csv, to_text
 _REFERENCE = "nuts"
 _TABLE, _REPORT = "table.csv", "report.html"
 _FILES = (_TABLE, _REPORT, *(f"{name}.png" for name in CAPTIONS))
-# Below this many numbers a step is not faster on several threads. On busy cores it is many times
-# slower, since the threads wait for each other.
-_WORTH_THREADS = 2**19
-
 FAILED, INTERRUPTED = 1, 130
 
 
@@ -55,28 +49,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output: Any = LenientStream(sys.stdout)
     errors: Any = LenientStream(sys.stderr)
     with redirect_stdout(output), redirect_stderr(errors), warnings.catch_warnings():
-        options = command.parser(_compare).parse_args(arguments)
+        options = command.parser(_compare, sweep.add_command).parse_args(arguments)
         warnings.simplefilter("always", BdlWarning)
         warnings.showwarning = _show_warning
         try:
             return options.run(options)
-        except _BadInput as error:
-            _say(str(error))
+        except BadInput as error:
+            say(str(error))
             return command.BAD_INPUT
         except KeyboardInterrupt:
-            _say("interrupted")
+            say("interrupted")
             return INTERRUPTED
-
-
-class _BadInput(Exception):
-    """Invalid input; the message says why and what to do."""
 
 
 # ---------------------------------------------------------------------------------- the command
 
 
 def _compare(options: argparse.Namespace) -> int:
-    with _bad_input():
+    with bad_input():
         names = command.names(options.guides)
         settings = command.settings(options)
         device = command.device(options.device)
@@ -92,8 +82,8 @@ def _compare(options: argparse.Namespace) -> int:
     )
     print(about, flush=True)
     comparison, files = None, _Files(folder)
-    with process_seeded(options.seed, device), _threads(len(data.x_train) * max(hidden)):
-        model = _model(data, hidden, command.ACTIVATIONS[options.activation]).to(device)
+    with process_seeded(options.seed, device), limited_threads(len(data.x_train) * max(hidden)):
+        model = network(data, hidden, command.ACTIVATIONS[options.activation]).to(device)
         fits, failed = _fit_all(names, Problem(model, data.x_train, data.y_train), settings)
         if not fits:
             return FAILED if failed else INTERRUPTED
@@ -103,13 +93,13 @@ def _compare(options: argparse.Namespace) -> int:
                 comparison = _compared(model, fits, data, options.seed)
                 figures = {} if pressed.is_set() else _figures(comparison, fits, data)
                 if pressed.is_set():
-                    _say("interrupted: there are no figures")
+                    say("interrupted: there are no figures")
                 _write(comparison, figures, files, data, about, _made_with(options, settings, fits))
         except KeyboardInterrupt:
-            _say("interrupted")
+            say("interrupted")
             code = INTERRUPTED
         except Exception as error:  # any error: the fits must not be lost
-            _say(f"the posteriors could not be compared: {type(error).__name__}: {error}")
+            say(f"the posteriors could not be compared: {type(error).__name__}: {error}")
             code = FAILED
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
     if comparison is None:
@@ -164,14 +154,14 @@ def _fit_all(names: list[str], problem: Problem, options: Options) -> tuple[list
         except KeyboardInterrupt:
             interrupted = True
         except MemoryError as error:
-            _say(f"{name} is left out: {error}")
+            say(f"{name} is left out: {error}")
             continue
         except Exception as error:  # one posterior's failure must not lose the others
             failed.append(name)
-            _say(f"{name} could not be fitted: {type(error).__name__}: {error}")
+            say(f"{name} could not be fitted: {type(error).__name__}: {error}")
             continue
         if interrupted:
-            _say(f"interrupted; not fitted: {', '.join(left) or 'none'}")
+            say(f"interrupted; not fitted: {', '.join(left) or 'none'}")
             break
     return fits, failed
 
@@ -204,7 +194,7 @@ def _compared(model: nn.Module, fits: list[Fit], data: Dataset, seed: int) -> Co
             others = [fit for fit in fits if fit.name != error.posterior]
             if not others or len(others) == len(fits):
                 raise
-            _say(f"{error.posterior} is left out: {error}")
+            say(f"{error.posterior} is left out: {error}")
             fits = others
 
 
@@ -232,7 +222,7 @@ class _Files:
         try:
             writer(self.folder / name)
         except Exception as error:  # from the disk, or from drawing
-            _say(f"{self.folder / name} could not be written: {error}")
+            say(f"{self.folder / name} could not be written: {error}")
             self.failed = True
             return False
         self.written.append(name)
@@ -255,7 +245,7 @@ def _figures(comparison: Comparison, fits: list[Fit], data: Dataset) -> dict[str
             posteriors={f.name: f.posterior for f in fits if f.name in comparison.evaluations},
         )
     except Exception as error:  # the table must not be lost because of a figure
-        _say(f"there are no figures: {type(error).__name__}: {error}")
+        say(f"there are no figures: {type(error).__name__}: {error}")
         return {}
 
 
@@ -328,41 +318,8 @@ def _shown(fit: Fit) -> str:
     return f"{settings}, interrupted" if fit.interrupted else settings
 
 
-def _model(data: Dataset, hidden: list[int], activation: Callable[[], nn.Module]) -> nn.Module:
-    outputs = len(data.class_names) if data.task == "classification" else 1
-    sizes = [data.x_train.shape[1], *hidden]
-    layers: list[nn.Module] = []
-    for before, after in itertools.pairwise(sizes):
-        layers += [nn.Linear(before, after), activation()]
-    network = bayesianize(nn.Sequential(*layers, nn.Linear(sizes[-1], outputs)), FanIn(1.0))
-    kind = models.Classification if data.task == "classification" else models.Regression
-    return kind(network, num_data=len(data.x_train))
-
-
-@contextmanager
-def _threads(numbers: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1 if numbers < _WORTH_THREADS else before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 # ------------------------------------------------------------------------------ input and output
 
 
-@contextmanager
-def _bad_input() -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        raise _BadInput(" ".join(str(error).split())) from error
-
-
-def _say(text: str) -> None:
-    print(f"pyro-bdl: {text}", file=sys.stderr)
-
-
 def _show_warning(message: Warning | str, *args: object, **kwargs: object) -> None:
-    _say(f"warning: {message}")
+    say(f"warning: {message}")

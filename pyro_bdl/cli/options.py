@@ -25,8 +25,14 @@ class Parser(argparse.ArgumentParser):
         self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
-def parser(compare: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
-    """The command's parser; the parsed options hold ``run``, the function that does the work."""
+def parser(
+    compare: Callable[[argparse.Namespace], int], *others: Callable[[Any], None]
+) -> argparse.ArgumentParser:
+    """The command's parser; the parsed options hold ``run``, the function that does the work.
+
+    :param compare: runs the subcommand ``compare``.
+    :param others: functions that add further subcommands.
+    """
     result = Parser(prog="pyro-bdl", description="Bayesian deep learning on Pyro programs.")
     result.add_argument("--version", action="version", version=f"pyro-bdl {__version__}")
     commands = result.add_subparsers(required=True, metavar="COMMAND", dest="command")
@@ -40,12 +46,7 @@ def parser(compare: Callable[[argparse.Namespace], int]) -> argparse.ArgumentPar
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.set_defaults(run=compare)
-    add = command.add_argument_group("data").add_argument
-    add("--data", metavar="FILE", help="a CSV file with a header; every other column is a feature")
-    add("--target", metavar="COLUMN", help="the column to predict")
-    add("--task", choices=("regression", "classification"), help="default: found from the target")
-    add("--one-hot", action="store_true", help="turn columns of text into zeros and ones")
-    add("--test-fraction", type=float, default=0.2, metavar="SHARE", help="default: %(default)s")
+    add_data(command)
     add = command.add_argument_group("network").add_argument
     add(
         "--hidden",
@@ -76,12 +77,30 @@ def parser(compare: Callable[[argparse.Namespace], int]) -> argparse.ArgumentPar
     )
     quick = ", ".join(f"--{name} {value}" for name, value in _QUICK.items())
     add("--quick", action="store_true", help=f"a first look: {quick}")
+    add = add_run(command)
+    add("--details", action="store_true", help="print all columns that table.csv has")
+    for other in others:
+        other(commands)
+    return result
+
+
+def add_data(command: argparse.ArgumentParser) -> None:
+    """Add the options of the data, which ``load`` reads."""
+    add = command.add_argument_group("data").add_argument
+    add("--data", metavar="FILE", help="a CSV file with a header; every other column is a feature")
+    add("--target", metavar="COLUMN", help="the column to predict")
+    add("--task", choices=("regression", "classification"), help="default: found from the target")
+    add("--one-hot", action="store_true", help="turn columns of text into zeros and ones")
+    add("--test-fraction", type=float, default=0.2, metavar="SHARE", help="default: %(default)s")
+
+
+def add_run(command: argparse.ArgumentParser) -> Callable[..., Any]:
+    """Add the options of a run; returns the function that adds further ones to their group."""
     add = command.add_argument_group("run").add_argument
     add("--seed", type=int, default=0, help="seed of all random numbers; default: %(default)s")
     add("--device", default="cpu", help="such as cpu or cuda; default: %(default)s")
     add("--out", default="pyro-bdl-out", metavar="DIR", help="default: %(default)s")
-    add("--details", action="store_true", help="print all columns that table.csv has")
-    return result
+    return add
 
 
 def _epilog() -> str:
@@ -131,11 +150,19 @@ def settings(options: argparse.Namespace) -> Options:
         if value is not None and value < least[name]:
             option = name.replace("_", "-")
             raise ValueError(f"--{option} must be at least {least[name]}, got {value}")
-    if options.seed >= 2**32:
-        raise ValueError(f"--seed must be less than 2^32, got {options.seed}")
+    check_run(options)
+    return Options(**cast(Any, chosen))
+
+
+def check_run(options: argparse.Namespace) -> None:
+    """Check the seed and the share of test data.
+
+    :raises ValueError: for numbers out of range.
+    """
+    if not 0 <= options.seed < 2**32:
+        raise ValueError(f"--seed must be at least 0 and less than 2^32, got {options.seed}")
     if not 0 < options.test_fraction < 1:
         raise ValueError(f"--test-fraction must lie between 0 and 1, got {options.test_fraction:g}")
-    return Options(**cast(Any, chosen))
 
 
 def _first_given(value: int | None, usual: int | None) -> int | None:

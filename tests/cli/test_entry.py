@@ -273,10 +273,10 @@ def test_warnings_are_one_line(capsys, monkeypatch):
 
 def test_threads_are_given_back():
     torch.set_num_threads(2)
-    with cli._threads(100):
+    with cli.limited_threads(100):
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == 2
-    with cli._threads(10**9):
+    with cli.limited_threads(10**9):
         assert torch.get_num_threads() == 2
 
 
