@@ -15,7 +15,9 @@ from pyro_bdl import (
     models,
     nn,
     optim,
+    plots,
     priors,
+    references,
     selectors,
     temperature,
 )
@@ -58,8 +60,14 @@ __all__ = [
     "models",
     "nn",
     "optim",
+    "plots",
     "priors",
+    "references",
     "selectors",
     "temperature",
     "to_arviz",
 ]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
