@@ -22,13 +22,13 @@ from pyro_bdl.comparison.columns import columns
 from pyro_bdl.comparison.compare import compare
 from pyro_bdl.comparison.costs import seconds_per_draw
 from pyro_bdl.comparison.figures import CAPTIONS
+from pyro_bdl.comparison.page import write_page
 from pyro_bdl.comparison.result import Comparison
 from pyro_bdl.data.dataset import Dataset
 from pyro_bdl.errors import BdlWarning, UnusableDrawsError
 from pyro_bdl.nn import bayesianize
 from pyro_bdl.posteriors import Fit, Options, Problem
 from pyro_bdl.priors import FanIn
-from pyro_bdl.report import write_report
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.files import LenientStream, atomic_write
 from pyro_bdl.utils.interrupts import deferred_interrupt
@@ -104,8 +104,7 @@ def _compare(options: argparse.Namespace) -> int:
                 figures = {} if pressed.is_set() else _figures(comparison, fits, data)
                 if pressed.is_set():
                     _say("interrupted: there are no figures")
-                notes = [f"{about}. {_units(data)}"]
-                _write(comparison, figures, files, data, notes, _made_with(options, settings, fits))
+                _write(comparison, figures, files, data, about, _made_with(options, settings, fits))
         except KeyboardInterrupt:
             _say("interrupted")
             code = INTERRUPTED
@@ -265,7 +264,7 @@ def _write(
     figures: dict[str, Figure],
     files: _Files,
     data: Dataset,
-    notes: list[str],
+    about: str,
     settings: dict[str, object],
 ) -> None:
     """Write the table, the figures and the report."""
@@ -283,16 +282,13 @@ def _write(
     }
     files.write(
         _REPORT,
-        lambda path: write_report(
+        lambda path: write_page(
+            comparison,
             path,
+            drawn,
             title=f"Posteriors of a neural network for {data.target_name}",
-            rows=comparison.rows,
-            columns=comparison.columns,
-            details=comparison.details,
-            verdicts=comparison.verdicts,
-            warnings=comparison.warnings,
-            figures={CAPTIONS[name]: figure for name, figure in drawn.items()},
-            notes=notes,
+            about=about,
+            notes=[_units(data)],
             settings=settings,
         ),
     )

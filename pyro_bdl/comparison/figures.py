@@ -13,6 +13,7 @@ from pyro_bdl.diagnostics import summary
 from pyro_bdl.guides.draws import latent_draws, samples_of_mcmc
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.random_state import seeded
+from pyro_bdl.utils.tables import number
 
 CAPTIONS = {
     "bands": "Mean and 90 % interval of the function along the feature.",
@@ -37,6 +38,21 @@ CAPTIONS = {
     "for independent draws.",
     "layers": "R-hat and effective draws of the weights of every site. Weights of networks may "
     "differ between chains where their functions agree.",
+}
+# The figures without their numbers, for those who cannot see them; "cost" is described by its
+# numbers.
+_DESCRIPTIONS = {
+    "bands": "Curves of mean and interval against the feature, a panel for each posterior",
+    "sd_map": "Maps of the sd ratio over two features, a panel for each posterior",
+    "forest": "Intervals of each posterior at four test points",
+    "calibration": "Curves of observed against nominal shares, one for each posterior",
+    "pit": "Histograms of the probability integral transforms, a panel for each posterior",
+    "function_space": "Scatter plots of each posterior's means and sds against the reference's",
+    "hyperparameters": "Intervals of latents that are single numbers, one for each posterior",
+    "pairs": "Scatter plots of latents that are single numbers, with their densities",
+    "trace": "Lines of the draws of each chain",
+    "ranks": "Histograms of the ranks of each chain",
+    "layers": "Ranges of R-hat and of effective draws for each site",
 }
 
 _POINTS = 4  # test points in trace plots
@@ -190,9 +206,23 @@ def _against_reference(
             {row["posterior"]: row[key] for row in others},
             reference=reference,
             floor=floor.get(key),
+            errors={row["posterior"]: row.get(f"{key}_se") or 0.0 for row in others},
             units="total variation" if is_class else units,
         )
     return found
+
+
+def alternative(name: str, comparison: Compared) -> str:
+    """The alternative text of a figure; that of "cost" holds its numbers."""
+    if name != "cost":
+        return _DESCRIPTIONS[name]
+    key = "total_variation" if comparison.task == "classification" else "wasserstein"
+    known = [row for row in comparison.rows if row.get(key) is not None and row.get("seconds")]
+    told = "; ".join(
+        f"{row['posterior']} {number(row[key], 2)} after {number(row['seconds'], 2)} s"
+        for row in sorted(known, key=lambda row: row[key])
+    )
+    return f"Scatter plot of time to fit against distance to {comparison.reference}: {told}"
 
 
 # ------------------------------------------------------------------------------------- latents

@@ -51,6 +51,9 @@ class AutoEnsemble(Guide):
         self.size = size
         self._init = init_loc_fn
 
+    def options(self) -> dict[str, Any]:
+        return {"size": self.size}
+
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         with layers_called((self.program_model,)) as layers:
             self._starts = [self._start(args, kwargs) for _ in range(1, self.size)]

@@ -106,10 +106,10 @@ def intervals(
             if name == reference:
                 axis.axvspan(low, high, color=BAND, linewidth=0, zorder=0)
             axis.plot([low, high], [row, row], color=color, linewidth=1.2, label=name)
-            axis.plot([lower, upper], [row, row], color=color, linewidth=3.5)
-            axis.plot(middle, row, "o", color=color, markersize=5, markeredgecolor="white")
+            axis.plot([lower, upper], [row, row], color=color, linewidth=3.5, solid_capstyle="butt")
+            axis.plot(middle, row, markersize=7, markeredgecolor="white", **look[name])
         axis.use_sticky_edges = False  # the shaded column may reach farthest
-        title(axis, quantity, small=columns > 1)
+        title(axis, quantity)
         axis.grid(visible=False, axis="y")
         axis.xaxis.set_major_locator(MaxNLocator(4))
     for axis in axes[-columns:]:

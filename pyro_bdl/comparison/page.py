@@ -1,0 +1,73 @@
+"""A comparison as an HTML report."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from pyro_bdl import plots
+from pyro_bdl.comparison.figures import CAPTIONS, alternative
+from pyro_bdl.comparison.result import Comparison
+from pyro_bdl.report import Picture, write_report
+from pyro_bdl.utils.tables import Column
+
+# Above the table stand the first of these and the first other one.
+_FIRST, _SECOND = "cost", ("bands", "sd_map", "forest", "calibration")
+_MORE = "More figures"
+# Groups of columns that are shown from the start, by the beginnings of their names.
+_SHOWN = ("test data", "distance to")
+_BOUNDS = ("elbo", "log_evidence")
+
+
+def write_page(
+    comparison: Comparison,
+    path: str | Path,
+    figures: Mapping[str, Figure],
+    *,
+    title: str = "Posteriors compared",
+    about: str = "",
+    notes: Sequence[str] = (),
+    settings: Mapping[str, object] | None = None,
+) -> Path:
+    """Write the report of a comparison and return its path.
+
+    :param path: the HTML file.
+    :param figures: those of ``Comparison.figures``, or some of them.
+    :param title: heading of the page.
+    :param about: a line on the data and the model.
+    :param notes: paragraphs above the table, such as units.
+    :param settings: see ``report.write_report``.
+    """
+    columns = [_placed(column) for column in comparison.columns]
+    first = [name for name in (_FIRST,) if name in figures]
+    first += [name for name in _SECOND if name in figures][:1]
+    order = [*first, *(name for name in figures if name not in first)]
+    return write_report(
+        path,
+        title=title,
+        about=about,
+        rows=comparison.rows,
+        columns=sorted(columns, key=lambda column: bool(column.group)),
+        details=comparison.details,
+        looks=plots.styles(comparison.evaluations, comparison.reference),
+        hidden=[c.group for c in columns if c.group and not c.group.startswith(_SHOWN)],
+        verdicts=comparison.verdicts,
+        warnings=comparison.warnings,
+        figures=[
+            Picture(
+                figures[name],
+                CAPTIONS[name],
+                alternative(name, comparison),
+                section="" if name in first else _MORE,
+            )
+            for name in order
+        ],
+        notes=notes,
+        settings=settings,
+    )
+
+
+def _placed(column: Column) -> Column:
+    """The column; bounds in a group of their own, since only some posteriors have them."""
+    return replace(column, group="bounds") if column.key in _BOUNDS else column
