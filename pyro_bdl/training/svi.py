@@ -57,7 +57,7 @@ def train(
     steps: int,
     learning_rate: float = 0.01,
     temperature: float = 1.0,
-    num_particles: int = 1,
+    num_particles: int | None = None,
     estimator: str | PerDatum | None = None,
     batch_size: int | None = None,
     parameters: Iterable[Tensor] | None = None,
@@ -80,7 +80,8 @@ def train(
     :param steps: number of gradient steps, at least 1.
     :param learning_rate: Adam's initial learning rate.
     :param temperature: eta, see :mod:`pyro_bdl.elbo`.
-    :param num_particles: draws of the guide in each step.
+    :param num_particles: draws of the guide in each step; by default 1, and of an ensemble all
+        members.
     :param estimator: estimator of the expected log likelihood, see
         :class:`pyro_bdl.elbo.TemperedTrace_ELBO`.
     :param batch_size: rows in each step. The default is all rows if there are at most 1024. For
@@ -111,7 +112,8 @@ def train(
             check_data(model, guide, (taken(x, rows), taken(y, rows)), {})
     bayesian = elbo is None and temperature == 1.0
     if elbo is None:
-        elbo = TemperedTraceMeanField_ELBO(temperature, num_particles, estimator=estimator)
+        particles = guide.num_members if num_particles is None else num_particles
+        elbo = TemperedTraceMeanField_ELBO(temperature, particles, estimator=estimator)
     objective: Any = elbo(model, guide)
     if optimizer is None:
         trained = list(objective.parameters() if parameters is None else parameters)
