@@ -160,6 +160,7 @@ def compare(
         ranking=ranking,
         evaluations=found,
         inputs=data.part(kept).inputs,
+        places=tuple(kept.tolist()),
         y=y * target_scale + target_shift if task == "regression" else y,
     )
 

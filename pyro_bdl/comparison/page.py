@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 
 from pyro_bdl import plots
 from pyro_bdl.comparison.figures import CAPTIONS, alternative
+from pyro_bdl.comparison.ranking import ALIKE, FAR, UNDECIDED, USABLE, WORSE
 from pyro_bdl.comparison.result import Comparison
 from pyro_bdl.report import Picture, write_report
 from pyro_bdl.utils.tables import Column
@@ -18,6 +19,13 @@ _MORE = "More figures"
 # Groups of columns that are shown from the start, by the beginnings of their names.
 _SHOWN = ("test data", "distance to")
 _BOUNDS = ("elbo", "log_evidence")
+_GROUPS = {
+    ALIKE: "Alike",
+    USABLE: "Usable",
+    UNDECIDED: "Undecided: too few draws to say",
+    FAR: "Far",
+    WORSE: "Worse",
+}
 
 
 def write_page(
@@ -29,6 +37,7 @@ def write_page(
     about: str = "",
     notes: Sequence[str] = (),
     settings: Mapping[str, object] | None = None,
+    points: Mapping[str, str] | None = None,
 ) -> Path:
     """Write the report of a comparison and return its path.
 
@@ -38,8 +47,10 @@ def write_page(
     :param about: a line on the data and the model.
     :param notes: paragraphs above the table, such as units.
     :param settings: see ``report.write_report``.
+    :param points: the inputs of the test points that figures show, by their names.
     """
-    columns = [_placed(column) for column in comparison.columns]
+    columns = [_placed(column) for column in comparison.columns if column.key != "group"]
+    criteria = comparison.ranking.criteria
     first = [name for name in (_FIRST,) if name in figures]
     first += [name for name in _SECOND if name in figures][:1]
     order = [*first, *(name for name in figures if name not in first)]
@@ -47,7 +58,9 @@ def write_page(
         path,
         title=title,
         about=about,
+        summary=[comparison.summary] if comparison.summary else [],
         rows=comparison.rows,
+        ranked=_ranked(comparison),
         columns=sorted(columns, key=lambda column: bool(column.group)),
         details=comparison.details,
         looks=plots.styles(comparison.evaluations, comparison.reference),
@@ -63,9 +76,17 @@ def write_page(
             )
             for name in order
         ],
-        notes=notes,
-        settings=settings,
+        notes=[*notes, *([criteria] if criteria else [])],
+        settings={**({"Test points in the figures": points} if points else {}), **(settings or {})},
     )
+
+
+def _ranked(comparison: Comparison) -> list[tuple[str, list[str]]]:
+    """The headings of the table's rows, each with its posteriors in order."""
+    found = [("The reference", [comparison.reference])] if comparison.reference else []
+    for group, words in _GROUPS.items():
+        found.append((words, comparison.ranking.names(group)))
+    return found
 
 
 def _placed(column: Column) -> Column:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_bdl.comparison.answer import answer
 from pyro_bdl.comparison.evaluation import Evaluation
-from pyro_bdl.comparison.figures import CAPTIONS, figures
+from pyro_bdl.comparison.figures import CAPTIONS, figures, shown_points
 from pyro_bdl.comparison.ranking import Ranking
 from pyro_bdl.utils.tables import Column, groups, to_csv, to_text
 
@@ -40,6 +40,7 @@ class Comparison:
     :param warnings: reasons not to trust the reference; empty if there are none.
     :param ranking: the posteriors in order of their distance to the reference, in groups; without a
         reference in order of their NLPD.
+    :param places: the rows of the test data that the kept points are, counted from 0.
     """
 
     task: str
@@ -53,6 +54,7 @@ class Comparison:
     details: tuple[Column, ...] = ()
     warnings: tuple[str, ...] = ()
     ranking: Ranking = field(repr=False, default_factory=Ranking)
+    places: tuple[int, ...] = field(repr=False, default=())
 
     def __str__(self) -> str:
         return self.to_text()
@@ -145,6 +147,8 @@ class Comparison:
         features: Sequence[str] = (),
         train: tuple[Tensor, Tensor] | None = None,
         posteriors: Mapping[str, Any] | None = None,
+        points: Sequence[str] = (),
+        scales: Mapping[str, float] | None = None,
     ) -> dict[str, Figure]:
         """Figures of the comparison, by names that can be used for files; see :data:`CAPTIONS`.
 
@@ -155,10 +159,40 @@ class Comparison:
             there are one or two inputs.
         :param posteriors: the compared posteriors, to show their latents too: hyperparameters,
             chains and layers.
+        :param points: names of the kept test points; by default "point 17".
+        :param scales: site to a factor that brings its values to the target's units, for a noise
+            that the program sees in other units.
         """
         return figures(
-            self, target=target, units=units, features=features, train=train, posteriors=posteriors
-        )
+            self, target=target, units=units, features=features, train=train,
+            posteriors=posteriors, points=points, scales=scales or {},
+        )  # fmt: skip
+
+    def shown_points(self) -> list[int]:
+        """The places, among the kept test points, of those that figures show one by one."""
+        return shown_points(self)
+
+    def to_json(self) -> dict[str, Any]:
+        """All numbers and words in JSON types: the summary, the ranking, rows and columns."""
+        return {
+            "task": self.task,
+            "reference": self.reference,
+            "summary": self.summary,
+            "warnings": list(self.warnings),
+            "ranking": {
+                "by": self.ranking.by,
+                "criteria": self.ranking.criteria,
+                "rows": [
+                    {key: value if is_known(value) else None for key, value in vars(row).items()}
+                    for row in self.ranking.rows
+                ],
+            },
+            "columns": [
+                {name: getattr(column, name) for name in ("key", "title", "group", "help")}
+                for column in (*self.columns, *self.details)
+            ],
+            "posteriors": self.to_dict(),
+        }
 
 
 def is_known(value: object) -> bool:
