@@ -21,7 +21,7 @@ from pyro_bdl import (
 )
 from pyro_bdl._version import __version__
 from pyro_bdl.arviz_export import to_arviz
-from pyro_bdl.comparison import Costs, PredictiveDraws
+from pyro_bdl.comparison import Costs, KFold, PredictiveDraws, k_fold
 from pyro_bdl.comparison.compare import compare
 from pyro_bdl.comparison.result import Comparison
 from pyro_bdl.nn import BayesianModule, bayesianize
@@ -34,6 +34,7 @@ __all__ = [
     "BayesianModule",
     "Comparison",
     "Costs",
+    "KFold",
     "LinearizedPredictive",
     "Predictive",
     "PredictiveDraws",
@@ -51,6 +52,7 @@ __all__ = [
     "guides",
     "handlers",
     "importance",
+    "k_fold",
     "mcmc",
     "metrics",
     "models",

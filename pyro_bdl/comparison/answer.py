@@ -2,10 +2,11 @@
 avoid."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pyro_bdl.comparison.ranking import ALIKE, ERRORS, FAR, USABLE, WORSE, Ranked, Ranking
+from pyro_bdl.utils.tables import listed
 
 Row = Mapping[str, Any]
 
@@ -85,17 +86,17 @@ def _to_avoid(reference: str, ranking: Ranking, rows: Mapping[str, Row], said: l
     """Say which posteriors are far, by reason; each has one reason, the gravest."""
     reasons: dict[str, list[Row]] = {}
     for name in ranking.names(FAR):
-        reasons.setdefault(_reason(rows[name]), []).append(rows[name])
+        reasons.setdefault(_reason(rows[name], ranking.score), []).append(rows[name])
     parts = []
     for reason, group in reasons.items():
         names = listed([row["posterior"] for row in group], _MOST_NAMES)
-        parts.append(f"{names} {_because(reason, group, reference)}")
+        parts.append(f"{names} {_because(reason, group, reference, ranking.score)}")
     if parts:
         said.append(f"Far from it: {'; '.join(parts)}.")
 
 
-def _reason(row: Row) -> str:
-    gap, error = _number(row, "nlpd_diff"), _number(row, "nlpd_diff_se")
+def _reason(row: Row, score: str) -> str:
+    gap, error = _number(row, f"{score}_diff"), _number(row, f"{score}_diff_se")
     ratio, off = _number(row, "sd_ratio"), _number(row, "mean_shift")
     if gap > ERRORS * error:
         return "predicts worse"
@@ -108,10 +109,10 @@ def _reason(row: Row) -> str:
     return "shifted" if not math.isnan(off) else ""
 
 
-def _because(reason: str, rows: Sequence[Row], reference: str) -> str:
+def _because(reason: str, rows: Sequence[Row], reference: str, score: str) -> str:
     one = len(rows) == 1
     if reason == "predicts worse":
-        gaps = [_number(row, "nlpd_diff") for row in rows]
+        gaps = [_number(row, f"{score}_diff") for row in rows]
         return f"{'predicts' if one else 'predict'} worse (NLPD by {_range(gaps)} nats per datum)"
     if reason == "flat":
         return f"{'has' if one else 'have'} hardly any spread"
@@ -149,14 +150,6 @@ def _by_score(ranking: Ranking) -> list[str]:
 
 
 # -------------------------------------------------------------------------------------- words
-
-
-def listed(names: Iterable[str], most: int | None = None) -> str:
-    """Names as text: "a, b and c"; beyond ``most`` names "a, b and 4 others"."""
-    names = list(names)
-    if most is not None and len(names) > most + 1:
-        names = [*names[:most], f"{len(names) - most} others"]
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _clearly_apart(a: Ranked, b: Ranked) -> bool:

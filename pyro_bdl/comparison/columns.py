@@ -48,6 +48,11 @@ def details(task: str, reference: str | None) -> list[Column]:
             "parameters that the data determine": determined.FURTHER_COLUMNS,
             "calibration": _of_metrics(CALIBRATION, task),
             "uncertainty": _of_metrics(UNCERTAINTY, task),
+            f"test data, difference to {reference}": [
+                metric.difference_column()
+                for metric in of_task(TEST_DATA, task)
+                if metric.over_points
+            ],
             f"distance to {reference}": _of_metrics(FURTHER_DISTANCES, task),
             f"sd ratio to {reference}": input_regions.COLUMNS,
             "leave one out": leave_one_out.FURTHER_COLUMNS,

@@ -68,12 +68,15 @@ class Ranking:
     :param rows: the places; the reference itself has none.
     :param point: the distance of a point at the reference's mean, the scale of ``share``.
     :param criteria: the criteria of the groups, in words.
+    :param score: key of the NLPD that predictions are compared by: ``"nlpd"``, or
+        ``"nlpd_normal"`` where the former rests on few draws.
     """
 
     by: str = DISTANCE
     rows: tuple[Ranked, ...] = ()
     point: float = math.nan
     criteria: str = ""
+    score: str = SCORE
 
     def names(self, *groups: str) -> list[str]:
         """Names of the posteriors in some groups, in order; all without an argument."""
@@ -87,12 +90,16 @@ class Ranking:
         """Rows of the table in this order with their groups; those without a place come first."""
         places = {name: place for place, name in enumerate(self.names())}
         found = sorted(rows, key=lambda row: places.get(row["posterior"], -1))
-        without = None if self.by == SCORE else REFERENCE
+        without = REFERENCE if self.by == DISTANCE else None
         return [row | {"group": self.group_of(row["posterior"]) or without} for row in found]
 
 
 def rank_by_distance(
-    reference: str, rows: Sequence[Mapping[str, Any]], evaluations: Mapping[str, Evaluation]
+    reference: str,
+    rows: Sequence[Mapping[str, Any]],
+    evaluations: Mapping[str, Evaluation],
+    *,
+    score: str = SCORE,
 ) -> Ranking:
     """Rank posteriors by their Wasserstein-1 distance d to the reference.
 
@@ -111,6 +118,7 @@ def rank_by_distance(
     :param reference: its name.
     :param rows: the rows of the table, with the distances.
     :param evaluations: draws of the functions by name.
+    :param score: key of the NLPD that predictions are compared by.
     """
     base = evaluations[reference]
     point = _point_distance(base.function)
@@ -136,32 +144,36 @@ def rank_by_distance(
             )
         )
     found.sort(key=lambda row: row.distance)
-    return Ranking(DISTANCE, tuple(found), point, _BY_DISTANCE.format(reference=reference))
+    return Ranking(DISTANCE, tuple(found), point, _BY_DISTANCE.format(reference=reference), score)
 
 
 def rank_by_score(
-    rows: Sequence[Mapping[str, Any]], differences: Mapping[str, tuple[float, float]]
+    rows: Sequence[Mapping[str, Any]],
+    evaluations: Mapping[str, Evaluation],
+    *,
+    score: str = SCORE,
 ) -> Ranking:
     """Rank posteriors by NLPD, where there is no reference; those without an NLPD are left out.
 
     :param rows: the rows of the table.
-    :param differences: posterior to its NLPD minus the best one's, and the standard error of that
-        over the test points.
+    :param evaluations: the posteriors' scores by name.
+    :param score: key of the NLPD.
     """
-    known = [row for row in rows if row.get(SCORE) is not None]
+    known = sorted((row for row in rows if score in row), key=lambda row: row[score])
     found = []
-    for row in sorted(known, key=lambda row: row[SCORE]):
-        gap, error = differences.get(row["posterior"], (math.nan, math.nan))
+    for row in known:
+        best, own = (evaluations[at["posterior"]].points[score] for at in (known[0], row))
+        gap, error = own.difference(best)
         found.append(
             Ranked(
                 posterior=row["posterior"],
                 group=_group_of_score(gap, error),
-                distance=row[SCORE],
+                distance=row[score],
                 error=error,
                 seconds=row.get("seconds"),
             )
         )
-    return Ranking(SCORE, tuple(found), math.nan, _BY_SCORE)
+    return Ranking(score, tuple(found), math.nan, _BY_SCORE, score)
 
 
 def _group(distance: float, error: float, floor: float, point: float) -> str:
@@ -175,7 +187,7 @@ def _group(distance: float, error: float, floor: float, point: float) -> str:
 
 
 def _group_of_score(gap: float, error: float) -> str:
-    if math.isnan(gap):
+    if math.isnan(gap + error):
         return UNDECIDED
     return WORSE if gap > ERRORS * error else ALIKE
 

@@ -40,7 +40,11 @@ class Comparison:
     :param warnings: reasons not to trust the reference; empty if there are none.
     :param ranking: the posteriors in order of their distance to the reference, in groups; without a
         reference in order of their NLPD.
+<<<<<<< HEAD
     :param places: the rows of the test data that the kept points are, counted from 0.
+=======
+    :param notes: sentences on numbers of the table that must be read with care.
+>>>>>>> answer
     """
 
     task: str
@@ -54,6 +58,7 @@ class Comparison:
     details: tuple[Column, ...] = ()
     warnings: tuple[str, ...] = ()
     ranking: Ranking = field(repr=False, default_factory=Ranking)
+    notes: tuple[str, ...] = ()
     places: tuple[int, ...] = field(repr=False, default=())
 
     def __str__(self) -> str:
@@ -76,7 +81,7 @@ class Comparison:
         return pd.DataFrame(self.rows).set_index("posterior")
 
     def to_text(self, width: int | None = _WIDTH, *, details: bool = False) -> str:
-        """Summary, table, verdicts and warnings.
+        """Summary, table, verdicts, notes and warnings.
 
         :param width: the largest number of characters in a line. Wider groups of columns are
             printed below each other, and sentences are wrapped; None for one wide table.
@@ -94,7 +99,8 @@ class Comparison:
         ]
         columns = [*self.columns, *(self.details if details else ())]
         blocks = [to_text(self.rows, block) for block in self._blocks(columns, width)]
-        warned = [textwrap.fill(f"Warning: {text}", width or 10**6) for text in self.warnings]
+        said = [*self.notes, *(f"Warning: {text}" for text in self.warnings)]
+        warned = [textwrap.fill(text, width or 10**6) for text in said]
         summary = [textwrap.fill(self.summary, width or 10**6)] if self.summary else []
         return "\n\n".join([*summary, *blocks, "\n".join(verdicts), *warned])
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pyro_bdl as bdl
-from pyro_bdl.comparison.answer import answer, listed
+from pyro_bdl.comparison.answer import answer
 from pyro_bdl.comparison.evaluation import Evaluation
 from pyro_bdl.comparison.ranking import (
     ALIKE,
@@ -19,6 +19,7 @@ from pyro_bdl.comparison.ranking import (
     Ranking,
     rank_by_distance,
 )
+from pyro_bdl.utils.tables import listed
 
 POINT = math.sqrt(2 / math.pi)  # E|z| of a standard Normal
 
