@@ -199,23 +199,35 @@ def _against_reference(
             units=units,
         ),
     }
+    return found | cost(comparison, units)
+
+
+def cost(comparison: Compared, units: str = "") -> dict[str, Figure]:
+    """Time to fit against distance, under its name; nothing where these are not known."""
+    reference = comparison.reference
+    if reference is None:
+        return {}
+    is_class = comparison.task == "classification"
     key = "total_variation" if is_class else "wasserstein"
     *rows, floor = comparison.rows
-    order = list(functions)  # not that of the ranking: the same colors as in every figure
-    rows.sort(key=lambda row: order.index(row["posterior"]))
-    timed = [row for row in rows if row.get("seconds") is not None]
+    order = list(comparison.evaluations)  # not that of the ranking: the colors of every figure
+    timed = sorted(
+        (row for row in rows if row.get("seconds") is not None),
+        key=lambda row: order.index(row["posterior"]),
+    )
     others = [row for row in timed if row["posterior"] != reference and row.get(key) is not None]
-    if others:
-        there = {reference, *(row["posterior"] for row in others)}
-        found["cost"] = plots.cost_against_quality(
-            {row["posterior"]: row["seconds"] for row in timed if row["posterior"] in there},
-            {row["posterior"]: row[key] for row in others},
-            reference=reference,
-            floor=floor.get(key),
-            errors={row["posterior"]: row.get(f"{key}_se") or 0.0 for row in others},
-            units="total variation" if is_class else units,
-        )
-    return found
+    if not others:
+        return {}
+    there = {reference, *(row["posterior"] for row in others)}
+    drawn = plots.cost_against_quality(
+        {row["posterior"]: row["seconds"] for row in timed if row["posterior"] in there},
+        {row["posterior"]: row[key] for row in others},
+        reference=reference,
+        floor=floor.get(key),
+        errors={row["posterior"]: row.get(f"{key}_se") or 0.0 for row in others},
+        units="total variation" if is_class else units,
+    )
+    return {"cost": drawn}
 
 
 def shown_points(comparison: Compared) -> list[int]:

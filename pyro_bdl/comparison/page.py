@@ -1,17 +1,20 @@
-"""A comparison as an HTML report."""
+"""A comparison as an HTML report, and as a short piece of HTML for notebooks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 
 from pyro_bdl import plots
-from pyro_bdl.comparison.figures import CAPTIONS, alternative
+from pyro_bdl.comparison.figures import CAPTIONS, alternative, cost
 from pyro_bdl.comparison.ranking import ALIKE, FAR, UNDECIDED, USABLE, WORSE
-from pyro_bdl.comparison.result import Comparison
-from pyro_bdl.report import Picture, write_report
+from pyro_bdl.report import Picture, notebook_report, write_report
 from pyro_bdl.utils.tables import Column
+
+if TYPE_CHECKING:
+    from pyro_bdl.comparison.result import Comparison
 
 # Above the table stand the first of these and the first other one.
 _FIRST, _SECOND = "cost", ("bands", "sd_map", "forest", "calibration")
@@ -29,7 +32,7 @@ _GROUPS = {
 
 
 def write_page(
-    comparison: Comparison,
+    comparison: "Comparison",
     path: str | Path,
     figures: Mapping[str, Figure],
     *,
@@ -76,12 +79,30 @@ def write_page(
             )
             for name in order
         ],
-        notes=[*notes, *([criteria] if criteria else [])],
+        notes=[*notes, *([criteria] if criteria else []), *comparison.notes],
         settings={**({"Test points in the figures": points} if points else {}), **(settings or {})},
     )
 
 
-def _ranked(comparison: Comparison) -> list[tuple[str, list[str]]]:
+def fragment(comparison: "Comparison") -> str:
+    """The answer, the ranked table and the first picture, as HTML inside another page."""
+    columns = [column for column in comparison.columns if column.key != "group"]
+    drawn = cost(comparison)
+    return notebook_report(
+        summary=[comparison.summary] if comparison.summary else [],
+        rows=comparison.rows,
+        columns=[c for c in columns if not c.group or c.group.startswith(_SHOWN)],
+        ranked=_ranked(comparison),
+        looks=plots.styles(comparison.evaluations, comparison.reference),
+        warnings=comparison.warnings,
+        figures=[
+            Picture(figure, CAPTIONS[name], alternative(name, comparison))
+            for name, figure in drawn.items()
+        ],
+    )
+
+
+def _ranked(comparison: "Comparison") -> list[tuple[str, list[str]]]:
     """The headings of the table's rows, each with its posteriors in order."""
     found = [("The reference", [comparison.reference])] if comparison.reference else []
     for group, words in _GROUPS.items():

@@ -14,6 +14,7 @@ from torch import Tensor
 from pyro_bdl.comparison.answer import answer
 from pyro_bdl.comparison.evaluation import Evaluation
 from pyro_bdl.comparison.figures import CAPTIONS, figures, shown_points
+from pyro_bdl.comparison.page import fragment, write_page
 from pyro_bdl.comparison.ranking import Ranking
 from pyro_bdl.utils.tables import Column, groups, to_csv, to_text
 
@@ -40,11 +41,8 @@ class Comparison:
     :param warnings: reasons not to trust the reference; empty if there are none.
     :param ranking: the posteriors in order of their distance to the reference, in groups; without a
         reference in order of their NLPD.
-<<<<<<< HEAD
-    :param places: the rows of the test data that the kept points are, counted from 0.
-=======
     :param notes: sentences on numbers of the table that must be read with care.
->>>>>>> answer
+    :param places: the rows of the test data that the kept points are, counted from 0.
     """
 
     task: str
@@ -103,6 +101,39 @@ class Comparison:
         warned = [textwrap.fill(text, width or 10**6) for text in said]
         summary = [textwrap.fill(self.summary, width or 10**6)] if self.summary else []
         return "\n\n".join([*summary, *blocks, "\n".join(verdicts), *warned])
+
+    def report(
+        self,
+        path: str | Path,
+        *,
+        figures: Mapping[str, Figure] | None = None,
+        title: str = "Posteriors compared",
+        about: str = "",
+        notes: Sequence[str] = (),
+        settings: Mapping[str, object] | None = None,
+        points: Mapping[str, str] | None = None,
+    ) -> Path:
+        """Write one self-contained HTML file: the answer, figures, the table; return its path.
+
+        :param path: the HTML file; missing folders are made.
+        :param figures: those of ``figures(...)``, called with names and units of the data; by
+            default without them.
+        :param title: heading of the page.
+        :param about: a line on the data and the model.
+        :param notes: paragraphs above the table, such as units.
+        :param settings: what it takes to make the comparison again, shown at the end; a mapping as
+            a value gets a heading of its own.
+        :param points: the inputs of the test points that figures show, by their names.
+        """
+        drawn = self.figures() if figures is None else figures
+        return write_page(
+            self, path, drawn, title=title, about=about, notes=notes, settings=settings,
+            points=points,
+        )  # fmt: skip
+
+    def _repr_html_(self) -> str:
+        """The answer, the ranked table and the picture of cost against distance, for notebooks."""
+        return fragment(self)
 
     def _blocks(self, columns: Sequence[Column], width: int | None) -> list[list[Column]]:
         name, rest = columns[0], list(columns[1:])

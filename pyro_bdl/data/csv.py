@@ -149,7 +149,7 @@ def _date_parts(dates: pd.Series, name: str) -> pd.DataFrame:
     """The parts of dates that differ between rows, as numbers; the year if none does."""
     parts = {
         f"{name}.{part}": getattr(dates.dt, part).astype(float)
-        for part in ("year", "month", "day", "dayofweek", "hour", "minute")
+        for part in ("year", "month", "day", "day_of_week", "hour", "minute")
     }
     differing = {key: values for key, values in parts.items() if values.nunique() > 1}
     return pd.DataFrame(differing or {f"{name}.year": parts[f"{name}.year"]})
