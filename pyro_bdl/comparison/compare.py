@@ -307,6 +307,12 @@ def _check_costs(costs: Mapping[str, Costs], posteriors: Mapping[str, Any]) -> N
 def _data(kind: str, parts: tuple[Any, ...]) -> Test:
     if len(parts) < 2:
         raise ValueError(f"give the {kind} inputs and, last, the {kind} targets")
+    if isinstance(parts[-1], Mapping):
+        sites = ", ".join(map(repr, parts[-1]))
+        raise ValueError(
+            "compare needs a program with one observed site, but "
+            f"y_{kind} holds targets of: {sites}"
+        )
     tensors = []
     for place, part in enumerate(parts):
         name = f"y_{kind}" if place == len(parts) - 1 else f"x_{kind}"

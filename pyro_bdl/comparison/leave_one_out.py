@@ -15,7 +15,7 @@ from pyro_bdl.comparison.scores import log_likelihood
 from pyro_bdl.diagnostics.loo import LOO, standard_error
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.guides.draws import log_densities
+from pyro_bdl.guides.draws import log_densities_of
 from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.summed_out import one_step_ahead
@@ -111,8 +111,10 @@ def leave_one_out(
                 for part in density
             ]
             return _joined(found, compat), EXACT
-        if not linear and isinstance(posterior, Guide) and posterior.has_density:
+        log_q = None
+        if not linear and not (isinstance(posterior, Guide) and not posterior.has_density):
             log_p, log_q = _densities(model, posterior, samples, parts[0])
+        if log_q is not None:
             log_p = log_p + sum(part.double().sum(1) for part in density)
             found = [
                 diagnostics.loo_approximate_posterior(
@@ -207,17 +209,17 @@ def relative_efficiency(samples: Samples) -> float:
 
 @torch.no_grad()
 def _densities(
-    model: Callable, guide: Guide, samples: Samples, data: Test
-) -> tuple[Tensor, Tensor]:
-    """log p(u) and log q(u) over the unconstrained latents, ``(S,)`` each."""
-    if not any(latent.plates for latent in guide.require_layout().latents.values()):
-        data = data.part(slice(0, 2))  # the prior does not depend on the data
+    model: Callable, guide: Any, samples: Samples, data: Test
+) -> tuple[Tensor, Tensor | None]:
+    """log p(u) and log q(u) over the unconstrained latents, ``(S,)`` each; log q is None for a
+    guide without a density."""
     with evaluation_mode(model, guide):
         program = Program(model, *data.inputs, data.y)
-        vectors = program.unconstrain(samples.flat())
-        log_p, log_q = log_densities(program, guide, vectors, program.log_prior)
-    assert log_q is not None
-    return log_p.double(), log_q.double()
+        if not any(latent.plates for latent in program.latents.values()):
+            few = data.part(slice(0, 2))  # the prior does not depend on the data
+            program = Program(model, *few.inputs, few.y)
+        log_p, log_q = log_densities_of(program, guide, samples, program.log_prior)
+    return log_p.double(), None if log_q is None else log_q.double()
 
 
 def _number_of_values(samples: Samples) -> int:

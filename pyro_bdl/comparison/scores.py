@@ -48,6 +48,12 @@ def _nlpd(density: Tensor, rows: int) -> Tensor:
     return found / rows if density.shape[1] == 1 else found
 
 
+def _expected_nll(density: Tensor, rows: int) -> Tensor:
+    """E_q[NLL] of each row; a joint density of all rows is divided by their number."""
+    found = metrics.expected_negative_log_likelihood(density, pointwise=True)
+    return found / rows if density.shape[1] == 1 else found
+
+
 def _rests_on_few(density: Tensor, rows: int) -> Tensor:
     return (metrics.effective_draws(density) < FEW_DRAWS).double()
 
@@ -183,6 +189,25 @@ CALIBRATION = (
         task="classification",
         style="percent",
     ),
+    Metric(
+        "confidence",
+        "confidence",
+        "Mean probability of the predicted class; the accuracy if calibrated.",
+        lambda probabilities, y: metrics.mean_confidence(probabilities, pointwise=True),
+        of="mean",
+        task="classification",
+        style="percent",
+        over_points="mean",
+    ),
+    Metric(
+        "expected_nll",
+        "mean NLL",
+        "Negative log likelihood per datum of a single draw, averaged over the draws, in nats; "
+        "NLPD is that of their mean, and never larger.",
+        _expected_nll,
+        of="density",
+        over_points="mean",
+    ),
 )
 UNCERTAINTY = (
     Metric(
@@ -216,6 +241,14 @@ UNCERTAINTY = (
         "Mutual information of class and weights, in nats; both terms sum to the entropy.",
         lambda parts: parts.epistemic.mean(),
         of="uncertainty",
+        task="classification",
+    ),
+    Metric(
+        "ood_entropy",
+        "OOD entropy",
+        "Mean entropy of the predictive class distribution at out-of-distribution inputs, in nats.",
+        lambda here, there: there.total.mean(),
+        of="ood",
         task="classification",
     ),
     Metric(

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pyro.infer.mcmc.api import AbstractMCMC
@@ -21,6 +21,7 @@ from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.validation import whole_number
 
 DEFAULT_DRAWS = 100
+_NUMBERS = "numbers"  # in ``Samples.info``: of each site that a guide of Pyro draws, no Delta
 
 
 def as_posterior(
@@ -116,15 +117,43 @@ def latent_draws(
     num_samples = DEFAULT_DRAWS if num_samples is None else num_samples
     if isinstance(posterior, Guide):
         return posterior.sample_latents(num_samples)
-    draws = []
-    for _ in range(num_samples):
-        sites = record(posterior, {}, args, kwargs).latents
-        draws.append({name: site.value for name, site in sites.items()})
-    return {name: torch.stack([draw[name] for draw in draws]) for name in draws[0]}
+    return _runs_of(posterior, num_samples, args, kwargs).latents
+
+
+class _Runs(NamedTuple):
+    """Runs of one of Pyro's guides.
+
+    :param latents: site -> (S, ...), the auxiliary sites too.
+    :param log_q: (S,), the sum of all log densities, unscaled.
+    :param points: the sites that the others determine, Deltas.
+    """
+
+    latents: dict[str, Tensor]
+    log_q: Tensor
+    points: frozenset[str]
+
+
+@torch.no_grad()
+def _runs_of(guide: Callable, count: int, args: tuple, kwargs: Mapping[str, Any]) -> _Runs:
+    draws: dict[str, list[Tensor]] = {}
+    densities, points = [], set()
+    for _ in range(count):
+        sites = record(guide, {}, args, kwargs).latents
+        terms = [site.unscaled_log_prob().sum() for site in sites.values()]
+        densities.append(torch.stack(terms).sum())
+        for name, site in sites.items():
+            draws.setdefault(name, []).append(site.value)
+            if point_of(site.distribution) is not None:
+                points.add(name)
+    latents = {name: torch.stack(values) for name, values in draws.items()}
+    return _Runs(latents, torch.stack(densities), frozenset(points))
 
 
 def to_samples(posterior: Any, num_samples: int, *args: Any, **kwargs: Any) -> Samples:
     """Draws of a posterior as ``Samples``; the draws of a guide form one chain.
+
+    Of Pyro's own guides ``stats["log_q"]`` is the sum of the log densities of all statements, which
+    ``log_densities_of`` reads.
 
     :param posterior: ``Samples``, which are returned as they are, a guide, or an MCMC.
     :param num_samples: draws of a guide.
@@ -133,8 +162,15 @@ def to_samples(posterior: Any, num_samples: int, *args: Any, **kwargs: Any) -> S
     posterior = as_posterior(posterior)
     if isinstance(posterior, Samples):
         return posterior
-    latents = latent_draws(posterior, num_samples, *args, **kwargs)
-    return Samples({site: value[None] for site, value in latents.items()})
+    if isinstance(posterior, Guide):
+        latents = latent_draws(posterior, num_samples, *args, **kwargs)
+        return Samples({site: value[None] for site, value in latents.items()})
+    runs = _runs_of(posterior, whole_number(num_samples, "num_samples"), args, kwargs)
+    numbers = {
+        site: value[0].numel() for site, value in runs.latents.items() if site not in runs.points
+    }
+    latents = {site: value[None] for site, value in runs.latents.items()}
+    return Samples(latents, {"log_q": runs.log_q[None]}, {_NUMBERS: numbers})
 
 
 def samples_of_program(latents: Mapping[str, Latent], posterior: Any, samples: Samples) -> Samples:
@@ -152,35 +188,38 @@ def samples_of_program(latents: Mapping[str, Latent], posterior: Any, samples: S
     return Samples(draws, samples.stats, samples.info)
 
 
-@torch.no_grad()
-def draws_and_log_density(
-    guide: Callable, num_samples: int, args: tuple, kwargs: Mapping[str, Any]
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Draws of one of Pyro's guides, site -> (S, ...), and log q(w) (S,), a density over w.
+def log_densities_of(
+    program: Program,
+    posterior: Any,
+    samples: Samples,
+    target: Callable[[dict[str, Tensor]], Tensor] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """``log_densities`` at the draws of any guide, ``(S,)`` each.
 
-    log q is the sum over all statements of a run: Pyro's autoguides draw unconstrained numbers at
-    auxiliary sites and give the change of variables as the log density of a Delta.
+    log q of Pyro's own guides is that of their runs, with the log determinant of the change to
+    unconstrained numbers.
 
-    :raises ValueError: where some latent is a point, so that q has no density.
+    :param samples: the guide's draws, by ``to_samples``.
+    :returns: log p(u) and log q(u); log q is None if the guide has no density over all latents, or
+        random numbers besides that are integrated out.
     """
-    draws: dict[str, list[Tensor]] = {}
-    densities, points = [], set()
-    for _ in range(num_samples):
-        run = record(guide, {}, args, kwargs)
-        total: Any = run.log_prior()
-        densities.append(total)
-        for name, site in run.latents.items():
-            draws.setdefault(name, []).append(site.value)
-            if point_of(site.distribution) is not None:
-                points.add(name)
-    stacked = {name: torch.stack(values) for name, values in draws.items()}
-    for name in points:
-        if bool((stacked[name] == stacked[name][:1]).all()):
-            raise ValueError(
-                f"{type(guide).__name__} gives the site '{name}' one value, and so has no density "
-                "over all latents: there are no importance ratios"
-            )
-    return stacked, torch.stack(densities)
+    vectors = program.unconstrain(samples.flat())
+    if isinstance(posterior, Guide):
+        return log_densities(program, posterior, vectors, target)
+    density = target or program.log_joint
+
+    def both(draw: dict[str, Tensor]) -> dict[str, Tensor]:
+        latents, log_det = program.constrain(draw["u"])
+        return {"p": density(latents) + log_det, "log_det": log_det}
+
+    found = map_draws(both, {"u": vectors})
+    latents, drawn = program.latents, samples.info.get(_NUMBERS, {})
+    numbers = sum(
+        latents[site].unconstrained_shape.numel() if site in latents else number
+        for site, number in drawn.items()
+    )
+    is_density = "log_q" in samples.stats and numbers == program.size
+    return found["p"], samples.stats["log_q"][0] + found["log_det"] if is_density else None
 
 
 def log_densities(

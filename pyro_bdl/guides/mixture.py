@@ -1,6 +1,6 @@
 """Mixtures of guides, such as MultiSWAG and ensembles of Laplace approximations."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -8,8 +8,9 @@ import torch
 from pyro.nn.module import PyroModuleList
 from torch import Tensor
 
-from pyro_bdl.guides.base import Guide
+from pyro_bdl.guides.base import Guide, class_path, restored
 from pyro_bdl.guides.joint import JointGuide
+from pyro_bdl.program.batches import Batch
 
 _HALVINGS = 60
 _DRAWS = 4096
@@ -48,6 +49,15 @@ class MixtureGuide(JointGuide):
                 f"negative and not all zero, got {values.tolist()}"
             )
         self.register_buffer("weights", (values / values.sum()).to(like))
+
+    def saved(self) -> dict[str, Any]:
+        parts = {"members": [member.saved() for member in self._guides()], "weights": self.weights}
+        return {"class": class_path(type(self)), **parts}
+
+    @classmethod
+    def restored(cls, model: Callable, saved: Mapping[str, Any], batch: Batch) -> "MixtureGuide":
+        members = [restored(model, member, batch) for member in saved["members"]]
+        return cls(members, saved["weights"])
 
     def _guides(self) -> list[Any]:
         return list(self.members)

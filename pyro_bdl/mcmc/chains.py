@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -22,7 +23,7 @@ STATS = ("potential_energy", "energy", "num_steps", "accept_prob", "step_size", 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of HMC or NUTS; see ``pyro_bdl.mcmc.sample``."""
+    """The settings of a kernel; see ``pyro_bdl.mcmc.sample``."""
 
     kernel: str
     num_warmup: int
@@ -34,10 +35,24 @@ class Settings:
     dense_mass: bool
     chain_method: str
     progress: bool
+    step_size: float | None = None
+    inverse_mass: np.ndarray | None = None
+    adapts_mass: bool = True
+    energy_variance: float = 5e-4
+    thinning: int | None = None
+
+    @property
+    def adapts_step_size(self) -> bool:
+        return self.step_size is None
 
     def kernel_options(self) -> dict[str, Any]:
         """The options that have the same names in Pyro's and NumPyro's HMC and NUTS."""
-        options: dict[str, Any] = {"target_accept_prob": self.target_accept}
+        options: dict[str, Any] = {
+            "target_accept_prob": self.target_accept,
+            "step_size": 1.0 if self.step_size is None else self.step_size,
+            "adapt_step_size": self.adapts_step_size,
+            "adapt_mass_matrix": self.adapts_mass,
+        }
         if self.kernel == "nuts":
             return options | {"max_tree_depth": self.max_tree_depth}
         return options | {"trajectory_length": self.trajectory_length or 2 * math.pi}
@@ -47,11 +62,11 @@ class Settings:
 class Target:
     """An unnormalized log density over R^P.
 
-    :param log_density: vector (P,) -> scalar, in nats.
+    :param log_density: vector (P,) -> scalar, in nats; more arguments are data.
     :param terms: vector -> dict of site -> scalar, used to find the site of an operator.
     """
 
-    log_density: Callable[[Tensor], Tensor]
+    log_density: Callable[..., Tensor]
     terms: Callable[[Tensor], dict[str, Tensor]]
 
 

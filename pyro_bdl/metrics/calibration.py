@@ -107,6 +107,21 @@ def reliability(
     return sums[0] / sums[2], sums[1] / sums[2], sums[2] / labels.numel()
 
 
+def mean_confidence(probabilities: Tensor, *, pointwise: bool = False) -> Tensor:
+    """Mean probability of the predicted class, 1/N sum_n max_c p_nc, from 1/C to 1.
+
+    It equals the accuracy if the probabilities are calibrated; a posterior that ignores the data
+    has 1/C.
+
+    :param probabilities: ``(N, C)``.
+    :param pointwise: return the confidence of each point, ``(N,)``, in place of the mean.
+
+    Source: Guo et al. (2017), On calibration of modern neural networks, section 2.
+    """
+    confidence = probabilities.double().amax(-1)
+    return confidence if pointwise else confidence.mean()
+
+
 def expected_calibration_error(probabilities: Tensor, y: Tensor, *, bins: int = 15) -> Tensor:
     """Expected calibration error, sum_b share_b |accuracy_b - confidence_b|, from 0 (best) to 1.
 

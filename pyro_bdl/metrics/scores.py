@@ -53,13 +53,26 @@ def negative_log_predictive_density(log_likelihood: Tensor, *, pointwise: bool =
     Source: Gelman, Hwang, Vehtari (2014), Understanding predictive information criteria for
     Bayesian models.
     """
-    if log_likelihood.dim() != 2:
-        raise ValueError(
-            f"log_likelihood must have shape (draws, points), but has shape "
-            f"{tuple(log_likelihood.shape)}"
-        )
+    _check_density(log_likelihood)
     sums = [part.double().logsumexp(-1) for (part,) in blocks(log_likelihood)]
     return _mean(math.log(log_likelihood.shape[0]) - torch.cat(sums), pointwise)
+
+
+def expected_negative_log_likelihood(log_likelihood: Tensor, *, pointwise: bool = False) -> Tensor:
+    """Negative log likelihood averaged over draws, -1/(S N) sum_s sum_n log p(y_n | w_s), in nats.
+
+    It is the loss of a single draw, E_q[NLL]. It is at least the loss of their mean,
+    :func:`negative_log_predictive_density`, by Jensen's inequality.
+
+    :param log_likelihood: ``(S, N)``, log p(y_n | w_s) of each test point under each draw.
+    :param pointwise: return the loss of each point, ``(N,)``, in place of the mean.
+    :raises ValueError: if it does not have two axes.
+
+    Source: the NLL of Huix et al. (2022), Variational inference of overparameterized Bayesian
+    neural networks, section 5.
+    """
+    _check_density(log_likelihood)
+    return _mean(-log_likelihood.double().mean(0), pointwise)
 
 
 def gaussian_nlpd(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
@@ -145,6 +158,14 @@ def brier(probabilities: Tensor, y: Tensor, *, pointwise: bool = False) -> Tenso
     labels = checked_labels(probabilities, y)
     observed = torch.nn.functional.one_hot(labels, probabilities.shape[-1])
     return _mean((probabilities.double() - observed).square().sum(-1), pointwise)
+
+
+def _check_density(log_likelihood: Tensor) -> None:
+    if log_likelihood.dim() != 2:
+        raise ValueError(
+            f"log_likelihood must have shape (draws, points), but has shape "
+            f"{tuple(log_likelihood.shape)}"
+        )
 
 
 def _mean(values: Tensor, pointwise: bool) -> Tensor:

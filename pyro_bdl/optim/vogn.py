@@ -30,10 +30,17 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
     gradient of log p(y_n | w) at the draw, scaled by N / B. This Gauss-Newton approximation is
     never negative and much less noisy (Khan et al. 2018, section 3.1; Osawa et al. 2019).
 
+    The target y_n in g_n is drawn from p(y | w), so that E[g_n^2] is the diagonal of the
+    Gauss-Newton matrix. With the observed target ("empirical-fisher", as in these papers) g_n^2
+    contains the squared residual. Its sum differs from the Gauss-Newton matrix even for a linear
+    model, by the chance of the data and by any misfit, and no number of steps averages this out
+    (Kunstner, Balles & Hennig 2019).
+
     :param temperature: see ``TemperedTraceMeanField_ELBO``, which also explains ``num_particles``
         and ``cold_temperature``.
-    :param curvature: "empirical-fisher" for squared gradients, or "ggn" for the Gauss-Newton
-        matrix, which takes a backward pass for every output.
+    :param curvature: "ggn-mc" for squared gradients of drawn targets, "empirical-fisher" for those
+        of the observed ones, which saves a backward pass, or "ggn" for the Gauss-Newton matrix,
+        which takes a backward pass for every output.
     :raises TypeError: at a step, for a guide without a location and scale.
     """
 
@@ -43,7 +50,7 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
         num_particles: int = 1,
         *,
         cold_temperature: Temperature | None = None,
-        curvature: str = "empirical-fisher",
+        curvature: str = "ggn-mc",
     ) -> None:
         super().__init__(temperature, num_particles, cold_temperature=cold_temperature)
         self.config = CurvatureConfig("diag", curvature)

@@ -38,6 +38,16 @@ def test_negative_log_predictive_density_by_hand():
     assert metrics.negative_log_predictive_density(tiny) == pytest.approx(2000.0)
 
 
+def test_expected_negative_log_likelihood_by_hand():
+    """-1/(S N) sum_sn log p(y_n | w_s) (Huix et al. 2022); the logarithm of the mean is larger."""
+    p = torch.tensor([[0.1, 0.4], [0.3, 0.2]], dtype=torch.float64)
+    found = metrics.expected_negative_log_likelihood(p.log())
+    assert found == pytest.approx(-math.log(0.1 * 0.4 * 0.3 * 0.2) / 4, rel=1e-12)
+    assert found > metrics.negative_log_predictive_density(p.log())
+    with pytest.raises(ValueError, match=r"\(draws, points\)"):
+        metrics.expected_negative_log_likelihood(p[0])
+
+
 def test_crps_is_the_fair_double_sum(draws):
     """E|X - y| - 1/2 E|X - X'| over different draws (Ferro 2014)."""
     y = torch.linspace(-1, 1, 14, dtype=torch.float64).reshape(7, 2)

@@ -103,15 +103,17 @@ def test_the_bound_is_gals_objective(elbo, p, model, data, every_mask):
     torch.testing.assert_close(gradient, torch.cat([g.reshape(-1) for g in by_hand]))
 
 
-@pytest.mark.parametrize("options", [{}, {"mask": "weights"}, {"noise": GaussianNoise()}])
-@pytest.mark.parametrize("learn_p", [False, True])
+@pytest.mark.parametrize(
+    ("options", "learn_p"),
+    [({}, False), ({}, True), ({"mask": "weights"}, True), ({"noise": GaussianNoise()}, True)],
+)
 def test_every_bound_has_the_same_expectation(options, learn_p, model, data):
     guide = AutoMCDropout(model, p=0.3, sites="all", learn_p=learn_p, **options).prototype(*data)
     found = []
     with torch.no_grad():
         for elbo in ELBOS:
             bound = elbo()
-            losses = torch.tensor([bound.loss(model, guide, *data) for _ in range(100)])
+            losses = torch.tensor([bound.loss(model, guide, *data) for _ in range(60)])
             found.append((losses.mean(), losses.var() / len(losses)))
     for mean, variance in found[1:]:
         assert abs(mean - found[0][0]) < 4.5 * (variance + found[0][1]).sqrt()
@@ -213,12 +215,12 @@ def test_a_learned_rate_ends_at_the_closed_form(noise, data):
     elbo = TemperedTraceMeanField_ELBO(num_particles=64)
     optimizer = torch.optim.Adam([guide.p_unconstrained], lr=0.05)
     rates = []
-    for _ in range(400):
+    for _ in range(200):
         optimizer.zero_grad()
         elbo.differentiable_loss(model, guide, x, y).backward()
         optimizer.step()
         rates.append(guide.rates()["weight"])
-    assert torch.stack(rates[200:]).mean().item() == pytest.approx(best, rel=0.08)
+    assert torch.stack(rates[80:]).mean().item() == pytest.approx(best, rel=0.08)
 
 
 @pytest.mark.parametrize(
@@ -352,7 +354,7 @@ def test_every_bound_of_variational_dropout(learn_p, scale_free, data):
     with torch.no_grad():
         for elbo in ELBOS:
             bound = elbo()
-            losses = torch.tensor([bound.loss(scale_free, guide, *data) for _ in range(150)])
+            losses = torch.tensor([bound.loss(scale_free, guide, *data) for _ in range(60)])
             found.append((losses.mean(), losses.var() / len(losses)))
     for mean, variance in found[1:]:
         error = 4.5 * (variance + found[0][1]).sqrt()
