@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from pyro_bdl.guides.swag import AutoMultiSWAG, AutoSWAG
 from pyro_bdl.program.argument_errors import TENSORS_NEEDED, by_entry, kind_of
 from pyro_bdl.program.batches import device_of_rows, leading_size, taken
 from pyro_bdl.program.validation import check_finite
+from pyro_bdl.training.held_out import HeldOut, split
 from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.validation import whole_number
@@ -37,11 +39,16 @@ class Training:
     :param losses: ``(steps,)``, the negative ELBO of each step taken, in nats.
     :param batch_size: rows in each step.
     :param interrupted: whether Ctrl-C ended it early.
+    :param held_out: the mean log likelihood of the rows held back, in nats, (checks, members); one
+        member of a guide that is no ensemble. None without ``held_out``.
+    :param best_steps: the step whose parameters each member has now, (members,).
     """
 
     losses: Tensor
     batch_size: int
     interrupted: bool
+    held_out: Tensor | None = None
+    best_steps: Tensor | None = None
 
 
 def train(
@@ -59,6 +66,9 @@ def train(
     parameters: Iterable[Tensor] | None = None,
     elbo: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
+    held_out: float | None = None,
+    patience: int = 10,
+    check_every: int | None = None,
     progress: str | None = None,
 ) -> Training:
     """Maximize the tempered ELBO by Adam with a cosine schedule.
@@ -82,7 +92,13 @@ def train(
     :param elbo: another loss; it replaces the ELBO with this temperature, number of particles and
         estimator.
     :param optimizer: another optimizer; it replaces Adam with these parameters and this learning
-        rate. Its learning rate falls in the same way.
+        rate, for example ``torch.optim.AdamW`` with weight decay. Its learning rate falls in the
+        same way.
+    :param held_out: the share of the rows, chosen at random, that is held back from training. The
+        training stops when their log likelihood no longer grows, and the guide has its best
+        parameters at the end; each member of an ensemble its own.
+    :param patience: checks without a better value after which the training stops.
+    :param check_every: steps between two checks, by default a fiftieth of all steps.
     :param progress: description of the progress bar; None for no bar.
     :raises ValueError: for data that are not finite, targets outside their support, fewer than one
         step, or a minibatch for a program whose ``num_data`` is not N, which would give its log
@@ -90,10 +106,17 @@ def train(
     :raises TypeError: for data that are not tensors, or of another dtype than the weights.
     """
     steps = whole_number(steps, "steps")
-    count = _count(x=x, y=y)
+    total = _count(x=x, y=y)
     check_finite(model, (x, y), {})
-    size = _batch_size(model, count, batch_size)
     guide.prototype(x, y)
+    held = None
+    if held_out is not None:
+        (x, y), back = split(x, y, held_out)
+        held = HeldOut(model, guide, *back, whole_number(patience, "patience"))
+        check_every = max(1, steps // 50) if check_every is None else check_every
+        whole_number(check_every, "check_every")
+    count = leading_size(x)
+    size = _batch_size(model, count, batch_size, total)
     if size < count:  # a full batch, and the first minibatch, are checked at the first step
         for rows in torch.arange(count, device=device_of_rows(x)).split(_ROWS_AT_ONCE):
             check_data(model, guide, (taken(x, rows), taken(y, rows)), {})
@@ -104,16 +127,27 @@ def train(
         trained = list(objective.parameters() if parameters is None else parameters)
         optimizer = torch.optim.Adam(trained, lr=learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    losses, interrupted = _descend(
-        objective, optimizer, _parts(x, y, size, steps), steps, progress, lambda _: schedule.step()
-    )
+    parts: Iterable[tuple[Any, Any]] = _parts(x, y, size, steps)
+
+    def after(step: int) -> None:
+        schedule.step()
+        if held is not None and check_every is not None and step % check_every == 0:
+            held.check(step)
+
+    if held is not None:
+        stopper = held
+        parts = takewhile(lambda _: not stopper.done, parts)
+    losses, interrupted = _descend(objective, optimizer, parts, steps, progress, after)
     if interrupted:
         warnings.warn(
             f"interrupted after {len(losses)} of {steps} steps: the parameters so far are kept",
             BdlWarning,
             stacklevel=2,
         )
-    return Training(losses, size, interrupted)
+    if held is None or not held.scores:
+        return Training(losses, size, interrupted)
+    held.restore()
+    return Training(losses, size, interrupted, held.table, held.best_steps())
 
 
 def collect_swag(
@@ -329,15 +363,17 @@ def _count(**arguments: Any) -> int:
     return leading_size(entries)
 
 
-def _batch_size(model: Callable, rows: int, asked: int | None) -> int:
-    knows_all = getattr(model, "num_data", None) == rows
+def _batch_size(model: Callable, rows: int, asked: int | None, total: int | None = None) -> int:
+    """The rows of a step, of ``rows`` to train on and ``total`` with those held back."""
+    total = rows if total is None else total
+    knows_all = getattr(model, "num_data", None) == total
     if asked is None:
         return _BATCH if rows > _MOST_FULL_BATCH and knows_all else rows
     asked = whole_number(asked, "batch_size")
     if asked < rows and not knows_all:
         raise ValueError(
             f"batch_size={asked} of {rows} rows needs a program that knows of all of them: make "
-            f"it with num_data={rows}"
+            f"it with num_data={total}"
         )
     return min(asked, rows)
 
