@@ -81,7 +81,7 @@ def ensemble_sample(
             }
     if guide.size != members:
         raise ValueError(f"the ensemble has {guide.size} members, but members is {members}")
-    common = {
+    common: dict[str, Any] = {
         "num_warmup": num_warmup,
         "num_samples": num_samples,
         "num_chains": members,
