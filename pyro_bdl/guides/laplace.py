@@ -209,7 +209,7 @@ class LaplaceGuide(JointGuide):
     def _fit(self, batches: Batches, before: Any, progress: bool) -> Tensor:
         """Add the curvature of data; return the gradient of the log joint density in the subset
         (p,)."""
-        model = self.program_model
+        model, is_new = self.program_model, not hasattr(self, "passes")
         if before is None:
             self.config = with_known_information(
                 model, self.subset, self.loc, self.few, self.config
@@ -230,7 +230,8 @@ class LaplaceGuide(JointGuide):
             self.few = few_rows(model, self.require_layout(), self.loc, self.few)
             warn_of_randomness(model, self.subset, self.loc, *self.few)
             reading = self._read()
-            check_factors(reading.run, reading.leaves, self.config)
+            if is_new:  # Newton steps fit again
+                check_factors(reading.run, reading.leaves, self.config)
             self.register_buffer("noise_factor", torch.ones_like(self.squares))
             self.register_buffer("reference_noise", None)
             self.reference_noise = self._noise()
