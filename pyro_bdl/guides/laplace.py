@@ -209,7 +209,7 @@ class LaplaceGuide(JointGuide):
     def _fit(self, batches: Batches, before: Any, progress: bool) -> Tensor:
         """Add the curvature of data; return the gradient of the log joint density in the subset
         (p,)."""
-        model, is_new = self.program_model, not hasattr(self, "passes")
+        model, is_new = self.program_model, self._passes is None
         if before is None:
             self.config = with_known_information(
                 model, self.subset, self.loc, self.few, self.config
