@@ -15,7 +15,8 @@ from pyro_bdl.comparison.evaluation import Evaluation, evaluate, evaluate_draws
 from pyro_bdl.comparison.figures import CAPTIONS
 from pyro_bdl.comparison.held_out import PredictiveDraws, Test, Units
 from pyro_bdl.comparison.input_regions import regions, sd_ratios
-from pyro_bdl.comparison.leave_one_out import difference
+from pyro_bdl.comparison.k_fold import KFold
+from pyro_bdl.comparison.leave_one_out import comparable, difference, withheld_notes
 from pyro_bdl.comparison.metric import of_task
 from pyro_bdl.comparison.program_sites import read_program, stated_num_data
 from pyro_bdl.comparison.ranking import rank_by_distance, rank_by_score
@@ -50,6 +51,7 @@ def compare(
     num_samples: int = 1000,
     batch_norm_data: Any = None,
     costs: Mapping[str, Costs] | None = None,
+    left_out: Mapping[str, KFold] | None = None,
     target_scale: float = 1.0,
     target_shift: float = 0.0,
     seed: int = 0,
@@ -87,6 +89,7 @@ def compare(
         with BatchNorm: each draw gets its own running statistics, as in ``Predictive``. The linear
         model of a Laplace approximation keeps the network's statistics.
     :param costs: name to ``Costs``: time and memory of the fit, ELBO and evidence, if known.
+    :param left_out: name to the result of ``k_fold``, which is shown in place of PSIS-LOO.
     :param target_scale: the target in its own units is ``y * target_scale + target_shift``; a
         regression is reported in its own units.
     :param target_shift: see ``target_scale``.
@@ -115,7 +118,7 @@ def compare(
         found = _evaluations(
             model, posteriors, data,
             num_samples=num_samples, kept=kept, units=units, seed=seed, train=known, ood=elsewhere,
-            batch_norm_data=batch_norm_data,
+            batch_norm_data=batch_norm_data, left_out=left_out or {},
         )  # fmt: skip
         areas = {} if known is None else regions(data.part(kept).inputs, known.inputs)
         rows = [
@@ -168,9 +171,10 @@ def compare(
         verdicts=verdicts,
         warnings=tuple(warned),
         ranking=ranking,
-        notes=(few_draws_note(few),) if few else (),
+        notes=(*([few_draws_note(few)] if few else []), *withheld_notes(rows)),
         evaluations=found,
         inputs=data.part(kept).inputs,
+        places=tuple(kept.tolist()),
         y=y * target_scale + target_shift if task == "regression" else y,
     )
 
@@ -186,6 +190,7 @@ def _evaluations(
     kept: Tensor,
     units: Units,
     seed: int,
+    left_out: Mapping[str, KFold],
     **options: Any,
 ) -> dict[str, Evaluation]:
     """Evaluations by name; each starts from the same seed, so that none depends on the others."""
@@ -201,8 +206,9 @@ def _evaluations(
                 continue
             try:
                 found[name] = evaluate(
-                    name, subject, posterior, data, kept=kept, units=units, **options
-                )
+                    name, subject, posterior, data,
+                    kept=kept, units=units, left_out=left_out.get(name), **options,
+                )  # fmt: skip
             except UnusableDrawsError as error:
                 raise UnusableDrawsError(f"posterior {name!r}: {error}", name) from None
     return found
@@ -222,7 +228,8 @@ def _against(evaluation: Evaluation, reference: Evaluation, areas: Mapping[str, 
             row[key], row[f"{key}_se"] = evaluation.points[metric.key].difference(
                 reference.points[metric.key]
             )
-    if evaluation.loo is not None and reference.loo is not None:
+    known = all(is_known(side.scores.get("elpd_loo")) for side in (evaluation, reference))
+    if known and comparable(evaluation.loo, reference.loo):
         row["elpd_diff"], row["elpd_diff_se"] = difference(evaluation.loo, reference.loo)
     ours, theirs = sd_of_draws(evaluation.function), sd_of_draws(reference.function)
     return row | sd_ratios(ours, theirs, areas)

@@ -98,7 +98,7 @@ def measure_points(
     for metric in of_task(metrics, task):
         if metric.of in inputs and metric.over_points:
             values = metric.function(*inputs[metric.of])
-            found[metric.key] = values.double().reshape(len(values), -1).mean(1)
+            found[metric.key] = values.detach().double().reshape(len(values), -1).mean(1)
     return found
 
 

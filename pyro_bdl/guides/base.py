@@ -52,6 +52,8 @@ class Guide(OwnParameters, AutoGuide):
 
     layout: Layout | None
     normal_marginals = False
+    # Draws that a step must take to train all of the guide: the number of an ensemble's members.
+    num_members = 1
     # The mean (P,) of the standard Normal noise of the last draws, for optimizers that need it.
     keeps_noise = False
     last_noise: Tensor | None = None
@@ -152,6 +154,13 @@ class Guide(OwnParameters, AutoGuide):
         given = trace.nodes["_INPUT"]
         return given["args"], given["kwargs"]
 
+    def __repr__(self) -> str:
+        """A line; the program inside would fill pages."""
+        if self.layout is None:
+            return f"{type(self).__name__}(no parameters yet)"
+        sites = len(self.layout.latents)
+        return f"{type(self).__name__}({self.layout.size} latent numbers, {sites} sites)"
+
     def is_of(self, model: Callable) -> bool:
         """Return whether the guide was made for this program object; False for a guide from a
         file."""
@@ -162,6 +171,11 @@ class Guide(OwnParameters, AutoGuide):
 
         :raises RuntimeError: before the first run, which finds the latents.
         """
+        if self.layout is None and self._loaded is not None:
+            raise RuntimeError(
+                f"{type(self).__name__} keeps the loaded state until its first run, which creates "
+                "the parameters: call guide.prototype(*args) with the program's arguments"
+            )
         if self.layout is None:
             raise RuntimeError(
                 f"{type(self).__name__} has no parameters yet: call guide.prototype(*args) with "

@@ -20,6 +20,8 @@ from pyro_bdl.program.gaussian_prior import GaussianPrior, joint_prior
 from pyro_bdl.program.subset import Subset, select
 from pyro_bdl.samples import Samples
 
+_SHARE, _MOST = 0.1, 1000  # the default size
+
 
 class AutoSubnetwork(AutoLaplaceGGN):
     """A guide that trains the MAP, and then a posterior with full covariance over a few weights.
@@ -33,6 +35,7 @@ class AutoSubnetwork(AutoLaplaceGGN):
     :param select: the selector of the weights, see ``pyro_bdl.selectors``; by default
         ``LargestPredictiveVariance``, the largest contributions to the outputs' variance.
     :param size: how many weights: a count, a fraction of all, or as many as fit in memory ("4 GB").
+        By default a tenth of all, at most 1000; with a selector that has its own choice, all of it.
     :param curvature: see ``AutoLaplaceGGN``, which also explains ``num_draws``, ``init_loc_fn`` and
         ``create_plates``.
     """
@@ -77,6 +80,9 @@ class AutoSubnetwork(AutoLaplaceGGN):
         self.prototype(*args, **kwargs)
         select = _selector(self.select if select is None else select)
         size = self.size if size is None else size
+        if size is None and select.needs_size:
+            total = self.require_layout().size
+            size = min(_MOST, max(1, round(_SHARE * total)))
         if size is not None and select.needs_size:  # before the selector starts its work
             vector = self.location().detach()
             count = number_of(size, len(vector), vector)
