@@ -34,7 +34,7 @@ from pyro_bdl.elbo import MeanFieldLimit, TemperedTraceMeanField_ELBO
 from pyro_bdl.training import train
 
 PRIOR = bdl.priors.Normal(math.sqrt(0.2))
-TAUS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+TAUS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 ETAS = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
 PARTS = ("images", "limit", "kl", "resnet", "priors")
 
@@ -326,7 +326,7 @@ QUICK = {
     "tests": 1000,
     "pooled": True,
     "widths": [50, 200, 800],
-    "steps": 600,
+    "steps": 400,
     "batch": 100,
     "draws": 50,
     "estimators": ["local_reparameterization"],
