@@ -354,11 +354,11 @@ QUICK = {
     "draws": 50,
     "estimators": ["local_reparameterization"],
     "limit_widths": (50, 500, 5000),
-    "kl_widths": (20, 200, 2000),
+    "kl_widths": (20, 200),
     "kl_steps": 1500,
     "prior_width": 200,
     "channels": 4,
-    "resnet_steps": 400,
+    "resnet_steps": 300,
 }
 FULL = {
     "images": 60_000,
