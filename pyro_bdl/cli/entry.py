@@ -1,6 +1,8 @@
 """The command ``pyro-bdl``."""
 
 import argparse
+import json
+import shlex
 import shutil
 import sys
 import textwrap
@@ -17,16 +19,18 @@ from torch import nn
 from pyro_bdl import posteriors
 from pyro_bdl.cli import options as command
 from pyro_bdl.cli import sweep
-from pyro_bdl.cli.shared import BadInput, bad_input, limited_threads, network, say
+from pyro_bdl.cli.programs import program
+from pyro_bdl.cli.provenance import provenance
+from pyro_bdl.cli.shared import BadInput, bad_input, limited_threads, say
 from pyro_bdl.comparison.columns import columns
 from pyro_bdl.comparison.compare import compare
 from pyro_bdl.comparison.costs import seconds_per_draw
 from pyro_bdl.comparison.figures import CAPTIONS
+from pyro_bdl.comparison.page import write_page
 from pyro_bdl.comparison.result import Comparison
 from pyro_bdl.data.dataset import Dataset
 from pyro_bdl.errors import BdlWarning, UnusableDrawsError
 from pyro_bdl.posteriors import Fit, Options, Problem
-from pyro_bdl.report import write_report
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.files import LenientStream, atomic_write
 from pyro_bdl.utils.interrupts import deferred_interrupt
@@ -34,8 +38,8 @@ from pyro_bdl.utils.random_state import process_seeded
 from pyro_bdl.utils.tables import to_csv, to_text
 
 _REFERENCE = "nuts"
-_TABLE, _REPORT = "table.csv", "report.html"
-_FILES = (_TABLE, _REPORT, *(f"{name}.png" for name in CAPTIONS))
+_TABLE, _REPORT, _NUMBERS = "table.csv", "report.html", "report.json"
+_FILES = (_TABLE, _REPORT, _NUMBERS, *(f"{name}.png" for name in CAPTIONS))
 FAILED, INTERRUPTED = 1, 130
 
 
@@ -50,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     errors: Any = LenientStream(sys.stderr)
     with redirect_stdout(output), redirect_stderr(errors), warnings.catch_warnings():
         options = command.parser(_compare, sweep.add_command).parse_args(arguments)
+        given = sys.argv[1:] if arguments is None else arguments
+        options.line = shlex.join(["pyro-bdl", *map(str, given)])
         warnings.simplefilter("always", BdlWarning)
         warnings.showwarning = _show_warning
         try:
@@ -70,20 +76,17 @@ def _compare(options: argparse.Namespace) -> int:
         names = command.names(options.guides)
         settings = command.settings(options)
         device = command.device(options.device)
-        hidden = command.hidden(options.hidden)
+        hidden, gain = command.hidden(options.hidden), command.gain(options)
         data = command.load(options).to(device)
+        command.check_noise(options, data)
         folder = command.folder(options.out, _FILES)
-    features = data.x_train.shape[1]
-    about = (
-        f"{data.target_name}: {data.task}"
-        + (f" into {len(data.class_names)} classes" if data.class_names else "")
-        + f", {features} feature{'s' * (features > 1)}, {len(data.x_train)} training and "
-        f"{len(data.x_test)} test rows; {options.hidden} hidden units ({options.activation})"
-    )
-    print(about, flush=True)
+    about = _about(data, options)
+    print("\n".join([about, *data.notes]), flush=True)
     comparison, files = None, _Files(folder)
     with process_seeded(options.seed, device), limited_threads(len(data.x_train) * max(hidden)):
-        model = network(data, hidden, command.ACTIVATIONS[options.activation]).to(device)
+        activation = command.ACTIVATIONS[options.activation]
+        model, parts = program(data, hidden, activation, noise=options.noise, gain=gain)
+        model = model.to(device)
         fits, failed = _fit_all(names, Problem(model, data.x_train, data.y_train), settings)
         if not fits:
             return FAILED if failed else INTERRUPTED
@@ -94,8 +97,8 @@ def _compare(options: argparse.Namespace) -> int:
                 figures = {} if pressed.is_set() else _figures(comparison, fits, data)
                 if pressed.is_set():
                     say("interrupted: there are no figures")
-                notes = [f"{about}. {_units(data)}"]
-                _write(comparison, figures, files, data, notes, _made_with(options, settings, fits))
+                made = provenance(options.line, options, settings, data, parts, fits)
+                _write(comparison, figures, files, data, about, made)
         except KeyboardInterrupt:
             say("interrupted")
             code = INTERRUPTED
@@ -116,21 +119,17 @@ def _compare(options: argparse.Namespace) -> int:
     return FAILED if files.failed and code == 0 else code
 
 
-def _made_with(
-    options: argparse.Namespace, settings: Options, fits: list[Fit]
-) -> dict[str, object]:
-    """Settings of the run, for the report."""
-    result: dict[str, object] = {"data": "scikit-learn's diabetes data"}
-    result |= {
-        name.replace("_", " "): value
-        for name, value in vars(options).items()
-        if name not in _NOT_SHOWN and value is not None and value is not False
-    }
-    result |= {name: getattr(settings, name) for name in ("chains", "warmup", "draws")}
-    return result | {fit.name: _shown(fit) for fit in fits}
+def _about(data: Dataset, options: argparse.Namespace) -> str:
+    features = data.x_train.shape[1]
+    return (
+        f"{data.target_name}: {data.task}"
+        + (f" into {len(data.class_names)} classes" if data.class_names else "")
+        + f", {features} feature{'s' * (features > 1)}, {len(data.x_train)} training and "
+        f"{len(data.x_test)} test rows; {options.hidden} hidden units ({options.activation})"
+        + (f", {options.noise} noise" if options.noise != "normal" else "")
+    )
 
 
-_NOT_SHOWN = ("command", "run", "out", "quick", "guides", "steps", "details")
 _WIDTH = 100  # of output that is not a terminal
 _EXPLAINED = (
     "The report says below its table what each column means, and table.csv holds more of them "
@@ -239,11 +238,15 @@ class _Files:
 
 def _figures(comparison: Comparison, fits: list[Fit], data: Dataset) -> dict[str, Figure]:
     try:
+        scaled = " (standardized)" if data.x_mean else ""
+        known = data.task != "count"  # whose function is the log of a rate
         return comparison.figures(
-            target=data.target_name,
-            features=[f"{name} (standardized)" for name in data.feature_names],
-            train=(data.x_train, data.y_train * data.y_sd + data.y_mean),
+            target=data.target_name if known else f"log rate of {data.target_name}",
+            features=[f"{name}{scaled}" for name in data.feature_names],
+            train=(data.x_train, data.y_train * data.y_sd + data.y_mean) if known else None,
             posteriors={f.name: f.posterior for f in fits if f.name in comparison.evaluations},
+            points=_point_names(comparison, data),
+            scales={} if data.y_sd == 1 else {"noise": data.y_sd},
         )
     except Exception as error:  # the table must not be lost because of a figure
         say(f"there are no figures: {type(error).__name__}: {error}")
@@ -255,10 +258,10 @@ def _write(
     figures: dict[str, Figure],
     files: _Files,
     data: Dataset,
-    notes: list[str],
-    settings: dict[str, object],
+    about: str,
+    settings: dict[str, dict[str, object]],
 ) -> None:
-    """Write the table, the figures and the report."""
+    """Write the table, the figures, the report and its numbers."""
     files.write(_TABLE, comparison.to_csv)
 
     def draw(figure: Figure) -> Callable[[Path], None]:
@@ -273,19 +276,52 @@ def _write(
     }
     files.write(
         _REPORT,
-        lambda path: write_report(
+        lambda path: write_page(
+            comparison,
             path,
+            drawn,
             title=f"Posteriors of a neural network for {data.target_name}",
-            rows=comparison.rows,
-            columns=comparison.columns,
-            details=comparison.details,
-            verdicts=comparison.verdicts,
-            warnings=comparison.warnings,
-            figures={CAPTIONS[name]: figure for name, figure in drawn.items()},
-            notes=notes,
+            about=about,
+            notes=[_units(data)],
             settings=settings,
+            points=_points(comparison, data),
         ),
     )
+    numbers = comparison.to_json() | {
+        "about": about,
+        "units": _units(data),
+        "points": [data.point(place) | {"place": place} for place in comparison.places],
+        "settings": settings,
+    }
+
+    def save(path: Path) -> None:
+        with atomic_write(path) as part:
+            part.write_text(json.dumps(numbers, indent=1, default=str), encoding="utf-8")
+
+    files.write(_NUMBERS, save)
+
+
+def _point_names(comparison: Comparison, data: Dataset) -> list[str]:
+    """A name for each kept test point: its row in the source, its place in simulated data, and its
+    target."""
+    return [_point_name(data.point(place), place) for place in comparison.places]
+
+
+def _point_name(point: dict[str, Any], place: int) -> str:
+    target = point["target"]
+    shown = target if isinstance(target, str) else f"{target:.3g}"
+    where = f"point {place}" if point["row"] is None else f"row {point['row']}"
+    return f"{where}, target {shown}"
+
+
+def _points(comparison: Comparison, data: Dataset) -> dict[str, str]:
+    """The inputs of the test points in the figures, by their names."""
+    found = {}
+    for place in comparison.shown_points():
+        point = data.point(comparison.places[place])
+        values = ", ".join(f"{name} {value:.4g}" for name, value in point["inputs"].items())
+        found[_point_name(point, comparison.places[place])] = values
+    return found
 
 
 def _keep(fits: list[Fit], files: _Files) -> str:
@@ -311,15 +347,15 @@ def _keep(fits: list[Fit], files: _Files) -> str:
 def _units(data: Dataset) -> str:
     if data.task == "classification":
         return "NLPD and ELBO are in nats; distances are between class probabilities."
+    if data.task == "count":
+        return (
+            f"RMSE and CRPS are in units of {data.target_name}; distances are between the logs of "
+            "the rates; NLPD and ELBO are in nats."
+        )
     return (
         f"RMSE, CRPS and distances are in units of {data.target_name}; NLPD is in nats for them, "
         f"ELBO in nats for the standardized training targets."
     )
-
-
-def _shown(fit: Fit) -> str:
-    settings = ", ".join(f"{name} {value}" for name, value in fit.settings.items())
-    return f"{settings}, interrupted" if fit.interrupted else settings
 
 
 # ------------------------------------------------------------------------------ input and output

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from torch import nn
 
 from pyro_bdl import temperature
 from pyro_bdl.cli import options as command
-from pyro_bdl.cli.shared import bad_input, limited_threads, network
+from pyro_bdl.cli.programs import program
+from pyro_bdl.cli.shared import bad_input, limited_threads
 from pyro_bdl.data.dataset import Dataset
 from pyro_bdl.guides import AutoMeanField
 from pyro_bdl.temperature import Sweep
@@ -38,7 +40,7 @@ def add_command(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=_sweep)
-    command.add_data(parser)
+    command.add_data(parser, "diabetes")
     add = parser.add_argument_group("networks").add_argument
     add(
         "--widths",
@@ -76,14 +78,18 @@ def _sweep(options: argparse.Namespace) -> int:
             if getattr(options, name) < least:
                 raise ValueError(f"--{name} must be at least {least}, got {getattr(options, name)}")
         device = command.device(options.device)
-        data = command.load(options).to(device)
+        data = command.load(options, "diabetes").to(device)
         folder = command.folder(options.out, _FILES)
     print(f"{data.target_name}: {data.task}, {len(data.x_train)} training rows", flush=True)
     activation = command.ACTIVATIONS[options.activation]
+
+    def network(width: int) -> nn.Module:
+        return program(data, [width], activation, noise="normal", gain=1.0)[0].to(device)
+
     numbers = len(data.x_train) * max(widths) * (len(taus) + len(etas))
     with process_seeded(options.seed, device), limited_threads(numbers):
         found = temperature.sweep(
-            lambda width: network(data, [width], activation).to(device),
+            network,
             AutoMeanField,
             (data.x_train, data.y_train),
             (data.x_test, data.y_test),

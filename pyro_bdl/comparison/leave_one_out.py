@@ -1,7 +1,8 @@
 """PSIS-LOO of a posterior on its training data."""
 
+import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,21 +10,24 @@ from torch import Tensor
 
 from pyro_bdl import diagnostics
 from pyro_bdl.comparison.held_out import Test
+from pyro_bdl.comparison.k_fold import KFold
 from pyro_bdl.comparison.scores import log_likelihood
 from pyro_bdl.diagnostics.loo import LOO, standard_error
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.guides.draws import log_densities
+from pyro_bdl.guides.draws import log_densities_of
 from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.summed_out import one_step_ahead
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.module_state import evaluation_mode
-from pyro_bdl.utils.tables import Column
+from pyro_bdl.utils.tables import Column, listed
 
 # A posterior with fewer distinct values has no tail for the fit of a Pareto distribution.
 _LEAST_VALUES = 25
 EXACT, CORRECTED, PLAIN = "draws", "p / q", "plain"
+# PSIS-LOO is withheld if the k-hats of more than this share of the data are too high.
+_MOST_BAD = 0.05
 
 COLUMNS = (
     Column(
@@ -31,9 +35,9 @@ COLUMNS = (
         "elpd",
         digits=4,
         error="elpd_loo_se",
-        help="Expected log predictive density of the training data, each left out in turn by "
-        "PSIS-LOO, summed, in nats as the program sees them, with its standard error over the "
-        "data; larger is better.",
+        help="Expected log predictive density of the training data, each left out in turn, summed, "
+        "in nats as the program sees them, with its standard error over the data; larger is "
+        "better. Values that PSIS-LOO does not support are withheld, for the reason beside them.",
     ),
     Column(
         "high_k",
@@ -44,10 +48,12 @@ COLUMNS = (
         "loo_by",
         "by",
         style="text",
-        help="How the draws are used: draws of the posterior from Markov chains; draws of a guide "
-        "with weights p / q; or draws of a guide or a linear model without weights (plain). Plain "
-        "values are too optimistic, since parameters fitted to all data, such as the features of a "
-        "last layer, stay as they are.",
+        help="draws: PSIS of draws of Markov chains. p / q: PSIS of draws of a guide, weighted to "
+        "those of the exact posterior, which the value then is about. folds: fitted again without "
+        "each part of the data. withheld, k high: PSIS fails, since single data, or the weights "
+        "p / q, leave too few draws. withheld, not refitted: parameters that were fitted to all "
+        "data stay as they are, such as the features of a last layer or the point of a "
+        "linearization, which is too optimistic.",
     ),
 )
 DIFFERENCE = Column(
@@ -105,8 +111,10 @@ def leave_one_out(
                 for part in density
             ]
             return _joined(found, compat), EXACT
-        if not linear and isinstance(posterior, Guide) and posterior.has_density:
+        log_q = None
+        if not linear and not (isinstance(posterior, Guide) and not posterior.has_density):
             log_p, log_q = _densities(model, posterior, samples, parts[0])
+        if log_q is not None:
             log_p = log_p + sum(part.double().sum(1) for part in density)
             found = [
                 diagnostics.loo_approximate_posterior(
@@ -119,7 +127,63 @@ def leave_one_out(
         return _joined(found, compat), PLAIN
 
 
-def difference(ours: LOO, theirs: LOO) -> tuple[float, float]:
+def withheld(loo: LOO, kind: str) -> str:
+    """The reason why a value of ``leave_one_out`` must not be relied on; empty if there is none."""
+    if kind == PLAIN:
+        return "not refitted"
+    return "k high" if loo.num_bad > _MOST_BAD * loo.pareto_k.numel() else ""
+
+
+def row_of(left_out: tuple[LOO, str] | KFold | None) -> dict[str, Any]:
+    """The numbers by the keys of the columns; a withheld value is NaN."""
+    if left_out is None:
+        return {}
+    if isinstance(left_out, KFold):
+        by = f"{left_out.folds} folds"
+        return {"elpd_loo": left_out.elpd, "elpd_loo_se": left_out.se, "loo_by": by}
+    loo, kind = left_out
+    reason = withheld(loo, kind)
+    if reason:
+        return {
+            "elpd_loo": math.nan, "elpd_loo_se": math.nan, "p_loo": math.nan,
+            "high_k": loo.num_bad, "loo_by": f"withheld, {reason}",
+        }  # fmt: skip
+    return {
+        "elpd_loo": loo.elpd, "elpd_loo_se": loo.se, "p_loo": loo.p_loo, "high_k": loo.num_bad,
+        "loo_by": kind,
+    }  # fmt: skip
+
+
+def withheld_notes(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Sentences on the posteriors whose elpd is withheld, and on what would give one."""
+    by: dict[str, list[str]] = {}
+    for row in rows:
+        by.setdefault(str(row.get("loo_by")), []).append(row["posterior"])
+    notes = []
+    if names := by.get("withheld, k high"):
+        notes.append(
+            f"Leave-one-out of {listed(names)} is withheld, since k-hat is too high at too many of "
+            "the data. Where the weights are p / q, it would be about the exact posterior at "
+            "temperature 1, not about a guide that is tempered or too narrow: reweighting answers "
+            "another question. k_fold fits again."
+        )
+    if names := by.get("withheld, not refitted"):
+        notes.append(
+            f"Leave-one-out of {listed(names)} is withheld, since what was fitted to all data "
+            "(features, linearization, dropout) would stay as it is without a datum, and the value "
+            "would be too high. k_fold fits again."
+        )
+    return notes
+
+
+def comparable(ours: LOO | KFold | None, theirs: LOO | KFold | None) -> bool:
+    """Return whether two results leave out the same data."""
+    if isinstance(ours, KFold) and isinstance(theirs, KFold):
+        return torch.equal(ours.fold, theirs.fold)
+    return isinstance(ours, LOO) and isinstance(theirs, LOO)
+
+
+def difference(ours: LOO | KFold, theirs: LOO | KFold) -> tuple[float, float]:
     """elpd_loo minus the reference's, and its standard error, sqrt(N var of the differences).
 
     Source: Vehtari, Gelman, Gabry (2017), eq. 24; equal to ``arviz.compare``.
@@ -145,17 +209,17 @@ def relative_efficiency(samples: Samples) -> float:
 
 @torch.no_grad()
 def _densities(
-    model: Callable, guide: Guide, samples: Samples, data: Test
-) -> tuple[Tensor, Tensor]:
-    """log p(u) and log q(u) over the unconstrained latents, ``(S,)`` each."""
-    if not any(latent.plates for latent in guide.require_layout().latents.values()):
-        data = data.part(slice(0, 2))  # the prior does not depend on the data
+    model: Callable, guide: Any, samples: Samples, data: Test
+) -> tuple[Tensor, Tensor | None]:
+    """log p(u) and log q(u) over the unconstrained latents, ``(S,)`` each; log q is None for a
+    guide without a density."""
     with evaluation_mode(model, guide):
         program = Program(model, *data.inputs, data.y)
-        vectors = program.unconstrain(samples.flat())
-        log_p, log_q = log_densities(program, guide, vectors, program.log_prior)
-    assert log_q is not None
-    return log_p.double(), log_q.double()
+        if not any(latent.plates for latent in program.latents.values()):
+            few = data.part(slice(0, 2))  # the prior does not depend on the data
+            program = Program(model, *few.inputs, few.y)
+        log_p, log_q = log_densities_of(program, guide, samples, program.log_prior)
+    return log_p.double(), None if log_q is None else log_q.double()
 
 
 def _number_of_values(samples: Samples) -> int:

@@ -59,6 +59,9 @@ class AutoMatrixNormal(Guide):
         super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
         self.init_scale, self.max_side = init_scale, max_side
 
+    def options(self) -> dict[str, Any]:
+        return {"max_side": self.max_side}
+
     def _create_parameters(self, start: Tensor) -> None:
         latents = self.require_layout().latents
         self.matrices = tuple(name for name, latent in latents.items() if is_matrix(latent))

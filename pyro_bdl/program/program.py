@@ -217,6 +217,20 @@ class Program:
                 "statement gets obs=..."
             )
 
+    def to_jax(self, *args: Any, **kwargs: Any) -> Any:
+        """The log density as a JAX function of u (P,) and of the data, with its gradient and T(u).
+
+        See :class:`pyro_bdl.mcmc.jax.program_density.JaxDensity`.
+
+        :param args: the program's arguments; by default those of the construction.
+        :raises MissingOperatorError: if an operator has no translation to JAX.
+        """
+        from pyro_bdl.mcmc.jax.program_density import JaxDensity
+
+        if not args and not kwargs:
+            return JaxDensity(self)
+        return JaxDensity(Program(self.model, *args, **kwargs))
+
     def _open(self, msg: Any) -> None:
         if msg["name"] in self.latents:
             raise KeyError(f"no value for the latent site '{msg['name']}'")

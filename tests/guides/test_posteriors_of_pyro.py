@@ -22,15 +22,13 @@ from pyro.infer.mcmc.api import StreamingMCMC
 
 import pyro_bdl as bdl
 from pyro_bdl import importance
-from pyro_bdl.guides.draws import as_posterior, draws_and_log_density
+from pyro_bdl.guides.draws import as_posterior
 
 X = torch.linspace(-1.0, 1.0, 6, dtype=torch.float64)
 Y = torch.tensor([0.1, -0.3, 0.2, 0.5, 0.4, 0.9], dtype=torch.float64)
 
 
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def model(x, y=None):
@@ -186,17 +184,6 @@ def test_predictive_diagnostics_and_starts(of_pyro, of_numpyro):
     bdl.mcmc.sample(
         model, X, Y, init=of_pyro, num_warmup=1, num_samples=1, backend="pyro", progress=False
     )
-
-
-def test_log_density_of_an_autoguide():
-    guide = AutoNormal(model, init_scale=0.3)
-    guide(X, Y)
-    draws, log_q = draws_and_log_density(guide, 4, (X, Y), {})
-    w, s = (getattr(guide.locs, n) for n in "ws"), (getattr(guide.scales, n) for n in "ws")
-    (w, s), (w_scale, s_scale) = w, s
-    expected = dist.Normal(w, w_scale).log_prob(draws["w"]).sum(-1)
-    expected = expected + dist.LogNormal(s, s_scale).log_prob(draws["s"])
-    torch.testing.assert_close(log_q, expected.detach())
 
 
 def test_importance_ratios_of_an_exact_guide_are_the_evidence():

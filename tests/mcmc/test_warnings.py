@@ -16,7 +16,7 @@ from torch import nn
 from pyro_bdl import bayesianize, mcmc, models
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.mcmc.chains import Chains, warn_of_divergences, warn_of_stuck_chains
-from pyro_bdl.mcmc.hmc import numpyro_backend
+from pyro_bdl.mcmc.jax import density
 from pyro_bdl.mcmc.starts import Restriction, starting_vectors
 from pyro_bdl.program import Program, record
 
@@ -146,7 +146,7 @@ def _ask(queue):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 @pytest.mark.filterwarnings("ignore:.*fork.*")
 def test_a_fork_after_jax_is_refused():
-    assert numpyro_backend.run  # imported before the fork, as by a call of sample
+    assert density.jax_density  # imported before the fork, as by a call of sample
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
     process = context.Process(target=_ask, args=(queue,))
@@ -157,14 +157,14 @@ def test_a_fork_after_jax_is_refused():
 
 def test_an_accelerator_that_jax_lacks_is_said():
     with pytest.warns(BdlWarning, match=r"on 'cuda:0', but JAX is installed for the CPU only"):
-        numpyro_backend._check_device(torch.device("cuda:0"))
+        density.check_device(torch.device("cuda:0"))
 
 
 def test_jax_without_a_device_is_said(monkeypatch):
     def fail():
         raise RuntimeError("Unable to initialize backend 'cuda'\nand so on")
 
-    monkeypatch.setattr(numpyro_backend.jax, "default_backend", fail)
+    monkeypatch.setattr(density.jax, "default_backend", fail)
     with pytest.raises(
         RuntimeError, match=r"JAX has no device .*'cuda'\): install .*JAX_PLATFORMS"
     ):

@@ -1,9 +1,11 @@
-"""``sample``: HMC and NUTS on a Pyro program, by Pyro's or NumPyro's implementation."""
+"""``sample``: Markov chains on a Pyro program with all its data."""
 
 import random
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,7 @@ from pyro_bdl.samples import Samples
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.random_state import seeded
 
+_MICROCANONICAL = ("mclmc", "mams")
 _SAME = 1e-4  # relative tolerance: sums in float32 depend on the number of threads
 
 
@@ -43,109 +46,306 @@ def sample(
     num_chains: int = 1,
     seed: int = 0,
     init: Any = "prior",
-    target_accept: float = 0.8,
+    target_accept: float | None = None,
     max_tree_depth: int = 10,
     trajectory_length: float | None = None,
     dense_mass: bool = False,
+    step_size: float | None = None,
+    inverse_mass: Tensor | None = None,
+    adapt_mass: bool | None = None,
+    energy_variance: float = 5e-4,
+    thinning: int | None = None,
+    seconds: float | None = None,
+    checkpoint: str | Path | None = None,
     chain_method: str = "parallel",
     subset: Subset | None = None,
     at: Tensor | None = None,
     progress: bool = True,
     model_kwargs: Mapping[str, Any] | None = None,
 ) -> Samples:
-    """Draw from the posterior of a Pyro program by Hamiltonian Monte Carlo.
+    """Draw from the posterior of a Pyro program by Hamiltonian or microcanonical dynamics.
+
+    The kernels are::
+
+        "nuts"    the no-U-turn sampler (Hoffman & Gelman 2014)
+        "hmc"     Hamiltonian Monte Carlo (Neal 2011)
+        "mclmc"   microcanonical Langevin dynamics (Robnik & Seljak 2024), unadjusted: its bias is
+                  controlled by energy_variance; for posteriors of many numbers
+        "mams"    microcanonical dynamics with a Metropolis step (Robnik et al. 2025), exact
 
     The program runs in evaluation mode with all its data at once. ``backend="numpyro"`` traces its
     log density to ATen operators and evaluates them in JAX; ``backend="pyro"`` runs the program
-    itself at every step. For a program under ``handlers.temper`` the target is the tempered
-    posterior. The same seed gives the same draws. Ctrl-C keeps the draws made so far.
+    itself at every step, for "nuts" and "hmc". For a program under ``handlers.temper`` the target
+    is the tempered posterior. The same seed gives the same draws. Ctrl-C keeps the draws made so
+    far.
 
     :param model: a Pyro program with continuous latents.
     :param args: the program's arguments, including the targets.
     :param model_kwargs: the program's keyword arguments.
-    :param kernel: "nuts" (Hoffman & Gelman 2014) or "hmc" (Neal 2011).
-    :param num_warmup: iterations per chain that adapt step size and mass matrix, not kept.
+    :param kernel: "nuts", "hmc", "mclmc" or "mams".
+    :param num_warmup: iterations per chain that adapt step size and mass matrix, not kept. An
+        iteration of "mclmc" is ``thinning`` steps.
     :param num_samples: draws per chain.
     :param init: where the chains start: "prior" (each at a draw of the prior), "uniform"
         (unconstrained numbers between -2 and 2, as in NumPyro), "network" (the values of the
         networks' parameters), a guide or ``Samples`` (each at a draw of it), or a dict of latents.
-    :param target_accept: the target acceptance probability of the step size adaptation.
-    :param max_tree_depth: NUTS takes at most 2^depth gradient steps per draw.
+    :param target_accept: the target acceptance probability of the step size adaptation, by default
+        0.8, and 0.9 of "mams".
+    :param max_tree_depth: NUTS takes at most 2^depth gradient steps per draw; "mams" as many on
+        average.
     :param trajectory_length: step size times number of steps of HMC, 2 pi by default.
-    :param dense_mass: adapt a full mass matrix (P x P) instead of its diagonal.
+    :param dense_mass: adapt a full mass matrix (P x P) instead of its diagonal; not of "mclmc" and
+        "mams".
+    :param step_size: the step size, then not adapted; in units of the metric.
+    :param inverse_mass: the metric: an estimate of the variances (P,) or the covariance (P, P) of
+        the unconstrained latents, such as ``guide.variances()``; by default 1.
+    :param adapt_mass: whether the warm-up adapts the metric; by default only if none is given.
+    :param energy_variance: the target of "mclmc" for the variance of a step's energy error per
+        number, in nats^2. A smaller one means smaller steps and less bias.
+    :param thinning: steps of "mclmc" in an iteration, 20 by default; each takes two gradients.
     :param chain_method: "parallel" (on separate threads), "vectorized" (in lockstep) or
         "sequential"; for NumPyro only, Pyro's chains are always sequential.
+    :param seconds: a limit of time for the call; the draws made by then are returned, at least a
+        few after the warm-up.
+    :param checkpoint: a folder. Draws and state are written there every few seconds, and the same
+        call goes on from what it finds there: killed at any moment, it ends with the same draws as
+        an uninterrupted one. A larger ``num_samples`` adds draws.
     :param subset: the latents' unconstrained numbers to draw; the others stay fixed.
     :param at: the unconstrained vector (P,) that holds the fixed numbers; given with ``subset``.
     :param progress: show a progress bar.
-    :returns: draws in the latents' supports, on the program's device, with statistics.
+    :returns: draws in the latents' supports, on the program's device, with statistics. Of "mclmc",
+        ``energy_variance`` is the one reached, averaged over the steps of a draw, and
+        ``momentum_length`` the length L.
     :warns BdlWarning: if the program draws random numbers, if more than a tenth of the draws ended
         in a divergence, or if chains hardly moved from their start.
     :raises TypeError: if the number of draws or chains is not a whole number.
     :raises UnsupportedProgramError: for a program without observed sites, with discrete latents
         that cannot be summed out, or with latents that ``poutine.block`` hides.
     :raises MissingOperatorError: if an operator has no translation to JAX.
-    :raises ValueError: for data that are not finite, targets outside their support, or a plate that
-        holds a part of its data.
+    :raises ValueError: for data that are not finite, targets outside their support, a plate that
+        holds a part of its data, or a checkpoint of another run.
     """
+    one_of("kernel", kernel, ("nuts", "hmc", *_MICROCANONICAL))
+    one_of("backend", backend, ("numpyro", "pyro"))
+    at_least("num_chains", num_chains, 1)
+    if target_accept is None:
+        target_accept = 0.9 if kernel == "mams" else 0.8
+    _check_positive("trajectory_length", trajectory_length)
+    _check_positive("step_size", step_size)
+    _check_positive("energy_variance", energy_variance)
+    if not 0 < target_accept < 1:
+        raise ValueError(f"target_accept must lie between 0 and 1, got {target_accept}")
+    _check_positive("seconds", seconds)
+    _check_fit(kernel, backend, dense_mass, thinning, inverse_mass)
+    if backend == "pyro" and (checkpoint is not None or seconds is not None):
+        raise ValueError("checkpoint and seconds are for JAX: leave out backend='pyro'")
     settings = Settings(
-        kernel=one_of("kernel", kernel, ("nuts", "hmc")),
+        kernel=kernel,
         num_warmup=at_least("num_warmup", num_warmup, 0),
         num_samples=at_least("num_samples", num_samples, 1),
         seed=seed,
         target_accept=target_accept,
         max_tree_depth=at_least("max_tree_depth", max_tree_depth, 1),
         trajectory_length=trajectory_length,
-        dense_mass=dense_mass,
+        dense_mass=dense_mass or (inverse_mass is not None and inverse_mass.dim() == 2),
         chain_method=one_of("chain_method", chain_method, ("vectorized", "parallel", "sequential")),
         progress=progress,
+        step_size=step_size,
+        inverse_mass=None if inverse_mass is None else inverse_mass.detach().cpu().numpy(),
+        adapts_mass=inverse_mass is None if adapt_mass is None else adapt_mass,
+        energy_variance=energy_variance,
+        thinning=None if thinning is None else at_least("thinning", thinning, 1),
+        checkpoint=None if checkpoint is None else str(checkpoint),
     )
-    one_of("backend", backend, ("numpyro", "pyro"))
-    at_least("num_chains", num_chains, 1)
-    if not 0 < target_accept < 1:
-        raise ValueError(f"target_accept must lie between 0 and 1, got {target_accept}")
-    if trajectory_length is not None and not trajectory_length > 0:
-        raise ValueError(f"trajectory_length must be positive, got {trajectory_length}")
-    kwargs = dict(model_kwargs or {})
-    check_finite(model, args, kwargs)
     started = time.perf_counter()
-    with evaluation_mode(model, args, kwargs, init), seeded(seed):
+    if seconds is not None:
+        settings = replace(settings, deadline=started + seconds)
+    run = _Run(model, args, dict(model_kwargs or {}), settings, backend, subset, at)
+    with evaluation_mode(model, args, run.kwargs, init), seeded(seed):
+        restriction = run.restriction()
+        start = starting_vectors(restriction, init, num_chains)
+        _check_metric(settings.inverse_mass, start.shape[-1])
+        _warn_if_random(restriction, start[0], backend)
+    return run.samples(restriction, start, started)
+
+
+def extend(
+    samples: Samples,
+    num_samples: int,
+    model: Callable,
+    *args: Any,
+    subset: Subset | None = None,
+    at: Tensor | None = None,
+    progress: bool = True,
+    model_kwargs: Mapping[str, Any] | None = None,
+) -> Samples:
+    """All draws of ``samples`` and ``num_samples`` more of each chain, from the end of the chains.
+
+    There is no new warm-up: the state in ``samples`` has step size, metric and random keys. The
+    draws are those that a longer run of ``sample`` would have made.
+
+    :param samples: of ``sample`` on NumPyro or JAX, also from a file.
+    :param model: the program that made them, and its arguments; ``subset`` and ``at`` as then.
+    :raises ValueError: for samples that cannot go on: of another backend, or of chains that were
+        interrupted at different draws.
+    """
+    made = samples.info.get("settings")
+    if made is None or not samples.state:
+        raise ValueError(
+            "these samples hold no state from which the chains can go on: it is kept by "
+            "mcmc.sample on NumPyro or JAX if all chains ended at the same draw"
+        )
+    started = time.perf_counter()
+    count = at_least("num_samples", num_samples, 1)
+    metric = samples.state.get("inverse_mass")
+    settings = Settings(
+        **made,
+        num_samples=count,
+        progress=progress,
+        inverse_mass=None if metric is None else metric[0].numpy(),
+    )
+    run = _Run(model, args, dict(model_kwargs or {}), settings, "numpyro", subset, at)
+    with evaluation_mode(model, args, run.kwargs):
+        restriction = run.restriction()
+        example = _example(restriction).expand(samples.num_chains, -1)
+    state = {name: value for name, value in samples.state.items() if name != "inverse_mass"}
+    more = run.samples(restriction, example, started, state)
+    latents = {
+        name: torch.cat([value, more.latents[name]], 1) for name, value in samples.latents.items()
+    }
+    stats = {name: torch.cat([value, more.stats[name]], 1) for name, value in samples.stats.items()}
+    info = dict(more.info)
+    info["seconds"] += samples.info.get("seconds", 0.0)
+    return Samples(latents, stats, info, more.state, more.resume)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A call of ``sample``: the program with its arguments, and the settings."""
+
+    model: Callable
+    args: tuple
+    kwargs: dict[str, Any]
+    settings: Settings
+    backend: str
+    subset: Subset | None
+    at: Tensor | None
+
+    def restriction(self) -> Restriction:
+        """The checked program; called in evaluation mode."""
+        model, args, kwargs = self.model, self.args, self.kwargs
+        check_finite(model, args, kwargs)
         program = Program(model, *args, **kwargs)
         program.require_observed()
         require_visible_latents(model, args, kwargs)
         require_all_data(program)
         with torch.no_grad():
             check_support(program.run(program.initial))
-        restriction = Restriction(program, subset, at)
-        start = starting_vectors(restriction, init, num_chains)
-        _warn_if_random(restriction, start[0], backend)
+        return Restriction(program, self.subset, self.at)
+
+    def samples(
+        self,
+        restriction: Restriction,
+        start: Tensor,
+        started: float,
+        state: Mapping[str, Tensor] | None = None,
+    ) -> Samples:
+        settings, model = self.settings, self.model
         target = Target(
             lambda vector: restriction.log_density(vector),  # make_fx would count a method's self
             restriction.log_density_terms,
         )
-    with evaluation_mode(model, args, kwargs):
-        chains = _runner(backend)(target, start, settings)
-    if chains.interrupted:
-        warnings.warn(
-            f"interrupted: {chains.vectors.shape[1]} of {num_samples} draws per chain were made",
-            BdlWarning,
-            stacklevel=2,
+        goes_on = {} if state is None else {"state": state}
+        with evaluation_mode(model, self.args, self.kwargs):
+            runner = _runner(settings.kernel, self.backend)
+            chains = runner(target, start, settings, **goes_on)
+        if chains.interrupted:
+            warnings.warn(
+                f"interrupted: {chains.vectors.shape[1]} of {settings.num_samples} draws per chain "
+                "were made",
+                BdlWarning,
+                stacklevel=3,
+            )
+        warn_of_divergences(chains)
+        warn_of_stuck_chains(chains)
+        info = {
+            "kernel": settings.kernel,
+            "backend": "jax" if settings.kernel in _MICROCANONICAL else self.backend,
+            "num_warmup": settings.num_warmup,
+            "seed": settings.seed,
+            "target_accept": settings.target_accept,
+            "seconds": time.perf_counter() - started,
+            "interrupted": chains.interrupted,
+            "settings": settings.as_json(),
+        }
+        if settings.kernel == "mclmc":
+            info["energy_variance"] = float(chains.stats["energy_variance"].double().mean())
+        found = _as_samples(restriction, chains, info)
+        if not chains.state:
+            return found
+        metric = settings.inverse_mass
+        if metric is not None:
+            chains.state["inverse_mass"] = torch.from_numpy(metric).expand(
+                len(start), *metric.shape
+            )
+        return replace(found, state=chains.state, resume=self._resume)
+
+    def _resume(self, samples: Samples, num_samples: int) -> Samples:
+        return extend(
+            samples,
+            num_samples,
+            self.model,
+            *self.args,
+            subset=self.subset,
+            at=self.at,
+            progress=self.settings.progress,
+            model_kwargs=self.kwargs,
         )
-    warn_of_divergences(chains)
-    warn_of_stuck_chains(chains)
-    info = {
-        "kernel": kernel,
-        "backend": backend,
-        "num_warmup": num_warmup,
-        "seed": seed,
-        "target_accept": target_accept,
-        "seconds": time.perf_counter() - started,
-        "interrupted": chains.interrupted,
-    }
-    return _as_samples(restriction, chains, info)
 
 
-def _runner(backend: str) -> Callable[[Target, Tensor, Settings], Chains]:
+def _example(restriction: Restriction) -> Tensor:
+    program = restriction.program
+    return restriction.chosen(program.unconstrain(program.initial).detach())
+
+
+def _check_positive(name: str, value: float | None) -> None:
+    if value is not None and not 0 < value < float("inf"):
+        raise ValueError(f"{name} must be positive, got {value}")
+
+
+def _check_fit(
+    kernel: str, backend: str, dense_mass: bool, thinning: int | None, inverse_mass: Tensor | None
+) -> None:
+    """Check that the kernel has the options that were given."""
+    if backend == "pyro" and (kernel in _MICROCANONICAL or inverse_mass is not None):
+        what = f"kernel='{kernel}'" if kernel in _MICROCANONICAL else "inverse_mass"
+        raise ValueError(f"{what} runs in JAX only: leave out backend='pyro'")
+    if dense_mass and kernel in _MICROCANONICAL:
+        raise ValueError(
+            f"kernel='{kernel}' adapts a diagonal metric only: leave out dense_mass, or give the "
+            "covariance as inverse_mass"
+        )
+    if thinning is not None and kernel != "mclmc":
+        raise ValueError(f"kernel='{kernel}' has no thinning: it is the steps of a draw of 'mclmc'")
+
+
+def _check_metric(inverse_mass: np.ndarray | None, size: int) -> None:
+    if inverse_mass is None:
+        return
+    if inverse_mass.shape not in ((size,), (size, size)):
+        raise ValueError(
+            f"inverse_mass must have shape ({size},) or ({size}, {size}), got {inverse_mass.shape}"
+        )
+    variances = inverse_mass if inverse_mass.ndim == 1 else inverse_mass.diagonal()
+    if not (np.isfinite(inverse_mass).all() and (variances > 0).all()):
+        raise ValueError("inverse_mass must hold finite numbers, and positive variances")
+
+
+def _runner(kernel: str, backend: str) -> Callable[[Target, Tensor, Settings], Chains]:
+    if kernel in _MICROCANONICAL:
+        from pyro_bdl.mcmc.microcanonical.run import run
+
+        return run
     if backend == "pyro":
         from pyro_bdl.mcmc.hmc import pyro_backend
 

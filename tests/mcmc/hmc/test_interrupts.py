@@ -14,7 +14,8 @@ import torch
 from pyro_bdl import mcmc
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.mcmc.chains import Chains, stack_chains
-from pyro_bdl.mcmc.hmc import numpyro_backend
+from pyro_bdl.mcmc.jax import chains as jax_chains
+from pyro_bdl.mcmc.jax import density
 from pyro_bdl.utils.interrupts import deferred_interrupt
 
 pytestmark = pytest.mark.usefixtures("ctrl_c")
@@ -45,7 +46,7 @@ def test_as_many_draws_as_possible_are_kept(lengths, kept, draws):
 def test_ctrl_c_ends_parallel_chains_and_keeps_their_draws(monkeypatch):
     chains = []
 
-    class Watched(numpyro_backend._Chain):
+    class Watched(jax_chains.Chain):
         def __init__(self, *args):
             super().__init__(*args)
             chains.append(self)
@@ -61,9 +62,9 @@ def test_ctrl_c_ends_parallel_chains_and_keeps_their_draws(monkeypatch):
             time.sleep(0.01)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(numpyro_backend, "_Chain", Watched)
-    monkeypatch.setattr(numpyro_backend, "_MOST_PER_BLOCK", 4)
-    monkeypatch.setattr(numpyro_backend, "wait", interrupted_once)
+    monkeypatch.setattr(jax_chains, "Chain", Watched)
+    monkeypatch.setattr(jax_chains, "_MOST_PER_BLOCK", 4)
+    monkeypatch.setattr(jax_chains, "wait", interrupted_once)
     with pytest.warns(BdlWarning, match="interrupted"):
         samples = mcmc.sample(
             one_mean,
@@ -102,8 +103,8 @@ class Collecting:
 @pytest.mark.parametrize("chains, method", [(1, "parallel"), (2, "sequential"), (2, "vectorized")])
 def test_ctrl_c_inside_the_garbage_collector(chains, method, monkeypatch):
     """Python drops exceptions in callbacks of the garbage collector; JAX has such a callback."""
-    monkeypatch.setattr(numpyro_backend, "_MOST_PER_BLOCK", 4)
-    monkeypatch.setattr(numpyro_backend, "progress_bar", lambda *_: Collecting(50))
+    monkeypatch.setattr(jax_chains, "_MOST_PER_BLOCK", 4)
+    monkeypatch.setattr(jax_chains, "progress_bar", lambda *_: Collecting(50))
     before = signal.getsignal(signal.SIGINT)
     with pytest.warns(BdlWarning, match="interrupted"):
         samples = mcmc.sample(
@@ -119,20 +120,20 @@ def test_ctrl_c_inside_the_garbage_collector(chains, method, monkeypatch):
 
 
 def test_ctrl_c_in_the_last_block_is_told(monkeypatch):
-    monkeypatch.setattr(numpyro_backend, "progress_bar", lambda *_: Collecting(40))
+    monkeypatch.setattr(jax_chains, "progress_bar", lambda *_: Collecting(40))
     with pytest.warns(BdlWarning, match="interrupted: 20 of 20 draws"):
         samples = mcmc.sample(one_mean, torch.tensor(0.5), num_warmup=20, num_samples=20)
     assert samples.info["interrupted"]
 
 
 def test_ctrl_c_inside_the_garbage_collector_before_the_first_iteration(monkeypatch):
-    bar, to_jax = Collecting(1), numpyro_backend.to_jax
+    bar, to_jax = Collecting(1), density.to_jax
 
     def interrupted(*args):
         bar.update(1)
         return to_jax(*args)
 
-    monkeypatch.setattr(numpyro_backend, "to_jax", interrupted)
+    monkeypatch.setattr(density, "to_jax", interrupted)
     with pytest.raises(KeyboardInterrupt):
         mcmc.sample(one_mean, torch.tensor(0.5), num_warmup=20, num_samples=20, progress=False)
 

@@ -14,7 +14,8 @@ from torch.distributions import constraints
 
 import pyro_bdl as bdl
 from pyro_bdl.errors import BdlWarning, MissingOperatorError, UnsupportedProgramError
-from pyro_bdl.mcmc.hmc import numpyro_backend, pyro_backend
+from pyro_bdl.mcmc.hmc import pyro_backend
+from pyro_bdl.mcmc.jax import chains as jax_chains
 from pyro_bdl.mcmc.jax.translate import to_jax
 
 BACKENDS = ("numpyro", "pyro")
@@ -302,7 +303,7 @@ class Interrupting:
 
 def test_interrupt_keeps_the_draws_made_numpyro(monkeypatch):
     x, y = linear_data()
-    advance = numpyro_backend._advance
+    advance = jax_chains._advance
     original = jax.jit
 
     def jit(function, *args, **kwargs):
@@ -310,7 +311,7 @@ def test_interrupt_keeps_the_draws_made_numpyro(monkeypatch):
         is_ours = getattr(function, "func", None) is advance
         return Interrupting(compiled, 8) if is_ours else compiled
 
-    monkeypatch.setattr(numpyro_backend, "_MOST_PER_BLOCK", 10)
+    monkeypatch.setattr(jax_chains, "_MOST_PER_BLOCK", 10)
     monkeypatch.setattr(jax, "jit", jit)
     with pytest.warns(BdlWarning, match="interrupted"):
         samples = bdl.mcmc.sample(

@@ -1,0 +1,105 @@
+"""A program's log density in JAX, for the kernels that run there."""
+
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyro_bdl.errors import BdlWarning, MissingOperatorError
+from pyro_bdl.mcmc.chains import Target
+from pyro_bdl.mcmc.jax.translate import to_jax
+
+_PROCESS = os.getpid()  # the process that has JAX's threads
+
+
+def check_process() -> None:
+    """Check that this process may use JAX.
+
+    :raises RuntimeError: in a process that was forked after JAX was used.
+    """
+    if os.getpid() != _PROCESS:
+        raise RuntimeError(
+            "this process was forked from one in which JAX was used and lacks JAX's threads, so "
+            "that JAX would wait forever: start processes with "
+            "multiprocessing.get_context('spawn'), or use backend='pyro'"
+        )
+
+
+def check_device(device: torch.device) -> None:
+    """Warn if JAX runs elsewhere than the program.
+
+    :raises RuntimeError: if JAX has no device.
+    """
+    try:
+        platform = jax.default_backend()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"JAX has no device to run on ({str(error).splitlines()[0]}): install JAX for the "
+            "platform, unset JAX_PLATFORMS, or use backend='pyro'"
+        ) from error
+    if platform == "cpu" and device.type != "cpu":
+        warnings.warn(
+            f"the program is on '{device}', but JAX is installed for the CPU only: the chains run "
+            "on the CPU; install JAX for the accelerator, or use backend='pyro'",
+            BdlWarning,
+            stacklevel=5,
+        )
+
+
+def jax_density(target: Target, example: Tensor, *data: Tensor) -> Callable[..., jax.Array]:
+    """The target's log density as a JAX function of vectors with the example's shape and dtype.
+
+    Call it under ``jax.enable_x64(True)`` for float64.
+
+    :param data: examples of further arguments of ``target.log_density``, and then of the result.
+    :raises MissingOperatorError: if an operator has no translation; it names the site.
+    """
+    try:
+        log_density: Any = to_jax(target.log_density, example, *data)
+        if log_density.detaches and not _has_gradient_of(target, log_density, example, *data):
+            return to_jax(target.log_density, example, *data, through_detach=True)
+        return log_density
+    except MissingOperatorError as error:
+        site = _site_of(error.op, target, example)
+        if site is None:
+            raise
+        raise MissingOperatorError(f"site '{site}': {error}", op=error.op, site=site) from error
+
+
+def _has_gradient_of(target: Target, log_density: Any, point: Tensor, *data: Tensor) -> bool:
+    """Return whether torch gives the same gradient of the density.
+
+    A ``detach`` in the program stops the gradient in torch and JAX; a ``detach`` that
+    ``torch.autograd.grad`` leaves in the graph stops it in JAX only.
+    """
+    leaf = point.detach().requires_grad_()
+    with torch.enable_grad():
+        (expected,) = torch.autograd.grad(target.log_density(leaf, *data), leaf)
+    arrays = (jnp.asarray(value.cpu().numpy()) for value in (point, *data))
+    found = torch.tensor(np.asarray(jax.grad(log_density)(*arrays)), device="cpu")
+    slack = 1e-2 * expected.abs().max()
+    return bool(((found.to(expected) - expected).abs() <= slack).all())
+
+
+def _site_of(op: str, target: Target, example: Tensor) -> str | None:
+    """The first site whose own density needs the operator."""
+    for name in target.terms(example):
+        try:
+            to_jax(_term(target, name), example)
+        except MissingOperatorError as error:
+            if error.op == op:
+                return name
+    return None
+
+
+def _term(target: Target, name: str) -> Callable[[Tensor], Tensor]:
+    def density(vector: Tensor) -> Tensor:
+        return target.terms(vector)[name]
+
+    return density

@@ -1,0 +1,1 @@
+"""Microcanonical samplers: Langevin dynamics at constant energy, with and without Metropolis."""

@@ -1,0 +1,190 @@
+"""``mams``: the Metropolis-adjusted microcanonical sampler, exact at every step size.
+
+An iteration draws a momentum uniform on the sphere, follows the integrator for N steps, and accepts
+the end with probability ``min(1, exp(-energy change))``. The integrator is reversible, and the
+energy contains the logarithm of its change of volume, so that the positions' density is p. The
+number of steps is random, so that no trajectory closes on itself::
+
+    N = ceil(2 r L / h),    r ~ Uniform(0, 1), the same r for all chains
+
+Source: Robnik, Cohn-Gordon & Seljak (2025), Metropolis adjusted microcanonical Hamiltonian Monte
+Carlo, arXiv 2503.01707.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pyro_bdl.mcmc.chains import Settings
+from pyro_bdl.mcmc.jax.chains import Kept, Kernel, Stage
+from pyro_bdl.mcmc.microcanonical import integrator, tuning
+from pyro_bdl.mcmc.microcanonical.integrator import Point
+from pyro_bdl.mcmc.microcanonical.starting import at_start, diverges, each_chain
+from pyro_bdl.mcmc.microcanonical.tuning import Array, DualAverage, Moments, Tuned
+
+# L grows to this share of the autocorrelation length; sqrt(P) is right for independent numbers.
+_SHARE = 0.3
+_EARLY = 64  # the mean number of steps at most, before the metric is known
+
+
+class State(NamedTuple):
+    """One chain.
+
+    :param lengths: the key of the trajectories' lengths, the same for all chains.
+    :param adapting: 1 while the step size is adapted, else 0; ``limit``: the largest L / h.
+    :param trace: some numbers of the position, (1, numbers).
+    """
+
+    key: Array
+    lengths: Array
+    point: Point
+    tuned: Tuned
+    adapting: Array
+    limit: Array
+    average: DualAverage
+    moments: Moments
+    trace: Array
+    accept: Array
+    steps: Array
+    diverged: Array
+
+
+def kernel(log_density: Callable[[jax.Array], jax.Array], settings: Settings, size: int) -> Kernel:
+    """The sampler; an iteration is a trajectory."""
+    density = jax.value_and_grad(log_density)
+    numbers = tuning.traced_numbers(size)
+    most = 2**settings.max_tree_depth
+    target = settings.target_accept
+
+    def init(key: jax.Array, start: jax.Array) -> State:
+        key, point, tuned = at_start(density, settings, key, start)
+        zero = jnp.zeros((), start.dtype)
+        adapting = 1.0 if settings.adapts_step_size else 0.0
+        early = min(_EARLY, most) if settings.num_warmup else most
+        return State(
+            key,
+            jax.random.PRNGKey(settings.seed),
+            point,
+            tuned,
+            zero + adapting,
+            zero + early,
+            tuning.no_averages(tuned.step_size),
+            tuning.no_moments(start),
+            start[numbers][None],
+            zero,
+            jnp.zeros((), jnp.int32),
+            zero > 0,
+        )
+
+    def iteration(state: State) -> State:
+        key, direction, coin = jax.random.split(state.key, 3)
+        lengths, share = jax.random.split(state.lengths)
+        tuned = state.tuned
+        mean = jnp.minimum(tuned.length / tuned.step_size, state.limit)
+        steps = jnp.ceil(2 * jax.random.uniform(share, dtype=mean.dtype) * mean).astype(jnp.int32)
+        steps = jnp.clip(steps, 1, 2 * most)
+        momentum = integrator.random_direction(direction, state.point.position)
+        start = state.point._replace(momentum=momentum)
+
+        def forward(i: Any, carry: Any) -> Any:
+            point, total = carry
+            point, change = integrator.step(
+                density, lambda v: tuning.multiply(tuned.root, v), point, tuned.step_size
+            )
+            return point, total + change
+
+        end, change = jax.lax.fori_loop(0, steps, forward, (start, jnp.zeros_like(mean)))
+        sound = jnp.isfinite(change) & jnp.isfinite(end.gradient).all()
+        accept = jnp.where(sound, jnp.exp(jnp.minimum(-change, 0)), 0)
+        taken = jax.random.uniform(coin, dtype=accept.dtype) < accept
+        point = jax.tree.map(lambda new, old: jnp.where(taken, new, old), end, start)
+        average, found = tuning.by_acceptance(state.average, accept, target)
+        average, step_size = jax.tree.map(
+            lambda new, old: jnp.where(state.adapting > 0, new, old),
+            (average, found),
+            (state.average, tuned.step_size),
+        )
+        return State(
+            key,
+            lengths,
+            point,
+            tuned._replace(step_size=step_size),
+            state.adapting,
+            state.limit,
+            average,
+            tuning.updated(state.moments, point.position, jnp.ones_like(mean)),
+            point.position[numbers][None],
+            accept,
+            steps,
+            ~sound | diverges(change),
+        )
+
+    def kept(state: State) -> dict[str, jax.Array]:
+        return {
+            "vector": state.point.position,
+            "potential_energy": -state.point.log_density,
+            "num_steps": state.steps * integrator.GRADIENTS,
+            "accept_prob": state.accept,
+            "step_size": state.tuned.step_size,
+            "momentum_length": state.tuned.length,
+            "diverging": state.diverged,
+            "trace": state.trace,
+        }
+
+    def step(state: State) -> State:
+        return (jax.vmap(iteration) if state.point.position.ndim == 2 else iteration)(state)
+
+    return Kernel(each_chain(init), step, kept, _stages(settings, most), hidden=("trace",))
+
+
+def _stages(settings: Settings, most: int) -> tuple[Stage, ...]:
+    first, early, late, again, last = tuning.phases(settings.num_warmup)
+    draws = Stage(settings.num_samples, keep=True)
+    if settings.num_warmup == 0:
+        return (draws,)
+
+    def averaged(state: State) -> Tuned:
+        if not settings.adapts_step_size:
+            return state.tuned
+        return state.tuned._replace(step_size=np.exp(state.average.mean))
+
+    def restarted(state: State, tuned: Tuned) -> State:
+        log_size = np.log(tuned.step_size)
+        zeros = np.zeros_like(log_size)
+        average = DualAverage(zeros, zeros, log_size, log_size + np.log(2.0))
+        return state._replace(tuned=tuned, average=average)
+
+    def forget(state: State, kept: Kept) -> State:
+        moments = jax.tree.map(np.zeros_like, state.moments)
+        return restarted(state, averaged(state))._replace(moments=moments)
+
+    def measured(state: State, kept: Kept) -> State:
+        moments, tuned, state = state.moments, averaged(state), forget(state, kept)
+        if settings.adapts_mass:
+            found = tuning.metric(moments, tuned)
+            given = tuned.step_size if not settings.adapts_step_size else found.step_size
+            tuned = found._replace(step_size=given)
+        elif settings.inverse_mass is None:
+            tuned = tuned._replace(length=tuning.spread(moments))
+        return restarted(state, tuned)._replace(limit=np.full_like(state.limit, most))
+
+    def settled(state: State, kept: Kept) -> State:
+        return state._replace(tuned=averaged(state), adapting=np.zeros_like(state.adapting))
+
+    def lengthened(state: State, kept: Kept) -> State:
+        trace = kept["trace"].reshape(len(state.key), -1, kept["trace"].shape[-1])
+        tuned = state.tuned
+        longer = tuned.length * _SHARE * tuning.autocorrelation_time(trace)
+        length = np.where(np.isfinite(longer), np.maximum(longer, tuned.length), tuned.length)
+        return state._replace(tuned=tuned._replace(length=length))
+
+    return (
+        Stage(first, keep=False, finish=forget),
+        *(Stage(count, keep=False, finish=measured) for count in (early, late) if count),
+        Stage(again, keep=False, finish=settled),
+        *([Stage(last, keep=True, finish=lengthened)] if last else []),
+        draws,
+    )

@@ -1,0 +1,167 @@
+"""``mclmc``: microcanonical Langevin Monte Carlo, unadjusted.
+
+Each step of the integrator is followed by a partial refreshment of the momentum. There is no
+Metropolis step: the error of the step size stays in the draws, as a bias. It is controlled by the
+variance of the energy error per number, ``E[(energy change)^2] / P``, whose target is an argument
+and whose reached value is the statistic ``energy_variance``. For a Normal target the bias of the
+variances, relative and squared, is about as large as this number (Robnik & Seljak 2024, section 4).
+
+Source: Robnik & Seljak (2024), Fluctuation without dissipation, arXiv 2303.18221.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pyro_bdl.mcmc.chains import Settings
+from pyro_bdl.mcmc.jax.chains import Kept, Kernel, Stage
+from pyro_bdl.mcmc.microcanonical import integrator, tuning
+from pyro_bdl.mcmc.microcanonical.integrator import Point
+from pyro_bdl.mcmc.microcanonical.starting import at_start, diverges, each_chain
+from pyro_bdl.mcmc.microcanonical.tuning import Array, EnergyControl, Moments, Tuned
+
+_SHARE = 0.4  # of the autocorrelation length that is L
+
+
+class State(NamedTuple):
+    """One chain.
+
+    :param adapting: 1 while the step size is adapted, else 0.
+    :param control: averages of the adaptation; ``moments``: of the positions.
+    :param trace: some numbers after each step of the last iteration, (steps, numbers).
+    :param variance: mean square of the energy's change per number in the last iteration.
+    :param diverged: whether a step of the last iteration was undone.
+    """
+
+    key: Array
+    point: Point
+    tuned: Tuned
+    adapting: Array
+    control: EnergyControl
+    moments: Moments
+    trace: Array
+    variance: Array
+    diverged: Array
+
+
+def kernel(log_density: Callable[[jax.Array], jax.Array], settings: Settings, size: int) -> Kernel:
+    """The sampler; an iteration is ``settings.thinning`` steps."""
+    density = jax.value_and_grad(log_density)
+    numbers = tuning.traced_numbers(size)
+    steps = settings.thinning or 20
+
+    def init(key: jax.Array, start: jax.Array) -> State:
+        key, point, tuned = at_start(density, settings, key, start)
+        zero = jnp.zeros((), start.dtype)
+        return State(
+            key,
+            point,
+            tuned,
+            jnp.asarray(1.0 if settings.adapts_step_size else 0.0, start.dtype),
+            tuning.no_errors(start),
+            tuning.no_moments(start),
+            jnp.zeros((steps, len(numbers)), start.dtype),
+            zero,
+            zero > 0,
+        )
+
+    def step(carry: Any, key: jax.Array) -> Any:
+        point, tuned, adapting, control, moments = carry
+        turn, escape = jax.random.split(key)
+        moved, change = integrator.step(
+            density, lambda v: tuning.multiply(tuned.root, v), point, tuned.step_size
+        )
+        lost = diverges(change) | ~jnp.isfinite(moved.gradient).all()
+        turned = moved._replace(
+            momentum=integrator.refreshed(turn, moved.momentum, tuned.step_size / tuned.length)
+        )
+        back = point._replace(momentum=integrator.random_direction(escape, point.position))
+        point = jax.tree.map(lambda new, old: jnp.where(lost, old, new), turned, back)
+        change = jnp.where(lost, 0, change) / jnp.sqrt(size)
+        moments = tuning.updated(moments, point.position, jnp.where(lost, 0, tuned.step_size))
+        found, adapted = tuning.by_energy(
+            control, tuned.step_size, change, ~lost, settings.energy_variance
+        )
+        control, adapted = jax.tree.map(
+            lambda new, old: jnp.where(adapting > 0, new, old),
+            (found, adapted),
+            (control, tuned.step_size),
+        )
+        tuned = tuned._replace(step_size=adapted)
+        seen = point.position[numbers], change**2, lost
+        return (point, tuned, adapting, control, moments), seen
+
+    def iteration(state: State) -> State:
+        keys = jax.random.split(state.key, steps + 1)
+        carry = state.point, state.tuned, state.adapting, state.control, state.moments
+        carry, (trace, squares, lost) = jax.lax.scan(step, carry, keys[1:])
+        return State(keys[0], *carry, trace, squares.mean(), lost.any())
+
+    def kept(state: State) -> dict[str, jax.Array]:
+        value = state.point.log_density
+        return {
+            "vector": state.point.position,
+            "potential_energy": -value,
+            "num_steps": jnp.full(value.shape, steps * integrator.GRADIENTS),
+            "step_size": state.tuned.step_size,
+            "momentum_length": state.tuned.length,
+            "energy_variance": state.variance,
+            "diverging": state.diverged,
+            "trace": state.trace,
+        }
+
+    def whole(state: State) -> State:
+        return (jax.vmap(iteration) if state.point.position.ndim == 2 else iteration)(state)
+
+    return Kernel(each_chain(init), whole, kept, _stages(settings), hidden=("trace",))
+
+
+def _stages(settings: Settings) -> tuple[Stage, ...]:
+    first, early, late, again, last = tuning.phases(settings.num_warmup)
+    draws = Stage(settings.num_samples, keep=True)
+    if settings.num_warmup == 0:
+        return (draws,)
+    adapts = settings.adapts_mass
+
+    def forget(state: State, kept: Kept) -> State:
+        return state._replace(moments=jax.tree.map(np.zeros_like, state.moments))
+
+    def measured(state: State, kept: Kept) -> State:
+        moments, state = state.moments, forget(state, kept)
+        if adapts:
+            tuned = tuning.metric(moments, state.tuned)
+            control = EnergyControl(
+                np.zeros_like(state.control.weight),
+                np.ones_like(state.control.best),
+                np.full_like(state.control.largest, np.inf),
+            )
+            return state._replace(tuned=_with_given(tuned, state.tuned, settings), control=control)
+        if settings.inverse_mass is not None:
+            return state
+        length = tuning.spread(moments)
+        return state._replace(tuned=state.tuned._replace(length=length))
+
+    def settled(state: State, kept: Kept) -> State:
+        return state._replace(adapting=np.zeros_like(state.adapting))
+
+    def lengthened(state: State, kept: Kept) -> State:
+        trace = kept["trace"].reshape(len(state.key), -1, kept["trace"].shape[-1])
+        longer = _SHARE * state.tuned.step_size * tuning.autocorrelation_time(trace)
+        length = np.where(np.isfinite(longer), longer, state.tuned.length)
+        return state._replace(tuned=state.tuned._replace(length=length))
+
+    return (
+        Stage(first, keep=False, finish=forget),
+        *(Stage(count, keep=False, finish=measured) for count in (early, late) if count),
+        Stage(again, keep=False, finish=settled),
+        *([Stage(last, keep=True, finish=lengthened)] if last else []),
+        draws,
+    )
+
+
+def _with_given(tuned: Tuned, before: Tuned, settings: Settings) -> Tuned:
+    """Keep a step size that the user gave."""
+    return tuned if settings.adapts_step_size else tuned._replace(step_size=before.step_size)

@@ -1,0 +1,55 @@
+"""The first state of a chain, and the helpers that both samplers share."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pyro_bdl.mcmc.chains import Settings
+from pyro_bdl.mcmc.microcanonical import integrator, tuning
+from pyro_bdl.mcmc.microcanonical.integrator import Point, ValueAndGradient
+from pyro_bdl.mcmc.microcanonical.tuning import Tuned
+
+_LARGEST_CHANGE = 1000.0  # nats of energy in a step or trajectory, as in NUTS
+
+
+def at_start(
+    density: ValueAndGradient, settings: Settings, key: jax.Array, start: jax.Array
+) -> tuple[jax.Array, Point, Tuned]:
+    """Key, point and settings of one chain at a position (P,).
+
+    :raises ValueError: for fewer than two numbers, whose momentum could not turn.
+    """
+    size = len(start)
+    if size < 2:
+        raise ValueError(
+            "the microcanonical samplers need a posterior of at least two numbers, since the "
+            "momentum's direction is all that moves: use kernel='nuts'"
+        )
+    key, first = jax.random.split(key)
+    value, gradient = density(start)
+    point = Point(start, integrator.random_direction(first, start), value, gradient)
+    if settings.inverse_mass is None:
+        root = jnp.ones_like(start)
+    else:
+        root = jnp.asarray(tuning.root_of(settings.inverse_mass), start.dtype)
+    step_size = settings.step_size or 0.05 * math.sqrt(size)
+    length = jnp.asarray(math.sqrt(size), start.dtype)
+    tuned = Tuned(jnp.asarray(step_size, start.dtype), length, root)
+    return key, point, tuned
+
+
+def diverges(change: jax.Array) -> jax.Array:
+    """Return whether an energy change says that the integrator failed."""
+    return ~(jnp.abs(change) <= _LARGEST_CHANGE)
+
+
+def each_chain(init: Callable[[jax.Array, jax.Array], Any]) -> Callable:
+    """``init`` of one chain, or of each of several."""
+
+    def whole(keys: jax.Array, starts: jax.Array) -> Any:
+        return jax.jit(jax.vmap(init) if starts.ndim == 2 else init)(keys, starts)
+
+    return whole

@@ -1,0 +1,204 @@
+"""Step size, metric and decoherence length of the microcanonical samplers.
+
+The warm-up has three phases, as in Robnik & Seljak (2024), arXiv 2303.18221, section 5:
+
+1. The step size h follows the energy error (``mclmc``) or the acceptance probability (``mams``),
+   while the chain finds the bulk of the posterior.
+2. The same, and the variances of all numbers are measured in two windows. After each their square
+   roots become the metric, and L = sqrt(P) in its units. The step size is then adapted once more.
+3. L is set to a multiple of the autocorrelation length that the chain has with these.
+"""
+
+import math
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy.fft import next_fast_len
+
+# Of the warm-up: phase 1, the two windows of phase 2, the last step size; the rest is phase 3.
+FRACTIONS = (0.2, 0.2, 0.3, 0.1)
+MOST_TRACED = 256  # numbers whose autocorrelation is measured
+_MEMORY = 150.0  # steps over which the energy error is averaged
+_TRUST = 1.5
+_SMALLER = 0.8
+_LARGER = 1.02
+
+
+Array: TypeAlias = Any  # of JAX in a chain, of numpy with an axis of chains between two stages
+
+
+class Tuned(NamedTuple):
+    """The settings of a chain.
+
+    :param step_size: h.
+    :param length: L, over which the momentum turns.
+    :param root: M^(1/2), a diagonal (P,) or a symmetric matrix (P, P).
+    """
+
+    step_size: Array
+    length: Array
+    root: Array
+
+
+class Moments(NamedTuple):
+    """Weighted running mean and sum of squared deviations of positions (P,)."""
+
+    weight: Array
+    mean: Array
+    squares: Array
+
+
+def multiply(root: jax.Array, vector: jax.Array) -> jax.Array:
+    """M^(1/2) times a vector."""
+    return root * vector if root.ndim == 1 else root @ vector
+
+
+def no_moments(position: jax.Array) -> Moments:
+    zeros = jnp.zeros_like(position)
+    return Moments(jnp.zeros((), position.dtype), zeros, zeros)
+
+
+def updated(moments: Moments, position: jax.Array, weight: jax.Array) -> Moments:
+    """Add a position; Welford's update, which does not cancel."""
+    total = moments.weight + weight
+    off = position - moments.mean
+    mean = moments.mean + jnp.where(total > 0, weight / jnp.where(total > 0, total, 1), 0) * off
+    return Moments(total, mean, moments.squares + weight * off * (position - mean))
+
+
+# Step size by the energy error ----------------------------------------------------------------
+
+
+class EnergyControl(NamedTuple):
+    """The adaptation's memory: the sum of weights, the step size that their average asks for, and
+    the largest one that is safe."""
+
+    weight: Array
+    best: Array
+    largest: Array
+
+
+def no_errors(like: jax.Array) -> EnergyControl:
+    zero = jnp.zeros((), like.dtype)
+    return EnergyControl(zero, zero + 1, zero + jnp.inf)
+
+
+def by_energy(
+    control: EnergyControl, size: jax.Array, change: jax.Array, sound: jax.Array, target: float
+) -> tuple[EnergyControl, jax.Array]:
+    """The step size at which the energy variance per number is ``target``.
+
+    The variance grows with h^6. Recent steps of any size h_i therefore estimate its factor::
+
+        h = (sum w_i xi_i h_i^-6 / sum w_i)^(-1/6),    xi_i = (energy change)^2 / (P target)
+
+    with weights w_i that fall where xi_i is far from 1, and fade over 150 steps.
+
+    :param change: the energy's change in a step of size ``size``, divided by sqrt(P).
+    :param sound: whether the step succeeded; if not, larger steps are not tried for a while.
+    """
+    fade = (_MEMORY - 1) / (_MEMORY + 1)
+    xi = jnp.where(sound, change**2 / target, 1) + 1e-8
+    weight = jnp.exp(-0.5 * (jnp.log(xi) / (6 * _TRUST)) ** 2)
+    weights = fade * control.weight + weight
+    mean = (fade * control.weight * (size / control.best) ** 6 + weight * xi) / weights
+    best = size * mean ** (-1 / 6)
+    largest = control.largest * _LARGER
+    followed = EnergyControl(weights, best, largest)
+    refused = control._replace(largest=jnp.minimum(control.largest, _SMALLER * size))
+    control = jax.tree.map(lambda new, old: jnp.where(sound, new, old), followed, refused)
+    return control, jnp.minimum(jnp.where(sound, best, _SMALLER * size), control.largest)
+
+
+# Step size by the acceptance probability ------------------------------------------------------
+
+
+class DualAverage(NamedTuple):
+    """Nesterov's dual averaging of log h (Hoffman & Gelman 2014, section 3.2)."""
+
+    count: Array
+    error: Array
+    mean: Array
+    center: Array
+
+
+def no_averages(size: jax.Array) -> DualAverage:
+    zero = jnp.zeros_like(size)
+    return DualAverage(zero, zero, jnp.log(size), jnp.log(10 * size))
+
+
+def by_acceptance(
+    average: DualAverage, probability: jax.Array, target: float
+) -> tuple[DualAverage, jax.Array]:
+    """The next step size on the way to a mean acceptance probability of ``target``."""
+    count = average.count + 1
+    share = 1 / (count + 10)
+    error = (1 - share) * average.error + share * (target - probability)
+    log_size = average.center - jnp.sqrt(count) / 0.05 * error
+    rate = count**-0.75
+    mean = rate * log_size + (1 - rate) * average.mean
+    return DualAverage(count, error, mean, average.center), jnp.exp(log_size)
+
+
+# The ends of phases ---------------------------------------------------------------------------
+
+
+def metric(moments: Moments, tuned: Tuned) -> Tuned:
+    """The settings with the measured deviations as metric; arrays of numpy (chains, ...).
+
+    L is sqrt(P). The step size is converted to the new units at the number whose unit grows most,
+    so that it is rather too small.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        variance = moments.squares / moments.weight[:, None]
+    known = np.isfinite(variance) & (variance > 0)
+    root = np.sqrt(np.where(known, variance, 1.0))
+    size = tuned.step_size * (tuned.root / root).min(-1)
+    return Tuned(size, np.full_like(tuned.length, math.sqrt(root.shape[-1])), root)
+
+
+def spread(moments: Moments) -> np.ndarray:
+    """sqrt of the summed variances (chains,): the length L without a metric of one's own."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.sqrt(moments.squares.sum(-1) / moments.weight)
+
+
+def autocorrelation_time(trace: np.ndarray) -> np.ndarray:
+    """tau (chains,): the number of steps of one independent draw, averaged over the numbers.
+
+    :param trace: positions (chains, steps, numbers).
+    """
+    count = trace.shape[1]
+    centered = (trace - trace.mean(1, keepdims=True)).astype(np.float64)
+    padded = next_fast_len(2 * count, real=True)
+    spectrum = np.fft.rfft(centered, padded, axis=1)
+    covariance = np.fft.irfft(np.abs(spectrum) ** 2, padded, axis=1)[:, :count]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rho = covariance / covariance[:, :1]
+    pairs = rho[:, 0 : count - 1 : 2] + rho[:, 1:count:2]
+    positive = np.minimum.accumulate(pairs > 0, axis=1)  # Geyer's initial sequence
+    pairs = np.minimum.accumulate(np.where(positive, pairs, 0), axis=1)
+    tau = np.maximum(2 * pairs.sum(1) - 1, 1.0)
+    return np.nanmean(np.where(np.isfinite(rho[:, 0]), tau, np.nan), axis=1)
+
+
+def traced_numbers(size: int) -> np.ndarray:
+    """The numbers of a vector (P,) whose autocorrelation is measured, evenly spaced."""
+    return np.unique(np.linspace(0, size - 1, min(size, MOST_TRACED)).round().astype(int))
+
+
+def phases(num_warmup: int) -> tuple[int, ...]:
+    """The iterations of phase 1, of the windows of phase 2, of the last step size, of phase 3."""
+    counts = [round(fraction * num_warmup) for fraction in FRACTIONS]
+    return *counts, max(num_warmup - sum(counts), 0)
+
+
+def root_of(inverse_mass: Any) -> np.ndarray:
+    """M^(1/2) of a diagonal (P,) or a covariance matrix (P, P)."""
+    inverse_mass = np.asarray(inverse_mass)
+    if inverse_mass.ndim == 1:
+        return np.sqrt(inverse_mass)
+    values, vectors = np.linalg.eigh(inverse_mass)
+    return (vectors * np.sqrt(np.maximum(values, 0))) @ vectors.T

@@ -1,0 +1,88 @@
+"""The integrator's parts against their closed forms, and its order."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pyro_bdl.mcmc.microcanonical.integrator import Point, refreshed, step, turned, unit
+
+
+@pytest.fixture(autouse=True)
+def double():
+    with jax.enable_x64(True):
+        yield
+
+
+def numbers(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape))
+
+
+def test_the_momentum_turns_as_the_differential_equation_says():
+    """d u / d t at t = 0, and the semigroup property."""
+    momentum, force = unit(numbers(0, 7)), 3 * numbers(1, 7)
+    slope = jax.jacfwd(lambda t: turned(momentum, force, t)[0])(0.0)
+    expected = (force - momentum * (momentum @ force)) / 6
+    assert jnp.allclose(slope, expected, atol=1e-12)
+    half, first = turned(momentum, force, 0.35)
+    twice, second = turned(half, force, 0.35)
+    once, whole = turned(momentum, force, 0.7)
+    assert jnp.allclose(twice, once, atol=1e-13)
+    assert jnp.allclose(first + second, whole, atol=1e-12)
+    assert jnp.allclose(jnp.linalg.norm(once), 1)
+
+
+def test_the_kinetic_energy_is_the_logarithm_of_the_change_of_volume_on_the_sphere():
+    """-(kinetic change) = log |det du'/du| on the tangent space, so that mams is exact."""
+    momentum, force = unit(numbers(2, 4)), 2 * numbers(3, 4)
+    after, change = turned(momentum, force, 0.8)
+    jacobian = jax.jacfwd(lambda u: turned(u / jnp.linalg.norm(u), force, 0.8)[0])(momentum)
+    before_basis = jnp.linalg.qr(jnp.c_[momentum, numbers(4, 4, 3)])[0][:, 1:]
+    after_basis = jnp.linalg.qr(jnp.c_[after, numbers(5, 4, 3)])[0][:, 1:]
+    _, log_volume = jnp.linalg.slogdet(after_basis.T @ jacobian @ before_basis)
+    assert jnp.allclose(-change, log_volume, atol=1e-12)
+
+
+def test_a_strong_force_overflows_nothing():
+    momentum, change = turned(unit(numbers(0, 3)), 1e8 * numbers(1, 3), 1.0)
+    assert jnp.isfinite(momentum).all() and jnp.isfinite(change)
+
+
+def banana(x):
+    return -0.5 * x[0] ** 2 - 2 * (x[1] - 0.5 * x[0] ** 2) ** 2 - 0.5 * x[2] ** 2
+
+
+def moved(size, count, momentum=None, position=None):
+    density = jax.value_and_grad(banana)
+    root = jnp.array([1.0, 0.7, 2.0])
+    position = numbers(6, 3) if position is None else position
+    point = Point(
+        position, unit(numbers(7, 3)) if momentum is None else momentum, *density(position)
+    )
+    total = 0.0
+    for _ in range(count):
+        point, change = step(density, lambda v: root * v, point, size)
+        total += change
+    return point, total
+
+
+def test_the_energy_error_falls_with_the_square_of_the_step_size():
+    _, coarse = moved(0.1, 8)
+    _, fine = moved(0.05, 16)
+    assert 3.3 < abs(coarse / fine) < 4.7
+
+
+def test_a_trajectory_is_reversible():
+    end, change = moved(0.3, 5)
+    back, undone = moved(0.3, 5, momentum=-end.momentum, position=end.position)
+    assert jnp.allclose(back.position, numbers(6, 3), atol=1e-12)
+    assert jnp.allclose(back.momentum, -unit(numbers(7, 3)), atol=1e-12)
+    assert jnp.allclose(change, -undone, atol=1e-12)
+
+
+def test_the_momentum_forgets_its_direction_over_the_length():
+    """E[u'u] after time t is about exp(-t / L) in many dimensions."""
+    momentum = unit(numbers(8, 4000))
+    after = refreshed(jax.random.PRNGKey(0), momentum, jnp.asarray(0.5))
+    assert abs(after @ momentum - np.exp(-0.5)) < 0.05
+    assert jnp.allclose(jnp.linalg.norm(after), 1)

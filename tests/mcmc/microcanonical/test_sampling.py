@@ -1,0 +1,145 @@
+"""``mclmc`` and ``mams`` against known moments."""
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+import pyro_bdl as bdl
+from pyro_bdl.mcmc.microcanonical import tuning
+
+SD = torch.logspace(-2, 1, 6, dtype=torch.float64)
+
+
+def gaussian(y):
+    w = pyro.sample("w", dist.Normal(torch.zeros(6, dtype=torch.float64), SD).to_event(1))
+    pyro.sample("y", dist.Normal(w.sum() * 0, 1.0), obs=y)
+
+
+def three(y):
+    """A Gaussian, a banana and a funnel, independent of each other."""
+    gaussian(y)
+    a = pyro.sample("a", dist.Normal(torch.zeros((), dtype=torch.float64), 1.0))
+    pyro.sample("b", dist.Normal(a**2, 0.5))
+    v = pyro.sample("v", dist.Normal(torch.zeros((), dtype=torch.float64), 1.0))
+    pyro.sample("x", dist.Normal(torch.zeros(3).to(v), (v / 2).exp()).to_event(1))
+
+
+def drawn(model, kernel, **options):
+    defaults = {"num_warmup": 300, "num_samples": 1000, "num_chains": 4, "progress": False}
+    options = defaults | {"chain_method": "vectorized"} | options
+    y = torch.tensor(0.0, dtype=torch.float64)
+    return bdl.mcmc.sample(model, y, kernel=kernel, **options)
+
+
+def assert_expectation(values, exact, bias=0.0):
+    """(chains, draws, ...) has the exact mean within 4 Monte Carlo errors and a given bias."""
+    error = bdl.diagnostics.mcse(values)
+    assert ((values.mean((0, 1)) - exact).abs() < 4 * error + bias).all()
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return {kernel: drawn(three, kernel) for kernel in ("mclmc", "mams")}
+
+
+@pytest.mark.parametrize("kernel, bias", [("mclmc", 0.03), ("mams", 0.0)])
+def test_moments_of_a_gaussian(runs, kernel, bias):
+    """Deviations from 0.01 to 10; the unadjusted sampler's variances within three percent more."""
+    w = runs[kernel].latents["w"] / SD
+    assert_expectation(w, 0.0)
+    assert_expectation(w**2, 1.0, bias)
+
+
+@pytest.mark.parametrize("kernel, bias", [("mclmc", 0.03), ("mams", 0.0)])
+def test_moments_of_a_banana(runs, kernel, bias):
+    latents = runs[kernel].latents
+    assert_expectation(latents["a"] ** 2, 1.0, bias)
+    assert_expectation(latents["b"], 1.0, bias)  # E[b] = E[a^2], var[b] = 2 + 1/4
+    assert_expectation((latents["b"] - 1) ** 2, 2.25, 3 * bias)
+
+
+@pytest.mark.parametrize("kernel, bias", [("mclmc", 0.05), ("mams", 0.0)])
+def test_moments_of_a_funnel(runs, kernel, bias):
+    latents = runs[kernel].latents
+    assert_expectation(latents["v"], 0.0, bias)
+    assert_expectation(latents["v"] ** 2, 1.0, bias)
+    assert_expectation(latents["x"] ** 2 / latents["v"].exp()[..., None], 1.0, 2 * bias)
+
+
+def test_the_energy_variance_follows_its_target():
+    found = drawn(gaussian, "mclmc", energy_variance=1e-5, num_samples=200).stats
+    assert 0.5 < float(found["energy_variance"].mean()) / 1e-5 < 2
+
+
+def test_the_acceptance_follows_its_target(runs):
+    assert float(runs["mams"].stats["accept_prob"].mean()) == pytest.approx(0.9, abs=0.06)
+
+
+def test_a_given_metric_and_step_size_are_used():
+    samples = drawn(
+        gaussian, "mclmc", num_warmup=0, num_samples=5, step_size=0.3, inverse_mass=SD**2,
+        thinning=3, init={"w": torch.zeros(6, dtype=torch.float64)},
+    )  # fmt: skip
+    assert (samples.stats["step_size"] == 0.3).all()
+    assert (samples.stats["num_steps"] == 6).all()
+    # three steps of length 0.3 in units of the deviations
+    first = (samples.latents["w"][:, 0] / SD).norm(dim=-1)
+    assert (first <= 0.9).all() and (first > 0.1).all()
+
+
+def test_a_covariance_as_metric_is_the_same_as_its_principal_axes():
+    """With M = Q D Q', the dynamics are those of the whitened density."""
+    covariance = torch.tensor([[2.0, 0.9], [0.9, 1.0]], dtype=torch.float64)
+    root = torch.from_numpy(tuning.root_of(covariance.numpy()))
+    assert torch.allclose(root @ root, covariance)
+
+    def correlated(y):
+        w = pyro.sample("w", dist.MultivariateNormal(torch.zeros(2).to(covariance), covariance))
+        pyro.sample("y", dist.Normal(w.sum() * 0, 1.0), obs=y)
+
+    samples = drawn(correlated, "mams", inverse_mass=covariance, num_warmup=50, num_samples=800)
+    w = samples.latents["w"]
+    assert_expectation(w[..., 0] * w[..., 1], 0.9)
+    assert_expectation(w**2, covariance.diagonal())
+
+
+def test_chains_in_lockstep_are_those_on_their_own():
+    options = {"num_warmup": 12, "num_samples": 3, "num_chains": 2}
+    together = drawn(gaussian, "mclmc", **options).latents["w"]
+    alone = drawn(gaussian, "mclmc", chain_method="sequential", **options).latents["w"]
+    assert torch.allclose(together, alone, rtol=1e-6)
+
+
+def test_autocorrelation_time_of_an_autoregressive_chain():
+    """tau = (1 + a) / (1 - a)."""
+    generator = np.random.default_rng(0)
+    x = np.zeros((1, 20_000, 2))
+    for t in range(1, x.shape[1]):
+        x[0, t] = np.array([0.8, 0.0]) * x[0, t - 1] + generator.normal(size=2)
+    assert tuning.autocorrelation_time(x)[0] == pytest.approx((9 + 1) / 2, rel=0.1)
+
+
+def test_refusals():
+    y = torch.tensor(0.0, dtype=torch.float64)
+
+    def single(y):
+        w = pyro.sample("w", dist.Normal(torch.zeros((), dtype=torch.float64), 1.0))
+        pyro.sample("y", dist.Normal(w, 1.0), obs=y)
+
+    sample = bdl.mcmc.sample
+    with pytest.raises(ValueError, match="at least two numbers"):
+        sample(single, y, kernel="mclmc")
+    with pytest.raises(ValueError, match="JAX only"):
+        sample(gaussian, y, kernel="mams", backend="pyro")
+    with pytest.raises(ValueError, match="diagonal metric only"):
+        sample(gaussian, y, kernel="mams", dense_mass=True)
+    with pytest.raises(ValueError, match="thinning"):
+        sample(gaussian, y, thinning=3)
+    with pytest.raises(ValueError, match="inverse_mass must have shape"):
+        sample(gaussian, y, inverse_mass=torch.ones(5))
+    with pytest.raises(ValueError, match="positive variances"):
+        sample(gaussian, y, inverse_mass=torch.zeros(6))
+    with pytest.raises(ValueError, match="energy_variance must be positive"):
+        sample(gaussian, y, kernel="mclmc", energy_variance=0.0)
