@@ -37,7 +37,7 @@ ROWS = 100  # whose outputs are compared
 
 def network(features: int, widths: list[int], outputs: int) -> nn.Sequential:
     sizes, layers = [features, *widths], []
-    for wide, narrow in zip(sizes[:-1], sizes[1:], strict=True):
+    for wide, narrow in itertools.pairwise(sizes):
         layers += [nn.Linear(wide, narrow), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(sizes[-1], outputs))
 
@@ -198,7 +198,7 @@ def compare(x, y, widths: list[int], options) -> dict[str, Any]:
         drawn = bdl.Program(model, *data)
         starts.append(drawn.unconstrain(drawn.initial).numpy())
     own = bdl.Program(model, *data).log_density(torch.from_numpy(starts[0]))
-    gap = [float(log_density(jnp.asarray(start))) for start in starts[:1]][0] - float(own)
+    gap = float(log_density(jnp.asarray(starts[0]))) - float(own)
     langevin = {"num_warmup": options.iterations, "num_samples": options.iterations}
     nuts = {
         "num_warmup": options.nuts, "num_samples": options.nuts, "max_tree_depth": options.depth,
