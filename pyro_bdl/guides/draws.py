@@ -173,7 +173,8 @@ def _runs_of_continuous(
         slopes = transform.inv.log_abs_det_jacobian(value, part)
         log_q = log_q + slopes.reshape(count, -1).sum(1)
         latents[site["name"]] = value
-    return _Runs(latents, log_q, frozenset(list(latents)[1:]))
+    first_point = 1 if point_of(q) is None else 0  # a Laplace guide in training is a point
+    return _Runs(latents, log_q, frozenset(list(latents)[first_point:]))
 
 
 def to_samples(posterior: Any, num_samples: int, *args: Any, **kwargs: Any) -> Samples:
