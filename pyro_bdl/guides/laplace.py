@@ -220,7 +220,7 @@ class LaplaceGuide(JointGuide):
     def _fit(self, batches: Batches, before: Any, progress: bool) -> Tensor:
         """Add the curvature of data; return the gradient of the log joint density in the subset
         (p,)."""
-        model, is_new = self.program_model, not hasattr(self, "passes")
+        model, is_new = self.program_model, self._passes is None
         if before is None:
             self.config = with_known_information(
                 model, self.subset, self.loc, self.few, self.config
@@ -235,8 +235,8 @@ class LaplaceGuide(JointGuide):
         for name in ("log_likelihood", "squares", "cells"):
             earlier = getattr(self, name) if before is not None else 0.0
             self.register_buffer(name, getattr(fitted, name).to(self.loc.device) + earlier)
-        earlier = self.passes if before is not None else []
-        self._passes = [*earlier, (batches, fitted.factor)]
+        earlier = [] if before is None else self._passes
+        self._passes = None if earlier is None else [*earlier, (batches, fitted.factor)]
         if before is None:
             self.few = few_rows(model, self.require_layout(), self.loc, self.few)
             warn_of_randomness(model, self.subset, self.loc, *self.few)
