@@ -260,8 +260,8 @@ class LinearOutputs:
                 allow_unused=True,
                 is_grads_batched=many,
             )
-        slopes = _filled(slopes, cotangents, vector.shape[:-1])
-        return dict(zip(self.moving, slopes, strict=True))
+        filled = _filled(slopes, cotangents, vector.shape[:-1])
+        return dict(zip(self.moving, filled, strict=True))
 
     def unconstrained(
         self, values: dict[str, Tensor], columns: Callable[[Site], Iterator[Cotangent]]

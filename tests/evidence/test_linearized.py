@@ -289,3 +289,14 @@ def test_factors_count_to_first_order():
     value = dist.Normal(design @ (u + offset), 0.5).log_prob(y).sum()
     value = value - u[:2].abs().sum() - u[:2].square().sum() + slope @ offset
     torch.testing.assert_close(found, value)
+
+
+def test_a_noise_that_changes_where_the_data_are_read_again(line):
+    """The fixed point is the same whether or not the graphs of the data fit in memory."""
+    found = []
+    for share in (0.125, 0.0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(linearized_data, "_SHARE_OF_MEMORY", share)
+            result = evidence.maximize(line.laplace(), steps=4)
+        found.append([result.log_evidence, *map(float, result.hyperparameters.values())])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
