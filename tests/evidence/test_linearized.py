@@ -297,6 +297,6 @@ def test_a_noise_that_changes_where_the_data_are_read_again(line):
     for share in (0.125, 0.0):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(linearized_data, "_SHARE_OF_MEMORY", share)
-            result = evidence.maximize(line.laplace(), steps=4)
+            result = evidence.maximize(type(line)().laplace(), steps=4)
         found.append([result.log_evidence, *map(float, result.hyperparameters.values())])
     assert found[1] == pytest.approx(found[0], rel=1e-5)
