@@ -22,6 +22,7 @@ from pyro_bdl.comparison.columns import columns
 from pyro_bdl.comparison.compare import compare
 from pyro_bdl.comparison.costs import seconds_per_draw
 from pyro_bdl.comparison.figures import CAPTIONS
+from pyro_bdl.comparison.held_out import PredictiveDraws
 from pyro_bdl.comparison.page import write_page
 from pyro_bdl.comparison.result import Comparison
 from pyro_bdl.data.dataset import Dataset
@@ -35,7 +36,7 @@ from pyro_bdl.utils.interrupts import deferred_interrupt
 from pyro_bdl.utils.random_state import process_seeded
 from pyro_bdl.utils.tables import to_csv, to_text
 
-_REFERENCE = "nuts"
+_REFERENCE, _KNOWN = "nuts", "reference"
 _TABLE, _REPORT = "table.csv", "report.html"
 _FILES = (_TABLE, _REPORT, *(f"{name}.png" for name in CAPTIONS))
 # Below this many numbers a step is not faster on several threads. On busy cores it is many times
@@ -77,6 +78,7 @@ class _BadInput(Exception):
 
 def _compare(options: argparse.Namespace) -> int:
     with _bad_input():
+        reference = command.reference(options)
         names = command.names(options.guides)
         settings = command.settings(options)
         device = command.device(options.device)
@@ -93,14 +95,19 @@ def _compare(options: argparse.Namespace) -> int:
     print(about, flush=True)
     comparison, files = None, _Files(folder)
     with process_seeded(options.seed, device), _threads(len(data.x_train) * max(hidden)):
-        model = _model(data, hidden, command.ACTIVATIONS[options.activation]).to(device)
+        model = (
+            _model(data, hidden, command.ACTIVATIONS[options.activation])
+            if reference is None
+            else reference.program()
+        ).to(device)
         fits, failed = _fit_all(names, Problem(model, data.x_train, data.y_train), settings)
         if not fits:
             return FAILED if failed else INTERRUPTED
         code = FAILED if failed else 0
         try:
             with deferred_interrupt() as pressed:
-                comparison = _compared(model, fits, data, options.seed)
+                known = None if reference is None else reference.draws()
+                comparison = _compared(model, fits, data, options.seed, known)
                 figures = {} if pressed.is_set() else _figures(comparison, fits, data)
                 if pressed.is_set():
                     _say("interrupted: there are no figures")
@@ -117,7 +124,7 @@ def _compare(options: argparse.Namespace) -> int:
     else:
         print(f"\n{comparison.to_text(width, details=options.details)}\n")
         print(textwrap.fill(f"{_units(data)} {_EXPLAINED}", width))
-        lost = len(comparison.evaluations) < len(fits)
+        lost = not {fit.name for fit in fits} <= set(comparison.evaluations)
         code = FAILED if lost and code == 0 else code
     files.clear()
     if files.written:
@@ -176,9 +183,16 @@ def _fit_all(names: list[str], problem: Problem, options: Options) -> tuple[list
     return fits, failed
 
 
-def _compared(model: nn.Module, fits: list[Fit], data: Dataset, seed: int) -> Comparison:
+def _compared(
+    model: nn.Module,
+    fits: list[Fit],
+    data: Dataset,
+    seed: int,
+    known: PredictiveDraws | None = None,
+) -> Comparison:
     """Compare the posteriors, leaving out those whose draws cannot be scored.
 
+    :param known: a shipped reference posterior.
     :raises UnusableDrawsError: if no posterior is left.
     """
     costs = {
@@ -186,14 +200,17 @@ def _compared(model: nn.Module, fits: list[Fit], data: Dataset, seed: int) -> Co
         for fit in fits
     }
     while True:
-        there = {fit.name: fit.posterior for fit in fits}
+        there: dict[str, Any] = {fit.name: fit.posterior for fit in fits}
+        reference = _REFERENCE if _REFERENCE in there else None
+        if known is not None:
+            reference, there[_KNOWN] = _KNOWN, known.to(data.y_test.device)
         try:
             return compare(
                 model,
                 there,
                 data.x_test,
                 data.y_test,
-                reference=_REFERENCE if _REFERENCE in there else None,
+                reference=reference,
                 train=(data.x_train, data.y_train),
                 costs={fit.name: costs[fit.name] for fit in fits},
                 target_scale=data.y_sd,

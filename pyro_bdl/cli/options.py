@@ -8,10 +8,11 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import nn
 
-from pyro_bdl import posteriors
+from pyro_bdl import posteriors, references
 from pyro_bdl._version import __version__
 from pyro_bdl.data.dataset import Dataset, load_csv, load_default
 from pyro_bdl.posteriors import Options
+from pyro_bdl.references import Reference
 
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 _USUAL = {"steps": None, "chains": 4, "warmup": 500, "draws": 500}
@@ -46,6 +47,12 @@ def parser(compare: Callable[[argparse.Namespace], int]) -> argparse.ArgumentPar
     add("--task", choices=("regression", "classification"), help="default: found from the target")
     add("--one-hot", action="store_true", help="turn columns of text into zeros and ones")
     add("--test-fraction", type=float, default=0.2, metavar="SHARE", help="default: %(default)s")
+    add(
+        "--reference",
+        metavar="NAME",
+        help="a problem whose long NUTS run ships with the package, in place of data and of "
+        f"running NUTS: {', '.join(references.names())}",
+    )
     add = command.add_argument_group("network").add_argument
     add(
         "--hidden",
@@ -100,6 +107,21 @@ def _epilog() -> str:
     )
 
 
+def reference(options: argparse.Namespace) -> Reference | None:
+    """The chosen reference posterior; its network takes the place of the options' one.
+
+    :raises ValueError: for an unknown name.
+    """
+    if options.reference is None:
+        return None
+    found = references.load(options.reference)
+    options.hidden = ",".join(map(str, found.architecture["hidden"]))
+    options.activation = found.architecture["activation"]
+    if options.guides is None:  # no other run of NUTS
+        options.guides = ",".join(name for name in names(None) if name != "nuts")
+    return found
+
+
 def names(text: str | None) -> list[str]:
     """The chosen posteriors, by default those with a star.
 
@@ -148,6 +170,12 @@ def load(options: argparse.Namespace) -> Dataset:
     :raises ValueError: for options that do not fit together, and data that are refused.
     """
     split = {"test_fraction": options.test_fraction, "seed": options.seed}
+    if options.reference is not None:
+        for name in ("data", "target", "task", "one_hot"):
+            if getattr(options, name):
+                option = name.replace("_", "-")
+                raise ValueError(f"--{option} has no effect with --reference, which has its data")
+        return references.load(options.reference).dataset
     if options.data is None:
         for name in ("target", "task", "one_hot"):
             if getattr(options, name):
