@@ -178,6 +178,7 @@ def compare(
         notes=(*([few_draws_note(few)] if few else []), *withheld_notes(rows)),
         evaluations=found,
         inputs=data.part(kept).inputs,
+        places=tuple(kept.tolist()),
         y=y * target_scale + target_shift if task == "regression" else y,
     )
 

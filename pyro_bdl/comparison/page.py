@@ -1,16 +1,20 @@
-"""A comparison as an HTML report."""
+"""A comparison as an HTML report, and as a short piece of HTML for notebooks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 
 from pyro_bdl import plots
-from pyro_bdl.comparison.figures import CAPTIONS, alternative
-from pyro_bdl.comparison.result import Comparison
-from pyro_bdl.report import Picture, write_report
+from pyro_bdl.comparison.figures import CAPTIONS, alternative, cost
+from pyro_bdl.comparison.ranking import ALIKE, FAR, UNDECIDED, USABLE, WORSE
+from pyro_bdl.report import Picture, notebook_report, write_report
 from pyro_bdl.utils.tables import Column
+
+if TYPE_CHECKING:
+    from pyro_bdl.comparison.result import Comparison
 
 # Above the table stand the first of these and the first other one.
 _FIRST, _SECOND = "cost", ("bands", "sd_map", "forest", "calibration")
@@ -18,10 +22,17 @@ _MORE = "More figures"
 # Groups of columns that are shown from the start, by the beginnings of their names.
 _SHOWN = ("test data", "distance to")
 _BOUNDS = ("elbo", "log_evidence")
+_GROUPS = {
+    ALIKE: "Alike",
+    USABLE: "Usable",
+    UNDECIDED: "Undecided: too few draws to say",
+    FAR: "Far",
+    WORSE: "Worse",
+}
 
 
 def write_page(
-    comparison: Comparison,
+    comparison: "Comparison",
     path: str | Path,
     figures: Mapping[str, Figure],
     *,
@@ -29,6 +40,7 @@ def write_page(
     about: str = "",
     notes: Sequence[str] = (),
     settings: Mapping[str, object] | None = None,
+    points: Mapping[str, str] | None = None,
 ) -> Path:
     """Write the report of a comparison and return its path.
 
@@ -38,8 +50,10 @@ def write_page(
     :param about: a line on the data and the model.
     :param notes: paragraphs above the table, such as units.
     :param settings: see ``report.write_report``.
+    :param points: the inputs of the test points that figures show, by their names.
     """
-    columns = [_placed(column) for column in comparison.columns]
+    columns = [_placed(column) for column in comparison.columns if column.key != "group"]
+    criteria = comparison.ranking.criteria
     first = [name for name in (_FIRST,) if name in figures]
     first += [name for name in _SECOND if name in figures][:1]
     order = [*first, *(name for name in figures if name not in first)]
@@ -47,7 +61,9 @@ def write_page(
         path,
         title=title,
         about=about,
+        summary=[comparison.summary] if comparison.summary else [],
         rows=comparison.rows,
+        ranked=_ranked(comparison),
         columns=sorted(columns, key=lambda column: bool(column.group)),
         details=comparison.details,
         looks=plots.styles(comparison.evaluations, comparison.reference),
@@ -63,9 +79,35 @@ def write_page(
             )
             for name in order
         ],
-        notes=notes,
-        settings=settings,
+        notes=[*notes, *([criteria] if criteria else []), *comparison.notes],
+        settings={**({"Test points in the figures": points} if points else {}), **(settings or {})},
     )
+
+
+def fragment(comparison: "Comparison") -> str:
+    """The answer, the ranked table and the first picture, as HTML inside another page."""
+    columns = [column for column in comparison.columns if column.key != "group"]
+    drawn = cost(comparison)
+    return notebook_report(
+        summary=[comparison.summary] if comparison.summary else [],
+        rows=comparison.rows,
+        columns=[c for c in columns if not c.group or c.group.startswith(_SHOWN)],
+        ranked=_ranked(comparison),
+        looks=plots.styles(comparison.evaluations, comparison.reference),
+        warnings=comparison.warnings,
+        figures=[
+            Picture(figure, CAPTIONS[name], alternative(name, comparison))
+            for name, figure in drawn.items()
+        ],
+    )
+
+
+def _ranked(comparison: "Comparison") -> list[tuple[str, list[str]]]:
+    """The headings of the table's rows, each with its posteriors in order."""
+    found = [("The reference", [comparison.reference])] if comparison.reference else []
+    for group, words in _GROUPS.items():
+        found.append((words, comparison.ranking.names(group)))
+    return found
 
 
 def _placed(column: Column) -> Column:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from pyro_bdl.comparison.answer import answer
 from pyro_bdl.comparison.evaluation import Evaluation
-from pyro_bdl.comparison.figures import CAPTIONS, figures
+from pyro_bdl.comparison.figures import CAPTIONS, figures, shown_points
+from pyro_bdl.comparison.page import fragment, write_page
 from pyro_bdl.comparison.ranking import Ranking
 from pyro_bdl.utils.tables import Column, groups, to_csv, to_text
 
@@ -41,6 +42,7 @@ class Comparison:
     :param ranking: the posteriors in order of their distance to the reference, in groups; without a
         reference in order of their NLPD.
     :param notes: sentences on numbers of the table that must be read with care.
+    :param places: the rows of the test data that the kept points are, counted from 0.
     """
 
     task: str
@@ -55,6 +57,7 @@ class Comparison:
     warnings: tuple[str, ...] = ()
     ranking: Ranking = field(repr=False, default_factory=Ranking)
     notes: tuple[str, ...] = ()
+    places: tuple[int, ...] = field(repr=False, default=())
 
     def __str__(self) -> str:
         return self.to_text()
@@ -98,6 +101,39 @@ class Comparison:
         warned = [textwrap.fill(text, width or 10**6) for text in said]
         summary = [textwrap.fill(self.summary, width or 10**6)] if self.summary else []
         return "\n\n".join([*summary, *blocks, "\n".join(verdicts), *warned])
+
+    def report(
+        self,
+        path: str | Path,
+        *,
+        figures: Mapping[str, Figure] | None = None,
+        title: str = "Posteriors compared",
+        about: str = "",
+        notes: Sequence[str] = (),
+        settings: Mapping[str, object] | None = None,
+        points: Mapping[str, str] | None = None,
+    ) -> Path:
+        """Write one self-contained HTML file: the answer, figures, the table; return its path.
+
+        :param path: the HTML file; missing folders are made.
+        :param figures: those of ``figures(...)``, called with names and units of the data; by
+            default without them.
+        :param title: heading of the page.
+        :param about: a line on the data and the model.
+        :param notes: paragraphs above the table, such as units.
+        :param settings: what it takes to make the comparison again, shown at the end; a mapping as
+            a value gets a heading of its own.
+        :param points: the inputs of the test points that figures show, by their names.
+        """
+        drawn = self.figures() if figures is None else figures
+        return write_page(
+            self, path, drawn, title=title, about=about, notes=notes, settings=settings,
+            points=points,
+        )  # fmt: skip
+
+    def _repr_html_(self) -> str:
+        """The answer, the ranked table and the picture of cost against distance, for notebooks."""
+        return fragment(self)
 
     def _blocks(self, columns: Sequence[Column], width: int | None) -> list[list[Column]]:
         name, rest = columns[0], list(columns[1:])
@@ -148,6 +184,8 @@ class Comparison:
         features: Sequence[str] = (),
         train: tuple[Tensor, Tensor] | None = None,
         posteriors: Mapping[str, Any] | None = None,
+        points: Sequence[str] = (),
+        scales: Mapping[str, float] | None = None,
     ) -> dict[str, Figure]:
         """Figures of the comparison, by names that can be used for files; see :data:`CAPTIONS`.
 
@@ -158,10 +196,40 @@ class Comparison:
             there are one or two inputs.
         :param posteriors: the compared posteriors, to show their latents too: hyperparameters,
             chains and layers.
+        :param points: names of the kept test points; by default "point 17".
+        :param scales: site to a factor that brings its values to the target's units, for a noise
+            that the program sees in other units.
         """
         return figures(
-            self, target=target, units=units, features=features, train=train, posteriors=posteriors
-        )
+            self, target=target, units=units, features=features, train=train,
+            posteriors=posteriors, points=points, scales=scales or {},
+        )  # fmt: skip
+
+    def shown_points(self) -> list[int]:
+        """The places, among the kept test points, of those that figures show one by one."""
+        return shown_points(self)
+
+    def to_json(self) -> dict[str, Any]:
+        """All numbers and words in JSON types: the summary, the ranking, rows and columns."""
+        return {
+            "task": self.task,
+            "reference": self.reference,
+            "summary": self.summary,
+            "warnings": list(self.warnings),
+            "ranking": {
+                "by": self.ranking.by,
+                "criteria": self.ranking.criteria,
+                "rows": [
+                    {key: value if is_known(value) else None for key, value in vars(row).items()}
+                    for row in self.ranking.rows
+                ],
+            },
+            "columns": [
+                {name: getattr(column, name) for name in ("key", "title", "group", "help")}
+                for column in (*self.columns, *self.details)
+            ],
+            "posteriors": self.to_dict(),
+        }
 
 
 def is_known(value: object) -> bool:

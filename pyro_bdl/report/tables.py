@@ -23,6 +23,7 @@ def table(
     hidden: Sequence[str] = (),
     ranked: Groups = (),
     looks: Looks | None = None,
+    sortable: bool = True,
 ) -> str:
     """A table that scrolls sideways below its first column; cells hold unrounded numbers.
 
@@ -34,6 +35,7 @@ def table(
     :param further: columns after ``columns``, hidden at first and shown by one button.
     :param ranked: headings, each with the names of its rows in order; other rows come last.
     :param looks: color and marker of rows, by the text of their first cell.
+    :param sortable: whether there are buttons, which need the script of the page.
     """
     buttons = [column.group for column in columns] + [_FURTHER] * len(further)
     names = [name for name in dict.fromkeys(buttons) if name]
@@ -51,17 +53,17 @@ def table(
             start += count
         above = f'<tr class="groups">{heads}</tr>'
     titles = "".join(
-        f'<th scope="col"{_class(column)}{_group(button)}><button type="button" '
-        f'data-column="{i}" title="{escape(column.help)}">{_unbroken(column.title)}</button></th>'
+        f'<th scope="col"{_class(column)}{_group(button)} title="{escape(column.help)}">'
+        f"{_title(column, i, sortable)}</th>"
         for i, (column, button) in enumerate(zip(columns, buttons, strict=True))
     )
-    hidden = [*hidden, _FURTHER]
+    choice = _choice(names, [*hidden, _FURTHER], bool(ranked)) if sortable else ""
     bodies = "".join(
         _body(heading, members, list(zip(columns, buttons, strict=True)), looks or {})
         for heading, members in _ranked(rows, columns[0].key, ranked)
     )
     return (
-        f'<div class="table">{_choice(names, hidden, bool(ranked))}<div class="frame">'
+        f'<div class="table">{choice}<div class="frame">'
         f'<div class="scroll" role="region" aria-label="{escape(label)}" tabindex="0"><table>'
         f"<thead>{above}<tr>{titles}</tr></thead>{bodies}</table></div></div></div>"
     )
@@ -148,6 +150,11 @@ def _cells(row: Row, columns: Sequence[tuple[Column, str]], looks: Looks) -> str
         shown = _error(escape(column.cell(row)))
         cells.append(f"<td{_class(column)}{_group(button)}{data}>{shown}</td>")
     return "".join(cells)
+
+
+def _title(column: Column, place: int, sortable: bool) -> str:
+    title = _unbroken(column.title)
+    return f'<button type="button" data-column="{place}">{title}</button>' if sortable else title
 
 
 def _error(text: str) -> str:

@@ -1,5 +1,7 @@
 """The report as one file: sections in order, with figures, style and script inside."""
 
+import re
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -15,6 +17,7 @@ from pyro_bdl.utils.files import atomic_write
 from pyro_bdl.utils.tables import Column, Row
 
 _FIGURES = "Figures"
+_SMALL = ".summary p { font-size: 1rem; } table { font-size: 0.8rem; } figure { max-width: 30rem; }"
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,39 @@ def write_report(
     with atomic_write(path) as part:
         part.write_text(page, encoding="utf-8")
     return path
+
+
+def notebook_report(
+    *,
+    rows: Sequence[Row],
+    columns: Sequence[Column],
+    summary: Sequence[str] = (),
+    ranked: Groups = (),
+    looks: Looks | None = None,
+    warnings: Sequence[str] = (),
+    figures: Sequence[Picture] = (),
+) -> str:
+    """The same design in short, as HTML for the page of a notebook; see :func:`write_report`.
+
+    Styles hold inside it only. It needs no script: its headings do not sort.
+    """
+    style = _part("style.css").replace("/* dark colors */", dark_colors())
+    body = re.sub(r"(?<![\w-])body(?=\s*\{)", ":scope", style).replace(":root", ":scope")
+    drawn = [
+        (each, inline(each.figure, _key(rows, i), each.alt or each.caption))
+        for i, each in enumerate(figures)
+    ]
+    shown = table(rows, columns, label="Table", ranked=ranked, looks=looks, sortable=False)
+    parts = [_summary(summary), _warnings(warnings), shown, _pictures("", drawn)]
+    return (
+        '<div class="pyro-bdl" style="max-width: 64rem">'
+        f"<style>@scope (.pyro-bdl) {{ {body} {_SMALL} }}</style>{''.join(parts)}</div>"
+    )
+
+
+def _key(rows: Sequence[Row], place: int) -> str:
+    """A prefix of ids that differs between the tables of one notebook."""
+    return f"n{zlib.crc32(repr(rows).encode()):x}-{place}"
 
 
 def _part(name: str) -> str:

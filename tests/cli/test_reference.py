@@ -16,7 +16,7 @@ def test_the_reference_brings_its_data_and_network_and_no_other_nuts():
     found = command.reference(chosen)
     assert chosen.hidden == "10" and chosen.activation == "tanh"
     assert "nuts" not in command.names(chosen.guides) and "map" in command.names(chosen.guides)
-    assert torch.equal(command.load(chosen).x_test, found.dataset.x_test)
+    assert command.gain(chosen) == 1.0 and "iris" in found.dataset.source
     assert command.reference(options()) is None
     kept = options("--reference", "iris", "--guides", "nuts")
     command.reference(kept)
@@ -25,7 +25,7 @@ def test_the_reference_brings_its_data_and_network_and_no_other_nuts():
 
 def test_other_data_beside_it_and_unknown_names_are_refused():
     with pytest.raises(ValueError, match="--task has no effect with --reference"):
-        command.load(options("--reference", "iris", "--task", "regression"))
+        command.reference(options("--reference", "iris", "--task", "regression"))
     with pytest.raises(ValueError, match="there is no reference 'tulip'"):
         command.reference(options("--reference", "tulip"))
 
