@@ -233,8 +233,9 @@ def _against(evaluation: Evaluation, reference: Evaluation, areas: Mapping[str, 
                 reference.points[metric.key]
             )
     known = all(is_known(side.scores.get("elpd_loo")) for side in (evaluation, reference))
-    if known and comparable(evaluation.loo, reference.loo):
-        row["elpd_diff"], row["elpd_diff_se"] = difference(evaluation.loo, reference.loo)
+    a, b = evaluation.loo, reference.loo
+    if known and a is not None and b is not None and comparable(a, b):
+        row["elpd_diff"], row["elpd_diff_se"] = difference(a, b)
     ours, theirs = sd_of_draws(evaluation.function), sd_of_draws(reference.function)
     return row | sd_ratios(ours, theirs, areas)
 
