@@ -66,7 +66,7 @@ def test_a_ratio_that_is_noise_decides_nothing(ratio, error, words):
 @pytest.mark.parametrize(
     "coverage, words",
     [
-        (0.6, "holds 60% of the test targets: too narrow"),
+        (0.6, "holds 60 % of the test targets: too narrow"),
         (0.99, "too wide"),
         (0.87, "as it should"),
     ],
