@@ -21,6 +21,7 @@ from pyro_bdl import posteriors
 from pyro_bdl.cli import options as command
 from pyro_bdl.cli.programs import program
 from pyro_bdl.cli.provenance import provenance
+from pyro_bdl.cli.terminal import gives_up_at_second_interrupt, told_on_stderr
 from pyro_bdl.comparison.columns import columns
 from pyro_bdl.comparison.compare import compare
 from pyro_bdl.comparison.costs import seconds_per_draw
@@ -33,6 +34,7 @@ from pyro_bdl.posteriors import Fit, Options, Problem
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.files import LenientStream, atomic_write
 from pyro_bdl.utils.interrupts import deferred_interrupt
+from pyro_bdl.utils.progress import hidden, logger, quiet
 from pyro_bdl.utils.random_state import process_seeded
 from pyro_bdl.utils.tables import to_csv, to_text
 
@@ -55,14 +57,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     output: Any = LenientStream(sys.stdout)
     errors: Any = LenientStream(sys.stderr)
-    with redirect_stdout(output), redirect_stderr(errors), warnings.catch_warnings():
+    with (
+        redirect_stdout(output), redirect_stderr(errors), warnings.catch_warnings(),
+        told_on_stderr(), gives_up_at_second_interrupt(),
+    ):  # fmt: skip
         options = command.parser(_compare).parse_args(arguments)
         given = sys.argv[1:] if arguments is None else arguments
         options.line = shlex.join(["pyro-bdl", *map(str, given)])
         warnings.simplefilter("always", BdlWarning)
-        warnings.showwarning = _show_warning
+        warnings.showwarning = _shown_once()
         try:
-            return options.run(options)
+            with quiet(getattr(options, "quiet", False)):
+                return options.run(options)
         except _BadInput as error:
             _say(str(error))
             return command.BAD_INPUT
@@ -87,13 +93,15 @@ def _compare(options: argparse.Namespace) -> int:
         data = command.load(options).to(device)
         folder = command.folder(options.out, _FILES)
     about = _about(data, options)
-    print("\n".join([about, *data.notes]), flush=True)
+    said = [] if options.quiet else [about]
+    print("\n".join([*said, *data.notes]), flush=True)
     comparison, files = None, _Files(folder)
     with process_seeded(options.seed, device), _threads(len(data.x_train) * max(hidden)):
         activation = command.ACTIVATIONS[options.activation]
         model, parts = program(data, hidden, activation, noise=options.noise, gain=gain)
         model = model.to(device)
-        fits, failed = _fit_all(names, Problem(model, data.x_train, data.y_train), settings)
+        problem = Problem(model, data.x_train, data.y_train)
+        fits, failed = _fit_all(names, problem, settings, still=options.quiet)
         if not fits:
             return FAILED if failed else INTERRUPTED
         code = FAILED if failed else 0
@@ -114,11 +122,13 @@ def _compare(options: argparse.Namespace) -> int:
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
     if comparison is None:
         print(f"\n{_keep(fits, files)}\n")
+    elif options.quiet:
+        print(textwrap.fill(comparison.summary, width))
     else:
         print(f"\n{comparison.to_text(width, details=options.details)}\n")
         print(textwrap.fill(f"{_units(data)} {_EXPLAINED}", width))
-        lost = len(comparison.evaluations) < len(fits)
-        code = FAILED if lost and code == 0 else code
+    if comparison is not None and len(comparison.evaluations) < len(fits):
+        code = code or FAILED
     files.clear()
     if files.written:
         print(f"Written to {folder}: {', '.join(files.written)}")
@@ -143,19 +153,25 @@ _EXPLAINED = (
 )
 
 
-def _fit_all(names: list[str], problem: Problem, options: Options) -> tuple[list[Fit], list[str]]:
-    """Fit one posterior after another; Ctrl-C ends the loop, a failure does not."""
+def _fit_all(
+    names: list[str], problem: Problem, options: Options, *, still: bool = False
+) -> tuple[list[Fit], list[str]]:
+    """Fit one posterior after another; Ctrl-C ends the loop, a failure does not.
+
+    :param still: print no line for each fit.
+    """
     fits: list[Fit] = []
     failed: list[str] = []
     width = max(map(len, names))
     for place, name in enumerate(names):
         left = names[place:]
         try:
-            fit = posteriors.fit(name, problem, options, progress=True)
+            fit = posteriors.fit(name, problem, options, progress=not hidden(None))
             fits.append(fit)
             left = names[place + 1 :]
             elbo = "" if fit.elbo is None else f"   ELBO {fit.elbo:.1f}"
-            print(f"  {name.ljust(width)} {fit.seconds:7.1f} s{elbo}", flush=True)
+            if not still:
+                print(f"  {name.ljust(width)} {fit.seconds:7.1f} s{elbo}", flush=True)
             interrupted = fit.interrupted
         except KeyboardInterrupt:
             interrupted = True
@@ -386,8 +402,21 @@ def _bad_input() -> Iterator[None]:
 
 
 def _say(text: str) -> None:
-    print(f"pyro-bdl: {text}", file=sys.stderr)
+    logger.warning(text)
 
 
-def _show_warning(message: Warning | str, *args: object, **kwargs: object) -> None:
-    _say(f"warning: {message}")
+def _shown_once() -> Callable[..., None]:
+    """Show each warning of this package once; others go to the logger as debug messages."""
+    seen = set()
+
+    def show(
+        message: Warning | str, category: type[Warning], *args: object, **more: object
+    ) -> None:
+        text = str(message)
+        if not issubclass(category, BdlWarning):
+            logger.debug("%s: %s", category.__name__, text)
+        elif text not in seen:
+            seen.add(text)
+            _say(f"warning: {text}")
+
+    return show

@@ -109,6 +109,7 @@ def parser(compare: Callable[[argparse.Namespace], int]) -> argparse.ArgumentPar
     add("--device", default="cpu", help="such as cpu or cuda; default: %(default)s")
     add("--out", default="pyro-bdl-out", metavar="DIR", help="default: %(default)s")
     add("--details", action="store_true", help="print all columns that table.csv has")
+    add("--quiet", action="store_true", help="print the answer only, and show no bars")
     return result
 
 
@@ -127,7 +128,7 @@ def _epilog() -> str:
             *lines,
             "",
             "Ctrl-C ends the current fit, and shows the table for the posteriors so far; after the",
-            "last fit it leaves the figures out.",
+            "last fit it leaves the figures out. A second Ctrl-C gives up at once.",
         ]
     )
 

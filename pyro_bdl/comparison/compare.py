@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from pyro_bdl.comparison.columns import check_keys, columns, details
 from pyro_bdl.comparison.costs import Costs
@@ -28,6 +29,7 @@ from pyro_bdl.guides.draws import as_posterior
 from pyro_bdl.program.argument_errors import by_entry
 from pyro_bdl.program.batches import as_dicts, leading_size, taken
 from pyro_bdl.samples import Samples
+from pyro_bdl.utils.progress import hidden, quiet
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.tables import Column
 from pyro_bdl.utils.validation import check_finite_tensor
@@ -55,6 +57,7 @@ def compare(
     target_scale: float = 1.0,
     target_shift: float = 0.0,
     seed: int = 0,
+    progress: bool | None = None,
 ) -> Comparison:
     """Score posteriors of a program on test data, and measure their distance to a reference.
 
@@ -94,6 +97,7 @@ def compare(
         regression is reported in its own units.
     :param target_shift: see ``target_scale``.
     :param seed: seed of the guides' draws and the noise of predictions.
+    :param progress: show bars over the posteriors; by default in terminals and notebooks.
     :raises TypeError: for a value that is not a posterior, or data that are not tensors.
     :raises UnusableDrawsError: if draws of a posterior, or their predictions, are NaN or infinite;
         the error names the posterior and counts the draws.
@@ -114,11 +118,15 @@ def compare(
         raise ValueError(f"target_scale must be positive and finite, got {target_scale}")
     kept = _kept_rows(posteriors, data, num_samples)
     units = Units(target_scale, target_shift)
-    with seeded(seed):
+    bar = tqdm(
+        total=2 * len(posteriors), desc="comparing", delay=1, leave=False, disable=hidden(progress)
+    )
+    with seeded(seed), quiet(progress is False), bar:
         found = _evaluations(
             model, posteriors, data,
             num_samples=num_samples, kept=kept, units=units, seed=seed, train=known, ood=elsewhere,
             batch_norm_data=batch_norm_data, left_out=left_out or {},
+            bar=bar,
         )  # fmt: skip
         areas = {} if known is None else regions(data.part(kept).inputs, known.inputs)
         rows = [
@@ -130,6 +138,8 @@ def compare(
         floor_row = None
         if reference is not None:
             for row in rows:
+                bar.set_postfix_str(f"distance of {row['posterior']}")
+                bar.update()
                 if row["posterior"] != reference:
                     row |= _against(found[row["posterior"]], found[reference], areas)
             floor_row = {"posterior": f"{reference}, half to half"} | floor(found[reference])
@@ -190,6 +200,7 @@ def _evaluations(
     kept: Tensor,
     units: Units,
     seed: int,
+    bar: tqdm,
     left_out: Mapping[str, KFold],
     **options: Any,
 ) -> dict[str, Evaluation]:
@@ -198,6 +209,8 @@ def _evaluations(
     subject = read_program(model, data, own)
     found = {}
     for name, posterior in posteriors.items():
+        bar.set_postfix_str(name)
+        bar.update()
         with seeded(seed):
             if isinstance(posterior, PredictiveDraws):
                 found[name] = evaluate_draws(

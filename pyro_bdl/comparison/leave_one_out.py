@@ -21,6 +21,7 @@ from pyro_bdl.program.program import Program
 from pyro_bdl.program.summed_out import one_step_ahead
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.module_state import evaluation_mode
+from pyro_bdl.utils.progress import tracked
 from pyro_bdl.utils.tables import Column, listed
 
 # A posterior with fewer distinct values has no tail for the fit of a Pareto distribution.
@@ -98,7 +99,7 @@ def leave_one_out(
     if coupled is not None:
         warnings.warn(f"{coupled}, and elpd_loo is left out", BdlWarning, stacklevel=2)
         return None
-    density = [log_likelihood(predictive, site, part) for part in parts]
+    density = [log_likelihood(predictive, site, part) for part in tracked(parts, "leaving one out")]
     shape = (samples.num_chains, -1) if isinstance(posterior, Samples) else (1, -1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BdlWarning)  # the table holds the number of high k-hats

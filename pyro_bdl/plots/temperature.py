@@ -43,7 +43,7 @@ def temperature_curves(
             if marks and name in marks:
                 color = look[name]["color"]
                 axis.axvline(marks[name], color=color, linestyle="--", linewidth=0.9, zorder=1)
-        title(axis, heading, small=columns > 1)
+        title(axis, heading)
     for axis in axes[-columns:]:
         axis.set_xlabel(label)
     legend_below(figure, *axes[0].get_legend_handles_labels())
