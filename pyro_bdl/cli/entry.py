@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from pyro_bdl import posteriors
+from pyro_bdl.cli import cross_validation
 from pyro_bdl.cli import options as command
 from pyro_bdl.cli.programs import program
 from pyro_bdl.cli.provenance import provenance
@@ -31,6 +32,7 @@ from pyro_bdl.comparison.result import Comparison
 from pyro_bdl.data.dataset import Dataset
 from pyro_bdl.errors import BdlWarning, UnusableDrawsError
 from pyro_bdl.posteriors import Fit, Options, Problem
+from pyro_bdl.report import Further
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.files import LenientStream, atomic_write
 from pyro_bdl.utils.interrupts import deferred_interrupt
@@ -112,7 +114,8 @@ def _compare(options: argparse.Namespace) -> int:
                 if pressed.is_set():
                     _say("interrupted: there are no figures")
                 made = provenance(options.line, options, settings, data, parts, fits)
-                _write(comparison, figures, files, data, about, made)
+                validated = _validated(options, names, settings, device)
+                _write(comparison, figures, files, data, about, made, validated)
         except KeyboardInterrupt:
             _say("interrupted")
             code = INTERRUPTED
@@ -220,6 +223,49 @@ def _compared(model: nn.Module, fits: list[Fit], data: Dataset, seed: int) -> Co
             fits = others
 
 
+def _validated(
+    options: argparse.Namespace, names: list[str], settings: Options, device: torch.device
+) -> Further | None:
+    """The table of scores over splits, if ``--folds`` asks for it."""
+    if options.folds is None:
+        return None
+    hidden_units = command.hidden(options.hidden)
+    activation = command.ACTIVATIONS[options.activation]
+
+    def score(repeat: int, fold: int) -> dict[str, dict[str, float]]:
+        data = command.load(options, (fold, options.folds), repeat).to(device)
+        model, _ = program(
+            data, hidden_units, activation, noise=options.noise, gain=command.gain(options)
+        )
+        model = model.to(device)
+        problem = Problem(model, data.x_train, data.y_train)
+        fits, _ = _fit_all(names, problem, settings, still=True)
+        found = compare(
+            model,
+            {fit.name: fit.posterior for fit in fits},
+            data.x_test,
+            data.y_test,
+            reference=None,
+            target_scale=data.y_sd,
+            target_shift=data.y_mean,
+            seed=options.seed,
+        )
+        if not options.quiet:
+            print(f"  split {repeat * options.folds + fold + 1}", flush=True)
+        return {row["posterior"]: row for row in found.rows}
+
+    found, interrupted = cross_validation.splits(options.folds, options.repeats, score)
+    if interrupted:
+        _say(f"interrupted: {len(found)} splits were scored")
+    if len(found) < 2:
+        return None
+    rows, shown = cross_validation.summarized(found, names, _REFERENCE, options.folds)
+    if not options.quiet:
+        print(f"\nOver {len(found)} splits:\n\n{to_text(rows, shown)}")
+    heading = f"Scores over {len(found)} splits"
+    return Further(heading, rows, shown, cross_validation.NOTE)
+
+
 def _seconds_per_draw(model: nn.Module, fit: Fit, data: Dataset) -> float | None:
     try:
         return seconds_per_draw(model, fit.posterior, data.x_test)
@@ -282,6 +328,7 @@ def _write(
     data: Dataset,
     about: str,
     settings: dict[str, dict[str, object]],
+    validated: Further | None,
 ) -> None:
     """Write the table, the figures, the report and its numbers."""
     files.write(_TABLE, comparison.to_csv)
@@ -307,6 +354,7 @@ def _write(
             notes=[_units(data)],
             settings=settings,
             points=_points(comparison, data),
+            further=[] if validated is None else [validated],
         ),
     )
     numbers = comparison.to_json() | {
@@ -314,6 +362,7 @@ def _write(
         "units": _units(data),
         "points": [data.point(place) | {"place": place} for place in comparison.places],
         "settings": settings,
+        "cross_validation": None if validated is None else list(validated.rows),
     }
 
     def save(path: Path) -> None:

@@ -59,6 +59,13 @@ def parser(compare: Callable[[argparse.Namespace], int]) -> argparse.ArgumentPar
         choices=IMPUTERS,
         help="fill in missing features from the training rows; default: refuse them",
     )
+    add(
+        "--folds",
+        type=int,
+        metavar="K",
+        help="fit all posteriors again on K splits of the data, and show the means of the scores",
+    )
+    add("--repeats", type=int, default=1, metavar="R", help="R times K splits; default: 1")
     add("--test-fraction", type=float, default=0.2, metavar="SHARE", help="default: %(default)s")
     add = command.add_argument_group("network").add_argument
     add(
@@ -175,9 +182,13 @@ def _first_given(value: int | None, usual: int | None) -> int | None:
     return usual if value is None else value
 
 
-def load(options: argparse.Namespace) -> Dataset:
+def load(
+    options: argparse.Namespace, fold: tuple[int, int] | None = None, repeat: int = 0
+) -> Dataset:
     """The chosen data, by default a built-in problem.
 
+    :param fold: ``(i, k)``: the i-th of k folds as the test part.
+    :param repeat: added to the seed.
     :raises ValueError: for options that do not fit together, and data that are refused.
     """
     if options.data is None:
@@ -186,7 +197,7 @@ def load(options: argparse.Namespace) -> Dataset:
                 option = name.replace("_", "-")
                 raise ValueError(f"--{option} is of use with --data only; name a CSV file")
         example = EXAMPLES[options.example or _EXAMPLE]
-        found = example.load(options.test_fraction, options.seed, None)
+        found = example.load(options.test_fraction, options.seed + repeat, fold)
     else:
         if options.example is not None:
             raise ValueError("--data and --example name two problems; choose one")
@@ -199,8 +210,15 @@ def load(options: argparse.Namespace) -> Dataset:
             one_hot=options.one_hot,
             impute=options.impute,
             test_fraction=options.test_fraction,
-            seed=options.seed,
+            seed=options.seed + repeat,
+            fold=fold,
         )
+    if options.folds is not None and not found.test_rows:
+        raise ValueError("--folds needs data with rows: this problem's test inputs are a grid")
+    if options.folds is not None and not 2 <= options.folds <= 100:
+        raise ValueError(f"--folds must lie between 2 and 100, got {options.folds}")
+    if options.repeats < 1 or (options.repeats > 1 and options.folds is None):
+        raise ValueError("--repeats must be at least 1, and is of use with --folds only")
     if options.noise != "normal" and found.task != "regression":
         raise ValueError(f"--noise is of use for a regression only, and this is a {found.task}")
     return found

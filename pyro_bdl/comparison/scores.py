@@ -32,7 +32,6 @@ from pyro_bdl import metrics
 from pyro_bdl.comparison.held_out import Observation, PredictiveDraws, Test, Units
 from pyro_bdl.comparison.metric import Metric, PointScores, measure, measure_points, of_task
 from pyro_bdl.errors import UnusableDrawsError
-from pyro_bdl.utils.progress import tracked
 from pyro_bdl.utils.tables import listed
 
 Scores = dict[str, Any]
@@ -347,7 +346,7 @@ def predictions(
     :param units: units of the target; ignored for classes.
     """
     site = observation.site
-    for part in tracked(parts, "predicting"):
+    for part in parts:
         if observation.is_class:
             mean = predictive.mean(*part.inputs, None)[site]
             check_draws("class probabilities", ~mean.isfinite())

@@ -33,9 +33,12 @@ def hidden(progress: bool | None) -> bool:
     return not ("ipykernel" in sys.modules or _is_terminal(sys.stderr))
 
 
-def tracked(parts: Iterable[T], description: str) -> Iterable[T]:
-    """The same parts, with a bar after a second, by the policy for bars."""
-    return tqdm(parts, desc=description, leave=False, delay=1, disable=hidden(None))
+def shown(parts: Iterable[T], description: str, progress: bool | None = None) -> Iterable[T]:
+    """The same parts, with a bar after a second.
+
+    :param progress: see :func:`hidden`.
+    """
+    return tqdm(parts, desc=description, leave=False, delay=1, disable=hidden(progress))
 
 
 @contextmanager

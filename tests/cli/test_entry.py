@@ -62,7 +62,8 @@ def test_regression_writes_a_table_figures_and_a_report(table, run, tmp_path):
     assert "RMSE, CRPS and distances are in units of price" in out
     folder = tmp_path / "out"
     rows = rows_of(folder)
-    assert list(rows) == [*chosen, "nuts, half to half"]
+    assert list(rows)[0] == "nuts" and list(rows)[-1] == "nuts, half to half"
+    assert sorted(rows) == sorted([*chosen, "nuts, half to half"])
     assert all(float(rows[name]["rmse"]) > 0 for name in chosen)
     assert all(float(rows[name]["draw_seconds"]) > 0 for name in chosen)
     assert float(rows["mean-field"]["elpd_loo"]) < 0 and rows["map"]["elpd_loo"] == ""
@@ -116,7 +117,7 @@ def test_classes_of_text_without_the_reference(table, run, tmp_path):
     code, out, _ = run(*TINY, *given)
     assert code == 0 and "classification into 3 classes" in out and "accuracy" in out
     rows = rows_of(tmp_path / "out")
-    assert list(rows) == ["mean-field", "map"]
+    assert sorted(rows) == ["map", "mean-field"]
     assert "sd_ratio" not in rows["map"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "calibration.png",
@@ -203,7 +204,7 @@ def test_a_posterior_that_fails_loses_no_other(run, tmp_path, monkeypatch):
     monkeypatch.setattr(posteriors, "fit", failing)
     code, out, err = run(*TINY, "--guides", "map,mean-field,mean-field-tempered")
     assert code == 1 and "mean-field could not be fitted: RuntimeError: no luck today" in err
-    assert list(rows_of(tmp_path / "out")) == ["map", "mean-field-tempered"] and "RMSE" in out
+    assert set(rows_of(tmp_path / "out")) == {"map", "mean-field-tempered"} and "RMSE" in out
 
 
 def test_a_posterior_that_does_not_fit_in_memory_is_left_out(run, tmp_path, monkeypatch):
@@ -214,7 +215,7 @@ def test_a_posterior_that_does_not_fit_in_memory_is_left_out(run, tmp_path, monk
     assert 'laplace-full is left out: structure="full" over' in err and "GiB are free" in err
     assert "laplace-full:" not in err  # before any training
     rows = rows_of(tmp_path / "out")
-    assert list(rows) == ["map", "laplace-diag"] and "RMSE" in out
+    assert set(rows) == {"map", "laplace-diag"} and "RMSE" in out
 
 
 def test_laplace_says_its_evidence_and_its_scale(table, run, tmp_path):
@@ -223,7 +224,8 @@ def test_laplace_says_its_evidence_and_its_scale(table, run, tmp_path):
     assert code == 0 and "log evid." in out
     rows = rows_of(tmp_path / "out")
     assert rows["map"]["log_evidence"] == "" == rows["laplace-last-layer"]["elbo"]
-    assert all(float(rows[name]["log_evidence"]) < 0 for name in list(rows)[1:])
+    laplace = ("laplace-kron", "laplace-last-layer")
+    assert all(float(rows[name]["log_evidence"]) < 0 for name in laplace)
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert "prior gain" in page and "subset last-layer" in page
 
