@@ -62,7 +62,7 @@ def test_regression_writes_a_table_figures_and_a_report(table, run, tmp_path):
     assert "RMSE, CRPS and distances are in units of price" in out
     folder = tmp_path / "out"
     rows = rows_of(folder)
-    assert list(rows)[0] == "nuts" and list(rows)[-1] == "nuts, half to half"
+    assert next(iter(rows)) == "nuts" and list(rows)[-1] == "nuts, half to half"
     assert sorted(rows) == sorted([*chosen, "nuts, half to half"])
     assert all(float(rows[name]["rmse"]) > 0 for name in chosen)
     assert all(float(rows[name]["draw_seconds"]) > 0 for name in chosen)
