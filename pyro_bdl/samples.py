@@ -1,7 +1,7 @@
 """``Samples``: draws of one or several Markov chains."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,18 @@ class Samples:
     :param stats: name -> (chains, draws): ``potential_energy`` and ``energy`` (nats), ``num_steps``
         (gradient evaluations), ``accept_prob``, ``step_size``, ``diverging``.
     :param info: how the draws were made (kernel, backend, seed, seconds, ...); JSON types only.
+    :param state: the chains' state at the end with their step size, metric and random keys, name ->
+        (chains, ...); empty if they cannot go on from there.
+    :param resume: (samples, number of draws) -> samples with more draws; not saved.
     """
 
     latents: Mapping[str, Tensor]
     stats: Mapping[str, Tensor] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+    resume: Callable[["Samples", int], "Samples"] | None = field(
+        default=None, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         leading = {name: tuple(value.shape[:2]) for name, value in self.latents.items()}
@@ -68,7 +75,22 @@ class Samples:
         latents = {name: value.to(*args, **kwargs) for name, value in self.latents.items()}
         device = next(iter(latents.values())).device
         stats = {name: value.to(device) for name, value in self.stats.items()}
-        return Samples(latents, stats, dict(self.info))
+        return Samples(latents, stats, dict(self.info), self.state, self.resume)
+
+    def extend(self, num_samples: int) -> "Samples":
+        """All draws and ``num_samples`` more of each chain, from the end of the chains.
+
+        There is no new warm-up. The draws are those that a longer run would have made.
+
+        :raises ValueError: for samples that did not come from ``mcmc.sample`` in this process on
+            NumPyro or JAX; ``mcmc.extend`` goes on from a file.
+        """
+        if self.resume is None:
+            raise ValueError(
+                "these samples do not know the program that made them: call "
+                "mcmc.extend(samples, num_samples, model, *args)"
+            )
+        return self.resume(self, num_samples)
 
     @classmethod
     def from_pyro(cls, mcmc: Any) -> "Samples":
@@ -143,6 +165,7 @@ class Samples:
         path = Path(path)
         tensors = {f"latents/{name}": value for name, value in self.latents.items()}
         tensors |= {f"stats/{name}": value for name, value in self.stats.items()}
+        tensors |= {f"state/{name}": value for name, value in self.state.items()}
         header = {
             "version": _VERSION,
             "sites": json.dumps(list(self.latents)),
@@ -177,12 +200,15 @@ class Samples:
             if header["version"] != _VERSION:
                 raise ValueError(f"version {header['version']!r} is not {_VERSION!r}")
             latents = {name: tensors[f"latents/{name}"] for name in json.loads(header["sites"])}
-            stats = {
-                key.removeprefix("stats/"): value
-                for key, value in tensors.items()
-                if key.startswith("stats/")
-            }
-            found = cls(latents, stats, dict(json.loads(header["info"])))
+            stats, state = (
+                {
+                    key.removeprefix(kind): value
+                    for key, value in tensors.items()
+                    if key.startswith(kind)
+                }
+                for kind in ("stats/", "state/")
+            )
+            found = cls(latents, stats, dict(json.loads(header["info"])), state)
         except Exception as error:  # any error: the file may be anything, or truncated
             raise ValueError(
                 f"'{path}' does not hold samples that Samples.save wrote, or is damaged "

@@ -45,6 +45,12 @@ def _fresh():
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.fixture
+def double(_fresh):
+    """Tensors are float64 by default."""
+    torch.set_default_dtype(torch.float64)
+
+
 @pytest.fixture(params=STRUCTURES)
 def structure(request):
     """A curvature structure's name, for every structure."""

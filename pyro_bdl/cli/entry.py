@@ -7,8 +7,8 @@ import shutil
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,11 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from pyro_bdl import posteriors
-from pyro_bdl.cli import cross_validation
+from pyro_bdl.cli import cross_validation, sweep
 from pyro_bdl.cli import options as command
 from pyro_bdl.cli.programs import program
 from pyro_bdl.cli.provenance import provenance
+from pyro_bdl.cli.shared import BadInput, bad_input, limited_threads, say
 from pyro_bdl.cli.terminal import gives_up_at_second_interrupt, told_on_stderr
 from pyro_bdl.comparison.columns import columns
 from pyro_bdl.comparison.compare import compare
@@ -43,10 +44,6 @@ from pyro_bdl.utils.tables import to_csv, to_text
 _REFERENCE = "nuts"
 _TABLE, _REPORT, _NUMBERS = "table.csv", "report.html", "report.json"
 _FILES = (_TABLE, _REPORT, _NUMBERS, *(f"{name}.png" for name in CAPTIONS))
-# Below this many numbers a step is not faster on several threads. On busy cores it is many times
-# slower, since the threads wait for each other.
-_WORTH_THREADS = 2**19
-
 FAILED, INTERRUPTED = 1, 130
 
 
@@ -63,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         redirect_stdout(output), redirect_stderr(errors), warnings.catch_warnings(),
         told_on_stderr(), gives_up_at_second_interrupt(),
     ):  # fmt: skip
-        options = command.parser(_compare).parse_args(arguments)
+        options = command.parser(_compare, sweep.add_command).parse_args(arguments)
         given = sys.argv[1:] if arguments is None else arguments
         options.line = shlex.join(["pyro-bdl", *map(str, given)])
         warnings.simplefilter("always", BdlWarning)
@@ -71,34 +68,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             with quiet(getattr(options, "quiet", False)):
                 return options.run(options)
-        except _BadInput as error:
-            _say(str(error))
+        except BadInput as error:
+            say(str(error))
             return command.BAD_INPUT
         except KeyboardInterrupt:
-            _say("interrupted")
+            say("interrupted")
             return INTERRUPTED
-
-
-class _BadInput(Exception):
-    """Invalid input; the message says why and what to do."""
 
 
 # ---------------------------------------------------------------------------------- the command
 
 
 def _compare(options: argparse.Namespace) -> int:
-    with _bad_input():
+    with bad_input():
         names = command.names(options.guides)
         settings = command.settings(options)
         device = command.device(options.device)
         hidden, gain = command.hidden(options.hidden), command.gain(options)
         data = command.load(options).to(device)
+        command.check_noise(options, data)
+        command.check_folds(options, data)
         folder = command.folder(options.out, _FILES)
     about = _about(data, options)
     said = [] if options.quiet else [about]
     print("\n".join([*said, *data.notes]), flush=True)
     comparison, files = None, _Files(folder)
-    with process_seeded(options.seed, device), _threads(len(data.x_train) * max(hidden)):
+    with process_seeded(options.seed, device), limited_threads(len(data.x_train) * max(hidden)):
         activation = command.ACTIVATIONS[options.activation]
         model, parts = program(data, hidden, activation, noise=options.noise, gain=gain)
         model = model.to(device)
@@ -112,15 +107,15 @@ def _compare(options: argparse.Namespace) -> int:
                 comparison = _compared(model, fits, data, options.seed)
                 figures = {} if pressed.is_set() else _figures(comparison, fits, data)
                 if pressed.is_set():
-                    _say("interrupted: there are no figures")
+                    say("interrupted: there are no figures")
                 made = provenance(options.line, options, settings, data, parts, fits)
                 validated = _validated(options, names, settings, device)
                 _write(comparison, figures, files, data, about, made, validated)
         except KeyboardInterrupt:
-            _say("interrupted")
+            say("interrupted")
             code = INTERRUPTED
         except Exception as error:  # any error: the fits must not be lost
-            _say(f"the posteriors could not be compared: {type(error).__name__}: {error}")
+            say(f"the posteriors could not be compared: {type(error).__name__}: {error}")
             code = FAILED
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
     if comparison is None:
@@ -179,14 +174,14 @@ def _fit_all(
         except KeyboardInterrupt:
             interrupted = True
         except MemoryError as error:
-            _say(f"{name} is left out: {error}")
+            say(f"{name} is left out: {error}")
             continue
         except Exception as error:  # one posterior's failure must not lose the others
             failed.append(name)
-            _say(f"{name} could not be fitted: {type(error).__name__}: {error}")
+            say(f"{name} could not be fitted: {type(error).__name__}: {error}")
             continue
         if interrupted:
-            _say(f"interrupted; not fitted: {', '.join(left) or 'none'}")
+            say(f"interrupted; not fitted: {', '.join(left) or 'none'}")
             break
     return fits, failed
 
@@ -219,7 +214,7 @@ def _compared(model: nn.Module, fits: list[Fit], data: Dataset, seed: int) -> Co
             others = [fit for fit in fits if fit.name != error.posterior]
             if not others or len(others) == len(fits):
                 raise
-            _say(f"{error.posterior} is left out: {error}")
+            say(f"{error.posterior} is left out: {error}")
             fits = others
 
 
@@ -233,7 +228,7 @@ def _validated(
     activation = command.ACTIVATIONS[options.activation]
 
     def score(repeat: int, fold: int) -> dict[str, dict[str, float]]:
-        data = command.load(options, (fold, options.folds), repeat).to(device)
+        data = command.load(options, fold=(fold, options.folds), repeat=repeat).to(device)
         model, _ = program(
             data, hidden_units, activation, noise=options.noise, gain=command.gain(options)
         )
@@ -256,7 +251,7 @@ def _validated(
 
     found, interrupted = cross_validation.splits(options.folds, options.repeats, score)
     if interrupted:
-        _say(f"interrupted: {len(found)} splits were scored")
+        say(f"interrupted: {len(found)} splits were scored")
     if len(found) < 2:
         return None
     rows, shown = cross_validation.summarized(found, names, _REFERENCE, options.folds)
@@ -290,7 +285,7 @@ class _Files:
         try:
             writer(self.folder / name)
         except Exception as error:  # from the disk, or from drawing
-            _say(f"{self.folder / name} could not be written: {error}")
+            say(f"{self.folder / name} could not be written: {error}")
             self.failed = True
             return False
         self.written.append(name)
@@ -317,7 +312,7 @@ def _figures(comparison: Comparison, fits: list[Fit], data: Dataset) -> dict[str
             scales={} if data.y_sd == 1 else {"noise": data.y_sd},
         )
     except Exception as error:  # the table must not be lost because of a figure
-        _say(f"there are no figures: {type(error).__name__}: {error}")
+        say(f"there are no figures: {type(error).__name__}: {error}")
         return {}
 
 
@@ -429,29 +424,7 @@ def _units(data: Dataset) -> str:
     )
 
 
-@contextmanager
-def _threads(numbers: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1 if numbers < _WORTH_THREADS else before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 # ------------------------------------------------------------------------------ input and output
-
-
-@contextmanager
-def _bad_input() -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        raise _BadInput(" ".join(str(error).split())) from error
-
-
-def _say(text: str) -> None:
-    logger.warning(text)
 
 
 def _shown_once() -> Callable[..., None]:
@@ -466,6 +439,6 @@ def _shown_once() -> Callable[..., None]:
             logger.debug("%s: %s", category.__name__, text)
         elif text not in seen:
             seen.add(text)
-            _say(f"warning: {text}")
+            say(f"warning: {text}")
 
     return show

@@ -16,7 +16,7 @@ from pyro_bdl.data.examples import EXAMPLES
 from pyro_bdl.posteriors import Options
 
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
-_EXAMPLE = "in-between"
+EXAMPLE = "in-between"
 _USUAL = {"steps": None, "chains": 4, "warmup": 500, "draws": 500}
 _QUICK = {"steps": 500, "chains": 2, "warmup": 100, "draws": 100}
 
@@ -28,8 +28,14 @@ class Parser(argparse.ArgumentParser):
         self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
-def parser(compare: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
-    """The command's parser; the parsed options hold ``run``, the function that does the work."""
+def parser(
+    compare: Callable[[argparse.Namespace], int], *others: Callable[[Any], None]
+) -> argparse.ArgumentParser:
+    """The command's parser; the parsed options hold ``run``, the function that does the work.
+
+    :param compare: runs the subcommand ``compare``.
+    :param others: functions that add further subcommands.
+    """
     result = Parser(prog="pyro-bdl", description="Bayesian deep learning on Pyro programs.")
     result.add_argument("--version", action="version", version=f"pyro-bdl {__version__}")
     commands = result.add_subparsers(required=True, metavar="COMMAND", dest="command")
@@ -43,22 +49,7 @@ def parser(compare: Callable[[argparse.Namespace], int]) -> argparse.ArgumentPar
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.set_defaults(run=compare)
-    add = command.add_argument_group("data").add_argument
-    add(
-        "--example",
-        choices=tuple(EXAMPLES),
-        metavar="NAME",
-        help=f"a built-in problem from the list below; default: {_EXAMPLE}",
-    )
-    add("--data", metavar="FILE", help="a CSV file with a header; every other column is a feature")
-    add("--target", metavar="COLUMN", help="the column to predict")
-    add("--task", choices=TASKS, help="default: found from the target, and said")
-    add("--one-hot", action="store_true", help="turn columns of text into zeros and ones")
-    add(
-        "--impute",
-        choices=IMPUTERS,
-        help="fill in missing features from the training rows; default: refuse them",
-    )
+    add = add_data(command, EXAMPLE)
     add(
         "--folds",
         type=int,
@@ -66,7 +57,6 @@ def parser(compare: Callable[[argparse.Namespace], int]) -> argparse.ArgumentPar
         help="fit all posteriors again on K splits of the data, and show the means of the scores",
     )
     add("--repeats", type=int, default=1, metavar="R", help="R times K splits; default: 1")
-    add("--test-fraction", type=float, default=0.2, metavar="SHARE", help="default: %(default)s")
     add = command.add_argument_group("network").add_argument
     add(
         "--hidden",
@@ -111,13 +101,46 @@ def parser(compare: Callable[[argparse.Namespace], int]) -> argparse.ArgumentPar
     )
     quick = ", ".join(f"--{name} {value}" for name, value in _QUICK.items())
     add("--quick", action="store_true", help=f"a first look: {quick}")
+    add = add_run(command)
+    add("--details", action="store_true", help="print all columns that table.csv has")
+    add("--quiet", action="store_true", help="print the answer only, and show no bars")
+    for other in others:
+        other(commands)
+    return result
+
+
+def add_data(command: argparse.ArgumentParser, default: str) -> Callable[..., Any]:
+    """Add the options of the data, which ``load`` reads; returns what adds further ones.
+
+    :param default: the built-in problem if none is chosen.
+    """
+    add = command.add_argument_group("data").add_argument
+    add(
+        "--example",
+        choices=tuple(EXAMPLES),
+        metavar="NAME",
+        help=f"a built-in problem from the list of pyro-bdl compare --help; default: {default}",
+    )
+    add("--data", metavar="FILE", help="a CSV file with a header; every other column is a feature")
+    add("--target", metavar="COLUMN", help="the column to predict")
+    add("--task", choices=TASKS, help="default: found from the target, and said")
+    add("--one-hot", action="store_true", help="turn columns of text into zeros and ones")
+    add(
+        "--impute",
+        choices=IMPUTERS,
+        help="fill in missing features from the training rows; default: refuse them",
+    )
+    add("--test-fraction", type=float, default=0.2, metavar="SHARE", help="default: %(default)s")
+    return add
+
+
+def add_run(command: argparse.ArgumentParser) -> Callable[..., Any]:
+    """Add the options of a run; returns the function that adds further ones to their group."""
     add = command.add_argument_group("run").add_argument
     add("--seed", type=int, default=0, help="seed of all random numbers; default: %(default)s")
     add("--device", default="cpu", help="such as cpu or cuda; default: %(default)s")
     add("--out", default="pyro-bdl-out", metavar="DIR", help="default: %(default)s")
-    add("--details", action="store_true", help="print all columns that table.csv has")
-    add("--quiet", action="store_true", help="print the answer only, and show no bars")
-    return result
+    return add
 
 
 def _epilog() -> str:
@@ -171,11 +194,19 @@ def settings(options: argparse.Namespace) -> Options:
         if value is not None and value < least[name]:
             option = name.replace("_", "-")
             raise ValueError(f"--{option} must be at least {least[name]}, got {value}")
-    if options.seed >= 2**32:
-        raise ValueError(f"--seed must be less than 2^32, got {options.seed}")
+    check_run(options)
+    return Options(**cast(Any, chosen))
+
+
+def check_run(options: argparse.Namespace) -> None:
+    """Check the seed and the share of test data.
+
+    :raises ValueError: for numbers out of range.
+    """
+    if not 0 <= options.seed < 2**32:
+        raise ValueError(f"--seed must be at least 0 and less than 2^32, got {options.seed}")
     if not 0 < options.test_fraction < 1:
         raise ValueError(f"--test-fraction must lie between 0 and 1, got {options.test_fraction:g}")
-    return Options(**cast(Any, chosen))
 
 
 def _first_given(value: int | None, usual: int | None) -> int | None:
@@ -183,10 +214,15 @@ def _first_given(value: int | None, usual: int | None) -> int | None:
 
 
 def load(
-    options: argparse.Namespace, fold: tuple[int, int] | None = None, repeat: int = 0
+    options: argparse.Namespace,
+    default: str = EXAMPLE,
+    *,
+    fold: tuple[int, int] | None = None,
+    repeat: int = 0,
 ) -> Dataset:
-    """The chosen data, by default a built-in problem.
+    """The chosen data.
 
+    :param default: the built-in problem if none is chosen.
     :param fold: ``(i, k)``: the i-th of k folds as the test part.
     :param repeat: added to the seed.
     :raises ValueError: for options that do not fit together, and data that are refused.
@@ -196,7 +232,7 @@ def load(
             if getattr(options, name):
                 option = name.replace("_", "-")
                 raise ValueError(f"--{option} is of use with --data only; name a CSV file")
-        example = EXAMPLES[options.example or _EXAMPLE]
+        example = EXAMPLES[options.example or default]
         found = example.load(options.test_fraction, options.seed + repeat, fold)
     else:
         if options.example is not None:
@@ -213,15 +249,31 @@ def load(
             seed=options.seed + repeat,
             fold=fold,
         )
-    if options.folds is not None and not found.test_rows:
-        raise ValueError("--folds needs data with rows: this problem's test inputs are a grid")
-    if options.folds is not None and not 2 <= options.folds <= 100:
-        raise ValueError(f"--folds must lie between 2 and 100, got {options.folds}")
+    return found
+
+
+def check_folds(options: argparse.Namespace, data: Dataset) -> None:
+    """Check that the data can be split into the folds.
+
+    :raises ValueError: for data without rows, or numbers out of range.
+    """
     if options.repeats < 1 or (options.repeats > 1 and options.folds is None):
         raise ValueError("--repeats must be at least 1, and is of use with --folds only")
-    if options.noise != "normal" and found.task != "regression":
-        raise ValueError(f"--noise is of use for a regression only, and this is a {found.task}")
-    return found
+    if options.folds is None:
+        return
+    if not data.test_rows:
+        raise ValueError("--folds needs data with rows: this problem's test inputs are a grid")
+    if not 2 <= options.folds <= 100:
+        raise ValueError(f"--folds must lie between 2 and 100, got {options.folds}")
+
+
+def check_noise(options: argparse.Namespace, data: Dataset) -> None:
+    """Check that the noise belongs to the task.
+
+    :raises ValueError: if another noise than the usual one is chosen for classes or counts.
+    """
+    if options.noise != "normal" and data.task != "regression":
+        raise ValueError(f"--noise is of use for a regression only, and this is a {data.task}")
 
 
 def gain(options: argparse.Namespace) -> float:
@@ -230,7 +282,7 @@ def gain(options: argparse.Namespace) -> float:
     :raises ValueError: for a gain that is not positive and finite.
     """
     if options.prior_gain is None:
-        return 1.0 if options.data is not None else EXAMPLES[options.example or _EXAMPLE].gain
+        return 1.0 if options.data is not None else EXAMPLES[options.example or EXAMPLE].gain
     if not 0 < options.prior_gain < float("inf"):
         raise ValueError(f"--prior-gain must be positive and finite, got {options.prior_gain:g}")
     return options.prior_gain

@@ -10,7 +10,7 @@ from pyro_bdl.diagnostics.ess import ess
 from pyro_bdl.diagnostics.loo import LOO, loo, loo_approximate_posterior
 from pyro_bdl.diagnostics.mcse import mcse
 from pyro_bdl.diagnostics.psis import PSIS, good_k, psis
-from pyro_bdl.diagnostics.rhat import rhat
+from pyro_bdl.diagnostics.rhat import rhat, within_rhat
 from pyro_bdl.diagnostics.subsampled_loo import SubsampledLOO, difference_estimate, subsampled_loo
 from pyro_bdl.diagnostics.summary import Summary, function_draws, summary
 from pyro_bdl.diagnostics.waic import WAIC, waic
@@ -36,4 +36,5 @@ __all__ = [
     "subsampled_loo",
     "summary",
     "waic",
+    "within_rhat",
 ]

@@ -34,6 +34,20 @@ def rhat(draws: Tensor, *, progress: bool | None = None) -> Tensor:
     return map_blocks(_rank_rhat, draws, progress=progress)
 
 
+def within_rhat(draws: Tensor, *, progress: bool | None = None) -> Tensor:
+    """R-hat of each chain on its own: whether its two halves agree.
+
+    For chains that are meant to stay apart, such as those of ``mcmc.ensemble_sample``: their R-hat
+    together is large however well each explores its mode.
+
+    :param draws: ``(chains, draws, ...)``.
+    :returns: float64 ``(chains, ...)``.
+    """
+    check_draws(draws)
+    chains = [map_blocks(_rank_rhat, chain[None], progress=progress) for chain in draws]
+    return torch.stack(chains)
+
+
 def _rank_rhat(x: Tensor) -> Tensor:
     halves = split_chains(x)
     pooled = ordered(halves.flatten(1))

@@ -22,7 +22,7 @@ from pyro_bdl.init import init_to_network, start_at
 from pyro_bdl.program.argument_errors import explained
 from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.gaussian_prior import GaussianPrior
-from pyro_bdl.program.layout import Latent, Layout, differences
+from pyro_bdl.program.layout import Latent, Layout, differences, origin
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.program import Program, trace_once
 from pyro_bdl.program.trace import Run, distribution_of_targets
@@ -201,11 +201,11 @@ class Guide(OwnParameters, AutoGuide):
         ours = _sites_of(self.require_layout())
         if theirs is None or theirs == ours:
             return
-        shapes = ({name: torch.Size(shape) for name, shape, _ in sites} for sites in (ours, theirs))
+        shapes = [{name: torch.Size(shape) for name, shape, _ in sites} for sites in (ours, theirs)]
         found = differences(*shapes) or "its sites have another order or other supports"
         raise RuntimeError(
-            f"the state of {type(self).__name__} is of another program ({found}): load it into a "
-            "guide for the program that it was saved from"
+            f"the state of {type(self).__name__} is of {origin(*shapes)} ({found}): load it "
+            "into a guide for the program that it was saved from"
         )
 
     def _load_from_state_dict(

@@ -13,7 +13,7 @@ from torch.distributions import biject_to
 from pyro_bdl.distributions.copies import point_of
 from pyro_bdl.distributions.take_apart import base_distribution, parameters_of
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.program.layout import Latent, differences, transform_of
+from pyro_bdl.program.layout import Latent, differences, origin, transform_of
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.site_shapes import SiteShape, site_shapes
 from pyro_bdl.program.trace import Run, Site, leave_open, record
@@ -173,7 +173,8 @@ def _runs_of_continuous(
         slopes = transform.inv.log_abs_det_jacobian(value, part)
         log_q = log_q + slopes.reshape(count, -1).sum(1)
         latents[site["name"]] = value
-    return _Runs(latents, log_q, frozenset(list(latents)[1:]))
+    first_point = 1 if point_of(q) is None else 0  # a Laplace guide in training is a point
+    return _Runs(latents, log_q, frozenset(list(latents)[first_point:]))
 
 
 def to_samples(posterior: Any, num_samples: int, *args: Any, **kwargs: Any) -> Samples:
@@ -284,16 +285,13 @@ def check_sites(
     :param draws: site -> values with ``leading`` dimensions in front of the site's shape.
     :raises ValueError: if names or shapes do not match; the error lists all of them.
     """
-    found = differences(
-        {name: latent.shape for name, latent in latents.items()},
-        {name: value.shape[leading:] for name, value in draws.items()},
-    )
-    _refuse(found)
+    _refuse(_shapes(latents), {name: value.shape[leading:] for name, value in draws.items()})
 
 
-def _refuse(found: str) -> None:
+def _refuse(expected: Mapping[str, torch.Size], given: Mapping[str, torch.Size]) -> None:
+    found = differences(expected, given)
     if found:
-        raise ValueError(f"the posterior is of another program ({found})")
+        raise ValueError(f"the posterior is of {origin(expected, given)} ({found})")
 
 
 def check_guide(latents: Mapping[str, Latent], guide: Guide) -> None:
@@ -303,9 +301,12 @@ def check_guide(latents: Mapping[str, Latent], guide: Guide) -> None:
     :raises ValueError: if names, shapes or the order do not match.
     """
     theirs = guide.require_layout().latents
-    _refuse(differences(_shapes(latents), _shapes(theirs)))
+    _refuse(_shapes(latents), _shapes(theirs))
     if list(latents) != list(theirs):
-        _refuse(f"its sites have another order: {', '.join(map(repr, theirs))}")
+        order = ", ".join(map(repr, theirs))
+        raise ValueError(
+            f"the posterior is of another program (its sites have another order: {order})"
+        )
 
 
 def _shapes(latents: Mapping[str, Latent]) -> dict[str, torch.Size]:
@@ -339,7 +340,7 @@ def run_at_draw(
 
 def _check_shapes(run: Run, values: Mapping[str, Tensor]) -> None:
     expected = {name: shape for name, shape in _latent_shapes(run).items() if name in values}
-    _refuse(differences(expected, {name: values[name].shape for name in expected}))
+    _refuse(expected, {name: values[name].shape for name in expected})
 
 
 def _latent_shapes(run: Run) -> dict[str, torch.Size]:
@@ -370,7 +371,7 @@ def check_posterior(
     given = {name: value.shape for name, value in values.items()}
     if not isinstance(posterior, Guide | Samples):  # Pyro's own guides have auxiliary sites too
         given = {name: shape for name, shape in given.items() if name in expected}
-    _refuse(differences(expected, given))
+    _refuse(expected, given)
 
 
 def _moved(site: Site) -> Tensor:

@@ -209,7 +209,7 @@ class LaplaceGuide(JointGuide):
     def _fit(self, batches: Batches, before: Any, progress: bool | None) -> Tensor:
         """Add the curvature of data; return the gradient of the log joint density in the subset
         (p,)."""
-        model = self.program_model
+        model, is_new = self.program_model, self._passes is None
         if before is None:
             self.config = with_known_information(
                 model, self.subset, self.loc, self.few, self.config
@@ -224,13 +224,14 @@ class LaplaceGuide(JointGuide):
         for name in ("log_likelihood", "squares", "cells"):
             earlier = getattr(self, name) if before is not None else 0.0
             self.register_buffer(name, getattr(fitted, name).to(self.loc.device) + earlier)
-        earlier = self.passes if before is not None else []
-        self._passes = [*earlier, (batches, fitted.factor)]
+        earlier = [] if before is None else self._passes
+        self._passes = None if earlier is None else [*earlier, (batches, fitted.factor)]
         if before is None:
             self.few = few_rows(model, self.require_layout(), self.loc, self.few)
             warn_of_randomness(model, self.subset, self.loc, *self.few)
             reading = self._read()
-            check_factors(reading.run, reading.leaves, self.config)
+            if is_new:  # Newton steps fit again
+                check_factors(reading.run, reading.leaves, self.config)
             self.register_buffer("noise_factor", torch.ones_like(self.squares))
             self.register_buffer("reference_noise", None)
             self.reference_noise = self._noise()

@@ -14,7 +14,6 @@ from pyro_bdl.program.batches import Batch
 
 _HALVINGS = 60
 _DRAWS = 4096
-_NUMBERS_AT_ONCE = 2**24
 
 
 class MixtureGuide(JointGuide):
@@ -190,7 +189,10 @@ def _normal_cdf(x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
     return torch.where(scale > 0, torch.special.ndtr(offset / safe), (offset >= 0).to(x))
 
 
-def empirical_quantiles(draws: Tensor, levels: Tensor) -> Tensor:
-    """Interpolated quantiles (levels, P) of draws (S, P), computed a few columns at a time."""
-    columns = max(1, _NUMBERS_AT_ONCE // (2 * len(draws)))
+def empirical_quantiles(draws: Tensor, levels: Tensor, *, numbers_at_once: int = 2**24) -> Tensor:
+    """Interpolated quantiles (levels, P) of draws (S, P), computed a few columns at a time.
+
+    :param numbers_at_once: numbers that ``torch.quantile`` may hold; it refuses more than 2^24.
+    """
+    columns = max(1, numbers_at_once // (2 * len(draws)))
     return torch.cat([torch.quantile(part, levels, dim=0) for part in draws.split(columns, 1)], 1)

@@ -1,9 +1,19 @@
 """Markov chain Monte Carlo on a Pyro program."""
 
-from pyro_bdl.mcmc.hmc.sampling import sample
+from pyro_bdl.mcmc.ensemble import ensemble_sample
+from pyro_bdl.mcmc.hmc.sampling import extend, sample
 from pyro_bdl.mcmc.stochastic_gradient.sampling import sgmcmc
 from pyro_bdl.mcmc.stochastic_gradient.schedules import Cyclical, Polynomial
 from pyro_bdl.mcmc.stochastic_gradient.step_size import suggest_step_size
 from pyro_bdl.samples import Samples
 
-__all__ = ["Cyclical", "Polynomial", "Samples", "sample", "sgmcmc", "suggest_step_size"]
+__all__ = [
+    "Cyclical",
+    "Polynomial",
+    "Samples",
+    "ensemble_sample",
+    "extend",
+    "sample",
+    "sgmcmc",
+    "suggest_step_size",
+]

@@ -4,7 +4,7 @@ import math
 import operator
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,10 @@ STATS = ("potential_energy", "energy", "num_steps", "accept_prob", "step_size", 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a kernel; see ``pyro_bdl.mcmc.sample``."""
+    """The settings of a kernel; see ``pyro_bdl.mcmc.sample``.
+
+    :param deadline: the value of ``time.perf_counter()`` at which the chains stop.
+    """
 
     kernel: str
     num_warmup: int
@@ -41,10 +44,17 @@ class Settings:
     adapts_mass: bool = True
     energy_variance: float = 5e-4
     thinning: int | None = None
+    deadline: float | None = None
+    checkpoint: str | None = None
 
     @property
     def adapts_step_size(self) -> bool:
         return self.step_size is None
+
+    def as_json(self) -> dict[str, Any]:
+        """The settings that determine the draws."""
+        left_out = ("num_samples", "inverse_mass", "progress", "deadline", "checkpoint")
+        return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def kernel_options(self) -> dict[str, Any]:
         """The options that have the same names in Pyro's and NumPyro's HMC and NUTS."""
@@ -74,11 +84,16 @@ class Target:
 @dataclass
 class Chains:
     """Draws (chains, draws, P) with statistics (chains, draws); fewer than requested after
-    Ctrl-C."""
+    Ctrl-C, or when the time is up.
+
+    :param state: the arrays (chains, ...) from which the chains can go on, by path; empty if they
+        cannot.
+    """
 
     vectors: Tensor
     stats: dict[str, Tensor]
     interrupted: bool = False
+    state: dict[str, Tensor] = field(default_factory=dict)
 
 
 def progress_bar(settings: Settings, total: int, description: str) -> tqdm:
@@ -93,6 +108,7 @@ def stack_chains(chains: list[Chains]) -> Chains:
     longest_first = sorted((chain.vectors.shape[1] for chain in chains), reverse=True)
     draws = max(enumerate(longest_first, 1), key=lambda pair: pair[0] * pair[1])[1]
     kept = [chain for chain in chains if chain.vectors.shape[1] >= draws]
+    whole = longest_first[0] == longest_first[-1]  # else the states are not those of the last draws
     return Chains(
         torch.cat([chain.vectors[:, :draws] for chain in kept]),
         {
@@ -100,6 +116,9 @@ def stack_chains(chains: list[Chains]) -> Chains:
             for name in kept[0].stats
         },
         any(chain.interrupted for chain in chains),
+        {name: torch.cat([chain.state[name] for chain in kept]) for name in kept[0].state}
+        if whole
+        else {},
     )
 
 
@@ -135,7 +154,7 @@ def warn_of_divergences(chains: Chains) -> None:
         "posterior; raise target_accept, give scales priors that keep away from 0, or start "
         "elsewhere (init='uniform', a trained guide)",
         BdlWarning,
-        stacklevel=3,
+        stacklevel=4,
     )
 
 
@@ -159,5 +178,5 @@ def warn_of_stuck_chains(chains: Chains) -> None:
         f"about the posterior: {which} (step size {sizes}); start elsewhere (init='uniform', "
         "'network', or a trained guide) or take a longer num_warmup",
         BdlWarning,
-        stacklevel=3,
+        stacklevel=4,
     )

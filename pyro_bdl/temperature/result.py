@@ -74,7 +74,21 @@ class Sweep:
     guides: Mapping[tuple[int, float], Guide] = field(repr=False)
 
     def __str__(self) -> str:
-        return to_text(self.rows, self.columns)
+        return self.to_text()
+
+    def to_text(self, width: int | None = 100) -> str:
+        """The table as text.
+
+        :param width: the largest number of characters in a line; columns that do not fit are left
+            out, the last ones first. None for all columns.
+        """
+        columns = self.columns
+        while width is not None and len(columns) > 3:
+            lines = to_text(self.rows, columns).splitlines()
+            if max(map(len, lines)) <= width:
+                break
+            columns = columns[:-1]
+        return to_text(self.rows, columns)
 
     @property
     def columns(self) -> list[Column]:

@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from pyro_bdl.program.batches import device_of_rows, leading_size, taken
 from pyro_bdl.program.validation import check_finite
 from pyro_bdl.training.checkpoint import Checkpoint, Losses
 from pyro_bdl.training.collapse import warn_of_collapse
+from pyro_bdl.training.held_out import HeldOut, split
 from pyro_bdl.training.minibatches import Minibatches
 from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.progress import hidden
@@ -42,11 +44,16 @@ class Training:
     :param losses: ``(steps,)``, the negative ELBO of each step taken, in nats.
     :param batch_size: rows in each step.
     :param interrupted: whether Ctrl-C ended it early.
+    :param held_out: the mean log likelihood of the rows held back, in nats, (checks, members); one
+        member of a guide that is no ensemble. None without ``held_out``.
+    :param best_steps: the step whose parameters each member has now, (members,).
     """
 
     losses: Tensor
     batch_size: int
     interrupted: bool
+    held_out: Tensor | None = None
+    best_steps: Tensor | None = None
 
 
 def train(
@@ -64,6 +71,9 @@ def train(
     parameters: Iterable[Tensor] | None = None,
     elbo: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
+    held_out: float | None = None,
+    patience: int = 10,
+    check_every: int | None = None,
     checkpoint: str | Path | None = None,
     every: int | None = None,
     progress: str | None = None,
@@ -91,7 +101,13 @@ def train(
     :param elbo: another loss; it replaces the ELBO with this temperature, number of particles and
         estimator.
     :param optimizer: another optimizer; it replaces Adam with these parameters and this learning
-        rate. Its learning rate falls in the same way.
+        rate, for example ``torch.optim.AdamW`` with weight decay. Its learning rate falls in the
+        same way.
+    :param held_out: the share of the rows, chosen at random, that is held back from training. The
+        training stops when their log likelihood no longer grows, and the guide has its best
+        parameters at the end; each member of an ensemble its own.
+    :param patience: checks without a better value after which the training stops.
+    :param check_every: steps between two checks, by default a fiftieth of all steps.
     :param checkpoint: a file that holds the state of the training. If it exists, the training goes
         on from there, and ends as one that was never stopped: on a CPU bit for bit. See
         :class:`Checkpoint`.
@@ -104,10 +120,17 @@ def train(
     :raises TypeError: for data that are not tensors, or of another dtype than the weights.
     """
     steps = whole_number(steps, "steps")
-    count = _count(x=x, y=y)
+    total = _count(x=x, y=y)
     check_finite(model, (x, y), {})
-    size = rows_per_step(model, count, batch_size)
     guide.prototype(x, y)
+    held = None
+    if held_out is not None:
+        (x, y), back = split(x, y, held_out)
+        held = HeldOut(model, guide, *back, whole_number(patience, "patience"))
+        check_every = max(1, steps // 50) if check_every is None else check_every
+        whole_number(check_every, "check_every")
+    count = leading_size(x)
+    size = rows_per_step(model, count, batch_size, total)
     if size < count:  # a full batch, and the first minibatch, are checked at the first step
         for rows in torch.arange(count, device=device_of_rows(x)).split(_ROWS_AT_ONCE):
             check_data(model, guide, (taken(x, rows), taken(y, rows)), {})
@@ -120,17 +143,27 @@ def train(
         trained = list(objective.parameters() if parameters is None else parameters)
         optimizer = torch.optim.Adam(trained, lr=learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    descent = _Descent(objective, optimizer, x, y, size, after=lambda _: schedule.step())
+
+    def after(step: int) -> None:
+        schedule.step()
+        if held is not None and check_every is not None and step % check_every == 0:
+            held.check(step)
+
+    descent = _Descent(objective, optimizer, x, y, size, after=after)
     numbers: Iterable[int] = range(steps)
     if checkpoint is not None:
-        own = {"program": model} if isinstance(model, nn.Module) else {}
+        parts: dict[str, Any] = {"program": model} if isinstance(model, nn.Module) else {}
+        parts |= {} if held is None else {"held_out": held}
         saved = Checkpoint(
             checkpoint,
-            settings={"steps": steps, "batch_size": size},
+            settings={"steps": steps, "batch_size": size, "held_out": held_out},
             guide=guide, optimizer=optimizer, schedule=schedule, elbo=elbo,
-            batches=descent.batches, losses=descent.losses, **own,
+            batches=descent.batches, losses=descent.losses, **parts,
         )  # fmt: skip
         numbers = saved.steps(steps, every=every)
+    if held is not None:
+        stopper = held
+        numbers = takewhile(lambda _: not stopper.done, numbers)
     losses, interrupted = descent.run(numbers, steps, progress)
     if interrupted:
         warnings.warn(
@@ -140,7 +173,10 @@ def train(
         )
     elif bayesian:
         warn_of_collapse(model, guide, elbo.kl, x, y)
-    return Training(losses, size, interrupted)
+    if held is None or not held.scores:
+        return Training(losses, size, interrupted)
+    held.restore()
+    return Training(losses, size, interrupted, held.table, held.best_steps())
 
 
 def collect_swag(
@@ -373,20 +409,22 @@ def _count(**arguments: Any) -> int:
     return leading_size(entries)
 
 
-def rows_per_step(model: Callable, rows: int, asked: int | None) -> int:
+def rows_per_step(model: Callable, rows: int, asked: int | None, total: int | None = None) -> int:
     """The rows of each step, see ``batch_size`` of ``train``.
 
-    :param rows: the number of all data.
+    :param rows: the number of rows to train on.
     :param asked: the number that was asked for; None for the default.
+    :param total: the number of all data, with those held back; by default ``rows``.
     :raises ValueError: for fewer rows than all, if the program's ``num_data`` is not their number.
     """
-    knows_all = getattr(model, "num_data", None) == rows
+    total = rows if total is None else total
+    knows_all = getattr(model, "num_data", None) == total
     if asked is None:
         return _BATCH if rows > _MOST_FULL_BATCH and knows_all else rows
     asked = whole_number(asked, "batch_size")
     if asked < rows and not knows_all:
         raise ValueError(
             f"batch_size={asked} of {rows} rows needs a program that knows of all of them: make "
-            f"it with num_data={rows}"
+            f"it with num_data={total}"
         )
     return min(asked, rows)

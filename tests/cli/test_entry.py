@@ -54,7 +54,7 @@ def rows_of(folder):
 
 
 def test_regression_writes_a_table_figures_and_a_report(table, run, tmp_path):
-    chosen = ["map", "mean-field", "mean-field-tempered", "laplace-kron", "nuts"]
+    chosen = ["map", "mean-field", "mean-field-tempered", "nuts"]
     given = ["--data", table, "--target", "price", "--one-hot", "--activation", "relu"]
     code, out, _ = run(*TINY, *given, "--guides", ",".join(chosen))
     assert code == 0
@@ -311,10 +311,10 @@ def test_warnings_are_one_line(capsys, monkeypatch):
 
 def test_threads_are_given_back():
     torch.set_num_threads(2)
-    with cli._threads(100):
+    with cli.limited_threads(100):
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == 2
-    with cli._threads(10**9):
+    with cli.limited_threads(10**9):
         assert torch.get_num_threads() == 2
 
 

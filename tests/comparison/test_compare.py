@@ -154,7 +154,9 @@ def test_laplace_beside_the_others():
     x, y = torch.randn(10, 2), torch.randn(10)
     model = bdl.models.Regression(bdl.bayesianize(torch.nn.Linear(2, 1)), noise=0.5)
     fits = {
-        name: posteriors.fit(name, posteriors.Problem(model, x, y), posteriors.Options(steps=150))
+        name: posteriors.fit(
+            name, posteriors.Problem(model, x, y), posteriors.Options(steps=150, rounds=2)
+        )
         for name in ("mean-field", "laplace-full")
     }
     found = bdl.compare(

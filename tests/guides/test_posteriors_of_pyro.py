@@ -30,9 +30,7 @@ X = torch.linspace(-1.0, 1.0, 6, dtype=torch.float64)
 Y = torch.tensor([0.1, -0.3, 0.2, 0.5, 0.4, 0.9], dtype=torch.float64)
 
 
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def model(x, y=None):

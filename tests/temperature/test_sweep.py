@@ -63,6 +63,32 @@ def test_the_optimum_at_every_temperature():
         assert row["kl"] == pytest.approx(kl.item(), rel=1e-9) and row["tau"] == eta / 30
 
 
+class Averaged(nn.Module):
+    """f(x) = 1/N sum_j a_j relu(b_j x), the scaling of the theory."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.b = nn.Linear(1, width, bias=False, **DOUBLE)
+        self.a = nn.Linear(width, 1, bias=False, **DOUBLE)
+
+    def forward(self, x):
+        return self.a(self.b(x).relu()) / len(self.b.weight)
+
+
+@pytest.mark.slow
+def test_the_kl_vanishes_at_temperature_1_and_stays_of_order_n_at_tau_p_over_n():
+    """Huix et al. (2022): KL(q* || prior) -> 0 at eta = 1; at eta = tau p / N it grows as N."""
+    found = temperature.sweep(
+        lambda width: bdl.models.Regression(bdl.bayesianize(Averaged(width)), noise=1.0),
+        lambda model: bdl.guides.AutoMeanField(model, init_scale=0.9),
+        (X, 2 * X[:, 0]), (X, 2 * X[:, 0]), taus=[0.01], etas=[1.0], widths=[4, 60], steps=250,
+        learning_rate=0.05, num_particles=8, num_samples=4,
+    ).to_frame()  # fmt: skip
+    bayes, scaled = (found[found.eta == 1.0].kl, found[found.eta != 1.0].kl_per_neuron)
+    assert bayes.iloc[1] < 0.1 < 5 * bayes.iloc[1] + 0.1 < bayes.iloc[0] + 0.1
+    assert 0.5 < scaled.iloc[1] / scaled.iloc[0] < 1.5 and scaled.iloc[1] > 0.5
+
+
 def test_the_table(classes):
     assert [(row["neurons"], round(row["eta"], 6)) for row in classes.rows] == [
         (4, 0.075), (4, 1.0), (4, 7.5), (8, 0.0375), (8, 1.0), (8, 3.75),

@@ -165,20 +165,40 @@ def _train(path, steps=_STEPS, **options):
     return made, _numbers(model, guide)
 
 
+def _dies_after(steps, monkeypatch, call):
+    """Let Adam's step raise an error after so many steps."""
+    left, step = iter(range(steps)), torch.optim.Adam.step
+
+    def limited(*args, **options):
+        if next(left, None) is None:
+            raise RuntimeError("died")
+        return step(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.Adam, "step", limited)
+        with pytest.raises(RuntimeError, match="died"):
+            call()
+
+
 def test_train_goes_on_bit_for_bit(tmp_path, monkeypatch):
     torch.manual_seed(1)
     whole, expected = _train(tmp_path / "whole")
     torch.manual_seed(1)
-    with monkeypatch.context() as patch:
-        steps = iter(range(7))
-        step = torch.optim.Adam.step
-        patch.setattr(
-            torch.optim.Adam, "step", lambda *args, **rest: (next(steps), step(*args, **rest))[1]
-        )
-        with pytest.raises((RuntimeError, StopIteration)):
-            _train(tmp_path / "cut")
+    _dies_after(7, monkeypatch, lambda: _train(tmp_path / "cut"))
     cut, found = _train(tmp_path / "cut")
     assert torch.equal(cut.losses, whole.losses)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_early_stopping_goes_on_too(tmp_path, monkeypatch):
+    options = {"held_out": 0.25, "check_every": 2, "patience": 2}
+    torch.manual_seed(1)
+    whole, expected = _train(tmp_path / "whole", **options)
+    torch.manual_seed(1)
+    _dies_after(7, monkeypatch, lambda: _train(tmp_path / "cut", **options))
+    cut, found = _train(tmp_path / "cut", **options)
+    assert torch.equal(cut.held_out, whole.held_out)
+    assert torch.equal(cut.best_steps, whole.best_steps)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 

@@ -1,6 +1,6 @@
 """NumPyro's HMC and NUTS on a Pyro program that is translated to JAX."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,18 +12,21 @@ from pyro_bdl.mcmc.jax import chains
 from pyro_bdl.mcmc.jax.chains import Kernel, Stage
 
 
-def run(target: Target, start: Tensor, settings: Settings) -> Chains:
+def run(
+    target: Target, start: Tensor, settings: Settings, state: Mapping[str, Tensor] | None = None
+) -> Chains:
     """Sample ``target`` from the starting vectors (chains, P).
 
+    :param state: ``Chains.state`` of an earlier run, from which the chains go on.
     :raises RuntimeError: in a process that was forked after JAX was used, or without a device.
     """
-    return chains.run(target, start, settings, kernel)
+    return chains.run(target, start, settings, kernel, state)
 
 
 def kernel(log_density: Callable[[jax.Array], jax.Array], settings: Settings, size: int) -> Kernel:
     """NumPyro's kernel, which adapts by the number of its iterations."""
     sampler = (NUTS if settings.kernel == "nuts" else HMC)(
-        potential_fn=lambda vector: -log_density(vector),
+        potential_fn=jax.jit(lambda vector: -log_density(vector)),
         dense_mass=settings.dense_mass,
         inverse_mass_matrix=settings.inverse_mass,
         **settings.kernel_options(),

@@ -4,6 +4,8 @@ import random
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,6 +55,8 @@ def sample(
     adapt_mass: bool | None = None,
     energy_variance: float = 5e-4,
     thinning: int | None = None,
+    seconds: float | None = None,
+    checkpoint: str | Path | None = None,
     chain_method: str = "parallel",
     subset: Subset | None = None,
     at: Tensor | None = None,
@@ -101,6 +105,11 @@ def sample(
     :param thinning: steps of "mclmc" in an iteration, 20 by default; each takes two gradients.
     :param chain_method: "parallel" (on separate threads), "vectorized" (in lockstep) or
         "sequential"; for NumPyro only, Pyro's chains are always sequential.
+    :param seconds: a limit of time for the call; the draws made by then are returned, at least a
+        few after the warm-up.
+    :param checkpoint: a folder. Draws and state are written there every few seconds, and the same
+        call goes on from what it finds there: killed at any moment, it ends with the same draws as
+        an uninterrupted one. A larger ``num_samples`` adds draws.
     :param subset: the latents' unconstrained numbers to draw; the others stay fixed.
     :param at: the unconstrained vector (P,) that holds the fixed numbers; given with ``subset``.
     :param progress: show a progress bar; by default in terminals and notebooks.
@@ -113,8 +122,8 @@ def sample(
     :raises UnsupportedProgramError: for a program without observed sites, with discrete latents
         that cannot be summed out, or with latents that ``poutine.block`` hides.
     :raises MissingOperatorError: if an operator has no translation to JAX.
-    :raises ValueError: for data that are not finite, targets outside their support, or a plate that
-        holds a part of its data.
+    :raises ValueError: for data that are not finite, targets outside their support, a plate that
+        holds a part of its data, or a checkpoint of another run.
     """
     one_of("kernel", kernel, ("nuts", "hmc", *_MICROCANONICAL))
     one_of("backend", backend, ("numpyro", "pyro"))
@@ -126,7 +135,10 @@ def sample(
     _check_positive("energy_variance", energy_variance)
     if not 0 < target_accept < 1:
         raise ValueError(f"target_accept must lie between 0 and 1, got {target_accept}")
+    _check_positive("seconds", seconds)
     _check_fit(kernel, backend, dense_mass, thinning, inverse_mass)
+    if backend == "pyro" and (checkpoint is not None or seconds is not None):
+        raise ValueError("checkpoint and seconds are for JAX: leave out backend='pyro'")
     settings = Settings(
         kernel=kernel,
         num_warmup=at_least("num_warmup", num_warmup, 0),
@@ -143,45 +155,157 @@ def sample(
         adapts_mass=inverse_mass is None if adapt_mass is None else adapt_mass,
         energy_variance=energy_variance,
         thinning=None if thinning is None else at_least("thinning", thinning, 1),
+        checkpoint=None if checkpoint is None else str(checkpoint),
     )
-    kwargs = dict(model_kwargs or {})
-    check_finite(model, args, kwargs)
     started = time.perf_counter()
-    with evaluation_mode(model, args, kwargs, init), seeded(seed):
+    if seconds is not None:
+        settings = replace(settings, deadline=started + seconds)
+    run = _Run(model, args, dict(model_kwargs or {}), settings, backend, subset, at)
+    with evaluation_mode(model, args, run.kwargs, init), seeded(seed):
+        restriction = run.restriction()
+        start = starting_vectors(restriction, init, num_chains)
+        _check_metric(settings.inverse_mass, start.shape[-1])
+        _warn_if_random(restriction, start[0], backend)
+    return run.samples(restriction, start, started)
+
+
+def extend(
+    samples: Samples,
+    num_samples: int,
+    model: Callable,
+    *args: Any,
+    subset: Subset | None = None,
+    at: Tensor | None = None,
+    progress: bool | None = None,
+    model_kwargs: Mapping[str, Any] | None = None,
+) -> Samples:
+    """All draws of ``samples`` and ``num_samples`` more of each chain, from the end of the chains.
+
+    There is no new warm-up: the state in ``samples`` has step size, metric and random keys. The
+    draws are those that a longer run of ``sample`` would have made.
+
+    :param samples: of ``sample`` on NumPyro or JAX, also from a file.
+    :param model: the program that made them, and its arguments; ``subset`` and ``at`` as then.
+    :raises ValueError: for samples that cannot go on: of another backend, or of chains that were
+        interrupted at different draws.
+    """
+    made = samples.info.get("settings")
+    if made is None or not samples.state:
+        raise ValueError(
+            "these samples hold no state from which the chains can go on: it is kept by "
+            "mcmc.sample on NumPyro or JAX if all chains ended at the same draw"
+        )
+    started = time.perf_counter()
+    count = at_least("num_samples", num_samples, 1)
+    metric = samples.state.get("inverse_mass")
+    settings = Settings(
+        **made,
+        num_samples=count,
+        progress=progress,
+        inverse_mass=None if metric is None else metric[0].numpy(),
+    )
+    run = _Run(model, args, dict(model_kwargs or {}), settings, "numpyro", subset, at)
+    with evaluation_mode(model, args, run.kwargs):
+        restriction = run.restriction()
+        example = _example(restriction).expand(samples.num_chains, -1)
+    state = {name: value for name, value in samples.state.items() if name != "inverse_mass"}
+    more = run.samples(restriction, example, started, state)
+    latents = {
+        name: torch.cat([value, more.latents[name]], 1) for name, value in samples.latents.items()
+    }
+    stats = {name: torch.cat([value, more.stats[name]], 1) for name, value in samples.stats.items()}
+    info = dict(more.info)
+    info["seconds"] += samples.info.get("seconds", 0.0)
+    return Samples(latents, stats, info, more.state, more.resume)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A call of ``sample``: the program with its arguments, and the settings."""
+
+    model: Callable
+    args: tuple
+    kwargs: dict[str, Any]
+    settings: Settings
+    backend: str
+    subset: Subset | None
+    at: Tensor | None
+
+    def restriction(self) -> Restriction:
+        """The checked program; called in evaluation mode."""
+        model, args, kwargs = self.model, self.args, self.kwargs
+        check_finite(model, args, kwargs)
         program = Program(model, *args, **kwargs)
         program.require_observed()
         require_visible_latents(model, args, kwargs)
         require_all_data(program)
         with torch.no_grad():
             check_support(program.run(program.initial))
-        restriction = Restriction(program, subset, at)
-        start = starting_vectors(restriction, init, num_chains)
-        _check_metric(settings.inverse_mass, start.shape[-1])
-        _warn_if_random(restriction, start[0], backend)
+        return Restriction(program, self.subset, self.at)
+
+    def samples(
+        self,
+        restriction: Restriction,
+        start: Tensor,
+        started: float,
+        state: Mapping[str, Tensor] | None = None,
+    ) -> Samples:
+        settings, model = self.settings, self.model
         target = Target(
             lambda vector: restriction.log_density(vector),  # make_fx would count a method's self
             restriction.log_density_terms,
         )
-    with evaluation_mode(model, args, kwargs):
-        chains = _runner(kernel, backend)(target, start, settings)
-    if chains.interrupted:
-        warnings.warn(
-            f"interrupted: {chains.vectors.shape[1]} of {num_samples} draws per chain were made",
-            BdlWarning,
-            stacklevel=2,
+        goes_on = {} if state is None else {"state": state}
+        with evaluation_mode(model, self.args, self.kwargs):
+            runner = _runner(settings.kernel, self.backend)
+            chains = runner(target, start, settings, **goes_on)
+        if chains.interrupted:
+            warnings.warn(
+                f"interrupted: {chains.vectors.shape[1]} of {settings.num_samples} draws per chain "
+                "were made",
+                BdlWarning,
+                stacklevel=3,
+            )
+        warn_of_divergences(chains)
+        warn_of_stuck_chains(chains)
+        info = {
+            "kernel": settings.kernel,
+            "backend": "jax" if settings.kernel in _MICROCANONICAL else self.backend,
+            "num_warmup": settings.num_warmup,
+            "seed": settings.seed,
+            "target_accept": settings.target_accept,
+            "seconds": time.perf_counter() - started,
+            "interrupted": chains.interrupted,
+            "settings": settings.as_json(),
+        }
+        if settings.kernel == "mclmc":
+            info["energy_variance"] = float(chains.stats["energy_variance"].double().mean())
+        found = _as_samples(restriction, chains, info)
+        if not chains.state:
+            return found
+        metric = settings.inverse_mass
+        if metric is not None:
+            chains.state["inverse_mass"] = torch.from_numpy(metric).expand(
+                len(start), *metric.shape
+            )
+        return replace(found, state=chains.state, resume=self._resume)
+
+    def _resume(self, samples: Samples, num_samples: int) -> Samples:
+        return extend(
+            samples,
+            num_samples,
+            self.model,
+            *self.args,
+            subset=self.subset,
+            at=self.at,
+            progress=self.settings.progress,
+            model_kwargs=self.kwargs,
         )
-    warn_of_divergences(chains)
-    warn_of_stuck_chains(chains)
-    info = {
-        "kernel": kernel,
-        "backend": "jax" if kernel in _MICROCANONICAL else backend,
-        "num_warmup": num_warmup,
-        "seed": seed,
-        "target_accept": target_accept,
-        "seconds": time.perf_counter() - started,
-        "interrupted": chains.interrupted,
-    }
-    return _as_samples(restriction, chains, info)
+
+
+def _example(restriction: Restriction) -> Tensor:
+    program = restriction.program
+    return restriction.chosen(program.unconstrain(program.initial).detach())
 
 
 def _check_positive(name: str, value: float | None) -> None:

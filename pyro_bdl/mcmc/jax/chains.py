@@ -1,11 +1,13 @@
 """Chains of any JAX kernel: in lockstep, in threads or in turn, in blocks of iterations."""
 
 import contextlib
+import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.mcmc.chains import Chains, Settings, Target, progress_bar, stack_chains
+from pyro_bdl.mcmc.checkpoint import Journal, Kept
 from pyro_bdl.mcmc.jax.density import check_device, check_process, jax_density
 from pyro_bdl.utils.interrupts import deferred_interrupt
 
@@ -22,8 +25,7 @@ from pyro_bdl.utils.interrupts import deferred_interrupt
 # long.
 _SECONDS_PER_BLOCK = 0.5
 _MOST_PER_BLOCK = 64
-
-Kept = dict[str, np.ndarray]
+_SECONDS_PER_WRITE = 5.0  # of a checkpoint
 
 
 class Stage(NamedTuple):
@@ -63,11 +65,15 @@ def run(
     start: Tensor,
     settings: Settings,
     make: Callable[[Callable[[jax.Array], jax.Array], Settings, int], Kernel],
+    state: Mapping[str, Tensor] | None = None,
 ) -> Chains:
     """Run chains of a kernel from the starting vectors (chains, P).
 
     :param make: (log density, settings, P) -> the kernel.
+    :param state: ``Chains.state`` of an earlier run with these settings, from whose end the chains
+        go on without a warm-up.
     :raises RuntimeError: in a process that was forked after JAX was used, or without a device.
+    :raises ValueError: for a checkpoint or state of another run.
     """
     check_process()
     check_device(start.device)
@@ -78,9 +84,10 @@ def run(
         starts = jnp.asarray(start.detach().cpu().numpy())
         keys = jax.random.split(jax.random.PRNGKey(settings.seed), len(start))
         if settings.chain_method == "vectorized" and len(start) > 1:
-            chains = Chain(kernel, keys, starts, settings).run(stop)
+            journal = _journal(settings, log_density, starts)
+            chains = Chain(kernel, keys, starts, settings, journal, state).run(stop)
         else:
-            chains = _one_by_one(kernel, keys, starts, settings, stop)
+            chains = _one_by_one(kernel, log_density, keys, starts, settings, state, stop)
     chains.interrupted |= stop.is_set()  # Ctrl-C during the last block
     chains.vectors = chains.vectors.to(start)
     chains.stats = {name: value.to(start.device) for name, value in chains.stats.items()}
@@ -92,67 +99,137 @@ def _raise_if_stopped(stop: threading.Event) -> None:
         raise KeyboardInterrupt
 
 
+def _journal(
+    settings: Settings, log_density: Callable, starts: jax.Array, chain: int | None = None
+) -> Journal | None:
+    if settings.checkpoint is None:
+        return None
+    folder = Path(settings.checkpoint)
+    values = jax.vmap(log_density)(starts) if starts.ndim == 2 else log_density(starts)
+    identity = {"starts": np.asarray(starts), "log densities": np.asarray(values)}
+    if settings.inverse_mass is not None:
+        identity["inverse_mass"] = settings.inverse_mass
+    text = json.dumps(settings.as_json(), sort_keys=True)
+    return Journal(folder if chain is None else folder / f"chain-{chain}", text, identity)
+
+
 class Chain:
     """One chain, or several in lockstep, run in blocks of iterations with progress in between.
 
     The number of iterations of a block is an argument of the compiled function, so that all stages
     share one compilation.
+
+    :param journal: where the chain is written as it goes, and read from if it is there.
+    :param state: the state from which the draws go on, without the earlier stages.
     """
 
     def __init__(
-        self, kernel: Kernel, keys: jax.Array, starts: jax.Array, settings: Settings
+        self,
+        kernel: Kernel,
+        keys: jax.Array,
+        starts: jax.Array,
+        settings: Settings,
+        journal: Journal | None = None,
+        state: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self.kernel, self.settings = kernel, settings
+        self.kernel, self.settings, self.journal = kernel, settings, journal
         self.batched = starts.ndim == 2
         self.state = kernel.init(keys, starts)
         self.advance = jax.jit(partial(_advance, kernel))
         self.collected: list[Kept] = []
+        self.stage = self.done = self.written = 0
+        self.last_write = time.perf_counter()
+        if state is not None:
+            self.stage = len(kernel.stages) - 1
+            self._take({name: value.numpy() for name, value in state.items()})
+        restored = None if journal is None else journal.restore()
+        if restored is not None:
+            self.stage, self.done = restored.stage, restored.done
+            self.collected = restored.blocks
+            self.written = len(restored.blocks)
+            self._take(restored.leaves)
+
+    def _leaves(self) -> Kept:
+        """The arrays of the state, by path."""
+        found = jax.tree_util.tree_flatten_with_path(self.state)[0]
+        return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in found}
+
+    def _take(self, leaves: Mapping[str, np.ndarray]) -> None:
+        """Replace the arrays of the state.
+
+        :raises ValueError: for those of another kernel, or for another number of chains.
+        """
+        own = self._leaves()
+        if own.keys() != leaves.keys() or any(own[k].shape != leaves[k].shape for k in own):
+            raise ValueError(
+                "the state of the chains is of another kernel, program or number of chains"
+            )
+        arrays = [jnp.asarray(leaves[name], own[name].dtype) for name in own]
+        self.state = jax.tree.unflatten(jax.tree.structure(self.state), arrays)
 
     def run(self, stop: threading.Event, bar: Any = None) -> Chains:
         """Run all stages; Ctrl-C or the event ``stop`` ends the last with the draws so far."""
         own = bar is None
-        total = sum(stage.iterations for stage in self.kernel.stages)
+        stages = self.kernel.stages
         if own:
+            total = sum(stage.iterations for stage in stages)
             bar = progress_bar(self.settings, total, self.settings.kernel.upper())
         interrupted = False
+        bar.update(sum(stage.iterations for stage in stages[: self.stage]) + self.done)
         try:
-            for stage in self.kernel.stages:
-                self._run_stage(stage, bar, stop)
+            while True:
+                self._run_stage(stages[self.stage], bar, stop)
+                if self.stage == len(stages) - 1:
+                    break
+                self.stage, self.done = self.stage + 1, 0
+                self.collected, self.written = [], 0
         except KeyboardInterrupt:
             interrupted = True
         finally:
             if own:
                 bar.close()
-        if not self.collected:
+        if self.stage < len(stages) - 1 or not self.collected:
             raise KeyboardInterrupt
         return self._chains(interrupted)
 
     def _run_stage(self, stage: Stage, bar: Any, stop: threading.Event) -> None:
-        self.collected = []
-        count, block = stage.iterations, 1
+        block = 1
         hidden = () if stage.finish is not None else self.kernel.hidden
         try:
-            while count > 0:
+            while self.done < stage.iterations and not self._late():
                 _raise_if_stopped(stop)
-                size = min(block, count)
+                size = min(block, stage.iterations - self.done)
                 started = time.perf_counter()
                 state, kept = self.advance(self.state, size)
                 jax.block_until_ready(state)
                 seconds = time.perf_counter() - started
-                self.state = state
+                rows = {k: np.asarray(v)[:size].copy() for k, v in kept.items() if k not in hidden}
+                self.state, self.done = state, self.done + size
                 if stage.keep:
-                    self.collected.append(
-                        {k: np.asarray(v)[:size].copy() for k, v in kept.items() if k not in hidden}
-                    )
+                    self.collected.append(rows)
                 bar.update(size)
-                count -= size
+                if time.perf_counter() - self.last_write >= _SECONDS_PER_WRITE:
+                    self._write()
                 block = int(np.clip(size * _SECONDS_PER_BLOCK / seconds, 1, _MOST_PER_BLOCK))
-        except KeyboardInterrupt:
-            if stage is not self.kernel.stages[-1]:
-                self.collected = []  # of the warm-up
-            raise
+        finally:
+            self._write()
         if stage.finish is not None:
             self._finish(stage.finish)
+
+    def _late(self) -> bool:
+        """Return whether the time is up; a chain has at least one block of draws."""
+        deadline, last = self.settings.deadline, len(self.kernel.stages) - 1
+        if deadline is None or self.stage < last or not self.collected:
+            return False
+        return time.perf_counter() >= deadline
+
+    def _write(self) -> None:
+        if self.journal is None:
+            return
+        new = self.collected[self.written :]
+        block = {name: np.concatenate([b[name] for b in new]) for name in new[0]} if new else None
+        self.journal.write(self.stage, self.done, self._leaves(), block)
+        self.written, self.last_write = len(self.collected), time.perf_counter()
 
     def _finish(self, finish: Callable[[Any, Kept], Any]) -> None:
         """Let the end of a stage change the state."""
@@ -174,8 +251,17 @@ class Chain:
         return {name: value[None] for name, value in joined.items()}
 
     def _chains(self, interrupted: bool) -> Chains:
-        tensors = {name: torch.from_numpy(np.array(v)) for name, v in self._joined().items()}
-        return Chains(tensors.pop("vector"), tensors, interrupted)
+        most = self.settings.num_samples
+        tensors = {
+            name: torch.from_numpy(np.array(v[:, :most])) for name, v in self._joined().items()
+        }
+        state = {}
+        if self.done <= most:  # a checkpoint may hold more draws than are asked for
+            for name, value in self._leaves().items():
+                value = value if self.batched else value[None]
+                value = value.astype(np.int64) if value.dtype == np.uint32 else np.array(value)
+                state[name] = torch.from_numpy(value)
+        return Chains(tensors.pop("vector"), tensors, interrupted, state)
 
 
 def _advance(kernel: Kernel, state: Any, count: Any) -> tuple[Any, dict[str, jax.Array]]:
@@ -193,10 +279,20 @@ def _advance(kernel: Kernel, state: Any, count: Any) -> tuple[Any, dict[str, jax
 
 
 def _one_by_one(
-    kernel: Kernel, keys: jax.Array, starts: jax.Array, settings: Settings, stop: threading.Event
+    kernel: Kernel,
+    log_density: Callable,
+    keys: jax.Array,
+    starts: jax.Array,
+    settings: Settings,
+    state: Mapping[str, Tensor] | None,
+    stop: threading.Event,
 ) -> Chains:
     """Run chains separately: one after the other, or in parallel on separate threads."""
-    chains = [Chain(kernel, key, start, settings) for key, start in zip(keys, starts, strict=True)]
+    chains = []
+    for i, (key, start) in enumerate(zip(keys, starts, strict=True)):
+        journal = _journal(settings, log_density, start, i)
+        own = None if state is None else {name: value[i] for name, value in state.items()}
+        chains.append(Chain(kernel, key, start, settings, journal, own))
     for chain in chains[1:]:
         chain.advance = chains[0].advance
     total = len(chains) * sum(stage.iterations for stage in kernel.stages)

@@ -1,0 +1,264 @@
+"""Microcanonical samplers against NUTS on Bayesian networks: effective draws of the function.
+
+For each data set and network, the smallest ESS of the outputs f(x) at 100 rows, per second and per
+1000 gradients:
+
+- ``mclmc``, ``mams`` and ``nuts`` of ``bdl.mcmc.sample`` on the Pyro program;
+- NumPyro's NUTS on the same density written by hand in JAX;
+- BlackJAX's MCLMC with its own tuning on that density, where BlackJAX is installed.
+
+Seconds are those of the whole call, compilation and warm-up included. A network with one hidden
+layer has a noise of its own, deeper ones give it as a second output. "agrees" is the root mean
+square, over rows, of the difference of mean f to that of our NUTS in Monte Carlo standard errors of
+both, about 1 for equal posteriors.
+
+    python benchmarks/mcmc.py --data uci --sets energy concrete --networks 50 16-16-16-16
+"""
+
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import pyro
+import pyro.distributions as dist
+import torch
+from torch import nn
+
+import pyro_bdl as bdl
+
+ROWS = 100  # whose outputs are compared
+
+
+def network(features: int, widths: list[int], outputs: int) -> nn.Sequential:
+    sizes, layers = [features, *widths], []
+    for wide, narrow in pairwise(sizes):
+        layers += [nn.Linear(wide, narrow), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(sizes[-1], outputs))
+
+
+def program(features: int, widths: list[int]) -> Any:
+    """Priors Normal(0, 1); a network with one layer has the noise HalfNormal(1)."""
+    single = len(widths) == 1
+    bnn = bdl.bayesianize(network(features, widths, 1 if single else 2), bdl.priors.Normal(1.0))
+    if single:
+        return bdl.models.Regression(bnn, noise=dist.HalfNormal(1.0))
+    return bdl.models.HeteroscedasticRegression(bnn)
+
+
+def by_hand(x, y, widths: list[int]):
+    """The same log density of a flat vector, its outputs f, and P."""
+    single = len(widths) == 1
+    sizes = [x.shape[1], *widths, 1 if single else 2]
+    pairs = list(pairwise(sizes))
+    shapes = [shape for a, b in pairs for shape in ((b, a), (b,))] + [()] * single
+    ends = np.cumsum([int(np.prod(shape)) for shape in shapes])
+
+    def outputs(u, x):
+        parts = [p.reshape(s) for p, s in zip(jnp.split(u, ends[:-1]), shapes, strict=True)]
+        for i in range(0, 2 * len(widths), 2):
+            x = jax.nn.relu(x @ parts[i].T + parts[i + 1])
+        i = 2 * len(widths)
+        found = x @ parts[i].T + parts[i + 1]
+        if single:
+            return jnp.c_[found, jnp.broadcast_to(parts[-1], found.shape)]
+        return found
+
+    def log_density(u):
+        f = outputs(u, x)
+        if single:
+            noise = jnp.exp(u[-1])
+            prior = -0.5 * noise**2 + u[-1] - 0.5 * (u[:-1] ** 2).sum()
+        else:
+            noise = jax.nn.softplus(f[:, 1]) + jnp.finfo(f.dtype).eps
+            prior = -0.5 * (u**2).sum()
+        terms = -0.5 * ((y - f[:, 0]) / noise) ** 2 - jnp.log(noise)
+        return terms.sum() + prior
+
+    return log_density, outputs, int(ends[-1])
+
+
+def table_of(folder: str | None, name: str, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    if folder is None or name == "made-up":
+        generator = np.random.default_rng(0)
+        x = generator.normal(size=(300, 5))
+        return x, np.sin(x[:, 0] + x[:, 1]) + 0.1 * generator.normal(size=300)
+    single = Path(folder, f"{name}.data")
+    if single.exists():
+        table = np.loadtxt(single)[:rows]
+        x, y = table[:, :-1], table[:, -1]
+    else:
+        where = Path(folder, "standard", name, "data")
+        table = np.loadtxt(where / "data.txt")[:rows]
+        x = table[:, np.loadtxt(where / "index_features.txt", dtype=int)]
+        y = table[:, int(np.loadtxt(where / "index_target.txt"))]
+    sd = x.std(0)
+    x = (x[:, sd > 0] - x.mean(0)[sd > 0]) / sd[sd > 0]
+    return x, (y - y.mean()) / y.std()
+
+
+def measured(f: np.ndarray, seconds: float, gradients: int) -> dict[str, Any]:
+    """:param f: (chains, draws, rows)."""
+    draws = torch.from_numpy(np.array(f)).double()
+    ess = bdl.diagnostics.ess(draws, kind="mean", progress=False)
+    rhat = bdl.diagnostics.rhat(draws, progress=False)
+    return {
+        "seconds": seconds,
+        "gradients": gradients,
+        "min ESS": float(ess.min()),
+        "median ESS": float(ess.median()),
+        "max R-hat": float(rhat.max()),
+        "median R-hat": float(rhat.median()),
+        "min ESS per second": float(ess.min()) / seconds,
+        "median ESS per second": float(ess.median()) / seconds,
+        "min ESS per 1000 gradients": 1e3 * float(ess.min()) / gradients,
+        "mean": draws.mean((0, 1)),
+        "error": bdl.diagnostics.mcse(draws, progress=False),
+    }
+
+
+def ours(model, x, y, kernel: str, chains: int, budget: dict[str, Any]) -> dict[str, Any]:
+    started = time.perf_counter()
+    samples = bdl.mcmc.sample(
+        model, x, y, kernel=kernel, num_chains=chains, progress=False, init="prior", **budget
+    )
+    seconds = time.perf_counter() - started
+    f = bdl.Predictive(model, samples)(x[:ROWS])["f"]
+    f = f.reshape(chains, samples.num_draws, -1).numpy()
+    return measured(f, seconds, int(samples.stats["num_steps"].sum()))
+
+
+def numpyro_nuts(log_density, outputs, x, starts, budget) -> dict[str, Any]:
+    kernel = numpyro.infer.NUTS(
+        potential_fn=lambda u: -log_density(u), max_tree_depth=budget["max_tree_depth"]
+    )
+    mcmc = numpyro.infer.MCMC(
+        kernel, num_warmup=budget["num_warmup"], num_samples=budget["num_samples"],
+        num_chains=len(starts), chain_method="vectorized", progress_bar=False,
+    )  # fmt: skip
+    first = jnp.asarray(starts if len(starts) > 1 else starts[0])
+    started = time.perf_counter()
+    mcmc.run(jax.random.PRNGKey(0), init_params=first, extra_fields=("num_steps",))
+    draws = np.asarray(mcmc.get_samples(group_by_chain=True))
+    seconds = time.perf_counter() - started
+    steps = int(np.asarray(mcmc.get_extra_fields()["num_steps"]).sum())
+    f = jax.vmap(jax.vmap(lambda u: outputs(u, x[:ROWS])[:, 0]))(jnp.asarray(draws))
+    return measured(np.asarray(f), seconds, steps)
+
+
+def blackjax_mclmc(log_density, outputs, x, starts, budget) -> dict[str, Any]:
+    import blackjax
+
+    steps = 20 * budget["num_samples"]
+    warmup = 20 * budget["num_warmup"]
+
+    @jax.jit
+    @jax.vmap
+    def chain(key, start):
+        first, tune, run = jax.random.split(key, 3)
+        state = blackjax.mcmc.mclmc.init(start, log_density, first)
+        kernel = blackjax.mcmc.mclmc.build_kernel()
+        fraction = warmup / steps / 3.34
+        state, params, _ = blackjax.mclmc_find_L_and_step_size(
+            kernel, steps, state, tune, logdensity_fn=log_density,
+            frac_tune1=fraction, frac_tune2=fraction, frac_tune3=fraction,
+        )  # fmt: skip
+
+        def step(state, key):
+            return kernel(
+                key, state, log_density, params.inverse_mass_matrix, params.L, params.step_size
+            )
+
+        def draw(state, key):
+            state, _ = jax.lax.scan(step, state, jax.random.split(key, 20))
+            return state, state.position
+
+        return jax.lax.scan(draw, state, jax.random.split(run, budget["num_samples"]))[1]
+
+    started = time.perf_counter()
+    draws = chain(jax.random.split(jax.random.PRNGKey(0), len(starts)), jnp.asarray(starts))
+    draws.block_until_ready()
+    seconds = time.perf_counter() - started
+    f = jax.vmap(jax.vmap(lambda u: outputs(u, x[:ROWS])[:, 0]))(draws)
+    return measured(np.asarray(f), seconds, 2 * steps * len(starts))
+
+
+def compare(x, y, widths: list[int], options) -> dict[str, Any]:
+    data = torch.from_numpy(x).float(), torch.from_numpy(y).float()
+    arrays = tuple(jnp.asarray(value.numpy()) for value in data)
+    model = program(x.shape[1], widths)
+    log_density, outputs, size = by_hand(*arrays, widths)
+    starts = []
+    for _ in range(options.chains):
+        drawn = bdl.Program(model, *data)
+        starts.append(drawn.unconstrain(drawn.initial).numpy())
+    own = bdl.Program(model, *data).log_density(torch.from_numpy(starts[0]))
+    gap = float(log_density(jnp.asarray(starts[0]))) - float(own)
+    langevin = {"num_warmup": options.iterations, "num_samples": options.iterations}
+    nuts = {
+        "num_warmup": options.nuts, "num_samples": options.nuts, "max_tree_depth": options.depth,
+    }  # fmt: skip
+    sides = {
+        "mclmc": lambda: ours(
+            model, *data, "mclmc", options.chains, langevin | {"chain_method": options.method}
+        ),
+        "mams": lambda: ours(model, *data, "mams", options.chains, nuts),
+        "nuts": lambda: ours(model, *data, "nuts", options.chains, nuts),
+        "by-hand": lambda: numpyro_nuts(log_density, outputs, arrays[0], np.stack(starts), nuts),
+        "blackjax": lambda: blackjax_mclmc(
+            log_density, outputs, arrays[0], np.stack(starts), langevin
+        ),
+    }
+    found: dict[str, Any] = {"numbers": size, "rows": len(x), "constant of the two densities": gap}
+    results = {}
+    for name, side in sides.items():
+        if name in (options.only or sides):
+            try:
+                results[name] = side()
+            except ImportError:
+                found[name] = "not installed"
+    means = {name: (r.pop("mean"), r.pop("error")) for name, r in results.items()}
+    for name, result in results.items():
+        found |= {f"{name}: {key}": value for key, value in result.items()}
+        if "nuts" in means:
+            apart = means[name][0] - means["nuts"][0]
+            scale = (means[name][1] ** 2 + means["nuts"][1] ** 2).sqrt()
+            found[f"{name}: agrees"] = float((apart / scale).square().mean().sqrt())
+        if name != "mclmc" and "mclmc" in results:
+            for unit in ("min ESS per second", "median ESS per second"):
+                ratio = results["mclmc"][unit] / result[unit]
+                found[f"ratio mclmc : {name}, {unit}"] = ratio
+    return found
+
+
+def main() -> None:
+    parser = harness.parser(__doc__.splitlines()[0])
+    parser.add_argument("--data", help="folder with standard/NAME/data, or NAME.data")
+    parser.add_argument("--sets", nargs="+", default=["made-up"])
+    parser.add_argument("--rows", type=int, default=2000)
+    parser.add_argument("--networks", nargs="+", default=["50"], help="widths, such as 16-16-16-16")
+    parser.add_argument("--chains", type=int, default=4)
+    parser.add_argument("--iterations", type=int, default=500, help="of mclmc, 20 steps each")
+    parser.add_argument("--nuts", type=int, default=200, help="warm-up and draws of nuts and mams")
+    parser.add_argument("--method", default="parallel", help="chain method of mclmc")
+    parser.add_argument("--depth", type=int, default=10)
+    parser.add_argument("--only", nargs="+", help="mclmc, mams, nuts, by-hand, blackjax")
+    parser.set_defaults(threads=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    for name in options.sets:
+        x, y = table_of(options.data, name, options.rows)
+        for widths in options.networks:
+            pyro.set_rng_seed(0)
+            found = compare(x, y, [int(w) for w in widths.split("-")], options)
+            title = f"mcmc: {name}, {x.shape[1]}-{widths}-2, {options.chains} chains"
+            harness.show(title, found, options.json)
+
+
+if __name__ == "__main__":
+    main()

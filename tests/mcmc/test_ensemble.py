@@ -1,0 +1,63 @@
+"""A chain from each member of an ensemble: each stays in its mode, with the mode's moments."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+import pyro_bdl as bdl
+from pyro_bdl import mcmc
+
+
+class TwoModes(torch.nn.Module):
+    """y ~ Normal(w^2, 1): modes at w = +-3 with nearly Normal shapes of their own."""
+
+    def forward(self, x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2, dtype=torch.float64), 10.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal((w**2).sum() / 2, 1.0), obs=y)
+
+
+def data():
+    x = torch.zeros(10, 1, dtype=torch.float64)
+    return x, torch.full((10,), 9.0, dtype=torch.float64)
+
+
+def start(values):
+    model = TwoModes()
+    guide = bdl.guides.AutoEnsemble(model, size=len(values))
+    guide.prototype(*data())
+    with torch.no_grad():
+        guide.locs.copy_(torch.tensor(values, dtype=torch.float64))
+    return model, guide
+
+
+def test_chains_start_at_the_members_in_turn():
+    values = [[3.0, 3.0], [-3.0, 3.0]]
+    model, guide = start(values)
+    samples = mcmc.ensemble_sample(
+        model, *data(), members=2, guide=guide, kernel="mclmc", num_warmup=0, num_samples=4,
+        step_size=1e-4, thinning=1, progress=False,
+    )  # fmt: skip
+    assert torch.allclose(samples.latents["w"][:, 0], torch.tensor(values).double(), atol=1e-2)
+    assert samples.info["ensemble"]["members"] == 2
+    assert bdl.diagnostics.within_rhat(samples.latents["w"]).shape == (2, 2)
+
+
+@pytest.mark.parametrize("kernel, options", [("sghmc", {"step_size": 1e-3})])
+def test_members_are_trained_and_any_kernel_takes_over(kernel, options):
+    samples = mcmc.ensemble_sample(
+        TwoModes(), *data(), members=3, kernel=kernel, num_warmup=20, num_samples=10,
+        training_steps=60, learning_rate=0.3, held_out=0.2, progress=False, **options,
+    )  # fmt: skip
+    assert samples.latents["w"].shape == (3, 10, 2)
+    square = (samples.latents["w"] ** 2).sum(-1) / 2
+    assert ((square - 9).abs() < 5).all()
+    record = samples.info["ensemble"]
+    assert len(record["best_steps"]) == len(record["held_out"]) == 3
+
+
+def test_an_ensemble_of_another_size_is_refused():
+    model, guide = start([[3.0, 3.0], [-3.0, 3.0]])
+    with pytest.raises(ValueError, match="2 members, but members is 5"):
+        mcmc.ensemble_sample(model, *data(), members=5, guide=guide)

@@ -1,0 +1,86 @@
+"""Early stopping on rows that are held back from training."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+import pyro_bdl as bdl
+from pyro_bdl.training.held_out import HeldOut, split
+from pyro_bdl.training.svi import train
+
+
+class Mean(torch.nn.Module):
+    """y ~ Normal(w, 1), w ~ Normal(0, 1)."""
+
+    num_data = 20
+
+    def forward(self, x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros((), dtype=torch.float64), 1.0))
+        with pyro.plate("data", 20, subsample=torch.arange(len(x))):
+            pyro.sample("y", dist.Normal(w, 1.0), obs=y)
+
+
+def data():
+    y = torch.linspace(-1, 2, 20, dtype=torch.float64)
+    return y[:, None], y
+
+
+def ensemble(*values):
+    guide = bdl.guides.AutoEnsemble(Mean(), size=len(values))
+    guide.prototype(*data())
+    with torch.no_grad():
+        guide.locs.copy_(torch.tensor(values, dtype=torch.float64)[:, None])
+    return guide
+
+
+def test_the_parts_are_all_rows():
+    x, y = data()
+    (x_kept, y_kept), (_, y_back) = split(x, y, 0.25)
+    assert len(y_kept) == 15 and len(y_back) == 5
+    assert torch.equal(torch.cat([y_kept, y_back]).sort().values, y)
+    assert torch.equal(x_kept[:, 0], y_kept)
+    with pytest.raises(ValueError, match="leaves rows on both sides"):
+        split(x, y, 0.01)
+
+
+def test_each_member_keeps_its_own_best_step():
+    """The score is the exact mean log likelihood; the best parameters come back."""
+    x, y = data()
+    guide = ensemble(0.0, 3.0)
+    held = HeldOut(Mean(), guide, x[:4], y[:4], patience=1)
+    path = [(0.0, 3.0), (-0.7, 5.0), (1.0, -0.8), (2.0, 0.0), (3.0, 1.0)]
+    done = []
+    for step, values in enumerate(path):
+        with torch.no_grad():
+            guide.locs.copy_(torch.tensor(values, dtype=torch.float64)[:, None])
+        held.check(step)
+        done.append(held.done)
+    expected = dist.Normal(torch.tensor(path)[..., None].double(), 1.0).log_prob(y[:4]).mean(-1)
+    assert torch.allclose(held.table, expected)
+    assert held.best_steps().tolist() == [1, 2]
+    assert done == [False, False, False, True, True]
+    held.restore()
+    assert guide.locs[:, 0].tolist() == [-0.7, -0.8]
+
+
+def test_training_ends_at_the_best_step_and_knows_all_rows():
+    x, y = data()
+    guide = ensemble(-4.0, 6.0)
+    torch.manual_seed(0)
+    found = train(
+        Mean(), guide, x, y, steps=400, held_out=0.3, patience=2, check_every=5, learning_rate=0.3,
+        batch_size=7,
+        elbo=bdl.elbo.TemperedTraceMeanField_ELBO(num_particles=2),
+    )  # fmt: skip
+    assert len(found.losses) < 400
+    assert found.held_out.shape[1] == 2
+    assert torch.equal(found.best_steps, 5 * (found.held_out.argmax(0) + 1))
+
+
+def test_a_guide_of_one_posterior_is_stopped_by_its_predictive_density():
+    x, y = data()
+    guide = bdl.guides.AutoMeanField(Mean())
+    found = train(Mean(), guide, x, y, steps=20, held_out=0.3, check_every=10)
+    assert found.held_out.shape == (2, 1)
+    assert found.held_out.isfinite().all()
