@@ -126,6 +126,7 @@ class Reference:
         if about["task"] == "classification":
             first = (1 - function.sum(-1, keepdim=True)).clamp_min(0)
             function = torch.cat([first, function], -1)
+        about["source"] = f"reference posterior {header['name']} of pyro_bdl"
         about |= {name: tuple(about[name]) for name in ("feature_names", "class_names")}
         return cls(
             name=header["name"],
