@@ -11,7 +11,7 @@ from pyro_bdl.diagnostics.loo import LOO, loo, loo_approximate_posterior
 from pyro_bdl.diagnostics.mcse import mcse
 from pyro_bdl.diagnostics.psis import PSIS, good_k, psis
 from pyro_bdl.diagnostics.rhat import rhat, within_rhat
-from pyro_bdl.diagnostics.summary import Summary, function_draws, summary
+from pyro_bdl.diagnostics.summary import Summary, explain_chains, function_draws, summary
 from pyro_bdl.diagnostics.waic import WAIC, waic
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "bfmi",
     "convergence",
     "ess",
+    "explain_chains",
     "function_draws",
     "good_k",
     "loo",
