@@ -15,8 +15,8 @@ both, about 1 for equal posteriors.
     python benchmarks/mcmc.py --data uci --sets energy concrete --networks 50 16-16-16-16
 """
 
-import itertools
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ ROWS = 100  # whose outputs are compared
 
 def network(features: int, widths: list[int], outputs: int) -> nn.Sequential:
     sizes, layers = [features, *widths], []
-    for wide, narrow in itertools.pairwise(sizes):
+    for wide, narrow in pairwise(sizes):
         layers += [nn.Linear(wide, narrow), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(sizes[-1], outputs))
 
@@ -55,7 +55,7 @@ def by_hand(x, y, widths: list[int]):
     """The same log density of a flat vector, its outputs f, and P."""
     single = len(widths) == 1
     sizes = [x.shape[1], *widths, 1 if single else 2]
-    pairs = list(itertools.pairwise(sizes))
+    pairs = list(pairwise(sizes))
     shapes = [shape for a, b in pairs for shape in ((b, a), (b,))] + [()] * single
     ends = np.cumsum([int(np.prod(shape)) for shape in shapes])
 

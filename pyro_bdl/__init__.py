@@ -15,25 +15,31 @@ from pyro_bdl import (
     models,
     nn,
     optim,
+    plots,
     priors,
+    references,
     selectors,
     temperature,
 )
 from pyro_bdl._version import __version__
 from pyro_bdl.arviz_export import to_arviz
-from pyro_bdl.comparison import Costs, PredictiveDraws
+from pyro_bdl.comparison import Costs, KFold, PredictiveDraws, k_fold
 from pyro_bdl.comparison.compare import compare
 from pyro_bdl.comparison.result import Comparison
+from pyro_bdl.guides.load import load_posterior
 from pyro_bdl.nn import BayesianModule, bayesianize
 from pyro_bdl.predictive.linearized import LinearizedPredictive
 from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.program import Program
 from pyro_bdl.samples import Samples
+from pyro_bdl.training.checkpoint import Checkpoint
 
 __all__ = [
     "BayesianModule",
+    "Checkpoint",
     "Comparison",
     "Costs",
+    "KFold",
     "LinearizedPredictive",
     "Predictive",
     "PredictiveDraws",
@@ -51,13 +57,21 @@ __all__ = [
     "guides",
     "handlers",
     "importance",
+    "k_fold",
+    "load_posterior",
     "mcmc",
     "metrics",
     "models",
     "nn",
     "optim",
+    "plots",
     "priors",
+    "references",
     "selectors",
     "temperature",
     "to_arviz",
 ]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

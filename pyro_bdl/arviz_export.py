@@ -6,17 +6,15 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import xarray
 from pyro.infer.autoguide.initialization import InitMessenger, init_to_value
 from torch import Tensor
 
 from pyro_bdl._version import __version__
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.guides.base import Guide
-from pyro_bdl.guides.draws import as_posterior, log_densities, samples_of_program, to_samples
+from pyro_bdl.guides.draws import as_posterior, log_densities_of, samples_of_program, to_samples
 from pyro_bdl.predictive.linearized import UNKNOWN, LinearizedPredictive, is_linear
 from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.observed_arguments import Targets
@@ -27,6 +25,9 @@ from pyro_bdl.program.unconstrained_parameters import are_known
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.random_state import seeded
+
+if TYPE_CHECKING:
+    import xarray
 
 _OLDEST = (0, 23)
 # ArviZ's names of the statistics that samplers report.
@@ -115,6 +116,8 @@ def to_arviz(
             "inference_library": "pyro_bdl",
             "inference_library_version": __version__,
         }
+    import xarray  # imported when needed, it takes long
+
     return convert(xarray.DataTree.from_dict(groups))
 
 
@@ -160,8 +163,10 @@ class Labels:
                 )
         return names
 
-    def dataset(self, values: Mapping[str, Tensor], leading: tuple[str, ...]) -> xarray.Dataset:
+    def dataset(self, values: Mapping[str, Tensor], leading: tuple[str, ...]) -> "xarray.Dataset":
         """A dataset of values with ``leading`` dimensions in front of the site's dimensions."""
+        import xarray  # imported when needed, it takes long
+
         variables: dict[str, Any] = {}
         coords: dict[str, Any] = {}
         for site, value in values.items():
@@ -171,11 +176,11 @@ class Labels:
                 coords[name] = list(self.coords.get(name, range(length)))
         return xarray.Dataset(variables, coords=coords)
 
-    def drawn(self, values: Mapping[str, Tensor]) -> xarray.Dataset:
+    def drawn(self, values: Mapping[str, Tensor]) -> "xarray.Dataset":
         """A dataset of values (chains, draws, *shape)."""
         return self.dataset(values, ("chain", "draw"))
 
-    def fixed(self, values: Mapping[str, Tensor]) -> xarray.Dataset:
+    def fixed(self, values: Mapping[str, Tensor]) -> "xarray.Dataset":
         """A dataset of values without draws."""
         return self.dataset(values, ())
 
@@ -245,17 +250,14 @@ def _statistics(program: Program, posterior: Any, samples: Samples) -> dict[str,
         if "n_steps" in found:
             found["tree_depth"] = found["n_steps"].clamp(min=1).log2().floor().long() + 1
         return found
-    if not isinstance(posterior, Guide):
-        return {}
-
-    log_p, log_q = log_densities(program, posterior, program.unconstrain(samples.flat()))
+    log_p, log_q = log_densities_of(program, posterior, samples)
     found = {"lp": log_p[None]}
     return found if log_q is None else found | {"log_q": log_q[None]}
 
 
 def _predicted(
     program: Program, posterior: Any, samples: Samples, targets: Targets, labels: Labels
-) -> dict[str, xarray.Dataset]:
+) -> "dict[str, xarray.Dataset]":
     """The groups posterior_predictive and log_likelihood."""
     predictive: Any = Predictive(program.model, samples)
     observed = targets.observed
@@ -282,7 +284,7 @@ def _predicted(
 
 def _prior(
     program: Program, count: int, exported: list[str], targets: Targets, labels: Labels
-) -> dict[str, xarray.Dataset]:
+) -> "dict[str, xarray.Dataset]":
     try:
         with torch.no_grad():
             runs = [record(program.model, {}, program.args, program.kwargs) for _ in range(count)]
@@ -333,7 +335,7 @@ def _constants(model: Any, args: tuple, kwargs: dict, targets: Targets) -> dict[
 # -------------------------------------------------------------------------------------- ArviZ
 
 
-def _converter() -> Callable[[xarray.DataTree], Any]:
+def _converter() -> "Callable[[xarray.DataTree], Any]":
     import arviz
 
     version = tuple(int(part) for part in arviz.__version__.split(".")[:2])

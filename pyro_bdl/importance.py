@@ -12,12 +12,12 @@ from pyro_bdl.diagnostics.psis import good_k, psis
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.draws import (
     check_guide,
-    check_sites,
-    draws_and_log_density,
     log_densities,
+    log_densities_of,
+    samples_of_program,
+    to_samples,
 )
 from pyro_bdl.program.program import Program
-from pyro_bdl.program.vmap import map_draws
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.random_state import seeded
 
@@ -189,17 +189,23 @@ def _log_ratios(program: Program, guide: Guide, vectors: Tensor) -> Tensor:
 
 
 def _ratios_of_runs(program: Program, guide: Callable, num_samples: int) -> Tensor:
-    """log p(w, y) - log q(w), (S,), of one of Pyro's guides."""
+    """log p(u, y) - log q(u), (S,), of one of Pyro's guides."""
     for name, (size, present) in program.plates.items():
         if present < size:
             raise ValueError(
                 f"the plate '{name}' holds {present} of {size} data, so that no run of the program "
                 "holds all latents: give it all data"
             )
-    draws, log_q = draws_and_log_density(guide, num_samples, program.args, program.kwargs)
-    draws = {name: value for name, value in draws.items() if name in program.latents}
-    check_sites(program.latents, draws, leading=1)
-    return map_draws(program.log_joint, draws) - log_q
+    samples = to_samples(guide, num_samples, *program.args, **program.kwargs)
+    samples = samples_of_program(program.latents, guide, samples)
+    log_p, log_q = log_densities_of(program, guide, samples)
+    if log_q is None:
+        raise ValueError(
+            f"{type(guide).__name__} has no density over all latents (it gives some site one "
+            "value, or draws further numbers that are integrated out): there are no importance "
+            "ratios"
+        )
+    return log_p - log_q
 
 
 def _summary(ratios: Tensor) -> Importance:

@@ -11,6 +11,12 @@ A network that takes keywords gets them as a dict in the place of x, or as keywo
 
 Of a network whose output is no tensor ``output`` says which tensor is f(x); by default it is the
 output's ``logits``, as in networks of the Hugging Face kind.
+
+``MultiOutput`` observes several outputs of one network, each with a program of its own kind::
+
+    heads = {"price": Regression(noise=0.1), "sold": BinaryClassification()}
+    model = MultiOutput(network, heads, num_data=N)
+    model(x, {"price": prices, "sold": sold})
 """
 
 import inspect
@@ -40,7 +46,8 @@ Scales = Scale | Tensor | Sequence[float]
 class ObservationModel(TaskPrior, OwnParameters):
     """Base class of the programs: network, plate and checks; a subclass defines p(y | f).
 
-    :param network: a module of ``bayesianize``, or any module that samples its weights.
+    :param network: a module of ``bayesianize``, or any module that samples its weights; none for a
+        head of ``MultiOutput``.
     :param num_data: N, the number of data that the posterior is about, where the program is
         called with minibatches: their log likelihood then counts N / B times.
     :param output: of a network whose output is no tensor, which tensor of it is f(x): an attribute
@@ -48,11 +55,17 @@ class ObservationModel(TaskPrior, OwnParameters):
     :raises ValueError: for a ``num_data`` that is not a whole number of at least 1.
     """
 
+    _head: str | None = None  # the name of a head of MultiOutput
+
     def __init__(
-        self, network: nn.Module, *, num_data: int | None = None, output: Output = None
+        self,
+        network: nn.Module | None = None,
+        *,
+        num_data: int | None = None,
+        output: Output = None,
     ) -> None:
         super().__init__()
-        self.network = network
+        self.network: Any = network
         self.num_data = None if num_data is None else whole_number(num_data, "num_data")
         self.output = output
 
@@ -72,20 +85,39 @@ class ObservationModel(TaskPrior, OwnParameters):
         :param y: the targets (N, ...).
         :param inputs: more keywords of the network.
         """
+        if self.network is None:
+            raise TypeError(
+                f"{type(self).__name__} has no network: pass it, or make this a head of MultiOutput"
+            )
         with self._under_task_prior():
-            return self._observe(_selected(_called(self.network, x, inputs), self.output), y)
+            return self._observe(_called(self.network, x, inputs), y)
 
-    def _observe(self, output: Any, y: Any) -> Any:
-        output = _without_single_column(output)
-        size = output.shape[0]
-        if not size:
+    def _observe(self, found: Any, y: Any) -> Any:
+        return self._sampled({"y": (self, _selected(found, self.output), y)})["y"]
+
+    def _sampled(self, heads: "Mapping[str, tuple[ObservationModel, Any, Any]]") -> dict[str, Any]:
+        """Observe or sample the targets of each site, given its program, f(x) and targets."""
+        outputs = {site: _without_single_column(output) for site, (_, output, _) in heads.items()}
+        rows = {site: output.shape[0] for site, output in outputs.items()}
+        batch = next(iter(rows.values()))
+        if not batch:
             raise ValueError("the batch has no rows: pass at least one datum")
-        if y is not None:
-            y = self._checked_targets(output, y)
-            size = self._plate_size(output.shape[0])
-        likelihood: Any = self.likelihood(output)
-        with pyro.plate("data", size, subsample=torch.arange(len(output), device=output.device)):
-            return pyro.sample("y", likelihood, obs=y)
+        if any(count != batch for count in rows.values()):
+            raise ValueError(f"the outputs of the network have different numbers of rows: {rows}")
+        targets, size = {}, batch
+        for site, (head, _, y) in heads.items():
+            if y is not None:
+                targets[site] = head._checked_targets(outputs[site], y)
+                size = self._plate_size(batch)
+        likelihoods: dict[str, Any] = {
+            site: head.likelihood(outputs[site]) for site, (head, _, _) in heads.items()
+        }
+        device = next(iter(outputs.values())).device
+        with pyro.plate("data", size, subsample=torch.arange(batch, device=device)):
+            return {
+                site: pyro.sample(site, likelihood, obs=targets.get(site))
+                for site, likelihood in likelihoods.items()
+            }
 
     def _plate_size(self, batch: int) -> int:
         if self.num_data is None:
@@ -104,10 +136,21 @@ class ObservationModel(TaskPrior, OwnParameters):
             return given
         if y.shape != expected:
             raise ValueError(
-                f"y has shape {tuple(y.shape)}, but the network's output {tuple(output.shape)} "
-                f"asks for targets of shape {tuple(expected)}"
+                f"{self._targets_name} has shape {tuple(y.shape)}, but the network's output "
+                f"{tuple(output.shape)} asks for targets of shape {tuple(expected)}"
             )
         return y
+
+    @property
+    def _targets_name(self) -> str:
+        return "y" if self._head is None else f"y[{self._head!r}]"
+
+    def _site(self, name: str) -> str:
+        """The name of a site of this program, or of this head."""
+        return name if self._head is None else f"{self._head}.{name}"
+
+    def _record(self, output: Tensor) -> Tensor:
+        return pyro.deterministic(self._site("f"), output)
 
     def _declare(self, name: str, value: Scales) -> None:
         """Keep a hyperparameter: a number, several, a PyroParam, or a distribution to sample."""
@@ -122,7 +165,8 @@ class ObservationModel(TaskPrior, OwnParameters):
             setattr(self, f"_{name}", value)
             value = value.parameter
         if isinstance(value, PyroParam):
-            setattr(self, name, beside(self.network, value))
+            own = self if self.network is None else self.network
+            setattr(self, name, beside(own, value))
         elif isinstance(value, Distribution) and value.batch_shape:
             joint: Any = value
             setattr(self, f"_{name}", joint.to_event(len(value.batch_shape)))
@@ -135,14 +179,14 @@ class ObservationModel(TaskPrior, OwnParameters):
             value = getattr(self, name)
             hyperprior = getattr(self, f"_{name}", None)
             if isinstance(hyperprior, Hyperprior):
-                pyro.factor(f"{name}.hyperprior", hyperprior.log_prob(value))
+                pyro.factor(f"{self._site(name)}.hyperprior", hyperprior.log_prob(value))
             value = value.to(like)
         else:
-            value = hyperparameter(getattr(self, f"_{name}"), name, like)
+            value = hyperparameter(getattr(self, f"_{name}"), self._site(name), like)
         if value.dim() and value.shape[-1] not in (1, like.shape[-1]):
             raise ValueError(
-                f"{name} holds {value.shape[-1]} numbers, but there are {like.shape[-1]} targets: "
-                "give one number for each, or one for all"
+                f"{self._site(name)} holds {value.shape[-1]} numbers, but there are "
+                f"{like.shape[-1]} targets: give one number for each, or one for all"
             )
         return value
 
@@ -157,7 +201,7 @@ class Regression(ObservationModel):
 
     def __init__(
         self,
-        network: nn.Module,
+        network: nn.Module | None = None,
         *,
         noise: Scales | None = None,
         num_data: int | None = None,
@@ -168,7 +212,7 @@ class Regression(ObservationModel):
 
     def likelihood(self, output: Tensor) -> Distribution:
         noise = self._hyperparameter("noise", output)
-        return dist.Normal(_record(output), noise).to_event(output.dim() - 1)
+        return dist.Normal(self._record(output), noise).to_event(output.dim() - 1)
 
 
 class HeteroscedasticRegression(ObservationModel):
@@ -190,7 +234,7 @@ class HeteroscedasticRegression(ObservationModel):
 
     def __init__(
         self,
-        network: nn.Module,
+        network: nn.Module | None = None,
         *,
         floor: float | None = None,
         num_data: int | None = None,
@@ -204,8 +248,8 @@ class HeteroscedasticRegression(ObservationModel):
     def likelihood(self, output: Tensor) -> Distribution:
         mean, raw = self._halves(output)
         floor = torch.finfo(raw.dtype).eps if self.floor is None else self.floor
-        noise = pyro.deterministic("noise", softplus(raw) + floor)
-        return dist.Normal(_record(mean), noise).to_event(mean.dim() - 1)
+        noise = pyro.deterministic(self._site("noise"), softplus(raw) + floor)
+        return dist.Normal(self._record(mean), noise).to_event(mean.dim() - 1)
 
     def observation_shape(self, output: Tensor) -> torch.Size:
         return self._halves(output)[0].shape
@@ -231,7 +275,7 @@ class StudentTRegression(ObservationModel):
 
     def __init__(
         self,
-        network: nn.Module,
+        network: nn.Module | None = None,
         *,
         noise: Scales | None = None,
         df: Scales = 4.0,
@@ -244,7 +288,7 @@ class StudentTRegression(ObservationModel):
 
     def likelihood(self, output: Tensor) -> Distribution:
         df, noise = self._hyperparameter("df", output), self._hyperparameter("noise", output)
-        return dist.StudentT(df, _record(output), noise).to_event(output.dim() - 1)
+        return dist.StudentT(df, self._record(output), noise).to_event(output.dim() - 1)
 
 
 class Classification(ObservationModel):
@@ -252,7 +296,7 @@ class Classification(ObservationModel):
 
     def likelihood(self, output: Tensor) -> Distribution:
         shape = self.observation_shape(output)
-        return dist.Categorical(logits=_record(output)).to_event(len(shape) - 1)
+        return dist.Categorical(logits=self._record(output)).to_event(len(shape) - 1)
 
     def observation_shape(self, output: Tensor) -> torch.Size:
         if output.dim() < 2:
@@ -265,7 +309,9 @@ class Classification(ObservationModel):
     def _checked_targets(self, output: Tensor, y: Tensor) -> Tensor:
         y = super()._checked_targets(output, y)
         if y.is_floating_point():
-            raise ValueError(f"y must hold class numbers as integers, got dtype {y.dtype}")
+            raise ValueError(
+                f"{self._targets_name} must hold class numbers as integers, got dtype {y.dtype}"
+            )
         return y
 
 
@@ -273,7 +319,7 @@ class BinaryClassification(ObservationModel):
     """y ~ Bernoulli(sigmoid(f(x))), y in {0, 1} as integers, booleans or floats."""
 
     def likelihood(self, output: Tensor) -> Distribution:
-        return dist.Bernoulli(logits=_record(output)).to_event(output.dim() - 1)
+        return dist.Bernoulli(logits=self._record(output)).to_event(output.dim() - 1)
 
     def _checked_targets(self, output: Tensor, y: Tensor) -> Tensor:
         return super()._checked_targets(output, y).to(output.dtype)
@@ -283,10 +329,72 @@ class PoissonRegression(ObservationModel):
     """y ~ Poisson(exp(f(x))) for counts y."""
 
     def likelihood(self, output: Tensor) -> Distribution:
-        return dist.Poisson(_record(output).exp()).to_event(output.dim() - 1)
+        return dist.Poisson(self._record(output).exp()).to_event(output.dim() - 1)
 
     def _checked_targets(self, output: Tensor, y: Tensor) -> Tensor:
         return super()._checked_targets(output, y).to(output.dtype)
+
+
+class MultiOutput(ObservationModel):
+    """Several outputs of one network, independent given the weights, each observed in its own way.
+
+    The observed sites have the names of the heads. Their other sites are named after them:
+    ``price.f`` is the output of the head ``price``, ``price.noise`` its noise. The targets are a
+    dict, ``model(x, {"price": prices, "sold": sold})``; a head whose targets are None is predicted.
+
+    :param network: a module of ``bayesianize``, or any module that samples its weights.
+    :param heads: name to a ready-made program without a network, such as ``Regression(noise=0.1)``.
+        Its ``output`` says which tensor of the network's output is its f(x): by default the
+        attribute or the key of the head's name, or in a tuple the one of the head's place.
+    :param num_data: N, as in ``ObservationModel``; the heads have none.
+    :raises ValueError: for no head, or one that has a network or ``num_data``, or is used twice.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        heads: Mapping[str, ObservationModel],
+        *,
+        num_data: int | None = None,
+    ) -> None:
+        super().__init__(network, num_data=num_data)
+        if not heads:
+            raise ValueError("heads is empty: give at least one, as in {'y': Regression()}")
+        self._heads = tuple(heads)
+        for name, head in heads.items():
+            if not isinstance(head, ObservationModel) or isinstance(head, MultiOutput):
+                raise TypeError(
+                    f"the head {name!r} must be a ready-made program such as Regression(), got "
+                    f"{type(head).__name__}"
+                )
+            if head.network is not None or head.num_data is not None or head._head is not None:
+                raise ValueError(
+                    f"the head {name!r} must be a program of its own without network and num_data, "
+                    "such as Regression(noise=0.1)"
+                )
+            head._head = name
+            setattr(self, f"head_{name}", head.to(_floating(network)))
+
+    @property
+    def heads(self) -> dict[str, ObservationModel]:
+        """The programs of the outputs, by name."""
+        return {name: getattr(self, f"head_{name}") for name in self._heads}
+
+    def _observe(self, found: Any, y: Any) -> dict[str, Any]:
+        y = dict.fromkeys(self._heads) if y is None else y
+        if not isinstance(y, Mapping) or set(y) != set(self._heads):
+            given = sorted(y) if isinstance(y, Mapping) else type(y).__name__
+            raise ValueError(
+                f"y must be a dict with the targets of each head ({', '.join(self._heads)}; None "
+                f"for those to predict), got {given}"
+            )
+        is_tuple = isinstance(found, tuple | list) and not hasattr(found, "_fields")
+        heads = {}
+        for place, (name, head) in enumerate(self.heads.items()):
+            own = place if is_tuple else name
+            output = _selected(found, own if head.output is None else head.output)
+            heads[name] = head, output, y[name]
+        return self._sampled(heads)
 
 
 def _called(network: nn.Module, x: Any, inputs: Mapping[str, Any]) -> Any:
@@ -337,8 +445,10 @@ def _selected(found: Any, output: Output) -> Any:
     return value
 
 
-def _floating(network: nn.Module) -> Tensor:
+def _floating(network: nn.Module | None) -> Tensor:
     """Some tensor of the dtype and on the device of a network's weights."""
+    if network is None:
+        return torch.empty(0, dtype=torch.float64, device="cpu")
     tensors = chain(network.parameters(), network.buffers())
     found = (tensor for tensor in tensors if tensor.is_floating_point())
     return next(found, torch.empty(0, device="cpu"))
@@ -347,10 +457,6 @@ def _floating(network: nn.Module) -> Tensor:
 def _are_numbers(value: Any) -> bool:
     is_sequence = isinstance(value, Sequence) and len(value) > 0
     return is_sequence and all(isinstance(number, int | float) for number in value)
-
-
-def _record(output: Tensor) -> Tensor:
-    return pyro.deterministic("f", output)
 
 
 def _without_single_column(value: Any) -> Tensor:

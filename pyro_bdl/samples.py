@@ -257,3 +257,4 @@ def _read_npz(path: Path) -> tuple[dict, dict[str, Tensor]]:
 
 
 _READERS = {".safetensors": _read_safetensors, ".npz": _read_npz}
+SUFFIXES = tuple(_READERS)

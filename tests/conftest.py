@@ -4,25 +4,17 @@ import gc
 import math
 import os
 import signal
-import traceback
-import types
 
 import jaxlib
 import pyro
 import pytest
 import torch
-from torch._subclasses import fake_tensor
 
 from pyro_bdl import bayesianize, models, priors
 from pyro_bdl.curvature.config import STRUCTURES
 
 
 def pytest_configure():
-    _compile_quickly()
-    _trace_without_stacks()
-
-
-def _compile_quickly():
     """XLA compiles in a third of the time and the programs of the tests run no slower for it.
 
     Only of versions that are known to have these options: XLA ends the process at others.
@@ -31,19 +23,6 @@ def _compile_quickly():
         options = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
         options += " --xla_cpu_parallel_codegen_split_count=1"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {options}"
-
-
-def _trace_without_stacks():
-    """Tracing takes half the time.
-
-    torch makes a ``FakeTensorMode`` for every operator that ``make_fx`` records, and each reads the
-    stack, with the source lines of a hundred frames of pytest and Pyro, for a message about modes
-    that are mixed.
-    """
-    if hasattr(fake_tensor, "traceback"):
-        quick = types.ModuleType("traceback")
-        quick.__dict__.update(vars(traceback), extract_stack=traceback.StackSummary)
-        fake_tensor.traceback = quick
 
 
 @pytest.hookimpl(wrapper=True)
@@ -64,6 +43,12 @@ def _fresh():
     pyro.clear_param_store()
     yield
     torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def double(_fresh):
+    """Tensors are float64 by default."""
+    torch.set_default_dtype(torch.float64)
 
 
 @pytest.fixture(params=STRUCTURES)

@@ -16,9 +16,7 @@ N, CLASSES = 6, 3
 RANK, ALPHA = 2, 3.0
 
 
-@pytest.fixture(autouse=True)
-def _double(_fresh):
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 class Attention(nn.Module):

@@ -2,80 +2,26 @@
 
 import copy
 import io
-import math
 import pickle
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from helpers.networks import NETS, RECURRENT, WORDS, Tied, X, _own_values, small_mlp
 from pyro import poutine
 from pyro.infer import SVI
-from pyro.nn import PyroModule, PyroParam
+from pyro.nn import PyroParam
 from torch import nn
 from torch.distributions import constraints
 from torch.nn.utils import prune, weight_norm
 
-import pyro_bdl as bdl
 from pyro_bdl import bayesianize, models, priors
 from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.guides import AutoLaplaceGGN, AutoMatrixNormal, AutoMeanField
-from pyro_bdl.nn import with_learnable_prior, with_prior
 from pyro_bdl.program import record
 from pyro_bdl.utils.module_state import vmappable
-
-X = torch.linspace(-1.0, 1.0, 8).reshape(4, 2)
-
-
-class _First(nn.Module):
-    """The first of what a module returns."""
-
-    def __init__(self, inner, repeat=1):
-        super().__init__()
-        self.inner, self.repeat = inner, repeat
-
-    def forward(self, x):
-        return self.inner(*[x] * self.repeat)[0]
-
-
-class _Tied(nn.Module):
-    """An autoencoder of words whose decoder is its embedding."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(7, 4)
-        self.out = nn.Linear(4, 7, bias=False)
-        self.out.weight = self.embed.weight
-
-    def forward(self, x):
-        return self.out(self.embed(x).tanh())
-
-
-WORDS = torch.tensor([[0, 1, 6], [3, 3, 2]])
-NETS = {
-    "Linear": (lambda: nn.Linear(3, 2), (5, 3)),
-    "Conv1d": (lambda: nn.Conv1d(2, 4, 3, groups=2, padding=1), (5, 2, 6)),
-    "Conv2d": (lambda: nn.Conv2d(2, 3, 3, stride=2), (5, 2, 6, 6)),
-    "Conv3d": (lambda: nn.Conv3d(1, 2, 2), (3, 1, 3, 3, 3)),
-    "Embedding": (lambda: nn.Embedding(7, 4), None),
-    "LayerNorm": (lambda: nn.LayerNorm(4), (5, 4)),
-    "BatchNorm1d": (lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), (5, 3)),
-    "BatchNorm2d": (lambda: nn.Sequential(nn.Conv2d(2, 4, 2), nn.BatchNorm2d(4)), (5, 2, 4, 4)),
-    "GroupNorm": (lambda: nn.GroupNorm(2, 4), (5, 4, 3)),
-    "MultiheadAttention": (
-        lambda: _First(nn.MultiheadAttention(4, 2, batch_first=True), 3),
-        (2, 5, 4),
-    ),
-    "TransformerEncoderLayer": (
-        lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
-        (2, 5, 4),
-    ),
-    "GRU": (lambda: _First(nn.GRU(3, 4, 2, bidirectional=True, batch_first=True)), (2, 5, 3)),
-    "LSTM": (lambda: _First(nn.LSTM(3, 4, 2, bidirectional=True, batch_first=True)), (2, 5, 3)),
-    "tied": (_Tied, None),
-}
-RECURRENT = ("GRU", "LSTM")
 
 
 @pytest.fixture(params=NETS, ids=str)
@@ -90,10 +36,6 @@ def case(kind):
     for parameter in net.parameters():  # norm layers start at constants
         nn.init.normal_(parameter, std=0.5)
     return net, WORDS if shape is None else torch.randn(shape)
-
-
-def _own_values(bnn):
-    return {name: bnn.get_buffer(f"network.{name}") for name in bnn.sites}
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
@@ -259,15 +201,8 @@ def test_copies_stand_alone(case, how):
     torch.testing.assert_close(clone.net(x), record(clone, _own_values(clone), (x,)).result)
 
 
-# Which parameters become sites
-
-
-def _mlp():
-    return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
-
-
 def test_tied_weights_are_one_site_in_both_places():
-    net = _Tied()
+    net = Tied()
     bnn = bayesianize(net)
     assert bnn.sites == ("embed.weight",)
     assert list(bnn.parameters()) == []
@@ -278,7 +213,7 @@ def test_tied_weights_are_one_site_in_both_places():
 
 
 def test_frozen_parameters_stay_fixed():
-    net = _mlp()
+    net = small_mlp()
     net[0].requires_grad_(False)
     bnn = bayesianize(net)
     assert bnn.sites == ("2.weight", "2.bias")
@@ -295,7 +230,7 @@ def test_frozen_parameters_stay_fixed():
 
 
 def test_a_parameter_frozen_later_stays_frozen():
-    bnn = bayesianize(_mlp(), priors.ByName({"*.weight": priors.Normal()}))
+    bnn = bayesianize(small_mlp(), priors.ByName({"*.weight": priors.Normal()}))
     bias = bnn.net[0].bias.requires_grad_(False)
     model = models.Regression(bnn, noise=0.5)
     guide = AutoMeanField(model)
@@ -310,7 +245,7 @@ def test_a_parameter_frozen_later_stays_frozen():
 
 
 def _partly():
-    return bayesianize(_mlp(), priors.ByName({"*.weight": priors.Normal(), "2.bias": None}))
+    return bayesianize(small_mlp(), priors.ByName({"*.weight": priors.Normal(), "2.bias": None}))
 
 
 @pytest.mark.parametrize("elbo", [TemperedTrace_ELBO, TemperedTraceMeanField_ELBO, None])
@@ -396,7 +331,7 @@ def test_the_store_forgets_what_is_gone():
 
 
 def test_pretrained_values_are_where_the_guide_starts():
-    net = _mlp()
+    net = small_mlp()
     model = models.Regression(bayesianize(net), noise=dist.LogNormal(-1.0, 0.3))
     guide = AutoMeanField(model).prototype(torch.randn(4, 2), torch.randn(4))
     median = guide.median()
@@ -406,8 +341,8 @@ def test_pretrained_values_are_where_the_guide_starts():
 
 
 def test_an_old_state_loaded_later_is_the_starting_point():
-    net = _mlp()
-    bnn = bayesianize(_mlp())
+    net = small_mlp()
+    bnn = bayesianize(small_mlp())
     bnn.net.load_state_dict(net.state_dict())
     model = models.Regression(bnn, noise=0.5)
     guide = AutoMeanField(model).prototype(torch.randn(4, 2), torch.randn(4))
@@ -596,169 +531,3 @@ def test_two_networks_in_one_program_need_names():
     c = bayesianize(nn.Linear(2, 1))
     with pytest.raises(UnsupportedProgramError, match=r"'weight'.*name="):
         record(lambda x: c(x) + c(x), {}, (torch.randn(3, 2),))
-
-
-# Another prior
-
-
-def _scales(model, *args):
-    found = record(model, {}, args).latents
-    return {name: site.distribution.base_dist.scale.mean().item() for name, site in found.items()}
-
-
-def _learned(value):
-    return PyroParam(torch.tensor(value), constraint=dist.constraints.positive)
-
-
-def test_with_prior_is_a_copy_with_the_same_values():
-    x = torch.randn(4, 2)
-    model = models.Regression(
-        bayesianize(_mlp(), priors.Normal(_learned(0.7))), noise=_learned(0.5)
-    )
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    found = with_prior(model, priors.FanIn(_learned(2.0)))
-    names = {name.rpartition(".")[2] for name, _ in found.named_parameters()}
-    assert names == {"hyper_prior_gain_unconstrained", "noise_unconstrained"}
-    assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
-    ours, theirs = found.network.network.state_dict(), model.network.network.state_dict()
-    assert all(torch.equal(ours[key], value) for key, value in theirs.items())
-    assert _scales(model.network, x)["0.bias"] == pytest.approx(0.7)
-    assert _scales(found.network, x)["0.bias"] == pytest.approx(2.0)
-    with torch.no_grad():
-        for parameter in found.parameters():
-            parameter += 1.0
-    assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
-    pyro.clear_param_store()
-    assert _scales(found.network, x)["0.bias"] == pytest.approx(2.0 * math.e)
-
-
-def test_with_prior_of_a_network_alone_and_of_constants():
-    bnn = bayesianize(_mlp(), priors.Normal(0.7))
-    x = torch.randn(4, 2)
-    _scales(bnn, x)  # its constant prior is kept
-    found = with_prior(bnn, priors.Normal(0.2))
-    assert list(_scales(found, x).values()) == pytest.approx([0.2] * 4)
-    assert list(_scales(bnn, x).values()) == pytest.approx([0.7] * 4)
-    assert found.sites == bnn.sites and type(found) is type(bnn)
-    with pytest.raises(ValueError, match=r"gives no distribution for '0.bias'"):
-        with_prior(bnn, priors.ByName({"*.weight": priors.Normal(1.0)}))
-    with pytest.raises(ValueError, match="holds no network of bayesianize"):
-        with_prior(nn.Linear(2, 2), priors.Normal(1.0))
-    with pytest.raises(ValueError, match="holds no network of bayesianize"):
-        with_learnable_prior(nn.Linear(2, 2))
-
-
-class _Two(PyroModule):
-    """Two networks, one of which is held in two places."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = bayesianize(_mlp(), priors.Normal(0.5), name="first")
-        self.second = bayesianize(_mlp(), priors.FanIn(2.0), name="second")
-        self.again = self.first
-
-    def forward(self, x):
-        return self.first(x) + self.second(x)
-
-
-def test_each_network_learns_from_its_own_prior():
-    model, x = _Two(), torch.randn(4, 2)
-    found = with_learnable_prior(model)
-    assert found.again is found.first and found.first is not model.first
-    scales = _scales(found, x)
-    assert scales["first.0.bias"] == pytest.approx(0.5)
-    assert scales["second.0.bias"] == pytest.approx(2.0)
-    names = {name for name, _ in found.named_parameters()}
-    assert names == {
-        "first.hyper_prior_scale_unconstrained", "second.hyper_prior_gain_unconstrained"
-    }  # fmt: skip
-    other = with_prior(model, priors.Normal(_learned(3.0)))
-    assert list(_scales(other, x).values()) == pytest.approx([3.0] * 8)
-
-
-def test_only_some_weights_learn_their_scale():
-    model, x = bayesianize(_mlp(), priors.FanIn(2.0)), torch.randn(4, 2)
-    found = with_learnable_prior(model, only="2.*")
-    (scale,) = found.parameters()
-    before = _scales(found, x)
-    assert before == pytest.approx(_scales(model, x))
-    with torch.no_grad():
-        scale.add_(torch.tensor(3.0).log())  # unconstrained
-    for name, value in _scales(found, x).items():
-        assert value == pytest.approx(before[name] * (3.0 if name.startswith("2.") else 1.0))
-
-
-def test_guides_find_the_other_prior():
-    model = models.Regression(bayesianize(_mlp()), noise=0.5)
-    found = with_learnable_prior(model)
-    x, y = torch.randn(4, 2), torch.randn(4)
-    guide = AutoMeanField(found)
-    loss = TemperedTraceMeanField_ELBO()(found, guide)(x, y)
-    loss.backward()
-    (scale,) = found.parameters()
-    assert scale.grad is not None and scale.grad.abs() > 0
-
-
-@pytest.mark.parametrize(
-    ("training", "grad", "expected"),
-    [
-        (True, True, True),
-        (False, True, False),
-        (False, False, True),
-    ],
-)
-def test_recurrent_layers_are_differentiable_in_evaluation_mode(training, grad, expected):
-    """cuDNN computes them faster, but has their derivatives in training mode only."""
-    seen = []
-
-    class Watched(nn.LSTM):
-        def forward(self, x):
-            seen.append(torch.backends.cudnn.enabled)
-            return super().forward(x)[0]
-
-    bnn = bayesianize(Watched(2, 3)).train(training)
-    with torch.set_grad_enabled(grad):
-        bnn(torch.randn(4, 2))
-    assert seen == [expected] and torch.backends.cudnn.enabled
-
-
-# A part of the parameters
-
-
-@pytest.mark.parametrize(
-    "where,expected",
-    [
-        ("2.*", {"2.weight", "2.bias"}),
-        (["*.bias", "0.w*"], {"0.weight", "0.bias", "2.bias"}),
-        (lambda name: name.endswith("weight"), {"0.weight", "2.weight"}),
-    ],
-    ids=["pattern", "patterns", "function"],
-)
-def test_where_chooses_parameters_and_freezes_the_others(where, expected):
-    net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
-    x, y = torch.randn(4, 2), torch.randn(4)
-    bnn = bayesianize(net, where=where)
-    assert set(bnn.sites) == expected
-    assert all(not parameter.requires_grad for parameter in bnn.parameters())
-    assert all(parameter.requires_grad for parameter in net.parameters())
-    program = bdl.Program(models.Regression(bnn, noise=0.3), x, y)
-    draw = {name: torch.randn_like(value) for name, value in program.initial.items()}
-    found = program.run(draw).deterministic["f"]
-    torch.testing.assert_close(found, torch.func.functional_call(net, draw, (x,)).squeeze(-1))
-
-
-def test_where_and_parameters_without_a_prior():
-    net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
-    bnn = bayesianize(net, priors.ByName({"*.weight": priors.Normal(1.0)}), where="1.*")
-    assert bnn.sites == ("1.weight",) and bnn.learnable == ("1.bias",)
-
-
-def test_where_that_chooses_nothing():
-    net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
-    with pytest.raises(ValueError, match="none of the network's 4 parameters, such as"):
-        bayesianize(net, where="head.*")
-    with pytest.raises(TypeError, match="where must be a pattern of names"):
-        bayesianize(net, where=0)
-    net[0].requires_grad_(False)
-    with pytest.raises(ValueError, match=r"only frozen parameters, such as '0\.weight'"):
-        bayesianize(net, where="0.*")

@@ -23,9 +23,7 @@ N = 8
 RNG = np.random.default_rng(0)
 
 
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def some(*shape):

@@ -6,6 +6,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from helpers.parameters import learned
 from pyro.infer import SVI
 from pyro.nn import PyroParam
 from torch import nn
@@ -15,10 +16,6 @@ from pyro_bdl import Program, bayesianize, models, priors
 from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.guides import AutoMeanField
 from pyro_bdl.program import record
-
-
-def _learned(value=2.0):
-    return PyroParam(torch.tensor(value), constraints.positive)
 
 
 def _net(dtype=torch.float32):
@@ -126,7 +123,7 @@ def _regression(prior, dtype=torch.float32):
 @pytest.mark.parametrize("elbo", [TemperedTrace_ELBO, TemperedTraceMeanField_ELBO])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_learned_scale_gets_a_gradient(scaled, dtype, elbo):
-    model = _regression(scaled(_learned()), dtype)
+    model = _regression(scaled(learned(2.0)), dtype)
     x, y = torch.randn(6, 3, dtype=dtype), torch.randn(6, 2, dtype=dtype)
     guide = AutoMeanField(model).prototype(x, y)
     for site in record(model.network, {}, (x,)).latents.values():
@@ -140,7 +137,7 @@ def test_a_learned_scale_gets_a_gradient(scaled, dtype, elbo):
 
 
 def test_a_learned_scale_follows_the_module():
-    model = _regression(priors.Normal(_learned()))
+    model = _regression(priors.Normal(learned(2.0)))
     model.double()
     bnn = model.network
     site = record(bnn, {}, (torch.randn(2, 3, dtype=torch.float64),)).latents["0.weight"]
@@ -150,7 +147,7 @@ def test_a_learned_scale_follows_the_module():
 
 def test_the_learned_scale_is_the_maximum_of_the_evidence():
     """One weight known exactly: the best prior scale is |w|."""
-    bnn = bayesianize(nn.Linear(1, 1, bias=False), priors.Normal(_learned(1.0)))
+    bnn = bayesianize(nn.Linear(1, 1, bias=False), priors.Normal(learned(1.0)))
     program = Program(bnn, torch.zeros(1, 1))
     optimizer = torch.optim.Adam(bnn.parameters(), lr=0.05)
     for _ in range(400):
@@ -162,7 +159,7 @@ def test_the_learned_scale_is_the_maximum_of_the_evidence():
 
 
 def test_pyro_learns_it_too():
-    model = _regression(priors.Normal(_learned(1.0)))
+    model = _regression(priors.Normal(learned(1.0)))
     x, y = torch.randn(6, 3), 20 * torch.randn(6, 2)
     guide = AutoMeanField(model)
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), TemperedTrace_ELBO())
@@ -185,9 +182,9 @@ def test_per_layer_has_one_hyperparameter_per_layer():
         if not torch.equal(run.latents[name].log_prob(), moved.latents[name].log_prob())
     }
     assert changed == {"0.prior.scale", "0.weight", "0.bias"}
-    learned = bayesianize(_net(), priors.PerLayer(priors.Normal(_learned())))
-    assert len(list(learned.parameters())) == 2
-    assert list(record(learned, {}, (x,)).latents) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    learning = bayesianize(_net(), priors.PerLayer(priors.Normal(learned(2.0))))
+    assert len(list(learning.parameters())) == 2
+    assert list(record(learning, {}, (x,)).latents) == ["0.weight", "0.bias", "2.weight", "2.bias"]
     with pytest.raises(TypeError, match="PerLayer"):
         priors.PerLayer(lambda name, module, parameter: None)
 
@@ -292,8 +289,8 @@ def test_a_learned_scale_may_be_given_as_a_number():
 
 def test_rules_of_layers_share_nothing():
     """Two PerLayer rules for the same layers: each with a scale of its own."""
-    rules = {"*.weight": priors.PerLayer(priors.Normal(_learned(0.5)))}
-    rules["*.bias"] = priors.PerLayer(priors.Normal(_learned(3.0)))
+    rules = {"*.weight": priors.PerLayer(priors.Normal(learned(0.5)))}
+    rules["*.bias"] = priors.PerLayer(priors.Normal(learned(3.0)))
     model = _regression(priors.ByName(rules))
     latents = record(model.network, {}, (torch.randn(2, 3),)).latents
     scales = {
@@ -372,7 +369,7 @@ def test_layers_before_a_normalization_are_found(kind):
     torch.manual_seed(0)
     net, x = make(), torch.randn(shape)
     state = {key: value.clone() for key, value in net.state_dict().items()}
-    found = priors.PerNormalizedGroup(priors.Normal(_learned(0.5)), net, x)
+    found = priors.PerNormalizedGroup(priors.Normal(learned(0.5)), net, x)
     assert found.groups == expected
     assert all(torch.equal(net.state_dict()[key], value) for key, value in state.items())
     assert all(module.training for module in net.modules())
@@ -385,7 +382,7 @@ def test_layers_before_a_normalization_are_found(kind):
 def test_a_group_has_its_own_scale():
     make, shape, _ = NORMALIZED["linear"]
     net, x = make(), torch.randn(shape)
-    prior = priors.PerNormalizedGroup(priors.Normal(_learned(0.5)), net, x)
+    prior = priors.PerNormalizedGroup(priors.Normal(learned(0.5)), net, x)
     bnn = bayesianize(net, prior)
     with torch.no_grad():
         bnn.hyper_0_prior_scale_unconstrained.fill_(math.log(3.0))
@@ -501,3 +498,36 @@ def test_mopeds_proportion_can_be_learned():
         priors.Moped(0.0)
     with pytest.raises(ValueError, match="floor must be a positive"):
         priors.Moped(floor=0.0)
+
+
+def test_matrix_normal_is_the_dense_normal():
+    """Covariance scale^2 U kron V of the flattened weight (Gupta & Nagar 1999)."""
+    torch.manual_seed(0)
+    root = torch.randn(3, 3, dtype=torch.float64)
+    columns = root @ root.mT + torch.eye(3, dtype=torch.float64)
+    rows = torch.tensor([[1.0, 0.5], [0.5, 2.0]], dtype=torch.float64)
+    layer = nn.Linear(3, 2).double()
+    found = priors.MatrixNormal(columns, rows, scale=0.7)("weight", layer, layer.weight)
+    dense = dist.MultivariateNormal(
+        torch.zeros(6, dtype=torch.float64), 0.49 * torch.kron(rows, columns)
+    )
+    w = torch.randn(2, 3, dtype=torch.float64)
+    torch.testing.assert_close(found.log_prob(w), dense.log_prob(w.flatten()))
+    model = bayesianize(layer, priors.ByName({"*": priors.MatrixNormal(columns, scale=0.7)}))
+    bias = priors.MatrixNormal(columns, scale=0.7)("bias", layer, layer.bias)
+    torch.testing.assert_close(
+        bias.log_prob(torch.ones(2, dtype=torch.float64)),
+        dist.Normal(0.0, 0.7).log_prob(torch.ones(2, dtype=torch.float64)).sum(),
+    )
+    drawn = pyro.poutine.trace(model).get_trace(torch.zeros(1, 3, dtype=torch.float64))
+    assert drawn.nodes["weight"]["value"].shape == (2, 3)
+
+
+def test_matrix_normal_refuses_other_sizes():
+    layer = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match="covariance of the columns has 4 columns"):
+        priors.MatrixNormal(torch.eye(4))("weight", layer, layer.weight)
+    with pytest.raises(ValueError, match="rows must be positive definite"):
+        priors.MatrixNormal(rows=-torch.eye(2))
+    with pytest.raises(ValueError, match="columns must be a square matrix"):
+        priors.MatrixNormal(torch.ones(2, 3))

@@ -333,9 +333,7 @@ OF_SHORT_RUNS = ("the guide is not at a maximum",)
 # Cells
 
 
-@pytest.fixture(autouse=True)
-def _double(_fresh):
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def _cell(name, method):

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from scipy import stats
 from torch import Tensor
 from tqdm import tqdm
 
@@ -91,6 +90,8 @@ class Calibration:
         They are quantiles of Binomial(R, share of the ranks) (Talts et al. 2018, section 5.1): the
         lower one for the narrowest bin, the upper one for the widest bin.
         """
+        from scipy import stats  # imported when needed, it takes long
+
         tail = (1 - level) / 2
         shares = self.widths(bins).double() / (self.num_draws + 1)
         narrow, wide = (stats.binom(len(self.ranks), p.item()) for p in shares.aminmax())
@@ -106,6 +107,8 @@ class Calibration:
 
     def uniformity(self) -> Tensor:
         """The p-value of a chi-squared test of each histogram, ``(Q,)``."""
+        from scipy import stats  # imported when needed, it takes long
+
         expected = len(self.ranks) * self.widths().double() / (self.num_draws + 1)
         rows, even = self.counts().tolist(), expected.tolist()
         return torch.tensor(
@@ -119,6 +122,8 @@ class Calibration:
         This is the question of variational simulation-based calibration (Yao et al. 2018, section
         3.2). Their Kolmogorov-Smirnov test of p against 1 - p treats these two as independent.
         """
+        from scipy import stats  # imported when needed, it takes long
+
         columns = (self.probabilities.T.double() - 0.5).cpu().numpy()
         return torch.tensor([float(stats.wilcoxon(p).pvalue) for p in columns], device="cpu")
 

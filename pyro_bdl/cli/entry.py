@@ -1,34 +1,36 @@
 """The command ``pyro-bdl``."""
 
 import argparse
-import itertools
+import json
+import shlex
 import shutil
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from matplotlib.figure import Figure
 from torch import nn
 
-from pyro_bdl import models, posteriors
+from pyro_bdl import posteriors
 from pyro_bdl.cli import options as command
+from pyro_bdl.cli import sweep
+from pyro_bdl.cli.programs import program
+from pyro_bdl.cli.provenance import provenance
+from pyro_bdl.cli.shared import BadInput, bad_input, limited_threads, say
 from pyro_bdl.comparison.columns import columns
 from pyro_bdl.comparison.compare import compare
 from pyro_bdl.comparison.costs import seconds_per_draw
 from pyro_bdl.comparison.figures import CAPTIONS
+from pyro_bdl.comparison.page import write_page
 from pyro_bdl.comparison.result import Comparison
 from pyro_bdl.data.dataset import Dataset
 from pyro_bdl.errors import BdlWarning, UnusableDrawsError
-from pyro_bdl.nn import bayesianize
 from pyro_bdl.posteriors import Fit, Options, Problem
-from pyro_bdl.priors import FanIn
-from pyro_bdl.report import write_report
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.files import LenientStream, atomic_write
 from pyro_bdl.utils.interrupts import deferred_interrupt
@@ -36,12 +38,8 @@ from pyro_bdl.utils.random_state import process_seeded
 from pyro_bdl.utils.tables import to_csv, to_text
 
 _REFERENCE = "nuts"
-_TABLE, _REPORT = "table.csv", "report.html"
-_FILES = (_TABLE, _REPORT, *(f"{name}.png" for name in CAPTIONS))
-# Below this many numbers a step is not faster on several threads. On busy cores it is many times
-# slower, since the threads wait for each other.
-_WORTH_THREADS = 2**19
-
+_TABLE, _REPORT, _NUMBERS = "table.csv", "report.html", "report.json"
+_FILES = (_TABLE, _REPORT, _NUMBERS, *(f"{name}.png" for name in CAPTIONS))
 FAILED, INTERRUPTED = 1, 130
 
 
@@ -55,45 +53,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output: Any = LenientStream(sys.stdout)
     errors: Any = LenientStream(sys.stderr)
     with redirect_stdout(output), redirect_stderr(errors), warnings.catch_warnings():
-        options = command.parser(_compare).parse_args(arguments)
+        options = command.parser(_compare, sweep.add_command).parse_args(arguments)
+        given = sys.argv[1:] if arguments is None else arguments
+        options.line = shlex.join(["pyro-bdl", *map(str, given)])
         warnings.simplefilter("always", BdlWarning)
         warnings.showwarning = _show_warning
         try:
             return options.run(options)
-        except _BadInput as error:
-            _say(str(error))
+        except BadInput as error:
+            say(str(error))
             return command.BAD_INPUT
         except KeyboardInterrupt:
-            _say("interrupted")
+            say("interrupted")
             return INTERRUPTED
-
-
-class _BadInput(Exception):
-    """Invalid input; the message says why and what to do."""
 
 
 # ---------------------------------------------------------------------------------- the command
 
 
 def _compare(options: argparse.Namespace) -> int:
-    with _bad_input():
+    with bad_input():
         names = command.names(options.guides)
         settings = command.settings(options)
         device = command.device(options.device)
-        hidden = command.hidden(options.hidden)
+        hidden, gain = command.hidden(options.hidden), command.gain(options)
         data = command.load(options).to(device)
+        command.check_noise(options, data)
         folder = command.folder(options.out, _FILES)
-    features = data.x_train.shape[1]
-    about = (
-        f"{data.target_name}: {data.task}"
-        + (f" into {len(data.class_names)} classes" if data.class_names else "")
-        + f", {features} feature{'s' * (features > 1)}, {len(data.x_train)} training and "
-        f"{len(data.x_test)} test rows; {options.hidden} hidden units ({options.activation})"
-    )
-    print(about, flush=True)
+    about = _about(data, options)
+    print("\n".join([about, *data.notes]), flush=True)
     comparison, files = None, _Files(folder)
-    with process_seeded(options.seed, device), _threads(len(data.x_train) * max(hidden)):
-        model = _model(data, hidden, command.ACTIVATIONS[options.activation]).to(device)
+    with process_seeded(options.seed, device), limited_threads(len(data.x_train) * max(hidden)):
+        activation = command.ACTIVATIONS[options.activation]
+        model, parts = program(data, hidden, activation, noise=options.noise, gain=gain)
+        model = model.to(device)
         fits, failed = _fit_all(names, Problem(model, data.x_train, data.y_train), settings)
         if not fits:
             return FAILED if failed else INTERRUPTED
@@ -103,14 +96,14 @@ def _compare(options: argparse.Namespace) -> int:
                 comparison = _compared(model, fits, data, options.seed)
                 figures = {} if pressed.is_set() else _figures(comparison, fits, data)
                 if pressed.is_set():
-                    _say("interrupted: there are no figures")
-                notes = [f"{about}. {_units(data)}"]
-                _write(comparison, figures, files, data, notes, _made_with(options, settings, fits))
+                    say("interrupted: there are no figures")
+                made = provenance(options.line, options, settings, data, parts, fits)
+                _write(comparison, figures, files, data, about, made)
         except KeyboardInterrupt:
-            _say("interrupted")
+            say("interrupted")
             code = INTERRUPTED
         except Exception as error:  # any error: the fits must not be lost
-            _say(f"the posteriors could not be compared: {type(error).__name__}: {error}")
+            say(f"the posteriors could not be compared: {type(error).__name__}: {error}")
             code = FAILED
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
     if comparison is None:
@@ -126,21 +119,17 @@ def _compare(options: argparse.Namespace) -> int:
     return FAILED if files.failed and code == 0 else code
 
 
-def _made_with(
-    options: argparse.Namespace, settings: Options, fits: list[Fit]
-) -> dict[str, object]:
-    """Settings of the run, for the report."""
-    result: dict[str, object] = {"data": "scikit-learn's diabetes data"}
-    result |= {
-        name.replace("_", " "): value
-        for name, value in vars(options).items()
-        if name not in _NOT_SHOWN and value is not None and value is not False
-    }
-    result |= {name: getattr(settings, name) for name in ("chains", "warmup", "draws")}
-    return result | {fit.name: _shown(fit) for fit in fits}
+def _about(data: Dataset, options: argparse.Namespace) -> str:
+    features = data.x_train.shape[1]
+    return (
+        f"{data.target_name}: {data.task}"
+        + (f" into {len(data.class_names)} classes" if data.class_names else "")
+        + f", {features} feature{'s' * (features > 1)}, {len(data.x_train)} training and "
+        f"{len(data.x_test)} test rows; {options.hidden} hidden units ({options.activation})"
+        + (f", {options.noise} noise" if options.noise != "normal" else "")
+    )
 
 
-_NOT_SHOWN = ("command", "run", "out", "quick", "guides", "steps", "details")
 _WIDTH = 100  # of output that is not a terminal
 _EXPLAINED = (
     "The report says below its table what each column means, and table.csv holds more of them "
@@ -165,14 +154,14 @@ def _fit_all(names: list[str], problem: Problem, options: Options) -> tuple[list
         except KeyboardInterrupt:
             interrupted = True
         except MemoryError as error:
-            _say(f"{name} is left out: {error}")
+            say(f"{name} is left out: {error}")
             continue
         except Exception as error:  # one posterior's failure must not lose the others
             failed.append(name)
-            _say(f"{name} could not be fitted: {type(error).__name__}: {error}")
+            say(f"{name} could not be fitted: {type(error).__name__}: {error}")
             continue
         if interrupted:
-            _say(f"interrupted; not fitted: {', '.join(left) or 'none'}")
+            say(f"interrupted; not fitted: {', '.join(left) or 'none'}")
             break
     return fits, failed
 
@@ -205,7 +194,7 @@ def _compared(model: nn.Module, fits: list[Fit], data: Dataset, seed: int) -> Co
             others = [fit for fit in fits if fit.name != error.posterior]
             if not others or len(others) == len(fits):
                 raise
-            _say(f"{error.posterior} is left out: {error}")
+            say(f"{error.posterior} is left out: {error}")
             fits = others
 
 
@@ -233,7 +222,7 @@ class _Files:
         try:
             writer(self.folder / name)
         except Exception as error:  # from the disk, or from drawing
-            _say(f"{self.folder / name} could not be written: {error}")
+            say(f"{self.folder / name} could not be written: {error}")
             self.failed = True
             return False
         self.written.append(name)
@@ -249,14 +238,18 @@ class _Files:
 
 def _figures(comparison: Comparison, fits: list[Fit], data: Dataset) -> dict[str, Figure]:
     try:
+        scaled = " (standardized)" if data.x_mean else ""
+        known = data.task != "count"  # whose function is the log of a rate
         return comparison.figures(
-            target=data.target_name,
-            features=[f"{name} (standardized)" for name in data.feature_names],
-            train=(data.x_train, data.y_train * data.y_sd + data.y_mean),
+            target=data.target_name if known else f"log rate of {data.target_name}",
+            features=[f"{name}{scaled}" for name in data.feature_names],
+            train=(data.x_train, data.y_train * data.y_sd + data.y_mean) if known else None,
             posteriors={f.name: f.posterior for f in fits if f.name in comparison.evaluations},
+            points=_point_names(comparison, data),
+            scales={} if data.y_sd == 1 else {"noise": data.y_sd},
         )
     except Exception as error:  # the table must not be lost because of a figure
-        _say(f"there are no figures: {type(error).__name__}: {error}")
+        say(f"there are no figures: {type(error).__name__}: {error}")
         return {}
 
 
@@ -265,10 +258,10 @@ def _write(
     figures: dict[str, Figure],
     files: _Files,
     data: Dataset,
-    notes: list[str],
-    settings: dict[str, object],
+    about: str,
+    settings: dict[str, dict[str, object]],
 ) -> None:
-    """Write the table, the figures and the report."""
+    """Write the table, the figures, the report and its numbers."""
     files.write(_TABLE, comparison.to_csv)
 
     def draw(figure: Figure) -> Callable[[Path], None]:
@@ -283,19 +276,52 @@ def _write(
     }
     files.write(
         _REPORT,
-        lambda path: write_report(
+        lambda path: write_page(
+            comparison,
             path,
+            drawn,
             title=f"Posteriors of a neural network for {data.target_name}",
-            rows=comparison.rows,
-            columns=comparison.columns,
-            details=comparison.details,
-            verdicts=comparison.verdicts,
-            warnings=comparison.warnings,
-            figures={CAPTIONS[name]: figure for name, figure in drawn.items()},
-            notes=notes,
+            about=about,
+            notes=[_units(data)],
             settings=settings,
+            points=_points(comparison, data),
         ),
     )
+    numbers = comparison.to_json() | {
+        "about": about,
+        "units": _units(data),
+        "points": [data.point(place) | {"place": place} for place in comparison.places],
+        "settings": settings,
+    }
+
+    def save(path: Path) -> None:
+        with atomic_write(path) as part:
+            part.write_text(json.dumps(numbers, indent=1, default=str), encoding="utf-8")
+
+    files.write(_NUMBERS, save)
+
+
+def _point_names(comparison: Comparison, data: Dataset) -> list[str]:
+    """A name for each kept test point: its row in the source, its place in simulated data, and its
+    target."""
+    return [_point_name(data.point(place), place) for place in comparison.places]
+
+
+def _point_name(point: dict[str, Any], place: int) -> str:
+    target = point["target"]
+    shown = target if isinstance(target, str) else f"{target:.3g}"
+    where = f"point {place}" if point["row"] is None else f"row {point['row']}"
+    return f"{where}, target {shown}"
+
+
+def _points(comparison: Comparison, data: Dataset) -> dict[str, str]:
+    """The inputs of the test points in the figures, by their names."""
+    found = {}
+    for place in comparison.shown_points():
+        point = data.point(comparison.places[place])
+        values = ", ".join(f"{name} {value:.4g}" for name, value in point["inputs"].items())
+        found[_point_name(point, comparison.places[place])] = values
+    return found
 
 
 def _keep(fits: list[Fit], files: _Files) -> str:
@@ -321,52 +347,19 @@ def _keep(fits: list[Fit], files: _Files) -> str:
 def _units(data: Dataset) -> str:
     if data.task == "classification":
         return "NLPD and ELBO are in nats; distances are between class probabilities."
+    if data.task == "count":
+        return (
+            f"RMSE and CRPS are in units of {data.target_name}; distances are between the logs of "
+            "the rates; NLPD and ELBO are in nats."
+        )
     return (
         f"RMSE, CRPS and distances are in units of {data.target_name}; NLPD is in nats for them, "
         f"ELBO in nats for the standardized training targets."
     )
 
 
-def _shown(fit: Fit) -> str:
-    settings = ", ".join(f"{name} {value}" for name, value in fit.settings.items())
-    return f"{settings}, interrupted" if fit.interrupted else settings
-
-
-def _model(data: Dataset, hidden: list[int], activation: Callable[[], nn.Module]) -> nn.Module:
-    outputs = len(data.class_names) if data.task == "classification" else 1
-    sizes = [data.x_train.shape[1], *hidden]
-    layers: list[nn.Module] = []
-    for before, after in itertools.pairwise(sizes):
-        layers += [nn.Linear(before, after), activation()]
-    network = bayesianize(nn.Sequential(*layers, nn.Linear(sizes[-1], outputs)), FanIn(1.0))
-    kind = models.Classification if data.task == "classification" else models.Regression
-    return kind(network, num_data=len(data.x_train))
-
-
-@contextmanager
-def _threads(numbers: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1 if numbers < _WORTH_THREADS else before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 # ------------------------------------------------------------------------------ input and output
 
 
-@contextmanager
-def _bad_input() -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        raise _BadInput(" ".join(str(error).split())) from error
-
-
-def _say(text: str) -> None:
-    print(f"pyro-bdl: {text}", file=sys.stderr)
-
-
 def _show_warning(message: Warning | str, *args: object, **kwargs: object) -> None:
-    _say(f"warning: {message}")
+    say(f"warning: {message}")

@@ -10,10 +10,13 @@ from torch import nn
 
 from pyro_bdl import posteriors
 from pyro_bdl._version import __version__
-from pyro_bdl.data.dataset import Dataset, load_csv, load_default
+from pyro_bdl.cli.programs import NOISES
+from pyro_bdl.data.dataset import IMPUTERS, TASKS, Dataset, load_csv
+from pyro_bdl.data.examples import EXAMPLES
 from pyro_bdl.posteriors import Options
 
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
+EXAMPLE = "in-between"
 _USUAL = {"steps": None, "chains": 4, "warmup": 500, "draws": 500}
 _QUICK = {"steps": 500, "chains": 2, "warmup": 100, "draws": 100}
 
@@ -25,8 +28,14 @@ class Parser(argparse.ArgumentParser):
         self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
-def parser(compare: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
-    """The command's parser; the parsed options hold ``run``, the function that does the work."""
+def parser(
+    compare: Callable[[argparse.Namespace], int], *others: Callable[[Any], None]
+) -> argparse.ArgumentParser:
+    """The command's parser; the parsed options hold ``run``, the function that does the work.
+
+    :param compare: runs the subcommand ``compare``.
+    :param others: functions that add further subcommands.
+    """
     result = Parser(prog="pyro-bdl", description="Bayesian deep learning on Pyro programs.")
     result.add_argument("--version", action="version", version=f"pyro-bdl {__version__}")
     commands = result.add_subparsers(required=True, metavar="COMMAND", dest="command")
@@ -34,18 +43,13 @@ def parser(compare: Callable[[argparse.Namespace], int]) -> argparse.ArgumentPar
         "compare",
         help="fit several posteriors of one network, and compare them with NUTS",
         description="Fit several posteriors of a Bayesian neural network to a table of data, run\n"
-        "NUTS on the same program as the reference, print one table, and write it with\n"
-        "figures and a report. By default on scikit-learn's diabetes data.",
+        "NUTS on the same program as the reference, print the answer and one table, and\n"
+        "write them with figures and a report. By default on a built-in problem.",
         epilog=_epilog(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.set_defaults(run=compare)
-    add = command.add_argument_group("data").add_argument
-    add("--data", metavar="FILE", help="a CSV file with a header; every other column is a feature")
-    add("--target", metavar="COLUMN", help="the column to predict")
-    add("--task", choices=("regression", "classification"), help="default: found from the target")
-    add("--one-hot", action="store_true", help="turn columns of text into zeros and ones")
-    add("--test-fraction", type=float, default=0.2, metavar="SHARE", help="default: %(default)s")
+    add_data(command, EXAMPLE)
     add = command.add_argument_group("network").add_argument
     add(
         "--hidden",
@@ -54,6 +58,20 @@ def parser(compare: Callable[[argparse.Namespace], int]) -> argparse.ArgumentPar
         help="50, or 50,50 for two layers; default: %(default)s",
     )
     add("--activation", choices=tuple(ACTIVATIONS), default="tanh", help="default: %(default)s")
+    add(
+        "--noise",
+        choices=NOISES,
+        default="normal",
+        help="of a regression: one sd; a sd for each input; or Student-t, for outliers; default: "
+        "%(default)s",
+    )
+    add(
+        "--prior-gain",
+        type=float,
+        metavar="GAIN",
+        help="the prior's sd of a weight is GAIN / sqrt(inputs of its layer); default: 1, or that "
+        "of the built-in problem",
+    )
     add = command.add_argument_group("posteriors").add_argument
     add(
         "--guides",
@@ -76,12 +94,44 @@ def parser(compare: Callable[[argparse.Namespace], int]) -> argparse.ArgumentPar
     )
     quick = ", ".join(f"--{name} {value}" for name, value in _QUICK.items())
     add("--quick", action="store_true", help=f"a first look: {quick}")
+    add = add_run(command)
+    add("--details", action="store_true", help="print all columns that table.csv has")
+    for other in others:
+        other(commands)
+    return result
+
+
+def add_data(command: argparse.ArgumentParser, default: str) -> None:
+    """Add the options of the data, which ``load`` reads.
+
+    :param default: the built-in problem if none is chosen.
+    """
+    add = command.add_argument_group("data").add_argument
+    add(
+        "--example",
+        choices=tuple(EXAMPLES),
+        metavar="NAME",
+        help=f"a built-in problem from the list of pyro-bdl compare --help; default: {default}",
+    )
+    add("--data", metavar="FILE", help="a CSV file with a header; every other column is a feature")
+    add("--target", metavar="COLUMN", help="the column to predict")
+    add("--task", choices=TASKS, help="default: found from the target, and said")
+    add("--one-hot", action="store_true", help="turn columns of text into zeros and ones")
+    add(
+        "--impute",
+        choices=IMPUTERS,
+        help="fill in missing features from the training rows; default: refuse them",
+    )
+    add("--test-fraction", type=float, default=0.2, metavar="SHARE", help="default: %(default)s")
+
+
+def add_run(command: argparse.ArgumentParser) -> Callable[..., Any]:
+    """Add the options of a run; returns the function that adds further ones to their group."""
     add = command.add_argument_group("run").add_argument
     add("--seed", type=int, default=0, help="seed of all random numbers; default: %(default)s")
     add("--device", default="cpu", help="such as cpu or cuda; default: %(default)s")
     add("--out", default="pyro-bdl-out", metavar="DIR", help="default: %(default)s")
-    add("--details", action="store_true", help="print all columns that table.csv has")
-    return result
+    return add
 
 
 def _epilog() -> str:
@@ -89,8 +139,12 @@ def _epilog() -> str:
         f"{'*' if entry.default else ' '} {entry.name:<21} {entry.description}"
         for entry in posteriors.entries()
     ]
+    problems = [f"  {each.name:<21} {each.description}" for each in EXAMPLES.values()]
     return "\n".join(
         [
+            "built-in problems:",
+            *problems,
+            "",
             "posteriors:",
             *lines,
             "",
@@ -131,32 +185,74 @@ def settings(options: argparse.Namespace) -> Options:
         if value is not None and value < least[name]:
             option = name.replace("_", "-")
             raise ValueError(f"--{option} must be at least {least[name]}, got {value}")
-    if options.seed >= 2**32:
-        raise ValueError(f"--seed must be less than 2^32, got {options.seed}")
+    check_run(options)
+    return Options(**cast(Any, chosen))
+
+
+def check_run(options: argparse.Namespace) -> None:
+    """Check the seed and the share of test data.
+
+    :raises ValueError: for numbers out of range.
+    """
+    if not 0 <= options.seed < 2**32:
+        raise ValueError(f"--seed must be at least 0 and less than 2^32, got {options.seed}")
     if not 0 < options.test_fraction < 1:
         raise ValueError(f"--test-fraction must lie between 0 and 1, got {options.test_fraction:g}")
-    return Options(**cast(Any, chosen))
 
 
 def _first_given(value: int | None, usual: int | None) -> int | None:
     return usual if value is None else value
 
 
-def load(options: argparse.Namespace) -> Dataset:
-    """The chosen data, by default scikit-learn's diabetes data.
+def load(options: argparse.Namespace, default: str = EXAMPLE) -> Dataset:
+    """The chosen data.
 
+    :param default: the built-in problem if none is chosen.
     :raises ValueError: for options that do not fit together, and data that are refused.
     """
-    split = {"test_fraction": options.test_fraction, "seed": options.seed}
     if options.data is None:
-        for name in ("target", "task", "one_hot"):
+        for name in ("target", "task", "one_hot", "impute"):
             if getattr(options, name):
                 option = name.replace("_", "-")
                 raise ValueError(f"--{option} is of use with --data only; name a CSV file")
-        return load_default(**split)
-    if options.target is None:
-        raise ValueError("--data needs --target, the name of the column to predict")
-    return load_csv(options.data, options.target, options.task, one_hot=options.one_hot, **split)
+        example = EXAMPLES[options.example or default]
+        found = example.load(options.test_fraction, options.seed, None)
+    else:
+        if options.example is not None:
+            raise ValueError("--data and --example name two problems; choose one")
+        if options.target is None:
+            raise ValueError("--data needs --target, the name of the column to predict")
+        found = load_csv(
+            options.data,
+            options.target,
+            options.task,
+            one_hot=options.one_hot,
+            impute=options.impute,
+            test_fraction=options.test_fraction,
+            seed=options.seed,
+        )
+    return found
+
+
+def check_noise(options: argparse.Namespace, data: Dataset) -> None:
+    """Check that the noise belongs to the task.
+
+    :raises ValueError: if another noise than the usual one is chosen for classes or counts.
+    """
+    if options.noise != "normal" and data.task != "regression":
+        raise ValueError(f"--noise is of use for a regression only, and this is a {data.task}")
+
+
+def gain(options: argparse.Namespace) -> float:
+    """The prior's gain: the chosen one, or that of the built-in problem.
+
+    :raises ValueError: for a gain that is not positive and finite.
+    """
+    if options.prior_gain is None:
+        return 1.0 if options.data is not None else EXAMPLES[options.example or EXAMPLE].gain
+    if not 0 < options.prior_gain < float("inf"):
+        raise ValueError(f"--prior-gain must be positive and finite, got {options.prior_gain:g}")
+    return options.prior_gain
 
 
 def device(name: str) -> torch.device:

@@ -5,7 +5,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pyro_bdl.comparison import convergence, costs, determined, input_regions, leave_one_out
+from pyro_bdl.comparison import (
+    convergence,
+    costs,
+    determined,
+    input_regions,
+    leave_one_out,
+    ranking,
+)
 from pyro_bdl.comparison.distances import ALL_DISTANCES, DISTANCES, FURTHER_DISTANCES
 from pyro_bdl.comparison.metric import Metric, of_task
 from pyro_bdl.comparison.scores import CALIBRATION, TEST_DATA, UNCERTAINTY
@@ -22,7 +29,7 @@ def columns(task: str, reference: str | None) -> list[Column]:
         left_out = (*left_out, leave_one_out.DIFFERENCE)
     return _grouped(
         {
-            "": costs.COLUMNS,
+            "": (costs.COLUMNS[0], ranking.COLUMN, *costs.COLUMNS[1:]),
             "parameters that the data determine": determined.COLUMNS,
             "test data": _of_metrics(TEST_DATA, task),
             f"distance to {reference}": _of_metrics(DISTANCES, task),
@@ -41,6 +48,11 @@ def details(task: str, reference: str | None) -> list[Column]:
             "parameters that the data determine": determined.FURTHER_COLUMNS,
             "calibration": _of_metrics(CALIBRATION, task),
             "uncertainty": _of_metrics(UNCERTAINTY, task),
+            f"test data, difference to {reference}": [
+                metric.difference_column()
+                for metric in of_task(TEST_DATA, task)
+                if metric.over_points
+            ],
             f"distance to {reference}": _of_metrics(FURTHER_DISTANCES, task),
             f"sd ratio to {reference}": input_regions.COLUMNS,
             "leave one out": leave_one_out.FURTHER_COLUMNS,

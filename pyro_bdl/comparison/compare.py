@@ -15,15 +15,20 @@ from pyro_bdl.comparison.evaluation import Evaluation, evaluate, evaluate_draws
 from pyro_bdl.comparison.figures import CAPTIONS
 from pyro_bdl.comparison.held_out import PredictiveDraws, Test, Units
 from pyro_bdl.comparison.input_regions import regions, sd_ratios
-from pyro_bdl.comparison.leave_one_out import difference
+from pyro_bdl.comparison.k_fold import KFold
+from pyro_bdl.comparison.leave_one_out import comparable, difference, withheld_notes
+from pyro_bdl.comparison.metric import of_task
 from pyro_bdl.comparison.program_sites import read_program, stated_num_data
+from pyro_bdl.comparison.ranking import rank_by_distance, rank_by_score
 from pyro_bdl.comparison.result import Comparison, is_known
+from pyro_bdl.comparison.scores import TEST_DATA, few_draws, few_draws_note
 from pyro_bdl.comparison.verdicts import verdict
 from pyro_bdl.errors import UnusableDrawsError
 from pyro_bdl.guides.draws import as_posterior
 from pyro_bdl.program.argument_errors import by_entry
 from pyro_bdl.program.batches import as_dicts, leading_size, taken
 from pyro_bdl.samples import Samples
+from pyro_bdl.utils.progress import shown
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.tables import Column
 from pyro_bdl.utils.validation import check_finite_tensor
@@ -47,9 +52,11 @@ def compare(
     num_samples: int = 1000,
     batch_norm_data: Any = None,
     costs: Mapping[str, Costs] | None = None,
+    left_out: Mapping[str, KFold] | None = None,
     target_scale: float = 1.0,
     target_shift: float = 0.0,
     seed: int = 0,
+    progress: bool = True,
 ) -> Comparison:
     """Score posteriors of a program on test data, and measure their distance to a reference.
 
@@ -84,10 +91,12 @@ def compare(
         with BatchNorm: each draw gets its own running statistics, as in ``Predictive``. The linear
         model of a Laplace approximation keeps the network's statistics.
     :param costs: name to ``Costs``: time and memory of the fit, ELBO and evidence, if known.
+    :param left_out: name to the result of ``k_fold``, which is shown in place of PSIS-LOO.
     :param target_scale: the target in its own units is ``y * target_scale + target_shift``; a
         regression is reported in its own units.
     :param target_shift: see ``target_scale``.
     :param seed: seed of the guides' draws and the noise of predictions.
+    :param progress: show bars, in terminals and notebooks, for what takes longer than a second.
     :raises TypeError: for a value that is not a posterior, or data that are not tensors.
     :raises UnusableDrawsError: if draws of a posterior, or their predictions, are NaN or infinite;
         the error names the posterior and counts the draws.
@@ -112,7 +121,8 @@ def compare(
         found = _evaluations(
             model, posteriors, data,
             num_samples=num_samples, kept=kept, units=units, seed=seed, train=known, ood=elsewhere,
-            batch_norm_data=batch_norm_data,
+            batch_norm_data=batch_norm_data, left_out=left_out or {},
+            progress=progress,
         )  # fmt: skip
         areas = {} if known is None else regions(data.part(kept).inputs, known.inputs)
         rows = [
@@ -123,37 +133,52 @@ def compare(
         ]
         floor_row = None
         if reference is not None:
-            for row in rows:
+            for row in shown(rows, "distances", progress):
                 if row["posterior"] != reference:
                     row |= _against(found[row["posterior"]], found[reference], areas)
             floor_row = {"posterior": f"{reference}, half to half"} | floor(found[reference])
     task = next(iter(found.values())).task
+    few = few_draws(rows)
+    by = "nlpd_normal" if few else "nlpd"
+    ranking = (
+        rank_by_score(rows, found, score=by)
+        if reference is None
+        else rank_by_distance(reference, rows, found, score=by)
+    )
+    rows = ranking.ordered(rows)
     lines = (*rows, *([] if floor_row is None else [floor_row]))
     check_keys(task, lines)
     own = {row["posterior"]: row for row in rows}
     warned = [] if reference is None else doubts(reference, own[reference])
     verdicts = {
         name: verdict(
-            row,
+            own[name],
             reference=None if reference is None else own[reference],
             floor=floor_row,
             points=data.rows,
             doubtful=bool(warned),
         )
-        for name, row in own.items()
+        for name in found
     }
     y = data.y[kept]
     heading = f"{reference} (doubtful)" if warned else reference
+    first, further = columns(task, heading), details(task, heading)
+    if not few:  # then it says what NLPD says
+        further = [*(c for c in first if c.key == "nlpd_normal"), *further]
+        first = [c for c in first if c.key != "nlpd_normal"]
     return Comparison(
         task=task,
         reference=reference,
         rows=lines,
-        columns=_filled(columns(task, heading), rows),
-        details=_filled(details(task, heading), rows),
+        columns=_filled(first, rows),
+        details=_filled(further, rows),
         verdicts=verdicts,
         warnings=tuple(warned),
+        ranking=ranking,
+        notes=(*([few_draws_note(few)] if few else []), *withheld_notes(rows)),
         evaluations=found,
         inputs=data.part(kept).inputs,
+        places=tuple(kept.tolist()),
         y=y * target_scale + target_shift if task == "regression" else y,
     )
 
@@ -169,6 +194,7 @@ def _evaluations(
     kept: Tensor,
     units: Units,
     seed: int,
+    left_out: Mapping[str, KFold],
     **options: Any,
 ) -> dict[str, Evaluation]:
     """Evaluations by name; each starts from the same seed, so that none depends on the others."""
@@ -184,8 +210,9 @@ def _evaluations(
                 continue
             try:
                 found[name] = evaluate(
-                    name, subject, posterior, data, kept=kept, units=units, **options
-                )
+                    name, subject, posterior, data,
+                    kept=kept, units=units, left_out=left_out.get(name), **options,
+                )  # fmt: skip
             except UnusableDrawsError as error:
                 raise UnusableDrawsError(f"posterior {name!r}: {error}", name) from None
     return found
@@ -199,7 +226,14 @@ def _against(evaluation: Evaluation, reference: Evaluation, areas: Mapping[str, 
             f"{tuple(reference.function.shape[1:])}, got {tuple(evaluation.function.shape[1:])}"
         )
     row: Row = dict(distances(evaluation, reference))
-    if evaluation.loo is not None and reference.loo is not None:
+    for metric in of_task(TEST_DATA, evaluation.task):
+        if metric.key in evaluation.points and metric.key in reference.points:
+            key = f"{metric.key}_diff"
+            row[key], row[f"{key}_se"] = evaluation.points[metric.key].difference(
+                reference.points[metric.key]
+            )
+    known = all(is_known(side.scores.get("elpd_loo")) for side in (evaluation, reference))
+    if known and comparable(evaluation.loo, reference.loo):
         row["elpd_diff"], row["elpd_diff_se"] = difference(evaluation.loo, reference.loo)
     ours, theirs = sd_of_draws(evaluation.function), sd_of_draws(reference.function)
     return row | sd_ratios(ours, theirs, areas)
@@ -277,6 +311,12 @@ def _check_costs(costs: Mapping[str, Costs], posteriors: Mapping[str, Any]) -> N
 def _data(kind: str, parts: tuple[Any, ...]) -> Test:
     if len(parts) < 2:
         raise ValueError(f"give the {kind} inputs and, last, the {kind} targets")
+    if isinstance(parts[-1], Mapping):
+        sites = ", ".join(map(repr, parts[-1]))
+        raise ValueError(
+            "compare needs a program with one observed site, but "
+            f"y_{kind} holds targets of: {sites}"
+        )
     tensors = []
     for place, part in enumerate(parts):
         name = f"y_{kind}" if place == len(parts) - 1 else f"x_{kind}"

@@ -26,18 +26,22 @@ COLUMNS = (
         "elbo",
         "ELBO",
         digits=4,
-        help="Evidence lower bound at temperature 1, in nats, on the training data as the program "
-        "sees them; larger is better.",
+        help="Evidence lower bound at temperature 1, in nats: a lower bound of the log evidence of "
+        "the program, with the same prior in every row, on the training data as it sees them; "
+        "larger is better. Of a Laplace approximation it is the bound of its Gaussian through the "
+        "network, not of the linear model.",
     ),
+)
+FURTHER_COLUMNS = (
     Column(
         "log_evidence",
         "log evid.",
         digits=4,
-        help="Log evidence of a Laplace approximation, in nats, at its own prior scale; for "
-        "a subset of the weights, given the others. Larger is better.",
+        help="Log evidence of a Laplace approximation, in nats: no bound, and of another model in "
+        "every row, with the prior scales and noise that it chose, of the linearized network or "
+        "of a subset of the weights given the others. Compare it between settings of one row, not "
+        "between rows nor with an ELBO.",
     ),
-)
-FURTHER_COLUMNS = (
     Column(
         "draw_seconds",
         "s / draw",

@@ -11,8 +11,9 @@ from torch import Tensor
 from pyro_bdl import metrics
 from pyro_bdl.comparison.convergence import convergence, divergences
 from pyro_bdl.comparison.held_out import Observation, PredictiveDraws, Test, Units
-from pyro_bdl.comparison.leave_one_out import leave_one_out
-from pyro_bdl.comparison.metric import measure
+from pyro_bdl.comparison.k_fold import KFold
+from pyro_bdl.comparison.leave_one_out import LeftOut, leave_one_out, row_of
+from pyro_bdl.comparison.metric import PointScores, measure
 from pyro_bdl.comparison.program_sites import Subject, draws_of, stated_num_data
 from pyro_bdl.comparison.scores import (
     SCORES,
@@ -23,13 +24,13 @@ from pyro_bdl.comparison.scores import (
     predictions,
     score,
 )
-from pyro_bdl.diagnostics.loo import LOO
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.metrics import Uncertainty
 from pyro_bdl.predictive.linearized import UNKNOWN, LinearizedPredictive, is_linear
 from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.batches import leading_size
 from pyro_bdl.samples import Samples
+from pyro_bdl.utils.progress import shown
 
 __all__ = ["Evaluation", "Test", "Units", "evaluate", "evaluate_draws"]
 
@@ -53,7 +54,8 @@ class Evaluation:
     :param expected: ``(S, N, ...)``, E[y | draw] at the kept points; for regression.
     :param noise: ``(S, N, ...)``, Var[y | draw] at the kept points; for regression.
     :param pit: the probability integral transforms of all test targets; for regression.
-    :param loo: leave-one-out on the training data, if these are given.
+    :param loo: leave-one-out on the training data, if these are given, or cross-validation.
+    :param points: the scores that are means over all test points, with their errors.
     """
 
     task: str
@@ -65,7 +67,8 @@ class Evaluation:
     expected: Tensor | None = None
     noise: Tensor | None = None
     pit: Tensor | None = None
-    loo: LOO | None = None
+    loo: LeftOut | None = None
+    points: Mapping[str, PointScores] = field(default_factory=dict)
 
     def moments(self) -> Tensor:
         """Mean and variance of the target given the draw, ``(S, N, ..., 2)``."""
@@ -108,6 +111,8 @@ def evaluate(
     train: Test | None = None,
     ood: tuple[Any, ...] | None = None,
     batch_norm_data: Any = None,
+    left_out: KFold | None = None,
+    progress: bool = False,
 ) -> Evaluation:
     """Run the program at one set of draws of the posterior, and score the predictions.
 
@@ -121,6 +126,8 @@ def evaluate(
     :param train: the data that the posterior was fitted to, for leave-one-out.
     :param ood: out-of-distribution inputs.
     :param batch_norm_data: see ``Predictive``.
+    :param left_out: the posterior's cross-validation, in place of PSIS-LOO.
+    :param progress: show bars.
     :raises TypeError: if the posterior is neither a guide nor ``Samples``.
     :raises ValueError: for a posterior of another program, or targets that do not fit the
         predictions.
@@ -141,11 +148,11 @@ def evaluate(
         predictive = Predictive(model, samples, batch_norm_data=batch_norm_data)
     for site, values in samples.flat().items():
         check_draws(f"values of the site {site!r}", ~values.isfinite())
-    parts = _parts(test, predictive, observation)
+    parts = shown(_parts(test, predictive, observation), f"{name}: scores", progress)
     task = "classification" if observation.is_class else "regression"
-    mean, pit, scores = score(task, predictions(predictive, observation, parts, units))
+    mean, pit, scores, points = score(task, predictions(predictive, observation, parts, units))
     found = _at(predictive, observation, test.part(kept).inputs, units, samples.num_chains)
-    found = replace(found, mean=mean, pit=pit)
+    found = replace(found, mean=mean, pit=pit, points=points)
     elsewhere = None
     if ood is not None:
         elsewhere = _at(predictive, observation, ood, units, samples.num_chains)
@@ -155,10 +162,10 @@ def evaluate(
         if observation.fixed_mean:  # noisy draws of the target always seem to mix
             function = log_likelihood(predictive, observation.site, test)
         scores |= divergences(posterior) | convergence(function, samples.num_chains)
-    loo = None
-    if train is not None:
+    loo: LeftOut | None = left_out
+    if loo is None and train is not None:
         pieces = _parts(train, predictive, observation)
-        left_out = None
+        by_psis = None
         if observation.joint:
             warnings.warn(
                 f"the site {observation.site!r} is one joint observation of all rows: no row can "
@@ -167,13 +174,13 @@ def evaluate(
                 stacklevel=3,
             )
         else:
-            left_out = leave_one_out(
-                model, posterior, samples, predictive, observation.site, pieces
+            by_psis = leave_one_out(
+                model, posterior, samples, predictive, observation.site, pieces, progress=progress
             )
-        if left_out is not None:
-            loo, kind = left_out
-            scores |= {"elpd_loo": loo.elpd, "elpd_loo_se": loo.se, "p_loo": loo.p_loo}
-            scores["high_k"], scores["loo_by"] = loo.num_bad, kind
+        if by_psis is not None:
+            loo = by_psis[0]
+            scores |= row_of(by_psis)
+    scores |= row_of(left_out)
     return replace(found, scores=scores, loo=loo)
 
 
@@ -203,11 +210,12 @@ def evaluate_draws(
         task, known = "classification", known_class_predictions(p, test.y)
         function, targets = p[:, kept], None
     else:
-        task, known, held = "regression", known_predictions(draws, test.y, units), draws.at(kept)
+        known = known_predictions(draws, test.y, units, normal=observation.kind == "Normal")
+        task, held = "regression", draws.at(kept)
         function = units.of(held.function)
         targets = None if held.targets is None else units.of(held.targets)
-    mean, pit, scores = score(task, [known])
-    found = Evaluation(task, draws.chains, function, mean, targets, pit=pit)
+    mean, pit, scores, points = score(task, [known])
+    found = Evaluation(task, draws.chains, function, mean, targets, pit=pit, points=points)
     scores |= _scores_at_kept_points(found, None)
     if draws.chains > 1:
         scores |= convergence(found.function, draws.chains)

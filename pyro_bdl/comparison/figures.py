@@ -13,6 +13,7 @@ from pyro_bdl.diagnostics import summary
 from pyro_bdl.guides.draws import latent_draws, samples_of_mcmc
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.random_state import seeded
+from pyro_bdl.utils.tables import number
 
 CAPTIONS = {
     "bands": "Mean and 90 % interval of the function along the feature.",
@@ -37,6 +38,21 @@ CAPTIONS = {
     "for independent draws.",
     "layers": "R-hat and effective draws of the weights of every site. Weights of networks may "
     "differ between chains where their functions agree.",
+}
+# The figures without their numbers, for those who cannot see them; "cost" is described by its
+# numbers.
+_DESCRIPTIONS = {
+    "bands": "Curves of mean and interval against the feature, a panel for each posterior",
+    "sd_map": "Maps of the sd ratio over two features, a panel for each posterior",
+    "forest": "Intervals of each posterior at four test points",
+    "calibration": "Curves of observed against nominal shares, one for each posterior",
+    "pit": "Histograms of the probability integral transforms, a panel for each posterior",
+    "function_space": "Scatter plots of each posterior's means and sds against the reference's",
+    "hyperparameters": "Intervals of latents that are single numbers, one for each posterior",
+    "pairs": "Scatter plots of latents that are single numbers, with their densities",
+    "trace": "Lines of the draws of each chain",
+    "ranks": "Histograms of the ranks of each chain",
+    "layers": "Ranges of R-hat and of effective draws for each site",
 }
 
 _POINTS = 4  # test points in trace plots
@@ -72,19 +88,19 @@ def figures(
     features: Sequence[str] = (),
     train: tuple[Tensor, Tensor] | None = None,
     posteriors: Mapping[str, Any] | None = None,
+    points: Sequence[str] = (),
+    scales: Mapping[str, float] | None = None,
 ) -> dict[str, Figure]:
     """Figures of a comparison, by the names in :data:`CAPTIONS`; see ``Comparison.figures``."""
-    functions = {name: evaluation.function for name, evaluation in comparison.evaluations.items()}
+    functions = _functions(comparison)
+    scales = scales or {}
     if posteriors is not None:
         posteriors = {name: samples_of_mcmc(given) for name, given in posteriors.items()}
-    if comparison.task == "classification" and next(iter(functions.values())).shape[-1] == 2:
-        # The first class has one minus the second's probability.
-        functions = {name: draws[..., 1] for name, draws in functions.items()}
-    known = None if posteriors is None else _latents(comparison, posteriors)
-    chains = _chains(comparison, functions, posteriors or {})
+    known = None if posteriors is None else _latents(comparison, posteriors, scales)
+    chains = _chains(comparison, functions, posteriors or {}, points, scales)
     found = _inputs(comparison, functions, target, features, train)
     found |= _predictions(comparison)
-    found |= _against_reference(comparison, functions, target, units)
+    found |= _against_reference(comparison, functions, target, units, points)
     found |= _scalars(known or {}, comparison.reference)
     if chains:
         found["trace"] = plots.trace(chains)
@@ -159,17 +175,21 @@ def _predictions(comparison: Compared) -> dict[str, Figure]:
 
 
 def _against_reference(
-    comparison: Compared, functions: Draws, target: str, units: str
+    comparison: Compared, functions: Draws, target: str, units: str, points: Sequence[str]
 ) -> dict[str, Figure]:
     reference = comparison.reference
     if reference is None or len(functions) < 2:
         return {}
     is_class = comparison.task == "classification"
     unit = f" ({units})" if units else ""
+    base = functions[reference]
+    places = plots.chosen_points(base, _POINTS)
     found = {
         "forest": plots.forest(
             functions,
             reference=reference,
+            points=places,
+            labels=[plots.point_name(place, base, points) for place in places],
             quantity="class probability" if is_class else f"{target}{unit}",
         ),
         "function_space": plots.function_space(
@@ -179,26 +199,73 @@ def _against_reference(
             units=units,
         ),
     }
+    return found | cost(comparison, units)
+
+
+def cost(comparison: Compared, units: str = "") -> dict[str, Figure]:
+    """Time to fit against distance, under its name; nothing where these are not known."""
+    reference = comparison.reference
+    if reference is None:
+        return {}
+    is_class = comparison.task == "classification"
     key = "total_variation" if is_class else "wasserstein"
     *rows, floor = comparison.rows
-    timed = [row for row in rows if row.get("seconds") is not None]
+    order = list(comparison.evaluations)  # not that of the ranking: the colors of every figure
+    timed = sorted(
+        (row for row in rows if row.get("seconds") is not None),
+        key=lambda row: order.index(row["posterior"]),
+    )
     others = [row for row in timed if row["posterior"] != reference and row.get(key) is not None]
-    if others:
-        there = {reference, *(row["posterior"] for row in others)}
-        found["cost"] = plots.cost_against_quality(
-            {row["posterior"]: row["seconds"] for row in timed if row["posterior"] in there},
-            {row["posterior"]: row[key] for row in others},
-            reference=reference,
-            floor=floor.get(key),
-            units="total variation" if is_class else units,
-        )
-    return found
+    if not others:
+        return {}
+    there = {reference, *(row["posterior"] for row in others)}
+    drawn = plots.cost_against_quality(
+        {row["posterior"]: row["seconds"] for row in timed if row["posterior"] in there},
+        {row["posterior"]: row[key] for row in others},
+        reference=reference,
+        floor=floor.get(key),
+        errors={row["posterior"]: row.get(f"{key}_se") or 0.0 for row in others},
+        units="total variation" if is_class else units,
+    )
+    return {"cost": drawn}
+
+
+def shown_points(comparison: Compared) -> list[int]:
+    """The places, among the kept test points, of those that figures show one by one."""
+    if comparison.reference is None:
+        return []
+    draws = _functions(comparison)[comparison.reference]
+    outputs = max(1, draws[0, 0].numel())
+    return sorted({place // outputs for place in plots.chosen_points(draws, _POINTS)})
+
+
+def _functions(comparison: Compared) -> Draws:
+    """Draws of each function; of two classes, those of the second's probability."""
+    functions = {name: evaluation.function for name, evaluation in comparison.evaluations.items()}
+    if comparison.task == "classification" and next(iter(functions.values())).shape[-1] == 2:
+        return {name: draws[..., 1] for name, draws in functions.items()}
+    return functions
+
+
+def alternative(name: str, comparison: Compared) -> str:
+    """The alternative text of a figure; that of "cost" holds its numbers."""
+    if name != "cost":
+        return _DESCRIPTIONS[name]
+    key = "total_variation" if comparison.task == "classification" else "wasserstein"
+    known = [row for row in comparison.rows if row.get(key) is not None and row.get("seconds")]
+    told = "; ".join(
+        f"{row['posterior']} {number(row[key], 2)} after {number(row['seconds'], 2)} s"
+        for row in sorted(known, key=lambda row: row[key])
+    )
+    return f"Scatter plot of time to fit against distance to {comparison.reference}: {told}"
 
 
 # ------------------------------------------------------------------------------------- latents
 
 
-def _latents(comparison: Compared, posteriors: Mapping[str, Any]) -> dict[str, Draws]:
+def _latents(
+    comparison: Compared, posteriors: Mapping[str, Any], scales: Mapping[str, float]
+) -> dict[str, Draws]:
     """Draws ``(S,)`` of each posterior's latents that are single numbers."""
     found = {}
     with seeded(0):
@@ -208,7 +275,11 @@ def _latents(comparison: Compared, posteriors: Mapping[str, Any]) -> dict[str, D
                 continue  # only its predictions are known
             total = None if isinstance(posterior, Samples) else _DRAWS
             drawn = latent_draws(posterior, total, *comparison.inputs, None)
-            scalars = {site: values for site, values in drawn.items() if values.dim() == 1}
+            scalars = {
+                _in_units(site, scales): values * scales.get(site, 1.0)
+                for site, values in drawn.items()
+                if values.dim() == 1
+            }
             if scalars:
                 found[name] = scalars
     return found
@@ -233,7 +304,17 @@ def _scalars(latents: Mapping[str, Draws], reference: str | None) -> dict[str, F
     return found
 
 
-def _chains(comparison: Compared, functions: Draws, posteriors: Mapping[str, Any]) -> Draws:
+def _in_units(site: str, scales: Mapping[str, float]) -> str:
+    return f"{site}, target's units" if site in scales else site
+
+
+def _chains(
+    comparison: Compared,
+    functions: Draws,
+    posteriors: Mapping[str, Any],
+    points: Sequence[str],
+    scales: Mapping[str, float],
+) -> Draws:
     """The reference's functions at test points and single numbers: name to ``(chains, draws)``."""
     name = comparison.reference
     if name is None or (name not in posteriors and comparison.evaluations[name].chains < 2):
@@ -245,10 +326,14 @@ def _chains(comparison: Compared, functions: Draws, posteriors: Mapping[str, Any
     count = comparison.evaluations[name].chains
     flat = draws.flatten(1).unflatten(0, (count, -1))
     found = {
-        plots.point_name(place, draws): flat[..., place]
+        plots.point_name(place, draws, points): flat[..., place]
         for place in plots.chosen_points(draws, _POINTS)
     }
     if isinstance(samples, Samples):
-        scalars = {site: value for site, value in samples.latents.items() if value.dim() == 2}
+        scalars = {
+            _in_units(site, scales): value * scales.get(site, 1.0)
+            for site, value in samples.latents.items()
+            if value.dim() == 2
+        }
         found |= dict(list(scalars.items())[:_MOST_SCALARS])
     return found

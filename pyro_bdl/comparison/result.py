@@ -7,11 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from pyro_bdl.comparison.answer import answer
 from pyro_bdl.comparison.evaluation import Evaluation
-from pyro_bdl.comparison.figures import CAPTIONS, figures
+from pyro_bdl.comparison.figures import CAPTIONS, figures, shown_points
+from pyro_bdl.comparison.page import fragment, write_page
+from pyro_bdl.comparison.ranking import Ranking
 from pyro_bdl.utils.tables import Column, groups, to_csv, to_text
 
 __all__ = ["CAPTIONS", "Comparison", "is_known"]
@@ -22,12 +26,12 @@ _LEAST_WIDTH = 40  # of a verdict, also beside long names
 
 @dataclass(frozen=True)
 class Comparison:
-    """Result of ``compare``; print it for the table and the verdicts.
+    """Result of ``compare``; print it for the answer, the table and the verdicts.
 
     :param task: ``"regression"`` or ``"classification"``.
     :param reference: name of the reference, or None.
-    :param rows: a dict for each posterior, and a last one that compares two halves of the
-        reference, the floor of the distances.
+    :param rows: a dict for each posterior: the reference, then the others as they are ranked, and
+        a last one that compares two halves of the reference, the floor of the distances.
     :param columns: the columns of the table, each with a help text.
     :param verdicts: posterior to a sentence computed from its row.
     :param evaluations: posterior to its draws at the kept test points.
@@ -35,6 +39,10 @@ class Comparison:
     :param y: their targets; for a regression in the target's own units.
     :param details: further columns, shown by ``to_text(details=True)`` and in the files.
     :param warnings: reasons not to trust the reference; empty if there are none.
+    :param ranking: the posteriors in order of their distance to the reference, in groups; without a
+        reference in order of their NLPD.
+    :param notes: sentences on numbers of the table that must be read with care.
+    :param places: the rows of the test data that the kept points are, counted from 0.
     """
 
     task: str
@@ -47,12 +55,31 @@ class Comparison:
     y: Tensor = field(repr=False)
     details: tuple[Column, ...] = ()
     warnings: tuple[str, ...] = ()
+    ranking: Ranking = field(repr=False, default_factory=Ranking)
+    notes: tuple[str, ...] = ()
+    places: tuple[int, ...] = field(repr=False, default=())
 
     def __str__(self) -> str:
         return self.to_text()
 
+    def __repr__(self) -> str:
+        against = f", reference {self.reference!r}" if self.reference is not None else ""
+        return (
+            f"<Comparison of {len(self.evaluations)} posteriors at {len(self.y)} test points, "
+            f"{self.task}{against}; print it for the table>"
+        )
+
+    @property
+    def summary(self) -> str:
+        """The answer in two or three sentences, as far as the errors of the numbers bear it out."""
+        return answer(self.reference, self.ranking, self.rows, self.warnings)
+
+    def to_frame(self) -> pd.DataFrame:
+        """The rows with all their numbers, indexed by posterior, as they are ranked."""
+        return pd.DataFrame(self.rows).set_index("posterior")
+
     def to_text(self, width: int | None = _WIDTH, *, details: bool = False) -> str:
-        """Table, verdicts and warnings.
+        """Summary, table, verdicts, notes and warnings.
 
         :param width: the largest number of characters in a line. Wider groups of columns are
             printed below each other, and sentences are wrapped; None for one wide table.
@@ -70,8 +97,43 @@ class Comparison:
         ]
         columns = [*self.columns, *(self.details if details else ())]
         blocks = [to_text(self.rows, block) for block in self._blocks(columns, width)]
-        warned = [textwrap.fill(f"Warning: {text}", width or 10**6) for text in self.warnings]
-        return "\n\n".join([*blocks, "\n".join(verdicts), *warned])
+        said = [*self.notes, *(f"Warning: {text}" for text in self.warnings)]
+        warned = [textwrap.fill(text, width or 10**6) for text in said]
+        summary = [textwrap.fill(self.summary, width or 10**6)] if self.summary else []
+        return "\n\n".join([*summary, *blocks, "\n".join(verdicts), *warned])
+
+    def report(
+        self,
+        path: str | Path,
+        *,
+        figures: Mapping[str, Figure] | None = None,
+        title: str = "Posteriors compared",
+        about: str = "",
+        notes: Sequence[str] = (),
+        settings: Mapping[str, object] | None = None,
+        points: Mapping[str, str] | None = None,
+    ) -> Path:
+        """Write one self-contained HTML file: the answer, figures, the table; return its path.
+
+        :param path: the HTML file; missing folders are made.
+        :param figures: those of ``figures(...)``, called with names and units of the data; by
+            default without them.
+        :param title: heading of the page.
+        :param about: a line on the data and the model.
+        :param notes: paragraphs above the table, such as units.
+        :param settings: what it takes to make the comparison again, shown at the end; a mapping as
+            a value gets a heading of its own.
+        :param points: the inputs of the test points that figures show, by their names.
+        """
+        drawn = self.figures() if figures is None else figures
+        return write_page(
+            self, path, drawn, title=title, about=about, notes=notes, settings=settings,
+            points=points,
+        )  # fmt: skip
+
+    def _repr_html_(self) -> str:
+        """The answer, the ranked table and the picture of cost against distance, for notebooks."""
+        return fragment(self)
 
     def _blocks(self, columns: Sequence[Column], width: int | None) -> list[list[Column]]:
         name, rest = columns[0], list(columns[1:])
@@ -122,6 +184,8 @@ class Comparison:
         features: Sequence[str] = (),
         train: tuple[Tensor, Tensor] | None = None,
         posteriors: Mapping[str, Any] | None = None,
+        points: Sequence[str] = (),
+        scales: Mapping[str, float] | None = None,
     ) -> dict[str, Figure]:
         """Figures of the comparison, by names that can be used for files; see :data:`CAPTIONS`.
 
@@ -132,10 +196,40 @@ class Comparison:
             there are one or two inputs.
         :param posteriors: the compared posteriors, to show their latents too: hyperparameters,
             chains and layers.
+        :param points: names of the kept test points; by default "point 17".
+        :param scales: site to a factor that brings its values to the target's units, for a noise
+            that the program sees in other units.
         """
         return figures(
-            self, target=target, units=units, features=features, train=train, posteriors=posteriors
-        )
+            self, target=target, units=units, features=features, train=train,
+            posteriors=posteriors, points=points, scales=scales or {},
+        )  # fmt: skip
+
+    def shown_points(self) -> list[int]:
+        """The places, among the kept test points, of those that figures show one by one."""
+        return shown_points(self)
+
+    def to_json(self) -> dict[str, Any]:
+        """All numbers and words in JSON types: the summary, the ranking, rows and columns."""
+        return {
+            "task": self.task,
+            "reference": self.reference,
+            "summary": self.summary,
+            "warnings": list(self.warnings),
+            "ranking": {
+                "by": self.ranking.by,
+                "criteria": self.ranking.criteria,
+                "rows": [
+                    {key: value if is_known(value) else None for key, value in vars(row).items()}
+                    for row in self.ranking.rows
+                ],
+            },
+            "columns": [
+                {name: getattr(column, name) for name in ("key", "title", "group", "help")}
+                for column in (*self.columns, *self.details)
+            ],
+            "posteriors": self.to_dict(),
+        }
 
 
 def is_known(value: object) -> bool:

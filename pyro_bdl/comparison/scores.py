@@ -7,6 +7,8 @@ A metric names its inputs by ``of``:
                         probabilities ``(N, C)`` and the class numbers ``(N,)``
 ``"draws"``             draws of the target ``(S, N, ...)``, noise included, and the targets
 ``"density"``           log p(y_n | draw) ``(S, N)`` and the number of rows
+``"moments"``           mean and variance of the predictions of a Normal observation, ``(N, ...)``
+                        each, and the targets
 ``"pit"``               the probability integral transforms ``(N, ...)``
 ``"coverage range"``    both ends of the range of the coverage at 90 %
 ``"uncertainty"``       the parts of the uncertainty, an ``Uncertainty``
@@ -14,11 +16,11 @@ A metric names its inputs by ``of``:
 ======================  =========================================================================
 
 ``"draws"`` and ``"density"`` are computed for one batch of test data at a time, since they need
-much memory; the score is the mean over the batches, weighted by their rows. Numbers are in the
+much memory: their metrics are means over the test points (``over_points``). Numbers are in the
 target's units.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,16 +30,32 @@ from torch import Tensor
 
 from pyro_bdl import metrics
 from pyro_bdl.comparison.held_out import Observation, PredictiveDraws, Test, Units
-from pyro_bdl.comparison.metric import Metric, measure
+from pyro_bdl.comparison.metric import Metric, PointScores, measure, measure_points, of_task
 from pyro_bdl.errors import UnusableDrawsError
+from pyro_bdl.utils.tables import listed
 
 Scores = dict[str, Any]
 
 
+# Below this many effective draws the density of a mixture says more about their number.
+FEW_DRAWS = 10
+_MANY_POINTS = 0.1
+
+
 def _nlpd(density: Tensor, rows: int) -> Tensor:
-    """NLPD; a joint density of all rows is divided by their number."""
-    found = metrics.negative_log_predictive_density(density)
+    """NLPD of each row; a joint density of all rows is divided by their number."""
+    found = metrics.negative_log_predictive_density(density, pointwise=True)
     return found / rows if density.shape[1] == 1 else found
+
+
+def _expected_nll(density: Tensor, rows: int) -> Tensor:
+    """E_q[NLL] of each row; a joint density of all rows is divided by their number."""
+    found = metrics.expected_negative_log_likelihood(density, pointwise=True)
+    return found / rows if density.shape[1] == 1 else found
+
+
+def _rests_on_few(density: Tensor, rows: int) -> Tensor:
+    return (metrics.effective_draws(density) < FEW_DRAWS).double()
 
 
 def _coverage(key: str, percent: int) -> Metric:
@@ -45,10 +63,11 @@ def _coverage(key: str, percent: int) -> Metric:
         key,
         f"in {percent} %",
         f"Share of the targets inside the central {percent} % interval; less is overconfident.",
-        partial(metrics.interval_coverage, level=percent / 100),
+        partial(metrics.interval_coverage, level=percent / 100, pointwise=True),
         of="draws",
         task="regression",
         style="percent",
+        over_points="mean",
     )
 
 
@@ -57,18 +76,20 @@ TEST_DATA = (
         "rmse",
         "RMSE",
         "Root mean square error of the mean, in units of the target.",
-        metrics.rmse,
+        metrics.squared_error,
         of="mean",
         task="regression",
+        over_points="root",
     ),
     Metric(
         "accuracy",
         "accuracy",
         "Share of the classes predicted correctly.",
-        metrics.accuracy,
+        partial(metrics.accuracy, pointwise=True),
         of="mean",
         task="classification",
         style="percent",
+        over_points="mean",
     ),
     Metric(
         "nlpd",
@@ -76,23 +97,37 @@ TEST_DATA = (
         "Negative log predictive density per datum, in nats; smaller is better.",
         _nlpd,
         of="density",
+        over_points="mean",
+    ),
+    Metric(
+        "nlpd_normal",
+        "NLPD, Normal",
+        "Negative log density of the targets under the Normal with the predictive mean and "
+        "variance, in nats. It does not depend on the number of draws, as the density of their "
+        "mixture does where the noise is much smaller than the function's sd.",
+        metrics.gaussian_nlpd,
+        of="moments",
+        task="regression",
+        over_points="mean",
     ),
     Metric(
         "crps",
         "CRPS",
         "Continuous ranked probability score, in units of the target; smaller is better.",
-        metrics.crps,
+        partial(metrics.crps, pointwise=True),
         of="draws",
         task="regression",
+        over_points="mean",
     ),
     _coverage("coverage", 90),
     Metric(
         "brier",
         "Brier",
         "Squared error of the class probabilities, from 0 (best) to 2.",
-        metrics.brier,
+        partial(metrics.brier, pointwise=True),
         of="mean",
         task="classification",
+        over_points="mean",
     ),
     Metric(
         "ece",
@@ -105,6 +140,15 @@ TEST_DATA = (
     ),
 )
 CALIBRATION = (
+    Metric(
+        "nlpd_few",
+        "NLPD by few",
+        f"Share of the test points at which NLPD rests on fewer than {FEW_DRAWS} effective draws.",
+        _rests_on_few,
+        of="density",
+        style="percent",
+        over_points="mean",
+    ),
     _coverage("coverage_50", 50),
     Metric(
         "coverage_from",
@@ -145,6 +189,25 @@ CALIBRATION = (
         task="classification",
         style="percent",
     ),
+    Metric(
+        "confidence",
+        "confidence",
+        "Mean probability of the predicted class; the accuracy if calibrated.",
+        lambda probabilities, y: metrics.mean_confidence(probabilities, pointwise=True),
+        of="mean",
+        task="classification",
+        style="percent",
+        over_points="mean",
+    ),
+    Metric(
+        "expected_nll",
+        "mean NLL",
+        "Negative log likelihood per datum of a single draw, averaged over the draws, in nats; "
+        "NLPD is that of their mean, and never larger.",
+        _expected_nll,
+        of="density",
+        over_points="mean",
+    ),
 )
 UNCERTAINTY = (
     Metric(
@@ -181,6 +244,14 @@ UNCERTAINTY = (
         task="classification",
     ),
     Metric(
+        "ood_entropy",
+        "OOD entropy",
+        "Mean entropy of the predictive class distribution at out-of-distribution inputs, in nats.",
+        lambda here, there: there.total.mean(),
+        of="ood",
+        task="classification",
+    ),
+    Metric(
         "auroc",
         "AUROC",
         "Probability that the predictive uncertainty is higher at an out-of-distribution input "
@@ -208,6 +279,7 @@ class Predictions:
     :param rows: the number of rows of the test data.
     :param density: ``(S, N)``, log p(y_n | draw); ``(S, 1)`` for a joint distribution of all rows.
     :param draws: ``(S, N, ...)``, draws of the target, including noise; None for classes.
+    :param variance: the predictive variance, with the shape of the mean, for Normal observations.
     """
 
     mean: Tensor
@@ -215,10 +287,13 @@ class Predictions:
     rows: int
     density: Tensor | None = None
     draws: Tensor | None = None
+    variance: Tensor | None = None
 
     def inputs(self) -> dict[str, tuple[Any, ...]]:
         """The inputs of metrics that are computed for one batch of test data at a time."""
         found: dict[str, tuple[Any, ...]] = {}
+        if self.variance is not None:
+            found["moments"] = (self.mean, self.variance, self.y)
         if self.density is not None:
             found["density"] = (self.density, self.rows)
         if self.draws is not None:
@@ -226,29 +301,39 @@ class Predictions:
         return found
 
 
-def score(task: str, parts: Iterable[Predictions]) -> tuple[Tensor, Tensor | None, Scores]:
+def score(
+    task: str, parts: Iterable[Predictions]
+) -> tuple[Tensor, Tensor | None, Scores, dict[str, PointScores]]:
     """Scores of predictions for batches of the test data.
 
     :returns: the mean predictions, the probability integral transforms (for a regression with
-        draws, else None), and the scores by key.
+        draws, else None), the scores and their errors by key, and the scores that are means over
+        the test points with the points' influences.
     """
-    means, targets, places, rows = [], [], [], 0
-    sums: dict[str, float] = {}
+    means, targets, places = [], [], []
+    values: dict[str, list[Tensor]] = {}
     for part in parts:
-        for key, value in measure(SCORES, task, part.inputs()).items():
-            sums[key] = sums.get(key, 0.0) + value * part.rows
+        for key, found in measure_points(SCORES, task, part.inputs()).items():
+            values.setdefault(key, []).append(found)
         if part.draws is not None:
             places.append(metrics.pit(part.draws, part.y))
         means.append(part.mean)
         targets.append(part.y)
-        rows += part.rows
     mean = torch.cat(means)
     inputs: dict[str, tuple[Any, ...]] = {"mean": (mean, torch.cat(targets))}
     pit = torch.cat(places) if places else None
     if pit is not None:
         inputs["pit"] = (pit,)
-    scores = {key: total / rows for key, total in sums.items()}
-    return mean, pit, scores | measure(SCORES, task, inputs)
+    of_points = {key: torch.cat(found) for key, found in values.items()}
+    of_points |= measure_points(SCORES, task, inputs)
+    points = {
+        metric.key: PointScores.of(metric, of_points[metric.key])
+        for metric in of_task(SCORES, task)
+        if metric.key in of_points
+    }
+    scores: Scores = {key: found.number for key, found in points.items()}
+    scores |= {f"{key}_se": found.error for key, found in points.items()}
+    return mean, pit, scores | measure(SCORES, task, inputs), points
 
 
 def predictions(
@@ -262,23 +347,33 @@ def predictions(
     """
     site = observation.site
     for part in parts:
-        mean = predictive.mean(*part.inputs, None)[site]
         if observation.is_class:
+            mean = predictive.mean(*part.inputs, None)[site]
             check_draws("class probabilities", ~mean.isfinite())
             mean = observation.probabilities(mean).mean(0)
             density = log_likelihood(predictive, site, part)
             yield Predictions(mean, class_labels(part.y, mean), part.rows, density)
             continue
-        mean = mean.mean(0)
+        moments = predictive.draw_moments(*part.inputs, None)[site]
+        mean, variance = moments.mean.mean(0), None
+        if observation.kind == "Normal":
+            variance = metrics.variance_parts(*moments).total.reshape(mean.shape) * units.scale**2
         y = _fitting(part.y, mean)
         density = units.density(log_likelihood(predictive, site, part), y)
         draws = predictive(*part.inputs, None)[site]
         check_draws("predictions", draws.isnan())
-        yield Predictions(units.of(mean), units.of(y), part.rows, density, units.of(draws))
+        yield Predictions(
+            units.of(mean), units.of(y), part.rows, density, units.of(draws), variance
+        )
 
 
-def known_predictions(draws: PredictiveDraws, y: Tensor, units: Units) -> Predictions:
-    """Predictions of a regression from ``PredictiveDraws``, as far as they are given."""
+def known_predictions(
+    draws: PredictiveDraws, y: Tensor, units: Units, *, normal: bool = False
+) -> Predictions:
+    """Predictions of a regression from ``PredictiveDraws``, as far as they are given.
+
+    :param normal: whether the observation is Normal, so that its moments are scored too.
+    """
     known = draws.function if draws.targets is None else draws.targets
     mean = known.mean(0)
     y = _fitting(y, mean)
@@ -286,7 +381,8 @@ def known_predictions(draws: PredictiveDraws, y: Tensor, units: Units) -> Predic
     if draws.log_likelihood is not None:
         density = units.density(draws.log_likelihood.flatten(1), y)
     targets = None if draws.targets is None else units.of(draws.targets)
-    return Predictions(units.of(mean), units.of(y), len(y), density, targets)
+    variance = targets.double().var(0) if normal and targets is not None else None
+    return Predictions(units.of(mean), units.of(y), len(y), density, targets, variance)
 
 
 def known_class_predictions(probabilities: Tensor, y: Tensor) -> Predictions:
@@ -295,6 +391,28 @@ def known_class_predictions(probabilities: Tensor, y: Tensor) -> Predictions:
     labels = class_labels(y, mean)
     of_labels = probabilities.double().gather(-1, labels.expand(len(probabilities), -1)[..., None])
     return Predictions(mean, labels, len(labels), of_labels[..., 0].log())
+
+
+def few_draws(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Names of the posteriors whose NLPD rests on few draws at more than a tenth of the points.
+
+    :param rows: the rows of the table.
+    """
+    return [
+        row["posterior"]
+        for row in rows
+        if (row.get("nlpd_few") or 0.0) > _MANY_POINTS and "nlpd_normal" in row
+    ]
+
+
+def few_draws_note(names: Sequence[str]) -> str:
+    """A sentence on an NLPD that says more about the number of draws than about the posterior."""
+    return (
+        f"NLPD of {listed(names)} rests on fewer than {FEW_DRAWS} draws at many of the test "
+        "points, since the noise is much smaller than the function's sd: it then says more about "
+        "the number of draws than about the posterior. NLPD, Normal does not: it scores the "
+        "predictive mean and variance, and is used in its place."
+    )
 
 
 def log_likelihood(predictive: Any, site: str, data: Test) -> Tensor:

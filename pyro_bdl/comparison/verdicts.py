@@ -121,14 +121,14 @@ def _coverage(row: Row, points: int) -> str:
     if low <= share <= high:
         return ""
     width = "narrow" if share < 0.9 else "wide"
-    return f"its 90 % interval holds {share:.0%} of the test targets: too {width}"
+    return f"its 90 % interval holds {100 * share:.0f} % of the test targets: too {width}"
 
 
 def _calibrated(row: Row) -> str:
     share = _number(row, "coverage")
     if math.isnan(share):
         return "nothing to hold it against"
-    return f"its 90 % interval holds {share:.0%} of the test targets, as it should"
+    return f"its 90 % interval holds {100 * share:.0f} % of the test targets, as it should"
 
 
 def _convergence(row: Row) -> str:

@@ -13,12 +13,16 @@ from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils.memory import available_memory
 
-_FULL_UP_TO = 2000  # latents, whose matrix is factorized in a fraction of a second
-_KERNEL_UP_TO = 4096  # rows, whose kernel is factorized in about a second
-
 
 def with_chosen_structure(
-    model: Callable, subset: Subset, vector: Tensor, batches: Batches, config: CurvatureConfig
+    model: Callable,
+    subset: Subset,
+    vector: Tensor,
+    batches: Batches,
+    config: CurvatureConfig,
+    *,
+    full_up_to: int = 2000,
+    kernel_up_to: int = 4096,
 ) -> CurvatureConfig:
     """Return the configuration with a structure in place of "auto".
 
@@ -27,6 +31,9 @@ def with_chosen_structure(
     are taken only if they fit in memory. It is "kron" otherwise, which neglects the covariance
     between layers and factorizes that within a layer. Over parts of sites, which have no Kronecker
     factors, it is "full".
+
+    :param full_up_to: latents, whose matrix is factorized in a fraction of a second.
+    :param kernel_up_to: rows, whose kernel is factorized in about a second.
     """
     if config.structure != AUTOMATIC:
         return config
@@ -37,12 +44,12 @@ def with_chosen_structure(
         needed = replace(config, structure=name).memory(subset.size, vector, num_rows)
         return available is None or needed <= available
 
-    if subset.size <= _FULL_UP_TO and fits("full"):
+    if subset.size <= full_up_to and fits("full"):
         return replace(config, structure="full")
     if batches.ranks is None:
         run, leaves = run_at(model, subset, vector, *batches.first())
         rows = rows_of(run, batches, config)
-        is_small = rows < subset.size and rows <= _KERNEL_UP_TO
+        is_small = rows < subset.size and rows <= kernel_up_to
         if is_small and fits("kernel", rows):
             try:
                 PriorRoot(prior_precision(run, leaves, subset), subset.parts, '"kernel"')

@@ -19,8 +19,6 @@ from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
 from pyro_bdl.utils.random_state import fixed_normal
 
-_DENSE_UP_TO = 2048
-
 
 class PriorPrecision(NamedTuple):
     """Minus the Hessian of log p(T(u)) + log |det dT/du| in the subset's p numbers.
@@ -109,7 +107,12 @@ def hyperpriors(run: Run, leaves: Mapping[str, Tensor]) -> dict[str, Site]:
 
 
 def prior_precision(
-    run: Run, leaves: Mapping[str, Tensor], subset: Subset, *, create_graph: bool = False
+    run: Run,
+    leaves: Mapping[str, Tensor],
+    subset: Subset,
+    *,
+    create_graph: bool = False,
+    dense_up_to: int = 2048,
 ) -> PriorPrecision:
     """The prior precision at the point of a run.
 
@@ -118,6 +121,7 @@ def prior_precision(
 
     :param run: the program run at ``leaves``, with their graph (``run_at``).
     :param create_graph: keep it differentiable in the program's parameters.
+    :param dense_up_to: latents with a joint prior that get a matrix; of more, the diagonal.
     """
     layout = subset.layout
     like = next(iter(leaves.values()))
@@ -127,7 +131,7 @@ def prior_precision(
         name: _normal_precision(site, layout.latents[name].transform, leaves)
         for name, site in run.latents.items()
     }
-    groups = _known_gaussians(run, layout)
+    groups = _known_gaussians(run, layout, dense_up_to)
     for names, spread, _ in groups:
         sizes = [layout.latents[name].size for name in names]
         pieces |= dict(zip(names, spread.split(sizes), strict=True))
@@ -140,7 +144,7 @@ def prior_precision(
     rest = [name for name in layout.latents if name in joint and name in subset.parts]
     matrices = [(names, matrix.to(like)) for names, _, matrix in groups if matrix is not None]
     if rest:
-        fixed, dense = _differentiated(run, leaves, layout, rest, create_graph)
+        fixed, dense = _differentiated(run, leaves, layout, rest, create_graph, dense_up_to)
         pieces |= dict(zip(rest, fixed, strict=True))
         if dense is not None:
             matrices.append((rest, dense.to(like)))
@@ -165,7 +169,9 @@ def prior_precision(
     return PriorPrecision(diagonal, indices.to(like.device)[kept], dense, uniform)
 
 
-def _known_gaussians(run: Run, layout: Any) -> list[tuple[list[str], Tensor, Tensor | None]]:
+def _known_gaussians(
+    run: Run, layout: Any, dense_up_to: int
+) -> list[tuple[list[str], Tensor, Tensor | None]]:
     """Groups of sites whose joint prior is a Gaussian with known precision: its diagonal and
     matrix.
 
@@ -179,18 +185,23 @@ def _known_gaussians(run: Run, layout: Any) -> list[tuple[list[str], Tensor, Ten
         if isinstance(prior, JointSite) and prior.block not in blocks:
             block = prior.block
             blocks.add(block)
-            dense = block.layout.size <= _DENSE_UP_TO or block.precision.dense
+            dense = block.layout.size <= dense_up_to or block.precision.dense
             matrix = site.scale * block.precision_matrix() if dense else None
             diagonal = site.scale * block.precision_diagonal
             result.append(([latent.name for latent in block.latents], diagonal, matrix))
-        elif isinstance(prior, MatrixNormal) and site.value.numel() <= _DENSE_UP_TO:
+        elif isinstance(prior, MatrixNormal) and site.value.numel() <= dense_up_to:
             whole: Tensor = site.scale * prior.precision_matrix()
             result.append(([name], whole.diagonal(), whole))
     return result
 
 
 def _differentiated(
-    run: Run, leaves: Mapping[str, Tensor], layout: Any, names: list[str], create_graph: bool
+    run: Run,
+    leaves: Mapping[str, Tensor],
+    layout: Any,
+    names: list[str],
+    create_graph: bool,
+    dense_up_to: int,
 ) -> tuple[list[Tensor], Tensor | None]:
     """Differentiate the log prior of some sites twice: diagonals, and the matrix if it is small."""
     total = _log_density(run, leaves, layout)
@@ -208,7 +219,7 @@ def _differentiated(
     ]
     dense: Tensor | None = None
     parts: tuple[Tensor, ...]
-    if sum(sizes) <= _DENSE_UP_TO:
+    if sum(sizes) <= dense_up_to:
         dense = -_hessian(gradients, inputs, create_graph)
         parts = dense.diagonal().split(sizes)
     else:

@@ -1,5 +1,6 @@
 """Data sets for the command and the tutorials."""
 
 from pyro_bdl.data.dataset import Dataset, load_csv, load_default, prepare, two_clusters
+from pyro_bdl.data.examples import EXAMPLES, Example
 
-__all__ = ["Dataset", "load_csv", "load_default", "prepare", "two_clusters"]
+__all__ = ["EXAMPLES", "Dataset", "Example", "load_csv", "load_default", "prepare", "two_clusters"]

@@ -5,6 +5,7 @@ markers of missing values and encodings.
 """
 
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -98,16 +99,25 @@ def _with_decimal_points(frame: pd.DataFrame, path: Path) -> pd.DataFrame:
     return frame
 
 
-def numeric_features(frame: pd.DataFrame, path: Path, one_hot: bool) -> pd.DataFrame:
-    """The columns as numbers; with ``one_hot`` columns of text become indicators of their
-    values."""
+def numeric_features(
+    frame: pd.DataFrame, path: Path, one_hot: bool
+) -> tuple[pd.DataFrame, list[str]]:
+    """The columns as numbers, and sentences on what was expanded.
+
+    Columns of dates become their parts; with ``one_hot`` columns of text become indicators of their
+    values.
+    """
     columns: list[pd.Series | pd.DataFrame] = []
-    texts = []
+    texts, notes = [], []
     for name, column in frame.items():
         numbers = pd.to_numeric(column, errors="coerce").rename(name)
         is_text = numbers.isna() & column.notna()
         if not is_text.any():
             columns.append(numbers)
+        elif (dates := _dates(column)) is not None:
+            parts = _date_parts(dates, name)
+            columns.append(parts)
+            notes.append(f"{name} holds dates, expanded into {listed(list(parts.columns))}.")
         elif one_hot:
             columns.append(_indicators(column, name))
         else:
@@ -118,7 +128,31 @@ def numeric_features(frame: pd.DataFrame, path: Path, one_hot: bool) -> pd.DataF
             f"data: {path} has columns that are not numeric: {listed(texts)}; remove them, or "
             f"turn them into columns of zeros and ones with one_hot=True (--one-hot)"
         )
-    return pd.concat(columns, axis=1)
+    return pd.concat(columns, axis=1), notes
+
+
+def _dates(column: pd.Series) -> pd.Series | None:
+    """The column as dates if each entry is one, else None."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # no single format: parsed one by one
+        try:
+            dates = pd.to_datetime(column, errors="coerce")
+        except (ValueError, TypeError):  # such as several time zones
+            return None
+    known = column.notna()
+    if not pd.api.types.is_datetime64_any_dtype(dates) or dates[known].isna().any():
+        return None
+    return dates
+
+
+def _date_parts(dates: pd.Series, name: str) -> pd.DataFrame:
+    """The parts of dates that differ between rows, as numbers; the year if none does."""
+    parts = {
+        f"{name}.{part}": getattr(dates.dt, part).astype(float)
+        for part in ("year", "month", "day", "day_of_week", "hour", "minute")
+    }
+    differing = {key: values for key, values in parts.items() if values.nunique() > 1}
+    return pd.DataFrame(differing or {f"{name}.year": parts[f"{name}.year"]})
 
 
 def _indicators(column: pd.Series, name: str) -> pd.DataFrame:

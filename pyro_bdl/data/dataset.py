@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +14,15 @@ from torch import Tensor
 from pyro_bdl.data.csv import listed, numeric_features, plain, quoted, read_csv, target_values
 from pyro_bdl.errors import BdlWarning
 
+TASKS = ("regression", "classification", "count")
+_IMPUTERS = {
+    "mean": "their mean",
+    "median": "their median",
+    "most_frequent": "their most frequent value",
+    "knn": "the mean of the five nearest rows",
+    "iterative": "regression on the other features",
+}
+IMPUTERS = tuple(_IMPUTERS)
 _MAX_INTEGER_CLASSES = 10
 _MIN_ROWS, _MIN_TRAINING_ROWS = 10, 5
 # An sd below this many rounding errors of the largest number has no significant digit.
@@ -30,10 +40,18 @@ class Dataset:
     :param y_test: ``(N,)``, as ``y_train``.
     :param feature_names: names of the D columns.
     :param target_name: name of the target.
-    :param task: ``"regression"`` or ``"classification"``.
+    :param task: ``"regression"``, ``"classification"`` or ``"count"``.
     :param class_names: names of the classes, empty for regression.
     :param y_mean: the mean subtracted from the regression target, in its units.
     :param y_sd: the sd that it was then divided by, in its units.
+    :param x_mean: D means that were subtracted from the features, in their units; empty if nothing
+        was.
+    :param x_sd: D sds that they were then divided by.
+    :param test_rows: the rows of the source that the test part holds, counted from 1, without the
+        header; empty if they have no numbers.
+    :param source: where the data come from, in words.
+    :param split: how they were split, in words.
+    :param notes: sentences on what was inferred, expanded and filled in.
     """
 
     x_train: Tensor
@@ -46,6 +64,29 @@ class Dataset:
     class_names: tuple[str, ...] = ()
     y_mean: float = 0.0
     y_sd: float = 1.0
+    x_mean: tuple[float, ...] = ()
+    x_sd: tuple[float, ...] = ()
+    test_rows: tuple[int, ...] = ()
+    source: str = ""
+    split: str = ""
+    notes: tuple[str, ...] = ()
+
+    def point(self, place: int) -> dict[str, Any]:
+        """A test point in the units of the source: its row, its features and its target.
+
+        :param place: its place in the test part.
+        """
+        values = self.x_test[place].double().cpu()
+        if self.x_mean:
+            sd, mean = values.new_tensor(self.x_sd), values.new_tensor(self.x_mean)
+            values = values * sd + mean
+        y = self.y_test[place]
+        target: Any = self.class_names[int(y)] if self.class_names else float(self.in_units(y))
+        return {
+            "row": self.test_rows[place] if self.test_rows else None,
+            "inputs": dict(zip(self.feature_names, values.tolist(), strict=True)),
+            "target": target,
+        }
 
     def in_units(self, y: Tensor) -> Tensor:
         """Standardized targets or predictions in the units of the target, y * sd + mean."""
@@ -69,20 +110,28 @@ def load_csv(
     task: str | None = None,
     *,
     one_hot: bool = False,
+    impute: str | None = None,
     test_fraction: float = 0.2,
     seed: int = 0,
+    fold: tuple[int, int] | None = None,
 ) -> Dataset:
     """Read a CSV file with a header; every column but the target is a feature.
+
+    A feature of dates becomes the numbers that it consists of: year, month, day, weekday, hour,
+    minute, as far as they differ between rows.
 
     :param path: the file. The separator (comma, semicolon, tab or bar) is found from the header;
         numbers may have decimal commas.
     :param target: name of the target column.
-    :param task: ``"regression"`` or ``"classification"``; found from the target if None: text, or
-        whole numbers with at most 10 distinct values, are classes.
+    :param task: ``"regression"``, ``"classification"`` or ``"count"``; found from the target if
+        None: text, or whole numbers with at most 10 distinct values, are classes. The data set's
+        ``notes`` say what was found.
     :param one_hot: turn each column of text into one column of zeros and ones for each of its
         values, named ``column=value``.
+    :param impute: see :func:`prepare`.
     :param test_fraction: see :func:`prepare`.
     :param seed: see :func:`prepare`.
+    :param fold: see :func:`prepare`.
     :raises FileNotFoundError: if there is no such file.
     :raises ValueError: if the file is empty, or has only a header, ragged rows, or unnamed or
         repeated columns; if the target is not among the columns; if a feature is not numeric, or
@@ -93,19 +142,24 @@ def load_csv(
         near = difflib.get_close_matches(target, frame.columns, n=3, cutoff=0.5)
         hint = f"did you mean {quoted(near, 'or')}?" if near else f"it has {quoted(frame.columns)}"
         raise ValueError(f"target: {path} has no column {target!r}; {hint}")
-    features = numeric_features(frame.drop(columns=target), Path(path), one_hot)
-    return prepare(
+    features, notes = numeric_features(frame.drop(columns=target), Path(path), one_hot)
+    made = prepare(
         features.to_numpy(dtype=float),
         target_values(frame[target], target, task),
         feature_names=tuple(features.columns),
         target_name=target,
         task=task,
+        impute=impute,
         test_fraction=test_fraction,
         seed=seed,
+        fold=fold,
     )
+    return replace(made, source=f"the file {path}", notes=(*notes, *made.notes))
 
 
-def load_default(*, test_fraction: float = 0.2, seed: int = 0) -> Dataset:
+def load_default(
+    *, test_fraction: float = 0.2, seed: int = 0, fold: tuple[int, int] | None = None
+) -> Dataset:
     """scikit-learn's diabetes data: 442 patients, 10 features, disease progression after a year.
 
     Source: Efron, Hastie, Johnstone, Tibshirani (2004), Least angle regression.
@@ -113,14 +167,17 @@ def load_default(*, test_fraction: float = 0.2, seed: int = 0) -> Dataset:
     from sklearn.datasets import load_diabetes
 
     bunch = load_diabetes(scaled=False)
-    return prepare(
+    made = prepare(
         bunch.data,
         bunch.target,
         feature_names=tuple(bunch.feature_names),
         target_name="disease progression",
+        task="regression",
         test_fraction=test_fraction,
         seed=seed,
+        fold=fold,
     )
+    return replace(made, source="scikit-learn's diabetes data")
 
 
 def two_clusters(n: int = 100, seed: int = 0, *, noise: float = 0.1) -> Dataset:
@@ -150,7 +207,11 @@ def two_clusters(n: int = 100, seed: int = 0, *, noise: float = 0.1) -> Dataset:
         + noise * torch.randn(len(x), generator=generator, device="cpu")
         for x in (x_train, x_test)
     )
-    return Dataset(x_train, y_train, x_test, y_test, ("x",), "y", "regression")
+    return Dataset(
+        x_train, y_train, x_test, y_test, ("x",), "y", "regression",
+        source=f"two clusters with a gap between them, simulated with seed {seed}",
+        split="the test inputs are a grid on [-1.5, 1.5]",
+    )  # fmt: skip
 
 
 # --------------------------------------------------------------------- from numbers to a Dataset
@@ -163,8 +224,10 @@ def prepare(
     feature_names: Sequence[str],
     target_name: str = "y",
     task: str | None = None,
+    impute: str | None = None,
     test_fraction: float = 0.2,
     seed: int = 0,
+    fold: tuple[int, int] | None = None,
 ) -> Dataset:
     """Check, split and standardize; tensors have torch's default dtype and are on the CPU.
 
@@ -176,9 +239,15 @@ def prepare(
     :param y: ``(N,)``, numbers or, for classes, text.
     :param feature_names: D names, used in messages.
     :param target_name: name of the target, used in messages.
-    :param task: ``"regression"``, ``"classification"``, or None to find it from ``y``.
+    :param task: ``"regression"``, ``"classification"``, ``"count"`` (whole numbers that are not
+        standardized), or None to find it from ``y``.
+    :param impute: how missing features (NaN) are filled in, from the training part, by
+        scikit-learn: ``"mean"``, ``"median"``, ``"most_frequent"``, ``"knn"`` (five nearest
+        neighbors) or ``"iterative"`` (regression on the other features); None refuses them.
     :param test_fraction: share of the rows in the test part, between 0 and 1.
     :param seed: seed of the split.
+    :param fold: ``(i, k)``: the test part is the i-th of k folds, 0 <= i < k, in place of a random
+        share of the rows.
     :raises ValueError: for shapes that do not fit; fewer than 10 rows, or 5 in the training part;
         NaN, infinity, or numbers so large that squared errors overflow (the error names rows and
         columns); a constant target, or a target that the dtype cannot resolve; fewer than two
@@ -186,37 +255,55 @@ def prepare(
         outside (0, 1).
     """
     x, y = np.asarray(x, dtype=float), np.asarray(y)
-    _check_arguments(x, y, feature_names, task, test_fraction)
-    _check_finite(x, y, feature_names, target_name)
+    _check_arguments(x, y, feature_names, task, impute, test_fraction)
+    _check_finite(x, y, feature_names, target_name, impute is not None)
     names = [*feature_names, target_name]
     dtype = torch.get_default_dtype()
-    _check_size(x, np.zeros(len(y)), names, np.finfo(float).max)
+    _check_size(np.nan_to_num(x), np.zeros(len(y)), names, np.finfo(float).max)
     _check_size(np.zeros(x.shape), y, names, torch.finfo(dtype).max)  # scored in its own units
-    task = task or _find_task(y)
+    notes = []
+    if task is None:
+        task, note = _found_task(y, target_name)
+        notes.append(note)
     rng = np.random.default_rng(seed)
+    y_mean, y_sd = 0.0, 1.0
+    class_names: tuple[str, ...] = ()
     if task == "classification":
         class_values, labels = np.unique(y, return_inverse=True)
         _check_classes(class_values, y, target_name)
-        test = _stratified_test_rows(labels, test_fraction, rng, target_name)
-        y, y_mean, y_sd = labels, 0.0, 1.0
-        class_names = tuple(plain(value) for value in class_values)
+        if fold is None:
+            test = _stratified_test_rows(labels, test_fraction, rng, target_name)
+        else:
+            test = _fold(labels, fold, seed)
+        y, class_names = labels, tuple(plain(value) for value in class_values)
         _check_split(test, test_fraction)
     else:
-        test = np.zeros(len(y), dtype=bool)
-        test[rng.permutation(len(y))[: max(1, round(test_fraction * len(y)))]] = True
+        if fold is None:
+            test = np.zeros(len(y), dtype=bool)
+            test[rng.permutation(len(y))[: max(1, round(test_fraction * len(y)))]] = True
+        else:
+            test = _fold(None, fold, seed, len(y))
         _check_split(test, test_fraction)
-        y = y.astype(float)
-        y_mean, y_sd = float(y[~test].mean()), float(y[~test].std())
+        y = _numbers(y, target_name, task)
         if np.ptp(y[~test]) == 0:
             raise ValueError(
                 f"target: column {target_name!r} is constant ({y[~test][0]:g} in all training "
                 f"rows): there is nothing to learn; choose another target"
             )
-        _check_resolution(y_mean, y_sd, target_name)
-        y, class_names = (y - y_mean) / y_sd, ()
-    x = _standardize(x, ~test, feature_names)
+        if task == "regression":
+            y_mean, y_sd = float(y[~test].mean()), float(y[~test].std())
+            _check_resolution(y_mean, y_sd, target_name)
+        y = (y - y_mean) / y_sd
+    if impute is not None:
+        x, filled = _imputed(x, ~test, impute, feature_names)
+        notes += filled
+    x, x_mean, x_sd = _standardize(x, ~test, feature_names)
     _check_size(x, y, names, torch.finfo(dtype).max)
 
+    share = (
+        f"{test_fraction:.3g} of the rows" if fold is None else f"fold {fold[0] + 1} of {fold[1]}"
+    )
+    by_class = ", of each class alike" if task == "classification" else ""
     y_dtype = torch.int64 if task == "classification" else dtype
     return Dataset(
         x_train=torch.as_tensor(x[~test], dtype=dtype, device="cpu"),
@@ -229,16 +316,92 @@ def prepare(
         class_names=class_names,
         y_mean=y_mean,
         y_sd=y_sd,
+        x_mean=tuple(x_mean.tolist()),
+        x_sd=tuple(x_sd.tolist()),
+        test_rows=tuple((np.flatnonzero(test) + 1).tolist()),
+        split=f"at random, {share} for the test{by_class}; seed {seed}",
+        notes=tuple(notes),
     )
 
 
-def _find_task(y: np.ndarray) -> str:
+def _found_task(y: np.ndarray, name: str) -> tuple[str, str]:
+    """The task that the target suggests, and a sentence that says why and how to change it."""
+    values = len(np.unique(y[~_is_missing(y)]))
     if y.dtype.kind not in "iuf":
-        return "classification"
-    whole = np.all(y == np.round(y))
-    few = len(np.unique(y)) <= _MAX_INTEGER_CLASSES
+        return "classification", f"{name} holds text, {values} different ones: a classification."
+    whole = bool(np.all(y == np.round(y)))
     # A constant is more likely a broken regression target than a single class.
-    return "classification" if whole and few and np.ptp(y) > 0 else "regression"
+    if whole and values <= _MAX_INTEGER_CLASSES and np.ptp(y) > 0:
+        return "classification", (
+            f"{name} holds {values} different whole numbers, so that it is taken as "
+            f"{values} classes; if they are quantities, say --task regression, if they count "
+            "something, --task count."
+        )
+    note = f"{name} holds numbers, {values} different ones: a regression."
+    if whole and y.min() >= 0:
+        note = note[:-1] + "; if they count something, say --task count."
+    return "regression", note
+
+
+def _is_missing(y: np.ndarray) -> np.ndarray:
+    return np.array([value is None or value != value for value in y])
+
+
+def _numbers(y: np.ndarray, name: str, task: str) -> np.ndarray:
+    """The target as floats; counts are checked."""
+    y = y.astype(float)
+    if task == "count" and (bool(np.any(y < 0)) or bool(np.any(y != np.round(y)))):
+        row = int(np.flatnonzero((y < 0) | (y != np.round(y)))[0])
+        raise ValueError(
+            f"target: column {name!r} does not hold counts ({y[row]:g} in row {row + 1}); say "
+            "task='regression' (--task regression)"
+        )
+    return y
+
+
+def _fold(labels: np.ndarray | None, fold: tuple[int, int], seed: int, rows: int = 0) -> np.ndarray:
+    """The rows of one of k folds; of classes each fold has its share."""
+    from sklearn.model_selection import KFold, StratifiedKFold
+
+    place, count = fold
+    rows = rows if labels is None else len(labels)
+    if not 0 <= place < count <= rows or count < 2:
+        raise ValueError(f"fold={fold}: give (i, k) with 0 <= i < k and 2 <= k <= {rows} rows")
+    kind = KFold if labels is None else StratifiedKFold
+    splits = kind(count, shuffle=True, random_state=seed)
+    given = np.zeros(rows) if labels is None else labels
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a class with fewer rows than folds
+        chosen = [test for _, test in splits.split(np.zeros((rows, 1)), given)][place]
+    test = np.zeros(rows, dtype=bool)
+    test[chosen] = True
+    return test
+
+
+def _imputed(
+    x: np.ndarray, train: np.ndarray, how: str, names: Sequence[str]
+) -> tuple[np.ndarray, list[str]]:
+    """Features with missing ones filled in, and a sentence that counts them."""
+    missing = np.isnan(x).sum(axis=0)
+    if not missing.any():
+        return x, []
+    columns = [f"{name} {count}" for name, count in zip(names, missing, strict=True) if count]
+    note = (
+        f"{missing.sum()} missing values filled in from the training rows by {_IMPUTERS[how]} "
+        f"({listed(columns)})."
+    )
+    return _imputer(how).fit(x[train]).transform(x), [note]
+
+
+def _imputer(how: str) -> Any:
+    from sklearn.experimental import enable_iterative_imputer  # noqa: F401
+    from sklearn.impute import IterativeImputer, KNNImputer, SimpleImputer
+
+    if how == "knn":
+        return KNNImputer(keep_empty_features=True)
+    if how == "iterative":
+        return IterativeImputer(random_state=0, keep_empty_features=True)
+    return SimpleImputer(strategy=how, keep_empty_features=True)
 
 
 def _stratified_test_rows(
@@ -256,7 +419,10 @@ def _stratified_test_rows(
     return test
 
 
-def _standardize(x: np.ndarray, train: np.ndarray, names: Sequence[str]) -> np.ndarray:
+def _standardize(
+    x: np.ndarray, train: np.ndarray, names: Sequence[str]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The standardized features, their means and their sds in the training part."""
     sd, largest = x[train].std(axis=0), abs(x[train]).max(axis=0)
     constant = sd <= _ROUNDINGS * np.finfo(float).eps * largest
     if constant.any():
@@ -266,18 +432,25 @@ def _standardize(x: np.ndarray, train: np.ndarray, names: Sequence[str]) -> np.n
             BdlWarning,
             stacklevel=4,
         )
-    sd = np.where(constant, 1.0, sd)
-    return np.where(constant, 0.0, (x - x[train].mean(axis=0)) / sd)
+    sd, mean = np.where(constant, 1.0, sd), x[train].mean(axis=0)
+    return np.where(constant, 0.0, (x - mean) / sd), mean, sd
 
 
 # ---------------------------------------------------------------------------------------- checks
 
 
 def _check_arguments(
-    x: np.ndarray, y: np.ndarray, names: Sequence[str], task: str | None, test_fraction: float
+    x: np.ndarray,
+    y: np.ndarray,
+    names: Sequence[str],
+    task: str | None,
+    impute: str | None,
+    test_fraction: float,
 ) -> None:
-    if task not in (None, "regression", "classification"):
-        raise ValueError(f"task={task!r} is unknown; choose 'regression' or 'classification'")
+    if task not in (None, *TASKS):
+        raise ValueError(f"task={task!r} is unknown; choose {quoted(TASKS, 'or')}")
+    if impute not in (None, *IMPUTERS):
+        raise ValueError(f"impute={impute!r} is unknown; choose {quoted(IMPUTERS, 'or')}")
     if not 0 < test_fraction < 1:
         raise ValueError(f"test_fraction={test_fraction} must lie between 0 and 1")
     if x.ndim != 2 or y.shape != x.shape[:1]:
@@ -291,15 +464,16 @@ def _check_arguments(
 
 
 def _check_finite(
-    x: np.ndarray, y: np.ndarray, feature_names: Sequence[str], target_name: str
+    x: np.ndarray, y: np.ndarray, feature_names: Sequence[str], target_name: str, imputed: bool
 ) -> None:
+    bad_x = np.isinf(x) if imputed else ~np.isfinite(x)
     bad_y = ~np.isfinite(y) if y.dtype.kind == "f" else np.array([value is None for value in y])
-    bad = np.column_stack([~np.isfinite(x), bad_y])
+    bad = np.column_stack([bad_x, bad_y])
     if bad.any():
         raise ValueError(
             f"data: missing, NaN or infinite values in "
             f"{_places(bad, [*feature_names, target_name])}; fill them in or remove the rows or "
-            f"columns"
+            f"columns, or have missing features filled in with impute='median' (--impute median)"
         )
 
 

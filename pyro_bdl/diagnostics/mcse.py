@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from scipy import stats
+from scipy.special import betaincinv
 from torch import Tensor
 
 from pyro_bdl.diagnostics.blocks import map_blocks, split_chains
@@ -87,7 +87,7 @@ def mcse_of_quantile(x: Tensor, level: float, compat: str) -> Tensor:
     limit = quantile_of_sorted(in_order, level, compat=compat)
     size = ess_below(x, [limit]).cpu().numpy()[:, None]
     with np.errstate(invalid="ignore"):
-        quantiles = stats.beta.ppf(_ONE_SIGMA, size * level + 1, size * (1 - level) + 1)
+        quantiles = betaincinv(size * level + 1, size * (1 - level) + 1, _ONE_SIGMA)
     last = in_order.shape[-1] - 1
     place = torch.from_numpy(quantiles * (last + 1) - 1)
     low = place[:, 0].nan_to_num(0).clamp_min(0).floor()

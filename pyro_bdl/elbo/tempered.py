@@ -109,10 +109,27 @@ class TemperedTrace_ELBO(Trace_ELBO):
         self, model: Callable, guide: Callable, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Return -L(eta) as a tensor to differentiate; counts as a step of the schedule."""
+        self._warn_of_few(guide)
         with self.batches.step(model, guide):
             loss = self._loss(model, guide, args, kwargs)
         self.step += 1
         return guarded(loss, partial(check_data, model, guide, args, kwargs))
+
+    def _warn_of_few(self, guide: Callable) -> None:
+        """Warn once if a training step reaches some of an ensemble's members only."""
+        if not isinstance(guide, Guide) or self.num_particles >= guide.num_members:
+            return
+        if "few members" in guide.told:
+            return
+        guide.told.add("few members")
+        times = guide.num_members / self.num_particles
+        warnings.warn(
+            f"each step trains {self.num_particles} of the {guide.num_members} members of "
+            f"{type(guide).__name__}: give the ELBO num_particles={guide.num_members}, which "
+            f"trains all at once, or take {times:.3g} times as many steps",
+            BdlWarning,
+            stacklevel=3,
+        )
 
     def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """Return -L(eta) in nats and add its gradients to the parameters' gradients."""

@@ -3,7 +3,8 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pyro
@@ -14,16 +15,22 @@ from pyro.infer.autoguide import AutoGuide
 from pyro.infer.autoguide.guides import prototype_hide_fn
 from pyro.ops.tensor_utils import periodic_repeat
 from pyro.poutine.runtime import get_plates
-from torch import Tensor
+from torch import Tensor, nn
 
+from pyro_bdl.curvature.hyperparameters import few_rows
 from pyro_bdl.init import init_to_network, start_at
 from pyro_bdl.program.argument_errors import explained
+from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.gaussian_prior import GaussianPrior
-from pyro_bdl.program.layout import Latent, Layout, differences
+from pyro_bdl.program.layout import Latent, Layout, differences, origin
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.program import Program, trace_once
 from pyro_bdl.program.trace import Run, distribution_of_targets
 from pyro_bdl.utils.module_state import outside_inference_mode
+from pyro_bdl.utils.random_state import own_randomness
+from pyro_bdl.utils.tensor_file import save_tree
+
+SAVED_KIND = "posterior"
 
 
 class Guide(OwnParameters, AutoGuide):
@@ -45,6 +52,8 @@ class Guide(OwnParameters, AutoGuide):
 
     layout: Layout | None
     normal_marginals = False
+    # Draws that a step must take to train all of the guide: the number of an ensemble's members.
+    num_members = 1
     # The mean (P,) of the standard Normal noise of the last draws, for optimizers that need it.
     keeps_noise = False
     last_noise: Tensor | None = None
@@ -88,7 +97,9 @@ class Guide(OwnParameters, AutoGuide):
         :param args: the program's arguments, targets included.
         """
         if self.prototype_trace is None:
-            self._setup_prototype(*args, **kwargs)
+            # loaded values replace what is drawn here, and later draws are those of the saved run
+            with nullcontext() if self._loaded is None else own_randomness():
+                self._setup_prototype(*args, **kwargs)
         return self
 
     @outside_inference_mode()
@@ -143,6 +154,13 @@ class Guide(OwnParameters, AutoGuide):
         given = trace.nodes["_INPUT"]
         return given["args"], given["kwargs"]
 
+    def __repr__(self) -> str:
+        """A line; the program inside would fill pages."""
+        if self.layout is None:
+            return f"{type(self).__name__}(no parameters yet)"
+        sites = len(self.layout.latents)
+        return f"{type(self).__name__}({self.layout.size} latent numbers, {sites} sites)"
+
     def is_of(self, model: Callable) -> bool:
         """Return whether the guide was made for this program object; False for a guide from a
         file."""
@@ -153,6 +171,11 @@ class Guide(OwnParameters, AutoGuide):
 
         :raises RuntimeError: before the first run, which finds the latents.
         """
+        if self.layout is None and self._loaded is not None:
+            raise RuntimeError(
+                f"{type(self).__name__} keeps the loaded state until its first run, which creates "
+                "the parameters: call guide.prototype(*args) with the program's arguments"
+            )
         if self.layout is None:
             raise RuntimeError(
                 f"{type(self).__name__} has no parameters yet: call guide.prototype(*args) with "
@@ -178,11 +201,11 @@ class Guide(OwnParameters, AutoGuide):
         ours = _sites_of(self.require_layout())
         if theirs is None or theirs == ours:
             return
-        shapes = ({name: torch.Size(shape) for name, shape, _ in sites} for sites in (ours, theirs))
+        shapes = [{name: torch.Size(shape) for name, shape, _ in sites} for sites in (ours, theirs)]
         found = differences(*shapes) or "its sites have another order or other supports"
         raise RuntimeError(
-            f"the state of {type(self).__name__} is of another program ({found}): load it into a "
-            "guide for the program that it was saved from"
+            f"the state of {type(self).__name__} is of {origin(*shapes)} ({found}): load it "
+            "into a guide for the program that it was saved from"
         )
 
     def _load_from_state_dict(
@@ -197,7 +220,8 @@ class Guide(OwnParameters, AutoGuide):
         """Load parameters; before the first run, keep the values until the parameters exist.
 
         A state of another program is refused before any value is loaded. A state without a list of
-        sites is loaded without this check.
+        sites is loaded without this check. The state of a guide before its first run holds nothing,
+        and changes a guide only if that has parameters: then it is refused.
         """
         if self.layout is not None:
             key = f"{prefix}_extra_state"
@@ -209,11 +233,54 @@ class Guide(OwnParameters, AutoGuide):
             if key in missing_keys:
                 missing_keys.remove(key)
             return
-        self._loaded = {
+        values = {
             key.removeprefix(prefix): value.detach().clone()
             for key, value in state_dict.items()
             if key.startswith(prefix)
         }
+        self._loaded = values if values.keys() - {"_extra_state"} else None
+
+    def options(self) -> dict[str, Any]:
+        """The constructor's options that the file of ``save`` needs, by name.
+
+        Options that act on the start of training only are left out.
+        """
+        return {}
+
+    def saved(self) -> dict[str, Any]:
+        """The guide as a tree of tensors, numbers and strings, from which ``restored`` makes it."""
+        return {
+            "class": class_path(type(self)),
+            "options": self.options(),
+            "state": dict(self.state_dict()),
+        }
+
+    @classmethod
+    def restored(cls, model: Callable, saved: Mapping[str, Any], batch: Batch) -> "Guide":
+        """Make a guide from a tree of ``saved``.
+
+        :param batch: arguments of the program, of which a few rows are enough.
+        """
+        args, kwargs = batch
+        guide = cls(model, **saved["options"]).prototype(*args, **kwargs)
+        guide.load_state_dict(saved["state"])
+        return guide
+
+    def save(self, path: str | Path) -> Path:
+        """Write the posterior to a file of tensors and JSON (safetensors) that holds no code.
+
+        ``bdl.load_posterior(path, model)`` reads it, also in another process. The file holds the
+        guide, the program's own parameters and buffers, such as a learned noise, and the first two
+        rows of the data, with which the program is run when it is read.
+
+        :raises RuntimeError: before the first run.
+        :raises TypeError: for options or arguments that are no tensors, numbers or strings.
+        """
+        layout, model = self.require_layout(), self.program_model
+        batch = few_rows(model, layout, self.location().detach(), self._prototype_arguments())
+        program = dict(model.state_dict()) if isinstance(model, nn.Module) else None
+        tree = {"guide": self.saved(), "program": program, "batch": batch}
+        return save_tree(path, tree, kind=SAVED_KIND)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -479,3 +546,26 @@ def sample_site(latent: Latent, distribution: Any) -> Tensor:
     return pyro.sample(
         latent.name, distribution.to_event(latent.event_dim - distribution.event_dim)
     )
+
+
+def class_path(kind: type) -> str:
+    """The module and name of a class."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def restored(model: Callable, saved: Mapping[str, Any], batch: Batch) -> Guide:
+    """Make a guide from a tree of ``Guide.saved``.
+
+    :raises ValueError: for a class of guides that is not imported.
+    """
+    kinds, waiting = {}, [Guide]
+    while waiting:
+        kind = waiting.pop()
+        kinds[class_path(kind)] = kind
+        waiting += kind.__subclasses__()
+    if saved["class"] not in kinds:
+        raise ValueError(
+            f"the file holds a guide of the class {saved['class']}, which is not known here: "
+            "import its module first"
+        )
+    return kinds[saved["class"]].restored(model, saved, batch)

@@ -2,16 +2,18 @@
 
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from pyro.infer.autoguide import AutoContinuous
 from pyro.infer.mcmc.api import AbstractMCMC
 from torch import Tensor
+from torch.distributions import biject_to
 
 from pyro_bdl.distributions.copies import point_of
 from pyro_bdl.distributions.take_apart import base_distribution, parameters_of
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.program.layout import Latent, differences, transform_of
+from pyro_bdl.program.layout import Latent, differences, origin, transform_of
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.site_shapes import SiteShape, site_shapes
 from pyro_bdl.program.trace import Run, Site, leave_open, record
@@ -21,6 +23,7 @@ from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.validation import whole_number
 
 DEFAULT_DRAWS = 100
+_NUMBERS = "numbers"  # in ``Samples.info``: of each site that a guide of Pyro draws, no Delta
 
 
 def as_posterior(
@@ -116,15 +119,69 @@ def latent_draws(
     num_samples = DEFAULT_DRAWS if num_samples is None else num_samples
     if isinstance(posterior, Guide):
         return posterior.sample_latents(num_samples)
-    draws = []
-    for _ in range(num_samples):
-        sites = record(posterior, {}, args, kwargs).latents
-        draws.append({name: site.value for name, site in sites.items()})
-    return {name: torch.stack([draw[name] for draw in draws]) for name in draws[0]}
+    return _runs_of(posterior, num_samples, args, kwargs).latents
+
+
+class _Runs(NamedTuple):
+    """Runs of one of Pyro's guides.
+
+    :param latents: site -> (S, ...), the auxiliary sites too.
+    :param log_q: (S,), the sum of all log densities, unscaled.
+    :param points: the sites that the others determine, Deltas.
+    """
+
+    latents: dict[str, Tensor]
+    log_q: Tensor
+    points: frozenset[str]
+
+
+@torch.no_grad()
+def _runs_of(guide: Callable, count: int, args: tuple, kwargs: Mapping[str, Any]) -> _Runs:
+    if isinstance(guide, AutoContinuous):
+        return _runs_of_continuous(guide, count, args, kwargs)
+    draws: dict[str, list[Tensor]] = {}
+    densities, points = [], set()
+    for _ in range(count):
+        sites = record(guide, {}, args, kwargs).latents
+        terms = [site.unscaled_log_prob().sum() for site in sites.values()]
+        densities.append(torch.stack(terms).sum())
+        for name, site in sites.items():
+            draws.setdefault(name, []).append(site.value)
+            if point_of(site.distribution) is not None:
+                points.add(name)
+    latents = {name: torch.stack(values) for name, values in draws.items()}
+    return _Runs(latents, torch.stack(densities), frozenset(points))
+
+
+def _runs_of_continuous(
+    guide: AutoContinuous, count: int, args: tuple, kwargs: Mapping[str, Any]
+) -> _Runs:
+    """Draws of one of Pyro's guides over a flat vector, all at once.
+
+    A run draws the vector u from q and emits Deltas at the constrained sites, whose log densities
+    are -log |det dT/du|; here q is asked for all vectors in one call.
+    """
+    if guide.prototype_trace is None:
+        guide(*args, **kwargs)
+    q = guide.get_posterior(*args, **kwargs)
+    vectors = q.sample((count,))
+    log_q = q.log_prob(vectors)
+    latents = {f"_{guide._pyro_name}_latent": vectors}
+    for site, part in guide._unpack_latent(vectors):
+        transform = biject_to(site["fn"].support)
+        value = transform(part)
+        slopes = transform.inv.log_abs_det_jacobian(value, part)
+        log_q = log_q + slopes.reshape(count, -1).sum(1)
+        latents[site["name"]] = value
+    first_point = 1 if point_of(q) is None else 0  # a Laplace guide in training is a point
+    return _Runs(latents, log_q, frozenset(list(latents)[first_point:]))
 
 
 def to_samples(posterior: Any, num_samples: int, *args: Any, **kwargs: Any) -> Samples:
     """Draws of a posterior as ``Samples``; the draws of a guide form one chain.
+
+    Of Pyro's own guides ``stats["log_q"]`` is the sum of the log densities of all statements, which
+    ``log_densities_of`` reads.
 
     :param posterior: ``Samples``, which are returned as they are, a guide, or an MCMC.
     :param num_samples: draws of a guide.
@@ -133,8 +190,15 @@ def to_samples(posterior: Any, num_samples: int, *args: Any, **kwargs: Any) -> S
     posterior = as_posterior(posterior)
     if isinstance(posterior, Samples):
         return posterior
-    latents = latent_draws(posterior, num_samples, *args, **kwargs)
-    return Samples({site: value[None] for site, value in latents.items()})
+    if isinstance(posterior, Guide):
+        latents = latent_draws(posterior, num_samples, *args, **kwargs)
+        return Samples({site: value[None] for site, value in latents.items()})
+    runs = _runs_of(posterior, whole_number(num_samples, "num_samples"), args, kwargs)
+    numbers = {
+        site: value[0].numel() for site, value in runs.latents.items() if site not in runs.points
+    }
+    latents = {site: value[None] for site, value in runs.latents.items()}
+    return Samples(latents, {"log_q": runs.log_q[None]}, {_NUMBERS: numbers})
 
 
 def samples_of_program(latents: Mapping[str, Latent], posterior: Any, samples: Samples) -> Samples:
@@ -152,35 +216,38 @@ def samples_of_program(latents: Mapping[str, Latent], posterior: Any, samples: S
     return Samples(draws, samples.stats, samples.info)
 
 
-@torch.no_grad()
-def draws_and_log_density(
-    guide: Callable, num_samples: int, args: tuple, kwargs: Mapping[str, Any]
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Draws of one of Pyro's guides, site -> (S, ...), and log q(w) (S,), a density over w.
+def log_densities_of(
+    program: Program,
+    posterior: Any,
+    samples: Samples,
+    target: Callable[[dict[str, Tensor]], Tensor] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """``log_densities`` at the draws of any guide, ``(S,)`` each.
 
-    log q is the sum over all statements of a run: Pyro's autoguides draw unconstrained numbers at
-    auxiliary sites and give the change of variables as the log density of a Delta.
+    log q of Pyro's own guides is that of their runs, with the log determinant of the change to
+    unconstrained numbers.
 
-    :raises ValueError: where some latent is a point, so that q has no density.
+    :param samples: the guide's draws, by ``to_samples``.
+    :returns: log p(u) and log q(u); log q is None if the guide has no density over all latents, or
+        random numbers besides that are integrated out.
     """
-    draws: dict[str, list[Tensor]] = {}
-    densities, points = [], set()
-    for _ in range(num_samples):
-        run = record(guide, {}, args, kwargs)
-        total: Any = run.log_prior()
-        densities.append(total)
-        for name, site in run.latents.items():
-            draws.setdefault(name, []).append(site.value)
-            if point_of(site.distribution) is not None:
-                points.add(name)
-    stacked = {name: torch.stack(values) for name, values in draws.items()}
-    for name in points:
-        if bool((stacked[name] == stacked[name][:1]).all()):
-            raise ValueError(
-                f"{type(guide).__name__} gives the site '{name}' one value, and so has no density "
-                "over all latents: there are no importance ratios"
-            )
-    return stacked, torch.stack(densities)
+    vectors = program.unconstrain(samples.flat())
+    if isinstance(posterior, Guide):
+        return log_densities(program, posterior, vectors, target)
+    density = target or program.log_joint
+
+    def both(draw: dict[str, Tensor]) -> dict[str, Tensor]:
+        latents, log_det = program.constrain(draw["u"])
+        return {"p": density(latents) + log_det, "log_det": log_det}
+
+    found = map_draws(both, {"u": vectors})
+    latents, drawn = program.latents, samples.info.get(_NUMBERS, {})
+    numbers = sum(
+        latents[site].unconstrained_shape.numel() if site in latents else number
+        for site, number in drawn.items()
+    )
+    is_density = "log_q" in samples.stats and numbers == program.size
+    return found["p"], samples.stats["log_q"][0] + found["log_det"] if is_density else None
 
 
 def log_densities(
@@ -218,16 +285,13 @@ def check_sites(
     :param draws: site -> values with ``leading`` dimensions in front of the site's shape.
     :raises ValueError: if names or shapes do not match; the error lists all of them.
     """
-    found = differences(
-        {name: latent.shape for name, latent in latents.items()},
-        {name: value.shape[leading:] for name, value in draws.items()},
-    )
-    _refuse(found)
+    _refuse(_shapes(latents), {name: value.shape[leading:] for name, value in draws.items()})
 
 
-def _refuse(found: str) -> None:
+def _refuse(expected: Mapping[str, torch.Size], given: Mapping[str, torch.Size]) -> None:
+    found = differences(expected, given)
     if found:
-        raise ValueError(f"the posterior is of another program ({found})")
+        raise ValueError(f"the posterior is of {origin(expected, given)} ({found})")
 
 
 def check_guide(latents: Mapping[str, Latent], guide: Guide) -> None:
@@ -237,9 +301,12 @@ def check_guide(latents: Mapping[str, Latent], guide: Guide) -> None:
     :raises ValueError: if names, shapes or the order do not match.
     """
     theirs = guide.require_layout().latents
-    _refuse(differences(_shapes(latents), _shapes(theirs)))
+    _refuse(_shapes(latents), _shapes(theirs))
     if list(latents) != list(theirs):
-        _refuse(f"its sites have another order: {', '.join(map(repr, theirs))}")
+        order = ", ".join(map(repr, theirs))
+        raise ValueError(
+            f"the posterior is of another program (its sites have another order: {order})"
+        )
 
 
 def _shapes(latents: Mapping[str, Latent]) -> dict[str, torch.Size]:
@@ -273,7 +340,7 @@ def run_at_draw(
 
 def _check_shapes(run: Run, values: Mapping[str, Tensor]) -> None:
     expected = {name: shape for name, shape in _latent_shapes(run).items() if name in values}
-    _refuse(differences(expected, {name: values[name].shape for name in expected}))
+    _refuse(expected, {name: values[name].shape for name in expected})
 
 
 def _latent_shapes(run: Run) -> dict[str, torch.Size]:
@@ -304,7 +371,7 @@ def check_posterior(
     given = {name: value.shape for name, value in values.items()}
     if not isinstance(posterior, Guide | Samples):  # Pyro's own guides have auxiliary sites too
         given = {name: shape for name, shape in given.items() if name in expected}
-    _refuse(differences(expected, given))
+    _refuse(expected, given)
 
 
 def _moved(site: Site) -> Tensor:

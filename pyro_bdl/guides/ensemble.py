@@ -24,9 +24,10 @@ class AutoEnsemble(Guide):
     (Lakshminarayanan, Pritzel & Blundell 2017).
 
     Draws take the members in turn. An ELBO with ``num_particles=K`` therefore trains all members in
-    every step, at once by ``vmap``; with fewer particles each step trains some members, chosen at
-    random. The parameter is ``locs`` (K, P), in unconstrained units. The objective is the MAP of
-    the unconstrained vector, as for ``AutoLaplaceGGN``.
+    every step, at once by ``vmap``; ``training.train`` does so by default. With fewer particles
+    each step trains some members, chosen at random, so that K times as many steps are needed with
+    one particle; the ELBOs of this package warn. The parameter is ``locs`` (K, P), in unconstrained
+    units. The objective is the MAP of the unconstrained vector, as for ``AutoLaplaceGGN``.
 
     :param model: a Pyro program with continuous latents.
     :param size: K, the number of members.
@@ -49,6 +50,9 @@ class AutoEnsemble(Guide):
         super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
         self.size = size
         self._init = init_loc_fn
+
+    def options(self) -> dict[str, Any]:
+        return {"size": self.size}
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         with layers_called((self.program_model,)) as layers:
@@ -77,6 +81,11 @@ class AutoEnsemble(Guide):
         of the plates around the guide."""
         self.prototype(*args, **kwargs)
         return emit_point(self, self._vectors_in_plates(), args, kwargs)
+
+    @property
+    def num_members(self) -> int:  # type: ignore[override]
+        """K: with as many draws a step trains every member."""
+        return self.size
 
     @property
     def has_density(self) -> bool:

@@ -1,6 +1,7 @@
 """Guides with one joint distribution over the flat vector."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pyro.distributions as dist
@@ -9,6 +10,8 @@ from torch import Tensor
 from torch.distributions import register_kl
 
 from pyro_bdl.guides.base import Guide, sample_site
+from pyro_bdl.guides.point import UnconstrainedMAP
+from pyro_bdl.program.batches import Batch
 
 
 class JointDelta(dist.Delta):
@@ -69,3 +72,9 @@ class JointGuide(AutoJoint):
         model = source.program_model
         super().__init__(model, create_plates=source.create_plates)
         self._take_structure(source)
+
+
+def restored_source(model: Callable, batch: Batch) -> Guide:
+    """A guide for a program, from which a joint guide of a file takes the layout."""
+    args, kwargs = batch
+    return UnconstrainedMAP(model).prototype(*args, **kwargs)

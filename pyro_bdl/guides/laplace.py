@@ -3,8 +3,8 @@
 import copy
 import math
 import warnings
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -23,12 +23,12 @@ from pyro_bdl.curvature.structures.base import Precision, log_prob
 from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.guides.joint import JointGuide
+from pyro_bdl.guides.joint import JointGuide, restored_source
 from pyro_bdl.guides.point import UnconstrainedMAP
 from pyro_bdl.init import init_to_network
 from pyro_bdl.program.argument_errors import explained
 from pyro_bdl.program.batch_norm import layers_called
-from pyro_bdl.program.batches import Batches
+from pyro_bdl.program.batches import Batch, Batches
 from pyro_bdl.program.gaussian_prior import GaussianPrior, independent_prior, joint_prior
 from pyro_bdl.program.hidden_sites import require_visible_latents
 from pyro_bdl.program.subset import Subset, select
@@ -90,6 +90,9 @@ class AutoLaplaceGGN(UnconstrainedMAP):
     def subset(self) -> Any:
         """The latents that get a covariance, as the user named them."""
         return self._selection[0]
+
+    def options(self) -> dict[str, Any]:
+        return {**asdict(self.config), "subset": self.subset}
 
     def _shared_on_copy(self) -> tuple[str, ...]:
         return (*super()._shared_on_copy(), "_selection")
@@ -170,12 +173,43 @@ class LaplaceGuide(JointGuide):
     _precision: Precision | None = None  # until it is asked for
     prior_quadratic: bool = False
     prior_slope: Tensor  # the gradient of the log prior at u*, (p,)
-    passes: list[tuple[Batches, float]]  # the data of each pass, and the factor of its sums
+    _passes: list[tuple[Batches, float]] | None = None  # None for a posterior from a file
+
+    def saved(self) -> dict[str, Any]:
+        found = {"config": asdict(self.config), "subset": self.subset.indices, "few": self.few}
+        return {**super().saved(), **found, "num_data": self.num_data}
+
+    @classmethod
+    def restored(cls, model: Callable, saved: Mapping[str, Any], batch: Batch) -> "LaplaceGuide":
+        source, config = restored_source(model, batch), CurvatureConfig(**saved["config"])
+        device = source.location().device
+        args, kwargs = tree_map_only(Tensor, lambda value: value.to(device), saved["few"])
+        few = Batches([args or kwargs])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", BdlWarning)  # said in the fit
+            guide = cls(source, config, saved["subset"], few, check=False)
+        guide.load_state_dict(saved["state"])
+        guide.num_data, guide._passes = saved["num_data"], None
+        guide.refresh()
+        return guide
+
+    @property
+    def passes(self) -> list[tuple[Batches, float]]:
+        """The data of each pass, and the factor of its sums.
+
+        :raises RuntimeError: for a posterior from a file, which holds no data.
+        """
+        if self._passes is None:
+            raise RuntimeError(
+                "this posterior was loaded from a file without its data: call "
+                "laplace_approximation(data) again, at the same point"
+            )
+        return self._passes
 
     def _fit(self, batches: Batches, before: Any, progress: bool) -> Tensor:
         """Add the curvature of data; return the gradient of the log joint density in the subset
         (p,)."""
-        model = self.program_model
+        model, is_new = self.program_model, self._passes is None
         if before is None:
             self.config = with_known_information(
                 model, self.subset, self.loc, self.few, self.config
@@ -190,13 +224,14 @@ class LaplaceGuide(JointGuide):
         for name in ("log_likelihood", "squares", "cells"):
             earlier = getattr(self, name) if before is not None else 0.0
             self.register_buffer(name, getattr(fitted, name).to(self.loc.device) + earlier)
-        earlier = self.passes if before is not None else []
-        self.passes = [*earlier, (batches, fitted.factor)]
+        earlier = [] if before is None else self._passes
+        self._passes = None if earlier is None else [*earlier, (batches, fitted.factor)]
         if before is None:
             self.few = few_rows(model, self.require_layout(), self.loc, self.few)
             warn_of_randomness(model, self.subset, self.loc, *self.few)
             reading = self._read()
-            check_factors(reading.run, reading.leaves, self.config)
+            if is_new:  # Newton steps fit again
+                check_factors(reading.run, reading.leaves, self.config)
             self.register_buffer("noise_factor", torch.ones_like(self.squares))
             self.register_buffer("reference_noise", None)
             self.reference_noise = self._noise()
@@ -326,7 +361,7 @@ class LaplaceGuide(JointGuide):
         return super()._apply(function, recurse)
 
     def _shared_on_copy(self) -> tuple[str, ...]:
-        return (*super()._shared_on_copy(), "few", "passes", "prior_quadratic")
+        return (*super()._shared_on_copy(), "few", "_passes", "prior_quadratic")
 
     def _check_maximum(self, gradient: Tensor) -> None:
         """Warn if a Newton step would still gain a lot."""

@@ -1,7 +1,7 @@
 """Bayesian regression on the last hidden layer, with features trained by MAP."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.laplace import AutoLaplaceGGN, LaplaceGuide, last_layer
 from pyro_bdl.init import init_to_network
-from pyro_bdl.program.batches import Batches
+from pyro_bdl.program.batches import Batch, Batches
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import leave_open, record, sum_out_discrete
 from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
@@ -68,6 +68,9 @@ class AutoLastLayer(AutoLaplaceGGN):
             init_loc_fn=init_loc_fn,
             create_plates=create_plates,
         )
+
+    def options(self) -> dict[str, Any]:
+        return {"subset": self.subset}
 
     def laplace_approximation(
         self, data: Any, *, progress: bool = False, **changes: Any
@@ -161,9 +164,12 @@ class LastLayerGuide(LaplaceGuide):
         selection: Any,
         batches: Batches,
         *,
+        check: bool = True,
         progress: bool = False,
     ) -> None:
         super().__init__(source, config, selection, batches, check=False, progress=progress)
+        if not check:  # a posterior from a file is at its mode
+            return
         model = self.program_model
         _check_used_once(model, self.subset, self.loc, *self.few)
         quadratic = config.curvature in ("ggn", "hessian")
@@ -172,6 +178,15 @@ class LastLayerGuide(LaplaceGuide):
         self.quadratic = quadratic
         if quadratic:
             self.refresh()  # remove the remaining rounding error
+
+    def saved(self) -> dict[str, Any]:
+        return {**super().saved(), "quadratic": self.quadratic}
+
+    @classmethod
+    def restored(cls, model: Callable, saved: Mapping[str, Any], batch: Batch) -> "LastLayerGuide":
+        guide: Any = super().restored(model, saved, batch)
+        guide.quadratic = saved["quadratic"]
+        return guide
 
     def _fit(self, batches: Batches, before: Any, progress: bool) -> Tensor:
         earlier = None if before is None else self.score

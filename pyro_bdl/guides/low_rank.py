@@ -62,6 +62,9 @@ class AutoLowRank(AutoJoint):
         super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
         self.rank, self.init_scale = rank, init_scale
 
+    def options(self) -> dict[str, Any]:
+        return {"rank": self.rank}
+
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         super()._setup_prototype(*args, **kwargs)
         self._at_draw = self._moving_priors(self.location().detach())

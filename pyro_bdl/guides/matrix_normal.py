@@ -59,6 +59,9 @@ class AutoMatrixNormal(Guide):
         super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
         self.init_scale, self.max_side = init_scale, max_side
 
+    def options(self) -> dict[str, Any]:
+        return {"max_side": self.max_side}
+
     def _create_parameters(self, start: Tensor) -> None:
         latents = self.require_layout().latents
         self.matrices = tuple(name for name, latent in latents.items() if is_matrix(latent))
@@ -91,13 +94,13 @@ class AutoMatrixNormal(Guide):
         k = self.matrices.index(site)
         return self._parameter(f"row_{k}"), self._parameter(f"column_{k}")
 
-    def _scales(self) -> dict[str, Tensor]:
+    def scales(self) -> dict[str, Tensor]:
         """The standard deviations of each site that is not a matrix."""
         return self._others.unflatten(self._parameter("scale")) if self._others.size else {}
 
     def _unconstrained(self) -> Iterator[tuple[Latent, Any]]:
         """Yield each site with the distribution of its slice of u."""
-        layout, scales = self.require_layout(), self._scales()
+        layout, scales = self.require_layout(), self.scales()
         for name, loc in layout.unflatten(self._parameter("loc")).items():
             if name in self.matrices:
                 yield layout.latents[name], MatrixNormal(loc, *self.factors(name))
@@ -116,7 +119,7 @@ class AutoMatrixNormal(Guide):
         self.prototype(*args, **kwargs)
         layout, loc = self.require_layout(), self._parameter("loc")
         ones = layout.unflatten(torch.ones_like(loc))
-        scale = layout.flatten({**ones, **self._scales()})
+        scale = layout.flatten({**ones, **self.scales()})
         return {
             latent.name: sample_site(latent, self._distribution(latent, *parts))
             for latent, parts in self._sites(args, kwargs, loc, scale)
@@ -124,7 +127,7 @@ class AutoMatrixNormal(Guide):
 
     def site_distributions(self) -> dict[str, dist.TorchDistribution]:
         """Matrix normals, which keep their event dimensions, and independent Normals."""
-        layout, scales = self.require_layout(), self._scales()
+        layout, scales = self.require_layout(), self.scales()
         return {
             name: MatrixNormal(loc, *self.factors(name))
             if name in self.matrices
@@ -149,7 +152,7 @@ class AutoMatrixNormal(Guide):
     def kl(self, vector: Tensor, log_det: Tensor, run: Run) -> Tensor:
         """KL(q || p) in nats, for each site in closed form if there is one, else at the run's
         draw."""
-        layout, scales = self.require_layout(), self._scales()
+        layout, scales = self.require_layout(), self.scales()
         sites = {
             name: Site(
                 self._distribution(layout.latents[name], loc, scales.get(name)),
@@ -171,7 +174,7 @@ class AutoMatrixNormal(Guide):
     def as_prior(self) -> GaussianPrior:
         """Matrix normals and independent Normals over u, see ``Guide.as_prior``."""
         self._require_global()
-        layout, scales = self.require_layout(), self._scales()
+        layout, scales = self.require_layout(), self.scales()
         blocks: list[nn.Module] = []
         for name, loc in layout.unflatten(self._parameter("loc")).items():
             latent = layout.latents[name]

@@ -64,6 +64,9 @@ class AutoMeanField(Guide):
         self.init_scale, self.max_scale, self.train_loc = init_scale, max_scale, train_loc
         self.sharing = scale
 
+    def options(self) -> dict[str, Any]:
+        return {"scale": self.sharing, "max_scale": self.max_scale, "train_loc": self.train_loc}
+
     def _create_parameters(self, start: Tensor) -> None:
         if self.train_loc:
             self.loc = nn.Parameter(start.clone())

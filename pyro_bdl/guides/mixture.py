@@ -1,6 +1,6 @@
 """Mixtures of guides, such as MultiSWAG and ensembles of Laplace approximations."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -8,12 +8,12 @@ import torch
 from pyro.nn.module import PyroModuleList
 from torch import Tensor
 
-from pyro_bdl.guides.base import Guide
+from pyro_bdl.guides.base import Guide, class_path, restored
 from pyro_bdl.guides.joint import JointGuide
+from pyro_bdl.program.batches import Batch
 
 _HALVINGS = 60
 _DRAWS = 4096
-_NUMBERS_AT_ONCE = 2**24
 
 
 class MixtureGuide(JointGuide):
@@ -48,6 +48,15 @@ class MixtureGuide(JointGuide):
                 f"negative and not all zero, got {values.tolist()}"
             )
         self.register_buffer("weights", (values / values.sum()).to(like))
+
+    def saved(self) -> dict[str, Any]:
+        parts = {"members": [member.saved() for member in self._guides()], "weights": self.weights}
+        return {"class": class_path(type(self)), **parts}
+
+    @classmethod
+    def restored(cls, model: Callable, saved: Mapping[str, Any], batch: Batch) -> "MixtureGuide":
+        members = [restored(model, member, batch) for member in saved["members"]]
+        return cls(members, saved["weights"])
 
     def _guides(self) -> list[Any]:
         return list(self.members)
@@ -180,7 +189,10 @@ def _normal_cdf(x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
     return torch.where(scale > 0, torch.special.ndtr(offset / safe), (offset >= 0).to(x))
 
 
-def empirical_quantiles(draws: Tensor, levels: Tensor) -> Tensor:
-    """Interpolated quantiles (levels, P) of draws (S, P), computed a few columns at a time."""
-    columns = max(1, _NUMBERS_AT_ONCE // (2 * len(draws)))
+def empirical_quantiles(draws: Tensor, levels: Tensor, *, numbers_at_once: int = 2**24) -> Tensor:
+    """Interpolated quantiles (levels, P) of draws (S, P), computed a few columns at a time.
+
+    :param numbers_at_once: numbers that ``torch.quantile`` may hold; it refuses more than 2^24.
+    """
+    columns = max(1, numbers_at_once // (2 * len(draws)))
     return torch.cat([torch.quantile(part, levels, dim=0) for part in draws.split(columns, 1)], 1)

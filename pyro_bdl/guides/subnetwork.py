@@ -1,6 +1,6 @@
 """Subnetwork inference: full covariance over a few weights, with the others at the MAP."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,14 +11,16 @@ from torch import Tensor, nn
 
 from pyro_bdl.curvature.config import check_memory
 from pyro_bdl.curvature.structures.full import FullPrecision
-from pyro_bdl.guides.joint import JointGuide
+from pyro_bdl.guides.joint import JointGuide, restored_source
 from pyro_bdl.guides.laplace import AutoLaplaceGGN, LaplaceGuide
 from pyro_bdl.guides.selectors import LargestPredictiveVariance, Selector, Size, Trained, number_of
 from pyro_bdl.init import init_to_network
-from pyro_bdl.program.batches import Batches
+from pyro_bdl.program.batches import Batch, Batches
 from pyro_bdl.program.gaussian_prior import GaussianPrior, joint_prior
-from pyro_bdl.program.subset import Subset
+from pyro_bdl.program.subset import Subset, select
 from pyro_bdl.samples import Samples
+
+_SHARE, _MOST = 0.1, 1000  # the default size
 
 
 class AutoSubnetwork(AutoLaplaceGGN):
@@ -33,6 +35,7 @@ class AutoSubnetwork(AutoLaplaceGGN):
     :param select: the selector of the weights, see ``pyro_bdl.selectors``; by default
         ``LargestPredictiveVariance``, the largest contributions to the outputs' variance.
     :param size: how many weights: a count, a fraction of all, or as many as fit in memory ("4 GB").
+        By default a tenth of all, at most 1000; with a selector that has its own choice, all of it.
     :param curvature: see ``AutoLaplaceGGN``, which also explains ``num_draws``, ``init_loc_fn`` and
         ``create_plates``.
     """
@@ -59,6 +62,10 @@ class AutoSubnetwork(AutoLaplaceGGN):
         self.select = _selector(LargestPredictiveVariance() if select is None else select)
         self.size = size
 
+    def options(self) -> dict[str, Any]:
+        config = self.config
+        return {"size": self.size, "curvature": config.curvature, "num_draws": config.num_draws}
+
     def choose(self, data: Any, *, select: Selector | None = None, size: Size = None) -> Tensor:
         """The chosen positions in the flat vector, sorted.
 
@@ -73,6 +80,9 @@ class AutoSubnetwork(AutoLaplaceGGN):
         self.prototype(*args, **kwargs)
         select = _selector(self.select if select is None else select)
         size = self.size if size is None else size
+        if size is None and select.needs_size:
+            total = self.require_layout().size
+            size = min(_MOST, max(1, round(_SHARE * total)))
         if size is not None and select.needs_size:  # before the selector starts its work
             vector = self.location().detach()
             count = number_of(size, len(vector), vector)
@@ -163,6 +173,16 @@ class SubsetNormal(JointGuide):
         self.loc = nn.Parameter(start.clone())
         eye = torch.eye(len(start), dtype=start.dtype, device=start.device)
         self.scale_tril = PyroParam(init_scale * eye, constraints.lower_cholesky)
+
+    def saved(self) -> dict[str, Any]:
+        return {**super().saved(), "subset": self.subset.indices}
+
+    @classmethod
+    def restored(cls, model: Callable, saved: Mapping[str, Any], batch: Batch) -> "SubsetNormal":
+        source: Any = restored_source(model, batch)
+        guide = cls(source, select(source.require_layout(), saved["subset"]), 1.0)
+        guide.load_state_dict(saved["state"])
+        return guide
 
     @property
     def has_density(self) -> bool:

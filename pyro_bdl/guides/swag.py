@@ -1,7 +1,7 @@
 """SWAG: a Gaussian from the points that SGD passes through (Maddox et al. 2019)."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pyro.distributions as dist
@@ -14,10 +14,11 @@ from pyro_bdl.distributions.low_rank_normal import (
 )
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.ensemble import AutoEnsemble
-from pyro_bdl.guides.joint import JointGuide
+from pyro_bdl.guides.joint import JointGuide, restored_source
 from pyro_bdl.guides.mixture import MixtureGuide
 from pyro_bdl.guides.point import UnconstrainedMAP
 from pyro_bdl.init import init_afresh, init_to_network
+from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.gaussian_prior import GaussianPrior, independent_prior, joint_prior
 from pyro_bdl.program.subset import Subset
 
@@ -110,6 +111,9 @@ class AutoSWAG(UnconstrainedMAP):
         super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
         self.rank = rank
 
+    def options(self) -> dict[str, Any]:
+        return {"rank": self.rank}
+
     def _create_parameters(self, start: Tensor) -> None:
         super()._create_parameters(start)
         self.snapshots = Snapshots(self.rank, start)
@@ -174,6 +178,9 @@ class AutoMultiSWAG(AutoEnsemble):
         _check_rank(rank)
         super().__init__(model, size=size, init_loc_fn=init_loc_fn, create_plates=create_plates)
         self.rank = rank
+
+    def options(self) -> dict[str, Any]:
+        return {**super().options(), "rank": self.rank}
 
     def _create_parameters(self, start: Tensor) -> None:
         super()._create_parameters(start)
@@ -282,6 +289,13 @@ class SWAGGuide(JointGuide):
         self.register_buffer("loc", mean.detach().clone())
         self.register_buffer("diagonal", diagonal.detach())
         self.register_buffer("factor", factor.detach())
+
+    @classmethod
+    def restored(cls, model: Callable, saved: Mapping[str, Any], batch: Batch) -> "SWAGGuide":
+        source, state = restored_source(model, batch), saved["state"]
+        guide = cls(source, state["loc"], state["diagonal"], state["factor"], 1.0)
+        guide.load_state_dict(state)
+        return guide
 
     @property
     def has_density(self) -> bool:

@@ -10,6 +10,7 @@ from pyro_bdl.metrics.calibration import (
     coverage_range,
     expected_calibration_error,
     interval_coverage,
+    mean_confidence,
     pit,
     reliability,
     uniformity,
@@ -18,7 +19,17 @@ from pyro_bdl.metrics.distances import mean_error, sd_error, wasserstein1, wasse
 from pyro_bdl.metrics.joint import energy_distance, median_distance, mmd
 from pyro_bdl.metrics.monte_carlo import halves, monte_carlo_error, split_half
 from pyro_bdl.metrics.predictive import agreement, categorical_kl, gaussian_kl, total_variation
-from pyro_bdl.metrics.scores import accuracy, brier, crps, negative_log_predictive_density, rmse
+from pyro_bdl.metrics.scores import (
+    accuracy,
+    brier,
+    crps,
+    effective_draws,
+    expected_negative_log_likelihood,
+    gaussian_nlpd,
+    negative_log_predictive_density,
+    rmse,
+    squared_error,
+)
 from pyro_bdl.metrics.uncertainty import Uncertainty, auroc, entropy_parts, variance_parts
 
 __all__ = [
@@ -31,12 +42,16 @@ __all__ = [
     "categorical_kl",
     "coverage_range",
     "crps",
+    "effective_draws",
     "energy_distance",
     "entropy_parts",
     "expected_calibration_error",
+    "expected_negative_log_likelihood",
     "gaussian_kl",
+    "gaussian_nlpd",
     "halves",
     "interval_coverage",
+    "mean_confidence",
     "mean_error",
     "median_distance",
     "mmd",
@@ -47,6 +62,7 @@ __all__ = [
     "rmse",
     "sd_error",
     "split_half",
+    "squared_error",
     "total_variation",
     "uniformity",
     "variance_parts",

@@ -9,7 +9,9 @@ from pyro_bdl.diagnostics.rank import sort
 from pyro_bdl.metrics.blocks import blocks, checked_labels, same_points
 
 
-def interval_coverage(draws: Tensor, y: Tensor, *, level: float | Sequence[float] = 0.9) -> Tensor:
+def interval_coverage(
+    draws: Tensor, y: Tensor, *, level: float | Sequence[float] = 0.9, pointwise: bool = False
+) -> Tensor:
     """Share of the targets inside the central interval of the draws; it equals the level if
     calibrated.
 
@@ -26,6 +28,8 @@ def interval_coverage(draws: Tensor, y: Tensor, *, level: float | Sequence[float
     :param draws: ``(S, N, ...)``, draws of the target (noise included).
     :param y: ``(N, ...)``.
     :param level: one level or several, each between 0 and 1.
+    :param pointwise: return the share with which each target counts, with the shape of y, in place
+        of the mean.
     :returns: a scalar, or one number for each level.
     :raises ValueError: if the shapes do not fit, for a single draw or a level outside 0 ... 1.
 
@@ -40,7 +44,8 @@ def interval_coverage(draws: Tensor, y: Tensor, *, level: float | Sequence[float
     if draws.shape[0] < 2:
         raise ValueError("interval_coverage needs at least 2 draws, but draws has 1: draw more")
     start, stop = _stretches(draws, y)
-    shares = [_inside(start, stop, l).mean() for l in levels]
+    inside = [_inside(start, stop, l).reshape(y.shape) for l in levels]
+    shares = inside if pointwise else [share.mean() for share in inside]
     return shares[0] if isinstance(level, (int, float)) else torch.stack(shares)
 
 
@@ -100,6 +105,21 @@ def reliability(
     sums = torch.zeros(3, bins, dtype=torch.float64, device=probabilities.device)
     sums.index_add_(1, index, torch.stack([confidence, right, torch.ones_like(right)]))
     return sums[0] / sums[2], sums[1] / sums[2], sums[2] / labels.numel()
+
+
+def mean_confidence(probabilities: Tensor, *, pointwise: bool = False) -> Tensor:
+    """Mean probability of the predicted class, 1/N sum_n max_c p_nc, from 1/C to 1.
+
+    It equals the accuracy if the probabilities are calibrated; a posterior that ignores the data
+    has 1/C.
+
+    :param probabilities: ``(N, C)``.
+    :param pointwise: return the confidence of each point, ``(N,)``, in place of the mean.
+
+    Source: Guo et al. (2017), On calibration of modern neural networks, section 2.
+    """
+    confidence = probabilities.double().amax(-1)
+    return confidence if pointwise else confidence.mean()
 
 
 def expected_calibration_error(probabilities: Tensor, y: Tensor, *, bins: int = 15) -> Tensor:

@@ -17,39 +17,103 @@ def rmse(mean: Tensor, y: Tensor) -> Tensor:
     :raises ValueError: if the shapes differ.
     """
     same_shape("mean", mean, "y", y)
-    return (mean.double() - y.double()).square().mean().sqrt()
+    return squared_error(mean, y).mean().sqrt()
 
 
-def accuracy(probabilities: Tensor, y: Tensor) -> Tensor:
+def squared_error(mean: Tensor, y: Tensor) -> Tensor:
+    """Squared errors (mean_n - y_n)^2, ``(N, ...)``; the RMSE is the root of their mean.
+
+    :param mean: ``(N, ...)``, the predictive mean.
+    :param y: ``(N, ...)``, the observed targets.
+    :raises ValueError: if the shapes differ.
+    """
+    same_shape("mean", mean, "y", y)
+    return (mean.double() - y.double()).square()
+
+
+def accuracy(probabilities: Tensor, y: Tensor, *, pointwise: bool = False) -> Tensor:
     """Share of test points whose most probable class is the observed one, from 0 to 1.
 
     :param probabilities: ``(N, C)``.
     :param y: ``(N,)``, class indices.
+    :param pointwise: return 1 or 0 for each point, ``(N,)``, in place of the mean.
     :raises ValueError: if the shapes do not fit, or a label is not in 0 ... C - 1.
     """
     labels = checked_labels(probabilities, y)
-    return (probabilities.argmax(-1) == labels).double().mean()
+    return _mean((probabilities.argmax(-1) == labels).double(), pointwise)
 
 
-def negative_log_predictive_density(log_likelihood: Tensor) -> Tensor:
+def negative_log_predictive_density(log_likelihood: Tensor, *, pointwise: bool = False) -> Tensor:
     """Mean negative log predictive density, -1/N sum_n log(1/S sum_s p(y_n | w_s)), in nats.
 
     :param log_likelihood: ``(S, N)``, log p(y_n | w_s) of each test point under each draw.
+    :param pointwise: return the value of each point, ``(N,)``, in place of the mean.
     :raises ValueError: if it does not have two axes.
 
     Source: Gelman, Hwang, Vehtari (2014), Understanding predictive information criteria for
     Bayesian models.
     """
-    if log_likelihood.dim() != 2:
-        raise ValueError(
-            f"log_likelihood must have shape (draws, points), but has shape "
-            f"{tuple(log_likelihood.shape)}"
-        )
+    _check_density(log_likelihood)
     sums = [part.double().logsumexp(-1) for (part,) in blocks(log_likelihood)]
-    return math.log(log_likelihood.shape[0]) - torch.cat(sums).mean()
+    return _mean(math.log(log_likelihood.shape[0]) - torch.cat(sums), pointwise)
 
 
-def crps(draws: Tensor, y: Tensor) -> Tensor:
+def expected_negative_log_likelihood(log_likelihood: Tensor, *, pointwise: bool = False) -> Tensor:
+    """Negative log likelihood averaged over draws, -1/(S N) sum_s sum_n log p(y_n | w_s), in nats.
+
+    It is the loss of a single draw, E_q[NLL]. It is at least the loss of their mean,
+    :func:`negative_log_predictive_density`, by Jensen's inequality.
+
+    :param log_likelihood: ``(S, N)``, log p(y_n | w_s) of each test point under each draw.
+    :param pointwise: return the loss of each point, ``(N,)``, in place of the mean.
+    :raises ValueError: if it does not have two axes.
+
+    Source: the NLL of Huix et al. (2022), Variational inference of overparameterized Bayesian
+    neural networks, section 5.
+    """
+    _check_density(log_likelihood)
+    return _mean(-log_likelihood.double().mean(0), pointwise)
+
+
+def gaussian_nlpd(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
+    """Negative log density of each target under the Normal with the predictive moments, in nats::
+
+        1/2 log(2 pi v_n) + (y_n - m_n)^2 / (2 v_n)
+
+    Where the noise is much smaller than the sd of the function, the density of a mixture of draws
+    depends on the few draws that pass near the target, and on their number; this one does not.
+
+    :param mean: ``(N, ...)``, the predictive means m.
+    :param variance: ``(N, ...)``, the predictive variances v, noise included.
+    :param y: ``(N, ...)``, the observed targets.
+    :returns: float64 ``(N, ...)``.
+    :raises ValueError: if the shapes differ.
+
+    Source: the Dawid-Sebastiani score, Gneiting & Raftery (2007), Strictly proper scoring rules,
+    eq. 25.
+    """
+    same_shape("mean", mean, "variance", variance)
+    v = variance.double()
+    return ((2 * math.pi * v).log() + squared_error(mean, y) / v) / 2
+
+
+def effective_draws(log_likelihood: Tensor) -> Tensor:
+    """Number of draws that the predictive density of each point rests on, (sum_s p)^2 / sum_s p^2.
+
+    :param log_likelihood: ``(S, N)``, log p(y_n | w_s).
+    :returns: float64 ``(N,)``, from 1 (one draw alone) to S (all alike); NaN if all densities are
+        zero.
+
+    Source: Kong (1992), A note on importance sampling using standardized weights.
+    """
+    found = []
+    for (part,) in blocks(log_likelihood):
+        log_p = part.double()
+        found.append((2 * log_p.logsumexp(-1) - (2 * log_p).logsumexp(-1)).exp())
+    return torch.cat(found)
+
+
+def crps(draws: Tensor, y: Tensor, *, pointwise: bool = False) -> Tensor:
     """Continuous ranked probability score, mean_n E|X - y_n| - 1/2 E|X - X'|; smaller is better.
 
     This is the fair estimate: X and X' are different draws, so its expectation over independent
@@ -61,6 +125,7 @@ def crps(draws: Tensor, y: Tensor) -> Tensor:
 
     :param draws: ``(S, N, ...)``, draws of the target (noise included), S at least 2.
     :param y: ``(N, ...)``.
+    :param pointwise: return the score of each target, with the shape of y, in place of the mean.
     :returns: a scalar, in the units of the target.
     :raises ValueError: if the shapes do not fit, or there is a single draw.
 
@@ -77,18 +142,31 @@ def crps(draws: Tensor, y: Tensor) -> Tensor:
         ordered = sort(part.double())
         error = (ordered - target.double()).abs().mean(-1)
         scores.append(error - ordered @ weight / (size * (size - 1)))
-    return torch.cat(scores).mean()
+    return _mean(torch.cat(scores).reshape(y.shape), pointwise)
 
 
-def brier(probabilities: Tensor, y: Tensor) -> Tensor:
+def brier(probabilities: Tensor, y: Tensor, *, pointwise: bool = False) -> Tensor:
     """Brier score, 1/N sum_n sum_c (p_nc - [y_n = c])^2, from 0 (best) to 2.
 
     :param probabilities: ``(N, C)``.
     :param y: ``(N,)``, class indices.
+    :param pointwise: return the score of each point, ``(N,)``, in place of the mean.
     :raises ValueError: if the shapes do not fit, or a label is not in 0 ... C - 1.
 
     Source: Brier (1950), Verification of forecasts expressed in terms of probability.
     """
     labels = checked_labels(probabilities, y)
     observed = torch.nn.functional.one_hot(labels, probabilities.shape[-1])
-    return (probabilities.double() - observed).square().sum(-1).mean()
+    return _mean((probabilities.double() - observed).square().sum(-1), pointwise)
+
+
+def _check_density(log_likelihood: Tensor) -> None:
+    if log_likelihood.dim() != 2:
+        raise ValueError(
+            f"log_likelihood must have shape (draws, points), but has shape "
+            f"{tuple(log_likelihood.shape)}"
+        )
+
+
+def _mean(values: Tensor, pointwise: bool) -> Tensor:
+    return values if pointwise else values.mean()

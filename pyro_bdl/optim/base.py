@@ -31,14 +31,8 @@ class NaturalGradient(torch.optim.Optimizer):
         clip: float,
     ) -> None:
         _check(guide)
-        for name, value in (("lr", lr), ("temperature", temperature), ("clip", clip)):
-            if not value > 0 or math.isnan(value):
-                raise ValueError(f"{name} must be positive, got {value}")
-        for place, beta in enumerate(betas):
-            if not 0 <= beta < 1:
-                raise ValueError(f"betas[{place}] must lie in [0, 1), got {beta}")
         self.guide = guide
-        defaults = {"lr": lr, "betas": betas, "temperature": temperature, "clip": clip}
+        defaults = checked_options(lr=lr, betas=betas, temperature=temperature, clip=clip)
         super().__init__([guide.loc, guide.scale_unconstrained], defaults)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -117,6 +111,22 @@ class NaturalGradient(torch.optim.Optimizer):
         loc.addcmul_(move.clamp_(-group["clip"], group["clip"]), scale, value=-group["lr"])
         free.copy_(scale + torch.expm1(-scale).neg_().log_())  # the inverse of softplus
         return loss
+
+
+def checked_options(
+    *, lr: float, betas: tuple[float, float], temperature: float, clip: float
+) -> dict[str, Any]:
+    """The options of a natural-gradient optimizer, as torch's ``defaults``.
+
+    :raises ValueError: for a number out of range.
+    """
+    for name, value in (("lr", lr), ("temperature", temperature), ("clip", clip)):
+        if not value > 0 or math.isnan(value):
+            raise ValueError(f"{name} must be positive, got {value}")
+    for place, beta in enumerate(betas):
+        if not 0 <= beta < 1:
+            raise ValueError(f"betas[{place}] must lie in [0, 1), got {beta}")
+    return {"lr": lr, "betas": betas, "temperature": temperature, "clip": clip}
 
 
 class InSVI(pyro.optim.PyroOptim):

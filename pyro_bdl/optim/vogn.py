@@ -1,7 +1,7 @@
 """VOGN, variational online Gauss-Newton: an ELBO and an optimizer to be used together."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,12 +30,22 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
     gradient of log p(y_n | w) at the draw, scaled by N / B. This Gauss-Newton approximation is
     never negative and much less noisy (Khan et al. 2018, section 3.1; Osawa et al. 2019).
 
+    The target y_n in g_n is drawn from p(y | w), so that E[g_n^2] is the diagonal of the
+    Gauss-Newton matrix. With the observed target ("empirical-fisher", as in these papers) g_n^2
+    contains the squared residual. Its sum differs from the Gauss-Newton matrix even for a linear
+    model, by the chance of the data and by any misfit, and no number of steps averages this out
+    (Kunstner, Balles & Hennig 2019).
+
     :param temperature: see ``TemperedTraceMeanField_ELBO``, which also explains ``num_particles``
         and ``cold_temperature``.
-    :param curvature: "empirical-fisher" for squared gradients, or "ggn" for the Gauss-Newton
-        matrix, which takes a backward pass for every output.
+    :param curvature: "ggn-mc" for squared gradients of drawn targets, "empirical-fisher" for those
+        of the observed ones, which saves a backward pass, or "ggn" for the Gauss-Newton matrix,
+        which takes a backward pass for every output.
     :raises TypeError: at a step, for a guide without a location and scale.
     """
+
+    family: ClassVar[type[Guide]] = AutoMeanField
+    structure: ClassVar[str] = "diag"
 
     def __init__(
         self,
@@ -43,10 +53,10 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
         num_particles: int = 1,
         *,
         cold_temperature: Temperature | None = None,
-        curvature: str = "empirical-fisher",
+        curvature: str = "ggn-mc",
     ) -> None:
         super().__init__(temperature, num_particles, cold_temperature=cold_temperature)
-        self.config = CurvatureConfig("diag", curvature)
+        self.config = CurvatureConfig(self.structure, curvature)
         self._known: dict[Any, Alignment] = {}
         self._subset: Subset | None = None
         self._modes_agree: dict[bool | None, bool] = {}
@@ -54,15 +64,14 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
     def flat_terms(
         self, model: Callable, guide: Guide, args: tuple, kwargs: dict, estimator: PerDatum | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if not isinstance(guide, AutoMeanField):
+        name = type(self).__name__
+        if not isinstance(guide, self.family):
             raise TypeError(
-                f"GaussNewton_ELBO is for an AutoMeanField, got {type(guide).__name__}: use "
+                f"{name} is for an {self.family.__name__}, got {type(guide).__name__}: use "
                 "TemperedTraceMeanField_ELBO"
             )
         if estimator is not None:
-            raise ValueError(
-                f"GaussNewton_ELBO takes one draw for all data, and cannot use {estimator}"
-            )
+            raise ValueError(f"{name} takes one draw for all data, and cannot use {estimator}")
         layout = guide.require_layout()
         if self._subset is None or self._subset.layout is not layout:
             self._subset, self._known, self._modes_agree = Subset(layout), {}, {}
@@ -73,7 +82,7 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
         return likelihood, kl, q_entropy
 
     def _at(
-        self, model: Callable, guide: AutoMeanField, vector: Tensor, args: tuple, kwargs: dict
+        self, model: Callable, guide: Guide, vector: Tensor, args: tuple, kwargs: dict
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The terms at a draw; the log likelihood gets the gradient from squares."""
         assert self._subset is not None
@@ -102,32 +111,35 @@ class GaussNewton_ELBO(TemperedTraceMeanField_ELBO):
                 agree = torch.allclose(other, likelihood, rtol=slack, atol=0.0)
                 self._modes_agree[mode] = agree and vector.requires_grad
         if likelihood.requires_grad:
-            likelihood = _with_squares(guide, vector, likelihood, at, self.config)
+            likelihood = self._with_squares(guide, vector, likelihood, at)
         return likelihood, kl, q_entropy
 
+    def _with_squares(
+        self, guide: Guide, vector: Tensor, likelihood: Tensor, at: Linearization
+    ) -> Tensor:
+        """The log likelihood with known gradients, so that ``backward`` does not run through the
+        program.
 
-def _with_squares(
-    guide: AutoMeanField,
-    vector: Tensor,
-    likelihood: Tensor,
-    at: Linearization,
-    config: CurvatureConfig,
-) -> Tensor:
-    """The log likelihood with known gradients, so that ``backward`` does not run through the
-    program.
+        The gradients are g in the location, those of ``quadratic`` in the scales, and the exact
+        ones in the program's parameters.
+        """
+        parameters = leaves_behind(likelihood, stop=[vector])
+        wanted = [vector, *parameters] if vector.requires_grad else parameters
+        gradients, quadratic = self.gradients_and_quadratic(guide, likelihood, wanted, at)
+        targets = [guide.location(), *parameters] if vector.requires_grad else parameters
+        change = -quadratic
+        for value, gradient in zip(targets, gradients, strict=True):
+            change = change + (gradient * value).sum()
+        return likelihood.detach() + (change - change.detach())
 
-    The gradients are g in the location, -s sum_n g_n^2 in the scale, and the exact ones in the
-    program's parameters.
-    """
-    parameters = leaves_behind(likelihood, stop=[vector])
-    wanted = [vector, *parameters] if vector.requires_grad else parameters
-    gradients, squares = gradient_and_squares(likelihood, wanted, at, config)
-    loc, scale = guide.loc_and_scale()
-    targets = [loc, *parameters] if vector.requires_grad else parameters
-    change = -0.5 * torch.dot(squares, scale.square())
-    for value, gradient in zip(targets, gradients, strict=True):
-        change = change + (gradient * value).sum()
-    return likelihood.detach() + (change - change.detach())
+    def gradients_and_quadratic(
+        self, guide: Any, likelihood: Tensor, wanted: Sequence[Tensor], at: Linearization
+    ) -> tuple[list[Tensor], Tensor]:
+        """The gradients of the log likelihood, and E_q[(u - m)' H (u - m)] / 2 for the curvature H,
+        differentiable in the guide's scales."""
+        gradients, squares = gradient_and_squares(likelihood, wanted, at, self.config)
+        _, scale = guide.loc_and_scale()
+        return gradients, 0.5 * torch.dot(squares, scale.square())
 
 
 class VOGN(NaturalGradient):

@@ -18,6 +18,7 @@ from pyro_bdl.plots.maps import sd_ratio, sd_ratio_maps
 from pyro_bdl.plots.pairs import pairs
 from pyro_bdl.plots.simulations import rank_histograms
 from pyro_bdl.plots.style import styles
+from pyro_bdl.plots.temperature import temperature_curves
 
 __all__ = [
     "calibration",
@@ -38,5 +39,6 @@ __all__ = [
     "sd_ratio",
     "sd_ratio_maps",
     "styles",
+    "temperature_curves",
     "trace",
 ]

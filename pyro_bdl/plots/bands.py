@@ -83,7 +83,7 @@ def predictive_bands(
         if x_train is not None and y_train is not None:
             points = array(x_train.reshape(-1)), array(y_train.reshape(-1))
             axis.plot(*points, ".", color=INK, markersize=4, alpha=0.6)
-        title(axis, name, color, small=columns > 1)
+        title(axis, name, look[name])
         if place % columns == 0:
             axis.set_ylabel(ylabel)
     for axis in axes[-columns:]:

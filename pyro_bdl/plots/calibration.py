@@ -120,7 +120,7 @@ def pit_histogram(
         color = look[name]["color"]
         draw_bars(axis, edges, heights, band=(low, high), expected=bar.mean(), color=color)
         axis.set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
-        title(axis, name, color, small=columns > 1)
+        title(axis, name, look[name])
         if place % columns == 0:
             axis.set_ylabel("test targets")
     room_above(axes, max(high, *(heights.max() for heights in counts.values())))

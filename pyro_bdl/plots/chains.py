@@ -42,7 +42,7 @@ def trace(draws: Mapping[str, Tensor]) -> Figure:
     for axis, (name, values) in zip(axes, draws.items(), strict=True):
         for chain, line in enumerate(array(values)):
             axis.plot(line, color=_color(chain), linewidth=0.7, alpha=0.8, label=_label(chain))
-        title(axis, name, small=columns > 1)
+        title(axis, name)
         axis.margins(x=0)
     for axis in axes[-columns:]:
         axis.set_xlabel("draw")
@@ -94,7 +94,7 @@ def ranks(draws: Mapping[str, Tensor], *, bins: int | None = None, level: float 
                 label=_label(chain),
                 baseline=None,
             )
-        title(axis, name, small=columns > 1)
+        title(axis, name)
         axis.set_xlim(0, 1)
         axis.grid(visible=False, axis="x")
     room_above(axes, most)

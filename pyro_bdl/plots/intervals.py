@@ -106,10 +106,10 @@ def intervals(
             if name == reference:
                 axis.axvspan(low, high, color=BAND, linewidth=0, zorder=0)
             axis.plot([low, high], [row, row], color=color, linewidth=1.2, label=name)
-            axis.plot([lower, upper], [row, row], color=color, linewidth=3.5)
-            axis.plot(middle, row, "o", color=color, markersize=5, markeredgecolor="white")
+            axis.plot([lower, upper], [row, row], color=color, linewidth=3.5, solid_capstyle="butt")
+            axis.plot(middle, row, markersize=7, markeredgecolor="white", **look[name])
         axis.use_sticky_edges = False  # the shaded column may reach farthest
-        title(axis, quantity, small=columns > 1)
+        title(axis, quantity)
         axis.grid(visible=False, axis="y")
         axis.xaxis.set_major_locator(MaxNLocator(4))
     for axis in axes[-columns:]:
@@ -138,9 +138,11 @@ def chosen_points(draws: Tensor, count: int = 4) -> list[int]:
     return order.cpu()[places].tolist()
 
 
-def point_name(place: int, draws: Tensor) -> str:
-    """Name of a point: "point 17", or "point 17 [2]" for a function with several outputs."""
+def point_name(place: int, draws: Tensor, names: Sequence[str] = ()) -> str:
+    """Name of a point: "point 17", or "point 17 [2]" for a function with several outputs.
+
+    :param names: names of the N points in place of their numbers.
+    """
     row, *index = (int(i) for i in np.unravel_index(place, tuple(draws.shape[1:])))
-    if draws[0, 0].numel() == 1:
-        return f"point {row}"
-    return f"point {row} [{', '.join(map(str, index))}]"
+    name = names[row] if names else f"point {row}"
+    return name if draws[0, 0].numel() == 1 else f"{name} [{', '.join(map(str, index))}]"

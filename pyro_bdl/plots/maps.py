@@ -10,7 +10,17 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 from torch import Tensor
 
-from pyro_bdl.plots.style import INK, SMALL, SOFT, array, check_posteriors, panels, title
+from pyro_bdl.plots.style import (
+    INK,
+    SMALL,
+    SOFT,
+    TEXT,
+    array,
+    check_posteriors,
+    panels,
+    styles,
+    title,
+)
 
 _LIMIT = 4.0
 _TICKS = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -70,6 +80,7 @@ def sd_ratio_maps(
     if not shown:
         raise ValueError(f"there is no posterior besides the reference {reference!r}")
     points = array(x)
+    look = styles(draws, reference)
     norm = LogNorm(1 / _LIMIT, _LIMIT)
     colors = matplotlib.colormaps["RdBu"].with_extremes(bad="#d0d4da")
     figure, axes = panels(len(shown), height=2.1, columns=2, sharex=True, sharey=True)
@@ -105,7 +116,7 @@ def sd_ratio_maps(
                 alpha=1 if over else 0.6,
                 zorder=3 if over else 0,
             )
-        title(axis, name, small=True)
+        title(axis, name, look[name])
         axis.grid(visible=False)
         if place % 2 == 0:
             axis.set_ylabel(labels[1])
@@ -117,7 +128,7 @@ def sd_ratio_maps(
     bar.ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     bar.ax.xaxis.set_minor_locator(NullLocator())
     bar.ax.tick_params(labelsize=SMALL, colors=INK)
-    bar.set_label(f"sd over that of {reference}", fontsize=SMALL, color=INK)
+    bar.set_label(f"sd over that of {reference}", fontsize=TEXT, color=INK)
     return figure
 
 

@@ -9,7 +9,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
-from pyro_bdl.plots.style import SMALL, array, check_posteriors, legend_below, panels, styles, title
+from pyro_bdl.plots.style import array, check_posteriors, legend_below, panels, styles, title
 
 _MOST = 6
 _DOTS = 500
@@ -55,7 +55,8 @@ def pairs(draws: Mapping[str, Mapping[str, Tensor]], *, reference: str | None = 
             else:
                 chosen = _thinned(len(drawn[names[row]]))
                 x, y = drawn[names[column]][chosen], drawn[names[row]][chosen]
-                axis.plot(x, y, ".", color=color, markersize=3, alpha=0.5, markeredgewidth=0)
+                mark = look[posterior]["marker"]
+                axis.plot(x, y, mark, color=color, markersize=3, alpha=0.5, markeredgewidth=0)
         axis.grid(visible=False)
         axis.margins(0.08)
         for each in (axis.xaxis, axis.yaxis):
@@ -63,16 +64,16 @@ def pairs(draws: Mapping[str, Mapping[str, Tensor]], *, reference: str | None = 
         if row == column:
             axis.set_yticks([])
             axis.set_ylim(bottom=0)
-            title(axis, names[row], small=count > 1)
+            title(axis, names[row])
         if row == count - 1:
-            axis.set_xlabel(names[column], fontsize=SMALL)
+            axis.set_xlabel(names[column])
         else:
             axis.tick_params(labelbottom=False)
         if column == 0 and row:
-            axis.set_ylabel(names[row], fontsize=SMALL)
+            axis.set_ylabel(names[row])
         elif column:
             axis.tick_params(labelleft=False)
-    key = [(Line2D([], [], color=look[q]["color"], linewidth=2.5), q) for q in draws]
+    key = [(Line2D([], [], linewidth=2.5, **look[q]), q) for q in draws]
     legend_below(figure, *zip(*key, strict=True))
     return figure
 

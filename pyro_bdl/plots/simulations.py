@@ -55,7 +55,7 @@ def rank_histograms(
         outside = (heights < low) | (heights > high)
         colors = np.where(outside, _OUTSIDE, _INSIDE)
         draw_bars(axis, edges, heights, band=(low, high), expected=expected, color=colors)
-        title(axis, name, small=columns > 1)
+        title(axis, name)
         if place % columns == 0:
             axis.set_ylabel("simulations")
     for axis in axes[-columns:]:

@@ -11,38 +11,58 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.transforms import offset_copy
 from torch import Tensor
 
 WIDTH = 5.0
 GRAY, SOFT, INK = "#8a8f98", "#6a7079", "#2b2f36"
-BAND = "#dfe3e8"
-# Okabe & Ito's colorblind-safe colors, without the yellow, which is faint on white.
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7a5195", "#8c564b")
-MARKERS = "os^DvPX<>"
-SMALL = 9.0
+BAND, GRID, WHITE = "#dfe3e8", "#e6e8eb", "#ffffff"
+# Okabe & Ito's colorblind-safe colors, without the yellow, which is faint on white, and six more.
+COLORS = (
+    "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00",
+    "#7a5195", "#8c564b", "#8a8d00", "#c2185b", "#00838f", "#5a6fd8",
+)  # fmt: skip
+MARKERS = "os^DvPX<>phd"
+# The same colors where the page is dark.
+DARK = {
+    GRAY: "#858c96", SOFT: "#a3abb5", INK: "#e6e9ed", BAND: "#333942", GRID: "#2b3037",
+    WHITE: "#16191d", "#0072b2": "#4aa8e8", "#d55e00": "#ff8142", "#009e73": "#2fc79a",
+    "#cc79a7": "#e69bc5", "#56b4e9": "#8fd3ff", "#e69f00": "#ffc04d", "#7a5195": "#b48ad6",
+    "#8c564b": "#c08a7d", "#8a8d00": "#c9cc4a", "#c2185b": "#ff5c98", "#00838f": "#3fc4d0",
+    "#5a6fd8": "#93a4ff",
+}  # fmt: skip
+# The two sizes of all text, in points.
+TEXT, SMALL = 10.0, 9.0
+_ABOVE = 10.0  # points from a panel's top to the middle of its title
 _STYLE = {
     "font.family": "DejaVu Sans",
-    "font.size": 11,
+    "font.size": TEXT,
     "axes.edgecolor": GRAY,
     "axes.labelcolor": INK,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.axisbelow": True,
     "axes.grid": True,
-    "grid.color": "#e6e8eb",
+    "grid.color": GRID,
     "text.color": INK,
     "xtick.color": INK,
     "ytick.color": INK,
     "legend.frameon": False,
-    "legend.fontsize": 10,
+    "legend.fontsize": SMALL,
+    "xtick.labelsize": SMALL,
+    "ytick.labelsize": SMALL,
 }
 
 
 def styles(names: Iterable[str], reference: str | None = None) -> dict[str, dict[str, Any]]:
-    """Color and marker of each posterior, as keyword arguments of ``Axes.plot``."""
+    """Color and marker of each posterior, as keyword arguments of ``Axes.plot``.
+
+    The first twelve differ in both; no two of the first 144 are alike in both.
+    """
     others = [name for name in names if name != reference]
+    kinds = len(COLORS)
     chosen = {
-        name: {"color": COLORS[i % len(COLORS)], "marker": MARKERS[i % len(MARKERS)]}
+        name: {"color": COLORS[i % kinds], "marker": MARKERS[(i + i // kinds) % kinds]}
         for i, name in enumerate(others)
     }
     return {reference: {"color": INK, "marker": "*"}, **chosen} if reference else chosen
@@ -81,10 +101,10 @@ def panels(
     """A white figure, five inches wide, with panels in rows of ``columns``; returns figure and
     panels."""
     rows = math.ceil(count / columns)
-    with matplotlib.rc_context(cast(Any, _STYLE | ({} if columns == 1 else {"font.size": SMALL}))):
+    with matplotlib.rc_context(cast(Any, _STYLE)):
         figure = Figure(figsize=(WIDTH, height * rows + 0.5), layout="constrained")
         cast(Any, figure.get_layout_engine()).set(h_pad=0.08, w_pad=0.06)
-        figure.set_facecolor("white")
+        figure.set_facecolor(WHITE)
         axes = figure.subplots(rows, columns, squeeze=False, **shared).ravel()
     for unused in axes[count:]:
         unused.remove()
@@ -118,16 +138,27 @@ def plain_log_axis(axis: Axis) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def title(axis: Axes, text: str, color: str = INK, *, small: bool = False) -> None:
-    """Set a left-aligned title."""
-    size = SMALL if small else 11
-    axis.set_title(text, loc="left", fontsize=size, fontweight="bold", color=color)
+def title(axis: Axes, text: str, look: Mapping[str, Any] | None = None) -> None:
+    """Set a left-aligned title, with the posterior's marker before it.
+
+    :param look: the posterior's color and marker, from ``styles``; None for a plain title.
+    """
+    drawn = axis.set_title(text, loc="left", fontsize=TEXT, fontweight="bold", color=INK)
+    if look is None:
+        return
+    figure = axis.figure.figure
+    drawn.set_transform(offset_copy(drawn.get_transform(), figure, x=14, units="points"))
+    place = offset_copy(axis.transAxes, figure, x=5, y=_ABOVE, units="points")
+    axis.plot(
+        0, 1, transform=place, clip_on=False, markersize=7, linestyle="none", scalex=False,
+        scaley=False, **look,
+    )  # fmt: skip
 
 
 def legend_below(figure: Figure, handles: Sequence[Artist], labels: Sequence[str]) -> None:
     """Add a legend below all panels, in as many columns as fit; none without labels."""
     if not labels:
         return
-    columns = max(1, min(3, len(labels), 54 // (max(map(len, labels)) + 6)))
+    columns = max(1, min(3, len(labels), 60 // (max(map(len, labels)) + 6)))
     with matplotlib.rc_context(cast(Any, _STYLE)):
         figure.legend(handles, labels, loc="outside lower center", ncols=columns)

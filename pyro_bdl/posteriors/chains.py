@@ -8,8 +8,8 @@ from pyro_bdl.posteriors.registry import Options, Problem, Result, register, tra
 
 # The largest number of rows that "sghmc" uses at once, and the size of minibatches beyond it.
 _MOST_ROWS, _ROWS = 8192, 1024
-# Steps between draws, friction per step, curvature times step size; steps to leave the MAP.
-_THINNING, _FRICTION, _REACH, _SETTLING = 10, 0.02, 0.5, 250
+# Steps between draws, friction per step, curvature times step size.
+_THINNING, _FRICTION, _REACH = 10, 0.02, 0.5
 
 
 @register(
@@ -43,8 +43,8 @@ def _sghmc(problem: Problem, options: Options, progress: bool) -> Result:
     }
     # The curvature at the MAP is several times smaller than at later draws, hence in stages.
     for share, warmup, draws, thinning in (
-        (0.01, _SETTLING, 1, 1),
-        (0.1, _SETTLING, 1, 1),
+        (0.01, options.settling, 1, 1),
+        (0.1, options.settling, 1, 1),
         (1.0, 2 * options.warmup, options.draws, _THINNING),
     ):
         step_size = mcmc.suggest_step_size(

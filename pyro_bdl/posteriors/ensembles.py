@@ -19,12 +19,15 @@ def _ensemble(problem: Problem, options: Options, progress: bool) -> Result:
     return trained(guide, problem, options, label, steps=2000, num_particles=5)
 
 
-_SNAPSHOTS = 40
 _RATES = (1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.0003)
 
 
 def _swag_of(
-    guide: AutoSWAG | AutoMultiSWAG, made: Result, problem: Problem, label: str | None
+    guide: AutoSWAG | AutoMultiSWAG,
+    made: Result,
+    problem: Problem,
+    options: Options,
+    label: str | None,
 ) -> Result:
     """SGD from the end of training, and the Gaussian of its snapshots.
 
@@ -44,7 +47,7 @@ def _swag_of(
                 warnings.simplefilter("always", BdlWarning)
                 run = collect_swag(
                     problem.model, guide, problem.x, problem.y,
-                    snapshots=_SNAPSHOTS, learning_rate=rate, progress=label,
+                    snapshots=options.snapshots, learning_rate=rate, progress=label,
                 )  # fmt: skip
         except ValueError:
             if rate == _RATES[-1]:
@@ -71,7 +74,8 @@ def _swag_of(
 )
 def _swag(problem: Problem, options: Options, progress: bool) -> Result:
     guide, label = AutoSWAG(problem.model), "swag" if progress else None
-    return _swag_of(guide, trained(guide, problem, options, label, steps=2000), problem, label)
+    made = trained(guide, problem, options, label, steps=2000)
+    return _swag_of(guide, made, problem, options, label)
 
 
 @register(
@@ -80,4 +84,4 @@ def _swag(problem: Problem, options: Options, progress: bool) -> Result:
 def _multi_swag(problem: Problem, options: Options, progress: bool) -> Result:
     guide, label = AutoMultiSWAG(problem.model, size=5), "multi-swag" if progress else None
     made = trained(guide, problem, options, label, steps=2000, num_particles=5)
-    return _swag_of(guide, made, problem, label)
+    return _swag_of(guide, made, problem, options, label)

@@ -30,8 +30,9 @@ def _register_laplace(
         guide = AutoLaplaceGGN(model, **choice)
         steps = options.steps or 2000
         posterior, interrupted = evidence.train_by_evidence(
-            model, guide, problem.x, problem.y, steps=steps, progress=name if progress else None
-        )
+            model, guide, problem.x, problem.y, steps=steps, rounds=options.rounds,
+            progress=name if progress else None,
+        )  # fmt: skip
         return Result(posterior, {"steps": steps, **choice, **_tuned(posterior)}, interrupted)
 
 

@@ -41,6 +41,9 @@ class Options:
     :param warmup: adapting iterations of each chain, which are not kept.
     :param draws: draws of each chain after the warm-up.
     :param max_tree_depth: NUTS takes at most 2^depth gradient steps per draw.
+    :param rounds: of MAP training and hyperparameters by turns, for Laplace approximations.
+    :param snapshots: points of SGD that SWAG collects.
+    :param settling: steps of SGHMC at each of two smaller step sizes, before its warm-up.
     """
 
     seed: int = 0
@@ -49,6 +52,9 @@ class Options:
     warmup: int = 500
     draws: int = 500
     max_tree_depth: int = 8
+    rounds: int = 4
+    snapshots: int = 40
+    settling: int = 250
 
 
 @dataclass(frozen=True)

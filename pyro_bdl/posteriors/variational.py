@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from pyro_bdl.guides import AutoLowRank, AutoMAP, AutoMCDropout, AutoMeanField
-from pyro_bdl.optim import IVON
+from pyro_bdl.guides import AutoLowRank, AutoMAP, AutoMatrixNormal, AutoMCDropout, AutoMeanField
+from pyro_bdl.optim import IVON, KroneckerGaussNewton_ELBO, NoisyKFAC
 from pyro_bdl.posteriors.registry import Options, Problem, Result, register, trained
 
 
@@ -77,6 +77,20 @@ def _ivon(problem: Problem, options: Options, progress: bool) -> Result:
     guide.prototype(problem.x, problem.y)
     settings = {"steps": 4000, "num_particles": 4}
     return trained(guide, problem, options, label, optimizer=IVON(guide), **settings)
+
+
+@register(
+    "noisy-kfac",
+    title="matrix normal VI, noisy K-FAC",
+    description="a matrix normal for each weight matrix, by natural gradients (K-FAC)",
+)
+def _noisy_kfac(problem: Problem, options: Options, progress: bool) -> Result:
+    guide, label = AutoMatrixNormal(problem.model), "noisy-kfac" if progress else None
+    guide.prototype(problem.x, problem.y)
+    loss, settings = KroneckerGaussNewton_ELBO(), {"steps": 2000}
+    return trained(
+        guide, problem, options, label, optimizer=NoisyKFAC(guide), elbo=loss, **settings
+    )
 
 
 def _dropout(

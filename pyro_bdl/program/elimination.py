@@ -275,7 +275,9 @@ def by_symbols(
         ones = [dim for dim in range(rank - ROOM) if dim not in order]
         rest = range(rank - ROOM, table.dim())
         sizes = [batch[dim] for dim in order] + [*batch[rank - ROOM :], *event]
-        table = table.permute(*order, *ones, *rest).reshape(sizes)
+        if order + ones != list(range(rank - ROOM)):
+            table = table.permute(*order, *ones, *rest)
+        table = table.reshape(sizes)
     return table, found
 
 

@@ -98,6 +98,15 @@ def differences(expected: Mapping[str, torch.Size], given: Mapping[str, torch.Si
     return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds if names)
 
 
+def origin(expected: Mapping[str, torch.Size], given: Mapping[str, torch.Size]) -> str:
+    """Where sites with these differences come from: sites in a plate of the data have a row for
+    each datum, so that the same program has other shapes for other data."""
+    same = expected.keys() == given.keys() and expected != given
+    if same and all(len(given[name]) == len(shape) for name, shape in expected.items()):
+        return "another program, or of data with another number of rows"
+    return "another program"
+
+
 class Layout:
     """The position of each latent in a vector of R^P, and conversions between both forms.
 

@@ -1,6 +1,6 @@
 """The targets among a program's arguments, and their replacement by other values."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ class Targets:
     """The arguments of a program's run that are values of its observed sites.
 
     An argument that is the value of a site itself is its target. If a site's value is not an
-    argument, but for example a reshaped copy, arguments with the same numbers are its targets.
+    argument, but for example a reshaped copy, arguments with the same numbers are its targets. Of a
+    dict, entries by the name of an observed site may be targets.
 
     :param program: a program that was run with its targets.
     """
@@ -26,7 +27,7 @@ class Targets:
         self.program = program
         observed = program.run(program.initial).observed
         self.observed = {name: site for name, site in observed.items() if site.value is not None}
-        given = {id(value) for value in (*program.args, *program.kwargs.values())}
+        given = {id(value) for value in self._candidates()}
         self._copied = [n for n, site in self.observed.items() if id(site.value) not in given]
 
     def site_of(self, value: Any) -> str | None:
@@ -43,11 +44,21 @@ class Targets:
         """The arguments with every target replaced by ``by(site, target)``."""
 
         def put(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {key: put(v) if key in self.observed else v for key, v in value.items()}
             site = self.site_of(value)
             return value if site is None else by(site, value)
 
         program = self.program
         return tuple(map(put, program.args)), {key: put(v) for key, v in program.kwargs.items()}
+
+    def _candidates(self) -> Iterator[Any]:
+        """The arguments, and the entries of dicts by names of observed sites."""
+        for value in (*self.program.args, *self.program.kwargs.values()):
+            if isinstance(value, dict):
+                yield from (value[key] for key in self.observed if key in value)
+            else:
+                yield value
 
     def removed(self) -> Arguments:
         """The arguments with the targets replaced by None.
@@ -72,7 +83,7 @@ class Targets:
 
         :raises ValueError: if an observed site's data are not an argument of the program.
         """
-        found = {self.site_of(v) for v in (*self.program.args, *self.program.kwargs.values())}
+        found = {self.site_of(value) for value in self._candidates()}
         missing = [name for name in self.observed if name not in found]
         if missing:
             raise ValueError(

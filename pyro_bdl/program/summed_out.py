@@ -240,6 +240,7 @@ class SummedOut:
         self.biased: tuple[str, str] | None = None
         self._own = enumeration.own_symbols()
         self._tables: dict[str, Factor] = {}  # of the statements
+        self._densities: dict[str, Tensor] | None = None  # of like statements
         self._in_turn: list[Factor] = []
 
     def support(self, name: str) -> Tensor:
@@ -382,6 +383,8 @@ class SummedOut:
         """
         site = statement.site
         value = site.value if value is None else value
+        if density is None and value is site.value:
+            density = self._density(statement)
         table = site.distribution.log_prob(value) if density is None else density
         is_discrete = statement.kind == "discrete"
         if isinstance(site.mask, bool) and not site.mask:
@@ -395,6 +398,22 @@ class SummedOut:
         return self._algebra.factor(
             table, statement.symbols, statement.plates, evidence=not is_discrete
         )
+
+    def _density(self, statement: Statement) -> Tensor | None:
+        """log p of a statement at its value, where others are like it: one operation computes them
+        all, as the steps of a hidden Markov chain. None where it stands alone."""
+        if self._densities is None:
+            alike: dict[Any, list[Statement]] = {}
+            for other in self._statements:
+                form = _form(other)
+                if form is not None:
+                    alike.setdefault(form, []).append(other)
+            self._densities = {}
+            for group in alike.values():
+                if len(group) > 1:
+                    names = [other.name for other in group]
+                    self._densities |= zip(names, _densities_of_like(group), strict=True)
+        return self._densities.get(statement.name)
 
     def _later(self, statement: Statement) -> Factor:
         """The factor of a statement at its value, computed when it is asked for, and then kept."""
@@ -635,6 +654,47 @@ class SummedOut:
         return MixtureSameFamily(
             Categorical(logits=logits, validate_args=False), components, validate_args=False
         )
+
+
+def _form(statement: Statement) -> Any:
+    """Equal for statements whose densities one operation can compute: of one family, and of one
+    shape. None where that would cost more memory than the densities one by one."""
+    site = statement.site
+    fn: Any = site.distribution
+    if statement.kind not in ("observed", "latents") or not isinstance(site.value, Tensor):
+        return None
+    taken = take_apart(fn)
+    if taken is None or taken[0].parts or taken[0].constants:
+        return None
+    structure, tensors = taken
+    numbers = fn.batch_shape.numel() * fn.event_shape.numel()
+    for tensor in tensors.values():
+        if tensor.shape[: len(fn.batch_shape)] != fn.batch_shape or tensor.numel() > numbers:
+            return None
+    values = {**tensors, "value": site.value}
+    shapes = tuple((name, t.shape, t.dtype, t.device) for name, t in values.items())
+    return structure.kind, structure.event_dims, fn.batch_shape, shapes
+
+
+def _densities_of_like(statements: Sequence[Statement]) -> Sequence[Tensor]:
+    """log p of statements of one ``_form`` at their values, of parameters and values stacked."""
+    first: Any = statements[0].site.distribution
+    taken: Any = [take_apart(statement.site.distribution) for statement in statements]
+    values = [statement.site.value for statement in statements]
+    batch, of_values = len(first.batch_shape), values[0].dim() - first.event_dim
+    rank = max(batch, of_values)
+
+    def stacked(tensors: Sequence[Tensor], own: int) -> Tensor:
+        together = torch.stack(list(tensors))
+        ones = (1,) * (rank - own)
+        return (
+            together.reshape(together.shape[:1] + ones + together.shape[1:]) if ones else together
+        )
+
+    parameters = {
+        name: stacked([tensors[name] for _, tensors in taken], batch) for name in taken[0][1]
+    }
+    return rebuild(taken[0][0], parameters).log_prob(stacked(values, of_values)).unbind()
 
 
 def _tempering(site: Any) -> float | None:

@@ -1,9 +1,11 @@
-"""One self-contained HTML file: warnings, verdicts, a sortable table, figures and settings.
+"""One self-contained HTML file: the answer, a picture of cost against distance, a ranked table,
+figures and settings.
 
 The file needs no network and refuses to use one (a content security policy says so). It follows
-the reader's light or dark theme, scrolls its table sideways on a phone and prints in light colors.
+the reader's light or dark theme, figures included, scrolls its table sideways below a fixed first
+column and prints in light colors.
 """
 
-from pyro_bdl.report.write import write_report
+from pyro_bdl.report.write import Picture, notebook_report, write_report
 
-__all__ = ["write_report"]
+__all__ = ["Picture", "notebook_report", "write_report"]

@@ -7,17 +7,56 @@ const order = (first, second, column, sign) => {
     return isNaN(x) ? 1 : isNaN(y) ? -1 : sign * (x - y);
   return sign * a.textContent.localeCompare(b.textContent, undefined, {numeric: true});
 };
-for (const table of document.querySelectorAll("table")) {
-  for (const button of table.querySelectorAll("button")) {
+for (const part of document.querySelectorAll(".table")) {
+  const table = part.querySelector("table"), scroll = part.querySelector(".scroll");
+  const bodies = [...table.tBodies].map(body => [body, [...body.rows]]);
+  const rows = () => [...table.querySelectorAll("tr[data-place]")];
+  const ranked = part.querySelector("[data-ranked]");
+  const unmark = () =>
+    table.querySelectorAll("[aria-sort]").forEach(head => head.removeAttribute("aria-sort"));
+  for (const button of table.querySelectorAll("[data-column]")) {
     button.addEventListener("click", () => {
       const head = button.parentElement;
       const ascending = head.getAttribute("aria-sort") !== "ascending";
-      table.querySelectorAll("[aria-sort]").forEach(other => other.removeAttribute("aria-sort"));
+      unmark();
       head.setAttribute("aria-sort", ascending ? "ascending" : "descending");
-      const column = Number(button.dataset.column);
-      const rows = [...table.tBodies[0].rows];
-      rows.sort((a, b) => order(a, b, column, ascending ? 1 : -1));
-      table.tBodies[0].append(...rows);
+      const sorted = rows();
+      sorted.sort((a, b) => order(a, b, Number(button.dataset.column), ascending ? 1 : -1));
+      table.querySelectorAll(".rank").forEach(row => { row.hidden = true; });
+      table.tBodies[0].append(...sorted);
+      if (ranked) ranked.disabled = false;
     });
   }
+  // The order of the ranking, under its headings again.
+  ranked?.addEventListener("click", () => {
+    unmark();
+    for (const [body, members] of bodies) {
+      members.forEach(row => { row.hidden = false; });
+      body.append(...members);
+    }
+    ranked.disabled = true;
+  });
+  // The frame shows by a shadow at which sides there are more columns.
+  const cue = () => {
+    part.classList.toggle("before", scroll.scrollLeft > 1);
+    part.classList.toggle("after",
+      scroll.scrollLeft + scroll.clientWidth < scroll.scrollWidth - 1);
+  };
+  for (const button of part.querySelectorAll("[data-shows]")) {
+    const members = [...table.querySelectorAll("[data-group]")]
+      .filter(cell => cell.dataset.group === button.dataset.shows);
+    const show = shown => {
+      button.setAttribute("aria-pressed", shown);
+      members.forEach(cell => { cell.hidden = !shown; });
+      const first = table.querySelector("tr:last-child");
+      const columns = first ? [...first.cells].filter(cell => !cell.hidden).length : 1;
+      table.querySelectorAll(".rank th").forEach(head => { head.colSpan = columns; });
+      cue();
+    };
+    button.addEventListener("click", () => show(button.getAttribute("aria-pressed") !== "true"));
+    show(button.getAttribute("aria-pressed") === "true");
+  }
+  scroll.addEventListener("scroll", cue);
+  addEventListener("resize", cue);
+  cue();
 }

@@ -8,10 +8,9 @@ import pyro
 import torch
 from torch import Tensor, fx
 from torch.distributions import Distribution
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from pyro_bdl.tracing.graph import changed, is_border, lift
-from pyro_bdl.tracing.trace import NotTraceable, record, refuse_reads, tensor_of
+from pyro_bdl.tracing.trace import NotTraceable, operators_of, record, refuse_reads, tensor_of
 from pyro_bdl.utils.module_state import vmappable
 
 
@@ -92,8 +91,9 @@ def _functional(
     def run(*tensors: Tensor) -> Any:
         return graph(*tensors)
 
-    make = make_fx(torch.func.functionalize(run), decompositions)  # type: ignore[arg-type]
-    functional = make(*examples, *constants)
+    functional = operators_of(
+        torch.func.functionalize(run), [*examples, *constants], decompositions
+    )
     inputs = list(functional.graph.find_nodes(op="placeholder"))[len(examples) :]
     for number, (node, value) in enumerate(zip(inputs, constants, strict=True)):
         functional.register_buffer(f"constant_{number}", value.detach())

@@ -14,6 +14,8 @@ from typing import Any
 import pyro
 import torch
 from torch import Tensor, fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -145,12 +147,27 @@ def record(
         with methods, outside:
             return function(*tensors)
 
-    # Which reads of values are allowed is decided on the complete graph.
-    make = make_fx(followed, decompositions, _error_on_data_dependent_ops=False)  # type: ignore[arg-type]
     try:
-        return make(*examples), methods.places
+        return operators_of(followed, examples, decompositions), methods.places
     finally:
         outside.put_back()
+
+
+def operators_of(
+    function: Callable[..., Any],
+    examples: Sequence[Tensor],
+    decompositions: Mapping[Any, Callable] | None = None,
+) -> fx.GraphModule:
+    """``make_fx`` in less than half the time, with reads of values in the graph.
+
+    The graph describes each result by a fake tensor. In a tracing context all are of one
+    ``FakeTensorMode``; without it torch makes a mode for each operator, and each new mode reads the
+    source lines of the whole stack.
+    """
+    # Which reads of values are allowed is decided on the complete graph.
+    make = make_fx(function, decompositions, _error_on_data_dependent_ops=False)  # type: ignore[arg-type]
+    with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
+        return make(*examples)
 
 
 def tensor_of(graph: fx.GraphModule, node: fx.Node) -> Tensor:

@@ -1,5 +1,17 @@
 """Training a guide by stochastic variational inference."""
 
+from pyro_bdl.training.checkpoint import Checkpoint
+from pyro_bdl.training.collapse import Collapse, collapse
+from pyro_bdl.training.minibatches import Minibatches
 from pyro_bdl.training.svi import Training, collect_swag, estimate_elbo, train
 
-__all__ = ["Training", "collect_swag", "estimate_elbo", "train"]
+__all__ = [
+    "Checkpoint",
+    "Collapse",
+    "Minibatches",
+    "Training",
+    "collapse",
+    "collect_swag",
+    "estimate_elbo",
+    "train",
+]

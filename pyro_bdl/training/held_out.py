@@ -1,6 +1,7 @@
 """Early stopping by the log likelihood of data that are held back from training."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ _DRAWS = 16  # of a guide, for its predictive density
 
 
 def split(x: Any, y: Any, share: float) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """Rows for training and rows held back, chosen at random.
+    """Rows for training and rows held back, chosen at random; the same in every call.
 
     :raises ValueError: for a share outside (0, 1), or one that leaves no row on a side.
     """
@@ -29,7 +30,8 @@ def split(x: Any, y: Any, share: float) -> tuple[tuple[Any, Any], tuple[Any, Any
             f"held_out must be a share between 0 and 1 that leaves rows on both sides, got {share} "
             f"of {count} rows"
         )
-    order = torch.randperm(count, device=device_of_rows(x))
+    shuffled = torch.randperm(count, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    order = shuffled.to(device_of_rows(x))
     kept, back = order[size:], order[:size]
     return (taken(x, kept), taken(y, kept)), (taken(x, back), taken(y, back))
 
@@ -96,6 +98,17 @@ class HeldOut:
     def best_steps(self) -> Tensor:
         """The step of the best score (members,)."""
         return torch.tensor(self.steps, device="cpu")[self.table.argmax(0).cpu()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scores and the best parameters so far, for a ``Checkpoint``."""
+        return {"scores": self.scores, "steps": self.steps, "best": self.best}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was taken."""
+        like = next(self.guide.parameters())
+        self.scores = [score.to(like.device) for score in state["scores"]]
+        self.best = [value.to(like.device) for value in state["best"]]
+        self.steps = list(state["steps"])
 
     @torch.no_grad()
     def restore(self) -> None:

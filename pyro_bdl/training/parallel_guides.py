@@ -1,6 +1,8 @@
-"""One guide trained on many data sets at once, by ``vmap`` over its parameters."""
+"""One guide trained several times at once, by ``vmap`` over its parameters."""
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import pyro
 import torch
@@ -12,36 +14,31 @@ from pyro_bdl.elbo.tempered import TemperedTraceMeanField_ELBO
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.observed_arguments import Targets
 from pyro_bdl.utils.module_state import vmappable
+from pyro_bdl.utils.validation import check_temperature
 
 _REFRESH = 0.5  # seconds
+_Values = Mapping[str, Tensor]
 
 
-class Together:
-    """A guide's parameters for each of D data sets, which differ in their targets.
+class Copies:
+    """D copies of a guide's parameters, each trained for its own objective.
 
-    Each data set has its own ELBO and its own optimization; only the program's inputs are shared.
-    Adam treats every number separately, so that the data sets do not influence each other.
+    Adam treats every number separately, so that the copies do not influence each other.
 
-    :param model: a Pyro program; its own parameters, if any, are not trained.
-    :param guide: a guide with parameters (after ``guide.prototype``). Each training starts from
-        their values; the guide is not changed.
-    :param targets: the arguments of the program that are replaced.
-    :param values: observed site -> (D, ...), the data sets.
+    :param guide: a guide with parameters (after ``guide.prototype``). Each copy starts from their
+        values; the guide is not changed.
+    :param count: D.
     :raises ValueError: for latents in a subsampled plate, or a guide without its own parameters.
     """
 
-    def __init__(
-        self, model: Callable, guide: Guide, targets: Targets, values: Mapping[str, Tensor]
-    ) -> None:
+    def __init__(self, guide: Guide, count: int) -> None:
         guide.require_layout()
         if guide.subsampled:
             raise ValueError(
                 f"the latent site '{min(guide.subsampled)}' is in a subsampled plate: several "
-                "data sets at once need all data in one call"
+                "trainings at once need all data in one call"
             )
-        self.model, self.guide, self.targets = model, guide, targets
-        self.values = dict(values)
-        count = len(next(iter(self.values.values())))
+        self.guide = guide
         self._transforms = {
             name: transform_to(constraint)
             for name, (constraint, _) in guide._pyro_params.items()
@@ -54,18 +51,89 @@ class Together:
                 self._free[name] = start.requires_grad_(parameter.requires_grad)
         if not any(value.requires_grad for value in self._free.values()):
             raise ValueError(
-                f"{type(guide).__name__} has no parameters itself to train on each data set "
+                f"{type(guide).__name__} has no parameters itself to train several times "
                 "(those of a mixture are its members', an approximation has none): give a guide "
                 "that is trained by its ELBO, such as AutoMeanField"
             )
 
-    def _constrained(self, free: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _constrained(self, free: _Values) -> dict[str, Tensor]:
         found = {}
         for name, value in free.items():
             plain = name.removesuffix("_unconstrained")
             transform = self._transforms.get(plain)
             found[plain] = value if transform is None else transform(value)
         return found
+
+    def _descend(
+        self,
+        losses_of: Callable[[Any], Tensor],
+        parts: Iterator[Any],
+        *,
+        steps: int,
+        learning_rate: float,
+        progress: bool,
+    ) -> Tensor:
+        """Minimize D losses by Adam with a cosine schedule.
+
+        :param losses_of: the losses (D,) of a part of the data.
+        :param parts: the part of each step.
+        :returns: the losses of each step, (steps, D).
+        """
+        trained = [value for value in self._free.values() if value.requires_grad]
+        optimizer = torch.optim.Adam(trained, lr=learning_rate)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        losses = []
+        steps_shown = tqdm(
+            range(steps),
+            disable=not progress,
+            desc="guides",
+            leave=False,
+            mininterval=_REFRESH,
+            delay=1,
+        )
+        with pyro.validation_enabled(False), vmappable():
+            for _ in steps_shown:
+                each = losses_of(next(parts))
+                optimizer.zero_grad()
+                each.sum().backward()
+                optimizer.step()
+                schedule.step()
+                losses.append(each.detach())
+        return torch.stack(losses)
+
+    @torch.no_grad()
+    def put(self, index: int, guide: Guide) -> None:
+        """Give a copy's parameters to another guide of the same program and family."""
+        for name, value in self._free.items():
+            guide._parameters[name].copy_(value[index])  # type: ignore[union-attr]
+
+    @torch.no_grad()
+    def sample_latents(self, num_samples: int) -> dict[str, Tensor]:
+        """Draws of each copy, site -> (D, num_samples, *shape)."""
+
+        def draw(free: dict[str, Tensor]) -> dict[str, Tensor]:
+            with self.guide.holding(self._constrained(free)):
+                return self.guide.sample_latents(num_samples)
+
+        return torch.vmap(draw, randomness="different")(self._free)
+
+
+class Together(Copies):
+    """A guide's parameters for each of D data sets, which differ in their targets.
+
+    Each data set has its own ELBO and its own optimization; only the program's inputs are shared.
+
+    :param model: a Pyro program; its own parameters, if any, are not trained.
+    :param guide: see ``Copies``.
+    :param targets: the arguments of the program that are replaced.
+    :param values: observed site -> (D, ...), the data sets.
+    :raises ValueError: see ``Copies``.
+    """
+
+    def __init__(self, model: Callable, guide: Guide, targets: Targets, values: _Values) -> None:
+        super().__init__(guide, len(next(iter(values.values()))))
+        self.model, self.targets = model, targets
+        self.values = dict(values)
 
     def train(
         self,
@@ -90,34 +158,63 @@ class Together:
             return kl - likelihood
 
         together = torch.vmap(loss, randomness="different")
-        trained = [value for value in self._free.values() if value.requires_grad]
-        optimizer = torch.optim.Adam(trained, lr=learning_rate)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-        losses = []
-        steps_shown = tqdm(
-            range(steps),
-            disable=not progress,
-            desc="guides",
-            leave=False,
-            mininterval=_REFRESH,
-            delay=1,
+        return self._descend(
+            lambda _: together(self._free, self.values),
+            itertools.repeat(None),
+            steps=steps,
+            learning_rate=learning_rate,
+            progress=progress,
         )
-        with pyro.validation_enabled(False), vmappable():
-            for _ in steps_shown:
-                each = together(self._free, self.values)
-                optimizer.zero_grad()
-                each.sum().backward()
-                optimizer.step()
-                schedule.step()
-                losses.append(each.detach())
-        return torch.stack(losses)
 
-    @torch.no_grad()
-    def sample_latents(self, num_samples: int) -> dict[str, Tensor]:
-        """Draws for each data set, site -> (D, num_samples, *shape)."""
 
-        def draw(free: dict[str, Tensor]) -> dict[str, Tensor]:
-            with self.guide.holding(self._constrained(free)):
-                return self.guide.sample_latents(num_samples)
+class AtTemperatures(Copies):
+    """A guide's parameters at each of D temperatures, for the same data.
 
-        return torch.vmap(draw, randomness="different")(self._free)
+    :param model: a Pyro program; its own parameters, if any, are not trained.
+    :param guide: see ``Copies``.
+    :param temperatures: eta of each copy.
+    :raises ValueError: see ``Copies``; for a temperature that is not positive.
+    """
+
+    def __init__(self, model: Callable, guide: Guide, temperatures: Sequence[float]) -> None:
+        super().__init__(guide, len(temperatures))
+        self.model = model
+        self.temperatures = [check_temperature(eta) for eta in temperatures]
+
+    def train(
+        self,
+        parts: Iterator[tuple[Any, ...]],
+        *,
+        steps: int,
+        learning_rate: float = 0.01,
+        num_particles: int = 1,
+        estimator: str | None = None,
+        progress: bool = False,
+    ) -> Tensor:
+        """Maximize the D tempered ELBOs by Adam with a cosine schedule.
+
+        :param parts: yields the program's arguments for each step.
+        :param learning_rate: Adam's initial learning rate, which falls to zero along half a cosine.
+        :param num_particles: draws per step and temperature.
+        :param estimator: see :class:`pyro_bdl.elbo.TemperedTrace_ELBO`.
+        :returns: -L(eta) of each step, (steps, D), in nats.
+        """
+        elbo = TemperedTraceMeanField_ELBO(num_particles=num_particles, estimator=estimator)
+        like = next(iter(self._free.values()))
+        etas = torch.tensor(self.temperatures, dtype=like.dtype, device=like.device)
+
+        def losses_of(args: tuple[Any, ...]) -> Tensor:
+            def loss(free: dict[str, Tensor], eta: Tensor) -> Tensor:
+                estimator = elbo.estimator
+                if estimator is not None:
+                    estimator.about(args, {}, frozenset())
+                with self.guide.holding(self._constrained(free)):
+                    terms = elbo.flat_terms(self.model, self.guide, args, {}, estimator)
+                    likelihood, kl, _ = terms
+                return eta * kl - likelihood
+
+            return torch.vmap(loss, randomness="different")(self._free, etas)
+
+        return self._descend(
+            losses_of, parts, steps=steps, learning_rate=learning_rate, progress=progress
+        )

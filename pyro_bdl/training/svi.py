@@ -2,9 +2,10 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,10 @@ from pyro_bdl.guides.swag import AutoMultiSWAG, AutoSWAG
 from pyro_bdl.program.argument_errors import TENSORS_NEEDED, by_entry, kind_of
 from pyro_bdl.program.batches import device_of_rows, leading_size, taken
 from pyro_bdl.program.validation import check_finite
+from pyro_bdl.training.checkpoint import Checkpoint, Losses
+from pyro_bdl.training.collapse import warn_of_collapse
 from pyro_bdl.training.held_out import HeldOut, split
+from pyro_bdl.training.minibatches import Minibatches
 from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.validation import whole_number
@@ -60,7 +64,7 @@ def train(
     steps: int,
     learning_rate: float = 0.01,
     temperature: float = 1.0,
-    num_particles: int = 1,
+    num_particles: int | None = None,
     estimator: str | PerDatum | None = None,
     batch_size: int | None = None,
     parameters: Iterable[Tensor] | None = None,
@@ -69,12 +73,15 @@ def train(
     held_out: float | None = None,
     patience: int = 10,
     check_every: int | None = None,
+    checkpoint: str | Path | None = None,
+    every: int | None = None,
     progress: str | None = None,
 ) -> Training:
     """Maximize the tempered ELBO by Adam with a cosine schedule.
 
     The learning rate falls to zero along half a cosine. Ctrl-C ends the training with a warning and
-    keeps the parameters reached so far.
+    keeps the parameters reached so far. A warning is given if a mean-field guide has collapsed to
+    the prior at temperature 1, see :func:`pyro_bdl.training.collapse`.
 
     :param model: a program ``model(x, y)``.
     :param guide: trained in place.
@@ -83,7 +90,8 @@ def train(
     :param steps: number of gradient steps, at least 1.
     :param learning_rate: Adam's initial learning rate.
     :param temperature: eta, see :mod:`pyro_bdl.elbo`.
-    :param num_particles: draws of the guide in each step.
+    :param num_particles: draws of the guide in each step; by default 1, and of an ensemble all
+        members.
     :param estimator: estimator of the expected log likelihood, see
         :class:`pyro_bdl.elbo.TemperedTrace_ELBO`.
     :param batch_size: rows in each step. The default is all rows if there are at most 1024. For
@@ -99,6 +107,11 @@ def train(
         parameters at the end; each member of an ensemble its own.
     :param patience: checks without a better value after which the training stops.
     :param check_every: steps between two checks, by default a fiftieth of all steps.
+    :param checkpoint: a file that holds the state of the training. If it exists, the training goes
+        on from there, and ends as one that was never stopped: on a CPU bit for bit. See
+        :class:`Checkpoint`.
+    :param every: write the checkpoint after every so many steps; by default once a minute. It is
+        written after the last step too.
     :param progress: description of the progress bar; None for no bar.
     :raises ValueError: for data that are not finite, targets outside their support, fewer than one
         step, or a minibatch for a program whose ``num_data`` is not N, which would give its log
@@ -116,34 +129,49 @@ def train(
         check_every = max(1, steps // 50) if check_every is None else check_every
         whole_number(check_every, "check_every")
     count = leading_size(x)
-    size = _batch_size(model, count, batch_size, total)
+    size = rows_per_step(model, count, batch_size, total)
     if size < count:  # a full batch, and the first minibatch, are checked at the first step
         for rows in torch.arange(count, device=device_of_rows(x)).split(_ROWS_AT_ONCE):
             check_data(model, guide, (taken(x, rows), taken(y, rows)), {})
+    bayesian = elbo is None and temperature == 1.0
     if elbo is None:
-        elbo = TemperedTraceMeanField_ELBO(temperature, num_particles, estimator=estimator)
+        particles = guide.num_members if num_particles is None else num_particles
+        elbo = TemperedTraceMeanField_ELBO(temperature, particles, estimator=estimator)
     objective: Any = elbo(model, guide)
     if optimizer is None:
         trained = list(objective.parameters() if parameters is None else parameters)
         optimizer = torch.optim.Adam(trained, lr=learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    parts: Iterable[tuple[Any, Any]] = _parts(x, y, size, steps)
 
     def after(step: int) -> None:
         schedule.step()
         if held is not None and check_every is not None and step % check_every == 0:
             held.check(step)
 
+    descent = _Descent(objective, optimizer, x, y, size, after=after)
+    numbers: Iterable[int] = range(steps)
+    if checkpoint is not None:
+        parts: dict[str, Any] = {"program": model} if isinstance(model, nn.Module) else {}
+        parts |= {} if held is None else {"held_out": held}
+        saved = Checkpoint(
+            checkpoint,
+            settings={"steps": steps, "batch_size": size, "held_out": held_out},
+            guide=guide, optimizer=optimizer, schedule=schedule, elbo=elbo,
+            batches=descent.batches, losses=descent.losses, **parts,
+        )  # fmt: skip
+        numbers = saved.steps(steps, every=every)
     if held is not None:
         stopper = held
-        parts = takewhile(lambda _: not stopper.done, parts)
-    losses, interrupted = _descend(objective, optimizer, parts, steps, progress, after)
+        numbers = takewhile(lambda _: not stopper.done, numbers)
+    losses, interrupted = descent.run(numbers, steps, progress)
     if interrupted:
         warnings.warn(
             f"interrupted after {len(losses)} of {steps} steps: the parameters so far are kept",
             BdlWarning,
             stacklevel=2,
         )
+    elif bayesian:
+        warn_of_collapse(model, guide, elbo.kl, x, y)
     if held is None or not held.scores:
         return Training(losses, size, interrupted)
     held.restore()
@@ -205,7 +233,7 @@ def collect_swag(
     count = _count(x=x, y=y)
     check_finite(model, (x, y), {})
     tenth = min(_BATCH, max(1, count // 10))
-    size = _batch_size(model, count, tenth if batch_size is None else batch_size)
+    size = rows_per_step(model, count, tenth if batch_size is None else batch_size)
     every = max(1, count // size) if every is None else every
     steps = snapshots * every
     guide.prototype(x, y)
@@ -241,8 +269,8 @@ def collect_swag(
 
     rate(0)
     start = _mean_loss(objective, x, y, size)
-    losses, interrupted = _descend(
-        objective, optimizer, _parts(x, y, size, steps), steps, progress, after
+    losses, interrupted = _Descent(objective, optimizer, x, y, size, after=after).run(
+        range(steps), steps, progress
     )
     if interrupted:
         warnings.warn(
@@ -276,44 +304,61 @@ def _mean_loss(objective: Callable[..., Tensor], x: Any, y: Any, size: int) -> f
     return total / count
 
 
-def _descend(
-    objective: Callable[..., Tensor],
-    optimizer: torch.optim.Optimizer,
-    parts: Iterable[tuple[Any, Any]],
-    steps: int,
-    progress: str | None,
-    after: Callable[[int], None],
-) -> tuple[Tensor, bool]:
-    """Take gradient steps with a progress bar, and call ``after(number)`` after each step.
+class _Descent:
+    """Gradient steps over minibatches.
 
-    :returns: the losses (steps taken,), and whether Ctrl-C ended the steps.
+    :param size: rows in each step.
+    :param after: called with the number of steps after each step.
     """
-    losses: list[Tensor] = []
-    interrupted = False
-    bar = tqdm(
-        total=steps,
-        desc=progress,
-        disable=progress is None,
-        leave=False,
-        mininterval=_REFRESH,
-        delay=1,
-    )
-    with bar:
-        try:
-            for part in parts:
-                loss = objective(*part)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.detach())
-                after(len(losses))
-                if len(losses) % _SHOWN_EVERY == 0:
-                    recent = torch.stack(losses[-_SHOWN_EVERY:]).mean().item()
-                    bar.set_postfix_str(f"loss {recent:.4g}", refresh=False)
-                bar.update()
-        except KeyboardInterrupt:
-            interrupted = True
-    return torch.stack(losses) if losses else torch.empty(0, device="cpu"), interrupted
+
+    def __init__(
+        self,
+        objective: Callable[..., Tensor],
+        optimizer: torch.optim.Optimizer,
+        x: Any,
+        y: Any,
+        size: int,
+        *,
+        after: Callable[[int], None],
+    ) -> None:
+        self.objective, self.optimizer, self.after = objective, optimizer, after
+        self.x, self.y = x, y
+        self.batches = Minibatches(leading_size(x), size, device=device_of_rows(x))
+        self.losses = Losses()
+
+    def run(self, numbers: Iterable[int], steps: int, progress: str | None) -> tuple[Tensor, bool]:
+        """Take the steps of these numbers, with a progress bar of ``steps`` steps.
+
+        :returns: the losses (steps taken,), and whether Ctrl-C ended the steps.
+        """
+        bar = tqdm(
+            total=steps,
+            desc=progress,
+            disable=progress is None,
+            leave=False,
+            mininterval=_REFRESH,
+            delay=1,
+        )
+        losses = self.losses.values
+        with bar:
+            try:
+                for number in numbers:
+                    bar.update(number - bar.n)
+                    self._step()
+                    self.after(number + 1)
+                    if len(losses) % _SHOWN_EVERY == 0:
+                        recent = torch.stack(losses[-_SHOWN_EVERY:]).mean().item()
+                        bar.set_postfix_str(f"loss {recent:.4g}", refresh=False)
+            except KeyboardInterrupt:
+                return self.losses.stacked(), True
+        return self.losses.stacked(), False
+
+    def _step(self) -> None:
+        loss = self.objective(*self.batches.of(self.x, self.y))
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.losses.values.append(loss.detach())
 
 
 @torch.no_grad()
@@ -363,8 +408,14 @@ def _count(**arguments: Any) -> int:
     return leading_size(entries)
 
 
-def _batch_size(model: Callable, rows: int, asked: int | None, total: int | None = None) -> int:
-    """The rows of a step, of ``rows`` to train on and ``total`` with those held back."""
+def rows_per_step(model: Callable, rows: int, asked: int | None, total: int | None = None) -> int:
+    """The rows of each step, see ``batch_size`` of ``train``.
+
+    :param rows: the number of rows to train on.
+    :param asked: the number that was asked for; None for the default.
+    :param total: the number of all data, with those held back; by default ``rows``.
+    :raises ValueError: for fewer rows than all, if the program's ``num_data`` is not their number.
+    """
     total = rows if total is None else total
     knows_all = getattr(model, "num_data", None) == total
     if asked is None:
@@ -376,18 +427,3 @@ def _batch_size(model: Callable, rows: int, asked: int | None, total: int | None
             f"it with num_data={total}"
         )
     return min(asked, rows)
-
-
-def _parts(x: Any, y: Any, size: int, steps: int) -> Iterator[tuple[Any, Any]]:
-    """The rows of each step; each pass over the data is in a new order."""
-    count = leading_size(x)
-    if size == count:
-        yield from [(x, y)] * steps
-        return
-    number = 0
-    while number < steps:
-        for rows in torch.randperm(count, device=device_of_rows(x)).split(size):
-            if len(rows) < size or number == steps:
-                break
-            number += 1
-            yield taken(x, rows), taken(y, rows)

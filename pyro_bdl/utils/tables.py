@@ -2,7 +2,7 @@
 
 import csv
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,11 @@ class Column:
         if self.style == "text" or isinstance(value, str):
             return str(value)
         error: Any = row.get(self.error) if self.error else None
-        known = error is not None and math.isfinite(error)
+        if error is None or not math.isfinite(error):
+            return f"{100 * value:.1f} %" if self.style == "percent" else number(value, self.digits)
         if self.style == "percent":
-            return f"{value:.1%} ± {100 * error:.1f}" if known else f"{value:.1%}"
-        return number(value, self.digits) + (f" ± {number(error, 2)}" if known else "")
+            return f"{with_error(100 * value, 100 * error)} %"
+        return with_error(value, error, self.digits)
 
 
 def number(value: float, digits: int = 3) -> str:
@@ -60,6 +61,34 @@ def number(value: float, digits: int = 3) -> str:
         return f"{value:.{digits - 1}e}"
     decimals = max(0, digits - 1 - math.floor(math.log10(size)))
     return f"{value:.{decimals}f}"
+
+
+def with_error(value: float, error: float, digits: int = 3) -> str:
+    """A number and its standard error, "value ± error", with digits that follow the error.
+
+    The error has two digits if they are at most 35, else one; the value ends at the same place.
+    Where the error is zero, the value has ``digits`` significant digits.
+
+    Source: the rounding rules of the Particle Data Group (2022), Review of particle physics,
+    section 5.3.
+    """
+    if not error > 0 or not math.isfinite(value):
+        return f"{number(value, digits)} ± {number(error, 2)}"
+    place = math.floor(math.log10(error))
+    decimals = -place if round(error / 10.0 ** (place - 1)) > 35 else 1 - place
+    if decimals > 6 or abs(value) >= 1e6:
+        return f"{number(value, digits)} ± {number(error, 2)}"
+    value, error = round(value, decimals), round(error, decimals)
+    shown = max(0, decimals)
+    return f"{value + 0.0:.{shown}f} ± {error:.{shown}f}"
+
+
+def listed(names: Iterable[str], most: int | None = None) -> str:
+    """Names as text: "a, b and c"; beyond ``most + 1`` names "a, b and 4 others"."""
+    names = list(names)
+    if most is not None and len(names) > most + 1:
+        names = [*names[:most], f"{len(names) - most} others"]
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def to_text(rows: Sequence[Row], columns: Sequence[Column]) -> str:

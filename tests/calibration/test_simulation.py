@@ -43,9 +43,9 @@ def _calibrate(inference, num_simulations=400, **options):
 
 def test_the_exact_posterior_is_calibrated():
     """Ranks are uniform (Talts et al. 2018, theorem 1)."""
-    found = _calibrate(exactly())
+    found = _calibrate(exactly(), num_simulations=200)
     assert found.names == ("mean of y[0]", *(f"mean of y[{i}]" for i in range(1, N)), "w")
-    assert found.ranks.shape == (400, N + 1)
+    assert found.ranks.shape == (200, N + 1)
     assert (found.uniformity() > 1e-3).all()
     assert (found.symmetry() > 1e-3).all()
     assert found.rows()[-1]["verdict"] == "calibrated, as far as seen"
@@ -58,7 +58,7 @@ def test_the_exact_posterior_is_calibrated():
     [(0.5, 0.0, "too narrow"), (2.0, 0.0, "too wide"), (1.0, 1.0, "too high"), (1, -1, "too low")],
 )
 def test_what_is_wrong_is_named(factor, shift, verdict):
-    found = _calibrate(exactly(factor, shift))
+    found = _calibrate(exactly(factor, shift), num_simulations=150)
     assert verdict in found.rows()[-1]["verdict"]
     assert verdict in str(found)
     assert found.uniformity()[-1] < 1e-4
@@ -204,7 +204,7 @@ def test_unfinished_training_is_said():
     with warnings.catch_warnings():
         warnings.simplefilter("error", bdl.errors.BdlWarning)
         simulation_based_calibration(
-            level, AutoMeanField(level), torch.zeros(N), steps=600, **options
+            level, AutoMeanField(level), torch.zeros(N), steps=300, **options
         )
 
 

@@ -1,6 +1,7 @@
 """The command end to end on small files, its exit codes and what it says of bad input."""
 
 import csv
+import json
 import warnings
 
 import numpy as np
@@ -53,7 +54,7 @@ def rows_of(folder):
 
 
 def test_regression_writes_a_table_figures_and_a_report(table, run, tmp_path):
-    chosen = ["map", "mean-field", "mean-field-tempered", "laplace-kron", "nuts"]
+    chosen = ["map", "mean-field", "mean-field-tempered", "nuts"]
     given = ["--data", table, "--target", "price", "--one-hot", "--activation", "relu"]
     code, out, _ = run(*TINY, *given, "--guides", ",".join(chosen))
     assert code == 0
@@ -73,10 +74,41 @@ def test_regression_writes_a_table_figures_and_a_report(table, run, tmp_path):
     assert shown >= {"hyperparameters", "trace", "ranks", "layers"}
     assert all(imread(folder / f"{name}.png").shape[1] == 1000 for name in shown)
     page = (folder / "report.html").read_text(encoding="utf-8")
-    assert page.count("data:image/svg+xml") == len(shown)
+    assert page.count("<figure>") == len(shown)
     assert '<section class="warning">' in page and "nuts cannot be trusted" in page
     for word in ("mean-field-tempered", "half to half", "32 training", "max tree depth", "relu"):
         assert word in page
+
+
+def test_everything_to_make_it_again_is_there(table, run, tmp_path):
+    given = ["--data", table, "--target", "price", "--one-hot", "--guides", "map,nuts"]
+    code, out, _ = run(*TINY, *given, "--noise", "robust", "--prior-gain", "2")
+    assert code == 0 and "price holds numbers" in out
+    found = json.loads((tmp_path / "out" / "report.json").read_text())
+    made = found["settings"]
+    assert made["Run"]["command line"].startswith("pyro-bdl compare --steps 20")
+    assert "StudentT" in made["Program"]["likelihood"] and "FanIn(2)" in str(made["Program"])
+    assert made["Program"]["network"] == "Linear(3, 4), Tanh, Linear(4, 1)"
+    assert made["Data"]["source"] == f"the file {table}"
+    assert {"Python", "torch", "numpyro", "processor"} <= set(made["Versions"])
+    assert made["nuts"]["num_chains"] == 2
+    lines = list(csv.DictReader(table.open()))
+    for point in found["points"]:
+        line = lines[point["row"] - 1]
+        assert point["target"] == pytest.approx(float(line["price"]), abs=1e-3)
+        assert point["inputs"]["size"] == pytest.approx(float(line["size"]), abs=1e-3)
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert (
+        "Test points in the figures" in page and f"row {found['points'][0]['row']}, target" in page
+    )
+
+
+@pytest.mark.parametrize("arguments", ["--example counts", "--noise heteroscedastic"])
+def test_counts_and_noise_that_varies(arguments, run, monkeypatch):
+    monkeypatch.setattr(Comparison, "figures", lambda self, **options: {})  # they take long
+    code, out, err = run(*TINY, *arguments.split(), "--guides", "mean-field,laplace-diag")
+    assert code == 0, err
+    assert ("count: count" in out) == ("counts" in arguments) and "NLPD" in out
 
 
 def test_classes_of_text_without_the_reference(table, run, tmp_path):
@@ -89,6 +121,7 @@ def test_classes_of_text_without_the_reference(table, run, tmp_path):
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "calibration.png",
         "report.html",
+        "report.json",
         "table.csv",
     ]
 
@@ -112,6 +145,9 @@ def test_two_classes_of_numbers(table, run):
         ("--data TABLE --target price", "not numeric: 'color'"),
         ("--data TABLE --target kind --task regression --one-hot", "'kind' is not numeric"),
         ("--target price", "--target is of use with --data"),
+        ("--example diabetes --data TABLE", "--data and --example name two problems"),
+        ("--example breast-cancer --noise robust", "of use for a regression only"),
+        ("--prior-gain 0", "--prior-gain must be positive"),
         ("--guides map,foo", "unknown posterior 'foo'"),
         ("--guides ,", "--guides is empty"),
         ("--hidden 5,x", "--hidden must be numbers"),
@@ -273,10 +309,10 @@ def test_warnings_are_one_line(capsys, monkeypatch):
 
 def test_threads_are_given_back():
     torch.set_num_threads(2)
-    with cli._threads(100):
+    with cli.limited_threads(100):
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == 2
-    with cli._threads(10**9):
+    with cli.limited_threads(10**9):
         assert torch.get_num_threads() == 2
 
 
@@ -293,7 +329,7 @@ def test_help_and_version(capsys):
 
 @pytest.mark.slow
 def test_defaults_converge(run, tmp_path):
-    code, _, err = run()
+    code, _, err = run("--example", "diabetes")
     rows = rows_of(tmp_path / "out")
     assert code == 0 and "warning" not in err
     assert float(rows["nuts"]["rhat"]) < 1.05 and int(rows["nuts"]["divergences"]) < 10

@@ -75,7 +75,8 @@ def test_class_probabilities(both):
     y = (torch.arange(9) % 2).float()
     by_name = {"vi": draws(), "exact": held, "same": exact}
     rows = compare(coin, by_name, X, y, reference="exact").to_dict()
-    for key in ("accuracy", "nlpd", "brier", "ece", "ace", "aleatoric", "epistemic"):
+    shared = ("accuracy", "nlpd", "expected_nll", "brier", "ece", "ace", "confidence")
+    for key in (*shared, "aleatoric", "epistemic"):
         assert rows["exact"][key] == pytest.approx(rows["same"][key], rel=1e-4)
     for key in ("total_variation", "kl", "wasserstein"):
         assert rows["same"][key] == pytest.approx(0, abs=1e-5) and rows["vi"][key] > 1e-4

@@ -57,6 +57,8 @@ def test_nlpd_is_the_joint_density_per_row(scale):
     ]
     exact = math.log(len(densities)) - torch.stack(densities).logsumexp(0).item()
     assert found["nlpd"] == pytest.approx(exact / len(X) + math.log(scale), rel=1e-9)
+    mean = -torch.stack(densities).mean().item()
+    assert found["expected_nll"] == pytest.approx(mean / len(X) + math.log(scale), rel=1e-9)
     assert found["rmse"] == pytest.approx(scale * Y.square().mean().sqrt().item(), rel=1e-9)
 
 
@@ -68,7 +70,9 @@ def test_all_but_the_density_is_as_of_independent_rows():
     rows = []
     for joint in (True, False):
         found = compare(line(joint), posteriors, X, Y, reference="b", ood=X + 3).to_dict()["a"]
-        rows.append({key: v for key, v in found.items() if key not in ("nlpd", "verdict")})
+        rows.append(
+            {key: v for key, v in found.items() if key not in ("nlpd", "expected_nll", "verdict")}
+        )
     assert rows[0].keys() == rows[1].keys()
     for key, value in rows[0].items():
         assert value is None or value == pytest.approx(rows[1][key], rel=1e-9), key

@@ -173,3 +173,67 @@ def test_in_the_table(data):
     assert rows["guide"]["loo_by"] == "p / q" and "elpd_diff" not in rows["nuts"]
     assert "leave one out" in str(table) and "±" in str(table)
     assert rows["nuts"]["loo_by"] == module.EXACT
+
+
+def test_without_each_datum_the_conjugate_posterior_is_exact(data):
+    """Refits of one datum each are leave-one-out; their sum is the exact one."""
+
+    def fit(x, y):
+        assert len(x) == len(y) == N - 1
+        return shift, chains(y)
+
+    result = bdl.k_fold(fit, *data.inputs, data.y, folds=N, progress=False)
+    assert result.elpd == pytest.approx(exact(data.y), abs=0.02)
+    assert sorted(result.fold.tolist()) == list(range(N)) and result.folds == N
+    assert result.se == pytest.approx(math.sqrt(N) * result.pointwise.std().item())
+    again = bdl.k_fold(fit, *data.inputs, data.y, folds=N, progress=False)
+    assert torch.equal(again.pointwise, result.pointwise)
+    with pytest.raises(ValueError, match="folds must lie between 2 and the 20 rows"):
+        bdl.k_fold(fit, *data.inputs, data.y, folds=N + 1)
+
+
+def test_what_psis_does_not_support_is_withheld_with_its_reason(data):
+    wide = bdl.Samples({"w": 8.0 + 4 * torch.randn(4, 200)})  # far from each posterior without one
+    narrow = guide(data.y, width=0.05)
+    posteriors = {"nuts": chains(data.y), "wide": wide, "narrow": narrow}
+    known = (*data.inputs, data.y)
+    found = bdl.compare(shift, posteriors, *known, train=known)
+    rows = found.to_dict()
+    assert rows["narrow"]["loo_by"] == "withheld, k high" and rows["narrow"]["high_k"] > 1
+    assert rows["narrow"]["elpd_loo"] is None and "elpd_diff" not in rows["narrow"]
+    assert found.evaluations["narrow"].loo.elpd  # kept for who asks
+    assert rows["nuts"]["elpd_loo"] is not None
+    text = " ".join(str(found).split())
+    assert "is withheld, since k-hat is too high" in text and "answers another question" in text
+
+
+def test_a_posterior_at_what_was_fitted_to_all_data_is_not_refitted(data):
+    point = bdl.guides.AutoLaplaceGGN(shift, structure="full").prototype(*data.inputs, data.y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        laplace = point.laplace_approximation((*data.inputs, data.y))
+        known = (*data.inputs, data.y)
+        folds = bdl.k_fold(lambda x, y: (shift, chains(y, 400)), *known, folds=4, progress=False)
+        found = bdl.compare(
+            shift, {"a": laplace, "nuts": chains(data.y)}, *known, train=known,
+            left_out={"nuts": folds},
+        )  # fmt: skip
+    rows = found.to_dict()
+    assert rows["a"]["loo_by"] == "withheld, not refitted" and rows["a"]["elpd_loo"] is None
+    assert rows["nuts"]["loo_by"] == "4 folds" and rows["nuts"]["elpd_loo"] == folds.elpd
+    assert any("fitted to all data" in note for note in found.notes)
+
+
+def test_of_many_data_a_part_is_left_out_and_the_errors_say_so(data):
+    samples = chains(data.y, 1000)
+    predictive = bdl.Predictive(shift, samples)
+    options = {"site": "y", "parts": [data.part(slice(0, 8)), data.part(slice(8, N))]}
+    whole, _ = leave_one_out(shift, samples, samples, predictive, **options)
+    part, kind = leave_one_out(shift, samples, samples, predictive, **options, most=10)
+    assert kind == "draws" and len(part.rows) == 10 and part.subsampling_se > 0
+    torch.testing.assert_close(part.pointwise, whole.pointwise[part.rows])
+    assert abs(part.elpd - whole.elpd) < 4 * part.subsampling_se
+    row = module.row_of((part, kind))
+    assert row["loo_by"] == "draws, 10 of 20 data" and row["elpd_loo_se"] == part.total_se
+    assert difference(part, part) == (0.0, 0.0)
+    assert module.comparable(part, part) and not module.comparable(part, whole)

@@ -7,7 +7,7 @@ import torch
 
 from pyro_bdl import PredictiveDraws, Samples, compare, metrics
 from pyro_bdl.comparison import columns, convergence, distances, scores
-from pyro_bdl.comparison.metric import Metric, measure
+from pyro_bdl.comparison.metric import Metric, PointScores, measure
 
 TASKS = ["regression", "classification"]
 
@@ -82,6 +82,68 @@ def test_a_new_score_is_in_the_table(monkeypatch, posterior):
     assert row["bias"] == pytest.approx((found.evaluations["b"].mean - x - 1).mean().item())
     assert row["far"] == pytest.approx(0.0, abs=1e-6) and row["far_se"] >= 0
     assert {"bias", "far"} <= {column.key for column in found.columns}
+
+
+def test_errors_over_the_points_are_those_of_the_delta_method_and_paired():
+    torch.manual_seed(0)
+    a, b = torch.rand(400).double(), torch.rand(400).double()
+    of = {m.key: m for m in scores.TEST_DATA}
+    mean = PointScores.of(of["crps"], a)
+    assert mean.error == pytest.approx(a.std().item() / 20)
+    assert mean.difference(PointScores.of(of["crps"], a + b)) == pytest.approx(
+        (-b.mean().item(), b.std().item() / 20)
+    )
+    root = PointScores.of(of["rmse"], a)
+    assert root.number == pytest.approx(a.mean().sqrt().item())
+    without = ((a.sum() - a) / 399).sqrt()  # the jackknife agrees to the order 1 / N
+    jackknife = (without.var(correction=0) * 399).sqrt().item()
+    assert root.error == pytest.approx(jackknife, rel=5e-3)
+    gap, error = root.difference(PointScores.of(of["rmse"], b))
+    others = without - ((b.sum() - b) / 399).sqrt()
+    assert gap == pytest.approx((a.mean().sqrt() - b.mean().sqrt()).item())
+    assert error == pytest.approx((others.var(correction=0) * 399).sqrt().item(), rel=5e-3)
+    assert root.difference(root) == (0.0, 0.0)
+
+
+def test_a_share_of_all_points_has_an_error():
+    coverage = next(m for m in scores.TEST_DATA if m.key == "coverage")
+    every = PointScores.of(coverage, torch.ones(24).double())
+    p, n = 26 / 28, 28  # two of each kind more
+    assert every.number == 1.0 and every.error == pytest.approx((p * (1 - p) / (n - 1)) ** 0.5)
+
+
+def test_paired_differences_and_errors_are_in_the_rows(posterior):
+    x = torch.linspace(-1, 1, 30)
+    y = torch.sin(3 * x)
+    given = {"a": posterior, "b": Samples({"w": 0.1 * posterior.latents["w"]})}
+    found = compare(line, given, x, y, reference="a")
+    a, b = (found.evaluations[name].points for name in "ab")
+    row = found.to_dict()["b"]
+    for key in ("rmse", "nlpd", "nlpd_normal", "crps", "coverage"):
+        assert (row[f"{key}_diff"], row[f"{key}_diff_se"]) == b[key].difference(a[key])
+        assert row[f"{key}_se"] == b[key].error > 0
+    assert not found.notes and "nlpd_normal" in [c.key for c in found.details]
+
+
+def test_a_density_that_rests_on_few_draws_is_said_and_not_relied_on():
+    def sharp(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.tensor(0.0), 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(w.expand(len(x)), 1e-3), obs=y)
+
+    torch.manual_seed(0)
+    x, y = torch.zeros(4, 1), torch.tensor([-1.0, 0.0, 0.5, 2.0])
+    given = {name: Samples({"w": torch.randn(2, 200)}) for name in "ab"}
+    found = compare(sharp, given, x, y, reference="a")
+    row = found.to_dict()["a"]
+    assert row["nlpd_few"] == 1.0 and row["nlpd"] > 10
+    w = given["a"].flat()["w"]
+    exact = -dist.Normal(w.mean(), (w.var(correction=0) + 1e-6).sqrt()).log_prob(y).mean()
+    assert row["nlpd_normal"] == pytest.approx(exact.item(), rel=1e-4)
+    assert found.ranking.score == "nlpd_normal" and "nlpd_normal" in [c.key for c in found.columns]
+    assert "NLPD of a and b rests on fewer than 10 draws" in " ".join(str(found).split())
+    alone = compare(sharp, given, x, y, reference=None)
+    assert alone.ranking.by == "nlpd_normal" and " predict the test data alike" in alone.summary
 
 
 def test_scores_of_draws_are_those_of_the_posterior(posterior):

@@ -4,8 +4,8 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from helpers.parameters import learned
 from pyro.distributions import constraints
-from pyro.nn import PyroParam
 from torch import nn
 
 from pyro_bdl import bayesianize, models, priors
@@ -30,10 +30,6 @@ from pyro_bdl.program.subset import select
 
 X = torch.arange(12.0, dtype=torch.float64).reshape(6, 2) / 10
 Y = torch.arange(6.0, dtype=torch.float64)
-
-
-def learned(value, constraint=constraints.positive):
-    return PyroParam(torch.as_tensor(value), constraint=constraint)
 
 
 def reading_of(model, selection=None):

@@ -315,6 +315,58 @@ def test_bad_file_is_refused(write, case):
         load_csv(write(text), target, **options)
 
 
+def test_what_was_found_is_said(write):
+    few = table("a,y", NUMBERS, [i % 4 for i in range(20)])
+    (note,) = load_csv(write(few), "y").notes
+    assert "4 different whole numbers" in note and "--task count" in note and "4 classes" in note
+    assert load_csv(write(few), "y", "regression").notes == ()
+    (note,) = load_csv(write(table("a,y", NUMBERS, NUMBERS)), "y").notes
+    assert "a regression" in note
+
+
+def test_counts_are_not_standardized(write):
+    counts = [i % 7 for i in range(20)]
+    data = load_csv(write(table("a,y", NUMBERS, counts)), "y", "count")
+    assert data.task == "count" and (data.y_mean, data.y_sd) == (0.0, 1.0)
+    assert sorted([*data.y_train.tolist(), *data.y_test.tolist()]) == sorted(counts)
+    with pytest.raises(ValueError, match=r"'y' does not hold counts .*row 1.*--task regression"):
+        load_csv(write(table("a,y", NUMBERS, [0.5, *counts[1:]])), "y", "count")
+
+
+def test_dates_are_expanded_into_the_parts_that_differ(write):
+    dates = [f"2024-{1 + i % 3:02d}-{1 + i:02d}" for i in range(20)]
+    data = load_csv(write(table("day,y", dates, NUMBERS)), "y")
+    assert data.feature_names == ("day.month", "day.day", "day.day_of_week")
+    point = data.point(0)
+    row = point["row"] - 1
+    assert point["inputs"]["day.month"] == pytest.approx(1 + row % 3, abs=1e-4)
+    assert point["inputs"]["day.day"] == pytest.approx(1 + row, abs=1e-4)
+    assert any("day holds dates" in note for note in data.notes)
+
+
+@pytest.mark.parametrize("how", ["mean", "median", "most_frequent", "knn", "iterative"])
+def test_missing_values_are_filled_in_from_the_training_rows(how):
+    random = np.random.default_rng(0)
+    x = random.normal(size=(40, 3))
+    full = x.copy()
+    x[[3, 8, 20], 0] = np.nan
+    data = prepare(x, full.sum(1), feature_names=["a", "b", "c"], impute=how)
+    assert bool(data.x_train.isfinite().all()) and bool(data.x_test.isfinite().all())
+    assert "3 missing values filled in" in data.notes[-1] and "(a 3)" in data.notes[-1]
+    if how == "mean":  # which is zero after standardization
+        train = sorted(set(range(40)) - {row - 1 for row in data.test_rows})
+        filled = [i for i, row in enumerate(train) if row in (3, 8, 20)]
+        assert filled and data.x_train[filled, 0].abs().max() < 1e-6
+
+
+def test_imputation_is_of_features_only_and_by_name():
+    x, y = np.ones((20, 1)), np.arange(20.0)
+    with pytest.raises(ValueError, match="impute='none' is unknown"):
+        prepare(x, y, feature_names=["a"], impute="none")
+    with pytest.raises(ValueError, match="row 3: 'y'"):
+        prepare(x, np.where(y == 2, np.nan, y), feature_names=["a"], impute="mean")
+
+
 def test_long_lists_are_cut(write):
     path = write(table("a,y", [""] * 12 + NUMBERS[12:], NUMBERS))
     with pytest.raises(ValueError, match="row 5: 'a' and 7 more"):

@@ -6,7 +6,9 @@ Each case is a function of the data of one process. The two processes run all of
 
 import datetime
 import functools
+import importlib
 import math
+import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
@@ -524,22 +526,23 @@ def main(rank, folder, device):
     torch.distributed.destroy_process_group()
 
 
+def start(folder, device):
+    """Run both ranks. On the CPU they share the imports; CUDA forbids a fork."""
+    importlib.import_module("torch._dynamo")  # which torch imports at the first step otherwise
+    context = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
+    ranks = [context.Process(target=main, args=(rank, folder, device)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    sys.exit(any(process.exitcode for process in ranks))
+
+
 def two_processes(folder, device):
     """What each of them found, case by case."""
-    started = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(folder), device],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [process.communicate(timeout=LIMIT)[1] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0, 0], "\n".join(errors)
+    command = [sys.executable, __file__, str(folder), device]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stderr
     return [
         torch.load(folder / f"{rank}.pt", map_location="cpu", weights_only=False)
         for rank in range(2)
@@ -698,4 +701,4 @@ def test_an_error_alone_is_itself():
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    start(Path(sys.argv[1]), sys.argv[2])

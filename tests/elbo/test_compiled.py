@@ -5,62 +5,38 @@ import copy
 import math
 import random
 import warnings
-from types import SimpleNamespace
 
 import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from helpers.compiled_steps import (
+    BOUNDS,
+    GUIDES,
+    SCHEDULE,
+    X,
+    Y,
+    _cases,
+    regression,
+    regression_with,
+    same_steps,
+)
 from pyro import poutine
 from pyro.infer import SVI
 from pyro.infer.autoguide import AutoDelta, AutoGuideList, AutoNormal
-from pyro.nn import PyroModule, PyroParam, PyroSample
+from pyro.nn import PyroModule, PyroSample
 from torch import nn
 
-from pyro_bdl import bayesianize, models, priors, temperature
-from pyro_bdl.elbo import CompiledELBO, TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
+from pyro_bdl import bayesianize, models
+from pyro_bdl.elbo import CompiledELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.estimators import local_reparameterization
 from pyro_bdl.guides import (
-    AutoEnsemble,
-    AutoLaplaceGGN,
-    AutoLastLayer,
-    AutoLowRank,
-    AutoMAP,
-    AutoMatrixNormal,
     AutoMCDropout,
     AutoMeanField,
-    AutoSWAG,
 )
 from pyro_bdl.handlers import temper
-from pyro_bdl.optim import IVON, GaussNewton_ELBO, InSVI
-
-X = torch.linspace(-1, 1, 12).reshape(6, 2)
-Y = torch.tensor([0.1, -0.4, 0.3, 0.9, 0.2, -0.1])
-GUIDES = [
-    AutoMAP,
-    AutoMeanField,
-    AutoLowRank,
-    AutoMatrixNormal,
-    AutoLaplaceGGN,
-    AutoLastLayer,
-    AutoSWAG,
-    AutoMCDropout,
-    AutoEnsemble,
-    AutoNormal,
-    AutoDelta,
-]
-SCHEDULE = temperature.linear(0.1, 1.0, 5)
-BOUNDS = {
-    "cold": {"cold_temperature": 0.3},
-    "cold particles": {"cold_temperature": 0.3, "num_particles": 3},
-    "sampled": {"bound": TemperedTrace_ELBO, "temperature": SCHEDULE},
-    "sticking": {"bound": TemperedTrace_ELBO, "sticking_the_landing": True, "num_particles": 2},
-    "local": {"estimator": "local_reparameterization"},
-    "local particles": {"estimator": "local_reparameterization", "num_particles": 2},
-    "flipout": {"estimator": "flipout", "temperature": SCHEDULE},
-}
+from pyro_bdl.optim import GaussNewton_ELBO
 
 
 @pytest.fixture(autouse=True)
@@ -71,83 +47,13 @@ def _no_warnings():
         yield
 
 
-def _net(dtype=torch.float32):
-    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).to(dtype)
-
-
-def _model(net=None, **kwargs):
-    kwargs.setdefault("noise", dist.HalfNormal(1.0))
-    return models.Regression(bayesianize(_net() if net is None else net), **kwargs)
-
-
-def _plain(options):
-    options = {n: value for n, value in options.items() if n not in ("backend", "max_graphs")}
-    return options.pop("bound", TemperedTraceMeanField_ELBO)(**options)
-
-
-class Record(list):
-    """The record of a training run: (loss, expected log likelihood, KL, temperature) of each step,
-    and the parameters and buffers at its end."""
-
-    def __init__(self, make, elbo, batches, *, kind=AutoMeanField, optimizer=None, between=None):
-        super().__init__()
-        pyro.clear_param_store()
-        pyro.set_rng_seed(1)
-        self.model = make()
-        self.guide = kind(self.model)
-        optimizer = optimizer or (lambda guide: pyro.optim.Adam({"lr": 0.05}))
-        self.guide(*batches[0])
-        pyro.set_rng_seed(2)
-        svi = SVI(self.model, self.guide, optimizer(self.guide), elbo)
-        for number, batch in enumerate(batches):
-            if between is not None:
-                between(number, self.model, self.guide)
-            loss = svi.step(*batch)
-            self.append(
-                (loss, elbo.expected_log_likelihood.item(), elbo.kl.item(), elbo.temperature)
-            )
-        self.step = elbo.step
-        self.state = {
-            **{name: p.detach().clone() for name, p in pyro.get_param_store().named_parameters()},
-            **{n: b.clone() for n, b in getattr(self.model, "named_buffers", dict)()},
-        }
-        self.next = torch.rand(())  # the random numbers go on alike
-
-
-def _same(options, batches, *, make=_model, rtol=2e-5, replays=None, **how):
-    """Train plainly and compiled; the steps are the same, and all but two are replays."""
-    plain = Record(make, _plain(options), batches, **how)
-    elbo = CompiledELBO(**options)
-    ours = Record(make, elbo, batches, **how)
-    torch.testing.assert_close(torch.tensor(ours), torch.tensor(plain), rtol=rtol, atol=1e-4)
-    assert ours.step == plain.step == len(batches)
-    for (_, a), (_, b) in zip(ours.state.items(), plain.state.items(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
-    assert ours.next == plain.next
-    assert elbo.num_replays == (len(batches) - 2 if replays is None else replays)
-    return elbo, ours
-
-
-# The same steps as the plain ELBO
-
-
-def _cases(first, second, by_default):
-    """All pairs, those outside of ``by_default(a, b)`` marked slow."""
-    return [
-        pytest.param(a, b, id=f"{a if isinstance(a, int | str) else a.__name__}-{b.__name__}",
-                     marks=() if by_default(a, b) else pytest.mark.slow)
-        for a in first
-        for b in second
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("num_particles", "kind"),
     _cases([1, 3], GUIDES, lambda n, kind: n == 1 or kind in (AutoMeanField, AutoMCDropout)),
 )
 def test_every_guide(kind, num_particles):
     options = {"temperature": SCHEDULE, "num_particles": num_particles}
-    elbo, _ = _same(options, [(X, Y)] * 5, kind=kind)
+    elbo, _ = same_steps(options, [(X, Y)] * 5, kind=kind)
     assert elbo.num_traces == 1
 
 
@@ -159,15 +65,14 @@ def test_every_guide(kind, num_particles):
     ),
 )  # fmt: skip
 def test_every_bound_and_estimator(kind, name):
-    _same(BOUNDS[name], [(X, Y)] * 5, kind=kind)
+    same_steps(BOUNDS[name], [(X, Y)] * 5, kind=kind)
 
 
 def test_dropout_for_every_datum():
-    _same({"estimator": "per_example_dropout"}, [(X, Y)] * 5, kind=AutoMCDropout)
+    same_steps({"estimator": "per_example_dropout"}, [(X, Y)] * 5, kind=AutoMCDropout)
 
 
 def test_several_guides_in_a_list():
-    from pyro import poutine
 
     def make_guide(model):
         guide = AutoGuideList(model)
@@ -175,13 +80,13 @@ def test_several_guides_in_a_list():
         guide.append(AutoDelta(poutine.block(model, expose=["noise"])))
         return guide
 
-    _same({}, [(X, Y)] * 5, kind=make_guide)
+    same_steps({}, [(X, Y)] * 5, kind=make_guide)
 
 
 def _torch_loop(elbo, steps=5, loss_of=lambda loss: loss):
     pyro.clear_param_store()
     pyro.set_rng_seed(1)
-    model = _model()
+    model = regression()
     guide = AutoMeanField(model).prototype(X, Y)
     pair = elbo(model, guide)
     adam = torch.optim.Adam(pair.parameters(), lr=0.05)
@@ -209,7 +114,7 @@ def test_torchs_loop(loss_of):
 
 
 def test_gradients_add_up_and_hooks_are_called():
-    model = _model()
+    model = regression()
     guide = AutoMeanField(model).prototype(X, Y)
     elbo = CompiledELBO()
     for _ in range(3):
@@ -231,7 +136,7 @@ def test_gradients_add_up_and_hooks_are_called():
 def test_arguments_with_gradients():
     """Such as features that a network outside of the program computes."""
     encoder = nn.Linear(2, 2)
-    model = _model()
+    model = regression()
     guide = AutoMeanField(model).prototype(X, Y)
     elbos = TemperedTraceMeanField_ELBO(), CompiledELBO()
     for _ in range(4):
@@ -252,12 +157,12 @@ def test_arguments_with_gradients():
 
 def test_another_shape_is_traced_anew():
     batches = [(X[:4], Y[:4]), (X[4:], Y[4:])] * 4
-    elbo, _ = _same({}, batches, make=lambda: _model(num_data=6), replays=4)
+    elbo, _ = same_steps({}, batches, make=lambda: regression(num_data=6), replays=4)
     assert elbo.num_traces == 2
 
 
 def test_too_many_shapes_run_uncompiled():
-    model = _model()
+    model = regression()
     guide = AutoMeanField(model).prototype(X, Y)
     elbo = CompiledELBO(max_graphs=2)
     many = torch.randn(20, 2)
@@ -325,7 +230,7 @@ def test_an_argument_that_holds_tensors_unseen_is_refused():
 
 
 def test_bad_data_are_named_as_by_the_plain_elbo():
-    model = _model()
+    model = regression()
     guide = AutoMeanField(model).prototype(X, Y)
     elbo = CompiledELBO()
     for _ in range(3):
@@ -344,302 +249,6 @@ def test_bad_data_are_named_as_by_the_plain_elbo():
         elbo.loss_and_grads(model, guide, X, labels)
     with pytest.raises(ValueError, match="outside the support"):
         elbo.loss_and_grads(model, guide, X, labels + 1)
-
-
-# Randomness inside the program
-
-
-def rows(x, y):
-    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-    with pyro.plate("data", 6, subsample_size=3) as i:
-        pyro.sample("y", dist.Normal(x[i] @ w, 1.0), obs=y[i])
-
-
-def test_subsamples_are_drawn_in_every_step():
-    _, record = _same({}, [(X, Y)] * 8, make=lambda: rows)
-    assert len({round(likelihood, 3) for _, likelihood, *_ in record}) > 4
-
-
-def local(x, y):
-    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-    with pyro.plate("data", 6, subsample_size=3) as i:
-        z = pyro.sample("z", dist.LogNormal(torch.zeros(()), 1.0))
-        pyro.sample("y", dist.Normal(z * (x[i] @ w), 1.0), obs=y[i])
-
-
-def test_local_latents_in_a_subsampled_plate():
-    _same({}, [(X, Y)] * 6, make=lambda: local)
-
-
-def _with(*layers):
-    return _model(nn.Sequential(nn.Linear(2, 3), *layers, nn.Linear(3, 1)))
-
-
-def test_dropout_layers_drop_anew_and_follow_the_mode():
-    def to_evaluation(number, model, guide):
-        model.train(number < 5)
-
-    elbo, _ = _same(
-        {}, [(X, Y)] * 10, make=lambda: _with(nn.Dropout(0.5)), between=to_evaluation, replays=6
-    )
-    assert elbo.num_traces == 2
-
-
-def test_batch_norm_moves_its_statistics():
-    _, record = _same({}, [(X, Y), (2 * X, Y)] * 3, make=lambda: _with(nn.BatchNorm1d(3)))
-    assert record.model.network.net[1].num_batches_tracked == 6
-
-
-def test_batch_norm_for_several_particles_runs_uncompiled():
-    with pytest.warns(BdlWarning, match="reads numbers that change .* batch_norm.py"):
-        _same({"num_particles": 2}, [(X, Y)] * 4, make=lambda: _with(nn.BatchNorm1d(3)), replays=0)
-
-
-# What changes outside of the arguments
-
-
-def test_learned_hyperparameters():
-    def make():
-        prior = priors.Normal(PyroParam(torch.tensor(1.0), dist.constraints.positive))
-        return models.Regression(bayesianize(_net(), prior), noise=PyroParam(torch.tensor(0.5)))
-
-    _, record = _same({}, [(X, Y)] * 8, make=make)
-    assert len(record.state) == 4 + 4  # and the network's buffers
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda model, guide: guide.load_state_dict(
-            {n: v + 0.1 if v.is_floating_point() else v for n, v in guide.state_dict().items()}
-        ),
-        lambda model, guide: setattr(guide, "loc", nn.Parameter(guide.loc.detach() + 0.1)),
-        lambda model, guide: setattr(model.network.net[1], "p", 0.9),
-        lambda model, guide: setattr(model, "num_data", 60),
-        lambda model, guide: setattr(model, "_noise", 2.0),
-        lambda model, guide: guide.loc.requires_grad_(False),
-    ],
-    ids=["state", "parameter", "layer", "num_data", "noise", "frozen"],
-)
-def test_changes_between_steps_are_seen(change):
-    def make():
-        net = nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.5), nn.Linear(3, 1))
-        return models.Regression(bayesianize(net), noise=0.5, num_data=6)
-
-    def between(number, model, guide):
-        if number == 4:
-            change(model, guide)
-
-    in_place = change.__code__.co_names[0] == "load_state_dict"
-    _same({}, [(X, Y)] * 8, make=make, between=between, replays=6 if in_place else 4)
-
-
-SHIFT, OPTIONS = 0.0, {"noise": 1.0}
-
-
-def _shifted(mean):
-    return mean + SHIFT
-
-
-def _with_variables(settings):
-    sd = 1.0
-
-    def program(x, y):
-        w = pyro.sample("w", dist.Normal(torch.zeros(2), sd).to_event(1))
-        with pyro.plate("data", len(x)):
-            mean = _shifted(x @ w) * settings.factor
-            pyro.sample("y", dist.Normal(mean, OPTIONS["noise"]), obs=y)
-
-    def change():
-        nonlocal sd
-        sd = 2.0
-
-    return program, change
-
-
-@pytest.mark.parametrize(
-    "handled", [lambda p: p, lambda p: temper(p, 0.5), poutine.scale(scale=2.0)]
-)
-def test_variables_that_change_between_steps_are_seen(handled, monkeypatch):
-    """Cells, globals of functions that are called, entries of dicts, attributes of objects."""
-    settings = SimpleNamespace(factor=1.0)
-    program, change_cell = _with_variables(settings)
-    model = handled(program)
-    guide = AutoMeanField(model).prototype(X, Y)
-    elbos = [CompiledELBO(), TemperedTraceMeanField_ELBO()]
-
-    def losses(times):
-        for _ in range(times):
-            torch.manual_seed(0)
-            ours = elbos[0].loss_and_grads(model, guide, X, Y)
-            torch.manual_seed(0)
-            assert ours == pytest.approx(elbos[1].loss_and_grads(model, guide, X, Y), rel=1e-5)
-
-    changes = [
-        change_cell,
-        lambda: monkeypatch.setitem(globals(), "SHIFT", 0.5),
-        lambda: monkeypatch.setitem(OPTIONS, "noise", 0.5),
-        lambda: setattr(settings, "factor", 0.5),
-    ]
-    losses(3)
-    for number, change in enumerate(changes):
-        assert (elbos[0].num_traces, elbos[0].num_replays) == (number + 1, number + 1)
-        change()
-        losses(3)
-    assert elbos[0].num_replays == 5
-
-
-def test_a_variable_that_each_run_changes_ends_uncompiled():
-    calls = 0
-
-    def program(x, y):
-        nonlocal calls
-        calls += 1
-        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(x @ w * calls, 1.0), obs=y)
-
-    guide = AutoMeanField(program).prototype(X, Y)
-    elbo = CompiledELBO()
-    with pytest.warns(BdlWarning, match="a run changes the attribute 'calls' of .*program"):
-        elbo.loss_and_grads(program, guide, X, Y)
-
-
-def test_a_prior_that_is_changed_in_place():
-    scale = torch.tensor(1.0)
-
-    def model(x, y):
-        w = pyro.sample("w", dist.Normal(torch.zeros(2), scale).to_event(1))
-        pyro.sample("y", dist.Normal(x @ w, 1.0).to_event(1), obs=y)
-
-    def make():
-        scale.fill_(1.0)
-        return model
-
-    def between(number, model, guide):
-        if number == 4:
-            scale.fill_(0.1)
-
-    elbo, _ = _same({}, [(X, Y)] * 8, make=make, between=between, replays=4)
-    assert elbo.num_traces == 2
-
-
-def test_endless_changes_end_uncompiled():
-    def between(number, model, guide):
-        model.num_data = 6 + number
-
-    with pytest.warns(BdlWarning, match="'num_data' of Regression was changed between steps"):
-        elbo, _ = _same(
-            {"max_graphs": 3},
-            [(X, Y)] * 7,
-            make=lambda: _model(num_data=6),
-            between=between,
-            replays=0,
-        )
-    assert elbo.num_traces == 3
-
-
-def test_values_from_pyros_store(tmp_path):
-    def between(number, model, guide):
-        if number == 2:
-            pyro.get_param_store().save(tmp_path / "store")
-        if number == 5:
-            pyro.get_param_store().load(tmp_path / "store")
-
-    _same({}, [(X, Y)] * 9, between=between, replays=5)
-
-
-def test_double_precision_on_the_way():
-    model = _model()
-    guide = AutoMeanField(model).prototype(X, Y)
-    elbo = CompiledELBO()
-    for _ in range(3):
-        elbo.loss_and_grads(model, guide, X, Y)
-    guide.double()
-    model.double()
-    guide.zero_grad()
-    for _ in range(3):
-        elbo.loss_and_grads(model, guide, X.double(), Y.double())
-    assert (elbo.num_traces, elbo.num_replays) == (2, 2)
-    assert guide.loc.grad.dtype == torch.float64
-    options = {"temperature": 0.3}
-    batches = [(X.double(), Y.double())] * 5
-    _same(options, batches, make=lambda: _model(_net(torch.float64)), rtol=1e-12)
-
-
-def test_an_estimator_in_a_context():
-    model = _model()
-    guide = AutoMeanField(model).prototype(X, Y)
-    plain, elbo = TemperedTraceMeanField_ELBO(), CompiledELBO()
-    context = local_reparameterization()
-    for _ in range(4):
-        for inside in (True, False):
-            losses = []
-            for bound in (plain, elbo):
-                torch.manual_seed(1)
-                with context if inside else warnings.catch_warnings():
-                    losses.append(bound.loss_and_grads(model, guide, X, Y))
-            assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert elbo.num_traces == 2
-
-
-def test_ivon_has_its_noise():
-    def optimizer(guide):
-        return InSVI(IVON(guide, lr=0.05))
-
-    noises = []
-
-    def between(number, model, guide):
-        noises.append(guide.last_noise)
-
-    _same({}, [(X, Y)] * 8, optimizer=optimizer, between=between)
-    model = _model()
-    guide = AutoMeanField(model).prototype(X, Y)
-    IVON(guide)
-    elbo = CompiledELBO()
-    for seed in range(4):
-        torch.manual_seed(seed)
-        elbo.loss_and_grads(model, guide, X, Y)
-        torch.manual_seed(seed)
-        assert torch.equal(guide.last_noise, torch.randn(1, guide.layout.size)[0])
-    assert elbo.num_replays == 2
-
-
-def test_an_optimizer_that_asks_for_the_noise_later():
-    model = _model()
-    guide = AutoMeanField(model).prototype(X, Y)
-    elbo = CompiledELBO()
-    for _ in range(3):
-        elbo.loss_and_grads(model, guide, X, Y)
-    assert guide.last_noise is None
-    IVON(guide)
-    for _ in range(3):
-        elbo.loss_and_grads(model, guide, X, Y)
-        assert guide.last_noise is not None
-        guide.last_noise = None
-
-
-def test_tensors_that_the_program_changes_in_place():
-    """Such as a running mean that it keeps in a closure."""
-    total = torch.zeros(())
-
-    def make():
-        total.zero_()
-        return model
-
-    def model(x, y):
-        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-        mean = x @ w
-        total.mul_(0.5).add_(mean.detach().sum())
-        pyro.sample("y", dist.Normal(mean + total, 1.0).to_event(1), obs=y)
-
-    totals = []
-
-    def between(number, model, guide):
-        totals.append(total.clone())
-
-    _same({}, [(X, Y)] * 6, make=make, between=between)
-    torch.testing.assert_close(totals[6:], totals[:6])
 
 
 # What is no graph
@@ -698,10 +307,10 @@ def test_what_is_no_graph_runs_uncompiled(layer, reason):
         random.seed(1)
         net = layer(2, 1)
         net.calls = 0
-        return _model(net)
+        return regression(net)
 
     with pytest.warns(BdlWarning, match=reason) as caught:
-        _same({}, [(X, Y)] * 6, make=make, replays=0)
+        same_steps({}, [(X, Y)] * 6, make=make, replays=0)
     assert len([w for w in caught if issubclass(w.category, BdlWarning)]) == 1
 
 
@@ -718,7 +327,9 @@ def test_branches_on_what_stays_the_same_are_fine():
         if number == 4:
             model.network.net.flag.fill_(-1.0)
 
-    elbo, _ = _same({}, [(X, Y)] * 8, make=lambda: _model(Fixed(2, 1)), between=between, replays=4)
+    elbo, _ = same_steps(
+        {}, [(X, Y)] * 8, make=lambda: regression(Fixed(2, 1)), between=between, replays=4
+    )
     assert elbo.num_traces == 2
 
 
@@ -737,7 +348,7 @@ def test_a_tensor_computed_outside_is_refused():
 
 
 def test_without_gradients_and_under_autocast_it_is_the_plain_one():
-    model = _model()
+    model = regression()
     guide = AutoMeanField(model).prototype(X, Y)
     elbo, plain = CompiledELBO(0.5), TemperedTraceMeanField_ELBO(0.5)
     for _ in range(4):
@@ -762,7 +373,7 @@ def test_without_gradients_and_under_autocast_it_is_the_plain_one():
 
 
 def test_copies_begin_anew():
-    model = _model()
+    model = regression()
     guide = AutoMeanField(model).prototype(X, Y)
     elbo = CompiledELBO(0.5)
     for _ in range(3):
@@ -790,11 +401,11 @@ def test_what_is_refused_at_once():
 def test_errors_of_the_program_are_the_plain_ones():
     elbo = CompiledELBO()
     with pytest.raises(ValueError, match="no observed site"):
-        elbo.loss_and_grads(_model(), AutoMeanField(_model()), X)
+        elbo.loss_and_grads(regression(), AutoMeanField(regression()), X)
 
 
 def test_a_tempered_program():
-    _same({}, [(X, Y)] * 5, make=lambda: temper(_model(), 0.1))
+    same_steps({}, [(X, Y)] * 5, make=lambda: temper(regression(), 0.1))
 
 
 def test_a_program_of_pyro_modules():
@@ -809,7 +420,7 @@ def test_a_program_of_pyro_modules():
             with pyro.plate("data", len(x)):
                 pyro.sample("y", dist.Normal(mean, 0.5), obs=y)
 
-    _same({}, [(X, Y)] * 5, make=Hand)
+    same_steps({}, [(X, Y)] * 5, make=Hand)
 
 
 # Inductor
@@ -817,16 +428,16 @@ def test_a_program_of_pyro_modules():
 
 @pytest.mark.slow
 def test_inductor_takes_the_same_steps():
-    elbo, _ = _same({"backend": "inductor", "temperature": 0.3}, [(X, Y)] * 6, rtol=1e-4)
+    elbo, _ = same_steps({"backend": "inductor", "temperature": 0.3}, [(X, Y)] * 6, rtol=1e-4)
     assert elbo.num_traces == 1
 
 
 @pytest.mark.slow
 def test_inductor_with_noise_in_the_network_and_statistics():
-    _same(
+    same_steps(
         {"backend": "inductor"},
         [(X, Y)] * 5,
-        make=lambda: _with(nn.BatchNorm1d(3), nn.Dropout(0.5)),
+        make=lambda: regression_with(nn.BatchNorm1d(3), nn.Dropout(0.5)),
         rtol=1e-4,
     )
 
@@ -836,7 +447,7 @@ def test_without_a_compiler_the_operators_run_one_by_one(monkeypatch):
         raise RuntimeError("No working C++ compiler found")
 
     monkeypatch.setattr("torch._inductor.compile", fails)
-    model = _model()
+    model = regression()
     guide = AutoMeanField(model).prototype(X, Y)
     elbo = CompiledELBO(backend="inductor")
     with pytest.warns(BdlWarning, match=r"No working C\+\+ compiler found.*needs a C\+\+ compiler"):
@@ -850,7 +461,7 @@ def test_without_a_compiler_the_operators_run_one_by_one(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_a_gpu():
     batches = [(X.cuda(), Y.cuda())] * 6
-    _same({"temperature": 0.3}, batches, make=lambda: _model().to("cuda"), rtol=1e-4)
+    same_steps({"temperature": 0.3}, batches, make=lambda: regression().to("cuda"), rtol=1e-4)
 
 
 def _if_full(x, mask, y=None):

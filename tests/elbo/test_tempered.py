@@ -122,7 +122,16 @@ def test_the_path_by_sites_gives_the_same(kind, conjugate, exact_expectations, c
         _close(a, b)
 
 
-@pytest.mark.parametrize("optimizer", [pytest.param("pyro", marks=pytest.mark.slow), "torch"])
+def test_the_slope_vanishes_at_the_optimum(kind, conjugate, exact_expectations):
+    guide = conjugate.mean_field(AutoMeanField(conjugate.model), 0.1)
+    bound = kind(0.1, num_particles=exact_expectations(4))(conjugate.model, guide)
+    bound(conjugate.x, conjugate.y).backward()
+    for parameter in guide.parameters():
+        _close(parameter.grad, torch.zeros_like(parameter), 1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["pyro", "torch"])
 def test_training_ends_at_the_optimum(kind, conjugate, exact_expectations, optimizer):
     guide = AutoMeanField(conjugate.model).prototype(conjugate.x, conjugate.y)
     elbo = kind(0.1, num_particles=exact_expectations(4))

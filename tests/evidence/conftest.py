@@ -5,7 +5,7 @@ import warnings
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.nn import PyroParam
+from helpers.parameters import learned
 from scipy.optimize import minimize
 from torch import nn
 
@@ -17,10 +17,6 @@ from pyro_bdl.guides import AutoLaplaceGGN
 @pytest.fixture(autouse=True)
 def _double(_fresh):
     torch.set_default_dtype(torch.float64)
-
-
-def learned(value):
-    return PyroParam(torch.as_tensor(value), constraint=dist.constraints.positive)
 
 
 class Line:

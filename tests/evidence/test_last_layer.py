@@ -182,7 +182,7 @@ def optimize(how, model, guide, x, y, steps=150):
     return losses
 
 
-@pytest.mark.parametrize("how", ["SVI", "torch"])
+@pytest.mark.parametrize("how", ["SVI", pytest.param("torch", marks=pytest.mark.slow)])
 def test_it_trains_features_and_hyperparameters(how):
     """The optimum in the hyperparameters is also that of ``maximize_evidence``."""
     x, y = data()

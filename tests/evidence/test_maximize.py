@@ -178,7 +178,7 @@ def test_a_value_out_of_bounds_stays_at_the_bound(line):
     first, second = found.hyperparameters.values()
     assert first.item() == pytest.approx(0.6) and second.item() == pytest.approx(0.8)
     assert first < 0.6 and second > 0.8 and torch.isfinite(torch.tensor(found.log_evidence))
-    assert torch.isfinite(torch.tensor(maximize(guide, method="gradient").log_evidence))
+    assert torch.isfinite(torch.tensor(maximize(guide, method="gradient", steps=10).log_evidence))
 
 
 def test_noise_of_each_output_is_not_guessed(learn, values):

@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributions import MultivariateNormal, constraints
 
 from pyro_bdl import bayesianize, evidence, handlers, models, priors
-from pyro_bdl.curvature import prior as prior_module
 from pyro_bdl.curvature.prior import prior_precision, run_at
 from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import BdlWarning
@@ -301,13 +300,12 @@ def test_the_precision_that_laplace_reads_is_the_hessian(name, part):
     torch.testing.assert_close(found.diagonal, expected.diagonal())
 
 
-def test_a_large_prior_counts_by_its_diagonal(monkeypatch):
-    monkeypatch.setattr(prior_module, "_DENSE_UP_TO", 5)
+def test_a_large_prior_counts_by_its_diagonal():
     model, x, y = network(noise=0.4)
     guide = laplace_anywhere(model, x, y, "kron")
     model.update_prior(guide)
     subset = Subset(guide.layout)
-    found = prior_precision(*run_at(model, subset, guide.loc, (x, y), {}), subset)
+    found = prior_precision(*run_at(model, subset, guide.loc, (x, y), {}), subset, dense_up_to=5)
     assert found.dense is None
     exact = guide.precision.solve(torch.eye(13, dtype=D)).inverse()
     torch.testing.assert_close(found.diagonal, exact.diagonal())

@@ -1,17 +1,25 @@
 """The contract of every guide, whatever its family; ``conftest.py`` has the registry."""
 
-import copy
-import io
 import math
-import pickle
 import warnings
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from helpers.guide_programs import (
+    ELBOS,
+    SHAPES,
+    X,
+    Y,
+    constrained,
+    losses_of,
+    regression,
+    small_net,
+    trained,
+)
 from pyro import poutine
-from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
+from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import (
     AutoDelta,
     AutoGuideList,
@@ -29,62 +37,29 @@ from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides import AutoMAP
 from pyro_bdl.program import record
 
-ELBOS = [Trace_ELBO, TraceMeanField_ELBO, TemperedTrace_ELBO, TemperedTraceMeanField_ELBO]
-X = torch.linspace(-1, 1, 12).reshape(6, 2)
-Y = torch.tensor([0.1, -0.4, 0.3, 0.9, 0.2, -0.1])
-
 
 @pytest.fixture(params=ELBOS, ids=lambda elbo: elbo.__name__)
 def elbo(request):
     return request.param
 
 
-def _net(dtype=torch.float32):
-    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).to(dtype)
-
-
-def _model(dtype=torch.float32, **kwargs):
-    kwargs.setdefault("noise", dist.HalfNormal(1.0))
-    return models.Regression(bayesianize(_net(dtype)), **kwargs)
-
-
-def constrained(x=None, y=None):
-    s = pyro.sample("positive", dist.HalfNormal(torch.tensor([1.0, 2.0])).to_event(1))
-    u = pyro.sample("unit", dist.Beta(2.0, torch.tensor(3.0)))
-    p = pyro.sample("simplex", dist.Dirichlet(torch.ones(3)))
-    chol = pyro.sample("chol", dist.LKJCholesky(2, torch.tensor(1.0)))
-    with pyro.plate("rows", 4):
-        z = pyro.sample("z", dist.LogNormal(0.0, torch.tensor(1.0)))
-    mean = s.sum() + u + p[0] + chol[1, 0] + z.sum()
-    pyro.sample("y", dist.Normal(mean, 1.0), obs=torch.tensor(2.0))
-
-
-SHAPES = {
-    "positive": (2,),
-    "unit": (),
-    "simplex": (3,),
-    "chol": (2, 2),
-    "z": (4,),
-}
-
-
-def _losses(guide, model, elbo, steps=20, lr=0.05, x=X, y=Y):
-    svi = SVI(model, guide, pyro.optim.Adam({"lr": lr}), elbo)
-    return [svi.step(x, y) for _ in range(steps)]
+TWO_BOUNDS = pytest.mark.parametrize(
+    "elbo", [Trace_ELBO, TemperedTraceMeanField_ELBO], indirect=True, ids=lambda e: e.__name__
+)
 
 
 # Every optimizer and every bound
 
 
 def test_it_learns(kind):
-    model = _model()
-    losses = _losses(kind(model), model, TemperedTraceMeanField_ELBO(), steps=20, lr=0.1)
+    model = regression()
+    losses = losses_of(kind(model), model, TemperedTraceMeanField_ELBO(), steps=20, lr=0.1)
     assert sum(losses[-6:]) < sum(losses[:6])
 
 
 def test_a_step_under_every_bound_lowers_the_loss_of_the_same_draw(kind, elbo):
     """By its slope along the gradient, to first order."""
-    model = _model()
+    model = regression()
     guide = kind(model).prototype(X, Y)
     loss = elbo()(model, guide)
 
@@ -113,7 +88,7 @@ def test_a_step_under_every_bound_lowers_the_loss_of_the_same_draw(kind, elbo):
     ids=["Adam", "ClippedAdam", "SGD"],
 )
 def test_pyros_optimizers_move_every_parameter(kind, optimizer):
-    model = _model()
+    model = regression()
     guide = kind(model).prototype(X, Y)
     before = {name: p.clone() for name, p in guide.named_parameters()}
     SVI(model, guide, optimizer, TemperedTraceMeanField_ELBO()).step(X, Y)
@@ -125,7 +100,7 @@ def test_pyros_optimizers_move_every_parameter(kind, optimizer):
 
 
 def test_torchs_optimizers_see_the_parameters_after_prototype(kind, elbo):
-    model = _model()
+    model = regression()
     guide = kind(model)
     assert list(elbo()(model, guide).parameters()) == []
     assert guide.prototype(X, Y) is guide
@@ -141,9 +116,9 @@ def test_torchs_optimizers_see_the_parameters_after_prototype(kind, elbo):
 
 
 def test_pyros_and_torchs_optimizers_change_the_same_tensors(kind):
-    model = _model()
+    model = regression()
     guide = kind(model)
-    _losses(guide, model, TemperedTrace_ELBO(), steps=1)
+    losses_of(guide, model, TemperedTrace_ELBO(), steps=1)
     for name, parameter in pyro.get_param_store().named_parameters():
         assert any(parameter is p for p in guide.parameters()), name
 
@@ -229,8 +204,8 @@ def test_median_and_quantiles(kind):
 
 
 def test_summaries_make_the_parameters_where_arguments_are_given(kind):
-    assert kind(_model()).median(X, Y)["0.weight"].shape == (3, 2)
-    assert kind(_model()).quantiles([0.5], X, Y)["0.weight"].shape == (1, 3, 2)
+    assert kind(regression()).median(X, Y)["0.weight"].shape == (3, 2)
+    assert kind(regression()).quantiles([0.5], X, Y)["0.weight"].shape == (1, 3, 2)
 
 
 def test_before_the_first_run_it_says_what_to_do(kind):
@@ -240,14 +215,14 @@ def test_before_the_first_run_it_says_what_to_do(kind):
         lambda guide: guide.sample_latents(3),
     ):
         with pytest.raises(RuntimeError, match=r"prototype"):
-            call(kind(_model()))
+            call(kind(regression()))
 
 
 # Starting points
 
 
 def test_it_starts_from_the_network(kind):
-    model = _model()
+    model = regression()
     guide = kind(model).prototype(X, Y)
     center = guide.layout.constrain(guide.location())[0]
     for name, value in model.network.net.named_buffers():
@@ -258,7 +233,7 @@ def test_it_starts_from_the_network(kind):
     "init", [init_to_feasible, init_to_mean, init_to_value(values={"noise": torch.tensor(0.7)})]
 )
 def test_pyros_initializations(kind, init):
-    guide = kind(_model(), init_loc_fn=init)
+    guide = kind(regression(), init_loc_fn=init)
     median = guide.median(X, Y)
     assert median["noise"] > 0
     if init is init_to_mean:
@@ -281,200 +256,17 @@ def test_hidden_units_of_a_hand_written_network_start_different(kind):
     assert median["tight"].abs().max() < 1e-2
 
 
-# Saving, loading, copying
-
-
-def _trained(kind, model, steps=5):
-    guide = kind(model)
-    _losses(guide, model, TemperedTrace_ELBO(), steps)
-    return guide
-
-
-def _same(a, b):
-    return all(torch.equal(b.median()[name], value) for name, value in a.median().items())
-
-
-@pytest.mark.parametrize("prototyped", [True, False], ids=["made", "fresh"])
-def test_state_dict(kind, prototyped):
-    model = _model()
-    guide = _trained(kind, model)
-    file = io.BytesIO()
-    torch.save(guide.state_dict(), file)
-    file.seek(0)
-    fresh = kind(model)
-    if prototyped:
-        fresh.prototype(X, Y)
-    fresh.load_state_dict(torch.load(file, weights_only=True))
-    fresh.prototype(X, Y)
-    assert _same(guide, fresh)
-    saved = guide.median()
-    _losses(fresh, model, TemperedTrace_ELBO(), 2)
-    assert all(torch.equal(guide.median()[name], value) for name, value in saved.items())
-
-
-def test_a_loaded_state_is_a_copy(kind):
-    model = _model()
-    guide = _trained(kind, model)
-    saved = guide.median()
-    fresh = kind(model)
-    fresh.load_state_dict(guide.state_dict())
-    _losses(guide, model, TemperedTrace_ELBO(), 3)
-    fresh.prototype(X, Y)
-    assert all(torch.equal(fresh.median()[name], value) for name, value in saved.items())
-
-
-def test_a_state_inside_a_larger_one(kind):
-    model = _model()
-    loss = TemperedTrace_ELBO()(model, _trained(kind, model))
-    other = copy.deepcopy(model)
-    fresh = TemperedTrace_ELBO()(other, kind(other))
-    fresh.load_state_dict(loss.state_dict())
-    fresh(X, Y)
-    assert _same(loss.guide, fresh.guide)
-
-
-def test_values_come_back_from_pyros_store(kind, tmp_path):
-    model = _model()
-    guide = _trained(kind, model)
-    pyro.get_param_store().save(tmp_path / "store")
-    saved = guide.median()
-    _losses(guide, model, TemperedTrace_ELBO(), 2)
-    later = guide.median()
-    pyro.get_param_store().load(tmp_path / "store")
-    guide(X, Y)
-    assert all(torch.equal(guide.median()[name], value) for name, value in saved.items())
-    _losses(guide, model, TemperedTrace_ELBO(), 2)  # and the optimizer moves the guide's own
-    assert not any(torch.equal(guide.median()[name], value) for name, value in saved.items())
-    assert not all(torch.equal(saved[name], value) for name, value in later.items())
-
-
-def test_a_state_that_does_not_fit_is_refused_and_can_be_replaced(kind):
-    small, large = _model(noise=1.0), _model()
-    fresh = kind(large)
-    fresh.load_state_dict(_trained(kind, small).state_dict())
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"another program \(no value for: 'noise'\)"):
-            fresh.prototype(X, Y)
-    right = _trained(kind, large)
-    fresh.load_state_dict(right.state_dict())
-    fresh.prototype(X, Y)
-    assert _same(right, fresh)
-
-
-def _of_sites(*sites):
-    def model(x, y):
-        total = sum(
-            pyro.sample(n, dist.Normal(torch.zeros(s), 1.0).to_event(1)).sum() for n, s in sites
-        )
-        pyro.sample("y", dist.Normal(total, 1.0), obs=y[0])
-
-    return model
-
-
-@pytest.mark.parametrize(
-    "sites, word",
-    [
-        ([("a", 2), ("c", 3)], "no value for: 'c'"),
-        ([("a", 3), ("b", 2)], r"other shapes: 'a' \(2,\) for \(3,\)"),
-        ([("b", 3), ("a", 2)], "another order"),
-        ([("a", 5)], r"sites that the program does not have: 'b'"),
-    ],
-)
-def test_a_state_of_other_sites_is_refused_and_changes_nothing(kind, sites, word):
-    state = kind(_of_sites(("a", 2), ("b", 3))).prototype(X, Y).state_dict()
-    guide = kind(_of_sites(*sites)).prototype(X, Y)
-    before = {name: value.clone() for name, value in guide.state_dict().items()}
-    with pytest.raises(RuntimeError, match=word):
-        guide.load_state_dict(state)
-    assert all(torch.equal(value, before[name]) for name, value in guide.state_dict().items())
-    late = kind(_of_sites(*sites))
-    late.load_state_dict(state)
-    with pytest.raises(RuntimeError, match=word):
-        late.prototype(X, Y)
-
-
-def test_a_state_without_sites_is_taken_as_it_is(kind):
-    model = _model()
-    guide = _trained(kind, model)
-    state = {k: v for k, v in guide.state_dict().items() if "extra_state" not in k}
-    fresh = kind(model).prototype(X, Y)
-    fresh.load_state_dict(state)
-    assert _same(guide, fresh)
-
-
-def test_names_in_the_store_do_not_depend_on_the_order_of_construction(kind):
-    programs = [_of_sites(("a", 2)), _of_sites(("b", 2)), _of_sites(("a", 3))]
-
-    def names(order):
-        pyro.clear_param_store()
-        guides = {i: kind(programs[i]) for i in order}
-        found = {}
-        for i, guide in guides.items():
-            before = set(pyro.get_param_store().keys())
-            _losses(guide, programs[i], TemperedTrace_ELBO(), 1)
-            found[i] = set(pyro.get_param_store().keys()) - before
-        return found
-
-    first = names([0, 1, 2])
-    assert first == names([2, 0, 1])
-    assert len(set.union(*first.values())) == sum(map(len, first.values()))
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copies_stand_alone(kind, how):
-    model = _model()
-    guide = _trained(kind, model)
-    saved = guide.median()
-    if how == "deepcopy":
-        clone = copy.deepcopy(guide)
-        assert clone.model is guide.model
-    else:
-        clone = pickle.loads(pickle.dumps(guide))
-    assert _same(guide, clone)
-    assert clone.sample_latents(3)["0.weight"].shape == (3, 3, 2)
-    _losses(clone, model, TemperedTrace_ELBO(), 3)
-    assert not _same(guide, clone)
-    assert all(torch.equal(guide.median()[name], value) for name, value in saved.items())
-    _losses(guide, model, TemperedTrace_ELBO(), 1)  # the original still has its program
-    names = set(pyro.get_param_store().keys())
-    assert len(names) == 2 * len(list(guide.parameters()))
-
-
-def test_a_copy_before_the_first_run(kind):
-    model = _model()
-    clone = copy.deepcopy(kind(model))
-    assert clone.median(X, Y)["0.weight"].shape == (3, 2)
-
-
-def test_two_guides_share_nothing(kind):
-    model = _model()
-    first = _trained(kind, model)
-    saved = first.median()
-    second = _trained(kind, model, 1)
-    assert not _same(first, second)
-    assert all(torch.equal(first.median()[name], value) for name, value in saved.items())
-    assert len(set(pyro.get_param_store().keys())) == 2 * len(list(first.parameters()))
-
-
-def test_model_and_guide_travel_together(kind):
-    model = _model()
-    guide = _trained(kind, model)
-    pair = copy.deepcopy({"model": model, "guide": guide})
-    assert _same(guide, pair["guide"])
-    _losses(pair["guide"], pair["model"], TemperedTrace_ELBO(), 2)
-    assert not _same(guide, pair["guide"])
-
-
 # Reproducible, in either precision, and without a trace
 
 
+@TWO_BOUNDS
 def test_seeds(kind, elbo):
     def run():
         pyro.clear_param_store()
         pyro.set_rng_seed(4)
-        model = _model()
+        model = regression()
         guide = kind(model)
-        losses = _losses(guide, model, elbo(), 2)
+        losses = losses_of(guide, model, elbo(), 2)
         return losses, Predictive(model, guide, 3)(X)["y"]
 
     (a, draws), (b, again) = run(), run()
@@ -482,18 +274,19 @@ def test_seeds(kind, elbo):
     assert torch.equal(draws, again)
 
 
+@TWO_BOUNDS
 def test_double_precision(kind, elbo):
-    model = _model(torch.float64)
+    model = regression(torch.float64)
     guide = kind(model)
-    _losses(guide, model, elbo(), 3, x=X.double(), y=Y.double())
+    losses_of(guide, model, elbo(), 3, x=X.double(), y=Y.double())
     assert {p.dtype for p in guide.parameters()} == {torch.float64}
     assert {v.dtype for v in guide.sample_latents(2).values()} == {torch.float64}
     assert {v.dtype for v in guide().values()} == {torch.float64}
 
 
 def test_a_guide_follows_double(kind):
-    model = _model()
-    guide = _trained(kind, model)
+    model = regression()
+    guide = trained(kind, model)
     guide.double()
     model.double()
     assert math.isfinite(TemperedTrace_ELBO().loss(model, guide, X.double(), Y.double()))
@@ -503,9 +296,9 @@ def test_a_guide_follows_double(kind):
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_a_gpu(kind, elbo):
-    model = _model().to("cuda")
+    model = regression().to("cuda")
     guide = kind(model)
-    losses = _losses(guide, model, elbo(), 50, x=X.cuda(), y=Y.cuda())
+    losses = losses_of(guide, model, elbo(), 50, x=X.cuda(), y=Y.cuda())
     assert sum(losses[-10:]) < sum(losses[:10])
     assert {v.device.type for v in guide.sample_latents(2).values()} == {"cuda"}
     assert {v.device.type for v in guide.quantiles([0.5]).values()} == {"cuda"}
@@ -530,7 +323,7 @@ def test_prototype_moves_nothing(kind):
     for call in (guide.median, lambda: guide.sample_latents(2), lambda: guide.quantiles([0.5])):
         call()
     assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
-    _losses(guide, model, TemperedTrace_ELBO(), 3)
+    losses_of(guide, model, TemperedTrace_ELBO(), 3)
     assert model.network.net[1].num_batches_tracked == 3  # the check of the first step left none
 
 
@@ -539,7 +332,7 @@ def test_several_particles_move_batchnorm_as_they_would_one_by_one(kind):
     guide = kind(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        losses = _losses(guide, model, TemperedTrace_ELBO(num_particles=2), 3)
+        losses = losses_of(guide, model, TemperedTrace_ELBO(num_particles=2), 3)
     assert all(map(math.isfinite, losses))
     assert torch.isfinite(model.network.net[1].running_mean).all()
     assert not torch._C._functorch.is_batchedtensor(model.network.net[1].running_mean)
@@ -580,9 +373,9 @@ def test_an_error_midway_leaves_no_trace(kind, elbo):
 def test_a_tempered_copy_of_the_program_takes_the_same_guide(kind):
     from pyro_bdl.handlers import temper
 
-    model = _model()
+    model = regression()
     guide = kind(temper(model, 0.1))
-    losses = _losses(guide, temper(model, 0.1), TemperedTrace_ELBO(), 20)
+    losses = losses_of(guide, temper(model, 0.1), TemperedTrace_ELBO(), 20)
     assert sum(losses[-6:]) < sum(losses[:6])
 
 
@@ -596,11 +389,11 @@ def test_a_tempered_copy_of_the_program_takes_the_same_guide(kind):
     ids=lambda part: part.__name__,
 )
 def test_inside_a_guide_list(kind, other, bound):
-    model = _model()
+    model = regression()
     guide = AutoGuideList(model)
     guide.append(kind(poutine.block(model, hide=["noise", "2.weight"])))
     guide.append(other(poutine.block(model, expose=["noise", "2.weight"])))
-    losses = _losses(guide, model, bound(), 2)
+    losses = losses_of(guide, model, bound(), 2)
     assert all(map(math.isfinite, losses))
     assert set(guide.median()) == {"noise", "0.weight", "0.bias", "2.weight", "2.bias"}
     assert set(guide[0].layout.latents) == {"0.weight", "0.bias", "2.bias"}
@@ -625,9 +418,10 @@ def _plates(x, y=None):
     return pyro.plate("data", 6, subsample_size=3, dim=-1)
 
 
+@TWO_BOUNDS
 def test_local_latents_in_a_subsampled_plate(kind, elbo):
     guide = kind(local, create_plates=_plates)
-    losses = _losses(guide, local, elbo(), 2)
+    losses = losses_of(guide, local, elbo(), 2)
     assert all(map(math.isfinite, losses))
     shapes = {name: value.shape for name, value in guide.median().items()}
     assert shapes == {"w": (2,), "m": (2, 1), "z": (2, 6, 2), "s": (2, 6, 3)}
@@ -645,7 +439,7 @@ def test_local_latents_in_a_subsampled_plate(kind, elbo):
 def test_local_latents_without_plates_given(kind):
     """As in Pyro's guides, plates are made with the program's own subsample size."""
     guide = kind(local)
-    losses = _losses(guide, local, TemperedTrace_ELBO(), 2)
+    losses = losses_of(guide, local, TemperedTrace_ELBO(), 2)
     assert all(map(math.isfinite, losses))
 
 
@@ -701,7 +495,7 @@ def test_weights_in_a_plate_are_named(kind):
     model = Inside()
     with pytest.raises(UnsupportedProgramError, match=r"'layer.weight'.*'data'.*outside"):
         kind(model).prototype(X, Y)
-    bnn = bayesianize(_net())
+    bnn = bayesianize(small_net())
 
     def inside(x, y):
         with pyro.plate("data", len(x)):
@@ -742,53 +536,3 @@ def test_improper_priors_have_a_start(kind, init):
     assert all(map(math.isfinite, losses))
     weight = guide.median()["weight"]
     assert (weight.std() > 0.1) == (init is None)  # hidden units are not all alike
-
-
-# Ready guides, those made from others included
-
-
-def test_ready_guides_draw_values_of_every_site(guide, linear):
-    _, x, y = linear
-    shapes = {"w": (1, 2), "s": (), "shift": (3,)}
-    values, draws = guide(x, y), guide.sample_latents(6)
-    assert {name: value.shape for name, value in values.items()} == shapes
-    assert {name: value.shape for name, value in draws.items()} == {
-        name: (6, *shape) for name, shape in shapes.items()
-    }
-    assert (draws["s"] > 0).all() and draws["w"].dtype == torch.float64
-
-
-def test_ready_guides_have_the_moments_of_their_draws(guide):
-    draws, mean, variances = guide.sample_vectors(4000), guide.location(), guide.variances()
-    error = (variances / 4000).sqrt()
-    assert ((draws.mean(0) - mean).abs() <= 5 * error + 1e-9).all()
-    torch.testing.assert_close(draws.var(0), variances, rtol=0.15, atol=1e-9)
-
-
-def test_ready_guides_have_quantiles_in_order(guide):
-    low, middle, high = guide.vector_quantiles(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64))
-    assert (low <= middle).all() and (middle <= high).all()
-    quantiles, median = guide.quantiles([0.1, 0.5, 0.9]), guide.median()
-    for name, value in quantiles.items():
-        assert value.shape == (3, *median[name].shape)
-        assert (value[0] <= value[1]).all() and (value[1] <= value[2]).all()
-    assert (quantiles["s"] > 0).all()
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "state"])
-def test_ready_guides_are_copied(guide, how):
-    clone = copy.deepcopy(guide) if how != "pickle" else pickle.loads(pickle.dumps(guide))
-    if how == "state":
-        state = {name: value.clone() for name, value in guide.state_dict().items()}
-        with torch.no_grad():
-            for tensor in clone.state_dict().values():
-                if tensor.is_floating_point():
-                    tensor.mul_(1.1)
-        clone.load_state_dict(state)
-    torch.testing.assert_close(clone.location(), guide.location())
-    torch.testing.assert_close(clone.variances(), guide.variances())
-    found = []
-    for each in (guide, clone):
-        torch.manual_seed(1)
-        found.append(each.sample_vectors(3))
-    torch.testing.assert_close(*found)

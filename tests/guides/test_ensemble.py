@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import pyro_bdl as bdl
+from pyro_bdl.errors import BdlWarning
 
 
 def problem(dtype=torch.float32):
@@ -122,3 +123,25 @@ def test_bad_size():
     model, _, _ = problem()
     with pytest.raises(ValueError, match="size must be at least 1"):
         bdl.guides.AutoEnsemble(model, size=0)
+
+
+def test_a_step_trains_all_members_by_default_and_fewer_are_said():
+    model, x, y = problem()
+    guide = bdl.guides.AutoEnsemble(model, size=3).prototype(x, y)
+    start = guide.locs.detach().clone()
+    bdl.training.train(model, guide, x, y, steps=1)
+    assert ((guide.locs - start).abs().amax(1) > 0).all()
+    with pytest.warns(BdlWarning, match="1 of the 3 members .* num_particles=3"):
+        bdl.training.train(model, guide, x, y, steps=1, num_particles=1)
+
+
+def test_a_loaded_state_without_parameters_and_a_printed_guide():
+    model, x, y = problem()
+    guide = bdl.guides.AutoEnsemble(model, size=3)
+    assert repr(guide) == "AutoEnsemble(no parameters yet)"
+    other = bdl.guides.AutoEnsemble(model, size=3).prototype(x, y)
+    guide.load_state_dict(other.state_dict())
+    with pytest.raises(RuntimeError, match="keeps the loaded state until its first run"):
+        guide.require_layout()
+    assert repr(other) == "AutoEnsemble(34 latent numbers, 5 sites)"
+    assert list(dir(bdl)) == sorted(bdl.__all__) and "plots" in bdl.__all__

@@ -1,5 +1,7 @@
 """A posterior of another program is refused wherever program and posterior meet."""
 
+import warnings
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -182,3 +184,37 @@ def test_an_error_of_the_program_stays_its_own():
     for wrong, kind, words in ((X[:, :1], RuntimeError, "mat1"), (X.float(), TypeError, "dtype")):
         with pytest.raises(kind, match=words):
             bdl.Predictive(model, guide, 3)(wrong)
+
+
+def _local(x, y=None):
+    w = pyro.sample("w", dist.Normal(x.new_zeros(2), 1.0).to_event(1))
+    with pyro.plate("data", len(x)):
+        z = pyro.sample("z", dist.Normal(x.new_zeros(()), 1.0))
+        pyro.sample("y", dist.Normal(x @ w + z, 0.3), obs=y)
+
+
+def test_other_numbers_of_rows_are_said():
+    guide = bdl.guides.AutoMeanField(_local).prototype(X, Y)
+    samples = bdl.Samples({name: value[None] for name, value in guide.sample_latents(30).items()})
+    words = r"another number of rows \(other shapes: 'z' \(4,\) for \(3,\)\)"
+    with pytest.raises(ValueError, match=words):
+        bdl.Predictive(_local, samples, 3)(X[:3])
+    for posterior in (guide, samples):
+        with pytest.raises(ValueError, match=words):
+            bdl.to_arviz(_local, posterior, X[:3], Y[:3])
+    with pytest.raises(RuntimeError, match=words):
+        bdl.guides.AutoMeanField(_local).prototype(X[:3], Y[:3]).load_state_dict(guide.state_dict())
+
+
+def test_a_factor_in_the_prior_of_a_last_layer_is_said_once():
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(x.new_zeros(2), 1.0).to_event(1))
+        pyro.factor("smooth", -(w[0] - w[1]).square())
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Poisson((x @ w).exp()), obs=y)
+
+    guide = bdl.guides.AutoLastLayer(model).prototype(X, Y.abs().round())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", bdl.errors.BdlWarning)
+        guide.laplace_approximation((X, Y.abs().round()))
+    assert sum("no Fisher information" in str(w.message) for w in told) == 1

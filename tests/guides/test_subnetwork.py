@@ -172,3 +172,9 @@ def test_the_default_leaves_out_what_has_no_effect(data):
     model, mean, _ = linear((x, y))
     guide = at_mode(model, mean, (x, y), size=3)
     assert guide.choose((x, y)).tolist() == [0, 2, 3]
+
+
+def test_without_a_size_a_tenth_of_the_weights_is_chosen(data):
+    model, mean, _ = linear(data)
+    guide = at_mode(model, mean, data)
+    assert len(guide.choose(data)) == max(1, round(0.1 * len(mean)))

@@ -25,6 +25,13 @@ def test_interval_coverage_by_hand():
     assert tied.tolist() == pytest.approx([0.3, 0.9])
 
 
+def test_mean_confidence_by_hand():
+    """1/N sum_n max_c p_nc; 1/C where nothing is known (Guo et al. 2017)."""
+    p = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.3, 0.6]])
+    assert metrics.mean_confidence(p) == pytest.approx(0.65)
+    assert metrics.mean_confidence(torch.full((5, 4), 0.25)) == 0.25
+
+
 def test_of_many_draws_it_is_the_interval_between_quantiles():
     rng = np.random.default_rng(2)
     draws, y = rng.standard_normal((999, 300)), rng.standard_normal(300)

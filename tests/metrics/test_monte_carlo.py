@@ -31,11 +31,11 @@ def repeated(distance, draw, count=100):
     "distance", ["mean_error", "sd_error", "wasserstein1", "wasserstein2", "energy_distance"]
 )
 def test_the_error_is_that_of_repeated_draws(distance):
-    """Between Normal(0.5, 0.6) and Normal(0, 1) at four points, 400 draws each. The grouped
+    """Between Normal(0.5, 0.6) and Normal(0, 1) at four points, 160 draws each. The grouped
     jackknife (Kuensch 1989, section 2)."""
     true, said = repeated(
         getattr(metrics, distance),
-        lambda: (0.5 + 0.6 * torch.randn(400, 4), torch.randn(400, 4)),
+        lambda: (0.5 + 0.6 * torch.randn(160, 4), torch.randn(160, 4)),
     )
     assert said == pytest.approx(true, rel=0.25)
 

@@ -38,6 +38,16 @@ def test_negative_log_predictive_density_by_hand():
     assert metrics.negative_log_predictive_density(tiny) == pytest.approx(2000.0)
 
 
+def test_expected_negative_log_likelihood_by_hand():
+    """-1/(S N) sum_sn log p(y_n | w_s) (Huix et al. 2022); the logarithm of the mean is larger."""
+    p = torch.tensor([[0.1, 0.4], [0.3, 0.2]], dtype=torch.float64)
+    found = metrics.expected_negative_log_likelihood(p.log())
+    assert found == pytest.approx(-math.log(0.1 * 0.4 * 0.3 * 0.2) / 4, rel=1e-12)
+    assert found > metrics.negative_log_predictive_density(p.log())
+    with pytest.raises(ValueError, match=r"\(draws, points\)"):
+        metrics.expected_negative_log_likelihood(p[0])
+
+
 def test_crps_is_the_fair_double_sum(draws):
     """E|X - y| - 1/2 E|X - X'| over different draws (Ferro 2014)."""
     y = torch.linspace(-1, 1, 14, dtype=torch.float64).reshape(7, 2)
@@ -108,3 +118,34 @@ def test_bad_input(draws):
         metrics.rmse(torch.zeros(3, 1), torch.zeros(3))
     with pytest.raises(ValueError, match=r"\(draws, points\)"):
         metrics.negative_log_predictive_density(torch.zeros(3))
+
+
+def test_pointwise_values_average_to_the_score():
+    torch.manual_seed(0)
+    draws, y = torch.randn(20, 7, 2).double(), torch.randn(7, 2).double()
+    p, labels = torch.rand(6, 3).double().softmax(-1), torch.arange(6) % 3
+    cases = [
+        (metrics.crps, (draws, y), y.shape),
+        (metrics.interval_coverage, (draws, y), y.shape),
+        (metrics.negative_log_predictive_density, (draws[..., 0],), (7,)),
+        (metrics.accuracy, (p, labels), (6,)),
+        (metrics.brier, (p, labels), (6,)),
+    ]
+    for function, inputs, shape in cases:
+        values = function(*inputs, pointwise=True)
+        assert values.shape == shape and values.unique().numel() > 1
+        assert torch.allclose(values.mean(), function(*inputs))
+    assert torch.equal(metrics.squared_error(draws[0], y).mean().sqrt(), metrics.rmse(draws[0], y))
+
+
+def test_gaussian_nlpd_is_a_normal_density():
+    m, v, y = torch.randn(5).double(), torch.rand(5).double() + 0.1, torch.randn(5).double()
+    exact = -torch.distributions.Normal(m, v.sqrt()).log_prob(y)
+    assert torch.allclose(metrics.gaussian_nlpd(m, v, y), exact)
+
+
+def test_effective_draws_count_those_that_share_the_density():
+    log_p = torch.tensor(
+        [[0.0, 0.0, -1e4], [0.0, -800.0, -1e4], [0.0, 0.0, -2e4], [0.0, 0.0, -2e4]]
+    )
+    assert torch.allclose(metrics.effective_draws(log_p), torch.tensor([4.0, 3.0, 2.0]).double())

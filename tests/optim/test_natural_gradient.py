@@ -145,6 +145,25 @@ def test_the_optimum_of_mean_field_is_reached(name, temperature):
     torch.testing.assert_close(guide.scale.detach(), sd, rtol=0.1, atol=0)
 
 
+def test_vogns_default_is_at_rest_at_the_exact_precision():
+    """Squares of drawn targets average to x' x / sigma^2; those of the observed ones do not."""
+    model, x, y = _linear()
+    mean, precision = _optimum(x, y)
+    guide = AutoMeanField(model, init_loc_fn=lambda site: mean).prototype(x, y)
+    guide.scale = precision.rsqrt()
+    squares = (y - x @ mean).square() + x.square() @ precision.reciprocal()  # E_q of residuals
+    observed = (1 + squares @ x.square() / NOISE**4) / precision - 1
+    assert observed.min() < -0.2
+    exact = torch.zeros_like(observed)
+    for expected, options in ((exact, {}), (observed, {"curvature": "empirical-fisher"})):
+        torch.manual_seed(1)
+        loss = GaussNewton_ELBO(num_particles=50, **options)(model, guide)(x, y)
+        (free,) = torch.autograd.grad(loss, [guide.scale_unconstrained])
+        change = relative_change(free / -torch.expm1(-guide.scale), guide.scale)
+        # A draw of N = 40 targets has a relative sd of about 0.4, and there are 50 of them.
+        torch.testing.assert_close(change.detach(), expected, rtol=0, atol=0.15)
+
+
 @pytest.mark.parametrize(
     "name", ["ivon", pytest.param("ivon, sampled KL", marks=pytest.mark.slow), "vogn"]
 )
@@ -223,7 +242,7 @@ def test_the_gradient_in_the_scales_is_by_squares(constrained):
     model = _net_model(30)
     model = bdl.models.Regression(model.network, noise=noise, num_data=30)
     guide = AutoMeanField(model).prototype(x, y)
-    loss = GaussNewton_ELBO()(model, guide)
+    loss = GaussNewton_ELBO(curvature="empirical-fisher")(model, guide)
     loss(x, y)  # the first call also checks the program, and draws for it
     torch.manual_seed(1)
     (found,) = torch.autograd.grad(loss(x, y), [guide.scale_unconstrained])

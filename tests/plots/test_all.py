@@ -10,6 +10,7 @@ import torch
 
 from pyro_bdl import diagnostics, plots
 from pyro_bdl.calibration import Calibration
+from pyro_bdl.plots import style
 
 
 def _figures(make):
@@ -95,3 +96,12 @@ def test_colors_are_the_same_in_every_figure(draws, line):
     assert line(forest.axes[0], "mean-field").get_color() == color
     names = dict.fromkeys("abcdefgh")
     assert len({style["color"] for style in plots.styles(names).values()}) == 8
+
+
+def test_twenty_posteriors_are_told_apart_and_dark_pages_know_every_color():
+    found = plots.styles([str(i) for i in range(21)], "20")
+    pairs = [(look["color"], look["marker"]) for look in found.values()]
+    assert len(set(pairs)) == 21
+    first = pairs[1:13]
+    assert len({color for color, _ in first}) == len({marker for _, marker in first}) == 12
+    assert {color for color, _ in pairs} <= set(style.DARK)

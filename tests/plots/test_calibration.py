@@ -62,7 +62,7 @@ def test_pit_bars_and_band(draws):
         np.testing.assert_allclose(heights, plots.pit_counts(values, y, 4))
         assert sum(heights) == pytest.approx(8)
         assert axis.get_ylim()[0] == 0 and axis.get_ylim()[1] > max(high, *heights)
-        assert axis.lines[-1].get_ydata()[0] == 2
+        assert axis.lines[-2].get_ydata()[0] == 2
 
 
 def test_bad_input_of_calibration(draws):

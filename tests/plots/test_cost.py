@@ -1,6 +1,7 @@
 """Cost against quality."""
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from pyro_bdl import plots
 
@@ -23,3 +24,17 @@ def test_distances_of_zero_leave_it_empty():
 def test_bad_input_of_cost():
     with pytest.raises(ValueError, match="no value for 'a'"):
         plots.cost_against_quality({"a": 1.0}, {})
+
+
+def test_each_name_stands_beside_its_mark_and_over_no_other():
+    seconds = {name: 1 + 0.001 * i for i, name in enumerate(("map", "mean-field", "swag"))}
+    figure = plots.cost_against_quality(seconds, {"map": 1.0, "mean-field": 1.0, "swag": 4.0})
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    boxes = {text.get_text(): text.get_window_extent(renderer) for text in figure.axes[0].texts}
+    assert list(boxes) == list(seconds)
+    assert not boxes["map"].overlaps(boxes["mean-field"])
+
+
+def test_errors_are_two_each_way():
+    figure = plots.cost_against_quality({"a": 1.0}, {"a": 4.0}, errors={"a": 0.5})
+    assert list(figure.axes[0].lines[0].get_ydata()) == [3.0, 5.0]

@@ -19,9 +19,7 @@ from pyro_bdl.program import Program
 EXACTLY = {"rtol": 1e-9, "atol": 1e-11}
 
 
-@pytest.fixture(autouse=True)
-def _double(_fresh):
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 A = torch.linspace(-1.0, 1.0, 12, dtype=torch.float64).mul(9.0).sin().reshape(3, 4)

@@ -1,16 +1,20 @@
 """The linearized predictive: against Jacobians by autograd, closed forms, quadrature and draws."""
 
 import functools
-import math
 import warnings
 
-import numpy as np
-import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro import poutine
-from pyro.nn import PyroParam
+from helpers.linearized_programs import (
+    KINDS,
+    N,
+    approximate,
+    case,
+    jacobian,
+    net,
+    observing,
+)
 from torch import nn
 
 from pyro_bdl import LinearizedPredictive, Predictive, bayesianize, handlers, models, priors
@@ -18,148 +22,9 @@ from pyro_bdl.curvature import chunking
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides import AutoLaplaceGGN, MixtureGuide
 from pyro_bdl.predictive import linearized_component as module
-from pyro_bdl.predictive.closed_forms import laplace_bridge, multiclass_probit, probit
 from pyro_bdl.program import Program
-from pyro_bdl.program.unconstrained_parameters import unconstrained_parameters
 
-N = 6
-
-
-@pytest.fixture(autouse=True)
-def _double(_fresh):
-    torch.set_default_dtype(torch.float64)
-
-
-def net(out=1):
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, out))
-
-
-def observing(out, distribution, kind=None):
-    """A program of its own: ``distribution`` of the network's outputs (N, out)."""
-    bnn = bayesianize(net(out))
-
-    def model(x, y=None):
-        outputs = bnn(x)
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", distribution(outputs), obs=y)
-
-    return model
-
-
-def case(kind):
-    """A program over an MLP, with x and y."""
-    torch.manual_seed(3)
-    x, y = torch.randn(N, 3), torch.randn(N)
-    counts, two = torch.arange(N).double(), torch.randn(N, 2)
-    F = torch.nn.functional
-    softplus = F.softplus
-    if kind == "normal":
-        return models.Regression(bayesianize(net()), noise=0.4), x, y
-    if kind == "several outputs":
-        return models.Regression(bayesianize(net(2)), noise=0.4), x, two
-    if kind == "learned noise":
-        return (
-            models.Regression(
-                bayesianize(net(2)),
-                noise=PyroParam(torch.tensor(0.4), constraint=dist.constraints.positive),
-            ),
-            x,
-            two,
-        )
-    if kind == "latent noise":
-        return models.Regression(bayesianize(net())), x, y
-    if kind == "latent noise, several":
-        return models.Regression(bayesianize(net(2))), x, two
-    if kind == "heteroscedastic":
-        return models.HeteroscedasticRegression(bayesianize(net(2))), x, y
-    if kind == "student":
-        return models.StudentTRegression(bayesianize(net())), x, y
-    if kind == "poisson":
-        return models.PoissonRegression(bayesianize(net())), x, counts
-    if kind == "bernoulli":
-        return models.BinaryClassification(bayesianize(net())), x, counts % 2
-    if kind == "bernoulli, several":
-        return models.BinaryClassification(bayesianize(net(2))), x, (two > 0).double()
-    if kind == "categorical":
-        return models.Classification(bayesianize(net(3))), x, torch.arange(N) % 3
-    if kind == "probabilities":
-        model = observing(3, lambda f: dist.Categorical(probs=f.softmax(-1)))
-        return model, x, torch.arange(N) % 3
-    if kind == "one-hot":
-        model = observing(3, lambda f: dist.OneHotCategorical(logits=f))
-        return model, x, F.one_hot(torch.arange(N) % 3, 3).double()
-    if kind == "negative binomial":
-        model = observing(
-            2, lambda f: dist.NegativeBinomial(softplus(f[:, 0]) + 1.0, logits=f[:, 1])
-        )
-        return model, x, counts
-    if kind == "binomial":
-        return observing(1, lambda f: dist.Binomial(7, logits=f[:, 0])), x, counts
-    if kind == "gamma":
-        model = observing(2, lambda f: dist.Gamma(softplus(f[:, 0]) + 0.5, f[:, 1].exp()))
-        return model, x, counts + 0.5
-    if kind == "multivariate normal":
-        tril = torch.tensor([[0.5, 0.0], [0.2, 0.3]])
-        return observing(2, lambda f: dist.MultivariateNormal(f, scale_tril=tril)), x, two
-    if kind == "cells in a plate":
-        bnn = bayesianize(net(2))
-
-        def model(x, y=None):
-            outputs = bnn(x)
-            with pyro.plate("outputs", 2, dim=-1), pyro.plate("data", len(x), dim=-2):
-                pyro.sample("y", dist.Normal(outputs, 0.4), obs=y)
-
-        return model, x, two
-    if kind == "one datum":
-        bnn = bayesianize(nn.Linear(3, 1))
-
-        def model(x, y=None):
-            pyro.sample("y", dist.Normal(bnn(x[0])[0], 0.4), obs=y)
-
-        return model, x, torch.tensor(0.7)
-    assert kind == "two sites"
-    bnn = bayesianize(net(4))
-
-    def model(x, y=None, z=None):
-        outputs = bnn(x)
-        level = pyro.sample("level", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-        pyro.deterministic("spread", 3.0 * level)
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(outputs[:, 0], 0.3), obs=y)
-            pyro.sample("z", dist.Categorical(logits=outputs[:, 1:]), obs=z)
-
-    return model, x, y, torch.arange(N) % 3
-
-
-CONTINUOUS = ["normal", "several outputs", "learned noise", "latent noise", "heteroscedastic"]
-KINDS = [
-    *CONTINUOUS,
-    "latent noise, several",
-    "student",
-    "poisson",
-    "bernoulli",
-    "bernoulli, several",
-    "categorical",
-    "probabilities",
-    "one-hot",
-    "negative binomial",
-    "binomial",
-    "gamma",
-    "multivariate normal",
-    "cells in a plate",
-    "one datum",
-    "two sites",
-]
-
-
-def approximate(model, args, **options):
-    """A Laplace guide somewhere, at no mode."""
-    guide = AutoLaplaceGGN(model, **{"structure": "full", **options}).prototype(*args)
-    with torch.no_grad():
-        guide.loc += 0.1 * torch.randn(len(guide.loc))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", BdlWarning)
-        return guide.laplace_approximation([args])
+pytestmark = pytest.mark.usefixtures("double")
 
 
 @pytest.fixture
@@ -171,23 +36,6 @@ def full_covariance(covariance):
         return put(put(covariance(guide)).mT.contiguous())
 
     return compute
-
-
-def jacobian(model, guide, args, site):
-    """Natural parameters of a site by name, and their Jacobians in u, by autograd."""
-    program = Program(model, *args)
-
-    def read(u):
-        run = program.run(program.constrain(u)[0])
-        return unconstrained_parameters(run.observed[site].distribution, run)
-
-    names = list(read(guide.loc))
-    values = read(guide.loc)
-    found = {
-        name: torch.autograd.functional.jacobian(lambda u, n=name: read(u)[n], guide.loc)
-        for name in names
-    }
-    return {name: value.detach() for name, value in values.items()}, found
 
 
 # Exact
@@ -458,244 +306,6 @@ def test_draws_come_in_chunks(monkeypatch):
     assert drawn["f"].shape == drawn["y"].shape == (7, N)
     assert len(drawn["f"][:, 0].unique()) == 7
     assert drawn.moments["y"].mean["loc"].shape == (N,)
-
-
-# Densities and probabilities
-
-
-def gaussian_draws(mean, covariance, count):
-    factor = torch.linalg.cholesky(covariance + 1e-14 * torch.eye(len(mean[0])))
-    return mean + torch.einsum("nij,snj->sni", factor, torch.randn(count, *mean.shape))
-
-
-def averaged(log_density):
-    """log of the mean of exp over draws, and its standard error."""
-    top = log_density.amax(0)
-    values = (log_density - top).exp()
-    mean, error = values.mean(0), values.std(0) / len(values) ** 0.5
-    return top + mean.log(), error / mean
-
-
-@pytest.mark.parametrize("kind", ["latent noise", "heteroscedastic"])
-def test_an_uncertain_noise_is_integrated(kind):
-    """p(y) = int N(y; f, sigma^2) p(f, log sigma), against quadrature on a grid."""
-    model, x, y = case(kind)
-    guide = approximate(model, (x, y))
-    predictive = LinearizedPredictive(model, guide)
-    f, log_scale = gaussian_draws(*predictive.covariance(x)["y"], 200000).unbind(-1)
-    expected, error = averaged(dist.Normal(f, log_scale.exp()).log_prob(y))
-    found = predictive.log_density(x, y)["y"]
-    assert ((found - expected).abs() < 5 * error + 1e-4).all()
-    moments = predictive.moments(x)["y"]
-    square = (2 * log_scale).exp()
-    slack = 5 * square.std(0) / 200000**0.5
-    assert ((square.mean(0) - moments.noise_variance).abs() < slack).all()
-
-
-def test_several_outputs_are_dense_normals():
-    model, x, y = case("several outputs")
-    guide = approximate(model, (x, y))
-    predictive = LinearizedPredictive(model, guide)
-    mean, inside = predictive.covariance(x)["y"]
-    total = inside + 0.4**2 * torch.eye(2)
-    expected = dist.MultivariateNormal(mean, total).log_prob(y)
-    torch.testing.assert_close(predictive.log_density(x, y)["y"], expected)
-
-
-def test_cells_in_a_plate_are_separate_data():
-    model, x, y = case("cells in a plate")
-    guide = approximate(model, (x, y))
-    predictive = LinearizedPredictive(model, guide)
-    variance = predictive.moments(x)["y"].predictive_variance
-    expected = dist.Normal(predictive.moments(x)["y"].mean["loc"], variance.sqrt()).log_prob(y)
-    torch.testing.assert_close(predictive.log_density(x, y)["y"], expected)
-
-
-@pytest.mark.parametrize("kind", ["latent noise, several", "student", "poisson", "gamma"])
-def test_other_densities_are_averages_over_draws(kind):
-    model, x, y = case(kind)
-    guide = approximate(model, (x, y))
-    predictive = LinearizedPredictive(model, guide, 50)
-    torch.manual_seed(1)
-    draws = predictive.log_likelihood(x, y)["y"]
-    torch.manual_seed(1)
-    found = predictive.log_density(x, y)["y"]
-    torch.testing.assert_close(found, draws.logsumexp(0) - math.log(50))
-
-
-def test_several_bernoullis_share_their_weights():
-    """The density of a row is no product over its labels."""
-    model, x, y = case("bernoulli, several")
-    guide = approximate(model, (x, y))
-    predictive = LinearizedPredictive(model, guide, 20000)
-    logits = gaussian_draws(*predictive.covariance(x)["y"], 100000)
-    expected, error = averaged(dist.Bernoulli(logits=logits).log_prob(y).sum(-1))
-    found = predictive.log_density(x, y)["y"]
-    assert ((found - expected).abs() < 20 * error).all()
-
-
-def test_log_likelihood_is_that_of_the_drawn_parameters():
-    model, x, y = case("normal")
-    guide = approximate(model, (x, y))
-    predictive = LinearizedPredictive(model, guide, 4)
-    torch.manual_seed(2)
-    mean = predictive.mean(x)["y"]
-    torch.manual_seed(2)
-    found = predictive.log_likelihood(x, y)["y"]
-    torch.testing.assert_close(found, dist.Normal(mean, 0.4).log_prob(y))
-
-
-def test_probit_against_quadrature():
-    """sigmoid(m / sqrt(1 + pi v / 8)) (MacKay 1992, evidence framework for classification, equation
-    10)."""
-    nodes, weights = np.polynomial.hermite_e.hermegauss(100)
-    nodes, weights = torch.tensor(nodes), torch.tensor(weights) / math.sqrt(2 * math.pi)
-    mean = torch.linspace(-4, 4, 9)[:, None]
-    variance = torch.tensor([0.0, 0.1, 1.0, 5.0, 20.0])
-    f = mean[..., None] + variance.sqrt()[:, None] * nodes
-    exact = (torch.sigmoid(f) * weights).sum(-1)
-    assert (probit(mean, variance) - exact).abs().max() < 0.02
-    torch.testing.assert_close(probit(mean[:, 0], torch.zeros(9)), torch.sigmoid(mean[:, 0]))
-
-
-def test_multiclass_probit_against_draws():
-    """softmax(m_k / sqrt(1 + pi v_k / 8)) (Gibbs 1997)."""
-    torch.manual_seed(0)
-    mean, variance = torch.randn(5, 3), torch.rand(5, 3)
-    draws = (mean + variance.sqrt() * torch.randn(50000, 5, 3)).softmax(-1).mean(0)
-    assert (multiclass_probit(mean, variance) - draws).abs().max() < 0.03
-
-
-@pytest.mark.parametrize("classes", [2, 3, 5])
-def test_the_bridge_inverts_the_laplace_approximation_of_a_dirichlet(classes):
-    """MacKay 1998, in the softmax basis: m_k = log a_k - mean log a, and S_kl = d_kl / a_k - (1/a_k
-    + 1/a_l - mean 1/a) / C; any common shift of f changes nothing. Inverse: Hobbhahn, Kristiadi &
-    Hennig 2022, equation 12."""
-    torch.manual_seed(classes)
-    alpha = torch.rand(4, classes) * 5 + 0.5
-    inverse = 1 / alpha
-    mean = alpha.log() - alpha.log().mean(-1, keepdim=True)
-    sums = inverse[:, :, None] + inverse[:, None, :] - inverse.mean(-1)[:, None, None]
-    spread = torch.diag_embed(inverse) - sums / classes
-    exact = alpha / alpha.sum(-1, keepdim=True)
-    torch.testing.assert_close(laplace_bridge(mean, spread + 0.7), exact)
-    free = torch.rand(4, classes)
-    free = free / free.sum(-1, keepdim=True)  # f = g + t free, where g sums to 0 and t is any
-    wide = spread + 0.7 * free[:, :, None] * free[:, None, :]
-    torch.testing.assert_close(laplace_bridge(mean + 0.4 * free, wide), exact)
-    extreme = laplace_bridge(torch.tensor([[900.0, -900.0, 0.0]]), torch.eye(3)[None])
-    torch.testing.assert_close(extreme, torch.tensor([[1.0, 0.0, 0.0]]))
-    nothing = laplace_bridge(torch.zeros(1, 3), torch.zeros(1, 3, 3))
-    torch.testing.assert_close(nothing, torch.full((1, 3), 1 / 3))
-
-
-def test_probabilities_of_every_method():
-    model, x, y = case("categorical")
-    guide = approximate(model, (x, y))
-    predictive = LinearizedPredictive(model, guide, 20000)
-    mean, inside = predictive.covariance(x)["y"]
-    exact = gaussian_draws(mean, inside, 200000).softmax(-1).mean(0)
-    drawn = predictive.probabilities(x, method="monte-carlo")["y"]
-    assert drawn.shape == (N, 3) and (drawn - exact).abs().max() < 0.02
-    scaled = mean / (1 + math.pi / 8 * inside.diagonal(dim1=-2, dim2=-1)).sqrt()
-    torch.testing.assert_close(predictive.probabilities(x)["y"], scaled.softmax(-1))
-    bridge = predictive.probabilities(x, method="laplace-bridge")["y"]
-    torch.testing.assert_close(bridge, laplace_bridge(mean, inside))
-    torch.testing.assert_close(bridge.sum(-1), torch.ones(N))
-    found = predictive.log_density(x, y)["y"]
-    torch.testing.assert_close(found, scaled.log_softmax(-1).gather(1, y[:, None])[:, 0])
-
-
-@pytest.mark.parametrize("kind", ["bernoulli", "bernoulli, several"])
-def test_probabilities_of_two_classes(kind):
-    model, x, y = case(kind)
-    guide = approximate(model, (x, y))
-    predictive = LinearizedPredictive(model, guide, 20000)
-    exact = gaussian_draws(*predictive.covariance(x)["y"], 100000).sigmoid().mean(0)
-    for method in ("probit", "monte-carlo"):
-        found = predictive.probabilities(x, method=method)["y"]
-        assert found.shape == y.shape
-        assert (found - exact.reshape(y.shape)).abs().max() < 0.02
-    if kind == "bernoulli":
-        p = predictive.probabilities(x)["y"]
-        expected = dist.Bernoulli(p).log_prob(y)
-        torch.testing.assert_close(predictive.log_density(x, y)["y"], expected)
-
-
-def test_one_hot_classes_are_classes():
-    model, x, y = case("one-hot")
-    guide = approximate(model, (x, y))
-    predictive = LinearizedPredictive(model, guide)
-    p = predictive.probabilities(x)["y"]
-    torch.testing.assert_close(p.sum(-1), torch.ones(N))
-    torch.testing.assert_close(predictive.log_density(x, y)["y"], (p * y).sum(-1).log())
-
-
-@pytest.mark.parametrize("how", ["handler", "distribution", "event"])
-def test_masked_data_count_nothing(how):
-    torch.manual_seed(3)
-    x, y = torch.randn(N, 3), torch.randn(N, 2)
-    bnn = bayesianize(net(2))
-    mask = torch.tensor([True, False, True, True, False, True])
-    cells = mask[:, None] & torch.tensor([True, False])
-
-    def model(x, y=None):
-        outputs = bnn(x)
-        normal = dist.Normal(outputs, 0.4)
-        normal = normal.mask(cells).to_event(1) if how == "event" else normal.to_event(1)
-        if how == "distribution":
-            normal = normal.mask(mask)
-        with pyro.plate("data", len(x)), poutine.mask(mask=mask if how == "handler" else True):
-            pyro.sample("y", normal, obs=y)
-
-    guide = approximate(model, (x, y))
-    predictive = LinearizedPredictive(model, guide, 2000)
-    draws, density = predictive.log_likelihood(x, y)["y"], predictive.log_density(x, y)["y"]
-    assert draws.shape == (2000, N)
-    for found in (draws[0], density):
-        assert ((found == 0) == ~mask).all()
-    expected, error = averaged(draws)
-    assert ((density - expected).abs() <= 6 * error + 1e-12).all()
-    moments = predictive.moments(x)["y"]
-    if how == "event":
-        variance = moments.predictive_variance[:, 0]
-        first = dist.Normal(moments.mean["loc"][:, 0], variance.sqrt()).log_prob(y[:, 0])
-        assert ((density - first)[mask].abs() <= 6 * error[mask]).all()
-
-
-def test_parameters_that_no_latent_moves_are_known():
-    """A learned noise has no posterior, and the density is in closed form."""
-    model, x, y = case("learned noise")
-    guide = approximate(model, (x, y))
-    moments = LinearizedPredictive(model, guide).moments(x)["y"]
-    assert set(moments.mean) == {"loc"}
-    torch.testing.assert_close(moments.noise_variance, torch.full((N, 2), 0.4**2))
-    first, second = (LinearizedPredictive(model, guide, 3).log_density(x, y)["y"] for _ in range(2))
-    assert torch.equal(first, second) and not first.requires_grad
-
-
-def test_nothing_moves_where_the_subset_does_not_matter():
-    """Latents outside the subset are fixed, also in outputs that depend on them."""
-    bnn = bayesianize(nn.Linear(3, 1))
-
-    def model(x, y=None):
-        outputs = bnn(x)[:, 0]
-        level = pyro.sample("level", dist.Normal(0.0, 1.0))
-        pyro.sample("z", dist.Normal(level, 1.0), obs=torch.tensor(0.3))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(outputs, 0.5), obs=y)
-
-    x, y = torch.randn(N, 3), torch.randn(N)
-    guide = approximate(model, (x, y), subset="level")
-    predictive = LinearizedPredictive(model, guide, 4)
-    drawn = predictive(x, y)
-    assert drawn.moments["y"].variance == {} and set(drawn.moments["z"].variance) == {"loc"}
-    torch.testing.assert_close(drawn.moments["y"].predictive_variance, torch.full((N,), 0.25))
-    assert "y" not in predictive.joint_covariance(x, y)
-    program = Program(model, x, y)
-    run = program.run(program.constrain(guide.loc)[0])
-    expected = run.observed["y"].distribution.log_prob(y)
-    torch.testing.assert_close(predictive.log_density(x, y)["y"], expected)
 
 
 # What it leaves alone

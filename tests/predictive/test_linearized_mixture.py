@@ -1,5 +1,6 @@
 """The linearized predictive of mixtures of Laplace approximations."""
 
+import pyro
 import pytest
 import torch
 from torch import nn
@@ -96,9 +97,10 @@ def test_a_member_of_weight_zero_says_nothing(conjugate, mixture):
     assert one(conjugate.x)["f"].shape == (100, 8)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def classes():
     torch.manual_seed(0)
+    pyro.clear_param_store()
     x = torch.randn(30, 2, dtype=torch.float64)
     y = (x[:, 0] * x[:, 1] > 0).long() + (x[:, 0] > 1).long()
     net = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 3)).double()

@@ -27,9 +27,7 @@ N, S = 5, 7
 X = torch.linspace(-1.0, 1.0, N, dtype=torch.float64)
 
 
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def plain(x, y=None):

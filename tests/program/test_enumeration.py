@@ -531,3 +531,53 @@ def test_a_scale_of_the_discrete_site_alone_is_refused():
         pyro.sample("y", dist.Normal(k, 1.0), obs=Y[0])
 
     _refused(model, "'k'", "scale 3")
+
+
+# Statements that are alike
+
+
+def test_like_statements_are_computed_together(monkeypatch):
+    """Two groups of steps, each by one operation, beside steps of their own; in terms, in total,
+    their gradients, and many latents at once, against the same steps one by one."""
+    calls = []
+    plain = dist.Normal.log_prob
+
+    def counted(self, value):
+        calls.append(type(self).__name__)
+        return plain(self, value)
+
+    monkeypatch.setattr(dist.Normal, "log_prob", counted)
+    y = torch.tensor([[0.3, -0.2], [0.9, 0.4], [0.1, 1.2], [-0.5, 0.2], [0.7, 0.6]]).double()
+    moves = torch.tensor([[0.8, 0.2], [0.3, 0.7]], dtype=torch.float64)
+
+    def model(kinds):
+        def program():
+            w = pyro.sample("w", dist.Normal(torch.zeros(2, dtype=torch.float64), 1.0).to_event(1))
+            s = pyro.sample("s", dist.LogNormal(torch.zeros((), dtype=torch.float64), 1.0))
+            with pyro.plate("chains", 2):
+                z = 0
+                for t in pyro.markov(range(5)):
+                    z = pyro.sample(f"z{t}", dist.Categorical(moves[z]))
+                    pyro.sample(f"y{t}", kinds[t](w[z], s), obs=y[t])
+
+        return Program(program)
+
+    class Alone(dist.Normal):  # no family of which parameters are known
+        pass
+
+    together = model([dist.Normal, dist.Normal, dist.Laplace, dist.Normal, dist.Normal])
+    alone = model([Alone, Alone, dist.Laplace, Alone, Alone])
+    for function in (lambda p: p.log_density, lambda p: torch.func.grad(p.log_density)):
+        points = torch.randn(3, 3, dtype=torch.float64)
+        found, expected = (torch.func.vmap(function(p))(points) for p in (together, alone))
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(function(together)(points[0]), expected[0])
+    latents = together.constrain(points[0])[0]
+    torch.testing.assert_close(together.log_likelihood(latents), alone.log_likelihood(latents))
+    torch.testing.assert_close(together.responsibilities(latents), alone.responsibilities(latents))
+    numbers = []
+    for program in (together, alone):
+        calls.clear()
+        program.log_joint(latents)
+        numbers.append(len(calls))
+    assert numbers[1] - numbers[0] == 2  # z0 and z4, z1 and z3

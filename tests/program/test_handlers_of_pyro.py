@@ -25,9 +25,7 @@ Y = torch.tensor([0.1, -0.3, 0.2, 0.5, 0.4, 0.9], dtype=torch.float64)
 MASK = torch.tensor([True, False, True, True, True, False])
 
 
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def model(x, y=None):

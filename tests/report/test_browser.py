@@ -22,20 +22,28 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 PROBE = """
 window.addEventListener("load", async () => {
   await Promise.all([...document.images].map(image => image.decode().catch(() => null)));
-  const names = table => [...table.tBodies[0].rows].map(row => row.cells[0].textContent);
+  const names = table => [...table.querySelectorAll("tbody tr:not([hidden])")]
+    .map(row => row.cells[0].textContent);
   const seen = {
-    images: [...document.images].map(image => image.complete && image.naturalWidth),
+    images: [...document.querySelectorAll("figure svg")].map(image => image.clientWidth),
+    loaded: [...document.images].map(image => image.complete && image.naturalWidth),
     width: [document.documentElement.scrollWidth, window.innerWidth],
     tables: [],
   };
   for (const table of document.querySelectorAll("table")) {
     const steps = [names(table)];
-    for (const button of table.querySelectorAll("button"))
+    for (const button of table.querySelectorAll("[data-column]"))
       for (const click of [0, 1]) {
         button.click();
         steps.push([button.parentElement.ariaSort, ...names(table)]);
       }
-    seen.tables.push({steps, marked: table.querySelectorAll("[aria-sort]").length});
+    const marked = table.querySelectorAll("[aria-sort]").length;
+    document.querySelector("[data-ranked]").click();
+    const more = document.querySelector("[data-shows='further columns']");
+    const before = table.querySelector("thead tr:last-child").lastElementChild.clientWidth;
+    more.click();
+    const after = table.querySelector("thead tr:last-child").lastElementChild.clientWidth;
+    seen.tables.push({steps, marked, ranked: names(table), further: [before, after > 0]});
   }
   const said = document.createElement("pre");
   said.id = "probe";
@@ -63,6 +71,7 @@ def report(tmp_path):
         columns=[Column("name", "posterior", style="text"), Column("error", "error", "group")]
         + [Column(f"more{i}", f"another number {i}") for i in range(12)],
         details=[Column("size", "size")],
+        ranked=[("near", ["ten", "nine"]), ("far", ["none", "tiny"])],
         verdicts={"nine": "much alike", "averyveryverylongnameofaposterior": "overconfident"},
         warnings=["the reference cannot be trusted"],
         figures=figures,
@@ -109,25 +118,26 @@ def test_an_error_would_be_seen(report):
     seen, console = probed(report, script=f"{PROBE}\nnothing.there();")
     assert any("Content Security Policy" in line for line in console)
     assert any("nothing is not defined" in line for line in console)
-    assert seen["images"][-1] == 0
+    assert seen["loaded"] == [0]
 
 
-def test_headings_sort_their_own_table(report):
+def test_headings_sort_and_the_ranking_comes_back(report):
     seen, _ = probed(report)
-    first, second = seen["tables"]
-    assert first["steps"][0] == ["nine", "ten", "none", "tiny"]
-    assert first["steps"][1:5] == [
+    (table,) = seen["tables"]
+    ranked = ["near", "ten", "nine", "far", "none", "tiny"]
+    assert table["steps"][0] == ranked
+    assert table["steps"][1:5] == [
         ["ascending", "nine", "none", "ten", "tiny"],
         ["descending", "tiny", "ten", "none", "nine"],
         ["ascending", "tiny", "nine", "ten", "none"],  # full numbers, what has none is last
         ["descending", "ten", "nine", "tiny", "none"],
     ]
-    assert second["steps"][0] == ["nine", "ten", "none", "tiny"]
-    assert second["steps"][-2:] == [
+    assert table["steps"][-2:] == [
         ["ascending", "ten", "none", "nine", "tiny"],
         ["descending", "tiny", "nine", "none", "ten"],
     ]
-    assert first["marked"] == second["marked"] == 1
+    assert table["marked"] == 1 and table["ranked"] == ranked
+    assert table["further"] == [0, True]
 
 
 def test_a_phone_scrolls_the_table_and_not_the_page(report):

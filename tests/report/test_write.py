@@ -1,6 +1,5 @@
 """The report is one valid, self-contained file."""
 
-import base64
 import re
 from html.parser import HTMLParser
 from xml.etree import ElementTree
@@ -8,10 +7,13 @@ from xml.etree import ElementTree
 import pytest
 from matplotlib.figure import Figure
 
-from pyro_bdl.report import write_report
+from pyro_bdl import plots
+from pyro_bdl.plots.style import COLORS
+from pyro_bdl.report import Picture, write_report
+from pyro_bdl.report.svg import inline, marker
 from pyro_bdl.utils.tables import Column
 
-VOID = {"meta", "link", "img"}
+VOID = {"meta", "link"}
 
 
 class Page(HTMLParser):
@@ -20,16 +22,23 @@ class Page(HTMLParser):
     def __init__(self, text):
         super().__init__()
         self.open, self.links, self.images, self.rows, self.text = [], [], [], [], ""
+        self.ids, self.pressed, self.lines = set(), {}, []
         self.feed(text)
         assert self.open == []
 
     def handle_starttag(self, tag, attributes):
         values = dict(attributes)
         self.links += [values[key] for key in ("src", "href", "action") if key in values]
-        if tag == "img":
+        if "id" in values:
+            assert values["id"] not in self.ids
+            self.ids.add(values["id"])
+        if tag == "svg" and values.get("role") == "img":
             self.images.append(values)
+        if "data-shows" in values:
+            self.pressed[values["data-shows"]] = values["aria-pressed"]
         if tag == "tr":
             self.rows.append([])
+            self.lines.append(values)
         if tag in ("td", "th"):
             self.rows[-1].append(values | {"text": ""})
         if tag not in VOID:
@@ -74,27 +83,40 @@ def page(tmp_path):
 
 
 def test_nothing_is_loaded_from_elsewhere(page):
-    assert page.links and all(link.startswith("data:") for link in page.links)
+    assert all(link.startswith("data:") or link[1:] in page.ids for link in page.links)
+    assert any(link.startswith("#") for link in page.links)
 
 
-def test_images_decode_to_svg(page):
-    assert [image["alt"] for image in page.images] == ['Caption "one" <i>', "two"]
-    for image in page.images:
-        kind, data = image["src"].split(",")
-        assert kind == "data:image/svg+xml;base64"
-        root = ElementTree.fromstring(base64.b64decode(data, validate=True))
-        assert root.tag == "{http://www.w3.org/2000/svg}svg"
-        assert not re.search(rb'(href|src)="(?!#)', base64.b64decode(data))
+def test_figures_are_svg_in_the_fonts_and_colors_of_the_page():
+    figure = Figure(figsize=(3, 2))
+    figure.subplots().plot([0, 1], [1, 3], color=COLORS[0], label="a & b")
+    figure.legend()
+    drawn = inline(figure, "key", 'One "quoted" <label>')
+    root = ElementTree.fromstring(drawn)
+    assert root.tag == "svg" and root.get("aria-label") == 'One "quoted" <label>'
+    assert "a & b" in "".join(root.itertext())
+    assert f"stroke: var(--{COLORS[0][1:]}, {COLORS[0]})" in drawn
+    assert "font-family" not in drawn and "<style" not in drawn and "rdf" not in drawn
+    used = set(re.findall(r"(?:#|id=\")([^)\"]+)", drawn)) - {COLORS[0][1:]}
+    assert all(name.startswith("key-") for name in used if not re.fullmatch("[0-9a-f]{6}.*", name))
+
+
+def test_marks_are_those_of_the_figures(page):
+    looks = plots.styles([str(i) for i in range(20)], None)
+    marks = {marker(look) for look in looks.values()}
+    assert len(marks) == 20
+    for mark in marks:
+        assert re.search(r'd="M[^"]+"', ElementTree.tostring(ElementTree.fromstring(mark)).decode())
 
 
 def test_table_shows_rounded_and_sorts_by_full_numbers(page):
     groups, heads, first, second, *_ = page.rows
-    assert [cell["text"] for cell in groups] == ["", "pre<diction", ""]
-    assert [cell["text"] for cell in heads] == ["posterior", "RMSE", "R\u2011hat"]
-    assert [cell["text"] for cell in first] == ["<b>map</b>", "0.123", "–"]
+    assert [cell["text"] for cell in groups] == ["", "pre<diction", "", ""]
+    assert [cell["text"] for cell in heads] == ["posterior", "RMSE", "R\u2011hat", "size"]
+    assert [cell["text"] for cell in first] == ["<b>map</b>", "0.123", "–", "12"]
     assert float(first[1]["data-value"]) == 0.123456
     assert "data-value" not in first[2]
-    assert [cell["text"] for cell in second] == ["nuts", "–", "1.001"]
+    assert [cell["text"] for cell in second] == ["nuts", "–", "1.001", "–"]
 
 
 def test_texts_are_there_and_escaped(page):
@@ -102,16 +124,50 @@ def test_texts_are_there_and_escaped(page):
         assert text in page.text
 
 
-def test_details_are_a_table_of_their_own(page):
-    heads, first, second = page.rows[4:]
-    assert [cell["text"] for cell in heads] == ["posterior", "size"]
-    assert [cell["text"] for cell in first] == ["<b>map</b>", "12"]
-    assert [cell["text"] for cell in second] == ["nuts", "–"]
+def test_further_columns_have_a_button(page):
+    assert page.rows[1][-1]["data-group"] == page.rows[2][-1]["data-group"] == "further columns"
+    assert page.pressed == {"pre<diction": "true", "further columns": "false"}
     assert "How large & wide." in page.text
 
 
-def test_the_warning_comes_before_the_verdicts_and_these_before_the_table(page):
-    places = [page.text.index(text) for text in ("Mind <the> gap.", "over<confident", "RMSE")]
+def test_ranked_rows_stand_under_their_headings(tmp_path):
+    path = write_report(
+        tmp_path / "r.html",
+        title="t",
+        rows=[{"name": name} for name in "abcd"],
+        columns=[Column("name", "posterior", style="text")],
+        ranked=[("near", ["c", "a"]), ("none", []), ("far", ["d"])],
+        looks=plots.styles("abcd", "a"),
+    )
+    found = Page(path.read_text(encoding="utf-8"))
+    assert [row[0]["text"] for row in found.rows[1:]] == ["near", "c", "a", "far", "d", "b"]
+    assert [cell["data-place"] for cell in found.lines if "data-place" in cell] == list("0123")
+
+
+def test_pictures_stand_in_their_sections(tmp_path):
+    pictures = [
+        Picture(Figure(figsize=(1, 1)), "first caption", "first alt", section=""),
+        Picture(Figure(figsize=(1, 1)), "second caption", section="Chains"),
+    ]
+    column = Column("name", "posterior", style="text")
+    path = write_report(
+        tmp_path / "r.html",
+        title="t",
+        summary=["The answer."],
+        rows=[{"name": "row"}],
+        columns=[column],
+        figures=pictures,
+        settings={"Program": {"prior": "FanIn"}},
+    )
+    found = Page(path.read_text(encoding="utf-8"))
+    texts = ("The answer.", "first caption", "row", "Chains", "second caption", "Program", "FanIn")
+    places = [found.text.index(text) for text in texts]
+    assert places == sorted(places)
+    assert [image["aria-label"] for image in found.images] == ["first alt", "second caption"]
+
+
+def test_the_warning_comes_before_the_table_and_this_before_the_verdicts(page):
+    places = [page.text.index(text) for text in ("Mind <the> gap.", "RMSE", "over<confident")]
     assert places == sorted(places)
 
 

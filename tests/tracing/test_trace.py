@@ -16,6 +16,13 @@ def test_outside_tensors_are_the_very_same():
     assert torch.equal(graph(X)[0], 3.0 * X)
 
 
+def test_one_fake_mode_describes_all_results():
+    """A mode for each of them takes longer than all the rest of the trace."""
+    graph = trace(lambda x: (x.sin().exp() + X,), (X,))
+    modes = {id(node.meta["val"].fake_mode) for node in graph.graph.nodes if "val" in node.meta}
+    assert len(modes) == 1
+
+
 @pytest.mark.parametrize(
     "function",
     [

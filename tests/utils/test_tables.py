@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from pyro_bdl.utils.tables import Column, groups, number, to_csv, to_text
+from pyro_bdl.utils.tables import Column, groups, number, to_csv, to_text, with_error
 
 COLUMNS = [
     Column("name", "posterior", style="text"),
@@ -38,13 +38,39 @@ def test_number(value, text):
     assert number(value) == text
 
 
+@pytest.mark.parametrize(
+    "value, error, text",
+    [
+        (53.2345, 3.912, "53 ± 4"),
+        (5.3981, 0.0872, "5.40 ± 0.09"),
+        (5.3981, 0.0123, "5.398 ± 0.012"),
+        (5.3981, 0.97, "5.4 ± 1.0"),
+        (-377.54, 13.2, "-378 ± 13"),
+        (12345.0, 130.0, "12340 ± 130"),
+        (-0.004, 0.5, "0.0 ± 0.5"),
+        (1.234, 0.0, "1.23 ± 0"),
+        (1.2e9, 3e8, "1.20e+09 ± 3.0e+08"),
+    ],
+)
+def test_digits_follow_the_error(value, error, text):
+    assert with_error(value, error) == text
+    assert Column("a", "a", error="e").cell({"a": value, "e": error}) == text
+
+
+def test_shares_have_digits_by_their_errors_too():
+    column = Column("a", "a", style="percent", error="e")
+    assert column.cell({"a": 0.9143, "e": 0.0312}) == "91.4 ± 3.1 %"
+    assert column.cell({"a": 0.9143, "e": 0.0512}) == "91 ± 5 %"
+    assert column.cell({"a": 0.9143, "e": math.nan}) == "91.4 %"
+
+
 def test_text_is_aligned_under_groups():
     lines = to_text(ROWS, COLUMNS).splitlines()
     assert lines == [
         "             prediction",
         "posterior   RMSE    90 %  R-hat",
         "----------  ----  ------  -----",
-        "map         55.3   71.2%      –",
+        "map         55.3  71.2 %      –",
         "mean-field  1234       –  1.004",
     ]
 

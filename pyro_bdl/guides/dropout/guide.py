@@ -33,6 +33,7 @@ from pyro_bdl.guides.dropout.weights import Weight, reading_run, source_of, tota
 from pyro_bdl.guides.kl import expected_log_prior
 from pyro_bdl.guides.training_step import present_step
 from pyro_bdl.init import init_to_network
+from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.layout import Latent
 from pyro_bdl.program.trace import Run
 
@@ -152,6 +153,29 @@ class AutoMCDropout(Guide):
         return guide
 
     # Structure
+
+    def options(self) -> dict[str, Any]:
+        from_layers = isinstance(self._source, DropoutLayers)
+        rates = {name: float(rate) for name, rate in self.rates().items()}
+        return {
+            "p": None if from_layers else rates or 0.1,
+            "learn_p": self.learn_p,
+            "noise": type(self.noise).__name__,
+            "mask": self.mask,
+        }
+
+    @classmethod
+    def restored(cls, model: Callable, saved: Mapping[str, Any], batch: Batch) -> "AutoMCDropout":
+        options = dict(saved["options"])
+        kinds = {kind.__name__: kind for kind in (BernoulliNoise, GaussianNoise)}
+        noise, learn_p = kinds[options["noise"]](), options["learn_p"]
+        if options["p"] is None:
+            guide = cls.from_dropout_layers(model, noise=noise, learn_p=learn_p)
+        else:
+            guide = cls(model, **{**options, "noise": noise})
+        args, kwargs = batch
+        guide.prototype(*args, **kwargs).load_state_dict(saved["state"])
+        return guide
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         self._arguments = args, kwargs

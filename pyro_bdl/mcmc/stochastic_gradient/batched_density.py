@@ -13,7 +13,6 @@ from pyro_bdl.tracing.trace import trace
 from pyro_bdl.utils.module_state import vmappable
 from pyro_bdl.utils.random_state import everywhere
 
-_MOST_GRAPHS = 4  # the largest number of batch shapes that are traced
 _CHECKED = 2  # evaluations of a graph that are compared with the program
 _TOLERANCE = 1e-3  # relative to the largest entry; float32 sums depend on their order
 
@@ -29,10 +28,14 @@ class Scores:
 
     :param log_density: a scalar function in nats, pure in the vector and the arguments.
     :param traced: whether to trace at all.
+    :param most_graphs: the largest number of batch shapes that are traced.
     """
 
-    def __init__(self, log_density: Callable[..., Tensor], *, traced: bool = True) -> None:
+    def __init__(
+        self, log_density: Callable[..., Tensor], *, traced: bool = True, most_graphs: int = 4
+    ) -> None:
         self.log_density = log_density
+        self.most_graphs = most_graphs
         self.traced = traced
         self.map = DrawMap()
         self.graphs: dict[Any, _Graph | None] = {}
@@ -43,7 +46,7 @@ class Scores:
             return self._run(vectors, batch)
         key = (structure, *(_kind(leaf) for leaf in leaves))
         if key not in self.graphs:
-            room = len(self.graphs) < _MOST_GRAPHS
+            room = len(self.graphs) < self.most_graphs
             self.graphs[key] = self._recorded(vectors, leaves, structure) if room else None
         graph = self.graphs[key]
         if graph is None:

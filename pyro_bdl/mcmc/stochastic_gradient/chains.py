@@ -20,7 +20,6 @@ from pyro_bdl.program.validation import check_finite
 StepSize = float | Callable[[int], float]
 
 _REFRESH = 0.5  # seconds between two updates of the progress bar
-_MOST_EXPLORED = 1_000_000  # steps in a row without a draw
 _SOUND_EVERY = 20  # steps between two positions to which a diverged chain may go back
 _SMALLEST = 1e-9  # factor of the step size below which it is not halved again
 _WORTH_TRACING = 500  # the number of steps from which tracing saves time
@@ -202,9 +201,17 @@ def _first_diverged(point: Point, limit: Tensor) -> int | None:
     return None if bool(sound.all()) else int((~sound).nonzero()[0])
 
 
-def kept_steps(step_size: StepSize, num_warmup: int, num_samples: int, thinning: int) -> list[int]:
+def kept_steps(
+    step_size: StepSize,
+    num_warmup: int,
+    num_samples: int,
+    thinning: int,
+    *,
+    most_explored: int = 1_000_000,
+) -> list[int]:
     """The steps, counted from 1, after which a draw is kept.
 
+    :param most_explored: steps in a row that may pass without a draw.
     :raises ValueError: if ``step_size.explores`` is true for too many steps.
     """
     explores = getattr(step_size, "explores", None)
@@ -216,7 +223,7 @@ def kept_steps(step_size: StepSize, num_warmup: int, num_samples: int, thinning:
         explored = explored + 1 if explores(step) else 0
         since += not explored
         step += 1
-        if explored == _MOST_EXPLORED:
+        if explored == most_explored:
             raise ValueError(
                 f"step_size.explores says that all of the {explored} steps up to step {step} "
                 f"explore, which leaves none to keep draws in ({len(kept)} of {num_samples} "

@@ -100,16 +100,21 @@ class Case:
         return 0.5 * (pairs - single[:, None] - single[None])
 
 
+@functools.cache
+def _cached(oracle, name, structure):
+    return Case(oracle, name, structure)
+
+
+def made(oracle, name, structure):
+    """A case of which there is one for all tests."""
+    result = _cached(oracle, name, structure)
+    torch.manual_seed(0)  # the test draws alike, whether it made the case or not
+    return result
+
+
 @pytest.fixture(params=["mlp", "conv", "attention", "tied", "wide", "wide table", "wide conv"])
 def case(request, oracle, structure):
-    made = _made(oracle, request.param, structure)
-    torch.manual_seed(0)  # the test draws alike, whether it made the case or not
-    return made
-
-
-@functools.cache
-def _made(oracle, name, structure):
-    return Case(oracle, name, structure)
+    return made(oracle, request.param, structure)
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
@@ -192,8 +197,8 @@ def test_densities(case):
 
 @pytest.mark.parametrize("name", ["mlp", "tied", "wide", "wide table"])
 def test_the_covariance_of_draws(oracle, structure, name):
-    case = Case(oracle, name, structure)
-    draws = case.precision.sample(100_000)
+    case = made(oracle, name, structure)
+    draws = case.precision.sample(20_000)
     expected = torch.linalg.inv(case.matrix)
     variances = expected.diagonal()
     error = ((variances[:, None] * variances + expected.square()) / len(draws)).sqrt()
@@ -239,7 +244,7 @@ def test_a_prior_that_varies_among_weights(oracle, structure, name):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_dtype_is_kept(oracle, structure, dtype):
-    case = Case(oracle, "mlp", structure)
+    case = made(oracle, "mlp", structure)
     expected = case.precision.variances()
     curvature = copy.deepcopy(case.curvature).to(dtype)
     precision = curvature.with_prior(PriorPrecision(case.prior.diagonal.to(dtype)))
@@ -260,7 +265,7 @@ def test_the_dtype_is_kept(oracle, structure, dtype):
 def test_few_vectors_make_few_directions(oracle, structure, name):
     """As many as inputs of data and positions, or columns; other directions have the prior
     precision."""
-    parts = [part for _, part in Case(oracle, name, structure).precision.blocks]
+    parts = [part for _, part in made(oracle, name, structure).precision.blocks]
     products = [part for part in parts if isinstance(part, EigenPrecision)]
     found = [part.basis.directions for part in products if part.rest is not None]
     expected = {

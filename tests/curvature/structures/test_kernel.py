@@ -4,6 +4,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from helpers.parameters import learned
 from torch import nn
 
 from pyro_bdl import LinearizedPredictive, bayesianize, evidence, models, priors
@@ -17,18 +18,9 @@ from pyro_bdl.guides import AutoLaplaceGGN
 EXACTLY = {"rtol": 1e-8, "atol": 1e-10}
 
 
-@pytest.fixture(autouse=True)
-def _double(_fresh):
-    torch.set_default_dtype(torch.float64)
-
-
 def net(outputs, inputs=3):
     torch.manual_seed(2)
     return nn.Sequential(nn.Linear(inputs, 6), nn.Tanh(), nn.Linear(6, outputs))
-
-
-def learned(value):
-    return pyro.nn.PyroParam(torch.tensor(value), dist.constraints.positive)
 
 
 def per_layer():

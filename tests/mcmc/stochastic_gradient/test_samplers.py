@@ -7,7 +7,7 @@ import torch
 
 from pyro_bdl.diagnostics import mcse
 from pyro_bdl.mcmc import Cyclical, Polynomial
-from pyro_bdl.mcmc.stochastic_gradient import chains as chains_module
+from pyro_bdl.mcmc.stochastic_gradient.chains import kept_steps
 from pyro_bdl.mcmc.stochastic_gradient.samplers import (
     hamiltonian,
     langevin,
@@ -260,11 +260,10 @@ class _AlwaysExploring:
         return step >= 7
 
 
-def test_a_schedule_that_never_samples_is_refused(monkeypatch):
-    monkeypatch.setattr(chains_module, "_MOST_EXPLORED", 1000)
-    assert chains_module.kept_steps(_AlwaysExploring(), 3, 4, 1) == [4, 5, 6, 7]
+def test_a_schedule_that_never_samples_is_refused():
+    assert kept_steps(_AlwaysExploring(), 3, 4, 1) == [4, 5, 6, 7]
     with pytest.raises(ValueError, match=r"all of the 1000 steps.*\(4 of 5 found\)"):
-        chains_module.kept_steps(_AlwaysExploring(), 3, 5, 1)
+        kept_steps(_AlwaysExploring(), 3, 5, 1, most_explored=1000)
 
 
 def test_polynomial_schedule_is_its_formula():

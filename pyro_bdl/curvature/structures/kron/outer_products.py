@@ -10,9 +10,6 @@ from torch import Tensor, nn
 from pyro_bdl.curvature.structures.kron.eigenbasis import completed, extended
 from pyro_bdl.utils.linear_algebra import add_products, products
 
-# Larger matrices stay in float32: float64 takes twice the time, for six digits instead of three.
-_DOUBLE_UP_TO = 1024
-
 
 class OuterVectors:
     """Vectors whose outer products are added to a sum.
@@ -159,16 +156,19 @@ class OuterProductSum(nn.Module):
             return products(self.rows[:, : self.count])
         return self.as_matrix()
 
-    def eigen(self) -> tuple[Tensor, Tensor]:
+    def eigen(self, *, double_up_to: int = 1024) -> tuple[Tensor, Tensor]:
         """Return eigenvalues (groups, r) and orthonormal eigenvectors (groups, m, r).
 
         If r < m, the other eigenvalues are zero.
+
+        :param double_up_to: the largest size that is decomposed in float64, which takes twice the
+            time, for six digits instead of three.
         """
         if self.vectors is None or self.values is None:
             if self.rows is not None:
-                found = _eigen_of_rows(self.rows[:, : self.count])
+                found = _eigen_of_rows(self.rows[:, : self.count], double_up_to)
             else:
-                found = _eigen(self.as_matrix())
+                found = _eigen(self.as_matrix(), double_up_to)
             self.take(*found)
             return found
         return self.values, self.vectors
@@ -233,18 +233,18 @@ def decompose(sums: Iterable[OuterProductSum]) -> None:
             other.take(values, vectors)
 
 
-def _eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    precise = matrix.double() if matrix.shape[-1] <= _DOUBLE_UP_TO else matrix
+def _eigen(matrix: Tensor, double_up_to: int) -> tuple[Tensor, Tensor]:
+    precise = matrix.double() if matrix.shape[-1] <= double_up_to else matrix
     values, vectors = torch.linalg.eigh(precise)
     return values.clamp(min=0.0).to(matrix), vectors.to(matrix)
 
 
-def _eigen_of_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+def _eigen_of_rows(rows: Tensor, double_up_to: int) -> tuple[Tensor, Tensor]:
     """Return the eigenpairs of X'X for X (groups, R, m).
 
     With X' = Q T, the eigenvectors are Q times those of T T'.
     """
-    precise = rows.double() if rows.shape[1] <= _DOUBLE_UP_TO else rows
+    precise = rows.double() if rows.shape[1] <= double_up_to else rows
     q, t = torch.linalg.qr(precise.mT)
     values, turn = torch.linalg.eigh(t @ t.mT)
     return values.clamp(min=0.0).to(rows), (q @ turn).to(rows)

@@ -34,11 +34,6 @@ def test_cyclical():
     assert temperature.cyclical(0.5, 1.0, 2, ramp=1.0)(1) == pytest.approx(0.75)
 
 
-def test_overparameterized():
-    """eta = tau p / N (Huix et al. 2022)."""
-    assert temperature.overparameterized(2.0, num_data=100, num_neurons=400) == 0.5
-
-
 @pytest.mark.parametrize("bad", [0.0, -0.1, math.nan, math.inf])
 @pytest.mark.parametrize(
     "make",
@@ -47,7 +42,6 @@ def test_overparameterized():
         lambda t: temperature.linear(t, 1.0, 5),
         lambda t: temperature.cosine(1.0, t, 5),
         lambda t: temperature.cyclical(t, 1.0, 5),
-        lambda t: temperature.overparameterized(t, 1, 1),
     ],
 )
 def test_bad_temperatures(make, bad):
@@ -63,7 +57,3 @@ def test_bad_lengths():
     for ramp in (0.0, 1.5):
         with pytest.raises(ValueError, match="ramp"):
             temperature.cyclical(0.1, 1.0, 5, ramp=ramp)
-    with pytest.raises(ValueError, match="at least 1"):
-        temperature.overparameterized(1.0, 0, 5)
-    with pytest.raises(ValueError, match="num_data must be a whole number, got nan"):
-        temperature.overparameterized(1.0, math.nan, 5)

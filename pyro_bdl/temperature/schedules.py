@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from pyro_bdl.utils.validation import check_temperature, whole_number
+from pyro_bdl.utils.validation import check_temperature
 
 Schedule = Callable[[int], float]
 
@@ -45,13 +45,3 @@ def cyclical(start: float, stop: float, period: int, ramp: float = 0.5) -> Sched
     check_temperature(start, "start")
     check_temperature(stop, "stop")
     return lambda step: start + (stop - start) * min((step % period) / (ramp * period), 1.0)
-
-
-def overparameterized(tau: float, num_data: int, num_neurons: int) -> float:
-    """The temperature eta = tau p / N for p data and N neurons (Huix et al. 2022).
-
-    It keeps likelihood and KL in balance as the layer becomes wider.
-    """
-    check_temperature(tau, "tau")
-    num_data = whole_number(num_data, "num_data")
-    return tau * num_data / whole_number(num_neurons, "num_neurons")

@@ -1,0 +1,105 @@
+"""Everything that it takes to make a report again."""
+
+import argparse
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from pyro_bdl._version import __version__
+from pyro_bdl.data.dataset import Dataset
+from pyro_bdl.posteriors import Fit, Options
+
+_PACKAGES = ("torch", "pyro-ppl", "numpyro", "jax", "arviz", "numpy", "scikit-learn", "pandas")
+_NOT_SHOWN = {
+    "command", "run", "out", "quick", "steps", "details", "data", "target", "example", "hidden",
+    "activation", "noise", "prior_gain", "task", "test_fraction", "impute", "one_hot", "quiet",
+    "folds", "repeats", "line",
+}  # fmt: skip
+
+
+def provenance(
+    command: str,
+    options: argparse.Namespace,
+    settings: Options,
+    data: Dataset,
+    program: Mapping[str, str],
+    fits: Sequence[Fit],
+) -> dict[str, dict[str, object]]:
+    """Program, data, run, versions and the settings of each posterior, by heading.
+
+    :param command: the command line.
+    :param program: the program in words.
+    """
+    run: dict[str, object] = {"command line": command}
+    run |= {
+        name.replace("_", " "): value
+        for name, value in vars(options).items()
+        if name not in _NOT_SHOWN and value is not None and value is not False
+    }
+    run |= {name: getattr(settings, name) for name in ("chains", "warmup", "draws")}
+    run["seconds of all fits"] = round(sum(fit.seconds for fit in fits), 1)
+    found: dict[str, dict[str, object]] = {
+        "Run": run,
+        "Program": dict(program),
+        "Data": _data(data),
+        "Versions": versions(data.x_train.device),
+    }
+    for fit in fits:
+        found[fit.name] = dict(fit.settings) | ({"interrupted": "yes"} if fit.interrupted else {})
+    return found
+
+
+def versions(device: torch.device) -> dict[str, object]:
+    """Versions of Python and of the packages that compute, the processor and its threads."""
+    found: dict[str, object] = {"pyro_bdl": __version__, "Python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    found["system"] = f"{platform.system()} {platform.release()}, {platform.machine()}"
+    found["processor"] = f"{_processor()}, {os.cpu_count()} cores"
+    if device.type == "cuda":
+        found["device"] = torch.cuda.get_device_name(device)
+    found["threads of torch"] = torch.get_num_threads()
+    found["numbers"] = str(torch.get_default_dtype()).removeprefix("torch.")
+    return found
+
+
+def _processor() -> str:
+    """The processor's name, as far as the system tells it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            lines = [
+                line.split(":", 1)[1].strip() for line in file if line.startswith("model name")
+            ]
+    except OSError:
+        lines = []
+    return lines[0] if lines else platform.processor() or platform.machine()
+
+
+def _data(data: Dataset) -> dict[str, object]:
+    found: dict[str, Any] = {
+        "source": data.source,
+        "target": data.target_name,
+        "task": data.task,
+        "rows": f"{len(data.x_train)} for training, {len(data.x_test)} for the test",
+        "split": data.split,
+        "features": f"{len(data.feature_names)}: {', '.join(data.feature_names)}",
+        "scaling": "none",
+    }
+    if data.class_names:
+        found["classes"] = ", ".join(data.class_names)
+    if data.x_mean:
+        found["scaling"] = "features minus their mean, divided by their sd, in the training rows"
+    if data.task == "regression":
+        found["target's mean and sd"] = (
+            f"{data.y_mean:.6g} and {data.y_sd:.6g}: the program sees (y - mean) / sd"
+        )
+    if data.notes:
+        found["found"] = " ".join(data.notes)
+    return found

@@ -1,0 +1,115 @@
+"""A comparison as an HTML report, and as a short piece of HTML for notebooks."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
+
+from pyro_bdl import plots
+from pyro_bdl.comparison.figures import CAPTIONS, alternative, cost
+from pyro_bdl.comparison.ranking import ALIKE, FAR, UNDECIDED, USABLE, WORSE
+from pyro_bdl.report import Picture, notebook_report, write_report
+from pyro_bdl.utils.tables import Column
+
+if TYPE_CHECKING:
+    from pyro_bdl.comparison.result import Comparison
+
+# Above the table stand the first of these and the first other one.
+_FIRST, _SECOND = "cost", ("bands", "sd_map", "forest", "calibration")
+_MORE = "More figures"
+# Groups of columns that are shown from the start, by the beginnings of their names.
+_SHOWN = ("test data", "distance to")
+_BOUNDS = ("elbo", "log_evidence")
+_GROUPS = {
+    ALIKE: "Alike",
+    USABLE: "Usable",
+    UNDECIDED: "Undecided: too few draws to say",
+    FAR: "Far",
+    WORSE: "Worse",
+}
+
+
+def write_page(
+    comparison: "Comparison",
+    path: str | Path,
+    figures: Mapping[str, Figure],
+    *,
+    title: str = "Posteriors compared",
+    about: str = "",
+    notes: Sequence[str] = (),
+    settings: Mapping[str, object] | None = None,
+    points: Mapping[str, str] | None = None,
+) -> Path:
+    """Write the report of a comparison and return its path.
+
+    :param path: the HTML file.
+    :param figures: those of ``Comparison.figures``, or some of them.
+    :param title: heading of the page.
+    :param about: a line on the data and the model.
+    :param notes: paragraphs above the table, such as units.
+    :param settings: see ``report.write_report``.
+    :param points: the inputs of the test points that figures show, by their names.
+    """
+    columns = [_placed(column) for column in comparison.columns if column.key != "group"]
+    criteria = comparison.ranking.criteria
+    first = [name for name in (_FIRST,) if name in figures]
+    first += [name for name in _SECOND if name in figures][:1]
+    order = [*first, *(name for name in figures if name not in first)]
+    return write_report(
+        path,
+        title=title,
+        about=about,
+        summary=[comparison.summary] if comparison.summary else [],
+        rows=comparison.rows,
+        ranked=_ranked(comparison),
+        columns=sorted(columns, key=lambda column: bool(column.group)),
+        details=comparison.details,
+        looks=plots.styles(comparison.evaluations, comparison.reference),
+        hidden=[c.group for c in columns if c.group and not c.group.startswith(_SHOWN)],
+        verdicts=comparison.verdicts,
+        warnings=comparison.warnings,
+        figures=[
+            Picture(
+                figures[name],
+                CAPTIONS[name],
+                alternative(name, comparison),
+                section="" if name in first else _MORE,
+            )
+            for name in order
+        ],
+        notes=[*notes, *([criteria] if criteria else []), *comparison.notes],
+        settings={**({"Test points in the figures": points} if points else {}), **(settings or {})},
+    )
+
+
+def fragment(comparison: "Comparison") -> str:
+    """The answer, the ranked table and the first picture, as HTML inside another page."""
+    columns = [column for column in comparison.columns if column.key != "group"]
+    drawn = cost(comparison)
+    return notebook_report(
+        summary=[comparison.summary] if comparison.summary else [],
+        rows=comparison.rows,
+        columns=[c for c in columns if not c.group or c.group.startswith(_SHOWN)],
+        ranked=_ranked(comparison),
+        looks=plots.styles(comparison.evaluations, comparison.reference),
+        warnings=comparison.warnings,
+        figures=[
+            Picture(figure, CAPTIONS[name], alternative(name, comparison))
+            for name, figure in drawn.items()
+        ],
+    )
+
+
+def _ranked(comparison: "Comparison") -> list[tuple[str, list[str]]]:
+    """The headings of the table's rows, each with its posteriors in order."""
+    found = [("The reference", [comparison.reference])] if comparison.reference else []
+    for group, words in _GROUPS.items():
+        found.append((words, comparison.ranking.names(group)))
+    return found
+
+
+def _placed(column: Column) -> Column:
+    """The column; bounds in a group of their own, since only some posteriors have them."""
+    return replace(column, group="bounds") if column.key in _BOUNDS else column

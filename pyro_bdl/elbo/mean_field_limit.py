@@ -1,0 +1,105 @@
+"""The limit of the ELBO of wide networks, in which the network's output no longer varies."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.distributions.take_apart import Structure, rebuild, take_apart
+from pyro_bdl.elbo.tempered import Temperature, TemperedTraceMeanField_ELBO
+from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.estimators import PerDatum
+from pyro_bdl.guides.base import Guide
+from pyro_bdl.program.trace import Run, record, sum_out_discrete
+
+
+class MeanFieldLimit(TemperedTraceMeanField_ELBO):
+    """The log likelihood of the mean output, log p(y | E_q[f(x)]) - eta KL(q || p(w)).
+
+    For a network f(x) = 1/N sum_j s(w_j, x) of one hidden layer and a q that factorizes over the N
+    neurons, the ELBO differs from it by at most C p / N for p data: the expectation moves inside
+    the loss, and the output's variance is of order 1/N (Huix et al. 2022). With the temperature
+    eta = tau p / N it depends on the distribution of the neurons, and no longer on their number.
+
+    E_q is the mean over draws of the parameters of the observation's distribution: the location of
+    a Normal, the logits of classes. Its error adds about the gap between ELBO and limit, divided by
+    the number of draws.
+
+    :param temperature: see ``TemperedTraceMeanField_ELBO``, which also explains
+        ``cold_temperature``.
+    :param num_particles: draws that the output is averaged over.
+    :raises UnsupportedProgramError: at a step, for an observation's distribution that is not made
+        of known parameters.
+    :raises TypeError: at a step, for a guide that is not one of this package.
+    """
+
+    def __init__(
+        self,
+        temperature: Temperature = 1.0,
+        num_particles: int = 64,
+        *,
+        cold_temperature: Temperature | None = None,
+    ) -> None:
+        super().__init__(temperature, num_particles, cold_temperature=cold_temperature)
+
+    def terms(
+        self, model: Callable, guide: Callable, args: tuple, kwargs: dict
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if not isinstance(guide, Guide) or guide.subsampled:
+            raise TypeError(
+                f"MeanFieldLimit averages outputs over draws of a guide of pyro_bdl without "
+                f"latents in subsampled plates, got {type(guide).__name__}"
+            )
+        return super().terms(model, guide, args, kwargs)
+
+    def flat_terms(
+        self, model: Callable, guide: Guide, args: tuple, kwargs: dict, estimator: PerDatum | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if estimator is not None:
+            raise ValueError(
+                f"MeanFieldLimit averages the outputs at shared draws, and cannot use {estimator}"
+            )
+        vectors = guide.sample_vectors(self.num_particles)
+        layout = guide.require_layout()
+
+        def run_at(vector: Tensor) -> tuple[Run, Tensor]:
+            latents, log_det = layout.constrain(vector)
+            run = record(model, latents, args, kwargs, draw=sum_out_discrete)
+            self.log_likelihood(run, latents)  # which checks the run
+            return run, log_det
+
+        def particle(draw: dict[str, Tensor]) -> tuple[Any, Tensor, Tensor]:
+            run, log_det = run_at(draw["u"])
+            kl = self._flat_kl(guide, draw["u"], log_det, run)
+            q_entropy = torch.zeros_like(kl)
+            if self.is_cold:
+                q_entropy = self._flat_entropy(guide, draw["u"], log_det)
+            return {name: apart[1] for name, apart in _apart(run).items()}, kl, q_entropy
+
+        outputs, kl, q_entropy = self._map(particle, {"u": vectors})
+        with torch.no_grad():
+            run, _ = run_at(vectors[0].detach())
+        observed = {
+            name: run.observed[name]._replace(
+                distribution=rebuild(structure, {k: v.mean(0) for k, v in outputs[name].items()})
+            )
+            for name, (structure, _) in _apart(run).items()
+        }
+        likelihood = replace(run, observed=observed).log_likelihood()
+        return torch.as_tensor(likelihood, device=kl.device), kl.mean(), q_entropy.mean()
+
+
+def _apart(run: Run) -> dict[str, tuple[Structure, dict[str, Tensor]]]:
+    """The observed sites' distributions, taken apart."""
+    found = {}
+    for name, site in run.observed.items():
+        apart = take_apart(site.distribution)
+        if apart is None:
+            raise UnsupportedProgramError(
+                f"the parameters of the observed site '{name}' are not known, so that the mean "
+                f"output is not either: its distribution is {type(site.distribution).__name__}"
+            )
+        found[name] = apart
+    return found

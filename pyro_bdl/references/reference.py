@@ -1,0 +1,178 @@
+"""``Reference``: data, program and NUTS draws of one problem, in one file of the package."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from pyro_bdl import models
+from pyro_bdl.comparison.held_out import PredictiveDraws
+from pyro_bdl.data import Dataset
+from pyro_bdl.nn import bayesianize
+from pyro_bdl.priors import FanIn
+from pyro_bdl.utils.files import atomic_write
+
+_VERSION = "1"
+_SUFFIX = ".safetensors"
+_ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU}
+_PARTS = ("x_train", "y_train", "x_test", "y_test")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A reference posterior: draws of a long NUTS run on one problem.
+
+    :param name: name of the problem.
+    :param dataset: training and test data, standardized as the program sees them.
+    :param architecture: ``hidden``, the numbers of units, ``activation`` and ``gain`` of the prior.
+    :param function: ``(S, N)``, draws of f at the test inputs; for classes their probabilities
+        ``(S, N, C)``. Chain after chain.
+    :param noise: ``(S,)``, the noise's sd at the same draws, in the units of ``dataset.y_test``;
+        None for classes.
+    :param chains: number of chains of equal length.
+    :param info: how the draws were made and checked: seed, kernel, settings, versions, R-hat and
+        ESS in function space over all draws of the run, divergences, seconds; JSON types.
+    """
+
+    name: str
+    dataset: Dataset
+    architecture: Mapping[str, Any]
+    function: Tensor
+    noise: Tensor | None
+    chains: int
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock time of the whole NUTS run."""
+        return float(self.info["seconds"])
+
+    def program(self) -> nn.Module:
+        """A new Pyro program of the problem, whose posterior the draws belong to.
+
+        Its network has a fresh initialization, drawn from torch's random state.
+        """
+        return program(self.dataset, self.architecture)
+
+    def draws(self, *, seed: int = 0) -> PredictiveDraws:
+        """The draws as a posterior of ``compare``.
+
+        :param seed: seed of the noise of a regression's predictive draws.
+        """
+        if self.noise is None:
+            return PredictiveDraws(self.function, chains=self.chains)
+        noise, y = self.noise[:, None], self.dataset.y_test
+        generator = torch.Generator(device="cpu").manual_seed(seed)
+        standard = torch.randn(self.function.shape, generator=generator, device="cpu")
+        return PredictiveDraws(
+            self.function,
+            targets=self.function + noise * standard,
+            log_likelihood=torch.distributions.Normal(self.function, noise).log_prob(y),
+            chains=self.chains,
+        )
+
+    def save(self, path: str | Path) -> Path:
+        """Write to a ``.safetensors`` file, in float32; return the path."""
+        tensors = {name: getattr(self.dataset, name) for name in _PARTS}
+        # The probability of the first class follows from the others.
+        classes = self.dataset.task == "classification"
+        tensors["function"] = self.function[..., 1:] if classes else self.function
+        if self.noise is not None:
+            tensors["noise"] = self.noise
+        stored = {
+            name: (value.float() if value.is_floating_point() else value).contiguous().clone()
+            for name, value in tensors.items()
+        }
+        about = {
+            name: getattr(self.dataset, name)
+            for name in ("feature_names", "target_name", "task", "class_names", "y_mean", "y_sd")
+        }
+        header = {
+            "version": _VERSION,
+            "name": self.name,
+            "dataset": json.dumps(about),
+            "architecture": json.dumps(dict(self.architecture)),
+            "chains": json.dumps(self.chains),
+            "info": json.dumps(dict(self.info)),
+        }
+        path = Path(path)
+        with atomic_write(path) as part:
+            save_file(stored, str(part), header)
+        return path
+
+    @classmethod
+    def read(cls, path: str | Path) -> "Reference":
+        """Read a file that ``save`` wrote.
+
+        :raises ValueError: for a file of another version.
+        """
+        with safe_open(str(path), framework="pt") as file:
+            header = file.metadata() or {}
+            if header.get("version") != _VERSION:
+                raise ValueError(
+                    f"'{path}' has version {header.get('version')!r}, but {_VERSION!r} is needed"
+                )
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        about = json.loads(header["dataset"])
+        function = tensors["function"]
+        if about["task"] == "classification":
+            first = (1 - function.sum(-1, keepdim=True)).clamp_min(0)
+            function = torch.cat([first, function], -1)
+        about |= {name: tuple(about[name]) for name in ("feature_names", "class_names")}
+        return cls(
+            name=header["name"],
+            dataset=Dataset(**{name: tensors[name] for name in _PARTS}, **about),
+            architecture=json.loads(header["architecture"]),
+            function=function,
+            noise=tensors.get("noise"),
+            chains=json.loads(header["chains"]),
+            info=json.loads(header["info"]),
+        )
+
+
+def program(dataset: Dataset, architecture: Mapping[str, Any]) -> nn.Module:
+    """A ready-made program: a network of ``hidden`` layers with the prior ``FanIn(gain)``.
+
+    A regression has Normal noise, whose sd has the prior HalfNormal(1) in units of the standardized
+    target; classes are Categorical.
+    """
+    outputs = len(dataset.class_names) if dataset.task == "classification" else 1
+    sizes = [dataset.x_train.shape[1], *architecture["hidden"]]
+    activation = _ACTIVATIONS[architecture["activation"]]
+    layers: list[nn.Module] = []
+    for before, after in pairwise(sizes):
+        layers += [nn.Linear(before, after), activation()]
+    network = nn.Sequential(*layers, nn.Linear(sizes[-1], outputs))
+    network = bayesianize(network, FanIn(architecture["gain"]))
+    kind: Any = models.Classification if dataset.task == "classification" else models.Regression
+    return kind(network, num_data=len(dataset.x_train))
+
+
+def names() -> tuple[str, ...]:
+    """Names of the reference posteriors that the package holds."""
+    files = _folder().iterdir()
+    return tuple(sorted(f.name.removesuffix(_SUFFIX) for f in files if f.name.endswith(_SUFFIX)))
+
+
+def load(name: str) -> Reference:
+    """A reference posterior by name; nothing is downloaded.
+
+    :param name: one of ``names()``.
+    :raises ValueError: for another name.
+    """
+    if name not in names():
+        raise ValueError(f"there is no reference {name!r}; there are: {', '.join(names())}")
+    with resources.as_file(_folder() / f"{name}{_SUFFIX}") as path:
+        return Reference.read(path)
+
+
+def _folder() -> Any:
+    return resources.files("pyro_bdl.references") / "data"

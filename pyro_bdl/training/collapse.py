@@ -1,0 +1,110 @@
+"""A check of mean-field guides that have collapsed to the prior."""
+
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pyro_bdl.curvature.fisher import num_data
+from pyro_bdl.distributions.take_apart import base_distribution, observation_mean
+from pyro_bdl.elbo.tempered import TemperedTraceMeanField_ELBO
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.guides.base import Guide
+from pyro_bdl.guides.mean_field import AutoMeanField
+from pyro_bdl.program.batches import device_of_rows, leading_size, taken
+from pyro_bdl.program.trace import Site, record, sum_out_discrete
+from pyro_bdl.utils.module_state import preserved_buffers
+from pyro_bdl.utils.random_state import own_randomness
+
+_KL = 0.1  # nats per datum
+_VARIATION = 0.1  # sd of the predictions over the inputs, as a share of that of the targets
+_DRAWS = 256
+_ROWS = 128  # of the data that the warning looks at
+
+
+class Collapse(NamedTuple):
+    """How far a guide is from a posterior that ignores the data.
+
+    :param kl: KL(q || p(w)) per datum, in nats.
+    :param variation: the standard deviation over the inputs of the mean prediction, divided by that
+        of the targets; of classes those of the probabilities and of the one-hot classes. It is
+        estimated from 256 draws without bias in its square, and is zero for a negative estimate.
+    """
+
+    kl: float
+    variation: float
+
+    @property
+    def complete(self) -> bool:
+        """Whether q is close to the prior and its predictions hardly depend on the inputs."""
+        return self.kl < _KL and self.variation < _VARIATION
+
+
+@torch.no_grad()
+def collapse(model: nn.Module, guide: Guide, *args: Any, **kwargs: Any) -> Collapse:
+    """Measure how far a guide has collapsed to the prior.
+
+    A wide network's mean-field guide does so at temperature 1: the KL grows with the number of
+    neurons and the log likelihood does not (Coker et al. 2021; Huix et al. 2022).
+
+    :param args: the program's arguments, targets included.
+    """
+    guide.prototype(*args, **kwargs)
+    elbo = TemperedTraceMeanField_ELBO()
+    halves: list[dict[str, Tensor]] = [{}, {}]
+    with preserved_buffers(model), own_randomness():
+        elbo.loss(model, guide, *args, **kwargs)
+        for number, vector in enumerate(guide.sample_vectors(_DRAWS)):
+            latents = guide.require_layout().constrain(vector)[0]
+            observed = record(model, latents, args, kwargs, draw=sum_out_discrete).observed
+            sites = {n: s for n, s in observed.items() if s.value is not None}
+            sums = halves[number % 2]
+            for name, site in sites.items():
+                sums[name] = sums.get(name, 0.0) + _centered(
+                    observation_mean(site.distribution)
+                ) * (2 / _DRAWS)
+    rows = sum(num_data(site) * site.subsampling for site in sites.values())
+    shares = []
+    for name, site in sites.items():
+        explained = (halves[0][name] * halves[1][name]).mean().clamp_min(0.0)
+        shares.append((explained / _centered(_target(site)).square().mean()).sqrt())
+    assert elbo.kl is not None
+    return Collapse(float(elbo.kl / rows), float(max(shares, default=torch.nan)))
+
+
+def warn_of_collapse(model: nn.Module, guide: Guide, kl: Any, x: Any, y: Any) -> None:
+    """Warn if a mean-field guide trained at temperature 1 has collapsed to the prior.
+
+    :param kl: its KL in nats at the last step; None if it is not known.
+    :param x: all inputs.
+    :param y: their targets.
+    """
+    rows = leading_size(x)
+    if not isinstance(guide, AutoMeanField) or kl is None or not float(kl) < _KL * rows:
+        return
+    some = torch.arange(min(rows, _ROWS), device=device_of_rows(x)) * rows // min(rows, _ROWS)
+    found = collapse(model, guide, taken(x, some), taken(y, some))
+    found = found._replace(kl=float(kl) / rows)
+    if found.complete:
+        warnings.warn(
+            f"the guide has collapsed to the prior: KL(q || p) is {found.kl:.2g} nats per "
+            f"datum, and its predictions vary over the inputs by {found.variation:.1%} of what the "
+            "targets do. Mean-field does so for wide networks at temperature 1: train with "
+            "temperature=pyro_bdl.temperature.overparameterized(tau, model, x, y), tau about 0.01, "
+            "and see pyro_bdl.temperature.sweep",
+            BdlWarning,
+            stacklevel=3,
+        )
+
+
+def _target(site: Site) -> Tensor:
+    base = base_distribution(site.distribution)
+    if type(base).__name__ != "Categorical":
+        return site.value
+    return torch.nn.functional.one_hot(site.value.long(), base.probs.shape[-1]).to(base.probs)
+
+
+def _centered(values: Tensor) -> Tensor:
+    """Values minus their mean over the rows."""
+    return values.double() - values.double().mean(0)

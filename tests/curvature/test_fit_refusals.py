@@ -1,0 +1,212 @@
+"""Passes over data: what is refused, and what is not changed."""
+
+import itertools
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from helpers.observations import observations
+
+from pyro_bdl.curvature import chunking
+from pyro_bdl.curvature import config as config_module
+from pyro_bdl.curvature.config import CurvatureConfig, check_memory
+from pyro_bdl.curvature.fit import fit_curvature
+from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.program import Program
+from pyro_bdl.program.subset import Subset
+
+# What is refused
+
+
+def test_configs():
+    with pytest.raises(ValueError, match=r"unknown structure 'kfac' \(there are kron"):
+        CurvatureConfig("kfac")
+    with pytest.raises(ValueError, match="unknown curvature 'fisher'"):
+        CurvatureConfig(curvature="fisher")
+    with pytest.raises(ValueError, match='needs structure="full"'):
+        CurvatureConfig("kron", "hessian")
+    with pytest.raises(ValueError, match="num_draws must be at least 1"):
+        CurvatureConfig(num_draws=0)
+    with pytest.raises(ValueError, match="rank must be at least 1"):
+        CurvatureConfig(rank=0)
+
+
+def test_missing_targets(oracle):
+    model, x, y = observations("normal")
+    program, vector = oracle.program(model, x, y)
+    with pytest.raises(ValueError, match=r"site 'y' has no observation.*targets"):
+        oracle.fit(program, vector, x, structure="full")
+
+
+def test_a_program_without_observations(oracle, structures):
+    def model(x):
+        pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+
+    program, vector = oracle.program(model, torch.zeros(3))
+    for structure in structures:
+        with pytest.raises(ValueError, match="no observed site"):
+            oracle.fit(program, vector, torch.zeros(3), structure=structure)
+
+
+def test_a_likelihood_that_is_a_factor(oracle, structures):
+    def model(x):
+        w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        pyro.factor("score", -(w * x).sum().square())
+
+    program, vector = oracle.program(model, torch.ones(3))
+    for structure in structures:
+        with pytest.raises(UnsupportedProgramError, match=r"in the factor 'score'.*obs="):
+            oracle.fit(program, vector, torch.ones(3), structure=structure)
+
+
+def test_data_and_outputs_that_are_not_finite(oracle):
+    model, x, y = observations("normal")
+    program, vector = oracle.program(model, x, y)
+    with pytest.raises(ValueError, match=r"log likelihood at the MAP is -inf.*not finite"):
+        oracle.fit(program, 1e200 * vector, (x, y), structure="full")
+    x = x.clone()
+    x[1, 1] = float("nan")
+    with pytest.raises(ValueError, match=r"batch 0 .*: x holds NaN or infinity in rows 1, col"):
+        oracle.fit(program, vector, (x, y), structure="full")
+
+
+@pytest.mark.parametrize(
+    "structure,curvature", [("full", "ggn"), ("full", "hessian"), ("kron", "ggn")]
+)
+def test_targets_outside_their_support_in_a_later_batch(oracle, structure, curvature):
+    """A Bernoulli's density is finite at 2."""
+    model, x, _ = observations("bernoulli")
+    y = (torch.arange(len(x)) % 2).to(x)
+    program, vector = oracle.program(model, x, y)
+    batches = [(x, y), (x, y + 1.0)]
+    first = ", ".join(str(len(x) + n) for n in range(1, len(x), 2))
+    with pytest.raises(ValueError, match=f"outside the support .* in rows {first}: correct"):
+        oracle.fit(program, vector, batches, structure=structure, curvature=curvature)
+
+
+def test_values_that_broadcast_against_their_distribution_count_each(oracle):
+    def model(y=None):
+        m = pyro.sample("m", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(m, 0.5), obs=y)
+
+    program, vector = oracle.program(model, torch.randn(4))
+    found = oracle.fit(program, vector, (torch.randn(4),), structure="full")
+    assert found.num_data == 4
+    torch.testing.assert_close(found.curvature.matrix, torch.full((1, 1), 4 / 0.5**2))
+
+
+def test_distributions_that_cannot_be_read(oracle):
+    def mixture(y=None):
+        m = pyro.sample("m", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        parts = [dist.Normal(m[i].expand(4), 1.0) for i in range(2)]
+        with pyro.plate("data", 4):
+            mask = torch.tensor([True, False, True, False])
+            pyro.sample("y", dist.MaskedMixture(mask, *parts), obs=y)
+
+    program, vector = oracle.program(mixture, torch.randn(4))
+    y = torch.randn(4)
+    with pytest.raises(ValueError, match=r"'y' is not known.*ExpandedDistribution.*hessian"):
+        oracle.fit(program, vector, (y,), structure="full")
+    found = oracle.fit(program, vector, (y,), structure="full", curvature="hessian")
+    assert torch.isfinite(found.curvature.matrix).all()
+
+
+class Around(dist.Normal):
+    """A distribution of a user's own, with other arguments."""
+
+    def __init__(self, where):
+        super().__init__(where, 1.0)
+
+    def expand(self, batch_shape, _instance=None):
+        return Around(self.loc.expand(batch_shape))
+
+
+def test_distributions_that_cannot_be_made_again(oracle):
+    def model(y=None):
+        m = pyro.sample("m", dist.Normal(torch.zeros(4), 1.0).to_event(1))
+        with pyro.plate("data", 4):
+            pyro.sample("y", Around(m), obs=y)
+
+    program, vector = oracle.program(model, torch.ones(4))
+    with pytest.raises(ValueError, match=r"Fisher information of Around.*loc, scale.*hessian"):
+        oracle.fit(program, vector, (torch.ones(4),), structure="diag")
+    hessian = {"structure": "full", "curvature": "hessian"}
+    found = oracle.fit(program, vector, (torch.ones(4),), **hessian)
+    torch.testing.assert_close(found.curvature.matrix, torch.eye(4))
+
+
+def test_a_distribution_made_by_a_transform(oracle):
+    """InverseGamma holds a Gamma; its parameters can be read nevertheless."""
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.InverseGamma(torch.tensor(3.0), (w * x).exp()), obs=y)
+
+    x, y = torch.randn(5), torch.rand(5) + 0.5
+    program, vector = oracle.program(model, x, y)
+    torch.manual_seed(0)
+    found = oracle.fit(program, vector, (x, y), structure="full").curvature.matrix
+    expected = 3.0 * x.square().sum()  # of log rate, Fisher = concentration
+    assert abs(float(found) - float(expected)) < 0.25 * float(expected)
+
+
+def test_memory_is_checked_before_it_is_taken(monkeypatch):
+    monkeypatch.setattr(config_module, "available_memory", lambda device: 2**20)
+    like = torch.zeros(0)
+    check_memory(CurvatureConfig("kron"), 10**9, like)
+    check_memory(CurvatureConfig("diag"), 10**4, like)
+    check_memory(CurvatureConfig("full"), 100, like)
+    with pytest.raises(
+        MemoryError, match=r'"full" over 10,000 latents.*"kron" or "ekfac" or "diag",'
+    ):
+        check_memory(CurvatureConfig("full"), 10_000, like)
+    with pytest.raises(MemoryError, match=r'"low_rank".*"kron" or "ekfac" or "diag",'):
+        check_memory(CurvatureConfig("low_rank"), 10_000, like)
+    monkeypatch.setattr(config_module, "available_memory", lambda device: None)
+    check_memory(CurvatureConfig("full"), 10**6, like)
+
+
+def test_under_no_grad(oracle):
+    model, x, y = observations("noise")
+    program, vector = oracle.program(model, x, y)
+    for curvature in ("ggn", "hessian", "empirical-fisher"):
+        options = {"structure": "full", "curvature": curvature}
+        expected = oracle.fit(program, vector, (x, y), **options)
+        with torch.no_grad():
+            found = oracle.fit(program, vector, (x, y), **options)
+        torch.testing.assert_close(found.curvature.matrix, expected.curvature.matrix)
+        torch.testing.assert_close(found.gradient, expected.gradient)
+
+
+def test_the_bar_waits_for_passes_that_take_long(oracle, capsys, monkeypatch):
+    model, x, y = observations("normal")
+    program, vector = oracle.program(model, x, y)
+    config = CurvatureConfig("ekfac")
+    fit_curvature(model, Subset(program.layout), vector, (x, y), config, progress=True)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("tqdm.std.time", itertools.count().__next__)  # a second at each look
+    fit_curvature(model, Subset(program.layout), vector, (x, y), config, progress=True)
+    assert "curvature, pass 2 of 2" in capsys.readouterr().err
+    oracle.fit(program, vector, (x, y), structure="ekfac")
+    assert capsys.readouterr().err == ""
+
+
+def test_an_observation_of_no_datum_counts_once(monkeypatch):
+    """Each piece of a batch would count it again."""
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        pyro.sample("z", dist.Normal(w, 0.5), obs=torch.tensor(0.3))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(w * x, 1.0), obs=y)
+
+    x, y = torch.randn(8), torch.randn(8)
+    program = Program(model, x, y)
+    monkeypatch.setattr(chunking, "_BUDGET", 1)
+    fitted = fit_curvature(
+        model, Subset(program.layout), torch.zeros(1), (x, y), CurvatureConfig(structure="full")
+    )
+    expected = x.square().sum()[None, None] + 4.0
+    torch.testing.assert_close(fitted.curvature.matrix, expected)

@@ -1,0 +1,336 @@
+"""Random numbers in a compiled program, and values outside of the arguments that change."""
+
+import warnings
+from types import SimpleNamespace
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from helpers.compiled_steps import X, Y, regression, regression_with, same_steps, small_net
+from pyro import poutine
+from pyro.nn import PyroParam
+from torch import nn
+
+from pyro_bdl import bayesianize, models, priors
+from pyro_bdl.elbo import CompiledELBO, TemperedTraceMeanField_ELBO
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.estimators import local_reparameterization
+from pyro_bdl.guides import (
+    AutoMeanField,
+)
+from pyro_bdl.handlers import temper
+from pyro_bdl.optim import IVON, InSVI
+
+
+@pytest.fixture(autouse=True)
+def _no_warnings():
+    """Fail if a program runs uncompiled, unless the test expects it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", category=BdlWarning, message="CompiledELBO")
+        yield
+
+
+# Randomness inside the program
+
+
+def rows(x, y):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    with pyro.plate("data", 6, subsample_size=3) as i:
+        pyro.sample("y", dist.Normal(x[i] @ w, 1.0), obs=y[i])
+
+
+def test_subsamples_are_drawn_in_every_step():
+    _, record = same_steps({}, [(X, Y)] * 8, make=lambda: rows)
+    assert len({round(likelihood, 3) for _, likelihood, *_ in record}) > 4
+
+
+def local(x, y):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    with pyro.plate("data", 6, subsample_size=3) as i:
+        z = pyro.sample("z", dist.LogNormal(torch.zeros(()), 1.0))
+        pyro.sample("y", dist.Normal(z * (x[i] @ w), 1.0), obs=y[i])
+
+
+def test_local_latents_in_a_subsampled_plate():
+    same_steps({}, [(X, Y)] * 6, make=lambda: local)
+
+
+def test_dropout_layers_drop_anew_and_follow_the_mode():
+    def to_evaluation(number, model, guide):
+        model.train(number < 5)
+
+    elbo, _ = same_steps(
+        {},
+        [(X, Y)] * 10,
+        make=lambda: regression_with(nn.Dropout(0.5)),
+        between=to_evaluation,
+        replays=6,
+    )
+    assert elbo.num_traces == 2
+
+
+def test_batch_norm_moves_its_statistics():
+    _, record = same_steps(
+        {}, [(X, Y), (2 * X, Y)] * 3, make=lambda: regression_with(nn.BatchNorm1d(3))
+    )
+    assert record.model.network.net[1].num_batches_tracked == 6
+
+
+def test_batch_norm_for_several_particles_runs_uncompiled():
+    with pytest.warns(BdlWarning, match="reads numbers that change .* batch_norm.py"):
+        same_steps(
+            {"num_particles": 2},
+            [(X, Y)] * 4,
+            make=lambda: regression_with(nn.BatchNorm1d(3)),
+            replays=0,
+        )
+
+
+# What changes outside of the arguments
+
+
+def test_learned_hyperparameters():
+    def make():
+        prior = priors.Normal(PyroParam(torch.tensor(1.0), dist.constraints.positive))
+        return models.Regression(
+            bayesianize(small_net(), prior), noise=PyroParam(torch.tensor(0.5))
+        )
+
+    _, record = same_steps({}, [(X, Y)] * 8, make=make)
+    assert len(record.state) == 4 + 4  # and the network's buffers
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, guide: guide.load_state_dict(
+            {n: v + 0.1 if v.is_floating_point() else v for n, v in guide.state_dict().items()}
+        ),
+        lambda model, guide: setattr(guide, "loc", nn.Parameter(guide.loc.detach() + 0.1)),
+        lambda model, guide: setattr(model.network.net[1], "p", 0.9),
+        lambda model, guide: setattr(model, "num_data", 60),
+        lambda model, guide: setattr(model, "_noise", 2.0),
+        lambda model, guide: guide.loc.requires_grad_(False),
+    ],
+    ids=["state", "parameter", "layer", "num_data", "noise", "frozen"],
+)
+def test_changes_between_steps_are_seen(change):
+    def make():
+        net = nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.5), nn.Linear(3, 1))
+        return models.Regression(bayesianize(net), noise=0.5, num_data=6)
+
+    def between(number, model, guide):
+        if number == 4:
+            change(model, guide)
+
+    in_place = change.__code__.co_names[0] == "load_state_dict"
+    same_steps({}, [(X, Y)] * 8, make=make, between=between, replays=6 if in_place else 4)
+
+
+SHIFT, OPTIONS = 0.0, {"noise": 1.0}
+
+
+def _shifted(mean):
+    return mean + SHIFT
+
+
+def _with_variables(settings):
+    sd = 1.0
+
+    def program(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), sd).to_event(1))
+        with pyro.plate("data", len(x)):
+            mean = _shifted(x @ w) * settings.factor
+            pyro.sample("y", dist.Normal(mean, OPTIONS["noise"]), obs=y)
+
+    def change():
+        nonlocal sd
+        sd = 2.0
+
+    return program, change
+
+
+@pytest.mark.parametrize(
+    "handled", [lambda p: p, lambda p: temper(p, 0.5), poutine.scale(scale=2.0)]
+)
+def test_variables_that_change_between_steps_are_seen(handled, monkeypatch):
+    """Cells, globals of functions that are called, entries of dicts, attributes of objects."""
+    settings = SimpleNamespace(factor=1.0)
+    program, change_cell = _with_variables(settings)
+    model = handled(program)
+    guide = AutoMeanField(model).prototype(X, Y)
+    elbos = [CompiledELBO(), TemperedTraceMeanField_ELBO()]
+
+    def losses(times):
+        for _ in range(times):
+            torch.manual_seed(0)
+            ours = elbos[0].loss_and_grads(model, guide, X, Y)
+            torch.manual_seed(0)
+            assert ours == pytest.approx(elbos[1].loss_and_grads(model, guide, X, Y), rel=1e-5)
+
+    changes = [
+        change_cell,
+        lambda: monkeypatch.setitem(globals(), "SHIFT", 0.5),
+        lambda: monkeypatch.setitem(OPTIONS, "noise", 0.5),
+        lambda: setattr(settings, "factor", 0.5),
+    ]
+    losses(3)
+    for number, change in enumerate(changes):
+        assert (elbos[0].num_traces, elbos[0].num_replays) == (number + 1, number + 1)
+        change()
+        losses(3)
+    assert elbos[0].num_replays == 5
+
+
+def test_a_variable_that_each_run_changes_ends_uncompiled():
+    calls = 0
+
+    def program(x, y):
+        nonlocal calls
+        calls += 1
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ w * calls, 1.0), obs=y)
+
+    guide = AutoMeanField(program).prototype(X, Y)
+    elbo = CompiledELBO()
+    with pytest.warns(BdlWarning, match="a run changes the attribute 'calls' of .*program"):
+        elbo.loss_and_grads(program, guide, X, Y)
+
+
+def test_a_prior_that_is_changed_in_place():
+    scale = torch.tensor(1.0)
+
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), scale).to_event(1))
+        pyro.sample("y", dist.Normal(x @ w, 1.0).to_event(1), obs=y)
+
+    def make():
+        scale.fill_(1.0)
+        return model
+
+    def between(number, model, guide):
+        if number == 4:
+            scale.fill_(0.1)
+
+    elbo, _ = same_steps({}, [(X, Y)] * 8, make=make, between=between, replays=4)
+    assert elbo.num_traces == 2
+
+
+def test_endless_changes_end_uncompiled():
+    def between(number, model, guide):
+        model.num_data = 6 + number
+
+    with pytest.warns(BdlWarning, match="'num_data' of Regression was changed between steps"):
+        elbo, _ = same_steps(
+            {"max_graphs": 3},
+            [(X, Y)] * 7,
+            make=lambda: regression(num_data=6),
+            between=between,
+            replays=0,
+        )
+    assert elbo.num_traces == 3
+
+
+def test_values_from_pyros_store(tmp_path):
+    def between(number, model, guide):
+        if number == 2:
+            pyro.get_param_store().save(tmp_path / "store")
+        if number == 5:
+            pyro.get_param_store().load(tmp_path / "store")
+
+    same_steps({}, [(X, Y)] * 9, between=between, replays=5)
+
+
+def test_double_precision_on_the_way():
+    model = regression()
+    guide = AutoMeanField(model).prototype(X, Y)
+    elbo = CompiledELBO()
+    for _ in range(3):
+        elbo.loss_and_grads(model, guide, X, Y)
+    guide.double()
+    model.double()
+    guide.zero_grad()
+    for _ in range(3):
+        elbo.loss_and_grads(model, guide, X.double(), Y.double())
+    assert (elbo.num_traces, elbo.num_replays) == (2, 2)
+    assert guide.loc.grad.dtype == torch.float64
+    options = {"temperature": 0.3}
+    batches = [(X.double(), Y.double())] * 5
+    same_steps(options, batches, make=lambda: regression(small_net(torch.float64)), rtol=1e-12)
+
+
+def test_an_estimator_in_a_context():
+    model = regression()
+    guide = AutoMeanField(model).prototype(X, Y)
+    plain, elbo = TemperedTraceMeanField_ELBO(), CompiledELBO()
+    context = local_reparameterization()
+    for _ in range(4):
+        for inside in (True, False):
+            losses = []
+            for bound in (plain, elbo):
+                torch.manual_seed(1)
+                with context if inside else warnings.catch_warnings():
+                    losses.append(bound.loss_and_grads(model, guide, X, Y))
+            assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert elbo.num_traces == 2
+
+
+def test_ivon_has_its_noise():
+    def optimizer(guide):
+        return InSVI(IVON(guide, lr=0.05))
+
+    noises = []
+
+    def between(number, model, guide):
+        noises.append(guide.last_noise)
+
+    same_steps({}, [(X, Y)] * 8, optimizer=optimizer, between=between)
+    model = regression()
+    guide = AutoMeanField(model).prototype(X, Y)
+    IVON(guide)
+    elbo = CompiledELBO()
+    for seed in range(4):
+        torch.manual_seed(seed)
+        elbo.loss_and_grads(model, guide, X, Y)
+        torch.manual_seed(seed)
+        assert torch.equal(guide.last_noise, torch.randn(1, guide.layout.size)[0])
+    assert elbo.num_replays == 2
+
+
+def test_an_optimizer_that_asks_for_the_noise_later():
+    model = regression()
+    guide = AutoMeanField(model).prototype(X, Y)
+    elbo = CompiledELBO()
+    for _ in range(3):
+        elbo.loss_and_grads(model, guide, X, Y)
+    assert guide.last_noise is None
+    IVON(guide)
+    for _ in range(3):
+        elbo.loss_and_grads(model, guide, X, Y)
+        assert guide.last_noise is not None
+        guide.last_noise = None
+
+
+def test_tensors_that_the_program_changes_in_place():
+    """Such as a running mean that it keeps in a closure."""
+    total = torch.zeros(())
+
+    def make():
+        total.zero_()
+        return model
+
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        mean = x @ w
+        total.mul_(0.5).add_(mean.detach().sum())
+        pyro.sample("y", dist.Normal(mean + total, 1.0).to_event(1), obs=y)
+
+    totals = []
+
+    def between(number, model, guide):
+        totals.append(total.clone())
+
+    same_steps({}, [(X, Y)] * 6, make=make, between=between)
+    torch.testing.assert_close(totals[6:], totals[:6])

@@ -1,0 +1,208 @@
+"""Laplace approximations of programs: factors, flat priors, handlers, data that are not finite."""
+
+import math
+import warnings
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from helpers.conjugate_laplace import D, data
+from pyro import poutine
+from pyro.infer.reparam import LocScaleReparam
+from torch import nn
+from torch.distributions import constraints
+
+from pyro_bdl import Predictive, bayesianize, compare, models
+from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
+from pyro_bdl.evidence import log_marginal_likelihood
+from pyro_bdl.guides import AutoLaplaceGGN
+from pyro_bdl.program import Program
+
+
+def test_factors_are_left_out_and_said(conjugate, covariance):
+    def model(x, y=None):
+        conjugate_w = pyro.sample("w", dist.Normal(torch.zeros(3, dtype=D), 1.0).to_event(1))
+        pyro.factor("penalty", -(conjugate_w.sum() ** 2))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ conjugate_w, 1.0), obs=y)
+
+    guide = AutoLaplaceGGN(model, structure="full").prototype(*data(conjugate))
+    x, y = data(conjugate)
+    curvature = x.T @ x + torch.eye(3, dtype=D) + 2.0
+    with torch.no_grad():
+        guide.loc.copy_(torch.linalg.solve(curvature, x.T @ y))
+    with pytest.warns(BdlWarning, match="factor 'penalty' has no Fisher information") as caught:
+        ggn = guide.laplace_approximation(data(conjugate))
+    said = [warning for warning in caught if warning.category is BdlWarning]
+    assert len(said) == 1  # and it is at the maximum, penalty included
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BdlWarning)
+        hessian = guide.laplace_approximation(data(conjugate), curvature="hessian")
+    torch.testing.assert_close(torch.linalg.inv(covariance(hessian)), curvature)
+    torch.testing.assert_close(
+        hessian.log_likelihood, Program(model, x, y).run(hessian.median()).log_likelihood()
+    )
+    difference = torch.linalg.inv(covariance(hessian)) - torch.linalg.inv(covariance(ggn))
+    torch.testing.assert_close(difference, 2 * torch.ones(3, 3, dtype=D))
+
+
+def test_data_that_are_not_finite_are_named(conjugate):
+    guide = AutoLaplaceGGN(conjugate.model)
+    x = conjugate.x.clone()
+    x[3, 1] = math.nan
+    with pytest.raises(ValueError, match="x holds NaN or infinity in rows 3, columns 1"):
+        guide.laplace_approximation((x, conjugate.y))
+
+
+@pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
+@pytest.mark.parametrize("curvature", ["ggn", "hessian"])
+def test_the_batch_whose_data_are_not_finite_is_named(conjugate, curvature):
+    guide = AutoLaplaceGGN(conjugate.model, structure="full", curvature=curvature)
+    batches = list(zip(conjugate.x.split(3), conjugate.y.clone().split(3), strict=True))
+    batches[1][1][2] = math.inf
+    with pytest.raises(
+        ValueError, match=r"batch 1 \(counted.*: y holds NaN or infinity in rows 2:"
+    ):
+        guide.laplace_approximation(batches)
+    good = [batches[0], batches[2]]
+    laplace = guide.prototype(*good[0]).laplace_approximation(good)
+    before = laplace.variances()
+    with pytest.raises(ValueError, match=r"batch 0 .*: y holds NaN or infinity in rows 2"):
+        laplace.update(batches[1])
+    torch.testing.assert_close(laplace.variances(), before, rtol=0, atol=0)
+
+
+def test_a_program_that_observes_nothing():
+    def program(x):
+        pyro.sample("w", dist.Normal(0.0, 1.0))
+
+    with pytest.raises(ValueError, match="no observed site"):
+        AutoLaplaceGGN(program).laplace_approximation(torch.zeros(3, 2))
+
+
+@pytest.mark.parametrize("kind", ["Binomial", "NegativeBinomial"])
+def test_probabilities_and_logits_have_one_posterior(kind):
+    """Given probabilities, the curvature was once zero and the posterior the prior."""
+    x = torch.tensor([[0.3], [-1.0], [0.8]], dtype=D)
+    y = torch.tensor([1.0, 3.0, 2.0], dtype=D)
+    found = []
+    for given in ("probs", "logits"):
+
+        def model(x, y=None, given=given):
+            w = pyro.sample("w", dist.Normal(x.new_zeros(1), 1.0).to_event(1))
+            output = (x @ w).sigmoid() if given == "probs" else x @ w
+            with pyro.plate("data", len(x)):
+                pyro.sample("y", getattr(dist, kind)(4.0, **{given: output}), obs=y)
+
+        guide = AutoLaplaceGGN(model, structure="full").prototype(x, y)
+        with torch.no_grad():
+            guide.loc.fill_(0.2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", BdlWarning)  # no maximum
+            found.append(guide.laplace_approximation((x, y)).variances())
+    assert found[0].item() < 0.9
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("mask", ["distribution", "handler"])
+def test_a_flat_prior_leaves_the_likelihood_alone(conjugate, mask):
+    """The posterior of least squares, N((X'X)^-1 X'y, (X'X)^-1) for noise of sd 1, and its exact
+    evidence, the integral of the likelihood."""
+    x, y = conjugate.x, conjugate.y
+
+    def model(x, y=None):
+        prior = dist.Normal(x.new_zeros(3), 1.0).to_event(1)
+        with pyro.poutine.mask(mask=mask != "handler"):
+            w = pyro.sample("w", prior.mask(False) if mask == "distribution" else prior)
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+
+    gram = x.T @ x
+    mean = torch.linalg.solve(gram, x.T @ y)
+    for structure in ("full", "kron", "ekfac", "diag"):
+        guide = AutoLaplaceGGN(model, structure=structure).prototype(x, y)
+        with torch.no_grad():
+            guide.loc.copy_(mean)
+        laplace = guide.laplace_approximation((x, y))
+        exact = 1 / gram.diagonal() if structure == "diag" else torch.linalg.inv(gram).diagonal()
+        torch.testing.assert_close(laplace.variances(), exact)
+        if structure != "diag":
+            squares = (y - x @ mean).square().sum()
+            evidence = -0.5 * (squares + gram.logdet() + (len(y) - 3) * math.log(2 * math.pi))
+            torch.testing.assert_close(log_marginal_likelihood(laplace), evidence)
+
+
+@pytest.mark.parametrize("batches", [1, 4])
+def test_the_hessian_of_a_program_of_factors(conjugate, batches, covariance):
+    """Likelihood and prior as factors are the same density; a prior counts once, however many
+    batches the data come in."""
+    x, y = data(conjugate)
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.ImproperUniform(constraints.real, (), (3,)))
+        pyro.factor("prior", -0.5 * w.double().square().sum())
+        with pyro.plate("data", len(x)):
+            pyro.factor("likelihood", dist.Normal(x @ w.double(), 1.0).log_prob(y))
+
+    guide = AutoLaplaceGGN(model, structure="full").prototype(x, y)
+    precision = x.T @ x + torch.eye(3, dtype=D)
+    with torch.no_grad():
+        guide.loc.copy_(torch.linalg.solve(precision, x.T @ y))
+    parts = list(zip(x.chunk(batches), y.chunk(batches), strict=True))
+    with pytest.raises(UnsupportedProgramError, match=r"'prior'.*curvature=.hessian."):
+        guide.laplace_approximation(parts)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BdlWarning)
+        laplace = guide.laplace_approximation(parts, curvature="hessian")
+    torch.testing.assert_close(
+        covariance(laplace).double(), precision.inverse(), rtol=1e-4, atol=1e-6
+    )
+    joint = Program(model, x, y).log_joint(laplace.median())
+    torch.testing.assert_close(
+        laplace.log_likelihood.double(), joint.double(), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_a_reparameterized_program(conjugate, covariance):
+    """Decentered, w = 2 v: the posterior of v is that of w, scaled."""
+    x, y = data(conjugate)
+
+    def model(x, y=None):
+        with pyro.plate("inputs", 3):
+            w = pyro.sample("w", dist.Normal(x.new_zeros(()), 2.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+
+    precision = x.T @ x + torch.eye(3, dtype=D) / 4
+    decentered = poutine.reparam(model, {"w": LocScaleReparam(0.0)})
+    guide = AutoLaplaceGGN(decentered, structure="full").prototype(x, y)
+    with torch.no_grad():
+        guide.loc.copy_(torch.linalg.solve(precision, x.T @ y) / 2)
+    laplace = guide.laplace_approximation((x, y))
+    torch.testing.assert_close(covariance(laplace), precision.inverse() / 4)
+    drawn = Predictive(decentered, laplace, num_samples=3)(x)
+    assert drawn["y"].shape == (3, len(x))
+    result = compare(decentered, {"laplace": laplace}, x, y, reference=None)
+    assert "laplace" in str(result)
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_dropout_that_is_always_on_is_told(always):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 20), nn.Linear(20, 1)
+
+        def forward(self, x):
+            hidden = torch.nn.functional.dropout(self.first(x), 0.5, always or self.training)
+            return self.last(hidden)
+
+    x, y = torch.randn(8, 3), torch.randn(8)
+    model = models.Regression(bayesianize(Net()), noise=1.0)
+    guide = AutoLaplaceGGN(model, structure="diag").prototype(x, y)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", BdlWarning)
+        guide.laplace_approximation((x, y))
+    said = [w for w in caught if "the loc of site 'y' is random" in str(w.message)]
+    assert len(said) == always

@@ -1,0 +1,154 @@
+"""Posteriors in files: ``guide.save`` and ``load_posterior``."""
+
+import subprocess
+import sys
+import textwrap
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+
+import pyro_bdl as bdl
+from pyro_bdl.guides import AutoLaplaceGGN, AutoMCDropout, AutoMeanField
+from pyro_bdl.utils.tensor_file import load_tree
+
+
+def _draws(guide):
+    torch.manual_seed(3)
+    return guide.sample_vectors(5).detach()
+
+
+def test_every_guide_comes_back_bit_for_bit(guide, linear, tmp_path):
+    program, x, _ = linear
+    path = guide.save(tmp_path / "posterior")
+    found = bdl.load_posterior(path, program)
+    assert type(found) is type(guide)
+    assert torch.equal(_draws(found), _draws(guide))
+    assert torch.equal(found.location(), guide.location())
+    assert torch.equal(found.variances(), guide.variances())
+    torch.manual_seed(0)
+    expected = bdl.Predictive(program, guide, num_samples=3)(x)["y"]
+    torch.manual_seed(0)
+    assert torch.equal(bdl.Predictive(program, found, num_samples=3)(x)["y"], expected)
+    again = found.save(tmp_path / "again")  # a loaded posterior can be saved
+    assert torch.equal(_draws(bdl.load_posterior(again, program)), _draws(guide))
+
+
+def test_every_trained_class_comes_back(kind, linear, tmp_path):
+    program, x, y = linear
+    guide = kind(program).prototype(x, y)
+    with torch.no_grad():
+        guide.loc.add_(0.3)
+    found = bdl.load_posterior(guide.save(tmp_path / "posterior"), program)
+    assert type(found) is kind
+    assert torch.equal(found.loc, guide.loc)
+
+
+_X = torch.linspace(-1.0, 1.0, 24, dtype=torch.float64)[:, None]
+
+
+def _network(width=4, noise=0.3, dropout=0.0):
+    torch.manual_seed(0)
+    layers = [nn.Linear(1, width), nn.BatchNorm1d(width), nn.Tanh()]
+    layers += [nn.Dropout(dropout)] * bool(dropout)
+    net = nn.Sequential(*layers, nn.Linear(width, 1)).double()
+    scale = pyro.nn.PyroParam(torch.tensor(noise, dtype=torch.float64), dist.constraints.positive)
+    return bdl.models.Regression(bdl.bayesianize(net), noise=scale, num_data=24)
+
+
+def test_the_programs_own_numbers_come_along_and_the_data_do_not(tmp_path):
+    model = _network(noise=0.7)
+    guide = AutoLaplaceGGN(model, structure="kron").prototype(_X, _X)
+    guide(_X, _X)
+    model(_X, _X)  # moves the statistics of BatchNorm
+    posterior = guide.laplace_approximation((_X, _X))
+    path = posterior.save(tmp_path / "posterior")
+    stored = load_tree(path, kind="posterior")["batch"][0]
+    assert [len(rows) for rows in stored] == [2, 2]
+    other = _network(noise=0.1)
+    found = bdl.load_posterior(path, other)
+    assert other.noise.item() == pytest.approx(0.7)
+    for name, value in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], value), name
+    expected = bdl.LinearizedPredictive(model, posterior).moments(_X)["y"]
+    moments = bdl.LinearizedPredictive(other, found).moments(_X)["y"]
+    assert torch.equal(moments.variance["loc"], expected.variance["loc"])
+    assert found.num_data == 24
+    assert bdl.evidence.log_marginal_likelihood(found).item() == pytest.approx(
+        bdl.evidence.log_marginal_likelihood(posterior).item()
+    )
+    more = found.update((_X, _X)).variances()  # further data are welcome
+    assert torch.equal(more, posterior.update((_X, _X)).variances())
+    with pytest.raises(RuntimeError, match="loaded from a file without its data"):
+        bdl.evidence.maximize(found, linearized=True)
+
+
+def test_dropout_layers_are_silenced_again(tmp_path):
+    guide = AutoMCDropout.from_dropout_layers(_network(dropout=0.25), learn_p=True)
+    path = guide.prototype(_X, _X).save(tmp_path / "posterior")
+    model = _network(dropout=0.25)
+    found = bdl.load_posterior(path, model)
+    assert found.layers
+    assert found.rates().keys() == guide.rates().keys()
+
+
+def test_another_program_is_refused_and_stays_as_it_was(tmp_path):
+    model = _network()
+    path = AutoMeanField(model).prototype(_X, _X).save(tmp_path / "posterior")
+    other = _network(width=5)
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        bdl.load_posterior(path, other)
+    assert all(torch.equal(other.state_dict()[name], value) for name, value in before.items())
+
+    def plain(x, y=None):
+        pyro.sample("w", dist.Normal(torch.zeros(3, dtype=torch.float64), 1.0).to_event(1))
+
+    with pytest.raises(RuntimeError, match="another program"):
+        bdl.load_posterior(path, plain)
+
+
+def test_what_is_no_posterior_is_refused(tmp_path):
+    path = tmp_path / "posterior"
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        bdl.load_posterior(path, _network())
+    bdl.Checkpoint(path, net=nn.Linear(1, 1)).save(0)
+    with pytest.raises(ValueError, match="it is checkpoint, version 1"):
+        bdl.load_posterior(path, _network())
+    model = _network()
+    guide = AutoLaplaceGGN(model, subset=lambda name, latent: "weight" in name)
+    with pytest.raises(TypeError, match=r"\['subset'\] is a function"):
+        guide.prototype(_X, _X).save(path)
+
+
+def test_samples_come_back_too(tmp_path):
+    samples = bdl.Samples({"w": torch.randn(2, 3, 4)})
+    path = samples.save(tmp_path / "samples.safetensors")
+    assert torch.equal(bdl.load_posterior(path, _network()).latents["w"], samples.latents["w"])
+
+
+_OTHER_PROCESS = textwrap.dedent("""
+    import sys, torch
+    from torch import nn
+    import pyro_bdl as bdl
+    x = torch.linspace(-1.0, 1.0, 24)[:, None]
+    net = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1))
+    model = bdl.models.Regression(bdl.bayesianize(net), num_data=24)
+    posterior = bdl.load_posterior(sys.argv[1], model)
+    print(bdl.LinearizedPredictive(model, posterior).moments(x)["y"].variance["loc"].sum().item())
+""")
+
+
+@pytest.mark.slow
+def test_another_process_opens_it(tmp_path):
+    x = _X.float()
+    net = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1))
+    model = bdl.models.Regression(bdl.bayesianize(net), num_data=24)
+    posterior = AutoLaplaceGGN(model).prototype(x, x).laplace_approximation((x, x))
+    path = posterior.save(tmp_path / "posterior")
+    command = [sys.executable, "-c", _OTHER_PROCESS, str(path)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    expected = bdl.LinearizedPredictive(model, posterior).moments(x)["y"].variance["loc"].sum()
+    assert float(found) == pytest.approx(expected.item(), rel=1e-6)

@@ -1,0 +1,141 @@
+"""Noisy K-FAC against posteriors that are matrix normals."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+
+import pyro_bdl as bdl
+from pyro_bdl.guides import AutoMatrixNormal, AutoMeanField
+from pyro_bdl.optim import InSVI, KroneckerGaussNewton_ELBO, NoisyKFAC
+
+N, INPUTS, OUTPUTS, NOISE = 30, 3, 2, 0.5
+
+
+def data():
+    torch.manual_seed(0)
+    mix = torch.tensor([[1.0, 0.6, 0.0], [0.0, 1.0, -0.5], [0.0, 0.0, 0.7]], dtype=torch.float64)
+    x = torch.randn(N, INPUTS, dtype=torch.float64) @ mix
+    return x, x @ torch.randn(INPUTS, OUTPUTS, dtype=torch.float64)
+
+
+def program(outputs_first=True):
+    shape = (OUTPUTS, INPUTS) if outputs_first else (INPUTS, OUTPUTS)
+
+    def model(x, y=None):
+        zero = torch.zeros(shape, dtype=torch.float64)
+        w = pyro.sample("w", dist.Normal(zero, 1.0).to_event(2))
+        f = nn.functional.linear(x, w) if outputs_first else x @ w
+        with pyro.plate("data", N, subsample_size=len(x)):
+            pyro.sample("y", dist.Normal(f, NOISE).to_event(1), obs=y)
+
+    return model
+
+
+def trained(model, x, y, temperature=1.0, steps=140, **options):
+    torch.manual_seed(1)
+    guide = AutoMatrixNormal(model).prototype(x, y)
+    optimizer = NoisyKFAC(guide, lr=0.2, betas=(0.9, 0.8), temperature=temperature)
+    loss = KroneckerGaussNewton_ELBO(temperature, **options)(model, guide)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss(x, y).backward()
+        optimizer.step()
+        schedule.step()
+    return guide
+
+
+@pytest.mark.parametrize(("first", "eta"), [(True, 1.0), (False, 0.2)])
+def test_the_posterior_of_a_linear_regression(first, eta):
+    """It is MN(M, I, P^-1) with P = x' x / (eta sigma^2) + I: exactly Kronecker-factored."""
+    x, y = data()
+    guide = trained(program(first), x, y, eta, curvature="ggn")
+    precision = x.mT @ x / NOISE**2 / eta + torch.eye(INPUTS, dtype=x.dtype)
+    covariance = torch.linalg.inv(precision).contiguous()
+    mean = (covariance @ x.mT @ y / NOISE**2 / eta).mT
+    rows, columns = (f @ f.mT for f in guide.factors("w"))
+    identity = torch.eye(OUTPUTS, dtype=x.dtype)
+    expected = torch.kron(identity, covariance) if first else torch.kron(covariance, identity)
+    found = torch.kron(rows, columns).detach()
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * expected.max().item())
+    mean = mean if first else mean.mT
+    sd = expected.diagonal().sqrt().reshape(mean.shape)
+    assert ((guide.site_distributions()["w"].mean - mean).abs() < 0.6 * sd).all()
+
+
+def test_drawn_targets_and_minibatches_reach_it_on_average():
+    x, y = data()
+    torch.manual_seed(1)
+    model = program()
+    guide = AutoMatrixNormal(model).prototype(x, y)
+    optimizer = NoisyKFAC(guide, betas=(0.9, 0.95))
+    loss = KroneckerGaussNewton_ELBO()(model, guide)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 80)
+    for _ in range(80):
+        rows = torch.randperm(N)[:15]
+        optimizer.zero_grad()
+        loss(x[rows], y[rows]).backward()
+        optimizer.step()
+        schedule.step()
+    precision = x.mT @ x / NOISE**2 + torch.eye(INPUTS, dtype=x.dtype)
+    exact = torch.linalg.inv(precision).diagonal().expand(OUTPUTS, INPUTS)
+    # 15 rows and one draw of the target for each: a relative sd of about 0.5 a step, averaged over
+    # some 40 steps as the rate falls.
+    torch.testing.assert_close(
+        guide.variances().detach().reshape(OUTPUTS, INPUTS), exact, rtol=0.3, atol=0
+    )
+
+
+def test_the_step_is_the_fraction_toward_the_stationary_precision():
+    """U^-1 <- (1 - rho) U^-1 + rho [tr(A V) G + tr(V) I] / q for a standard Normal prior."""
+    x, y = data()
+    model = program()
+    guide = AutoMatrixNormal(model, init_scale=0.3).prototype(x, y)
+    before = [f.detach().clone() for f in guide.factors("w")]
+    optimizer = NoisyKFAC(guide, betas=(0.0, 0.9))
+    loss = KroneckerGaussNewton_ELBO(curvature="ggn")(model, guide)
+    loss(x, y).backward()
+    optimizer.step()
+    u, v = (f @ f.mT for f in before)
+    inputs, outputs = x.mT @ x, torch.eye(OUTPUTS, dtype=x.dtype) / NOISE**2
+    eye_u, eye_v = (torch.eye(n, dtype=x.dtype) for n in (OUTPUTS, INPUTS))
+    row = (torch.trace(inputs @ v) * outputs + torch.trace(v) * eye_u) / INPUTS
+    column = (torch.trace(outputs @ u) * inputs + torch.trace(u) * eye_v) / OUTPUTS
+    for factor, old, target in zip(guide.factors("w"), (u, v), (row, column), strict=True):
+        precision = 0.9 * torch.linalg.inv(old) + 0.1 * target
+        torch.testing.assert_close((factor @ factor.mT).detach(), torch.linalg.inv(precision))
+
+
+def test_a_network_in_pyros_svi():
+    x, y = data()
+    net = nn.Sequential(nn.Linear(INPUTS, 4), nn.Tanh(), nn.Linear(4, OUTPUTS)).double()
+    model = bdl.models.Regression(bdl.bayesianize(net), noise=0.5, num_data=N)
+    guide = AutoMatrixNormal(model, max_side=3).prototype(x, y)
+    assert any(f.dim() == 1 for name in guide.matrices for f in guide.factors(name))
+    svi = pyro.infer.SVI(model, guide, InSVI(NoisyKFAC(guide)), KroneckerGaussNewton_ELBO())
+    losses = [svi.step(x, y) for _ in range(24)]
+    assert sum(losses[-5:]) < sum(losses[:5])
+
+
+def test_refusals():
+    x, y = data()
+    model = program()
+    other = AutoMeanField(model).prototype(x, y)
+    with pytest.raises(TypeError, match="moves the factors of an AutoMatrixNormal"):
+        NoisyKFAC(other)
+    with pytest.raises(TypeError, match="KroneckerGaussNewton_ELBO is for an AutoMatrixNormal"):
+        KroneckerGaussNewton_ELBO()(model, other)(x, y)
+    guide = AutoMatrixNormal(model).prototype(x, y)
+    with pytest.raises(ValueError, match="clip must be positive"):
+        NoisyKFAC(guide, clip=0.0)
+    optimizer = NoisyKFAC(guide)
+    with pytest.raises(RuntimeError, match=r"call loss.backward\(\) before the step"):
+        optimizer.step()
+    (KroneckerGaussNewton_ELBO()(model, guide)(x, y)).backward()
+    guide.loc.grad[0] = torch.nan
+    before = guide.loc.detach().clone()
+    with pytest.raises(RuntimeError, match="gradient at step 1 is not finite"):
+        optimizer.step()
+    assert torch.equal(guide.loc, before)

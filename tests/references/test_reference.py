@@ -1,0 +1,68 @@
+"""The shipped reference posteriors: their size, checks, and use as the reference of ``compare``."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import pyro_bdl as bdl
+from pyro_bdl.references import Reference, reference
+
+
+def test_they_are_small_and_passed_their_checks():
+    folder = Path(reference.__file__).parent / "data"
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 5e6
+    assert len(bdl.references.names()) == len(list(folder.iterdir()))
+    for name in bdl.references.names():
+        found = bdl.references.load(name)
+        assert found.name == name and found.function.isfinite().all()
+        assert found.info["rhat"] < 1.005 and found.info["divergences"] == 0
+        assert found.info["ess_min"] > 400 and found.seconds > 0
+        assert found.function.shape[1] == len(found.dataset.x_test) == len(found.dataset.y_test)
+
+
+def test_the_kept_draws_agree_between_chains():
+    """R-hat of the thinned draws too, up to what 500 draws a chain resolve."""
+    found = bdl.references.load("wine")
+    by_chain = found.function[..., :-1].unflatten(0, (found.chains, -1)).flatten(2)
+    rhat, _, _ = bdl.diagnostics.convergence(by_chain, progress=False)
+    assert rhat.max() < 1.02
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(ValueError, match="no reference 'wien'; there are: breast-cancer"):
+        bdl.references.load("wien")
+
+
+def test_draws_are_those_of_the_program():
+    """Log likelihoods of the predictive draws by the program's own observation."""
+    found = bdl.references.load("diabetes")
+    draws, y = found.draws(), found.dataset.y_test
+    assert draws.chains == found.chains == 4
+    exact = torch.distributions.Normal(found.function[7], found.noise[7]).log_prob(y)
+    assert torch.equal(draws.log_likelihood[7], exact)
+    z = (draws.targets - draws.function) / found.noise[:, None]
+    assert z.mean().abs() < 0.01 and (z.std() - 1).abs() < 0.01
+    assert torch.equal(draws.targets, found.draws().targets)
+    assert found.program().num_data == len(found.dataset.x_train)
+
+
+def test_a_guide_is_compared_with_it_and_a_halved_reference_is_alike():
+    found = bdl.references.load("in-between")
+    model, data = found.program(), found.dataset
+    guide = bdl.guides.AutoMeanField(model).prototype(data.x_train, data.y_train)
+    draws = found.draws()
+    half = bdl.PredictiveDraws(draws.function[::2], chains=4)
+    table = bdl.compare(
+        model, {"guide": guide, "half": half, "nuts": draws}, data.x_test, data.y_test,
+        num_samples=100,
+    )  # fmt: skip
+    assert table.ranking.group_of("half") == "alike" and table.ranking.group_of("guide") == "far"
+    assert table.to_dict()["nuts"]["nlpd"] is not None and not table.warnings
+
+
+def test_saved_and_read(tmp_path):
+    found = bdl.references.load("wine")
+    again = Reference.read(found.save(tmp_path / "a.safetensors"))
+    assert torch.equal(again.function, found.function) and again.info == found.info
+    assert again.dataset.class_names == found.dataset.class_names and again.noise is None

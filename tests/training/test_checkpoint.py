@@ -1,0 +1,360 @@
+"""A training run that is stopped at any moment goes on as if it had not been."""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI, Trace_ELBO
+from pyro.infer.autoguide import AutoNormal
+from safetensors import safe_open
+from torch import nn
+
+import pyro_bdl as bdl
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.training import Checkpoint, Minibatches, train
+from pyro_bdl.utils.tensor_file import load_tree, save_tree
+
+_X = torch.linspace(-1.0, 1.0, 24, dtype=torch.float64)[:, None]
+_Y = torch.sin(3.0 * _X)
+_STEPS = 12
+
+
+def _program(hidden: int = 4, seed: int = 0):
+    torch.manual_seed(seed)
+    net = nn.Sequential(
+        nn.Linear(1, hidden), nn.BatchNorm1d(hidden), nn.Tanh(), nn.Linear(hidden, 1)
+    )
+    bnn = bdl.bayesianize(net.double(), prior=bdl.priors.Normal(1.0))
+    noise = pyro.nn.PyroParam(torch.tensor(0.3, dtype=torch.float64), dist.constraints.positive)
+    return bdl.models.Regression(bnn, noise=noise, num_data=24)
+
+
+def _numbers(*modules):
+    found = [value for module in modules for value in module.state_dict().values()]
+    return [value.clone() for value in found if torch.is_tensor(value)]
+
+
+# Loops of one's own: (program, guide, path, number of the step to die at) -> the guide
+
+
+def _torch_loop(path, die_at, *, elbo=None, guide=bdl.guides.AutoMeanField, optimizer=None):
+    model = _program()
+    guide = guide(model).prototype(_X, _Y)
+    elbo = bdl.elbo.TemperedTraceMeanField_ELBO() if elbo is None else elbo()
+    objective = elbo(model, guide)
+    batches = Minibatches(24, 7)
+    parts = {"model": model, "guide": guide, "elbo": elbo, "batches": batches}
+    if optimizer is None:
+        parts["optimizer"] = torch.optim.Adam(objective.parameters(), lr=0.03)
+        parts["rate"] = torch.optim.lr_scheduler.OneCycleLR(parts["optimizer"], 0.1, _STEPS)
+    else:
+        parts["optimizer"] = optimizer(guide)
+    for step in Checkpoint(path, **parts).steps(_STEPS, every=3):
+        if step == die_at:
+            return None
+        rows = batches.next()
+        loss = objective(_X[rows], _Y[rows])
+        parts["optimizer"].zero_grad()
+        loss.backward()
+        parts["optimizer"].step()
+        if "rate" in parts:
+            parts["rate"].step()
+    return _numbers(model, guide)
+
+
+def _compiled(path, die_at):
+    schedule = bdl.temperature.linear(0.1, 1.0, _STEPS)
+    return _torch_loop(path, die_at, elbo=lambda: bdl.elbo.CompiledELBO(schedule))
+
+
+def _ivon(path, die_at):
+    return _torch_loop(path, die_at, optimizer=lambda guide: bdl.optim.IVON(guide, lr=0.1))
+
+
+def _dropout(path, die_at):
+    return _torch_loop(path, die_at, guide=bdl.guides.AutoMCDropout)
+
+
+def _pyro_loop(path, die_at, *, guide=bdl.guides.AutoMeanField):
+    """The guide and Pyro's optimizer have no parameters when the state is loaded."""
+    pyro.clear_param_store()
+    model = _program()
+    guide, optimizer = guide(model), pyro.optim.ClippedAdam({"lr": 0.03, "lrd": 0.9})
+    if isinstance(guide, AutoNormal):
+        guide(_X, _Y)
+    svi = SVI(model, guide, optimizer, Trace_ELBO())
+    run = Checkpoint(path, model=model, guide=guide, optimizer=optimizer)
+    for step in run.steps(_STEPS, every=3):
+        if step == die_at:
+            return None
+        svi.step(_X + 0.01 * np.random.randn(), _Y)  # numpy's random numbers go on too
+    guide(_X, _Y)  # which takes the loaded values if no step was left
+    return _numbers(model, guide)
+
+
+def _pyro_guide(path, die_at):
+    return _pyro_loop(path, die_at, guide=AutoNormal)
+
+
+def _param_statements(path, die_at):
+    """A program that is a function, with ``pyro.param``."""
+    pyro.clear_param_store()
+
+    def model(x, y):
+        scale = pyro.param("scale", torch.tensor(1.0), constraint=dist.constraints.positive)
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(w * x[:, 0], scale), obs=y[:, 0])
+
+    guide, optimizer = bdl.guides.AutoMeanField(model), pyro.optim.Adam({"lr": 0.03})
+    svi = SVI(model, guide, optimizer, Trace_ELBO())
+    for step in Checkpoint(path, guide=guide, optimizer=optimizer).steps(_STEPS, every=3):
+        if step == die_at:
+            return None
+        svi.step(_X.float(), _Y.float())
+    guide(_X.float(), _Y.float())
+    return [*_numbers(guide), pyro.param("scale").detach()]
+
+
+_LOOPS = [
+    _torch_loop, _compiled, _ivon, _dropout, _pyro_loop, _pyro_guide, _param_statements
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("loop", _LOOPS, ids=lambda loop: loop.__name__.strip("_"))
+def test_a_run_that_dies_goes_on_bit_for_bit(loop, tmp_path):
+    torch.manual_seed(1)
+    np.random.seed(1)
+    expected = loop(tmp_path / "whole", None)
+    torch.manual_seed(1)
+    np.random.seed(1)
+    assert loop(tmp_path / "cut", 8) is None
+    torch.manual_seed(99)  # another process has other random numbers
+    np.random.seed(99)
+    assert loop(tmp_path / "cut", 2) is not None  # it is past its second step
+    found = loop(tmp_path / "cut", None)  # a finished run takes no step
+    assert len(found) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_before_the_first_step(tmp_path):
+    model = _program()
+    Checkpoint(tmp_path / "run", guide=bdl.guides.AutoMeanField(model)).save(0)
+    guide = bdl.guides.AutoMeanField(model)
+    assert Checkpoint(tmp_path / "run", guide=guide).load() == 0
+    guide.prototype(_X, _Y)
+    assert guide.location().shape == (21,)
+
+
+def _train(path, steps=_STEPS, **options):
+    model = _program()
+    guide = bdl.guides.AutoMeanField(model)
+    made = train(
+        model, guide, _X, _Y, steps=steps, batch_size=8, checkpoint=path, every=2, **options
+    )
+    return made, _numbers(model, guide)
+
+
+def _dies_after(steps, monkeypatch, call):
+    """Let Adam's step raise an error after so many steps."""
+    left, step = iter(range(steps)), torch.optim.Adam.step
+
+    def limited(*args, **options):
+        if next(left, None) is None:
+            raise RuntimeError("died")
+        return step(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.Adam, "step", limited)
+        with pytest.raises(RuntimeError, match="died"):
+            call()
+
+
+def test_train_goes_on_bit_for_bit(tmp_path, monkeypatch):
+    torch.manual_seed(1)
+    whole, expected = _train(tmp_path / "whole")
+    torch.manual_seed(1)
+    _dies_after(7, monkeypatch, lambda: _train(tmp_path / "cut"))
+    cut, found = _train(tmp_path / "cut")
+    assert torch.equal(cut.losses, whole.losses)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_early_stopping_goes_on_too(tmp_path, monkeypatch):
+    options = {"held_out": 0.25, "check_every": 2, "patience": 2}
+    torch.manual_seed(1)
+    whole, expected = _train(tmp_path / "whole", **options)
+    torch.manual_seed(1)
+    _dies_after(7, monkeypatch, lambda: _train(tmp_path / "cut", **options))
+    cut, found = _train(tmp_path / "cut", **options)
+    assert torch.equal(cut.held_out, whole.held_out)
+    assert torch.equal(cut.best_steps, whole.best_steps)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_another_run_is_refused_and_changes_nothing(tmp_path):
+    _train(tmp_path / "run")
+    with pytest.raises(ValueError, match="a run with steps=12, and this one has steps=13"):
+        _train(tmp_path / "run", steps=13)
+    saved = tmp_path / "other"
+    model = _program()
+    guide = bdl.guides.AutoMeanField(model).prototype(_X, _Y)
+    Checkpoint(saved, model=model, guide=guide).save(3)
+    wide = _program(5)
+    theirs = bdl.guides.AutoMeanField(wide).prototype(_X, _Y)
+    before = _numbers(wide, theirs)
+    with pytest.raises(RuntimeError, match=r"size mismatch|another program"):
+        Checkpoint(saved, model=wide, guide=theirs).load()
+    assert all(torch.equal(a, b) for a, b in zip(_numbers(wide, theirs), before, strict=True))
+    # a part that comes later refuses: what came before is put back
+    same, theirs = _program(seed=3), bdl.guides.AutoMeanField(wide).prototype(_X, _Y)
+    before = _numbers(same)
+    with pytest.raises(RuntimeError, match="another program"):
+        Checkpoint(saved, model=same, guide=theirs).load()
+    assert all(torch.equal(a, b) for a, b in zip(_numbers(same), before, strict=True))
+    with pytest.raises(ValueError, match="holds the parts model, guide, and this run has guide"):
+        Checkpoint(saved, guide=theirs).load()
+    with pytest.raises(TypeError, match="rate is a float without a state"):
+        Checkpoint(saved, rate=0.1)
+
+
+def test_minibatches_of_other_data_are_refused():
+    with pytest.raises(RuntimeError, match="of 10 rows of data, and these are 12"):
+        Minibatches(12, 5).load_state_dict(Minibatches(10, 5).state_dict())
+
+
+# Files
+
+
+def _saved(path):
+    for step in (1, 2):
+        Checkpoint(path, net=nn.Linear(2, 2).requires_grad_(False)).save(step)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "changed", "pickle"])
+def test_a_damaged_file_is_refused_and_the_previous_one_taken(damage, tmp_path):
+    path, witness = tmp_path / "run", tmp_path / "executed"
+    _saved(path)
+    content = path.read_bytes()
+    if damage == "truncated":
+        path.write_bytes(content[:-5])
+    elif damage == "changed":  # one bit of a weight
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    else:
+
+        class Hostile:
+            def __reduce__(self):
+                return os.mkdir, (str(witness),)
+
+        path.write_bytes(pickle.dumps(Hostile()))
+    run = Checkpoint(path, net=nn.Linear(2, 2))
+    with pytest.warns(BdlWarning, match=r"previous' is taken"):
+        assert run.load() == 1
+    assert not witness.exists()
+    run.previous.unlink()
+    with pytest.raises(ValueError, match="no checkpoint that this version wrote, or is damaged"):
+        run.load()
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "run"
+    _saved(path)
+    content = path.read_bytes()
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        Checkpoint(path, net=nn.Linear(2, 2)).save(3)
+    assert path.read_bytes() == content
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["run", "run.previous"]
+
+
+def test_trees_come_back_as_they_were(tmp_path):
+    tree = {
+        "a": [1, 2.5, None, True, "text", (torch.arange(3), float("inf"))],
+        7: torch.tensor(1.5, dtype=torch.bfloat16),
+        "empty": torch.empty(0, 3),
+        "array": np.array([[1, 2], [3, 4]], dtype=np.uint32).T,
+    }
+    path = save_tree(tmp_path / "tree", tree, kind="tree")
+    found = load_tree(path, kind="tree")
+    assert found["a"][:5] == tree["a"][:5]
+    assert torch.equal(found["a"][5][0], torch.arange(3))
+    assert found["a"][5][1] == float("inf")
+    assert found[7].dtype == torch.bfloat16
+    assert found[7] == 1.5
+    assert found["empty"].shape == (0, 3)
+    assert np.array_equal(found["array"], tree["array"])
+    with safe_open(str(path), framework="pt") as file:  # safetensors and JSON, nothing else
+        assert json.loads(file.metadata()["tree"])["dict"][0][0] == "a"
+    with pytest.raises(ValueError, match="it is tree, version 1"):
+        load_tree(path, kind="checkpoint")
+    with pytest.raises(TypeError, match=r"the state\['f'\]\[1\] is a function"):
+        save_tree(path, {"f": [1, lambda: 0]}, kind="tree")
+
+
+# Other processes
+
+_RUN = textwrap.dedent("""
+    import sys, time, torch
+    from torch import nn
+    import pyro_bdl as bdl
+    path, pause = sys.argv[1], float(sys.argv[2])
+    torch.manual_seed(0)
+    x = torch.linspace(-1.0, 1.0, 24)[:, None]
+    net = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1))
+    model = bdl.models.Regression(bdl.bayesianize(net), num_data=24)
+    guide = bdl.guides.AutoMeanField(model).prototype(x, x)
+    kind = bdl.elbo.CompiledELBO if sys.argv[3] == "compiled" else bdl.elbo.TemperedTrace_ELBO
+    objective = kind()(model, guide)
+    if sys.argv[3] == "ivon":
+        optimizer = bdl.optim.IVON(guide, lr=0.1)
+    else:
+        optimizer = torch.optim.Adam(guide.parameters(), lr=0.03)
+    print("ready", flush=True)
+    run = bdl.Checkpoint(path, model=model, guide=guide, optimizer=optimizer)
+    for step in run.steps(40, every=1):
+        optimizer.zero_grad()
+        objective(x, x).backward()
+        optimizer.step()
+        time.sleep(pause)
+    print(guide.location().sum().item().hex(), flush=True)
+""")
+
+
+def _started(path, pause, kind):
+    return subprocess.Popen(
+        [sys.executable, "-c", _RUN, str(path), str(pause), kind],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def _killed_runs(tmp_path, kind, kills):
+    expected = _started(tmp_path / "whole", 0.0, kind).communicate()[0]
+    for number in range(kills):
+        process = _started(tmp_path / "cut", 0.01, kind)
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(0.05 + 0.037 * number % 0.3)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    return expected, _started(tmp_path / "cut", 0.0, kind).communicate()[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["plain", "compiled", "ivon"])
+def test_kill_at_random_moments(kind, tmp_path):
+    expected, found = _killed_runs(tmp_path, kind, 7)
+    assert found == expected
+    assert "0x" in found
