@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from pyro_bdl.comparison.held_out import Test
 from pyro_bdl.comparison.program_sites import stated_num_data
@@ -17,6 +16,7 @@ from pyro_bdl.predictive.linearized import LinearizedPredictive, is_linear
 from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.batches import as_dicts
 from pyro_bdl.samples import Samples
+from pyro_bdl.utils.progress import shown
 from pyro_bdl.utils.random_state import seeded
 
 
@@ -84,7 +84,7 @@ def k_fold(
     fold = torch.empty(rows.rows, dtype=torch.int64, device="cpu")
     fold[order] = torch.arange(rows.rows, device="cpu") % folds
     pointwise = torch.zeros(rows.rows, dtype=torch.float64, device=rows.y.device)
-    for k in tqdm(range(folds), desc="folds", disable=not progress, leave=False):
+    for k in shown(range(folds), "folds", progress):
         there, held = (mask.nonzero().flatten() for mask in (fold != k, fold == k))
         known = rows.part(there.to(rows.y.device))
         with seeded(seed):
