@@ -5,7 +5,7 @@
 The target is p(w | y)^(1/T), likelihood and prior both raised to 1/T (Wenzel et al. 2020), for a
 network of one hidden layer on digits of 7 x 7 pixels: NUTS, SGHMC in minibatches, mean-field with
 T weighing the entropy, and a linearized Laplace approximation. With data augmentation every image
-is also shifted by one of its 28 pixels to each of four sides, and each datum's log likelihood is the
+is also shifted by one of its 28 pixels to each of four sides, and a datum's log likelihood is the
 mean over these five, so that all methods have one target again. ``cold posterior effect`` is the
 test NLL at T = 1 less the lowest over T; Izmailov et al. (2021) find none without augmentation.
 """

@@ -45,8 +45,8 @@ def test_the_optimum_at_every_temperature():
     y = 0.8 * X[:, 0]
     etas = [0.1, 1.0, 10.0]
     found = temperature.sweep(
-        linear, bdl.guides.AutoMeanField, (X, y), (X, y), etas=etas, steps=150,
-        learning_rate=0.1, num_particles=8, num_samples=10,
+        linear, bdl.guides.AutoMeanField, (X, y), (X, y), etas=etas, steps=100,
+        learning_rate=0.15, num_particles=8, num_samples=10,
     )  # fmt: skip
     for row in found.rows:
         eta = row["eta"]
