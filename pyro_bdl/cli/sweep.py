@@ -101,7 +101,7 @@ def _sweep(options: argparse.Namespace) -> int:
             num_particles=4,
             num_samples=options.draws,
             seed=options.seed,
-            progress=sys.stderr.isatty(),
+            progress=None,
         )
     _write(found, folder)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH

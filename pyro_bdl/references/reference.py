@@ -151,9 +151,9 @@ def program(dataset: Dataset, architecture: Mapping[str, Any]) -> nn.Module:
     for before, after in pairwise(sizes):
         layers += [nn.Linear(before, after), activation()]
     network = nn.Sequential(*layers, nn.Linear(sizes[-1], outputs))
-    network = bayesianize(network, FanIn(architecture["gain"]))
+    bnn = bayesianize(network, FanIn(architecture["gain"]))
     kind: Any = models.Classification if dataset.task == "classification" else models.Regression
-    return kind(network, num_data=len(dataset.x_train))
+    return kind(bnn, num_data=len(dataset.x_train))
 
 
 def names() -> tuple[str, ...]:
