@@ -151,10 +151,10 @@ def program(dataset: Dataset, architecture: Mapping[str, Any]) -> nn.Module:
     layers: list[nn.Module] = []
     for before, after in pairwise(sizes):
         layers += [nn.Linear(before, after), activation()]
-    layers.append(nn.Linear(sizes[-1], outputs))
-    network = bayesianize(nn.Sequential(*layers), FanIn(architecture["gain"]))
+    network = nn.Sequential(*layers, nn.Linear(sizes[-1], outputs))
+    bnn = bayesianize(network, FanIn(architecture["gain"]))
     kind: Any = models.Classification if dataset.task == "classification" else models.Regression
-    return kind(network, num_data=len(dataset.x_train))
+    return kind(bnn, num_data=len(dataset.x_train))
 
 
 def names() -> tuple[str, ...]:
