@@ -87,7 +87,7 @@ def summary(
     rhat_limit: float = RHAT_LIMIT,
     ess_limit: float | None = None,
     compat: str = "1.x",
-    progress: bool = True,
+    progress: bool | None = None,
 ) -> Summary:
     """Distributions of R-hat and ESS over the numbers of each site, such as a layer's weights.
 
@@ -99,7 +99,8 @@ def summary(
     :param rhat_limit: R-hat above it counts as high.
     :param ess_limit: a bulk ESS below it counts as low; by default 100 per chain.
     :param compat: the version of ArviZ whose quantiles are used, ``"1.x"`` or ``"0.23"``.
-    :param progress: show a bar for a site that takes more than a few seconds.
+    :param progress: show a bar for a site that takes more than a few seconds; by default in
+        terminals and notebooks.
     :returns: ``Summary``.
     :raises TypeError: if a site holds no real tensor.
     :raises ValueError: for no site, fewer than 4 draws, sites with different chains or draws, or

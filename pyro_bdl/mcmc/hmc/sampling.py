@@ -61,7 +61,7 @@ def sample(
     chain_method: str = "parallel",
     subset: Subset | None = None,
     at: Tensor | None = None,
-    progress: bool = True,
+    progress: bool | None = None,
     model_kwargs: Mapping[str, Any] | None = None,
 ) -> Samples:
     """Draw from the posterior of a Pyro program by Hamiltonian or microcanonical dynamics.
@@ -118,7 +118,7 @@ def sample(
         an uninterrupted one. A larger ``num_samples`` adds draws.
     :param subset: the latents' unconstrained numbers to draw; the others stay fixed.
     :param at: the unconstrained vector (P,) that holds the fixed numbers; given with ``subset``.
-    :param progress: show a progress bar.
+    :param progress: show a progress bar; by default in terminals and notebooks.
     :returns: draws in the latents' supports, on the program's device, with statistics. Of "mclmc",
         ``energy_variance`` is the one reached, averaged over the steps of a draw, and
         ``momentum_length`` the length L.
@@ -183,7 +183,7 @@ def extend(
     *args: Any,
     subset: Subset | None = None,
     at: Tensor | None = None,
-    progress: bool = True,
+    progress: bool | None = None,
     model_kwargs: Mapping[str, Any] | None = None,
 ) -> Samples:
     """All draws of ``samples`` and ``num_samples`` more of each chain, from the end of the chains.

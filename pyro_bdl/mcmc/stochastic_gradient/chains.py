@@ -16,6 +16,7 @@ from pyro_bdl.mcmc.stochastic_gradient.samplers import metropolis
 from pyro_bdl.mcmc.stochastic_gradient.samplers.metropolis import Point
 from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.validation import check_finite
+from pyro_bdl.utils.progress import hidden
 
 StepSize = float | Callable[[int], float]
 
@@ -76,7 +77,7 @@ class Walk:
         self.stats: dict[str, Tensor] = {}
         self.kept = self.steps = 0
 
-    def run(self, kept_steps: list[int], num_warmup: int, progress: bool) -> Track:
+    def run(self, kept_steps: list[int], num_warmup: int, progress: bool | None) -> Track:
         """Move the chains to the last of ``kept_steps``, and keep a draw after each of these steps.
 
         :raises KeyboardInterrupt: if Ctrl-C comes before the first draw.
@@ -87,7 +88,7 @@ class Walk:
         bar = tqdm(
             total=kept_steps[-1],
             desc="SG-MCMC",
-            disable=not progress,
+            disable=hidden(progress),
             leave=False,
             mininterval=_REFRESH,
             delay=1,

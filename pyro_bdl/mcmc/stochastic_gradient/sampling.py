@@ -44,7 +44,7 @@ def sgmcmc(
     init: Any = "prior",
     subset: Subset | None = None,
     at: Tensor | None = None,
-    progress: bool = True,
+    progress: bool | None = None,
     **options: float,
 ) -> Samples:
     """Draw from the posterior of a Pyro program by stochastic-gradient MCMC.
@@ -87,7 +87,7 @@ def sgmcmc(
         networks' parameters), a guide or ``Samples`` (each at a draw of it), or a dict of latents.
     :param subset: the latents' unconstrained numbers to draw; the others stay fixed.
     :param at: the unconstrained vector (P,) that holds the fixed numbers; given with ``subset``.
-    :param progress: show a progress bar.
+    :param progress: show a progress bar; by default in terminals and notebooks.
     :param options: options of the method, see its file in ``samplers``.
     :returns: draws in the latents' supports, with statistics: ``step_size``; ``potential_energy``
         (nats, on the minibatch that followed the draw, scaled to all data);
