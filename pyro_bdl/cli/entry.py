@@ -28,6 +28,7 @@ from pyro_bdl.comparison.columns import columns
 from pyro_bdl.comparison.compare import compare
 from pyro_bdl.comparison.costs import seconds_per_draw
 from pyro_bdl.comparison.figures import CAPTIONS
+from pyro_bdl.comparison.held_out import PredictiveDraws
 from pyro_bdl.comparison.page import write_page
 from pyro_bdl.comparison.result import Comparison
 from pyro_bdl.data.dataset import Dataset
@@ -41,7 +42,7 @@ from pyro_bdl.utils.progress import hidden, logger, quiet
 from pyro_bdl.utils.random_state import process_seeded
 from pyro_bdl.utils.tables import to_csv, to_text
 
-_REFERENCE = "nuts"
+_REFERENCE, _KNOWN = "nuts", "reference"
 _TABLE, _REPORT, _NUMBERS = "table.csv", "report.html", "report.json"
 _FILES = (_TABLE, _REPORT, _NUMBERS, *(f"{name}.png" for name in CAPTIONS))
 FAILED, INTERRUPTED = 1, 130
@@ -81,11 +82,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _compare(options: argparse.Namespace) -> int:
     with bad_input():
+        reference = command.reference(options)
         names = command.names(options.guides)
         settings = command.settings(options)
         device = command.device(options.device)
         hidden, gain = command.hidden(options.hidden), command.gain(options)
-        data = command.load(options).to(device)
+        data = (command.load(options) if reference is None else reference.dataset).to(device)
         command.check_noise(options, data)
         command.check_folds(options, data)
         folder = command.folder(options.out, _FILES)
@@ -104,7 +106,8 @@ def _compare(options: argparse.Namespace) -> int:
         code = FAILED if failed else 0
         try:
             with deferred_interrupt() as pressed:
-                comparison = _compared(model, fits, data, options.seed)
+                known = None if reference is None else reference.draws()
+                comparison = _compared(model, fits, data, options.seed, known)
                 figures = {} if pressed.is_set() else _figures(comparison, fits, data)
                 if pressed.is_set():
                     say("interrupted: there are no figures")
@@ -125,7 +128,7 @@ def _compare(options: argparse.Namespace) -> int:
     else:
         print(f"\n{comparison.to_text(width, details=options.details)}\n")
         print(textwrap.fill(f"{_units(data)} {_EXPLAINED}", width))
-    if comparison is not None and len(comparison.evaluations) < len(fits):
+    if comparison is not None and not {fit.name for fit in fits} <= set(comparison.evaluations):
         code = code or FAILED
     files.clear()
     if files.written:
@@ -186,9 +189,16 @@ def _fit_all(
     return fits, failed
 
 
-def _compared(model: nn.Module, fits: list[Fit], data: Dataset, seed: int) -> Comparison:
+def _compared(
+    model: nn.Module,
+    fits: list[Fit],
+    data: Dataset,
+    seed: int,
+    known: PredictiveDraws | None = None,
+) -> Comparison:
     """Compare the posteriors, leaving out those whose draws cannot be scored.
 
+    :param known: a shipped reference posterior.
     :raises UnusableDrawsError: if no posterior is left.
     """
     costs = {
@@ -196,14 +206,17 @@ def _compared(model: nn.Module, fits: list[Fit], data: Dataset, seed: int) -> Co
         for fit in fits
     }
     while True:
-        there = {fit.name: fit.posterior for fit in fits}
+        there: dict[str, Any] = {fit.name: fit.posterior for fit in fits}
+        reference = _REFERENCE if _REFERENCE in there else None
+        if known is not None:
+            reference, there[_KNOWN] = _KNOWN, known.to(data.y_test.device)
         try:
             return compare(
                 model,
                 there,
                 data.x_test,
                 data.y_test,
-                reference=_REFERENCE if _REFERENCE in there else None,
+                reference=reference,
                 train=(data.x_train, data.y_train),
                 costs={fit.name: costs[fit.name] for fit in fits},
                 target_scale=data.y_sd,

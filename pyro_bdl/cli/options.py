@@ -8,12 +8,13 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import nn
 
-from pyro_bdl import posteriors
+from pyro_bdl import posteriors, references
 from pyro_bdl._version import __version__
 from pyro_bdl.cli.programs import NOISES
 from pyro_bdl.data.dataset import IMPUTERS, TASKS, Dataset, load_csv
 from pyro_bdl.data.examples import EXAMPLES
 from pyro_bdl.posteriors import Options
+from pyro_bdl.references import Reference
 
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 EXAMPLE = "in-between"
@@ -57,6 +58,12 @@ def parser(
         help="fit all posteriors again on K splits of the data, and show the means of the scores",
     )
     add("--repeats", type=int, default=1, metavar="R", help="R times K splits; default: 1")
+    add(
+        "--reference",
+        metavar="NAME",
+        help="a problem whose long NUTS run ships with the package, in place of data and of "
+        f"running NUTS: {', '.join(references.names())}",
+    )
     add = command.add_argument_group("network").add_argument
     add(
         "--hidden",
@@ -163,6 +170,26 @@ def _epilog() -> str:
     )
 
 
+def reference(options: argparse.Namespace) -> Reference | None:
+    """The chosen reference posterior; its program takes the place of the options' one.
+
+    :raises ValueError: for an unknown name, or other data beside it.
+    """
+    if options.reference is None:
+        return None
+    for name in ("example", "data", "target", "task", "one_hot", "impute"):
+        if getattr(options, name):
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} has no effect with --reference, which has its data")
+    found = references.load(options.reference)
+    options.hidden = ",".join(map(str, found.architecture["hidden"]))
+    options.activation, options.noise = found.architecture["activation"], "normal"
+    options.prior_gain = found.architecture["gain"]
+    if options.guides is None:  # no other run of NUTS
+        options.guides = ",".join(name for name in names(None) if name != "nuts")
+    return found
+
+
 def names(text: str | None) -> list[str]:
     """The chosen posteriors, by default those with a star.
 
@@ -261,6 +288,8 @@ def check_folds(options: argparse.Namespace, data: Dataset) -> None:
         raise ValueError("--repeats must be at least 1, and is of use with --folds only")
     if options.folds is None:
         return
+    if options.reference is not None:
+        raise ValueError("--folds splits data, but those of --reference are split already")
     if not data.test_rows:
         raise ValueError("--folds needs data with rows: this problem's test inputs are a grid")
     if not 2 <= options.folds <= 100:

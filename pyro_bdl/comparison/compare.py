@@ -233,9 +233,9 @@ def _against(evaluation: Evaluation, reference: Evaluation, areas: Mapping[str, 
                 reference.points[metric.key]
             )
     known = all(is_known(side.scores.get("elpd_loo")) for side in (evaluation, reference))
-    own, other = evaluation.loo, reference.loo
-    if known and own is not None and other is not None and comparable(own, other):
-        row["elpd_diff"], row["elpd_diff_se"] = difference(own, other)
+    a, b = evaluation.loo, reference.loo
+    if known and a is not None and b is not None and comparable(a, b):
+        row["elpd_diff"], row["elpd_diff_se"] = difference(a, b)
     ours, theirs = sd_of_draws(evaluation.function), sd_of_draws(reference.function)
     return row | sd_ratios(ours, theirs, areas)
 

@@ -209,7 +209,7 @@ def withheld_notes(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     return notes
 
 
-def comparable(ours: LeftOut | None, theirs: LeftOut | None) -> bool:
+def comparable(ours: LeftOut, theirs: LeftOut) -> bool:
     """Return whether two results leave out the same data."""
     if isinstance(ours, KFold) and isinstance(theirs, KFold):
         return torch.equal(ours.fold, theirs.fold)
