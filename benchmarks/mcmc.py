@@ -15,7 +15,6 @@ both, about 1 for equal posteriors.
     python benchmarks/mcmc.py --data uci --sets energy concrete --networks 50 16-16-16-16
 """
 
-import itertools
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -56,7 +55,7 @@ def by_hand(x, y, widths: list[int]):
     """The same log density of a flat vector, its outputs f, and P."""
     single = len(widths) == 1
     sizes = [x.shape[1], *widths, 1 if single else 2]
-    pairs = list(itertools.pairwise(sizes))
+    pairs = list(pairwise(sizes))
     shapes = [shape for a, b in pairs for shape in ((b, a), (b,))] + [()] * single
     ends = np.cumsum([int(np.prod(shape)) for shape in shapes])
 
@@ -206,7 +205,7 @@ def compare(x, y, widths: list[int], options) -> dict[str, Any]:
     }  # fmt: skip
     sides = {
         "mclmc": lambda: ours(
-            model, *data, "mclmc", options.chains, langevin | {"chain_method": "vectorized"}
+            model, *data, "mclmc", options.chains, langevin | {"chain_method": options.method}
         ),
         "mams": lambda: ours(model, *data, "mams", options.chains, nuts),
         "nuts": lambda: ours(model, *data, "nuts", options.chains, nuts),
@@ -246,6 +245,7 @@ def main() -> None:
     parser.add_argument("--chains", type=int, default=4)
     parser.add_argument("--iterations", type=int, default=500, help="of mclmc, 20 steps each")
     parser.add_argument("--nuts", type=int, default=200, help="warm-up and draws of nuts and mams")
+    parser.add_argument("--method", default="parallel", help="chain method of mclmc")
     parser.add_argument("--depth", type=int, default=10)
     parser.add_argument("--only", nargs="+", help="mclmc, mams, nuts, by-hand, blackjax")
     parser.set_defaults(threads=1)

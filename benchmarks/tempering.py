@@ -34,7 +34,7 @@ from pyro_bdl.elbo import MeanFieldLimit, TemperedTraceMeanField_ELBO
 from pyro_bdl.training import train
 
 PRIOR = bdl.priors.Normal(math.sqrt(0.2))
-TAUS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+TAUS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 ETAS = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
 PARTS = ("images", "limit", "kl", "resnet", "priors")
 
@@ -104,7 +104,7 @@ def classifier(net: nn.Module, count: int, prior: Any = PRIOR) -> nn.Module:
     return bdl.models.Classification(bdl.bayesianize(net, prior), num_data=count)
 
 
-# The seed's figures
+# The paper's figures
 
 
 def images(options: argparse.Namespace, name: str, estimator: str | None) -> temperature.Sweep:
@@ -129,14 +129,15 @@ def images(options: argparse.Namespace, name: str, estimator: str | None) -> tem
 
 
 def statements(found: temperature.Sweep) -> dict[str, float]:
-    """The seed's statements about its figures, in numbers."""
+    """The paper's statements about its figures, in numbers."""
     frame = found.to_frame()
     bayes = frame[frame.eta == 1.0].set_index("neurons").sort_index()
     tempered = frame[(frame.tau / found.best_tau() - 1).abs() < 1e-6].set_index("neurons")
     best = frame.loc[frame.groupby("neurons").nlpd.idxmin()].set_index("neurons")
     coldest = frame.loc[frame.groupby("neurons").eta.idxmin()].set_index("neurons")
     narrow, wide = bayes.index.min(), bayes.index.max()
-    slope = np.polyfit(np.log(best.index), np.log(best.eta), 1)[0] if wide > narrow else math.nan
+    lost = frame.groupby("neurons")[["eta", "nlpd"]].apply(_halfway)
+    slope = np.polyfit(np.log(lost.index), np.log(lost), 1)[0] if wide > narrow else math.nan
     return {
         f"eta = 1: accuracy at N = {narrow}": bayes.accuracy[narrow],
         f"eta = 1: accuracy at N = {wide}": bayes.accuracy[wide],
@@ -146,13 +147,23 @@ def statements(found: temperature.Sweep) -> dict[str, float]:
         "there: accuracy, least over widths": tempered.accuracy.min(),
         "there: accuracy, largest over widths": tempered.accuracy.max(),
         f"there: entropy elsewhere at N = {wide} (nats)": tempered.ood_entropy[wide],
-        "slope of log best eta over log N (-1: eta = tau p / N)": slope,
+        "slope over log N of the log eta where half is lost (-1: eta = tau p / N)": slope,
         f"coldest: NLPD over the best at N = {wide}": coldest.nlpd[wide] / best.nlpd[wide],
         f"coldest: confidence less accuracy at N = {wide}": coldest.confidence[wide]
         - coldest.accuracy[wide],
         f"coldest: E_q[NLL] less NLPD at N = {wide}": coldest.expected_nll[wide]
         - coldest.nlpd[wide],
     }
+
+
+def _halfway(curve: Any) -> float:
+    """The temperature at which the NLPD is halfway between its lowest and a guess, log 10."""
+    curve = curve.sort_values("eta")
+    level = (curve.nlpd.min() + math.log(10)) / 2
+    above = int((curve.nlpd.to_numpy() > level).argmax())
+    low, high = curve.iloc[max(0, above - 1)], curve.iloc[above]
+    share = (level - low.nlpd) / max(high.nlpd - low.nlpd, 1e-12)
+    return float(low.eta * (high.eta / low.eta) ** share)
 
 
 # The theory
@@ -229,7 +240,7 @@ def priors(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Rows at eta = 1 under other priors, beside the tempered one."""
     data = Images(options.data, "mnist", options.images, options.tests, options.pooled)
     x, x_test = data.x.flatten(1), data.x_test.flatten(1)
-    width, rows = options.widths[-1], {}
+    width, rows = options.prior_width, {}
     for name, (prior, guide, eta) in _rivals(data.x, width, len(x)).items():
         torch.manual_seed(0)
         model = classifier(Averaged(x.shape[1], width, 10), len(x), prior)
@@ -248,13 +259,36 @@ def priors(options: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 def _rivals(images: Tensor, width: int, count: int) -> dict[str, tuple[Any, Callable, float]]:
+    """Name -> prior, guide and temperature."""
+
     def mean_field(model: nn.Module) -> Any:
         return bdl.guides.AutoMeanField(model, init_scale=0.1)
 
-    eta = temperature.overparameterized(0.01, count, width)
+    def matrix_normal(model: nn.Module) -> Any:
+        return bdl.guides.AutoMatrixNormal(model, init_scale=0.1)
+
+    side = images.shape[-1]
+    at = torch.cartesian_prod(torch.arange(side), torch.arange(side)).double()
+    pixels = torch.exp(-0.5 * torch.cdist(at, at).square() / 1.5**2)
+    pixels = pixels + 0.05 * torch.eye(len(at), dtype=pixels.dtype)
+    scale = math.sqrt(0.2)
+    smooth = bdl.priors.ByName(
+        {"hidden.weight": bdl.priors.MatrixNormal(pixels, scale=scale), "*": PRIOR}
+    )
+    # Var f(x) = s^2 / N^2 sum_j E[relu(b_j x + c_j)^2], the mean over the images made 4: the scale
+    # of the output weights is matched to a function with logits of sd 2 (as Tran et al. 2020 match
+    # whole priors to a Gaussian process).
+    mean_square = 0.2 * (images.flatten(1).square().sum(1) + 1).mean().item() / 2
+    matched = 2.0 * math.sqrt(width / mean_square)
+    functional = bdl.priors.ByName({"out.weight": bdl.priors.Normal(matched), "*": PRIOR})
+    eta = temperature.overparameterized(0.001, count, width)
     return {
-        "Normal(0, 1/5), eta = 1": (PRIOR, mean_field, 1.0),
-        "Normal(0, 1/5), tau = 0.01": (PRIOR, mean_field, eta),
+        "Normal(0, 1/5), mean-field, eta = 1": (PRIOR, mean_field, 1.0),
+        "the same, tau = 0.001": (PRIOR, mean_field, eta),
+        "the same, matrix normal guide, eta = 1": (PRIOR, matrix_normal, 1.0),
+        "smooth over pixels, mean-field, eta = 1": (smooth, mean_field, 1.0),
+        "smooth over pixels, matrix normal guide, eta = 1": (smooth, matrix_normal, 1.0),
+        "matched in function space, mean-field, eta = 1": (functional, mean_field, 1.0),
     }
 
 
@@ -326,15 +360,16 @@ QUICK = {
     "tests": 1000,
     "pooled": True,
     "widths": [50, 200, 800],
-    "steps": 600,
+    "steps": 400,
     "batch": 100,
     "draws": 50,
     "estimators": ["local_reparameterization"],
     "limit_widths": (50, 500, 5000),
-    "kl_widths": (20, 200, 2000),
+    "kl_widths": (20, 200),
     "kl_steps": 1500,
+    "prior_width": 200,
     "channels": 4,
-    "resnet_steps": 400,
+    "resnet_steps": 300,
 }
 FULL = {
     "images": 60_000,
@@ -348,6 +383,7 @@ FULL = {
     "limit_widths": (50, 500, 5000, 50_000),
     "kl_widths": (20, 200, 2000),
     "kl_steps": 20_000,
+    "prior_width": 1000,
     "channels": 16,
     "resnet_steps": 30_000,
 }

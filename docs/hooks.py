@@ -18,7 +18,6 @@ COPIES = {
     "benchmarks/README.md": "benchmarks.md",
     "CONTRIBUTING.md": "internals.md",
     "CHANGELOG.md": "changes.md",
-    "tutorials/programs_and_methods.md": "tutorials/programs_and_methods.md",
 }
 _FORMULA = re.compile(
     r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', flags=re.DOTALL
@@ -31,6 +30,11 @@ def on_files(files, config):
     for source, name in COPIES.items():
         text = (ROOT / source).read_text(encoding="utf-8")
         files.append(File.generated(config, name, content=text))
+    for path in sorted((ROOT / "benchmarks" / "figures").glob("*.png")):
+        files.append(File.generated(config, f"figures/{path.name}", content=path.read_bytes()))
+    for path in sorted((ROOT / "tutorials").glob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        files.append(File.generated(config, f"tutorials/{path.name}", content=text))
     for path in sorted((ROOT / "tutorials").glob("*.ipynb")):
         text, figures = notebook_page(path)
         files.append(File.generated(config, f"tutorials/{path.stem}.md", content=text))

@@ -139,7 +139,7 @@ def test_pyros_own_guides_are_exported(fitted):
     guide = pyro.infer.autoguide.AutoNormal(model)
     guide(x, y)
     data = to_arviz(model, guide, x, y, num_samples=4, prior_samples=0)
-    assert _names(data) == GROUPS - {"sample_stats", "prior", "prior_predictive"}
+    assert _names(data) == GROUPS - {"prior", "prior_predictive"}
 
 
 def test_a_laplace_approximation_predicts_by_the_linearised_network():

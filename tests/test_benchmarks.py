@@ -29,6 +29,10 @@ SMALL = {
         *("--steps", "1", "--batches", "8", "4", "--rows", "20", "--repeats", "1"),
     ],
     "networks_in_plate": ["--quick", "--networks", "2", "--methods", "SVI"],
+    "mcmc": [
+        *("--chains", "2", "--iterations", "20", "--nuts", "10", "--depth", "3"),
+        *("--networks", "4", "--only", "mclmc", "nuts"),
+    ],
     "nuts": [
         *("--warmup", "10", "--draws", "5", "--depth", "3", "--pyro-draws", "2", "--repeats", "1")
     ],
@@ -88,6 +92,43 @@ def test_tasks_of_subnetwork(task, tmp_path):
     else:
         assert result["counts"]["50"]["MB in all"] > 0
         assert result["counts"]["300"]["float32"].startswith("fits")
+
+
+def _digits(folder, *names):
+    generator = np.random.default_rng(0)
+    images = {
+        f"{key}_{part}": generator.integers(0, 10, shape).astype(np.uint8)
+        for part, count in (("train", 40), ("test", 20))
+        for key, shape in (("x", (count, 28, 28)), ("y", (count,)))
+    }
+    for name in names:
+        np.savez(folder / f"{name}.npz", **images)
+
+
+@pytest.mark.bench
+def test_tempering_draws_its_figures_and_checks_its_statements(tmp_path):
+    _digits(tmp_path, "mnist", "fashion_mnist")
+    command = [sys.executable, str(FOLDER / "tempering.py"), "--json", "--data", str(tmp_path)]
+    command += ["--figures", str(tmp_path), "--steps", "3", "--widths", "3", "6", "--draws", "4"]
+    command += ["--parts", "images", "resnet", "priors", "--sets", "mnist"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=FOLDER, check=True)
+    result = json.loads(done.stdout.strip().splitlines()[-1])
+    assert sum("eta = 1: accuracy" in key for key in result) == 2
+    assert sum(key.startswith("priors:") for key in result) == 6 * 5
+    for name in ("mnist_local_reparameterization_scores", "resnet_kl"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.bench
+def test_cold_posteriors_have_a_curve_for_each_method(tmp_path):
+    _digits(tmp_path, "mnist")
+    command = [sys.executable, str(FOLDER / "cold_posteriors.py"), "--json", "--quick"]
+    command += ["--data", str(tmp_path / "mnist.npz"), "--figure", str(tmp_path / "cold.png")]
+    command += ["--steps", "5", "--draws", "4", "--depth", "2", "--temperatures", "0.5", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=FOLDER, check=True)
+    result = json.loads(done.stdout.strip().splitlines()[-1])
+    assert sum("cold posterior effect" in key for key in result) == 2 * 4
+    assert (tmp_path / "cold.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.bench

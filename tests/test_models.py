@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributions import constraints
 
 from pyro_bdl import Predictive, Program, Samples, bayesianize, handlers, models
+from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.elbo import TemperedTrace_ELBO
 from pyro_bdl.guides import AutoMAP, AutoMeanField
 from pyro_bdl.program import record
@@ -484,3 +485,15 @@ def test_noises_that_do_not_fit():
         models.Regression(_bnn(2), noise=[0.1, 0.2, 0.3])(x)
     with pytest.raises(ValueError, match="noise must be positive finite numbers"):
         models.StudentTRegression(_bnn(2), noise=[0.1, -0.2])
+
+
+def test_the_noise_of_a_heteroscedastic_network_has_a_floor():
+    x = torch.randn(5, 2, dtype=D)
+    model = models.HeteroscedasticRegression(_bnn(2), floor=0.3)
+    trace = pyro.poutine.trace(model).get_trace(x)
+    raw = trace.nodes["noise"]["value"] - 0.3
+    assert (raw > 0).all()
+    distribution = base_distribution(trace.nodes["y"]["fn"])
+    assert torch.equal(distribution.scale.flatten(), trace.nodes["noise"]["value"].flatten())
+    with pytest.raises(ValueError, match="floor must be positive"):
+        models.HeteroscedasticRegression(_bnn(2), floor=0.0)

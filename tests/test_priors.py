@@ -498,3 +498,36 @@ def test_mopeds_proportion_can_be_learned():
         priors.Moped(0.0)
     with pytest.raises(ValueError, match="floor must be a positive"):
         priors.Moped(floor=0.0)
+
+
+def test_matrix_normal_is_the_dense_normal():
+    """Covariance scale^2 U kron V of the flattened weight (Gupta & Nagar 1999)."""
+    torch.manual_seed(0)
+    root = torch.randn(3, 3, dtype=torch.float64)
+    columns = root @ root.mT + torch.eye(3, dtype=torch.float64)
+    rows = torch.tensor([[1.0, 0.5], [0.5, 2.0]], dtype=torch.float64)
+    layer = nn.Linear(3, 2).double()
+    found = priors.MatrixNormal(columns, rows, scale=0.7)("weight", layer, layer.weight)
+    dense = dist.MultivariateNormal(
+        torch.zeros(6, dtype=torch.float64), 0.49 * torch.kron(rows, columns)
+    )
+    w = torch.randn(2, 3, dtype=torch.float64)
+    torch.testing.assert_close(found.log_prob(w), dense.log_prob(w.flatten()))
+    model = bayesianize(layer, priors.ByName({"*": priors.MatrixNormal(columns, scale=0.7)}))
+    bias = priors.MatrixNormal(columns, scale=0.7)("bias", layer, layer.bias)
+    torch.testing.assert_close(
+        bias.log_prob(torch.ones(2, dtype=torch.float64)),
+        dist.Normal(0.0, 0.7).log_prob(torch.ones(2, dtype=torch.float64)).sum(),
+    )
+    drawn = pyro.poutine.trace(model).get_trace(torch.zeros(1, 3, dtype=torch.float64))
+    assert drawn.nodes["weight"]["value"].shape == (2, 3)
+
+
+def test_matrix_normal_refuses_other_sizes():
+    layer = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match="covariance of the columns has 4 columns"):
+        priors.MatrixNormal(torch.eye(4))("weight", layer, layer.weight)
+    with pytest.raises(ValueError, match="rows must be positive definite"):
+        priors.MatrixNormal(rows=-torch.eye(2))
+    with pytest.raises(ValueError, match="columns must be a square matrix"):
+        priors.MatrixNormal(torch.ones(2, 3))

@@ -28,6 +28,7 @@ from pyro_bdl.guides.draws import as_posterior
 from pyro_bdl.program.argument_errors import by_entry
 from pyro_bdl.program.batches import as_dicts, leading_size, taken
 from pyro_bdl.samples import Samples
+from pyro_bdl.utils.progress import shown
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.tables import Column
 from pyro_bdl.utils.validation import check_finite_tensor
@@ -55,6 +56,7 @@ def compare(
     target_scale: float = 1.0,
     target_shift: float = 0.0,
     seed: int = 0,
+    progress: bool | None = None,
 ) -> Comparison:
     """Score posteriors of a program on test data, and measure their distance to a reference.
 
@@ -94,6 +96,7 @@ def compare(
         regression is reported in its own units.
     :param target_shift: see ``target_scale``.
     :param seed: seed of the guides' draws and the noise of predictions.
+    :param progress: show bars, in terminals and notebooks, for what takes longer than a second.
     :raises TypeError: for a value that is not a posterior, or data that are not tensors.
     :raises UnusableDrawsError: if draws of a posterior, or their predictions, are NaN or infinite;
         the error names the posterior and counts the draws.
@@ -119,6 +122,7 @@ def compare(
             model, posteriors, data,
             num_samples=num_samples, kept=kept, units=units, seed=seed, train=known, ood=elsewhere,
             batch_norm_data=batch_norm_data, left_out=left_out or {},
+            progress=progress,
         )  # fmt: skip
         areas = {} if known is None else regions(data.part(kept).inputs, known.inputs)
         rows = [
@@ -129,7 +133,7 @@ def compare(
         ]
         floor_row = None
         if reference is not None:
-            for row in rows:
+            for row in shown(rows, "distances", progress):
                 if row["posterior"] != reference:
                     row |= _against(found[row["posterior"]], found[reference], areas)
             floor_row = {"posterior": f"{reference}, half to half"} | floor(found[reference])
@@ -158,15 +162,15 @@ def compare(
     }
     y = data.y[kept]
     heading = f"{reference} (doubtful)" if warned else reference
-    shown, further = columns(task, heading), details(task, heading)
+    first, further = columns(task, heading), details(task, heading)
     if not few:  # then it says what NLPD says
-        further = [*(c for c in shown if c.key == "nlpd_normal"), *further]
-        shown = [c for c in shown if c.key != "nlpd_normal"]
+        further = [*(c for c in first if c.key == "nlpd_normal"), *further]
+        first = [c for c in first if c.key != "nlpd_normal"]
     return Comparison(
         task=task,
         reference=reference,
         rows=lines,
-        columns=_filled(shown, rows),
+        columns=_filled(first, rows),
         details=_filled(further, rows),
         verdicts=verdicts,
         warnings=tuple(warned),
@@ -229,8 +233,9 @@ def _against(evaluation: Evaluation, reference: Evaluation, areas: Mapping[str, 
                 reference.points[metric.key]
             )
     known = all(is_known(side.scores.get("elpd_loo")) for side in (evaluation, reference))
-    if known and comparable(evaluation.loo, reference.loo):
-        row["elpd_diff"], row["elpd_diff_se"] = difference(evaluation.loo, reference.loo)
+    own, other = evaluation.loo, reference.loo
+    if known and own is not None and other is not None and comparable(own, other):
+        row["elpd_diff"], row["elpd_diff_se"] = difference(own, other)
     ours, theirs = sd_of_draws(evaluation.function), sd_of_draws(reference.function)
     return row | sd_ratios(ours, theirs, areas)
 

@@ -12,7 +12,7 @@ from pyro_bdl import metrics
 from pyro_bdl.comparison.convergence import convergence, divergences
 from pyro_bdl.comparison.held_out import Observation, PredictiveDraws, Test, Units
 from pyro_bdl.comparison.k_fold import KFold
-from pyro_bdl.comparison.leave_one_out import leave_one_out, row_of
+from pyro_bdl.comparison.leave_one_out import LeftOut, leave_one_out, row_of
 from pyro_bdl.comparison.metric import PointScores, measure
 from pyro_bdl.comparison.program_sites import Subject, draws_of, stated_num_data
 from pyro_bdl.comparison.scores import (
@@ -24,13 +24,13 @@ from pyro_bdl.comparison.scores import (
     predictions,
     score,
 )
-from pyro_bdl.diagnostics.loo import LOO
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.metrics import Uncertainty
 from pyro_bdl.predictive.linearized import UNKNOWN, LinearizedPredictive, is_linear
 from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.batches import leading_size
 from pyro_bdl.samples import Samples
+from pyro_bdl.utils.progress import shown
 
 __all__ = ["Evaluation", "Test", "Units", "evaluate", "evaluate_draws"]
 
@@ -67,7 +67,7 @@ class Evaluation:
     expected: Tensor | None = None
     noise: Tensor | None = None
     pit: Tensor | None = None
-    loo: LOO | KFold | None = None
+    loo: LeftOut | None = None
     points: Mapping[str, PointScores] = field(default_factory=dict)
 
     def moments(self) -> Tensor:
@@ -112,6 +112,7 @@ def evaluate(
     ood: tuple[Any, ...] | None = None,
     batch_norm_data: Any = None,
     left_out: KFold | None = None,
+    progress: bool | None = None,
 ) -> Evaluation:
     """Run the program at one set of draws of the posterior, and score the predictions.
 
@@ -126,6 +127,7 @@ def evaluate(
     :param ood: out-of-distribution inputs.
     :param batch_norm_data: see ``Predictive``.
     :param left_out: the posterior's cross-validation, in place of PSIS-LOO.
+    :param progress: show bars.
     :raises TypeError: if the posterior is neither a guide nor ``Samples``.
     :raises ValueError: for a posterior of another program, or targets that do not fit the
         predictions.
@@ -146,7 +148,7 @@ def evaluate(
         predictive = Predictive(model, samples, batch_norm_data=batch_norm_data)
     for site, values in samples.flat().items():
         check_draws(f"values of the site {site!r}", ~values.isfinite())
-    parts = _parts(test, predictive, observation)
+    parts = shown(_parts(test, predictive, observation), f"{name}: scores", progress)
     task = "classification" if observation.is_class else "regression"
     mean, pit, scores, points = score(task, predictions(predictive, observation, parts, units))
     found = _at(predictive, observation, test.part(kept).inputs, units, samples.num_chains)
@@ -160,7 +162,7 @@ def evaluate(
         if observation.fixed_mean:  # noisy draws of the target always seem to mix
             function = log_likelihood(predictive, observation.site, test)
         scores |= divergences(posterior) | convergence(function, samples.num_chains)
-    loo: LOO | KFold | None = left_out
+    loo: LeftOut | None = left_out
     if loo is None and train is not None:
         pieces = _parts(train, predictive, observation)
         by_psis = None
@@ -172,7 +174,9 @@ def evaluate(
                 stacklevel=3,
             )
         else:
-            by_psis = leave_one_out(model, posterior, samples, predictive, observation.site, pieces)
+            by_psis = leave_one_out(
+                model, posterior, samples, predictive, observation.site, pieces, progress=progress
+            )
         if by_psis is not None:
             loo = by_psis[0]
             scores |= row_of(by_psis)

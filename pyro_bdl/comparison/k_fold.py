@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from pyro_bdl.comparison.held_out import Test
 from pyro_bdl.comparison.program_sites import stated_num_data
@@ -17,6 +16,7 @@ from pyro_bdl.predictive.linearized import LinearizedPredictive, is_linear
 from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.batches import as_dicts
 from pyro_bdl.samples import Samples
+from pyro_bdl.utils.progress import shown
 from pyro_bdl.utils.random_state import seeded
 
 
@@ -50,7 +50,7 @@ def k_fold(
     folds: int = 10,
     num_samples: int = 1000,
     seed: int = 0,
-    progress: bool = True,
+    progress: bool | None = None,
 ) -> KFold:
     """Expected log predictive density by fitting a posterior again without each fold.
 
@@ -68,7 +68,7 @@ def k_fold(
     :param folds: K, from 2 to N; the rows are dealt at random.
     :param num_samples: draws of a guide; of ``Samples`` all draws are used.
     :param seed: seed of the folds and of each fit.
-    :param progress: show a bar.
+    :param progress: show a bar; by default in terminals and notebooks.
     :returns: ``KFold``. Two results of equal data, ``folds`` and ``seed`` have equal folds.
     :raises ValueError: if K is not between 2 and N.
     :raises UnusableDrawsError: if a log likelihood is NaN.
@@ -84,7 +84,7 @@ def k_fold(
     fold = torch.empty(rows.rows, dtype=torch.int64, device="cpu")
     fold[order] = torch.arange(rows.rows, device="cpu") % folds
     pointwise = torch.zeros(rows.rows, dtype=torch.float64, device=rows.y.device)
-    for k in tqdm(range(folds), desc="folds", disable=not progress, leave=False):
+    for k in shown(range(folds), "folds", progress):
         there, held = (mask.nonzero().flatten() for mask in (fold != k, fold == k))
         known = rows.part(there.to(rows.y.device))
         with seeded(seed):

@@ -12,7 +12,8 @@ from pyro_bdl import diagnostics
 from pyro_bdl.comparison.held_out import Test
 from pyro_bdl.comparison.k_fold import KFold
 from pyro_bdl.comparison.scores import log_likelihood
-from pyro_bdl.diagnostics.loo import LOO, standard_error
+from pyro_bdl.diagnostics.loo import LOO, log_mean_exp, standard_error
+from pyro_bdl.diagnostics.subsampled_loo import SubsampledLOO
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.draws import log_densities_of
@@ -21,13 +22,17 @@ from pyro_bdl.program.program import Program
 from pyro_bdl.program.summed_out import one_step_ahead
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.module_state import evaluation_mode
+from pyro_bdl.utils.progress import shown
 from pyro_bdl.utils.tables import Column, listed
+
+LeftOut = LOO | SubsampledLOO | KFold
 
 # A posterior with fewer distinct values has no tail for the fit of a Pareto distribution.
 _LEAST_VALUES = 25
 EXACT, CORRECTED, PLAIN = "draws", "p / q", "plain"
 # PSIS-LOO is withheld if the k-hats of more than this share of the data are too high.
 _MOST_BAD = 0.05
+MOST_LEFT_OUT = 2000
 
 COLUMNS = (
     Column(
@@ -74,7 +79,9 @@ def leave_one_out(
     parts: Sequence[Test],
     *,
     compat: str = "1.x",
-) -> tuple[LOO, str] | None:
+    most: int = MOST_LEFT_OUT,
+    progress: bool | None = None,
+) -> tuple[LOO | SubsampledLOO, str] | None:
     """elpd_loo of the program under the posterior, and the kind of its draws.
 
     ``draws``: draws of the posterior from Markov chains. ``p / q``: draws of a guide with a
@@ -86,6 +93,9 @@ def leave_one_out(
     :param predictive: computes the log likelihood at these draws.
     :param site: the observed site.
     :param parts: the training data in batches that limit memory.
+    :param most: of more data than this only so many are left out, and the sum over all of them is
+        estimated; see ``diagnostics.subsampled_loo``.
+    :param progress: show bars.
     :returns: None for one or a few point masses, for which PSIS-LOO is not possible, and where the
         data depend on each other through discrete sites, with a warning.
     """
@@ -98,43 +108,63 @@ def leave_one_out(
     if coupled is not None:
         warnings.warn(f"{coupled}, and elpd_loo is left out", BdlWarning, stacklevel=2)
         return None
-    density = [log_likelihood(predictive, site, part) for part in parts]
-    shape = (samples.num_chains, -1) if isinstance(posterior, Samples) else (1, -1)
+    rows = _left_out_rows(sum(part.rows for part in parts), most)
+    density, total, approximation = _likelihoods(predictive, site, parts, rows, progress)
+    draws = density.unflatten(0, (samples.num_chains if isinstance(posterior, Samples) else 1, -1))
+    kind, log_q = PLAIN, None
+    if isinstance(posterior, Samples):
+        kind = EXACT
+    elif not linear and not (isinstance(posterior, Guide) and not posterior.has_density):
+        log_p, log_q = _densities(model, posterior, samples, parts[0])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BdlWarning)  # the table holds the number of high k-hats
-        if isinstance(posterior, Samples):
-            efficiency = relative_efficiency(samples)
-            found = [
-                diagnostics.loo(
-                    part.unflatten(0, shape), r_eff=efficiency, compat=compat, progress=False
-                )
-                for part in density
-            ]
-            return _joined(found, compat), EXACT
-        log_q = None
-        if not linear and not (isinstance(posterior, Guide) and not posterior.has_density):
-            log_p, log_q = _densities(model, posterior, samples, parts[0])
         if log_q is not None:
-            log_p = log_p + sum(part.double().sum(1) for part in density)
-            found = [
-                diagnostics.loo_approximate_posterior(
-                    part[None], log_p[None], log_q[None], compat=compat, progress=False
-                )
-                for part in density
-            ]
-            return _joined(found, compat), CORRECTED
-        found = [diagnostics.loo(part[None], compat=compat, progress=False) for part in density]
-        return _joined(found, compat), PLAIN
+            kind = CORRECTED
+            found = diagnostics.loo_approximate_posterior(
+                draws, (log_p + total)[None], log_q[None], compat=compat, progress=progress
+            )
+        else:
+            efficiency = relative_efficiency(samples) if kind == EXACT else 1.0
+            found = diagnostics.loo(draws, r_eff=efficiency, compat=compat, progress=progress)
+    if len(rows) == len(approximation):
+        return found, kind
+    return diagnostics.subsampled_loo(found, approximation, rows), kind
 
 
-def withheld(loo: LOO, kind: str) -> str:
+def _left_out_rows(count: int, most: int) -> Tensor:
+    """The rows that are left out: all, or at random some of many."""
+    if count <= most:
+        return torch.arange(count, device="cpu")
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    return torch.randperm(count, generator=generator, device="cpu")[:most].sort().values
+
+
+def _likelihoods(
+    predictive: Any, site: str, parts: Sequence[Test], rows: Tensor, progress: bool | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """log p(y_n | draw) of some rows ``(S, m)``, its sum over all rows ``(S,)``, and the log of its
+    mean over the draws at all rows ``(N,)``; the whole ``(S, N)`` is never held."""
+    kept, means, start = [], [], 0
+    total: Any = 0.0
+    for part in shown(parts, "leave-one-out", progress):
+        found = log_likelihood(predictive, site, part)
+        inside = (rows >= start) & (rows < start + part.rows)
+        kept.append(found[:, (rows[inside] - start).to(found.device)])
+        found = found.double()
+        total = total + found.sum(1)
+        means.append(log_mean_exp(found.T))
+        start += part.rows
+    return torch.cat(kept, 1), total, torch.cat(means)
+
+
+def withheld(loo: LOO | SubsampledLOO, kind: str) -> str:
     """The reason why a value of ``leave_one_out`` must not be relied on; empty if there is none."""
     if kind == PLAIN:
         return "not refitted"
     return "k high" if loo.num_bad > _MOST_BAD * loo.pareto_k.numel() else ""
 
 
-def row_of(left_out: tuple[LOO, str] | KFold | None) -> dict[str, Any]:
+def row_of(left_out: tuple[LOO | SubsampledLOO, str] | KFold | None) -> dict[str, Any]:
     """The numbers by the keys of the columns; a withheld value is NaN."""
     if left_out is None:
         return {}
@@ -148,8 +178,11 @@ def row_of(left_out: tuple[LOO, str] | KFold | None) -> dict[str, Any]:
             "elpd_loo": math.nan, "elpd_loo_se": math.nan, "p_loo": math.nan,
             "high_k": loo.num_bad, "loo_by": f"withheld, {reason}",
         }  # fmt: skip
+    error = loo.se
+    if isinstance(loo, SubsampledLOO):
+        error, kind = loo.total_se, f"{kind}, {len(loo.rows)} of {len(loo.approximation)} data"
     return {
-        "elpd_loo": loo.elpd, "elpd_loo_se": loo.se, "p_loo": loo.p_loo, "high_k": loo.num_bad,
+        "elpd_loo": loo.elpd, "elpd_loo_se": error, "p_loo": loo.p_loo, "high_k": loo.num_bad,
         "loo_by": kind,
     }  # fmt: skip
 
@@ -176,19 +209,27 @@ def withheld_notes(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     return notes
 
 
-def comparable(ours: LOO | KFold | None, theirs: LOO | KFold | None) -> bool:
+def comparable(ours: LeftOut, theirs: LeftOut) -> bool:
     """Return whether two results leave out the same data."""
     if isinstance(ours, KFold) and isinstance(theirs, KFold):
         return torch.equal(ours.fold, theirs.fold)
+    if isinstance(ours, SubsampledLOO) and isinstance(theirs, SubsampledLOO):
+        return torch.equal(ours.rows, theirs.rows)
     return isinstance(ours, LOO) and isinstance(theirs, LOO)
 
 
-def difference(ours: LOO | KFold, theirs: LOO | KFold) -> tuple[float, float]:
+def difference(ours: LeftOut, theirs: LeftOut) -> tuple[float, float]:
     """elpd_loo minus the reference's, and its standard error, sqrt(N var of the differences).
+
+    Of subsampled results the error of subsampling is added.
 
     Source: Vehtari, Gelman, Gabry (2017), eq. 24; equal to ``arviz.compare``.
     """
     gap = ours.pointwise - theirs.pointwise.to(ours.pointwise)
+    if isinstance(ours, SubsampledLOO) and isinstance(theirs, SubsampledLOO):
+        near = ours.approximation - theirs.approximation.to(ours.approximation)
+        total, subsampling, over_data = diagnostics.difference_estimate(gap, near, ours.rows)
+        return total, math.hypot(subsampling, over_data)
     return gap.sum().item(), standard_error(gap, ddof=0)
 
 
@@ -225,16 +266,3 @@ def _densities(
 def _number_of_values(samples: Samples) -> int:
     sums = sum(value.double().reshape(len(value), -1).sum(1) for value in samples.flat().values())
     return len(torch.as_tensor(sums, device="cpu").unique())
-
-
-def _joined(parts: list[LOO], compat: str) -> LOO:
-    pointwise = torch.cat([part.pointwise for part in parts])
-    return LOO(
-        elpd=sum(part.elpd for part in parts),
-        se=standard_error(pointwise, ddof=0 if compat == "0.23" else 1),
-        p_loo=sum(part.p_loo for part in parts),
-        pointwise=pointwise,
-        pareto_k=torch.cat([part.pareto_k for part in parts]),
-        good_k=parts[0].good_k,
-        num_draws=parts[0].num_draws,
-    )

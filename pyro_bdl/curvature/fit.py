@@ -12,6 +12,7 @@ from tqdm import tqdm
 from pyro_bdl.curvature.chunking import linearizations
 from pyro_bdl.curvature.config import CurvatureConfig, check_memory
 from pyro_bdl.curvature.fisher import check_information
+from pyro_bdl.curvature.gauss_newton_products import GaussNewtonProducts
 from pyro_bdl.curvature.hessian import hessian
 from pyro_bdl.curvature.jacobian.datum_axes import Alignment
 from pyro_bdl.curvature.likelihood_sums import LikelihoodSums
@@ -20,6 +21,7 @@ from pyro_bdl.curvature.site_jacobians import fisher_jacobians
 from pyro_bdl.curvature.structures.base import Curvature
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.subset import Subset
+from pyro_bdl.utils.progress import hidden
 
 
 @dataclass
@@ -55,7 +57,7 @@ def fit_curvature(
     *,
     before: Any = None,
     offset: Tensor | None = None,
-    progress: bool = False,
+    progress: bool | None = None,
 ) -> Fitted:
     """Compute the curvature of a program's log likelihood at a vector (P,).
 
@@ -92,6 +94,9 @@ def fit_curvature(
         )
     factor = seen.factor()
     curvature.scale(factor)
+    if curvature.takes_products:
+        passes = [(batches, factor)]
+        curvature.connect(GaussNewtonProducts(model, subset, vector, passes, offset))
     curvature = curvature.finish(before)
     total = torch.as_tensor(seen.log_likelihood * factor, device=seen.gradient.device)
     gradient = seen.gradient * factor
@@ -108,7 +113,7 @@ def _accumulated(
     like: Tensor,
     before: Any,
     offset: Tensor | None,
-    progress: bool,
+    progress: bool | None,
 ) -> tuple[Curvature, LikelihoodSums]:
     curvature = config.kind.empty(subset, like, config, before)
     known: dict[Any, Alignment] = {}
@@ -123,7 +128,7 @@ def _accumulated(
             linearizations(model, subset, vector, batches.part(), config, known=known),
             desc=f"curvature, pass {number + 1} of {curvature.passes}",
             unit="batch",
-            disable=not progress,
+            disable=hidden(progress),
             leave=False,
             delay=1,
         )

@@ -11,7 +11,8 @@ from pyro_bdl.diagnostics.loo import LOO, loo, loo_approximate_posterior
 from pyro_bdl.diagnostics.mcse import mcse
 from pyro_bdl.diagnostics.psis import PSIS, good_k, psis
 from pyro_bdl.diagnostics.rhat import rhat, within_rhat
-from pyro_bdl.diagnostics.summary import Summary, function_draws, summary
+from pyro_bdl.diagnostics.subsampled_loo import SubsampledLOO, difference_estimate, subsampled_loo
+from pyro_bdl.diagnostics.summary import Summary, explain_chains, function_draws, summary
 from pyro_bdl.diagnostics.waic import WAIC, waic
 
 __all__ = [
@@ -19,10 +20,13 @@ __all__ = [
     "PSIS",
     "WAIC",
     "Convergence",
+    "SubsampledLOO",
     "Summary",
     "bfmi",
     "convergence",
+    "difference_estimate",
     "ess",
+    "explain_chains",
     "function_draws",
     "good_k",
     "loo",
@@ -30,6 +34,7 @@ __all__ = [
     "mcse",
     "psis",
     "rhat",
+    "subsampled_loo",
     "summary",
     "waic",
     "within_rhat",

@@ -70,7 +70,7 @@ class CompiledELBO(ELBO):
         ``sticking_the_landing``.
     :raises ValueError: for an unknown backend, ``max_graphs`` below 1, or options that the bound
         refuses.
-    :raises TypeError: for another class of bound.
+    :raises TypeError: for another class of bound, or an ELBO in the place of its arguments.
     """
 
     def __init__(
@@ -83,6 +83,12 @@ class CompiledELBO(ELBO):
         max_graphs: int = 8,
         **options: Any,
     ) -> None:
+        if isinstance(temperature, ELBO):
+            name = type(temperature).__name__
+            raise TypeError(
+                f"CompiledELBO takes the arguments of an ELBO, not an ELBO, got {name}(...): call "
+                "CompiledELBO(temperature, num_particles, bound=TemperedTrace_ELBO)"
+            )
         if bound not in (TemperedTrace_ELBO, TemperedTraceMeanField_ELBO):
             raise TypeError(
                 "bound must be TemperedTraceMeanField_ELBO or TemperedTrace_ELBO, got "

@@ -10,6 +10,7 @@ from pyro_bdl.guides.low_rank import AutoLowRank
 from pyro_bdl.guides.matrix_normal import AutoMatrixNormal
 from pyro_bdl.guides.mean_field import AutoMeanField
 from pyro_bdl.guides.mixture import MixtureGuide
+from pyro_bdl.guides.pathfinder import AutoPathfinder
 from pyro_bdl.guides.point import AutoMAP
 from pyro_bdl.guides.subnetwork import AutoSubnetwork, SubsetNormal
 from pyro_bdl.guides.swag import AutoMultiSWAG, AutoSWAG, SWAGGuide
@@ -25,6 +26,7 @@ __all__ = [
     "AutoMatrixNormal",
     "AutoMeanField",
     "AutoMultiSWAG",
+    "AutoPathfinder",
     "AutoSWAG",
     "AutoSubnetwork",
     "BernoulliNoise",

@@ -13,6 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pyro_bdl.errors import BdlWarning
+from pyro_bdl.utils.progress import hidden
 
 _ENOUGH = 10  # draws needed to judge chains
 _DIVERGENT = 0.1  # the share of divergent draws above which a warning is given
@@ -37,7 +38,7 @@ class Settings:
     trajectory_length: float | None
     dense_mass: bool
     chain_method: str
-    progress: bool
+    progress: bool | None
     step_size: float | None = None
     inverse_mass: np.ndarray | None = None
     adapts_mass: bool = True
@@ -96,7 +97,9 @@ class Chains:
 
 
 def progress_bar(settings: Settings, total: int, description: str) -> tqdm:
-    return tqdm(total=total, desc=description, disable=not settings.progress, leave=False, delay=1)
+    return tqdm(
+        total=total, desc=description, disable=hidden(settings.progress), leave=False, delay=1
+    )
 
 
 def stack_chains(chains: list[Chains]) -> Chains:

@@ -264,7 +264,7 @@ def _random_state() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": cuda,
         "numpy": np.random.get_state(),
-        "python": (version, torch.tensor(numbers), spare),
+        "python": (version, torch.tensor(numbers, device="cpu"), spare),
     }
 
 

@@ -222,3 +222,18 @@ def test_a_posterior_at_what_was_fitted_to_all_data_is_not_refitted(data):
     assert rows["a"]["loo_by"] == "withheld, not refitted" and rows["a"]["elpd_loo"] is None
     assert rows["nuts"]["loo_by"] == "4 folds" and rows["nuts"]["elpd_loo"] == folds.elpd
     assert any("fitted to all data" in note for note in found.notes)
+
+
+def test_of_many_data_a_part_is_left_out_and_the_errors_say_so(data):
+    samples = chains(data.y, 1000)
+    predictive = bdl.Predictive(shift, samples)
+    options = {"site": "y", "parts": [data.part(slice(0, 8)), data.part(slice(8, N))]}
+    whole, _ = leave_one_out(shift, samples, samples, predictive, **options)
+    part, kind = leave_one_out(shift, samples, samples, predictive, **options, most=10)
+    assert kind == "draws" and len(part.rows) == 10 and part.subsampling_se > 0
+    torch.testing.assert_close(part.pointwise, whole.pointwise[part.rows])
+    assert abs(part.elpd - whole.elpd) < 4 * part.subsampling_se
+    row = module.row_of((part, kind))
+    assert row["loo_by"] == "draws, 10 of 20 data" and row["elpd_loo_se"] == part.total_se
+    assert difference(part, part) == (0.0, 0.0)
+    assert module.comparable(part, part) and not module.comparable(part, whole)

@@ -507,3 +507,8 @@ def test_other_reads_of_the_arguments_are_refused(ask):
     svi = SVI(model, AutoMeanField(model), pyro.optim.Adam({"lr": 0.05}), CompiledELBO())
     with pytest.warns(BdlWarning, match="reads numbers that change"):
         svi.step(X, torch.ones(6, 2, dtype=torch.bool), Y)
+
+
+def test_an_elbo_in_the_place_of_its_arguments_is_refused():
+    with pytest.raises(TypeError, match=r"takes the arguments of an ELBO.*bound="):
+        CompiledELBO(TemperedTraceMeanField_ELBO())

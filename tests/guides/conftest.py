@@ -20,6 +20,7 @@ from pyro_bdl.guides import (
     AutoMatrixNormal,
     AutoMCDropout,
     AutoMeanField,
+    AutoPathfinder,
     AutoSubnetwork,
     AutoSWAG,
     MixtureGuide,
@@ -92,6 +93,7 @@ MADE = {
     "mean field": lambda: _moved(AutoMeanField(program, init_scale=0.3)),
     "matrix normal": lambda: _moved(AutoMatrixNormal(program, init_scale=0.3)),
     "low rank": _low_rank,
+    "pathfinder": lambda: AutoPathfinder(program).prototype(X, Y),
     "full": functools.partial(_laplace, "full"),
     "kron": functools.partial(_laplace, "kron"),
     "diag": functools.partial(_laplace, "diag"),
@@ -107,7 +109,7 @@ MADE = {
     "dropout": lambda: _moved(AutoMCDropout(program, sites="all", p=0.3)),
 }
 # Guides with a density in all latents, joint over them or factorized
-DENSE = ["mean field", "matrix normal", "low rank", "full", "kron", "diag", "ekfac"]
+DENSE = ["pathfinder", "mean field", "matrix normal", "low rank", "full", "kron", "diag", "ekfac"]
 DENSE += ["kernel", "low_rank Laplace", "subset", "SWAG", "mixture"]
 
 

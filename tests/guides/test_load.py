@@ -79,6 +79,8 @@ def test_the_programs_own_numbers_come_along_and_the_data_do_not(tmp_path):
     assert bdl.evidence.log_marginal_likelihood(found).item() == pytest.approx(
         bdl.evidence.log_marginal_likelihood(posterior).item()
     )
+    more = found.update((_X, _X)).variances()  # further data are welcome
+    assert torch.equal(more, posterior.update((_X, _X)).variances())
     with pytest.raises(RuntimeError, match="loaded from a file without its data"):
         bdl.evidence.maximize(found, linearized=True)
 

@@ -45,8 +45,8 @@ def test_the_optimum_at_every_temperature():
     y = 0.8 * X[:, 0]
     etas = [0.1, 1.0, 10.0]
     found = temperature.sweep(
-        linear, bdl.guides.AutoMeanField, (X, y), (X, y), etas=etas, steps=150,
-        learning_rate=0.1, num_particles=8, num_samples=10,
+        linear, bdl.guides.AutoMeanField, (X, y), (X, y), etas=etas, steps=100,
+        learning_rate=0.15, num_particles=8, num_samples=10,
     )  # fmt: skip
     for row in found.rows:
         eta = row["eta"]
@@ -61,6 +61,32 @@ def test_the_optimum_at_every_temperature():
         center = torch.tensor([1.0, 0.0], **DOUBLE)
         kl = ((prior / s).log() + (s**2 + (m - center) ** 2) / (2 * prior**2) - 0.5).sum()
         assert row["kl"] == pytest.approx(kl.item(), rel=1e-9) and row["tau"] == eta / 30
+
+
+class Averaged(nn.Module):
+    """f(x) = 1/N sum_j a_j relu(b_j x), the scaling of the theory."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.b = nn.Linear(1, width, bias=False, **DOUBLE)
+        self.a = nn.Linear(width, 1, bias=False, **DOUBLE)
+
+    def forward(self, x):
+        return self.a(self.b(x).relu()) / len(self.b.weight)
+
+
+@pytest.mark.slow
+def test_the_kl_vanishes_at_temperature_1_and_stays_of_order_n_at_tau_p_over_n():
+    """Huix et al. (2022): KL(q* || prior) -> 0 at eta = 1; at eta = tau p / N it grows as N."""
+    found = temperature.sweep(
+        lambda width: bdl.models.Regression(bdl.bayesianize(Averaged(width)), noise=1.0),
+        lambda model: bdl.guides.AutoMeanField(model, init_scale=0.9),
+        (X, 2 * X[:, 0]), (X, 2 * X[:, 0]), taus=[0.01], etas=[1.0], widths=[4, 60], steps=250,
+        learning_rate=0.05, num_particles=8, num_samples=4,
+    ).to_frame()  # fmt: skip
+    bayes, scaled = (found[found.eta == 1.0].kl, found[found.eta != 1.0].kl_per_neuron)
+    assert bayes.iloc[1] < 0.1 < 5 * bayes.iloc[1] + 0.1 < bayes.iloc[0] + 0.1
+    assert 0.5 < scaled.iloc[1] / scaled.iloc[0] < 1.5 and scaled.iloc[1] > 0.5
 
 
 def test_the_table(classes):
@@ -92,7 +118,11 @@ def test_rows_are_those_of_their_guides(classes):
 def test_figures_mark_the_temperatures(classes):
     assert classes.best_tau() in [row["tau"] for row in classes.rows]
     figures = classes.figures(tau=0.5)
-    assert list(figures) == ["scores", "kl"]
+    assert list(figures) == ["scores", "kl", "scores_by_tau"]
+    curves = [line for line in figures["scores_by_tau"].axes[0].lines if len(line.get_xdata()) == 3]
+    taus = [row["tau"] for row in classes.rows]
+    assert [list(line.get_xdata()) for line in curves] == [taus[:3], taus[3:]]
+    assert len(figures["scores_by_tau"].axes[0].lines) == 2
     axis = figures["scores"].axes[0]
     marked = {line.get_xdata()[0] for line in axis.lines if len(set(line.get_xdata())) == 1}
     assert marked == {1.0, 0.5 * 30 / 4, 0.5 * 30 / 8}

@@ -26,7 +26,7 @@ def run(
 def kernel(log_density: Callable[[jax.Array], jax.Array], settings: Settings, size: int) -> Kernel:
     """NumPyro's kernel, which adapts by the number of its iterations."""
     sampler = (NUTS if settings.kernel == "nuts" else HMC)(
-        potential_fn=lambda vector: -log_density(vector),
+        potential_fn=jax.jit(lambda vector: -log_density(vector)),
         dense_mass=settings.dense_mass,
         inverse_mass_matrix=settings.inverse_mass,
         **settings.kernel_options(),

@@ -65,7 +65,7 @@ def turned(momentum: jax.Array, force: jax.Array, time: jax.Array) -> tuple[jax.
     direction = force / jnp.where(size > 0, size, 1)
     rest = len(momentum) - 1
     d = time * size / rest
-    cosine = jnp.dot(direction, momentum)
+    cosine = (direction * momentum).sum()  # a dot is slower under vmap
     fading = jnp.exp(-d)  # all terms times 2 exp(-d), so that a large d does not overflow
     along = direction * (1 - fading) * (1 + fading + cosine * (1 - fading))
     after = unit(along + 2 * fading * momentum)
@@ -93,12 +93,12 @@ def step(
     return Point(position, momentum, value, gradient), kinetic - value + point.log_density
 
 
-def refreshed(key: jax.Array, momentum: jax.Array, share: jax.Array) -> jax.Array:
+def refreshed(noise: jax.Array, momentum: jax.Array, share: jax.Array) -> jax.Array:
     """The momentum after partial refreshment, as in Langevin dynamics.
 
+    :param noise: z, standard Normal (P,).
     :param share: time / L; after a time L the momentum has turned by about one radian::
 
-        u' = (u + nu z) / |u + nu z|,    nu^2 = (exp(2 share) - 1) / P,    z ~ Normal(0, I)
+        u' = (u + nu z) / |u + nu z|,    nu^2 = (exp(2 share) - 1) / P
     """
-    noise = jax.random.normal(key, momentum.shape, momentum.dtype)
     return unit(momentum + jnp.sqrt(jnp.expm1(2 * share) / len(momentum)) * noise)

@@ -184,9 +184,9 @@ def autocorrelation_time(trace: np.ndarray) -> np.ndarray:
     return np.nanmean(np.where(np.isfinite(rho[:, 0]), tau, np.nan), axis=1)
 
 
-def traced_numbers(size: int) -> np.ndarray:
+def traced_numbers(size: int) -> slice:
     """The numbers of a vector (P,) whose autocorrelation is measured, evenly spaced."""
-    return np.unique(np.linspace(0, size - 1, min(size, MOST_TRACED)).round().astype(int))
+    return slice(0, size, -(-size // MOST_TRACED))
 
 
 def phases(num_warmup: int) -> tuple[int, ...]:

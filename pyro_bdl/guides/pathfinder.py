@@ -1,0 +1,326 @@
+"""Pathfinder: a Gaussian along the way of an optimizer to the mode, without any training."""
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyro.distributions as dist
+import torch
+from scipy.optimize import minimize
+from torch import Tensor
+
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.guides.joint import AutoJoint
+from pyro_bdl.init import init_to_network
+from pyro_bdl.program.program import Program
+from pyro_bdl.program.vmap import map_draws
+from pyro_bdl.utils.module_state import evaluation_mode
+
+_RADIUS = 2.0  # of the starts of further paths, as in Stan
+_SMALLEST = 1e-12  # of s'y / y'y, below which a step says nothing about the curvature
+
+
+class Covariance(NamedTuple):
+    """Sigma = S (I + Q (L L' - I) Q') S with S = diag(s) and orthonormal columns in Q.
+
+    :param scale: s (P,).
+    :param basis: Q (P, r).
+    :param tril: L (r, r).
+    """
+
+    scale: Tensor
+    basis: Tensor
+    tril: Tensor
+
+    def times(self, vector: Tensor) -> Tensor:
+        """Sigma v for v (P,)."""
+        v = self.scale * vector
+        w = self.basis.mT @ v
+        return self.scale * (v + self.basis @ (self.tril @ (self.tril.mT @ w) - w))
+
+    def root_times(self, noise: Tensor) -> Tensor:
+        """S (I + Q (L - I) Q') z for rows z (..., P), which have covariance Sigma."""
+        w = noise @ self.basis
+        return self.scale * (noise + (w @ self.tril.mT - w) @ self.basis.mT)
+
+    def inverse_quadratic(self, x: Tensor) -> Tensor:
+        """x' Sigma^-1 x for x (..., P)."""
+        v = x / self.scale
+        w = v @ self.basis
+        inner = torch.linalg.solve_triangular(self.tril, w[..., None], upper=False)[..., 0]
+        return v.square().sum(-1) - w.square().sum(-1) + inner.square().sum(-1)
+
+    def log_det(self) -> Tensor:
+        return 2 * (self.scale.log().sum() + self.tril.diagonal().log().sum())
+
+    def diagonal(self) -> Tensor:
+        """The variances (P,)."""
+        change = self.tril @ self.tril.mT - identity(len(self.tril), self.tril)
+        inner = (self.basis @ change * self.basis).sum(-1)
+        return self.scale.square() * (1 + inner).clamp(min=torch.finfo(inner.dtype).tiny)
+
+
+class AutoPathfinder(AutoJoint):
+    """q(u) = Normal(m, Sigma) from L-BFGS on the way to the mode of the unconstrained density.
+
+    At each point x_l of the way, with gradient g_l of log p(u, y), L-BFGS's estimate of the inverse
+    Hessian gives a Gaussian, and the one with the largest ELBO is taken::
+
+        Sigma_l = diag(alpha_l) + low rank (2 history),    m_l = x_l + Sigma_l g_l
+
+    It takes some hundred gradients in all, no step of SVI, and no Hessian. The first run,
+    ``guide.prototype(x, y)``, does all of it with the data given, which must be all data; there are
+    no parameters to train. Draws are a start for
+    chains (``mcmc.sample(..., init=guide)``), and the covariance a metric
+    (``inverse_mass=guide.variances()``). How good it is as a posterior k-hat says
+    (``bdl.importance``).
+
+    :param model: a Pyro program with continuous latents.
+    :param num_paths: how many ways are tried; the first from the initial values, the others from
+        uniform numbers between -2 and 2; the one with the largest ELBO is taken.
+    :param history: the steps that L-BFGS remembers.
+    :param num_draws: draws for each ELBO.
+    :param most_steps: of each path.
+    :param init_loc_fn: where the first path starts; by default the network's own values.
+    :param create_plates: as in Pyro's autoguides.
+    :raises ValueError: for numbers below 1; in the first run, if no point of the path has a finite
+        ELBO.
+
+    Source: Zhang, Carpenter, Gelman & Vehtari (2022), Pathfinder: Parallel quasi-Newton variational
+    inference, algorithms 1 to 4.
+    """
+
+    loc: Tensor
+    scale: Tensor
+    basis: Tensor
+    tril: Tensor
+
+    def __init__(
+        self,
+        model: Callable,
+        *,
+        num_paths: int = 1,
+        history: int = 6,
+        num_draws: int = 10,
+        most_steps: int = 1000,
+        init_loc_fn: Callable = init_to_network,
+        create_plates: Callable | None = None,
+    ) -> None:
+        super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
+        numbers = {
+            "num_paths": num_paths,
+            "history": history,
+            "num_draws": num_draws,
+            "most_steps": most_steps,
+        }
+        for name, value in numbers.items():
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        self.num_paths, self.history = num_paths, history
+        self.num_draws, self.most_steps = num_draws, most_steps
+
+    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        super()._setup_prototype(*args, **kwargs)
+        if self.elbos is None:
+            self._fit(args, kwargs)
+
+    elbos: Tensor | None = None
+
+    def _create_parameters(self, start: Tensor) -> None:
+        rank = min(len(start), 2 * self.history)
+        self.register_buffer("loc", start.clone())
+        self.register_buffer("scale", torch.ones_like(start))
+        self.register_buffer("basis", start.new_zeros(len(start), rank))
+        self.register_buffer("tril", identity(rank, start))
+
+    def _fit(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Follow the paths, and take the best Gaussian.
+
+        ``elbos`` holds the largest ELBO of each path, in nats.
+        """
+        model = self.program_model
+        with evaluation_mode(model, args, kwargs), torch.no_grad():
+            program = Program(model, *args, **kwargs)
+            program.require_observed()
+            best, elbos = None, []
+            for path in range(self.num_paths):
+                start = self.loc
+                if path:
+                    start = _RADIUS * (2 * torch.rand_like(self.loc) - 1)
+                found = self._best_on_path(program, start)
+                elbos.append(-math.inf if found is None else found[0])
+                if found is not None and (best is None or found[0] > best[0]):
+                    best = found
+        if best is None:
+            raise ValueError(
+                "no point on the way of L-BFGS has a Gaussian with a finite ELBO: start elsewhere "
+                "(init_loc_fn=), or try several paths (num_paths=)"
+            )
+        self.elbos = torch.tensor(elbos, device="cpu")
+        _, loc, covariance = best
+        self.loc.copy_(loc)
+        self.scale.copy_(covariance.scale)
+        rank = covariance.basis.shape[-1]
+        self.basis.zero_()
+        self.basis[:, :rank] = covariance.basis
+        self.tril.copy_(identity(len(self.tril), self.tril))
+        self.tril[:rank, :rank] = covariance.tril
+
+    def _best_on_path(
+        self, program: Program, start: Tensor
+    ) -> tuple[float, Tensor, Covariance] | None:
+        noise = torch.randn(self.num_draws, len(start), dtype=start.dtype, device=start.device)
+        best = None
+        points, gradients = lbfgs_path(program, start, self.history, self.most_steps)
+        for loc, covariance in gaussians(points, gradients, self.history):
+            value = elbo(program, loc.to(start), _cast(covariance, start), noise)
+            if math.isfinite(value) and (best is None or value > best[0]):
+                best = value, loc.to(start), _cast(covariance, start)
+        return best
+
+    def _covariance(self) -> Covariance:
+        self.require_layout()
+        return Covariance(self.scale, self.basis, self.tril)
+
+    def location(self) -> Tensor:
+        self.require_layout()
+        return self.loc
+
+    def sample_vectors(self, num_samples: int) -> Tensor:
+        loc = self.location()
+        noise = torch.randn(num_samples, len(loc), dtype=loc.dtype, device=loc.device)
+        return loc + self._covariance().root_times(noise)
+
+    def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
+        return log_normal(vector - self.location(), self._covariance()) - log_det
+
+    def variances(self) -> Tensor:
+        """The marginal variances of the unconstrained vector (P,)."""
+        return self._covariance().diagonal()
+
+    def covariance(self) -> Tensor:
+        """Sigma (P, P), for example as the metric of a chain."""
+        root = self._covariance().root_times(identity(len(self.loc), self.loc))
+        return root.mT @ root
+
+    def get_posterior(self, *args: Any, **kwargs: Any) -> dist.TorchDistribution:
+        """q over the unconstrained vector (P,), a MultivariateNormal."""
+        self._prototype_if_given(args, kwargs)
+        return dist.MultivariateNormal(self.location(), self.covariance())
+
+
+def identity(size: int, like: Tensor) -> Tensor:
+    return torch.eye(size, dtype=like.dtype, device=like.device)
+
+
+def log_normal(offset: Tensor, covariance: Covariance) -> Tensor:
+    """log N(offset; 0, Sigma) in nats, (...), for offsets (..., P)."""
+    constant = offset.shape[-1] * math.log(2 * math.pi)
+    return -0.5 * (covariance.inverse_quadratic(offset) + covariance.log_det() + constant)
+
+
+def elbo(program: Program, loc: Tensor, covariance: Covariance, noise: Tensor) -> float:
+    """The ELBO of Normal(loc, Sigma) in nats, from the draws made of noise (S, P)."""
+    offsets = covariance.root_times(noise)
+    values = map_draws(lambda draw: program.log_density(draw["u"]), {"u": loc + offsets})
+    return float((values - log_normal(offsets, covariance)).mean())
+
+
+def lbfgs_path(
+    program: Program, start: Tensor, history: int, most_steps: int
+) -> tuple[Tensor, Tensor]:
+    """The points of L-BFGS on -log p(u, y) and the gradients of log p there, float64 (L + 1, P)."""
+    seen: dict[bytes, np.ndarray] = {}
+
+    def negative(x: np.ndarray) -> tuple[float, np.ndarray]:
+        leaf = torch.from_numpy(x).to(start, copy=True).requires_grad_()
+        with torch.enable_grad():
+            value = program.log_density(leaf)
+            (gradient,) = torch.autograd.grad(value, leaf)
+        slope = gradient.double().cpu().numpy()
+        number = float(value)
+        if not (math.isfinite(number) and np.isfinite(slope).all()):
+            return 1e300, np.zeros_like(slope)
+        seen[x.tobytes()] = slope
+        return -number, -slope
+
+    points = [start.double().cpu().numpy()]
+
+    def after(x: np.ndarray) -> None:
+        points.append(x.copy())
+
+    found = minimize(
+        negative, points[0], jac=True, method="L-BFGS-B", callback=after,
+        options={"maxcor": history, "maxiter": most_steps, "maxfun": 20 * most_steps},
+    )  # fmt: skip
+    if found.nit >= most_steps:
+        warnings.warn(
+            f"L-BFGS had not reached the mode after {most_steps} steps: raise most_steps",
+            BdlWarning,
+            stacklevel=2,
+        )
+    points = [point for point in points if point.tobytes() in seen]
+    gradients = [seen[point.tobytes()] for point in points]
+    return torch.from_numpy(np.stack(points)), torch.from_numpy(np.stack(gradients))
+
+
+def gaussians(points: Tensor, gradients: Tensor, history: int) -> Any:
+    """Mean (P,) and covariance of the Gaussian at each point after the first, float64."""
+    alpha = torch.ones_like(points[0])
+    steps: list[Tensor] = []
+    slopes: list[Tensor] = []
+    for i in range(1, len(points)):
+        step, slope = points[i] - points[i - 1], gradients[i - 1] - gradients[i]
+        if float(step @ slope) > _SMALLEST * float(slope @ slope):
+            alpha = next_diagonal(alpha, step, slope)
+            steps, slopes = [*steps, step][-history:], [*slopes, slope][-history:]
+        if not steps:
+            continue
+        covariance = inverse_hessian(alpha, torch.stack(steps, -1), torch.stack(slopes, -1))
+        if covariance is not None:
+            yield points[i] + covariance.times(gradients[i]), covariance
+
+
+def next_diagonal(alpha: Tensor, step: Tensor, slope: Tensor) -> Tensor:
+    """The diagonal (P,) of Gilbert & Lemarechal (1989), equation 4.9, as in algorithm 3."""
+    a = slope @ (alpha * slope)
+    b = slope @ step
+    c = step @ (step / alpha)
+    return 1 / (a / (b * alpha) + slope.square() / b - a * step.square() / (b * c * alpha.square()))
+
+
+def inverse_hessian(alpha: Tensor, steps: Tensor, slopes: Tensor) -> Covariance | None:
+    """The estimate of L-BFGS from a diagonal and the last pairs, in compact form.
+
+    With S and Y the steps and the differences of gradients (P, J), E the upper triangle of S'Y and
+    D its diagonal (Byrd, Nocedal & Schnabel 1994, theorem 2.2)::
+
+        H = diag(alpha) + B G B',    B = [diag(alpha) Y, S]
+        G = [[0, -E^-1], [-E^-T, E^-T (D + Y' diag(alpha) Y) E^-1]]
+
+    :returns: None if it is not positive definite to rounding.
+    """
+    products = steps.mT @ slopes
+    upper = products.triu()
+    scaled = alpha[:, None] * slopes
+    count = len(products)
+    eye = identity(count, alpha)
+    inverse = torch.linalg.solve_triangular(upper, eye, upper=True)
+    middle = torch.diag(products.diagonal()) + slopes.mT @ scaled
+    corner = inverse.mT @ middle @ inverse
+    top = torch.cat([torch.zeros_like(inverse), -inverse], 1)
+    inner = torch.cat([top, torch.cat([-inverse.mT, corner], 1)])
+    root = alpha.sqrt()
+    basis, triangle = torch.linalg.qr(torch.cat([scaled, steps], 1) / root[:, None])
+    core = triangle @ inner @ triangle.mT
+    core = identity(len(core), core) + 0.5 * (core + core.mT)
+    tril, info = torch.linalg.cholesky_ex(core)
+    if int(info) or not bool(tril.isfinite().all() and (alpha > 0).all()):
+        return None
+    return Covariance(root, basis, tril)
+
+
+def _cast(covariance: Covariance, like: Tensor) -> Covariance:
+    return Covariance(*(part.to(like) for part in covariance))
