@@ -154,7 +154,7 @@ def program(dataset: Dataset, architecture: Mapping[str, Any]) -> nn.Module:
     network = nn.Sequential(*layers, nn.Linear(sizes[-1], outputs))
     bnn = bayesianize(network, FanIn(architecture["gain"]))
     kind: Any = models.Classification if dataset.task == "classification" else models.Regression
-    return kind(network, num_data=len(dataset.x_train))
+    return kind(bnn, num_data=len(dataset.x_train))
 
 
 def names() -> tuple[str, ...]:
