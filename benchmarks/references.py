@@ -1,4 +1,4 @@
-"""The reference posteriors of ``bdl.references``: long NUTS runs on five small problems.
+"""The reference posteriors of ``bdl.references``: long NUTS runs on small problems.
 
     python benchmarks/references.py --data uci --work runs            # all
     python benchmarks/references.py --data uci --work runs wine       # one
@@ -50,11 +50,11 @@ PLANS = {
     "wine": Plan(hidden=10),
     "breast-cancer": Plan(hidden=5),
     "diabetes": Plan(hidden=10),
-    "energy": Plan(hidden=10, draws=3000, warmup=1500, accept=0.9),
+    "energy": Plan(hidden=10, draws=5000, accept=0.95),
 }
 
 
-ROWS = 200  # of a UCI set: with more data the chains do not mix
+ROWS = 120  # of a UCI set: with more data the chains do not mix
 COLUMNS = (
     "relative compactness", "surface area", "wall area", "roof area", "overall height",
     "orientation", "glazing area", "glazing area distribution",

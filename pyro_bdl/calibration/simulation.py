@@ -21,6 +21,7 @@ from pyro_bdl.program.vmap import Draws, map_draws
 from pyro_bdl.samples import Samples
 from pyro_bdl.training.parallel_guides import Together
 from pyro_bdl.utils.module_state import evaluation_mode
+from pyro_bdl.utils.progress import hidden
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.tables import Column, to_text
 
@@ -182,7 +183,7 @@ def simulation_based_calibration(
     num_simulations: int = 200,
     num_draws: int = 99,
     seed: int = 0,
-    progress: bool = True,
+    progress: bool | None = None,
     model_kwargs: Mapping[str, Any] | None = None,
     **training: Any,
 ) -> Calibration:
@@ -241,7 +242,7 @@ def simulation_based_calibration(
             ranks = []
             for i in tqdm(
                 range(num_simulations),
-                disable=not progress,
+                disable=hidden(progress),
                 desc="simulations",
                 leave=False,
                 delay=1,

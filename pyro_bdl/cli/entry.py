@@ -13,31 +13,36 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from matplotlib.figure import Figure
 from torch import nn
 
 from pyro_bdl import posteriors
+from pyro_bdl.cli import cross_validation, sweep
 from pyro_bdl.cli import options as command
-from pyro_bdl.cli import sweep
 from pyro_bdl.cli.programs import program
 from pyro_bdl.cli.provenance import provenance
 from pyro_bdl.cli.shared import BadInput, bad_input, limited_threads, say
+from pyro_bdl.cli.terminal import gives_up_at_second_interrupt, told_on_stderr
 from pyro_bdl.comparison.columns import columns
 from pyro_bdl.comparison.compare import compare
 from pyro_bdl.comparison.costs import seconds_per_draw
 from pyro_bdl.comparison.figures import CAPTIONS
+from pyro_bdl.comparison.held_out import PredictiveDraws
 from pyro_bdl.comparison.page import write_page
 from pyro_bdl.comparison.result import Comparison
 from pyro_bdl.data.dataset import Dataset
 from pyro_bdl.errors import BdlWarning, UnusableDrawsError
 from pyro_bdl.posteriors import Fit, Options, Problem
+from pyro_bdl.report import Further
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.files import LenientStream, atomic_write
 from pyro_bdl.utils.interrupts import deferred_interrupt
+from pyro_bdl.utils.progress import hidden, logger, quiet
 from pyro_bdl.utils.random_state import process_seeded
 from pyro_bdl.utils.tables import to_csv, to_text
 
-_REFERENCE = "nuts"
+_REFERENCE, _KNOWN = "nuts", "reference"
 _TABLE, _REPORT, _NUMBERS = "table.csv", "report.html", "report.json"
 _FILES = (_TABLE, _REPORT, _NUMBERS, *(f"{name}.png" for name in CAPTIONS))
 FAILED, INTERRUPTED = 1, 130
@@ -52,14 +57,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     output: Any = LenientStream(sys.stdout)
     errors: Any = LenientStream(sys.stderr)
-    with redirect_stdout(output), redirect_stderr(errors), warnings.catch_warnings():
+    with (
+        redirect_stdout(output), redirect_stderr(errors), warnings.catch_warnings(),
+        told_on_stderr(), gives_up_at_second_interrupt(),
+    ):  # fmt: skip
         options = command.parser(_compare, sweep.add_command).parse_args(arguments)
         given = sys.argv[1:] if arguments is None else arguments
         options.line = shlex.join(["pyro-bdl", *map(str, given)])
         warnings.simplefilter("always", BdlWarning)
-        warnings.showwarning = _show_warning
+        warnings.showwarning = _shown_once()
         try:
-            return options.run(options)
+            with quiet(getattr(options, "quiet", False)):
+                return options.run(options)
         except BadInput as error:
             say(str(error))
             return command.BAD_INPUT
@@ -73,32 +82,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _compare(options: argparse.Namespace) -> int:
     with bad_input():
+        reference = command.reference(options)
         names = command.names(options.guides)
         settings = command.settings(options)
         device = command.device(options.device)
         hidden, gain = command.hidden(options.hidden), command.gain(options)
-        data = command.load(options).to(device)
+        data = (command.load(options) if reference is None else reference.dataset).to(device)
         command.check_noise(options, data)
+        command.check_folds(options, data)
         folder = command.folder(options.out, _FILES)
     about = _about(data, options)
-    print("\n".join([about, *data.notes]), flush=True)
+    said = [] if options.quiet else [about]
+    print("\n".join([*said, *data.notes]), flush=True)
     comparison, files = None, _Files(folder)
     with process_seeded(options.seed, device), limited_threads(len(data.x_train) * max(hidden)):
         activation = command.ACTIVATIONS[options.activation]
         model, parts = program(data, hidden, activation, noise=options.noise, gain=gain)
         model = model.to(device)
-        fits, failed = _fit_all(names, Problem(model, data.x_train, data.y_train), settings)
+        problem = Problem(model, data.x_train, data.y_train)
+        fits, failed = _fit_all(names, problem, settings, still=options.quiet)
         if not fits:
             return FAILED if failed else INTERRUPTED
         code = FAILED if failed else 0
         try:
             with deferred_interrupt() as pressed:
-                comparison = _compared(model, fits, data, options.seed)
+                known = None if reference is None else reference.draws()
+                comparison = _compared(model, fits, data, options.seed, known)
                 figures = {} if pressed.is_set() else _figures(comparison, fits, data)
                 if pressed.is_set():
                     say("interrupted: there are no figures")
                 made = provenance(options.line, options, settings, data, parts, fits)
-                _write(comparison, figures, files, data, about, made)
+                validated = _validated(options, names, settings, device)
+                _write(comparison, figures, files, data, about, made, validated)
         except KeyboardInterrupt:
             say("interrupted")
             code = INTERRUPTED
@@ -108,11 +123,13 @@ def _compare(options: argparse.Namespace) -> int:
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
     if comparison is None:
         print(f"\n{_keep(fits, files)}\n")
+    elif options.quiet:
+        print(textwrap.fill(comparison.summary, width))
     else:
         print(f"\n{comparison.to_text(width, details=options.details)}\n")
         print(textwrap.fill(f"{_units(data)} {_EXPLAINED}", width))
-        lost = len(comparison.evaluations) < len(fits)
-        code = FAILED if lost and code == 0 else code
+    if comparison is not None and not {fit.name for fit in fits} <= set(comparison.evaluations):
+        code = code or FAILED
     files.clear()
     if files.written:
         print(f"Written to {folder}: {', '.join(files.written)}")
@@ -137,19 +154,25 @@ _EXPLAINED = (
 )
 
 
-def _fit_all(names: list[str], problem: Problem, options: Options) -> tuple[list[Fit], list[str]]:
-    """Fit one posterior after another; Ctrl-C ends the loop, a failure does not."""
+def _fit_all(
+    names: list[str], problem: Problem, options: Options, *, still: bool = False
+) -> tuple[list[Fit], list[str]]:
+    """Fit one posterior after another; Ctrl-C ends the loop, a failure does not.
+
+    :param still: print no line for each fit.
+    """
     fits: list[Fit] = []
     failed: list[str] = []
     width = max(map(len, names))
     for place, name in enumerate(names):
         left = names[place:]
         try:
-            fit = posteriors.fit(name, problem, options, progress=True)
+            fit = posteriors.fit(name, problem, options, progress=not hidden(None))
             fits.append(fit)
             left = names[place + 1 :]
             elbo = "" if fit.elbo is None else f"   ELBO {fit.elbo:.1f}"
-            print(f"  {name.ljust(width)} {fit.seconds:7.1f} s{elbo}", flush=True)
+            if not still:
+                print(f"  {name.ljust(width)} {fit.seconds:7.1f} s{elbo}", flush=True)
             interrupted = fit.interrupted
         except KeyboardInterrupt:
             interrupted = True
@@ -166,9 +189,16 @@ def _fit_all(names: list[str], problem: Problem, options: Options) -> tuple[list
     return fits, failed
 
 
-def _compared(model: nn.Module, fits: list[Fit], data: Dataset, seed: int) -> Comparison:
+def _compared(
+    model: nn.Module,
+    fits: list[Fit],
+    data: Dataset,
+    seed: int,
+    known: PredictiveDraws | None = None,
+) -> Comparison:
     """Compare the posteriors, leaving out those whose draws cannot be scored.
 
+    :param known: a shipped reference posterior.
     :raises UnusableDrawsError: if no posterior is left.
     """
     costs = {
@@ -176,14 +206,17 @@ def _compared(model: nn.Module, fits: list[Fit], data: Dataset, seed: int) -> Co
         for fit in fits
     }
     while True:
-        there = {fit.name: fit.posterior for fit in fits}
+        there: dict[str, Any] = {fit.name: fit.posterior for fit in fits}
+        reference = _REFERENCE if _REFERENCE in there else None
+        if known is not None:
+            reference, there[_KNOWN] = _KNOWN, known.to(data.y_test.device)
         try:
             return compare(
                 model,
                 there,
                 data.x_test,
                 data.y_test,
-                reference=_REFERENCE if _REFERENCE in there else None,
+                reference=reference,
                 train=(data.x_train, data.y_train),
                 costs={fit.name: costs[fit.name] for fit in fits},
                 target_scale=data.y_sd,
@@ -196,6 +229,49 @@ def _compared(model: nn.Module, fits: list[Fit], data: Dataset, seed: int) -> Co
                 raise
             say(f"{error.posterior} is left out: {error}")
             fits = others
+
+
+def _validated(
+    options: argparse.Namespace, names: list[str], settings: Options, device: torch.device
+) -> Further | None:
+    """The table of scores over splits, if ``--folds`` asks for it."""
+    if options.folds is None:
+        return None
+    hidden_units = command.hidden(options.hidden)
+    activation = command.ACTIVATIONS[options.activation]
+
+    def score(repeat: int, fold: int) -> dict[str, dict[str, float]]:
+        data = command.load(options, fold=(fold, options.folds), repeat=repeat).to(device)
+        model, _ = program(
+            data, hidden_units, activation, noise=options.noise, gain=command.gain(options)
+        )
+        model = model.to(device)
+        problem = Problem(model, data.x_train, data.y_train)
+        fits, _ = _fit_all(names, problem, settings, still=True)
+        found = compare(
+            model,
+            {fit.name: fit.posterior for fit in fits},
+            data.x_test,
+            data.y_test,
+            reference=None,
+            target_scale=data.y_sd,
+            target_shift=data.y_mean,
+            seed=options.seed,
+        )
+        if not options.quiet:
+            print(f"  split {repeat * options.folds + fold + 1}", flush=True)
+        return {row["posterior"]: row for row in found.rows}
+
+    found, interrupted = cross_validation.splits(options.folds, options.repeats, score)
+    if interrupted:
+        say(f"interrupted: {len(found)} splits were scored")
+    if len(found) < 2:
+        return None
+    rows, shown = cross_validation.summarized(found, names, _REFERENCE, options.folds)
+    if not options.quiet:
+        print(f"\nOver {len(found)} splits:\n\n{to_text(rows, shown)}")
+    heading = f"Scores over {len(found)} splits"
+    return Further(heading, rows, shown, cross_validation.NOTE)
 
 
 def _seconds_per_draw(model: nn.Module, fit: Fit, data: Dataset) -> float | None:
@@ -260,6 +336,7 @@ def _write(
     data: Dataset,
     about: str,
     settings: dict[str, dict[str, object]],
+    validated: Further | None,
 ) -> None:
     """Write the table, the figures, the report and its numbers."""
     files.write(_TABLE, comparison.to_csv)
@@ -285,6 +362,7 @@ def _write(
             notes=[_units(data)],
             settings=settings,
             points=_points(comparison, data),
+            further=[] if validated is None else [validated],
         ),
     )
     numbers = comparison.to_json() | {
@@ -292,6 +370,7 @@ def _write(
         "units": _units(data),
         "points": [data.point(place) | {"place": place} for place in comparison.places],
         "settings": settings,
+        "cross_validation": None if validated is None else list(validated.rows),
     }
 
     def save(path: Path) -> None:
@@ -361,5 +440,18 @@ def _units(data: Dataset) -> str:
 # ------------------------------------------------------------------------------ input and output
 
 
-def _show_warning(message: Warning | str, *args: object, **kwargs: object) -> None:
-    say(f"warning: {message}")
+def _shown_once() -> Callable[..., None]:
+    """Show each warning of this package once; others go to the logger as debug messages."""
+    seen = set()
+
+    def show(
+        message: Warning | str, category: type[Warning], *args: object, **more: object
+    ) -> None:
+        text = str(message)
+        if not issubclass(category, BdlWarning):
+            logger.debug("%s: %s", category.__name__, text)
+        elif text not in seen:
+            seen.add(text)
+            say(f"warning: {text}")
+
+    return show

@@ -8,12 +8,13 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import nn
 
-from pyro_bdl import posteriors
+from pyro_bdl import posteriors, references
 from pyro_bdl._version import __version__
 from pyro_bdl.cli.programs import NOISES
 from pyro_bdl.data.dataset import IMPUTERS, TASKS, Dataset, load_csv
 from pyro_bdl.data.examples import EXAMPLES
 from pyro_bdl.posteriors import Options
+from pyro_bdl.references import Reference
 
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 EXAMPLE = "in-between"
@@ -49,7 +50,20 @@ def parser(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.set_defaults(run=compare)
-    add_data(command, EXAMPLE)
+    add = add_data(command, EXAMPLE)
+    add(
+        "--folds",
+        type=int,
+        metavar="K",
+        help="fit all posteriors again on K splits of the data, and show the means of the scores",
+    )
+    add("--repeats", type=int, default=1, metavar="R", help="R times K splits; default: 1")
+    add(
+        "--reference",
+        metavar="NAME",
+        help="a problem whose long NUTS run ships with the package, in place of data and of "
+        f"running NUTS: {', '.join(references.names())}",
+    )
     add = command.add_argument_group("network").add_argument
     add(
         "--hidden",
@@ -96,13 +110,14 @@ def parser(
     add("--quick", action="store_true", help=f"a first look: {quick}")
     add = add_run(command)
     add("--details", action="store_true", help="print all columns that table.csv has")
+    add("--quiet", action="store_true", help="print the answer only, and show no bars")
     for other in others:
         other(commands)
     return result
 
 
-def add_data(command: argparse.ArgumentParser, default: str) -> None:
-    """Add the options of the data, which ``load`` reads.
+def add_data(command: argparse.ArgumentParser, default: str) -> Callable[..., Any]:
+    """Add the options of the data, which ``load`` reads; returns what adds further ones.
 
     :param default: the built-in problem if none is chosen.
     """
@@ -123,6 +138,7 @@ def add_data(command: argparse.ArgumentParser, default: str) -> None:
         help="fill in missing features from the training rows; default: refuse them",
     )
     add("--test-fraction", type=float, default=0.2, metavar="SHARE", help="default: %(default)s")
+    return add
 
 
 def add_run(command: argparse.ArgumentParser) -> Callable[..., Any]:
@@ -149,9 +165,29 @@ def _epilog() -> str:
             *lines,
             "",
             "Ctrl-C ends the current fit, and shows the table for the posteriors so far; after the",
-            "last fit it leaves the figures out.",
+            "last fit it leaves the figures out. A second Ctrl-C gives up at once.",
         ]
     )
+
+
+def reference(options: argparse.Namespace) -> Reference | None:
+    """The chosen reference posterior; its program takes the place of the options' one.
+
+    :raises ValueError: for an unknown name, or other data beside it.
+    """
+    if options.reference is None:
+        return None
+    for name in ("example", "data", "target", "task", "one_hot", "impute", "folds"):
+        if getattr(options, name):
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} has no effect with --reference, which has its data")
+    found = references.load(options.reference)
+    options.hidden = ",".join(map(str, found.architecture["hidden"]))
+    options.activation, options.noise = found.architecture["activation"], "normal"
+    options.prior_gain = found.architecture["gain"]
+    if options.guides is None:  # no other run of NUTS
+        options.guides = ",".join(name for name in names(None) if name != "nuts")
+    return found
 
 
 def names(text: str | None) -> list[str]:
@@ -204,10 +240,18 @@ def _first_given(value: int | None, usual: int | None) -> int | None:
     return usual if value is None else value
 
 
-def load(options: argparse.Namespace, default: str = EXAMPLE) -> Dataset:
+def load(
+    options: argparse.Namespace,
+    default: str = EXAMPLE,
+    *,
+    fold: tuple[int, int] | None = None,
+    repeat: int = 0,
+) -> Dataset:
     """The chosen data.
 
     :param default: the built-in problem if none is chosen.
+    :param fold: ``(i, k)``: the i-th of k folds as the test part.
+    :param repeat: added to the seed.
     :raises ValueError: for options that do not fit together, and data that are refused.
     """
     if options.data is None:
@@ -216,7 +260,7 @@ def load(options: argparse.Namespace, default: str = EXAMPLE) -> Dataset:
                 option = name.replace("_", "-")
                 raise ValueError(f"--{option} is of use with --data only; name a CSV file")
         example = EXAMPLES[options.example or default]
-        found = example.load(options.test_fraction, options.seed, None)
+        found = example.load(options.test_fraction, options.seed + repeat, fold)
     else:
         if options.example is not None:
             raise ValueError("--data and --example name two problems; choose one")
@@ -229,9 +273,27 @@ def load(options: argparse.Namespace, default: str = EXAMPLE) -> Dataset:
             one_hot=options.one_hot,
             impute=options.impute,
             test_fraction=options.test_fraction,
-            seed=options.seed,
+            seed=options.seed + repeat,
+            fold=fold,
         )
     return found
+
+
+def check_folds(options: argparse.Namespace, data: Dataset) -> None:
+    """Check that the data can be split into the folds.
+
+    :raises ValueError: for data without rows, or numbers out of range.
+    """
+    if options.repeats < 1 or (options.repeats > 1 and options.folds is None):
+        raise ValueError("--repeats must be at least 1, and is of use with --folds only")
+    if options.folds is None:
+        return
+    if options.reference is not None:
+        raise ValueError("--folds splits data, but those of --reference are split already")
+    if not data.test_rows:
+        raise ValueError("--folds needs data with rows: this problem's test inputs are a grid")
+    if not 2 <= options.folds <= 100:
+        raise ValueError(f"--folds must lie between 2 and 100, got {options.folds}")
 
 
 def check_noise(options: argparse.Namespace, data: Dataset) -> None:

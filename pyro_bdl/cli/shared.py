@@ -1,10 +1,11 @@
 """Code that the subcommands share: bad input, messages and threads."""
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+from pyro_bdl.utils.progress import logger
 
 # Below this many numbers a step is not faster on several threads. On busy cores it is many times
 # slower, since the threads wait for each other.
@@ -25,8 +26,8 @@ def bad_input() -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """Print a message on stderr."""
-    print(f"pyro-bdl: {text}", file=sys.stderr)
+    """Give a message to the logger, which the command prints on stderr."""
+    logger.warning(text)
 
 
 @contextmanager

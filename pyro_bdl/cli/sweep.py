@@ -22,7 +22,7 @@ from pyro_bdl.utils.random_state import process_seeded
 from pyro_bdl.utils.validation import check_temperature
 
 _TABLE = "sweep.csv"
-_FIGURES = ("scores", "kl")
+_FIGURES = ("scores", "kl", "scores_by_tau")
 _FILES = (_TABLE, *(f"sweep_{name}.png" for name in _FIGURES))
 _WIDTH = 100  # of output that is not a terminal
 
@@ -101,7 +101,7 @@ def _sweep(options: argparse.Namespace) -> int:
             num_particles=4,
             num_samples=options.draws,
             seed=options.seed,
-            progress=sys.stderr.isatty(),
+            progress=None,
         )
     _write(found, folder)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH

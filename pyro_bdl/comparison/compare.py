@@ -56,7 +56,7 @@ def compare(
     target_scale: float = 1.0,
     target_shift: float = 0.0,
     seed: int = 0,
-    progress: bool = True,
+    progress: bool | None = None,
 ) -> Comparison:
     """Score posteriors of a program on test data, and measure their distance to a reference.
 
@@ -233,8 +233,9 @@ def _against(evaluation: Evaluation, reference: Evaluation, areas: Mapping[str, 
                 reference.points[metric.key]
             )
     known = all(is_known(side.scores.get("elpd_loo")) for side in (evaluation, reference))
-    if known and comparable(evaluation.loo, reference.loo):
-        row["elpd_diff"], row["elpd_diff_se"] = difference(evaluation.loo, reference.loo)
+    own, other = evaluation.loo, reference.loo
+    if known and own is not None and other is not None and comparable(own, other):
+        row["elpd_diff"], row["elpd_diff_se"] = difference(own, other)
     ours, theirs = sd_of_draws(evaluation.function), sd_of_draws(reference.function)
     return row | sd_ratios(ours, theirs, areas)
 

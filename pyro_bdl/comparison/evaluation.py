@@ -112,7 +112,7 @@ def evaluate(
     ood: tuple[Any, ...] | None = None,
     batch_norm_data: Any = None,
     left_out: KFold | None = None,
-    progress: bool = False,
+    progress: bool | None = None,
 ) -> Evaluation:
     """Run the program at one set of draws of the posterior, and score the predictions.
 

@@ -149,6 +149,12 @@ class PredictiveDraws:
             log_likelihood=part(self.log_likelihood),
         )
 
+    def to(self, device: torch.device | str) -> "PredictiveDraws":
+        """The same draws on another device."""
+        names = ("function", "targets", "log_likelihood")
+        known = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return replace(self, **{name: value.to(device) for name, value in known.items()})
+
     def check_rows(self, name: str, rows: int) -> None:
         """Check that there are predictions at all test inputs.
 

@@ -50,7 +50,7 @@ def k_fold(
     folds: int = 10,
     num_samples: int = 1000,
     seed: int = 0,
-    progress: bool = True,
+    progress: bool | None = None,
 ) -> KFold:
     """Expected log predictive density by fitting a posterior again without each fold.
 
@@ -68,7 +68,7 @@ def k_fold(
     :param folds: K, from 2 to N; the rows are dealt at random.
     :param num_samples: draws of a guide; of ``Samples`` all draws are used.
     :param seed: seed of the folds and of each fit.
-    :param progress: show a bar.
+    :param progress: show a bar; by default in terminals and notebooks.
     :returns: ``KFold``. Two results of equal data, ``folds`` and ``seed`` have equal folds.
     :raises ValueError: if K is not between 2 and N.
     :raises UnusableDrawsError: if a log likelihood is NaN.

@@ -80,7 +80,7 @@ def leave_one_out(
     *,
     compat: str = "1.x",
     most: int = MOST_LEFT_OUT,
-    progress: bool = False,
+    progress: bool | None = None,
 ) -> tuple[LOO | SubsampledLOO, str] | None:
     """elpd_loo of the program under the posterior, and the kind of its draws.
 
@@ -140,7 +140,7 @@ def _left_out_rows(count: int, most: int) -> Tensor:
 
 
 def _likelihoods(
-    predictive: Any, site: str, parts: Sequence[Test], rows: Tensor, progress: bool
+    predictive: Any, site: str, parts: Sequence[Test], rows: Tensor, progress: bool | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """log p(y_n | draw) of some rows ``(S, m)``, its sum over all rows ``(S,)``, and the log of its
     mean over the draws at all rows ``(N,)``; the whole ``(S, N)`` is never held."""
@@ -209,7 +209,7 @@ def withheld_notes(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     return notes
 
 
-def comparable(ours: LeftOut | None, theirs: LeftOut | None) -> bool:
+def comparable(ours: LeftOut, theirs: LeftOut) -> bool:
     """Return whether two results leave out the same data."""
     if isinstance(ours, KFold) and isinstance(theirs, KFold):
         return torch.equal(ours.fold, theirs.fold)

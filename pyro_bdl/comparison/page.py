@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from pyro_bdl import plots
 from pyro_bdl.comparison.figures import CAPTIONS, alternative, cost
 from pyro_bdl.comparison.ranking import ALIKE, FAR, UNDECIDED, USABLE, WORSE
-from pyro_bdl.report import Picture, notebook_report, write_report
+from pyro_bdl.report import Further, Picture, notebook_report, write_report
 from pyro_bdl.utils.tables import Column
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def write_page(
     notes: Sequence[str] = (),
     settings: Mapping[str, object] | None = None,
     points: Mapping[str, str] | None = None,
+    further: Sequence[Further] = (),
 ) -> Path:
     """Write the report of a comparison and return its path.
 
@@ -51,6 +52,7 @@ def write_page(
     :param notes: paragraphs above the table, such as units.
     :param settings: see ``report.write_report``.
     :param points: the inputs of the test points that figures show, by their names.
+    :param further: more tables, after the first.
     """
     columns = [_placed(column) for column in comparison.columns if column.key != "group"]
     criteria = comparison.ranking.criteria
@@ -79,6 +81,7 @@ def write_page(
             )
             for name in order
         ],
+        further=further,
         notes=[*notes, *([criteria] if criteria else []), *comparison.notes],
         settings={**({"Test points in the figures": points} if points else {}), **(settings or {})},
     )

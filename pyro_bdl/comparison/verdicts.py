@@ -16,6 +16,8 @@ _APART = 1.33
 _REGIONS = {"between": "between the training data", "beyond": "beyond the training data"}
 # A mean that is off by less than this share of the reference's sd counts as agreement.
 _OFF = 0.25
+# A coverage whose error is larger says little.
+_TELLING = 0.1
 
 
 def verdict(
@@ -42,7 +44,7 @@ def verdict(
     if doubtful and compared and any(parts):
         parts.append("but the reference itself cannot be trusted")
     told = [part for part in parts if part]
-    text = "; ".join(told) if told else _calibrated(row)
+    text = "; ".join(told) if told else _calibrated(row, points)
     of_parameters = reading(row)
     text += f"; {of_parameters}" if of_parameters else ""
     return text if compared or reference is None else f"the reference: {text}"
@@ -53,20 +55,23 @@ def _spread(row: Row) -> str:
     if math.isnan(ratio):
         return ""
     if ratio < 1e-3:
-        return "no spread at all where the reference has some: overconfident"
+        return "the function has no spread where the reference's has: overconfident about it"
     region = _worst_region(row)
     if region:
         here, near = _number(row, f"sd_ratio_{region}"), _number(row, "sd_ratio_near")
         word = "over" if here < _NARROW else "under"
-        text = f"sd {_REGIONS[region]} is {_times(here)} the reference's: {word}confident there"
-        return text + ("" if math.isnan(near) else f" ({near:.2f} near them)")
-    text = f"sd is {_times(ratio)} the reference's on average"
+        text = (
+            f"the function's sd {_REGIONS[region]} is {_times(here)} the reference's: "
+            f"{word}confident about the function there"
+        )
+        return text + ("" if math.isnan(near) else f" ({near:.2f} times near them)")
+    text = f"the function's sd is {_times(ratio)} the reference's on average"
     if _NARROW <= ratio <= _WIDE:
         return f"{text}: much alike"
     noise = _number(row, "sd_ratio_se")
     if abs(ratio - 1) <= 2 * noise:
         return f"{text}, ± {noise:.2f} from too few draws: undecided"
-    return f"{text}: {'over' if ratio < _NARROW else 'under'}confident"
+    return f"{text}: {'over' if ratio < _NARROW else 'under'}confident about the function"
 
 
 def _worst_region(row: Row) -> str:
@@ -121,14 +126,24 @@ def _coverage(row: Row, points: int) -> str:
     if low <= share <= high:
         return ""
     width = "narrow" if share < 0.9 else "wide"
-    return f"its 90 % interval holds {100 * share:.0f} % of the test targets: too {width}"
+    return (
+        f"its 90 % interval of the target, noise included, holds {100 * share:.0f} % of the test "
+        f"targets: too {width}"
+    )
 
 
-def _calibrated(row: Row) -> str:
+def _calibrated(row: Row, points: int) -> str:
     share = _number(row, "coverage")
     if math.isnan(share):
         return "nothing to hold it against"
-    return f"its 90 % interval holds {100 * share:.0f} % of the test targets, as it should"
+    error = 2 * math.sqrt(0.9 * 0.1 / points)
+    text = (
+        f"its 90 % interval of the target, noise included, holds {100 * share:.0f} % of the "
+        f"{points} test targets"
+    )
+    if error > _TELLING:
+        return f"{text}, too few to tell how close that is to 90 %"
+    return f"{text}, no farther from 90 % than chance takes it"
 
 
 def _convergence(row: Row) -> str:

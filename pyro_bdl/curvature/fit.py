@@ -21,6 +21,7 @@ from pyro_bdl.curvature.site_jacobians import fisher_jacobians
 from pyro_bdl.curvature.structures.base import Curvature
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.subset import Subset
+from pyro_bdl.utils.progress import hidden
 
 
 @dataclass
@@ -56,7 +57,7 @@ def fit_curvature(
     *,
     before: Any = None,
     offset: Tensor | None = None,
-    progress: bool = False,
+    progress: bool | None = None,
 ) -> Fitted:
     """Compute the curvature of a program's log likelihood at a vector (P,).
 
@@ -112,7 +113,7 @@ def _accumulated(
     like: Tensor,
     before: Any,
     offset: Tensor | None,
-    progress: bool,
+    progress: bool | None,
 ) -> tuple[Curvature, LikelihoodSums]:
     curvature = config.kind.empty(subset, like, config, before)
     known: dict[Any, Alignment] = {}
@@ -127,7 +128,7 @@ def _accumulated(
             linearizations(model, subset, vector, batches.part(), config, known=known),
             desc=f"curvature, pass {number + 1} of {curvature.passes}",
             unit="batch",
-            disable=not progress,
+            disable=hidden(progress),
             leave=False,
             delay=1,
         )

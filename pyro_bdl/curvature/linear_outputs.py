@@ -251,7 +251,7 @@ class LinearOutputs:
         change = subset.put(torch.zeros_like(self.at.vector), vector.to(self.at.vector))
         by_site = subset.layout.unflatten(change)
         with torch.enable_grad():
-            slopes = torch.autograd.grad(
+            found = torch.autograd.grad(
                 list(linear.values()),
                 cotangents,
                 [by_site[name] for name in linear],
@@ -260,8 +260,8 @@ class LinearOutputs:
                 allow_unused=True,
                 is_grads_batched=many,
             )
-        filled = _filled(slopes, cotangents, vector.shape[:-1])
-        return dict(zip(self.moving, filled, strict=True))
+        slopes = _filled(found, cotangents, vector.shape[:-1])
+        return dict(zip(self.moving, slopes, strict=True))
 
     def unconstrained(
         self, values: dict[str, Tensor], columns: Callable[[Site], Iterator[Cotangent]]

@@ -27,7 +27,7 @@ class Example:
 
 
 def _in_between(test_fraction: float, seed: int, fold: Split) -> Dataset:
-    return two_clusters(100, seed)
+    return two_clusters(40, seed, noise=0.2)
 
 
 def _diabetes(test_fraction: float, seed: int, fold: Split) -> Dataset:

@@ -10,6 +10,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pyro_bdl.utils.memory import keep_freed_blocks
+from pyro_bdl.utils.progress import hidden
 
 # Numbers in one block of draws; a statistic needs about ten times that for temporaries. A block
 # fits into the cache of a CPU core, and is large enough to occupy a GPU.
@@ -23,7 +24,7 @@ def map_blocks(
     draws: Tensor,
     *,
     block_numbers: int | None = None,
-    progress: bool = True,
+    progress: bool | None = None,
 ) -> Tensor:
     """Apply a statistic of chains to every quantity behind the first two axes.
 
@@ -33,7 +34,8 @@ def map_blocks(
         ``(..., block)``.
     :param draws: ``(chains, draws, *trailing)``, any real dtype, on any device.
     :param block_numbers: the numbers of ``draws`` that are processed at once; limits the memory.
-    :param progress: show a bar if it takes more than a few seconds.
+    :param progress: show a bar if it takes more than a few seconds; by default in terminals and
+        notebooks.
     :returns: float64 ``(..., *trailing)``, on the device of ``draws``.
     :raises TypeError: if ``draws`` is not a real tensor.
     :raises ValueError: for fewer than two axes, no chain, or fewer than 4 draws a chain.
@@ -61,7 +63,7 @@ def map_blocks(
     with (
         _mapping(torch.get_num_threads() if flat.is_cpu else 1) as mapping,
         tqdm(
-            total=len(starts), desc="diagnostics", delay=3, leave=False, disable=not progress
+            total=len(starts), desc="diagnostics", delay=3, leave=False, disable=hidden(progress)
         ) as bar,
     ):
         (first,) = mapping(apply, [0])

@@ -25,12 +25,13 @@ class Convergence(NamedTuple):
     ess_tail: Tensor
 
 
-def convergence(draws: Tensor, *, compat: str = "1.x", progress: bool = True) -> Convergence:
+def convergence(draws: Tensor, *, compat: str = "1.x", progress: bool | None = None) -> Convergence:
     """``rhat``, ``ess`` and ``ess(kind="tail")`` of each quantity from one sort, in half the time.
 
     :param draws: ``(chains, draws, ...)``, any real dtype and device.
     :param compat: the version of ArviZ whose quantiles are used, ``"1.x"`` or ``"0.23"``.
-    :param progress: show a bar if it takes more than a few seconds.
+    :param progress: show a bar if it takes more than a few seconds; by default in terminals and
+        notebooks.
     :raises TypeError: if ``draws`` is not a real tensor.
     :raises ValueError: for an unknown ``compat``; fewer than two axes or 4 draws a chain.
 

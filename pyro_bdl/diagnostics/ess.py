@@ -30,7 +30,7 @@ def ess(
     kind: str = "bulk",
     prob: float | Sequence[float] | None = None,
     compat: str = "1.x",
-    progress: bool = True,
+    progress: bool | None = None,
 ) -> Tensor:
     """Effective sample size: the number of independent draws with the same Monte Carlo error.
 
@@ -52,7 +52,8 @@ def ess(
     :param prob: the level of ``"quantile"``, the two levels of ``"local"`` and ``"tail"``.
     :param compat: the version of ArviZ whose quantiles are used, ``"1.x"`` or ``"0.23"``; they
         differ where draws tie with a quantile.
-    :param progress: show a bar if it takes more than a few seconds.
+    :param progress: show a bar if it takes more than a few seconds; by default in terminals and
+        notebooks.
     :returns: float64 ``(...)``, in draws; for a constant the number of draws, NaN if the draws hold
         NaN.
     :raises TypeError: if ``draws`` is not a real tensor.

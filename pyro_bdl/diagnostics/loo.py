@@ -48,7 +48,7 @@ class LOO:
 
 
 def loo(
-    log_likelihood: Tensor, *, r_eff: float = 1.0, compat: str = "1.x", progress: bool = True
+    log_likelihood: Tensor, *, r_eff: float = 1.0, compat: str = "1.x", progress: bool | None = None
 ) -> LOO:
     """PSIS-LOO: predictive density of each observation given the others, without refitting.
 
@@ -62,7 +62,8 @@ def loo(
         of the tails. ArviZ takes the mean of ``ess(draws, kind="mean") / S`` over all latents of a
         posterior with several chains.
     :param compat: the version of ArviZ to agree with, ``"1.x"`` or ``"0.23"``.
-    :param progress: show a bar if it takes more than a few seconds.
+    :param progress: show a bar if it takes more than a few seconds; by default in terminals and
+        notebooks.
     :returns: ``LOO``. If an observation's log likelihood is constant, its value is that constant,
         and its k-hat is NaN, since there is no tail (``"0.23"``: infinity). If it holds NaN, both
         are NaN.
@@ -91,7 +92,7 @@ def loo_approximate_posterior(
     log_q: Tensor,
     *,
     compat: str = "1.x",
-    progress: bool = True,
+    progress: bool | None = None,
 ) -> LOO:
     """PSIS-LOO from draws of an approximation, such as a guide.
 
@@ -106,7 +107,8 @@ def loo_approximate_posterior(
     :param log_q: log density of the approximation at the draws, ``(chains, draws)``.
     :param compat: the version of ArviZ whose tails and standard error are used, ``"1.x"`` or
         ``"0.23"``.
-    :param progress: show a bar if it takes more than a few seconds.
+    :param progress: show a bar if it takes more than a few seconds; by default in terminals and
+        notebooks.
     :returns: ``LOO``.
     :raises TypeError: if one of the three is not a real tensor.
     :raises ValueError: if their chains and draws differ; for an unknown ``compat``, fewer than two

@@ -20,7 +20,7 @@ def mcse(
     kind: str = "mean",
     prob: float | None = None,
     compat: str = "1.x",
-    progress: bool = True,
+    progress: bool | None = None,
 ) -> Tensor:
     """Monte Carlo standard error of an estimate from the draws of Markov chains.
 
@@ -35,7 +35,8 @@ def mcse(
     :param kind: ``"mean"``, ``"sd"``, ``"median"``, or ``"quantile"`` at the level ``prob``.
     :param prob: between 0 and 1, for ``"quantile"`` only.
     :param compat: the version of ArviZ whose quantiles are used, ``"1.x"`` or ``"0.23"``.
-    :param progress: show a bar if it takes more than a few seconds.
+    :param progress: show a bar if it takes more than a few seconds; by default in terminals and
+        notebooks.
     :returns: float64 ``(...)``, in the units of the draws; NaN if the draws hold NaN. For a
         constant 0, but NaN for ``"sd"``.
     :raises TypeError: if ``draws`` is not a real tensor.

@@ -28,7 +28,7 @@ class PSIS(NamedTuple):
 
 
 def psis(
-    log_ratios: Tensor, *, r_eff: float = 1.0, compat: str = "1.x", progress: bool = True
+    log_ratios: Tensor, *, r_eff: float = 1.0, compat: str = "1.x", progress: bool | None = None
 ) -> PSIS:
     """Pareto smoothed importance weights, and the k-hat that says whether to trust them.
 
@@ -42,7 +42,8 @@ def psis(
     :param r_eff: effective sample size of the draws over their number; determines the size of the
         tail.
     :param compat: the version of ArviZ whose choice of the tail is used, ``"1.x"`` or ``"0.23"``.
-    :param progress: show a bar if it takes more than a few seconds.
+    :param progress: show a bar if it takes more than a few seconds; by default in terminals and
+        notebooks.
     :returns: the weights and k-hat. With too few draws for a tail of five (24 or fewer, for
         ``"0.23"`` 20) there is no smoothing and k-hat is infinite. If all ratios in the tail are
         equal, or the fit fails, there is no smoothing and k-hat is NaN (``"0.23"``: infinity).

@@ -7,7 +7,7 @@ from pyro_bdl.diagnostics.blocks import check_draws, map_blocks, split_chains
 from pyro_bdl.diagnostics.rank import Ordered, folded, normal_scores, ordered
 
 
-def rhat(draws: Tensor, *, progress: bool = True) -> Tensor:
+def rhat(draws: Tensor, *, progress: bool | None = None) -> Tensor:
     """Rank-normalized split R-hat of each quantity: 1 if the chains agree; above 1.01 they do not.
 
     For chains of n draws with within-chain variance W, and variance B / n of the chain means::
@@ -18,7 +18,8 @@ def rhat(draws: Tensor, *, progress: bool = True) -> Tensor:
     their rank-normalized distances from the median (scale).
 
     :param draws: ``(chains, draws, ...)``, any real dtype and device.
-    :param progress: show a bar if it takes more than a few seconds.
+    :param progress: show a bar if it takes more than a few seconds; by default in terminals and
+        notebooks.
     :returns: float64 ``(...)``; NaN for a quantity that is constant or holds a NaN, and for a
         single chain.
     :raises TypeError: if ``draws`` is not a real tensor.
@@ -33,7 +34,7 @@ def rhat(draws: Tensor, *, progress: bool = True) -> Tensor:
     return map_blocks(_rank_rhat, draws, progress=progress)
 
 
-def within_rhat(draws: Tensor, *, progress: bool = True) -> Tensor:
+def within_rhat(draws: Tensor, *, progress: bool | None = None) -> Tensor:
     """R-hat of each chain on its own: whether its two halves agree.
 
     For chains that are meant to stay apart, such as those of ``mcmc.ensemble_sample``: their R-hat

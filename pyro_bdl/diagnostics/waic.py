@@ -39,7 +39,7 @@ class WAIC:
         )
 
 
-def waic(log_likelihood: Tensor, *, compat: str = "1.x", progress: bool = True) -> WAIC:
+def waic(log_likelihood: Tensor, *, compat: str = "1.x", progress: bool | None = None) -> WAIC:
     """Widely applicable information criterion; ``loo`` is more robust and reports its failures.
 
     ::
@@ -49,7 +49,8 @@ def waic(log_likelihood: Tensor, *, compat: str = "1.x", progress: bool = True) 
     :param log_likelihood: log p(y_n | w_s), ``(chains, draws, ...)``, in nats and unscaled.
     :param compat: ``"1.x"``: variances over S - 1 draws and N - 1 observations, as published;
         ``"0.23"``: over S and N, as ArviZ 0.23 takes them (1.x has no WAIC).
-    :param progress: show a bar if it takes more than a few seconds.
+    :param progress: show a bar if it takes more than a few seconds; by default in terminals and
+        notebooks.
     :returns: ``WAIC``.
     :raises TypeError: if ``log_likelihood`` is not a real tensor.
     :raises ValueError: for an unknown ``compat``, fewer than two axes or 4 draws a chain.

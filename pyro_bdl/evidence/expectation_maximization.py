@@ -29,6 +29,7 @@ from pyro_bdl.program.summed_out import SummedOut
 from pyro_bdl.program.trace import Run, Site
 from pyro_bdl.utils.autograd import reaches
 from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
+from pyro_bdl.utils.progress import hidden
 
 
 @dataclass
@@ -58,7 +59,7 @@ def em(
     tolerance: float = 1e-7,
     steps: int = 20,
     init_loc_fn: Callable = init_to_network,
-    progress: bool = False,
+    progress: bool | None = None,
     **kwargs: Any,
 ) -> ExpectationMaximization:
     """Maximize log p(y | theta) of a program whose discrete sites z are summed out.
@@ -85,13 +86,13 @@ def em(
     :param tolerance: stop where a round's gain is below tolerance x (1 + |log likelihood|).
     :param steps: L-BFGS iterations in a round.
     :param init_loc_fn: where continuous latents start.
-    :param progress: show a bar over the rounds.
+    :param progress: show a bar over the rounds; by default in terminals and notebooks.
     :raises UnsupportedProgramError: for a program without discrete latents or without parameters,
         with subsampled data, or with learned priors of continuous latents.
     """
     run = _Maximization(model, args, kwargs, init_loc_fn)
     path, converged = [run.expect()], False
-    bar = trange(rounds, desc="EM", disable=not progress, leave=False, delay=1)
+    bar = trange(rounds, desc="EM", disable=hidden(progress), leave=False, delay=1)
     for _ in bar:
         value = run.round(path[-1], steps)
         if value is None:

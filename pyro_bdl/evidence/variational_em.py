@@ -26,6 +26,7 @@ from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import record
 from pyro_bdl.program.vmap import map_draws
 from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
+from pyro_bdl.utils.progress import hidden
 
 _DRAWS = 32
 _CHUNK = 8
@@ -41,7 +42,7 @@ def variational_em(
     m_steps: int = 50,
     learning_rate: float = 0.01,
     elbo: Any = None,
-    progress: bool = False,
+    progress: bool | None = None,
 ) -> list[dict[str, Tensor]]:
     """Alternate SVI on the guide with updates of the program's parameters.
 
@@ -62,7 +63,7 @@ def variational_em(
     :param m_steps: gradient steps of an M-step, if parameters without a closed form need them.
     :param learning_rate: Adam's learning rate; Adam's state is kept between rounds.
     :param elbo: ``TemperedTraceMeanField_ELBO()`` by default.
-    :param progress: show a bar over the rounds.
+    :param progress: show a bar over the rounds; by default in terminals and notebooks.
     :returns: the parameters after each round, name -> value.
     :raises ValueError: if the program has no parameter of its own.
     """
@@ -72,7 +73,7 @@ def variational_em(
     optimizer = torch.optim.Adam(e_step, lr=learning_rate)
     others: torch.optim.Optimizer | None = None
     history = []
-    for _ in trange(rounds, desc="variational EM", disable=not progress, leave=False, delay=1):
+    for _ in trange(rounds, desc="variational EM", disable=hidden(progress), leave=False, delay=1):
         _train(model, guide, batches, elbo, optimizer, e_step, steps)
         changes = []
         if isinstance(guide, Guide):

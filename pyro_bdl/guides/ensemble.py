@@ -147,12 +147,12 @@ class AutoEnsemble(Guide):
         return guides
 
     def laplace_approximation(
-        self, data: Any, *, progress: bool = False, **options: Any
+        self, data: Any, *, progress: bool | None = None, **options: Any
     ) -> MixtureGuide:
         """The mixture of the members' Laplace approximations (Eschenhagen et al. 2021).
 
         :param data: as in ``AutoLaplaceGGN.laplace_approximation``.
-        :param progress: show a bar over batches.
+        :param progress: show a bar over batches; by default in terminals and notebooks.
         :param options: arguments of ``AutoLaplaceGGN``, such as ``structure``.
         """
         batches = Batches(data)

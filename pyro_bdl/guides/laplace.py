@@ -108,7 +108,7 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         return (*super()._shared_on_copy(), "_selection")
 
     def laplace_approximation(
-        self, data: Any, *, progress: bool = False, **changes: Any
+        self, data: Any, *, progress: bool | None = None, **changes: Any
     ) -> "LaplaceGuide":
         """The Gaussian posterior around the current MAP; nothing of the model is changed.
 
@@ -119,11 +119,11 @@ class AutoLaplaceGGN(UnconstrainedMAP):
 
         :param data: the program's arguments ``(x, y)``, or an iterable of batches of them; each
             datum counts once.
-        :param progress: show a bar over batches.
+        :param progress: show a bar over batches; by default in terminals and notebooks.
         :param changes: ``structure``, ``curvature``, ``subset``, ``num_draws``, ``rank``,
             ``reduce``, ``num_samples`` or ``tolerance`` for this approximation alone.
-            :raises MemoryError: if the structure does not fit in memory.
-            :raises UnsupportedProgramError: if latents are in subsampled plates.
+        :raises MemoryError: if the structure does not fit in memory.
+        :raises UnsupportedProgramError: if latents are in subsampled plates.
         :raises ValueError: for an empty iterable, a missing target, a target outside its support
             (the error counts rows over all batches), a singular precision.
         :raises TypeError: for data that are not tensors, or of another dtype than the weights.
@@ -157,7 +157,7 @@ class LaplaceGuide(JointGuide):
         batches: Batches,
         *,
         check: bool = True,
-        progress: bool = False,
+        progress: bool | None = None,
     ) -> None:
         super().__init__(source)
         if source.subsampled:
@@ -217,7 +217,7 @@ class LaplaceGuide(JointGuide):
             )
         return self._passes
 
-    def _fit(self, batches: Batches, before: Any, progress: bool) -> Tensor:
+    def _fit(self, batches: Batches, before: Any, progress: bool | None) -> Tensor:
         """Add the curvature of data; return the gradient of the log joint density in the subset
         (p,)."""
         model, is_new = self.program_model, self._passes is None
@@ -248,7 +248,7 @@ class LaplaceGuide(JointGuide):
             self.reference_noise = self._noise()
         return fitted.gradient + self.refresh()
 
-    def update(self, data: Any, *, progress: bool = False) -> "LaplaceGuide":
+    def update(self, data: Any, *, progress: bool | None = None) -> "LaplaceGuide":
         """Add the curvature of more data at the same point; return the guide.
 
         :param data: as in ``laplace_approximation``.

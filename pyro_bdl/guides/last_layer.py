@@ -73,13 +73,14 @@ class AutoLastLayer(AutoLaplaceGGN):
         return {"subset": self.subset}
 
     def laplace_approximation(
-        self, data: Any, *, progress: bool = False, **changes: Any
+        self, data: Any, *, progress: bool | None = None, **changes: Any
     ) -> "LastLayerGuide":
         """The posterior of the last layer given the features; this guide is not changed.
 
         :param data: the program's arguments ``(x, y)``, or an iterable of batches of them, with
             each datum once. Memory does not grow with the number of data.
-        :param progress: show a bar over batches, in every pass.
+        :param progress: show a bar over batches, in every pass; by default in terminals and
+            notebooks.
         :param changes: ``subset`` or ``curvature`` for this approximation alone.
         :raises MemoryError: if the matrix C^-1 cannot fit.
         :raises UnsupportedProgramError: if the program uses the last layer's weights more than
@@ -99,7 +100,12 @@ class AutoLastLayer(AutoLaplaceGGN):
         return LastLayerGuide(self, config, subset, batches, progress=progress)
 
     def maximize_evidence(
-        self, data: Any, *, rounds: int = _ROUNDS, tolerance: float = 1e-4, progress: bool = False
+        self,
+        data: Any,
+        *,
+        rounds: int = _ROUNDS,
+        tolerance: float = 1e-4,
+        progress: bool | None = None,
     ) -> "LastLayerGuide":
         """Set the program's ``PyroParam``s to the maximum of the last layer's evidence.
 
@@ -165,7 +171,7 @@ class LastLayerGuide(LaplaceGuide):
         batches: Batches,
         *,
         check: bool = True,
-        progress: bool = False,
+        progress: bool | None = None,
     ) -> None:
         super().__init__(source, config, selection, batches, check=False, progress=progress)
         if not check:  # a posterior from a file is at its mode
@@ -188,7 +194,7 @@ class LastLayerGuide(LaplaceGuide):
         guide.quadratic = saved["quadratic"]
         return guide
 
-    def _fit(self, batches: Batches, before: Any, progress: bool) -> Tensor:
+    def _fit(self, batches: Batches, before: Any, progress: bool | None) -> Tensor:
         earlier = None if before is None else self.score
         gradient = super()._fit(batches, before, progress)
         score = gradient - self.prior_gradient  # gradient of the tempered log likelihood
@@ -218,7 +224,7 @@ class LastLayerGuide(LaplaceGuide):
         self.score = self.score - bend.to(self.score)
         self.loc = self.subset.put(self.loc, self.subset.take(self.loc) + step)
 
-    def update(self, data: Any, *, progress: bool = False) -> "LastLayerGuide":
+    def update(self, data: Any, *, progress: bool | None = None) -> "LastLayerGuide":
         """Add more data, and move to the mode given all data; return the guide.
 
         :param data: as in ``laplace_approximation``.
@@ -237,7 +243,7 @@ class LastLayerGuide(LaplaceGuide):
         return self
 
     @torch.no_grad()
-    def find_mode(self, *, steps: int = _STEPS, progress: bool = False) -> None:
+    def find_mode(self, *, steps: int = _STEPS, progress: bool | None = None) -> None:
         """Move to the maximum of log p(y, W) by Newton steps with the guide's precision.
 
         Each step takes a pass over the data; a step that does not increase the density is halved.
@@ -246,7 +252,8 @@ class LastLayerGuide(LaplaceGuide):
         slowly.
 
         :param steps: the largest number of steps; a warning says if they do not suffice.
-        :param progress: show a bar over batches, in every pass.
+        :param progress: show a bar over batches, in every pass; by default in terminals and
+            notebooks.
         """
         eps = torch.finfo(self.loc.dtype).eps
         before, value = float("inf"), self._log_joint(self.loc)
@@ -282,7 +289,7 @@ class LastLayerGuide(LaplaceGuide):
             step = 0.5 * step
         return step, value
 
-    def _fit_again(self, progress: bool) -> None:
+    def _fit_again(self, progress: bool | None) -> None:
         passes, curvature = self.passes, None
         for batches, _ in passes:
             self._fit(batches, curvature, progress)

@@ -95,7 +95,7 @@ class AutoSubnetwork(AutoLaplaceGGN):
         *,
         select: Selector | None = None,
         size: Size = None,
-        progress: bool = False,
+        progress: bool | None = None,
         **changes: Any,
     ) -> LaplaceGuide:
         """A Gaussian with the full Gauss-Newton matrix over the chosen weights.

@@ -13,9 +13,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pyro_bdl.errors import BdlWarning
+from pyro_bdl.utils.progress import hidden
 
 _ENOUGH = 10  # draws needed to judge chains
 _DIVERGENT = 0.1  # the share of divergent draws above which a warning is given
+_BIASED = 10.0  # times the target of the energy variance above which a warning is given
 _SHORTEST = 1e-4  # trajectory length that is not stuck, in standard deviations
 
 STATS = ("potential_energy", "energy", "num_steps", "accept_prob", "step_size", "diverging")
@@ -37,7 +39,7 @@ class Settings:
     trajectory_length: float | None
     dense_mass: bool
     chain_method: str
-    progress: bool
+    progress: bool | None
     step_size: float | None = None
     inverse_mass: np.ndarray | None = None
     adapts_mass: bool = True
@@ -96,7 +98,9 @@ class Chains:
 
 
 def progress_bar(settings: Settings, total: int, description: str) -> tqdm:
-    return tqdm(total=total, desc=description, disable=not settings.progress, leave=False, delay=1)
+    return tqdm(
+        total=total, desc=description, disable=hidden(settings.progress), leave=False, delay=1
+    )
 
 
 def stack_chains(chains: list[Chains]) -> Chains:
@@ -150,6 +154,20 @@ def warn_of_divergences(chains: Chains) -> None:
         f"{count} of {total} draws ended in a divergence: the chains do not reach a part of the "
         "posterior; raise target_accept, give scales priors that keep away from 0, or start "
         "elsewhere (init='uniform', a trained guide)",
+        BdlWarning,
+        stacklevel=4,
+    )
+
+
+def warn_of_bias(chains: Chains, target: float) -> None:
+    """Warn if the energy variance of an unadjusted sampler is far above its target."""
+    reached = float(chains.stats["energy_variance"].double().mean())
+    if reached <= _BIASED * target:
+        return
+    warnings.warn(
+        f"the energy variance is {reached:.2g}, {reached / target:.0f} times its target "
+        f"{target:.2g}: the step size is too large for a part of the posterior, and the draws are "
+        "biased there; take a longer num_warmup, a smaller energy_variance, or kernel='mams'",
         BdlWarning,
         stacklevel=4,
     )

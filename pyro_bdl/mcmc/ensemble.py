@@ -29,7 +29,7 @@ def ensemble_sample(
     batch_size: int | None = None,
     guide: AutoEnsemble | None = None,
     seed: int = 0,
-    progress: bool = True,
+    progress: bool | None = None,
     **options: Any,
 ) -> Samples:
     """Draw from a network's posterior by a short chain from each member of a deep ensemble.

@@ -89,7 +89,7 @@ def predictive_bands(
     for axis in axes[-columns:]:
         axis.set_xlabel(xlabel)
     key: list[tuple[Artist, str]]
-    key = [(Patch(color=GRAY, alpha=0.5, linewidth=0), f"mean and {level:.0%} interval")]
+    key = [(Patch(color=GRAY, alpha=0.5, linewidth=0), f"mean and {100 * level:.4g} % interval")]
     if reference is not None and shown != [reference]:
         key += [
             (Line2D([], [], color=INK, linewidth=1, linestyle="--"), f"{reference}: mean"),

@@ -54,6 +54,6 @@ def room_above(axes: list[Axes], top: float) -> None:
 def key(level: float) -> list[tuple[Artist, str]]:
     """Entries of the legend for band and line."""
     return [
-        (Patch(facecolor=BAND, edgecolor=SOFT, linewidth=0.8), f"{level:.0%} band"),
+        (Patch(facecolor=BAND, edgecolor=SOFT, linewidth=0.8), f"{100 * level:.4g} % band"),
         (Line2D([], [], color=GRAY, linestyle="--", linewidth=1), "expected"),
     ]

@@ -72,7 +72,7 @@ def calibration(
         axis.set_xlabel("confidence of the predicted class")
         axis.set_ylabel("share predicted right")
     for each in (axis.xaxis, axis.yaxis):
-        each.set_major_formatter(PercentFormatter(1.0))
+        each.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
         each.set_major_locator(MaxNLocator(5))
     legend_below(figure, *axis.get_legend_handles_labels())
     return figure

@@ -103,7 +103,7 @@ def ranks(draws: Mapping[str, Tensor], *, bins: int | None = None, level: float 
             axis.set_ylabel("draws")
     for axis in axes[-columns:]:
         axis.set_xlabel("rank / all draws")
-    _legend(figure, chains, band=f"{level:.0%} band")
+    _legend(figure, chains, band=f"{100 * level:.4g} % band")
     return figure
 
 

@@ -117,8 +117,11 @@ def intervals(
     axes[0].set_yticks(range(len(names)), names)
     axes[0].set_ylim(len(names) - 0.5, -0.5)
     key = [
-        (Line2D([], [], color=GRAY, linewidth=3.5, marker="o"), f"median, {_INNER:.0%} interval"),
-        (Line2D([], [], color=GRAY, linewidth=1.2), f"{level:.0%} interval"),
+        (
+            Line2D([], [], color=GRAY, linewidth=3.5, marker="o"),
+            f"median, {100 * _INNER:.0f} % interval",
+        ),
+        (Line2D([], [], color=GRAY, linewidth=1.2), f"{100 * level:.4g} % interval"),
     ]
     legend_below(figure, *zip(*key, strict=True))
     return figure

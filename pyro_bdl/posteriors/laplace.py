@@ -138,6 +138,6 @@ def _with_scale_of_last_layer(problem: Problem) -> nn.Module:
 def _subnetwork(problem: Problem, options: Options, progress: bool) -> Result:
     guide, label = AutoSubnetwork(problem.model, size=0.1), "subnetwork" if progress else None
     made = trained(guide, problem, options, label, steps=2000)
-    posterior = guide.laplace_approximation((problem.x, problem.y))
+    posterior = guide.laplace_approximation((problem.x, problem.y), progress=progress)
     settings = {**made.settings, "weights": posterior.subset.size}
     return Result(posterior, settings, made.interrupted)

@@ -91,7 +91,8 @@ class Predictive:
         with BatchNorm: each draw of the weights gets its own running statistics, from a pass over
         these data with dropout off (Maddox et al. 2019, section 3.2). For ``Samples`` they are
         computed once. By default all draws use the network's current statistics.
-        :param progress: show a bar over the draws in that pass.
+        :param progress: show a bar over the draws in that pass; by default in terminals and
+            notebooks.
     :raises ValueError: by its calls, for a posterior of another program; the error names the sites.
     :raises UnsupportedProgramError: by its calls, if the program chooses rows at random
         (``subsample_size`` of a plate), or if there is no site to return.
@@ -109,7 +110,7 @@ class Predictive:
         parallel: bool = False,
         memory: int = _MEMORY,
         batch_norm_data: Any = None,
-        progress: bool = False,
+        progress: bool | None = None,
     ) -> None:
         if memory < 1:
             raise ValueError(f"memory must be at least 1 byte, got {memory}")

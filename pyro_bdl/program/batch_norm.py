@@ -17,6 +17,7 @@ from tqdm import trange
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.trace import leave_open, record
 from pyro_bdl.utils.module_state import hooked, modules_of
+from pyro_bdl.utils.progress import hidden
 
 _RUNNING = ("running_mean", "running_var")
 _STATISTICS = (*_RUNNING, "num_batches_tracked")
@@ -104,7 +105,7 @@ def gathering(*programs: Any) -> Iterator[list[_BatchNorm]]:
 
 @torch.no_grad()
 def statistics_of_draws(
-    model: Callable, draws: Draws, data: Batches, *, progress: bool = False
+    model: Callable, draws: Draws, data: Batches, *, progress: bool | None = None
 ) -> tuple[list[_BatchNorm], Draws]:
     """A program's BatchNorm layers, and their statistics over the data for each draw of the
     latents.
@@ -115,7 +116,7 @@ def statistics_of_draws(
     """
     rows: list[Draws] = []
     total = next(iter(draws.values())).shape[0]
-    for i in trange(total, desc="batch norm", disable=not progress, leave=False, delay=1):
+    for i in trange(total, desc="batch norm", disable=hidden(progress), leave=False, delay=1):
         draw = {name: value[i] for name, value in draws.items()}
         with gathering(model) as layers:
             for args, kwargs in data:

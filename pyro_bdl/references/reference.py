@@ -126,6 +126,7 @@ class Reference:
         if about["task"] == "classification":
             first = (1 - function.sum(-1, keepdim=True)).clamp_min(0)
             function = torch.cat([first, function], -1)
+        about["source"] = f"reference posterior {header['name']} of pyro_bdl"
         about |= {name: tuple(about[name]) for name in ("feature_names", "class_names")}
         return cls(
             name=header["name"],
@@ -151,9 +152,9 @@ def program(dataset: Dataset, architecture: Mapping[str, Any]) -> nn.Module:
     for before, after in pairwise(sizes):
         layers += [nn.Linear(before, after), activation()]
     network = nn.Sequential(*layers, nn.Linear(sizes[-1], outputs))
-    network = bayesianize(network, FanIn(architecture["gain"]))
+    bnn = bayesianize(network, FanIn(architecture["gain"]))
     kind: Any = models.Classification if dataset.task == "classification" else models.Regression
-    return kind(network, num_data=len(dataset.x_train))
+    return kind(bnn, num_data=len(dataset.x_train))
 
 
 def names() -> tuple[str, ...]:

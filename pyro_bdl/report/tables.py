@@ -57,7 +57,9 @@ def table(
         f"{_title(column, i, sortable)}</th>"
         for i, (column, button) in enumerate(zip(columns, buttons, strict=True))
     )
-    choice = _choice(names, [*hidden, _FURTHER], bool(ranked)) if sortable else ""
+    choice = ""
+    if sortable and (ranked or len(names) > 1):
+        choice = _choice(names, [*hidden, _FURTHER], bool(ranked))
     bodies = "".join(
         _body(heading, members, list(zip(columns, buttons, strict=True)), looks or {})
         for heading, members in _ranked(rows, columns[0].key, ranked)

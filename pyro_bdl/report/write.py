@@ -36,6 +36,22 @@ class Picture:
     section: str = _FIGURES
 
 
+@dataclass(frozen=True)
+class Further:
+    """A further table of the report.
+
+    :param heading: the heading above it.
+    :param rows: one mapping for each line.
+    :param columns: the columns; the first names the rows.
+    :param note: a paragraph above it.
+    """
+
+    heading: str
+    rows: Sequence[Row]
+    columns: Sequence[Column]
+    note: str = ""
+
+
 def write_report(
     path: str | Path,
     *,
@@ -53,6 +69,7 @@ def write_report(
     figures: Mapping[str, Figure] | Sequence[Picture] = (),
     notes: Sequence[str] = (),
     settings: Mapping[str, object] | None = None,
+    further: Sequence[Further] = (),
 ) -> Path:
     """Write the report and return its path; missing folders are made.
 
@@ -72,6 +89,7 @@ def write_report(
     :param notes: paragraphs above the table, the most important first.
     :param settings: the settings of the run, listed at the end; a mapping as a value gets a heading
         of its own.
+    :param further: more tables, after the first.
     """
     looks = looks or {}
     if isinstance(figures, Mapping):
@@ -87,6 +105,7 @@ def write_report(
         _warnings(warnings),
         _pictures("", [each for each in drawn if not each[0].section]),
         _table(rows, columns, details, notes, hidden, ranked, looks),
+        *(_further(each, looks) for each in further),
         _verdicts(verdicts or {}, looks),
         *(
             _pictures(heading, [each for each in drawn if each[0].section == heading])
@@ -208,6 +227,12 @@ def _table(
     if explained:
         shown += f"<details><summary>What the columns mean</summary>{explained}</details>"
     return f"<section><h2>Table</h2>{_paragraphs(notes)}{shown}</section>"
+
+
+def _further(each: Further, looks: Looks) -> str:
+    shown = table(each.rows, each.columns, label=each.heading, looks=looks)
+    note = _paragraphs([each.note] if each.note else [])
+    return f"<section><h2>{escape(each.heading)}</h2>{note}{shown}</section>"
 
 
 def _pictures(heading: str, drawn: Sequence[tuple[Picture, str]]) -> str:

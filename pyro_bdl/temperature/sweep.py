@@ -40,7 +40,7 @@ def sweep(
     estimator: str | None = None,
     num_samples: int = 100,
     seed: int = 0,
-    progress: bool = False,
+    progress: bool | None = None,
 ) -> Sweep:
     """Train a guide at each temperature and width, and score it on test data.
 
@@ -65,7 +65,7 @@ def sweep(
     :param estimator: see :class:`pyro_bdl.elbo.TemperedTrace_ELBO`.
     :param num_samples: draws of each guide for the predictions.
     :param seed: seed of all random numbers.
-    :param progress: show bars.
+    :param progress: show bars; by default in terminals and notebooks.
     :raises ValueError: without temperatures, or for one that is not positive; for data that are
         missing or not finite.
     :raises UnsupportedProgramError: for a program without hidden neurons.

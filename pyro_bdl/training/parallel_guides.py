@@ -14,6 +14,7 @@ from pyro_bdl.elbo.tempered import TemperedTraceMeanField_ELBO
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.program.observed_arguments import Targets
 from pyro_bdl.utils.module_state import vmappable
+from pyro_bdl.utils.progress import hidden
 from pyro_bdl.utils.validation import check_temperature
 
 _REFRESH = 0.5  # seconds
@@ -71,7 +72,7 @@ class Copies:
         *,
         steps: int,
         learning_rate: float,
-        progress: bool,
+        progress: bool | None,
     ) -> Tensor:
         """Minimize D losses by Adam with a cosine schedule.
 
@@ -85,7 +86,7 @@ class Copies:
         losses = []
         steps_shown = tqdm(
             range(steps),
-            disable=not progress,
+            disable=hidden(progress),
             desc="guides",
             leave=False,
             mininterval=_REFRESH,
@@ -141,7 +142,7 @@ class Together(Copies):
         steps: int = 2000,
         learning_rate: float = 0.02,
         num_particles: int = 4,
-        progress: bool = False,
+        progress: bool | None = None,
     ) -> Tensor:
         """Maximize the D ELBOs by Adam with a cosine schedule.
 
@@ -189,7 +190,7 @@ class AtTemperatures(Copies):
         learning_rate: float = 0.01,
         num_particles: int = 1,
         estimator: str | None = None,
-        progress: bool = False,
+        progress: bool | None = None,
     ) -> Tensor:
         """Maximize the D tempered ELBOs by Adam with a cosine schedule.
 

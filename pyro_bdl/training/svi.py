@@ -25,6 +25,7 @@ from pyro_bdl.training.collapse import warn_of_collapse
 from pyro_bdl.training.held_out import HeldOut, split
 from pyro_bdl.training.minibatches import Minibatches
 from pyro_bdl.utils.module_state import preserved_buffers
+from pyro_bdl.utils.progress import hidden
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.validation import whole_number
 
@@ -334,7 +335,7 @@ class _Descent:
         bar = tqdm(
             total=steps,
             desc=progress,
-            disable=progress is None,
+            disable=progress is None or hidden(None),
             leave=False,
             mininterval=_REFRESH,
             delay=1,

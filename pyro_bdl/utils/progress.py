@@ -1,17 +1,61 @@
-"""Bars for long loops: in terminals and notebooks, after a second; none in files."""
+"""One policy for progress bars, and the package's logger.
 
-from collections.abc import Iterable
+Bars are shown in terminals and notebooks, and not where the output goes to a file. An argument
+``progress`` is None for this policy, or True or False. ``quiet`` hides all bars of a block.
+"""
+
+import logging
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TypeVar
 
-from tqdm.auto import tqdm
+from tqdm import tqdm
+
+logger = logging.getLogger("pyro_bdl")
+logger.addHandler(logging.NullHandler())
 
 T = TypeVar("T")
 
+_quiet: ContextVar[bool] = ContextVar("quiet", default=False)
 
-def shown(items: Iterable[T], description: str, progress: bool = True) -> Iterable[T]:
-    """The items, with a bar for those who wait longer than a second.
 
-    :param description: what is being done, in a few words.
-    :param progress: False for no bar; with True there is one unless stderr is a file.
+def hidden(progress: bool | None) -> bool:
+    """Return whether a bar is hidden, the argument ``disable`` of tqdm.
+
+    :param progress: True or False to show it or not; None to show it in terminals and notebooks.
     """
-    return tqdm(items, desc=description, disable=None if progress else True, leave=False, delay=1)
+    if _quiet.get():
+        return True
+    if progress is not None:
+        return not progress
+    return not ("ipykernel" in sys.modules or _is_terminal(sys.stderr))
+
+
+def shown(parts: Iterable[T], description: str, progress: bool | None = None) -> Iterable[T]:
+    """The same parts, with a bar after a second.
+
+    :param progress: see :func:`hidden`.
+    """
+    return tqdm(parts, desc=description, leave=False, delay=1, disable=hidden(progress))
+
+
+@contextmanager
+def quiet(on: bool = True) -> Iterator[None]:
+    """Show no bars inside the context, whatever ``progress`` says.
+
+    :param on: False leaves everything as it is.
+    """
+    token = _quiet.set(on or _quiet.get())
+    try:
+        yield
+    finally:
+        _quiet.reset(token)
+
+
+def _is_terminal(stream: object) -> bool:
+    try:
+        return bool(stream.isatty())  # type: ignore[attr-defined]
+    except (AttributeError, ValueError):  # no stream, or a closed one
+        return False

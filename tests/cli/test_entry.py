@@ -62,10 +62,11 @@ def test_regression_writes_a_table_figures_and_a_report(table, run, tmp_path):
     assert "RMSE, CRPS and distances are in units of price" in out
     folder = tmp_path / "out"
     rows = rows_of(folder)
-    assert list(rows) == [*chosen, "nuts, half to half"]
+    assert next(iter(rows)) == "nuts" and list(rows)[-1] == "nuts, half to half"
+    assert sorted(rows) == sorted([*chosen, "nuts, half to half"])
     assert all(float(rows[name]["rmse"]) > 0 for name in chosen)
     assert all(float(rows[name]["draw_seconds"]) > 0 for name in chosen)
-    assert float(rows["mean-field"]["elpd_loo"]) < 0 and rows["map"]["elpd_loo"] == ""
+    assert rows["map"].get("elpd_loo", "") == ""
     assert float(rows["map"]["sd_ratio"]) == 0 and rows["map"]["elbo"] == ""
     assert float(rows["mean-field"]["wasserstein"]) > 0 and rows["nuts"]["wasserstein"] == ""
     assert float(rows["nuts"]["rhat"]) > 0 and rows["nuts"]["verdict"]
@@ -88,7 +89,7 @@ def test_everything_to_make_it_again_is_there(table, run, tmp_path):
     made = found["settings"]
     assert made["Run"]["command line"].startswith("pyro-bdl compare --steps 20")
     assert "StudentT" in made["Program"]["likelihood"] and "FanIn(2)" in str(made["Program"])
-    assert made["Program"]["network"] == "Linear(3, 4), Tanh, Linear(4, 1)"
+    assert made["Program"]["network"] == "Linear(6, 4), Tanh, Linear(4, 1)"
     assert made["Data"]["source"] == f"the file {table}"
     assert {"Python", "torch", "numpyro", "processor"} <= set(made["Versions"])
     assert made["nuts"]["num_chains"] == 2
@@ -116,7 +117,7 @@ def test_classes_of_text_without_the_reference(table, run, tmp_path):
     code, out, _ = run(*TINY, *given)
     assert code == 0 and "classification into 3 classes" in out and "accuracy" in out
     rows = rows_of(tmp_path / "out")
-    assert list(rows) == ["mean-field", "map"]
+    assert sorted(rows) == ["map", "mean-field"]
     assert "sd_ratio" not in rows["map"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "calibration.png",
@@ -203,29 +204,32 @@ def test_a_posterior_that_fails_loses_no_other(run, tmp_path, monkeypatch):
     monkeypatch.setattr(posteriors, "fit", failing)
     code, out, err = run(*TINY, "--guides", "map,mean-field,mean-field-tempered")
     assert code == 1 and "mean-field could not be fitted: RuntimeError: no luck today" in err
-    assert list(rows_of(tmp_path / "out")) == ["map", "mean-field-tempered"] and "RMSE" in out
+    assert set(rows_of(tmp_path / "out")) == {"map", "mean-field-tempered"} and "RMSE" in out
 
 
 def test_a_posterior_that_does_not_fit_in_memory_is_left_out(run, tmp_path, monkeypatch):
     """The same error as for the matrix of a large network; the exit code stays 0."""
     monkeypatch.setattr(curvature_config, "available_memory", lambda device: 5000)
-    code, out, err = run(*TINY, "--guides", "map,laplace-full,laplace-diag")
+    given = ["--example", "diabetes", "--guides", "map,laplace-full,laplace-diag"]
+    code, out, err = run(*TINY, *given)
     assert code == 0, err
     assert 'laplace-full is left out: structure="full" over' in err and "GiB are free" in err
     assert "laplace-full:" not in err  # before any training
     rows = rows_of(tmp_path / "out")
-    assert list(rows) == ["map", "laplace-diag"] and "RMSE" in out
+    assert set(rows) == {"map", "laplace-diag"} and "RMSE" in out
 
 
 def test_laplace_says_its_evidence_and_its_scale(table, run, tmp_path):
     given = ["--data", table, "--target", "price", "--one-hot"]
-    code, out, _ = run(*TINY, *given, "--guides", "map,laplace-kron,laplace-last-layer")
+    given += ["--guides", "map,laplace-kron,laplace-last-layer", "--details"]
+    code, out, _ = run(*TINY, *given)
     assert code == 0 and "log evid." in out
     rows = rows_of(tmp_path / "out")
     assert rows["map"]["log_evidence"] == "" == rows["laplace-last-layer"]["elbo"]
-    assert all(float(rows[name]["log_evidence"]) < 0 for name in list(rows)[1:])
+    laplace = ("laplace-kron", "laplace-last-layer")
+    assert all(float(rows[name]["log_evidence"]) < 0 for name in laplace)
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-    assert "prior gain" in page and "subset last-layer" in page
+    assert "<dt>prior gain</dt>" in page and "<dt>subset</dt><dd>last-layer</dd>" in page
 
 
 def test_ctrl_c_shows_what_there_is(run, tmp_path, monkeypatch):

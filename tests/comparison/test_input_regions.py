@@ -55,7 +55,7 @@ def test_overconfidence_in_the_gap_is_named():
     assert "sd_ratio_beyond" not in row
     said = found.verdicts["vi"]
     assert said.startswith(
-        f"sd between the training data is {row['sd_ratio_between']:.2f} times the"
+        f"the function's sd between the training data is {row['sd_ratio_between']:.2f} times the"
     )
-    assert "overconfident there" in said
+    assert "overconfident about the function there" in said
     assert "between" in found.to_text(details=True)

@@ -19,11 +19,11 @@ def said(reference=NUTS, **row):
 @pytest.mark.parametrize(
     "ratio, words",
     [
-        (0.0, "no spread at all"),
-        (0.521, "sd is 0.52 times the reference's on average: overconfident"),
-        (0.97, "sd is 0.97 times the reference's on average: much alike"),
-        (1.5, "sd is 1.50 times the reference's on average: underconfident"),
-        (9.12, "sd is 9.1 times the reference's on average: underconfident"),
+        (0.0, "the function has no spread where"),
+        (0.521, "the function's sd is 0.52 times the reference's on average: overconfident about"),
+        (0.97, "the function's sd is 0.97 times the reference's on average: much alike"),
+        (1.5, "the function's sd is 1.50 times the reference's on average: underconfident about"),
+        (9.12, "the function's sd is 9.1 times the reference's on average: underconfident about"),
     ],
 )
 def test_spread(ratio, words):
@@ -52,10 +52,10 @@ def test_a_mean_within_the_noise_of_the_reference_agrees():
     "ratio, error, words",
     [
         (0.6, 0.25, "times the reference's on average, ± 0.25 from too few draws: undecided"),
-        (0.6, 0.1, "overconfident"),
+        (0.6, 0.1, "overconfident about the function"),
         (1.5, 0.3, "± 0.30 from too few draws: undecided"),
         (0.97, 0.5, "much alike"),
-        (0.6, math.nan, "overconfident"),
+        (0.6, math.nan, "overconfident about the function"),
     ],
 )
 def test_a_ratio_that_is_noise_decides_nothing(ratio, error, words):
@@ -66,9 +66,9 @@ def test_a_ratio_that_is_noise_decides_nothing(ratio, error, words):
 @pytest.mark.parametrize(
     "coverage, words",
     [
-        (0.6, "holds 60% of the test targets: too narrow"),
+        (0.6, "holds 60 % of the test targets: too narrow"),
         (0.99, "too wide"),
-        (0.87, "as it should"),
+        (0.87, "no farther from 90 % than chance"),
     ],
 )
 def test_coverage(coverage, words):
@@ -77,8 +77,8 @@ def test_coverage(coverage, words):
 
 def test_coverage_within_what_one_function_may_give():
     row = {"coverage_from": 0.7, "coverage_to": 0.995}
-    assert "as it should" in said(reference=None, coverage=0.75, **row)
-    assert "as it should" in said(reference=None, coverage=0.99, **row)
+    assert "no farther from 90 % than chance" in said(reference=None, coverage=0.75, **row)
+    assert "no farther from 90 % than chance" in said(reference=None, coverage=0.99, **row)
     assert "too narrow" in said(reference=None, coverage=0.65, **row)
     assert "too wide" in said(reference=None, coverage=1.0, **row)
 
@@ -118,21 +118,22 @@ def test_without_numbers_nothing_is_claimed():
     [
         (
             {"sd_ratio_near": 0.95, "sd_ratio_between": 0.1, "sd_ratio": 0.6},
-            "sd between the training data is 0.10 times the reference's: overconfident there "
-            "(0.95 near them)",
+            "the function's sd between the training data is 0.10 times the reference's: "
+            "overconfident about the function there (0.95 times near them)",
         ),
         (
             {"sd_ratio_near": 1.0, "sd_ratio_beyond": 3.0, "sd_ratio": 2.0},
-            "sd beyond the training data is 3.0 times the reference's: underconfident there",
+            "the function's sd beyond the training data is 3.0 times the reference's: "
+            "underconfident about the function there",
         ),
         (
             {"sd_ratio_near": 0.5, "sd_ratio_between": 0.45, "sd_ratio": 0.5},
-            "sd is 0.50 times the reference's on average: overconfident",
+            "the function's sd is 0.50 times the reference's on average: overconfident about",
         ),
         ({"sd_ratio_near": 0.95, "sd_ratio_between": 0.9, "sd_ratio": 0.93}, "much alike"),
         (
             {"sd_ratio_between": 0.5, "sd_ratio_beyond": 0.1, "sd_ratio": 0.5},
-            "sd beyond the training data is 0.10 times the reference's",
+            "the function's sd beyond the training data is 0.10 times the reference's",
         ),
     ],
 )

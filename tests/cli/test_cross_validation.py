@@ -1,0 +1,55 @@
+"""Scores over several splits."""
+
+import csv
+import json
+import math
+
+import pytest
+import torch
+
+from pyro_bdl.cli import cross_validation, main
+
+
+def test_errors_are_those_of_overlapping_splits():
+    values = [1.0, 2.0, 4.0, 5.0]
+    mean, error = cross_validation.mean_and_error(values, 5)
+    assert mean == 3.0
+    assert error == pytest.approx(math.sqrt((1 / 4 + 1 / 4) * torch.tensor(values).var()))
+    assert math.isnan(cross_validation.mean_and_error([1.0], 5)[1])
+
+
+def test_differences_are_paired_and_what_lacks_a_split_is_left_out():
+    found = [
+        {"a": {"rmse": 1.0}, "nuts": {"rmse": 3.0}, "b": {"rmse": 0.0}},
+        {"a": {"rmse": 2.0}, "nuts": {"rmse": 4.0}},
+    ]
+    rows, columns = cross_validation.summarized(found, ["a", "b", "nuts"], "nuts", 2)
+    assert [row["posterior"] for row in rows] == ["a", "nuts"]
+    assert (rows[0]["rmse_diff"], rows[0]["rmse_diff_se"]) == (-2.0, 0.0)
+    assert [column.key for column in columns] == ["posterior", "rmse", "rmse_diff"]
+
+
+def test_an_interrupt_keeps_the_splits_so_far():
+    def score(repeat, fold):
+        if repeat:
+            raise KeyboardInterrupt
+        return {"a": {"rmse": float(fold)}}
+
+    found, interrupted = cross_validation.splits(2, 3, score)
+    assert interrupted and [split["a"]["rmse"] for split in found] == [0.0, 1.0]
+
+
+def test_the_command_scores_every_fold(tmp_path, capsys):
+    path = tmp_path / "t.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["a", "y"])
+        writer.writerows([i, i * 0.37 % 1] for i in range(24))
+    given = ["compare", "--data", path, "--target", "y", "--guides", "map", "--steps", "5"]
+    given += ["--hidden", "3", "--folds", "3", "--out", tmp_path / "out"]
+    assert main(list(map(str, given))) == 0
+    assert "Over 3 splits" in capsys.readouterr().out
+    (row,) = json.loads((tmp_path / "out" / "report.json").read_text())["cross_validation"]
+    assert row["posterior"] == "map" and row["rmse"] > 0 and row["rmse_se"] > 0
+    assert "Scores over 3 splits" in (tmp_path / "out" / "report.html").read_text()
+    assert main(["compare", "--folds", "3", "--out", str(tmp_path / "out")]) == 2

@@ -1,0 +1,38 @@
+"""One policy for progress bars."""
+
+import io
+import sys
+
+import pytest
+
+from pyro_bdl.utils import progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    "stream, shown", [(Terminal(), True), (io.StringIO(), False), (None, False)]
+)
+def test_bars_are_for_terminals(stream, shown, monkeypatch):
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    monkeypatch.setattr(sys, "stderr", stream)
+    assert progress.hidden(None) == (not shown)
+    assert not progress.hidden(True) and progress.hidden(False)
+    with progress.quiet():
+        assert progress.hidden(None) and progress.hidden(True)
+    with progress.quiet(False):
+        assert progress.hidden(None) == (not shown)
+
+
+def test_bars_are_for_notebooks(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    assert not progress.hidden(None)
+
+
+def test_quiet_stays_within_its_block_and_within_a_quiet_one():
+    with progress.quiet(), progress.quiet(False):
+        assert progress.hidden(True)
+    assert not progress.hidden(True)
