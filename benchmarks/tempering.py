@@ -104,7 +104,7 @@ def classifier(net: nn.Module, count: int, prior: Any = PRIOR) -> nn.Module:
     return bdl.models.Classification(bdl.bayesianize(net, prior), num_data=count)
 
 
-# The seed's figures
+# The paper's figures
 
 
 def images(options: argparse.Namespace, name: str, estimator: str | None) -> temperature.Sweep:
@@ -129,14 +129,15 @@ def images(options: argparse.Namespace, name: str, estimator: str | None) -> tem
 
 
 def statements(found: temperature.Sweep) -> dict[str, float]:
-    """The seed's statements about its figures, in numbers."""
+    """The paper's statements about its figures, in numbers."""
     frame = found.to_frame()
     bayes = frame[frame.eta == 1.0].set_index("neurons").sort_index()
     tempered = frame[(frame.tau / found.best_tau() - 1).abs() < 1e-6].set_index("neurons")
     best = frame.loc[frame.groupby("neurons").nlpd.idxmin()].set_index("neurons")
     coldest = frame.loc[frame.groupby("neurons").eta.idxmin()].set_index("neurons")
     narrow, wide = bayes.index.min(), bayes.index.max()
-    slope = np.polyfit(np.log(best.index), np.log(best.eta), 1)[0] if wide > narrow else math.nan
+    lost = frame.groupby("neurons")[["eta", "nlpd"]].apply(_halfway)
+    slope = np.polyfit(np.log(lost.index), np.log(lost), 1)[0] if wide > narrow else math.nan
     return {
         f"eta = 1: accuracy at N = {narrow}": bayes.accuracy[narrow],
         f"eta = 1: accuracy at N = {wide}": bayes.accuracy[wide],
@@ -146,13 +147,23 @@ def statements(found: temperature.Sweep) -> dict[str, float]:
         "there: accuracy, least over widths": tempered.accuracy.min(),
         "there: accuracy, largest over widths": tempered.accuracy.max(),
         f"there: entropy elsewhere at N = {wide} (nats)": tempered.ood_entropy[wide],
-        "slope of log best eta over log N (-1: eta = tau p / N)": slope,
+        "slope over log N of the log eta where half is lost (-1: eta = tau p / N)": slope,
         f"coldest: NLPD over the best at N = {wide}": coldest.nlpd[wide] / best.nlpd[wide],
         f"coldest: confidence less accuracy at N = {wide}": coldest.confidence[wide]
         - coldest.accuracy[wide],
         f"coldest: E_q[NLL] less NLPD at N = {wide}": coldest.expected_nll[wide]
         - coldest.nlpd[wide],
     }
+
+
+def _halfway(curve: Any) -> float:
+    """The temperature at which the NLPD is halfway between its lowest and a guess, log 10."""
+    curve = curve.sort_values("eta")
+    level = (curve.nlpd.min() + math.log(10)) / 2
+    above = int((curve.nlpd.to_numpy() > level).argmax())
+    low, high = curve.iloc[max(0, above - 1)], curve.iloc[above]
+    share = (level - low.nlpd) / max(high.nlpd - low.nlpd, 1e-12)
+    return float(low.eta * (high.eta / low.eta) ** share)
 
 
 # The theory

@@ -29,6 +29,10 @@ SMALL = {
         *("--steps", "1", "--batches", "8", "4", "--rows", "20", "--repeats", "1"),
     ],
     "networks_in_plate": ["--quick", "--networks", "2", "--methods", "SVI"],
+    "mcmc": [
+        *("--chains", "2", "--iterations", "20", "--nuts", "10", "--depth", "3"),
+        *("--networks", "4", "--only", "mclmc", "nuts"),
+    ],
     "nuts": [
         *("--warmup", "10", "--draws", "5", "--depth", "3", "--pyro-draws", "2", "--repeats", "1")
     ],

@@ -177,7 +177,7 @@ def reference(options: argparse.Namespace) -> Reference | None:
     """
     if options.reference is None:
         return None
-    for name in ("example", "data", "target", "task", "one_hot", "impute"):
+    for name in ("example", "data", "target", "task", "one_hot", "impute", "folds"):
         if getattr(options, name):
             option = name.replace("_", "-")
             raise ValueError(f"--{option} has no effect with --reference, which has its data")

@@ -22,7 +22,7 @@ from pyro_bdl.utils.random_state import process_seeded
 from pyro_bdl.utils.validation import check_temperature
 
 _TABLE = "sweep.csv"
-_FIGURES = ("scores", "kl")
+_FIGURES = ("scores", "kl", "scores_by_tau")
 _FILES = (_TABLE, *(f"sweep_{name}.png" for name in _FIGURES))
 _WIDTH = 100  # of output that is not a terminal
 

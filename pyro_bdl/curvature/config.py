@@ -22,7 +22,8 @@ _SLACK = 1.1  # allowance for other memory: rows of the Jacobian, intermediate p
 class CurvatureConfig(StructureOptions):
     """The choice of a curvature matrix and its compressed form.
 
-    :param structure: "kron", "ekfac", "full", "diag", "low_rank", "kernel" or "auto".
+    :param structure: "kron", "ekfac", "full", "diag", "low_rank", "kernel", "samples" or
+        "auto".
     :param curvature: "ggn", the generalized Gauss-Newton matrix; "ggn-mc", its Monte Carlo estimate
         from ``num_draws`` drawn observations per datum; "empirical-fisher"; or "hessian" (full
         only).
@@ -31,6 +32,8 @@ class CurvatureConfig(StructureOptions):
         (``fisher.cell_roots``).
     :param rank: the rank of "low_rank".
     :param reduce: an option of "kron" and "ekfac", see ``KroneckerCurvature``.
+    :param num_samples: the number of samples of "samples".
+    :param tolerance: of the solves of "samples", see ``SamplesCurvature``.
     """
 
     structure: str = "kron"
@@ -49,7 +52,14 @@ class CurvatureConfig(StructureOptions):
             able = (name for name, kind in structures.STRUCTURES.items() if kind.takes_hessian)
             named = " or ".join(f'structure="{name}"' for name in able)
             raise ValueError(f'curvature="hessian" needs {named}: it may be indefinite')
-        for name in ("num_draws", "rank"):
+        if self.kind.takes_products and self.curvature != "ggn":
+            raise ValueError(
+                f'structure="{self.structure}" needs curvature="ggn", whose products with vectors '
+                f"are known, got {self.curvature!r}"
+            )
+        if not 0 < self.tolerance < 1:
+            raise ValueError(f"tolerance must be between 0 and 1, got {self.tolerance}")
+        for name in ("num_draws", "rank", "num_samples"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")

@@ -12,6 +12,7 @@ from tqdm import tqdm
 from pyro_bdl.curvature.chunking import linearizations
 from pyro_bdl.curvature.config import CurvatureConfig, check_memory
 from pyro_bdl.curvature.fisher import check_information
+from pyro_bdl.curvature.gauss_newton_products import GaussNewtonProducts
 from pyro_bdl.curvature.hessian import hessian
 from pyro_bdl.curvature.jacobian.datum_axes import Alignment
 from pyro_bdl.curvature.likelihood_sums import LikelihoodSums
@@ -93,6 +94,9 @@ def fit_curvature(
         )
     factor = seen.factor()
     curvature.scale(factor)
+    if curvature.takes_products:
+        passes = [(batches, factor)]
+        curvature.connect(GaussNewtonProducts(model, subset, vector, passes, offset))
     curvature = curvature.finish(before)
     total = torch.as_tensor(seen.log_likelihood * factor, device=seen.gradient.device)
     gradient = seen.gradient * factor

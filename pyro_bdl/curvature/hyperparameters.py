@@ -236,6 +236,15 @@ def noise_site(reading: ParameterReading) -> Site | None:
     return site
 
 
+def learned_noise(reading: ParameterReading) -> Tensor | None:
+    """The noise of the program's only observed site, where it is a parameter."""
+    site = noise_site(reading)
+    if site is None:
+        return None
+    scale: Any = base_distribution(site.distribution)
+    return scale.scale.detach().clone() if scale.scale.requires_grad else None
+
+
 def _moves_as_a_whole(scale: Tensor, parameters: Mapping[str, Hyperparameter]) -> bool:
     """Return True if d log scale / d parameter is the same for all entries of the scale."""
     logs = scale.log().reshape(-1)

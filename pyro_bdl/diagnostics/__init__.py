@@ -12,7 +12,7 @@ from pyro_bdl.diagnostics.mcse import mcse
 from pyro_bdl.diagnostics.psis import PSIS, good_k, psis
 from pyro_bdl.diagnostics.rhat import rhat, within_rhat
 from pyro_bdl.diagnostics.subsampled_loo import SubsampledLOO, difference_estimate, subsampled_loo
-from pyro_bdl.diagnostics.summary import Summary, function_draws, summary
+from pyro_bdl.diagnostics.summary import Summary, explain_chains, function_draws, summary
 from pyro_bdl.diagnostics.waic import WAIC, waic
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "convergence",
     "difference_estimate",
     "ess",
+    "explain_chains",
     "function_draws",
     "good_k",
     "loo",

@@ -11,11 +11,13 @@ from torch import Tensor
 from pyro_bdl.diagnostics.blocks import check_draws
 from pyro_bdl.diagnostics.convergence import Convergence, convergence
 from pyro_bdl.diagnostics.rank import quantile_of_sorted, sort
+from pyro_bdl.diagnostics.rhat import rhat, within_rhat
 from pyro_bdl.guides.draws import samples_of_mcmc
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.tables import Column, Row, to_csv, to_text
 
 RHAT_LIMIT = 1.01
+_GOOD = 1.1  # the 95 % quantile of R-hat below which chains are said to agree
 ESS_LIMIT = 100  # draws per chain
 
 _COLUMNS = (
@@ -49,16 +51,28 @@ class Summary:
     :param by_site: R-hat and ESS of every number, in the shape of the site.
     :param rhat_limit: R-hat above it counts as high.
     :param ess_limit: effective draws; a bulk ESS below it counts as low.
+    :param ess_per_second: the smallest bulk ESS over the seconds of the whole run, warm-up
+        included; None if the draws do not say how long they took.
+    :param ess_per_gradient: the same over the gradients of the draws.
     """
 
     rows: tuple[Row, ...]
     by_site: Mapping[str, Convergence]
     rhat_limit: float
     ess_limit: float
+    ess_per_second: float | None = None
+    ess_per_gradient: float | None = None
 
     def __str__(self) -> str:
-        limits = f"high: R-hat above {self.rhat_limit:g}; low: ESS below {self.ess_limit:g}"
-        return f"{to_text(self.rows, _COLUMNS)}\n{limits}"
+        lines = [
+            to_text(self.rows, _COLUMNS),
+            f"high: R-hat above {self.rhat_limit:g}; low: ESS below {self.ess_limit:g}",
+        ]
+        if self.ess_per_second is not None:
+            lines.append(f"smallest bulk ESS per second: {self.ess_per_second:.3g}")
+        if self.ess_per_gradient is not None:
+            lines.append(f"smallest bulk ESS per 1000 gradients: {1e3 * self.ess_per_gradient:.3g}")
+        return "\n".join(lines)
 
     __repr__ = __str__
 
@@ -111,7 +125,72 @@ def summary(
         if total["rhat_max"] is not None:
             total["worst"] = max(rows, key=lambda row: row["rhat_max"] or 0.0)["site"]
         rows.append(total)
-    return Summary(tuple(rows), by_site, rhat_limit, limit)
+    known = [row["ess_bulk_min"] for row in rows if row["ess_bulk_min"] is not None]
+    least = min(known, default=None)
+    seconds, gradients = _cost(draws)
+    return Summary(
+        tuple(rows),
+        by_site,
+        rhat_limit,
+        limit,
+        None if least is None or not seconds else least / seconds,
+        None if least is None or not gradients else least / gradients,
+    )
+
+
+def _cost(draws: Any) -> tuple[float | None, float | None]:
+    """The seconds of the run, and the gradients of its draws; None if they are not known."""
+    if not isinstance(draws, Samples):
+        return None, None
+    steps = draws.stats.get("num_steps")
+    return draws.info.get("seconds"), None if steps is None else float(steps.sum())
+
+
+def explain_chains(model: Callable, samples: Samples, *args: Any, **kwargs: Any) -> str:
+    """Say in words what R-hat of the weights and R-hat of the function tell together.
+
+    Chains of a network that agree about the function and not about its weights differ by symmetries
+    (permuted hidden units, flipped signs): predictions can be trusted, weights cannot be compared.
+    Chains that disagree about the function have not seen the same posterior. If each of them is
+    stationary they sit in separate modes, as those of ``mcmc.ensemble_sample`` do.
+
+    :param model: the Pyro program.
+    :param samples: chains of its latents, at least two.
+    :param args: the program's arguments, such as x, without the targets.
+    :raises ValueError: for a single chain.
+    """
+    if samples.num_chains < 2:
+        raise ValueError("one chain cannot be compared with others: draw at least two")
+    f = torch.cat(
+        [v.flatten(2) for v in function_draws(model, samples, *args, **kwargs).values()], -1
+    )
+    weights = torch.cat([value.flatten(2) for value in samples.latents.values()], -1)
+    high = {
+        name: float(torch.nanquantile(rhat(value, progress=False), 0.95))
+        for name, value in (("weights", weights), ("function", f))
+    }
+    within = float(torch.nanquantile(within_rhat(f, progress=False), 0.95))
+    told = (
+        f"R-hat (95 % quantile): weights {high['weights']:.2f}, function {high['function']:.2f}, "
+        f"function within each chain {within:.2f}. "
+    )
+    if high["function"] <= _GOOD:
+        if high["weights"] <= _GOOD:
+            return told + "The chains agree."
+        return told + (
+            "The chains agree about the function and not about the weights: they differ by "
+            "symmetries of the network, such as permuted hidden units. Predictions can be trusted; "
+            "do not compare or average weights across chains."
+        )
+    if within <= _GOOD:
+        return told + (
+            "Each chain is stationary, but they disagree about the function: they sit in separate "
+            "modes. Their mixture does not weight the modes by their mass."
+        )
+    return told + (
+        "The chains have not converged, not even each on its own: draw longer, start from a "
+        "trained guide, or sample fewer numbers."
+    )
 
 
 def function_draws(

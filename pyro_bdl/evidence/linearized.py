@@ -8,33 +8,30 @@ also a better point to evaluate the evidence than a u* from unfinished training 
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.chunking import linearizations
 from pyro_bdl.curvature.factor_statements import FactorStatements
-from pyro_bdl.curvature.fisher import cell_columns
 from pyro_bdl.curvature.jacobian.linearization import Linearization
-from pyro_bdl.curvature.linear_outputs import LinearOutputs, observed_outputs
-from pyro_bdl.curvature.prior import hyperpriors
-from pyro_bdl.distributions.take_apart import base_distribution
+from pyro_bdl.curvature.linear_outputs import observed_outputs
+from pyro_bdl.curvature.linearized_data import (
+    LinearizedBatch,
+    LinearizedData,
+    first_order_factors,
+    log_likelihood_of,
+)
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.laplace import LaplaceGuide
-from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.trace import leave_open, record
-from pyro_bdl.utils.memory import Allocations, available_memory
 from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
 
 _STEPS = 20
 _PRODUCTS = 200
 _TOLERANCE = 1e-6
 _HALVINGS = 30
-_SHARE_OF_MEMORY = 0.125  # for the graphs of all data
-_GRAPHS = 3  # that products keep: the run's, its transpose's and the values between
 
 _RESIDUAL = 1e-2  # of conjugate gradients, where that of the start is 1
 _NEGLIGIBLE = 1e-4  # the gain of one of their steps, in units of the tolerance
@@ -52,29 +49,10 @@ def linearized_log_likelihood(guide: LaplaceGuide, offset: Tensor) -> Tensor:
         for args, kwargs in batches:
             at = Linearization(guide.program_model, guide.subset, guide.loc, args, kwargs)
             for outputs in observed_outputs(at, differentiable=True).values():
-                total = total + count * _log_prob(outputs, outputs.moved(offset))
-            value, slope = _factors(at, statements)
+                total = total + count * log_likelihood_of(outputs, outputs.moved(offset))
+            value, slope = first_order_factors(at, statements)
             total = total + count * (value + slope.double() @ offset.double())
     return total
-
-
-def _log_prob(outputs: LinearOutputs, values: dict[str, Tensor]) -> Tensor:
-    return outputs.observed(values).batch_log_prob().double()
-
-
-@torch.enable_grad()
-def _factors(at: Linearization, statements: FactorStatements) -> tuple[Tensor, Tensor]:
-    """The value of the factors that a batch brings, and their gradient at u* in the subset."""
-    statements.read(at.run, hyperpriors(at.run, at.leaves))
-    total = at.vector.new_zeros((), dtype=torch.float64)
-    slope = torch.zeros_like(at.subset.take(at.vector))
-    for site in statements.new:
-        total = total + site.batch_log_prob().double()
-    if total.requires_grad:
-        leaves = [at.leaves[name] for name in at.subset.parts]
-        found = torch.autograd.grad(total, leaves, retain_graph=True, materialize_grads=True)
-        slope = at.subset.of_sites(found)
-    return total.detach(), slope
 
 
 @dataclass
@@ -108,87 +86,6 @@ class LinearizedPoint:
             )
 
 
-class _Part:
-    """Observations of one batch, linear in the subset, and its factors to first order."""
-
-    def __init__(self, at: Linearization, statements: FactorStatements) -> None:
-        self.outputs = list(observed_outputs(at).values())
-        self.factors, self.slope = _factors(at, statements)
-        self._at: Tensor | None = None
-        self._values: list[dict[str, Tensor]] = []
-        self._columns: list[list[dict[str, Tensor]]] | None = None
-        self.held = False
-
-    def values(self, offset: Tensor) -> list[dict[str, Tensor]]:
-        """The outputs' values at an offset; those at the last one are kept."""
-        if self._at is not offset:
-            self._at, self._columns = offset, None
-            still = not offset.any()
-            self._values = [
-                out.values
-                if still
-                else out.values | {k: out.values[k] + v for k, v in out.times(offset).items()}
-                for out in self.outputs
-            ]
-        return self._values
-
-    def log_likelihood(self, offset: Tensor) -> Tensor:
-        total = self.factors + self.slope.double() @ offset.double()
-        for outputs, values in zip(self.outputs, self.values(offset), strict=True):
-            total = total + _log_prob(outputs, values)
-        return total
-
-    def gradient(self, offset: Tensor) -> Tensor:
-        result = self.slope.double()
-        for outputs, values in zip(self.outputs, self.values(offset), strict=True):
-            leaves = {key: values[key].detach().requires_grad_() for key in outputs.moving}
-            if not leaves:
-                continue
-            with torch.enable_grad():
-                total = _log_prob(outputs, values | leaves)
-                found = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
-            cotangents = dict(zip(leaves, found, strict=True))
-            result = result + outputs.transposed_times(cotangents).double()
-        return result
-
-    def times(self, offset: Tensor, vector: Tensor) -> Tensor:
-        """J' F J vector, F the Fisher information of the outputs at the offset."""
-        result = torch.zeros_like(vector)
-        values = self.values(offset)
-        if self.held and self._columns is None:
-            self._columns = [
-                list(outputs.unconstrained(at, cell_columns)) if outputs.moving else []
-                for outputs, at in zip(self.outputs, values, strict=True)
-            ]
-        for number, outputs in enumerate(self.outputs):
-            if not outputs.moving:
-                continue
-            change = outputs.times(vector)
-            columns = (
-                outputs.unconstrained(values[number], cell_columns)
-                if self._columns is None
-                else self._columns[number]
-            )
-            weighed = {key: torch.zeros_like(value) for key, value in change.items()}
-            for column in columns:
-                share = _by_cell(outputs, column, change)
-                for key, value in column.items():
-                    weighed[key] += value * share.reshape(
-                        share.shape + (1,) * (value.dim() - share.dim())
-                    )
-            result = result + outputs.transposed_times(weighed).to(vector)
-        return result
-
-
-def _by_cell(
-    outputs: LinearOutputs, column: dict[str, Tensor], change: dict[str, Tensor]
-) -> Tensor:
-    """<column, change> in every cell of an observed site, of its batch shape."""
-    cells = _cells(outputs)
-    terms = [(value * change[key]).reshape(*cells, -1).sum(-1) for key, value in column.items()]
-    return torch.stack(terms).sum(0)
-
-
 class LinearizedModel:
     """log p(y, u* + d) of a guide's program with its outputs linear in d, as a function of d (p,).
 
@@ -201,61 +98,18 @@ class LinearizedModel:
 
     def __init__(self, guide: LaplaceGuide) -> None:
         self.guide = guide
-        self._loc, self._built = guide.loc, guide.noise_factor
-        self._kept: dict[int, list[_Part]] = {}
+        self.loc, self._built = guide.loc, guide.noise_factor
+        self._data = LinearizedData(guide.program_model, guide.subset, guide.loc, guide.passes)
         self._start: Tensor | None = None
 
     @property
     def stale(self) -> bool:
-        """True where the guide has moved to another point."""
-        return self.guide.loc is not self._loc
-
-    def _parts(self, number: int, batches: Batches) -> Iterator[_Part]:
-        if number in self._kept:
-            yield from self._kept[number]
-            return
-        guide, statements = self.guide, FactorStatements()
-        found = iter(
-            linearizations(guide.program_model, guide.subset, guide.loc, batches.part(), None)
+        """True where the guide has moved to another point, or where data that are read again at
+        every sum have another noise than at the first."""
+        moved = self.guide.loc is not self.loc
+        return moved or not (
+            self._data.keeps_all or torch.equal(self.guide.noise_factor, self._built)
         )
-        free = available_memory(guide.loc.device) or 8 * 2**30
-        left = free * _SHARE_OF_MEMORY
-        kept: list[_Part] | None = []
-        per_part = 0.0
-        while True:
-            with Allocations() as allocations:
-                at = next(found, None)
-            if at is None:
-                break
-            part = _Part(at, statements)
-            per_part = max(per_part, _GRAPHS * allocations.bytes + _of_columns(part))
-            left -= per_part
-            if kept is not None and left > 0:
-                part.held = True
-                kept.append(part)
-            else:
-                kept = None
-            yield part
-        if kept is not None:
-            self._kept[number] = kept
-
-    def _sum(self, of_part: Callable[[_Part], Tensor]) -> Tensor:
-        """A sum over all data."""
-        results = []
-        for number, (batches, count) in enumerate(self.guide.passes):
-
-            def one_pass(number: int = number, batches: Batches = batches) -> Tensor:
-                total: Tensor | None = None
-                for part in self._parts(number, batches):
-                    found = of_part(part)
-                    total = found if total is None else total + found
-                assert total is not None
-                return total
-
-            total = batches.together(one_pass)
-            batches.add_up(total)
-            results.append(count * total)
-        return torch.stack(results).sum(0)
 
     @property
     def _factor(self) -> Tensor | float:
@@ -267,12 +121,12 @@ class LinearizedModel:
     def point(self, offset: Tensor) -> LinearizedPoint:
         """The point at an offset."""
         guide = self.guide
-        here = self._sum(lambda part: part.log_likelihood(offset))
+        here = self._data.sum(lambda part: part.log_likelihood(offset))
         if guide.reference_noise is None:
             return LinearizedPoint(offset.to(guide.loc), here, guide.squares)
         if self._start is None:
             zero = torch.zeros_like(offset)
-            self._start = self._sum(lambda part: part.log_likelihood(zero))
+            self._start = self._data.sum(lambda part: part.log_likelihood(zero))
         # log lik = -1/2 c Q + 1/2 n log c + constant, at both points with the same c
         fallen = 2.0 * (self._start - here) / self._built
         value = guide.log_likelihood - 0.5 * fallen
@@ -282,16 +136,16 @@ class LinearizedModel:
         """The log joint density, up to what does not depend on the offset, and its gradient."""
         prior, of_prior = _log_prior(self.guide, offset)
 
-        def both(part: _Part) -> Tensor:
+        def both(part: LinearizedBatch) -> Tensor:
             return torch.cat([part.log_likelihood(offset)[None], part.gradient(offset)])
 
-        found = self._sum(both) * self._factor
+        found = self._data.sum(both) * self._factor
         return float(found[0] + prior), found[1:] + of_prior
 
     def _times(self, offset: Tensor, vector: Tensor) -> Tensor:
         """J' F J vector, at the noise at which the outputs were read."""
         rounded = vector.to(self.guide.loc)
-        return self._sum(lambda part: part.times(offset, rounded)).double()
+        return self._data.sum(lambda part: part.times(offset, rounded)).double()
 
     @torch.no_grad()
     def optimum(
@@ -342,7 +196,7 @@ class LinearizedModel:
         prior, precision = guide.prior, guide.precision
 
         def solved(x: Tensor) -> Tensor:
-            return precision.solve(x.to(guide.prior_diagonal)).double()
+            return precision.precondition(x.to(guide.prior_diagonal)).double()
 
         step, residual = torch.zeros_like(gradient), gradient
         direction = conditioned = solved(residual)
@@ -364,22 +218,6 @@ class LinearizedModel:
                 break
             direction = conditioned + length / before * direction
         return step, gap or 0.5 * first
-
-
-def _of_columns(part: _Part) -> float:
-    """Bytes of the columns of a part's Fisher information."""
-    total = 0.0
-    for outputs in part.outputs:
-        numbers, cells = outputs.mean.numel(), max(1, _cells(outputs).numel())
-        total += numbers * max(1.0, numbers / cells) * outputs.mean.element_size()
-    return total
-
-
-def _cells(outputs: LinearOutputs) -> torch.Size:
-    """The batch shape of an observed site."""
-    assert outputs.site is not None
-    base: Any = base_distribution(outputs.site.distribution)
-    return torch.Size(base.batch_shape)
 
 
 def linearized_optimum(

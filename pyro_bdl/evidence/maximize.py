@@ -217,7 +217,9 @@ class _Optimum:
         :param last: go all the way; else a few steps, since the hyperparameters move on.
         """
         if self.model.stale:
-            self.model, self.point = LinearizedModel(self.guide), None
+            if self.guide.loc is not self.model.loc:
+                self.point = None
+            self.model = LinearizedModel(self.guide)
         start = None if self.point is None else self.point.offset
         steps = {} if last else {"steps": _NEWTON_STEPS}
         self.point = self.model.optimum(start, **steps)

@@ -15,12 +15,11 @@ from pyro_bdl.curvature.automatic_structure import with_chosen_structure
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.factor_statements import check_factors
 from pyro_bdl.curvature.fit import fit_curvature
-from pyro_bdl.curvature.hyperparameters import ParameterReading, few_rows, noise_site, read
+from pyro_bdl.curvature.hyperparameters import ParameterReading, few_rows, learned_noise, read
 from pyro_bdl.curvature.known_information import with_known_information
 from pyro_bdl.curvature.prior import PriorPrecision, prior_precision
 from pyro_bdl.curvature.randomness import warn_of_randomness
 from pyro_bdl.curvature.structures.base import Precision, log_prob
-from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.joint import JointGuide, restored_source
@@ -45,9 +44,13 @@ class AutoLaplaceGGN(UnconstrainedMAP):
     Grosse 2015; Immer et al. 2021, section 3).
 
     :param model: a Pyro program with continuous latents.
-    :param structure: "kron" (KFAC), "ekfac", "full", "diag", "low_rank", "kernel" or "auto".
+    :param structure: "kron" (KFAC), "ekfac", "full", "diag", "low_rank", "kernel", "samples" or
+        "auto".
         "kernel" is the posterior of "full", from the Jacobian's N K rows of p numbers for N data
-        with K outputs instead of p x p numbers; it needs a prior of finite variance. "auto" is
+        with K outputs instead of p x p numbers; it needs a prior of finite variance. "samples" is
+        the posterior of "full" as ``num_samples`` samples, solved for with products J v and J' v
+        alone, so that nothing grows with p^2, (N K)^2 or a layer's width squared; its sd's have a
+        relative error of about 1/sqrt(2 num_samples); see ``SamplesCurvature``. "auto" is
         "full" for up to 2000 latents, "kernel" if N K is below p and at most 4096, if they fit in
         memory, and else "kron". "kron" loses the covariance between layers, and a layer's weights
         get the covariance of its inputs times that of its outputs' gradients, each averaged over
@@ -63,6 +66,8 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         falls with the square root of draws times data.
     :param rank: the number of eigenpairs of "low_rank".
     :param reduce: how "kron" and "ekfac" treat weight sharing, see ``KroneckerCurvature``.
+    :param num_samples: the number of samples of "samples".
+    :param tolerance: of the solves of "samples": the relative residual at which they end.
     :param init_loc_fn: where u starts; by default the network's own values.
     :param create_plates: as in Pyro's autoguides.
     :raises ValueError: for an unknown structure or curvature.
@@ -78,10 +83,15 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         num_draws: int | None = None,
         rank: int = 50,
         reduce: bool = False,
+        num_samples: int = 32,
+        tolerance: float = 1e-4,
         init_loc_fn: Callable = init_to_network,
         create_plates: Callable | None = None,
     ) -> None:
-        config = CurvatureConfig(structure, curvature, num_draws, rank=rank, reduce=reduce)
+        config = CurvatureConfig(
+            structure, curvature, num_draws,
+            rank=rank, reduce=reduce, num_samples=num_samples, tolerance=tolerance,
+        )  # fmt: skip
         super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
         self.config = config
         self._selection = (subset,)  # in a tuple: a module in it is the program's own
@@ -110,10 +120,10 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         :param data: the program's arguments ``(x, y)``, or an iterable of batches of them; each
             datum counts once.
         :param progress: show a bar over batches; by default in terminals and notebooks.
-        :param changes: ``structure``, ``curvature``, ``subset``, ``num_draws``, ``rank`` or
-            ``reduce`` for this approximation alone.
-            :raises MemoryError: if the structure does not fit in memory.
-            :raises UnsupportedProgramError: if latents are in subsampled plates.
+        :param changes: ``structure``, ``curvature``, ``subset``, ``num_draws``, ``rank``,
+            ``reduce``, ``num_samples`` or ``tolerance`` for this approximation alone.
+        :raises MemoryError: if the structure does not fit in memory.
+        :raises UnsupportedProgramError: if latents are in subsampled plates.
         :raises ValueError: for an empty iterable, a missing target, a target outside its support
             (the error counts rows over all batches), a singular precision.
         :raises TypeError: for data that are not tensors, or of another dtype than the weights.
@@ -190,6 +200,7 @@ class LaplaceGuide(JointGuide):
             guide = cls(source, config, saved["subset"], few, check=False)
         guide.load_state_dict(saved["state"])
         guide.num_data, guide._passes = saved["num_data"], None
+        guide.curvature.connect(None)
         guide.refresh()
         return guide
 
@@ -279,7 +290,7 @@ class LaplaceGuide(JointGuide):
 
     def _noise(self) -> Tensor | None:
         """The noise of the program's only observed site, if it is a parameter."""
-        return _noise_of(self._read())
+        return learned_noise(self._read())
 
     def refresh(self) -> Tensor:
         """Adapt to the program's current hyperparameters: the prior precision and a Normal noise.
@@ -294,7 +305,7 @@ class LaplaceGuide(JointGuide):
         run, leaves = reading.run, reading.leaves
         self._keep_prior(prior_precision(run, leaves, self.subset))
         if self.reference_noise is not None:
-            noise = _noise_of(reading)
+            noise = learned_noise(reading)
             assert noise is not None
             self.noise_factor = (self.reference_noise / noise).square().mean().to(self.squares)
         total = run.log_prior()
@@ -423,15 +434,6 @@ class LaplaceGuide(JointGuide):
         """The marginal variances of the unconstrained vector (P,), zero outside the subset."""
         variances = self.precision.variances().to(self.loc)
         return self.subset.put(torch.zeros_like(self.loc), variances)
-
-
-def _noise_of(reading: ParameterReading) -> Tensor | None:
-    """The noise of the program's only observed site, where it is a parameter."""
-    site = noise_site(reading)
-    if site is None:
-        return None
-    scale: Any = base_distribution(site.distribution)
-    return scale.scale.detach().clone() if scale.scale.requires_grad else None
 
 
 def last_layer(model: Callable, layout: Any, vector: Tensor, args: tuple, kwargs: Any) -> list[str]:

@@ -57,7 +57,7 @@ class Covariance(NamedTuple):
 
     def diagonal(self) -> Tensor:
         """The variances (P,)."""
-        change = self.tril @ self.tril.mT - torch.eye(len(self.tril)).to(self.tril)
+        change = self.tril @ self.tril.mT - identity(len(self.tril), self.tril)
         inner = (self.basis @ change * self.basis).sum(-1)
         return self.scale.square() * (1 + inner).clamp(min=torch.finfo(inner.dtype).tiny)
 
@@ -133,7 +133,7 @@ class AutoPathfinder(AutoJoint):
         self.register_buffer("loc", start.clone())
         self.register_buffer("scale", torch.ones_like(start))
         self.register_buffer("basis", start.new_zeros(len(start), rank))
-        self.register_buffer("tril", torch.eye(rank).to(start))
+        self.register_buffer("tril", identity(rank, start))
 
     def _fit(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Follow the paths, and take the best Gaussian.
@@ -165,7 +165,7 @@ class AutoPathfinder(AutoJoint):
         rank = covariance.basis.shape[-1]
         self.basis.zero_()
         self.basis[:, :rank] = covariance.basis
-        self.tril.copy_(torch.eye(len(self.tril)).to(self.tril))
+        self.tril.copy_(identity(len(self.tril), self.tril))
         self.tril[:rank, :rank] = covariance.tril
 
     def _best_on_path(
@@ -202,13 +202,17 @@ class AutoPathfinder(AutoJoint):
 
     def covariance(self) -> Tensor:
         """Sigma (P, P), for example as the metric of a chain."""
-        root = self._covariance().root_times(torch.eye(len(self.loc)).to(self.loc))
+        root = self._covariance().root_times(identity(len(self.loc), self.loc))
         return root.mT @ root
 
     def get_posterior(self, *args: Any, **kwargs: Any) -> dist.TorchDistribution:
         """q over the unconstrained vector (P,), a MultivariateNormal."""
         self._prototype_if_given(args, kwargs)
         return dist.MultivariateNormal(self.location(), self.covariance())
+
+
+def identity(size: int, like: Tensor) -> Tensor:
+    return torch.eye(size, dtype=like.dtype, device=like.device)
 
 
 def log_normal(offset: Tensor, covariance: Covariance) -> Tensor:
@@ -231,7 +235,7 @@ def lbfgs_path(
     seen: dict[bytes, np.ndarray] = {}
 
     def negative(x: np.ndarray) -> tuple[float, np.ndarray]:
-        leaf = torch.as_tensor(x).to(start).requires_grad_()
+        leaf = torch.from_numpy(x).to(start, copy=True).requires_grad_()
         with torch.enable_grad():
             value = program.log_density(leaf)
             (gradient,) = torch.autograd.grad(value, leaf)
@@ -302,7 +306,7 @@ def inverse_hessian(alpha: Tensor, steps: Tensor, slopes: Tensor) -> Covariance 
     upper = products.triu()
     scaled = alpha[:, None] * slopes
     count = len(products)
-    eye = torch.eye(count, dtype=alpha.dtype, device=alpha.device)
+    eye = identity(count, alpha)
     inverse = torch.linalg.solve_triangular(upper, eye, upper=True)
     middle = torch.diag(products.diagonal()) + slopes.mT @ scaled
     corner = inverse.mT @ middle @ inverse
@@ -311,7 +315,7 @@ def inverse_hessian(alpha: Tensor, steps: Tensor, slopes: Tensor) -> Covariance 
     root = alpha.sqrt()
     basis, triangle = torch.linalg.qr(torch.cat([scaled, steps], 1) / root[:, None])
     core = triangle @ inner @ triangle.mT
-    core = torch.eye(len(core), dtype=core.dtype, device=core.device) + 0.5 * (core + core.mT)
+    core = identity(len(core), core) + 0.5 * (core + core.mT)
     tril, info = torch.linalg.cholesky_ex(core)
     if int(info) or not bool(tril.isfinite().all() and (alpha > 0).all()):
         return None

@@ -15,16 +15,17 @@ def temperature_curves(
     marks: Mapping[str, float] | None = None,
     logarithmic: Collection[str] = (),
     label: str = "temperature eta",
+    line: float | None = 1.0,
 ) -> Figure:
     """A panel for each score, with a curve for each network over the temperature on a log axis.
-
-    Temperature 1, the Bayesian posterior, is a red line.
 
     :param scores: title of the panel -> name of the curve -> temperatures and values.
     :param marks: name of a curve -> a temperature that is marked by a dashed line in its color,
         such as tau p / N.
     :param logarithmic: titles of panels with a log axis of the values.
     :param label: label of the temperature's axis.
+    :param line: a temperature that is a red line in all panels, by default that of the Bayesian
+        posterior; None for no line.
     :raises ValueError: without scores, or for curves without points.
     """
     names = list(dict.fromkeys(name for curves in scores.values() for name in curves))
@@ -37,7 +38,8 @@ def temperature_curves(
         axis.set_xscale("log")
         if heading in logarithmic:
             axis.set_yscale("log")
-        axis.axvline(1.0, color=_BAYES, linewidth=1.2, zorder=1)
+        if line is not None:
+            axis.axvline(line, color=_BAYES, linewidth=1.2, zorder=1)
         for name, (temperatures, values) in curves.items():
             axis.plot(temperatures, values, markersize=4, linewidth=1.3, label=name, **look[name])
             if marks and name in marks:

@@ -113,25 +113,30 @@ class Sweep:
     def figures(self, tau: float | None = None) -> dict[str, Figure]:
         """Scores and KL against the temperature, by names that can be used for files.
 
+        ``"scores"`` and ``"kl"`` are against eta; ``"scores_by_tau"`` is against tau = eta N / p,
+        where the curves of wide networks coincide.
+
         :param tau: eta = tau p / N is marked for each width; by default ``best_tau()``.
         """
         tau = self.best_tau() if tau is None else tau
         titles = {column.key: column.title for column in self.columns}
         scores = {titles[key]: self._curves(key) for key in _SHOWN if key in titles}
+        by_tau = {titles[key]: self._curves(key, "tau") for key in _SHOWN if key in titles}
         kl = {titles[key]: self._curves(key) for key in ("kl", "kl_per_neuron", "likelihood")}
         marks = {name: tau * self.num_data / count for name, count in self._names().items()}
         return {
             "scores": temperature_curves(scores, marks=marks),
             "kl": temperature_curves(kl, marks=marks, logarithmic=("KL", "KL/N")),
+            "scores_by_tau": temperature_curves(by_tau, label="tau = eta N / p", line=None),
         }
 
     def _names(self) -> dict[str, int]:
         counts = sorted({row["neurons"] for row in self.rows})
         return {f"N = {count}": count for count in counts}
 
-    def _curves(self, key: str) -> dict[str, tuple[list[float], list[float]]]:
+    def _curves(self, key: str, over: str = "eta") -> dict[str, tuple[list[float], list[float]]]:
         curves = {}
         for name, count in self._names().items():
             rows = sorted((r for r in self.rows if r["neurons"] == count), key=lambda r: r["eta"])
-            curves[name] = [r["eta"] for r in rows], [r[key] for r in rows]
+            curves[name] = [r[over] for r in rows], [r[key] for r in rows]
         return curves

@@ -30,7 +30,7 @@ def test_it_writes_the_table_and_the_figures(run, tmp_path):
     table = pd.read_csv(tmp_path / "out" / "sweep.csv")
     assert list(table.neurons) == [3, 3, 6, 6]
     assert sorted(table[table.neurons == 6].eta) == pytest.approx([0.01 * 24 / 6, 1.0])
-    for name in ("scores", "kl"):
+    for name in ("scores", "kl", "scores_by_tau"):
         assert imread(tmp_path / "out" / f"sweep_{name}.png").shape[0] > 300
 
 

@@ -45,8 +45,8 @@ def test_the_optimum_at_every_temperature():
     y = 0.8 * X[:, 0]
     etas = [0.1, 1.0, 10.0]
     found = temperature.sweep(
-        linear, bdl.guides.AutoMeanField, (X, y), (X, y), etas=etas, steps=150,
-        learning_rate=0.1, num_particles=8, num_samples=10,
+        linear, bdl.guides.AutoMeanField, (X, y), (X, y), etas=etas, steps=100,
+        learning_rate=0.15, num_particles=8, num_samples=10,
     )  # fmt: skip
     for row in found.rows:
         eta = row["eta"]
@@ -118,7 +118,11 @@ def test_rows_are_those_of_their_guides(classes):
 def test_figures_mark_the_temperatures(classes):
     assert classes.best_tau() in [row["tau"] for row in classes.rows]
     figures = classes.figures(tau=0.5)
-    assert list(figures) == ["scores", "kl"]
+    assert list(figures) == ["scores", "kl", "scores_by_tau"]
+    curves = [line for line in figures["scores_by_tau"].axes[0].lines if len(line.get_xdata()) == 3]
+    taus = [row["tau"] for row in classes.rows]
+    assert [list(line.get_xdata()) for line in curves] == [taus[:3], taus[3:]]
+    assert len(figures["scores_by_tau"].axes[0].lines) == 2
     axis = figures["scores"].axes[0]
     marked = {line.get_xdata()[0] for line in axis.lines if len(set(line.get_xdata())) == 1}
     assert marked == {1.0, 0.5 * 30 / 4, 0.5 * 30 / 8}

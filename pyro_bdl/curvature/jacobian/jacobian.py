@@ -108,6 +108,16 @@ class ProductBlock:
         outputs = torch.einsum("ngi,sgoi->sngo", self.source()[:, 0], weight)
         return torch.einsum("kngo,sngo->snk", g[:, :, 0], outputs)
 
+    def combined(self, weights: Tensor) -> Tensor:
+        """Sums of the gradients with weights (S, n, K): (S, groups, out, in)."""
+        a, found = self.inputs, []
+        for weight in weights:
+            g = torch.einsum("nk,kntgo->ntgo", weight, self.gradients)
+            found.append(
+                g.sum((0, 1))[..., None] if a is None else torch.einsum("ntgo,ntgi->goi", g, a)
+            )
+        return torch.stack(found)
+
     def double(self) -> "ProductBlock":
         """Return the gradients in float64."""
         given = self.source
@@ -205,6 +215,11 @@ class LookupBlock:
         sums = values.new_zeros(len(weight), self.num_data, values.shape[-1])
         return sums.index_add(1, self.data, values)
 
+    def combined(self, weights: Tensor) -> Tensor:
+        values = torch.einsum("suk,kud->sud", weights[:, self.data], self.gradients)
+        sums = values.new_zeros(len(weights), self.num_rows, values.shape[-1])
+        return sums.index_add(1, self.table_rows, values)
+
     def double(self) -> "LookupBlock":
         return replace(self, gradients=self.gradients.double())
 
@@ -262,6 +277,9 @@ class DenseBlock:
     def apply(self, weight: Tensor) -> Tensor:
         return torch.einsum("knm,sm->snk", self.values, weight)
 
+    def combined(self, weights: Tensor) -> Tensor:
+        return torch.einsum("snk,knm->sm", weights, self.values)
+
     def double(self) -> "DenseBlock":
         return replace(self, values=self.values.double())
 
@@ -311,6 +329,14 @@ class Jacobian:
         result = self.like.new_zeros(len(vectors), self.num_data, self.num_columns)
         for block in self.blocks:
             result += block.apply(block.position.spread(vectors, block.shape))
+        return result
+
+    def combined(self, weights: Tensor) -> Tensor:
+        """Return J' e, (S, p), for weights e (S, n, K)."""
+        result = self.like.new_zeros(len(weights), self.size)
+        for block in self.blocks:
+            entries = block.combined(weights).flatten(1)
+            result[:, block.position.indices] += block.position.take(entries)
         return result
 
     def gram(self, weights: Tensor) -> Tensor:

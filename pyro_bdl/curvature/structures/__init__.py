@@ -9,6 +9,7 @@ from pyro_bdl.curvature.structures.full import FullCurvature
 from pyro_bdl.curvature.structures.kernel import KernelCurvature
 from pyro_bdl.curvature.structures.kron.curvature import EKFACCurvature, KroneckerCurvature
 from pyro_bdl.curvature.structures.low_rank import LowRankCurvature
+from pyro_bdl.curvature.structures.samples import SamplesCurvature
 
 STRUCTURES: Mapping[str, type[Curvature]] = MappingProxyType(
     {
@@ -18,5 +19,6 @@ STRUCTURES: Mapping[str, type[Curvature]] = MappingProxyType(
         "diag": DiagonalCurvature,
         "low_rank": LowRankCurvature,
         "kernel": KernelCurvature,
+        "samples": SamplesCurvature,
     }
 )

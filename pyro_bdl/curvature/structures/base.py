@@ -8,6 +8,8 @@ name; code outside a structure's file does not depend on the structure.
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
@@ -25,10 +27,25 @@ class StructureOptions:
 
     :param rank: the number of eigenpairs of "low_rank".
     :param reduce: an option of "kron" and "ekfac", see ``KroneckerCurvature``.
+    :param num_samples: the number of posterior samples of "samples".
+    :param tolerance: of their solves, see ``SamplesCurvature``.
     """
 
     rank: int = 50
     reduce: bool = False
+    num_samples: int = 32
+    tolerance: float = 1e-4
+
+
+class Products(Protocol):
+    """Products of the matrix sum_n J_n' J_n with vectors, from the data."""
+
+    def held(self) -> AbstractContextManager[Callable[[Tensor], Tensor]]:
+        """Return a function of vectors (S, p) that returns their products (S, p); what it keeps of
+        the data it drops on exit."""
+        ...
+
+    def __add__(self, other: Any) -> "Products": ...
 
 
 class Precision(Protocol):
@@ -66,6 +83,10 @@ class Precision(Protocol):
         """Return precision^-1 x for x (..., p)."""
         ...
 
+    def precondition(self, x: Tensor) -> Tensor:
+        """Return about precision^-1 x for x (..., p), at a low cost and linearly in x."""
+        return self.solve(x)
+
     @abstractmethod
     def variances(self) -> Tensor:
         """Return the marginal variances (p,)."""
@@ -101,10 +122,13 @@ class Curvature(nn.Module, ABC):
     ``takes_hessian`` is True if ``from_matrix`` exists, for curvature="hessian". ``takes_softmax``
     is True if ``add`` accepts ``SoftmaxBlock``s, which hold the curvature of a classifier's last
     layer without rows. ``stores_rows`` is True if every row of the data's Jacobians is stored, so
-    that memory grows with their number.
+    that memory grows with their number. ``takes_products`` is True if it needs ``connect``.
+    ``is_sampled`` is True if variances and covariances are Monte Carlo estimates.
     """
 
     stores_rows: ClassVar[bool] = False
+    takes_products: ClassVar[bool] = False
+    is_sampled: ClassVar[bool] = False
     takes_hessian: ClassVar[bool] = False
     takes_softmax: ClassVar[bool] = False
     passes: int = 1
@@ -159,6 +183,10 @@ class Curvature(nn.Module, ABC):
 
     def end_batch(self) -> None:
         """Drop values that belong to the current batch only."""
+
+    def connect(self, products: Products | None) -> None:
+        """Take the products of the whole data's matrix with vectors, after ``scale``; None where
+        the data are not at hand."""
 
     @abstractmethod
     def sums(self) -> list[Tensor]:

@@ -68,6 +68,10 @@ class PriorRoot:
             lambda tril: torch.linalg.solve_triangular(tril.mT, self._inside(x), upper=True),
         )
 
+    def times(self, x: Tensor) -> Tensor:
+        """Return R x for x (..., p)."""
+        return self._replaced(x * self.scale, lambda tril: tril @ self._inside(x))
+
     def transposed_times(self, x: Tensor) -> Tensor:
         """Return R' x for x (..., p)."""
         return self._replaced(x * self.scale, lambda tril: tril.mT @ self._inside(x))

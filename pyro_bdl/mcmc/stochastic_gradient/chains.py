@@ -21,6 +21,8 @@ from pyro_bdl.utils.progress import hidden
 StepSize = float | Callable[[int], float]
 
 _REFRESH = 0.5  # seconds between two updates of the progress bar
+_SOUND_EVERY = 20  # steps between two positions to which a diverged chain may go back
+_SMALLEST = 1e-9  # factor of the step size below which it is not halved again
 _WORTH_TRACING = 500  # the number of steps from which tracing saves time
 
 
@@ -48,6 +50,8 @@ class Walk:
     :param step_size: a number or a function of the step; if the function has a method
         ``explores(step)``, steps for which it is true are made without noise.
     :param temperature: T.
+    :param adapt: whether a divergence in the warm-up halves the step size, and takes the chains
+        back to their last sound positions, instead of ending the run.
     :param options: the method's options.
     """
 
@@ -60,8 +64,10 @@ class Walk:
         *,
         step_size: StepSize,
         temperature: float,
+        adapt: bool = False,
         options: dict[str, float],
     ) -> None:
+        self.adapt, self.factor = adapt, 1.0
         self.method, self.restriction, self.start = method, restriction, start
         self.batches: Iterator[Batch] = iter(batches)
         self.step_size, self.temperature = step_size, temperature
@@ -104,6 +110,7 @@ class Walk:
         point, batch = self._evaluated(state.position)
         limit, target, accepted = self._limit(point), next(waiting), None
         explores = getattr(self.step_size, "explores", None)
+        sound = recent = state.position.clone()
         for step in range(kept_steps[-1]):
             size = self._size(step)
             noise = 0.0 if explores is not None and explores(step) else self.temperature
@@ -117,7 +124,14 @@ class Walk:
             self.steps = step + 1
             lost = _first_diverged(point, limit)
             if lost is not None:
-                return self._reason(lost, batch)
+                if not self.adapt or self.steps >= num_warmup or self.factor < _SMALLEST:
+                    return self._reason(lost, batch)
+                self.factor *= 0.5
+                state = method.begin(sound.clone(), self.temperature)
+                point, batch = self._evaluated(state.position)
+            elif self.steps % _SOUND_EVERY == 0:
+                # not the last one, which may be on its way to diverge
+                sound, recent = recent, state.position.clone()
             if self.steps == num_warmup // 2 and method.settle is not None:
                 state = method.settle(state)
             if self.steps == num_warmup:
@@ -141,11 +155,11 @@ class Walk:
 
     def _size(self, step: int) -> float:
         if not callable(self.step_size):
-            return self.step_size
+            return self.factor * self.step_size
         size = self.step_size(step)
         if not 0 < size < float("inf"):
             raise ValueError(f"step_size must be positive and finite, got {size} at step {step}")
-        return size
+        return self.factor * size
 
     def _evaluated(self, position: Tensor) -> tuple[Point, Batch]:
         """The log density and gradient of every chain on the next minibatch."""

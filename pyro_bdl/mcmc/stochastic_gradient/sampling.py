@@ -36,6 +36,7 @@ def sgmcmc(
     num_warmup: int = 1000,
     num_samples: int = 500,
     thinning: int = 10,
+    adapt_step_size: bool = False,
     num_chains: int = 1,
     batch_size: int | None = None,
     temperature: float = 1.0,
@@ -71,7 +72,10 @@ def sgmcmc(
     :param step_size: a number, or a function of the step from 0, such as ``mcmc.Polynomial`` or
         ``mcmc.Cyclical``, which explores without noise and keeps no draws in a part of each cycle.
         See ``mcmc.suggest_step_size``.
-        :param num_warmup: steps before the first draw. In the first half of them "psgld" adapts its
+    :param adapt_step_size: halve the step size whenever a chain diverges in the warm-up, and go on
+        from where it was sound; ``step_size`` is then the largest one that is tried. The entry
+        ``step_size_factor`` of ``info`` says what is left of it.
+    :param num_warmup: steps before the first draw. In the first half of them "psgld" adapts its
         preconditioner, and "sgnht" runs without its thermostat.
     :param num_samples: draws per chain.
     :param thinning: steps between draws; exploring steps do not count.
@@ -121,6 +125,7 @@ def sgmcmc(
             start,
             step_size=step_size,
             temperature=temperature,
+            adapt=adapt_step_size,
             options=options,
         )
         steps = kept_steps(step_size, num_warmup, num_samples, thinning)
@@ -129,6 +134,7 @@ def sgmcmc(
     info = {
         "method": method,
         "step_size": step_size if isinstance(step_size, float | int) else repr(step_size),
+        "step_size_factor": walk.factor,
         "num_warmup": num_warmup,
         "thinning": thinning,
         "batch_size": batches.size,

@@ -600,3 +600,22 @@ def test_on_a_gpu(method):
     ]
     assert runs[0].latents["w"].is_cuda and runs[0].latents["w"].isfinite().all()
     assert torch.equal(runs[0].latents["w"], runs[1].latents["w"])
+
+
+def test_a_step_size_that_diverges_is_halved_in_the_warmup():
+    """Curvature 100: Langevin dynamics is stable below 0.02, and 0.5 is halved five times."""
+
+    def narrow(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2, dtype=torch.float64), 0.1).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x[:, 0] * 0 + w.sum() * 0, 1.0), obs=y)
+
+    data = torch.zeros(3, 1, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    options = {"step_size": 0.5, "method": "sgld", "num_samples": 400, "progress": False}
+    options |= {"num_warmup": 300, "thinning": 2, "init": {"w": torch.zeros(2).double()}}
+    samples = bdl.mcmc.sgmcmc(narrow, data, adapt_step_size=True, **options)
+    assert samples.info["step_size_factor"] == 1 / 32
+    assert (samples.stats["step_size"] == 0.5 / 32).all()
+    assert samples.num_draws == 400
+    with pytest.raises(ValueError, match="diverged"):
+        bdl.mcmc.sgmcmc(narrow, data, **options)

@@ -3,7 +3,9 @@
     dtheta = p dt,    dp = grad log p(theta) dt - gamma p dt + sqrt(2 gamma T) dW
 
 A step has length h = sqrt(eps), so that eps multiplies the gradient like a learning rate. The
-friction f per step is defined by exp(-gamma h) = 1 - f; SGD's momentum is 1 - f. A step is::
+friction f per step is defined by exp(-gamma h) = 1 - f; SGD's momentum is 1 - f. The momentum is
+forgotten after about 1 / f steps, over which the chain moves by about h / f standard deviations of
+a number with unit curvature: f near h = sqrt(eps) is critical damping there. A step is::
 
     p      <- p + h grad log p(theta)
     theta  <- theta + (h / 2) p

@@ -1,0 +1,210 @@
+"""Batches of data whose outputs are linear in the latents, and sums over all of them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.curvature.chunking import linearizations
+from pyro_bdl.curvature.factor_statements import FactorStatements
+from pyro_bdl.curvature.fisher import cell_columns
+from pyro_bdl.curvature.jacobian.linearization import Linearization
+from pyro_bdl.curvature.linear_outputs import LinearOutputs, observed_outputs
+from pyro_bdl.curvature.prior import hyperpriors
+from pyro_bdl.distributions.take_apart import base_distribution
+from pyro_bdl.program.batches import Batches
+from pyro_bdl.program.subset import Subset
+from pyro_bdl.utils.memory import Allocations, available_memory
+
+_SHARE_OF_MEMORY = 0.125  # for the graphs of all data
+_GRAPHS = 3  # that products keep: the run's, its transpose's and the values between
+
+
+class LinearizedBatch:
+    """Observations of one batch, linear in the subset, and its factors to first order."""
+
+    def __init__(self, at: Linearization, statements: FactorStatements) -> None:
+        self.outputs = list(observed_outputs(at).values())
+        self.factors, self.slope = first_order_factors(at, statements)
+        self._at: Tensor | None = None
+        self._values: list[dict[str, Tensor]] = []
+        self._columns: list[list[dict[str, Tensor]]] | None = None
+        self.held = False
+
+    def values(self, offset: Tensor) -> list[dict[str, Tensor]]:
+        """The outputs' values at an offset; those at the last one are kept."""
+        if self._at is not offset:
+            self._at, self._columns = offset, None
+            still = not offset.any()
+            self._values = [
+                out.values
+                if still
+                else out.values | {k: out.values[k] + v for k, v in out.times(offset).items()}
+                for out in self.outputs
+            ]
+        return self._values
+
+    def log_likelihood(self, offset: Tensor) -> Tensor:
+        total = self.factors + self.slope.double() @ offset.double()
+        for outputs, values in zip(self.outputs, self.values(offset), strict=True):
+            total = total + log_likelihood_of(outputs, values)
+        return total
+
+    def gradient(self, offset: Tensor) -> Tensor:
+        result = self.slope.double()
+        for outputs, values in zip(self.outputs, self.values(offset), strict=True):
+            leaves = {key: values[key].detach().requires_grad_() for key in outputs.moving}
+            if not leaves:
+                continue
+            with torch.enable_grad():
+                total = log_likelihood_of(outputs, values | leaves)
+                found = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
+            cotangents = dict(zip(leaves, found, strict=True))
+            result = result + outputs.transposed_times(cotangents).double()
+        return result
+
+    def times(self, offset: Tensor, vector: Tensor) -> Tensor:
+        """J' F J vector, F the Fisher information of the outputs at the offset."""
+        result = torch.zeros_like(vector)
+        values = self.values(offset)
+        if self.held and self._columns is None:
+            self._columns = [
+                list(outputs.unconstrained(at, cell_columns)) if outputs.moving else []
+                for outputs, at in zip(self.outputs, values, strict=True)
+            ]
+        for number, outputs in enumerate(self.outputs):
+            if not outputs.moving:
+                continue
+            change = outputs.times(vector)
+            columns = (
+                outputs.unconstrained(values[number], cell_columns)
+                if self._columns is None
+                else self._columns[number]
+            )
+            weighed = {key: torch.zeros_like(value) for key, value in change.items()}
+            for column in columns:
+                share = _by_cell(outputs, column, change)
+                for key, value in column.items():
+                    weighed[key] += value * share.reshape(
+                        share.shape + (1,) * (value.dim() - share.dim())
+                    )
+            result = result + outputs.transposed_times(weighed).to(vector)
+        return result
+
+
+def _by_cell(
+    outputs: LinearOutputs, column: dict[str, Tensor], change: dict[str, Tensor]
+) -> Tensor:
+    """<column, change> in every cell of an observed site, of its batch shape."""
+    cells = _cells(outputs)
+    terms = [(value * change[key]).reshape(*cells, -1).sum(-1) for key, value in column.items()]
+    return torch.stack(terms).sum(0)
+
+
+class LinearizedData:
+    """All data of a program, as ``LinearizedBatch``es around a vector.
+
+    Their graphs are kept where they fit in an eighth of the free memory; else every sum runs the
+    program again.
+
+    :param vector: the unconstrained vector (P,).
+    :param passes: the data, and the factor of the sums over them.
+    :raises NotImplementedError: for observations that are not made of tensors.
+    """
+
+    def __init__(
+        self,
+        model: Callable,
+        subset: Subset,
+        vector: Tensor,
+        passes: Sequence[tuple[Batches, float]],
+    ) -> None:
+        self.model, self.subset, self.vector, self.passes = model, subset, vector, passes
+        self._kept: dict[int, list[LinearizedBatch]] = {}
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether no sum runs the program again; False before the first sum."""
+        return len(self._kept) == len(self.passes)
+
+    def _parts(self, number: int, batches: Batches) -> Iterator[LinearizedBatch]:
+        if number in self._kept:
+            yield from self._kept[number]
+            return
+        statements = FactorStatements()
+        found = iter(linearizations(self.model, self.subset, self.vector, batches.part(), None))
+        free = available_memory(self.vector.device) or 8 * 2**30
+        left = free * _SHARE_OF_MEMORY
+        kept: list[LinearizedBatch] | None = []
+        per_part = 0.0
+        while True:
+            with Allocations() as allocations:
+                at = next(found, None)
+            if at is None:
+                break
+            part = LinearizedBatch(at, statements)
+            per_part = max(per_part, _GRAPHS * allocations.bytes + _of_columns(part))
+            left -= per_part
+            if kept is not None and left > 0:
+                part.held = True
+                kept.append(part)
+            else:
+                kept = None
+            yield part
+        if kept is not None:
+            self._kept[number] = kept
+
+    def sum(self, of_part: Callable[[LinearizedBatch], Tensor]) -> Tensor:
+        """Return a sum over all data, given the share of one batch."""
+        results = []
+        for number, (batches, count) in enumerate(self.passes):
+
+            def one_pass(number: int = number, batches: Batches = batches) -> Tensor:
+                total: Tensor | None = None
+                for part in self._parts(number, batches):
+                    found = of_part(part)
+                    total = found if total is None else total + found
+                assert total is not None
+                return total
+
+            total = batches.together(one_pass)
+            batches.add_up(total)
+            results.append(count * total)
+        return torch.stack(results).sum(0)
+
+
+@torch.enable_grad()
+def first_order_factors(at: Linearization, statements: FactorStatements) -> tuple[Tensor, Tensor]:
+    """The value of the factors that a batch brings, and their gradient at u* in the subset."""
+    statements.read(at.run, hyperpriors(at.run, at.leaves))
+    total = at.vector.new_zeros((), dtype=torch.float64)
+    slope = torch.zeros_like(at.subset.take(at.vector))
+    for site in statements.new:
+        total = total + site.batch_log_prob().double()
+    if total.requires_grad:
+        leaves = [at.leaves[name] for name in at.subset.parts]
+        found = torch.autograd.grad(total, leaves, retain_graph=True, materialize_grads=True)
+        slope = at.subset.of_sites(found)
+    return total.detach(), slope
+
+
+def log_likelihood_of(outputs: LinearOutputs, values: dict[str, Tensor]) -> Tensor:
+    """The tempered log likelihood of an observed site, its parameters being ``values``."""
+    return outputs.observed(values).batch_log_prob().double()
+
+
+def _of_columns(part: LinearizedBatch) -> float:
+    """Bytes of the columns of a part's Fisher information."""
+    total = 0.0
+    for outputs in part.outputs:
+        numbers, cells = outputs.mean.numel(), max(1, _cells(outputs).numel())
+        total += numbers * max(1.0, numbers / cells) * outputs.mean.element_size()
+    return total
+
+
+def _cells(outputs: LinearOutputs) -> torch.Size:
+    """The batch shape of an observed site."""
+    assert outputs.site is not None
+    base: Any = base_distribution(outputs.site.distribution)
+    return torch.Size(base.batch_shape)

@@ -1,0 +1,335 @@
+"""The exact posterior of the linearized model as samples, from products with the Jacobian alone.
+
+With the curvature G = sum_n J_n' F_n J_n and the prior precision Lambda = R R', a sample is the
+minimum of an objective with perturbed data and prior (Antoran et al. 2023, section 3),
+
+    1/2 |F^1/2 J w - e|^2 + 1/2 |w - w_0|^2_Lambda,    e ~ N(0, 1),  w_0 ~ N(0, Lambda^-1),
+
+which is the solution of (G + Lambda) w = J' F^1/2 e + R xi with xi = R' w_0: exactly a draw of
+N(0, (G + Lambda)^-1). Conjugate gradients solve it with products J v and J' v.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from pyro_bdl.curvature.jacobian.jacobian import Jacobian
+from pyro_bdl.curvature.prior import PriorPrecision
+from pyro_bdl.curvature.structures.base import Curvature, Precision, Products, StructureOptions
+from pyro_bdl.curvature.structures.prior_root import PriorRoot
+from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
+from pyro_bdl.program.subset import Subset
+from pyro_bdl.utils.autograd import with_gradients
+from pyro_bdl.utils.conjugate_gradients import conjugate_gradients, lanczos_quadrature
+
+_AT_ONCE = 8  # right-hand sides
+_STEPS = 2000
+_PROBES = 16  # of the log determinant
+
+
+class SamplesCurvature(Curvature):
+    """J' F^1/2 e for S draws of e, (S, p), and the samples that were solved for last, (S, p).
+
+    The samples are solved for again, from where they are, when the prior or the noise changes; this
+    passes over the data. A posterior that was loaded from a file has its samples alone.
+
+    Variances and covariances are estimates whose relative error (standard deviation) is
+    sqrt(2 / S), so that that of a standard deviation is about 1 / sqrt(2 S).
+
+    Memory is about (2 S + 40) p numbers and, during solves, the graphs of the data where they fit
+    in an eighth of the free memory, else those of one batch.
+
+    :param parts: the slices of the sites.
+    :param num_samples: S.
+    :param tolerance: the relative residual of the solves, in the norm of the preconditioner, which
+        is the diagonal of the precision.
+    """
+
+    is_sampled = True
+    takes_products = True
+    values: Tensor
+    targets: Tensor
+    draws: Tensor
+    seed: Tensor
+    solved_prior: Tensor
+    solved_factor: Tensor
+
+    def __init__(
+        self,
+        size: int,
+        like: Tensor,
+        parts: Mapping[str, slice],
+        num_samples: int,
+        tolerance: float,
+    ) -> None:
+        super().__init__()
+        self.size, self.parts, self.tolerance = size, dict(parts), tolerance
+        self._products: Products | None = None
+        self.register_buffer("values", like.new_zeros(size))
+        self.register_buffer("targets", like.new_zeros(num_samples, size))
+        self.register_buffer("draws", like.new_zeros(num_samples, size))
+        seed = torch.empty((), dtype=torch.int64, device="cpu").random_(2**31)
+        self.register_buffer("seed", seed)
+        self.register_buffer("solved_prior", like.new_full((size,), torch.nan))
+        self.register_buffer("solved_factor", like.new_zeros(()))
+
+    @classmethod
+    def empty(
+        cls, subset: Subset, like: Tensor, options: StructureOptions, before: Self | None
+    ) -> Self:
+        return cls(subset.size, like, subset.parts, options.num_samples, options.tolerance)
+
+    @classmethod
+    def memory(cls, size: int, options: StructureOptions, num_rows: int = 0) -> int:
+        at_once = min(options.num_samples, _AT_ONCE)
+        return (2 * options.num_samples + 5 * at_once + 4) * size
+
+    @classmethod
+    def numbers_per_gradient(cls, size: int, largest_shared: int) -> int:
+        return largest_shared
+
+    def add(self, jacobian: Jacobian) -> None:
+        like = jacobian.like
+        noise = torch.randn(
+            len(self.targets), jacobian.num_data, jacobian.num_columns,
+            dtype=like.dtype, device=like.device,
+        )  # fmt: skip
+        self.targets += jacobian.combined(noise).to(self.targets)
+        for block in jacobian.blocks:
+            self.values[block.position.indices] += block.position.take(block.squares().flatten())
+
+    def connect(self, products: Products | None) -> None:
+        self._products = products
+
+    def sums(self) -> list[Tensor]:
+        raise UnsupportedProgramError(
+            'structure="samples" multiplies by the data of one process: pass the data themselves '
+            'instead of a Shard, or use structure="kron"'
+        )
+
+    def scale(self, factor: float) -> None:
+        self.values *= factor
+        self.targets *= factor**0.5
+
+    def merge(self, other: Self) -> None:
+        self.values += other.values
+        self.targets += other.targets
+        self.solved_prior.fill_(torch.nan)
+        assert self._products is not None and other._products is not None
+        self._products = self._products + other._products
+
+    def diagonal(self) -> Tensor:
+        return self.values
+
+    def products(self) -> Products:
+        """The products with the curvature.
+
+        :raises RuntimeError: where the data are not at hand.
+        """
+        if self._products is None:
+            raise RuntimeError(
+                'structure="samples" needs the data for another prior or noise, and for '
+                "densities: this posterior was loaded from a file without them; call "
+                "laplace_approximation(data) again, at the same point"
+            )
+        return self._products
+
+    def prior_noise(self, number: int) -> Tensor:
+        """xi of one sample, (p,), the same every time."""
+        return self._random(number)
+
+    def probe(self, number: int) -> Tensor:
+        """A vector of random signs (p,), the same every time."""
+        return self._random(len(self.targets) + number).sign()
+
+    def _random(self, number: int) -> Tensor:
+        generator = torch.Generator("cpu").manual_seed(int(self.seed) + number)
+        found = torch.randn(self.size, generator=generator, dtype=torch.float64, device="cpu")
+        return found.to(self.values)
+
+    def with_prior(self, prior: PriorPrecision, factor: Tensor | float = 1.0) -> "SamplesPrecision":
+        return SamplesPrecision(self, prior, factor)
+
+
+class SamplesPrecision(Precision):
+    """The precision factor G + Lambda, and samples of N(0, precision^-1).
+
+    ``solve`` and ``quadratic`` are those of the precision itself. ``sample`` returns the stored
+    samples in random order and with random signs, again and again; covariances are those of the
+    stored samples, with mean zero. The log determinant is an estimate by stochastic Lanczos
+    quadrature with 16 probes that stay the same (Ubaru, Chen & Saad 2017), and its gradient that of
+    the samples, tr(C d precision).
+    """
+
+    def __init__(
+        self, curvature: SamplesCurvature, prior: PriorPrecision, factor: Tensor | float
+    ) -> None:
+        self.size, self.curvature = curvature.size, curvature
+        self._leaves = prior.diagonal, prior.dense, factor
+        dense = None if prior.dense is None else prior.dense.detach()
+        self.prior = PriorPrecision(prior.diagonal.detach(), prior.indices, dense)
+        self.factor = torch.as_tensor(factor).detach().to(curvature.values)
+        self.root = PriorRoot(self.prior, curvature.parts, 'structure="samples"')
+        self.diagonal = self.factor * curvature.values + self.prior.diagonal.to(curvature.values)
+
+    @cached_property
+    @torch.no_grad()
+    def samples(self) -> Tensor:
+        """The stored samples, (S, p)."""
+        curvature = self.curvature
+        mark = self._times_prior(curvature.probe(0))  # tells one prior from another
+        same = torch.allclose(mark, curvature.solved_prior, rtol=1e-5) and torch.allclose(
+            self.factor, curvature.solved_factor, rtol=1e-5
+        )
+        if not same:
+            curvature.draws = self._solved(self._targets, curvature.draws)
+            curvature.solved_prior, curvature.solved_factor = mark, self.factor
+        return curvature.draws
+
+    def _targets(self, part: range) -> Tensor:
+        """J' F^1/2 e + R xi of some samples."""
+        curvature = self.curvature
+        noise = torch.stack([curvature.prior_noise(number) for number in part])
+        ours = self.factor.sqrt() * curvature.targets[part.start : part.stop]
+        return ours + self.root.times(noise.double()).to(ours)
+
+    def _times_prior(self, x: Tensor) -> Tensor:
+        return self.root.times(self.root.transposed_times(x.double())).to(x)
+
+    def _times(self, products: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """The precision times vectors (S, p)."""
+        return self.factor * products(x) + self._times_prior(x)
+
+    def _solved(self, right: Callable[[range], Tensor], start: Tensor) -> Tensor:
+        """precision^-1 b for the vectors b of some numbers, (S, p)."""
+        found, worst = [], 0.0
+        with self.curvature.products().held() as products:
+            for first in range(0, len(start), _AT_ONCE):
+                part = range(first, min(first + _AT_ONCE, len(start)))
+                solution = conjugate_gradients(
+                    partial(self._times, products),
+                    right(part),
+                    self.diagonal,
+                    start=start[part.start : part.stop],
+                    tolerance=self.curvature.tolerance,
+                    steps=_STEPS,
+                )
+                found.append(solution.x)
+                worst = max(worst, float(solution.residuals.max()))
+        if not worst <= 10 * self.curvature.tolerance:
+            warnings.warn(
+                f"conjugate gradients ended after {_STEPS} steps with a relative residual of "
+                f"{worst:.2g}: compute in float64, or take a larger tolerance=",
+                BdlWarning,
+                stacklevel=3,
+            )
+        return torch.cat(found)
+
+    @torch.no_grad()
+    def _log_determinant(self) -> Tensor:
+        """log det D + tr log(D^-1/2 precision D^-1/2), D the diagonal; the trace from probes."""
+        root, total = self.diagonal.sqrt(), self.diagonal.double().log().sum()
+        with self.curvature.products().held() as products:
+            for first in range(0, _PROBES, _AT_ONCE):
+                part = range(first, min(first + _AT_ONCE, _PROBES))
+                signs = torch.stack([self.curvature.probe(number) for number in part])
+                solution = conjugate_gradients(
+                    partial(self._times, products),
+                    root * signs,
+                    self.diagonal,
+                    tolerance=self.curvature.tolerance,
+                    steps=_STEPS,
+                )
+                found = lanczos_quadrature(solution, torch.log)
+                total = total + self.size * found.sum() / _PROBES
+        return total
+
+    def logdet(self) -> Tensor:
+        value = self._log_determinant().to(self.diagonal)
+        diagonal, dense, factor = self._leaves
+        prior = self.prior
+        of_diagonal = self.variances().to(prior.diagonal)
+        inside = (of_diagonal * prior.diagonal).sum()  # tr(C Lambda)
+        of_dense = None
+        if prior.indices is not None and prior.dense is not None:
+            block = self.samples[:, prior.indices].to(prior.dense)
+            of_dense = block.mT @ block / len(block)
+            plain = of_diagonal.index_fill(0, prior.indices, 0.0)
+            inside = (plain * prior.diagonal).sum() + (of_dense * prior.dense).sum()
+            of_diagonal = plain
+        slopes = [of_diagonal, of_dense, (self.size - inside) / self.factor]
+        known = [
+            (leaf, slope.to(leaf).reshape(leaf.shape))
+            for leaf, slope in zip((diagonal, dense, factor), slopes, strict=True)
+            if isinstance(leaf, Tensor) and slope is not None and leaf.requires_grad
+        ]
+        if not known:
+            return value
+        return with_gradients(value, [slope for _, slope in known], [leaf for leaf, _ in known])
+
+    def sample(self, num_samples: int) -> Tensor:
+        samples = self.samples
+        rounds = -(-num_samples // len(samples))
+        order = torch.cat([torch.randperm(len(samples), device="cpu") for _ in range(rounds)])
+        signs = torch.randint(0, 2, (num_samples, 1), device="cpu").to(samples) * 2 - 1
+        return samples[order[:num_samples].to(samples.device)] * signs
+
+    @torch.no_grad()
+    def quadratic(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.size).to(self.diagonal)
+        with self.curvature.products().held() as products:
+            found = (self._times(products, rows) * rows).sum(-1)
+        return found.reshape(x.shape[:-1])
+
+    @torch.no_grad()
+    def solve(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.size).to(self.diagonal)
+        found = self._solved(lambda part: rows[part.start : part.stop], torch.zeros_like(rows))
+        return found.reshape(x.shape)
+
+    def precondition(self, x: Tensor) -> Tensor:
+        return x / self.diagonal
+
+    @cached_property
+    @torch.no_grad()
+    def _variances(self) -> Tensor:
+        """By regression of w on its prior noise, Lambda_ii^1/2 w_i = r xi_i + rest.
+
+        The slope is r = Lambda_ii C_ii, so that C_ii Lambda_ii = r^2 + var(rest), which is exact
+        where the data say nothing and w_i is the prior's draw.
+        """
+        samples, scale = self.samples, self.root.scale.to(self.diagonal)
+        count = len(samples)
+        ours, both, prior = (torch.zeros_like(scale) for _ in range(3))
+        for number, sample in enumerate(samples):
+            noise = self.curvature.prior_noise(number)
+            ours += sample.square() / count
+            both += scale * sample * noise / count
+            prior += noise.square() / count
+        slope = both / prior
+        found = (scale.square() * ours + slope.square() * (1.0 - prior)) / scale.square()
+        if self.root.indices is None:
+            return found
+        return found.index_copy(0, self.root.indices, ours[self.root.indices])
+
+    def variances(self) -> Tensor:
+        return self._variances
+
+    def _outputs(self, jacobian: Jacobian) -> Tensor:
+        """J w of every sample, (S, n, K)."""
+        return jacobian.apply(self.samples.to(jacobian.like))
+
+    def covariance(self, jacobian: Jacobian) -> Tensor:
+        found = self._outputs(jacobian)
+        return torch.einsum("snk,snl->nkl", found, found) / len(found)
+
+    def output_variances(self, jacobian: Jacobian) -> Tensor:
+        return self._outputs(jacobian).square().mean(0)
+
+    def joint_covariance(self, jacobian: Jacobian) -> Tensor:
+        found = self._outputs(jacobian).flatten(1)
+        return found.mT @ found / len(found)
