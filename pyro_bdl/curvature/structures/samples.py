@@ -183,7 +183,9 @@ class SamplesPrecision(Precision):
         self._leaves = prior.diagonal, prior.dense, factor
         dense = None if prior.dense is None else prior.dense.detach()
         self.prior = PriorPrecision(prior.diagonal.detach(), prior.indices, dense, uniform={})
-        self.factor = torch.as_tensor(factor, device=curvature.values.device).detach().to(curvature.values)
+        self.factor = (
+            torch.as_tensor(factor, device=curvature.values.device).detach().to(curvature.values)
+        )
         self.root = PriorRoot(self.prior, curvature.parts, 'structure="samples"')
         self.diagonal = self.factor * curvature.values + self.prior.diagonal.to(curvature.values)
 
