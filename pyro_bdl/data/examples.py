@@ -76,7 +76,7 @@ EXAMPLES = {
             "in-between",
             "one feature, two clusters of data with a gap between them (Foong et al. 2019)",
             _in_between,
-            gain=2.0,
+            gain=4.0,  # whose functions vary as fast as the true one
         ),
         Example("diabetes", "442 patients, 10 features, disease progression", _diabetes),
         Example("breast-cancer", "569 tumors, 30 features, two classes", _breast_cancer),
