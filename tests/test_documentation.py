@@ -2,7 +2,8 @@
 
 The Python blocks of a page run from top to bottom in one namespace, as a reader would run them. The
 line ``<!-- slow -->`` before a block leaves it and the blocks after it out of the default run.
-``<!-- another library -->`` before a block says that its code is not ours. Blocks in other languages are commands or output.
+``<!-- another library -->`` before a block says that its code is not ours. Blocks in other
+languages are commands or output.
 """
 
 import re
