@@ -288,6 +288,8 @@ def check_folds(options: argparse.Namespace, data: Dataset) -> None:
         raise ValueError("--repeats must be at least 1, and is of use with --folds only")
     if options.folds is None:
         return
+    if options.reference is not None:
+        raise ValueError("--folds splits data, but those of --reference are split already")
     if not data.test_rows:
         raise ValueError("--folds needs data with rows: this problem's test inputs are a grid")
     if not 2 <= options.folds <= 100:

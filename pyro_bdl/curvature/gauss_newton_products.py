@@ -64,7 +64,7 @@ class GaussNewtonProducts:
             rounded = vectors.to(self.vector)
 
             def of_batch(batch: LinearizedBatch) -> Tensor:
-                return torch.stack([batch.times(self.offset, vector) for vector in rounded])
+                return batch.times(self.offset, rounded)
 
             with seeded(0):  # where F is estimated, it is the same in all products
                 return (factor * data.sum(of_batch)).to(vectors)

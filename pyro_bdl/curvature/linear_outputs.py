@@ -5,7 +5,7 @@ linearized model needs its likelihood at a point. ``LinearOutputs`` provides the
 Jacobian J as factors, and products of J with a vector.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,6 +27,7 @@ from pyro_bdl.program.unconstrained_parameters import (
     unconstrained_parameters,
     with_unconstrained,
 )
+from pyro_bdl.program.vmap import is_vmap_failure
 from pyro_bdl.utils.autograd import reaches
 
 _Transposed = tuple[list[Tensor], dict[str, Tensor]]  # v, and J' v by site
@@ -71,6 +72,7 @@ class LinearOutputs:
         self._jacobian: Jacobian | None = None
         self._reused: _Transposed | None = None
         self._out: list[Tensor] | None = None
+        self._looped = False
 
     def kept(self, value: Tensor) -> Tensor:
         """A result with its graph if it has to be differentiable, else without."""
@@ -160,8 +162,9 @@ class LinearOutputs:
                 values[key] = values[key] + slope
         return values
 
-    def times(self, vector: Tensor) -> dict[str, Tensor]:
-        """J times a vector (p,) of the subset, (*shape) by name, those that move; without a graph.
+    def times(self, vectors: Tensor) -> dict[str, Tensor]:
+        """J times vectors (p,) or (S, p) of the subset, by name, (*shape) or (S, *shape): those
+        that move, without a graph.
 
         What it costs is one pass backward; the graph that this takes is kept.
         """
@@ -169,22 +172,61 @@ class LinearOutputs:
             return {}
         if self._reused is None:
             self._reused = self._transposed()
-        return self._times(self._reused, vector, create_graph=False)
+        reused = self._reused
+        found = self._each(
+            lambda given, many: list(
+                self._times(reused, given[0], create_graph=False, many=many).values()
+            ),
+            [vectors],
+            many=vectors.dim() == 2,
+        )
+        return dict(zip(self.moving, found, strict=True))
 
-    def transposed_times(self, cotangents: dict[str, Tensor]) -> Tensor:
-        """J' times tensors of the outputs' shapes, by name, (p,)."""
+    def transposed_times(self, cotangents: dict[str, Tensor], *, many: bool = False) -> Tensor:
+        """J' times tensors of the outputs' shapes, by name, (p,).
+
+        :param many: the tensors have a leading axis; the result is (S, p).
+        """
         at = self.at
+        given = [cotangents[key] for key in self.moving]
+        batch = given[0].shape[:1] if many and given else ()
         if not self.moving:
             return torch.zeros_like(at.subset.take(at.vector))
         leaves = [at.leaves[name] for name in at.subset.parts]
-        given = [cotangents[key] for key in self.moving]
         if self._out is None:
             with torch.enable_grad():
                 self._out = self._outputs(at.run)
-        found = torch.autograd.grad(
-            self._out, leaves, given, retain_graph=True, materialize_grads=True
-        )
-        return at.subset.of_sites(found)
+        outputs = self._out
+
+        def pulled(given: list[Tensor], many: bool) -> list[Tensor]:
+            found = torch.autograd.grad(
+                outputs, leaves, given,
+                retain_graph=True, allow_unused=True, is_grads_batched=many,
+            )  # fmt: skip
+            return _filled(found, leaves, batch if many else ())
+
+        return at.subset.of_sites(self._each(pulled, given, many=many), batch)
+
+    def _each(
+        self,
+        function: Callable[[list[Tensor], bool], list[Tensor]],
+        given: list[Tensor],
+        *,
+        many: bool,
+    ) -> list[Tensor]:
+        """A function of tensors with a leading axis, by ``vmap`` or, where an operation of the
+        program has no such form, one by one."""
+        if not many:
+            return function(given, False)
+        if not self._looped:
+            try:
+                return function(given, True)
+            except RuntimeError as error:
+                if not is_vmap_failure(error):
+                    raise
+                self._looped = True
+        results = [function(list(each), False) for each in zip(*given, strict=True)]
+        return [torch.stack(parts) for parts in zip(*results, strict=True)]
 
     def _transposed(self) -> _Transposed:
         """J' v as a function of v, so that J is its derivative and no Jacobian is formed."""
@@ -202,21 +244,23 @@ class LinearOutputs:
         return cotangents, {name: gradient for gradient, name in pairs if gradient.requires_grad}
 
     def _times(
-        self, transposed: _Transposed, vector: Tensor, *, create_graph: bool
+        self, transposed: _Transposed, vector: Tensor, *, create_graph: bool, many: bool = False
     ) -> dict[str, Tensor]:
         cotangents, linear = transposed
         subset = self.at.subset
         change = subset.put(torch.zeros_like(self.at.vector), vector.to(self.at.vector))
         by_site = subset.layout.unflatten(change)
         with torch.enable_grad():
-            slopes = torch.autograd.grad(
+            found = torch.autograd.grad(
                 list(linear.values()),
                 cotangents,
                 [by_site[name] for name in linear],
                 create_graph=create_graph,
                 retain_graph=True,
-                materialize_grads=True,
+                allow_unused=True,
+                is_grads_batched=many,
             )
+        slopes = _filled(found, cotangents, vector.shape[:-1])
         return dict(zip(self.moving, slopes, strict=True))
 
     def unconstrained(
@@ -265,6 +309,16 @@ class LinearOutputs:
     def gaussian(self, precision: Precision) -> "GaussianOutputs":
         """The Gaussian distribution of the outputs if the subset's offset is N(0, precision^-1)."""
         return GaussianOutputs(self, self.mean, precision)
+
+
+def _filled(
+    found: Sequence[Tensor | None], likes: Sequence[Tensor], batch: Sequence[int]
+) -> list[Tensor]:
+    """Zeros (*batch, *shape) in place of gradients that are None."""
+    return [
+        like.new_zeros(*batch, *like.shape) if value is None else value
+        for value, like in zip(found, likes, strict=True)
+    ]
 
 
 @dataclass

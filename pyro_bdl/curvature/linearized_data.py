@@ -64,10 +64,10 @@ class LinearizedBatch:
             result = result + outputs.transposed_times(cotangents).double()
         return result
 
-    def times(self, offset: Tensor, vector: Tensor) -> Tensor:
-        """J' F J vector, F the Fisher information of the outputs at the offset."""
-        result = torch.zeros_like(vector)
-        values = self.values(offset)
+    def times(self, offset: Tensor, vectors: Tensor) -> Tensor:
+        """J' F J vectors (p,) or (S, p), F the Fisher information of the outputs at the offset."""
+        result = torch.zeros_like(vectors)
+        values, many = self.values(offset), vectors.dim() == 2
         if self.held and self._columns is None:
             self._columns = [
                 list(outputs.unconstrained(at, cell_columns)) if outputs.moving else []
@@ -76,7 +76,7 @@ class LinearizedBatch:
         for number, outputs in enumerate(self.outputs):
             if not outputs.moving:
                 continue
-            change = outputs.times(vector)
+            change = outputs.times(vectors)
             columns = (
                 outputs.unconstrained(values[number], cell_columns)
                 if self._columns is None
@@ -84,21 +84,24 @@ class LinearizedBatch:
             )
             weighed = {key: torch.zeros_like(value) for key, value in change.items()}
             for column in columns:
-                share = _by_cell(outputs, column, change)
+                share = _by_cell(outputs, column, change, vectors.shape[:-1])
                 for key, value in column.items():
                     weighed[key] += value * share.reshape(
-                        share.shape + (1,) * (value.dim() - share.dim())
+                        share.shape + (1,) * (value.dim() - len(_cells(outputs)))
                     )
-            result = result + outputs.transposed_times(weighed).to(vector)
+            result = result + outputs.transposed_times(weighed, many=many).to(vectors)
         return result
 
 
 def _by_cell(
-    outputs: LinearOutputs, column: dict[str, Tensor], change: dict[str, Tensor]
+    outputs: LinearOutputs,
+    column: dict[str, Tensor],
+    change: dict[str, Tensor],
+    batch: Sequence[int],
 ) -> Tensor:
-    """<column, change> in every cell of an observed site, of its batch shape."""
-    cells = _cells(outputs)
-    terms = [(value * change[key]).reshape(*cells, -1).sum(-1) for key, value in column.items()]
+    """<column, change> in every cell of an observed site, (*batch, *its batch shape)."""
+    shape = (*batch, *_cells(outputs))
+    terms = [(value * change[key]).reshape(*shape, -1).sum(-1) for key, value in column.items()]
     return torch.stack(terms).sum(0)
 
 

@@ -398,7 +398,7 @@ class LaplaceGuide(JointGuide):
 
     @property
     def has_density(self) -> bool:
-        return self.subset.complete
+        return self.subset.complete and not self.curvature.is_sampled
 
     def location(self) -> Tensor:
         return self.loc
@@ -408,7 +408,10 @@ class LaplaceGuide(JointGuide):
         return self.subset.put(self.loc, self.subset.take(self.loc) + draws)
 
     def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
-        """log q(w) of the latents in the subset; the others are fixed."""
+        """log q(w) of the latents in the subset; the others are fixed. Zero for samples without a
+        matrix, whose density would take a pass over the data for every draw."""
+        if self.curvature.is_sampled:
+            return torch.zeros_like(log_det)
         offset = self.subset.take(vector - self.loc)
         return log_prob(self.precision, offset).to(vector) - log_det
 
@@ -419,8 +422,14 @@ class LaplaceGuide(JointGuide):
     def as_prior(self) -> GaussianPrior:
         """A Gaussian prior over the subset, with the other latents fixed; see ``Guide.as_prior``.
 
-        :raises ValueError: if the subset holds only some of a site's entries.
+        :raises ValueError: if the subset holds only some of a site's entries, or for
+            structure="samples", whose density takes a pass over the data.
         """
+        if self.curvature.is_sampled:
+            raise ValueError(
+                f'structure="{self.config.structure}" has samples and no matrix that could be a '
+                'prior: call laplace_approximation(data, structure="kron") or "diag" for it'
+            )
         precision = copy.deepcopy(self.precision)
         if precision.independent and self.subset.complete:
             scale = precision.variances().sqrt()

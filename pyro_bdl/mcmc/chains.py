@@ -17,6 +17,7 @@ from pyro_bdl.utils.progress import hidden
 
 _ENOUGH = 10  # draws needed to judge chains
 _DIVERGENT = 0.1  # the share of divergent draws above which a warning is given
+_BIASED = 10.0  # times the target of the energy variance above which a warning is given
 _SHORTEST = 1e-4  # trajectory length that is not stuck, in standard deviations
 
 STATS = ("potential_energy", "energy", "num_steps", "accept_prob", "step_size", "diverging")
@@ -153,6 +154,20 @@ def warn_of_divergences(chains: Chains) -> None:
         f"{count} of {total} draws ended in a divergence: the chains do not reach a part of the "
         "posterior; raise target_accept, give scales priors that keep away from 0, or start "
         "elsewhere (init='uniform', a trained guide)",
+        BdlWarning,
+        stacklevel=4,
+    )
+
+
+def warn_of_bias(chains: Chains, target: float) -> None:
+    """Warn if the energy variance of an unadjusted sampler is far above its target."""
+    reached = float(chains.stats["energy_variance"].double().mean())
+    if reached <= _BIASED * target:
+        return
+    warnings.warn(
+        f"the energy variance is {reached:.2g}, {reached / target:.0f} times its target "
+        f"{target:.2g}: the step size is too large for a part of the posterior, and the draws are "
+        "biased there; take a longer num_warmup, a smaller energy_variance, or kernel='mams'",
         BdlWarning,
         stacklevel=4,
     )

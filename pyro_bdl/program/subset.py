@@ -1,6 +1,6 @@
 """Subsets of a program's latents, such as those with a curvature."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
@@ -53,11 +53,15 @@ class Subset:
         """The chosen entries (..., p) of vectors (..., P)."""
         return vector if self.indices is None else vector[..., self.indices.to(vector.device)]
 
-    def of_sites(self, values: Iterable[Tensor]) -> Tensor:
-        """The chosen entries (p,) of tensors of the sites' unconstrained shapes, one for each site
-        in ``parts``."""
-        pairs = zip((value.reshape(-1) for value in values), self.chosen.values(), strict=True)
-        return torch.cat([v if c is None else v[c.to(v.device)] for v, c in pairs])
+    def of_sites(self, values: Iterable[Tensor], batch: Sequence[int] = ()) -> Tensor:
+        """The chosen entries (*batch, p) of tensors of the sites' unconstrained shapes, one for
+        each site in ``parts``.
+
+        :param batch: leading axes of the tensors.
+        """
+        flat = (value.reshape(*batch, -1) for value in values)
+        pairs = zip(flat, self.chosen.values(), strict=True)
+        return torch.cat([v if c is None else v[..., c.to(v.device)] for v, c in pairs], -1)
 
     def put(self, vector: Tensor, values: Tensor) -> Tensor:
         """Copies (..., P) of the vector (P,) with ``values`` (..., p) at the chosen entries."""

@@ -79,7 +79,7 @@ class DrawMap:
         try:
             return self._evaluate(function, draws)
         except RuntimeError as error:
-            if self._evaluate is looped or not _is_vmap_failure(error):
+            if self._evaluate is looped or not is_vmap_failure(error):
                 raise
             result = looped(function, draws)  # which may raise what is wrong without vmap too
             warnings.warn(
@@ -136,7 +136,7 @@ def looped(function: Callable[[Draws], Any], draws: Draws) -> Any:
     return tree_unflatten([torch.stack(column) for column in columns], results[0][1])
 
 
-def _is_vmap_failure(error: RuntimeError) -> bool:
+def is_vmap_failure(error: RuntimeError) -> bool:
     text = str(error).lower()
     return any(word in text for word in ("vmap", "batching rule", "functorch", "functionalize"))
 

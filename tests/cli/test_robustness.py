@@ -94,7 +94,11 @@ def test_ctrl_c_after_the_last_fit_leaves_the_figures_out(run, out, monkeypatch)
     before = signal.getsignal(signal.SIGINT)
     code, printed, err = run()
     assert code == 0 and "interrupted: there are no figures" in err and "RMSE" in printed
-    assert sorted(path.name for path in out.iterdir()) == ["report.html", "table.csv"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "report.html",
+        "report.json",
+        "table.csv",
+    ]
     assert signal.getsignal(signal.SIGINT) is before
 
 

@@ -63,7 +63,7 @@ def _moved(guide):
 
 
 def _laplace(structure):
-    options = {"rank": 3} if structure == "low_rank" else {}
+    options = {"low_rank": {"rank": 3}, "samples": {"num_samples": 1000}}.get(structure, {})
     guide = _moved(AutoLaplaceGGN(program, structure=structure, **options))
     return guide.laplace_approximation((X, Y))
 
@@ -99,6 +99,7 @@ MADE = {
     "diag": functools.partial(_laplace, "diag"),
     "ekfac": functools.partial(_laplace, "ekfac"),
     "kernel": functools.partial(_laplace, "kernel"),
+    "samples": functools.partial(_laplace, "samples"),
     "low_rank Laplace": functools.partial(_laplace, "low_rank"),
     "subset": _subset_normal,
     "subnetwork": lambda: _moved(AutoSubnetwork(program, size=3)).laplace_approximation((X, Y)),

@@ -1,5 +1,6 @@
 """Chains that are killed, resumed and extended make the same draws as an uninterrupted run."""
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -54,34 +55,47 @@ def small_blocks(monkeypatch):
 def test_a_killed_run_ends_with_the_same_draws(kernel, method, tmp_path, small_blocks, monkeypatch):
     whole = drawn(kernel, chain_method=method)
     save = checkpoint._save
-    for n in (5, 16):  # in the warm-up, and between draws and state
-        left = [n]
+    left = [16]  # writes until the kill, which is between draws and the state that names them
 
-        def counted(path, arrays, left=left):
-            left[0] -= 1
-            if left[0] < 0:
-                raise Killed
-            save(path, arrays)
+    def counted(path, arrays):
+        left[0] -= 1
+        if left[0] < 0:
+            raise Killed
+        save(path, arrays)
 
-        monkeypatch.setattr(checkpoint, "_save", counted)
-        with pytest.raises(Killed):
-            drawn(kernel, chain_method=method, checkpoint=tmp_path / "run")
+    monkeypatch.setattr(checkpoint, "_save", counted)
+    with pytest.raises(Killed):
+        drawn(kernel, chain_method=method, checkpoint=tmp_path / "run")
     monkeypatch.setattr(checkpoint, "_save", save)
     resumed = drawn(kernel, chain_method=method, checkpoint=tmp_path / "run")
     for site, value in whole.latents.items():
         assert torch.equal(resumed.latents[site], value)
     for name, value in whole.stats.items():
         assert torch.equal(resumed.stats[name], value)
-    if kernel == "mclmc":  # a larger number goes on, a smaller one is the beginning
+    if kernel == "mclmc":  # a larger number goes on
         longer = drawn(kernel, 15, chain_method=method, checkpoint=tmp_path / "run")
         assert torch.equal(longer.latents["w"][:, :12], whole.latents["w"])
         assert longer.num_draws == 15
-        shorter = drawn(kernel, 4, chain_method=method, checkpoint=tmp_path / "run")
-        assert torch.equal(shorter.latents["w"], whole.latents["w"][:, :4])
         with pytest.raises(ValueError, match="other settings"):
             drawn(kernel, chain_method=method, checkpoint=tmp_path / "run", seed=2)
-        with pytest.raises(ValueError, match="log densities differ"):
-            drawn(kernel, chain_method=method, checkpoint=tmp_path / "run", y=Y + 1)
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path):
+    def journal(settings="{}", **numbers):
+        identity = {"starts": np.ones(2), "log densities": np.ones(1)} | numbers
+        return checkpoint.Journal(tmp_path, settings, identity)
+
+    first = journal()
+    assert first.restore() is None
+    first.write(0, 4, {"x": np.arange(3)}, {"draws": np.zeros(4)})
+    first.write(0, 6, {"x": np.arange(3) + 1}, {"draws": np.ones(2)})
+    found = journal(starts=np.ones(2) * (1 + 1e-6)).restore()  # but for rounding
+    assert found.stage == 0 and found.done == 6 and found.leaves["x"].tolist() == [1, 2, 3]
+    assert np.concatenate([block["draws"] for block in found.blocks]).tolist() == [0] * 4 + [1] * 2
+    with pytest.raises(ValueError, match="other settings"):
+        journal(settings="x").restore()
+    with pytest.raises(ValueError, match="log densities differ"):
+        journal(**{"log densities": np.ones(1) * 1.1}).restore()
 
 
 @pytest.mark.parametrize("kernel", [pytest.param("nuts", marks=pytest.mark.slow), "mclmc"])

@@ -11,6 +11,7 @@ N(0, (G + Lambda)^-1). Conjugate gradients solve it with products J v and J' v.
 
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from typing import Self
 
@@ -68,7 +69,7 @@ class SamplesCurvature(Curvature):
     ) -> None:
         super().__init__()
         self.size, self.parts, self.tolerance = size, dict(parts), tolerance
-        self._products: Products | None = None
+        self._products: Products | None = _NoData()
         self.register_buffer("values", like.new_zeros(size))
         self.register_buffer("targets", like.new_zeros(num_samples, size))
         self.register_buffer("draws", like.new_zeros(num_samples, size))
@@ -155,6 +156,16 @@ class SamplesCurvature(Curvature):
         return SamplesPrecision(self, prior, factor)
 
 
+class _NoData(Products):
+    """The products of a curvature over no data."""
+
+    def held(self) -> AbstractContextManager[Callable[[Tensor], Tensor]]:
+        return nullcontext(torch.zeros_like)
+
+    def __add__(self, other: Products) -> Products:
+        return other
+
+
 class SamplesPrecision(Precision):
     """The precision factor G + Lambda, and samples of N(0, precision^-1).
 
@@ -171,8 +182,8 @@ class SamplesPrecision(Precision):
         self.size, self.curvature = curvature.size, curvature
         self._leaves = prior.diagonal, prior.dense, factor
         dense = None if prior.dense is None else prior.dense.detach()
-        self.prior = PriorPrecision(prior.diagonal.detach(), prior.indices, dense)
-        self.factor = torch.as_tensor(factor).detach().to(curvature.values)
+        self.prior = PriorPrecision(prior.diagonal.detach(), prior.indices, dense, uniform={})
+        self.factor = torch.as_tensor(factor, device=curvature.values.device).detach().to(curvature.values)
         self.root = PriorRoot(self.prior, curvature.parts, 'structure="samples"')
         self.diagonal = self.factor * curvature.values + self.prior.diagonal.to(curvature.values)
 

@@ -19,6 +19,7 @@ from pyro_bdl.mcmc.chains import (
     Target,
     at_least,
     one_of,
+    warn_of_bias,
     warn_of_divergences,
     warn_of_stuck_chains,
 )
@@ -122,7 +123,8 @@ def sample(
         ``energy_variance`` is the one reached, averaged over the steps of a draw, and
         ``momentum_length`` the length L.
     :warns BdlWarning: if the program draws random numbers, if more than a tenth of the draws ended
-        in a divergence, or if chains hardly moved from their start.
+        in a divergence, if chains hardly moved from their start, or if the energy variance of
+        "mclmc" is more than ten times its target.
     :raises TypeError: if the number of draws or chains is not a whole number.
     :raises UnsupportedProgramError: for a program without observed sites, with discrete latents
         that cannot be summed out, or with latents that ``poutine.block`` hides.
@@ -274,6 +276,8 @@ class _Run:
             )
         warn_of_divergences(chains)
         warn_of_stuck_chains(chains)
+        if settings.kernel == "mclmc":
+            warn_of_bias(chains, settings.energy_variance)
         info = {
             "kernel": settings.kernel,
             "backend": _name_of(settings.kernel, self.backend),

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import pyro_bdl as bdl
+from pyro_bdl.errors import BdlWarning
 from pyro_bdl.mcmc.microcanonical import tuning
 
 SD = torch.logspace(-2, 1, 6, dtype=torch.float64)
@@ -78,10 +79,11 @@ def test_the_acceptance_follows_its_target(runs):
 
 
 def test_a_given_metric_and_step_size_are_used():
-    samples = drawn(
-        gaussian, "mclmc", num_warmup=0, num_samples=5, step_size=0.3, inverse_mass=SD**2,
-        thinning=3, init={"w": torch.zeros(6, dtype=torch.float64)},
-    )  # fmt: skip
+    with pytest.warns(BdlWarning, match="times its target"):
+        samples = drawn(
+            gaussian, "mclmc", num_warmup=0, num_samples=5, step_size=0.3, inverse_mass=SD**2,
+            thinning=3, init={"w": torch.zeros(6, dtype=torch.float64)}, energy_variance=1e-20,
+        )  # fmt: skip
     assert (samples.stats["step_size"] == 0.3).all()
     assert (samples.stats["num_steps"] == 6).all()
     # three steps of length 0.3 in units of the deviations

@@ -1,0 +1,236 @@
+"""The posterior as samples: exact solves, and Monte Carlo estimates within their error."""
+
+import copy
+
+import pytest
+import torch
+from helpers.parameters import learned
+from torch import nn
+
+import pyro_bdl as bdl
+from pyro_bdl import LinearizedPredictive, bayesianize, evidence, models, priors
+from pyro_bdl.curvature import linearized_data
+from pyro_bdl.curvature.config import CurvatureConfig
+from pyro_bdl.curvature.jacobian.linearization import Linearization
+from pyro_bdl.curvature.linear_outputs import LinearOutputs
+from pyro_bdl.errors import UnsupportedProgramError
+from pyro_bdl.guides import AutoLaplaceGGN
+
+pytestmark = [
+    pytest.mark.usefixtures("double"),
+    pytest.mark.filterwarnings("ignore:the guide is not at a maximum"),
+]
+
+COUNT = 64
+
+
+def case(name):
+    torch.manual_seed(2)
+    sizes = {"normal": 2, "classes": 3, "shared": 2}
+    if name == "shared":
+        x = torch.randn(8, 1, 5)
+        net = nn.Sequential(nn.Conv1d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(6, 2))
+    else:
+        x = torch.randn(8, 3)
+        net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, sizes[name]))
+    prior = priors.PerLayer(priors.Normal(learned(0.7)))
+    if name == "classes":
+        return models.Classification(bayesianize(net, prior)), x, torch.randint(0, 3, (8,))
+    return models.Regression(bayesianize(net, prior), noise=learned(0.4)), x, torch.randn(8, 2)
+
+
+def approximate(name, structure, data=None, **options):
+    model, x, y = case(name)
+    guide = AutoLaplaceGGN(model, structure=structure, **options).prototype(x, y)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        guide.loc.copy_(0.3 * torch.randn_like(guide.loc))
+    batches = [(x, y)] if data is None else [(x[part], y[part]) for part in data]
+    return model, guide.laplace_approximation(batches), x
+
+
+def both(name, **options):
+    options = {"num_samples": 8, "tolerance": 1e-12, **options}
+    return approximate(name, "full")[1].precision, approximate(name, "samples", **options)[1]
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", ["normal", "classes", "shared"])
+def test_solves_are_those_of_the_dense_matrix(name):
+    """Of any vectors, and of the perturbed objectives whose solutions the samples are."""
+    full, guide = both(name)
+    ours = guide.precision
+    close(ours.samples, full.solve(ours._targets(range(8))))
+    vectors = torch.randn(2, 3, full.size)
+    close(ours.solve(vectors), full.solve(vectors))
+    close(ours.quadratic(vectors), full.quadratic(vectors))
+    close(guide.curvature.diagonal(), approximate(name, "full")[1].curvature.diagonal())
+
+
+def test_draws_for_the_data_have_the_curvature_as_covariance(monkeypatch):
+    """With unit vectors in place of the noise the targets are the rows of the Jacobian."""
+    _, exact, _ = approximate("classes", "full")
+    plain = torch.randn
+
+    def units(*shape, **kwargs):
+        return torch.eye(24).reshape(shape) if len(shape) == 3 else plain(*shape, **kwargs)
+
+    model, x, y = case("classes")
+    guide = AutoLaplaceGGN(model, structure="samples", num_samples=24).prototype(x, y)
+    guide.loc.data.copy_(exact.loc)
+    monkeypatch.setattr(torch, "randn", units)
+    targets = guide.laplace_approximation((x, y)).curvature.targets
+    close(targets.mT @ targets, exact.curvature.matrix)
+
+
+def test_the_posterior_is_that_of_full():
+    """Within five standard errors of 64 samples."""
+    model, exact, x = approximate("normal", "full")
+    _, guide, _ = approximate("normal", "samples", num_samples=COUNT)
+    full, ours = exact.precision, guide.precision
+    matrix = full.solve(torch.eye(full.size))
+    variances = matrix.diagonal()
+    error = ((variances[:, None] * variances + matrix.square()) / COUNT).sqrt()
+    assert ((ours.samples.mT @ ours.samples / COUNT - matrix).abs() <= 5 * error).all()
+    known = variances / guide.prior_diagonal.reciprocal()  # in units of the prior's
+    error = variances * (2 / COUNT * (1 - known.square())).sqrt()
+    assert ((ours.variances() - variances).abs() <= 5 * error).all()
+    gamma, exactly = evidence.effective_parameters(guide), evidence.effective_parameters(exact)
+    assert abs(gamma - exactly) <= 5 * (2 * float(exactly) / COUNT) ** 0.5
+    found, expected = (LinearizedPredictive(model, g).moments(x)["y"] for g in (guide, exact))
+    for key, value in expected.variance.items():
+        bound = 5 * (2 / COUNT) ** 0.5 * value
+        assert ((found.variance[key] - value).abs() <= bound).all()
+    at = Linearization(model, guide.subset, guide.loc, (x,), {})
+    jacobian = LinearOutputs.of_deterministic(at, "f").jacobian
+    cells, joint = ours.covariance(jacobian), ours.joint_covariance(jacobian)
+    outputs = torch.einsum("knp,sp->snk", jacobian.rows(), ours.samples)
+    close(cells, torch.einsum("snk,snl->nkl", outputs, outputs) / COUNT)
+    close(joint, outputs.flatten(1).mT @ outputs.flatten(1) / COUNT)
+    close(ours.output_variances(jacobian), cells.diagonal(dim1=1, dim2=2))
+
+
+def test_variances_without_data_are_exactly_the_priors():
+    """A latent that the data do not inform has no Monte Carlo error, and adds nothing to gamma."""
+    model, x, y = case("normal")
+    guide = AutoLaplaceGGN(model, structure="samples", num_samples=4, tolerance=1e-12).prototype(
+        x, y
+    )
+    x[:, 0] = 0.0  # the first column of weights sees no input
+    guide = guide.laplace_approximation((x, y))
+    column = torch.arange(guide.subset.size)[
+        guide.subset.parts[next(n for n in guide.subset.parts if "0.weight" in n)]
+    ].reshape(4, 3)[:, 0]
+    close(guide.precision.variances()[column], torch.full((4,), 0.49))
+
+
+def test_the_log_determinant_and_its_gradient():
+    """Sixteen probes: five standard errors, from the matrix itself; the gradient by samples."""
+    model, exact, _ = approximate("normal", "full")
+    other, guide, _ = approximate("normal", "samples", num_samples=COUNT)
+    full, ours = exact.precision, guide.precision
+    root = ours.diagonal.sqrt()
+    matrix = exact.curvature.matrix + exact.prior_diagonal.diag()
+    values, vectors = torch.linalg.eigh(matrix / root / root[:, None])
+    logs = (vectors * values.log()) @ vectors.mT
+    error = (2 * (logs - logs.diagonal().diag()).square().sum() / 16).sqrt()
+    assert abs(ours.logdet() - full.logdet()) <= 5 * error
+    probes = torch.stack([guide.curvature.probe(number) for number in range(16)])
+    quadrature = 2 * root.log().sum() + ((probes @ logs) * probes).sum(-1).mean()
+    torch.testing.assert_close(ours.logdet(), quadrature, rtol=1e-3, atol=1e-3)
+    slopes = []
+    for program, posterior in ((model, exact), (other, guide)):
+        total = evidence.log_marginal_likelihood(posterior)
+        leaves = list(program.parameters())
+        found = torch.autograd.grad(total, leaves, allow_unused=True)
+        slopes.append(torch.stack([s for s in found if s is not None]))
+    assert len(slopes[0]) == 3
+    # d logdet / d log theta is at most 2 gamma; gamma has the error of the test above
+    bound = 10 * (2 * float(evidence.effective_parameters(exact)) / COUNT) ** 0.5
+    assert ((slopes[1] - slopes[0]).abs() <= bound / 0.4).all()
+
+
+def test_batches_and_updates_add_up():
+    """The matrix of two batches is that of both at once, whether or not their graphs fit."""
+    halves = slice(0, 3), slice(3, 8)
+    full, _ = both("classes")
+    vectors = torch.randn(3, full.size)
+    _, x, y = case("classes")
+    _, together, _ = approximate("classes", "samples", halves, num_samples=2, tolerance=1e-12)
+    close(together.precision.quadratic(vectors), full.quadratic(vectors))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linearized_data, "_SHARE_OF_MEMORY", 0.0)
+        close(together.precision.quadratic(vectors), full.quadratic(vectors))
+    _, guide, _ = approximate("classes", "samples", halves[:1], num_samples=2, tolerance=1e-12)
+    guide.update((x[3:], y[3:]))
+    close(guide.precision.quadratic(vectors), full.quadratic(vectors))
+    close(guide.precision.samples, full.solve(guide.precision._targets(range(2))))
+
+
+def test_another_noise_and_prior():
+    """After a change the samples are solved for again, at the same noise of the objectives."""
+    model, guide, _ = approximate("normal", "samples", num_samples=3, tolerance=1e-12)
+    before = guide.precision.samples
+    other, exact, _ = approximate("normal", "full")
+    for program, posterior in ((model, guide), (other, exact)):
+        program.noise = torch.tensor(0.2)
+        posterior.refresh()
+    close(guide.precision.samples, exact.precision.solve(guide.precision._targets(range(3))))
+    assert not torch.allclose(guide.precision.samples, before)
+
+
+def test_the_evidence_is_maximized_as_with_full():
+    """Two steps of the fixed point. With gamma about 2 in a layer, theta = (w'w / gamma)^1/2 has
+    a relative error of (2 gamma / 64)^1/2 / (2 gamma) = 6 %; five times that."""
+    found = {}
+    for structure in ("full", "samples"):
+        _, guide, _ = approximate("normal", structure, num_samples=COUNT)
+        found[structure] = evidence.maximize(guide, steps=2, linearized=False).hyperparameters
+    for ours, value in zip(found["samples"].values(), found["full"].values(), strict=True):
+        torch.testing.assert_close(ours, value, rtol=0.3, atol=0)
+
+
+def test_the_linear_optimum_is_reached():
+    _, exact, _ = approximate("classes", "full")
+    _, guide, _ = approximate("classes", "samples", num_samples=2)
+    found, expected = (evidence.linearized_optimum(g, tolerance=1e-10) for g in (guide, exact))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_draws_are_the_samples_up_to_their_sign():
+    _, guide, _ = approximate("normal", "samples", num_samples=4)
+    samples, draws = guide.precision.samples, guide.precision.sample(4)
+    close((draws.mT @ draws), samples.mT @ samples)
+    assert guide.precision.sample(9).shape == (9, guide.subset.size)
+    other = copy.deepcopy(guide)
+    close(other.precision.samples, samples)
+
+
+def test_a_saved_posterior_has_its_samples_alone(tmp_path):
+    model, guide, _ = approximate("normal", "samples", num_samples=4)
+    samples = guide.precision.samples
+    guide.save(tmp_path / "posterior.pt")
+    loaded = bdl.load_posterior(tmp_path / "posterior.pt", model)
+    close(loaded.precision.samples, samples)
+    close(loaded.precision.variances(), guide.precision.variances())
+    with pytest.raises(RuntimeError, match="was loaded from a file without them"):
+        loaded.precision.solve(samples)
+
+
+def test_memory_and_limits():
+    """For 11 million weights (ResNet-18) in float32, 16 samples take 3.4 GB."""
+    config = CurvatureConfig("samples", num_samples=16)
+    assert config.memory(11_200_000, torch.zeros(0, dtype=torch.float32)) < 4e9
+    with pytest.raises(ValueError, match='"samples" needs curvature="ggn"'):
+        CurvatureConfig("samples", "empirical-fisher")
+    with pytest.raises(ValueError, match="tolerance must be between 0 and 1, got 2"):
+        CurvatureConfig("samples", tolerance=2.0)
+    _, guide, _ = approximate("normal", "samples", num_samples=2)
+    with pytest.raises(UnsupportedProgramError, match="one process"):
+        guide.curvature.sums()
+    assert not guide.has_density
+    with pytest.raises(ValueError, match="no matrix that could be a prior"):
+        guide.as_prior()
