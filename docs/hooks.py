@@ -19,9 +19,7 @@ COPIES = {
     "CONTRIBUTING.md": "internals.md",
     "CHANGELOG.md": "changes.md",
 }
-_FORMULA = re.compile(
-    r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', flags=re.DOTALL
-)
+_FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', flags=re.DOTALL)
 _TERMINAL_COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 
