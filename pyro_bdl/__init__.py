@@ -1,5 +1,8 @@
 """Bayesian deep learning as a plugin on Pyro."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from pyro_bdl import (
     bayesian_linear,
     calibration,
@@ -15,9 +18,7 @@ from pyro_bdl import (
     models,
     nn,
     optim,
-    plots,
     priors,
-    references,
     selectors,
     temperature,
 )
@@ -33,6 +34,12 @@ from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.program import Program
 from pyro_bdl.samples import Samples
 from pyro_bdl.training.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from pyro_bdl import plots, references
+
+# Modules that import matplotlib and pandas, which takes long: they are imported at their first use.
+_LATER = ("plots", "references")
 
 __all__ = [
     "BayesianModule",
@@ -75,3 +82,9 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return list(__all__)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

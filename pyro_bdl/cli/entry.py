@@ -24,10 +24,10 @@ from pyro_bdl.cli.programs import program
 from pyro_bdl.cli.provenance import provenance
 from pyro_bdl.cli.shared import BadInput, bad_input, limited_threads, say
 from pyro_bdl.cli.terminal import gives_up_at_second_interrupt, told_on_stderr
+from pyro_bdl.comparison.captions import CAPTIONS
 from pyro_bdl.comparison.columns import columns
 from pyro_bdl.comparison.compare import compare
 from pyro_bdl.comparison.costs import seconds_per_draw
-from pyro_bdl.comparison.figures import CAPTIONS
 from pyro_bdl.comparison.held_out import PredictiveDraws
 from pyro_bdl.comparison.page import write_page
 from pyro_bdl.comparison.result import Comparison

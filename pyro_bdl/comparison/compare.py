@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_bdl.comparison.captions import CAPTIONS
 from pyro_bdl.comparison.columns import check_keys, columns, details
 from pyro_bdl.comparison.costs import Costs
 from pyro_bdl.comparison.determined import determined
 from pyro_bdl.comparison.distances import distances, doubts, floor, sd_of_draws
 from pyro_bdl.comparison.evaluation import Evaluation, evaluate, evaluate_draws
-from pyro_bdl.comparison.figures import CAPTIONS
 from pyro_bdl.comparison.held_out import PredictiveDraws, Test, Units
 from pyro_bdl.comparison.input_regions import regions, sd_ratios
 from pyro_bdl.comparison.k_fold import KFold

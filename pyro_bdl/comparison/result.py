@@ -5,18 +5,20 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from pyro_bdl.comparison.answer import answer
+from pyro_bdl.comparison.captions import CAPTIONS
 from pyro_bdl.comparison.evaluation import Evaluation
-from pyro_bdl.comparison.figures import CAPTIONS, figures, shown_points
-from pyro_bdl.comparison.page import fragment, write_page
 from pyro_bdl.comparison.ranking import Ranking
 from pyro_bdl.utils.tables import Column, groups, to_csv, to_text
+
+# matplotlib and pandas take long to import, and are imported when they are needed.
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
 
 __all__ = ["CAPTIONS", "Comparison", "is_known"]
 
@@ -74,8 +76,10 @@ class Comparison:
         """The answer in two or three sentences, as far as the errors of the numbers bear it out."""
         return answer(self.reference, self.ranking, self.rows, self.warnings)
 
-    def to_frame(self) -> pd.DataFrame:
+    def to_frame(self) -> "pd.DataFrame":
         """The rows with all their numbers, indexed by posterior, as they are ranked."""
+        import pandas as pd
+
         return pd.DataFrame(self.rows).set_index("posterior")
 
     def to_text(self, width: int | None = _WIDTH, *, details: bool = False) -> str:
@@ -106,7 +110,7 @@ class Comparison:
         self,
         path: str | Path,
         *,
-        figures: Mapping[str, Figure] | None = None,
+        figures: "Mapping[str, Figure] | None" = None,
         title: str = "Posteriors compared",
         about: str = "",
         notes: Sequence[str] = (),
@@ -125,6 +129,8 @@ class Comparison:
             a value gets a heading of its own.
         :param points: the inputs of the test points that figures show, by their names.
         """
+        from pyro_bdl.comparison.page import write_page
+
         drawn = self.figures() if figures is None else figures
         return write_page(
             self, path, drawn, title=title, about=about, notes=notes, settings=settings,
@@ -133,6 +139,8 @@ class Comparison:
 
     def _repr_html_(self) -> str:
         """The answer, the ranked table and the picture of cost against distance, for notebooks."""
+        from pyro_bdl.comparison.page import fragment
+
         return fragment(self)
 
     def _blocks(self, columns: Sequence[Column], width: int | None) -> list[list[Column]]:
@@ -186,7 +194,7 @@ class Comparison:
         posteriors: Mapping[str, Any] | None = None,
         points: Sequence[str] = (),
         scales: Mapping[str, float] | None = None,
-    ) -> dict[str, Figure]:
+    ) -> "dict[str, Figure]":
         """Figures of the comparison, by names that can be used for files; see :data:`CAPTIONS`.
 
         :param target: name of the target, for labels.
@@ -200,6 +208,8 @@ class Comparison:
         :param scales: site to a factor that brings its values to the target's units, for a noise
             that the program sees in other units.
         """
+        from pyro_bdl.comparison.figures import figures
+
         return figures(
             self, target=target, units=units, features=features, train=train,
             posteriors=posteriors, points=points, scales=scales or {},
@@ -207,6 +217,8 @@ class Comparison:
 
     def shown_points(self) -> list[int]:
         """The places, among the kept test points, of those that figures show one by one."""
+        from pyro_bdl.comparison.figures import shown_points
+
         return shown_points(self)
 
     def to_json(self) -> dict[str, Any]:

@@ -3,14 +3,15 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import pandas as pd
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.plots.temperature import temperature_curves
 from pyro_bdl.utils.tables import Column, to_csv, to_text
+
+# matplotlib and pandas take long to import, and are imported when they are needed.
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
 
 COLUMNS = (
     Column("neurons", "N", help="Number of hidden neurons."),
@@ -95,9 +96,11 @@ class Sweep:
         """The columns with values in this sweep."""
         return [column for column in COLUMNS if any(column.key in row for row in self.rows)]
 
-    def to_frame(self) -> pd.DataFrame:
+    def to_frame(self) -> "pd.DataFrame":
         """The table as a data frame, a row for each width and temperature."""
         names = [column.key for column in self.columns]
+        import pandas as pd
+
         return pd.DataFrame(list(self.rows))[names]
 
     def to_csv(self, path: str | Path) -> Path:
@@ -110,7 +113,7 @@ class Sweep:
         of_widest = [row for row in self.rows if row["neurons"] == widest]
         return min(of_widest, key=lambda row: row["nlpd"])["tau"]
 
-    def figures(self, tau: float | None = None) -> dict[str, Figure]:
+    def figures(self, tau: float | None = None) -> "dict[str, Figure]":
         """Scores and KL against the temperature, by names that can be used for files.
 
         ``"scores"`` and ``"kl"`` are against eta; ``"scores_by_tau"`` is against tau = eta N / p,
@@ -118,6 +121,8 @@ class Sweep:
 
         :param tau: eta = tau p / N is marked for each width; by default ``best_tau()``.
         """
+        from pyro_bdl.plots.temperature import temperature_curves
+
         tau = self.best_tau() if tau is None else tau
         titles = {column.key: column.title for column in self.columns}
         scores = {titles[key]: self._curves(key) for key in _SHOWN if key in titles}
