@@ -248,7 +248,7 @@ def _swag(program):
 
 def _ensemble(program):
     guide = bdl.guides.AutoEnsemble(program.model, size=2)
-    return _svi(program, guide, TemperedTraceMeanField_ELBO())
+    return _svi(program, guide, TemperedTraceMeanField_ELBO(num_particles=2))
 
 
 def _nuts(program, backend):

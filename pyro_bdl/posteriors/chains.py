@@ -86,6 +86,7 @@ def _nuts(problem: Problem, options: Options, progress: bool) -> Result:
         "num_warmup": options.warmup,
         "num_samples": options.draws,
         "max_tree_depth": options.max_tree_depth,
+        "target_accept": 0.9,  # small steps, since all others are judged by it
     }
     samples = mcmc.sample(
         problem.model, problem.x, problem.y, seed=options.seed, progress=progress, **settings

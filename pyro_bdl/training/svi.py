@@ -113,7 +113,8 @@ def train(
         :class:`Checkpoint`.
     :param every: write the checkpoint after every so many steps; by default once a minute. It is
         written after the last step too.
-    :param progress: description of the progress bar; None for no bar.
+    :param progress: description of the progress bar, which terminals and notebooks show; None for
+        no bar.
     :raises ValueError: for data that are not finite, targets outside their support, fewer than one
         step, or a minibatch for a program whose ``num_data`` is not N, which would give its log
         likelihood too little weight.
@@ -221,7 +222,8 @@ def collect_swag(
     :param momentum: SGD's momentum.
     :param temperature: eta, see :mod:`pyro_bdl.elbo`.
     :param batch_size: rows in each step; by default a tenth of all rows, at most 256.
-    :param progress: description of the progress bar; None for no bar.
+    :param progress: description of the progress bar, which terminals and notebooks show; None for
+        no bar.
     :raises ValueError: if a step diverges; the guide is then reset to its start and earlier
         snapshots are kept. Also for minibatches of a program that does not know N.
     """

@@ -304,7 +304,7 @@ def test_warnings_are_one_line(capsys, monkeypatch):
 
     parser = options_module.Parser()
     parser.set_defaults(run=run)
-    monkeypatch.setattr(options_module, "parser", lambda _: parser)
+    monkeypatch.setattr(options_module, "parser", lambda *_: parser)
     shown = warnings.showwarning
     assert cli.main([]) == 0
     assert capsys.readouterr().err == "pyro-bdl: warning: mind the gap\n"

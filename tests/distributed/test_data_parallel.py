@@ -187,7 +187,8 @@ def pyros_own(rank, size):
 @case
 def natural_gradients(rank, size):
     found = []
-    for make, elbo in ((IVON, TemperedTrace_ELBO()), (VOGN, GaussNewton_ELBO())):
+    observed = GaussNewton_ELBO(curvature="empirical-fisher")  # each rank draws its own targets
+    for make, elbo in ((IVON, TemperedTrace_ELBO()), (VOGN, observed)):
         for num_data in (N, None):
             torch.manual_seed(3 + rank)
             model = program(num_data)

@@ -3,6 +3,7 @@ far."""
 
 import itertools
 import math
+import sys
 
 import pytest
 import torch
@@ -101,6 +102,9 @@ def test_the_bar_waits_for_work_that_takes_long(conjugate, capsys, monkeypatch):
     training.train(conjugate.model, guide, conjugate.x, conjugate.y, **options)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr("tqdm.std.time", itertools.count().__next__)  # a second at each look
+    training.train(conjugate.model, guide, conjugate.x, conjugate.y, **options)
+    assert capsys.readouterr().err == ""  # no terminal
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     training.train(conjugate.model, guide, conjugate.x, conjugate.y, **options)
     assert "quick" in capsys.readouterr().err
 
