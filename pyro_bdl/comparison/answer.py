@@ -158,7 +158,7 @@ def _clearly_apart(a: Ranked, b: Ranked) -> bool:
 
 
 def _scale(reference: str, said: Sequence[str]) -> str:
-    """What 0 % is, if it has not been said."""
+    """A bracket that explains 0 %, unless an earlier sentence does."""
     told = any("0 %)" in text for text in said)
     return "" if told else f" ({reference}'s mean alone would give 0 %)"
 

@@ -128,7 +128,7 @@ class LinearizedData:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether no sum runs the program again; False before the first sum."""
+        """True if no sum runs the program again; False before the first sum."""
         return len(self._kept) == len(self.passes)
 
     def _parts(self, number: int, batches: Batches) -> Iterator[LinearizedBatch]:

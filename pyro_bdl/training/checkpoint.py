@@ -111,6 +111,7 @@ class Checkpoint:
         if tree is None:
             return 0
         self._check(tree)
+        _check_store(tree["store"])
         before = {name: copy.deepcopy(part.state()) for name, part in self._parts.items()}
         try:
             for name, part in self._parts.items():
@@ -232,26 +233,36 @@ def _store_state(modules: list[nn.Module]) -> dict[str, Any]:
     return result
 
 
+def _check_store(state: Mapping[str, Any]) -> None:
+    """Check that ``_load_store`` can load a state, before anything is changed.
+
+    :raises RuntimeError: for parameters of another program, or ones that cannot be made here.
+    """
+    store = pyro.get_param_store()
+    for name, entry in state.items():
+        if name not in store and entry["constraint"] is None:
+            raise RuntimeError(
+                f"Pyro's parameter '{name}' does not exist yet, and its constraint has "
+                "arguments: run the program once (guide(*args)) before the checkpoint is loaded"
+            )
+        theirs = entry["value"].shape
+        ours = store._params[name].shape if name in store else theirs
+        if ours != theirs:
+            raise RuntimeError(
+                f"Pyro's parameter '{name}' has shape {tuple(ours)}, in the checkpoint "
+                f"{tuple(theirs)}: it is of another program"
+            )
+
+
 @torch.no_grad()
 def _load_store(state: Mapping[str, Any]) -> None:
     store = pyro.get_param_store()
     for name, entry in state.items():
         value = entry["value"]
         if name not in store:
-            if entry["constraint"] is None:
-                raise RuntimeError(
-                    f"Pyro's parameter '{name}' does not exist yet, and its constraint has "
-                    "arguments: run the program once (guide(*args)) before the checkpoint is loaded"
-                )
             constraint = _named_constraints()[entry["constraint"]]
             store.setdefault(name, transform_to(constraint)(value), constraint)
-        present = store._params[name]
-        if present.shape != value.shape:
-            raise RuntimeError(
-                f"Pyro's parameter '{name}' has shape {tuple(present.shape)}, in the checkpoint "
-                f"{tuple(value.shape)}: it is of another program"
-            )
-        present.copy_(value)
+        store._params[name].copy_(value)
 
 
 # Random states

@@ -37,7 +37,7 @@ class Collapse(NamedTuple):
 
     @property
     def complete(self) -> bool:
-        """Whether q is close to the prior and its predictions hardly depend on the inputs."""
+        """True if q is close to the prior and its predictions hardly depend on the inputs."""
         return self.kl < _KL and self.variation < _VARIATION
 
 

@@ -89,7 +89,7 @@ class HeldOut:
 
     @property
     def done(self) -> bool:
-        """Whether every member went ``patience`` checks without a better value."""
+        """True if every member went ``patience`` checks without a better value."""
         if len(self.scores) <= self.patience:
             return False
         last = self.table.flip(0).argmax(0)  # checks since the best one

@@ -38,13 +38,7 @@ from pyro_bdl.guides import (
 from pyro_bdl.handlers import temper
 from pyro_bdl.optim import GaussNewton_ELBO
 
-
-@pytest.fixture(autouse=True)
-def _no_warnings():
-    """Fail if a program runs uncompiled, unless the test expects it."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", category=BdlWarning, message="CompiledELBO")
-        yield
+pytestmark = pytest.mark.usefixtures("compiled")
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,7 @@ from pyro_bdl.guides import (
 from pyro_bdl.handlers import temper
 from pyro_bdl.optim import IVON, InSVI
 
-
-@pytest.fixture(autouse=True)
-def _no_warnings():
-    """Fail if a program runs uncompiled, unless the test expects it."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", category=BdlWarning, message="CompiledELBO")
-        yield
+pytestmark = pytest.mark.usefixtures("compiled")
 
 
 # Randomness inside the program
@@ -314,7 +308,7 @@ def test_an_optimizer_that_asks_for_the_noise_later():
 
 
 def test_tensors_that_the_program_changes_in_place():
-    """Such as a running mean that it keeps in a closure."""
+    """A running mean that is kept in a closure, for example."""
     total = torch.zeros(())
 
     def make():

@@ -1,6 +1,5 @@
 """The linearized predictive: against Jacobians by autograd, closed forms, quadrature and draws."""
 
-import functools
 import warnings
 
 import pyro.distributions as dist
@@ -25,17 +24,6 @@ from pyro_bdl.predictive import linearized_component as module
 from pyro_bdl.program import Program
 
 pytestmark = pytest.mark.usefixtures("double")
-
-
-@pytest.fixture
-def full_covariance(covariance):
-    """The exact covariance of a Laplace guide in R^P."""
-
-    def compute(guide):
-        put = functools.partial(guide.subset.put, guide.loc * 0)
-        return put(put(covariance(guide)).mT.contiguous())
-
-    return compute
 
 
 # Exact

@@ -1,6 +1,5 @@
 """Densities and probabilities of the linearized predictive: closed forms, quadrature and draws."""
 
-import functools
 import math
 
 import numpy as np
@@ -22,17 +21,6 @@ from pyro_bdl.predictive.closed_forms import laplace_bridge, multiclass_probit, 
 from pyro_bdl.program import Program
 
 pytestmark = pytest.mark.usefixtures("double")
-
-
-@pytest.fixture
-def full_covariance(covariance):
-    """The exact covariance of a Laplace guide in R^P."""
-
-    def compute(guide):
-        put = functools.partial(guide.subset.put, guide.loc * 0)
-        return put(put(covariance(guide)).mT.contiguous())
-
-    return compute
 
 
 # Densities and probabilities

@@ -228,6 +228,22 @@ def test_another_run_is_refused_and_changes_nothing(tmp_path):
         Checkpoint(saved, rate=0.1)
 
 
+def test_pyros_parameters_of_another_program_are_refused(tmp_path):
+    def saved(**values):
+        pyro.clear_param_store()
+        for name, value in values.items():
+            pyro.param(name, value, constraint=dist.constraints.interval(0.0, 9.0))
+        return Checkpoint(tmp_path / "run")
+
+    saved(a=torch.ones(2), b=torch.ones(3)).save(1)
+    other = saved(a=torch.full((2,), 2.0), b=torch.ones(4))
+    with pytest.raises(RuntimeError, match=r"'b' has shape \(4,\), in the checkpoint \(3,\)"):
+        other.load()
+    assert (pyro.param("a") == 2.0).all()  # which came before it
+    with pytest.raises(RuntimeError, match="'b' does not exist yet, and its constraint has arg"):
+        saved(a=torch.ones(2)).load()
+
+
 def test_minibatches_of_other_data_are_refused():
     with pytest.raises(RuntimeError, match="of 10 rows of data, and these are 12"):
         Minibatches(12, 5).load_state_dict(Minibatches(10, 5).state_dict())

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.fft import next_fast_len
 
-# Of the warm-up: phase 1, the two windows of phase 2, the last step size; the rest is phase 3.
+# Shares of the warm-up: phase 1, the two windows of phase 2, the last step size. The rest is
+# phase 3.
 FRACTIONS = (0.2, 0.2, 0.3, 0.1)
 MOST_TRACED = 256  # numbers whose autocorrelation is measured
 _MEMORY = 150.0  # steps over which the energy error is averaged

@@ -60,7 +60,7 @@ def close(found, expected):
 
 @pytest.mark.parametrize("name", ["normal", "classes", "shared"])
 def test_solves_are_those_of_the_dense_matrix(name):
-    """Of any vectors, and of the perturbed objectives whose solutions the samples are."""
+    """Solves of any vectors, and of the perturbed objectives whose solutions the samples are."""
     full, guide = both(name)
     ours = guide.precision
     close(ours.samples, full.solve(ours._targets(range(8))))
