@@ -13,7 +13,7 @@ from pyro.poutine.runtime import _PYRO_STACK
 from torch import Tensor
 
 from pyro_bdl.elbo.finite_loss import check_value, guarded, left_to_caller, require_gradients
-from pyro_bdl.elbo.graph import Graph, Pair, agree, size_of
+from pyro_bdl.elbo.graph import Graph, Pair
 from pyro_bdl.elbo.tempered import (
     Temperature,
     TemperedTrace_ELBO,
@@ -24,8 +24,9 @@ from pyro_bdl.errors import BdlWarning
 from pyro_bdl.estimators.per_datum import active
 from pyro_bdl.tracing.arguments import Given, read
 from pyro_bdl.tracing.backends import BACKENDS
-from pyro_bdl.tracing.step import Outcome
+from pyro_bdl.tracing.step import Outcome, agree, size_of
 from pyro_bdl.tracing.trace import NotTraceable
+from pyro_bdl.utils.autograd import is_transformed
 from pyro_bdl.utils.memory import keep_freed_blocks
 from pyro_bdl.utils.side_effects import without_side_effects
 from pyro_bdl.utils.validation import check_temperature
@@ -179,7 +180,7 @@ class CompiledELBO(ELBO):
 
     def _take(self, pair: Pair) -> Tensor | Outcome:
         """Take a step; return the bound's loss, or the outcome of a graph."""
-        if not torch.is_grad_enabled() or _is_transformed():
+        if not torch.is_grad_enabled() or is_transformed():
             return self._plain(pair)
         try:
             given = read(pair.args, pair.kwargs)
@@ -345,12 +346,3 @@ class CompiledELBO(ELBO):
     def __getstate__(self) -> dict[str, Any]:
         """The state without graphs: copies begin without them."""
         return self.__dict__ | {"_graphs": {}}
-
-
-def _is_transformed() -> bool:
-    """Return whether the call is inside autocast, vmap or a trace."""
-    return (
-        torch._C._is_any_autocast_enabled()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack() > 0
-    )

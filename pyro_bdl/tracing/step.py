@@ -135,3 +135,16 @@ def trace_step(loss: Loss, examples: Sequence[Tensor], backend: str, *, readable
     places = {id(argument): number for number, argument in enumerate(arguments)}
     where = [places.get(id(leaf), leaf) for leaf in leaves]
     return Step(run, outside, constants, written, where, others, truths)
+
+
+def size_of(tensor: Tensor) -> Tensor:
+    """The norm of a tensor, to which errors are compared."""
+    return tensor.norm() if tensor.is_floating_point() else tensor.new_zeros(())
+
+
+def agree(a: Tensor, b: Tensor, size: Tensor) -> bool:
+    """Return whether two tensors agree to half of their digits, relative to ``size``."""
+    if not b.is_floating_point():
+        return torch.equal(a, b)
+    error = (a - b).norm()
+    return bool(error <= torch.finfo(b.dtype).eps ** 0.5 * size)

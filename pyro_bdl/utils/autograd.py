@@ -66,3 +66,12 @@ def _edges(value: Tensor, stop: Iterable[Tensor] = ()) -> Iterator[_Edge]:
 def _edge(tensor: Tensor) -> _Edge:
     edge = get_gradient_edge(tensor)
     return edge.node, edge.output_nr
+
+
+def is_transformed() -> bool:
+    """Return whether the call is inside autocast, vmap or a trace."""
+    return (
+        torch._C._is_any_autocast_enabled()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
