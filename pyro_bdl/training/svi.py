@@ -35,6 +35,7 @@ _ROWS_AT_ONCE = 4096
 _PARTICLES_AT_ONCE = 16
 _SHOWN_EVERY = 50
 _REFRESH = 0.5  # seconds
+_SWAG_RATES = tuple(first * 10.0**-power for power in range(8) for first in (1.0, 0.3))
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Training:
     :param held_out: the mean log likelihood of the rows held back, in nats, (checks, members); one
         member of a guide that is no ensemble. None without ``held_out``.
     :param best_steps: the step whose parameters each member has now, (members,).
+    :param learning_rate: the one that ``collect_swag`` found or was given.
     """
 
     losses: Tensor
@@ -54,6 +56,7 @@ class Training:
     interrupted: bool
     held_out: Tensor | None = None
     best_steps: Tensor | None = None
+    learning_rate: float | None = None
 
 
 def train(
@@ -188,7 +191,7 @@ def collect_swag(
     *,
     snapshots: int = 40,
     every: int | None = None,
-    learning_rate: float = 0.01,
+    learning_rate: float | None = None,
     final_learning_rate: float | None = None,
     momentum: float = 0.9,
     temperature: float = 1.0,
@@ -202,9 +205,10 @@ def collect_swag(
     ends the run with a warning and keeps the snapshots.
 
     The learning rate determines the width of the posterior. Under a Gaussian posterior -log p(u, y)
-    lies P / 2 above its minimum on average, so the rate is too high if N times the mean loss rises
-    further (Mandt, Hoffman & Blei 2017, section 3.2). A warning is given if it rises by more than
-    P. The default is often too high for convolutions, whose weights act on many positions.
+    lies P / 2 above its minimum on average (Mandt, Hoffman & Blei 2017, section 3.2). The default
+    is the largest of the rates 1, 0.3, 0.1, 0.03, ... at which N times the mean loss of the run
+    rises by no more than that: a run that rises further is ended, and begins anew at the next
+    rate. A warning is given if it rises by more than P at a rate that was given.
 
     With ``final_learning_rate`` the rate falls linearly in each cycle of c = ``every`` steps, and a
     snapshot is taken at the end of the cycle: a(i) = (1 - t) a_1 + t a_2, t = (1 + (i - 1) mod c) /
@@ -216,7 +220,7 @@ def collect_swag(
     :param y: ``(N, ...)``, their targets.
     :param snapshots: the number of new snapshots, at least 1.
     :param every: steps between snapshots; by default one pass over the data.
-    :param learning_rate: SGD's learning rate a_1 at the start of each cycle.
+    :param learning_rate: SGD's learning rate a_1 at the start of each cycle; None to find it.
     :param final_learning_rate: the learning rate a_2 at the end of each cycle; None for a constant
         rate.
     :param momentum: SGD's momentum.
@@ -224,15 +228,18 @@ def collect_swag(
     :param batch_size: rows in each step; by default a tenth of all rows, at most 256.
     :param progress: description of the progress bar, which terminals and notebooks show; None for
         no bar.
-    :raises ValueError: if a step diverges; the guide is then reset to its start and earlier
-        snapshots are kept. Also for minibatches of a program that does not know N.
+    :raises ValueError: if a step diverges at a rate that was given, or at all rates; the guide is
+        then reset to its start and earlier snapshots are kept. Also for minibatches of a program
+        that does not know N, and for a final rate without a first one.
     """
     if not isinstance(guide, AutoSWAG | AutoMultiSWAG):
         raise TypeError(f"collect_swag needs an AutoSWAG guide, got {type(guide).__name__}")
     snapshots = whole_number(snapshots, "snapshots")
     every = None if every is None else whole_number(every, "every")
-    if not learning_rate > 0 or not (final_learning_rate is None or final_learning_rate > 0):
+    if any(rate is not None and not rate > 0 for rate in (learning_rate, final_learning_rate)):
         raise ValueError("learning rates must be positive")
+    if learning_rate is None and final_learning_rate is not None:
+        raise ValueError("final_learning_rate needs learning_rate, the rate that it falls from")
     count = _count(x=x, y=y)
     check_finite(model, (x, y), {})
     tenth = min(_BATCH, max(1, count // 10))
@@ -245,36 +252,62 @@ def collect_swag(
     pair: Any = elbo(model, guide)
     parameters = list(guide.parameters())
     before = [parameter.detach().clone() for parameter in parameters]
-    optimizer = torch.optim.SGD(parameters, lr=learning_rate, momentum=momentum)
+    taken_before = {name: v.clone() for name, v in guide.snapshots.state_dict().items()}
 
     def objective(*args: Any) -> Tensor:  # a sum over the members, which share no parameters
         return pair(*args) * members / count
 
-    def rate(step: int) -> None:
-        if final_learning_rate is not None:
-            t = (1 + step % every) / every
-            optimizer.param_groups[0]["lr"] = (1 - t) * learning_rate + t * final_learning_rate
+    def begin_again() -> None:
+        with torch.no_grad():
+            for parameter, value in zip(parameters, before, strict=True):
+                parameter.copy_(value)
+        guide.snapshots.load_state_dict(taken_before)
 
-    def after(step: int) -> None:
-        if step % every == 0:
-            try:
-                guide.collect()
-            except ValueError as error:
-                with torch.no_grad():
-                    for parameter, value in zip(parameters, before, strict=True):
-                        parameter.copy_(value)
-                raise ValueError(
-                    f"SGD diverged within {step} steps at learning_rate={learning_rate}: lower it; "
-                    f"the guide is back where it started, the {int(guide.snapshots.count)} "
-                    "snapshots from before are kept"
-                ) from error
-        rate(step)
-
-    rate(0)
     start = _mean_loss(objective, x, y, size)
-    losses, interrupted = _Descent(objective, optimizer, x, y, size, after=after).run(
-        range(steps), steps, progress
-    )
+    expected = 0.5 * temperature * guide.require_layout().size
+
+    def run_at(rate: float) -> tuple[Tensor, bool]:
+        optimizer = torch.optim.SGD(parameters, lr=rate, momentum=momentum)
+        risen = 0.0  # the sum of the losses above the start, in nats per member
+
+        def at_step(step: int) -> None:
+            if final_learning_rate is not None:
+                t = (1 + step % every) / every
+                optimizer.param_groups[0]["lr"] = (1 - t) * rate + t * final_learning_rate
+
+        def after(step: int) -> None:
+            nonlocal risen
+            if step % every == 0:
+                try:
+                    guide.collect()
+                except ValueError as error:
+                    raise _TooHigh(f"diverged within {step} steps") from error
+                recent = torch.stack(descent.losses.values[-every:]).double().sum().item()
+                risen += (recent - every * start) * count / members
+                if learning_rate is None and not risen <= steps * expected:
+                    raise _TooHigh(f"left the maximum within {step} steps")
+            at_step(step)
+
+        descent = _Descent(objective, optimizer, x, y, size, after=after)
+        at_step(0)
+        with warnings.catch_warnings():
+            if learning_rate is None:  # of a rate that is tried
+                warnings.filterwarnings("ignore", "Encountered NaN", UserWarning)
+            return descent.run(range(steps), steps, progress)
+
+    rates = list(_SWAG_RATES if learning_rate is None else (learning_rate,))
+    while True:
+        rate = rates.pop(0)
+        try:
+            losses, interrupted = run_at(rate)
+            break
+        except _TooHigh as error:
+            begin_again()
+            if not rates:
+                raise ValueError(
+                    f"SGD {error} at learning_rate={rate:g}: lower it; the guide is back where it "
+                    f"started, the {int(guide.snapshots.count)} snapshots from before are kept"
+                ) from error
     if interrupted:
         warnings.warn(
             f"interrupted after {len(losses)} of {steps} steps: the guide keeps its "
@@ -282,18 +315,21 @@ def collect_swag(
             BdlWarning,
             stacklevel=2,
         )
-        return Training(losses, size, interrupted)
+        return Training(losses, size, interrupted, learning_rate=rate)
     rise = (losses[steps // 2 :].mean().item() - start) * count / members
-    expected = 0.5 * temperature * len(guide.location())
-    if rise > 2.0 * expected:
+    if learning_rate is not None and rise > 2.0 * expected:
         warnings.warn(
             f"the loss rose by {rise:.0f} nats while the snapshots were taken, where a Gaussian "
-            f"posterior explains {expected:.0f}: learning_rate={learning_rate} makes the posterior "
+            f"posterior explains {expected:.0f}: learning_rate={rate} makes the posterior "
             "too wide, lower it",
             BdlWarning,
             stacklevel=2,
         )
-    return Training(losses, size, interrupted)
+    return Training(losses, size, interrupted, learning_rate=rate)
+
+
+class _TooHigh(Exception):
+    """A learning rate at which the loss rises too far."""
 
 
 @torch.no_grad()
