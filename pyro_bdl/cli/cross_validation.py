@@ -26,9 +26,7 @@ NOTE = (
 )
 
 
-def splits(
-    repeats: int, scores: Callable[[int], Iterable[Scores]]
-) -> tuple[list[Scores], bool]:
+def splits(repeats: int, scores: Callable[[int], Iterable[Scores]]) -> tuple[list[Scores], bool]:
     """The scores of each split, and whether Ctrl-C ended them early.
 
     :param scores: ``scores(repeat)`` fits all posteriors to the folds of a repeat, and yields the

@@ -275,9 +275,7 @@ def _validated(
     return Further(heading, rows, shown, cross_validation.NOTE)
 
 
-def _fit_folds(
-    names: list[str], problems: list[Problem], options: Options
-) -> dict[str, list[Fit]]:
+def _fit_folds(names: list[str], problems: list[Problem], options: Options) -> dict[str, list[Fit]]:
     """The fits of each posterior to all folds; a failure leaves the posterior out.
 
     :raises KeyboardInterrupt: for Ctrl-C, also where a fit ended early and kept what it had.
@@ -285,9 +283,7 @@ def _fit_folds(
     fits: dict[str, list[Fit]] = {}
     for name in names:
         try:
-            fits[name] = posteriors.fit_together(
-                name, problems, options, progress=not hidden(None)
-            )
+            fits[name] = posteriors.fit_together(name, problems, options, progress=not hidden(None))
         except MemoryError as error:
             say(f"{name} is left out of the splits: {error}")
         except Exception as error:  # one posterior's failure must not lose the others
