@@ -87,6 +87,12 @@ def test_dropout_says_its_rates(name):
     assert (found.settings["p of 2.weight"] == "0.1") == (name == "mc-dropout")
 
 
+def test_the_friction_is_critical_for_the_priors_directions():
+    settings = fitted("sghmc")[1].settings
+    step = float(settings["step_size"])
+    assert float(settings["friction"]) == pytest.approx(min(0.02, step**0.5), rel=0.01)
+
+
 def test_one_function_adds_a_posterior(registry, problem):
     @posteriors.register("mine", title="mine", description="what a user adds")
     def _mine(problem, options, progress):

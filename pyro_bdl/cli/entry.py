@@ -7,7 +7,7 @@ import shutil
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -240,29 +240,30 @@ def _validated(
     hidden_units = command.hidden(options.hidden)
     activation = command.ACTIVATIONS[options.activation]
 
-    def score(repeat: int, fold: int) -> dict[str, dict[str, float]]:
-        data = command.load(options, fold=(fold, options.folds), repeat=repeat).to(device)
-        model, _ = program(
-            data, hidden_units, activation, noise=options.noise, gain=command.gain(options)
-        )
-        model = model.to(device)
-        problem = Problem(model, data.x_train, data.y_train)
-        fits, _ = _fit_all(names, problem, settings, still=True)
-        found = compare(
-            model,
-            {fit.name: fit.posterior for fit in fits},
-            data.x_test,
-            data.y_test,
-            reference=None,
-            target_scale=data.y_sd,
-            target_shift=data.y_mean,
-            seed=options.seed,
-        )
-        if not options.quiet:
-            print(f"  split {repeat * options.folds + fold + 1}", flush=True)
-        return {row["posterior"]: row for row in found.rows}
+    def scores(repeat: int) -> Iterator[dict[str, dict[str, float]]]:
+        parts, problems = [], []
+        for fold in range(options.folds):
+            data = command.load(options, fold=(fold, options.folds), repeat=repeat).to(device)
+            model, _ = program(
+                data, hidden_units, activation, noise=options.noise, gain=command.gain(options)
+            )
+            parts.append(data)
+            problems.append(Problem(model.to(device), data.x_train, data.y_train))
+        fits = _fit_folds(names, problems, settings)
+        for fold, (data, problem) in enumerate(zip(parts, problems, strict=True)):
+            found = compare(
+                problem.model,
+                {name: of_folds[fold].posterior for name, of_folds in fits.items()},
+                data.x_test,
+                data.y_test,
+                reference=None,
+                target_scale=data.y_sd,
+                target_shift=data.y_mean,
+                seed=options.seed,
+            )
+            yield {row["posterior"]: row for row in found.rows}
 
-    found, interrupted = cross_validation.splits(options.folds, options.repeats, score)
+    found, interrupted = cross_validation.splits(options.repeats, scores)
     if interrupted:
         say(f"interrupted: {len(found)} splits were scored")
     if len(found) < 2:
@@ -272,6 +273,25 @@ def _validated(
         print(f"\nOver {len(found)} splits:\n\n{to_text(rows, shown)}")
     heading = f"Scores over {len(found)} splits"
     return Further(heading, rows, shown, cross_validation.NOTE)
+
+
+def _fit_folds(names: list[str], problems: list[Problem], options: Options) -> dict[str, list[Fit]]:
+    """The fits of each posterior to all folds; a failure leaves the posterior out.
+
+    :raises KeyboardInterrupt: for Ctrl-C, also where a fit ended early and kept what it had.
+    """
+    fits: dict[str, list[Fit]] = {}
+    for name in names:
+        try:
+            fits[name] = posteriors.fit_together(name, problems, options, progress=not hidden(None))
+        except MemoryError as error:
+            say(f"{name} is left out of the splits: {error}")
+        except Exception as error:  # one posterior's failure must not lose the others
+            say(f"{name} could not be fitted to the splits: {type(error).__name__}: {error}")
+        else:
+            if any(each.interrupted for each in fits[name]):
+                raise KeyboardInterrupt
+    return fits
 
 
 def _seconds_per_draw(model: nn.Module, fit: Fit, data: Dataset) -> float | None:

@@ -156,7 +156,6 @@ def compare(
             reference=None if reference is None else own[reference],
             floor=floor_row,
             points=data.rows,
-            doubtful=bool(warned),
         )
         for name in found
     }

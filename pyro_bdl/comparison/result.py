@@ -83,7 +83,7 @@ class Comparison:
         return pd.DataFrame(self.rows).set_index("posterior")
 
     def to_text(self, width: int | None = _WIDTH, *, details: bool = False) -> str:
-        """Summary, table, verdicts, notes and warnings.
+        """Summary, warnings, table, verdicts and notes.
 
         :param width: the largest number of characters in a line. Wider groups of columns are
             printed below each other, and sentences are wrapped; None for one wide table.
@@ -101,10 +101,14 @@ class Comparison:
         ]
         columns = [*self.columns, *(self.details if details else ())]
         blocks = [to_text(self.rows, block) for block in self._blocks(columns, width)]
-        said = [*self.notes, *(f"Warning: {text}" for text in self.warnings)]
-        warned = [textwrap.fill(text, width or 10**6) for text in said]
-        summary = [textwrap.fill(self.summary, width or 10**6)] if self.summary else []
-        return "\n\n".join([*summary, *blocks, "\n".join(verdicts), *warned])
+
+        def wrapped(texts: Sequence[str]) -> list[str]:
+            return [textwrap.fill(text, width or 10**6) for text in texts]
+
+        above = [self.summary] if self.summary else []
+        above += [f"Warning: {text}" for text in self.warnings]
+        parts = [*wrapped(above), *blocks, "\n".join(verdicts), *wrapped(self.notes)]
+        return "\n\n".join(parts)
 
     def report(
         self,

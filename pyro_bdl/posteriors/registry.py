@@ -13,7 +13,7 @@ from pyro_bdl import evidence
 from pyro_bdl.comparison.costs import Costs, peak_memory, wait_for
 from pyro_bdl.guides import LaplaceGuide
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.training.svi import estimate_elbo, train
+from pyro_bdl.training.svi import Training, estimate_elbo, train
 from pyro_bdl.utils.random_state import process_seeded
 
 
@@ -29,6 +29,10 @@ class Problem:
     model: nn.Module
     x: Tensor
     y: Tensor
+
+    def train(self, guide: Guide, *, progress: str | None, **settings: Any) -> Training:
+        """Train a guide of the program on the data; see ``training.train``."""
+        return train(self.model, guide, self.x, self.y, progress=progress, **settings)
 
 
 @dataclass(frozen=True)
@@ -215,7 +219,7 @@ def trained(
 ) -> Result:
     """Train a guide by SVI; the settings are those of ``training.train``."""
     settings["steps"] = options.steps or settings["steps"]
-    run = train(problem.model, guide, problem.x, problem.y, progress=label, **settings)
+    run = problem.train(guide, progress=label, **settings)
     told = {
         key: value if isinstance(value, int | float | str) else type(value).__name__
         for key, value in settings.items()
