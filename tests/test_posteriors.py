@@ -9,7 +9,8 @@ import pytest
 import torch
 from pyro.nn import PyroParam
 
-from pyro_bdl import Samples, bayesianize, evidence, models, posteriors, priors
+import pyro_bdl as bdl
+from pyro_bdl import Samples, bayesianize, evidence, load_posterior, models, posteriors, priors
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides import LaplaceGuide
 from pyro_bdl.posteriors import Options, Problem, Result
@@ -65,6 +66,20 @@ def test_each_fits_and_can_be_repeated(entry):
         assert first.elbo == again.elbo and first.log_evidence == again.log_evidence
         assert (first.elbo is not None) == first.posterior.has_density
         assert (first.log_evidence is not None) == isinstance(first.posterior, LaplaceGuide)
+
+
+@pytest.mark.parametrize("entry", posteriors.entries(), ids=lambda entry: entry.name)
+def test_each_is_the_same_from_its_file(entry, tmp_path):
+    """The program of its own, such as one with a learned prior, is made again from the problem."""
+    problem, found = fitted(entry.name)
+    path = found.posterior.save(tmp_path / "posterior.safetensors")
+    read = load_posterior(path, entry.program(line()))
+    assert type(read) is type(found.posterior)
+    draws = []
+    for posterior in (found.posterior, read):
+        torch.manual_seed(3)
+        draws.append(bdl.Predictive(problem.model, posterior, 4)(problem.x)["f"])
+    assert torch.equal(*draws)
 
 
 def test_tempering_narrows_the_posterior(problem):

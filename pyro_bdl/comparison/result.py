@@ -3,7 +3,7 @@
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +70,17 @@ class Comparison:
             f"<Comparison of {len(self.evaluations)} posteriors at {len(self.y)} test points, "
             f"{self.task}{against}; print it for the table>"
         )
+
+    def with_failures(self, reasons: Mapping[str, str]) -> "Comparison":
+        """The same table with a row for each posterior that is not there, whose verdict says why.
+
+        :param reasons: name to reason.
+        """
+        added = [{"posterior": name} for name in reasons]
+        floor = [row for row in self.rows if row["posterior"] not in self.evaluations]
+        rows = [row for row in self.rows if row["posterior"] in self.evaluations]
+        verdicts = {**self.verdicts, **reasons}
+        return replace(self, rows=(*rows, *added, *floor), verdicts=verdicts)
 
     @property
     def summary(self) -> str:

@@ -3,7 +3,7 @@
 import difflib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -110,6 +110,11 @@ class Fit:
 
 
 FitFunction = Callable[[Problem, Options, bool], Result]
+ProgramFunction = Callable[[Problem], nn.Module]
+
+
+def _given_program(problem: Problem) -> nn.Module:
+    return problem.model
 
 
 @dataclass(frozen=True)
@@ -121,13 +126,19 @@ class Entry:
     description: str
     function: FitFunction
     default: bool = False
+    program: ProgramFunction = _given_program
 
 
 _registry: dict[str, Entry] = {}
 
 
 def register(
-    name: str, *, title: str, description: str, default: bool = False
+    name: str,
+    *,
+    title: str,
+    description: str,
+    default: bool = False,
+    program: ProgramFunction = _given_program,
 ) -> Callable[[FitFunction], FitFunction]:
     """Decorate ``function(problem, options, progress) -> Result`` to make it known by ``name``.
 
@@ -136,13 +147,15 @@ def register(
     :param description: one sentence for help texts.
     :param default: whether ``pyro-bdl compare`` fits it by default. The default posteriors are one
         of each kind, and take about two minutes together on the default data.
+    :param program: makes the program of the posterior from the problem, if it is another one than
+        the problem's, for example with a learned prior. The function gets a problem with it.
     :raises ValueError: if the name is taken.
     """
     if name in _registry:
         raise ValueError(f"a posterior named {name!r} is registered already")
 
     def keep(function: FitFunction) -> FitFunction:
-        _registry[name] = Entry(name, title, description, function, default)
+        _registry[name] = Entry(name, title, description, function, default, program)
         return function
 
     return keep
@@ -181,7 +194,8 @@ def fit(
     with process_seeded(options.seed, device):
         started = time.perf_counter()
         with peak_memory(device) as peak:
-            result = entry.function(problem, options, progress)
+            own = replace(problem, model=entry.program(problem))
+            result = entry.function(own, options, progress)
         wait_for(problem.x)
         seconds, interrupted = time.perf_counter() - started, result.interrupted
         elbo = log_evidence = None
