@@ -14,6 +14,7 @@ from pyro_bdl.tracing.arguments import Given
 from pyro_bdl.tracing.guards import Guards, Snapshot
 from pyro_bdl.tracing.step import Step, trace_step
 from pyro_bdl.tracing.trace import NotTraceable
+from pyro_bdl.utils.autocast import rounding
 from pyro_bdl.utils.module_state import as_written, modules_of
 from pyro_bdl.utils.side_effects import without_side_effects
 
@@ -108,8 +109,9 @@ def size_of(tensor: Tensor) -> Tensor:
 
 
 def agree(a: Tensor, b: Tensor, size: Tensor) -> bool:
-    """Return whether two tensors agree to half of their digits, relative to ``size``."""
+    """Return whether two tensors agree to half of their digits, relative to ``size``; under
+    autocast, to half of the digits that are computed with."""
     if not b.is_floating_point():
         return torch.equal(a, b)
     error = (a - b).norm()
-    return bool(error <= torch.finfo(b.dtype).eps ** 0.5 * size)
+    return bool(error <= max(torch.finfo(b.dtype).eps, rounding()) ** 0.5 * size)
