@@ -33,6 +33,7 @@ from pyro_bdl.program.checkpointing import kept_for_recomputation
 from pyro_bdl.program.enumeration import Enumeration, is_enumerable
 from pyro_bdl.program.network_sites import OWNER_KEY
 from pyro_bdl.program.summed_out import SummedOut, sum_out
+from pyro_bdl.utils.autocast import uncast
 
 RENAME = "give each its own name (two networks in one program: bayesianize(net, prior, name=...))"
 _THREADS = (
@@ -57,7 +58,8 @@ class Site(NamedTuple):
 
     def log_prob(self) -> Tensor:
         """log p(value) in nats, scaled and masked, with the distribution's batch shape."""
-        return scale_and_mask(self.distribution.log_prob(self.value), self.scale, self.mask)
+        density = uncast(self.distribution.log_prob(self.value))
+        return scale_and_mask(density, self.scale, self.mask)
 
     def batch_log_prob(self) -> Tensor:
         """The sum of log p(value) over the batch's own data, each once: tempered and masked, not
@@ -66,7 +68,7 @@ class Site(NamedTuple):
 
     def unscaled_log_prob(self) -> Tensor:
         """log p(value) in nats per datum: masked, not scaled."""
-        return scale_and_mask(self.distribution.log_prob(self.value), 1.0, self.mask)
+        return scale_and_mask(uncast(self.distribution.log_prob(self.value)), 1.0, self.mask)
 
 
 @dataclass
