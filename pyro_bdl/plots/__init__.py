@@ -14,10 +14,10 @@ from pyro_bdl.plots.convergence import convergence
 from pyro_bdl.plots.cost import cost_against_quality
 from pyro_bdl.plots.function_space import function_space
 from pyro_bdl.plots.intervals import chosen_points, forest, intervals, point_name
-from pyro_bdl.plots.maps import sd_ratio, sd_ratio_maps
+from pyro_bdl.plots.maps import probability_maps, sd_ratio, sd_ratio_maps
 from pyro_bdl.plots.pairs import pairs
 from pyro_bdl.plots.simulations import rank_histograms
-from pyro_bdl.plots.style import styles
+from pyro_bdl.plots.style import styles, use_style
 from pyro_bdl.plots.temperature import temperature_curves
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "pit_histogram",
     "point_name",
     "predictive_bands",
+    "probability_maps",
     "rank_counts",
     "rank_histograms",
     "ranks",
@@ -41,4 +42,5 @@ __all__ = [
     "styles",
     "temperature_curves",
     "trace",
+    "use_style",
 ]

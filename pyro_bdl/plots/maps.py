@@ -1,20 +1,24 @@
-"""Maps over two inputs of the sd relative to the reference: overconfidence and underconfidence."""
+"""Maps over two inputs: probabilities of a class, and the sd relative to the reference."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import LogNorm
+from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 from torch import Tensor
 
 from pyro_bdl.plots.style import (
+    COLORS,
     INK,
     SMALL,
     SOFT,
     TEXT,
+    WHITE,
     array,
     check_posteriors,
     panels,
@@ -24,6 +28,9 @@ from pyro_bdl.plots.style import (
 
 _LIMIT = 4.0
 _TICKS = (0.25, 0.5, 1.0, 2.0, 4.0)
+_LEVELS = (0.1, 0.5, 0.9)
+_POINTS = (COLORS[0], COLORS[1])  # of the classes 0 and 1
+_CLASSES = LinearSegmentedColormap.from_list("classes", (COLORS[0], WHITE, COLORS[1]), N=20)
 
 
 def sd_ratio(draws: Tensor, reference: Tensor) -> np.ndarray:
@@ -85,7 +92,7 @@ def sd_ratio_maps(
     colors = matplotlib.colormaps["RdBu"].with_extremes(bad="#d0d4da")
     figure, axes = panels(len(shown), height=2.1, columns=2, sharex=True, sharey=True)
     drawn: ScalarMappable
-    for place, (axis, name) in enumerate(zip(axes, shown, strict=True)):
+    for axis, name in zip(axes, shown, strict=True):
         ratio = sd_ratio(draws[name], draws[reference])
         # A log scale would drop zeros, so they are clipped to its lower end.
         ratio = np.where(ratio == 0, np.finfo(float).tiny, ratio)
@@ -117,19 +124,95 @@ def sd_ratio_maps(
                 zorder=3 if over else 0,
             )
         title(axis, name, look[name])
+    label = f"sd over that of {reference}"
+    _finish(figure, axes, drawn, labels, _TICKS, label, extend="both")
+    return figure
+
+
+def probability_maps(
+    x: Tensor,
+    probabilities: Mapping[str, Tensor],
+    *,
+    x_train: Tensor | None = None,
+    y_train: Tensor | None = None,
+    reference: str | None = None,
+    labels: Sequence[str] = ("first input", "second input"),
+) -> Figure:
+    """The probability of class 1 over two inputs, a map for each posterior.
+
+    Lines are drawn where it is 0.1, 0.5 (thick) and 0.9.
+
+    :param x: ``(N, 2)``, inputs that fill a rectangular grid, in any order.
+    :param probabilities: ``(N,)`` for each posterior, between 0 and 1.
+    :param x_train: ``(M, 2)``, training inputs.
+    :param y_train: ``(M,)``, their classes 0 and 1; None shows all alike.
+    :param reference: name of the posterior that others are compared with; drawn last.
+    :param labels: names of the two inputs.
+    :raises ValueError: for no posterior, a reference that is not among them, inputs that do not
+        fill a grid, or probabilities that do not fit them.
+    """
+    check_posteriors(probabilities, reference)
+    if x.dim() != 2 or x.shape[1] != 2:
+        raise ValueError(f"x must have shape (N, 2), but has {tuple(x.shape)}")
+    points = array(x)
+    look = styles(probabilities, reference)
+    shown = [name for name in probabilities if name != reference]
+    shown += [] if reference is None else [reference]
+    figure, axes = panels(len(shown), height=2.1, columns=2, sharex=True, sharey=True)
+    drawn: ScalarMappable
+    for axis, name in zip(axes, shown, strict=True):
+        values = array(probabilities[name])
+        if values.shape != (len(points),) or not ((values >= 0) & (values <= 1)).all():
+            raise ValueError(
+                f"probabilities[{name!r}] must have shape ({len(points)},), a number between 0 and "
+                f"1 for each row of x, but has {tuple(values.shape)}"
+            )
+        grid = _grid(points, values)
+        if grid is None:
+            raise ValueError("x must fill a rectangular grid, as torch.cartesian_prod makes it")
+        drawn = axis.pcolormesh(
+            *grid, vmin=0, vmax=1, cmap=_CLASSES, shading="nearest", rasterized=True
+        )
+        axis.contour(*grid, levels=_LEVELS, colors=INK, linewidths=(0.7, 1.6, 0.7))
+        if x_train is not None:
+            classes = np.zeros(len(x_train)) if y_train is None else array(y_train)
+            for place, value in enumerate(np.unique(classes)):
+                axis.plot(
+                    *array(x_train)[classes == value].T,
+                    "os"[place % 2],
+                    color=_POINTS[place % 2],
+                    markersize=5,
+                    markeredgecolor=WHITE,
+                    markeredgewidth=0.8,
+                )
+        title(axis, name, look[name])
+    _finish(figure, axes, drawn, labels, (0, 0.25, 0.5, 0.75, 1), "probability of class 1")
+    return figure
+
+
+def _finish(
+    figure: Figure,
+    axes: Sequence[Axes],
+    drawn: ScalarMappable,
+    labels: Sequence[str],
+    ticks: Sequence[float],
+    text: str,
+    **options: Any,
+) -> None:
+    """Name the inputs, and add the bar of colors below the maps."""
+    for place, axis in enumerate(axes):
         axis.grid(visible=False)
         if place % 2 == 0:
             axis.set_ylabel(labels[1])
     for axis in axes[-2:]:
         axis.set_xlabel(labels[0])
     bar = figure.colorbar(
-        drawn, ax=axes, location="bottom", extend="both", aspect=35, shrink=0.9, ticks=_TICKS
+        drawn, ax=axes, location="bottom", aspect=35, shrink=0.9, ticks=ticks, **options
     )
     bar.ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     bar.ax.xaxis.set_minor_locator(NullLocator())
     bar.ax.tick_params(labelsize=SMALL, colors=INK)
-    bar.set_label(f"sd over that of {reference}", fontsize=TEXT, color=INK)
-    return figure
+    bar.set_label(text, fontsize=TEXT, color=INK)
 
 
 def _variance(draws: Tensor) -> np.ndarray:

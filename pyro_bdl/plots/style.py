@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import matplotlib
 import numpy as np
+from cycler import cycler
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
@@ -52,6 +53,28 @@ _STYLE = {
     "xtick.labelsize": SMALL,
     "ytick.labelsize": SMALL,
 }
+
+
+def use_style() -> None:
+    """Give matplotlib's own figures the fonts, colors and width of the figures of this module.
+
+    It sets ``matplotlib.rcParams``, for the notebook or script that calls it; the figures of this
+    module look like this without it.
+    """
+    matplotlib.rcParams.update(
+        {
+            **_STYLE,
+            "axes.prop_cycle": cycler(color=COLORS),
+            "axes.titlelocation": "left",
+            "axes.titlesize": TEXT,
+            "axes.titleweight": "bold",
+            "figure.constrained_layout.use": True,
+            "figure.dpi": 90,
+            "figure.facecolor": WHITE,
+            "figure.figsize": (WIDTH, 3.0),
+            "image.cmap": "gray",
+        }
+    )
 
 
 def styles(names: Iterable[str], reference: str | None = None) -> dict[str, dict[str, Any]]:

@@ -31,6 +31,12 @@ def _figures(make):
         ),
         "pit_histogram": plots.pit_histogram(draws, y, **known),
         "sd_ratio_maps": plots.sd_ratio_maps(torch.stack([x, y], 1), draws, **known),
+        "probability_maps": plots.probability_maps(
+            torch.cartesian_prod(torch.arange(4.0), torch.arange(2.0)).to(x),
+            {"map": (y > 0).to(x)},
+            x_train=torch.stack([x, y], 1),
+            y_train=(y > 0),
+        ),
         "forest": plots.forest(draws, **known),
         "intervals": plots.intervals(scalars, **known),
         "pairs": plots.pairs(scalars, **known),

@@ -1,4 +1,4 @@
-"""Ratios of sds over two inputs."""
+"""Probabilities, and ratios of sds, over two inputs."""
 
 import numpy as np
 import pytest
@@ -69,3 +69,34 @@ def test_bad_input_of_maps(known):
         plots.sd_ratio_maps(X, {"nuts": known["nuts"]}, reference="nuts")
     with pytest.raises(ValueError, match="at the same points"):
         plots.sd_ratio(torch.zeros(4, 3), torch.zeros(4, 2))
+
+
+def test_probabilities_are_at_their_place():
+    """The reference comes last; each class has its marker."""
+    order = torch.randperm(12)
+    shown = {"nuts": torch.full((12,), 0.5), "map": torch.arange(12.0) / 11}
+    figure = plots.probability_maps(
+        X[order],
+        {name: values[order] for name, values in shown.items()},
+        x_train=X[:5],
+        y_train=torch.tensor([0, 1, 1, 0, 1]),
+        reference="nuts",
+    )
+    first, second = figure.axes[:2]
+    assert [axis.get_title(loc="left") for axis in (first, second)] == ["map", "nuts"]
+    expected = (np.arange(12) / 11).reshape(4, 3).T
+    np.testing.assert_allclose(first.collections[0].get_array(), expected)
+    assert [len(line.get_xdata()) for line in first.lines[:2]] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("x", "p", "match"),
+    [
+        (X, torch.rand(12, 1), "must have shape"),
+        (X, 2 * torch.ones(12), "between 0 and 1"),
+        (X + torch.rand(12, 2), torch.rand(12), "rectangular grid"),
+    ],
+)
+def test_what_is_no_map_of_probabilities_is_said(x, p, match):
+    with pytest.raises(ValueError, match=match):
+        plots.probability_maps(x, {"map": p})
