@@ -10,6 +10,7 @@ from torch import Tensor
 from pyro_bdl.tracing.guards import Guards, Snapshot
 from pyro_bdl.tracing.step import Outcome, Step, agree, size_of, trace_step
 from pyro_bdl.tracing.trace import NotTraceable
+from pyro_bdl.utils.autocast import castings
 from pyro_bdl.utils.autograd import is_transformed
 from pyro_bdl.utils.module_state import as_written, modules_of
 from pyro_bdl.utils.side_effects import without_side_effects
@@ -50,7 +51,8 @@ class CompiledDensity:
 
     def __call__(self, vector: Tensor) -> Tensor:
         """The value at a vector, to be differentiated once."""
-        if self.refused is not None or not torch.is_grad_enabled() or is_transformed():
+        elsewhere = is_transformed() or bool(castings())
+        if self.refused is not None or not torch.is_grad_enabled() or elsewhere:
             return self.function(vector)
         if self._step is None or self._guards.broken() is not None:
             self._trace(vector)

@@ -92,9 +92,5 @@ def _edge(tensor: Tensor) -> _Edge:
 
 
 def is_transformed() -> bool:
-    """Return whether the call is inside autocast, vmap or a trace."""
-    return (
-        torch._C._is_any_autocast_enabled()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack() > 0
-    )
+    """Return whether the call is inside vmap or a trace."""
+    return torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0

@@ -184,11 +184,20 @@ def test_a_damaged_list_of_settings_is_said(run, tmp_path):
     assert code == 2 and "run.json' is damaged" in err
 
 
-def test_the_splits_of_folds_are_kept_too(run, fitted, tmp_path):
-    assert run("--folds", "2", guides="map")[0] == 0 and fitted == ["map"] * 3
+def test_the_splits_of_folds_are_kept_too(run, fitted, tmp_path, monkeypatch):
+    together, calls = posteriors.fit_together, []
+
+    def counted(name, problems, *args, **options):
+        calls.append((name, len(problems)))
+        return together(name, problems, *args, **options)
+
+    monkeypatch.setattr(posteriors, "fit_together", counted)
+    assert run("--folds", "2", guides="map")[0] == 0
+    assert fitted == ["map"] and calls == [("map", 2)]
     names = sorted(path.name for path in (tmp_path / "out" / "posteriors").iterdir())
     assert "split-1-1-of-2" in names and "split-1-2-of-2" in names
-    assert run("--folds", "2", guides="map")[0] == 0 and fitted == ["map"] * 3
+    assert run("--folds", "2", guides="map")[0] == 0
+    assert fitted == ["map"] and calls == [("map", 2)]
 
 
 def test_results_go_to_another_folder_if_asked(run, tmp_path):
