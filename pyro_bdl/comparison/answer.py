@@ -142,8 +142,11 @@ def _by_score(ranking: Ranking) -> list[str]:
         quick = min(times, key=lambda row: row.seconds or 0.0)
         said.append(f"{quick.posterior} is the fastest of them ({quick.seconds:.2g} s).")
     if worse:
+        best = ranking.rows[0].distance
+        gaps = [row.distance - best for row in ranking.rows if row.group == WORSE]
+        verb = "predicts" if len(worse) == 1 else "predict"
         said.append(
-            f"{listed(worse, _MOST_NAMES)} {'predicts' if len(worse) == 1 else 'predict'} worse."
+            f"{listed(worse, _MOST_NAMES)} {verb} worse, by {_range(gaps)} nats per datum."
         )
     said.append("Without a reference it is not known how near they are to the posterior.")
     return said
