@@ -145,9 +145,7 @@ def _by_score(ranking: Ranking) -> list[str]:
         best = ranking.rows[0].distance
         gaps = [row.distance - best for row in ranking.rows if row.group == WORSE]
         verb = "predicts" if len(worse) == 1 else "predict"
-        said.append(
-            f"{listed(worse, _MOST_NAMES)} {verb} worse, by {_range(gaps)} nats per datum."
-        )
+        said.append(f"{listed(worse, _MOST_NAMES)} {verb} worse, by {_range(gaps)} nats per datum.")
     said.append("Without a reference it is not known how near they are to the posterior.")
     return said
 
