@@ -34,8 +34,9 @@ from pyro_bdl.utils.progress import shown
 
 __all__ = ["Evaluation", "Test", "Units", "evaluate", "evaluate_draws"]
 
-# Draws times numbers per draw in memory at once while the test points are scored.
-_NUMBERS_AT_ONCE = 2**24
+# Draws times numbers per draw in memory at once while the test points are scored: scores hold about
+# ten arrays of this size, most of them in float64, and bars move on after each part.
+_NUMBERS_AT_ONCE = 2**22
 _LEAST_FOR_RANGE = 40
 
 
