@@ -59,7 +59,7 @@ def _closest(reference: str, ranking: Ranking, said: list[str]) -> Ranked:
     text += "" if begin else f" to {reference}"
     shares = [row.share for row in same if not math.isnan(row.share)]
     if shares and min(shares) <= 0:
-        text += ", no nearer than its mean alone would be"
+        text += f", no nearer than {reference}'s mean alone would be"
     elif shares:
         text += f" and {give} {_percents(shares)} of it ({reference}'s mean alone would give 0 %)"
     said.append(f"{text}.")
