@@ -97,33 +97,30 @@ def picture(rows: list[Row], path: str) -> None:
 
     from pyro_bdl import plots
 
-    problems = list(dict.fromkeys(row["problem"] for row in rows))
-    looks = plots.styles(list(dict.fromkeys(row["posterior"] for row in rows)))
-    figure, axes = pyplot.subplots(2, -(-len(problems) // 2), figsize=(11, 6.5), sharey=True)
+    known = [row for row in rows if "failed" not in row]
+    problems = list(dict.fromkeys(row["problem"] for row in known))
+    looks = plots.styles(list(dict.fromkeys(row["posterior"] for row in known)))
+    lines = 1 if len(problems) < 4 else 2
+    across = -(-len(problems) // lines)
+    figure, axes = pyplot.subplots(
+        lines, across, figsize=(3.6 * across, 2.9 * lines + 1.2), sharey=True, squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
     for axis, problem in zip(axes.flat, problems, strict=False):
-        for row in rows:
-            if row["problem"] != problem or "failed" in row:
-                continue
-            axis.plot(
-                row["processor"], max(-0.1, row["share"]), label=row["posterior"],
-                linestyle="none", **looks[row["posterior"]],
-            )  # fmt: skip
+        for row in known:
+            if row["problem"] == problem:
+                place = (row["processor"], max(-0.1, row["share"]))
+                axis.plot(*place, linestyle="none", **looks[row["posterior"]])
         axis.axhline(1, color="0.7", linewidth=0.8, zorder=0)
         axis.axhline(0.5, color="0.7", linewidth=0.8, linestyle=":", zorder=0)
         axis.set(xscale="log", title=problem, xlabel="processor time [s]", ylim=(-0.15, 1.05))
+    for axis in axes.flat[len(problems) :]:
+        axis.axis("off")
     for axis in axes[:, 0]:
         axis.set_ylabel("share of NUTS")
-    found = {}
-    for axis in axes.flat:
-        found |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-    names = [name for name in looks if name in found]
-    figure.legend(
-        [found[name] for name in names], names, loc="outside right center", frameon=False
-    ) if figure.get_layout_engine() else figure.legend(
-        [found[name] for name in names], names, loc="lower center", ncols=7, frameon=False
-    )
-    figure.tight_layout(rect=(0, 0.13, 1, 1))
-    figure.savefig(path, dpi=130)
+    marks = [pyplot.Line2D([], [], linestyle="none", label=name, **looks[name]) for name in looks]
+    figure.legend(handles=marks, loc="outside lower center", ncols=2 * across, frameon=False)
+    figure.savefig(path, dpi=100)
 
 
 def main() -> None:

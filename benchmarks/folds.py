@@ -4,12 +4,11 @@ python benchmarks/folds.py
 python benchmarks/folds.py --guides map mean-field --folds 5 --quick
 """
 
-import json
 import time
 import warnings
 
 import torch
-from harness import in_turns, parser
+from harness import in_turns, parser, show
 from torch import nn
 
 import pyro_bdl as bdl
@@ -42,7 +41,7 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     warnings.simplefilter("ignore")
     settings = posteriors.Options(steps=100 if given.quick else given.steps)
-    parts, rows = problems(given.folds, given.hidden), {}
+    parts, found = problems(given.folds, given.hidden), {}
     for name in given.guides:
         sides = {
             "at once": lambda name=name: posteriors.fit_together(name, parts, settings),
@@ -50,11 +49,9 @@ def main() -> None:
         }
         rounds = 1 if given.quick else given.repeats
         seconds = in_turns(sides, rounds, clock=time.process_time)
-        rows[name] = seconds | {"ratio": seconds["at once"] / seconds["one by one"]}
-        if not given.json:
-            print(f"{name:20s} { ({k: round(v, 3) for k, v in rows[name].items()}) }", flush=True)
-    if given.json:
-        print(json.dumps(rows))
+        found |= {f"{name}, {side}, s": value for side, value in seconds.items()}
+        found[f"{name}, ratio"] = seconds["at once"] / seconds["one by one"]
+    show(f"{given.folds} folds, processor time", found, given.json)
 
 
 if __name__ == "__main__":

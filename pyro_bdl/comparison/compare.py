@@ -157,7 +157,7 @@ def compare(
             floor=floor_row,
             points=data.rows,
         )
-        for name in found
+        for name in own
     }
     y = data.y[kept]
     heading = f"{reference} (doubtful)" if warned else reference

@@ -35,8 +35,9 @@ from pyro_bdl.utils.progress import shown
 
 __all__ = ["Evaluation", "Test", "Units", "evaluate", "evaluate_draws"]
 
-# Bytes of the draws in memory at once while the test points are scored.
-_DRAWS_AT_ONCE = 2**27
+# Bytes of the draws in memory at once while the test points are scored: scores hold about ten
+# arrays of this size, and bars move on after each part.
+_DRAWS_AT_ONCE = 2**25
 _LEAST_FOR_RANGE = 40
 
 

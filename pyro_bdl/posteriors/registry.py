@@ -200,7 +200,8 @@ def fit(
         seconds, interrupted = time.perf_counter() - started, result.interrupted
         elbo = log_evidence = None
         try:
-            elbo, log_evidence = _elbo(problem, result.posterior), _log_evidence(result.posterior)
+            elbo = _elbo(problem, result.posterior, None if progress else False)
+            log_evidence = _log_evidence(result.posterior)
         except KeyboardInterrupt:  # what was fitted is kept
             interrupted = True
     return Fit(
@@ -222,10 +223,10 @@ def _log_evidence(posterior: Any) -> float | None:
         return float(evidence.log_marginal_likelihood(posterior))
 
 
-def _elbo(problem: Problem, posterior: Any) -> float | None:
+def _elbo(problem: Problem, posterior: Any, progress: bool | None) -> float | None:
     if not isinstance(posterior, Guide) or not posterior.has_density:
         return None
-    return estimate_elbo(problem.model, posterior, problem.x, problem.y)
+    return estimate_elbo(problem.model, posterior, problem.x, problem.y, progress=progress)
 
 
 def trained(

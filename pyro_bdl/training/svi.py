@@ -25,7 +25,7 @@ from pyro_bdl.training.collapse import warn_of_collapse
 from pyro_bdl.training.held_out import HeldOut, split
 from pyro_bdl.training.minibatches import Minibatches
 from pyro_bdl.utils.module_state import preserved_buffers
-from pyro_bdl.utils.progress import hidden
+from pyro_bdl.utils.progress import hidden, shown
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.validation import whole_number
 
@@ -409,6 +409,7 @@ def estimate_elbo(
     *,
     num_particles: int = 512,
     batch_size: int = _ROWS_AT_ONCE,
+    progress: bool | None = None,
 ) -> float:
     """Estimate the ELBO at temperature 1, E_q[log p(y | w)] - KL(q || p), in nats, over all data.
 
@@ -421,6 +422,7 @@ def estimate_elbo(
     :param y: ``(N, ...)``, their targets.
     :param num_particles: draws of the guide that the expectation is averaged over.
     :param batch_size: rows that are evaluated at once.
+    :param progress: show a bar; by default in terminals and notebooks.
     """
     count = _count(x=x, y=y)
     elbo = TemperedTraceMeanField_ELBO(num_particles=_PARTICLES_AT_ONCE)
@@ -428,10 +430,9 @@ def estimate_elbo(
     parts = torch.arange(count, device=device_of_rows(x)).split(batch_size if in_parts else count)
     repeats = max(1, math.ceil(num_particles / _PARTICLES_AT_ONCE))
     total = 0.0
-    for _ in range(repeats):
-        for rows in parts:
-            loss = elbo.loss(model, guide, taken(x, rows), taken(y, rows))
-            total -= loss * len(rows) / count
+    for rows in shown([*parts] * repeats, "ELBO", progress):
+        loss = elbo.loss(model, guide, taken(x, rows), taken(y, rows))
+        total -= loss * len(rows) / count
     return total / repeats
 
 

@@ -153,6 +153,7 @@ def test_a_doubtful_reference_is_told_once_and_first():
     assert "nuts (doubtful)" in text and "Warning: nuts cannot be trusted" in text
     assert text.count("trusted") == 1 and text.index("trusted") < text.index("distance to nuts")
     assert "trusted" not in found.verdicts["a"]
+    assert list(found.verdicts) == ["nuts", "a"]  # as the rows are ranked
     fine = bdl.compare(
         shift, {"a": normal_samples(0, 0.5), "nuts": good}, torch.zeros(3, 1), torch.zeros(3)
     )
