@@ -172,18 +172,18 @@ class Safeguard:
             if reason is None:
                 raise
             return None, reason, _OUT_OF_MEMORY if _is_out_of_memory(error) else error
-        norm = self._norm([p.grad for p in kind.parameters() if p.grad is not None])
-        told = [loss if isinstance(loss, Tensor) else norm.new_tensor(kind.number), norm]
-        if self._is_finite is not None:
-            told.append(self._is_finite)
-        numbers = OnHost(torch.stack([each.detach().to(norm) for each in told])).value().tolist()
+        gradients = [p.grad for p in kind.parameters() if p.grad is not None]
+        norms, last = _norms(gradients), self._is_finite
         if isinstance(loss, Tensor):
-            kind.number, loss = numbers[0], loss.detach()
+            norms, loss = [loss.detach(), *norms], loss.detach()
+        numbers = _read(norms if last is None else [*norms, last])
+        if isinstance(loss, Tensor):
+            kind.number = numbers[0]
         if not math.isfinite(kind.number):
             return loss, self._explained(f"the loss is {kind.number}", args, kwargs), None
-        if not math.isfinite(numbers[1]):
+        if not all(map(math.isfinite, numbers)):
             return loss, "the gradient is not finite", None
-        if not all(numbers[2:]):
+        if last is not None and not numbers[-1]:
             self._is_finite = None
             return loss, f"{_NEW_PARAMETERS}, in the step before", None
         return loss, None, None
@@ -205,24 +205,17 @@ class Safeguard:
             if _is_out_of_memory(error):
                 return _first_line(error), _OUT_OF_MEMORY
             raise
-        finite = self._norm(parameters).isfinite()
-        if finite.device.type == "cpu":
-            if finite:
+        norms = _norms(parameters)
+        if all(norm.device.type == "cpu" for norm in norms):
+            if all(map(math.isfinite, _read(norms))):
                 return None, None
             put_back()
             return _NEW_PARAMETERS, None
+        finite = torch.stack([norm.to(norms[0]) for norm in norms]).sum().isfinite()
         for parameter, value in zip(parameters, old, strict=True):
-            parameter.copy_(torch.where(finite, parameter, value))
+            parameter.copy_(torch.where(finite.to(parameter.device), parameter, value))
         self._is_finite = finite  # read in the next step, so that none waits for it
         return None, None
-
-    @staticmethod
-    def _norm(tensors: list[Tensor]) -> Tensor:
-        """The sum of the tensors' norms, which is finite if all numbers and their squares are."""
-        if not tensors:
-            return torch.zeros((), device="cpu")
-        dense = [t.coalesce().values() if t.is_sparse else t.detach() for t in tensors]
-        return torch.stack([n.to(dense[0]) for n in torch._foreach_norm(dense)]).sum()
 
     def _explained(self, reason: str, args: tuple, kwargs: dict) -> str:
         kind = self._kind
@@ -488,6 +481,23 @@ class _Course:
     def forget(self) -> None:
         """Forget the last losses, but not the lowest median."""
         self.recent.clear()
+
+
+def _norms(tensors: list[Tensor]) -> list[Tensor]:
+    """Norms, one or more for all tensors; finite if the numbers and their squares are."""
+    plain = [tensor.detach() for tensor in tensors if not tensor.is_sparse]
+    sparse = [tensor.detach().coalesce().values() for tensor in tensors if tensor.is_sparse]
+    return list(torch._foreach_norm([*plain, *sparse])) if tensors else []
+
+
+def _read(scalars: list[Tensor]) -> list[float]:
+    """The values of scalars, read from an accelerator at once."""
+    if all(scalar.device.type == "cpu" for scalar in scalars):
+        return [scalar.item() for scalar in scalars]
+    home = next(scalar for scalar in scalars if scalar.device.type != "cpu")
+    together = torch.stack([s.to(home.device, torch.promote_types(s.dtype, torch.float32))
+        for s in scalars])  # fmt: skip
+    return OnHost(together).value().tolist()
 
 
 def _reason(error: Exception, args: tuple, kwargs: dict) -> str | None:
