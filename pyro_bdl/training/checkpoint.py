@@ -58,7 +58,7 @@ class Checkpoint:
     ) -> None:
         self.path = Path(path)
         self.settings = dict(settings or {})
-        self._parts = {name: _adapter(name, part) for name, part in parts.items()}
+        self._parts = {name: adapter(name, part) for name, part in parts.items()}
         self._modules = [part for part in parts.values() if isinstance(part, nn.Module)]
 
     @property
@@ -195,7 +195,12 @@ class _Counter(_Stateful):
         self.part.step = state
 
 
-def _adapter(name: str, part: Any) -> _Stateful:
+def adapter(name: str, part: Any) -> _Stateful:
+    """A part with ``state()`` and ``load(state)``.
+
+    :param name: of the part, for messages.
+    :raises TypeError: for an object without a state.
+    """
     if isinstance(part, PyroOptim):
         return _OfPyro(part)
     if hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):

@@ -24,6 +24,7 @@ from pyro_bdl.training.checkpoint import Checkpoint, Losses
 from pyro_bdl.training.collapse import warn_of_collapse
 from pyro_bdl.training.held_out import HeldOut, split
 from pyro_bdl.training.minibatches import Minibatches
+from pyro_bdl.training.safeguard import Failure, Safeguard
 from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.progress import hidden, shown
 from pyro_bdl.utils.random_state import own_randomness
@@ -49,6 +50,7 @@ class Training:
         member of a guide that is no ensemble. None without ``held_out``.
     :param best_steps: the step whose parameters each member has now, (members,).
     :param learning_rate: the one that ``collect_swag`` found or was given.
+    :param failures: the steps that went wrong, whose losses are left out.
     """
 
     losses: Tensor
@@ -57,6 +59,7 @@ class Training:
     held_out: Tensor | None = None
     best_steps: Tensor | None = None
     learning_rate: float | None = None
+    failures: tuple[Failure, ...] = ()
 
 
 def train(
@@ -79,6 +82,7 @@ def train(
     check_every: int | None = None,
     checkpoint: str | Path | None = None,
     every: int | None = None,
+    on_failure: str = "stop",
     progress: str | None = None,
 ) -> Training:
     """Maximize the tempered ELBO by Adam with a cosine schedule.
@@ -116,8 +120,13 @@ def train(
         :class:`Checkpoint`.
     :param every: write the checkpoint after every so many steps; by default once a minute. It is
         written after the last step too.
+    :param on_failure: what follows a step that goes wrong (a loss or gradient that is not finite,
+        out of memory, a loss that diverges): "stop" with an error, "skip" the batch, or "restore"
+        the last good state and halve the learning rate. The guide keeps no trace of such a step,
+        and the error or warning names it and the rows of its batch. See :class:`Safeguard`.
     :param progress: description of the progress bar, which terminals and notebooks show; None for
         no bar.
+    :raises FailedStepError: if ``on_failure`` says stop.
     :raises ValueError: for data that are not finite, targets outside their support, fewer than one
         step, or a minibatch for a program whose ``num_data`` is not N, which would give its log
         likelihood too little weight.
@@ -153,7 +162,8 @@ def train(
         if held is not None and check_every is not None and step % check_every == 0:
             held.check(step)
 
-    descent = _Descent(objective, optimizer, x, y, size, after=after)
+    safeguard = Safeguard(objective, optimizer, on_failure=on_failure, schedule=schedule)
+    descent = _Descent(safeguard.step, x, y, size, after=after)
     numbers: Iterable[int] = range(steps)
     if checkpoint is not None:
         parts: dict[str, Any] = {"program": model} if isinstance(model, nn.Module) else {}
@@ -177,10 +187,11 @@ def train(
         )
     elif bayesian:
         warn_of_collapse(model, guide, elbo.kl, x, y)
+    failures = tuple(safeguard.failures)
     if held is None or not held.scores:
-        return Training(losses, size, interrupted)
+        return Training(losses, size, interrupted, failures=failures)
     held.restore()
-    return Training(losses, size, interrupted, held.table, held.best_steps())
+    return Training(losses, size, interrupted, held.table, held.best_steps(), failures=failures)
 
 
 def collect_swag(
@@ -288,7 +299,14 @@ def collect_swag(
                     raise _TooHigh(f"left the maximum within {step} steps")
             at_step(step)
 
-        descent = _Descent(objective, optimizer, x, y, size, after=after)
+        def take(*args: Any, batch: Any = None) -> Tensor:
+            loss = objective(*args)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        descent = _Descent(take, x, y, size, after=after)
         at_step(0)
         with warnings.catch_warnings():
             if learning_rate is None:  # of a rate that is tried
@@ -346,21 +364,22 @@ def _mean_loss(objective: Callable[..., Tensor], x: Any, y: Any, size: int) -> f
 class _Descent:
     """Gradient steps over minibatches.
 
+    :param step: ``step(x, y, batch=rows)`` takes a step with these rows and returns its loss, or
+        None if there is none to keep.
     :param size: rows in each step.
     :param after: called with the number of steps after each step.
     """
 
     def __init__(
         self,
-        objective: Callable[..., Tensor],
-        optimizer: torch.optim.Optimizer,
+        step: Callable[..., Tensor | None],
         x: Any,
         y: Any,
         size: int,
         *,
         after: Callable[[int], None],
     ) -> None:
-        self.objective, self.optimizer, self.after = objective, optimizer, after
+        self.step, self.after = step, after
         self.x, self.y = x, y
         self.batches = Minibatches(leading_size(x), size, device=device_of_rows(x))
         self.losses = Losses()
@@ -383,21 +402,19 @@ class _Descent:
             try:
                 for number in numbers:
                     bar.update(number - bar.n)
-                    self._step()
+                    rows = self.batches.next()
+                    x, y = self.x, self.y
+                    batch = (x, y) if rows is None else (taken(x, rows), taken(y, rows))
+                    loss = self.step(*batch, batch=rows)
+                    if loss is not None:
+                        losses.append(loss)
                     self.after(number + 1)
-                    if len(losses) % _SHOWN_EVERY == 0:
+                    if losses and len(losses) % _SHOWN_EVERY == 0:
                         recent = torch.stack(losses[-_SHOWN_EVERY:]).mean().item()
                         bar.set_postfix_str(f"loss {recent:.4g}", refresh=False)
             except KeyboardInterrupt:
                 return self.losses.stacked(), True
         return self.losses.stacked(), False
-
-    def _step(self) -> None:
-        loss = self.objective(*self.batches.of(self.x, self.y))
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-        self.losses.values.append(loss.detach())
 
 
 @torch.no_grad()
