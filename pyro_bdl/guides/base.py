@@ -130,6 +130,10 @@ class Guide(OwnParameters, AutoGuide):
             self.layout = None
             raise
         self._loaded = None
+        for name, latent in self.layout.latents.items():
+            if latent.transform is None:  # of the values only the shapes are needed from here on
+                node = trace.nodes[name]
+                node["value"] = node["value"].new_zeros(()).expand(node["value"].shape)
         self.prototype_trace = trace
 
     def _create_parameters(self, start: Tensor) -> None:
