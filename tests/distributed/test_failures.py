@@ -142,9 +142,9 @@ def test_missing_ranks_are_named(alone, monkeypatch):
     ranks = Ranks()
     ranks.size = 4  # of which rank 2 signs
     dist.distributed_c10d._get_default_store().set("pyro_bdl stops 2", "yes")
-    with pytest.raises(RuntimeError, match="rank 1, 3 does not answer, and this rank stops"):
-        with ranks._or_name_the_missing():
-            raise RuntimeError("Connection closed by peer")
+    expected = pytest.raises(RuntimeError, match="rank 1, 3 does not answer, and this rank stops")
+    with expected, ranks._or_name_the_missing():
+        raise RuntimeError("Connection closed by peer")
 
 
 def test_the_first_rank_writes(alone, monkeypatch, tmp_path):
