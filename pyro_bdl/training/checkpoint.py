@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributions import transform_to
 
 from pyro_bdl.errors import BdlWarning
+from pyro_bdl.utils.collectives import writes_files
 from pyro_bdl.utils.tensor_file import load_tree, save_tree
 from pyro_bdl.utils.validation import whole_number
 
@@ -43,6 +44,10 @@ class Checkpoint:
     the step of its temperature schedule; a ``training.Minibatches``, for the position in the data;
     or any object with ``state_dict`` and ``load_state_dict``. A program that is a function is no
     part.
+
+    Of several processes (:mod:`pyro_bdl.distributed`) rank 0 writes, and all of them read, also if
+    there are more or fewer than before. Give the ``DataParallel_ELBO`` as a part. The random states
+    of torch, numpy and Python are then those of rank 0 on all ranks.
 
     The file is written completely or not at all, and the one before stays as ``PATH.previous``. It
     holds tensors and JSON (safetensors): reading it runs no code.
@@ -85,7 +90,9 @@ class Checkpoint:
                 written = time.monotonic()
 
     def save(self, step: int) -> None:
-        """Write the state after ``step`` steps."""
+        """Write the state after ``step`` steps; of several ranks, the first one writes."""
+        if not writes_files():
+            return
         tree = {
             "step": step,
             "settings": self.settings,
