@@ -1,9 +1,10 @@
 """Pages of the site that are files elsewhere in the repository, and formulas as MathML.
 
-The notebooks, the benchmarks, CONTRIBUTING and CHANGELOG are read where they are: the site has no
-copies of them.
+The notebooks, the examples, the benchmarks, CONTRIBUTING and CHANGELOG are read where they are: the
+site has no copies of them. The gallery is the first figure of each notebook.
 """
 
+import ast
 import base64
 import html
 import json
@@ -33,12 +34,34 @@ def on_files(files, config):
     for path in sorted((ROOT / "tutorials").glob("*.md")):
         text = path.read_text(encoding="utf-8")
         files.append(File.generated(config, f"tutorials/{path.name}", content=text))
+    gallery = ["# Gallery", "The first figure of each notebook."]
     for path in sorted((ROOT / "tutorials").glob("*.ipynb")):
         text, figures = notebook_page(path)
+        gallery.append(_shown(path.stem, text))
         files.append(File.generated(config, f"tutorials/{path.stem}.md", content=text))
         for name, content in figures.items():
             files.append(File.generated(config, f"tutorials/{name}", content=content))
+    files.append(File.generated(config, "gallery.md", content="\n\n".join(gallery)))
+    files.append(File.generated(config, "examples.md", content=examples_page()))
     return files
+
+
+def examples_page():
+    """Return the scripts of the folder of examples as Markdown."""
+    blocks = ["# Examples", "Scripts to copy and change, from the folder `examples`."]
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        first = ast.get_docstring(ast.parse(source)).partition("\n")[0]
+        blocks += [f"## {path.name}", first, _fenced(source.rstrip(), "python")]
+    return "\n\n".join(blocks)
+
+
+def _shown(name, text):
+    """The heading of a notebook with a link, and its first figure."""
+    heading = re.search(r"^# +(.+)$", text, flags=re.MULTILINE)[1]
+    alternative, figure = re.search(r"^!\[(.*?)\]\((.+?)\)$", text, flags=re.MULTILINE).groups()
+    page = f"tutorials/{name}.md"
+    return f"## [{heading}]({page})\n\n[![{alternative}](tutorials/{figure})]({page})"
 
 
 def notebook_page(path):

@@ -61,9 +61,11 @@ def warn_of_shared_scales(
     name = max(found, key=lambda name: len(found[name]))
     names = [repr(group) for group in found[name]]
     names = [*names[:_SHOWN], *(["..."] if len(names) > _SHOWN else [])]
-    subject = f"the weights of {', '.join(names)} are" if len(names) > 1 else f"{names[0]} is"
+    several = len(names) > 1
+    subject = f"the weights of {', '.join(names)} are" if several else f"{names[0]} is"
+    size = "their size" if several else "the size of its weights"
     warnings.warn(
-        f"{subject} normalized, so that their size has no effect on the outputs, but the prior "
+        f"{subject} normalized, so that {size} has no effect on the outputs, but the prior "
         f"scale '{name}' is shared with other weights: the evidence and the predictive depend on "
         "an arbitrary size; give every normalized layer a scale of its own, as in "
         "bayesianize(net, priors.PerNormalizedGroup(prior, net, x))",

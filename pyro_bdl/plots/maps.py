@@ -181,9 +181,9 @@ def probability_maps(
                     *array(x_train)[classes == value].T,
                     "os"[place % 2],
                     color=_POINTS[place % 2],
-                    markersize=5,
+                    markersize=4,
                     markeredgecolor=WHITE,
-                    markeredgewidth=0.8,
+                    markeredgewidth=0.6,
                 )
         title(axis, name, look[name])
     _finish(figure, axes, drawn, labels, (0, 0.25, 0.5, 0.75, 1), "probability of class 1")

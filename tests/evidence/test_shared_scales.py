@@ -63,7 +63,10 @@ def test_a_shared_scale_is_said_once(kind, _double, learn):
     model, guide, laplace = fitted(network, priors.Normal(learn(0.7)))
     state = {key: value.clone() for key, value in model.state_dict().items()}
     (text,) = told(maximize, laplace, steps=1, linearized=False)
-    assert text.startswith(f"'{group}' is normalized") and "hyper_prior_scale'" in text
+    assert (
+        text.startswith(f"'{group}' is normalized, so that the size of its weights has")
+        and "hyper_prior_scale'" in text
+    )
     assert not told(maximize, guide.laplace_approximation((X, Y)), steps=1, linearized=False)
     after = model.state_dict()
     assert all(torch.equal(after[k], v) for k, v in state.items() if "hyper" not in k)
