@@ -8,7 +8,6 @@ import torch
 
 from pyro_bdl import mcmc
 from pyro_bdl.mcmc import checkpoint
-from pyro_bdl.mcmc.jax import chains as jax_chains
 from pyro_bdl.samples import Samples
 
 Y = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64)
@@ -37,13 +36,6 @@ class Killed(Exception):
     pass
 
 
-@pytest.fixture
-def small_blocks(monkeypatch):
-    """Blocks of two iterations, each written."""
-    monkeypatch.setattr(jax_chains, "_MOST_PER_BLOCK", 2)
-    monkeypatch.setattr(jax_chains, "_SECONDS_PER_WRITE", 0.0)
-
-
 @pytest.mark.parametrize(
     "kernel, method",
     [
@@ -52,21 +44,29 @@ def small_blocks(monkeypatch):
         pytest.param("mams", "parallel", marks=pytest.mark.slow),
     ],
 )
-def test_a_killed_run_ends_with_the_same_draws(kernel, method, tmp_path, small_blocks, monkeypatch):
-    whole = drawn(kernel, chain_method=method)
-    save = checkpoint._save
-    left = [16]  # writes until the kill, which is between draws and the state that names them
+def test_a_killed_run_ends_with_the_same_draws(kernel, method, tmp_path, slow_clock, monkeypatch):
+    save, written = np.savez, []
 
-    def counted(path, arrays):
-        left[0] -= 1
-        if left[0] < 0:
+    def counted(file, **arrays):
+        written.append("stage" in arrays)  # a state, or the draws that it names
+        save(file, **arrays)
+
+    monkeypatch.setattr(np, "savez", counted)
+    whole = drawn(kernel, chain_method=method, checkpoint=tmp_path / "whole")
+    assert written[-5:] == [False, True, False, True, True]  # the end writes the state again
+    left = len(written) - 7  # writes until the kill, between draws and the state that names them
+
+    def killing(file, **arrays):
+        nonlocal left
+        left -= 1
+        if left < 0:
             raise Killed
-        save(path, arrays)
+        save(file, **arrays)
 
-    monkeypatch.setattr(checkpoint, "_save", counted)
+    monkeypatch.setattr(np, "savez", killing)
     with pytest.raises(Killed):
         drawn(kernel, chain_method=method, checkpoint=tmp_path / "run")
-    monkeypatch.setattr(checkpoint, "_save", save)
+    monkeypatch.setattr(np, "savez", save)
     resumed = drawn(kernel, chain_method=method, checkpoint=tmp_path / "run")
     for site, value in whole.latents.items():
         assert torch.equal(resumed.latents[site], value)
