@@ -118,6 +118,7 @@ def test_unknown_name_is_told_what_there_is(problem):
         posteriors.fit("nutz", problem)
 
 
+@pytest.mark.slow
 def test_swag_takes_the_highest_rate_that_is_not_wider_than_a_posterior(problem, monkeypatch):
     """-log p(u, y) lies at most P / 2 above its minimum on average, P = 2 weights and a noise."""
     seen, collect = {}, posteriors.ensembles.collect_swag

@@ -165,6 +165,7 @@ def test_it_says_what_is_wrong(line):
 # Training from start to end
 
 
+@pytest.mark.slow  # tests/test_posteriors.py has a case of it
 def test_training_by_evidence_reaches_the_maximum(line):
     best, prior, noise = line.best()
     guide = AutoLaplaceGGN(line.model, structure="full")
