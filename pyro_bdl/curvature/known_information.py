@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.errors import BdlWarning
+from pyro_bdl.program.marginals import coupled_data
 from pyro_bdl.program.subset import Subset
-from pyro_bdl.program.summed_out import coupled_data
 from pyro_bdl.program.trace import leave_open, record
 from pyro_bdl.utils.module_state import evaluation_mode
 

@@ -26,3 +26,17 @@ def test_blocks_that_are_freed_are_not_faulted_in_again():
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     once = 2**25 // resource.getpagesize()
     assert int(run.stdout) < 2 * once  # all 20 rounds would be 20 times once
+
+
+def test_the_limit_of_a_piece_is_that_of_the_innermost_context():
+    assert memory.bytes_at_once(7) == 7
+    with memory.working_memory(100):
+        with memory.working_memory(1e3):
+            assert memory.bytes_at_once(7) == 1000
+        assert memory.bytes_at_once(7) == 100
+    assert memory.bytes_at_once(7) == 7
+    with (
+        pytest.raises(ValueError, match="positive number of bytes, but size is 0"),
+        memory.working_memory(0),
+    ):
+        pass

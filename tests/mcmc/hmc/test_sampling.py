@@ -19,6 +19,7 @@ from pyro_bdl.mcmc.jax import chains as jax_chains
 from pyro_bdl.mcmc.jax.translate import to_jax
 
 BACKENDS = ("numpyro", "pyro")
+PYRO_SLOW = ("numpyro", pytest.param("pyro", marks=pytest.mark.slow))
 QUICK = {"num_warmup": 30, "num_samples": 20, "max_tree_depth": 4, "progress": False}
 
 
@@ -226,7 +227,7 @@ def funnel(y):
         pyro.sample("y", dist.Normal(z, 10.0), obs=y)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PYRO_SLOW)
 def test_divergences_are_reported(backend):
     samples = bdl.mcmc.sample(
         funnel, torch.zeros(5), backend=backend, num_warmup=40, num_samples=60,
@@ -478,7 +479,7 @@ def flat(y):
         pyro.sample("z", dist.Normal(0.0, other), obs=y)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PYRO_SLOW)
 def test_improper_priors(backend):
     """E[1 / s^2] of a Gamma((n - 1) / 2, sum y^2 / 2)."""
     y = torch.linspace(-2.0, 2.0, 9)

@@ -69,7 +69,10 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("method", list(EXACT))
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(m, marks=pytest.mark.slow if m in ("psgld", "sgnht") else ()) for m in EXACT],
+)
 def test_gaussian_posterior(method, exact_posterior):
     """The posterior N(m, C) of Bayesian linear regression (Bishop 2006, equations 3.50 and
     3.51)."""
