@@ -17,9 +17,9 @@ from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.draws import as_posterior, log_densities_of, samples_of_program, to_samples
 from pyro_bdl.predictive.linearized import UNKNOWN, LinearizedPredictive, is_linear
 from pyro_bdl.predictive.sampled import Predictive
+from pyro_bdl.program.marginals import one_step_ahead
 from pyro_bdl.program.observed_arguments import Targets
 from pyro_bdl.program.program import Program, trace_once
-from pyro_bdl.program.summed_out import one_step_ahead
 from pyro_bdl.program.trace import record
 from pyro_bdl.program.unconstrained_parameters import are_known
 from pyro_bdl.samples import Samples

@@ -5,7 +5,7 @@ import math
 import pyro
 import pytest
 import torch
-from helpers.networks import NETS, WORDS, small_mlp
+from helpers.networks import small_mlp
 from helpers.parameters import learned
 from pyro.nn import PyroModule
 from torch import nn
@@ -16,21 +16,6 @@ from pyro_bdl.elbo import TemperedTraceMeanField_ELBO
 from pyro_bdl.guides import AutoMeanField
 from pyro_bdl.nn import with_learnable_prior, with_prior
 from pyro_bdl.program import record
-
-
-@pytest.fixture(params=NETS, ids=str)
-def kind(request):
-    return request.param
-
-
-@pytest.fixture
-def case(kind):
-    make, shape = NETS[kind]
-    net = make()
-    for parameter in net.parameters():  # norm layers start at constants
-        nn.init.normal_(parameter, std=0.5)
-    return net, WORDS if shape is None else torch.randn(shape)
-
 
 # Another prior
 

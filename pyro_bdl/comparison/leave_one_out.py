@@ -18,8 +18,8 @@ from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.draws import log_densities_of
 from pyro_bdl.predictive.sampled import Predictive
+from pyro_bdl.program.marginals import one_step_ahead
 from pyro_bdl.program.program import Program
-from pyro_bdl.program.summed_out import one_step_ahead
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.progress import shown

@@ -16,7 +16,7 @@ from pyro_bdl.program.batches import Batch, has_rows, leading_size, rows
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run, leave_open, record
 from pyro_bdl.utils.memory import Allocations, bytes_at_once
-from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
+from pyro_bdl.utils.module_state import evaluation_mode
 
 _PROBED = 16
 _BUDGET = 24 * 2**20  # bytes for the activations and gradients of a piece, at least
@@ -56,7 +56,7 @@ def linearizations(
 
 def _outputs(model: Callable, subset: Subset, vector: Tensor, batch: Batch) -> Run:
     layout = subset.layout
-    with torch.no_grad(), evaluation_mode(model), preserved_buffers(model):
+    with torch.no_grad(), evaluation_mode(model):
         values = layout.to_supports(layout.unflatten(vector.detach()))
         return record(model, values, *batch, draw=leave_open)
 

@@ -16,7 +16,7 @@ from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.program.batches import Batch, has_rows, leading_size, rows
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run, Site, leave_open, record
-from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
+from pyro_bdl.utils.module_state import evaluation_mode
 
 
 @dataclass
@@ -120,7 +120,7 @@ def few_rows(
         return batch
     few = rows(batch, 0, number, count)
     try:
-        with torch.no_grad(), evaluation_mode(model), preserved_buffers(model):
+        with torch.no_grad(), evaluation_mode(model):
             record(model, layout.constrain(vector)[0], *few, draw=leave_open)
     except Exception:  # it needs all of its data
         return batch

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.errors import BdlWarning
+from pyro_bdl.program.marginals import coupled_data
 from pyro_bdl.program.subset import Subset
-from pyro_bdl.program.summed_out import coupled_data
 from pyro_bdl.program.trace import leave_open, record
-from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
+from pyro_bdl.utils.module_state import evaluation_mode
 
 
 def with_known_information(
@@ -33,7 +33,7 @@ def with_known_information(
     if config.curvature == "hessian":
         return config
     values = subset.layout.constrain(vector)[0]
-    with torch.no_grad(), evaluation_mode(model), preserved_buffers(model):
+    with torch.no_grad(), evaluation_mode(model):
         run = record(model, values, *data, draw=leave_open)
     name = coupled_data(run)
     if name is None:

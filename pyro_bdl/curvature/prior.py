@@ -16,7 +16,7 @@ from pyro_bdl.program.gaussian_prior import JointBlock, JointSite
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run, Site, leave_open, record
 from pyro_bdl.utils.autograd import reaches
-from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
+from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.random_state import fixed_normal
 
 
@@ -88,7 +88,7 @@ def run_at(
 ) -> tuple[Run, dict[str, Tensor]]:
     """Run the program at a vector (P,); return the run and its unconstrained leaves by site."""
     leaves = {n: v.clone().requires_grad_() for n, v in subset.layout.unflatten(vector).items()}
-    with torch.enable_grad(), evaluation_mode(model), preserved_buffers(model):
+    with torch.enable_grad(), evaluation_mode(model):
         values = subset.layout.to_supports(leaves)
         return record(model, values, args, kwargs, draw=leave_open), leaves
 

@@ -11,7 +11,7 @@ from pyro_bdl.distributions.take_apart import base_distribution, parameters_of_a
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import leave_open, record
-from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
+from pyro_bdl.utils.module_state import evaluation_mode
 
 
 def warn_of_randomness(
@@ -23,7 +23,7 @@ def warn_of_randomness(
     Dropout that is always on has this effect.
     """
     values = subset.layout.constrain(vector)[0]
-    with torch.no_grad(), evaluation_mode(model), preserved_buffers(model):
+    with torch.no_grad(), evaluation_mode(model):
         first = record(model, values, args, kwargs, draw=leave_open)
         again = record(model, {**values, **first.subsamples}, args, kwargs, draw=leave_open)
     for name in first.observed:

@@ -33,7 +33,7 @@ from pyro_bdl.guides.draws import run_at_draw
 from pyro_bdl.guides.kl import entropy, mean_field_kl, sampled_kl
 from pyro_bdl.guides.training_step import one_step
 from pyro_bdl.program.argument_errors import explained
-from pyro_bdl.program.summed_out import bias_of_minibatches
+from pyro_bdl.program.marginals import bias_of_minibatches
 from pyro_bdl.program.supports import check_support, nan_outside_support
 from pyro_bdl.program.trace import Run, record, sum_out_discrete
 from pyro_bdl.program.validation import check_finite

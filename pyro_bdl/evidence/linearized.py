@@ -26,7 +26,7 @@ from pyro_bdl.curvature.linearized_data import (
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.laplace import LaplaceGuide
 from pyro_bdl.program.trace import leave_open, record
-from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
+from pyro_bdl.utils.module_state import evaluation_mode
 
 _STEPS = 20
 _PRODUCTS = 200
@@ -264,7 +264,7 @@ def _log_prior(guide: LaplaceGuide, offset: Tensor) -> tuple[Tensor, Tensor]:
         moved = offset.to(guide.loc, copy=True).requires_grad_()
         vector = subset.put(guide.loc, subset.take(guide.loc) + moved)
         latents, log_det = layout.constrain(vector)
-        with evaluation_mode(model), preserved_buffers(model):
+        with evaluation_mode(model):
             run = record(model, latents, *guide.few, draw=leave_open)
         value: Any = run.log_prior() + log_det
         (gradient,) = torch.autograd.grad(value, moved)

@@ -19,7 +19,7 @@ from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.evidence.linearized import LinearizedPoint, linearized_log_likelihood
 from pyro_bdl.guides.laplace import LaplaceGuide
 from pyro_bdl.program.trace import record, sum_out_discrete
-from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
+from pyro_bdl.utils.module_state import evaluation_mode
 
 
 class Terms(NamedTuple):
@@ -144,7 +144,7 @@ def _passed(guide: LaplaceGuide, apart: Iterable[str]) -> Tensor:
     latents = guide.require_layout().constrain(guide.loc)[0]
     total = guide.loc.new_zeros((), dtype=torch.float64)
     factors = FactorStatements()
-    with evaluation_mode(model), preserved_buffers(model):
+    with evaluation_mode(model):
         for batches, count in guide.passes:
             for args, kwargs in batches:
                 run = record(model, latents, args, kwargs, draw=sum_out_discrete)

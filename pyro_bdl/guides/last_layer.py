@@ -20,7 +20,7 @@ from pyro_bdl.init import init_to_network
 from pyro_bdl.program.batches import Batch, Batches
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import leave_open, record, sum_out_discrete
-from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
+from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.random_state import fixed_normal
 
 _STEPS = 100
@@ -299,7 +299,7 @@ class LastLayerGuide(LaplaceGuide):
         """The tempered log p(y, w) + log |det dw/du| in nats at a vector (P,)."""
         model = self.program_model
         latents, log_det = self.require_layout().constrain(vector)
-        with evaluation_mode(model), preserved_buffers(model):
+        with evaluation_mode(model):
             run = record(model, latents, *self.few, draw=leave_open)
             total = torch.as_tensor(run.log_prior() + log_det, device=vector.device).double()
             for batches, factor in self.passes:
@@ -343,7 +343,7 @@ def is_quadratic(model: Callable, subset: Subset, vector: Tensor, args: tuple, k
     likelihoods, prior_parameters = [], []
     for length in (-1.0, 0.0, 1.0):
         latents = layout.constrain(subset.put(vector, start + length * direction))[0]
-        with evaluation_mode(model), preserved_buffers(model):
+        with evaluation_mode(model):
             run = record(model, latents, args, kwargs, draw=leave_open)
         observed, prior = (
             [base_distribution(site.distribution) for site in sites]

@@ -19,7 +19,7 @@ _limit: ContextVar[int | None] = ContextVar("pyro_bdl_working_memory", default=N
 
 
 @contextmanager
-def working_memory(size: int) -> Iterator[None]:
+def working_memory(size: float) -> Iterator[None]:
     """Limit the memory of a piece where work is done piece by piece, inside ``with``.
 
     Passes over data, linearized predictions, scores and diagnostics cut large inputs into pieces.

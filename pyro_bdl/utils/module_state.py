@@ -132,7 +132,7 @@ def _is_foreign(package: str, home: set[str]) -> bool:
 def evaluation_mode(*programs: Any) -> Iterator[None]:
     """Put all modules that programs hold into evaluation mode; their modes are restored on exit.
 
-    Modules of ``torch.compile`` run uncompiled meanwhile.
+    Running statistics do not move meanwhile. Modules of ``torch.compile`` run uncompiled.
 
     :param programs: as in ``modules_of``.
     """

@@ -215,15 +215,14 @@ def test_files_are_written_before_the_table_is_printed(run, out, monkeypatch):
 
 @pytest.mark.parametrize("name", ["table.csv", "report.html", "pit.png"])
 def test_a_file_that_cannot_be_written_loses_no_other(name, run, out, monkeypatch):
-    write = cli._Files.write
+    replace = Path.replace
 
-    def full(self, given, writer):
-        def failing(path):
+    def full(self, target):
+        if Path(target).name == name:
             raise OSError(28, "No space left on device")
+        return replace(self, target)
 
-        return write(self, given, failing if given == name else writer)
-
-    monkeypatch.setattr(cli._Files, "write", full)
+    monkeypatch.setattr(Path, "replace", full)
     code, printed, err = run()
     assert code == 1 and f"{name} could not be written: [Errno 28] No space left" in err
     written = {path.name for path in out.iterdir()}
@@ -239,7 +238,7 @@ def test_an_ascii_output_shows_the_table(run, out, monkeypatch, with_draws):
     with_draws()
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
-    monkeypatch.setattr(cli, "_figures", lambda *_: {})
+    monkeypatch.setattr(Comparison, "figures", lambda self, **options: {})
     code, _, err = run(guides="map,nuts")
     assert code == 0, err
     assert b" +-" in raw.getvalue() and b"Written to" in raw.getvalue()
@@ -247,7 +246,7 @@ def test_an_ascii_output_shows_the_table(run, out, monkeypatch, with_draws):
 
 def test_a_closed_output_is_no_error(run, out, monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
-    monkeypatch.setattr(cli, "_figures", lambda *_: {})
+    monkeypatch.setattr(Comparison, "figures", lambda self, **options: {})
     code, _, err = run()
     assert code == 0 and "Traceback" not in err and rows_of(out)
 

@@ -155,7 +155,7 @@ def test_laplace_beside_the_others():
     model = bdl.models.Regression(bdl.bayesianize(torch.nn.Linear(2, 1)), noise=0.5)
     fits = {
         name: posteriors.fit(
-            name, posteriors.Problem(model, x, y), posteriors.Options(steps=150, rounds=2)
+            name, posteriors.Problem(model, x, y), posteriors.Options(steps=50, rounds=2)
         )
         for name in ("mean-field", "laplace-full")
     }
@@ -235,6 +235,7 @@ def test_registry_names_what_there_is():
         posteriors.get("mean-feild")
 
 
+@pytest.mark.slow
 def test_command_on_the_default_data(tmp_path, capsys):
     names = "map,mean-field-tempered"
     assert main(["compare", *QUICK, "--guides", names, "--out", str(tmp_path)]) == 0

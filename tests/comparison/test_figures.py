@@ -1,5 +1,7 @@
 """Which figures a comparison has, and what they are drawn of."""
 
+import functools
+
 import numpy as np
 import pyro
 import pyro.distributions as dist
@@ -30,7 +32,7 @@ def samples(size, chains=2, draws=40):
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def compared():
     def compared(size, *, posteriors=None, reference="nuts"):
         x, y = torch.randn(9, size), torch.randn(9)
@@ -43,21 +45,27 @@ def compared():
     return compared
 
 
+@pytest.fixture(scope="module")
+def names(compared):
+    """The figures of a program with so many inputs, without and with its posteriors."""
+
+    @functools.cache
+    def names(size):
+        found, posteriors = compared(size)
+        return list(found.figures()), list(found.figures(posteriors=posteriors))
+
+    return names
+
+
 @pytest.mark.parametrize(("size", "first"), [(1, ["bands"]), (2, ["sd_map"]), (3, [])])
-def test_figures_by_the_number_of_inputs(compared, size, first):
-    found, posteriors = compared(size)
+def test_figures_by_the_number_of_inputs(names, size, first):
     own = ["forest", "calibration", "pit", "function_space", "cost"]
     latents = ["hyperparameters", "pairs", "trace", "ranks", "layers"]
-    assert list(found.figures()) == [*first, *own, "trace", "ranks"]
-    assert list(found.figures(posteriors=posteriors)) == [*first, *own, *latents]
+    assert names(size) == ([*first, *own, "trace", "ranks"], [*first, *own, *latents])
 
 
-def test_every_caption_is_of_a_figure_and_a_sentence(compared):
-    shown = set()
-    for size in (1, 2):
-        found, posteriors = compared(size)
-        shown |= set(found.figures(posteriors=posteriors))
-    assert shown == set(CAPTIONS)
+def test_every_caption_is_of_a_figure_and_a_sentence(names):
+    assert {*names(1)[1], *names(2)[1]} == set(CAPTIONS)
     assert all(caption.endswith(".") for caption in CAPTIONS.values())
 
 

@@ -6,6 +6,7 @@ import torch
 from pyro_bdl import bayesianize, models
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fit import fit_curvature
+from pyro_bdl.curvature.structures import STRUCTURES
 from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.program import Program
 from pyro_bdl.program.subset import Subset
@@ -14,6 +15,12 @@ from pyro_bdl.program.subset import Subset
 @pytest.fixture(autouse=True)
 def _double(_fresh):
     torch.set_default_dtype(torch.float64)
+
+
+@pytest.fixture(params=[name for name, kind in STRUCTURES.items() if not kind.is_sampled])
+def structure(request):
+    """A curvature structure's name; here every one runs."""
+    return request.param
 
 
 class Oracle:

@@ -214,7 +214,7 @@ def test_pyros_guides_give_pyros_loss(kind, guide):
 def test_our_guide_gives_pyros_loss_and_gradient_in_expectation():
     model = _network()
     guide = AutoMeanField(model, init_scale=0.3).prototype(X, Y)
-    samples = 150
+    samples = 80
 
     def gradients(elbo):
         loss = elbo(model, guide)

@@ -102,7 +102,7 @@ def test_a_scale_under_a_hyperprior_is_no_latent(line):
             maximize(guide.laplace_approximation(data))
 
 
-@pytest.mark.parametrize("linearized", [False, True])
+@pytest.mark.parametrize("linearized", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_online_training_reaches_the_same_maximum(line, linearized):
     """Each update ascends log evidence plus log hyperprior at the mode of the weights."""
     top, (a, s) = best(line)
@@ -111,7 +111,7 @@ def test_online_training_reaches_the_same_maximum(line, linearized):
     online = evidence.MarginalLikelihoodTraining(
         guide, line.data, every=1, burn_in=0, linearized=linearized, patience=None
     )
-    for _ in range(12):
+    for _ in range(8):
         now = evidence.hyperparameters(online._laplace())
         with torch.no_grad():
             guide.loc.copy_(line.mode(*now.values()))

@@ -175,7 +175,7 @@ def test_a_value_out_of_bounds_stays_at_the_bound(line):
     noise = PyroParam(torch.tensor(1.0), constraint=dist.constraints.greater_than(0.8))
     model = models.Regression(bayesianize(nn.Linear(3, 1), priors.Normal(prior)), noise=noise)
     guide = line.laplace(model=model)
-    found = maximize(guide)
+    found = maximize(guide, steps=20)
     first, second = found.hyperparameters.values()
     assert first.item() == pytest.approx(0.6) and second.item() == pytest.approx(0.8)
     assert first < 0.6 and second > 0.8 and torch.isfinite(torch.tensor(found.log_evidence))

@@ -18,7 +18,12 @@ def map_guide(line, **options):
 
 
 @pytest.mark.parametrize(
-    ("method", "linearized"), [("mackay", False), ("mackay", True), ("gradient", False)]
+    ("method", "linearized"),
+    [
+        ("mackay", True),
+        ("gradient", False),
+        pytest.param("mackay", False, marks=pytest.mark.slow),
+    ],
 )
 def test_it_reaches_the_maximum_of_the_exact_evidence(line, method, linearized, values):
     """With epochs that move the weights to the mode at the current hyperparameters. Source: Immer
@@ -43,6 +48,7 @@ def test_it_reaches_the_maximum_of_the_exact_evidence(line, method, linearized, 
     assert now["noise"].item() == pytest.approx(noise.item(), rel=0.05)
 
 
+@pytest.mark.slow
 def test_in_a_loop_of_svi(line):
     """A real loop, whose optimizer trains only the guide's parameters."""
     best, *_ = line.best()
@@ -159,6 +165,7 @@ def test_it_says_what_is_wrong(line):
 # Training from start to end
 
 
+@pytest.mark.slow  # tests/test_posteriors.py has a case of it
 def test_training_by_evidence_reaches_the_maximum(line):
     best, prior, noise = line.best()
     guide = AutoLaplaceGGN(line.model, structure="full")
@@ -201,7 +208,7 @@ def test_heavy_tails_and_weights_without_a_prior(line, learn):
     guide = AutoLaplaceGGN(model, structure="full")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BdlWarning)
-        posterior, _ = train_by_evidence(model, guide, *line.data, steps=100, rounds=2)
+        posterior, _ = train_by_evidence(model, guide, *line.data, steps=20, rounds=2)
     assert not torch.equal(bias, before)
     (value,) = evidence.hyperparameters(posterior).values()
     assert value.item() != pytest.approx(1.0)

@@ -114,7 +114,16 @@ DENSE = ["pathfinder", "mean field", "matrix normal", "low rank", "full", "kron"
 DENSE += ["kernel", "low_rank Laplace", "subset", "SWAG", "mixture"]
 
 
-@pytest.fixture(params=TRAINED, ids=lambda kind: kind.__name__)
+# Trained as the MAP is, by the same code: one of them says it for all in the default run.
+AS_MAP = {AutoLastLayer, AutoSubnetwork}
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(kind, marks=pytest.mark.slow if kind in AS_MAP else ()) for kind in TRAINED
+    ],
+    ids=lambda kind: kind.__name__,
+)
 def kind(request):
     """The class of a guide that SVI trains."""
     return request.param

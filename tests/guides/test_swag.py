@@ -468,7 +468,7 @@ def test_no_warnings_on_the_way():
     assert drawn["y"].shape == (3, 40) and drawn["f"].var(0).min() > 0
 
 
-@pytest.mark.parametrize("kind", [AutoSWAG, AutoMultiSWAG])
+@pytest.mark.parametrize("kind", [AutoSWAG, pytest.param(AutoMultiSWAG, marks=pytest.mark.slow)])
 def test_a_rate_that_is_too_high_is_told(minimize, kind):
     """From the MAP the loss rises little at a low rate, by far more than P / 2 near the highest
     at which SGD is stable."""

@@ -1,4 +1,6 @@
-"""The exact posterior of linear regression, for every sampler."""
+"""The exact posterior of linear regression, and a clock, for every sampler."""
+
+import itertools
 
 import pytest
 import torch
@@ -14,3 +16,10 @@ def exact_posterior():
         return covariance @ x.T @ y / (0.25 * temperature), covariance
 
     return compute
+
+
+@pytest.fixture
+def slow_clock(monkeypatch):
+    """Ten seconds pass between two looks at the clock: chains run in blocks of one iteration, and
+    a checkpoint is written after each."""
+    monkeypatch.setattr("time.perf_counter", itertools.count(0.0, 10.0).__next__)

@@ -12,20 +12,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_bdl import mcmc
 from pyro_bdl.mcmc import checkpoint
-from pyro_bdl.mcmc.jax import chains as jax_chains
-from pyro_bdl.mcmc.stochastic_gradient import chains as stochastic_chains
 from pyro_bdl.samples import Samples
 
 
 class Killed(Exception):
     pass
-
-
-@pytest.fixture
-def small_blocks(monkeypatch):
-    """Blocks of two iterations, each written."""
-    monkeypatch.setattr(jax_chains, "_MOST_PER_BLOCK", 2)
-    monkeypatch.setattr(jax_chains, "_SECONDS_PER_WRITE", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -36,21 +27,29 @@ def small_blocks(monkeypatch):
         pytest.param("mams", "parallel", marks=pytest.mark.slow),
     ],
 )
-def test_a_killed_run_ends_with_the_same_draws(kernel, method, tmp_path, small_blocks, monkeypatch):
-    whole = drawn(kernel, chain_method=method)
-    save = checkpoint._save
-    left = [16]  # writes until the kill, which is between draws and the state that names them
+def test_a_killed_run_ends_with_the_same_draws(kernel, method, tmp_path, slow_clock, monkeypatch):
+    save, written = np.savez, []
 
-    def counted(path, arrays):
-        left[0] -= 1
-        if left[0] < 0:
+    def counted(file, **arrays):
+        written.append("stage" in arrays)  # a state, or the draws that it names
+        save(file, **arrays)
+
+    monkeypatch.setattr(np, "savez", counted)
+    whole = drawn(kernel, chain_method=method, checkpoint=tmp_path / "whole")
+    assert written[-5:] == [False, True, False, True, True]  # the end writes the state again
+    left = len(written) - 7  # writes until the kill, between draws and the state that names them
+
+    def killing(file, **arrays):
+        nonlocal left
+        left -= 1
+        if left < 0:
             raise Killed
-        save(path, arrays)
+        save(file, **arrays)
 
-    monkeypatch.setattr(checkpoint, "_save", counted)
+    monkeypatch.setattr(np, "savez", killing)
     with pytest.raises(Killed):
         drawn(kernel, chain_method=method, checkpoint=tmp_path / "run")
-    monkeypatch.setattr(checkpoint, "_save", save)
+    monkeypatch.setattr(np, "savez", save)
     resumed = drawn(kernel, chain_method=method, checkpoint=tmp_path / "run")
     for site, value in whole.latents.items():
         assert torch.equal(resumed.latents[site], value)
@@ -117,8 +116,9 @@ def test_a_limit_of_time_ends_the_draws():
         *(pytest.param(m, marks=pytest.mark.slow) for m in ("psgld", "sgnht", "mala", "adaptive")),
     ],
 )
-def test_a_killed_stochastic_gradient_run_ends_with_the_same_draws(method, tmp_path, monkeypatch):
-    monkeypatch.setattr(stochastic_chains, "_SECONDS_PER_WRITE", 0.0)
+def test_a_killed_stochastic_gradient_run_ends_with_the_same_draws(
+    method, tmp_path, slow_clock, monkeypatch
+):
     options = {"method": method} if method not in ("loader", "adaptive") else {}
     if method == "loader":
         options["data"] = DataLoader(TensorDataset(X, TARGETS), batch_size=6, shuffle=True)
@@ -127,21 +127,21 @@ def test_a_killed_stochastic_gradient_run_ends_with_the_same_draws(method, tmp_p
     if method == "psgld":
         options["step_size"] = mcmc.Polynomial(1e-3)
     whole = walked(**options)
-    save = checkpoint._save
+    save = np.savez
     left = [0]  # writes until the kill
 
-    def counted(path, arrays):
+    def counted(file, **arrays):
         left[0] -= 1
         if left[0] < 0:
             raise Killed
-        save(path, arrays)
+        save(file, **arrays)
 
     for count in (101, 60) if method == "adaptive" else (31,):  # 101 is in the warm-up
         left[0] = count
-        monkeypatch.setattr(checkpoint, "_save", counted)
+        monkeypatch.setattr(np, "savez", counted)
         with pytest.raises(Killed):
             walked(**options, checkpoint=tmp_path / "run")
-        monkeypatch.setattr(checkpoint, "_save", save)
+        monkeypatch.setattr(np, "savez", save)
     resumed = walked(**options, checkpoint=tmp_path / "run")
     assert torch.equal(resumed.latents["w"], whole.latents["w"])
     assert resumed.stats.keys() == whole.stats.keys()

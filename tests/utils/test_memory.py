@@ -5,10 +5,11 @@ import sys
 
 import pytest
 
+from pyro_bdl.utils import memory
+
 COUNT = """
-import resource, torch
-from pyro_bdl.utils.memory import keep_freed_blocks
-keep_freed_blocks()
+import resource, runpy, sys, torch
+runpy.run_path(sys.argv[1])["keep_freed_blocks"]()
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 before = faults()
@@ -21,6 +22,21 @@ print(faults() - before)
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries keep memory anyway")
 def test_blocks_that_are_freed_are_not_faulted_in_again():
-    run = subprocess.run([sys.executable, "-c", COUNT], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", COUNT, memory.__file__]  # without the rest of the package
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
     once = 2**25 // resource.getpagesize()
     assert int(run.stdout) < 2 * once  # all 20 rounds would be 20 times once
+
+
+def test_the_limit_of_a_piece_is_that_of_the_innermost_context():
+    assert memory.bytes_at_once(7) == 7
+    with memory.working_memory(100):
+        with memory.working_memory(1e3):
+            assert memory.bytes_at_once(7) == 1000
+        assert memory.bytes_at_once(7) == 100
+    assert memory.bytes_at_once(7) == 7
+    with (
+        pytest.raises(ValueError, match="positive number of bytes, but size is 0"),
+        memory.working_memory(0),
+    ):
+        pass

@@ -35,7 +35,7 @@ from pyro_bdl.curvature.jacobian.use_blocks import (
 )
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run, leave_open, record
-from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers, vmappable
+from pyro_bdl.utils.module_state import evaluation_mode, vmappable
 from pyro_bdl.utils.random_state import fixed_normal
 
 Outputs = Callable[[Run], Sequence[Tensor]]
@@ -73,8 +73,7 @@ class Linearization:
             for name in subset.parts:
                 self.leaves[name] = self.leaves[name].clone().requires_grad_()
         mode = nullcontext() if training else evaluation_mode(model, args)
-        buffers = nullcontext() if training else preserved_buffers(model)
-        with torch.enable_grad(), mode, buffers, vmappable():
+        with torch.enable_grad(), mode, vmappable():
             values = layout.to_supports(self.leaves)
             seen = {n: v for n, v in values.items() if v is self.leaves[n] and n in subset.parts}
             with UseRecorder(seen) as operations:

@@ -11,7 +11,7 @@ from pyro_bdl.curvature.jacobian.datum_axes import aligned_with
 from pyro_bdl.curvature.jacobian.jacobian import Block, DenseBlock
 from pyro_bdl.curvature.jacobian.use_blocks import working_dtype
 from pyro_bdl.program.trace import leave_open, record
-from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers, vmappable
+from pyro_bdl.utils.module_state import evaluation_mode, vmappable
 
 if TYPE_CHECKING:
     from pyro_bdl.curvature.jacobian.linearization import Pullback
@@ -133,7 +133,7 @@ def _forward_rows(pullback: "Pullback", columns: Columns, names: Names) -> Tenso
 
     rows = []
     try:
-        with evaluation_mode(at.model), preserved_buffers(at.model), vmappable():
+        with evaluation_mode(at.model), vmappable():
             for position in where.tolist():
                 tangent = torch.zeros_like(at.vector)
                 tangent[position] = 1.0

@@ -16,7 +16,7 @@ from pyro_bdl.program.layout import Layout
 from pyro_bdl.program.linear_ops.recognize import recognize
 from pyro_bdl.program.linear_ops.tracker import Tag, Tracker
 from pyro_bdl.program.trace import Run, record, sum_out_discrete
-from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers, vmappable
+from pyro_bdl.utils.module_state import evaluation_mode, vmappable
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,6 @@ def reading_run(
     with (
         torch.enable_grad(),
         evaluation_mode(model),
-        preserved_buffers(model),
         vmappable(),
         mode.following(model),
         mode,

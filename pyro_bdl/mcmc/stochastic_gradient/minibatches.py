@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from pyro_bdl.curvature.fisher import check_scales, num_data
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.program.batches import Batch, Batches, has_rows, leading_size
+from pyro_bdl.program.marginals import bias_of_minibatches
 from pyro_bdl.program.program import Program
-from pyro_bdl.program.summed_out import bias_of_minibatches
 from pyro_bdl.utils.random_state import Generators, everywhere, permutation
 
 

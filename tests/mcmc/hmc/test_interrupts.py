@@ -43,7 +43,7 @@ def test_as_many_draws_as_possible_are_kept(lengths, kept, draws):
     assert joined.interrupted == (min(lengths) < 5)
 
 
-def test_ctrl_c_ends_parallel_chains_and_keeps_their_draws(monkeypatch):
+def test_ctrl_c_ends_parallel_chains_and_keeps_their_draws(monkeypatch, slow_clock):
     chains = []
 
     class Watched(jax_chains.Chain):
@@ -63,7 +63,6 @@ def test_ctrl_c_ends_parallel_chains_and_keeps_their_draws(monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(jax_chains, "Chain", Watched)
-    monkeypatch.setattr(jax_chains, "_MOST_PER_BLOCK", 4)
     monkeypatch.setattr(jax_chains, "wait", interrupted_once)
     with pytest.warns(BdlWarning, match="interrupted"):
         samples = mcmc.sample(
@@ -100,10 +99,16 @@ class Collecting:
         pass
 
 
-@pytest.mark.parametrize("chains, method", [(1, "parallel"), (2, "sequential"), (2, "vectorized")])
-def test_ctrl_c_inside_the_garbage_collector(chains, method, monkeypatch):
+@pytest.mark.parametrize(
+    "chains, method",
+    [
+        pytest.param(1, "parallel", marks=pytest.mark.slow),
+        (2, "sequential"),
+        pytest.param(2, "vectorized", marks=pytest.mark.slow),
+    ],
+)
+def test_ctrl_c_inside_the_garbage_collector(chains, method, monkeypatch, slow_clock):
     """Python drops exceptions in callbacks of the garbage collector; JAX has such a callback."""
-    monkeypatch.setattr(jax_chains, "_MOST_PER_BLOCK", 4)
     monkeypatch.setattr(jax_chains, "progress_bar", lambda *_: Collecting(50))
     before = signal.getsignal(signal.SIGINT)
     with pytest.warns(BdlWarning, match="interrupted"):

@@ -69,18 +69,21 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("method", list(EXACT))
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(m, marks=pytest.mark.slow if m in ("psgld", "sgnht") else ()) for m in EXACT],
+)
 def test_gaussian_posterior(method, exact_posterior):
     """The posterior N(m, C) of Bayesian linear regression (Bishop 2006, equations 3.50 and
     3.51)."""
     x, y = linear_data()
-    samples = sampled(Linear(), (x, y), method=method, num_chains=400, num_samples=30, seed=1,
+    samples = sampled(Linear(), (x, y), method=method, num_chains=800, num_samples=15, seed=1,
                       **EXACT[method])  # fmt: skip
     mean, covariance = exact_posterior(x, y)
     assert_moments(samples.latents["w"], mean, covariance)
     stats = samples.stats
     assert set(stats) >= {"step_size", "potential_energy", "configurational_temperature"}
-    assert all(value.shape == (400, 30) for value in stats.values())
+    assert all(value.shape == (800, 15) for value in stats.values())
     # E[-(u - u_0)' grad log p] = P T and E[p'p] = P T, up to the step size.
     for name in ("configurational_temperature", "kinetic_temperature"):
         if name in stats:
@@ -112,7 +115,7 @@ def test_full_batch_sgld_is_lmc():
 def test_tempered_program_has_its_tempered_posterior(exact_posterior):
     x, y = linear_data()
     model = bdl.handlers.temper(Linear(), 0.25)
-    samples = sampled(model, (x, y), num_chains=300, num_samples=40, **EXACT["sghmc"])
+    samples = sampled(model, (x, y), num_chains=800, num_samples=15, **EXACT["sghmc"])
     assert_moments(samples.latents["w"], *exact_posterior(x, y, 0.25))
 
 
@@ -124,7 +127,7 @@ def test_constrained_latent_has_its_exact_posterior():
 
     y = torch.tensor([3.0, 1.0, 4.0, 2.0], dtype=torch.float64)
     samples = sampled(
-        program, y, step_size=0.005, num_chains=300, num_samples=40, num_warmup=200, thinning=10
+        program, y, step_size=0.005, num_chains=800, num_samples=15, num_warmup=200, thinning=10
     )
     draws = samples.latents["rate"][..., None]
     exact = dist.Gamma(torch.tensor(12.0), 5.0)
@@ -158,8 +161,17 @@ def test_mean_of_the_minibatch_gradients_is_the_full_gradient():
         assert not torch.allclose(gradients[0], full, rtol=0.01)
 
 
-@pytest.mark.parametrize("method", ["sgld", "psgld", "sghmc", "sgnht"])
-@pytest.mark.parametrize("kind", ["tuple", "loader"])
+@pytest.mark.parametrize(
+    "kind, method",
+    [
+        ("tuple", "sgld"),
+        ("loader", "sghmc"),
+        pytest.param("tuple", "psgld", marks=pytest.mark.slow),
+        pytest.param("tuple", "sgnht", marks=pytest.mark.slow),
+        pytest.param("loader", "psgld", marks=pytest.mark.slow),
+        pytest.param("loader", "sgnht", marks=pytest.mark.slow),
+    ],
+)
 def test_linear_regression_by_minibatches(method, kind, exact_posterior):
     """200 rows in batches of 50: a likelihood not scaled by N/B would give sds twice as wide."""
     x, y = linear_data(rows=200)
@@ -169,7 +181,7 @@ def test_linear_regression_by_minibatches(method, kind, exact_posterior):
         data, options = DataLoader(TensorDataset(x, y), batch_size=50, shuffle=True), {}
     inert = method in ("sghmc", "sgnht")
     options |= {"step_size": 0.01, "friction": 0.2} if inert else {"step_size": 0.03}
-    samples = sampled(model, data, method=method, num_chains=40, num_samples=60, num_warmup=100,
+    samples = sampled(model, data, method=method, num_chains=100, num_samples=25, num_warmup=100,
                       thinning=5, **options)  # fmt: skip
     mean, covariance = exact_posterior(x, y)
     draws = samples.latents["w"].flatten(0, 1)
@@ -474,7 +486,7 @@ def test_subset_moves_and_the_rest_stays(exact_posterior):
     at = torch.linspace(-1, 1, 5, dtype=x.dtype)
     subset = bdl.mcmc.hmc.sampling.Subset(program.layout, torch.tensor([1, 3]))
     samples = sampled(
-        Linear(), (x, y), subset=subset, at=at, num_chains=300, num_samples=40, **EXACT["sghmc"]
+        Linear(), (x, y), subset=subset, at=at, num_chains=800, num_samples=15, **EXACT["sghmc"]
     )
     draws = samples.latents["w"]
     fixed = torch.tensor([0, 2, 4])

@@ -11,7 +11,6 @@ from pyro_bdl import bayesianize, models
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.fit import fit_curvature
 from pyro_bdl.curvature.prior import PriorPrecision
-from pyro_bdl.curvature.structures.kron import curvature as kronecker
 from pyro_bdl.curvature.structures.kron.outer_products import OuterProductSum
 from pyro_bdl.program.subset import Subset
 
@@ -143,17 +142,25 @@ def test_look_ups(oracle, structure):
     assert (found.diagonal() > 0).nonzero()[:, 0].tolist() == [6, 7, 8]
 
 
-def test_large_rest_blocks_are_diagonal(oracle, monkeypatch):
+@pytest.mark.parametrize("size", [6, 1025])
+def test_large_rest_blocks_are_diagonal(oracle, size):
+    """J = the normalized inputs, for the gains of a norm whose outputs are added up."""
+
+    class Summed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(size, bias=False)
+
+        def forward(self, x):
+            return self.norm(x).sum(-1, keepdim=True)
+
     torch.manual_seed(0)
-    net = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 1))
-    model, data = oracle.regression(net, torch.randn(5, 6))
+    model, data = oracle.regression(Summed(), torch.randn(5, size))
     program, vector = oracle.program(model, *data)
-    exact = oracle.ggn(program, vector)[:6, :6]
-    small = blocks(oracle.fit(program, vector, data, structure="kron").curvature)["0.weight"]
-    torch.testing.assert_close(small, exact)
-    monkeypatch.setattr(kronecker, "_DENSE_UP_TO", 5)
-    curvature = oracle.fit(program, vector, data, structure="kron").curvature
-    torch.testing.assert_close(blocks(curvature)["0.weight"], exact.diagonal())
+    jacobian = nn.functional.layer_norm(data[0], (size,))
+    exact = jacobian.T @ jacobian / 0.5**2
+    found = blocks(oracle.fit(program, vector, data, structure="kron").curvature)["norm.weight"]
+    torch.testing.assert_close(found, exact if size == 6 else exact.diagonal())
 
 
 @pytest.mark.parametrize("structure", ["kron", "ekfac"])
