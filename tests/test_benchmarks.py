@@ -111,12 +111,18 @@ def test_tempering_draws_its_figures_and_checks_its_statements(tmp_path):
     _digits(tmp_path, "mnist", "fashion_mnist")
     command = [sys.executable, str(FOLDER / "tempering.py"), "--json", "--data", str(tmp_path)]
     command += ["--figures", str(tmp_path), "--steps", "3", "--widths", "3", "6", "--draws", "4"]
-    command += ["--parts", "images", "resnet", "priors", "--sets", "mnist"]
+    command += ["--parts", "images", "cold", "resnet", "priors", "--sets", "mnist"]
+    command += ["--resnet-steps", "3", "--cold-steps", "3", "--cold-images", "20"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=FOLDER, check=True)
     result = json.loads(done.stdout.strip().splitlines()[-1])
-    assert sum("eta = 1: accuracy" in key for key in result) == 2
+    assert sum("eta = 1: accuracy" in key for key in result) == 2 * 2  # two estimators
+    told = [value for value in result.values() if value in ("holds", "does not hold")]
+    assert len(told) == 2 * 7 + 2 + 1
     assert sum(key.startswith("priors:") for key in result) == 6 * 5
-    for name in ("mnist_local_reparameterization_scores", "resnet_kl"):
+    for name in (
+        "mnist_bayes_by_backprop_scores", "mnist_local_reparameterization_scores",
+        "mnist_cold_scores", "resnet_kl",
+    ):  # fmt: skip
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 

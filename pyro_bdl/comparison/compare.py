@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pyro_bdl.comparison.captions import CAPTIONS
 from pyro_bdl.comparison.columns import check_keys, columns, details
+from pyro_bdl.comparison.convergence import efficiency
 from pyro_bdl.comparison.costs import Costs
 from pyro_bdl.comparison.determined import determined
 from pyro_bdl.comparison.distances import distances, doubts, floor, sd_of_draws
@@ -131,6 +132,8 @@ def compare(
             | dict(evaluation.scores)
             for name, evaluation in found.items()
         ]
+        for row in rows:
+            row |= efficiency(posteriors[row["posterior"]], row)
         floor_row = None
         if reference is not None:
             for row in shown(rows, "distances", progress):

@@ -1,5 +1,8 @@
 """Convergence of Markov chains in function space, and its columns."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import Tensor
 
 from pyro_bdl import diagnostics
@@ -25,6 +28,17 @@ COLUMNS = (
         "ESS",
         help="Median effective sample size of the function at the test points, in draws.",
     ),
+    Column(
+        "ess_per_second",
+        "ESS / s",
+        help="That ESS divided by the wall-clock time of the fit, warm-up included.",
+    ),
+    Column(
+        "ess_per_gradient",
+        "ESS / 1000 grad.",
+        help="That ESS for 1000 gradients of the log density that the draws took, without those "
+        "of the warm-up.",
+    ),
     Column("divergences", "div.", help="Draws at which the integrator diverged."),
 )
 
@@ -34,6 +48,25 @@ def divergences(samples: Samples) -> dict[str, int]:
     if "diverging" not in samples.stats:
         return {}
     return {"divergences": int(samples.stats["diverging"].sum())}
+
+
+def efficiency(posterior: Any, row: Mapping[str, Any]) -> dict[str, float]:
+    """The median ESS per second and per 1000 gradients, as far as they are known.
+
+    :param posterior: of ``Samples``, the statistic ``num_steps`` counts the gradients.
+    :param row: its numbers, with ``ess_median`` and ``seconds``.
+    """
+    size, seconds = row.get("ess_median"), row.get("seconds")
+    found: dict[str, float] = {}
+    if size is None:
+        return found
+    if seconds:
+        found["ess_per_second"] = size / seconds
+    if isinstance(posterior, Samples) and "num_steps" in posterior.stats:
+        gradients = float(posterior.stats["num_steps"].double().sum())
+        if gradients > 0:
+            found["ess_per_gradient"] = 1000 * size / gradients
+    return found
 
 
 def convergence(function: Tensor, chains: int) -> dict[str, float]:

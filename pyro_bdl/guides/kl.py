@@ -81,8 +81,10 @@ def diagonal_normal_kl(
         prior_loc, prior_scale = _side_by_side(layout, priors)
         ratio = layout.take(scale, names) / prior_scale
         distance = (layout.take(loc, names) - prior_loc) / prior_scale
-        quadratic = torch.dot(ratio, ratio) + torch.dot(distance, distance)
-        terms.append(0.5 * (quadratic - len(ratio)) - ratio.log().sum())
+        # 1/2 (r^2 - 1) = e + e^2 / 2 with e = r - 1: no large sums that cancel where q is the prior
+        excess = ratio - 1.0
+        quadratic = torch.dot(excess, excess) + torch.dot(distance, distance)
+        terms.append(0.5 * quadratic + (excess - ratio.log()).sum())
     return _sum(terms)
 
 

@@ -124,11 +124,15 @@ def test_chains_that_disagree_are_found_out():
     apart = Samples({"w": draws.latents["w"] + 5 * torch.arange(2.0)[:, None, None]})
     diverging = torch.zeros(2, 200, dtype=torch.bool)
     diverging[0, :3] = True
-    good = Samples(draws.latents, {"diverging": diverging}, {"seconds": 2.5})
+    stats = {"diverging": diverging, "num_steps": torch.full((2, 200), 5)}
+    good = Samples(draws.latents, stats, {"seconds": 2.5})
     found = compare(line, {"good": good, "apart": apart}, X, X[:, 0], reference=None)
     rows = found.to_dict()
     assert rows["good"]["rhat"] < 1.02 and rows["good"]["ess_min"] > 200
     assert rows["good"]["divergences"] == 3 and rows["good"]["seconds"] == 2.5
+    assert rows["good"]["ess_per_second"] == rows["good"]["ess_median"] / 2.5
+    assert rows["good"]["ess_per_gradient"] == 1000 * rows["good"]["ess_median"] / 2000
+    assert "ess_per_second" not in rows["apart"] and "ess_per_gradient" not in rows["apart"]
     assert rows["apart"]["rhat"] > 1.5 and "not converged" in found.verdicts["apart"]
 
 

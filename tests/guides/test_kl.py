@@ -153,6 +153,21 @@ def test_a_large_site_with_one_prior_is_taken_alone(monkeypatch):
     assert locs.numel() == 3  # of 'a' and 'b'
 
 
+def test_the_kl_of_many_weights_near_the_prior_does_not_cancel():
+    """In float32, 10^6 weights with q = Normal(0, (1 + 1e-4)^2): the KL is 0.01 nats."""
+    size = 1_000_000
+
+    def wide():
+        pyro.sample("w", dist.Normal(torch.zeros(size), 0.3).to_event(1))
+
+    program = Program(wide)
+    scale, zero = torch.full((size,), 0.3 * (1 + 1e-4)), torch.zeros(size)
+    prior = program.run(program.initial).latents
+    found = diagonal_normal_kl(program.layout, zero, scale, {"w": zero}, prior)
+    r = (scale.double() / torch.tensor(0.3).double()).square()
+    assert found.item() == pytest.approx(0.5 * (r - 1 - r.log()).sum().item(), rel=0.01)
+
+
 def test_the_closed_form_is_the_mean_of_the_sampled_one():
     program, loc, scale, _values, _run, _q = _everything()
     total = 4000
