@@ -96,6 +96,7 @@ class Comparison:
                 10**6 if width is None else max(width, longest + _LEAST_WIDTH),
                 initial_indent=name.ljust(longest),
                 subsequent_indent=" " * longest,
+                break_on_hyphens=False,
             )
             for name, text in self.verdicts.items()
         ]
@@ -103,7 +104,7 @@ class Comparison:
         blocks = [to_text(self.rows, block) for block in self._blocks(columns, width)]
 
         def wrapped(texts: Sequence[str]) -> list[str]:
-            return [textwrap.fill(text, width or 10**6) for text in texts]
+            return [textwrap.fill(text, width or 10**6, break_on_hyphens=False) for text in texts]
 
         above = [self.summary] if self.summary else []
         above += [f"Warning: {text}" for text in self.warnings]
