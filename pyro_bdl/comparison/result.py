@@ -129,7 +129,7 @@ class Comparison:
             default without them.
         :param title: heading of the page.
         :param about: a line on the data and the model.
-        :param notes: paragraphs above the table, such as units.
+        :param notes: paragraphs below the table, such as units.
         :param settings: what it takes to make the comparison again, shown at the end; a mapping as
             a value gets a heading of its own.
         :param points: the inputs of the test points that figures show, by their names.
