@@ -131,7 +131,7 @@ def _compare(options: argparse.Namespace) -> int:
     if comparison is None:
         print(f"\n{_keep(fits, files)}\n")
     elif options.quiet:
-        print(textwrap.fill(comparison.summary, width))
+        print(textwrap.fill(comparison.summary, width, break_on_hyphens=False))
     else:
         print(f"\n{comparison.to_text(width, details=options.details)}\n")
         print(textwrap.fill(f"{_units(data)} {_EXPLAINED}", width))

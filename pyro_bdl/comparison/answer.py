@@ -72,6 +72,9 @@ def _cheapest(reference: str, ranking: Ranking, best: Ranked, said: list[str]) -
     if not times:
         return
     quick = min(times, key=lambda row: row.time or 0.0)
+    if (quick.time or 0.0) >= 1:
+        said.append(f"None that is faster than {reference} is usable.")
+        return
     if best.time is None or quick is best or (quick.time or 0.0) > _CHEAPER * best.time:
         if quick is best and best.group == USABLE:
             said[-1] = f"{said[-1][:-1]}, in {_share_of_time(best.time or 0.0)}."

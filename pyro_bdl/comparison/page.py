@@ -50,7 +50,7 @@ def write_page(
     :param figures: those of ``Comparison.figures``, or some of them.
     :param title: heading of the page.
     :param about: a line on the data and the model.
-    :param notes: paragraphs above the table, such as units.
+    :param notes: paragraphs below the table, such as units.
     :param settings: see ``report.write_report``.
     :param points: the inputs of the test points that figures show, by their names.
     :param further: more tables, after the first.

@@ -107,6 +107,7 @@ class Comparison:
                 10**6 if width is None else max(width, longest + _LEAST_WIDTH),
                 initial_indent=name.ljust(longest),
                 subsequent_indent=" " * longest,
+                break_on_hyphens=False,
             )
             for name, text in self.verdicts.items()
         ]
@@ -114,7 +115,7 @@ class Comparison:
         blocks = [to_text(self.rows, block) for block in self._blocks(columns, width)]
 
         def wrapped(texts: Sequence[str]) -> list[str]:
-            return [textwrap.fill(text, width or 10**6) for text in texts]
+            return [textwrap.fill(text, width or 10**6, break_on_hyphens=False) for text in texts]
 
         above = [self.summary] if self.summary else []
         above += [f"Warning: {text}" for text in self.warnings]
@@ -139,7 +140,7 @@ class Comparison:
             default without them.
         :param title: heading of the page.
         :param about: a line on the data and the model.
-        :param notes: paragraphs above the table, such as units.
+        :param notes: paragraphs below the table, such as units.
         :param settings: what it takes to make the comparison again, shown at the end; a mapping as
             a value gets a heading of its own.
         :param points: the inputs of the test points that figures show, by their names.

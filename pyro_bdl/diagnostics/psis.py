@@ -46,7 +46,8 @@ def psis(
         notebooks.
     :returns: the weights and k-hat. With too few draws for a tail of five (24 or fewer, for
         ``"0.23"`` 20) there is no smoothing and k-hat is infinite. If all ratios in the tail are
-        equal, or the fit fails, there is no smoothing and k-hat is NaN (``"0.23"``: infinity).
+        equal, or the fit fails, there is no smoothing and k-hat is NaN (``"0.23"``: infinity). If
+        a quarter of the ratios in the tail are zero beside the largest, k-hat is infinite.
     :raises TypeError: if ``log_ratios`` is not a real tensor.
     :raises ValueError: for an ``r_eff`` that is not positive, an unknown ``compat``, fewer than
         two axes or 4 draws a chain.
@@ -138,6 +139,7 @@ def _shape_or_why_not(
     if compat == "0.23":
         return torch.where(sizes < _LEAST_TAIL, torch.inf, fit.k)
     k = torch.where(fit.k.isnan(), torch.inf, fit.k)
-    quartile = excess[:, int(excess.shape[-1] / 4 + 0.5) - 1]
+    place = int(excess.shape[-1] / 4 + 0.5) - 1
     flat = (tail[:, -1] - tail[:, 0]).abs() < _TINY
-    return torch.where(flat | (quartile <= excess[:, 0]), torch.nan, k)
+    k = torch.where(flat | (excess[:, place] <= excess[:, 0]), torch.nan, k)
+    return torch.where(tail[:, place] < math.log(_TINY), torch.inf, k)  # a few draws have it all

@@ -86,7 +86,7 @@ def write_report(
     :param verdicts: posterior to a sentence.
     :param warnings: sentences in a box below the summary.
     :param figures: caption to figure, or pictures with their sections; embedded as SVG.
-    :param notes: paragraphs above the table, the most important first.
+    :param notes: paragraphs below the table, the most important first.
     :param settings: the settings of the run, listed at the end; a mapping as a value gets a heading
         of its own.
     :param further: more tables, after the first.
@@ -226,7 +226,7 @@ def _table(
     explained = key([*columns, *details])
     if explained:
         shown += f"<details><summary>What the columns mean</summary>{explained}</details>"
-    return f"<section><h2>Table</h2>{_paragraphs(notes)}{shown}</section>"
+    return f"<section><h2>Table</h2>{shown}{_paragraphs(notes)}</section>"
 
 
 def _further(each: Further, looks: Looks) -> str:

@@ -95,6 +95,12 @@ def test_equal_ratios_and_few_draws():
     torch.testing.assert_close(found.log_weights, few.log_softmax(-1))
 
 
+def test_ratios_that_vanish_beside_the_largest_have_an_infinite_k():
+    ratios = torch.linspace(-30000, 0, 400, dtype=torch.float64)[None]  # exp underflows
+    assert psis(ratios).pareto_k == torch.inf
+    assert psis(ratios, compat="0.23").pareto_k > 1  # of the nine that do not vanish
+
+
 def test_good_k():
     """min(1 - 1 / log10(S), 0.7) (Vehtari et al. 2024, section 3.2.4)."""
     assert good_k(100) == 0.5

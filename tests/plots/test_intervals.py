@@ -25,6 +25,13 @@ def test_intervals_are_quantiles(draws):
         )
 
 
+def test_titles_of_neighbors_have_a_line_for_each_part(draws):
+    labels = ["point 5, target -0.892", "point 2, target -0.9"]
+    figure = plots.forest(draws, reference="nuts", points=[5, 2], labels=labels)
+    titles = [axis.get_title(loc="left") for axis in figure.axes]
+    assert titles == ["point 5,\ntarget -0.892", "point 2,\ntarget -0.9"]
+
+
 def test_points_run_from_the_surest_to_the_least_sure():
     sd = torch.tensor([3.0, 1.0, 7.0, 5.0, 4.0, 2.0, 6.0])
     draws = torch.randn(200, 1).sign() * sd
