@@ -16,6 +16,7 @@ from torch.distributions import (
     kl_divergence,
     register_kl,
 )
+from torch.nn.functional import mse_loss
 
 from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.program.layout import Layout, marginal
@@ -65,9 +66,13 @@ def diagonal_normal_kl(
         prior, part = p[name], layout.slices[name]
         normal = _normal(prior)
         if normal is not None and _is_large_with_one_prior(normal):
-            m, s = loc[part] - _first(normal.loc), scale[part]
-            t = _first(normal.scale)
-            quadratic = (torch.dot(s, s) + torch.dot(m, m)) / t.square() - latent.size
+            s, t = scale[part], _first(normal.scale)
+            # whose gradients are one tensor each, and nothing is kept for them
+            squares = mse_loss(s, s.new_zeros(()).expand_as(s), reduction="sum")
+            squares = squares + mse_loss(
+                loc[part], _first(normal.loc).expand_as(s), reduction="sum"
+            )
+            quadratic = squares / t.square() - latent.size
             terms.append(0.5 * quadratic + latent.size * t.log() - s.log().sum())
         elif normal is not None:
             names.append(name)

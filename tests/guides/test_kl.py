@@ -147,10 +147,15 @@ def test_a_large_site_with_one_prior_is_taken_alone(monkeypatch):
     """At the same value as beside others, and without a vector of its prior's numbers."""
     program, loc, scale, values, run, q = _everything()
     monkeypatch.setattr("pyro_bdl.guides.kl._LARGE", 2)  # 'c', with four numbers
+    leaves = [loc.requires_grad_(), scale.requires_grad_()]
     flat = diagonal_normal_kl(program.layout, loc, scale, values, run.latents)
     torch.testing.assert_close(flat, mean_field_kl(q, run.latents), rtol=1e-10, atol=1e-10)
+    gradients = torch.autograd.grad(flat, leaves)
     (_, _, (locs, _)) = program.layout.kept
     assert locs.numel() == 3  # of 'a' and 'b'
+    monkeypatch.undo()
+    together = diagonal_normal_kl(program.layout, loc, scale, values, run.latents)
+    torch.testing.assert_close(gradients, torch.autograd.grad(together, leaves))
 
 
 def test_the_closed_form_is_the_mean_of_the_sampled_one():
