@@ -1,7 +1,8 @@
 """KL divergences between the sites of a guide and of a program."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from pyro.distributions import Delta
@@ -62,16 +63,23 @@ def diagonal_normal_kl(
     one by one at ``values``, the constrained draw.
     """
     terms, names, priors = [], [], []
+    normals = {name: _normal(p[name]) for name in layout.latents}
+    take: Any = layout.take
+    vectors: Any = (loc, scale)
+    if any(_is_large_with_one_prior(normal) for normal in normals.values()):
+        take = _parts_together  # instead of slices, whose gradients are as long as the vector
+        sizes = [latent.size for latent in layout.latents.values()]
+        vectors = [
+            dict(zip(layout.latents, vector.split(sizes), strict=True)) for vector in vectors
+        ]
     for name, latent in layout.latents.items():
-        prior, part = p[name], layout.slices[name]
-        normal = _normal(prior)
+        prior, normal = p[name], normals[name]
         if normal is not None and _is_large_with_one_prior(normal):
-            s, t = scale[part], _first(normal.scale)
-            # whose gradients are one tensor each, and nothing is kept for them
-            squares = mse_loss(s, s.new_zeros(()).expand_as(s), reduction="sum")
-            squares = squares + mse_loss(
-                loc[part], _first(normal.loc).expand_as(s), reduction="sum"
-            )
+            m, s = (take(vector, [name]) for vector in vectors)
+            t, zero = _first(normal.scale), s.new_zeros(())
+            # mse_loss keeps nothing for its gradient, which is one tensor
+            squares = mse_loss(s, zero.expand_as(s), reduction="sum")
+            squares = squares + mse_loss(m, _first(normal.loc).expand_as(m), reduction="sum")
             quadratic = squares / t.square() - latent.size
             terms.append(0.5 * quadratic + latent.size * t.log() - s.log().sum())
         elif normal is not None:
@@ -79,21 +87,27 @@ def diagonal_normal_kl(
             priors.append(normal)
         else:
             shape = latent.unconstrained_shape
-            q = marginal(latent, loc[part].view(shape), scale[part].view(shape))
+            q = marginal(latent, *(take(vector, [name]).view(shape) for vector in vectors))
             q = q.to_event(latent.event_dim - q.event_dim)
             terms.append(_site_kl(Site(q, values[name], 1.0, None), prior))
     if names:
         prior_loc, prior_scale = _side_by_side(layout, priors)
-        ratio = layout.take(scale, names) / prior_scale
-        distance = (layout.take(loc, names) - prior_loc) / prior_scale
+        m, s = (take(vector, names) for vector in vectors)
+        ratio, distance = s / prior_scale, (m - prior_loc) / prior_scale
         quadratic = torch.dot(ratio, ratio) + torch.dot(distance, distance)
         terms.append(0.5 * (quadratic - len(ratio)) - ratio.log().sum())
     return _sum(terms)
 
 
-def _is_large_with_one_prior(normal: Normal) -> bool:
+def _parts_together(parts: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
+    """The parts of the named sites as one vector."""
+    found = [parts[name] for name in names]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _is_large_with_one_prior(normal: Normal | None) -> bool:
     """Return whether a Normal has many numbers, all of the same location and scale."""
-    if normal.loc.numel() <= _LARGE:
+    if normal is None or normal.loc.numel() <= _LARGE:
         return False
     return not any(normal.loc.stride()) and not any(normal.scale.stride())
 
