@@ -249,8 +249,9 @@ class DataParallel_ELBO(ELBO):
             with poutine.trace(param_only=True) as statements:
                 reading = read_batch(model, guide, args, kwargs)
             self._leaves = tensor_leaves(model, guide, statements.trace)
-            seed = torch.randint(2**62, (), device="cpu").item()
-            return reading, seed if self._seed is None else self._seed, self._draws
+            if self._seed is None:  # a run that goes on draws nothing here
+                self._seed = int(torch.randint(2**62, (), device="cpu").item())
+            return reading, self._seed, self._draws
 
         found = self.ranks.gather(self.ranks.together(look))
         batch = joint_batch(model, guide, [reading for reading, *_ in found])

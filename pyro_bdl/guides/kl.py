@@ -1,7 +1,8 @@
 """KL divergences between the sites of a guide and of a program."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from pyro.distributions import Delta
@@ -16,6 +17,7 @@ from torch.distributions import (
     kl_divergence,
     register_kl,
 )
+from torch.nn.functional import mse_loss
 
 from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.program.layout import Layout, marginal
@@ -61,36 +63,61 @@ def diagonal_normal_kl(
     one by one at ``values``, the constrained draw.
     """
     terms, names, priors = [], [], []
+    normals = {name: _normal(p[name]) for name in layout.latents}
+    take: Any = layout.take
+    vectors: Any = (loc, scale)
+    if any(_is_large_with_one_prior(normal) for normal in normals.values()):
+        take = _parts_together  # instead of slices, whose gradients are as long as the vector
+        sizes = [latent.size for latent in layout.latents.values()]
+        vectors = [
+            dict(zip(layout.latents, vector.split(sizes), strict=True)) for vector in vectors
+        ]
     for name, latent in layout.latents.items():
-        prior, part = p[name], layout.slices[name]
-        normal = _normal(prior)
+        prior, normal = p[name], normals[name]
         if normal is not None and _is_large_with_one_prior(normal):
-            m, s = loc[part] - _first(normal.loc), scale[part]
+            m, s = (take(vector, [name]) for vector in vectors)
             t = _first(normal.scale)
-            quadratic = (torch.dot(s, s) + torch.dot(m, m)) / t.square() - latent.size
-            terms.append(0.5 * quadratic + latent.size * t.log() - s.log().sum())
+            squares = _sum_of_squares(m, _first(normal.loc))
+            terms.append(_scale_terms(s / t) + 0.5 * squares / t.square())
         elif normal is not None:
             names.append(name)
             priors.append(normal)
         else:
             shape = latent.unconstrained_shape
-            q = marginal(latent, loc[part].view(shape), scale[part].view(shape))
+            q = marginal(latent, *(take(vector, [name]).view(shape) for vector in vectors))
             q = q.to_event(latent.event_dim - q.event_dim)
             terms.append(_site_kl(Site(q, values[name], 1.0, None), prior))
     if names:
         prior_loc, prior_scale = _side_by_side(layout, priors)
-        ratio = layout.take(scale, names) / prior_scale
-        distance = (layout.take(loc, names) - prior_loc) / prior_scale
-        # 1/2 (r^2 - 1) = e + e^2 / 2 with e = r - 1: no large sums that cancel where q is the prior
-        excess = ratio - 1.0
-        quadratic = torch.dot(excess, excess) + torch.dot(distance, distance)
-        terms.append(0.5 * quadratic + (excess - ratio.log()).sum())
+        m, s = (take(vector, names) for vector in vectors)
+        distance = (m - prior_loc) / prior_scale
+        terms.append(_scale_terms(s / prior_scale) + 0.5 * torch.dot(distance, distance))
     return _sum(terms)
 
 
-def _is_large_with_one_prior(normal: Normal) -> bool:
+def _scale_terms(ratio: Tensor) -> Tensor:
+    """sum_i (r_i^2 - 1) / 2 - log r_i of the ratios r of the scales, a scalar.
+
+    As e + e^2 / 2 - log r with e = r - 1: no large sums that cancel where q is the prior.
+    """
+    one = ratio.new_ones(())
+    return 0.5 * _sum_of_squares(ratio, one) + (ratio - one - ratio.log()).sum()
+
+
+def _sum_of_squares(x: Tensor, center: Tensor) -> Tensor:
+    """sum_i (x_i - center)^2; nothing but x is kept for the gradient."""
+    return mse_loss(x, center.expand_as(x), reduction="sum")
+
+
+def _parts_together(parts: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
+    """The parts of the named sites as one vector."""
+    found = [parts[name] for name in names]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _is_large_with_one_prior(normal: Normal | None) -> bool:
     """Return whether a Normal has many numbers, all of the same location and scale."""
-    if normal.loc.numel() <= _LARGE:
+    if normal is None or normal.loc.numel() <= _LARGE:
         return False
     return not any(normal.loc.stride()) and not any(normal.scale.stride())
 

@@ -1,11 +1,15 @@
 """A rank that is killed, and a job that goes on from its checkpoint."""
 
+import datetime
+import importlib
+import json
+import multiprocessing
 import random
-import signal
+import shutil
 import subprocess
 import sys
-import textwrap
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,98 +21,118 @@ from pyro_bdl.guides import AutoMeanField
 from pyro_bdl.utils import collectives
 from pyro_bdl.utils.collectives import Ranks, writes_files
 
-LIMIT = 240.0  # seconds
-STEPS = 30
+LIMIT = 400.0  # seconds, of all jobs together
+STEPS, ROWS = 30, 24
 
-RUN = textwrap.dedent("""
-    import datetime, random, sys, time, torch
-    import torch.distributed as dist
-    import pyro_bdl as bdl
-    rank, size, folder, meeting, pause = sys.argv[1:]
-    rank, size, pause = int(rank), int(size), float(pause)
+
+def rank_main(rank, size, folder, meeting, pause):
+    """One rank of a job: trains from the checkpoint on, and writes down its steps and its end."""
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/{meeting}", rank=rank, world_size=size,
+        "gloo",
+        init_method=f"file://{folder}/{meeting}",
+        rank=rank,
+        world_size=size,
         timeout=datetime.timedelta(seconds=60),
     )
     torch.manual_seed(0)
-    x = torch.linspace(-1.0, 1.0, 24)[:, None]
+    x = torch.linspace(-1.0, 1.0, ROWS)[:, None]
     net = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
-    model = bdl.models.Regression(bdl.bayesianize(net), num_data=24)
-    guide = bdl.guides.AutoMeanField(model).prototype(x, x)
-    elbo = bdl.distributed.DataParallel_ELBO(bdl.elbo.TemperedTraceMeanField_ELBO())
+    model = bdl.models.Regression(bdl.bayesianize(net), num_data=ROWS)
+    guide = AutoMeanField(model).prototype(x, x)
+    elbo = DataParallel_ELBO(bdl.elbo.TemperedTraceMeanField_ELBO())
     objective = elbo(model, guide)
     optimizer = torch.optim.Adam(guide.parameters(), lr=0.03)
     run = bdl.Checkpoint(
-        f"{folder}/run.ckpt", model=model, guide=guide, optimizer=optimizer, elbo=elbo
+        folder / "run.ckpt", model=model, guide=guide, optimizer=optimizer, elbo=elbo
     )
-    try:
-        for step in run.steps(30, every=1):
-            print(step, flush=True)
-            rows = torch.randperm(24)[rank::size]  # the same order on all ranks
-            optimizer.zero_grad()
-            objective(x[rows], x[rows]).backward()
-            optimizer.step()
-            time.sleep(pause)
-    except RuntimeError as error:
-        print(error, flush=True)
-        sys.exit(3)
-    print(guide.location().detach().double().sum().item().hex(), len(rows), flush=True)
-    dist.barrier()
-""")
+    with open(folder / f"{meeting}.{rank}", "w", buffering=1) as log:
+        try:
+            for step in run.steps(STEPS, every=1):
+                print(step, file=log)
+                rows = torch.randperm(ROWS)[rank::size]  # of one order on all ranks
+                optimizer.zero_grad()
+                objective(x[rows], x[rows]).backward()
+                optimizer.step()
+                time.sleep(pause)
+            print(guide.location().detach().double().sum().item().hex(), len(rows), file=log)
+            dist.barrier()
+        except RuntimeError as error:
+            print(error, file=log)
+            sys.exit(3)
 
 
-def started(folder, meeting, size=2, pause=0.0):
-    folder.mkdir(exist_ok=True)
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", RUN, str(rank), str(size), str(folder), meeting, str(pause)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(size)
-    ]  # fmt: skip
+class Job:
+    """Ranks in processes of their own, forked from this one."""
+
+    def __init__(self, folder, meeting, size=2, pause=0.0):
+        folder.mkdir(exist_ok=True)
+        context = multiprocessing.get_context("fork")
+        self.logs = [folder / f"{meeting}.{rank}" for rank in range(size)]
+        self.ranks = [
+            context.Process(target=rank_main, args=(rank, size, folder, meeting, pause))
+            for rank in range(size)
+        ]
+        for process in self.ranks:
+            process.start()
+
+    def lines(self, rank):
+        return self.logs[rank].read_text().splitlines() if self.logs[rank].exists() else []
+
+    def wait_for(self, rank, count):
+        while len(self.lines(rank)) < count and self.ranks[rank].is_alive():
+            time.sleep(0.001)
+
+    def end(self):
+        """The lines of all ranks, and their exit codes."""
+        for process in self.ranks:
+            process.join()
+        return [self.lines(rank) for rank in range(len(self.ranks))], [
+            process.exitcode for process in self.ranks
+        ]
 
 
-def ended(processes):
-    return [process.communicate(timeout=LIMIT) for process in processes]
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_killed_at_random_moments_and_the_job_that_goes_on(tmp_path):
-    """The other rank stops, names it, and the resumed job ends with the same parameters."""
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    (expected, _), _ = ended(started(whole, "meeting"))
+def main(folder):
+    """Train once without a stop, and once with kills; go on with other numbers of ranks."""
+    importlib.import_module("torch._dynamo")  # which each rank would import otherwise
+    whole, cut = folder / "whole", folder / "cut"
+    found = {"whole": Job(whole, "meeting").end(), "kills": []}
     draw = random.Random(0)
     for kill in range(4):
-        processes = started(cut, f"meeting {kill}", pause=0.02)
-        victim = kill % 2
-        processes[victim].stdout.readline()
-        time.sleep(draw.uniform(0.0, 0.3))
-        processes[victim].send_signal(signal.SIGKILL)
-        began = time.monotonic()
-        processes[victim].communicate(timeout=LIMIT)
-        output, _ = processes[1 - victim].communicate(timeout=LIMIT)
-        assert time.monotonic() - began < 60.0
-        assert processes[1 - victim].returncode == 3
-        assert output.splitlines()[-1].startswith(f"rank {victim} does not answer, and this rank")
-    (first, _), (second, _) = ended(started(cut, "last meeting"))
-    assert first.splitlines()[-1] == second.splitlines()[-1] == expected.splitlines()[-1]
-    assert "0x" in first and int(first.splitlines()[0]) > 0
+        job, victim = Job(cut, f"meeting{kill}", pause=0.02), kill % 2
+        job.wait_for(victim, 2)
+        time.sleep(draw.uniform(0.0, 0.1))
+        job.ranks[victim].kill()
+        lines, codes = job.end()
+        found["kills"].append((victim, lines[1 - victim], codes[1 - victim]))
+    for size in (1, 3):
+        other = folder / f"of {size}"
+        shutil.copytree(cut, other)
+        found[f"of {size}"] = Job(other, "meeting", size).end()
+    found["rest"] = Job(cut, "last").end()
+    (folder / "found.json").write_text(json.dumps(found))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 3])
-def test_a_job_goes_on_with_another_number_of_ranks(size, tmp_path):
-    processes = started(tmp_path, "first", pause=0.05)
-    lines = [processes[0].stdout.readline() for _ in range(8)]
-    assert lines[-1] == "7\n"
-    for process in processes:
-        process.send_signal(signal.SIGKILL)
-    ended(processes)
-    outputs = [output.splitlines() for output, _ in ended(started(tmp_path, "second", size))]
-    assert all(lines[0] == outputs[0][0] and int(lines[0]) >= 7 for lines in outputs)
-    assert {lines[-1] for lines in outputs} == {outputs[0][-1]}
-    assert outputs[0][-1].endswith(f" {24 // size}")
+def test_a_rank_that_is_killed_and_the_job_that_goes_on(tmp_path):
+    """The other rank stops and names it. The resumed job ends with the same parameters."""
+    command = [sys.executable, __file__, str(tmp_path)]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    for victim, lines, code in found["kills"]:
+        assert code == 3
+        assert lines[-1].startswith(f"rank {victim} does not answer, and this rank stops")
+    expected = {lines[-1] for lines in found["whole"][0]}
+    rest = found["rest"][0]
+    assert {lines[-1] for lines in rest} == expected and len(expected) == 1
+    assert 4 <= int(rest[0][0]) < STEPS
+    for size in (1, 3):
+        logs, codes = found[f"of {size}"]
+        assert codes == [0] * size
+        assert all(lines[0] == rest[0][0] for lines in logs)  # the same step
+        assert len({lines[-1] for lines in logs}) == 1
+        assert logs[0][-1].startswith(("0x", "-0x")) and logs[0][-1].endswith(f" {ROWS // size}")
 
 
 def test_the_draws_of_a_rank_follow_from_its_state(conjugate):
@@ -153,3 +177,7 @@ def test_the_first_rank_writes(alone, monkeypatch, tmp_path):
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     run.save(1)
     assert not writes_files() and not (tmp_path / "run").exists()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

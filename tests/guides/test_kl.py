@@ -147,18 +147,25 @@ def test_a_large_site_with_one_prior_is_taken_alone(monkeypatch):
     """At the same value as beside others, and without a vector of its prior's numbers."""
     program, loc, scale, values, run, q = _everything()
     monkeypatch.setattr("pyro_bdl.guides.kl._LARGE", 2)  # 'c', with four numbers
+    leaves = [loc.requires_grad_(), scale.requires_grad_()]
     flat = diagonal_normal_kl(program.layout, loc, scale, values, run.latents)
     torch.testing.assert_close(flat, mean_field_kl(q, run.latents), rtol=1e-10, atol=1e-10)
+    gradients = torch.autograd.grad(flat, leaves)
     (_, _, (locs, _)) = program.layout.kept
     assert locs.numel() == 3  # of 'a' and 'b'
+    monkeypatch.undo()
+    together = diagonal_normal_kl(program.layout, loc, scale, values, run.latents)
+    torch.testing.assert_close(gradients, torch.autograd.grad(together, leaves))
 
 
-def test_the_kl_of_many_weights_near_the_prior_does_not_cancel():
+@pytest.mark.parametrize("one_prior", [False, True])
+def test_the_kl_of_many_weights_near_the_prior_does_not_cancel(one_prior):
     """In float32, 10^6 weights with q = Normal(0, (1 + 1e-4)^2): the KL is 0.01 nats."""
     size = 1_000_000
 
     def wide():
-        pyro.sample("w", dist.Normal(torch.zeros(size), 0.3).to_event(1))
+        loc = torch.tensor(0.0).expand(size) if one_prior else torch.zeros(size)
+        pyro.sample("w", dist.Normal(loc, torch.tensor(0.3)).to_event(1))
 
     program = Program(wide)
     scale, zero = torch.full((size,), 0.3 * (1 + 1e-4)), torch.zeros(size)
