@@ -1,14 +1,21 @@
-"""The command's posteriors against the shipped references: who is near NUTS, at what cost.
+"""The command's posteriors against the shipped references: who is near NUTS, where, at what cost.
 
-    python benchmarks/against_references.py                                   # all of both, hours
+    python benchmarks/against_references.py --rows rows.jsonl                 # all of both, hours
+    python benchmarks/against_references.py --rows rows.jsonl --picture near_nuts.png
     python benchmarks/against_references.py --problems wine iris --guides map mean-field
 
 For each problem and posterior: the share of the reference that it gives (1 is the reference, 0 a
-point at the reference's mean; see ``Comparison.ranking``), its group, and the seconds of its fit.
+point at the reference's mean; see ``Comparison.ranking``), its group, its function's sd divided by
+the reference's, its NLPD minus the reference's, and the seconds of its fit, by the wall clock and
+of processor time. Each row is a line of the file of ``--rows`` as soon as it is known; a run that
+was killed goes on with those that are missing. At the end there is one table of all rows.
 """
 
 import json
+import time
 import warnings
+from pathlib import Path
+from typing import Any
 
 import torch
 from harness import parser
@@ -16,33 +23,104 @@ from harness import parser
 import pyro_bdl as bdl
 from pyro_bdl import posteriors
 
+Row = dict[str, Any]
 
-def against(name: str, guides: list[str], options: posteriors.Options) -> list[dict]:
-    """One row for each posterior of a problem, in order; posteriors that fail are left out."""
+
+def against(name: str, guide: str, options: posteriors.Options) -> Row:
+    """The row of one posterior of one problem; ``"failed"`` in it says why there are no numbers."""
     reference = bdl.references.load(name)
-    data = reference.dataset
+    data, row = reference.dataset, {"problem": name, "posterior": guide, "steps": options.steps}
     torch.manual_seed(0)
     problem = posteriors.Problem(reference.program(), data.x_train, data.y_train)
-    fits = []
-    for guide in guides:
-        try:
-            fits.append(posteriors.fit(guide, problem, options))
-        except Exception as error:  # one posterior's failure must not lose the others
-            print(f"{name}, {guide}: {type(error).__name__}: {error}", flush=True)
-    there = {fit.name: fit.posterior for fit in fits} | {"reference": reference.draws()}
-    table = bdl.compare(
-        problem.model, there, data.x_test, data.y_test, reference="reference",
-        costs={fit.name: fit.costs for fit in fits}, target_scale=data.y_sd,
-        target_shift=data.y_mean, progress=False,
+    before = time.process_time()
+    try:
+        fit = posteriors.fit(guide, problem, options)
+        processor = time.process_time() - before
+        table = bdl.compare(
+            problem.model, {guide: fit.posterior, "reference": reference.draws()}, data.x_test,
+            data.y_test, reference="reference", costs={guide: fit.costs}, target_scale=data.y_sd,
+            target_shift=data.y_mean, progress=False,
+        )  # fmt: skip
+    except Exception as error:  # one posterior's failure must not lose the others
+        return row | {"failed": f"{type(error).__name__}: {error}"}
+    (place,) = table.ranking.rows
+    own = next(line for line in table.rows if line["posterior"] == guide)
+    return row | {
+        "group": place.group,
+        "share": place.share,
+        "error": place.error / table.ranking.point,
+        "sd_ratio": own.get("sd_ratio"),
+        "nlpd_diff": own.get("nlpd_diff"),
+        "nlpd_diff_se": own.get("nlpd_diff_se"),
+        "rhat": own.get("rhat"),
+        "seconds": fit.seconds,
+        "processor": processor,
+    }
+
+
+def to_text(rows: list[Row]) -> str:
+    """One table in Markdown: shares with their groups, a column for each problem, and the median
+    processor time; the posteriors with the largest mean share first."""
+    problems = list(dict.fromkeys(row["problem"] for row in rows))
+    marks = {"alike": " =", "usable": "", "undecided": " ?", "far": " far"}
+    cells: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        cells.setdefault(row["posterior"], {})[row["problem"]] = row
+    lines = []
+    for guide, found in sorted(cells.items(), key=lambda item: -mean_share(list(item[1].values()))):
+        known = [row for row in found.values() if "failed" not in row]
+        times = sorted(row["processor"] for row in known)
+        shown = [
+            f"{100 * row['share']:.0f} ± {100 * row['error']:.0f}{marks[row['group']]}"
+            if (row := found.get(problem)) and "failed" not in row
+            else "failed" if row else ""
+            for problem in problems
+        ]  # fmt: skip
+        cost = f"{times[len(times) // 2]:.1f}" if times else ""
+        lines.append(f"| {guide} | {' | '.join(shown)} | {cost} |")
+    head = f"| share of NUTS, % | {' | '.join(problems)} | s, median |"
+    return "\n".join([head, "|---" * (len(problems) + 2) + "|", *lines])
+
+
+def mean_share(rows: list[Row]) -> float:
+    """The mean share of some rows; what is worse than a point counts as a point."""
+    found = [max(0.0, row["share"]) for row in rows if "failed" not in row]
+    return sum(found) / max(1, len(found))
+
+
+def picture(rows: list[Row], path: str) -> None:
+    """Draw share against processor time, one panel for each problem."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    from pyro_bdl import plots
+
+    known = [row for row in rows if "failed" not in row]
+    problems = list(dict.fromkeys(row["problem"] for row in known))
+    looks = plots.styles(list(dict.fromkeys(row["posterior"] for row in known)))
+    lines = 1 if len(problems) < 4 else 2
+    across = -(-len(problems) // lines)
+    figure, axes = pyplot.subplots(
+        lines, across, figsize=(3.6 * across, 2.9 * lines + 1.2), sharey=True, squeeze=False,
+        layout="constrained",
     )  # fmt: skip
-    return [
-        {
-            "problem": name, "posterior": row.posterior, "group": row.group,
-            "share": round(row.share, 3), "error": round(row.error / table.ranking.point, 3),
-            "seconds": round(row.seconds or 0.0, 1),
-        }
-        for row in table.ranking.rows
-    ]  # fmt: skip
+    for axis, problem in zip(axes.flat, problems, strict=False):
+        for row in known:
+            if row["problem"] == problem:
+                place = (row["processor"], max(-0.1, row["share"]))
+                axis.plot(*place, linestyle="none", **looks[row["posterior"]])
+        axis.axhline(1, color="0.7", linewidth=0.8, zorder=0)
+        axis.axhline(0.5, color="0.7", linewidth=0.8, linestyle=":", zorder=0)
+        axis.set(xscale="log", title=problem, xlabel="processor time [s]", ylim=(-0.15, 1.05))
+    for axis in axes.flat[len(problems) :]:
+        axis.axis("off")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("share of NUTS")
+    marks = [pyplot.Line2D([], [], linestyle="none", label=name, **looks[name]) for name in looks]
+    figure.legend(handles=marks, loc="outside lower center", ncols=2 * across, frameon=False)
+    figure.savefig(path, dpi=100)
 
 
 def main() -> None:
@@ -51,22 +129,37 @@ def main() -> None:
     every = [entry.name for entry in posteriors.entries()]
     options.add_argument("--guides", nargs="+", default=every, help="default: all")
     options.add_argument("--steps", type=int, help="of each guide; default: its own")
+    options.add_argument("--rows", type=Path, help="file of the rows; those in it are not run")
+    options.add_argument("--picture", metavar="FILE", help="draw share against cost")
+    options.add_argument("--quick", action="store_true", help="200 steps, short chains")
     given = options.parse_args()
     torch.set_num_threads(given.threads)
     warnings.simplefilter("ignore")
     settings = posteriors.Options(steps=given.steps)
-    rows = []
+    if given.quick:
+        settings = posteriors.Options(steps=given.steps or 200, warmup=50, draws=50, rounds=1)
+    rows: list[Row] = []
+    if given.rows is not None and given.rows.exists():
+        rows = [json.loads(line) for line in given.rows.read_text().splitlines()]
+    there = {(row["problem"], row["posterior"]) for row in rows}
     for name in given.problems:
-        found = against(name, given.guides, settings)
-        rows += found
-        for row in [] if given.json else found:
-            print(
-                f"{row['problem']:14s} {row['posterior']:20s} {row['group']:10s} "
-                f"{row['share']:6.2f} ± {row['error']:.2f} {row['seconds']:8.1f} s",
-                flush=True,
-            )
-    if given.json:
-        print(json.dumps(rows))
+        for guide in given.guides:
+            if (name, guide) in there:
+                continue
+            row = against(name, guide, settings)
+            rows.append(row)
+            if given.rows is not None:
+                with given.rows.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+            if not given.json:
+                said = row.get("failed") or (
+                    f"{row['group']:10s} {row['share']:6.2f} ± {row['error']:.2f} "
+                    f"{row['processor']:8.1f} s"
+                )
+                print(f"{name:14s} {guide:20s} {said}", flush=True)
+    print(json.dumps(rows) if given.json else f"\n{to_text(rows)}")
+    if given.picture:
+        picture(rows, given.picture)
 
 
 if __name__ == "__main__":

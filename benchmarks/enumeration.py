@@ -3,9 +3,14 @@
 A mixture of K Normals with a component for each of N data: once with ``pyro.sample("z",
 dist.Categorical(...))`` in the plate, once with ``dist.MixtureSameFamily``. A hidden Markov chain
 of 20 steps and K states: once with ``pyro.markov``, once with the forward algorithm in log space.
-Timed is the gradient of the log density in the unconstrained latents: in torch, as plain samplers
-call it, and under JAX's compiler, as NUTS does; and a step of mean-field VI by ``CompiledELBO``.
-The ratio is enumeration to hand, in processor time.
+Timed is the gradient of the log density in the unconstrained latents: in torch, the program run
+statement by statement; by ``Program.compile``, as Pyro's samplers call it; under JAX's compiler, as
+NUTS does; and a step of mean-field VI by ``CompiledELBO``. The ratio is enumeration to hand, in
+processor time.
+
+In torch two more sides run: the forward algorithm with one ``pyro.factor`` a step, so a program of
+statements as the enumerated one is; and Pyro's ``TraceEnum_ELBO`` of the same program with a point
+guide.
 """
 
 import math
@@ -17,7 +22,9 @@ import jax.numpy as jnp
 import pyro
 import pyro.distributions as dist
 import torch
-from pyro.infer import SVI
+from pyro import poutine
+from pyro.infer import SVI, TraceEnum_ELBO, config_enumerate
+from pyro.infer.autoguide import AutoDelta
 from pyro.optim import Adam
 
 from pyro_bdl import Program
@@ -80,17 +87,65 @@ def chain_by_hand(states):
     return model
 
 
-def gradients(model, y, calls):
-    """The gradient in torch and under JAX, a compiled step, and the gradient at one point."""
+def chain_by_factors(states):
+    def model(y):
+        logits, means = priors(states, states)
+        moves = logits.log_softmax(-1)
+        forward, before = moves[0], 0.0
+        with pyro.plate("chains", y.shape[1]):
+            for t in range(len(y)):
+                forward = forward + dist.Normal(means, NOISE).log_prob(y[t][:, None])
+                now = forward.logsumexp(-1)
+                pyro.factor(f"y{t}", now - before)
+                forward, before = (forward[..., None] + moves).logsumexp(-2), now
+
+    return model
+
+
+def gradient_of(density, vector):
+    leaf = vector.clone().requires_grad_()
+    density(leaf).backward()
+    return leaf.grad
+
+
+def in_torch(model, y, calls):
+    """The gradient in torch."""
     program = Program(model, y)
     vector = 0.1 * torch.arange(program.size, dtype=y.dtype).sin()
-    gradient = torch.func.grad(program.log_density)
-    compiled = jax.jit(jax.grad(to_jax(program.log_density, vector)))
-    point = jnp.asarray(vector.numpy())
 
     def plain():
         for _ in range(calls):
-            gradient(vector)
+            gradient_of(program.log_density, vector)
+
+    return plain
+
+
+def by_pyro(model, y, calls):
+    """The gradient of Pyro's TraceEnum_ELBO with a point guide."""
+    pyro.clear_param_store()
+    guide = AutoDelta(poutine.block(model, expose=["logits", "means"]))
+    guide(y)
+    elbo, model = TraceEnum_ELBO(max_plate_nesting=1), config_enumerate(model)
+
+    def plain():
+        for _ in range(calls):
+            elbo.differentiable_loss(model, guide, y).backward()
+
+    return plain
+
+
+def gradients(model, y, calls):
+    """The gradient in torch, as a graph and under JAX, a compiled step, and the gradient at one
+    point."""
+    program = Program(model, y)
+    vector = 0.1 * torch.arange(program.size, dtype=y.dtype).sin()
+    compiled = jax.jit(jax.grad(to_jax(program.log_density, vector)))
+    point = jnp.asarray(vector.numpy())
+    density = program.compile()
+
+    def graph():
+        for _ in range(calls):
+            gradient_of(density, vector)
 
     def under_jax():
         for _ in range(calls):
@@ -104,7 +159,8 @@ def gradients(model, y, calls):
         for _ in range(calls):
             svi.step(y)
 
-    return plain, under_jax, compiled_steps, gradient(vector)
+    sides = in_torch(model, y, calls), graph, under_jax, compiled_steps
+    return *sides, gradient_of(program.log_density, vector)
 
 
 def main() -> None:
@@ -129,13 +185,22 @@ def main() -> None:
         for size in options.sizes:
             ours, theirs = (gradients(make(size), y, calls) for make in (enumerated, by_hand))
             torch.testing.assert_close(ours[-1], theirs[-1], rtol=1e-3, atol=1e-2)
-            for place, name in enumerate(("torch", "JAX", "CompiledELBO")):
+            for place, name in enumerate(("torch", "compile", "JAX", "CompiledELBO")):
                 sides = {"enumerated": ours[place], "by hand": theirs[place]}
+                if name == "torch":
+                    sides["Pyro"] = by_pyro(enumerated(size), y, calls)
+                    if enumerated is chain:
+                        sides["by factors"] = in_torch(chain_by_factors(size), y, calls)
+                if name == "compile":
+                    sides["by hand, uncompiled"] = theirs[0]
                 seconds = harness.in_turns(sides, repeats, clock=time.process_time)
                 ms = {side: 1e3 * value / calls for side, value in seconds.items()}
                 start = f"{title}, K = {size}, {name}"
                 results |= {f"{start}, {side}, ms": value for side, value in ms.items()}
                 results[f"{start}: ratio"] = ms["enumerated"] / ms["by hand"]
+                for side in ("Pyro", "by factors", "by hand, uncompiled"):
+                    if side in ms:
+                        results[f"{start}: ratio to {side}"] = ms["enumerated"] / ms[side]
     ratios = [value for key, value in results.items() if key.endswith("ratio")]
     results["ratios, geometric mean"] = math.exp(sum(map(math.log, ratios)) / len(ratios))
     results["ratios, largest"] = max(ratios)

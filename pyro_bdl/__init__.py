@@ -34,6 +34,7 @@ from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.program import Program
 from pyro_bdl.samples import Samples
 from pyro_bdl.training.checkpoint import Checkpoint
+from pyro_bdl.utils.memory import working_memory
 
 if TYPE_CHECKING:
     from pyro_bdl import plots, references
@@ -77,6 +78,7 @@ __all__ = [
     "selectors",
     "temperature",
     "to_arviz",
+    "working_memory",
 ]
 
 

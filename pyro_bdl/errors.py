@@ -32,3 +32,14 @@ class MissingOperatorError(NotImplementedError):
         super().__init__(message)
         self.op = op
         self.site = site
+
+
+class FailedStepError(RuntimeError):
+    """A training step that went wrong; the message names the step, the batch and the reason.
+
+    :param step: number of the step, from 0.
+    """
+
+    def __init__(self, message: str, *, step: int) -> None:
+        super().__init__(message)
+        self.step = step

@@ -37,6 +37,7 @@ from pyro_bdl.program.gaussian_prior import TaskPrior
 from pyro_bdl.program.network_sites import SampledNetwork
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.scales import Hyperprior, Scale, beside, checked, hyperparameter
+from pyro_bdl.utils.autocast import uncast
 from pyro_bdl.utils.validation import whole_number
 
 Output = str | int | Callable[[Any], Tensor] | None
@@ -97,7 +98,9 @@ class ObservationModel(TaskPrior, OwnParameters):
 
     def _sampled(self, heads: "Mapping[str, tuple[ObservationModel, Any, Any]]") -> dict[str, Any]:
         """Observe or sample the targets of each site, given its program, f(x) and targets."""
-        outputs = {site: _without_single_column(output) for site, (_, output, _) in heads.items()}
+        outputs = {
+            site: uncast(_without_single_column(output)) for site, (_, output, _) in heads.items()
+        }
         rows = {site: output.shape[0] for site, output in outputs.items()}
         batch = next(iter(rows.values()))
         if not batch:

@@ -30,6 +30,7 @@ from pyro_bdl.program.network_plates import (
 )
 from pyro_bdl.program.network_sites import INIT_KEY, OWNER_KEY, SampledNetwork
 from pyro_bdl.program.parameter_namespace import OwnParameters
+from pyro_bdl.program.sharded import refuse_sharded
 from pyro_bdl.program.vmap import DrawMap
 from pyro_bdl.scales import Hyperprior, beside, hyperparameter_scope
 from pyro_bdl.utils.names import Names, chooser
@@ -68,6 +69,7 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
         where: Names | None = None,
     ) -> None:
         super().__init__()
+        refuse_sharded(network.modules())
         _refuse(network)
         copied = copy.deepcopy(network)
         if where is not None:
@@ -293,8 +295,8 @@ def bayesianize(
         wrong shape.
     :raises TypeError: for a prior that is no such function, such as a distribution itself; for a
         network that is compiled to TorchScript.
-    :raises UnsupportedProgramError: for lazy layers that were not called yet, pruned layers, and
-        complex parameters with a prior.
+    :raises UnsupportedProgramError: for lazy layers that were not called yet, pruned layers,
+        complex parameters with a prior, and parameters that are sharded over processes (FSDP).
     """
     if not isinstance(net, nn.Module):
         raise TypeError(f"net must be a torch.nn.Module, got {type(net).__name__}")

@@ -25,6 +25,7 @@ SMALL = {
         *("--classes", "20", "--rows", "30", "--full", "300", "--images", "4", "--width", "4"),
     ],
     "function_space": ["--quick"],
+    "folds": ["--quick", "--guides", "map", "--folds", "2"],
     "distributed": [
         *("--steps", "1", "--batches", "8", "4", "--rows", "20", "--repeats", "1"),
     ],
@@ -203,3 +204,17 @@ def test_tomography_scores_every_posterior(tmp_path):
     assert len(rows) == 4
     assert all(0 <= row["in 90 %"][0] <= 1 for row in rows.values())
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_against_the_references_goes_on_where_it_was_killed(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    known = {"problem": "iris", "posterior": "mean-field", "failed": "MemoryError: none"}
+    rows.write_text(json.dumps(known) + "\n")
+    command = [sys.executable, str(FOLDER / "against_references.py"), "--json", "--quick"]
+    command += ["--problems", "iris", "--guides", "mean-field", "map", "--rows", str(rows)]
+    command += ["--picture", str(tmp_path / "picture.png")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=FOLDER, check=True)
+    first, second = json.loads(done.stdout.strip().splitlines()[-1])
+    assert first == known and second["posterior"] == "map" and second["group"] == "far"
+    assert [json.loads(line) for line in rows.read_text().splitlines()] == [first, second]
+    assert (tmp_path / "picture.png").stat().st_size > 0

@@ -1,7 +1,7 @@
 """Scores over several splits of the data: posteriors fitted again for every fold."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,18 +26,17 @@ NOTE = (
 )
 
 
-def splits(
-    folds: int, repeats: int, score: Callable[[int, int], Scores]
-) -> tuple[list[Scores], bool]:
+def splits(repeats: int, scores: Callable[[int], Iterable[Scores]]) -> tuple[list[Scores], bool]:
     """The scores of each split, and whether Ctrl-C ended them early.
 
-    :param score: ``score(repeat, fold)`` fits and scores all posteriors: name to key to number.
+    :param scores: ``scores(repeat)`` fits all posteriors to the folds of a repeat, and yields the
+        scores of one fold after another: name to key to number.
     """
     found: list[Scores] = []
     try:
         for repeat in range(repeats):
-            for fold in range(folds):
-                found.append(score(repeat, fold))
+            for split in scores(repeat):
+                found.append(split)
     except KeyboardInterrupt:
         return found, True
     return found, False

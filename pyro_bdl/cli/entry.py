@@ -7,9 +7,9 @@ import shutil
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,9 @@ from torch import nn
 from pyro_bdl import posteriors
 from pyro_bdl.cli import cross_validation, sweep
 from pyro_bdl.cli import options as command
+from pyro_bdl.cli.kept import Kept, identity
 from pyro_bdl.cli.programs import program
+from pyro_bdl.cli.progress_table import ProgressTable
 from pyro_bdl.cli.provenance import provenance
 from pyro_bdl.cli.shared import BadInput, bad_input, limited_threads, say
 from pyro_bdl.cli.terminal import gives_up_at_second_interrupt, told_on_stderr
@@ -90,7 +92,7 @@ def _compare(options: argparse.Namespace) -> int:
         data = (command.load(options) if reference is None else reference.dataset).to(device)
         command.check_noise(options, data)
         command.check_folds(options, data)
-        folder = command.folder(options.out, _FILES)
+        folder = command.folder(command.out(options), _FILES)
     about = _about(data, options)
     said = [] if options.quiet else [about]
     print("\n".join([*said, *data.notes]), flush=True)
@@ -100,19 +102,24 @@ def _compare(options: argparse.Namespace) -> int:
         model, parts = program(data, hidden, activation, noise=options.noise, gain=gain)
         model = model.to(device)
         problem = Problem(model, data.x_train, data.y_train)
-        fits, failed = _fit_all(names, problem, settings, still=options.quiet)
+        kept = None
+        if options.resume is not None:
+            with bad_input():
+                kept = Kept(Path(options.resume), identity(data, parts, settings))
+        table = ProgressTable(data, options.seed, names, shown=not options.quiet)
+        fits, failed = _fit_all(names, problem, settings, kept=kept, table=table)
         if not fits:
             return FAILED if failed else INTERRUPTED
-        code = FAILED if failed else 0
+        code = FAILED if any(each.is_error for each in failed.values()) else 0
         try:
             with deferred_interrupt() as pressed:
                 known = None if reference is None else reference.draws()
-                comparison = _compared(model, fits, data, options.seed, known)
+                comparison = _compared(model, fits, data, options.seed, failed, known)
                 figures = {} if pressed.is_set() else _figures(comparison, fits, data)
                 if pressed.is_set():
                     say("interrupted: there are no figures")
                 made = provenance(options.line, options, settings, data, parts, fits)
-                validated = _validated(options, names, settings, device)
+                validated = _validated(options, names, settings, device, kept)
                 _write(comparison, figures, files, data, about, made, validated)
         except KeyboardInterrupt:
             say("interrupted")
@@ -154,34 +161,59 @@ _EXPLAINED = (
 )
 
 
+@dataclass(frozen=True)
+class _Failure:
+    """A posterior that is left out.
+
+    :param reason: why, for its row of the table.
+    :param is_error: whether the exit code says so; one that is too large for the memory is none.
+    """
+
+    reason: str
+    is_error: bool
+
+
 def _fit_all(
-    names: list[str], problem: Problem, options: Options, *, still: bool = False
-) -> tuple[list[Fit], list[str]]:
+    names: list[str],
+    problem: Problem,
+    options: Options,
+    *,
+    kept: Kept | None = None,
+    table: ProgressTable | None = None,
+) -> tuple[list[Fit], dict[str, _Failure]]:
     """Fit one posterior after another; Ctrl-C ends the loop, a failure does not.
 
-    :param still: print no line for each fit.
+    :param kept: fits that are finished, and where further ones are kept.
+    :param table: shows the row of each fit.
     """
     fits: list[Fit] = []
-    failed: list[str] = []
-    width = max(map(len, names))
+    failed: dict[str, _Failure] = {}
     for place, name in enumerate(names):
-        left = names[place:]
+        left, reason, is_error = names[place:], "", True
         try:
-            fit = posteriors.fit(name, problem, options, progress=not hidden(None))
+            fit = None if kept is None else kept.find(name, problem)
+            found = fit is not None
+            if fit is None:
+                fit = posteriors.fit(name, problem, options, progress=not hidden(None))
             fits.append(fit)
             left = names[place + 1 :]
-            elbo = "" if fit.elbo is None else f"   ELBO {fit.elbo:.1f}"
-            if not still:
-                print(f"  {name.ljust(width)} {fit.seconds:7.1f} s{elbo}", flush=True)
+            if kept is not None and not found and not fit.interrupted:
+                kept.keep(fit)
+            if table is not None:
+                table.add(problem.model, fit, is_kept=found)
             interrupted = fit.interrupted
         except KeyboardInterrupt:
             interrupted = True
         except MemoryError as error:
-            say(f"{name} is left out: {error}")
-            continue
+            reason, is_error = f"left out: {error}", False
+            say(f"{name} is {reason}")
         except Exception as error:  # one posterior's failure must not lose the others
-            failed.append(name)
-            say(f"{name} could not be fitted: {type(error).__name__}: {error}")
+            reason = f"could not be fitted: {type(error).__name__}: {error}"
+            say(f"{name} {reason}")
+        if reason:
+            failed[name] = _Failure(reason, is_error)
+            if table is not None:
+                table.add_failure(name, reason)
             continue
         if interrupted:
             say(f"interrupted; not fitted: {', '.join(left) or 'none'}")
@@ -194,10 +226,12 @@ def _compared(
     fits: list[Fit],
     data: Dataset,
     seed: int,
+    failed: Mapping[str, _Failure],
     known: PredictiveDraws | None = None,
 ) -> Comparison:
     """Compare the posteriors, leaving out those whose draws cannot be scored.
 
+    :param failed: posteriors that could not be fitted, which get a row without numbers.
     :param known: a shipped reference posterior.
     :raises UnusableDrawsError: if no posterior is left.
     """
@@ -205,13 +239,14 @@ def _compared(
         fit.name: replace(fit.costs, draw_seconds=_seconds_per_draw(model, fit, data))
         for fit in fits
     }
+    reasons = {name: failure.reason for name, failure in failed.items()}
     while True:
         there: dict[str, Any] = {fit.name: fit.posterior for fit in fits}
         reference = _REFERENCE if _REFERENCE in there else None
         if known is not None:
             reference, there[_KNOWN] = _KNOWN, known.to(data.y_test.device)
         try:
-            return compare(
+            found = compare(
                 model,
                 there,
                 data.x_test,
@@ -223,16 +258,22 @@ def _compared(
                 target_shift=data.y_mean,
                 seed=seed,
             )
+            return found.with_failures(reasons)
         except UnusableDrawsError as error:
             others = [fit for fit in fits if fit.name != error.posterior]
             if not others or len(others) == len(fits):
                 raise
             say(f"{error.posterior} is left out: {error}")
+            reasons[str(error.posterior)] = f"left out: {error}"
             fits = others
 
 
 def _validated(
-    options: argparse.Namespace, names: list[str], settings: Options, device: torch.device
+    options: argparse.Namespace,
+    names: list[str],
+    settings: Options,
+    device: torch.device,
+    kept: Kept | None,
 ) -> Further | None:
     """The table of scores over splits, if ``--folds`` asks for it."""
     if options.folds is None:
@@ -240,29 +281,33 @@ def _validated(
     hidden_units = command.hidden(options.hidden)
     activation = command.ACTIVATIONS[options.activation]
 
-    def score(repeat: int, fold: int) -> dict[str, dict[str, float]]:
-        data = command.load(options, fold=(fold, options.folds), repeat=repeat).to(device)
-        model, _ = program(
-            data, hidden_units, activation, noise=options.noise, gain=command.gain(options)
-        )
-        model = model.to(device)
-        problem = Problem(model, data.x_train, data.y_train)
-        fits, _ = _fit_all(names, problem, settings, still=True)
-        found = compare(
-            model,
-            {fit.name: fit.posterior for fit in fits},
-            data.x_test,
-            data.y_test,
-            reference=None,
-            target_scale=data.y_sd,
-            target_shift=data.y_mean,
-            seed=options.seed,
-        )
-        if not options.quiet:
-            print(f"  split {repeat * options.folds + fold + 1}", flush=True)
-        return {row["posterior"]: row for row in found.rows}
+    def scores(repeat: int) -> Iterator[dict[str, dict[str, float]]]:
+        datasets, problems, parts = [], [], []
+        for fold in range(options.folds):
+            data = command.load(options, fold=(fold, options.folds), repeat=repeat).to(device)
+            model, words = program(
+                data, hidden_units, activation, noise=options.noise, gain=command.gain(options)
+            )
+            datasets.append(data)
+            problems.append(Problem(model.to(device), data.x_train, data.y_train))
+            if kept is not None:
+                name = f"split-{repeat + 1}-{fold + 1}-of-{options.folds}"
+                parts.append(kept.part(name, identity(data, words, settings)))
+        fits = _fit_folds(names, problems, settings, parts)
+        for fold, (data, problem) in enumerate(zip(datasets, problems, strict=True)):
+            found = compare(
+                problem.model,
+                {name: of_folds[fold].posterior for name, of_folds in fits.items()},
+                data.x_test,
+                data.y_test,
+                reference=None,
+                target_scale=data.y_sd,
+                target_shift=data.y_mean,
+                seed=options.seed,
+            )
+            yield {row["posterior"]: row for row in found.rows}
 
-    found, interrupted = cross_validation.splits(options.folds, options.repeats, score)
+    found, interrupted = cross_validation.splits(options.repeats, scores)
     if interrupted:
         say(f"interrupted: {len(found)} splits were scored")
     if len(found) < 2:
@@ -272,6 +317,35 @@ def _validated(
         print(f"\nOver {len(found)} splits:\n\n{to_text(rows, shown)}")
     heading = f"Scores over {len(found)} splits"
     return Further(heading, rows, shown, cross_validation.NOTE)
+
+
+def _fit_folds(
+    names: list[str], problems: list[Problem], options: Options, kept: Sequence[Kept]
+) -> dict[str, list[Fit]]:
+    """The fits of each posterior to all folds; a failure leaves the posterior out.
+
+    :param kept: of each fold, where its finished fits are; empty: nowhere.
+    :raises KeyboardInterrupt: for Ctrl-C, also where a fit ended early and kept what it had.
+    """
+    fits: dict[str, list[Fit]] = {}
+    for name in names:
+        known = [part.find(name, of) for part, of in zip(kept, problems, strict=bool(kept))]
+        there = [fit for fit in known if fit is not None]
+        if len(there) == len(problems):
+            fits[name] = there
+            continue
+        try:
+            fits[name] = posteriors.fit_together(name, problems, options, progress=not hidden(None))
+        except MemoryError as error:
+            say(f"{name} is left out of the splits: {error}")
+        except Exception as error:  # one posterior's failure must not lose the others
+            say(f"{name} could not be fitted to the splits: {type(error).__name__}: {error}")
+        else:
+            if any(each.interrupted for each in fits[name]):
+                raise KeyboardInterrupt
+            for part, fit in zip(kept, fits[name], strict=bool(kept)):
+                part.keep(fit)
+    return fits
 
 
 def _seconds_per_draw(model: nn.Module, fit: Fit, data: Dataset) -> float | None:

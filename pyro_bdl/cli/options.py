@@ -18,6 +18,7 @@ from pyro_bdl.references import Reference
 
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 EXAMPLE = "in-between"
+_OUT = "pyro-bdl-out"
 _USUAL = {"steps": None, "chains": 4, "warmup": 500, "draws": 500}
 _QUICK = {"steps": 500, "chains": 2, "warmup": 100, "draws": 100}
 
@@ -109,6 +110,12 @@ def parser(
     quick = ", ".join(f"--{name} {value}" for name, value in _QUICK.items())
     add("--quick", action="store_true", help=f"a first look: {quick}")
     add = add_run(command)
+    add(
+        "--resume",
+        metavar="DIR",
+        help="keep each posterior in DIR as it is finished, and take those that are there: after a "
+        "crash the same command goes on; the results are written there too, unless --out is given",
+    )
     add("--details", action="store_true", help="print all columns that table.csv has")
     add("--quiet", action="store_true", help="print the answer only, and show no bars")
     for other in others:
@@ -146,8 +153,13 @@ def add_run(command: argparse.ArgumentParser) -> Callable[..., Any]:
     add = command.add_argument_group("run").add_argument
     add("--seed", type=int, default=0, help="seed of all random numbers; default: %(default)s")
     add("--device", default="cpu", help="such as cpu or cuda; default: %(default)s")
-    add("--out", default="pyro-bdl-out", metavar="DIR", help="default: %(default)s")
+    add("--out", metavar="DIR", help=f"of the results; default: {_OUT}")
     return add
+
+
+def out(options: argparse.Namespace) -> str:
+    """The folder of the results."""
+    return options.out or getattr(options, "resume", None) or _OUT
 
 
 def _epilog() -> str:
@@ -165,7 +177,8 @@ def _epilog() -> str:
             *lines,
             "",
             "Ctrl-C ends the current fit, and shows the table for the posteriors so far; after the",
-            "last fit it leaves the figures out. A second Ctrl-C gives up at once.",
+            "last fit it leaves the figures out. A second Ctrl-C gives up at once. With --resume",
+            "the same command then fits only what is missing.",
         ]
     )
 

@@ -15,9 +15,9 @@ from pyro_bdl.posteriors import Fit, Options
 
 _PACKAGES = ("torch", "pyro-ppl", "numpyro", "jax", "arviz", "numpy", "scikit-learn", "pandas")
 _NOT_SHOWN = {
-    "command", "run", "out", "quick", "steps", "details", "data", "target", "example", "hidden",
-    "activation", "noise", "prior_gain", "task", "test_fraction", "impute", "one_hot", "quiet",
-    "folds", "repeats", "line",
+    "command", "run", "out", "resume", "quick", "steps", "details", "data", "target", "example",
+    "hidden", "activation", "noise", "prior_gain", "task", "test_fraction", "impute", "one_hot",
+    "quiet", "folds", "repeats", "line",
 }  # fmt: skip
 
 

@@ -79,7 +79,7 @@ def _sweep(options: argparse.Namespace) -> int:
                 raise ValueError(f"--{name} must be at least {least}, got {getattr(options, name)}")
         device = command.device(options.device)
         data = command.load(options, "diabetes").to(device)
-        folder = command.folder(options.out, _FILES)
+        folder = command.folder(command.out(options), _FILES)
     print(f"{data.target_name}: {data.task}, {len(data.x_train)} training rows", flush=True)
     activation = command.ACTIVATIONS[options.activation]
 

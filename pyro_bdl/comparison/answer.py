@@ -59,7 +59,7 @@ def _closest(reference: str, ranking: Ranking, said: list[str]) -> Ranked:
     text += "" if begin else f" to {reference}"
     shares = [row.share for row in same if not math.isnan(row.share)]
     if shares and min(shares) <= 0:
-        text += ", no nearer than its mean alone would be"
+        text += f", no nearer than {reference}'s mean alone would be"
     elif shares:
         text += f" and {give} {_percents(shares)} of it ({reference}'s mean alone would give 0 %)"
     said.append(f"{text}.")
@@ -142,9 +142,10 @@ def _by_score(ranking: Ranking) -> list[str]:
         quick = min(times, key=lambda row: row.seconds or 0.0)
         said.append(f"{quick.posterior} is the fastest of them ({quick.seconds:.2g} s).")
     if worse:
-        said.append(
-            f"{listed(worse, _MOST_NAMES)} {'predicts' if len(worse) == 1 else 'predict'} worse."
-        )
+        best = ranking.rows[0].distance
+        gaps = [row.distance - best for row in ranking.rows if row.group == WORSE]
+        verb = "predicts" if len(worse) == 1 else "predict"
+        said.append(f"{listed(worse, _MOST_NAMES)} {verb} worse, by {_range(gaps)} nats per datum.")
     said.append("Without a reference it is not known how near they are to the posterior.")
     return said
 

@@ -156,9 +156,8 @@ def compare(
             reference=None if reference is None else own[reference],
             floor=floor_row,
             points=data.rows,
-            doubtful=bool(warned),
         )
-        for name in found
+        for name in own
     }
     y = data.y[kept]
     heading = f"{reference} (doubtful)" if warned else reference

@@ -30,12 +30,14 @@ from pyro_bdl.predictive.linearized import UNKNOWN, LinearizedPredictive, is_lin
 from pyro_bdl.predictive.sampled import Predictive
 from pyro_bdl.program.batches import leading_size
 from pyro_bdl.samples import Samples
+from pyro_bdl.utils.memory import bytes_at_once
 from pyro_bdl.utils.progress import shown
 
 __all__ = ["Evaluation", "Test", "Units", "evaluate", "evaluate_draws"]
 
-# Draws times numbers per draw in memory at once while the test points are scored.
-_NUMBERS_AT_ONCE = 2**24
+# Bytes of the draws in memory at once while the test points are scored: scores hold about ten
+# arrays of this size, and bars move on after each part.
+_DRAWS_AT_ONCE = 2**25
 _LEAST_FOR_RANGE = 40
 
 
@@ -276,7 +278,8 @@ def _parts(test: Test, predictive: Any, observation: Observation) -> list[Test]:
     draws = predictive.num_samples
     if draws is None:
         draws = predictive.posterior.num_chains * predictive.posterior.num_draws
-    size = max(1, _NUMBERS_AT_ONCE // (draws * max(1, test.y[0].numel())))
+    row = 8 * draws * max(1, test.y[0].numel())
+    size = max(1, bytes_at_once(_DRAWS_AT_ONCE) // row)
     most = stated_num_data(predictive.model)
     if most is not None:
         size = min(size, most)  # the program accepts no more rows with targets

@@ -33,6 +33,7 @@ EXACT, CORRECTED, PLAIN = "draws", "p / q", "plain"
 # PSIS-LOO is withheld if the k-hats of more than this share of the data are too high.
 _MOST_BAD = 0.05
 MOST_LEFT_OUT = 2000
+_AGAIN = "k_fold, or --folds of pyro-bdl compare, fits it again without a part of the data."
 
 COLUMNS = (
     Column(
@@ -198,13 +199,13 @@ def withheld_notes(rows: Iterable[Mapping[str, Any]]) -> list[str]:
             f"Leave-one-out of {listed(names)} is withheld, since k-hat is too high at too many of "
             "the data. Where the weights are p / q, it would be about the exact posterior at "
             "temperature 1, not about a guide that is tempered or too narrow: reweighting answers "
-            "another question. k_fold fits again."
+            f"another question. {_AGAIN}"
         )
     if names := by.get("withheld, not refitted"):
         notes.append(
             f"Leave-one-out of {listed(names)} is withheld, since what was fitted to all data "
             "(features, linearization, dropout) would stay as it is without a datum, and the value "
-            "would be too high. k_fold fits again."
+            f"would be too high. {_AGAIN}"
         )
     return notes
 

@@ -81,7 +81,7 @@ def measure(
     Those that are means over the test points come from ``measure_points``.
     """
     return {
-        metric.key: float(metric.function(*inputs[metric.of]))
+        metric.key: float(torch.as_tensor(metric.function(*inputs[metric.of])).detach())
         for metric in of_task(metrics, task)
         if metric.of in inputs and not metric.over_points
     }

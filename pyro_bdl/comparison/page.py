@@ -111,7 +111,8 @@ def _ranked(comparison: "Comparison") -> list[tuple[str, list[str]]]:
     found = [("The reference", [comparison.reference])] if comparison.reference else []
     for group, words in _GROUPS.items():
         found.append((words, comparison.ranking.names(group)))
-    return found
+    failed = [name for name in comparison.verdicts if name not in comparison.evaluations]
+    return [*found, ("Not there", failed)]
 
 
 def _placed(column: Column) -> Column:

@@ -3,7 +3,7 @@
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +71,17 @@ class Comparison:
             f"{self.task}{against}; print it for the table>"
         )
 
+    def with_failures(self, reasons: Mapping[str, str]) -> "Comparison":
+        """The same table with a row for each posterior that is not there, whose verdict says why.
+
+        :param reasons: name to reason.
+        """
+        added = [{"posterior": name} for name in reasons]
+        floor = [row for row in self.rows if row["posterior"] not in self.evaluations]
+        rows = [row for row in self.rows if row["posterior"] in self.evaluations]
+        verdicts = {**self.verdicts, **reasons}
+        return replace(self, rows=(*rows, *added, *floor), verdicts=verdicts)
+
     @property
     def summary(self) -> str:
         """The answer in two or three sentences, as far as the errors of the numbers bear it out."""
@@ -83,7 +94,7 @@ class Comparison:
         return pd.DataFrame(self.rows).set_index("posterior")
 
     def to_text(self, width: int | None = _WIDTH, *, details: bool = False) -> str:
-        """Summary, table, verdicts, notes and warnings.
+        """Summary, warnings, table, verdicts and notes.
 
         :param width: the largest number of characters in a line. Wider groups of columns are
             printed below each other, and sentences are wrapped; None for one wide table.
@@ -101,10 +112,14 @@ class Comparison:
         ]
         columns = [*self.columns, *(self.details if details else ())]
         blocks = [to_text(self.rows, block) for block in self._blocks(columns, width)]
-        said = [*self.notes, *(f"Warning: {text}" for text in self.warnings)]
-        warned = [textwrap.fill(text, width or 10**6) for text in said]
-        summary = [textwrap.fill(self.summary, width or 10**6)] if self.summary else []
-        return "\n\n".join([*summary, *blocks, "\n".join(verdicts), *warned])
+
+        def wrapped(texts: Sequence[str]) -> list[str]:
+            return [textwrap.fill(text, width or 10**6) for text in texts]
+
+        above = [self.summary] if self.summary else []
+        above += [f"Warning: {text}" for text in self.warnings]
+        parts = [*wrapped(above), *blocks, "\n".join(verdicts), *wrapped(self.notes)]
+        return "\n\n".join(parts)
 
     def report(
         self,

@@ -26,7 +26,6 @@ def verdict(
     reference: Row | None,
     floor: Row | None,
     points: int,
-    doubtful: bool = False,
 ) -> str:
     """A sentence on a posterior, from its numbers.
 
@@ -34,15 +33,12 @@ def verdict(
     :param reference: the row of the reference; None without a reference.
     :param floor: the row that compares two halves of the reference.
     :param points: number of test points, which determines the error of a coverage.
-    :param doubtful: whether the reference itself cannot be trusted.
     """
     parts = []
     compared = reference is not None and row["posterior"] != reference["posterior"]
     if reference is not None and compared:
         parts += [_spread(row), _center(row, floor or {}), _left_out(row, reference)]
     parts += [_coverage(row, points), _convergence(row)]
-    if doubtful and compared and any(parts):
-        parts.append("but the reference itself cannot be trusted")
     told = [part for part in parts if part]
     text = "; ".join(told) if told else _calibrated(row, points)
     of_parameters = reading(row)

@@ -15,7 +15,7 @@ from pyro_bdl.distributions.take_apart import base_distribution, parameters_of_a
 from pyro_bdl.program.batches import Batch, has_rows, leading_size, rows
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import Run, leave_open, record
-from pyro_bdl.utils.memory import Allocations
+from pyro_bdl.utils.memory import Allocations, bytes_at_once
 from pyro_bdl.utils.module_state import evaluation_mode, preserved_buffers
 
 _PROBED = 16
@@ -97,7 +97,7 @@ def _part_size(
     largest = max(shared, default=0)
     numbers = config.kind.numbers_per_gradient(subset.size, largest) if config else largest
     per_datum += item * numbers
-    budget = max(_BUDGET, _PER_WEIGHT * item * subset.layout.size)
+    budget = bytes_at_once(max(_BUDGET, _PER_WEIGHT * item * subset.layout.size))
     return max(1, int(budget / max(per_datum, 1.0)))
 
 

@@ -14,6 +14,7 @@ from pyro_bdl.curvature.jacobian.linearization import Linearization, Pullback
 from pyro_bdl.curvature.linear_outputs import LinearOutputs
 from pyro_bdl.distributions.take_apart import base_distribution, parameters_of_any
 from pyro_bdl.program.trace import Run, Site
+from pyro_bdl.utils.memory import bytes_at_once
 
 _COLUMNS_BUDGET = 8 * 2**20  # bytes of columns that are stacked, which copies them
 
@@ -137,4 +138,4 @@ def _columns_at_once(linearization: Linearization, count: int, config: Curvature
     shared = [math.prod(u.shape) for u in linearization.uses if u.unfold is not None]
     numbers = config.kind.numbers_per_gradient(linearization.subset.size, max(shared, default=0))
     per_column += item * numbers * count
-    return max(1, int(_COLUMNS_BUDGET / max(1, per_column)))
+    return max(1, int(bytes_at_once(_COLUMNS_BUDGET) / max(1, per_column)))

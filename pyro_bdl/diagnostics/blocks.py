@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from pyro_bdl.utils.memory import keep_freed_blocks
+from pyro_bdl.utils.memory import bytes_at_once, keep_freed_blocks
 from pyro_bdl.utils.progress import hidden
 
-# Numbers in one block of draws; a statistic needs about ten times that for temporaries. A block
-# fits into the cache of a CPU core, and is large enough to occupy a GPU.
-_BLOCK_NUMBERS = {"cpu": 2**18, "cuda": 2**25}
+# Bytes of one block of draws; a statistic needs about ten times that for temporaries. A block fits
+# into the cache of a CPU core, and is large enough to occupy a GPU.
+_BLOCK = {"cpu": 2**21, "cuda": 2**28}
 # Draws that are transposed at once; a CPU can keep track of about this many memory pages.
 _ROWS = 256
 
@@ -44,7 +44,7 @@ def map_blocks(
     chains, length, *trailing = draws.shape
     quantities = math.prod(trailing)
     flat = draws.detach().reshape(chains, length, quantities)
-    numbers = block_numbers or _BLOCK_NUMBERS.get(draws.device.type, _BLOCK_NUMBERS["cpu"])
+    numbers = block_numbers or bytes_at_once(_BLOCK.get(draws.device.type, _BLOCK["cpu"])) // 8
     block = max(1, numbers // (chains * length))
 
     if not quantities:  # a row of zeros gives the shape of an empty result

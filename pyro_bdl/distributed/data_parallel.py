@@ -13,8 +13,9 @@ each on its own rows::
 N (``num_data``, or the size of the program's plate) counts the data of all ranks.
 """
 
+import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -96,9 +97,12 @@ class DataParallel_ELBO(ELBO):
     one draw for all ranks, as in a single process with the joint batch, the variance is larger by
     (1 - 1/K) Var_w(E[G | w]).
 
-    The first step gives all ranks the parameters and buffers of rank 0. An error in the first step
-    is raised on all ranks. An error in a later step is raised on its rank only, and ``torchrun``
-    then ends the others.
+    The first step gives all ranks the parameters and buffers of rank 0. An error inside a step is
+    raised on all ranks, with the number of the rank where it happened. If a rank is gone, the
+    others' next step raises an error that names it, at the latest after the group's timeout.
+
+    ``state_dict`` holds what a ``Checkpoint`` needs to go on: the steps, and the seed of all ranks'
+    draws. The job may go on with another number of ranks.
 
     :param elbo: any ELBO with ``differentiable_loss``: the tempered ones, those for natural
         gradients, or Pyro's. Its attributes, such as ``kl``, describe this rank's batch only.
@@ -107,7 +111,7 @@ class DataParallel_ELBO(ELBO):
     :param check_every: steps between comparisons of the ranks' parameters.
     :param group: a process group; None for all processes.
     :raises RuntimeError: if there are several processes and no process group; at a step, on all
-        ranks, if parameters differ between ranks, or another rank's first step failed.
+        ranks, if parameters differ between ranks, another rank failed or is gone.
     :raises TypeError: for an ELBO without ``differentiable_loss``.
     :raises UnsupportedProgramError: at the first step, for BatchNorm layers in training mode, which
         would normalize by the rank's batch; for plates that pick rows at random.
@@ -135,17 +139,39 @@ class DataParallel_ELBO(ELBO):
         self._batch: JointBatch | None = None
         self._leaves: dict[str, Tensor] = {}
         self._used: dict[str, bool] = {}
-        self._seeds = random.Random()
+        self._sent: Tensor | None = None  # empty, of the dtype and device of what a step reduces
+        self._sizes = 0  # the numbers in it
+        self._seed: int | None = None
+        self._draws = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The steps taken, and what the next draws of all ranks depend on."""
+        inner = getattr(self.elbo, "step", None)
+        return {"step": self.step, "bound": inner, "seed": self._seed, "draws": self._draws}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after the steps of ``state_dict``, on any number of ranks."""
+        self.step, self._seed, self._draws = state["step"], state["seed"], state["draws"]
+        if state["bound"] is not None:
+            self.elbo.step = state["bound"]
 
     def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """Return the loss of the joint batch; every rank must call it."""
         batch = self._prepared(model, guide, args, kwargs)
-        weight = batch.weight(args, kwargs)
-        with torch.no_grad(), self._noise():
-            value = self.elbo.loss(batch.model, guide, *args, **kwargs)
-        total = torch.tensor([weight * value, weight], dtype=torch.float64, device=self._device())
+        total = torch.full((2,), torch.nan, dtype=torch.float64, device=self._device())
+
+        def here() -> None:
+            weight = batch.weight(args, kwargs)
+            with torch.no_grad(), self._noise():
+                value = self.elbo.loss(batch.model, guide, *args, **kwargs)
+            total.copy_(torch.tensor([weight * value, weight], dtype=total.dtype, device="cpu"))
+
+        self._or_tell(here, total)
         self.ranks.add(total)
-        return (total[0] / total[1]).item()
+        value = (total[0] / total[1]).item()
+        if math.isnan(value):
+            self.ranks.together(lambda: None)  # a rank that failed tells why
+        return value
 
     def differentiable_loss(
         self, model: Callable, guide: Callable, *args: Any, **kwargs: Any
@@ -159,14 +185,43 @@ class DataParallel_ELBO(ELBO):
         batch = self._prepared(model, guide, args, kwargs)
         if self._leaves and self.step and self.step % self.check_every == 0:
             self.ranks.check_same(self._leaves)
-        weight = batch.weight(args, kwargs)
-        with poutine.trace(param_only=True) as statements, self._noise(), left_to_caller():
-            loss = self.elbo.differentiable_loss(batch.model, guide, *args, **kwargs)
+
+        def here() -> Any:
+            weight = batch.weight(args, kwargs)
+            with poutine.trace(param_only=True) as statements, self._noise(), left_to_caller():
+                loss = self.elbo.differentiable_loss(batch.model, guide, *args, **kwargs)
+            leaves: dict[Any, Any] = {}
+            found: tuple[Tensor | None, ...] = ()
+            if isinstance(loss, Tensor) and loss.requires_grad:
+                leaves = tensor_leaves(model, guide, statements.trace)
+                found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+            return weight, loss, leaves, found
+
+        if self._sent is None:
+            weight, loss, leaves, found = self.ranks.together(here)
+        else:
+            nothing = self._sent.new_full((self._sizes,), torch.nan)
+            weight, loss, leaves, found = self._or_tell(here, nothing)
         self.step += 1
-        if not isinstance(loss, Tensor) or not loss.requires_grad:
+        if not leaves:
             value = torch.as_tensor(loss, device=self._device())
             return self._reduced([value.reshape(1)], weight)[0][0]
-        return self._joint(loss, tensor_leaves(model, guide, statements.trace), weight, guide)
+        return self._joint(loss, leaves, found, weight, guide)
+
+    def _or_tell(self, function: Callable[[], Any], nothing: Tensor) -> Any:
+        """Call a function; if it fails, let the other ranks learn of it, and raise the error.
+
+        The others add up what the ranks send. NaN from this rank makes their joint loss NaN, for
+        which they search together, and get this rank's error as the reason.
+
+        :param nothing: NaN in the shape of what the ranks send.
+        """
+        try:
+            return function()
+        except Exception as error:
+            self.ranks.add(nothing)
+            self.ranks.gather(f"{type(error).__name__}: {error}")
+            raise
 
     def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """Return the loss of the joint batch and add its gradients to the parameters' gradients."""
@@ -194,21 +249,25 @@ class DataParallel_ELBO(ELBO):
             with poutine.trace(param_only=True) as statements:
                 reading = read_batch(model, guide, args, kwargs)
             self._leaves = tensor_leaves(model, guide, statements.trace)
-            return reading, torch.randint(2**62, (), device="cpu").item()
+            seed = torch.randint(2**62, (), device="cpu").item()
+            return reading, seed if self._seed is None else self._seed, self._draws
 
         found = self.ranks.gather(self.ranks.together(look))
-        batch = joint_batch(model, guide, [reading for reading, _ in found])
+        batch = joint_batch(model, guide, [reading for reading, *_ in found])
         modules = [part for part in (model, guide) if isinstance(part, nn.Module)]
         self.ranks.broadcast(self._leaves | _values_of(modules))
-        self._seeds = random.Random(found[0][1] + (0 if self.same_draws else self.ranks.number))
-        self._used, self._batch = {}, batch
+        _, self._seed, self._draws = found[0]
+        self._used, self._sent, self._batch = {}, None, batch
         return batch
 
     @contextmanager
     def _noise(self) -> Iterator[None]:
         """Draw from this rank's random state, or from one that all ranks share; the caller's state
         is unchanged."""
-        device, seed = self._device(), self._seeds.getrandbits(62)
+        rank = 0 if self.same_draws else self.ranks.number
+        device = self._device()
+        seed = random.Random(f"{self._seed} {rank} {self._draws}").getrandbits(62)
+        self._draws += 1
         generators = [torch.default_generator]
         if device.type == "cuda":
             number = torch.cuda.current_device() if device.index is None else device.index
@@ -228,10 +287,14 @@ class DataParallel_ELBO(ELBO):
     # A step
 
     def _joint(
-        self, loss: Tensor, leaves: dict[str, Tensor], weight: float, guide: Callable
+        self,
+        loss: Tensor,
+        leaves: dict[str, Tensor],
+        found: Sequence[Tensor | None],
+        weight: float,
+        guide: Callable,
     ) -> Tensor:
         self._leaves = leaves
-        found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
         if list(self._used) != list(leaves):  # the first step, or new parameters
             here = [gradient is not None for gradient in found]
             used = [any(flags) for flags in zip(*self.ranks.gather(here), strict=True)]
@@ -249,7 +312,8 @@ class DataParallel_ELBO(ELBO):
         value, *gradients = self._reduced(values, weight)
         if noise is not None:
             guide.last_noise = gradients.pop()  # type: ignore[attr-defined]
-        return with_gradients(value[0], gradients, trained)
+        owned = range(len(trained)) if self.ranks.size > 1 else ()
+        return with_gradients(value[0], gradients, trained, owned=owned)
 
     def _reduced(self, values: list[Tensor], weight: float) -> list[Tensor]:
         """sum_k weight_k values_k / sum_k weight_k, by one reduction."""
@@ -261,6 +325,7 @@ class DataParallel_ELBO(ELBO):
         parts = [value.detach().reshape(-1).to(dtype) for value in values]
         parts.append(parts[0].new_ones(1))
         flat = torch.cat(parts).mul_(weight)
+        self._sent, self._sizes = flat.new_empty(0), flat.numel()
         self.ranks.add(flat)
         flat /= flat[-1].clone()
         pieces = flat[:-1].split([value.numel() for value in values])

@@ -159,10 +159,9 @@ def expanded_to_targets(
     if not isinstance(targets, Tensor) or targets.shape == distribution.shape():
         return distribution
     own = _without_dims(distribution, enumerated)
-    try:
-        full = torch.broadcast_shapes(own, targets.shape)
-        whole = torch.broadcast_shapes(distribution.shape(), targets.shape)
-    except RuntimeError:  # left to log_prob: some events may have any length
+    full = _broadcast(own, targets.shape)
+    whole = _broadcast(distribution.shape(), targets.shape)
+    if full is None or whole is None:  # left to log_prob: some events may have any length
         return distribution
     batch = full[: len(full) - distribution.event_dim]
     if full.numel() > max(own.numel(), targets.numel()) or (
@@ -176,6 +175,19 @@ def expanded_to_targets(
         )
     batch = whole[: len(whole) - distribution.event_dim]
     return _expanded(distribution, batch, whole[len(batch) :])
+
+
+def _broadcast(a: torch.Size, b: torch.Size) -> torch.Size | None:
+    """The shape that two shapes broadcast to, None where they do not; many times as fast as
+    ``torch.broadcast_shapes``."""
+    a, b = (a, b) if len(a) >= len(b) else (b, a)
+    extra = len(a) - len(b)
+    sizes = [*a[:extra]]
+    for i, j in zip(a[extra:], b, strict=True):
+        if i != j and 1 not in (i, j):
+            return None
+        sizes.append(j if i == 1 else i)
+    return torch.Size(sizes)
 
 
 def _without_dims(distribution: Any, dims: Collection[int]) -> torch.Size:

@@ -13,7 +13,7 @@ from pyro.poutine.runtime import _PYRO_STACK
 from torch import Tensor
 
 from pyro_bdl.elbo.finite_loss import check_value, guarded, left_to_caller, require_gradients
-from pyro_bdl.elbo.graph import Graph, Pair, agree, size_of
+from pyro_bdl.elbo.graph import Graph, Pair
 from pyro_bdl.elbo.tempered import (
     Temperature,
     TemperedTrace_ELBO,
@@ -24,8 +24,10 @@ from pyro_bdl.errors import BdlWarning
 from pyro_bdl.estimators.per_datum import active
 from pyro_bdl.tracing.arguments import Given, read
 from pyro_bdl.tracing.backends import BACKENDS
-from pyro_bdl.tracing.step import Outcome
+from pyro_bdl.tracing.step import Outcome, agree, size_of
 from pyro_bdl.tracing.trace import NotTraceable
+from pyro_bdl.utils.autocast import castings
+from pyro_bdl.utils.autograd import is_transformed, with_gradients
 from pyro_bdl.utils.memory import keep_freed_blocks
 from pyro_bdl.utils.side_effects import without_side_effects
 from pyro_bdl.utils.validation import check_temperature
@@ -54,8 +56,8 @@ class CompiledELBO(ELBO):
 
     A program that cannot be traced runs uncompiled, with a warning that says why: other control
     flow or shapes that depend on values of tensors, random numbers from outside torch, or side
-    effects in Python. Steps under ``torch.autocast`` or without gradients, such as ``loss``, run
-    uncompiled without a warning.
+    effects in Python. Steps without gradients, such as ``loss``, run uncompiled without a warning.
+    Steps under ``torch.autocast`` have graphs of their own; the bounds say what is cast.
 
     :param temperature: see ``TemperedTraceMeanField_ELBO``, which also explains ``num_particles``
         and the ``options``.
@@ -179,7 +181,7 @@ class CompiledELBO(ELBO):
 
     def _take(self, pair: Pair) -> Tensor | Outcome:
         """Take a step; return the bound's loss, or the outcome of a graph."""
-        if not torch.is_grad_enabled() or _is_transformed():
+        if not torch.is_grad_enabled() or is_transformed():
             return self._plain(pair)
         try:
             given = read(pair.args, pair.kwargs)
@@ -188,7 +190,7 @@ class CompiledELBO(ELBO):
             return self._plain(pair)
         key: tuple[Any, ...] = (
             pair.model, pair.guide, getattr(pair.model, "training", None),
-            getattr(pair.guide, "training", None), given.kind, active(),
+            getattr(pair.guide, "training", None), given.kind, active(), castings(),
             self.num_particles, self.bound.estimator, getattr(pair.guide, "keeps_noise", False),
         )  # fmt: skip
         graph = self._graphs.get(key)
@@ -309,9 +311,8 @@ class CompiledELBO(ELBO):
         loss = self._plain(pair)
         if not loss.isfinite():
             return loss  # no comparison is possible; the next step compares
-        gradients = torch.autograd.grad(
-            loss, outcome.leaves(), retain_graph=True, allow_unused=True
-        )
+        gradients = torch.autograd.grad(loss, outcome.leaves(), allow_unused=True)
+        loss = with_gradients(loss.detach(), gradients, outcome.leaves())
         assert self.kl is not None and self.expected_log_likelihood is not None
         size = self.expected_log_likelihood.abs() + temperature * self.kl.abs()
         pairs = [(outcome.results[0], loss.detach(), size)]
@@ -345,12 +346,3 @@ class CompiledELBO(ELBO):
     def __getstate__(self) -> dict[str, Any]:
         """The state without graphs: copies begin without them."""
         return self.__dict__ | {"_graphs": {}}
-
-
-def _is_transformed() -> bool:
-    """Return whether the call is inside autocast, vmap or a trace."""
-    return (
-        torch._C._is_any_autocast_enabled()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack() > 0
-    )

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pyro
-import torch
 from pyro import poutine
 from torch import Tensor, nn
 
@@ -100,16 +99,3 @@ class Graph:
         parameters = {name: stored[name] for name in statements.trace.nodes if name in stored}
         self.guards = Guards(callables, modules, parameters, step.parameters, step.constants)
         self.step = step
-
-
-def size_of(tensor: Tensor) -> Tensor:
-    """The norm of a tensor, to which errors are compared."""
-    return tensor.norm() if tensor.is_floating_point() else tensor.new_zeros(())
-
-
-def agree(a: Tensor, b: Tensor, size: Tensor) -> bool:
-    """Return whether two tensors agree to half of their digits, relative to ``size``."""
-    if not b.is_floating_point():
-        return torch.equal(a, b)
-    error = (a - b).norm()
-    return bool(error <= torch.finfo(b.dtype).eps ** 0.5 * size)

@@ -38,6 +38,7 @@ from pyro_bdl.program.supports import check_support, nan_outside_support
 from pyro_bdl.program.trace import Run, record, sum_out_discrete
 from pyro_bdl.program.validation import check_finite
 from pyro_bdl.program.vmap import DrawMap
+from pyro_bdl.utils.autocast import without_autocast
 from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.validation import check_temperature, whole_number
@@ -54,6 +55,9 @@ class TemperedTrace_ELBO(Trace_ELBO):
 
     ``pyro.factor`` terms count as likelihood. After each step ``expected_log_likelihood``,
     ``kl`` (both in nats, detached scalars) and ``temperature`` hold the terms of that step.
+
+    Under ``torch.autocast`` only the program is cast, that is the network's forward pass. The
+    guide's parameters and draws, the KL and sums of densities stay in float32.
 
     :param temperature: eta, a number or a schedule ``step -> eta``.
     :param cold_temperature: T of the cold mode, given instead of eta: the target is the cold
@@ -200,14 +204,16 @@ class TemperedTrace_ELBO(Trace_ELBO):
         """The same terms at one draw of any guide, from its sample statements."""
         with _run(estimator, {}, {}):
             sample = None if estimator is None else estimator.sample
-            q = record(guide, {}, args, kwargs, draw=sample)
+            with without_autocast():
+                q = record(guide, {}, args, kwargs, draw=sample)
             p = record(model, _values(q), args, kwargs, draw=sum_out_discrete)
             likelihood = self.log_likelihood(p, q.latents)
-        kl = self._site_kl(q, p) + q.log_likelihood()  # log_likelihood holds the guide's factors
-        q_entropy = entropy(q.latents) if self.is_cold else torch.zeros_like(kl)
-        if self.sticking_the_landing:
-            log_q = _log_density_without_score(guide, q, args, kwargs)
-            kl, q_entropy = log_q - p.log_prior(), -log_q
+        with without_autocast():
+            kl = self._site_kl(q, p) + q.log_likelihood()  # the latter holds the guide's factors
+            q_entropy = entropy(q.latents) if self.is_cold else torch.zeros_like(kl)
+            if self.sticking_the_landing:
+                log_q = _log_density_without_score(guide, q, args, kwargs)
+                kl, q_entropy = log_q - p.log_prior(), -log_q
         return likelihood, kl, q_entropy
 
     def flat_terms(
@@ -223,7 +229,8 @@ class TemperedTrace_ELBO(Trace_ELBO):
         def particle(draw: dict[str, Tensor]) -> tuple[Any, Tensor, Tensor]:
             return self.particle(model, guide, draw["u"], args, kwargs, estimator)
 
-        vectors = guide.sample_vectors(self.num_particles)
+        with without_autocast():
+            vectors = guide.sample_vectors(self.num_particles)
         if estimator is not None:
             guide.last_noise = None  # the estimator uses other noise
         if self.num_particles == 1:
@@ -241,15 +248,17 @@ class TemperedTrace_ELBO(Trace_ELBO):
         estimator: PerDatum | None = None,
     ) -> tuple[Any, Tensor, Tensor]:
         """log p(y | w), the KL and (in cold mode) H(q) in nats at a draw u (P,)."""
-        latents, log_det = guide.require_layout().constrain(vector)
-        distributions = {} if estimator is None else estimator.distributions(guide)
+        with without_autocast():
+            latents, log_det = guide.require_layout().constrain(vector)
+            distributions = {} if estimator is None else estimator.distributions(guide)
         with _run(estimator, distributions, latents):
             p = record(model, latents, args, kwargs, draw=sum_out_discrete)
             likelihood = self.log_likelihood(p, latents)
-        kl = self._flat_kl(guide, vector, log_det, p)
-        q_entropy = torch.zeros_like(kl)
-        if self.is_cold:
-            q_entropy = self._flat_entropy(guide, vector, log_det)
+        with without_autocast():
+            kl = self._flat_kl(guide, vector, log_det, p)
+            q_entropy = torch.zeros_like(kl)
+            if self.is_cold:
+                q_entropy = self._flat_entropy(guide, vector, log_det)
         return likelihood, kl, q_entropy
 
     def log_likelihood(self, run: Run, latents: Collection[str]) -> Any:

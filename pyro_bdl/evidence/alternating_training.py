@@ -55,6 +55,7 @@ def train_by_evidence(
     leaves = {id(parameter.leaf) for parameter in tuned.values()}
     trained = [p for p in (*guide.parameters(), *model.parameters()) if id(p) not in leaves]
     rounds = rounds if tuned and not partial else 1
+    bars = None if progress else False
     for number in range(rounds):
         run = train(
             model, guide, x, y, steps=steps if number == 0 else max(1, steps // 2),
@@ -64,13 +65,18 @@ def train_by_evidence(
             break
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", BdlWarning)  # the MAP is trained further
-            _set(guide.laplace_approximation((x, y)), linearized=False)
-    posterior = guide.laplace_approximation((x, y))
+            _set(
+                guide.laplace_approximation((x, y), progress=bars), linearized=False, progress=bars
+            )
+    posterior = guide.laplace_approximation((x, y), progress=bars)
     if tuned:
-        _set(posterior)
+        _set(posterior, progress=bars)
     return posterior, run.interrupted
 
 
-def _set(posterior: LaplaceGuide, *, linearized: bool | None = None) -> None:
+def _set(
+    posterior: LaplaceGuide, *, linearized: bool | None = None, progress: bool | None = None
+) -> None:
     closed = mackay_update(posterior, read_guide(posterior))
-    maximize(posterior, method="mackay" if closed else "gradient", linearized=linearized)
+    method = "mackay" if closed else "gradient"
+    maximize(posterior, method=method, linearized=linearized, progress=progress)

@@ -1,6 +1,7 @@
 """Hyperparameters that maximize the evidence of a Laplace approximation."""
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ from pyro_bdl.evidence.marginal import effective_parameters, read_guide, terms
 from pyro_bdl.evidence.shared_scales import warn_of_shared_scales
 from pyro_bdl.guides.laplace import LaplaceGuide
 from pyro_bdl.program.unconstrained_parameters import are_known
+from pyro_bdl.utils.progress import shown
 
 METHODS = ("mackay", "gradient")
 CURVATURES_AT = ("weights", "optimum")
@@ -105,6 +107,7 @@ def maximize(
     linearized: bool | None = None,
     curvature_at: str = "weights",
     linearised: bool | None = None,
+    progress: bool | None = None,
 ) -> Evidence:
     """Set the program's hyperparameters to the maximum of the evidence, with the MAP fixed.
 
@@ -146,6 +149,7 @@ def maximize(
     :param curvature_at: "optimum" computes the curvature anew, at every step, from the outputs at
         the optimum: the linearized model's own Hessian; for Normal observations nothing changes.
     :param linearised: the former name of ``linearized``.
+    :param progress: show a bar over the steps; by default in terminals and notebooks.
     :raises ValueError: for an unknown method, or a program without hyperparameters.
     :raises NotImplementedError: with ``linearized=True``, for observations that are not made of
         tensors.
@@ -169,7 +173,7 @@ def maximize(
         linearized = are_known(reading.run.observed.values())
     if hyperpriors(reading.run, reading.leaves):
         method = "gradient"  # the fixed point knows no hyperpriors
-    search = _Search(guide, method, steps, learning_rate, tolerance)
+    search = _Search(guide, method, steps, learning_rate, tolerance, progress)
     with restored_on_error(reading.parameters, guide.refresh):
         if not linearized:
             found = search.run(None, reading)
@@ -235,6 +239,7 @@ class _Search:
     steps: int
     learning_rate: float
     tolerance: float
+    progress: bool | None = None
 
     def run(self, optimum: _Optimum | None, reading: ParameterReading | None = None) -> Evidence:
         """Maximize, evaluating at the optimum of the linearized model, or at the weights.
@@ -261,6 +266,9 @@ class _Search:
         found = {n: p.value.detach().clone() for n, p in followed(reading).items()}
         return Evidence(value, float(effective_parameters(guide)), found, history)
 
+    def _counted(self, steps: int) -> Iterable[int]:
+        return shown(range(steps), "evidence, at most", self.progress)
+
     def _value(self, point: LinearizedPoint | None) -> float:
         with torch.enable_grad():
             return terms(self.guide, read_guide(self.guide), point=point).total().item()
@@ -270,7 +278,7 @@ class _Search:
         guide = self.guide
         history: list[float] = []
         best: tuple[float, dict[str, Tensor]] | None = None
-        for step in range(self.steps):
+        for step in self._counted(self.steps):
             reading = read_guide(guide)
             point = optimum.found() if optimum else None
             changes = mackay_update(guide, reading, point)
@@ -318,7 +326,7 @@ class _Search:
         history: list[float] = []
         best: tuple[float, list[Tensor]] | None = None
         try:
-            for _ in range(steps):
+            for _ in self._counted(steps):
                 point = optimum.found() if optimum else None
                 with torch.enable_grad():
                     if formula is None:

@@ -1,11 +1,11 @@
 """Warning of a prior scale that normalized weights share with others."""
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyro_bdl.curvature.hyperparameters import ParameterReading, few_rows, owners
 from pyro_bdl.distributions.take_apart import base_distribution, parameters_of_any
@@ -19,6 +19,7 @@ from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.trace import leave_open, record
 from pyro_bdl.utils.module_state import evaluation_mode, modules_of
 
+_BATCH_NORMS = nn.modules.batchnorm._NormBase
 _ROWS = 32  # enough for a BatchNorm layer's statistics
 _SHOWN = 6  # groups in the warning
 
@@ -48,7 +49,7 @@ def warn_of_shared_scales(
     sites = [site for site in subset.parts if any(site in known for known in shared.values())]
     if not sites:
         return
-    groups = _normalized(guide, sites, batch)
+    groups = _normalized(guide, sites, reading, batch)
     found: dict[str, list[str]] = {}
     for name, known in shared.items():
         for group, own in groups.items():
@@ -84,11 +85,14 @@ def _owner(guide: Guide, site: str) -> Any:
 
 
 @torch.no_grad()
-def _normalized(guide: Guide, sites: list[str], batch: Batch) -> dict[str, tuple[str, ...]]:
+def _normalized(
+    guide: Guide, sites: list[str], reading: ParameterReading, batch: Batch
+) -> dict[str, tuple[str, ...]]:
     """Normalized groups among the layers of some sites."""
     model, layout = guide.program_model, guide.require_layout()
     vector = guide.location().detach()
-    args, kwargs = few_rows(model, layout, vector, batch, number=_ROWS)
+    statistics = any(isinstance(module, _BATCH_NORMS) for module in modules_of(model))
+    args, kwargs = few_rows(model, layout, vector, batch, number=_ROWS if statistics else 2)
     layers: dict[str, list[str]] = {}
     for site in sites:
         if not isinstance(_owner(guide, site), NORMALIZATIONS):
@@ -104,4 +108,27 @@ def _normalized(guide: Guide, sites: list[str], batch: Batch) -> dict[str, tuple
             bases = [base_distribution(site.distribution) for site in run.observed.values()]
             return [value for base in bases for value in parameters_of_any(base).values()]
 
-        return normalized_groups(outputs, layers)
+        # the reading was made in evaluation mode, where batches are not normalized
+        return normalized_groups(outputs, layers, None if statistics else _slope(guide, reading))
+
+
+def _slope(guide: Guide, reading: ParameterReading) -> Callable[[Collection[str]], float]:
+    """f' (df/dw) w / f'f of some sites w, with f the outputs of a reading; 0 where it is not
+    known."""
+    bases = [base_distribution(site.distribution) for site in reading.run.observed.values()]
+    outputs = [value for base in bases for value in parameters_of_any(base).values()]
+    outputs = [value for value in outputs if value.requires_grad]
+    if not outputs:
+        return lambda names: 0.0
+    latents, leaves = guide.require_layout().latents, reading.leaves
+    known = [name for name in leaves if latents[name].transform is None]
+    gradients = torch.autograd.grad(
+        outputs, [leaves[name] for name in known], outputs, allow_unused=True, retain_graph=True
+    )
+    size = sum(float(value.square().sum()) for value in outputs)
+    slopes = {
+        name: float((gradient * leaves[name]).sum()) / max(size, 1e-30)
+        for name, gradient in zip(known, gradients, strict=True)
+        if gradient is not None
+    }
+    return lambda names: sum(slopes.get(name, 0.0) for name in names)

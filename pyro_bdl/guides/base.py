@@ -25,8 +25,9 @@ from pyro_bdl.program.gaussian_prior import GaussianPrior
 from pyro_bdl.program.layout import Latent, Layout, differences, origin
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.program import Program, trace_once
+from pyro_bdl.program.sharded import refuse_sharded
 from pyro_bdl.program.trace import Run, distribution_of_targets
-from pyro_bdl.utils.module_state import outside_inference_mode
+from pyro_bdl.utils.module_state import modules_of, outside_inference_mode
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.tensor_file import save_tree
 
@@ -104,6 +105,7 @@ class Guide(OwnParameters, AutoGuide):
 
     @outside_inference_mode()
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        refuse_sharded(modules_of(self.program_model))
         with explained(self.program_model, args, kwargs):
             trace = trace_once(poutine.block(self.model, self._prototype_hide_fn), args, kwargs)
         program = Program.from_trace(self.model, trace, args, kwargs)
@@ -130,6 +132,10 @@ class Guide(OwnParameters, AutoGuide):
             self.layout = None
             raise
         self._loaded = None
+        for name, latent in self.layout.latents.items():
+            if latent.transform is None:  # of the values only the shapes are needed from here on
+                node = trace.nodes[name]
+                node["value"] = node["value"].new_zeros(()).expand(node["value"].shape)
         self.prototype_trace = trace
 
     def _create_parameters(self, start: Tensor) -> None:

@@ -13,7 +13,7 @@ from torch.distributions import biject_to
 from pyro_bdl.distributions.copies import point_of
 from pyro_bdl.distributions.take_apart import base_distribution, parameters_of
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.program.layout import Latent, differences, origin, transform_of
+from pyro_bdl.program.layout import NEW_ROWS, Latent, differences, origin, transform_of
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.site_shapes import SiteShape, site_shapes
 from pyro_bdl.program.trace import Run, Site, leave_open, record
@@ -291,7 +291,9 @@ def check_sites(
 def _refuse(expected: Mapping[str, torch.Size], given: Mapping[str, torch.Size]) -> None:
     found = differences(expected, given)
     if found:
-        raise ValueError(f"the posterior is of {origin(expected, given)} ({found})")
+        source = origin(expected, given)
+        advice = f": {NEW_ROWS}" if "rows" in source else ""
+        raise ValueError(f"the posterior is of {source} ({found}){advice}")
 
 
 def check_guide(latents: Mapping[str, Latent], guide: Guide) -> None:

@@ -21,6 +21,8 @@ from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.program.layout import Layout, marginal
 from pyro_bdl.program.trace import Site
 
+_LARGE = 2**16
+
 
 def sampled_kl(q: Mapping[str, Site], p: Mapping[str, Site]) -> Tensor:
     """log q(w) - log p(w) in nats, a scalar, at the draw w that the sites hold."""
@@ -54,18 +56,24 @@ def diagonal_normal_kl(
     """KL of q(u) = Normal(loc, scale^2), u in R^P, from the program's prior, a scalar.
 
     Sites over the reals with a Normal prior share one closed form, sum_i log(t_i / s_i) + (s_i^2 +
-    (m_i - n_i)^2) / (2 t_i^2) - 1/2 for a prior Normal(n, t^2); other sites are evaluated one by
-    one at ``values``, the constrained draw.
+    (m_i - n_i)^2) / (2 t_i^2) - 1/2 for a prior Normal(n, t^2). Of a large site whose numbers have
+    the same prior it is evaluated alone, without n and t for each number. Other sites are evaluated
+    one by one at ``values``, the constrained draw.
     """
     terms, names, priors = [], [], []
     for name, latent in layout.latents.items():
-        prior = p[name]
+        prior, part = p[name], layout.slices[name]
         normal = _normal(prior)
-        if normal is not None:
+        if normal is not None and _is_large_with_one_prior(normal):
+            m, s = loc[part] - _first(normal.loc), scale[part]
+            t = _first(normal.scale)
+            quadratic = (torch.dot(s, s) + torch.dot(m, m)) / t.square() - latent.size
+            terms.append(0.5 * quadratic + latent.size * t.log() - s.log().sum())
+        elif normal is not None:
             names.append(name)
             priors.append(normal)
         else:
-            part, shape = layout.slices[name], latent.unconstrained_shape
+            shape = latent.unconstrained_shape
             q = marginal(latent, loc[part].view(shape), scale[part].view(shape))
             q = q.to_event(latent.event_dim - q.event_dim)
             terms.append(_site_kl(Site(q, values[name], 1.0, None), prior))
@@ -76,6 +84,18 @@ def diagonal_normal_kl(
         quadratic = torch.dot(ratio, ratio) + torch.dot(distance, distance)
         terms.append(0.5 * (quadratic - len(ratio)) - ratio.log().sum())
     return _sum(terms)
+
+
+def _is_large_with_one_prior(normal: Normal) -> bool:
+    """Return whether a Normal has many numbers, all of the same location and scale."""
+    if normal.loc.numel() <= _LARGE:
+        return False
+    return not any(normal.loc.stride()) and not any(normal.scale.stride())
+
+
+def _first(expanded: Tensor) -> Tensor:
+    """The one number of an expanded tensor, a scalar."""
+    return expanded[(0,) * expanded.dim()]
 
 
 def expected_log_prior(

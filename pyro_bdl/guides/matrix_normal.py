@@ -139,9 +139,16 @@ class AutoMatrixNormal(Guide):
         return self._parameter("loc")
 
     def sample_vectors(self, num_samples: int) -> Tensor:
-        draws = [
-            q.rsample((num_samples,)).reshape(num_samples, -1) for _, q in self._unconstrained()
-        ]
+        draws = []
+        for _, q in self._unconstrained():
+            if isinstance(q, MatrixNormal):
+                draw = q.rsample((num_samples,))
+            else:  # Normal.rsample draws in place, which vmap refuses
+                noise = torch.randn(
+                    num_samples, *q.mean.shape, dtype=q.mean.dtype, device=q.mean.device
+                )
+                draw = q.mean + q.stddev * noise
+            draws.append(draw.reshape(num_samples, -1))
         return torch.cat(draws, -1)
 
     def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:

@@ -5,14 +5,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# Numbers processed at once; a metric needs a few times that for temporaries.
-_BLOCK_NUMBERS = 2**22
+from pyro_bdl.utils.memory import bytes_at_once
+
+_BLOCK = 2**25  # bytes processed at once; a metric needs a few times that for temporaries
 
 
 def blocks(*tensors: Tensor) -> Iterator[list[Tensor]]:
     """Yield the same block of points of each tensor ``(S, ...)``, as contiguous ``(block, S)``."""
     flat = [t.detach().reshape(t.shape[0], -1) for t in tensors]
-    block = max(1, _BLOCK_NUMBERS // sum(t.shape[0] for t in flat))
+    block = max(1, bytes_at_once(_BLOCK) // (8 * sum(t.shape[0] for t in flat)))
     for start in range(0, flat[0].shape[1], block):
         yield [t[:, start : start + block].T.contiguous() for t in flat]
 

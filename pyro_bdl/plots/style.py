@@ -35,7 +35,7 @@ DARK = {
 # The two sizes of all text, in points.
 TEXT, SMALL = 10.0, 9.0
 _ABOVE = 10.0  # points from a panel's top to the middle of its title
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": TEXT,
     "axes.edgecolor": GRAY,
@@ -124,7 +124,7 @@ def panels(
     """A white figure, five inches wide, with panels in rows of ``columns``; returns figure and
     panels."""
     rows = math.ceil(count / columns)
-    with matplotlib.rc_context(cast(Any, _STYLE)):
+    with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(WIDTH, height * rows + 0.5), layout="constrained")
         cast(Any, figure.get_layout_engine()).set(h_pad=0.08, w_pad=0.06)
         figure.set_facecolor(WHITE)
@@ -183,5 +183,5 @@ def legend_below(figure: Figure, handles: Sequence[Artist], labels: Sequence[str
     if not labels:
         return
     columns = max(1, min(3, len(labels), 60 // (max(map(len, labels)) + 6)))
-    with matplotlib.rc_context(cast(Any, _STYLE)):
+    with matplotlib.rc_context(_STYLE):
         figure.legend(handles, labels, loc="outside lower center", ncols=columns)

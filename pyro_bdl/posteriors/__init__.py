@@ -20,6 +20,7 @@ from pyro_bdl.posteriors.registry import (
     get,
     register,
 )
+from pyro_bdl.posteriors.together import fit_together
 
 __all__ = [
     "Entry",
@@ -31,6 +32,7 @@ __all__ = [
     "ensembles",
     "entries",
     "fit",
+    "fit_together",
     "get",
     "laplace",
     "register",

@@ -1,5 +1,6 @@
 """Markov chains."""
 
+import math
 from typing import Any
 
 from pyro_bdl import mcmc
@@ -8,8 +9,8 @@ from pyro_bdl.posteriors.registry import Options, Problem, Result, register, tra
 
 # The largest number of rows that "sghmc" uses at once, and the size of minibatches beyond it.
 _MOST_ROWS, _ROWS = 8192, 1024
-# Steps between draws, friction per step, curvature times step size.
-_THINNING, _FRICTION, _REACH = 10, 0.02, 0.5
+# Steps between draws, largest friction per step, curvature times step size.
+_THINNING, _FRICTION, _REACH = 40, 0.02, 0.5
 
 
 @register(
@@ -21,23 +22,24 @@ _THINNING, _FRICTION, _REACH = 10, 0.02, 0.5
 def _sghmc(problem: Problem, options: Options, progress: bool) -> Result:
     """SGHMC chains that start at MAP networks; the step size follows the curvature at the chains.
 
-    Minibatch noise heats the stiffest direction by the share eps lambda (N / B) / (2 f), which the
-    step size keeps at 5 %.
+    On all data the friction is f = sqrt(eps), critical damping of a number with unit curvature: the
+    directions that the data leave to the prior are the slow ones, and more friction would make
+    their motion a random walk. Minibatch noise heats the stiffest direction by the share
+    eps lambda (N / B) / (2 f), which the step size keeps at 5 %.
     """
     data, rows, chains = (problem.x, problem.y), len(problem.x), options.chains
     members, label = AutoEnsemble(problem.model, size=chains), "sghmc" if progress else None
     run = trained(members, problem, options, label, steps=500, num_particles=chains)
     if run.interrupted:
         raise KeyboardInterrupt
-    batch, friction, reach = None, _FRICTION, _REACH
+    batch, reach = None, _REACH
     if rows > _MOST_ROWS:
-        batch, friction = _ROWS, 5 * _FRICTION
-        reach = 0.05 * 2 * friction * batch / rows
+        batch = _ROWS
+        reach = 0.05 * 2 * (5 * _FRICTION) * batch / rows
     start: Any = members
     settings: dict[str, Any] = {
         "num_chains": chains,
         "batch_size": batch,
-        "friction": friction,
         "seed": options.seed,
         "progress": progress,
     }
@@ -45,7 +47,7 @@ def _sghmc(problem: Problem, options: Options, progress: bool) -> Result:
     for share, warmup, draws, thinning in (
         (0.01, options.settling, 1, 1),
         (0.1, options.settling, 1, 1),
-        (1.0, 2 * options.warmup, options.draws, _THINNING),
+        (1.0, 8 * options.warmup, options.draws, _THINNING),
     ):
         step_size = mcmc.suggest_step_size(
             problem.model,
@@ -60,15 +62,18 @@ def _sghmc(problem: Problem, options: Options, progress: bool) -> Result:
             data,
             init=start,
             step_size=step_size,
+            adapt_step_size=True,
+            friction=5 * _FRICTION if batch else min(_FRICTION, math.sqrt(step_size)),
             num_warmup=warmup,
             num_samples=draws,
             thinning=thinning,
             **settings,
         )
-    told = {name: start.info[name] for name in ("num_warmup", "thinning", "batch_size", "friction")}
+    told = {name: start.info[name] for name in ("num_warmup", "thinning", "batch_size")}
     told |= {
         "num_chains": chains,
-        "step_size": f"{step_size:.3g}",
+        "step_size": f"{step_size * start.info['step_size_factor']:.3g}",
+        "friction": f"{start.info['friction']:.3g}",
         "MAP steps": run.settings["steps"],
     }
     return Result(start, told, bool(start.info["interrupted"]))

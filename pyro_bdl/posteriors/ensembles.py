@@ -1,11 +1,8 @@
 """Ensembles, SWAG and MultiSWAG."""
 
-import warnings
-
-from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides import AutoEnsemble, AutoMultiSWAG, AutoSWAG
 from pyro_bdl.posteriors.registry import Options, Problem, Result, register, trained
-from pyro_bdl.training.svi import collect_swag, estimate_elbo
+from pyro_bdl.training.svi import collect_swag
 
 
 @register(
@@ -19,9 +16,6 @@ def _ensemble(problem: Problem, options: Options, progress: bool) -> Result:
     return trained(guide, problem, options, label, steps=2000, num_particles=5)
 
 
-_RATES = (1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.0003)
-
-
 def _swag_of(
     guide: AutoSWAG | AutoMultiSWAG,
     made: Result,
@@ -29,40 +23,16 @@ def _swag_of(
     options: Options,
     label: str | None,
 ) -> Result:
-    """SGD from the end of training, and the Gaussian of its snapshots.
-
-    Under a Gaussian posterior -log p(u, y) lies P / 2 above its minimum on average (Mandt, Hoffman
-    & Blei 2017, section 3.2). The largest learning rate that does not exceed this is used.
-    """
-    size, rows = guide.require_layout().size, len(problem.x)
-    members = guide.size if isinstance(guide, AutoMultiSWAG) else 1
-    lowest = -estimate_elbo(problem.model, guide, problem.x, problem.y, num_particles=members)
-    (parameter,) = guide.parameters()
-    start = parameter.detach().clone()
-    for rate in _RATES:
-        parameter.data.copy_(start)
-        guide.discard()
-        try:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always", BdlWarning)
-                run = collect_swag(
-                    problem.model, guide, problem.x, problem.y,
-                    snapshots=options.snapshots, learning_rate=rate, progress=label,
-                )  # fmt: skip
-        except ValueError:
-            if rate == _RATES[-1]:
-                raise
-            continue
-        excess = run.losses.mean().item() * rows / members - lowest
-        if excess <= 0.5 * size or run.interrupted:
-            break
-    for warning in caught:  # the warnings of the chosen rate only
-        warnings.warn(warning.message, stacklevel=2)
+    """SGD from the end of training, and the Gaussian of its snapshots."""
+    run = collect_swag(
+        problem.model, guide, problem.x, problem.y, snapshots=options.snapshots, progress=label
+    )
     count = int(guide.snapshots.count)
     if count < 2:
         raise KeyboardInterrupt
-    posterior = guide.swag_approximation(rank=min(guide.rank, count))
-    settings = {"snapshots": count, "rank": min(guide.rank, count), "learning rate": rate}
+    rank = min(guide.rank, count)
+    posterior = guide.swag_approximation(rank=rank)
+    settings = {"snapshots": count, "rank": rank, "learning rate": run.learning_rate}
     return Result(posterior, {**made.settings, **settings}, made.interrupted or run.interrupted)
 
 

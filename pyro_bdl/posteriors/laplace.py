@@ -21,19 +21,24 @@ def _register_laplace(
     :param choice: arguments of ``AutoLaplaceGGN``.
     """
 
-    @register(name, title=title, description=description, default=default)
+    @register(
+        name, title=title, description=description, default=default, program=_with_learnable_scale
+    )
     def fit(problem: Problem, options: Options, progress: bool) -> Result:
-        try:
-            model = with_learnable_prior(problem.model)
-        except (TypeError, ValueError):  # a program of its own, or a prior without a scale
-            model = problem.model
-        guide = AutoLaplaceGGN(model, **choice)
+        guide = AutoLaplaceGGN(problem.model, **choice)
         steps = options.steps or 2000
         posterior, interrupted = evidence.train_by_evidence(
-            model, guide, problem.x, problem.y, steps=steps, rounds=options.rounds,
+            problem.model, guide, problem.x, problem.y, steps=steps, rounds=options.rounds,
             progress=name if progress else None,
         )  # fmt: skip
         return Result(posterior, {"steps": steps, **choice, **_tuned(posterior)}, interrupted)
+
+
+def _with_learnable_scale(problem: Problem) -> nn.Module:
+    try:
+        return with_learnable_prior(problem.model)
+    except (TypeError, ValueError):  # a program of its own, or a prior without a scale
+        return problem.model
 
 
 def _tuned(posterior: LaplaceGuide) -> dict[str, str]:
@@ -74,17 +79,38 @@ _register_laplace(
 )
 
 
+def _with_scale_of_last_layer(problem: Problem) -> nn.Module:
+    """The program with a PyroParam as the scale of the last layer's prior, if possible.
+
+    The scale belongs to the last layer only: with a shared scale the features would shrink.
+    """
+    guide = AutoLastLayer(problem.model)
+    guide.prototype(problem.x, problem.y)
+    networks = [part for part in problem.model.modules() if isinstance(part, BayesianModule)]
+    if len(networks) != 1:
+        return problem.model
+    prefix = networks[0].site_prefix
+    names = [site.removeprefix(prefix) for site in guide.layer(problem.x, problem.y)]
+    layer = names[0].rpartition(".")[0]
+    pattern = glob.escape(layer) + ".*" if layer else glob.escape(names[0])
+    try:
+        return with_learnable_prior(problem.model, only=pattern)
+    except (TypeError, ValueError):  # a prior without a scale that is a number
+        return problem.model
+
+
 @register(
     "last-layer",
     title="last layer",
     description="last layer integrated out while the features train, in closed form; for classes "
     "Laplace at its mode given MAP features; its prior scale by the evidence",
     default=True,
+    program=_with_scale_of_last_layer,
 )
 def _last_layer(problem: Problem, options: Options, progress: bool) -> Result:
     x, y, label = problem.x, problem.y, "last-layer" if progress else None
     steps, interrupted = options.steps or 2000, False
-    model = _with_scale_of_last_layer(problem)
+    model = problem.model
     guide = AutoLastLayer(model)
     guide.prototype(x, y)
     objective = evidence.LastLayerEvidence()
@@ -107,26 +133,6 @@ def _last_layer(problem: Problem, options: Options, progress: bool) -> Result:
             posterior = guide.maximize_evidence((x, y))
     settings = {"steps": steps, "features": features, **_tuned(posterior)}
     return Result(posterior, settings, interrupted)
-
-
-def _with_scale_of_last_layer(problem: Problem) -> nn.Module:
-    """The program with a PyroParam as the scale of the last layer's prior, if possible.
-
-    The scale belongs to the last layer only: with a shared scale the features would shrink.
-    """
-    guide = AutoLastLayer(problem.model)
-    guide.prototype(problem.x, problem.y)
-    networks = [part for part in problem.model.modules() if isinstance(part, BayesianModule)]
-    if len(networks) != 1:
-        return problem.model
-    prefix = networks[0].site_prefix
-    names = [site.removeprefix(prefix) for site in guide.layer(problem.x, problem.y)]
-    layer = names[0].rpartition(".")[0]
-    pattern = glob.escape(layer) + ".*" if layer else glob.escape(names[0])
-    try:
-        return with_learnable_prior(problem.model, only=pattern)
-    except (TypeError, ValueError):  # a prior without a scale that is a number
-        return problem.model
 
 
 @register(

@@ -3,7 +3,7 @@
 import difflib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from pyro_bdl import evidence
 from pyro_bdl.comparison.costs import Costs, peak_memory, wait_for
 from pyro_bdl.guides import LaplaceGuide
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.training.svi import estimate_elbo, train
+from pyro_bdl.training.svi import Training, estimate_elbo, train
 from pyro_bdl.utils.random_state import process_seeded
 
 
@@ -29,6 +29,10 @@ class Problem:
     model: nn.Module
     x: Tensor
     y: Tensor
+
+    def train(self, guide: Guide, *, progress: str | None, **settings: Any) -> Training:
+        """Train a guide of the program on the data; see ``training.train``."""
+        return train(self.model, guide, self.x, self.y, progress=progress, **settings)
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,11 @@ class Fit:
 
 
 FitFunction = Callable[[Problem, Options, bool], Result]
+ProgramFunction = Callable[[Problem], nn.Module]
+
+
+def _given_program(problem: Problem) -> nn.Module:
+    return problem.model
 
 
 @dataclass(frozen=True)
@@ -117,13 +126,19 @@ class Entry:
     description: str
     function: FitFunction
     default: bool = False
+    program: ProgramFunction = _given_program
 
 
 _registry: dict[str, Entry] = {}
 
 
 def register(
-    name: str, *, title: str, description: str, default: bool = False
+    name: str,
+    *,
+    title: str,
+    description: str,
+    default: bool = False,
+    program: ProgramFunction = _given_program,
 ) -> Callable[[FitFunction], FitFunction]:
     """Decorate ``function(problem, options, progress) -> Result`` to make it known by ``name``.
 
@@ -132,13 +147,15 @@ def register(
     :param description: one sentence for help texts.
     :param default: whether ``pyro-bdl compare`` fits it by default. The default posteriors are one
         of each kind, and take about two minutes together on the default data.
+    :param program: makes the program of the posterior from the problem, if it is another one than
+        the problem's, for example with a learned prior. The function gets a problem with it.
     :raises ValueError: if the name is taken.
     """
     if name in _registry:
         raise ValueError(f"a posterior named {name!r} is registered already")
 
     def keep(function: FitFunction) -> FitFunction:
-        _registry[name] = Entry(name, title, description, function, default)
+        _registry[name] = Entry(name, title, description, function, default, program)
         return function
 
     return keep
@@ -177,12 +194,14 @@ def fit(
     with process_seeded(options.seed, device):
         started = time.perf_counter()
         with peak_memory(device) as peak:
-            result = entry.function(problem, options, progress)
+            own = replace(problem, model=entry.program(problem))
+            result = entry.function(own, options, progress)
         wait_for(problem.x)
         seconds, interrupted = time.perf_counter() - started, result.interrupted
         elbo = log_evidence = None
         try:
-            elbo, log_evidence = _elbo(problem, result.posterior), _log_evidence(result.posterior)
+            elbo = _elbo(problem, result.posterior, None if progress else False)
+            log_evidence = _log_evidence(result.posterior)
         except KeyboardInterrupt:  # what was fitted is kept
             interrupted = True
     return Fit(
@@ -204,10 +223,10 @@ def _log_evidence(posterior: Any) -> float | None:
         return float(evidence.log_marginal_likelihood(posterior))
 
 
-def _elbo(problem: Problem, posterior: Any) -> float | None:
+def _elbo(problem: Problem, posterior: Any, progress: bool | None) -> float | None:
     if not isinstance(posterior, Guide) or not posterior.has_density:
         return None
-    return estimate_elbo(problem.model, posterior, problem.x, problem.y)
+    return estimate_elbo(problem.model, posterior, problem.x, problem.y, progress=progress)
 
 
 def trained(
@@ -215,7 +234,7 @@ def trained(
 ) -> Result:
     """Train a guide by SVI; the settings are those of ``training.train``."""
     settings["steps"] = options.steps or settings["steps"]
-    run = train(problem.model, guide, problem.x, problem.y, progress=label, **settings)
+    run = problem.train(guide, progress=label, **settings)
     told = {
         key: value if isinstance(value, int | float | str) else type(value).__name__
         for key, value in settings.items()

@@ -31,6 +31,7 @@ from pyro_bdl.program.batches import leading_size
 from pyro_bdl.program.subsampling import on_whole_data
 from pyro_bdl.program.trace import Site
 from pyro_bdl.program.unconstrained_parameters import constrained_value
+from pyro_bdl.utils.memory import bytes_at_once
 from pyro_bdl.utils.module_state import evaluation_mode
 
 _DRAWS_AT_ONCE = 2**29  # bytes of latent draws
@@ -312,7 +313,8 @@ class LinearizedComponent:
         :param function: takes a batch, some draws, and whether these draws are the first.
         """
         guide = self.guide
-        at_once = max(1, _DRAWS_AT_ONCE // max(1, guide.loc.element_size() * guide.subset.size))
+        draw = guide.loc.element_size() * guide.subset.size
+        at_once = max(1, bytes_at_once(_DRAWS_AT_ONCE) // max(1, draw))
         known: dict[Any, Alignment] = {}
         chunks = []
         with torch.set_grad_enabled(_are_differentiable(args, kwargs)):

@@ -121,13 +121,10 @@ class Enumeration:
 
     def used(self) -> set[int]:
         """The symbols of the sites that some other statement depends on."""
-        own = self.own_symbols()
-        return {
-            symbol
-            for statement in self.statements
-            for symbol in symbols_of(statement).values()
-            if symbol != own.get(statement.name)
-        }
+        own, found = self.own_symbols(), set()
+        for statement in self.statements:
+            found |= {*symbols_of(statement).values()} - {own.get(statement.name)}
+        return found
 
     def leave_open(self, name: str) -> None:
         """Take a discrete site for one that would be observed, without a value."""

@@ -149,15 +149,16 @@ def _moved(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 class JointSite(TorchDistribution):
     """One site of a ``JointBlock``.
 
-    The block's last site in a run has the block's whole density. In each run the block is drawn
-    once for all its sites.
+    The block's last site in a run has the block's whole density, in equal parts for the cells of
+    the plates that it is in. In each run the block is drawn once for all its sites.
     """
 
     arg_constraints: dict[str, Any] = {}  # noqa: RUF012
 
     def __init__(self, block: JointBlock, latent: Latent, run: "_PriorRun") -> None:
         self.block, self.latent, self.run = block, latent, run
-        super().__init__(event_shape=latent.shape, validate_args=False)
+        events = len(latent.shape) - latent.event_dim
+        super().__init__(latent.shape[:events], latent.shape[events:], validate_args=False)
 
     @property
     def support(self) -> Any:
@@ -165,15 +166,16 @@ class JointSite(TorchDistribution):
 
     def log_prob(self, value: Tensor) -> Tensor:
         if self.latent.name != self.run.last[self.block]:
-            return value.new_zeros(())
+            return value.new_zeros(self.batch_shape)
         values = {latent.name: self.run.values[latent.name] for latent in self.block.latents}
-        return self.block.log_prob({**values, self.latent.name: value})
+        total = self.block.log_prob({**values, self.latent.name: value})
+        return (total / self.batch_shape.numel()).expand(self.batch_shape)
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
         shape = torch.Size(sample_shape)
         if shape:
             draws = self.block.sample(shape.numel())[self.latent.name]
-            return draws.reshape(shape + self.event_shape)
+            return draws.reshape(shape + self.batch_shape + self.event_shape)
         if self.block not in self.run.draws:
             self.run.draws[self.block] = self.block.sample(1)
         return self.run.draws[self.block][self.latent.name][0]
@@ -287,7 +289,7 @@ def joint_prior(
 
     :param loc: (P,).
     :param precision: as in ``JointBlock``, over the subset.
-    :raises ValueError: if the subset holds only some of a site's entries, or sites in plates.
+    :raises ValueError: if the subset holds only some of a site's entries.
     """
     layout = subset.layout
     parts = [name for name, entries in subset.chosen.items() if entries is not None]
@@ -297,12 +299,6 @@ def joint_prior(
             f"{layout.latents[parts[0]].size} entries of site '{parts[0]}' and fixes the others: "
             "as a prior it needs whole sites, such as subset=[names]"
         )
-    for name in subset.parts:
-        if layout.latents[name].plates:
-            raise ValueError(
-                f"the latent site '{name}' is in the plate '{layout.latents[name].plates[0]}': "
-                "a prior that couples sites needs latents outside plates; take AutoMeanField"
-            )
     blocks: list[nn.Module] = [
         JointBlock([layout.latents[n] for n in subset.parts], subset.take(loc), precision, diagonal)
     ]

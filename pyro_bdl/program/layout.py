@@ -98,6 +98,13 @@ def differences(expected: Mapping[str, torch.Size], given: Mapping[str, torch.Si
     return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds if names)
 
 
+NEW_ROWS = (
+    "local latents belong to the rows that they were inferred from; those of new rows come from an "
+    "encoder (guides.AutoAmortized) or from their prior, by Predictive(model, "
+    "posterior_samples=draws) with the draws of the other sites alone"
+)
+
+
 def origin(expected: Mapping[str, torch.Size], given: Mapping[str, torch.Size]) -> str:
     """Where sites with these differences come from: sites in a plate of the data have a row for
     each datum, so that the same program has other shapes for other data."""

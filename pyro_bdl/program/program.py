@@ -231,6 +231,19 @@ class Program:
             return JaxDensity(self)
         return JaxDensity(Program(self.model, *args, **kwargs))
 
+    def compile(self, *args: Any, **kwargs: Any) -> Any:
+        """The log density as a graph of torch's operators, for many evaluations: a function of u
+        (P,) whose gradient can be taken once.
+
+        See :class:`pyro_bdl.tracing.density.CompiledDensity`.
+
+        :param args: the program's arguments; by default those of the construction.
+        """
+        from pyro_bdl.tracing.density import CompiledDensity
+
+        program = Program(self.model, *args, **kwargs) if args or kwargs else self
+        return CompiledDensity(program.log_density, program.model)
+
     def _open(self, msg: Any) -> None:
         if msg["name"] in self.latents:
             raise KeyError(f"no value for the latent site '{msg['name']}'")

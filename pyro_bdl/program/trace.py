@@ -31,8 +31,10 @@ from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.argument_errors import explain
 from pyro_bdl.program.checkpointing import kept_for_recomputation
 from pyro_bdl.program.enumeration import Enumeration, is_enumerable
+from pyro_bdl.program.layout import NEW_ROWS
 from pyro_bdl.program.network_sites import OWNER_KEY
 from pyro_bdl.program.summed_out import SummedOut, sum_out
+from pyro_bdl.utils.autocast import uncast
 
 RENAME = "give each its own name (two networks in one program: bayesianize(net, prior, name=...))"
 _THREADS = (
@@ -57,7 +59,8 @@ class Site(NamedTuple):
 
     def log_prob(self) -> Tensor:
         """log p(value) in nats, scaled and masked, with the distribution's batch shape."""
-        return scale_and_mask(self.distribution.log_prob(self.value), self.scale, self.mask)
+        density = uncast(self.distribution.log_prob(self.value))
+        return scale_and_mask(density, self.scale, self.mask)
 
     def batch_log_prob(self) -> Tensor:
         """The sum of log p(value) over the batch's own data, each once: tempered and masked, not
@@ -66,7 +69,7 @@ class Site(NamedTuple):
 
     def unscaled_log_prob(self) -> Tensor:
         """log p(value) in nats per datum: masked, not scaled."""
-        return scale_and_mask(self.distribution.log_prob(self.value), 1.0, self.mask)
+        return scale_and_mask(uncast(self.distribution.log_prob(self.value)), 1.0, self.mask)
 
 
 @dataclass
@@ -166,6 +169,7 @@ class _Recorder(Messenger):
         if not msg["is_observed"]:
             if name in self.values:
                 msg["value"] = self.values[name]
+                _check_rows(msg)
                 msg["fn"] = on_device_of(msg["fn"], msg["value"])
                 msg["done"] = True
             elif self.draw is not None:
@@ -213,6 +217,21 @@ class _Recorder(Messenger):
             getattr(run, kind)[name] = site
         if self.enumeration is not None:
             self.enumeration.after(msg, site, kind)
+
+
+def _check_rows(msg: Any) -> None:
+    """Check that a latent has as many values along each plate as the plate has cells."""
+    event_dim = getattr(msg["fn"], "event_dim", 0)
+    for frame in msg["cond_indep_stack"]:
+        if frame.dim is None or not isinstance(msg["value"], Tensor):
+            continue
+        place = frame.dim - event_dim
+        count = msg["value"].shape[place] if msg["value"].dim() >= -place else 1
+        if count not in (1, frame.size):
+            raise ValueError(
+                f"the latent site '{msg['name']}' has values for {count} rows of the plate "
+                f"'{frame.name}', which holds {frame.size} now (another number of rows): {NEW_ROWS}"
+            )
 
 
 def distribution_of_targets(msg: Any) -> Any:

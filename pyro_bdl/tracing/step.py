@@ -1,5 +1,6 @@
 """A loss and its gradient as one graph, and as a function that autograd knows."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from pyro_bdl.tracing.backends import BACKENDS, Run
 from pyro_bdl.tracing.graph import lift
-from pyro_bdl.tracing.simplify import simplify
+from pyro_bdl.tracing.simplify import LARGE, simplify
 from pyro_bdl.tracing.trace import (
     NotTraceable,
     TruthValues,
@@ -18,6 +19,7 @@ from pyro_bdl.tracing.trace import (
     trace,
     variable_nodes,
 )
+from pyro_bdl.utils.autocast import rounding, without_autocast, without_cached_casts
 from pyro_bdl.utils.autograd import leaves_behind, with_gradients
 
 Loss = Callable[..., tuple[Tensor, ...]]
@@ -50,7 +52,7 @@ class Step:
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     def __call__(self, arguments: Sequence[Tensor]) -> "Outcome":
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast():  # the graph holds the casts
             results = self.run(*arguments, *self.outside)
         return Outcome(self, arguments, results[: 1 + self.others], results[1 + self.others :])
 
@@ -72,7 +74,19 @@ class Outcome(NamedTuple):
 
     def differentiable(self) -> Tensor:
         """The loss, to be differentiated once."""
-        return with_gradients(self.results[0], self.gradients, self.leaves())
+        return with_gradients(self.results[0], self.gradients, self.leaves(), owned=self._owned())
+
+    def _owned(self) -> set[int]:
+        """The positions of large gradients that share memory with no other tensor of the run.
+
+        They need not be copied. Small ones are copied in less time than this is found out.
+        """
+        large = [n for n, gradient in enumerate(self.gradients) if gradient.numel() > LARGE]
+        if not large:
+            return set()
+        tensors = (*self.results, *self.gradients, *self.arguments, *self.step.outside)
+        uses = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors)
+        return {n for n in large if uses[self.gradients[n].untyped_storage().data_ptr()] == 1}
 
     def add_gradients(self) -> bool:
         """Add the gradients to the parameters' gradients, as ``backward`` does.
@@ -82,10 +96,12 @@ class Outcome(NamedTuple):
         for leaf in self.step.leaves:
             if isinstance(leaf, int) or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
                 return False
+        owned = self._owned()
         with torch.no_grad():
-            for leaf, gradient in zip(self.step.parameters, self.gradients, strict=True):
+            pairs = zip(self.step.parameters, self.gradients, strict=True)
+            for number, (leaf, gradient) in enumerate(pairs):
                 if leaf.grad is None:
-                    leaf.grad = gradient.clone()  # it may share memory
+                    leaf.grad = gradient if number in owned else gradient.clone()
                 else:
                     leaf.grad.add_(gradient)
         return True
@@ -111,12 +127,14 @@ def trace_step(loss: Loss, examples: Sequence[Tensor], backend: str, *, readable
         found = leaves_behind(value)
         if not found:
             raise NotTraceable("its loss depends on no parameter")
-        gradients = torch.autograd.grad(value, found, allow_unused=True)
+        with without_autocast():
+            gradients = torch.autograd.grad(value, found, allow_unused=True)
         pairs = [(a, g) for a, g in zip(found, gradients, strict=True) if g is not None]
         leaves[:] = [leaf for leaf, _ in pairs]
         return value.detach(), *[r.detach() for r in rest], *[g for _, g in pairs]
 
-    graph = trace(function, arguments, readable=readable)
+    with without_cached_casts():
+        graph = trace(function, arguments, readable=readable)
     truths = TruthValues(graph, arguments, readable)
     written = list({id(t): t for t in (tensor_of(graph, n) for n in mutated(graph))}.values())
     variable = {tensor_of(graph, n) for n in variable_nodes(graph) if n.op == "get_attr"}
@@ -131,7 +149,22 @@ def trace_step(loss: Loss, examples: Sequence[Tensor], backend: str, *, readable
         del inputs[node]
     graph.recompile()
     outside = tuple(inputs.values())
-    run = BACKENDS[backend](graph, [*arguments, *outside])
+    with without_autocast():
+        run = BACKENDS[backend](graph, [*arguments, *outside])
     places = {id(argument): number for number, argument in enumerate(arguments)}
     where = [places.get(id(leaf), leaf) for leaf in leaves]
     return Step(run, outside, constants, written, where, others, truths)
+
+
+def size_of(tensor: Tensor) -> Tensor:
+    """The norm of a tensor, to which errors are compared."""
+    return tensor.norm() if tensor.is_floating_point() else tensor.new_zeros(())
+
+
+def agree(a: Tensor, b: Tensor, size: Tensor) -> bool:
+    """Return whether two tensors agree to half of their digits, relative to ``size``; under
+    autocast, to half of the digits that are computed with."""
+    if not b.is_floating_point():
+        return torch.equal(a, b)
+    error = (a - b).norm()
+    return bool(error <= max(torch.finfo(b.dtype).eps, rounding()) ** 0.5 * size)

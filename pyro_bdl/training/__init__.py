@@ -3,12 +3,15 @@
 from pyro_bdl.training.checkpoint import Checkpoint
 from pyro_bdl.training.collapse import Collapse, collapse
 from pyro_bdl.training.minibatches import Minibatches
+from pyro_bdl.training.safeguard import Failure, Safeguard
 from pyro_bdl.training.svi import Training, collect_swag, estimate_elbo, train
 
 __all__ = [
     "Checkpoint",
     "Collapse",
+    "Failure",
     "Minibatches",
+    "Safeguard",
     "Training",
     "collapse",
     "collect_swag",

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributions import transform_to
 
 from pyro_bdl.errors import BdlWarning
+from pyro_bdl.utils.collectives import writes_files
 from pyro_bdl.utils.tensor_file import load_tree, save_tree
 from pyro_bdl.utils.validation import whole_number
 
@@ -44,6 +45,10 @@ class Checkpoint:
     or any object with ``state_dict`` and ``load_state_dict``. A program that is a function is no
     part.
 
+    Of several processes (:mod:`pyro_bdl.distributed`) rank 0 writes, and all of them read, also if
+    there are more or fewer than before. Give the ``DataParallel_ELBO`` as a part. The random states
+    of torch, numpy and Python are then those of rank 0 on all ranks.
+
     The file is written completely or not at all, and the one before stays as ``PATH.previous``. It
     holds tensors and JSON (safetensors): reading it runs no code.
 
@@ -58,7 +63,7 @@ class Checkpoint:
     ) -> None:
         self.path = Path(path)
         self.settings = dict(settings or {})
-        self._parts = {name: _adapter(name, part) for name, part in parts.items()}
+        self._parts = {name: adapter(name, part) for name, part in parts.items()}
         self._modules = [part for part in parts.values() if isinstance(part, nn.Module)]
 
     @property
@@ -85,7 +90,9 @@ class Checkpoint:
                 written = time.monotonic()
 
     def save(self, step: int) -> None:
-        """Write the state after ``step`` steps."""
+        """Write the state after ``step`` steps; of several ranks, the first one writes."""
+        if not writes_files():
+            return
         tree = {
             "step": step,
             "settings": self.settings,
@@ -195,7 +202,12 @@ class _Counter(_Stateful):
         self.part.step = state
 
 
-def _adapter(name: str, part: Any) -> _Stateful:
+def adapter(name: str, part: Any) -> _Stateful:
+    """A part with ``state()`` and ``load(state)``.
+
+    :param name: of the part, for messages.
+    :raises TypeError: for an object without a state.
+    """
     if isinstance(part, PyroOptim):
         return _OfPyro(part)
     if hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):

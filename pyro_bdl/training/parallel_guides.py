@@ -8,11 +8,15 @@ import pyro
 import torch
 from torch import Tensor
 from torch.distributions import transform_to
+from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
 from pyro_bdl.elbo.tempered import TemperedTraceMeanField_ELBO
+from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
+from pyro_bdl.program.batches import device_of_rows, leading_size
 from pyro_bdl.program.observed_arguments import Targets
+from pyro_bdl.training.minibatches import Minibatches
 from pyro_bdl.utils.module_state import vmappable
 from pyro_bdl.utils.progress import hidden
 from pyro_bdl.utils.validation import check_temperature
@@ -73,11 +77,13 @@ class Copies:
         steps: int,
         learning_rate: float,
         progress: bool | None,
+        label: str = "guides",
     ) -> Tensor:
         """Minimize D losses by Adam with a cosine schedule.
 
         :param losses_of: the losses (D,) of a part of the data.
         :param parts: the part of each step.
+        :param label: the description of the progress bar.
         :returns: the losses of each step, (steps, D).
         """
         trained = [value for value in self._free.values() if value.requires_grad]
@@ -87,7 +93,7 @@ class Copies:
         steps_shown = tqdm(
             range(steps),
             disable=hidden(progress),
-            desc="guides",
+            desc=label,
             leave=False,
             mininterval=_REFRESH,
             delay=1,
@@ -219,3 +225,98 @@ class AtTemperatures(Copies):
         return self._descend(
             losses_of, parts, steps=steps, learning_rate=learning_rate, progress=progress
         )
+
+
+class OnOwnData(Copies):
+    """Guides of one family, each with inputs and targets of its own, such as the folds of a
+    cross-validation.
+
+    :param model: the program of the first data set, without parameters of its own. If it has
+        ``num_data``, this is the number of rows there.
+    :param guides: one for each data set, each after ``prototype``; they start from their own values
+        and are not changed.
+    :param data: ``(x, y)`` of each, of about equal length.
+    :raises UnsupportedProgramError: for a program with parameters of its own.
+    :raises ValueError: see ``Copies``.
+    """
+
+    def __init__(
+        self, model: Callable, guides: Sequence[Guide], data: Sequence[tuple[Any, Tensor]]
+    ) -> None:
+        super().__init__(guides[0], len(guides))
+        if isinstance(model, torch.nn.Module) and any(p.requires_grad for p in model.parameters()):
+            raise UnsupportedProgramError(
+                "the program has parameters of its own, which several trainings at once cannot "
+                "share: train one after another"
+            )
+        self.model, self.data = model, list(data)
+        for guide in guides[1:]:
+            guide.require_layout()
+        for name, value in self._free.items():
+            own = torch.stack([guide._parameters[name].detach() for guide in guides])  # type: ignore[union-attr]
+            self._free[name] = own.requires_grad_(value.requires_grad)
+
+    def train(
+        self,
+        *,
+        steps: int,
+        learning_rate: float = 0.01,
+        temperature: float = 1.0,
+        num_particles: int = 1,
+        estimator: str | None = None,
+        batch_size: int | None = None,
+        progress: bool | None = None,
+        label: str = "folds",
+    ) -> Tensor:
+        """Maximize the D tempered ELBOs by Adam with a cosine schedule.
+
+        A step takes B rows of each data set, by default as many as the smallest has. The log
+        likelihood of data set d with N_d rows is scaled by N_d / B. A larger one leaves out N_d - B
+        of its rows at random in each step.
+
+        :returns: the negative ELBO of each step, (steps, D), in nats.
+        :raises ValueError: if a loss is not finite.
+        """
+        elbo = TemperedTraceMeanField_ELBO(num_particles=num_particles, estimator=estimator)
+        sizes = [leading_size(x) for x, _ in self.data]
+        size = min(sizes) if batch_size is None else min(batch_size, *sizes)
+        like = next(iter(self._free.values()))
+        stated = getattr(self.model, "num_data", None)
+        weights = torch.tensor(sizes, dtype=like.dtype, device=like.device) / (stated or size)
+
+        def losses_of(part: Any) -> Tensor:
+            def loss(free: _Values, args: tuple[Any, ...], weight: Tensor) -> Tensor:
+                if elbo.estimator is not None:
+                    elbo.estimator.about(args, {}, frozenset())
+                with self.guide.holding(self._constrained(free)):
+                    terms = elbo.flat_terms(self.model, self.guide, args, {}, elbo.estimator)
+                return check_temperature(temperature) * terms[1] - weight * terms[0]
+
+            return torch.vmap(loss, randomness="different")(self._free, part, weights)
+
+        losses = self._descend(
+            losses_of,
+            self._parts(sizes, size),
+            steps=steps,
+            learning_rate=learning_rate,
+            progress=progress,
+            label=label,
+        )
+        bad = (~losses.isfinite()).any(0).nonzero().flatten().tolist()
+        if bad:
+            raise ValueError(f"the loss on data set {bad[0]}, counted from 0, became NaN or inf")
+        return losses
+
+    def _parts(self, sizes: Sequence[int], size: int) -> Iterator[tuple[Any, ...]]:
+        """B rows of every data set, stacked (D, B, ...), for each step."""
+        device = device_of_rows(self.data[0][0])
+        batches = [Minibatches(rows, size, device=device) for rows in sizes]
+        whole = None
+        while True:
+            if whole is None:
+                parts = [own.of(x, y) for own, (x, y) in zip(batches, self.data, strict=True)]
+                stacked = tree_map(lambda *leaves: torch.stack(leaves), *parts)
+                whole = stacked if max(sizes) == size else None
+            else:
+                stacked = whole
+            yield stacked

@@ -24,8 +24,9 @@ from pyro_bdl.training.checkpoint import Checkpoint, Losses
 from pyro_bdl.training.collapse import warn_of_collapse
 from pyro_bdl.training.held_out import HeldOut, split
 from pyro_bdl.training.minibatches import Minibatches
+from pyro_bdl.training.safeguard import Failure, Safeguard
 from pyro_bdl.utils.module_state import preserved_buffers
-from pyro_bdl.utils.progress import hidden
+from pyro_bdl.utils.progress import hidden, shown
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.validation import whole_number
 
@@ -35,6 +36,7 @@ _ROWS_AT_ONCE = 4096
 _PARTICLES_AT_ONCE = 16
 _SHOWN_EVERY = 50
 _REFRESH = 0.5  # seconds
+_SWAG_RATES = tuple(first * 10.0**-power for power in range(8) for first in (1.0, 0.3))
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class Training:
     :param held_out: the mean log likelihood of the rows held back, in nats, (checks, members); one
         member of a guide that is no ensemble. None without ``held_out``.
     :param best_steps: the step whose parameters each member has now, (members,).
+    :param learning_rate: the one that ``collect_swag`` found or was given.
+    :param failures: the steps that went wrong, whose losses are left out.
     """
 
     losses: Tensor
@@ -54,6 +58,8 @@ class Training:
     interrupted: bool
     held_out: Tensor | None = None
     best_steps: Tensor | None = None
+    learning_rate: float | None = None
+    failures: tuple[Failure, ...] = ()
 
 
 def train(
@@ -76,6 +82,7 @@ def train(
     check_every: int | None = None,
     checkpoint: str | Path | None = None,
     every: int | None = None,
+    on_failure: str = "stop",
     progress: str | None = None,
 ) -> Training:
     """Maximize the tempered ELBO by Adam with a cosine schedule.
@@ -113,8 +120,13 @@ def train(
         :class:`Checkpoint`.
     :param every: write the checkpoint after every so many steps; by default once a minute. It is
         written after the last step too.
+    :param on_failure: what follows a step that goes wrong (a loss or gradient that is not finite,
+        out of memory, a loss that diverges): "stop" with an error, "skip" the batch, or "restore"
+        the last good state and halve the learning rate. The guide keeps no trace of such a step,
+        and the error or warning names it and the rows of its batch. See :class:`Safeguard`.
     :param progress: description of the progress bar, which terminals and notebooks show; None for
         no bar.
+    :raises FailedStepError: if ``on_failure`` says stop.
     :raises ValueError: for data that are not finite, targets outside their support, fewer than one
         step, or a minibatch for a program whose ``num_data`` is not N, which would give its log
         likelihood too little weight.
@@ -150,7 +162,8 @@ def train(
         if held is not None and check_every is not None and step % check_every == 0:
             held.check(step)
 
-    descent = _Descent(objective, optimizer, x, y, size, after=after)
+    safeguard = Safeguard(objective, optimizer, on_failure=on_failure, schedule=schedule)
+    descent = _Descent(safeguard.step, x, y, size, after=after)
     numbers: Iterable[int] = range(steps)
     if checkpoint is not None:
         parts: dict[str, Any] = {"program": model} if isinstance(model, nn.Module) else {}
@@ -174,10 +187,11 @@ def train(
         )
     elif bayesian:
         warn_of_collapse(model, guide, elbo.kl, x, y)
+    failures = tuple(safeguard.failures)
     if held is None or not held.scores:
-        return Training(losses, size, interrupted)
+        return Training(losses, size, interrupted, failures=failures)
     held.restore()
-    return Training(losses, size, interrupted, held.table, held.best_steps())
+    return Training(losses, size, interrupted, held.table, held.best_steps(), failures=failures)
 
 
 def collect_swag(
@@ -188,7 +202,7 @@ def collect_swag(
     *,
     snapshots: int = 40,
     every: int | None = None,
-    learning_rate: float = 0.01,
+    learning_rate: float | None = None,
     final_learning_rate: float | None = None,
     momentum: float = 0.9,
     temperature: float = 1.0,
@@ -202,9 +216,10 @@ def collect_swag(
     ends the run with a warning and keeps the snapshots.
 
     The learning rate determines the width of the posterior. Under a Gaussian posterior -log p(u, y)
-    lies P / 2 above its minimum on average, so the rate is too high if N times the mean loss rises
-    further (Mandt, Hoffman & Blei 2017, section 3.2). A warning is given if it rises by more than
-    P. The default is often too high for convolutions, whose weights act on many positions.
+    lies P / 2 above its minimum on average (Mandt, Hoffman & Blei 2017, section 3.2). The default
+    is the largest of the rates 1, 0.3, 0.1, 0.03, ... at which N times the mean loss of the run
+    rises by no more than that: a run that rises further is ended, and begins anew at the next
+    rate. A warning is given if it rises by more than P at a rate that was given.
 
     With ``final_learning_rate`` the rate falls linearly in each cycle of c = ``every`` steps, and a
     snapshot is taken at the end of the cycle: a(i) = (1 - t) a_1 + t a_2, t = (1 + (i - 1) mod c) /
@@ -216,7 +231,7 @@ def collect_swag(
     :param y: ``(N, ...)``, their targets.
     :param snapshots: the number of new snapshots, at least 1.
     :param every: steps between snapshots; by default one pass over the data.
-    :param learning_rate: SGD's learning rate a_1 at the start of each cycle.
+    :param learning_rate: SGD's learning rate a_1 at the start of each cycle; None to find it.
     :param final_learning_rate: the learning rate a_2 at the end of each cycle; None for a constant
         rate.
     :param momentum: SGD's momentum.
@@ -224,15 +239,18 @@ def collect_swag(
     :param batch_size: rows in each step; by default a tenth of all rows, at most 256.
     :param progress: description of the progress bar, which terminals and notebooks show; None for
         no bar.
-    :raises ValueError: if a step diverges; the guide is then reset to its start and earlier
-        snapshots are kept. Also for minibatches of a program that does not know N.
+    :raises ValueError: if a step diverges at a rate that was given, or at all rates; the guide is
+        then reset to its start and earlier snapshots are kept. Also for minibatches of a program
+        that does not know N, and for a final rate without a first one.
     """
     if not isinstance(guide, AutoSWAG | AutoMultiSWAG):
         raise TypeError(f"collect_swag needs an AutoSWAG guide, got {type(guide).__name__}")
     snapshots = whole_number(snapshots, "snapshots")
     every = None if every is None else whole_number(every, "every")
-    if not learning_rate > 0 or not (final_learning_rate is None or final_learning_rate > 0):
+    if any(rate is not None and not rate > 0 for rate in (learning_rate, final_learning_rate)):
         raise ValueError("learning rates must be positive")
+    if learning_rate is None and final_learning_rate is not None:
+        raise ValueError("final_learning_rate needs learning_rate, the rate that it falls from")
     count = _count(x=x, y=y)
     check_finite(model, (x, y), {})
     tenth = min(_BATCH, max(1, count // 10))
@@ -245,36 +263,69 @@ def collect_swag(
     pair: Any = elbo(model, guide)
     parameters = list(guide.parameters())
     before = [parameter.detach().clone() for parameter in parameters]
-    optimizer = torch.optim.SGD(parameters, lr=learning_rate, momentum=momentum)
+    taken_before = {name: v.clone() for name, v in guide.snapshots.state_dict().items()}
 
     def objective(*args: Any) -> Tensor:  # a sum over the members, which share no parameters
         return pair(*args) * members / count
 
-    def rate(step: int) -> None:
-        if final_learning_rate is not None:
-            t = (1 + step % every) / every
-            optimizer.param_groups[0]["lr"] = (1 - t) * learning_rate + t * final_learning_rate
+    def begin_again() -> None:
+        with torch.no_grad():
+            for parameter, value in zip(parameters, before, strict=True):
+                parameter.copy_(value)
+        guide.snapshots.load_state_dict(taken_before)
 
-    def after(step: int) -> None:
-        if step % every == 0:
-            try:
-                guide.collect()
-            except ValueError as error:
-                with torch.no_grad():
-                    for parameter, value in zip(parameters, before, strict=True):
-                        parameter.copy_(value)
-                raise ValueError(
-                    f"SGD diverged within {step} steps at learning_rate={learning_rate}: lower it; "
-                    f"the guide is back where it started, the {int(guide.snapshots.count)} "
-                    "snapshots from before are kept"
-                ) from error
-        rate(step)
-
-    rate(0)
     start = _mean_loss(objective, x, y, size)
-    losses, interrupted = _Descent(objective, optimizer, x, y, size, after=after).run(
-        range(steps), steps, progress
-    )
+    expected = 0.5 * temperature * guide.require_layout().size
+
+    def run_at(rate: float) -> tuple[Tensor, bool]:
+        optimizer = torch.optim.SGD(parameters, lr=rate, momentum=momentum)
+        risen = 0.0  # the sum of the losses above the start, in nats per member
+
+        def at_step(step: int) -> None:
+            if final_learning_rate is not None:
+                t = (1 + step % every) / every
+                optimizer.param_groups[0]["lr"] = (1 - t) * rate + t * final_learning_rate
+
+        def after(step: int) -> None:
+            nonlocal risen
+            if step % every == 0:
+                try:
+                    guide.collect()
+                except ValueError as error:
+                    raise _TooHigh(f"diverged within {step} steps") from error
+                recent = torch.stack(descent.losses.values[-every:]).double().sum().item()
+                risen += (recent - every * start) * count / members
+                if learning_rate is None and not risen <= steps * expected:
+                    raise _TooHigh(f"left the maximum within {step} steps")
+            at_step(step)
+
+        def take(*args: Any, batch: Any = None) -> Tensor:
+            loss = objective(*args)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        descent = _Descent(take, x, y, size, after=after)
+        at_step(0)
+        with warnings.catch_warnings():
+            if learning_rate is None:  # of a rate that is tried
+                warnings.filterwarnings("ignore", "Encountered NaN", UserWarning)
+            return descent.run(range(steps), steps, progress)
+
+    rates = list(_SWAG_RATES if learning_rate is None else (learning_rate,))
+    while True:
+        rate = rates.pop(0)
+        try:
+            losses, interrupted = run_at(rate)
+            break
+        except _TooHigh as error:
+            begin_again()
+            if not rates:
+                raise ValueError(
+                    f"SGD {error} at learning_rate={rate:g}: lower it; the guide is back where it "
+                    f"started, the {int(guide.snapshots.count)} snapshots from before are kept"
+                ) from error
     if interrupted:
         warnings.warn(
             f"interrupted after {len(losses)} of {steps} steps: the guide keeps its "
@@ -282,18 +333,21 @@ def collect_swag(
             BdlWarning,
             stacklevel=2,
         )
-        return Training(losses, size, interrupted)
+        return Training(losses, size, interrupted, learning_rate=rate)
     rise = (losses[steps // 2 :].mean().item() - start) * count / members
-    expected = 0.5 * temperature * len(guide.location())
-    if rise > 2.0 * expected:
+    if learning_rate is not None and rise > 2.0 * expected:
         warnings.warn(
             f"the loss rose by {rise:.0f} nats while the snapshots were taken, where a Gaussian "
-            f"posterior explains {expected:.0f}: learning_rate={learning_rate} makes the posterior "
+            f"posterior explains {expected:.0f}: learning_rate={rate} makes the posterior "
             "too wide, lower it",
             BdlWarning,
             stacklevel=2,
         )
-    return Training(losses, size, interrupted)
+    return Training(losses, size, interrupted, learning_rate=rate)
+
+
+class _TooHigh(Exception):
+    """A learning rate at which the loss rises too far."""
 
 
 @torch.no_grad()
@@ -310,21 +364,22 @@ def _mean_loss(objective: Callable[..., Tensor], x: Any, y: Any, size: int) -> f
 class _Descent:
     """Gradient steps over minibatches.
 
+    :param step: ``step(x, y, batch=rows)`` takes a step with these rows and returns its loss, or
+        None if there is none to keep.
     :param size: rows in each step.
     :param after: called with the number of steps after each step.
     """
 
     def __init__(
         self,
-        objective: Callable[..., Tensor],
-        optimizer: torch.optim.Optimizer,
+        step: Callable[..., Tensor | None],
         x: Any,
         y: Any,
         size: int,
         *,
         after: Callable[[int], None],
     ) -> None:
-        self.objective, self.optimizer, self.after = objective, optimizer, after
+        self.step, self.after = step, after
         self.x, self.y = x, y
         self.batches = Minibatches(leading_size(x), size, device=device_of_rows(x))
         self.losses = Losses()
@@ -347,21 +402,19 @@ class _Descent:
             try:
                 for number in numbers:
                     bar.update(number - bar.n)
-                    self._step()
+                    rows = self.batches.next()
+                    x, y = self.x, self.y
+                    batch = (x, y) if rows is None else (taken(x, rows), taken(y, rows))
+                    loss = self.step(*batch, batch=rows)
+                    if loss is not None:
+                        losses.append(loss)
                     self.after(number + 1)
-                    if len(losses) % _SHOWN_EVERY == 0:
+                    if losses and len(losses) % _SHOWN_EVERY == 0:
                         recent = torch.stack(losses[-_SHOWN_EVERY:]).mean().item()
                         bar.set_postfix_str(f"loss {recent:.4g}", refresh=False)
             except KeyboardInterrupt:
                 return self.losses.stacked(), True
         return self.losses.stacked(), False
-
-    def _step(self) -> None:
-        loss = self.objective(*self.batches.of(self.x, self.y))
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-        self.losses.values.append(loss.detach())
 
 
 @torch.no_grad()
@@ -373,6 +426,7 @@ def estimate_elbo(
     *,
     num_particles: int = 512,
     batch_size: int = _ROWS_AT_ONCE,
+    progress: bool | None = None,
 ) -> float:
     """Estimate the ELBO at temperature 1, E_q[log p(y | w)] - KL(q || p), in nats, over all data.
 
@@ -385,6 +439,7 @@ def estimate_elbo(
     :param y: ``(N, ...)``, their targets.
     :param num_particles: draws of the guide that the expectation is averaged over.
     :param batch_size: rows that are evaluated at once.
+    :param progress: show a bar; by default in terminals and notebooks.
     """
     count = _count(x=x, y=y)
     elbo = TemperedTraceMeanField_ELBO(num_particles=_PARTICLES_AT_ONCE)
@@ -392,10 +447,9 @@ def estimate_elbo(
     parts = torch.arange(count, device=device_of_rows(x)).split(batch_size if in_parts else count)
     repeats = max(1, math.ceil(num_particles / _PARTICLES_AT_ONCE))
     total = 0.0
-    for _ in range(repeats):
-        for rows in parts:
-            loss = elbo.loss(model, guide, taken(x, rows), taken(y, rows))
-            total -= loss * len(rows) / count
+    for rows in shown([*parts] * repeats, "ELBO", progress):
+        loss = elbo.loss(model, guide, taken(x, rows), taken(y, rows))
+        total -= loss * len(rows) / count
     return total / repeats
 
 

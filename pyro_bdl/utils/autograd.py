@@ -1,6 +1,6 @@
 """Autograd's graph: which tensors a result depends on, and results with known gradients."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,25 +27,48 @@ def leaves_behind(value: Tensor, stop: Iterable[Tensor] = ()) -> list[Tensor]:
     return [node.variable for node in nodes if hasattr(node, "variable")]
 
 
-def with_gradients(value: Tensor, gradients: Sequence[Tensor], leaves: Sequence[Tensor]) -> Tensor:
+def with_gradients(
+    value: Tensor,
+    gradients: Sequence[Tensor | None],
+    leaves: Sequence[Tensor],
+    *,
+    owned: Collection[int] = (),
+) -> Tensor:
     """A scalar with known gradients in ``leaves``; it can be differentiated once.
 
     :param value: the scalar's value.
-    :param gradients: one for each leaf, with the leaf's shape.
+    :param gradients: one for each leaf, with the leaf's shape; None where there is none.
+    :param owned: the positions of gradients whose memory nothing else uses. The leaf gets this
+        memory, unless the graph is retained.
     """
-    return _WithGradients.apply(value, gradients, *leaves)
+    return _WithGradients.apply(value, list(gradients), frozenset(owned), *leaves)
 
 
 class _WithGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, gradients: Sequence[Tensor], *leaves: Tensor) -> Tensor:
-        ctx.gradients = gradients
+    def forward(
+        ctx: Any, value: Tensor, gradients: list[Tensor], owned: frozenset[int], *leaves: Tensor
+    ) -> Tensor:
+        ctx.gradients, ctx.owned = gradients, owned
         return value.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple:  # type: ignore[override]
-        return None, None, *(upstream.to(gradient) * gradient for gradient in ctx.gradients)
+        keep = (
+            torch._C._autograd._get_current_graph_task_keep_graph()
+            or torch._C._are_functorch_transforms_active()
+        )
+        results: list[Tensor | None] = []
+        for number, gradient in enumerate(ctx.gradients):
+            if gradient is None:
+                results.append(None)
+            elif keep or number not in ctx.owned:
+                results.append(upstream.to(gradient) * gradient)
+            else:
+                ctx.gradients[number] = None  # autograd keeps memory that nothing else refers to
+                results.append(gradient.mul_(upstream.to(gradient)))
+        return None, None, None, *results
 
 
 def _edges(value: Tensor, stop: Iterable[Tensor] = ()) -> Iterator[_Edge]:
@@ -66,3 +89,8 @@ def _edges(value: Tensor, stop: Iterable[Tensor] = ()) -> Iterator[_Edge]:
 def _edge(tensor: Tensor) -> _Edge:
     edge = get_gradient_edge(tensor)
     return edge.node, edge.output_nr
+
+
+def is_transformed() -> bool:
+    """Return whether the call is inside vmap or a trace."""
+    return torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0

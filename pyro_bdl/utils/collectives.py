@@ -1,12 +1,22 @@
 """Collective operations on the processes of a torch.distributed group: sums, broadcasts, checks."""
 
+import datetime
 import os
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+_PATIENCE = 5.0  # seconds that the ranks have to sign when a collective operation failed
+
+
+def writes_files() -> bool:
+    """Return whether this process writes what all ranks have in common: rank 0, or the only one."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
 class Ranks:
@@ -36,7 +46,8 @@ class Ranks:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        with self._or_name_the_missing():
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
     def together(self, function: Callable[[], Any]) -> Any:
@@ -79,7 +90,8 @@ class Ranks:
         if self.size == 1:
             return
         whole = tensor.detach().contiguous()
-        dist.all_reduce(whole, group=self.group)
+        with self._or_name_the_missing():
+            dist.all_reduce(whole, group=self.group)
         if whole.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(whole)
 
@@ -125,8 +137,43 @@ class Ranks:
     def _of_rank_0(self, tensor: Tensor) -> Tensor:
         value = tensor.detach().clone(memory_format=torch.contiguous_format)
         source = 0 if self.group is None else dist.get_global_rank(self.group, 0)
-        dist.broadcast(value, source, group=self.group)
+        with self._or_name_the_missing():
+            dist.broadcast(value, source, group=self.group)
         return value
+
+    @contextmanager
+    def _or_name_the_missing(self) -> Iterator[None]:
+        """If a collective operation fails, name the ranks that do not answer.
+
+        Each rank that sees the failure signs in the store at which the processes met.
+
+        :raises RuntimeError: naming them.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{self._missing()}, and this rank stops: start the job again, which goes on from "
+                "its last checkpoint"
+            ) from error
+
+    def _missing(self) -> str:
+        """A clause that names the ranks that do not answer."""
+        end = time.monotonic() + _PATIENCE
+        missing = []
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            store.set(f"pyro_bdl stops {self.number}", "yes")
+            for rank in set(range(self.size)) - {self.number}:
+                left = max(0.1, end - time.monotonic())
+                try:
+                    store.wait([f"pyro_bdl stops {rank}"], datetime.timedelta(seconds=left))
+                except RuntimeError:
+                    missing.append(rank)
+        except RuntimeError:
+            return "the process at which the ranks met does not answer (rank 0, or torchrun)"
+        names = ", ".join(map(str, missing))
+        return f"rank {names} does not answer" if missing else "a connection between ranks broke"
 
 
 def _difference(value: Tensor, reference: Tensor) -> float:

@@ -1,6 +1,9 @@
-"""Memory: reuse of freed blocks, the memory that is available, and counts of allocations."""
+"""Memory: a limit for work in pieces, reuse of freed blocks, what is available, allocations."""
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -10,6 +13,37 @@ from torch.utils._pytree import tree_leaves
 
 # The largest block that still raises glibc's threshold, with room for its header and padding.
 _LARGEST = 32 * 2**20 - 2**14
+
+
+_limit: ContextVar[int | None] = ContextVar("pyro_bdl_working_memory", default=None)
+
+
+@contextmanager
+def working_memory(size: int) -> Iterator[None]:
+    """Limit the memory of a piece where work is done piece by piece, inside ``with``.
+
+    Passes over data, linearized predictions, scores and diagnostics cut large inputs into pieces.
+    Smaller pieces take less memory and more time; the results are the same up to rounding, and up
+    to the draws where each piece draws for itself. The limit is a goal: one row or draw is the
+    smallest piece.
+
+    :param size: the bytes of a piece's largest tensors; a piece needs a few times that in all. By
+        default 8 MB to 512 MB, according to the work.
+    :raises ValueError: if ``size`` is not positive.
+    """
+    if not size > 0:
+        raise ValueError(f"working_memory takes a positive number of bytes, but size is {size}")
+    token = _limit.set(int(size))
+    try:
+        yield
+    finally:
+        _limit.reset(token)
+
+
+def bytes_at_once(default: int) -> int:
+    """The bytes of one piece: the limit of ``working_memory``, or else the default."""
+    limit = _limit.get()
+    return default if limit is None else limit
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 unchanged."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
@@ -39,6 +39,15 @@ class Generators:
                 generator.manual_seed(self.seed)
             self._made[device] = generator
         return self._made[device]
+
+    def states(self) -> dict[str, Tensor]:
+        """The state of each generator, by the name of its device."""
+        return {str(device): made.get_state() for device, made in self._made.items()}
+
+    def set_states(self, states: Mapping[str, Tensor]) -> None:
+        """Let the generators go on from what ``states`` returned."""
+        for name, state in states.items():
+            self.on(torch.device(name)).set_state(state)
 
 
 _source: ContextVar[Generators | None] = ContextVar("pyro_bdl_generators", default=None)

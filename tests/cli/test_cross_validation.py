@@ -30,13 +30,14 @@ def test_differences_are_paired_and_what_lacks_a_split_is_left_out():
 
 
 def test_an_interrupt_keeps_the_splits_so_far():
-    def score(repeat, fold):
-        if repeat:
-            raise KeyboardInterrupt
-        return {"a": {"rmse": float(fold)}}
+    def scores(repeat):
+        for fold in range(3):
+            if repeat and fold:
+                raise KeyboardInterrupt
+            yield {"a": {"rmse": float(fold)}}
 
-    found, interrupted = cross_validation.splits(2, 3, score)
-    assert interrupted and [split["a"]["rmse"] for split in found] == [0.0, 1.0]
+    found, interrupted = cross_validation.splits(2, scores)
+    assert interrupted and [split["a"]["rmse"] for split in found] == [0.0, 1.0, 2.0, 0.0]
 
 
 def test_the_command_scores_every_fold(tmp_path, capsys):

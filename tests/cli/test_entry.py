@@ -204,7 +204,11 @@ def test_a_posterior_that_fails_loses_no_other(run, tmp_path, monkeypatch):
     monkeypatch.setattr(posteriors, "fit", failing)
     code, out, err = run(*TINY, "--guides", "map,mean-field,mean-field-tempered")
     assert code == 1 and "mean-field could not be fitted: RuntimeError: no luck today" in err
-    assert set(rows_of(tmp_path / "out")) == {"map", "mean-field-tempered"} and "RMSE" in out
+    rows = rows_of(tmp_path / "out")
+    assert set(rows) == {"map", "mean-field", "mean-field-tempered"} and "RMSE" in out
+    assert rows["mean-field"]["verdict"] == "could not be fitted: RuntimeError: no luck today"
+    assert rows["mean-field"]["rmse"] == ""
+    assert out.count("could not be fitted: RuntimeError: no luck today") == 2  # row and verdict
 
 
 def test_a_posterior_that_does_not_fit_in_memory_is_left_out(run, tmp_path, monkeypatch):
@@ -216,7 +220,8 @@ def test_a_posterior_that_does_not_fit_in_memory_is_left_out(run, tmp_path, monk
     assert 'laplace-full is left out: structure="full" over' in err and "GiB are free" in err
     assert "laplace-full:" not in err  # before any training
     rows = rows_of(tmp_path / "out")
-    assert set(rows) == {"map", "laplace-diag"} and "RMSE" in out
+    assert set(rows) == {"map", "laplace-full", "laplace-diag"} and "RMSE" in out
+    assert rows["laplace-full"]["verdict"].startswith('left out: structure="full" over')
 
 
 def test_laplace_says_its_evidence_and_its_scale(table, run, tmp_path):

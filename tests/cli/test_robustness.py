@@ -145,7 +145,9 @@ def test_a_posterior_whose_draws_are_nan_is_left_out(run, out, with_draws):
     with_draws(spoil)
     code, _, err = run(guides="map,nuts")
     assert code == 1 and "nuts is left out: posterior 'nuts': 1 of 20 draws" in err
-    assert list(rows_of(out)) == ["map"]
+    rows = rows_of(out)
+    assert list(rows) == ["map", "nuts"] and rows["nuts"]["rmse"] == ""
+    assert rows["nuts"]["verdict"].startswith("left out: posterior 'nuts': 1 of 20 draws")
     code, printed, err = run(guides="nuts")
     assert code == 1 and "could not be compared" in err and "nuts" in printed
 

@@ -18,8 +18,8 @@ from pyro_bdl import (
     handlers,
     models,
     priors,
+    working_memory,
 )
-from pyro_bdl.comparison import evaluation
 from pyro_bdl.comparison.figures import CAPTIONS
 from pyro_bdl.errors import BdlWarning
 
@@ -84,11 +84,11 @@ def test_the_three_ways_to_write_two_classes_agree():
     assert numbers[2] == pytest.approx(numbers[0], rel=1e-4)
 
 
-def test_scores_do_not_depend_on_the_parts(monkeypatch):
+def test_scores_do_not_depend_on_the_parts():
     draws, y = {"a": normal_draws(w=(2,))}, X[:, 0]
     whole = compare(line, draws, X, y, reference=None).to_dict()["a"]
-    monkeypatch.setattr(evaluation, "_NUMBERS_AT_ONCE", 250)
-    parts = compare(line, draws, X, y, reference=None).to_dict()["a"]
+    with working_memory(8 * 250):
+        parts = compare(line, draws, X, y, reference=None).to_dict()["a"]
     for key in ("rmse", "nlpd"):
         assert parts[key] == pytest.approx(whole[key], rel=1e-5)
     assert parts["crps"] == pytest.approx(whole["crps"], rel=0.1)
@@ -250,12 +250,12 @@ def test_laplace_of_classes(kind):
     assert 0 <= row["accuracy"] <= 1 and row["nlpd"] > 0 and "ece" in row
 
 
-def test_laplace_of_a_part_of_the_latents(monkeypatch):
+def test_laplace_of_a_part_of_the_latents():
     """The others stay at the MAP; parts of the test data say what all say."""
     posterior = _laplace(line, X, X[:, 0], subset=torch.tensor([1]))
     found = [compare(line, {"a": posterior}, X, X[:, 0], reference=None, num_samples=3000)]
-    monkeypatch.setattr(evaluation, "_NUMBERS_AT_ONCE", 3000 * 2)
-    found.append(compare(line, {"a": posterior}, X, X[:, 0], reference=None, num_samples=3000))
+    with working_memory(8 * 3000 * 2):
+        found.append(compare(line, {"a": posterior}, X, X[:, 0], reference=None, num_samples=3000))
     spread = found[0].evaluations["a"].function.std(0)
     torch.testing.assert_close(spread, spread[-1] * X[:, 0].abs(), rtol=1e-4, atol=1e-5)
     first, second = (table.to_dict()["a"] for table in found)

@@ -15,6 +15,7 @@ from pyro_bdl.comparison.ranking import (
     FAR,
     UNDECIDED,
     USABLE,
+    WORSE,
     Ranked,
     Ranking,
     rank_by_distance,
@@ -158,3 +159,13 @@ def test_no_times_no_reference_and_nothing_near():
     alone = bdl.compare(shift, {"only": normal(0.0, 1.0)}, x, y, reference="only")
     assert alone.summary == "" and alone.ranking.rows == ()
     assert listed("abcdef", 3) == "a, b, c and 3 others" and listed("abcd", 3) == "a, b, c and d"
+
+
+def test_without_a_reference_it_says_by_how_much_some_predict_worse():
+    rows = (
+        Ranked("a", ALIKE, 1.0, 0.0),
+        Ranked("b", WORSE, 1.003, 0.001),
+        Ranked("c", WORSE, 1.2, 0.02),
+    )
+    text = answer(None, Ranking("nlpd", rows), [])
+    assert "b and c predict worse, by 0.003 to 0.2 nats per datum." in text

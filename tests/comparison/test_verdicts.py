@@ -156,12 +156,3 @@ def test_the_region_where_the_sd_is_most_off_is_named(row, words):
 def test_left_out_data_count_where_they_can_be_relied_on(row, words):
     text = said(**{"sd_ratio": 1.0, "elpd_diff_se": 3.0, "high_k": 0, "loo_by": "draws"} | row)
     assert words in text and ("left-out" in text) == bool(words)
-
-
-def test_a_doubtful_reference_is_said_of_the_others_alone():
-    row = {"posterior": "q", "sd_ratio": 0.5, "coverage": 0.9}
-    options = {"floor": FLOOR, "points": 100, "doubtful": True}
-    text = verdict(row, reference=NUTS, **options)
-    assert text.endswith("but the reference itself cannot be trusted")
-    own = verdict(NUTS | {"coverage": 0.9}, reference=NUTS, **options)
-    assert "trusted" not in own and own.startswith("the reference: ")

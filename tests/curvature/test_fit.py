@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from helpers.observations import KINDS, net, observations
 from torch import nn
 
-from pyro_bdl import bayesianize, handlers, models
-from pyro_bdl.curvature import chunking, site_jacobians
+from pyro_bdl import bayesianize, handlers, models, working_memory
+from pyro_bdl.curvature import chunking
 from pyro_bdl.curvature.structures.kernel import KernelCurvature
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.nn import _substituted
@@ -136,8 +136,6 @@ def test_parts_that_fit_in_memory_add_up(oracle, structure, kind, monkeypatch):
     x, y = x.repeat(3, 1), y.repeat(3, *(1,) * (y.dim() - 1))
     program, vector = oracle.program(model, x, y)
     whole = oracle.fit(program, vector, (x, y), structure=structure, rank=99)
-    monkeypatch.setattr(chunking, "_BUDGET", 600)
-    monkeypatch.setattr(site_jacobians, "_COLUMNS_BUDGET", 600)
     parts = []
     original = chunking.Linearization
 
@@ -146,12 +144,13 @@ def test_parts_that_fit_in_memory_add_up(oracle, structure, kind, monkeypatch):
         return original(model, subset, vector, *args, **kwargs)
 
     monkeypatch.setattr(chunking, "Linearization", counted)
-    split = oracle.fit(program, vector, (x, y), structure=structure, rank=99)
+    with working_memory(600):
+        split = oracle.fit(program, vector, (x, y), structure=structure, rank=99)
     assert max(parts) < 18
     torch.testing.assert_close(total(split.curvature), total(whole.curvature), rtol=1e-9, atol=1e-9)
 
 
-def test_a_program_that_needs_all_of_its_data_is_not_cut(oracle, monkeypatch):
+def test_a_program_that_needs_all_of_its_data_is_not_cut(oracle):
     """Rows that depend on each other, and a factor, which counts once for all data."""
 
     def centered(x, y=None):
@@ -165,14 +164,15 @@ def test_a_program_that_needs_all_of_its_data_is_not_cut(oracle, monkeypatch):
         with pyro.plate("data", len(x)):
             pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
 
-    monkeypatch.setattr(chunking, "_BUDGET", 1)
     torch.manual_seed(0)
     x, y = torch.randn(8, 3), torch.randn(8)
     program, vector = oracle.program(centered, x, y)
-    found = oracle.fit(program, vector, (x, y), structure="full").curvature.matrix
+    with working_memory(1):
+        found = oracle.fit(program, vector, (x, y), structure="full").curvature.matrix
     torch.testing.assert_close(found, torch.cov(x.T, correction=0) * 8)
     program, vector = oracle.program(with_factor, x, y)
-    found = oracle.fit(program, vector, (x, y), structure="full", curvature="hessian")
+    with working_memory(1):
+        found = oracle.fit(program, vector, (x, y), structure="full", curvature="hessian")
     torch.testing.assert_close(found.curvature.matrix, x.T @ x + 20 * torch.ones(3, 3))
 
 

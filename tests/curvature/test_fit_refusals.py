@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.observations import observations
 
-from pyro_bdl.curvature import chunking
+from pyro_bdl import working_memory
 from pyro_bdl.curvature import config as config_module
 from pyro_bdl.curvature.config import CurvatureConfig, check_memory
 from pyro_bdl.curvature.fit import fit_curvature
@@ -193,7 +193,7 @@ def test_the_bar_waits_for_passes_that_take_long(oracle, capsys, monkeypatch):
     assert capsys.readouterr().err == ""
 
 
-def test_an_observation_of_no_datum_counts_once(monkeypatch):
+def test_an_observation_of_no_datum_counts_once():
     """Each piece of a batch would count it again."""
 
     def model(x, y=None):
@@ -204,9 +204,8 @@ def test_an_observation_of_no_datum_counts_once(monkeypatch):
 
     x, y = torch.randn(8), torch.randn(8)
     program = Program(model, x, y)
-    monkeypatch.setattr(chunking, "_BUDGET", 1)
-    fitted = fit_curvature(
-        model, Subset(program.layout), torch.zeros(1), (x, y), CurvatureConfig(structure="full")
-    )
+    config = CurvatureConfig(structure="full")
+    with working_memory(1):
+        fitted = fit_curvature(model, Subset(program.layout), torch.zeros(1), (x, y), config)
     expected = x.square().sum()[None, None] + 4.0
     torch.testing.assert_close(fitted.curvature.matrix, expected)

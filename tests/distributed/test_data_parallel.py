@@ -453,6 +453,10 @@ def failures(rank, size):
     before = parameters(guide)
     found["nan"] = failure(lambda: in_svi(model, guide, elbo, [(bad, y)]))
     found["kept"] = all(map(torch.equal, before, parameters(guide)))
+    found["later step"] = failure(lambda: in_svi(model, guide, elbo, [(x, y[: len(y) - rank])]))
+    found["evaluation"] = failure(lambda: elbo.loss(model, guide, x, y[: len(y) - rank]))
+    in_svi(model, guide, elbo, [(x, y)])  # which the ranks still do together
+    found["kept in step"] = parameters(guide)
     model = program()
     found["first step"] = first_step(model, AutoMAP(model), (x, y[: 9 - rank]))
     wide = nn.Sequential(nn.Linear(3, 4 + rank), nn.Tanh(), nn.Linear(4 + rank, 1)).double()
@@ -651,6 +655,10 @@ def test_a_failure_on_one_rank_is_told_by_the_other(both):
     assert second["nan"].startswith("ValueError: x holds NaN or infinity in rows 2, columns 1")
     assert first["nan"].startswith("RuntimeError: rank 1 failed with ValueError: x holds NaN")
     assert first["kept"] and second["kept"]
+    for name in ("later step", "evaluation"):
+        assert second[name].startswith("ValueError: y has shape (8,)"), second[name]
+        assert first[name].startswith("RuntimeError: rank 1 failed with ValueError: y has shape")
+    assert all(map(torch.equal, first["kept in step"], second["kept in step"]))
     for name in ("first batch", "second batch"):
         assert "ValueError: " in second[name] and "rank 1 failed with ValueError: " in first[name]
     assert "data holds no batch" in second["no batch"] and "rank 1" in first["no batch"]

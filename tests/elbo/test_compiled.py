@@ -436,6 +436,38 @@ def test_inductor_with_noise_in_the_network_and_statistics():
     )
 
 
+def test_draws_written_over_those_of_the_step_before(monkeypatch):
+    """Large draws before inductor's graph, which runs here uncompiled."""
+    monkeypatch.setattr("pyro_bdl.tracing.backends.LARGE", 2)
+    monkeypatch.setattr("pyro_bdl.tracing.backends._compiled", lambda graph, _: graph.forward)
+    same_steps({"backend": "inductor", "num_particles": 2}, [(X, Y)] * 6)
+    same_steps({"backend": "inductor"}, [(X, Y)] * 6, kind=AutoMCDropout)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("in_svi", [False, True])
+def test_gradients_of_large_vectors_are_not_copied(hooked, in_svi, monkeypatch):
+    """They are the graph's results, except those that share memory."""
+    monkeypatch.setattr("pyro_bdl.tracing.step.LARGE", 2)
+    model = regression()
+    guide = AutoMeanField(model).prototype(X, Y)
+    if hooked:
+        guide.loc.register_hook(lambda gradient: gradient.clone())
+    elbo, plain = CompiledELBO(), TemperedTraceMeanField_ELBO()
+    for step in range(5):
+        found = []
+        for bound in (elbo, plain):
+            torch.manual_seed(step)
+            guide.zero_grad()
+            if in_svi:
+                bound.loss_and_grads(model, guide, X, Y)
+                bound.loss_and_grads(model, guide, X, Y)  # adds to what is there
+            else:
+                (2.0 * bound.differentiable_loss(model, guide, X, Y)).backward()
+            found.append([p.grad for p in guide.parameters()])
+        torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
 def test_without_a_compiler_the_operators_run_one_by_one(monkeypatch):
     def fails(*args, **kwargs):
         raise RuntimeError("No working C++ compiler found")

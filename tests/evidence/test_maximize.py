@@ -1,5 +1,6 @@
 """The fixed point and the ascent, against the maximum of the exact evidence."""
 
+import itertools
 import sys
 import warnings
 
@@ -366,3 +367,12 @@ def test_observations_that_cannot_be_linearized_are_evaluated_at_the_weights(lin
     assert maximize(guide).at_optimum is None
     with pytest.raises(NotImplementedError, match="does not know Chi2 observations"):
         maximize(guide, linearized=True)
+
+
+def test_the_bar_waits_for_steps_that_take_long(line, capsys, monkeypatch):
+    guide = line.laplace()
+    monkeypatch.setattr("tqdm.std.time", itertools.count().__next__)  # a second at each look
+    maximize(guide, steps=2, progress=True)
+    assert "evidence, at most" in capsys.readouterr().err
+    maximize(guide, steps=2, method="gradient", progress=False)
+    assert capsys.readouterr().err == ""

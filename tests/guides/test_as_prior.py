@@ -636,11 +636,31 @@ def test_latents_in_plates():
     for kind in (AutoMeanField, AutoLowRank):
         with pytest.raises(ValueError, match="'z' is in a subsampled plate"):
             kind(model).prototype(x).as_prior()
-    with pytest.raises(ValueError, match="'z' is in the plate 'rows'"):
-        AutoLowRank(whole).prototype(x).as_prior()
-    guide = AutoMeanField(whole, init_scale=0.3).prototype(x)
-    program = Program(handlers.with_prior(whole, guide), x)
-    u = torch.randn(4)
-    torch.testing.assert_close(
-        program.log_prior({"z": u}), guide.get_posterior().log_prob(u).detach()
-    )
+    for kind in (AutoMeanField, AutoLowRank):
+        guide = kind(whole, init_scale=0.3).prototype(x)
+        program = Program(handlers.with_prior(whole, guide), x)
+        u = torch.randn(4)
+        torch.testing.assert_close(
+            program.log_prior({"z": u}), guide.get_posterior().log_prob(u).detach()
+        )
+
+
+def test_two_steps_of_laplace_are_one_for_networks_in_a_plate(tasks, covariance):
+    networks = bayesianize(nn.Linear(3, 1).double(), priors.Normal(2.0), plate="groups")
+
+    def model(x, y=None):
+        with pyro.plate("groups", 2):
+            f = networks(x)[..., 0]
+            with pyro.plate("data", len(x)):
+                pyro.sample("y", dist.Normal(f.T, 0.5), obs=y)
+
+    first, second = ((x, torch.stack([y, -y], -1)) for x, y in (tasks.first, tasks.second))
+    before = laplace(model, first, structure="full")
+    after = laplace(handlers.with_prior(model, before), second, structure="full")
+    mean, exact = tasks.posterior(tasks.x, tasks.y)
+    latents, found = Program(model, *first).unflatten(after.location()), covariance(after)
+    for group, sign in ((0, 1.0), (1, -1.0)):
+        own = torch.cat([latents["weight"][group].flatten(), latents["bias"][group]])
+        torch.testing.assert_close(own, sign * mean)
+        of_group = torch.tensor([3 * group, 3 * group + 1, 3 * group + 2, 6 + group])
+        torch.testing.assert_close(found[of_group][:, of_group], exact)

@@ -143,6 +143,16 @@ def test_the_flat_closed_form_is_the_one_by_site():
     torch.testing.assert_close(flat, mean_field_kl(q, run.latents), rtol=1e-10, atol=1e-10)
 
 
+def test_a_large_site_with_one_prior_is_taken_alone(monkeypatch):
+    """At the same value as beside others, and without a vector of its prior's numbers."""
+    program, loc, scale, values, run, q = _everything()
+    monkeypatch.setattr("pyro_bdl.guides.kl._LARGE", 2)  # 'c', with four numbers
+    flat = diagonal_normal_kl(program.layout, loc, scale, values, run.latents)
+    torch.testing.assert_close(flat, mean_field_kl(q, run.latents), rtol=1e-10, atol=1e-10)
+    (_, _, (locs, _)) = program.layout.kept
+    assert locs.numel() == 3  # of 'a' and 'b'
+
+
 def test_the_closed_form_is_the_mean_of_the_sampled_one():
     program, loc, scale, _values, _run, _q = _everything()
     total = 4000

@@ -206,6 +206,28 @@ def test_other_numbers_of_rows_are_said():
         bdl.guides.AutoMeanField(_local).prototype(X[:3], Y[:3]).load_state_dict(guide.state_dict())
 
 
+def test_local_latents_of_other_rows_are_named_with_the_ways_to_predict_new_ones():
+    guide = bdl.guides.AutoMeanField(_local).prototype(X, Y)
+    words = r"'z' has values for 4 rows of the plate 'data', which holds 3 now.*AutoAmortized"
+    laplace = bdl.guides.AutoLaplaceGGN(_local, structure="diag").prototype(X, Y)
+    with pytest.warns(bdl.errors.BdlWarning, match="not at a maximum"):
+        laplace = laplace.laplace_approximation((X, Y))
+    for call in (
+        lambda: bdl.Predictive(_local, guide, 3)(X[:3]),
+        lambda: bdl.Predictive(_local, guide, 3).log_likelihood(X[:3], Y[:3]),
+        lambda: bdl.LinearizedPredictive(_local, laplace).moments(X[:3]),
+        lambda: bdl.Program(_local, X[:3], Y[:3]).log_joint(guide.median(X, Y)),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
+    samples = bdl.Samples({name: value[None] for name, value in guide.sample_latents(3).items()})
+    with pytest.raises(ValueError, match=r"another number of rows .*: local latents .* prior"):
+        bdl.Predictive(_local, samples, 3)(X[:3])
+    own = {"w": guide.sample_latents(5)["w"]}
+    drawn = bdl.Predictive(_local, posterior_samples=own)(X[:3])
+    assert drawn["y"].shape == (5, 3) and drawn["z"].unique().numel() == 15
+
+
 def test_a_factor_in_the_prior_of_a_last_layer_is_said_once():
     def model(x, y=None):
         w = pyro.sample("w", dist.Normal(x.new_zeros(2), 1.0).to_event(1))

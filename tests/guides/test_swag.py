@@ -14,7 +14,7 @@ import pyro_bdl as bdl
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides import AutoMultiSWAG, AutoSWAG, SWAGGuide
 from pyro_bdl.selectors import LargestVariance
-from pyro_bdl.training import collect_swag
+from pyro_bdl.training import collect_swag, estimate_elbo, train
 
 
 def problem(rows=40, dtype=torch.float64, num_data=None):
@@ -482,3 +482,44 @@ def test_a_rate_that_is_too_high_is_told(minimize, kind):
     guide.load_state_dict(state)
     with pytest.warns(BdlWarning, match=r"loss rose by \d+ nats.*explains 9: learning_rate=0.001"):
         collect_swag(model, guide, x, y, snapshots=8, learning_rate=1e-3)
+
+
+@pytest.mark.parametrize("family", [AutoSWAG, AutoMultiSWAG])
+def test_the_rate_is_the_highest_at_which_the_loss_rises_by_p_over_2(family):
+    """A linear regression with P = 3: -log p(u, y) lies P / 2 above its minimum on average."""
+    torch.manual_seed(0)
+    x = torch.randn(60, 3, dtype=torch.float64)
+    y = x @ torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64) + 0.3 * torch.randn(60).double()
+    net = torch.nn.Linear(3, 1, bias=False, dtype=torch.float64)
+    model = bdl.models.Regression(bdl.bayesianize(net), noise=0.3, num_data=60)
+    guide = family(model, rank=4)
+    train(model, guide, x, y, steps=150, learning_rate=0.1)
+    start = [parameter.detach().clone() for parameter in guide.parameters()]
+    guide.collect()  # a snapshot from before stays
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run = collect_swag(model, guide, x, y, snapshots=10)
+    members = getattr(guide, "size", 1)
+    assert int(guide.snapshots.count) == 11 and len(run.losses) == 100
+    point = bdl.guides.AutoMAP(model).prototype(x, y)
+    for parameter, value in zip(guide.parameters(), start, strict=True):
+        parameter.data.copy_(value)
+    point.loc.data.copy_(guide.location())
+    lowest = -estimate_elbo(model, point, x, y, num_particles=1)
+    rise = run.losses.mean().item() * 60 / members - lowest
+    assert 0 < rise < 1.6
+    higher = 3.3 * run.learning_rate
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the rise
+        try:
+            wide = collect_swag(model, guide, x, y, snapshots=10, learning_rate=higher)
+        except ValueError:  # diverges
+            return
+    assert wide.losses.mean().item() * 60 / members - lowest > 1.4
+
+
+def test_a_final_rate_needs_a_first_one():
+    model = bdl.models.Regression(bdl.bayesianize(torch.nn.Linear(1, 1)), noise=1.0, num_data=4)
+    x = torch.randn(4, 1)
+    with pytest.raises(ValueError, match="needs learning_rate"):
+        collect_swag(model, AutoSWAG(model), x, x[:, 0], final_learning_rate=0.1)

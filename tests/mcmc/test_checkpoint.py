@@ -1,36 +1,20 @@
 """Chains that are killed, resumed and extended make the same draws as an uninterrupted run."""
 
+import multiprocessing
+import random
+import time
+
 import numpy as np
-import pyro
-import pyro.distributions as dist
 import pytest
 import torch
+from helpers.killed_runs import TARGETS, X, Y, drawn, model, run_in_small_blocks, walked
+from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_bdl import mcmc
 from pyro_bdl.mcmc import checkpoint
 from pyro_bdl.mcmc.jax import chains as jax_chains
+from pyro_bdl.mcmc.stochastic_gradient import chains as stochastic_chains
 from pyro_bdl.samples import Samples
-
-Y = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64)
-
-
-def model(y):
-    w = pyro.sample("w", dist.Normal(torch.zeros(3, dtype=torch.float64), 1.0).to_event(1))
-    s = pyro.sample("s", dist.Gamma(torch.tensor(2.0, dtype=torch.float64), 1.0))
-    pyro.sample("y", dist.Normal(w, s).to_event(1), obs=y)
-
-
-def drawn(kernel, num_samples=12, y=Y, **options):
-    options = {
-        "num_warmup": 20,
-        "num_chains": 2,
-        "seed": 1,
-        "progress": False,
-        "init": "uniform",
-    } | options
-    if kernel == "mclmc":
-        options |= {"thinning": 2}
-    return mcmc.sample(model, y, kernel=kernel, num_samples=num_samples, **options)
 
 
 class Killed(Exception):
@@ -123,3 +107,88 @@ def test_a_limit_of_time_ends_the_draws():
     samples = drawn("nuts", 10**6, num_chains=1, seconds=0.01)
     assert 1 <= samples.num_draws < 10**5
     assert not samples.info["interrupted"]
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "sghmc",
+        "loader",
+        *(pytest.param(m, marks=pytest.mark.slow) for m in ("psgld", "sgnht", "mala", "adaptive")),
+    ],
+)
+def test_a_killed_stochastic_gradient_run_ends_with_the_same_draws(method, tmp_path, monkeypatch):
+    monkeypatch.setattr(stochastic_chains, "_SECONDS_PER_WRITE", 0.0)
+    options = {"method": method} if method not in ("loader", "adaptive") else {}
+    if method == "loader":
+        options["data"] = DataLoader(TensorDataset(X, TARGETS), batch_size=6, shuffle=True)
+    if method == "adaptive":
+        options |= {"step_size": 10.0, "adapt_step_size": True, "num_warmup": 150}
+    if method == "psgld":
+        options["step_size"] = mcmc.Polynomial(1e-3)
+    whole = walked(**options)
+    save = checkpoint._save
+    left = [0]  # writes until the kill
+
+    def counted(path, arrays):
+        left[0] -= 1
+        if left[0] < 0:
+            raise Killed
+        save(path, arrays)
+
+    for count in (101, 60) if method == "adaptive" else (31,):  # 101 is in the warm-up
+        left[0] = count
+        monkeypatch.setattr(checkpoint, "_save", counted)
+        with pytest.raises(Killed):
+            walked(**options, checkpoint=tmp_path / "run")
+        monkeypatch.setattr(checkpoint, "_save", save)
+    resumed = walked(**options, checkpoint=tmp_path / "run")
+    assert torch.equal(resumed.latents["w"], whole.latents["w"])
+    assert resumed.stats.keys() == whole.stats.keys()
+    for name, value in whole.stats.items():
+        assert torch.equal(resumed.stats[name], value), name
+    assert resumed.info["step_size_factor"] == whole.info["step_size_factor"]
+    if method == "sghmc":  # a larger number goes on, a smaller one cuts
+        longer = walked(15, checkpoint=tmp_path / "run")
+        assert torch.equal(longer.latents["w"], walked(15).latents["w"])
+        shorter = walked(5, checkpoint=tmp_path / "run")
+        assert torch.equal(shorter.latents["w"], whole.latents["w"][:, :5])
+        with pytest.raises(ValueError, match="other settings"):
+            walked(checkpoint=tmp_path / "run", friction=0.5)
+        with pytest.raises(ValueError, match="step sizes differ"):
+            walked(checkpoint=tmp_path / "run", step_size=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nuts", "mclmc", "sghmc"])
+def test_ten_kills_at_random_moments_change_no_draw(kind, tmp_path):
+    """Processes are killed (SIGKILL) after some writes each, at any moment."""
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["helpers.killed_runs"])
+    generator = random.Random(0)
+    kills = 0
+    while kills < 10:
+        before = _written(tmp_path / "run")
+        child = processes.Process(target=run_in_small_blocks, args=(kind, tmp_path / "run"))
+        child.start()
+        while child.is_alive() and _written(tmp_path / "run") == before:
+            time.sleep(0.001)
+        time.sleep(generator.uniform(0.0, 0.05))
+        assert child.is_alive(), f"the run ended after {kills} kills: make it longer"
+        child.kill()
+        child.join()
+        kills += 1
+    ends = {}
+    for name, folder in (("resumed", tmp_path / "run"), ("whole", tmp_path / "other")):
+        path = tmp_path / f"{name}.safetensors"
+        child = processes.Process(target=run_in_small_blocks, args=(kind, folder, path))
+        child.start()
+        child.join()
+        ends[name] = Samples.load(path)
+    for site, value in ends["whole"].latents.items():
+        assert torch.equal(ends["resumed"].latents[site], value)
+
+
+def _written(folder):
+    """The time of the last complete write."""
+    return max((path.stat().st_mtime_ns for path in folder.rglob("state.npz")), default=0)

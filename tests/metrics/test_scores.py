@@ -7,8 +7,7 @@ import pytest
 import torch
 from scipy.stats import norm
 
-from pyro_bdl import metrics
-from pyro_bdl.metrics import blocks
+from pyro_bdl import metrics, working_memory
 
 
 @pytest.fixture
@@ -77,7 +76,7 @@ def test_crps_is_fair_at_two_draws():
     assert got == pytest.approx(closed_form, abs=0.005)
 
 
-def test_blocks_do_not_change_the_result(draws, monkeypatch):
+def test_blocks_do_not_change_the_result(draws):
     y = torch.zeros(7, 2, dtype=torch.float64)
     functions = {
         "crps": lambda: metrics.crps(draws, y),
@@ -88,9 +87,9 @@ def test_blocks_do_not_change_the_result(draws, monkeypatch):
         "density": lambda: metrics.negative_log_predictive_density(draws[..., 0]),
     }
     whole = {name: function() for name, function in functions.items()}
-    monkeypatch.setattr(blocks, "_BLOCK_NUMBERS", 130)
-    for name, function in functions.items():
-        torch.testing.assert_close(function(), whole[name], rtol=1e-12, atol=0)
+    with working_memory(8 * 130):
+        for name, function in functions.items():
+            torch.testing.assert_close(function(), whole[name], rtol=1e-12, atol=0)
 
 
 def test_single_precision_is_scored_in_double(draws):

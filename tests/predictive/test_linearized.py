@@ -16,8 +16,15 @@ from helpers.linearized_programs import (
 )
 from torch import nn
 
-from pyro_bdl import LinearizedPredictive, Predictive, bayesianize, handlers, models, priors
-from pyro_bdl.curvature import chunking
+from pyro_bdl import (
+    LinearizedPredictive,
+    Predictive,
+    bayesianize,
+    handlers,
+    models,
+    priors,
+    working_memory,
+)
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides import AutoLaplaceGGN, MixtureGuide
 from pyro_bdl.predictive import linearized_component as module
@@ -136,7 +143,7 @@ def test_the_last_layer_in_closed_form():
 
 
 @pytest.mark.parametrize("structure", ["full", "kron", "kernel"])
-def test_the_tangent_kernel_is_the_prior_covariance(structure, monkeypatch):
+def test_the_tangent_kernel_is_the_prior_covariance(structure):
     """J(x) Lambda^-1 J(x2)', in parts of one row or at once, whatever the curvature."""
     model, x, y = case("several outputs")
     guide = approximate(model, (x, y), structure=structure)
@@ -145,9 +152,8 @@ def test_the_tangent_kernel_is_the_prior_covariance(structure, monkeypatch):
     expected = rows / guide.prior.diagonal @ rows.T
     predictive = LinearizedPredictive(model, guide)
     torch.testing.assert_close(predictive.prior_covariance(x)["y"], expected)
-    monkeypatch.setattr(chunking, "_BUDGET", 1)
-    monkeypatch.setattr(chunking, "_PER_WEIGHT", 0)
-    found = predictive.prior_covariance(x, (x[:3],))["y"]
+    with working_memory(1):
+        found = predictive.prior_covariance(x, (x[:3],))["y"]
     torch.testing.assert_close(found, expected[:, :6])
 
 
@@ -243,8 +249,11 @@ def test_deterministic_sites_are_linearized_too():
 # In parts
 
 
-@pytest.mark.parametrize("kind", ["latent noise", "heteroscedastic", "categorical", "two sites"])
-def test_parts_say_the_same_as_all_at_once(kind, monkeypatch):
+@pytest.mark.parametrize(
+    "kind, memory",
+    [("latent noise", 1000), ("heteroscedastic", 1000), ("categorical", 2500), ("two sites", 1000)],
+)
+def test_parts_say_the_same_as_all_at_once(kind, memory, monkeypatch):
     model, *args = case(kind)
     guide = approximate(model, args)
     predictive = LinearizedPredictive(model, guide, 3)
@@ -262,7 +271,6 @@ def test_parts_say_the_same_as_all_at_once(kind, monkeypatch):
 
     whole = everything()
     sizes = []
-    monkeypatch.setattr(chunking, "_part_size", lambda *a: 4)
     inner = module.Linearization.__init__
 
     def counting(self, model, subset, vector, batch, kwargs, **options):
@@ -270,27 +278,27 @@ def test_parts_say_the_same_as_all_at_once(kind, monkeypatch):
         inner(self, model, subset, vector, batch, kwargs, **options)
 
     monkeypatch.setattr(module.Linearization, "__init__", counting)
-    parts = everything()
-    assert set(sizes) == {4, 2}
+    with working_memory(memory):
+        parts = everything()
+    assert max(sizes) < N
     torch.testing.assert_close(parts, whole)
 
 
-def test_the_budget_cuts_batches(monkeypatch):
+def test_the_working_memory_cuts_batches():
     model, x, y = case("normal")
     guide = approximate(model, (x, y))
     predictive = LinearizedPredictive(model, guide)
     whole = predictive.log_density(x, y)
-    monkeypatch.setattr(chunking, "_BUDGET", 1)
-    monkeypatch.setattr(chunking, "_PER_WEIGHT", 0)
-    torch.testing.assert_close(predictive.log_density(x, y), whole)
-    assert sum(1 for _ in predictive.components[0].parts((x, y), {})) > 1
+    with working_memory(1):
+        torch.testing.assert_close(predictive.log_density(x, y), whole)
+        assert sum(1 for _ in predictive.components[0].parts((x, y), {})) > 1
 
 
-def test_draws_come_in_chunks(monkeypatch):
+def test_draws_come_in_chunks():
     model, x, y = case("normal")
     guide = approximate(model, (x, y))
-    monkeypatch.setattr(module, "_DRAWS_AT_ONCE", 3 * 8 * guide.subset.size)
-    drawn = LinearizedPredictive(model, guide, 7)(x)
+    with working_memory(3 * 8 * guide.subset.size):
+        drawn = LinearizedPredictive(model, guide, 7)(x)
     assert drawn["f"].shape == drawn["y"].shape == (7, N)
     assert len(drawn["f"][:, 0].unique()) == 7
     assert drawn.moments["y"].mean["loc"].shape == (N,)
@@ -303,12 +311,12 @@ class Failing(nn.Module):
     fails = False
 
     def forward(self, x):
-        if self.fails and len(x) == 4:
+        if self.fails and len(x) == 1:
             raise RuntimeError("no luck today")
         return x
 
 
-def test_the_program_is_as_before_and_after_errors(monkeypatch):
+def test_the_program_is_as_before_and_after_errors():
     torch.manual_seed(3)
     stop = Failing()
     inner = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), stop)
@@ -346,12 +354,12 @@ def test_the_program_is_as_before_and_after_errors(monkeypatch):
         call()
         unchanged()
     torch.testing.assert_close(predictive.moments(x)["y"].mean, before)
-    monkeypatch.setattr(chunking, "_part_size", lambda *a: 4)
     stop.fails = True
     for call in calls:
         kept = None
         try:
-            call()
+            with working_memory(1):  # a piece is one row
+                call()
         except RuntimeError as error:
             kept = error  # with its frames, and the generators in them
         if call is not calls[2]:

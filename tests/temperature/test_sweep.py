@@ -7,10 +7,12 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer.autoguide import AutoNormal
 from torch import nn
 
 import pyro_bdl as bdl
 from pyro_bdl import temperature
+from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 
 DOUBLE = {"dtype": torch.float64}
 X = torch.linspace(-1, 1, 30, **DOUBLE)[:, None]
@@ -142,6 +144,40 @@ def test_local_reparameterization_and_one_program():
     assert [row["neurons"] for row in found.rows] == [5, 5]
 
 
+def test_laplace_is_that_of_the_tempered_posterior():
+    """Precision x' x / (sigma^2 eta) + 1 of the linear regression, at any point."""
+    y, etas = 0.8 * X[:, 0], [0.1, 1.0]
+    with pytest.warns(BdlWarning, match="not at a maximum"):  # of b, whose prior is so narrow
+        found = temperature.sweep(
+            linear, lambda model: bdl.guides.AutoLaplaceGGN(model, structure="full"), (X, y),
+            (X, y), etas=etas, steps=60, learning_rate=0.1, num_samples=4,
+        )  # fmt: skip
+    for eta, row in zip(etas, found.rows, strict=True):
+        guide = found.guides[1, eta]
+        precision = (X.square().sum() / 0.5**2 / eta + 1).item()
+        at = guide.require_layout().slices["a"]
+        assert guide.variances()[at].item() == pytest.approx(1 / precision, rel=0.02)
+        assert row["kl"] > 0.1 and math.isfinite(row["nlpd"])
+
+
+def test_every_family_that_is_trained_by_its_elbo():
+    for guide in (bdl.guides.AutoMatrixNormal, bdl.guides.AutoMCDropout, bdl.guides.AutoEnsemble):
+        found = temperature.sweep(
+            family(3), guide, (X, LABELS), (X, LABELS), etas=[0.1, 1.0], steps=3, num_samples=4
+        )
+        assert len(found.rows) == 2 and math.isfinite(found.rows[0]["kl"])
+        start = found.guides[3, 0.1].location()
+        assert not torch.equal(start, found.guides[3, 1.0].location())
+
+
+def test_temperatures_that_differ_by_rounding_are_one():
+    found = temperature.sweep(
+        family(3), bdl.guides.AutoMeanField, (X, LABELS), (X, LABELS), etas=[0.7],
+        taus=[0.7 * 3 / 30 * (1 + 1e-15), 0.1], steps=1, num_samples=2,
+    )  # fmt: skip
+    assert [row["eta"] for row in found.rows] == pytest.approx([0.7, 1.0])
+
+
 def test_refusals():
     data = {"train": (X, LABELS), "test": (X, LABELS)}
     with pytest.raises(ValueError, match=r"give taus=... or etas=..."):
@@ -150,3 +186,21 @@ def test_refusals():
         temperature.sweep(family(3), **data, etas=[0.0])
     with pytest.raises(ValueError, match=r"sweep needs train=\(x, y\)"):
         temperature.sweep(family(3), etas=[1.0])
+    many = {"etas": [1.0], "steps": 1} | data
+    for options, error, told in (
+        ({"model": family}, TypeError, r"model does not take \(x, y\).*with widths"),
+        ({"widths": [2]}, TypeError, "model is a Classification: with widths"),
+        ({"model": family, "widths": []}, ValueError, "sweep needs widths"),
+        ({"model": family, "widths": [0]}, ValueError, "widths must be at least 1"),
+        ({"guide": bdl.guides.AutoSWAG}, TypeError, "guide makes a AutoSWAG"),
+        ({"guide": AutoNormal}, TypeError, "guide makes a AutoNormal"),
+        ({"guide": bdl.guides.AutoMeanField(family(3))}, TypeError, "guide is a AutoMeanField"),
+        ({"model": normalized()}, UnsupportedProgramError, "'network.network.1' is a BatchNorm1d"),
+    ):
+        with pytest.raises(error, match=told):
+            temperature.sweep(**({"model": family(3)} | many | options))
+
+
+def normalized():
+    net = nn.Sequential(nn.Linear(1, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
+    return bdl.models.Classification(bdl.bayesianize(net), num_data=30)

@@ -1,6 +1,10 @@
-"""Pyro's HMC and NUTS: slower than NumPyro's, but for every program that torch can run."""
+"""Pyro's HMC and NUTS: slower than NumPyro's, but for every program that torch can run.
+
+The log density is a graph that is traced once where it can be traced, else the program itself.
+"""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 from pyro_bdl.mcmc.chains import Chains, Settings, Target, progress_bar, stack_chains
+from pyro_bdl.tracing.density import CompiledDensity
 from pyro_bdl.utils.random_state import seeded
 
 
@@ -16,11 +21,12 @@ def run(target: Target, start: Tensor, settings: Settings) -> Chains:
     """Sample ``target`` from the starting vectors (chains, P), one chain after another."""
     total = len(start) * (settings.num_warmup + settings.num_samples)
     bar = progress_bar(settings, total, settings.kernel.upper())
+    density = CompiledDensity(target.log_density, target.log_density)
     chains = []
     for i, vector in enumerate(start):
         try:
             with seeded(settings.seed + 7919 * i):
-                chains.append(_run_chain(target, vector, settings, bar))
+                chains.append(_run_chain(density, vector, settings, bar))
         except KeyboardInterrupt:
             if not chains:
                 raise
@@ -51,14 +57,14 @@ class _Potential:
     It draws no random numbers, and so runs outside the mode that seeds them, which is faster.
     """
 
-    def __init__(self, target: Target) -> None:
-        self.target, self.count = target, 0
+    def __init__(self, log_density: Callable[[Tensor], Tensor]) -> None:
+        self.log_density, self.count = log_density, 0
 
     def __call__(self, parameters: dict[str, Tensor]) -> Tensor:
         self.count += 1
         leaf = parameters["u"].detach().requires_grad_()
         with disable_current_modes(), torch.enable_grad():
-            value = -self.target.log_density(leaf)
+            value = -self.log_density(leaf)
             (gradient,) = torch.autograd.grad(value, leaf)
         return _Known.apply(parameters["u"], value.detach(), gradient)
 
@@ -94,8 +100,10 @@ class _Collector:
             self.stats.setdefault(name, []).append(value)
 
 
-def _run_chain(target: Target, start: Tensor, settings: Settings, bar: Any) -> Chains:
-    potential = _Potential(target)
+def _run_chain(
+    log_density: Callable[[Tensor], Tensor], start: Tensor, settings: Settings, bar: Any
+) -> Chains:
+    potential = _Potential(log_density)
     kernel = _kernel(potential, settings)
     collector = _Collector(potential, bar)
     interrupted = False

@@ -1,28 +1,33 @@
 """Chains that move by gradients of minibatches, and the draws that they keep."""
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from pyro_bdl.mcmc.checkpoint import Journal
 from pyro_bdl.mcmc.starts import Restriction
 from pyro_bdl.mcmc.stochastic_gradient.batched_density import Scores
 from pyro_bdl.mcmc.stochastic_gradient.methods import Method
-from pyro_bdl.mcmc.stochastic_gradient.minibatches import Minibatches
+from pyro_bdl.mcmc.stochastic_gradient.minibatches import Minibatches, Stream
 from pyro_bdl.mcmc.stochastic_gradient.samplers import metropolis
 from pyro_bdl.mcmc.stochastic_gradient.samplers.metropolis import Point
 from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.validation import check_finite
 from pyro_bdl.utils.progress import hidden
+from pyro_bdl.utils.random_state import Generators
 
 StepSize = float | Callable[[int], float]
 
 _REFRESH = 0.5  # seconds between two updates of the progress bar
 _SOUND_EVERY = 20  # steps between two positions to which a diverged chain may go back
 _SMALLEST = 1e-9  # factor of the step size below which it is not halved again
+_SECONDS_PER_WRITE = 5.0  # of a checkpoint
 _WORTH_TRACING = 500  # the number of steps from which tracing saves time
 
 
@@ -53,6 +58,8 @@ class Walk:
     :param adapt: whether a divergence in the warm-up halves the step size, and takes the chains
         back to their last sound positions, instead of ending the run.
     :param options: the method's options.
+    :param generators: those of ``explicit``, whose random numbers move the chains.
+    :param journal: where the chains are written as they go, and read from if they are there.
     """
 
     def __init__(
@@ -66,16 +73,19 @@ class Walk:
         temperature: float,
         adapt: bool = False,
         options: dict[str, float],
+        generators: Generators,
+        journal: Journal | None = None,
     ) -> None:
         self.adapt, self.factor = adapt, 1.0
         self.method, self.restriction, self.start = method, restriction, start
-        self.batches: Iterator[Batch] = iter(batches)
+        self.generators, self.journal = generators, journal
+        self.stream = Stream(batches, generators)
         self.step_size, self.temperature = step_size, temperature
         self.update = partial(method.update, **options)
         self.scores = Scores(restriction.log_density, traced=False)
         self.vectors: Tensor = start
         self.stats: dict[str, Tensor] = {}
-        self.kept = self.steps = 0
+        self.kept = self.steps = self.written = 0
 
     def run(self, kept_steps: list[int], num_warmup: int, progress: bool | None) -> Track:
         """Move the chains to the last of ``kept_steps``, and keep a draw after each of these steps.
@@ -95,6 +105,8 @@ class Walk:
         )
         with bar:
             try:
+                self._begin()
+                bar.update(min(self.steps, kept_steps[-1]))
                 failure = self._move(kept_steps, num_warmup, bar)
             except KeyboardInterrupt:
                 if not self.kept:
@@ -103,44 +115,117 @@ class Walk:
         stats = {name: value[:, : self.kept] for name, value in self.stats.items()}
         return Track(self.vectors[:, : self.kept], stats, self.steps, interrupted, failure)
 
+    def _begin(self) -> None:
+        """Put the chains at their start, or where the journal left them."""
+        self.state = self.method.begin(self.start.clone(), self.temperature)
+        restored = None if self.journal is None else self.journal.restore()
+        if restored is not None:
+            blocks = [
+                {k: torch.from_numpy(v) for k, v in block.items()} for block in restored.blocks
+            ]
+            leaves = {name: torch.from_numpy(value) for name, value in restored.leaves.items()}
+            self._restore(restored.done, leaves, blocks)
+            return
+        self.point, _ = self._evaluated(self.state.position)
+        self.limit = self._limit(self.point)
+        self.sound = self.recent = self.state.position.clone()
+
     def _move(self, kept_steps: list[int], num_warmup: int, bar: tqdm) -> str | None:
         """Move the chains; return the reason of a failure, or None."""
-        method, waiting = self.method, iter(kept_steps)
-        state = method.begin(self.start.clone(), self.temperature)
-        point, batch = self._evaluated(state.position)
-        limit, target, accepted = self._limit(point), next(waiting), None
+        method = self.method
         explores = getattr(self.step_size, "explores", None)
-        sound = recent = state.position.clone()
-        for step in range(kept_steps[-1]):
-            size = self._size(step)
+        last_write = time.perf_counter()
+        for step in range(self.steps, kept_steps[-1]):
+            size, accepted = self._size(step), None
             noise = 0.0 if explores is not None and explores(step) else self.temperature
-            state = self.update(state, point.gradient, size, temperature=noise)
-            before, (point, batch) = point, self._evaluated(state.position)
+            self.state = self.update(self.state, self.point.gradient, size, temperature=noise)
+            before, (self.point, batch) = self.point, self._evaluated(self.state.position)
             if method.corrected:
-                point, accepted = metropolis.correct(
-                    before, point, size, temperature=self.temperature
+                self.point, accepted = metropolis.correct(
+                    before, self.point, size, temperature=self.temperature
                 )
-                state = state._replace(position=point.position)
+                self.state = self.state._replace(position=self.point.position)
             self.steps = step + 1
-            lost = _first_diverged(point, limit)
+            lost = _first_diverged(self.point, self.limit)
             if lost is not None:
                 if not self.adapt or self.steps >= num_warmup or self.factor < _SMALLEST:
                     return self._reason(lost, batch)
                 self.factor *= 0.5
-                state = method.begin(sound.clone(), self.temperature)
-                point, batch = self._evaluated(state.position)
+                self.state = method.begin(self.sound.clone(), self.temperature)
+                self.point, batch = self._evaluated(self.state.position)
             elif self.steps % _SOUND_EVERY == 0:
                 # not the last one, which may be on its way to diverge
-                sound, recent = recent, state.position.clone()
+                self.sound, self.recent = self.recent, self.state.position.clone()
             if self.steps == num_warmup // 2 and method.settle is not None:
-                state = method.settle(state)
+                self.state = method.settle(self.state)
             if self.steps == num_warmup:
-                limit = self._limit(point)
-            if self.steps == target:
-                self._keep(state, point, size, accepted)
-                target = next(waiting, 0)
+                self.limit = self._limit(self.point)
+            if self.steps == kept_steps[self.kept]:
+                self._keep(self.state, self.point, size, accepted)
             bar.update()
+            if self.journal is not None:
+                now = time.perf_counter()
+                if now - last_write >= _SECONDS_PER_WRITE or self.steps == kept_steps[-1]:
+                    self._write(self.journal)
+                    last_write = now
         return None
+
+    def _write(self, journal: Journal) -> None:
+        """Write the draws since the last time, and all that the next step needs."""
+        leaves = {
+            "factor": torch.tensor(self.factor, dtype=torch.float64),
+            "limit": self.limit,
+            "sound": self.sound,
+            "recent": self.recent,
+            "log_density": self.point.log_density,
+            "gradient": self.point.gradient,
+        }
+        leaves |= {
+            f"state/{name}": torch.as_tensor(value)
+            for name, value in self.state._asdict().items()
+            if value is not None
+        }
+        leaves |= {f"stream/{name}": value for name, value in self.stream.place().items()}
+        leaves |= {f"random/{name}": value for name, value in self.generators.states().items()}
+        block, new = None, slice(self.written, self.kept)
+        if self.kept > self.written:
+            rows = {"vectors": self.vectors[:, new]}
+            rows |= {f"stats/{name}": value[:, new] for name, value in self.stats.items()}
+            block = {name: _array(value) for name, value in rows.items()}
+        journal.write(0, self.steps, {k: _array(v) for k, v in leaves.items()}, block)
+        self.written = self.kept
+
+    def _restore(
+        self, steps: int, leaves: Mapping[str, Tensor], blocks: list[dict[str, Tensor]]
+    ) -> None:
+        def under(kind: str) -> dict[str, Tensor]:
+            return {k.removeprefix(kind): v for k, v in leaves.items() if k.startswith(kind)}
+
+        device = self.start.device
+        fields: dict[str, Any] = under("state/")
+        for name, value in fields.items():
+            fields[name] = bool(value) if value.dtype == torch.bool else value.to(device)
+        self.state = type(self.state)(**fields)
+        kept = ("limit", "sound", "recent", "log_density", "gradient")
+        self.limit, self.sound, self.recent, *there = (leaves[name].to(device) for name in kept)
+        self.point = Point(self.state.position, *there)
+        self.factor, self.steps = float(leaves["factor"]), steps
+        for block in blocks:
+            rows = block.pop("vectors").to(device)
+            most = min(rows.shape[1], self.vectors.shape[1] - self.kept)
+            new = slice(self.kept, self.kept + most)
+            self.vectors[:, new] = rows[:, :most]
+            for name, value in block.items():
+                self._column(name.removeprefix("stats/"), value)[:, new] = value[:, :most]
+            self.kept += most
+        self.written = self.kept
+        self.stream.go_to(under("stream/"))
+        self.generators.set_states(under("random/"))
+
+    def _column(self, name: str, like: Tensor) -> Tensor:
+        if name not in self.stats:
+            self.stats[name] = like.new_empty(self.vectors.shape[:2], device=self.start.device)
+        return self.stats[name]
 
     def _reason(self, chain: int, batch: Batch) -> str:
         try:
@@ -163,7 +248,7 @@ class Walk:
 
     def _evaluated(self, position: Tensor) -> tuple[Point, Batch]:
         """The log density and gradient of every chain on the next minibatch."""
-        batch = next(self.batches)
+        batch = next(self.stream)
         values, gradient = self.scores(position, batch)
         return Point(position, values, gradient), batch
 
@@ -189,11 +274,13 @@ class Walk:
         if accepted is not None:
             stats["accept_prob"] = accepted
         for name, value in stats.items():
-            if name not in self.stats:
-                self.stats[name] = value.new_empty(self.vectors.shape[:2])
-            self.stats[name][:, self.kept] = value
+            self._column(name, value)[:, self.kept] = value
         self.vectors[:, self.kept] = point.position
         self.kept += 1  # last, so that Ctrl-C loses at most this draw
+
+
+def _array(value: Tensor) -> np.ndarray:
+    return value.detach().cpu().numpy()
 
 
 def _first_diverged(point: Point, limit: Tensor) -> int | None:

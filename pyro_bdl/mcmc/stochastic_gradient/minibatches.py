@@ -2,7 +2,7 @@
 
 import itertools
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,11 +14,11 @@ from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.program.batches import Batch, Batches, has_rows, leading_size
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.summed_out import bias_of_minibatches
-from pyro_bdl.utils.random_state import everywhere, permutation
+from pyro_bdl.utils.random_state import Generators, everywhere, permutation
 
 
 class Minibatches:
-    """An endless stream of a program's arguments, batch after batch.
+    """Passes over a program's arguments, batch after batch.
 
     :param data: ``(x, y)`` or an iterable of such batches, as in ``Batches``; an iterable is
         iterated over again and again.
@@ -60,16 +60,15 @@ class Minibatches:
         self.device = next(v.device for v in tree_leaves(self.whole) if isinstance(v, Tensor))
         self.first = self._rows(torch.arange(batch_size, device=self.device))
 
-    def __iter__(self) -> Iterator[Batch]:
+    def one_pass(self) -> Iterator[Batch]:
+        """The batches of one pass over the data; random numbers are drawn at the first of them."""
         if self.is_whole:
-            return itertools.repeat(self.first)
-        return self._passes() if self.num_rows is None else self._shuffled(self.num_rows)
-
-    def _shuffled(self, num_rows: int) -> Iterator[Batch]:
-        while True:
-            order = permutation(num_rows, self.device)
-            parts = order.split(self.size)
+            yield self.first
+        elif self.num_rows is not None:
+            parts = permutation(self.num_rows, self.device).split(self.size)
             yield from (self._rows(part) for part in parts if len(part) == self.size)
+        else:
+            yield from _with_given_randomness(self.source)
 
     def _rows(self, index: Tensor) -> Batch:
         def part(value: Any) -> Any:
@@ -78,16 +77,7 @@ class Minibatches:
         args, kwargs = self.whole
         return tree_map(part, args), tree_map(part, kwargs)
 
-    def _passes(self) -> Iterator[Batch]:
-        for number in itertools.count():
-            rows = 0
-            for batch in _with_given_randomness(self.source):
-                rows += leading_size(batch)
-                yield batch
-            if number == 0:
-                self._compare(rows)
-
-    def _compare(self, rows: int) -> None:
+    def compare(self, rows: int) -> None:
         """Warn if a pass holds another number of data than the program states.
 
         A pass may only leave out a last batch that is not full.
@@ -152,6 +142,56 @@ class Minibatches:
                 f"num_data={total}"
             )
         self.stated = stated if rows == self.size else None
+
+
+class Stream:
+    """Pass after pass over minibatches, which can go on from a stored place.
+
+    The place is the random state before the pass and the number of its batches that were taken, so
+    that a pass is made again up to there.
+
+    :param generators: those of ``explicit``, from which the passes are drawn.
+    """
+
+    def __init__(self, batches: Minibatches, generators: Generators) -> None:
+        self.batches, self.generators = batches, generators
+        self.passed = self.taken = self._rows = 0
+        self._current: Iterator[Batch] = iter(())
+
+    def __next__(self) -> Batch:
+        if self.batches.is_whole:
+            return self.batches.first
+        batch = next(self._current, None)
+        if batch is None:
+            if self.passed == 1 and self.batches.num_rows is None:
+                self.batches.compare(self._rows)
+            self._begin(self.generators.states(), self.passed + 1)
+            batch = next(self._current)
+        self.taken += 1
+        self._rows += leading_size(batch)
+        return batch
+
+    def _begin(self, before: Mapping[str, Tensor], number: int) -> None:
+        self._current, self._before = self.batches.one_pass(), before
+        self.passed, self.taken, self._rows = number, 0, 0
+
+    def place(self) -> dict[str, Tensor]:
+        """The place in the stream, by name; empty before the first batch."""
+        if not self.passed:
+            return {}
+        counts = {"passed": torch.tensor(self.passed), "taken": torch.tensor(self.taken)}
+        return counts | {f"before/{name}": value for name, value in self._before.items()}
+
+    def go_to(self, place: Mapping[str, Tensor]) -> None:
+        """Go to a place; the generators are left as they are there, within that pass."""
+        if not place:
+            return
+        kind = "before/"
+        before = {k.removeprefix(kind): v for k, v in place.items() if k.startswith(kind)}
+        self.generators.set_states(before)
+        self._begin(before, int(place["passed"]))
+        for _ in range(int(place["taken"])):
+            next(self)
 
 
 def _with_given_randomness(batches: Iterable[Batch]) -> Iterator[Batch]:

@@ -1,15 +1,19 @@
 """``sgmcmc``: Langevin and Hamiltonian dynamics with gradients of minibatches."""
 
+import json
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.mcmc.chains import at_least, one_of
+from pyro_bdl.mcmc.checkpoint import Journal
 from pyro_bdl.mcmc.hmc.sampling import require_all_data
 from pyro_bdl.mcmc.starts import Restriction, starting_vectors
 from pyro_bdl.mcmc.stochastic_gradient.chains import StepSize, Track, Walk, kept_steps
@@ -23,7 +27,7 @@ from pyro_bdl.program.validation import check_finite
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.memory import available_memory
 from pyro_bdl.utils.module_state import evaluation_mode
-from pyro_bdl.utils.random_state import explicit, seeded
+from pyro_bdl.utils.random_state import explicit, own_randomness, seeded
 from pyro_bdl.utils.validation import check_temperature
 
 
@@ -42,6 +46,7 @@ def sgmcmc(
     temperature: float = 1.0,
     seed: int = 0,
     init: Any = "prior",
+    checkpoint: str | Path | None = None,
     subset: Subset | None = None,
     at: Tensor | None = None,
     progress: bool | None = None,
@@ -85,6 +90,10 @@ def sgmcmc(
     :param init: where the chains start: "prior" (each at a draw of the prior), "uniform"
         (unconstrained numbers between -2 and 2, as in NumPyro), "network" (the values of the
         networks' parameters), a guide or ``Samples`` (each at a draw of it), or a dict of latents.
+    :param checkpoint: a folder. Draws and state are written there every few seconds, and the same
+        call goes on from what it finds there: killed at any moment, it ends with the same draws as
+        an uninterrupted one. A larger ``num_samples`` adds draws. The order of an iterable's
+        batches must come from torch's random numbers or be fixed.
     :param subset: the latents' unconstrained numbers to draw; the others stay fixed.
     :param at: the unconstrained vector (P,) that holds the fixed numbers; given with ``subset``.
     :param progress: show a progress bar; by default in terminals and notebooks.
@@ -97,8 +106,8 @@ def sgmcmc(
         ``info`` says why the chains ended early, if they did.
     :raises UnsupportedProgramError: for a program without observed sites or with discrete latents.
     :raises ValueError: for data that are not finite, targets outside their support, a program that
-        does not know N, a step size that diverges before the first draw, or an argument outside its
-        range.
+        does not know N, a step size that diverges before the first draw, a checkpoint of another
+        run, or an argument outside its range.
     :raises MemoryError: if the draws would not fit.
     """
     chosen = METHODS[one_of("method", method, tuple(METHODS))]
@@ -117,6 +126,19 @@ def sgmcmc(
             _require_whole(method, restriction.program, batches)
         start = starting_vectors(restriction, init, num_chains)
         _check_memory(num_samples, start)
+        journal = None
+        if checkpoint is not None:
+            settings = {
+                "method": method,
+                "num_warmup": num_warmup,
+                "thinning": thinning,
+                "adapt_step_size": adapt_step_size,
+                "batch_size": batches.size,
+                "temperature": temperature,
+                "seed": seed,
+                **options,
+            }
+            journal = _journal(checkpoint, settings, restriction, batches, start, step_size)
     with evaluation_mode(model), explicit(generators):
         walk = Walk(
             chosen,
@@ -127,6 +149,8 @@ def sgmcmc(
             temperature=temperature,
             adapt=adapt_step_size,
             options=options,
+            generators=generators,
+            journal=journal,
         )
         steps = kept_steps(step_size, num_warmup, num_samples, thinning)
         track = walk.run(steps, num_warmup, progress)
@@ -148,6 +172,28 @@ def sgmcmc(
     }
     with torch.no_grad():
         return Samples(restriction.constrain(track.vectors), track.stats, info)
+
+
+def _journal(
+    folder: str | Path,
+    settings: dict[str, Any],
+    restriction: Restriction,
+    batches: Minibatches,
+    start: Tensor,
+    step_size: StepSize,
+) -> Journal:
+    if start.dtype == torch.bfloat16:
+        raise ValueError("a checkpoint cannot hold bfloat16: make the program float32 or float64")
+    args, kwargs = batches.first
+    with torch.no_grad(), own_randomness():
+        values = torch.stack([restriction.log_density(row, *args, **kwargs) for row in start])
+    size = step_size if callable(step_size) else lambda step: step_size
+    identity = {
+        "starts": start.cpu().numpy(),
+        "log densities": values.cpu().numpy(),
+        "step sizes": np.array([size(step) for step in (0, 1, 10, 100, 1000, 10_000)]),
+    }
+    return Journal(folder, json.dumps(settings, sort_keys=True), identity)
 
 
 def _warn_of_early_end(track: Track, num_samples: int) -> None:

@@ -1,0 +1,111 @@
+"""Images of digits and clothes for the benchmarks, two networks for them, and their scores."""
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pyro_bdl import metrics
+
+OTHER = {"mnist": "fashion_mnist", "fashion_mnist": "mnist"}
+
+
+class Part(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+class Images:
+    """Images scaled to mean 0 and sd 1, (N, 1, 28, 28), and their classes.
+
+    :param folder: with ``mnist.npz`` and ``fashion_mnist.npz`` of the Keras layout.
+    :param name: of the set; images of the other one are those out of distribution.
+    :param train: the number of images for training, without the ``held_out`` ones after them.
+    """
+
+    def __init__(
+        self, folder: Path, name: str, *, train: int, test: int, held_out: int = 0
+    ) -> None:
+        with np.load(folder / f"{name}.npz") as file:
+            arrays = {key: file[key] for key in ("x_train", "y_train", "x_test", "y_test")}
+        with np.load(folder / f"{OTHER[name]}.npz") as file:
+            elsewhere = file["x_test"][:test]
+        pixels = torch.from_numpy(arrays["x_train"][:train]).float() / 255
+        self.mean, self.sd = pixels.mean(), pixels.std()
+        held = slice(train, train + held_out)
+        self.train = self._part(arrays["x_train"][:train], arrays["y_train"][:train])
+        self.held_out = self._part(arrays["x_train"][held], arrays["y_train"][held])
+        self.test = self._part(arrays["x_test"][:test], arrays["y_test"][:test])
+        self.elsewhere = self._scaled(elsewhere)
+
+    def _scaled(self, images: Any) -> Tensor:
+        return ((torch.from_numpy(images).float() / 255 - self.mean) / self.sd)[:, None]
+
+    def _part(self, images: Any, classes: Any) -> Part:
+        return Part(self._scaled(images), torch.from_numpy(classes.astype(np.int64)))
+
+
+def convolutional(width: float = 1.0) -> nn.Module:
+    """Three convolutions and three dense layers (564 330 weights at width 1)."""
+    c1, c2, c3, d1, d2 = (max(2, int(width * size)) for size in (64, 96, 128, 512, 256))
+    return nn.Sequential(
+        nn.Conv2d(1, c1, 5), nn.ReLU(), nn.MaxPool2d(3, 2, ceil_mode=True),
+        nn.Conv2d(c1, c2, 3), nn.ReLU(), nn.MaxPool2d(3, 2, ceil_mode=True),
+        nn.Conv2d(c2, c3, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3, 2), nn.Flatten(),
+        nn.Linear(4 * c3, d1), nn.ReLU(), nn.Linear(d1, d2), nn.ReLU(), nn.Linear(d2, 10),
+    )  # fmt: skip
+
+
+def perceptron(width: float = 1.0) -> nn.Module:
+    """Four hidden layers of 1024, 512, 256 and 128 units at width 1."""
+    sizes = [784, *(max(2, int(width * size)) for size in (1024, 512, 256, 128))]
+    layers: list[nn.Module] = [nn.Flatten()]
+    for into, out in pairwise(sizes):
+        layers += [nn.Linear(into, out), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(sizes[-1], 10))
+
+
+NETWORKS = {"MLP": perceptron, "CNN": convolutional}
+
+
+def scores(
+    probabilities: Callable[[Tensor], Tensor], data: Images, *, rows: int = 500
+) -> dict[str, float]:
+    """Accuracy, negative log likelihood and calibration error of the test images, and the AUROC of
+    the predictive entropy between them and images from elsewhere."""
+
+    def of(x: Tensor) -> Tensor:
+        return torch.cat([probabilities(part).double() for part in x.split(rows)])
+
+    found, other = of(data.test.x), of(data.elsewhere)
+    known = found.gather(1, data.test.y[:, None]).clamp(min=1e-12)
+    return {
+        "accuracy": float(metrics.accuracy(found, data.test.y)),
+        "NLL": -float(known.log().mean()),
+        "ECE": float(metrics.expected_calibration_error(found, data.test.y)),
+        "OOD-AUROC": float(metrics.auroc(_entropy(found), _entropy(other))),
+    }
+
+
+def _entropy(probabilities: Tensor) -> Tensor:
+    return torch.special.entr(probabilities).sum(-1)
+
+
+def mean_and_error(rows: list[dict[str, float]]) -> dict[str, tuple[float, float]]:
+    """Mean of every score over the seeds, and its standard error."""
+    found = {}
+    for name in rows[0]:
+        values = torch.tensor([row[name] for row in rows], dtype=torch.float64)
+        error = float(values.std() / len(rows) ** 0.5) if len(rows) > 1 else float("nan")
+        found[name] = float(values.mean()), error
+    return found
+
+
+def with_error(mean: float, error: float, digits: int = 3) -> str:
+    """ "0.914 ± 0.002", or the mean alone of one seed."""
+    return f"{mean:.{digits}f}" + (f" ± {error:.{digits}f}" if math.isfinite(error) else "")

@@ -1,0 +1,208 @@
+"""``--resume``: finished posteriors are kept, and the same command fits only what is missing."""
+
+import csv
+import errno
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+
+from pyro_bdl import posteriors
+from pyro_bdl.cli import entry as cli
+from pyro_bdl.comparison import Comparison
+from pyro_bdl.guides import AutoMAP, AutoMeanField
+
+pytestmark = pytest.mark.usefixtures("ctrl_c")
+TIMES = ("seconds", "draw_seconds", "memory")
+
+
+@pytest.fixture
+def table(tmp_path):
+    random = np.random.default_rng(0)
+    rows = [f"{random.normal():.3f},{random.normal():.3f}" for _ in range(20)]
+    path = tmp_path / "table.csv"
+    path.write_text("\n".join(["size,price", *rows]) + "\n")
+    return path
+
+
+@pytest.fixture
+def run(table, tmp_path, capsys, monkeypatch):
+    """Run the command without figures; exit code, stdout and stderr."""
+    monkeypatch.setattr(Comparison, "figures", lambda self, **options: {})
+
+    def run(*more, guides="map,mean-field,last-layer", folder="out"):
+        given = ["--data", table, "--target", "price", "--resume", tmp_path / folder]
+        given += ["--guides", guides, "--steps", "3", "--hidden", "2", *more]
+        code = cli.main(["compare", *map(str, given)])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
+@pytest.fixture
+def fitted(monkeypatch):
+    """The names of the posteriors that are fitted; ``fitted.before`` is called with each name."""
+    fit, names = posteriors.fit, []
+
+    class Fitted(list):
+        before = staticmethod(lambda name: None)
+
+    names = Fitted()
+
+    def counted(name, *args, **kwargs):
+        names.before(name)
+        names.append(name)
+        return fit(name, *args, **kwargs)
+
+    monkeypatch.setattr(posteriors, "fit", counted)
+    return names
+
+
+def rows_of(folder, *without):
+    with open(folder / "table.csv", newline="", encoding="utf-8") as file:
+        rows = {row["posterior"]: row for row in csv.DictReader(file)}
+    return {n: {k: v for k, v in row.items() if k not in without} for n, row in rows.items()}
+
+
+def test_the_same_command_goes_on_after_kill_9(run, fitted, tmp_path):
+    def killed(name):
+        if name == "last-layer":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    fitted.before = killed
+    child = os.fork()
+    if child == 0:
+        run()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    fitted.before = lambda name: None
+    code, printed, err = run()
+    assert code == 0 and "last-layer is" not in err and fitted == ["last-layer"]
+    assert [line.split()[0] for line in printed.splitlines() if line.endswith("kept")] == [
+        "map",
+        "mean-field",
+    ]
+    run(folder="whole")
+    assert rows_of(tmp_path / "out", *TIMES) == rows_of(tmp_path / "whole", *TIMES)
+    del fitted[:]
+    assert run()[0] == 0 and fitted == []
+
+
+def test_ctrl_c_keeps_what_is_finished_and_not_what_is_half_done(run, fitted, tmp_path):
+    def pressed(name):
+        if name == "mean-field":
+            raise KeyboardInterrupt
+
+    fitted.before = pressed
+    assert "interrupted; not fitted: mean-field, last-layer" in run()[2]
+    fitted.before = lambda name: None
+    assert run()[0] == 0 and fitted == ["map", "mean-field", "last-layer"]
+
+
+def test_a_failure_has_a_row_that_says_why_and_is_tried_again(run, fitted, tmp_path):
+    def failing(name):
+        if name == "mean-field":
+            raise RuntimeError("no luck today")
+
+    fitted.before = failing
+    code, printed, _ = run()
+    said = "could not be fitted: RuntimeError: no luck today"
+    assert code == 1 and f"  mean-field  {said}" in printed
+    rows = rows_of(tmp_path / "out")
+    assert rows["mean-field"]["verdict"] == said and float(rows["last-layer"]["rmse"]) > 0
+    assert said in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    fitted.before = lambda name: None
+    assert run()[0] == 0 and fitted == ["map", "last-layer", "mean-field"]
+
+
+@pytest.mark.parametrize("name", ["mean-field.safetensors", "mean-field.json"])
+def test_a_damaged_posterior_is_fitted_again(name, run, fitted, tmp_path):
+    run()
+    before = rows_of(tmp_path / "out", *TIMES)
+    path = tmp_path / "out" / "posteriors" / name
+    path.write_bytes(path.read_bytes()[:-20])
+    del fitted[:]
+    code, _, err = run()
+    assert code == 0 and "mean-field is fitted again: the kept one is damaged" in err
+    assert fitted == ["mean-field"] and rows_of(tmp_path / "out", *TIMES) == before
+
+
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        (["--steps", "4"], "steps is 4 here and was 3"),
+        (["--seed", "1"], "seed is 1 here and was 0"),
+        (["--hidden", "3"], "network is Linear(1, 3), Tanh, Linear(3, 1) here"),
+        (["--test-fraction", "0.3"], "data is 14 training and 6 test rows"),
+    ],
+)  # fmt: skip
+def test_a_folder_of_another_run_is_refused(more, said, run, fitted):
+    run(guides="map")
+    del fitted[:]
+    code, _, err = run(*more, guides="map")
+    assert code == 2 and said in err and "give the same command, or name another" in err
+    assert err.count("\n") == 1 and fitted == []
+
+
+def test_other_data_of_the_same_shape_are_refused(run, table):
+    run(guides="map")
+    table.write_text(table.read_text().replace("0.", "1.", 1))
+    code, _, err = run(guides="map")
+    assert code == 2 and "data is 16 training and 4 test rows of price" in err
+
+
+def test_further_posteriors_are_added(run, fitted):
+    run(guides="map")
+    assert run(guides="map,mean-field")[0] == 0 and fitted == ["map", "mean-field"]
+
+
+def test_a_full_disk_loses_no_other_posterior(run, fitted, monkeypatch):
+    save = AutoMeanField.save
+
+    def full(self, path):
+        if type(self) is not AutoMAP:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return save(self, path)
+
+    monkeypatch.setattr(AutoMeanField, "save", full)
+    code, printed, err = run(guides="map,mean-field")
+    assert code == 0 and "RMSE" in printed
+    assert "mean-field could not be kept in" in err and "No space left on device" in err
+    monkeypatch.setattr(AutoMeanField, "save", save)
+    del fitted[:]
+    assert run(guides="map,mean-field")[0] == 0 and fitted == ["mean-field"]
+
+
+def test_a_damaged_list_of_settings_is_said(run, tmp_path):
+    run(guides="map")
+    (tmp_path / "out" / "posteriors" / "run.json").write_text("{")
+    code, _, err = run(guides="map")
+    assert code == 2 and "run.json' is damaged" in err
+
+
+def test_the_splits_of_folds_are_kept_too(run, fitted, tmp_path, monkeypatch):
+    together, calls = posteriors.fit_together, []
+
+    def counted(name, problems, *args, **options):
+        calls.append((name, len(problems)))
+        return together(name, problems, *args, **options)
+
+    monkeypatch.setattr(posteriors, "fit_together", counted)
+    assert run("--folds", "2", guides="map")[0] == 0
+    assert fitted == ["map"] and calls == [("map", 2)]
+    names = sorted(path.name for path in (tmp_path / "out" / "posteriors").iterdir())
+    assert "split-1-1-of-2" in names and "split-1-2-of-2" in names
+    assert run("--folds", "2", guides="map")[0] == 0
+    assert fitted == ["map"] and calls == [("map", 2)]
+
+
+def test_results_go_to_another_folder_if_asked(run, tmp_path):
+    run("--out", tmp_path / "results", guides="map")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["posteriors"]
+    assert (tmp_path / "results" / "table.csv").exists()
+    kept = json.loads((tmp_path / "out" / "posteriors" / "map.json").read_text())
+    assert kept["name"] == "map" and kept["seconds"] > 0 and not kept["interrupted"]

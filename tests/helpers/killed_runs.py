@@ -1,0 +1,58 @@
+"""Runs of chains that another process kills, in a module that it can import."""
+
+import pyro
+import pyro.distributions as dist
+import torch
+
+from pyro_bdl import mcmc
+from pyro_bdl.mcmc.jax import chains as jax_chains
+from pyro_bdl.mcmc.stochastic_gradient import chains as stochastic_chains
+
+Y = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64)
+X = torch.linspace(-1, 1, 20, dtype=torch.float64)
+TARGETS = 2 * X + torch.cos(9 * X)
+
+
+def model(y):
+    w = pyro.sample("w", dist.Normal(torch.zeros(3, dtype=torch.float64), 1.0).to_event(1))
+    s = pyro.sample("s", dist.Gamma(torch.tensor(2.0, dtype=torch.float64), 1.0))
+    pyro.sample("y", dist.Normal(w, s).to_event(1), obs=y)
+
+
+def line(x, y=None):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2, dtype=torch.float64), 1.0).to_event(1))
+    with pyro.plate("data", 20, subsample_size=len(x)):
+        pyro.sample("y", dist.Normal(w[0] + w[1] * x, 0.5), obs=y)
+
+
+def drawn(kernel, num_samples=12, y=Y, **options):
+    options = {
+        "num_warmup": 20,
+        "num_chains": 2,
+        "seed": 1,
+        "progress": False,
+        "init": "uniform",
+    } | options
+    if kernel == "mclmc":
+        options |= {"thinning": 2}
+    return mcmc.sample(model, y, kernel=kernel, num_samples=num_samples, **options)
+
+
+def walked(num_samples=12, data=None, **options):
+    options = {"step_size": 1e-3, "num_warmup": 10, "thinning": 2, "num_chains": 2} | options
+    if data is None:
+        data = X, TARGETS
+        options = {"batch_size": None if options.get("method") == "mala" else 6} | options
+    return mcmc.sgmcmc(line, data, num_samples=num_samples, progress=False, **options)
+
+
+def run_in_small_blocks(kind, folder, result=None):
+    """Write a checkpoint as often as possible."""
+    jax_chains._MOST_PER_BLOCK = 4
+    jax_chains._SECONDS_PER_WRITE = stochastic_chains._SECONDS_PER_WRITE = 0.0
+    if kind == "sghmc":
+        samples = walked(300, checkpoint=folder, num_warmup=200)
+    else:
+        samples = drawn(kind, 300, checkpoint=folder, num_chains=1)
+    if result is not None:
+        samples.save(result)

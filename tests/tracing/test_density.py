@@ -1,0 +1,113 @@
+"""A program's log density as a graph: values, gradients, and when the program itself runs."""
+
+import random
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.nn import PyroModule, PyroParam
+
+from pyro_bdl import Program
+
+
+class Chain(PyroModule):
+    """A hidden Markov chain whose noise is a parameter and whose shift is a plain number."""
+
+    def __init__(self):
+        super().__init__()
+        self.noise = PyroParam(torch.tensor(0.5), dist.constraints.positive)
+        self.shift, self.runs = 0.0, [0]
+
+    def forward(self, y):
+        self.runs[0] += 1
+        means = pyro.sample("means", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        moves = torch.tensor([[0.8, 0.2], [0.3, 0.7]])
+        z = torch.tensor(0)
+        for t in pyro.markov(range(len(y))):
+            z = pyro.sample(f"z{t}", dist.Categorical(moves[z]))
+            pyro.sample(f"y{t}", dist.Normal(means[z] + self.shift, self.noise), obs=y[t])
+
+
+def value_and_gradients(density, vector, *others):
+    leaf = vector.clone().requires_grad_()
+    value = density(leaf)
+    return value.detach(), *torch.autograd.grad(value, [leaf, *others])
+
+
+def chain():
+    model = Chain()
+    program = Program(model, torch.tensor([0.3, -0.2, 1.0, 0.4]))
+    return model, program, program.compile()
+
+
+def test_later_calls_run_the_graph_alone_and_agree_with_the_program():
+    model, program, density = chain()
+    raw = model.noise_unconstrained
+    for point in torch.randn(4, 2):
+        found = value_and_gradients(density, point, raw)
+        torch.testing.assert_close(found, value_and_gradients(program.log_density, point, raw))
+    assert density.refused is None and density.num_traces == 1
+    before = model.runs[0]
+    density(torch.zeros(2))
+    assert model.runs[0] == before
+
+
+def test_parameters_in_place_are_followed_and_changed_attributes_traced_again():
+    model, program, density = chain()
+    point = torch.tensor([0.4, -0.7])
+    for _ in range(3):
+        density(point)
+    with torch.no_grad():
+        model.noise_unconstrained.add_(0.3)
+    torch.testing.assert_close(density(point), program.log_density(point))
+    assert density.num_traces == 1
+    model.shift = 0.8
+    for _ in range(3):
+        torch.testing.assert_close(density(point), program.log_density(point))
+    assert density.num_traces == 2
+
+
+def test_transforms_other_shapes_and_calls_without_gradients_run_the_program():
+    model, program, density = chain()
+    points = torch.randn(3, 2)
+    for point in points:
+        density(point)
+    exact = torch.stack([program.log_density(point) for point in points])
+    torch.testing.assert_close(torch.vmap(density)(points), exact)
+    torch.testing.assert_close(
+        torch.func.grad(density)(points[0]), torch.func.grad(program.log_density)(points[0])
+    )
+    before = model.runs[0]
+    with torch.no_grad():
+        torch.testing.assert_close(density(points[0]), exact[0])
+    assert model.runs[0] == before + 1
+    torch.testing.assert_close(density(points[0].double()).float(), exact[0])
+
+
+def test_a_program_that_branches_on_its_latents_is_refused_and_still_runs():
+    def model(y):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(w if w > 0 else 2.0 * w, 1.0), obs=y)
+
+    program = Program(model, torch.tensor(0.5))
+    density = program.compile()
+    for number in (0.5, -0.5, 0.7):
+        point = torch.tensor([number])
+        found = value_and_gradients(density, point)
+        torch.testing.assert_close(found, value_and_gradients(program.log_density, point))
+    assert "reads numbers" in density.refused
+
+
+@pytest.mark.parametrize("of_torch", [True, False])
+def test_random_numbers_of_torch_are_drawn_in_each_run_others_are_refused(of_torch):
+    def model(y):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        number = torch.rand(()) if of_torch else random.random()
+        pyro.sample("y", dist.Normal(w * number, 1.0), obs=y)
+
+    density = Program(model, torch.tensor(0.5)).compile()
+    for _ in range(3):
+        density(torch.tensor([0.5]))
+    assert (density.refused is None) == of_torch
+    assert len({float(density(torch.tensor([0.5]))) for _ in range(3)}) == 3
