@@ -206,6 +206,7 @@ def test_tomography_scores_every_posterior(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.bench
 def test_a_run_against_the_references_goes_on_where_it_was_killed(tmp_path):
     rows = tmp_path / "rows.jsonl"
     known = {"problem": "iris", "posterior": "mean-field", "failed": "MemoryError: none"}
