@@ -1,6 +1,6 @@
 """A probabilistic deep image prior for tomography (Antoran et al. 2022, arXiv 2203.00479).
 
-    python benchmarks/tomography.py --quick                       # a phantom and two digits
+    python benchmarks/tomography.py --quick                       # a phantom and a digit
     python benchmarks/tomography.py --data mnist.npz --figure tomography.png
 
 One image f of D x D pixels is seen through noisy parallel-beam projections y = A f + noise, fewer
@@ -221,7 +221,7 @@ class Reconstruction:
             rates = rates_of_scales(self.network, weights, self.z, self.options.smoothness)
             program.rates = {_scale_name(program, layer): rate for layer, rate in rates.items()}
         posterior = at.laplace_approximation((self.z, self.y))
-        found = evidence.maximize(posterior, steps=self.options.evidence_steps)
+        found = evidence.maximize(posterior, steps=self.options.evidence_steps, tolerance=1e-2)
         predictive = bdl.LinearizedPredictive(program, posterior)
         moments = predictive.moments(self.z, sites=["f"])["f"]
         return {
@@ -330,21 +330,22 @@ def _mean_and_error(values: list[float]) -> list[float]:
 
 def main() -> None:
     options_of = parser(__doc__.splitlines()[0])
-    options_of.add_argument("--quick", action="store_true", help="10 angles, two digits")
+    options_of.add_argument("--quick", action="store_true", help="5 angles, one digit")
     options_of.add_argument("--data", type=Path, default=Path("mnist.npz"))
-    options_of.add_argument("--digits", type=int, help="besides the phantom (20, quick 2)")
-    options_of.add_argument("--angles", type=int, nargs="+", help="(5 10 20, quick 10)")
+    options_of.add_argument("--digits", type=int, help="besides the phantom (20, quick 1)")
+    options_of.add_argument("--angles", type=int, nargs="+", help="(5 10 20, quick 5)")
     options_of.add_argument("--noise", type=float, default=0.05, help="of the mean projection")
-    options_of.add_argument("--smoothness", type=float, default=3.0, help="of TV, in nats (3)")
-    options_of.add_argument("--width", type=int, default=12, help="channels (12)")
+    options_of.add_argument("--smoothness", type=float, default=2.0, help="of TV, in nats (2)")
+    options_of.add_argument("--width", type=int, help="channels (12, quick 8)")
     options_of.add_argument("--steps", type=int, help="of Adam (2000, quick 1000)")
-    options_of.add_argument("--evidence-steps", type=int, default=100)
+    options_of.add_argument("--evidence-steps", type=int, default=25)
     options_of.add_argument("--rate", type=float, default=0.05, help="of dropout (0.05)")
     options_of.add_argument("--draws", type=int, default=100, help="of dropout and mean-field")
     options_of.add_argument("--figure", type=Path)
     options = options_of.parse_args()
-    options.digits = (2 if options.quick else 20) if options.digits is None else options.digits
-    options.angles = options.angles or ([10] if options.quick else [5, 10, 20])
+    options.digits = (1 if options.quick else 20) if options.digits is None else options.digits
+    options.angles = options.angles or ([5] if options.quick else [5, 10, 20])
+    options.width = options.width or (8 if options.quick else 12)
     options.steps = options.steps or (1000 if options.quick else 2000)
     if options.quick and not options.data.exists():
         options.digits = 0

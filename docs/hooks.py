@@ -70,7 +70,7 @@ def notebook_page(path):
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
-            blocks.append(source)
+            blocks.append(source.replace("](../docs/pages/", "](../"))
             found = re.findall(r"^#+ +(.+)$", source, flags=re.MULTILINE)
             heading = found[-1] if found else heading
             continue

@@ -200,6 +200,19 @@ def test_lora_scores_every_posterior(tmp_path):
 
 
 @pytest.mark.bench
+def test_tomography_scores_every_posterior(tmp_path):
+    path = tmp_path / "tomography.png"
+    command = [sys.executable, str(FOLDER / "tomography.py"), "--json", "--digits", "0"]
+    command += ["--angles", "2", "--steps", "3", "--evidence-steps", "2", "--width", "2"]
+    command += ["--draws", "3", "--figure", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=FOLDER, check=True)
+    (rows,) = json.loads(done.stdout.strip().splitlines()[-1])["tables"].values()
+    assert len(rows) == 4
+    assert all(0 <= row["in 90 %"][0] <= 1 for row in rows.values())
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.bench
 def test_a_run_against_the_references_goes_on_where_it_was_killed(tmp_path):
     rows = tmp_path / "rows.jsonl"
     known = {"problem": "iris", "posterior": "mean-field", "failed": "MemoryError: none"}
