@@ -11,7 +11,7 @@ from pyro_bdl import metrics
 
 
 def test_interval_coverage_by_hand():
-    """Among three draws a target has rank 0, 1, 2 or 3, each a quarter; three that are equal are all
+    """With three draws a target has rank 0, 1, 2 or 3, each a quarter; three that are equal are all
     of them. Source: Czado, Gneiting & Held 2009, section 2.1."""
     values = torch.tensor([1.0, 2.0, 3.0]).double()[:, None].expand(-1, 4)
     y = torch.tensor([0.0, 1.5, 2.5, 9.0], dtype=torch.float64)
