@@ -1,4 +1,4 @@
-"""What can be known of other devices on a machine that has none: where tensors are made.
+"""Checks of other devices on a machine that has none: where tensors are made.
 
 A tensor made without ``device=`` stands on torch's default device, which is neither that of the
 program's tensors nor, after ``torch.set_default_device``, the CPU.

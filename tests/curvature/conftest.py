@@ -24,7 +24,7 @@ def structure(request):
 
 
 class Oracle:
-    """What the tests of curvature share."""
+    """Programs, dense matrices and fits that the tests of curvature share."""
 
     @staticmethod
     def program(model, *args):

@@ -1,4 +1,4 @@
-"""What ArviZ finds on inputs with and without difficulties, live or frozen in a file.
+"""Statistics of ArviZ on inputs with and without difficulties, live or frozen in a file.
 
 ``python tests/diagnostics/reference.py`` writes the numbers of the installed ArviZ to
 ``arviz_0.23.json`` or ``arviz_1.x.json`` beside it, so that each version's conventions are tested
@@ -158,7 +158,7 @@ def loo(ll, r_eff):
 
 
 def loo_approximate_posterior(ll, log_p, log_q):
-    """Of ArviZ 1.x alone."""
+    """The statistics that ArviZ 1.x alone has."""
     result = arviz.loo_approximate_posterior(_data(ll), log_p, log_q, pointwise=True)
     return {
         "elpd": float(result.elpd),
@@ -170,7 +170,7 @@ def loo_approximate_posterior(ll, log_p, log_q):
 
 
 def waic(ll):
-    """Of ArviZ 0.23 alone."""
+    """The statistics that ArviZ 0.23 alone has."""
     result = arviz.waic(_data(ll), pointwise=True)
     return {
         "elpd": float(result.elpd_waic),

@@ -25,7 +25,7 @@ class Conjugate:
         return Normal(y.sum() / NOISE**2 / precision, precision**-0.5)
 
     def predictive(self, y):
-        """Of a new observation."""
+        """The density of a new observation."""
         mu = self.given(y)
         return Normal(mu.mean, math.hypot(mu.stddev, NOISE))
 

@@ -119,7 +119,7 @@ def plate_of_the_batch(rank, size):
 
 @case
 def unequal_minibatches(rank, size):
-    """Of 23 data known to the program: joint batches of 8, 8 and 7, split 5 + 3, 4 + 4, 6 + 1."""
+    """Joint batches of 8, 8 and 7 of the 23 data, split 5 + 3, 4 + 4, 6 + 1."""
     model = program(seed=rank)
     guide = AutoMAP(model)
     x, y = data(0, 1)
@@ -544,7 +544,7 @@ def start(folder, device):
 
 
 def two_processes(folder, device):
-    """What each of them found, case by case."""
+    """The results of each process, case by case."""
     command = [sys.executable, __file__, str(folder), device]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr

@@ -191,7 +191,7 @@ def test_kronecker_after_kronecker_adds_up_where_the_eigenbases_agree(structure,
 
 
 def test_kronecker_factors_take_the_diagonal_in_their_eigenbasis(tasks, covariance):
-    """Of a prior with other eigenvectors: its trace over a product is kept."""
+    """A prior with other eigenvectors keeps its trace over a product."""
     model = tasks.model()
     first = laplace(model, tasks.first, structure="full")
     alone = laplace(tasks.model(), tasks.second, structure="kron")

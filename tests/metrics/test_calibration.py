@@ -11,7 +11,7 @@ from pyro_bdl import metrics
 
 
 def test_interval_coverage_by_hand():
-    """Of three draws a target has rank 0, 1, 2 or 3, each a quarter; three that are equal are all
+    """With three draws a target has rank 0, 1, 2 or 3, each a quarter; three that are equal are all
     of them. Source: Czado, Gneiting & Held 2009, section 2.1."""
     values = torch.tensor([1.0, 2.0, 3.0]).double()[:, None].expand(-1, 4)
     y = torch.tensor([0.0, 1.5, 2.5, 9.0], dtype=torch.float64)
@@ -43,7 +43,7 @@ def test_of_many_draws_it_is_the_interval_between_quantiles():
 @pytest.mark.parametrize("size", [5, 40])
 @pytest.mark.parametrize("rate", [None, 1.0])
 def test_coverage_is_the_level_where_the_model_is_true(size, rate):
-    """Of as few draws as five, and of counts, of which [0, 3] holds 98 % at rate 1."""
+    """With as few draws as five, and for counts, of which [0, 3] holds 98 % at rate 1."""
     torch.manual_seed(4)
     draw = torch.randn if rate is None else lambda *shape: torch.poisson(torch.full(shape, rate))
     levels = torch.tensor([0.5, 0.9, 0.95]).double()

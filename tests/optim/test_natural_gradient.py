@@ -456,7 +456,7 @@ def test_the_precision_is_averaged_over_more_steps_as_the_learning_rate_falls(pa
     model, x, y = _linear()
 
     def growth(*rates):
-        """Of the precision in the last of some steps, relative."""
+        """The relative change of the precision in the last of some steps."""
         torch.manual_seed(0)
         guide = AutoMeanField(model).prototype(x, y)
         mover, loss = optimizer(guide), elbo()(model, guide)

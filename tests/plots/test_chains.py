@@ -47,7 +47,7 @@ def test_band_of_unequal_bins():
 
 
 def test_the_band_holds_independent_chains():
-    """Of 20 000 counts as many lie within as the exact distribution says, within 4 sds."""
+    """As many of 20 000 counts lie within as the exact distribution says, within 4 sds."""
     inside = [
         (plots.rank_counts(torch.randn(2, 40), 4)[0] >= low).mean()
         for low in [stats.hypergeom(80, 20, 40).ppf(0.05)]

@@ -58,7 +58,7 @@ def same(a, b):
 
 
 def torchs(net, draw, batches, inputs):
-    """What torch gives: a network with these weights whose statistics ``update_bn`` has set."""
+    """The output of torch's network with these weights, its statistics set by ``update_bn``."""
     net = copy.deepcopy(net)
     with torch.no_grad():
         for name, parameter in net.named_parameters():

@@ -202,7 +202,7 @@ def test_second_derivatives_and_segments(data):
 
 
 def _torchs_own():
-    """What stands in torch's module, where no substitution holds."""
+    """The functions of torch's module, where no substitution holds."""
     names = "CheckpointFunction", "_checkpoint_without_reentrant_generator"
     names += ("_checkpoint_without_reentrant_generator_impl",)
     return [getattr(torch.utils.checkpoint, name, None) for name in names]
