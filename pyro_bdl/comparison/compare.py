@@ -19,7 +19,7 @@ from pyro_bdl.comparison.input_regions import regions, sd_ratios
 from pyro_bdl.comparison.k_fold import KFold
 from pyro_bdl.comparison.leave_one_out import comparable, difference, withheld_notes
 from pyro_bdl.comparison.metric import of_task
-from pyro_bdl.comparison.program_sites import read_program, stated_num_data
+from pyro_bdl.comparison.program_sites import SEVERAL_SITES, read_program, stated_num_data
 from pyro_bdl.comparison.ranking import rank_by_distance, rank_by_score
 from pyro_bdl.comparison.result import Comparison, is_known
 from pyro_bdl.comparison.scores import TEST_DATA, few_draws, few_draws_note
@@ -318,7 +318,7 @@ def _data(kind: str, parts: tuple[Any, ...]) -> Test:
         sites = ", ".join(map(repr, parts[-1]))
         raise ValueError(
             "compare needs a program with one observed site, but "
-            f"y_{kind} holds targets of: {sites}"
+            f"y_{kind} holds targets of: {sites}. {SEVERAL_SITES}"
         )
     tensors = []
     for place, part in enumerate(parts):

@@ -19,6 +19,11 @@ from pyro_bdl.program.unconstrained_parameters import are_known
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.module_state import evaluation_mode
 
+SEVERAL_SITES = (
+    "Score each site by Predictive(model, posterior).log_likelihood(*data), all at once by "
+    "to_arviz, or compare a program that observes one of them"
+)
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -60,7 +65,9 @@ def read_program(model: Callable, test: Test, posteriors: Mapping[str, Any]) -> 
         without = record(model, at, (*rows.inputs, None), draw=leave_open).observed
     if len(observed) != 1:
         sites = ", ".join(map(repr, observed)) or "none"
-        raise ValueError(f"compare needs a program with one observed site, but it has: {sites}")
+        raise ValueError(
+            f"compare needs a program with one observed site, but it has: {sites}. {SEVERAL_SITES}"
+        )
     ((name, site),) = observed.items()
     kind = type(base_distribution(site.distribution)).__name__
     if name not in without:

@@ -379,5 +379,5 @@ def flat_entries(site: Site, shape: torch.Size, device: torch.device) -> Tensor:
         masks.append((site.mask, site.distribution.batch_shape))
     for mask, batch in masks:
         left_out = ~mask.to(device).bool().expand(batch)
-        result = result | left_out.reshape(*batch, *(1,) * (len(shape) - len(batch)))
+        result = result | left_out.reshape((*batch, *(1,) * (len(shape) - len(batch))))
     return result.reshape(-1)

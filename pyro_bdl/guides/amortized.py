@@ -96,7 +96,8 @@ class AutoAmortized(OwnParameters, AutoGuide):
         if others:
             self.rest = self._make_rest(poutine.block(self.model, hide=list(self._encoders)))
             self._create_plates(*args, **kwargs)
-            self.rest(*args, **kwargs)
+            with poutine.block():  # a first step must not see its sites twice
+                self.rest(*args, **kwargs)
 
     def _check_prototype(self, trace: Any) -> None:
         """The other guide's sites are the program's, since it is made from the program."""

@@ -198,7 +198,7 @@ def test_a_program_with_two_observed_sites_is_told():
         line(x, y)
         pyro.sample("z", dist.Normal(0.0, 1.0), obs=torch.tensor(0.0))
 
-    with pytest.raises(ValueError, match="one observed site, but it has: 'y', 'z'"):
+    with pytest.raises(ValueError, match=r"one observed site, .* 'y', 'z'.*log_likelihood"):
         compare(program, {"a": normal_draws(w=(2,))}, X, X[:, 0], reference=None)
 
 

@@ -1,10 +1,14 @@
 """Local latents in minibatches, by rows and by an encoder, against the linear-Gaussian model's
 exact posterior: at it, the bound sticks to the evidence, whatever is drawn."""
 
+import math
+
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer import SVI
+from pyro.optim import Adam
 from torch import nn
 
 from pyro_bdl import Predictive
@@ -140,6 +144,12 @@ def test_new_data_have_latents_of_their_own():
     assert predicted["x"].shape == (500, 2, 2)
     expected = (VARIANCE * new @ LOADINGS / NOISE**2)[:, None] * LOADINGS
     assert (predicted["mean"].mean(0) - expected).abs().max() < 5 * (VARIANCE / 500) ** 0.5
+
+
+def test_the_first_step_of_svi_makes_the_parameters():
+    guide = AutoAmortized(minibatch, {"z": Encoder()}, create_plates=_rows_of)
+    svi = SVI(minibatch, guide, Adam({"lr": 0.0}), TemperedTrace_ELBO())
+    assert math.isfinite(svi.step(X[:B]))
 
 
 @pytest.mark.parametrize("guide", [AutoMeanField, AutoMAP])

@@ -177,3 +177,18 @@ def test_targets_that_are_no_data_any_more_are_refused_by_name():
     for wrapped in (poutine.uncondition(model), poutine.block(model, hide=["y"])):
         with pytest.raises(UnsupportedProgramError, match="no observed site"):
             bdl.mcmc.sample(wrapped, X, Y, progress=False)
+
+
+@pytest.mark.parametrize("counts, precision", [(True, 4.0), (False, 3.0)])
+def test_a_scalar_under_a_mask_of_one_number_has_a_laplace_approximation(counts, precision):
+    def masked(y):
+        with poutine.mask(mask=torch.tensor(counts)):
+            b = pyro.sample("b", dist.Normal(torch.zeros(()), 1.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(b, 1.0), obs=y)
+
+    y = torch.zeros(3)
+    start = init_to_value(values={"b": torch.zeros(())})
+    guide = bdl.guides.AutoLaplaceGGN(masked, structure="diag", init_loc_fn=start).prototype(y)
+    found = guide.laplace_approximation((y,)).variances()
+    torch.testing.assert_close(found, torch.tensor([1 / precision]))
