@@ -119,6 +119,7 @@ def test_a_limit_of_time_ends_the_draws():
 )
 def test_a_killed_stochastic_gradient_run_ends_with_the_same_draws(method, tmp_path, monkeypatch):
     monkeypatch.setattr(stochastic_chains, "_SECONDS_PER_WRITE", 0.0)
+    monkeypatch.setattr(stochastic_chains, "_WORTH_TRACING", 1)
     options = {"method": method} if method not in ("loader", "adaptive") else {}
     if method == "loader":
         options["data"] = DataLoader(TensorDataset(X, TARGETS), batch_size=6, shuffle=True)
@@ -164,7 +165,7 @@ def test_a_killed_stochastic_gradient_run_ends_with_the_same_draws(method, tmp_p
 def test_ten_kills_at_random_moments_change_no_draw(kind, tmp_path):
     """Processes are killed (SIGKILL) after some writes each, at any moment."""
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["pyro_bdl.mcmc.jax.chains", "pyro_bdl"])
+    processes.set_forkserver_preload(["torch", "pyro"])
     generator = random.Random(0)
     kills = 0
     while kills < 10:
