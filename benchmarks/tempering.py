@@ -396,7 +396,7 @@ def main() -> None:
     parser.add_argument("--sets", nargs="+", default=["mnist", "fashion_mnist"])
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="minutes; the default")
-    size.add_argument("--medium", action="store_true", help="an hour of one core")
+    size.add_argument("--medium", action="store_true", help="half an hour of one core")
     size.add_argument("--full", action="store_true", help="as published; hours without a GPU")
     for name in ("images", "tests", "steps", "draws", "cold_images", "cold_steps", "resnet_steps"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int)
@@ -498,7 +498,6 @@ QUICK = {
 MEDIUM = QUICK | {
     "images": 10_000,
     "widths": [50, 200, 1000, 5000],
-    "steps": 500,
     "limit_widths": (50, 500, 5000, 50_000),
     "kl_steps": 6000,
     "cold_images": 500,

@@ -11,9 +11,9 @@ from pyro_bdl.program.batches import Batch
 from pyro_bdl.program.vmap import DrawMap
 from pyro_bdl.tracing.trace import trace
 from pyro_bdl.utils.module_state import vmappable
-from pyro_bdl.utils.random_state import everywhere
+from pyro_bdl.utils.random_state import everywhere, fixed_normal, own_randomness
 
-_CHECKED = 2  # evaluations of a graph that are compared with the program
+_ASIDE = 0.1  # how far from the chains a graph is compared with the program a second time
 _TOLERANCE = 1e-3  # relative to the largest entry; float32 sums depend on their order
 
 
@@ -24,7 +24,9 @@ class Scores:
     Python code in a run (handlers, distributions, modules) costs as much as the arithmetic of a
     small network. The operators are therefore traced once for each shape of a batch, and the graph
     is replayed. The program itself is run at every call if it cannot be traced, or if the graph
-    gives other results on one of the first batches (control flow, random numbers).
+    gives other results on its first batch (control flow, random numbers). This is settled at the
+    first batch of a shape, without a random number of the chains: results do not depend on the
+    calls before.
 
     :param log_density: a scalar function in nats, pure in the vector and the arguments.
     :param traced: whether to trace at all.
@@ -47,17 +49,20 @@ class Scores:
         key = (structure, *(_kind(leaf) for leaf in leaves))
         if key not in self.graphs:
             room = len(self.graphs) < self.most_graphs
-            self.graphs[key] = self._recorded(vectors, leaves, structure) if room else None
+            with own_randomness():
+                self.graphs[key] = self._checked(vectors, batch) if room else None
         graph = self.graphs[key]
-        if graph is None:
-            return self._run(vectors, batch)
-        found = graph(vectors, leaves)
-        if graph.calls <= _CHECKED:
-            exact = self._run(vectors, batch)
-            if not all(map(_agree, found, exact)):
-                self.graphs[key] = None
-            return exact
-        return found
+        return self._run(vectors, batch) if graph is None else graph(vectors, leaves)
+
+    def _checked(self, vectors: Tensor, batch: Batch) -> "_Graph | None":
+        """The graph, if it gives the program's results at and beside these vectors."""
+        leaves, structure = tree_flatten(batch)
+        graph = self._recorded(vectors, leaves, structure)
+        if graph is not None:
+            for at in (vectors, vectors + _ASIDE * fixed_normal(vectors)):
+                if not all(map(_agree, graph(at, leaves), self._run(at, batch))):
+                    return None
+        return graph
 
     def _run(self, vectors: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         args, kwargs = batch
@@ -100,15 +105,13 @@ class Scores:
 
 
 class _Graph:
-    """A traced graph, and the number of its evaluations."""
+    """A traced graph, and the places of its arguments."""
 
     def __init__(self, graph: Callable[..., Any], places: list[int]) -> None:
         self.graph, self.places = graph, places
-        self.calls = 0
 
     @torch.no_grad()
     def __call__(self, vectors: Tensor, leaves: list[Any]) -> tuple[Tensor, Tensor]:
-        self.calls += 1
         return self.graph(vectors, *(leaves[place] for place in self.places))
 
 

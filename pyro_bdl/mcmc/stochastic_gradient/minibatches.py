@@ -60,6 +60,11 @@ class Minibatches:
         self.device = next(v.device for v in tree_leaves(self.whole) if isinstance(v, Tensor))
         self.first = self._rows(torch.arange(batch_size, device=self.device))
 
+    def __iter__(self) -> Iterator[Batch]:
+        """Pass after pass without end; ``Stream`` can go on from a stored place."""
+        while True:
+            yield from self.one_pass()
+
     def one_pass(self) -> Iterator[Batch]:
         """The batches of one pass over the data; random numbers are drawn at the first of them."""
         if self.is_whole:
