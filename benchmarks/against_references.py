@@ -94,6 +94,7 @@ def picture(rows: list[Row], path: str) -> None:
 
     matplotlib.use("agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
 
     from pyro_bdl import plots
 
@@ -103,7 +104,7 @@ def picture(rows: list[Row], path: str) -> None:
     lines = 1 if len(problems) < 4 else 2
     across = -(-len(problems) // lines)
     figure, axes = pyplot.subplots(
-        lines, across, figsize=(3.6 * across, 2.9 * lines + 1.2), sharey=True, squeeze=False,
+        lines, across, figsize=(3.8 * across, 2.9 * lines + 1.6), sharey=True, squeeze=False,
         layout="constrained",
     )  # fmt: skip
     for axis, problem in zip(axes.flat, problems, strict=False):
@@ -114,12 +115,21 @@ def picture(rows: list[Row], path: str) -> None:
         axis.axhline(1, color="0.7", linewidth=0.8, zorder=0)
         axis.axhline(0.5, color="0.7", linewidth=0.8, linestyle=":", zorder=0)
         axis.set(xscale="log", title=problem, xlabel="processor time [s]", ylim=(-0.15, 1.05))
+        axis.xaxis.set_major_locator(FixedLocator([1, 3, 10, 30, 100, 300, 1000]))
+        axis.xaxis.set_major_formatter(ScalarFormatter())
+        axis.xaxis.set_minor_locator(NullLocator())
     for axis in axes.flat[len(problems) :]:
         axis.axis("off")
     for axis in axes[:, 0]:
         axis.set_ylabel("share of NUTS")
     marks = [pyplot.Line2D([], [], linestyle="none", label=name, **looks[name]) for name in looks]
-    figure.legend(handles=marks, loc="outside lower center", ncols=2 * across, frameon=False)
+    figure.legend(
+        handles=marks,
+        loc="outside lower center",
+        fontsize="small",
+        ncols=max(2, 3 * across // 2),
+        frameon=False,
+    )
     figure.savefig(path, dpi=100)
 
 
