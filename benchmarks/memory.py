@@ -40,6 +40,19 @@ def measured(run: Callable[[], object], device: str) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
+def first_calls(device: str) -> None:
+    """Load what torch, Pyro and this library load when it is first needed."""
+    x = torch.randn(4, 100, device=device)
+    y = torch.randint(0, 10, (4,), device=device)
+    net = nn.Sequential(nn.Linear(100, 8), nn.ReLU(), nn.Linear(8, 10)).to(device)
+    model = bdl.models.Classification(bdl.bayesianize(net), num_data=4).to(device)
+    for make in GUIDES.values():
+        bdl.training.train(model, make(model), x, y, steps=3)
+    for structure in STRUCTURES:
+        guide = guides.AutoLaplaceGGN(model, structure=structure).prototype(x, y)
+        guide.laplace_approximation((x, y))
+
+
 def one(side: str, width: int, device: str) -> dict[str, float]:
     torch.manual_seed(0)
     net = nn.Sequential(
@@ -48,7 +61,7 @@ def one(side: str, width: int, device: str) -> dict[str, float]:
     x = torch.randn(2048 if side in GUIDES else _ROWS, 100, device=device)
     y = torch.randint(0, 10, (len(x),), device=device)
     model = bdl.models.Classification(bdl.bayesianize(net), num_data=len(x)).to(device)
-    (x[:8] @ torch.randn(100, 300, device=device, requires_grad=True)).sum().backward()  # threads
+    first_calls(device)
     if side in GUIDES:
         guide = GUIDES[side](model)
         found = bdl.estimate_memory(model, guide, x, y, batch_size=_BATCH)
