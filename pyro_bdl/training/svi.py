@@ -25,6 +25,7 @@ from pyro_bdl.training.collapse import warn_of_collapse
 from pyro_bdl.training.held_out import HeldOut, split
 from pyro_bdl.training.minibatches import Minibatches
 from pyro_bdl.training.safeguard import Failure, Safeguard
+from pyro_bdl.utils.memory import available_memory
 from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.progress import hidden, shown
 from pyro_bdl.utils.random_state import own_randomness
@@ -126,6 +127,7 @@ def train(
         and the error or warning names it and the rows of its batch. See :class:`Safeguard`.
     :param progress: description of the progress bar, which terminals and notebooks show; None for
         no bar.
+    :raises MemoryError: if the gradients and Adam's state alone do not fit in memory.
     :raises FailedStepError: if ``on_failure`` says stop.
     :raises ValueError: for data that are not finite, targets outside their support, fewer than one
         step, or a minibatch for a program whose ``num_data`` is not N, which would give its log
@@ -154,6 +156,7 @@ def train(
     objective: Any = elbo(model, guide)
     if optimizer is None:
         trained = list(objective.parameters() if parameters is None else parameters)
+        _check_memory(trained)
         optimizer = torch.optim.Adam(trained, lr=learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 
@@ -451,6 +454,22 @@ def estimate_elbo(
         loss = elbo.loss(model, guide, taken(x, rows), taken(y, rows))
         total -= loss * len(rows) / count
     return total / repeats
+
+
+def _check_memory(parameters: list[Tensor]) -> None:
+    """Check that gradients and Adam's state fit in memory, the least that training takes.
+
+    :raises MemoryError: if they do not.
+    """
+    needed = 3 * sum(p.numel() * p.element_size() for p in parameters)
+    free = available_memory(parameters[0].device) if parameters else None
+    if free is not None and needed > free:
+        numbers = sum(p.numel() for p in parameters)
+        raise MemoryError(
+            f"gradients and Adam's state of {numbers:,} parameters need {needed / 2**30:.2f} GiB, "
+            f"{free / 2**30:.2f} GiB are free: take AutoMAP, fewer weights or another device; "
+            "estimate_memory says what fits"
+        )
 
 
 def _count(**arguments: Any) -> int:

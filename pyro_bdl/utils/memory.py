@@ -1,6 +1,7 @@
 """Memory: a limit for work in pieces, reuse of freed blocks, what is available, allocations."""
 
 import functools
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -99,6 +100,36 @@ class Allocations(TorchDispatchMode):
             elif address not in inputs:
                 self.bytes += leaf.untyped_storage().nbytes()
         return result
+
+
+class LiveMemory(TorchDispatchMode):
+    """Peak of the bytes of all tensors that operators allocate and that live at the same time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and _address(leaf) is not None:
+                self._add(leaf.untyped_storage())
+        return result
+
+    def _add(self, storage: Any) -> None:
+        key = storage._cdata
+        if key in self._sizes or not storage.nbytes():
+            return
+        self._sizes[key] = storage.nbytes()
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._remove, key)
+
+    def _remove(self, key: int) -> None:
+        self.now -= self._sizes.pop(key, 0)
 
 
 def _address(leaf: Any) -> int | None:
