@@ -112,9 +112,11 @@ def main() -> None:
         results[f"{side}: MB"] = peaks[side]
         for other in ("deterministic", "by hand"):
             if other in options.sides and side != other:
-                results[f"{side}: time to {other}"] = seconds[side] / seconds[other]
+                results[f"{side}: ratio of time to {other}"] = seconds[side] / seconds[other]
         if "deterministic" in options.sides and side != "deterministic":
-            results[f"{side}: memory to deterministic"] = peaks[side] / peaks["deterministic"]
+            results[f"{side}: ratio of memory to deterministic"] = (
+                peaks[side] / peaks["deterministic"]
+            )
     harness.show(f"large: one step, {options.network} weights", results, options.json)
 
 

@@ -29,6 +29,7 @@ SMALL = {
     "distributed": [
         *("--steps", "1", "--batches", "8", "4", "--rows", "20", "--repeats", "1"),
     ],
+    "large": ["--quick"],
     "networks_in_plate": ["--quick", "--networks", "2", "--methods", "SVI"],
     "mcmc": [
         *("--chains", "2", "--iterations", "20", "--nuts", "10", "--depth", "3"),
@@ -49,6 +50,16 @@ def test_benchmark_prints_both_sides_and_the_ratio(name):
     ratios = [value for key, value in result.items() if "ratio" in key]
     assert ratios and all(value > 0 for value in ratios)
     assert "machine" in result and "torch" in result["machine"]
+
+
+@pytest.mark.bench
+def test_scaling_prints_exponents_and_draws_them(tmp_path):
+    figure = tmp_path / "scaling.png"
+    command = [sys.executable, str(FOLDER / "scaling.py"), "--json", "--quick"]
+    command += ["--figure", str(figure)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=FOLDER, check=True)
+    result = json.loads(done.stdout.strip().splitlines()[-1])
+    assert sum("exponent" in key for key in result) == 20 and figure.stat().st_size > 0
 
 
 SUBNETWORK = {

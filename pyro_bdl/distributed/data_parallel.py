@@ -190,7 +190,7 @@ class DataParallel_ELBO(ELBO):
             weight = batch.weight(args, kwargs)
             with poutine.trace(param_only=True) as statements, self._noise(), left_to_caller():
                 loss = self.elbo.differentiable_loss(batch.model, guide, *args, **kwargs)
-            leaves: dict[Any, Any] = {}
+            leaves: dict[str, Tensor] = {}
             found: tuple[Tensor | None, ...] = ()
             if isinstance(loss, Tensor) and loss.requires_grad:
                 leaves = tensor_leaves(model, guide, statements.trace)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyro.distributions as dist
 import torch
-from scipy.optimize import minimize
 from torch import Tensor
 
 from pyro_bdl.errors import BdlWarning
@@ -250,6 +249,8 @@ def lbfgs_path(
 
     def after(x: np.ndarray) -> None:
         points.append(x.copy())
+
+    from scipy.optimize import minimize  # imported when needed, it takes long
 
     found = minimize(
         negative, points[0], jac=True, method="L-BFGS-B", callback=after,

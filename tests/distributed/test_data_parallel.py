@@ -508,6 +508,30 @@ def failures(rank, size):
     return found
 
 
+@case
+def gathered(rank, size):
+    """Chains and predictive draws of each rank, put together."""
+    if size == 1:
+        return {}
+    model, (x, y) = program(), data(0, 1)
+    torch.manual_seed(rank)
+    options = {"step_size": 1e-4, "num_warmup": 2, "num_samples": 3, "thinning": 1}
+    chains = bdl.mcmc.sgmcmc(model, (x, y), num_chains=2, seed=rank, progress=False, **options)
+    guide = AutoMeanField(model).prototype(x, y)
+    draws = bdl.Predictive(model, guide, num_samples=2 + rank)(x)
+    found = {
+        "mine": (dict(chains.latents), dict(chains.stats), draws),
+        "joint": bdl.distributed.gather(chains),
+        "draws": bdl.distributed.gather(draws),
+    }
+    found["joint"] = dict(found["joint"].latents), dict(found["joint"].stats)
+    same = {"y": torch.ones(3, 2)}
+    found["same"] = failure(lambda: bdl.distributed.gather(same))
+    other = bdl.Samples({"w": torch.randn(1, 3 + rank, 2)})
+    found["other"] = failure(lambda: bdl.distributed.gather(other))
+    return found
+
+
 # ----------------------------------------------------------------------------------- processes
 
 
@@ -567,7 +591,7 @@ def flat(found):
     return [value for part in found for value in flat(part)]
 
 
-EXACT = [name for name in CASES if name not in ("own_draws", "failures")]
+EXACT = [name for name in CASES if name not in ("own_draws", "failures", "gathered")]
 
 
 @pytest.mark.filterwarnings("ignore::pyro_bdl.errors.BdlWarning")
@@ -611,6 +635,27 @@ def test_ranks_draw_for_themselves(both):
         assert noise != other_noise
         assert loss == pytest.approx(float(14 * mine + 9 * theirs) / N, rel=1e-6)
     assert all(map(torch.equal, first, second))
+
+
+def test_draws_of_the_ranks_are_put_together(both):
+    first, second = (found["gathered"] for found in both)
+    for found in (first, second):
+        for number in range(2):  # latents and statistics
+            for name, value in found["joint"][number].items():
+                mine = [part["mine"][number][name] for part in (first, second)]
+                assert torch.equal(value, torch.cat(mine)) and len(value) == 4
+        for name, value in found["draws"].items():
+            mine = [part["mine"][2][name] for part in (first, second)]
+            assert torch.equal(value, torch.cat(mine)) and len(value) == 5
+        assert found["same"] == (
+            "ValueError: rank 1 has the same draws as rank 0: give each rank a seed of its own"
+        )
+        assert found["other"].startswith("ValueError: rank 1 has chains of shapes {'w': (4, 2)}")
+
+
+def test_alone_draws_are_what_they_are():
+    draws = {"y": torch.ones(2)}
+    assert bdl.distributed.gather(draws) is draws
 
 
 def test_one_process_has_the_noise_of_a_seed_and_leaves_the_callers_alone(conjugate):
