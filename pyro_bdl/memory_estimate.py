@@ -17,7 +17,8 @@ from pyro_bdl.guides.base import Guide
 from pyro_bdl.nn import bayesianize
 from pyro_bdl.program.batches import device_of_rows, leading_size, taken
 from pyro_bdl.program.program import Program
-from pyro_bdl.training.svi import rows_per_step, train
+from pyro_bdl.training.descent import rows_per_step
+from pyro_bdl.training.svi import train
 from pyro_bdl.utils.memory import Allocations, LiveMemory, available_memory
 from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.random_state import own_randomness

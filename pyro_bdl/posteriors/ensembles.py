@@ -2,7 +2,7 @@
 
 from pyro_bdl.guides import AutoEnsemble, AutoMultiSWAG, AutoSWAG
 from pyro_bdl.posteriors.registry import Options, Problem, Result, register, trained
-from pyro_bdl.training.svi import collect_swag
+from pyro_bdl.training.swag import collect_swag
 
 
 @register(

@@ -13,7 +13,8 @@ from pyro_bdl import evidence
 from pyro_bdl.comparison.costs import Costs, peak_memory, wait_for
 from pyro_bdl.guides import LaplaceGuide
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.training.svi import Training, estimate_elbo, train
+from pyro_bdl.training.descent import Training
+from pyro_bdl.training.svi import estimate_elbo, train
 from pyro_bdl.utils.random_state import process_seeded
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.posteriors.registry import Fit, Options, Problem, fit
+from pyro_bdl.training.descent import Training, rows_per_step
 from pyro_bdl.training.parallel_guides import OnOwnData
-from pyro_bdl.training.svi import Training, rows_per_step
 from pyro_bdl.utils.progress import hidden
 from pyro_bdl.utils.random_state import process_seeded
 

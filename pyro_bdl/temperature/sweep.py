@@ -21,9 +21,9 @@ from pyro_bdl.program.batches import leading_size, taken
 from pyro_bdl.program.validation import check_finite
 from pyro_bdl.temperature.overparameterized import size_of
 from pyro_bdl.temperature.result import Sweep
+from pyro_bdl.training.descent import rows_per_step
 from pyro_bdl.training.minibatches import minibatches
 from pyro_bdl.training.parallel_guides import AtTemperatures
-from pyro_bdl.training.svi import rows_per_step
 from pyro_bdl.utils.random_state import seeded
 from pyro_bdl.utils.validation import check_temperature, whole_number
 

@@ -1,0 +1,187 @@
+"""Snapshots of SGD around the MAP, for SWAG."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyro_bdl.elbo.tempered import TemperedTraceMeanField_ELBO
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.guides.swag import AutoMultiSWAG, AutoSWAG
+from pyro_bdl.program.batches import leading_size, taken
+from pyro_bdl.program.validation import check_finite
+from pyro_bdl.training.descent import BATCH, Descent, Training, num_rows, rows_per_step
+from pyro_bdl.utils.module_state import preserved_buffers
+from pyro_bdl.utils.random_state import own_randomness
+from pyro_bdl.utils.validation import whole_number
+
+_RATES = tuple(first * 10.0**-power for power in range(8) for first in (1.0, 0.3))
+
+
+def collect_swag(
+    model: nn.Module,
+    guide: AutoSWAG | AutoMultiSWAG,
+    x: Any,
+    y: Any,
+    *,
+    snapshots: int = 40,
+    every: int | None = None,
+    learning_rate: float | None = None,
+    final_learning_rate: float | None = None,
+    momentum: float = 0.9,
+    temperature: float = 1.0,
+    batch_size: int | None = None,
+    progress: str | None = None,
+) -> Training:
+    """Run SGD from the MAP at a constant or cyclic learning rate, and collect snapshots.
+
+    The loss is -log p(u, y) / N for each member of an ensemble; minibatches give the noise that
+    moves the point. Only the guide's parameters are trained, and they stay at the last step. Ctrl-C
+    ends the run with a warning and keeps the snapshots.
+
+    The learning rate determines the width of the posterior. Under a Gaussian posterior -log p(u, y)
+    lies P / 2 above its minimum on average (Mandt, Hoffman & Blei 2017, section 3.2). The default
+    is the largest of the rates 1, 0.3, 0.1, 0.03, ... at which N times the mean loss of the run
+    rises by no more than that: a run that rises further is ended, and begins anew at the next
+    rate. A warning is given if it rises by more than P at a rate that was given.
+
+    With ``final_learning_rate`` the rate falls linearly in each cycle of c = ``every`` steps, and a
+    snapshot is taken at the end of the cycle: a(i) = (1 - t) a_1 + t a_2, t = (1 + (i - 1) mod c) /
+    c (Izmailov et al. 2018, section 3.1). Otherwise it is constant (Maddox et al. 2019, section 3).
+
+    :param model: a program ``model(x, y)``; its ``num_data`` is N.
+    :param guide: trained to a maximum; takes the snapshots.
+    :param x: ``(N, ...)``, all training inputs; or a dict of such tensors.
+    :param y: ``(N, ...)``, their targets.
+    :param snapshots: the number of new snapshots, at least 1.
+    :param every: steps between snapshots; by default one pass over the data.
+    :param learning_rate: SGD's learning rate a_1 at the start of each cycle; None to find it.
+    :param final_learning_rate: the learning rate a_2 at the end of each cycle; None for a constant
+        rate.
+    :param momentum: SGD's momentum.
+    :param temperature: eta, see :mod:`pyro_bdl.elbo`.
+    :param batch_size: rows in each step; by default a tenth of all rows, at most 256.
+    :param progress: description of the progress bar, which terminals and notebooks show; None for
+        no bar.
+    :raises ValueError: if a step diverges at a rate that was given, or at all rates; the guide is
+        then reset to its start and earlier snapshots are kept. Also for minibatches of a program
+        that does not know N, and for a final rate without a first one.
+    """
+    if not isinstance(guide, AutoSWAG | AutoMultiSWAG):
+        raise TypeError(f"collect_swag needs an AutoSWAG guide, got {type(guide).__name__}")
+    snapshots = whole_number(snapshots, "snapshots")
+    every = None if every is None else whole_number(every, "every")
+    if any(rate is not None and not rate > 0 for rate in (learning_rate, final_learning_rate)):
+        raise ValueError("learning rates must be positive")
+    if learning_rate is None and final_learning_rate is not None:
+        raise ValueError("final_learning_rate needs learning_rate, the rate that it falls from")
+    count = num_rows(x=x, y=y)
+    check_finite(model, (x, y), {})
+    tenth = min(BATCH, max(1, count // 10))
+    size = rows_per_step(model, count, tenth if batch_size is None else batch_size)
+    every = max(1, count // size) if every is None else every
+    steps = snapshots * every
+    guide.prototype(x, y)
+    members = guide.size if isinstance(guide, AutoMultiSWAG) else 1
+    elbo = TemperedTraceMeanField_ELBO(temperature=temperature, num_particles=members)
+    pair: Any = elbo(model, guide)
+    parameters = list(guide.parameters())
+    before = [parameter.detach().clone() for parameter in parameters]
+    taken_before = {name: v.clone() for name, v in guide.snapshots.state_dict().items()}
+
+    def objective(*args: Any) -> Tensor:  # a sum over the members, which share no parameters
+        return pair(*args) * members / count
+
+    def begin_again() -> None:
+        with torch.no_grad():
+            for parameter, value in zip(parameters, before, strict=True):
+                parameter.copy_(value)
+        guide.snapshots.load_state_dict(taken_before)
+
+    start = _mean_loss(objective, x, y, size)
+    expected = 0.5 * temperature * guide.require_layout().size
+
+    def run_at(rate: float) -> tuple[Tensor, bool]:
+        optimizer = torch.optim.SGD(parameters, lr=rate, momentum=momentum)
+        risen = 0.0  # the sum of the losses above the start, in nats per member
+
+        def at_step(step: int) -> None:
+            if final_learning_rate is not None:
+                t = (1 + step % every) / every
+                optimizer.param_groups[0]["lr"] = (1 - t) * rate + t * final_learning_rate
+
+        def after(step: int) -> None:
+            nonlocal risen
+            if step % every == 0:
+                try:
+                    guide.collect()
+                except ValueError as error:
+                    raise _TooHigh(f"diverged within {step} steps") from error
+                recent = torch.stack(descent.losses.values[-every:]).double().sum().item()
+                risen += (recent - every * start) * count / members
+                if learning_rate is None and not risen <= steps * expected:
+                    raise _TooHigh(f"left the maximum within {step} steps")
+            at_step(step)
+
+        def take(*args: Any, batch: Any = None) -> Tensor:
+            loss = objective(*args)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        descent = Descent(take, x, y, size, after=after)
+        at_step(0)
+        with warnings.catch_warnings():
+            if learning_rate is None:  # of a rate that is tried
+                warnings.filterwarnings("ignore", "Encountered NaN", UserWarning)
+            return descent.run(range(steps), steps, progress)
+
+    rates = list(_RATES if learning_rate is None else (learning_rate,))
+    while True:
+        rate = rates.pop(0)
+        try:
+            losses, interrupted = run_at(rate)
+            break
+        except _TooHigh as error:
+            begin_again()
+            if not rates:
+                raise ValueError(
+                    f"SGD {error} at learning_rate={rate:g}: lower it; the guide is back where it "
+                    f"started, the {int(guide.snapshots.count)} snapshots from before are kept"
+                ) from error
+    if interrupted:
+        warnings.warn(
+            f"interrupted after {len(losses)} of {steps} steps: the guide keeps its "
+            f"{int(guide.snapshots.count)} snapshots",
+            BdlWarning,
+            stacklevel=2,
+        )
+        return Training(losses, size, interrupted, learning_rate=rate)
+    rise = (losses[steps // 2 :].mean().item() - start) * count / members
+    if learning_rate is not None and rise > 2.0 * expected:
+        warnings.warn(
+            f"the loss rose by {rise:.0f} nats while the snapshots were taken, where a Gaussian "
+            f"posterior explains {expected:.0f}: learning_rate={rate} makes the posterior "
+            "too wide, lower it",
+            BdlWarning,
+            stacklevel=2,
+        )
+    return Training(losses, size, interrupted, learning_rate=rate)
+
+
+class _TooHigh(Exception):
+    """A learning rate at which the loss rises too far."""
+
+
+@torch.no_grad()
+def _mean_loss(objective: Callable[..., Tensor], x: Any, y: Any, size: int) -> float:
+    """The mean loss over all rows, in batches of ``size`` rows, without side effects."""
+    count, total = leading_size(x), 0.0
+    with preserved_buffers(objective), own_randomness():
+        for start in range(0, count, size):
+            rows = slice(start, min(start + size, count))
+            total += objective(taken(x, rows), taken(y, rows)).item() * (rows.stop - start)
+    return total / count
