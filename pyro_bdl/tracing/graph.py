@@ -1,13 +1,31 @@
 """Queries and changes of a graph of ATen operators from ``make_fx``."""
 
+import linecache
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch.fx.graph_module import _loader
 
 # Their schemas do not show that in training they change the running statistics, arguments 3 and 4.
 _BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
+
+
+@contextmanager
+def without_kept_text() -> Iterator[None]:
+    """Drop the text of the code that graphs are run by, which torch.fx keeps for tracebacks.
+
+    It would keep it for the rest of the process, for every graph that was ever made.
+    """
+    before = len(_loader.eval_cache)
+    try:
+        yield
+    finally:
+        for name in list(_loader.eval_cache)[before:]:
+            _loader.eval_cache.pop(name, None)
+            linecache.cache.pop(name, None)
 
 
 def schema_of(node: fx.Node) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.distributions import Distribution
 
-from pyro_bdl.tracing.graph import changed, is_border, lift
+from pyro_bdl.tracing.graph import changed, is_border, lift, without_kept_text
 from pyro_bdl.tracing.trace import NotTraceable, operators_of, record, refuse_reads, tensor_of
 from pyro_bdl.utils.module_state import vmappable
 
@@ -44,6 +44,7 @@ def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
+@without_kept_text()
 def trace_pure(
     function: Callable,
     examples: Sequence[Tensor],

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.tracing.backends import BACKENDS, Run
-from pyro_bdl.tracing.graph import lift
+from pyro_bdl.tracing.graph import lift, without_kept_text
 from pyro_bdl.tracing.simplify import LARGE, simplify
 from pyro_bdl.tracing.trace import (
     NotTraceable,
@@ -107,6 +107,7 @@ class Outcome(NamedTuple):
         return True
 
 
+@without_kept_text()
 def trace_step(loss: Loss, examples: Sequence[Tensor], backend: str, *, readable: int = 0) -> Step:
     """Trace a loss and its gradient.
 
