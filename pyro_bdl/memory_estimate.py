@@ -190,7 +190,8 @@ def _outputs(program: Program, x: Any) -> int:
     """Numbers that a prediction holds for each row: observed and deterministic sites."""
     run = program.run(program.initial, *program.args)
     rows = leading_size(program.args[0])
-    held = sum(torch.as_tensor(value).numel() for value in run.deterministic.values())
+    values = run.deterministic.values()
+    held = sum(value.numel() for value in values if isinstance(value, Tensor))
     for site in run.observed.values():
         held += (site.distribution.batch_shape + site.distribution.event_shape).numel()
     return max(1, held // rows)

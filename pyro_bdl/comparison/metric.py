@@ -81,10 +81,14 @@ def measure(
     Those that are means over the test points come from ``measure_points``.
     """
     return {
-        metric.key: float(torch.as_tensor(metric.function(*inputs[metric.of])).detach())
+        metric.key: _number(metric.function(*inputs[metric.of]))
         for metric in of_task(metrics, task)
         if metric.of in inputs and not metric.over_points
     }
+
+
+def _number(value: Any) -> float:
+    return float(value.detach() if isinstance(value, Tensor) else value)
 
 
 def measure_points(

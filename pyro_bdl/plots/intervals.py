@@ -96,7 +96,6 @@ def intervals(
     figure, axes = panels(
         len(quantities), height=0.55 + 0.24 * len(names), columns=columns, sharey=True
     )
-    # Titles of neighbors would run into each other: each part has a line of its own.
     levels = [(1 - level) / 2, (1 - _INNER) / 2, 0.5, (1 + _INNER) / 2, (1 + level) / 2]
     for axis, quantity in zip(axes, quantities, strict=True):
         for row, name in enumerate(names):
@@ -110,6 +109,7 @@ def intervals(
             axis.plot([lower, upper], [row, row], color=color, linewidth=3.5, solid_capstyle="butt")
             axis.plot(middle, row, markersize=7, markeredgecolor="white", **look[name])
         axis.use_sticky_edges = False  # the shaded column may reach farthest
+        # titles of neighbors would run into each other: each part has a line of its own
         title(axis, quantity if columns == 1 else quantity.replace(", ", ",\n"))
         axis.grid(visible=False, axis="y")
         axis.xaxis.set_major_locator(MaxNLocator(4))

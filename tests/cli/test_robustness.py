@@ -125,7 +125,7 @@ def test_fits_that_are_not_compared_are_kept(run, out, monkeypatch, with_draws, 
 
 
 def test_ctrl_c_while_the_elbo_is_estimated_keeps_the_fit(run, out, monkeypatch):
-    def interrupted(*args):
+    def interrupted(*args, **options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(registry, "estimate_elbo", interrupted)

@@ -80,13 +80,24 @@ def test_joint_function_equals_the_single_ones(case, source):
         np.testing.assert_allclose(value.numpy(), found[name], rtol=1e-10)
 
 
+VANISHING = ("heavy tails", "heavier tails", "infinity")  # ratios that underflow
+
+
+def infinite(k, case):
+    """ArviZ 1.x gives NaN where ratios vanish beside the largest, and also where all are equal:
+    here the first have an infinite k-hat."""
+    k = np.asarray(k, dtype=float)
+    return np.where(np.isnan(k), np.inf, k) if case in VANISHING else k
+
+
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("case", LIKELIHOODS)
 def test_psis(case, source):
     ll, r_eff = LIKELIHOODS[case]
     compat, found = find(source, "likelihoods", case, ll)
     got = bdl.psis(-torch.from_numpy(ll), r_eff=r_eff, compat=compat)
-    np.testing.assert_allclose(got.pareto_k.numpy(), found["psis"]["k"], rtol=1e-10)
+    expected = infinite(found["psis"]["k"], case)
+    np.testing.assert_allclose(got.pareto_k.numpy(), expected, rtol=1e-10)
     weights = np.sort(got.log_weights.flatten(0, 1).T.numpy(), -1)[:, ::-50]
     np.testing.assert_allclose(weights, found["psis"]["weights"], rtol=1e-10, atol=1e-13)
 
@@ -96,6 +107,7 @@ def test_psis(case, source):
 def test_loo(case, source):
     ll, r_eff = LIKELIHOODS[case]
     compat, found = find(source, "likelihoods", case, ll)
+    found["loo"]["pareto_k"] = infinite(found["loo"]["pareto_k"], case)
     same_result(bdl.loo(torch.from_numpy(ll), r_eff=r_eff, compat=compat), found["loo"])
 
 
@@ -108,9 +120,7 @@ def test_loo_of_an_approximate_posterior(case, source):
         pytest.skip("ArviZ 0.23 has no loo_approximate_posterior")
     densities = map(torch.from_numpy, reference.densities(ll))
     got = bdl.loo_approximate_posterior(torch.from_numpy(ll), *densities, compat=compat)
-    if case == "infinity":  # k-hat of the impossible observation: NaN, as in loo; ArviZ: infinity
-        assert got.pareto_k[2].isnan()
-        found["approximate"]["pareto_k"][2] = math.nan
+    found["approximate"]["pareto_k"] = infinite(found["approximate"]["pareto_k"], case)
     same_result(got, found["approximate"])
 
 

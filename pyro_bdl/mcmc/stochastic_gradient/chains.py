@@ -173,7 +173,7 @@ class Walk:
     def _write(self, journal: Journal) -> None:
         """Write the draws since the last time, and all that the next step needs."""
         leaves = {
-            "factor": torch.tensor(self.factor, dtype=torch.float64),
+            "factor": torch.tensor(self.factor, dtype=torch.float64, device="cpu"),
             "limit": self.limit,
             "sound": self.sound,
             "recent": self.recent,
@@ -181,7 +181,7 @@ class Walk:
             "gradient": self.point.gradient,
         }
         leaves |= {
-            f"state/{name}": torch.as_tensor(value)
+            f"state/{name}": torch.as_tensor(value, device="cpu")
             for name, value in self.state._asdict().items()
             if value is not None
         }

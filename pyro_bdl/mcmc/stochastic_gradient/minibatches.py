@@ -184,7 +184,10 @@ class Stream:
         """The place in the stream, by name; empty before the first batch."""
         if not self.passed:
             return {}
-        counts = {"passed": torch.tensor(self.passed), "taken": torch.tensor(self.taken)}
+        counts = {
+            name: torch.tensor(number, device="cpu")
+            for name, number in (("passed", self.passed), ("taken", self.taken))
+        }
         return counts | {f"before/{name}": value for name, value in self._before.items()}
 
     def go_to(self, place: Mapping[str, Tensor]) -> None:

@@ -490,7 +490,7 @@ def test_subset_moves_and_the_rest_stays(exact_posterior):
     )
     draws = samples.latents["w"]
     fixed = torch.tensor([0, 2, 4])
-    assert torch.equal(draws[..., fixed], at[fixed].expand(300, 40, 3))
+    assert torch.equal(draws[..., fixed], at[fixed].expand(800, 15, 3))
     mean, covariance = exact_posterior(x, y)
     precision, chosen = torch.linalg.inv(covariance), torch.tensor([1, 3])
     inner = torch.linalg.inv(precision[chosen][:, chosen])
