@@ -6,6 +6,8 @@ import subprocess
 import sys
 import warnings
 
+import pytest
+
 from pyro_bdl.cli import entry as cli
 from pyro_bdl.cli.terminal import gives_up_at_second_interrupt, told_on_stderr
 from pyro_bdl.errors import BdlWarning
@@ -39,7 +41,15 @@ def test_the_second_interrupt_ends_what_is_stuck():
     assert process.returncode == 130 and "given up" in said
 
 
-def test_one_interrupt_is_handled_as_usual_and_all_is_put_back():
+@pytest.fixture
+def heard():
+    """Ctrl-C is heard, also where the tests were started in the background."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+def test_one_interrupt_is_handled_as_usual_and_all_is_put_back(heard):
     before = signal.set_wakeup_fd(-1)
     try:
         with gives_up_at_second_interrupt():
