@@ -27,7 +27,7 @@ class Mean(NamedTuple):
     finish: Callable[[Tensor], Tensor] = torch.clone
 
 
-class Factor(NamedTuple):
+class WeightedSite(NamedTuple):
     """A site's distribution and value, and the weights of its assignments.
 
     :param weights: posterior probability times scale and mask, of the log density's shape.
@@ -162,7 +162,9 @@ def _holds(value: Tensor, marker: Tensor, index: Tensor) -> bool:
 
 
 def maximizer(
-    uses: list[tuple[Factor, str, Selection]], table: Mapping[tuple[str, str], Mean], like: Tensor
+    uses: list[tuple[WeightedSite, str, Selection]],
+    table: Mapping[tuple[str, str], Mean],
+    like: Tensor,
 ) -> Tensor | None:
     """Return the value of a parameter that maximizes the expected log density.
 

@@ -16,9 +16,9 @@ from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.evidence.closed_form_m_steps import (
     LOCATIONS,
     SPREADS,
-    Factor,
     Mean,
     Selection,
+    WeightedSite,
     maximizer,
     selections,
     tables_of,
@@ -204,7 +204,7 @@ class _Maximization:
         run, _ = self.run()
         return {name: value.detach() for name, value in _summed_out(run).responsibilities().items()}
 
-    def factors(self, run: Run) -> dict[str, Factor]:
+    def factors(self, run: Run) -> dict[str, WeightedSite]:
         """All statements, each with the expected number of times that its density counts."""
         sites, result = _summed_out(run).sites, {}
         for name, site in (run.latents | run.observed | run.factors | sites).items():
@@ -212,7 +212,7 @@ class _Maximization:
             if weights is None:
                 counts = torch.ones_like(site.distribution.log_prob(site.value))
                 weights = scale_and_mask(counts, site.scale, site.mask).detach()
-            result[name] = Factor(site.distribution, site.value, weights)
+            result[name] = WeightedSite(site.distribution, site.value, weights)
         return result
 
     def expected(self) -> Tensor:

@@ -37,7 +37,7 @@ _SMALLEST = 1e-8  # of gamma and of squared weights
 
 
 @dataclass
-class Evaluation:
+class EvaluatedEvidence:
     """The evidence at its maximum, evaluated at one point.
 
     :param log_evidence: log p(y), in nats.
@@ -51,7 +51,7 @@ class Evaluation:
 
 
 @dataclass
-class Evidence(Evaluation):
+class Evidence(EvaluatedEvidence):
     """The result of a maximization; ``print`` shows both evaluations side by side.
 
     :param history: log p(y) after every step, or every tenth step.
@@ -64,8 +64,8 @@ class Evidence(Evaluation):
     """
 
     history: list[float] = field(default_factory=list)
-    at_weights: Evaluation | None = None
-    at_optimum: Evaluation | None = None
+    at_weights: EvaluatedEvidence | None = None
+    at_optimum: EvaluatedEvidence | None = None
     gap: float | None = None
 
     def __str__(self) -> str:

@@ -48,7 +48,7 @@ class Gaussian:
 
 
 @dataclass
-class _Statements:
+class _LocalStatements:
     """The statements about the local plate of one run: local sites' priors, the distributions that
     may depend on them, and everything else's values."""
 
@@ -75,7 +75,7 @@ class _Reading(Messenger):
     ) -> None:
         super().__init__()
         self.sites, self.local, self.known = sites, local or {}, known
-        self.found = _Statements()
+        self.found = _LocalStatements()
 
     def _process_message(self, msg: Any) -> None:
         if msg["type"] != "sample":
@@ -197,7 +197,7 @@ class WithoutLocals(nn.Module):
         return result
 
     def _run(self, args: tuple, kwargs: dict) -> tuple[Any, Gaussian, dict[str, int]]:
-        def read(local: Mapping[str, Tensor] | None, known: Any) -> _Statements:
+        def read(local: Mapping[str, Tensor] | None, known: Any) -> _LocalStatements:
             with _Reading(self.sites, local, known) as reading:
                 self.model(*args, **kwargs)
             return reading.found
@@ -210,7 +210,7 @@ class WithoutLocals(nn.Module):
         sizes = {name: prior.mean.shape[-1] for name, prior in priors.items()}
         outputs = {name: _read(name, fn) for name, fn in first.outputs.items()}
 
-        def at(point: Tensor) -> _Statements:
+        def at(point: Tensor) -> _LocalStatements:
             parts = point.split(list(sizes.values()), -1)
             local = {
                 name: part.reshape(first.priors[name].shape())  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ _MISSING = object()
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
-class Variable(NamedTuple):
+class NamedValue(NamedTuple):
     """A name in a table of values.
 
     :param table: a dict, or a closure cell that is read like a dict.
@@ -44,7 +44,7 @@ class _Cell:
             return default
 
 
-def variables(callables: Iterable[Any], modules: Iterable[nn.Module]) -> list[Variable]:
+def variables(callables: Iterable[Any], modules: Iterable[nn.Module]) -> list[NamedValue]:
     """The variables that functions use: closure cells, globals, entries of dicts, attributes of
     objects.
 
@@ -65,7 +65,7 @@ def variables(callables: Iterable[Any], modules: Iterable[nn.Module]) -> list[Va
 
 class _VariableSearch:
     def __init__(self) -> None:
-        self.found: list[Variable] = []
+        self.found: list[NamedValue] = []
         self._seen: set[tuple[FunctionType, int]] = set()
 
     def follow(self, value: Any) -> None:
@@ -102,19 +102,19 @@ class _VariableSearch:
             if is_library:  # such as Pyro's wrapper of a program
                 self.follow(value)
             elif name != "__class__":
-                self.variable(Variable(_Cell(cell), name, value, place), names)
+                self.variable(NamedValue(_Cell(cell), name, value, place), names)
         if is_library:
             return
         named = {name for is_global, name in looked_up if is_global}
         for name in named & function.__globals__.keys():
             value = function.__globals__[name]
-            self.variable(Variable(function.__globals__, name, value, place), names)
+            self.variable(NamedValue(function.__globals__, name, value, place), names)
         if instance is not None:
             self.attributes(instance, type(instance).__name__, names)
             for name in names:
                 self.method(instance, name)
 
-    def variable(self, variable: Variable, names: set[str]) -> None:
+    def variable(self, variable: NamedValue, names: set[str]) -> None:
         if not isinstance(variable.value, ModuleType):
             self.found.append(variable)
             self.follow(variable.value)
@@ -132,7 +132,7 @@ class _VariableSearch:
             return
         for key, entry in table.items():
             if isinstance(entry, (*_PLAIN, Tensor)) and (table is value or key in names):
-                self.found.append(Variable(table, key, entry, place))
+                self.found.append(NamedValue(table, key, entry, place))
 
 
 def _names(code: CodeType) -> Iterator[tuple[bool, str]]:

@@ -15,7 +15,7 @@ KERNELS = ("nuts", "hmc", "mclmc")
 _STEPS = 20  # of mclmc in an iteration
 
 
-class State(NamedTuple):
+class ChainState(NamedTuple):
     """One chain: its random key, BlackJAX's state, and the adapted settings."""
 
     key: jax.Array
@@ -60,15 +60,15 @@ def _hamiltonian(blackjax: Any, log_density: Callable, settings: Settings) -> Ke
     step = algorithm.build_kernel()
     limit = {"max_num_doublings": settings.max_tree_depth} if nuts else fixed
 
-    def init(key: jax.Array, start: jax.Array) -> State:
+    def init(key: jax.Array, start: jax.Array) -> ChainState:
         own, first = jax.random.split(key)
         (chain, tuned), _ = warm_up.run(first, start, num_steps=settings.num_warmup)
         tuned = {k: jnp.asarray(tuned[k]) for k in ("step_size", "inverse_mass_matrix")}
         zero = chain.logdensity * 0
         nothing = {"accept_prob": zero, "energy": zero, "num_steps": zero, "diverging": zero > 0}
-        return State(own, chain, tuned, nothing)
+        return ChainState(own, chain, tuned, nothing)
 
-    def iteration(state: State) -> State:
+    def iteration(state: ChainState) -> ChainState:
         key, own = jax.random.split(state.key)
         chain, info = step(own, state.chain, log_density, **state.tuned, **limit)
         energy = info.energy
@@ -78,9 +78,9 @@ def _hamiltonian(blackjax: Any, log_density: Callable, settings: Settings) -> Ke
             "num_steps": jnp.asarray(info.num_integration_steps, energy.dtype),
             "diverging": info.is_divergent,
         }
-        return State(key, chain, state.tuned, found)
+        return ChainState(key, chain, state.tuned, found)
 
-    def kept(state: State) -> dict[str, jax.Array]:
+    def kept(state: ChainState) -> dict[str, jax.Array]:
         return {
             "vector": state.chain.position,
             "potential_energy": -state.chain.logdensity,
@@ -97,7 +97,7 @@ def _langevin(blackjax: Any, log_density: Callable, settings: Settings) -> Kerne
     warm_up = max(10, steps * settings.num_warmup)
     fraction = 1 / (3 + 1 / 3)  # the second phase is longer by a third
 
-    def init(key: jax.Array, start: jax.Array) -> State:
+    def init(key: jax.Array, start: jax.Array) -> ChainState:
         own, first, second = jax.random.split(key, 3)
         chain = blackjax.mcmc.mclmc.init(start, log_density, first)
         chain, tuned, _ = blackjax.mclmc_find_L_and_step_size(
@@ -106,9 +106,9 @@ def _langevin(blackjax: Any, log_density: Callable, settings: Settings) -> Kerne
             desired_energy_var=settings.energy_variance,
         )  # fmt: skip
         zero = chain.logdensity * 0
-        return State(own, chain, tuned, {"energy_variance": zero, "diverging": zero > 0})
+        return ChainState(own, chain, tuned, {"energy_variance": zero, "diverging": zero > 0})
 
-    def iteration(state: State) -> State:
+    def iteration(state: ChainState) -> ChainState:
         key, own = jax.random.split(state.key)
 
         def one(chain: Any, key: jax.Array) -> Any:
@@ -120,9 +120,9 @@ def _langevin(blackjax: Any, log_density: Callable, settings: Settings) -> Kerne
 
         chain, (squares, lost) = jax.lax.scan(one, state.chain, jax.random.split(own, steps))
         found = {"energy_variance": squares.mean(), "diverging": lost.any()}
-        return State(key, chain, state.tuned, found)
+        return ChainState(key, chain, state.tuned, found)
 
-    def kept(state: State) -> dict[str, jax.Array]:
+    def kept(state: ChainState) -> dict[str, jax.Array]:
         value = state.chain.logdensity
         return {
             "vector": state.chain.position,
@@ -142,7 +142,7 @@ def _kernel(init: Callable, iteration: Callable, kept: Callable, settings: Setti
     def whole(keys: jax.Array, starts: jax.Array) -> Any:
         return jax.jit(jax.vmap(init) if starts.ndim == 2 else init)(keys, starts)
 
-    def step(state: State) -> State:
+    def step(state: ChainState) -> ChainState:
         return (jax.vmap(iteration) if state.chain.position.ndim == 2 else iteration)(state)
 
     return Kernel(whole, step, kept, (Stage(settings.num_samples, keep=True),))

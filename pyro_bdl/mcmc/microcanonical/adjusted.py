@@ -21,7 +21,7 @@ import numpy as np
 from pyro_bdl.mcmc.chains import Settings
 from pyro_bdl.mcmc.jax.chains import Kept, Kernel, Stage
 from pyro_bdl.mcmc.microcanonical import integrator, tuning
-from pyro_bdl.mcmc.microcanonical.integrator import Point
+from pyro_bdl.mcmc.microcanonical.integrator import PhasePoint
 from pyro_bdl.mcmc.microcanonical.starting import at_start, diverges, each_chain
 from pyro_bdl.mcmc.microcanonical.tuning import Array, DualAverage, Moments, Tuned
 
@@ -30,7 +30,7 @@ _SHARE = 0.3
 _EARLY = 64  # the mean number of steps at most, before the metric is known
 
 
-class State(NamedTuple):
+class AdjustedState(NamedTuple):
     """One chain.
 
     :param lengths: the key of the trajectories' lengths, the same for all chains.
@@ -40,7 +40,7 @@ class State(NamedTuple):
 
     key: Array
     lengths: Array
-    point: Point
+    point: PhasePoint
     tuned: Tuned
     adapting: Array
     limit: Array
@@ -59,12 +59,12 @@ def kernel(log_density: Callable[[jax.Array], jax.Array], settings: Settings, si
     most = 2**settings.max_tree_depth
     target = settings.target_accept
 
-    def init(key: jax.Array, start: jax.Array) -> State:
+    def init(key: jax.Array, start: jax.Array) -> AdjustedState:
         key, point, tuned = at_start(density, settings, key, start)
         zero = jnp.zeros((), start.dtype)
         adapting = 1.0 if settings.adapts_step_size else 0.0
         early = min(_EARLY, most) if settings.num_warmup else most
-        return State(
+        return AdjustedState(
             key,
             jax.random.PRNGKey(settings.seed),
             point,
@@ -79,7 +79,7 @@ def kernel(log_density: Callable[[jax.Array], jax.Array], settings: Settings, si
             zero > 0,
         )
 
-    def iteration(state: State) -> State:
+    def iteration(state: AdjustedState) -> AdjustedState:
         key, direction, coin = jax.random.split(state.key, 3)
         lengths, share = jax.random.split(state.lengths)
         tuned = state.tuned
@@ -107,7 +107,7 @@ def kernel(log_density: Callable[[jax.Array], jax.Array], settings: Settings, si
             (average, found),
             (state.average, tuned.step_size),
         )
-        return State(
+        return AdjustedState(
             key,
             lengths,
             point,
@@ -122,7 +122,7 @@ def kernel(log_density: Callable[[jax.Array], jax.Array], settings: Settings, si
             ~sound | diverges(change),
         )
 
-    def kept(state: State) -> dict[str, jax.Array]:
+    def kept(state: AdjustedState) -> dict[str, jax.Array]:
         return {
             "vector": state.point.position,
             "potential_energy": -state.point.log_density,
@@ -134,7 +134,7 @@ def kernel(log_density: Callable[[jax.Array], jax.Array], settings: Settings, si
             "trace": state.trace,
         }
 
-    def step(state: State) -> State:
+    def step(state: AdjustedState) -> AdjustedState:
         return (jax.vmap(iteration) if state.point.position.ndim == 2 else iteration)(state)
 
     return Kernel(each_chain(init), step, kept, _stages(settings, most), hidden=("trace",))
@@ -146,22 +146,22 @@ def _stages(settings: Settings, most: int) -> tuple[Stage, ...]:
     if settings.num_warmup == 0:
         return (draws,)
 
-    def averaged(state: State) -> Tuned:
+    def averaged(state: AdjustedState) -> Tuned:
         if not settings.adapts_step_size:
             return state.tuned
         return state.tuned._replace(step_size=np.exp(state.average.mean))
 
-    def restarted(state: State, tuned: Tuned) -> State:
+    def restarted(state: AdjustedState, tuned: Tuned) -> AdjustedState:
         log_size = np.log(tuned.step_size)
         zeros = np.zeros_like(log_size)
         average = DualAverage(zeros, zeros, log_size, log_size + np.log(2.0))
         return state._replace(tuned=tuned, average=average)
 
-    def forget(state: State, kept: Kept) -> State:
+    def forget(state: AdjustedState, kept: Kept) -> AdjustedState:
         moments = jax.tree.map(np.zeros_like, state.moments)
         return restarted(state, averaged(state))._replace(moments=moments)
 
-    def measured(state: State, kept: Kept) -> State:
+    def measured(state: AdjustedState, kept: Kept) -> AdjustedState:
         moments, tuned, state = state.moments, averaged(state), forget(state, kept)
         if settings.adapts_mass:
             found = tuning.metric(moments, tuned)
@@ -171,10 +171,10 @@ def _stages(settings: Settings, most: int) -> tuple[Stage, ...]:
             tuned = tuned._replace(length=tuning.spread(moments))
         return restarted(state, tuned)._replace(limit=np.full_like(state.limit, most))
 
-    def settled(state: State, kept: Kept) -> State:
+    def settled(state: AdjustedState, kept: Kept) -> AdjustedState:
         return state._replace(tuned=averaged(state), adapting=np.zeros_like(state.adapting))
 
-    def lengthened(state: State, kept: Kept) -> State:
+    def lengthened(state: AdjustedState, kept: Kept) -> AdjustedState:
         trace = kept["trace"].reshape(len(state.key), -1, kept["trace"].shape[-1])
         tuned = state.tuned
         longer = tuned.length * _SHARE * tuning.autocorrelation_time(trace)

@@ -32,7 +32,7 @@ _OUTER = 0.1931833275037836
 ValueAndGradient = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
 
-class Point(NamedTuple):
+class PhasePoint(NamedTuple):
     """One chain's position (P,), its unit momentum (P,), and log density and gradient there."""
 
     position: jax.Array
@@ -74,8 +74,11 @@ def turned(momentum: jax.Array, force: jax.Array, time: jax.Array) -> tuple[jax.
 
 
 def step(
-    density: ValueAndGradient, root: Callable[[jax.Array], jax.Array], point: Point, size: jax.Array
-) -> tuple[Point, jax.Array]:
+    density: ValueAndGradient,
+    root: Callable[[jax.Array], jax.Array],
+    point: PhasePoint,
+    size: jax.Array,
+) -> tuple[PhasePoint, jax.Array]:
     """One step, and the energy's change, which is zero for the exact flow.
 
     :param density: position -> log density and gradient.
@@ -90,7 +93,7 @@ def step(
     value, gradient = density(position)
     momentum, third = turned(momentum, root(gradient), _OUTER * size)
     kinetic = first + second + third
-    return Point(position, momentum, value, gradient), kinetic - value + point.log_density
+    return PhasePoint(position, momentum, value, gradient), kinetic - value + point.log_density
 
 
 def refreshed(noise: jax.Array, momentum: jax.Array, share: jax.Array) -> jax.Array:

@@ -19,14 +19,14 @@ import numpy as np
 from pyro_bdl.mcmc.chains import Settings
 from pyro_bdl.mcmc.jax.chains import Kept, Kernel, Stage
 from pyro_bdl.mcmc.microcanonical import integrator, tuning
-from pyro_bdl.mcmc.microcanonical.integrator import Point
+from pyro_bdl.mcmc.microcanonical.integrator import PhasePoint
 from pyro_bdl.mcmc.microcanonical.starting import at_start, diverges, each_chain
 from pyro_bdl.mcmc.microcanonical.tuning import Array, EnergyControl, Moments, Tuned
 
 _SHARE = 0.4  # of the autocorrelation length that is L
 
 
-class State(NamedTuple):
+class MicrocanonicalState(NamedTuple):
     """One chain.
 
     :param adapting: 1 while the step size is adapted, else 0.
@@ -37,7 +37,7 @@ class State(NamedTuple):
     """
 
     key: Array
-    point: Point
+    point: PhasePoint
     tuned: Tuned
     adapting: Array
     control: EnergyControl
@@ -53,10 +53,10 @@ def kernel(log_density: Callable[[jax.Array], jax.Array], settings: Settings, si
     numbers = tuning.traced_numbers(size)
     steps = settings.thinning or 20
 
-    def init(key: jax.Array, start: jax.Array) -> State:
+    def init(key: jax.Array, start: jax.Array) -> MicrocanonicalState:
         key, point, tuned = at_start(density, settings, key, start)
         zero = jnp.zeros((), start.dtype)
-        return State(
+        return MicrocanonicalState(
             key,
             point,
             tuned,
@@ -93,15 +93,15 @@ def kernel(log_density: Callable[[jax.Array], jax.Array], settings: Settings, si
         seen = point.position[numbers], change**2, lost
         return (point, tuned, adapting, control, moments), seen
 
-    def iteration(state: State) -> State:
+    def iteration(state: MicrocanonicalState) -> MicrocanonicalState:
         key, own = jax.random.split(state.key)
         position = state.point.position
         noise = jax.random.normal(own, (steps, *position.shape), position.dtype)  # at once: faster
         carry = state.point, state.tuned, state.adapting, state.control, state.moments
         carry, (trace, squares, lost) = jax.lax.scan(step, carry, noise)
-        return State(key, *carry, trace, squares.mean(), lost.any())
+        return MicrocanonicalState(key, *carry, trace, squares.mean(), lost.any())
 
-    def kept(state: State) -> dict[str, jax.Array]:
+    def kept(state: MicrocanonicalState) -> dict[str, jax.Array]:
         value = state.point.log_density
         return {
             "vector": state.point.position,
@@ -114,7 +114,7 @@ def kernel(log_density: Callable[[jax.Array], jax.Array], settings: Settings, si
             "trace": state.trace,
         }
 
-    def whole(state: State) -> State:
+    def whole(state: MicrocanonicalState) -> MicrocanonicalState:
         return (jax.vmap(iteration) if state.point.position.ndim == 2 else iteration)(state)
 
     return Kernel(each_chain(init), whole, kept, _stages(settings), hidden=("trace",))
@@ -127,10 +127,10 @@ def _stages(settings: Settings) -> tuple[Stage, ...]:
         return (draws,)
     adapts = settings.adapts_mass
 
-    def forget(state: State, kept: Kept) -> State:
+    def forget(state: MicrocanonicalState, kept: Kept) -> MicrocanonicalState:
         return state._replace(moments=jax.tree.map(np.zeros_like, state.moments))
 
-    def measured(state: State, kept: Kept) -> State:
+    def measured(state: MicrocanonicalState, kept: Kept) -> MicrocanonicalState:
         moments, state = state.moments, forget(state, kept)
         if adapts:
             tuned = tuning.metric(moments, state.tuned)
@@ -145,10 +145,10 @@ def _stages(settings: Settings) -> tuple[Stage, ...]:
         length = tuning.spread(moments)
         return state._replace(tuned=state.tuned._replace(length=length))
 
-    def settled(state: State, kept: Kept) -> State:
+    def settled(state: MicrocanonicalState, kept: Kept) -> MicrocanonicalState:
         return state._replace(adapting=np.zeros_like(state.adapting))
 
-    def lengthened(state: State, kept: Kept) -> State:
+    def lengthened(state: MicrocanonicalState, kept: Kept) -> MicrocanonicalState:
         trace = kept["trace"].reshape(len(state.key), -1, kept["trace"].shape[-1])
         longer = _SHARE * state.tuned.step_size * tuning.autocorrelation_time(trace)
         length = np.where(np.isfinite(longer), longer, state.tuned.length)

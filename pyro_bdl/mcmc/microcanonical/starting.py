@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from pyro_bdl.mcmc.chains import Settings
 from pyro_bdl.mcmc.microcanonical import integrator, tuning
-from pyro_bdl.mcmc.microcanonical.integrator import Point, ValueAndGradient
+from pyro_bdl.mcmc.microcanonical.integrator import PhasePoint, ValueAndGradient
 from pyro_bdl.mcmc.microcanonical.tuning import Tuned
 
 _LARGEST_CHANGE = 1000.0  # nats of energy in a step or trajectory, as in NUTS
@@ -17,7 +17,7 @@ _LARGEST_CHANGE = 1000.0  # nats of energy in a step or trajectory, as in NUTS
 
 def at_start(
     density: ValueAndGradient, settings: Settings, key: jax.Array, start: jax.Array
-) -> tuple[jax.Array, Point, Tuned]:
+) -> tuple[jax.Array, PhasePoint, Tuned]:
     """Key, point and settings of one chain at a position (P,).
 
     :raises ValueError: for fewer than two numbers, whose momentum could not turn.
@@ -30,7 +30,7 @@ def at_start(
         )
     key, first = jax.random.split(key)
     value, gradient = density(start)
-    point = Point(start, integrator.random_direction(first, start), value, gradient)
+    point = PhasePoint(start, integrator.random_direction(first, start), value, gradient)
     if settings.inverse_mass is None:
         root = jnp.ones_like(start)
     else:

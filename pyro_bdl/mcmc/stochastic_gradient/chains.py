@@ -14,7 +14,7 @@ from pyro_bdl.mcmc.checkpoint import Journal
 from pyro_bdl.mcmc.starts import Restriction
 from pyro_bdl.mcmc.stochastic_gradient.batched_density import Scores
 from pyro_bdl.mcmc.stochastic_gradient.methods import Method
-from pyro_bdl.mcmc.stochastic_gradient.minibatches import Minibatches, Stream
+from pyro_bdl.mcmc.stochastic_gradient.minibatches import MinibatchSource, Stream
 from pyro_bdl.mcmc.stochastic_gradient.samplers import metropolis
 from pyro_bdl.mcmc.stochastic_gradient.samplers.metropolis import Point
 from pyro_bdl.program.batches import Batch
@@ -66,7 +66,7 @@ class Walk:
         self,
         method: Method,
         restriction: Restriction,
-        batches: Minibatches,
+        batches: MinibatchSource,
         start: Tensor,
         *,
         step_size: StepSize,

@@ -17,7 +17,7 @@ from pyro_bdl.program.program import Program
 from pyro_bdl.utils.random_state import Generators, everywhere, permutation
 
 
-class Minibatches:
+class MinibatchSource:
     """Passes over a program's arguments, batch after batch.
 
     :param data: ``(x, y)`` or an iterable of such batches, as in ``Batches``; an iterable is
@@ -158,7 +158,7 @@ class Stream:
     :param generators: those of ``explicit``, from which the passes are drawn.
     """
 
-    def __init__(self, batches: Minibatches, generators: Generators) -> None:
+    def __init__(self, batches: MinibatchSource, generators: Generators) -> None:
         self.batches, self.generators = batches, generators
         self.passed = self.taken = self._rows = 0
         self._current: Iterator[Batch] = iter(())

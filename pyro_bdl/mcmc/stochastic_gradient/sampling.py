@@ -18,7 +18,7 @@ from pyro_bdl.mcmc.hmc.sampling import require_all_data
 from pyro_bdl.mcmc.starts import Restriction, starting_vectors
 from pyro_bdl.mcmc.stochastic_gradient.chains import StepSize, Track, Walk, kept_steps
 from pyro_bdl.mcmc.stochastic_gradient.methods import METHODS, Method
-from pyro_bdl.mcmc.stochastic_gradient.minibatches import Minibatches
+from pyro_bdl.mcmc.stochastic_gradient.minibatches import MinibatchSource
 from pyro_bdl.program.hidden_sites import require_visible_latents
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.subset import Subset
@@ -120,7 +120,7 @@ def sgmcmc(
     check_options(method, chosen, options)
     started = time.perf_counter()
     with evaluation_mode(model, init), seeded(seed) as generators:
-        batches = Minibatches(data, batch_size)
+        batches = MinibatchSource(data, batch_size)
         restriction = checked_restriction(model, batches, subset, at)
         if chosen.whole:
             _require_whole(method, restriction.program, batches)
@@ -178,7 +178,7 @@ def _journal(
     folder: str | Path,
     settings: dict[str, Any],
     restriction: Restriction,
-    batches: Minibatches,
+    batches: MinibatchSource,
     start: Tensor,
     step_size: StepSize,
 ) -> Journal:
@@ -223,7 +223,7 @@ def _warn_of_early_end(track: Track, num_samples: int) -> None:
 
 
 def checked_restriction(
-    model: Callable, batches: Minibatches, subset: Subset | None, at: Tensor | None
+    model: Callable, batches: MinibatchSource, subset: Subset | None, at: Tensor | None
 ) -> Restriction:
     """The program on the first minibatch.
 
@@ -265,7 +265,7 @@ def check_step_size(step_size: StepSize, method: str, chosen: Method) -> None:
         raise ValueError(f"step_size must be a positive finite number, got {step_size}")
 
 
-def _require_whole(method: str, program: Program, batches: Minibatches) -> None:
+def _require_whole(method: str, program: Program, batches: MinibatchSource) -> None:
     if not batches.is_whole:
         raise ValueError(
             f"method '{method}' needs all data in each step: pass data=(x, y) without batch_size, "

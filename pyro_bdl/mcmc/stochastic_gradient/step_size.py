@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pyro_bdl.mcmc.chains import at_least
 from pyro_bdl.mcmc.starts import Restriction, starting_vectors
-from pyro_bdl.mcmc.stochastic_gradient.minibatches import Minibatches
+from pyro_bdl.mcmc.stochastic_gradient.minibatches import MinibatchSource
 from pyro_bdl.mcmc.stochastic_gradient.sampling import checked_restriction
 from pyro_bdl.utils.module_state import evaluation_mode, vmappable
 from pyro_bdl.utils.random_state import seeded
@@ -46,7 +46,7 @@ def suggest_step_size(
     if not fraction > 0:
         raise ValueError(f"fraction must be positive, got {fraction}")
     with evaluation_mode(model, at), seeded(seed):
-        batches = Minibatches(data, batch_size)
+        batches = MinibatchSource(data, batch_size)
         restriction = checked_restriction(model, batches, None, None)
         vectors = starting_vectors(restriction, at, at_least("num_points", num_points, 1))
         return fraction / max(largest_curvature(restriction, vector) for vector in vectors)

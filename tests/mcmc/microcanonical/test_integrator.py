@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pyro_bdl.mcmc.microcanonical.integrator import Point, refreshed, step, turned, unit
+from pyro_bdl.mcmc.microcanonical.integrator import PhasePoint, refreshed, step, turned, unit
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def moved(size, count, momentum=None, position=None):
     density = jax.value_and_grad(banana)
     root = jnp.array([1.0, 0.7, 2.0])
     position = numbers(6, 3) if position is None else position
-    point = Point(
+    point = PhasePoint(
         position, unit(numbers(7, 3)) if momentum is None else momentum, *density(position)
     )
     total = 0.0

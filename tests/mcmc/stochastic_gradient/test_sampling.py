@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import pyro_bdl as bdl
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.mcmc.stochastic_gradient.methods import METHODS
-from pyro_bdl.mcmc.stochastic_gradient.minibatches import Minibatches
+from pyro_bdl.mcmc.stochastic_gradient.minibatches import MinibatchSource
 from pyro_bdl.program import Program
 from pyro_bdl.utils.module_state import vmappable
 
@@ -143,7 +143,7 @@ def test_constrained_latent_has_its_exact_posterior():
 def test_mean_of_the_minibatch_gradients_is_the_full_gradient():
     """E[(N / B) sum over a batch] (Welling & Teh 2011, equation 4)."""
     x, y = linear_data()
-    batches = Minibatches((x, y), 4)
+    batches = MinibatchSource((x, y), 4)
     program = Program(Linear(num_data=20), *batches.first[0])
     batches.check_scale(program)
     u = torch.randn(5, dtype=torch.float64)
