@@ -15,7 +15,7 @@ from pyro_bdl.curvature.prior import hyperpriors
 from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.subset import Subset
-from pyro_bdl.utils.memory import Allocations, available_memory
+from pyro_bdl.utils.memory import Allocations, available_memory, bytes_at_once
 
 _SHARE_OF_MEMORY = 0.125  # for the graphs of all data
 _GRAPHS = 3  # that products keep: the run's, its transpose's and the values between
@@ -138,7 +138,7 @@ class LinearizedData:
         statements = FactorStatements()
         found = iter(linearizations(self.model, self.subset, self.vector, batches.part(), None))
         free = available_memory(self.vector.device) or 8 * 2**30
-        left = free * _SHARE_OF_MEMORY
+        left: float = bytes_at_once(int(free * _SHARE_OF_MEMORY))
         kept: list[LinearizedBatch] | None = []
         per_part = 0.0
         while True:

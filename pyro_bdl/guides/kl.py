@@ -54,6 +54,8 @@ def diagonal_normal_kl(
     scale: Tensor,
     values: Mapping[str, Tensor],
     p: Mapping[str, Site],
+    *,
+    large: int = _LARGE,
 ) -> Tensor:
     """KL of q(u) = Normal(loc, scale^2), u in R^P, from the program's prior, a scalar.
 
@@ -61,12 +63,14 @@ def diagonal_normal_kl(
     (m_i - n_i)^2) / (2 t_i^2) - 1/2 for a prior Normal(n, t^2). Of a large site whose numbers have
     the same prior it is evaluated alone, without n and t for each number. Other sites are evaluated
     one by one at ``values``, the constrained draw.
+
+    :param large: the numbers above which a site is large.
     """
     terms, names, priors = [], [], []
     normals = {name: _normal(p[name]) for name in layout.latents}
     take: Any = layout.take
     vectors: Any = (loc, scale)
-    if any(_is_large_with_one_prior(normal) for normal in normals.values()):
+    if any(_is_large_with_one_prior(normal, large) for normal in normals.values()):
         take = _parts_together  # instead of slices, whose gradients are as long as the vector
         sizes = [latent.size for latent in layout.latents.values()]
         vectors = [
@@ -74,7 +78,7 @@ def diagonal_normal_kl(
         ]
     for name, latent in layout.latents.items():
         prior, normal = p[name], normals[name]
-        if normal is not None and _is_large_with_one_prior(normal):
+        if normal is not None and _is_large_with_one_prior(normal, large):
             m, s = (take(vector, [name]) for vector in vectors)
             t = _first(normal.scale)
             squares = _sum_of_squares(m, _first(normal.loc))
@@ -115,9 +119,9 @@ def _parts_together(parts: Mapping[str, Tensor], names: Sequence[str]) -> Tensor
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def _is_large_with_one_prior(normal: Normal | None) -> bool:
+def _is_large_with_one_prior(normal: Normal | None, large: int) -> bool:
     """Return whether a Normal has many numbers, all of the same location and scale."""
-    if normal is None or normal.loc.numel() <= _LARGE:
+    if normal is None or normal.loc.numel() <= large:
         return False
     return not any(normal.loc.stride()) and not any(normal.scale.stride())
 

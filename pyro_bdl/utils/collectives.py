@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_PATIENCE = 5.0  # seconds that the ranks have to sign when a collective operation failed
-
 
 def writes_files() -> bool:
     """Return whether this process writes what all ranks have in common: rank 0, or the only one."""
@@ -25,12 +23,14 @@ class Ranks:
     All methods are collective: every rank must call them, in the same order.
 
     :param group: a process group; None for all processes.
+    :param patience: seconds that the ranks have to sign when a collective operation failed.
     :raises RuntimeError: if there are several processes and no process group, or if this process is
         not in the group.
     """
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: Any = None, *, patience: float = 5.0) -> None:
         self.group, self.number, self.size = group, 0, 1
+        self.patience = patience
         if dist.is_available() and dist.is_initialized():
             self.number, self.size = dist.get_rank(group), dist.get_world_size(group)
             if self.number < 0:
@@ -159,7 +159,7 @@ class Ranks:
 
     def _missing(self) -> str:
         """A clause that names the ranks that do not answer."""
-        end = time.monotonic() + _PATIENCE
+        end = time.monotonic() + self.patience
         missing = []
         try:
             store = dist.distributed_c10d._get_default_store()

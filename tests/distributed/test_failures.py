@@ -18,7 +18,6 @@ import torch.distributed as dist
 import pyro_bdl as bdl
 from pyro_bdl.distributed import DataParallel_ELBO
 from pyro_bdl.guides import AutoMeanField
-from pyro_bdl.utils import collectives
 from pyro_bdl.utils.collectives import Ranks, writes_files
 
 LIMIT = 400.0  # seconds, of all jobs together
@@ -161,9 +160,8 @@ def alone(tmp_path):
     dist.destroy_process_group()
 
 
-def test_missing_ranks_are_named(alone, monkeypatch):
-    monkeypatch.setattr(collectives, "_PATIENCE", 0.1)
-    ranks = Ranks()
+def test_missing_ranks_are_named(alone):
+    ranks = Ranks(patience=0.1)
     ranks.size = 4  # of which rank 2 signs
     dist.distributed_c10d._get_default_store().set("pyro_bdl stops 2", "yes")
     expected = pytest.raises(RuntimeError, match="rank 1, 3 does not answer, and this rank stops")

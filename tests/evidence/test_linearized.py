@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pyro_bdl import bayesianize, evidence, handlers, models, priors
-from pyro_bdl.curvature import linearized_data
+from pyro_bdl import bayesianize, evidence, handlers, models, priors, working_memory
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.evidence import linearized_log_likelihood, linearized_optimum
 from pyro_bdl.evidence.linearized import LinearizedModel
@@ -223,12 +222,11 @@ def test_products_are_those_of_the_gauss_newton_matrix():
     """The optimum is the same whether or not the graphs of both batches fit in memory."""
     guide, _, _ = network("numbers", "full", "two")
     vector, zero = torch.randn(len(guide.loc)), torch.zeros(len(guide.loc))
-    for share in (0.125, 0.0):
+    for limit in (2**30, 1):
         model = LinearizedModel(guide)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(linearized_data, "_SHARE_OF_MEMORY", share)
+        with working_memory(limit):
             found = model._times(zero, vector)
-        assert model._data.keeps_all == (share > 0)
+        assert model._data.keeps_all == (limit > 1)
         torch.testing.assert_close(found, guide.curvature.matrix @ vector)
 
 
@@ -294,9 +292,8 @@ def test_factors_count_to_first_order():
 def test_a_noise_that_changes_where_the_data_are_read_again(line):
     """The fixed point is the same whether or not the graphs of the data fit in memory."""
     found = []
-    for share in (0.125, 0.0):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(linearized_data, "_SHARE_OF_MEMORY", share)
+    for limit in (2**30, 1):
+        with working_memory(limit):
             result = evidence.maximize(type(line)().laplace(), steps=4)
         found.append([result.log_evidence, *map(float, result.hyperparameters.values())])
     assert found[1] == pytest.approx(found[0], rel=1e-5)

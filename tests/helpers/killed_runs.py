@@ -1,12 +1,13 @@
 """Runs of chains that another process kills, in a module that it can import."""
 
+import itertools
+import time
+
 import pyro
 import pyro.distributions as dist
 import torch
 
 from pyro_bdl import mcmc
-from pyro_bdl.mcmc.jax import chains as jax_chains
-from pyro_bdl.mcmc.stochastic_gradient import chains as stochastic_chains
 
 Y = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64)
 X = torch.linspace(-1, 1, 20, dtype=torch.float64)
@@ -48,8 +49,7 @@ def walked(num_samples=12, data=None, **options):
 
 def run_in_small_blocks(kind, folder, result=None):
     """Write a checkpoint as often as possible."""
-    jax_chains._MOST_PER_BLOCK = 4
-    jax_chains._SECONDS_PER_WRITE = stochastic_chains._SECONDS_PER_WRITE = 0.0
+    time.perf_counter = itertools.count(0.0, 10.0).__next__  # ten seconds pass between two looks
     if kind == "sghmc":
         samples = walked(300, checkpoint=folder, num_warmup=200)
     else:

@@ -8,8 +8,7 @@ from helpers.parameters import learned
 from torch import nn
 
 import pyro_bdl as bdl
-from pyro_bdl import LinearizedPredictive, bayesianize, evidence, models, priors
-from pyro_bdl.curvature import linearized_data
+from pyro_bdl import LinearizedPredictive, bayesianize, evidence, models, priors, working_memory
 from pyro_bdl.curvature.config import CurvatureConfig
 from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.linear_outputs import LinearOutputs
@@ -161,8 +160,7 @@ def test_batches_and_updates_add_up():
     _, x, y = case("classes")
     _, together, _ = approximate("classes", "samples", halves, num_samples=2, tolerance=1e-12)
     close(together.precision.quadratic(vectors), full.quadratic(vectors))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linearized_data, "_SHARE_OF_MEMORY", 0.0)
+    with working_memory(1):
         close(together.precision.quadratic(vectors), full.quadratic(vectors))
     _, guide, _ = approximate("classes", "samples", halves[:1], num_samples=2, tolerance=1e-12)
     guide.update((x[3:], y[3:]))
