@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyro_bdl.elbo.finite_loss import require_gradients
 from pyro_bdl.elbo.tempered import TemperedTraceMeanField_ELBO, check_data
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.estimators import PerDatum
@@ -100,6 +101,7 @@ def train(
         likelihood too little weight.
     :raises TypeError: for data that are not tensors, or of another dtype than the weights.
     """
+    require_gradients()
     steps = whole_number(steps, "steps")
     total = num_rows(x=x, y=y)
     check_finite(model, (x, y), {})

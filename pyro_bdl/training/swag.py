@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyro_bdl.elbo.finite_loss import require_gradients
 from pyro_bdl.elbo.tempered import TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides.swag import AutoMultiSWAG, AutoSWAG
@@ -71,6 +72,7 @@ def collect_swag(
     """
     if not isinstance(guide, AutoSWAG | AutoMultiSWAG):
         raise TypeError(f"collect_swag needs an AutoSWAG guide, got {type(guide).__name__}")
+    require_gradients()
     snapshots = whole_number(snapshots, "snapshots")
     every = None if every is None else whole_number(every, "every")
     if any(rate is not None and not rate > 0 for rate in (learning_rate, final_learning_rate)):

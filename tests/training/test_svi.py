@@ -46,6 +46,16 @@ def test_another_loss(conjugate):
     assert torch.equal(guide.loc, loc) and (guide.scale > scale).all()
 
 
+def test_no_training_without_gradients(conjugate):
+    guide = guides.AutoSWAG(conjugate.model).prototype(conjugate.x, conjugate.y)
+    arguments = conjugate.model, guide, conjugate.x, conjugate.y
+    with torch.inference_mode():
+        for train in (lambda: training.train(*arguments, steps=1),
+                      lambda: training.collect_swag(*arguments)):  # fmt: skip
+            with pytest.raises(RuntimeError, match="train outside of it"):
+                train()
+
+
 def test_elbo_estimate_is_the_exact_one(conjugate):
     guide = conjugate.mean_field(guides.AutoMeanField(conjugate.model))
     likelihood, kl = conjugate.terms(guide.loc.detach(), guide.scale.detach())
