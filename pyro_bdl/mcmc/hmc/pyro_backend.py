@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_curre
 
 from pyro_bdl.mcmc.chains import Chains, Settings, Target, progress_bar, stack_chains
 from pyro_bdl.tracing.density import CompiledDensity
+from pyro_bdl.utils.autograd import with_gradients
 from pyro_bdl.utils.random_state import seeded
 
 
@@ -37,20 +38,6 @@ def run(target: Target, start: Tensor, settings: Settings) -> Chains:
     return stack_chains(chains)
 
 
-class _Known(torch.autograd.Function):
-    """An autograd function for a value with a known gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, point: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
-        ctx.save_for_backward(gradient)
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor, None, None]:
-        (gradient,) = ctx.saved_tensors
-        return above[0] * gradient, None, None
-
-
 class _Potential:
     """The potential energy -log p(u), with a count of its evaluations.
 
@@ -66,7 +53,7 @@ class _Potential:
         with disable_current_modes(), torch.enable_grad():
             value = -self.log_density(leaf)
             (gradient,) = torch.autograd.grad(value, leaf)
-        return _Known.apply(parameters["u"], value.detach(), gradient)
+        return with_gradients(value.detach(), [gradient], [parameters["u"]])
 
 
 class _Collector:
