@@ -18,7 +18,7 @@ import pyro_bdl as bdl
 from pyro_bdl.distributions.copies import moved_like
 from pyro_bdl.guides import AutoMCDropout, AutoMeanField
 from pyro_bdl.mcmc.starts import _unconstrained
-from pyro_bdl.mcmc.stochastic_gradient.minibatches import Minibatches
+from pyro_bdl.mcmc.stochastic_gradient.minibatches import MinibatchSource
 from pyro_bdl.scales import hyperparameter
 from pyro_bdl.utils.random_state import fixed_normal
 
@@ -90,7 +90,7 @@ def test_numbers_of_priors_follow_the_weights(value):
 
 def test_minibatches_are_drawn_where_the_data_are():
     x = torch.empty(6, 2, device="meta")
-    data = Minibatches((x, x[:, 0]), batch_size=4)
+    data = MinibatchSource((x, x[:, 0]), batch_size=4)
     (found, _), _ = next(iter(data))
     assert data.device == x.device and found.device == x.device and found.shape == (4, 2)
 
