@@ -210,9 +210,9 @@ def test_the_compiled_elbo():
     """Masks are asked whether they are full, which is known of the arguments alone."""
     losses = []
     for elbo in (TemperedTraceMeanField_ELBO(), CompiledELBO()):
-        pyro.set_rng_seed(0)
         model = bdl.models.Classification(bdl.bayesianize(_made("bert")), num_data=N)
         guide = bdl.guides.AutoMeanField(model)
+        pyro.set_rng_seed(0)
         svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), elbo)
         with warnings.catch_warnings():
             warnings.simplefilter("error", bdl.errors.BdlWarning)
