@@ -9,6 +9,7 @@ To add one, write a function that fits it::
 """
 
 from pyro_bdl.posteriors import variational, laplace, ensembles, chains  # isort: skip
+from pyro_bdl.posteriors.folds import fit_together
 from pyro_bdl.posteriors.registry import (
     Entry,
     Fit,
@@ -20,7 +21,6 @@ from pyro_bdl.posteriors.registry import (
     get,
     register,
 )
-from pyro_bdl.posteriors.together import fit_together
 
 __all__ = [
     "Entry",
