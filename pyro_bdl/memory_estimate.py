@@ -54,7 +54,7 @@ class MemoryEstimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the total is free; True if the free memory is not known."""
+        """Return whether the total is free; True if the free memory is not known."""
         return self.free is None or self.total <= self.free
 
     def require(self) -> None:
@@ -258,7 +258,7 @@ def _fitting(
     parts: Mapping[str, int],
     estimate: MemoryEstimate,
 ) -> tuple[str, ...]:
-    """What fits in the free memory in the place of an estimate that does not."""
+    """The alternatives that fit in the free memory where an estimate does not."""
     free = estimate.free or 0
     rest = estimate.total - parts["activations"]
     if isinstance(posterior, Guide):

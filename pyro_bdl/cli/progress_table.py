@@ -31,7 +31,6 @@ class ProgressTable:
         self.data, self.seed, self.shown = data, seed, shown
         self.width = max(map(len, names))
         scores = of_task(TEST_DATA, _TASKS.get(data.task, data.task))
-        scores = of_task(TEST_DATA, _TASKS.get(data.task, data.task))
         shown_scores = (metric.column() for metric in scores if metric.key in _SCORES)
         self.columns = [*costs.COLUMNS[1:], *shown_scores]
         self._has_heading = False

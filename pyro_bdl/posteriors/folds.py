@@ -77,7 +77,8 @@ def fit_together(
     asked: list[_Asked] = []
     for problem in problems:
         try:
-            first = fit(name, _Asking(problem.model, problem.x, problem.y), options)
+            asking = _Asking(problem.model, problem.x, problem.y)
+            first = fit(name, asking, options, progress=progress)
         except _Asked as request:
             asked.append(request)
         else:  # a posterior without training by SVI

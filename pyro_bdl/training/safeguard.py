@@ -475,7 +475,7 @@ class _Course:
         )
 
     def is_low(self) -> bool:
-        """Whether the losses have not risen above the lowest median by much."""
+        """Return whether the losses are near their lowest median."""
         return len(self.recent) < _WINDOW or self.median - self.lowest <= self.scale
 
     def forget(self) -> None:
