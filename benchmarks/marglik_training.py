@@ -77,7 +77,7 @@ def by_validation(name: str, data: Images, options: argparse.Namespace) -> tuple
 
 def by_evidence(name: str, data: Images, options: argparse.Namespace) -> tuple[Any, Any, dict]:
     part = joined(data)
-    scale = PyroParam(torch.tensor(0.1), constraint=constraints.positive)
+    scale = PyroParam(torch.tensor(0.3), constraint=constraints.positive)
     model = program(name, priors.PerLayer(priors.Normal(scale)), len(part.x), options)
     guide = bdl.guides.AutoLaplaceGGN(model, structure="kron")
     batches = list(zip(part.x.split(500), part.y.split(500), strict=True))
@@ -111,6 +111,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="minutes on two cores")
     parser.add_argument("--sets", nargs="*", default=["mnist", "fashion_mnist"], help="of images")
     parser.add_argument("--networks", nargs="*", default=list(NETWORKS), help="MLP, CNN")
+    parser.add_argument("--methods", nargs="*", default=list(METHODS), help="by name; both")
     parser.add_argument("--seeds", type=int, help="trainings of each (5; quick 1)")
     parser.add_argument("--train", type=int, help="images (50 000; quick 3000)")
     parser.add_argument("--held-out", type=int, help="images (10 000; quick 600)")
@@ -135,7 +136,8 @@ def main() -> None:
         )
         for name in options.networks:
             for number, (method, function) in enumerate(METHODS.items()):
-                results.append(row(kind, name, method, number, function, data, options))
+                if method in options.methods:
+                    results.append(row(kind, name, method, number, function, data, options))
     if options.json:
         print(json.dumps({"machine": harness.machine(), "rows": results}))
 
@@ -159,7 +161,7 @@ def row(
         loss = with_error(*averages["NLL"])
         print(
             f"{kind:14}{name:4} {method:17} accuracy {accuracy} (published "
-            f"{published[0] / 100})  NLL {loss} (published {-published[1]})  {seconds:.0f} s  "
+            f"{published[0] / 100:.4f})  NLL {loss} (published {-published[1]})  {seconds:.0f} s  "
             + ", ".join(f"{key} {value:.3g}" for key, value in facts.items()),
             flush=True,
         )
