@@ -83,6 +83,20 @@ def _seconds(function: Callable[[], Any], clock: Callable[[], float]) -> float:
     return clock() - start
 
 
+def repeated(step: Callable[[], Any], count: int) -> Callable[[], None]:
+    """Many steps as one timed call, the GPU's work included."""
+
+    def run() -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        for _ in range(count):
+            step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    return run
+
+
 def reset_peak_memory() -> None:
     """Start a new count of the peak of this process (Linux)."""
     Path("/proc/self/clear_refs").write_text("5")
