@@ -33,8 +33,9 @@ PUBLISHED = {
 def split(path: Path | None, rows: int) -> tuple[torch.Tensor, ...]:
     if path is None:
         generator = np.random.default_rng(0)
-        x = generator.normal(size=(400, 5))
-        table = np.c_[x, np.sin(2 * x[:, 0]) + 0.1 * generator.normal(size=400)]
+        count = rows + -(-rows // 4)
+        x = generator.normal(size=(count, 5))
+        table = np.c_[x, np.sin(2 * x[:, 0]) + 0.1 * generator.normal(size=count)]
     else:
         table = np.loadtxt(path / "bikesharing.data")
     train, test = train_test_split(table, test_size=0.2, random_state=0)
