@@ -121,7 +121,7 @@ def main() -> None:
     trained = time.perf_counter() - started
     samples = bdl.mcmc.ensemble_sample(
         model, x, y, members=options.members, guide=guide, num_warmup=options.warmup,
-        num_samples=options.draws, energy_variance=options.variance, chain_method="vectorized",
+        num_samples=options.draws, energy_variance=options.variance,
         seed=options.seed, progress=False,
     )  # fmt: skip
     sides = {"deep ensemble": guide, "ensemble of chains": samples}
