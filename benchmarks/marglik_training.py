@@ -77,7 +77,7 @@ def by_validation(name: str, data: Images, options: argparse.Namespace) -> tuple
 
 def by_evidence(name: str, data: Images, options: argparse.Namespace) -> tuple[Any, Any, dict]:
     part = joined(data)
-    scale = PyroParam(torch.tensor(0.3), constraint=constraints.positive)
+    scale = PyroParam(torch.tensor(0.1), constraint=constraints.positive)
     model = program(name, priors.PerLayer(priors.Normal(scale)), len(part.x), options)
     guide = bdl.guides.AutoLaplaceGGN(model, structure="kron")
     batches = list(zip(part.x.split(500), part.y.split(500), strict=True))

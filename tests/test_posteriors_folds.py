@@ -22,7 +22,7 @@ def problem(rows, seed):
 
 
 @pytest.mark.filterwarnings("ignore:the guide is not at a maximum")
-@pytest.mark.parametrize("name", ["map", "subnetwork", "laplace-full"])
+@pytest.mark.parametrize("name", ["map", "subnetwork", "laplace-evidence"])
 def test_they_are_the_separate_fits(name, monkeypatch):
     """Trained at once, also in rounds at prior scales that differ between the data sets."""
     problems = [problem(10, seed) for seed in range(2)]
