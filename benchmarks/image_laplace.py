@@ -105,22 +105,18 @@ def table(found: dict[str, list[dict[str, float]]]) -> list[str]:
 def main() -> None:
     parser = harness.parser(__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder of the images")
-    parser.add_argument("--quick", action="store_true", help="minutes on two cores")
-    parser.add_argument("--seeds", type=int, help="trainings (5; quick 2)")
-    parser.add_argument("--train", type=int, help="images (55 000; quick 5000)")
-    parser.add_argument("--held-out", type=int, help="images (5000; quick 1000)")
-    parser.add_argument("--test", type=int, help="images of each set (10 000; quick 1000)")
-    parser.add_argument("--epochs", type=int, help="passes over the data (100; quick 20)")
-    parser.add_argument("--width", type=float, help="of the network (1; quick 0.25)")
     parser.add_argument("--prior", type=float, default=0.1, help="sd of the training's prior (0.1)")
     parser.add_argument("--batch", type=int, default=128, help="images in a step (128)")
     parser.add_argument("--draws", type=int, default=50, help="of weights (50)")
-    options = parser.parse_args()
-    sizes = {"seeds": (5, 2), "train": (55000, 5000), "held_out": (5000, 1000)}
-    sizes |= {"test": (10000, 1000), "epochs": (100, 20), "width": (1.0, 0.25)}
-    for name, (full, quick) in sizes.items():
-        if getattr(options, name) is None:
-            setattr(options, name, quick if options.quick else full)
+    sizes = {
+        "seeds": (5, 2, "trainings"),
+        "train": (55000, 5000, "images"),
+        "held_out": (5000, 1000, "images"),
+        "test": (10000, 1000, "images of each set"),
+        "epochs": (100, 20, "passes over the data"),
+        "width": (1.0, 0.25, "of the network"),
+    }
+    options = harness.parse_sizes(parser, sizes)
     torch.set_num_threads(options.threads)
     data = Images(
         options.data, "fashion_mnist",

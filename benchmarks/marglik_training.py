@@ -108,24 +108,20 @@ METHODS = {"cross-validation": by_validation, "evidence": by_evidence}
 def main() -> None:
     parser = harness.parser(__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder of the images")
-    parser.add_argument("--quick", action="store_true", help="minutes on two cores")
     parser.add_argument("--sets", nargs="*", default=["mnist", "fashion_mnist"], help="of images")
     parser.add_argument("--networks", nargs="*", default=list(NETWORKS), help="MLP, CNN")
-    parser.add_argument("--seeds", type=int, help="trainings of each (5; quick 1)")
-    parser.add_argument("--train", type=int, help="images (50 000; quick 3000)")
-    parser.add_argument("--held-out", type=int, help="images (10 000; quick 600)")
-    parser.add_argument("--test", type=int, help="images (10 000; quick 1000)")
-    parser.add_argument("--epochs", type=int, help="passes over the data (100; quick 15)")
-    parser.add_argument("--burn-in", type=int, help="epochs before the evidence (10; quick 5)")
     parser.add_argument("--every", type=int, default=5, help="epochs between its updates (5)")
-    parser.add_argument("--width", type=float, help="of the networks (1; quick 0.25)")
     parser.add_argument("--batch", type=int, default=128, help="images in a step (128)")
-    options = parser.parse_args()
-    sizes = {"seeds": (5, 1), "train": (50000, 3000), "held_out": (10000, 600)}
-    sizes |= {"test": (10000, 1000), "epochs": (100, 15), "burn_in": (10, 5), "width": (1.0, 0.25)}
-    for name, (full, quick) in sizes.items():
-        if getattr(options, name) is None:
-            setattr(options, name, quick if options.quick else full)
+    sizes = {
+        "seeds": (5, 1, "trainings of each"),
+        "train": (50000, 3000, "images"),
+        "held_out": (10000, 600, "images"),
+        "test": (10000, 1000, "images"),
+        "epochs": (100, 15, "passes over the data"),
+        "burn_in": (10, 5, "epochs before the evidence"),
+        "width": (1.0, 0.25, "of the networks"),
+    }
+    options = harness.parse_sizes(parser, sizes)
     options.batch = min(options.batch, options.train)
     torch.set_num_threads(options.threads)
     results = []

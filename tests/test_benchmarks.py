@@ -30,6 +30,7 @@ SMALL = {
         *("--steps", "1", "--batches", "8", "4", "--rows", "20", "--repeats", "1"),
     ],
     "large": ["--quick"],
+    "peers": ["--steps", "1", "--repeats", "1"],
     "networks_in_plate": ["--quick", "--networks", "2", "--methods", "SVI"],
     "mcmc": [
         *("--chains", "2", "--iterations", "20", "--nuts", "10", "--depth", "3"),

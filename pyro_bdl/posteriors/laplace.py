@@ -10,7 +10,7 @@ from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides import AutoLaplaceGGN, AutoLastLayer, AutoSubnetwork, LaplaceGuide
 from pyro_bdl.nn import BayesianModule, with_learnable_prior
 from pyro_bdl.posteriors.registry import Options, Problem, Result, register, trained
-from pyro_bdl.training.svi import train
+from pyro_bdl.training.put_off import Asked, Fitting
 
 
 def _register_laplace(
@@ -24,10 +24,10 @@ def _register_laplace(
     @register(
         name, title=title, description=description, default=default, program=_with_learnable_scale
     )
-    def fit(problem: Problem, options: Options, progress: bool) -> Result:
+    def fit(problem: Problem, options: Options, progress: bool) -> Fitting[Result]:
         guide = AutoLaplaceGGN(problem.model, **choice)
         steps = options.steps or 2000
-        posterior, interrupted = evidence.train_by_evidence(
+        posterior, interrupted = yield from evidence.fit_by_evidence(
             problem.model, guide, problem.x, problem.y, steps=steps, rounds=options.rounds,
             progress=name if progress else None,
         )  # fmt: skip
@@ -107,7 +107,7 @@ def _with_scale_of_last_layer(problem: Problem) -> nn.Module:
     default=True,
     program=_with_scale_of_last_layer,
 )
-def _last_layer(problem: Problem, options: Options, progress: bool) -> Result:
+def _last_layer(problem: Problem, options: Options, progress: bool) -> Fitting[Result]:
     x, y, label = problem.x, problem.y, "last-layer" if progress else None
     steps, interrupted = options.steps or 2000, False
     model = problem.model
@@ -120,19 +120,18 @@ def _last_layer(problem: Problem, options: Options, progress: bool) -> Result:
     except UnsupportedProgramError:  # not a linear regression
         features = "MAP"
     if features == "evidence":
-        run = train(
-            model, guide, x, y, steps=steps, batch_size=len(x), elbo=objective, progress=label
-        )
+        settings = {"steps": steps, "batch_size": len(x), "elbo": objective}
+        run = yield Asked(guide, settings, label)
         posterior: LaplaceGuide = guide.laplace_approximation((x, y))
         interrupted = run.interrupted
     else:
-        posterior, interrupted = evidence.train_by_evidence(
+        posterior, interrupted = yield from evidence.fit_by_evidence(
             model, guide, x, y, steps=steps, progress=label
         )
         if evidence.hyperparameters(posterior):
             posterior = guide.maximize_evidence((x, y))
-    settings = {"steps": steps, "features": features, **_tuned(posterior)}
-    return Result(posterior, settings, interrupted)
+    told = {"steps": steps, "features": features, **_tuned(posterior)}
+    return Result(posterior, told, interrupted)
 
 
 @register(
@@ -141,9 +140,9 @@ def _last_layer(problem: Problem, options: Options, progress: bool) -> Result:
     description="full Laplace, linearized, over the tenth of the weights the data determine most",
     default=True,
 )
-def _subnetwork(problem: Problem, options: Options, progress: bool) -> Result:
+def _subnetwork(problem: Problem, options: Options, progress: bool) -> Fitting[Result]:
     guide, label = AutoSubnetwork(problem.model, size=0.1), "subnetwork" if progress else None
-    made = trained(guide, problem, options, label, steps=2000)
+    made = yield from trained(guide, problem, options, label, steps=2000)
     posterior = guide.laplace_approximation((problem.x, problem.y), progress=progress)
     settings = {**made.settings, "weights": posterior.subset.size}
     return Result(posterior, settings, made.interrupted)

@@ -8,7 +8,7 @@ name; code outside a structure's file does not depend on the structure.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
@@ -219,6 +219,18 @@ class Curvature(nn.Module, ABC):
     @abstractmethod
     def diagonal(self) -> Tensor:
         """Return the diagonal (p,)."""
+
+    def spectra(self, groups: Sequence[Mapping[str, slice]]) -> list[Tensor] | None:
+        """Return eigenvalues l (m,) of each group of m latents, such that for every prior with one
+        precision d in each group
+
+            log det(factor * curvature + prior) = sum over groups, sum_i log(factor l_i + d)
+
+        None, by default, where there are no such numbers or they cost more than they spare.
+
+        :param groups: sites and their slices; together they cover all p numbers.
+        """
+        return None
 
     @abstractmethod
     def with_prior(self, prior: PriorPrecision, factor: Tensor | float = 1.0) -> Precision:

@@ -109,7 +109,8 @@ def _journal(
     identity = {"starts": np.asarray(starts), "log densities": np.asarray(values)}
     if settings.inverse_mass is not None:
         identity["inverse_mass"] = settings.inverse_mass
-    text = json.dumps(settings.as_json(), sort_keys=True)
+    elsewhere = {} if settings.sink is None else {"on_disk": True}
+    text = json.dumps(settings.as_json() | elsewhere, sort_keys=True)
     return Journal(folder if chain is None else folder / f"chain-{chain}", text, identity)
 
 
@@ -121,6 +122,7 @@ class Chain:
 
     :param journal: where the chain is written as it goes, and read from if it is there.
     :param state: the state from which the draws go on, without the earlier stages.
+    :param place: of the chain in the sink of the settings.
     """
 
     def __init__(
@@ -131,8 +133,10 @@ class Chain:
         settings: Settings,
         journal: Journal | None = None,
         state: Mapping[str, Tensor] | None = None,
+        place: int | slice = slice(None),
     ) -> None:
         self.kernel, self.settings, self.journal = kernel, settings, journal
+        self.place = place
         self.batched = starts.ndim == 2
         self.state = kernel.init(keys, starts)
         self.advance = jax.jit(partial(_advance, kernel))
@@ -194,7 +198,7 @@ class Chain:
 
     def _run_stage(self, stage: Stage, bar: Any, stop: threading.Event) -> None:
         block = 1
-        hidden = () if stage.finish is not None else self.kernel.hidden
+        hidden = self.kernel.hidden
         try:
             while self.done < stage.iterations and not self._late():
                 _raise_if_stopped(stop)
@@ -203,10 +207,11 @@ class Chain:
                 state, kept = self.advance(self.state, size)
                 jax.block_until_ready(state)
                 seconds = time.perf_counter() - started
-                rows = {k: np.asarray(v)[:size].copy() for k, v in kept.items() if k not in hidden}
+                if stage.keep:  # a stage with an end reads what is hidden, the last one the rest
+                    names = [k for k in kept if (k in hidden) == (stage.finish is not None)]
+                    rows = {k: np.asarray(kept[k])[:size].copy() for k in names}
+                    self.collected.append(self._put_away(rows))
                 self.state, self.done = state, self.done + size
-                if stage.keep:
-                    self.collected.append(rows)
                 bar.update(size)
                 if time.perf_counter() - self.last_write >= _SECONDS_PER_WRITE:
                     self._write()
@@ -215,6 +220,16 @@ class Chain:
             self._write()
         if stage.finish is not None:
             self._finish(stage.finish)
+
+    def _put_away(self, rows: Kept) -> Kept:
+        """Write the vectors of draws to the sink, if there is one; the rest stays."""
+        if self.settings.sink is None or "vector" not in rows:
+            return rows
+        vectors = torch.from_numpy(rows["vector"])
+        self.settings.sink.put(
+            self.place, self.done, vectors.movedim(0, 1) if self.batched else vectors
+        )
+        return rows | {"vector": rows["vector"][..., :0].copy()}
 
     def _late(self) -> bool:
         """Return whether the time is up; a chain has at least one block of draws."""
@@ -226,6 +241,8 @@ class Chain:
     def _write(self) -> None:
         if self.journal is None:
             return
+        if self.settings.sink is not None:
+            self.settings.sink.flush()
         new = self.collected[self.written :]
         block = {name: np.concatenate([b[name] for b in new]) for name in new[0]} if new else None
         self.journal.write(self.stage, self.done, self._leaves(), block)
@@ -292,7 +309,7 @@ def _one_by_one(
     for i, (key, start) in enumerate(zip(keys, starts, strict=True)):
         journal = _journal(settings, log_density, start, i)
         own = None if state is None else {name: value[i] for name, value in state.items()}
-        chains.append(Chain(kernel, key, start, settings, journal, own))
+        chains.append(Chain(kernel, key, start, settings, journal, own, i))
     for chain in chains[1:]:
         chain.advance = chains[0].advance
     total = len(chains) * sum(stage.iterations for stage in kernel.stages)

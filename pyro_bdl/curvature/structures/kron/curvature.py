@@ -16,7 +16,7 @@ expand and reduce; George et al. 2018 for EKFAC.
 
 import warnings
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -217,6 +217,26 @@ class KroneckerCurvature(Curvature):
         decompose([sums for factors in self.products.values() for sums in factors.sums()])
 
     # Algebra
+
+    def spectra(self, groups: Sequence[Mapping[str, slice]]) -> list[Tensor]:
+        self._decompose()
+        known: dict[str, list[Tensor]] = {}
+        for position, block in self._blocks():
+            if not isinstance(block, Tensor):
+                values = block.spectrum().flatten()
+            elif block.dim() == 2:
+                values = torch.linalg.eigvalsh(block.double()).clamp(min=0.0).to(block)
+            else:
+                values = block
+            known.setdefault(position.key[0], []).append(values)
+        result = []
+        for group in groups:
+            found = torch.cat(
+                [value for site in group for value in known.get(site, [])] or [self.like]
+            )
+            size = sum(part.stop - part.start for part in group.values())
+            result.append(nn.functional.pad(found, (0, size - len(found))))
+        return result
 
     def with_prior(self, prior: PriorPrecision, factor: Tensor | float = 1.0) -> KroneckerPrecision:
         """Return factor times this curvature, plus the prior's.
