@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyro_bdl.tracing.backends import BACKENDS, Run
 from pyro_bdl.tracing.graph import lift, without_kept_text
+from pyro_bdl.tracing.linear_sums import join_linear
 from pyro_bdl.tracing.simplify import LARGE, simplify
 from pyro_bdl.tracing.trace import (
     NotTraceable,
@@ -145,6 +146,7 @@ def trace_step(loss: Loss, examples: Sequence[Tensor], backend: str, *, readable
     known = {node: tensor for node, tensor in inputs.items() if tensor not in variable}
     constants = list(known.values())  # including those of which only a number was read
     simplify(graph.graph, known)
+    join_linear(graph.graph)
     inputs |= lift(graph.graph, {n: t for n, t in known.items() if n.op != "placeholder"})
     for node in [node for node in inputs if not node.users]:
         graph.graph.erase_node(node)
