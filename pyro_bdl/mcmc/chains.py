@@ -91,12 +91,14 @@ class Chains:
 
     :param state: the arrays (chains, ...) from which the chains can go on, by path; empty if they
         cannot.
+    :param method: how the chains ran, see ``Settings.chain_method``.
     """
 
     vectors: Tensor
     stats: dict[str, Tensor]
     interrupted: bool = False
     state: dict[str, Tensor] = field(default_factory=dict)
+    method: str = "sequential"
 
 
 def progress_bar(settings: Settings, total: int, description: str) -> tqdm:

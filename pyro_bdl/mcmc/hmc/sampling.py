@@ -107,8 +107,10 @@ def sample(
     :param energy_variance: the target of "mclmc" for the variance of a step's energy error per
         number, in nats^2. A smaller one means smaller steps and less bias.
     :param thinning: steps of "mclmc" in an iteration, 20 by default; each takes two gradients.
-    :param chain_method: "parallel" (on separate threads), "vectorized" (by ``vmap``) or
-        "sequential"; Pyro's chains are always sequential. Vectorized chains move in lockstep: each
+    :param chain_method: "parallel" (on separate threads and devices), "vectorized" (by ``vmap``),
+        "sequential", or "auto", the faster of the first two in the first iterations of the
+        warm-up, which ``info["chain_method"]`` names; the draws of both are the same up to
+        rounding. Pyro's chains are always sequential. Vectorized chains move in lockstep: each
         iteration of "nuts" takes as long as the deepest tree of all chains, and on a CPU the
         batched products of small networks are slower than separate ones. On the CPU "parallel" is
         therefore faster, by 1.4 times a core for "mclmc" on networks of 50 units; on an
@@ -162,7 +164,9 @@ def sample(
         max_tree_depth=at_least("max_tree_depth", max_tree_depth, 1),
         trajectory_length=trajectory_length,
         dense_mass=dense_mass or (inverse_mass is not None and inverse_mass.dim() == 2),
-        chain_method=one_of("chain_method", chain_method, ("vectorized", "parallel", "sequential")),
+        chain_method=one_of(
+            "chain_method", chain_method, ("auto", "vectorized", "parallel", "sequential")
+        ),
         progress=progress,
         step_size=step_size,
         inverse_mass=None if inverse_mass is None else inverse_mass.detach().cpu().numpy(),
@@ -298,7 +302,8 @@ class _Run:
             "target_accept": settings.target_accept,
             "seconds": time.perf_counter() - started,
             "interrupted": chains.interrupted,
-            "settings": settings.as_json(),
+            "chain_method": chains.method,
+            "settings": replace(settings, chain_method=chains.method).as_json(),
         }
         if settings.kernel == "mclmc":
             info["energy_variance"] = float(chains.stats["energy_variance"].double().mean())
