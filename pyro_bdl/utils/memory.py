@@ -132,8 +132,9 @@ class LiveMemory(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        inputs = {_address(leaf) for leaf in tree_leaves((args, kwargs))}
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and _address(leaf) is not None:
+            if isinstance(leaf, Tensor) and _address(leaf) not in inputs:
                 self._add(leaf.untyped_storage())
         return result
 

@@ -36,8 +36,9 @@ class KroneckerFactors(nn.Module):
         self.register_buffer("count", torch.zeros((), dtype=torch.float64, device=like.device))
         self.register_buffer("looked_up", like.new_zeros(out) if lookup else None)
         self.register_buffer("corrected", None)
-        self.inputs = None if lookup else OuterProductSum(groups, into, like)
-        self.outputs = OuterProductSum(groups, into if lookup else out, like)
+        site = position.key[0]
+        self.inputs = None if lookup else OuterProductSum(groups, into, like, site=site)
+        self.outputs = OuterProductSum(groups, into if lookup else out, like, site=site)
 
     def add_inputs(self, block: ProductBlock | LookupBlock, *, reduce: bool) -> None:
         if isinstance(block, LookupBlock):
