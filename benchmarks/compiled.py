@@ -156,7 +156,7 @@ def main() -> None:
         for step in sides.values():
             for _ in range(3):  # the trace, the comparison, and one step of the graph
                 step()
-        rounds = {side: repeated(step, options.steps) for side, step in sides.items()}
+        rounds = {side: harness.repeated(step, options.steps) for side, step in sides.items()}
         seconds = harness.in_turns(rounds, options.repeats)
         for side, value in seconds.items():
             results[f"{name}: {side}, ms/step"] = 1e3 * value / options.steps
@@ -170,18 +170,6 @@ def main() -> None:
             results[f"{name}: ratio plain to inductor"] = seconds["plain"] / inductor
             results[f"{name}: ratio by hand to inductor"] = seconds["by hand"] / inductor
     harness.show("compiled: one mean-field step, batch 128", results, options.json)
-
-
-def repeated(step, count):
-    def run():
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        for _ in range(count):
-            step()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-
-    return run
 
 
 if __name__ == "__main__":

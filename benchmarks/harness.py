@@ -24,6 +24,24 @@ def parser(description: str) -> argparse.ArgumentParser:
     return result
 
 
+def parse_sizes(
+    parser: argparse.ArgumentParser, sizes: dict[str, tuple[float, float, str]]
+) -> argparse.Namespace:
+    """Parse the options, with ``--quick`` and one for each size.
+
+    :param sizes: name: (full size, that of ``--quick``, help).
+    """
+    parser.add_argument("--quick", action="store_true", help="minutes on two cores")
+    for name, (full, quick, text) in sizes.items():
+        shown = f"{text} ({full}; quick {quick})"
+        parser.add_argument("--" + name.replace("_", "-"), type=type(full), help=shown)
+    options = parser.parse_args()
+    for name, (full, quick, _) in sizes.items():
+        if getattr(options, name) is None:
+            setattr(options, name, quick if options.quick else full)
+    return options
+
+
 def set_device(device: str) -> None:
     """Make new tensors on ``device``; on the CPU leave torch's default, since any
     ``set_default_device`` puts a Python call around every operation, which slows Pyro most."""
@@ -63,6 +81,20 @@ def _seconds(function: Callable[[], Any], clock: Callable[[], float]) -> float:
     start = clock()
     function()
     return clock() - start
+
+
+def repeated(step: Callable[[], Any], count: int) -> Callable[[], None]:
+    """Many steps as one timed call, the GPU's work included."""
+
+    def run() -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        for _ in range(count):
+            step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    return run
 
 
 def reset_peak_memory() -> None:

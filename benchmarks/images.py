@@ -23,20 +23,30 @@ class Part(NamedTuple):
 class Images:
     """Images scaled to mean 0 and sd 1, (N, 1, 28, 28), and their classes.
 
+    The images out of distribution are the first test images of the other set.
+
     :param folder: with ``mnist.npz`` and ``fashion_mnist.npz`` of the Keras layout.
-    :param name: of the set; images of the other one are those out of distribution.
+    :param name: of the set, a key of `OTHER`.
     :param train: the number of images for training, without the ``held_out`` ones after them.
+    :param pooled: averages of 2 x 2 pixels, (N, 1, 14, 14).
     """
 
     def __init__(
-        self, folder: Path, name: str, *, train: int, test: int, held_out: int = 0
+        self,
+        folder: Path,
+        name: str,
+        *,
+        train: int,
+        test: int,
+        held_out: int = 0,
+        pooled: bool = False,
     ) -> None:
         with np.load(folder / f"{name}.npz") as file:
             arrays = {key: file[key] for key in ("x_train", "y_train", "x_test", "y_test")}
         with np.load(folder / f"{OTHER[name]}.npz") as file:
             elsewhere = file["x_test"][:test]
         pixels = torch.from_numpy(arrays["x_train"][:train]).float() / 255
-        self.mean, self.sd = pixels.mean(), pixels.std()
+        self.mean, self.sd, self.pooled = pixels.mean(), pixels.std(), pooled
         held = slice(train, train + held_out)
         self.train = self._part(arrays["x_train"][:train], arrays["y_train"][:train])
         self.held_out = self._part(arrays["x_train"][held], arrays["y_train"][held])
@@ -44,7 +54,8 @@ class Images:
         self.elsewhere = self._scaled(elsewhere)
 
     def _scaled(self, images: Any) -> Tensor:
-        return ((torch.from_numpy(images).float() / 255 - self.mean) / self.sd)[:, None]
+        scaled = ((torch.from_numpy(images).float() / 255 - self.mean) / self.sd)[:, None]
+        return nn.functional.avg_pool2d(scaled, 2) if self.pooled else scaled
 
     def _part(self, images: Any, classes: Any) -> Part:
         return Part(self._scaled(images), torch.from_numpy(classes.astype(np.int64)))

@@ -77,7 +77,7 @@ def by_validation(name: str, data: Images, options: argparse.Namespace) -> tuple
 
 def by_evidence(name: str, data: Images, options: argparse.Namespace) -> tuple[Any, Any, dict]:
     part = joined(data)
-    scale = PyroParam(torch.tensor(0.1), constraint=constraints.positive)
+    scale = PyroParam(torch.tensor(0.3), constraint=constraints.positive)
     model = program(name, priors.PerLayer(priors.Normal(scale)), len(part.x), options)
     guide = bdl.guides.AutoLaplaceGGN(model, structure="kron")
     batches = list(zip(part.x.split(500), part.y.split(500), strict=True))
@@ -108,24 +108,21 @@ METHODS = {"cross-validation": by_validation, "evidence": by_evidence}
 def main() -> None:
     parser = harness.parser(__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder of the images")
-    parser.add_argument("--quick", action="store_true", help="minutes on two cores")
     parser.add_argument("--sets", nargs="*", default=["mnist", "fashion_mnist"], help="of images")
     parser.add_argument("--networks", nargs="*", default=list(NETWORKS), help="MLP, CNN")
-    parser.add_argument("--seeds", type=int, help="trainings of each (5; quick 1)")
-    parser.add_argument("--train", type=int, help="images (50 000; quick 3000)")
-    parser.add_argument("--held-out", type=int, help="images (10 000; quick 600)")
-    parser.add_argument("--test", type=int, help="images (10 000; quick 1000)")
-    parser.add_argument("--epochs", type=int, help="passes over the data (100; quick 15)")
-    parser.add_argument("--burn-in", type=int, help="epochs before the evidence (10; quick 5)")
+    parser.add_argument("--methods", nargs="*", default=list(METHODS), help="by name; both")
     parser.add_argument("--every", type=int, default=5, help="epochs between its updates (5)")
-    parser.add_argument("--width", type=float, help="of the networks (1; quick 0.25)")
     parser.add_argument("--batch", type=int, default=128, help="images in a step (128)")
-    options = parser.parse_args()
-    sizes = {"seeds": (5, 1), "train": (50000, 3000), "held_out": (10000, 600)}
-    sizes |= {"test": (10000, 1000), "epochs": (100, 15), "burn_in": (10, 5), "width": (1.0, 0.25)}
-    for name, (full, quick) in sizes.items():
-        if getattr(options, name) is None:
-            setattr(options, name, quick if options.quick else full)
+    sizes = {
+        "seeds": (5, 1, "trainings of each"),
+        "train": (50000, 3000, "images"),
+        "held_out": (10000, 600, "images"),
+        "test": (10000, 1000, "images"),
+        "epochs": (100, 15, "passes over the data"),
+        "burn_in": (10, 5, "epochs before the evidence"),
+        "width": (1.0, 0.25, "of the networks"),
+    }
+    options = harness.parse_sizes(parser, sizes)
     options.batch = min(options.batch, options.train)
     torch.set_num_threads(options.threads)
     results = []
@@ -135,7 +132,8 @@ def main() -> None:
         )
         for name in options.networks:
             for number, (method, function) in enumerate(METHODS.items()):
-                results.append(row(kind, name, method, number, function, data, options))
+                if method in options.methods:
+                    results.append(row(kind, name, method, number, function, data, options))
     if options.json:
         print(json.dumps({"machine": harness.machine(), "rows": results}))
 
@@ -159,7 +157,7 @@ def row(
         loss = with_error(*averages["NLL"])
         print(
             f"{kind:14}{name:4} {method:17} accuracy {accuracy} (published "
-            f"{published[0] / 100})  NLL {loss} (published {-published[1]})  {seconds:.0f} s  "
+            f"{published[0] / 100:.4f})  NLL {loss} (published {-published[1]})  {seconds:.0f} s  "
             + ", ".join(f"{key} {value:.3g}" for key, value in facts.items()),
             flush=True,
         )

@@ -134,19 +134,15 @@ def measure(name: str, seed: int, data: Images, options: Any) -> dict[str, dict[
 def main() -> None:
     parser = harness.parser(__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder of the images")
-    parser.add_argument("--quick", action="store_true", help="minutes on two cores")
     parser.add_argument("--networks", nargs="*", default=list(NETWORKS), help="by name; all")
-    parser.add_argument("--seeds", type=int, help="trainings (5; quick 1)")
-    parser.add_argument("--train", type=int, help="images (5000; quick 500)")
-    parser.add_argument("--test", type=int, help="images (10 000; quick 500)")
-    parser.add_argument("--steps", type=int, help="of the training (5000; quick 400)")
-    parser.add_argument("--width", type=int, help="of the networks (8; quick 4)")
-    options = parser.parse_args()
-    sizes = {"seeds": (5, 1), "train": (5000, 500), "test": (10000, 500)}
-    sizes |= {"steps": (5000, 400), "width": (8, 4)}
-    for name, (full, quick) in sizes.items():
-        if getattr(options, name) is None:
-            setattr(options, name, quick if options.quick else full)
+    sizes = {
+        "seeds": (5, 1, "trainings"),
+        "train": (5000, 300, "images"),
+        "test": (10000, 500, "images"),
+        "steps": (5000, 300, "of the training"),
+        "width": (8, 2, "of the networks"),
+    }
+    options = harness.parse_sizes(parser, sizes)
     torch.set_num_threads(options.threads)
     data = Images(options.data, "mnist", train=options.train, test=options.test)
     results: dict[str, Any] = {}

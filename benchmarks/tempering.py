@@ -32,6 +32,7 @@ from typing import Any
 import harness
 import numpy as np
 import torch
+from images import Images
 from torch import Tensor, nn
 
 import pyro_bdl as bdl
@@ -84,30 +85,8 @@ class Residual(nn.Module):
         return self.out(x.mean((-2, -1)))
 
 
-class Images:
-    """Images scaled to mean 0 and sd 1: for training, for testing, and from the other set."""
-
-    def __init__(self, folder: Path, name: str, count: int, tests: int, pooled: bool) -> None:
-        other = {"mnist": "fashion_mnist", "fashion_mnist": "mnist"}[name]
-        with np.load(folder / f"{name}.npz") as file:
-            arrays = {key: file[key] for key in ("x_train", "y_train", "x_test", "y_test")}
-        with np.load(folder / f"{other}.npz") as file:
-            elsewhere = file["x_test"][:500]
-        x = torch.from_numpy(arrays["x_train"][:count]).float() / 255
-        mean, sd = x.mean(), x.std()
-
-        def prepared(images: Any) -> Tensor:
-            scaled = (torch.as_tensor(images).float() / 255 - mean) / sd
-            return nn.functional.avg_pool2d(scaled[:, None], 2) if pooled else scaled[:, None]
-
-        self.x, self.y = prepared(arrays["x_train"][:count]), _labels(arrays["y_train"][:count])
-        self.x_test = prepared(arrays["x_test"][:tests])
-        self.y_test = _labels(arrays["y_test"][:tests])
-        self.ood = prepared(elsewhere)
-
-
-def _labels(values: Any) -> Tensor:
-    return torch.from_numpy(values.astype(np.int64))
+def images_of(options: argparse.Namespace, name: str, train: int) -> Images:
+    return Images(options.data, name, train=train, test=options.tests, pooled=options.pooled)
 
 
 def classifier(net: nn.Module, count: int, prior: Any = PRIOR) -> nn.Module:
@@ -122,8 +101,8 @@ def images(
 ) -> Iterator[temperature.Sweep]:
     """The sweep over the widths up to each one, so that a run that is stopped keeps its rows."""
     count, widths = changed.pop("images", options.images), changed.pop("widths", options.widths)
-    data = Images(options.data, name, count, options.tests, options.pooled)
-    x, x_test, ood = (part.flatten(1) for part in (data.x, data.x_test, data.ood))
+    data = images_of(options, name, count)
+    x, x_test, ood = (part.flatten(1) for part in (data.train.x, data.test.x, data.elsewhere))
     settings = {
         "taus": TAUS,
         "etas": (1.0,),
@@ -140,8 +119,8 @@ def images(
         found = temperature.sweep(
             classifier(Averaged(x.shape[1], width, 10), len(x)),
             lambda model: bdl.guides.AutoMeanField(model, init_scale=0.1),
-            (x, data.y),
-            (x_test, data.y_test),
+            (x, data.train.y),
+            (x_test, data.test.y),
             **(settings | changed),
         )
         rows += found.rows
@@ -313,14 +292,14 @@ def kl(
 
 
 def resnet(options: argparse.Namespace) -> temperature.Sweep:
-    data = Images(options.data, "fashion_mnist", options.images, options.tests, options.pooled)
+    data = images_of(options, "fashion_mnist", options.images)
     return temperature.sweep(
-        classifier(Residual(options.channels), len(data.x)),
+        classifier(Residual(options.channels), len(data.train.x)),
         lambda model: bdl.guides.AutoMeanField(model, init_scale=0.02),
-        (data.x, data.y),
-        (data.x_test, data.y_test),
+        (data.train.x, data.train.y),
+        (data.test.x, data.test.y),
         etas=ETAS,
-        ood=data.ood,
+        ood=data.elsewhere,
         steps=options.resnet_steps,
         learning_rate=0.01,
         batch_size=options.batch,
@@ -334,20 +313,20 @@ def resnet(options: argparse.Namespace) -> temperature.Sweep:
 
 def priors(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Rows at eta = 1 under other priors, beside the tempered one."""
-    data = Images(options.data, "mnist", options.images, options.tests, options.pooled)
-    x, x_test = data.x.flatten(1), data.x_test.flatten(1)
+    data = images_of(options, "mnist", options.images)
+    x, x_test = data.train.x.flatten(1), data.test.x.flatten(1)
     width, rows = options.prior_width, {}
-    for name, (prior, guide, eta) in _rivals(data.x, width, len(x)).items():
+    for name, (prior, guide, eta) in _rivals(data.train.x, width, len(x)).items():
         torch.manual_seed(0)
         model = classifier(Averaged(x.shape[1], width, 10), len(x), prior)
         chosen = guide(model)
         started = time.perf_counter()
         train(
-            model, chosen, x, data.y, steps=options.steps, learning_rate=0.02, temperature=eta,
-            batch_size=options.batch,
+            model, chosen, x, data.train.y, steps=options.steps, batch_size=options.batch,
+            learning_rate=0.02, temperature=eta,
         )  # fmt: skip
         scores = bdl.compare(
-            model, {name: chosen}, x_test, data.y_test, reference=None, num_samples=options.draws
+            model, {name: chosen}, x_test, data.test.y, reference=None, num_samples=options.draws
         ).rows[0]
         rows[name] = {k: scores[k] for k in ("accuracy", "nlpd", "ece", "confidence")}
         rows[name]["seconds"] = time.perf_counter() - started

@@ -31,7 +31,7 @@ def program(x, group, y=None, *, groups: int):
     spread = pyro.sample("spread", dist.HalfNormal(torch.ones(2)).to_event(1))
     noise = pyro.sample("noise", dist.HalfNormal(1.0))
     with pyro.plate("groups", groups):
-        # In units of the spread: better for NUTS and for independent Normals than the line itself.
+        # Lines in units of the spread suit NUTS and independent Normals better.
         z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
     line = pyro.deterministic("line", center + spread * z)
     f = pyro.deterministic("f", line[group, 0] + line[group, 1] * x)

@@ -55,8 +55,8 @@ def double(_fresh):
 EXACT = [name for name, kind in STRUCTURES.items() if not kind.is_sampled]
 
 
-# What is built on structures knows them by their contract, which tests/curvature holds for all:
-# beside another diagonal or Kronecker structure these say the same.
+# Structures left to the slow run: each resembles another diagonal or Kronecker structure, and
+# tests/curvature holds the contract of all structures.
 ALIKE = {"diag", "ekfac"}
 
 

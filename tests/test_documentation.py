@@ -2,8 +2,9 @@
 
 The Python blocks of a page run from top to bottom in one namespace, as a reader would run them. The
 line ``<!-- slow -->`` before a block leaves it and the blocks after it out of the default run.
-``<!-- another library -->`` before a block says that its code is not ours. Blocks in other
-languages are commands or output.
+``<!-- another library: NAME -->`` before a block says that its code is of that library: it runs in
+a namespace of its own after the page's first block, where the library is installed. Without a name
+it is not run. Blocks in other languages are commands or output.
 """
 
 import re
@@ -18,52 +19,76 @@ ROOT = Path(__file__).parent.parent
 SITE = ROOT / "docs" / "pages"
 PAGES = {path.relative_to(ROOT): path for path in [ROOT / "README.md", *sorted(SITE.rglob("*.md"))]}
 _BLOCK = re.compile(
-    r"^(?P<mark><!-- *(?:slow|another library) *-->\n)?(?P<indent> *)```(?P<language>\w*)\n"
-    r"(?P<code>.*?)^(?P=indent)```$",
+    r"^(?P<mark><!-- *(?:slow|another library(?:: \w+)?) *-->\n)?"
+    r"(?P<indent> *)```(?P<language>\w*)\n(?P<code>.*?)^(?P=indent)```$",
     flags=re.MULTILINE | re.DOTALL,
 )
 _REFERENCE = re.compile(r"^::: (pyro_bdl\S*)", flags=re.MULTILINE)
 
 
-def blocks(path):
-    """The Python blocks of ours: line number, code, and whether the block is slow."""
+def all_blocks(path):
+    """The Python blocks: line number, code, and mark."""
     text = path.read_text(encoding="utf-8")
-    found = []
     for block in _BLOCK.finditer(text):
-        mark = block["mark"] or ""
-        if block["language"] != "python" or "another" in mark:
-            continue
-        start = text.count("\n", 0, block.start("code"))
-        indent = len(block["indent"])
-        code = "\n".join(line[indent:] for line in block["code"].splitlines())
-        found.append((start, code, "slow" in mark))
+        if block["language"] == "python":
+            start = text.count("\n", 0, block.start("code"))
+            indent = len(block["indent"])
+            code = "\n".join(line[indent:] for line in block["code"].splitlines())
+            yield start, code, (block["mark"] or "").strip("<!-> \n")
+
+
+def blocks(path, *, slow=True):
+    """The blocks of ours, up to the first slow one if slow ones do not count."""
+    found = []
+    for line, code, mark in all_blocks(path):
+        if mark == "slow" and not slow:
+            break
+        if not mark.startswith("another"):
+            found.append((line, code))
     return found
 
 
-def run(path, folder, monkeypatch, *, slow):
+def of_others(path):
+    """The names of the other libraries whose code is run."""
+    return [mark.split(": ")[1] for *_, mark in all_blocks(path) if ": " in mark]
+
+
+def run(path, found, folder, monkeypatch):
     monkeypatch.chdir(folder)
     matplotlib.use("Agg")
     namespace = {"__name__": "__main__"}
-    for line, code, is_slow in blocks(path):
-        if is_slow and not slow:
-            return
+    for line, code in found:
         exec(compile("\n" * line + code, str(path), "exec"), namespace)
 
 
-WITH_CODE = [name for name, path in PAGES.items() if blocks(path)]
-FAST = [name for name in WITH_CODE if not blocks(PAGES[name])[0][2]]
-SLOW = [name for name in WITH_CODE if any(slow for *_, slow in blocks(PAGES[name]))]
+FAST = [name for name, path in PAGES.items() if blocks(path, slow=False)]
+SLOW = [
+    name for name, path in PAGES.items() if any(mark == "slow" for *_, mark in all_blocks(path))
+]
+OTHERS = [
+    pytest.param(name, other, marks=pytest.mark.slow if other == "numpyro" else (), id=other)
+    for name, path in PAGES.items()
+    for other in of_others(path)
+]
 
 
 @pytest.mark.parametrize("name", FAST, ids=str)
 def test_blocks_run(name, tmp_path, monkeypatch):
-    run(PAGES[name], tmp_path, monkeypatch, slow=False)
+    run(PAGES[name], blocks(PAGES[name], slow=False), tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW, ids=str)
 def test_slow_blocks_run(name, tmp_path, monkeypatch):
-    run(PAGES[name], tmp_path, monkeypatch, slow=True)
+    run(PAGES[name], blocks(PAGES[name]), tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("name, other", OTHERS)
+def test_the_code_of_other_libraries_runs(name, other, tmp_path, monkeypatch):
+    pytest.importorskip(other)
+    every = list(all_blocks(PAGES[name]))
+    theirs = [block[:2] for block in every if block[2].endswith(f": {other}")]
+    run(PAGES[name], [every[0][:2], *theirs], tmp_path, monkeypatch)
 
 
 def test_the_reference_has_every_public_name():

@@ -22,6 +22,7 @@ from pyro_bdl.tracing.trace import (
 from pyro_bdl.utils.autocast import rounding, without_autocast, without_cached_casts
 from pyro_bdl.utils.autograd import leaves_behind, with_gradients
 
+_BLOCK = 64
 Loss = Callable[..., tuple[Tensor, ...]]
 
 
@@ -155,6 +156,15 @@ def trace_step(loss: Loss, examples: Sequence[Tensor], backend: str, *, readable
     places = {id(argument): number for number, argument in enumerate(arguments)}
     where = [places.get(id(leaf), leaf) for leaf in leaves]
     return Step(run, outside, constants, written, where, others, truths)
+
+
+def block_sums(tensor: Tensor) -> Tensor:
+    """A tensor to compare in place of another: itself, or if it is large, the sums of blocks."""
+    if tensor.numel() <= LARGE:
+        return tensor
+    flat = tensor.detach().reshape(-1)
+    whole = len(flat) - len(flat) % _BLOCK
+    return torch.cat([flat[:whole].view(-1, _BLOCK).sum(1), flat[whole:]])
 
 
 def size_of(tensor: Tensor) -> Tensor:

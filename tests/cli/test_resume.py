@@ -6,7 +6,6 @@ import json
 import os
 import signal
 
-import numpy as np
 import pytest
 
 from pyro_bdl import posteriors
@@ -16,15 +15,6 @@ from pyro_bdl.guides import AutoMAP, AutoMeanField
 
 pytestmark = pytest.mark.usefixtures("ctrl_c")
 TIMES = ("seconds", "draw_seconds", "memory")
-
-
-@pytest.fixture
-def table(tmp_path):
-    random = np.random.default_rng(0)
-    rows = [f"{random.normal():.3f},{random.normal():.3f}" for _ in range(20)]
-    path = tmp_path / "table.csv"
-    path.write_text("\n".join(["size,price", *rows]) + "\n")
-    return path
 
 
 @pytest.fixture

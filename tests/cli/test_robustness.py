@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,15 +17,6 @@ from pyro_bdl.comparison import Comparison
 from pyro_bdl.posteriors import registry
 
 TINY = ["--steps", "3", "--hidden", "2"]
-
-
-@pytest.fixture
-def table(tmp_path):
-    random = np.random.default_rng(0)
-    rows = [f"{random.normal():.3f},{random.normal():.3f}" for _ in range(20)]
-    path = tmp_path / "table.csv"
-    path.write_text("\n".join(["size,price", *rows]) + "\n")
-    return path
 
 
 pytestmark = pytest.mark.usefixtures("ctrl_c")
