@@ -33,9 +33,7 @@ def test_they_are_the_separate_fits(name, monkeypatch):
         torch.testing.assert_close(fit.posterior.location(), one.posterior.location())
         assert fit.name == name and fit.seconds > 0 and fit.settings == one.settings
         assert fit.log_evidence == pytest.approx(one.log_evidence)
-    assert len({str(fit.settings) for fit in together}) == (
-        1 if name in ("map", "subnetwork") else 2
-    )
+    assert len({str(fit.settings) for fit in together}) == 1 + (name == "laplace-evidence")
 
 
 def test_an_interrupt_ends_all_fits(monkeypatch):
