@@ -122,9 +122,10 @@ def compare(
         subject = _read(model, data, posteriors)
         known = _known(subject, known)
     if subject.several is not None and (ood is not None or (target_scale, target_shift) != (1, 0)):
+        sites = ", ".join(map(repr, subject.several.kinds))
         raise ValueError(
-            "ood, target_scale and target_shift are for programs with one observed site, and "
-            f"this one observes {', '.join(map(repr, subject.several.kinds))}"
+            "ood, target_scale and target_shift are for programs that observe the last argument "
+            f"at one site, and this one has the data of {sites}"
         )
     with seeded(seed):
         data = subject.data(data)

@@ -14,7 +14,7 @@ from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.draws import samples_of_program, to_samples
 from pyro_bdl.program.layout import Latent
 from pyro_bdl.program.program import Program
-from pyro_bdl.program.trace import Run, leave_open, record
+from pyro_bdl.program.trace import Run, Site, leave_open, record
 from pyro_bdl.program.unconstrained_parameters import are_known
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.module_state import evaluation_mode
@@ -50,11 +50,12 @@ class Subject:
         """Data as they are used for this program."""
         if self.several is None:
             return replace(test, needs_targets=self.needs_targets)
-        size = self.most_rows or test.rows
+        parts, size = [test], self.most_rows
+        if size is not None:
+            parts = [test.part(slice(i, i + size)) for i in range(0, test.rows, size)]
         found = []
         with evaluation_mode(self.model, dict(self.posteriors)):
-            for start in range(0, test.rows, size):
-                part = test.part(slice(start, start + size))
+            for part in parts:
                 run = _first_run(self.model, part, self.posteriors)[0]
                 found.append(self.several.data(part, run))
         if len(found) == 1:
@@ -82,7 +83,7 @@ def read_program(model: Callable, test: Test, posteriors: Mapping[str, Any]) -> 
                 "the likelihood as pyro.sample(..., obs=y)"
             )
         latents = None if program is None else program.latents
-        if len(run.observed) > 1 or not isinstance(test.y, Tensor):
+        if len(run.observed) > 1 or not _are_targets(rows.y, next(iter(run.observed.values()))):
 
             def again(part: slice) -> Run | None:
                 try:
@@ -106,6 +107,13 @@ def read_program(model: Callable, test: Test, posteriors: Mapping[str, Any]) -> 
     fixed = joint and program is not None and _same_mean(program, name)
     observation = Observation(name, kind, are_known([site]), joint, fixed)
     return Subject(model, observation, latents, needs_targets=name not in without)
+
+
+def _are_targets(y: Any, site: Site) -> bool:
+    """Return whether the last argument holds the numbers that a site observes, in their order."""
+    if not isinstance(y, Tensor) or y.numel() != site.value.numel():
+        return False
+    return torch.equal(y.reshape(-1).to(site.value), site.value.reshape(-1))
 
 
 def _first_run(

@@ -110,7 +110,8 @@ FitFunction = Callable[[Problem, Options, bool], Result | Fitting[Result]]
 ProgramFunction = Callable[[Problem], nn.Module]
 
 
-def _given_program(problem: Problem) -> nn.Module:
+def given_program(problem: Problem) -> nn.Module:
+    """The problem's program as it is."""
     return problem.model
 
 
@@ -123,7 +124,7 @@ class Entry:
     description: str
     function: FitFunction
     default: bool = False
-    program: ProgramFunction = _given_program
+    program: ProgramFunction = given_program
 
 
 _registry: dict[str, Entry] = {}
@@ -135,7 +136,7 @@ def register(
     title: str,
     description: str,
     default: bool = False,
-    program: ProgramFunction = _given_program,
+    program: ProgramFunction = given_program,
 ) -> Callable[[FitFunction], FitFunction]:
     """Decorate ``function(problem, options, progress) -> Result`` to make it known by ``name``.
 

@@ -243,8 +243,24 @@ def test_cross_validation_adds_the_sites_of_a_row():
 def test_what_one_site_alone_can_have():
     data = torch.zeros(3), torch.zeros(5)
     for options in ({"ood": torch.zeros(3)}, {"target_scale": 2.0}):
-        with pytest.raises(ValueError, match="one observed site, and this one observes 'a', 'b'"):
+        with pytest.raises(ValueError, match="at one site, and this one has the data of 'a', 'b'"):
             of_one(draws(2), two_groups, *data, **options)
+
+
+def test_targets_that_the_program_changes_are_scored_as_observed():
+    def model(x, y):
+        w = weights(2)
+        with pyro.plate("groups", 2), pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x[:, None] * w, 1.0), obs=y.T.log())
+
+    torch.manual_seed(0)
+    x, y, posterior = torch.randn(4), torch.rand(2, 4), draws(2)
+    w = posterior.flat()["w"]
+    density = dist.Normal(x[:, None] * w[:, None], 1.0).log_prob(y.T.log()).flatten(1)
+    found = of_one(posterior, model, x, y)
+    assert found["nlpd"] == pytest.approx(log_mean(density).mean().item(), rel=1e-9)
+    rmse = (y.T.log() - x[:, None] * w.mean(0)).square().mean().sqrt()
+    assert found["rmse"] == pytest.approx(rmse.item(), rel=1e-9)
 
 
 def test_networks_in_a_plate_leave_out_every_number():

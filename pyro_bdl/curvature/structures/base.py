@@ -19,6 +19,7 @@ from pyro_bdl.curvature.jacobian.jacobian import Jacobian
 from pyro_bdl.curvature.prior import PriorPrecision
 from pyro_bdl.curvature.structures.draws import LinearDraws, VectorDraws
 from pyro_bdl.program.subset import Subset
+from pyro_bdl.utils.collectives import Ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +193,10 @@ class Curvature(nn.Module, ABC):
     def sums(self) -> list[Tensor]:
         """Return the sums of the pass; with several processes, the other processes' sums are added
         in place."""
+
+    def add_up(self, ranks: Ranks) -> None:
+        """Replace the sums of the pass over this process's data by those over all processes'."""
+        ranks.add_up(self.sums())
 
     @abstractmethod
     def scale(self, factor: float) -> None:

@@ -60,6 +60,10 @@ class KroneckerFactors(nn.Module):
     def sums(self) -> list[OuterProductSum]:
         return [sums for sums in (self.inputs, self.outputs) if sums is not None]
 
+    def counts(self) -> list[Tensor]:
+        """The numbers of data and of look-ups; callers may add to them in place."""
+        return [self.count] if self.looked_up is None else [self.count, self.looked_up]
+
     def accumulated(self) -> list[Tensor]:
         """Return the sums so far; callers may add to them in place."""
         inputs = self.looked_up if self.inputs is None else self.inputs.as_matrix()

@@ -1,6 +1,6 @@
 """Sums of outer products, sum_r x_r x_r', and their eigenvectors."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_bdl.curvature.structures.kron.eigenbasis import completed, extended
+from pyro_bdl.utils.collectives import Ranks
 from pyro_bdl.utils.linear_algebra import add_products, products
 
 
@@ -82,6 +83,7 @@ class OuterProductSum(nn.Module):
     def __init__(self, groups: int, size: int, like: Tensor) -> None:
         super().__init__()
         self.register_buffer("rows", like.new_zeros(groups, 0, size))
+        self.shape = groups, size
         self.count = 0  # R
         for name in ("matrix", "values", "vectors"):
             self.register_buffer(name, None)
@@ -94,6 +96,23 @@ class OuterProductSum(nn.Module):
             self._append(vectors.rows())
         else:
             vectors.add_to(self.as_matrix())
+
+    def gather_rows(self, counts: Sequence[int], ranks: Ranks) -> bool:
+        """Store the vectors of all ranks, if they are few enough together.
+
+        :param counts: R of each rank; each has stored its vectors.
+        :returns: whether they are few enough.
+        """
+        assert self.rows is not None
+        size = self.rows.shape[2]
+        if sum(counts) > size // 2:
+            return False
+        padded = self.rows.new_zeros(len(self.rows), max(counts), size)
+        padded[:, : self.count] = self.rows[:, : self.count]
+        found = zip(ranks.stack(padded), counts, strict=True)
+        self.rows = torch.cat([rows[:, :count] for rows, count in found], 1)
+        self.count = sum(counts)
+        return True
 
     def merge(self, other: "OuterProductSum") -> None:
         """Add another sum, which is not changed."""
@@ -212,6 +231,24 @@ def make_room(
     for name in names:
         value = state.get(prefix + name)
         setattr(module, name, None if value is None else like.new_empty(value.shape))
+
+
+def collect(sums: Sequence[OuterProductSum], ranks: Ranks) -> list[Tensor]:
+    """Give every rank the stored vectors of all ranks, for the sums where these are few together.
+
+    :returns: the matrices of the other sums, which are left to add up over the ranks.
+    """
+    shapes = [own.shape for own in sums]
+    counts = [None if own.rows is None else own.count for own in sums]
+    found = ranks.gather((shapes, counts))
+    if any(theirs != shapes for theirs, _ in found):
+        return [own.as_matrix() for own in sums]  # adding them up tells which rank differs
+    of_ranks = zip(*(numbers for _, numbers in found), strict=True)
+    return [
+        own.as_matrix()
+        for own, numbers in zip(sums, of_ranks, strict=True)
+        if None in numbers or not own.gather_rows(numbers, ranks)
+    ]
 
 
 def decompose(sums: Iterable[OuterProductSum]) -> None:
