@@ -19,6 +19,7 @@ from pyro_bdl.references import Reference
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 EXAMPLE = "in-between"
 _OUT = "pyro-bdl-out"
+_NETWORK = {"hidden": "50", "activation": "tanh", "noise": "normal", "prior_gain": None}
 _USUAL = {"steps": None, "chains": 4, "warmup": 500, "draws": 500}
 _QUICK = {"steps": 500, "chains": 2, "warmup": 100, "draws": 100}
 
@@ -68,15 +69,20 @@ def parser(
     add = command.add_argument_group("network").add_argument
     add(
         "--hidden",
-        default="50",
+        default=_NETWORK["hidden"],
         metavar="UNITS",
         help="50, or 50,50 for two layers; default: %(default)s",
     )
-    add("--activation", choices=tuple(ACTIVATIONS), default="tanh", help="default: %(default)s")
+    add(
+        "--activation",
+        choices=tuple(ACTIVATIONS),
+        default=_NETWORK["activation"],
+        help="default: %(default)s",
+    )
     add(
         "--noise",
         choices=NOISES,
-        default="normal",
+        default=_NETWORK["noise"],
         help="of a regression: one sd; a sd for each input; or Student-t, for outliers; default: "
         "%(default)s",
     )
@@ -195,9 +201,19 @@ def reference(options: argparse.Namespace) -> Reference | None:
             option = name.replace("_", "-")
             raise ValueError(f"--{option} has no effect with --reference, which has its data")
     found = references.load(options.reference)
-    options.hidden = ",".join(map(str, found.architecture["hidden"]))
-    options.activation, options.noise = found.architecture["activation"], "normal"
-    options.prior_gain = found.architecture["gain"]
+    theirs = {
+        "hidden": ",".join(map(str, found.architecture["hidden"])),
+        "activation": found.architecture["activation"],
+        "noise": "normal",
+        "prior_gain": found.architecture["gain"],
+    }
+    for name, value in theirs.items():
+        if getattr(options, name) not in (_NETWORK[name], value):
+            option = name.replace("_", "-")
+            raise ValueError(
+                f"--{option} has no effect with --reference, whose program has {value}"
+            )
+        setattr(options, name, value)
     if options.guides is None:  # no other run of NUTS
         options.guides = ",".join(name for name in names(None) if name != "nuts")
     return found

@@ -3,11 +3,11 @@
 CAPTIONS = {
     "bands": "Mean and 90 % interval of the function along the feature.",
     "sd_map": "The function's sd divided by the reference's, at the test points: red where a "
-    "posterior is overconfident, blue where it is underconfident.",
+    "posterior is overconfident about the function, blue where it is underconfident.",
     "forest": "The function at four test points, ordered by the reference's sd; the shaded column "
     "is the reference's 90 % interval.",
     "calibration": "Calibration on the test data: below the diagonal, a posterior is "
-    "overconfident.",
+    "overconfident about the targets.",
     "pit": "Where the test targets lie among the predictions (probability integral transform): "
     "flat within the band if calibrated, a valley if too narrow, a hill if too wide.",
     "function_space": "Mean and sd at each test point: on the diagonal, a posterior agrees with "

@@ -169,7 +169,7 @@ DISTANCES = (
         "sd_ratio",
         "sd ratio",
         "The function's sd, averaged over the test points, divided by the reference's, with its "
-        "Monte Carlo error; less than 1 is overconfident.",
+        "Monte Carlo error; less than 1 is overconfident about the function.",
         _sd_ratio,
         of="function",
         error=True,

@@ -156,6 +156,10 @@ class PredictiveDraws:
     log_likelihood: Tensor | None = None
     chains: int = 1
 
+    def __repr__(self) -> str:
+        shape = tuple(self.function.shape)
+        return f"<PredictiveDraws: {shape[0]} draws of {self.chains} chains, function {shape}>"
+
     def __post_init__(self) -> None:
         for name in ("function", "targets", "log_likelihood"):
             value: Any = getattr(self, name)

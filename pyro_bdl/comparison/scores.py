@@ -62,7 +62,8 @@ def _coverage(key: str, percent: int) -> Metric:
     return Metric(
         key,
         f"in {percent} %",
-        f"Share of the targets inside the central {percent} % interval; less is overconfident.",
+        f"Share of the targets inside the central {percent} % interval, noise included; less is "
+        "overconfident about the targets.",
         partial(metrics.interval_coverage, level=percent / 100, pointwise=True),
         of="draws",
         task="regression",

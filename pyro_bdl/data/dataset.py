@@ -71,6 +71,12 @@ class Dataset:
     split: str = ""
     notes: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        return (
+            f"<Dataset of {self.target_name!r}: {self.task}, {len(self.feature_names)} features, "
+            f"{len(self.x_train)} training and {len(self.x_test)} test rows>"
+        )
+
     def point(self, place: int) -> dict[str, Any]:
         """A test point in the units of the source: its row, its features and its target.
 

@@ -233,11 +233,19 @@ class Guide(OwnParameters, AutoGuide):
             key = f"{prefix}_extra_state"
             if key in state_dict:
                 self.set_extra_state(state_dict[key])
+            unexpected_keys, errors = lists
+            before = len(missing_keys) + len(unexpected_keys)
             super()._load_from_state_dict(
                 state_dict, prefix, local_metadata, strict, missing_keys, *lists
             )
             if key in missing_keys:
                 missing_keys.remove(key)
+            if len(missing_keys) + len(unexpected_keys) > before:
+                errors.append(
+                    f"The state is of another kind of guide than {type(self).__name__}: "
+                    "guide.save(path) keeps the kind too, and bdl.load_posterior(path, model) "
+                    "makes that guide."
+                )
             return
         values = {
             key.removeprefix(prefix): value.detach().clone()

@@ -72,23 +72,34 @@ def number_of(size: Size, total: int, like: Tensor) -> int:
 
     :raises ValueError: for a size that does not give a count between 1 and ``total``.
     """
-    if isinstance(size, bool) or not isinstance(size, int | float | str):
-        raise ValueError(f"size must be a count, a fraction or memory, got {size!r}")
+    check_size(size)
     if isinstance(size, str):
-        match = re.fullmatch(r"\s*([0-9.]+)\s*(G|M)i?B\s*", size)
-        if match is None:
-            raise ValueError(f"size must be a count, a fraction or memory such as '4 GB': {size!r}")
-        bytes_ = float(match[1]) * {"G": 1e9, "M": 1e6}[match[2]]
+        number, unit = _MEMORY.fullmatch(size).groups()  # type: ignore[union-attr]
+        bytes_ = float(number) * {"G": 1e9, "M": 1e6}[unit]
         return min(total, max(1, int((bytes_ / (_COPIES * like.element_size())) ** 0.5)))
     if isinstance(size, float):
-        if not 0 < size <= 1:
-            raise ValueError(f"a fraction must lie between 0 and 1, got size={size}")
         return max(1, round(size * total))
-    if not 1 <= size <= total:
+    if size > total:
         raise ValueError(f"size must be from 1 to {total}, got {size}")
     return size
 
 
+def check_size(size: Size) -> None:
+    """Check a size as far as that is possible before the number of latent numbers is known.
+
+    :raises ValueError: for a size that is no positive count, fraction or memory.
+    """
+    if isinstance(size, bool) or not isinstance(size, int | float | str):
+        raise ValueError(f"size must be a count, a fraction or memory, got {size!r}")
+    if isinstance(size, str) and _MEMORY.fullmatch(size) is None:
+        raise ValueError(f"size must be a count, a fraction or memory such as '4 GB': {size!r}")
+    if isinstance(size, float) and not 0 < size <= 1:
+        raise ValueError(f"a fraction must lie between 0 and 1, got size={size}")
+    if isinstance(size, int) and size < 1:
+        raise ValueError(f"size must be at least 1, got {size}")
+
+
+_MEMORY = re.compile(r"\s*(\d*\.?\d+)\s*(G|M)i?B\s*")
 _COPIES = 3  # of the matrix in memory, while it is added up and factorized
 
 

@@ -13,7 +13,14 @@ from pyro_bdl.curvature.config import check_memory
 from pyro_bdl.curvature.structures.full import FullPrecision
 from pyro_bdl.guides.joint import JointGuide, restored_source
 from pyro_bdl.guides.laplace import AutoLaplaceGGN, LaplaceGuide
-from pyro_bdl.guides.selectors import LargestPredictiveVariance, Selector, Size, Trained, number_of
+from pyro_bdl.guides.selectors import (
+    LargestPredictiveVariance,
+    Selector,
+    Size,
+    Trained,
+    check_size,
+    number_of,
+)
 from pyro_bdl.init import init_to_network
 from pyro_bdl.program.batches import Batch, Batches
 from pyro_bdl.program.gaussian_prior import GaussianPrior, joint_prior
@@ -60,6 +67,8 @@ class AutoSubnetwork(AutoLaplaceGGN):
             create_plates=create_plates,
         )
         self.select = _selector(LargestPredictiveVariance() if select is None else select)
+        if size is not None:
+            check_size(size)
         self.size = size
 
     def options(self) -> dict[str, Any]:

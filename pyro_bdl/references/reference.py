@@ -50,6 +50,12 @@ class Reference:
     chains: int
     info: Mapping[str, Any] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        return (
+            f"<Reference {self.name!r}: {len(self.function)} draws of {self.chains} chains at "
+            f"{len(self.dataset.x_test)} test points, {self.dataset.task}>"
+        )
+
     @property
     def seconds(self) -> float:
         """Wall-clock time of the whole NUTS run."""

@@ -30,6 +30,15 @@ def test_other_data_beside_it_and_unknown_names_are_refused():
         command.reference(options("--reference", "tulip"))
 
 
+@pytest.mark.parametrize(
+    "given", ["--hidden 7", "--activation relu", "--noise robust", "--prior-gain 2"]
+)
+def test_another_network_beside_it_is_refused(given):
+    with pytest.raises(ValueError, match=f"{given.split()[0]} has no effect with --reference"):
+        command.reference(options("--reference", "iris", *given.split()))
+    command.reference(options("--reference", "iris", "--hidden", "10", "--prior-gain", "1"))
+
+
 def test_draws_move_to_a_device():
     draws = bdl.references.load("diabetes").draws()
     assert torch.equal(draws.to("cpu").targets, draws.targets)

@@ -546,6 +546,21 @@ def test_before_the_first_run():
     assert torch.equal(laplace.loc, guide.loc)
 
 
+def test_its_state_in_a_guide_of_another_kind_says_the_way():
+    model, x, y = classifier()
+    guide = AutoLaplaceGGN(model, structure="diag").prototype(x, y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = guide.laplace_approximation((x, y)).state_dict()
+    fresh = AutoLaplaceGGN(model)
+    fresh.load_state_dict(state)  # which waits for the first run
+    for call in (lambda: guide.load_state_dict(state), lambda: fresh.prototype(x, y)):
+        with pytest.raises(
+            RuntimeError, match=r"another kind .* bdl\.load_posterior\(path, model\)"
+        ):
+            call()
+
+
 def test_it_is_a_guide_for_svi_too(conjugate):
     """A LaplaceGuide has no parameters; it may be scored, and drawn in minibatches."""
     laplace = at_mode(conjugate, structure="full").laplace_approximation(data(conjugate))

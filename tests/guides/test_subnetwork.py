@@ -123,6 +123,9 @@ def test_bad_options(data):
     model, _, _ = linear(data)
     with pytest.raises(TypeError, match="selector"):
         bdl.guides.AutoSubnetwork(model, select="largest")  # type: ignore[arg-type]
+    for size in (0, -1, 1.5, "four", "1.2.3 GB", True):  # before any training
+        with pytest.raises(ValueError, match=r"size|fraction"):
+            bdl.guides.AutoSubnetwork(model, size=size)
     guide = bdl.guides.AutoSubnetwork(model, size=9)
     with pytest.raises(ValueError, match="from 1 to 4"):
         guide.choose(data)

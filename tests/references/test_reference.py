@@ -37,6 +37,7 @@ def test_an_unknown_name_lists_the_known_ones():
 def test_draws_are_those_of_the_program():
     """Log likelihoods of the predictive draws by the program's own observation."""
     found = bdl.references.load("diabetes")
+    assert max(len(repr(each)) for each in (found, found.dataset, found.draws())) < 100
     draws, y = found.draws(), found.dataset.y_test
     assert draws.chains == found.chains == 4
     exact = torch.distributions.Normal(found.function[7], found.noise[7]).log_prob(y)
