@@ -110,7 +110,7 @@ def _with_decimal_points(frame: pd.DataFrame, path: Path) -> pd.DataFrame:
 def numeric_features(
     frame: pd.DataFrame, path: Path, one_hot: bool
 ) -> tuple[pd.DataFrame, list[str]]:
-    """The columns as numbers, and sentences on what was expanded.
+    """The columns as numbers, and sentences on what was found and expanded.
 
     Columns of dates become their parts; with ``one_hot`` columns of text become indicators of their
     values.
@@ -122,6 +122,8 @@ def numeric_features(
         is_text = numbers.isna() & column.notna()
         if not is_text.any():
             columns.append(numbers)
+            if (numbers.diff()[1:] == 1).all():
+                notes.append(f"{name} counts the rows; remove it if it is no more than that.")
         elif (dates := _dates(column)) is not None:
             parts = _date_parts(dates, name)
             columns.append(parts)
@@ -133,8 +135,9 @@ def numeric_features(
             texts.append(f"{name!r} ({column[row]!r} in row {row + 1})")
     if texts:
         raise ValueError(
-            f"data: {path} has columns that are not numeric: {listed(texts)}; remove them, or "
-            f"turn them into columns of zeros and ones with one_hot=True (--one-hot)"
+            f"data: {path} has columns that are not numeric: {listed(texts)}; remove them, leave "
+            f"cells without a value empty, or turn texts into columns of zeros and ones with "
+            f"one_hot=True (--one-hot)"
         )
     return pd.concat(columns, axis=1), notes
 

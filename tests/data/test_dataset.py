@@ -349,6 +349,13 @@ def test_what_was_found_is_said(write):
     assert "a regression" in note
 
 
+def test_a_column_that_counts_the_rows_is_said(write):
+    data = load_csv(write(table("id,a,y", range(7, 27), NUMBERS, NUMBERS)), "y")
+    assert data.notes[0] == "id counts the rows; remove it if it is no more than that."
+    data = load_csv(write(table("id,a,y", [1, *range(1, 20)], NUMBERS, NUMBERS)), "y")
+    assert not any("counts the rows" in note for note in data.notes)
+
+
 def test_counts_are_not_standardized(write):
     counts = [i % 7 for i in range(20)]
     data = load_csv(write(table("a,y", NUMBERS, counts)), "y", "count")
