@@ -72,7 +72,7 @@ def number_of(size: Size, total: int, like: Tensor) -> int:
 
     :raises ValueError: for a size that does not give a count between 1 and ``total``.
     """
-    check_size(size)
+    size = checked_size(size)
     if isinstance(size, str):
         number, unit = _MEMORY.fullmatch(size).groups()  # type: ignore[union-attr]
         bytes_ = float(number) * {"G": 1e9, "M": 1e6}[unit]
@@ -84,8 +84,8 @@ def number_of(size: Size, total: int, like: Tensor) -> int:
     return size
 
 
-def check_size(size: Size) -> None:
-    """Check a size as far as that is possible before the number of latent numbers is known.
+def checked_size(size: Size) -> int | float | str:
+    """Return a size, checked as far as the number of latent numbers does not matter.
 
     :raises ValueError: for a size that is no positive count, fraction or memory.
     """
@@ -97,6 +97,7 @@ def check_size(size: Size) -> None:
         raise ValueError(f"a fraction must lie between 0 and 1, got size={size}")
     if isinstance(size, int) and size < 1:
         raise ValueError(f"size must be at least 1, got {size}")
+    return size
 
 
 _MEMORY = re.compile(r"\s*(\d*\.?\d+)\s*(G|M)i?B\s*")

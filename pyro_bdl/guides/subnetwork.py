@@ -18,7 +18,7 @@ from pyro_bdl.guides.selectors import (
     Selector,
     Size,
     Trained,
-    check_size,
+    checked_size,
     number_of,
 )
 from pyro_bdl.init import init_to_network
@@ -45,6 +45,7 @@ class AutoSubnetwork(AutoLaplaceGGN):
         By default a tenth of all, at most 1000; with a selector that has its own choice, all of it.
     :param curvature: see ``AutoLaplaceGGN``, which also explains ``num_draws``, ``init_loc_fn`` and
         ``create_plates``.
+    :raises ValueError: for a size that is no positive count, fraction or memory.
     """
 
     def __init__(
@@ -67,9 +68,7 @@ class AutoSubnetwork(AutoLaplaceGGN):
             create_plates=create_plates,
         )
         self.select = _selector(LargestPredictiveVariance() if select is None else select)
-        if size is not None:
-            check_size(size)
-        self.size = size
+        self.size = None if size is None else checked_size(size)
 
     def options(self) -> dict[str, Any]:
         config = self.config
