@@ -43,7 +43,7 @@ PUBLISHED = {
     "power": ((4.01, 0.04), (-2.81, 0.01)),
     "protein": ((4.27, 0.02), (-2.87, 0.00)),
 }
-RATES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1)
+RATES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4)
 WIDE = ("protein",)
 
 
@@ -124,7 +124,9 @@ class Networks:
         return (mean - y).square().mean().sqrt().item(), density.mean().item()
 
 
-def fitted(splits: list[Split], hidden: int, options: Any, bar: Any) -> list[dict[str, float]]:
+def fitted(
+    splits: list[Split], hidden: int, steps: int, options: Any, bar: Any
+) -> list[dict[str, float]]:
     """RMSE, log likelihood and the chosen rate of each split."""
     networks = Networks(splits[0].x.shape[1], hidden, options.particles, options.rows)
     rates = torch.tensor(options.rates)
@@ -135,7 +137,7 @@ def fitted(splits: list[Split], hidden: int, options: Any, bar: Any) -> list[dic
         kept.append((split.x[many], split.y[many]))
         held.append((split.x[few], split.y[few]))
     each = [part for part in kept for _ in rates]
-    loc = networks.train(each, rates.repeat(len(splits)), options.steps, bar)
+    loc = networks.train(each, rates.repeat(len(splits)), steps, bar)
     best = []
     for number, (x, y) in enumerate(held):
         found = [
@@ -144,7 +146,7 @@ def fitted(splits: list[Split], hidden: int, options: Any, bar: Any) -> list[dic
         ]
         best.append(int(torch.tensor(found).argmax()))
     chosen = rates[best]
-    loc = networks.train([(split.x, split.y) for split in splits], chosen, options.steps, bar)
+    loc = networks.train([(split.x, split.y) for split in splits], chosen, steps, bar)
     result = []
     for one, p, split in zip(loc, chosen, splits, strict=True):
         error, density = networks.scores(one, p, split.x_test, split.y_test, options.draws)
@@ -177,7 +179,7 @@ def show(name: str, found: dict[str, Any]) -> None:
     print(f"{name}, {len(rates)} splits, rates {min(rates):g} to {max(rates):g}")
     for key in ("rmse", "log likelihood"):
         part = found[key]
-        line = f"  {key:<15}{part['mean']:8.3f} +- {part['standard error']:.3f}"
+        line = f"  {key:<15}{part['mean']:#10.4g} +- {part['standard error']:#.2g}"
         if "published" in part:
             line += f"   published {part['published']:.2f} +- {part['its standard error']:.2f}"
             line += "   reached" if part["reached"] else "   not reached"
@@ -190,7 +192,11 @@ def main() -> None:
     arguments.add_argument("--sets", default=",".join(SETS), help="default: %(default)s")
     arguments.add_argument("--splits", type=int, default=20, help="of each set, at most")
     arguments.add_argument("--rates", type=float, nargs="+", default=RATES, help="to choose from")
-    arguments.add_argument("--steps", type=int, default=8000, help="of each training")
+    arguments.add_argument(
+        "--steps",
+        type=int,
+        help="of each training; default: 8000, or 150 passes where that is more",
+    )
     arguments.add_argument("--particles", type=int, default=16, help="draws in each step")
     arguments.add_argument("--rows", type=int, default=16, help="data that each of them sees")
     arguments.add_argument("--draws", type=int, default=1000, help="for prediction")
@@ -203,8 +209,10 @@ def main() -> None:
         where = options.data / "standard" / name / "data"
         count = min(options.splits, len(list(where.glob("index_test_*.txt"))))
         splits = [Split(options.data, "standard", name, number) for number in range(count)]
-        with tqdm(total=2 * options.steps, desc=name, disable=options.json, mininterval=2) as bar:
-            rows = fitted(splits, 100 if name in WIDE else 50, options, bar)
+        passes = len(splits[0].x) / (options.particles * options.rows)
+        steps = options.steps or max(8000, round(150 * passes))
+        with tqdm(total=2 * steps, desc=name, disable=options.json, mininterval=2) as bar:
+            rows = fitted(splits, 100 if name in WIDE else 50, steps, options, bar)
         results[name] = summary(name, rows)
         if not options.json:
             show(name, results[name])

@@ -31,7 +31,8 @@ def problems(folds: int, hidden: int) -> list[posteriors.Problem]:
 
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
-    names = ["map", "mean-field", "mc-dropout", "ensemble", "subnetwork"]
+    names = ["map", "mean-field", "mc-dropout", "ensemble", "subnetwork", "swag"]
+    names += ["laplace-kron", "laplace-full", "laplace-evidence"]
     options.add_argument("--guides", nargs="+", default=names)
     options.add_argument("--folds", type=int, default=5)
     options.add_argument("--hidden", type=int, default=50)

@@ -64,7 +64,7 @@ class Ours:
         self.model = (
             bdl.models.Classification(bnn) if classes else bdl.models.Regression(bnn, noise=1.0)
         )
-        self.guide = bdl.guides.AutoLaplaceGGN(self.model).prototype(x, y)
+        self.guide = bdl.guides.AutoLaplaceGGN(self.model, structure="kron").prototype(x, y)
         self.data = x, y
 
     def fit(self) -> None:
@@ -173,7 +173,7 @@ def outputs(options: argparse.Namespace) -> dict[str, Any]:
     x, y = torch.randn(2000, 32), torch.randint(classes, (2000,))
     net = nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, classes))
     model = bdl.models.Classification(bdl.bayesianize(net, bdl.priors.Normal(1.0)))
-    guide = bdl.guides.AutoLaplaceGGN(model).prototype(x[:2], y[:2])
+    guide = bdl.guides.AutoLaplaceGGN(model, structure="kron").prototype(x[:2], y[:2])
     predictive = bdl.LinearizedPredictive(model, guide.laplace_approximation((x, y)))
     results = {}
     for what, call in (

@@ -110,6 +110,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder of the images")
     parser.add_argument("--sets", nargs="*", default=["mnist", "fashion_mnist"], help="of images")
     parser.add_argument("--networks", nargs="*", default=list(NETWORKS), help="MLP, CNN")
+    parser.add_argument("--methods", nargs="*", default=list(METHODS), help="by name; both")
     parser.add_argument("--every", type=int, default=5, help="epochs between its updates (5)")
     parser.add_argument("--batch", type=int, default=128, help="images in a step (128)")
     sizes = {
@@ -131,7 +132,8 @@ def main() -> None:
         )
         for name in options.networks:
             for number, (method, function) in enumerate(METHODS.items()):
-                results.append(row(kind, name, method, number, function, data, options))
+                if method in options.methods:
+                    results.append(row(kind, name, method, number, function, data, options))
     if options.json:
         print(json.dumps({"machine": harness.machine(), "rows": results}))
 
@@ -155,7 +157,7 @@ def row(
         loss = with_error(*averages["NLL"])
         print(
             f"{kind:14}{name:4} {method:17} accuracy {accuracy} (published "
-            f"{published[0] / 100})  NLL {loss} (published {-published[1]})  {seconds:.0f} s  "
+            f"{published[0] / 100:.4f})  NLL {loss} (published {-published[1]})  {seconds:.0f} s  "
             + ", ".join(f"{key} {value:.3g}" for key, value in facts.items()),
             flush=True,
         )

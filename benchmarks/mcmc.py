@@ -205,7 +205,11 @@ def compare(x, y, widths: list[int], options) -> dict[str, Any]:
     }  # fmt: skip
     sides = {
         "mclmc": lambda: ours(
-            model, *data, "mclmc", options.chains, langevin | {"chain_method": options.method}
+            model,
+            *data,
+            "mclmc",
+            options.chains,
+            langevin | {"chain_method": options.method, "energy_variance": options.variance},
         ),
         "mams": lambda: ours(model, *data, "mams", options.chains, nuts),
         "nuts": lambda: ours(model, *data, "nuts", options.chains, nuts),
@@ -246,6 +250,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=500, help="of mclmc, 20 steps each")
     parser.add_argument("--nuts", type=int, default=200, help="warm-up and draws of nuts and mams")
     parser.add_argument("--method", default="parallel", help="chain method of mclmc")
+    parser.add_argument("--variance", type=float, default=5e-4, help="energy variance of mclmc")
     parser.add_argument("--depth", type=int, default=10)
     parser.add_argument("--only", nargs="+", help="mclmc, mams, nuts, by-hand, blackjax")
     parser.set_defaults(threads=1)

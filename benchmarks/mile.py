@@ -33,8 +33,9 @@ PUBLISHED = {
 def split(path: Path | None, rows: int) -> tuple[torch.Tensor, ...]:
     if path is None:
         generator = np.random.default_rng(0)
-        x = generator.normal(size=(400, 5))
-        table = np.c_[x, np.sin(2 * x[:, 0]) + 0.1 * generator.normal(size=400)]
+        count = rows + -(-rows // 4)
+        x = generator.normal(size=(count, 5))
+        table = np.c_[x, np.sin(2 * x[:, 0]) + 0.1 * generator.normal(size=count)]
     else:
         table = np.loadtxt(path / "bikesharing.data")
     train, test = train_test_split(table, test_size=0.2, random_state=0)
@@ -120,7 +121,7 @@ def main() -> None:
     trained = time.perf_counter() - started
     samples = bdl.mcmc.ensemble_sample(
         model, x, y, members=options.members, guide=guide, num_warmup=options.warmup,
-        num_samples=options.draws, energy_variance=options.variance, chain_method="vectorized",
+        num_samples=options.draws, energy_variance=options.variance,
         seed=options.seed, progress=False,
     )  # fmt: skip
     sides = {"deep ensemble": guide, "ensemble of chains": samples}

@@ -137,10 +137,10 @@ def main() -> None:
     parser.add_argument("--networks", nargs="*", default=list(NETWORKS), help="by name; all")
     sizes = {
         "seeds": (5, 1, "trainings"),
-        "train": (5000, 500, "images"),
+        "train": (5000, 300, "images"),
         "test": (10000, 500, "images"),
-        "steps": (5000, 400, "of the training"),
-        "width": (8, 4, "of the networks"),
+        "steps": (5000, 300, "of the training"),
+        "width": (8, 2, "of the networks"),
     }
     options = harness.parse_sizes(parser, sizes)
     torch.set_num_threads(options.threads)

@@ -74,6 +74,16 @@ class Split:
         (self.x, self.y), (self.x_test, self.y_test) = tensors["train"], tensors["test"]
 
 
+def distinct(folder: Path, kind: str, name: str) -> list[int]:
+    """The numbers of the splits whose test rows no earlier split has; gap splits repeat."""
+    files = (folder / kind / name / "data").glob("index_test_*.txt")
+    found: dict[frozenset[int], int] = {}
+    for number in sorted(int(file.stem.rpartition("_")[2]) for file in files):
+        where = folder / kind / name / "data" / f"index_test_{number}.txt"
+        found.setdefault(frozenset(np.loadtxt(where, dtype=int, ndmin=1).tolist()), number)
+    return list(found.values())
+
+
 def positive(value: float) -> PyroParam:
     return PyroParam(torch.tensor(value), constraint=constraints.positive)
 
@@ -194,8 +204,7 @@ def main() -> None:
     results: dict[str, dict[str, list[dict[str, float]]]] = {}
     for kind in options.kinds.split(","):
         for name in options.sets.split(","):
-            where = options.data / kind / name / "data"
-            numbers = range(min(options.splits, len(list(where.glob("index_test_*.txt")))))
+            numbers = distinct(options.data, kind, name)[: options.splits]
             bar = tqdm(numbers, desc=f"{kind} {name}", disable=options.json)
             results.setdefault(kind, {})[name] = [
                 run(options.data, kind, name, number, options.steps) for number in bar
@@ -212,7 +221,7 @@ def show(kind: str, name: str, rows: list[dict[str, float]]) -> None:
         values = [row[key] for row in rows]
         error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
         mean = statistics.fmean(values)
-        print(f"  {title:<45} {mean:9.3f} {error:7.3f} {min(values):9.3f}", flush=True)
+        print(f"  {title:<45} {mean:#11.4g} {error:#8.2g} {min(values):#11.4g}", flush=True)
 
 
 if __name__ == "__main__":

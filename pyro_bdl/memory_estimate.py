@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from pyro_bdl import models
 from pyro_bdl.curvature import structures
+from pyro_bdl.curvature.structures.kron.outer_products import memory_of_decomposition
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides import AutoLaplaceGGN, AutoMAP
 from pyro_bdl.guides.base import Guide
+from pyro_bdl.guides.kl import LARGE
 from pyro_bdl.nn import bayesianize
 from pyro_bdl.program.batches import device_of_rows, leading_size, taken
 from pyro_bdl.program.program import Program
@@ -26,9 +28,11 @@ from pyro_bdl.utils.tables import Column, number, to_text
 from pyro_bdl.utils.validation import whole_number
 
 _KERNELS = ("nuts", "hmc", "mclmc", "mams", "sgld", "psgld", "sghmc", "sgnht")
+_KRONECKER = ("kron", "ekfac")
 _OF_A_CHAIN = 12  # vectors of P numbers in the state of a chain and of one step
 _PREDICTION = 2**28  # bytes that Predictive takes for intermediate results
 _PIECE, _PER_WEIGHT = 24 * 2**20, 8  # of a curvature's pass over the data, see curvature.chunking
+_LARGE_WIDTH = 512  # of a small network with large sites
 _FEW = 4  # rows with which the program is run
 
 
@@ -124,7 +128,7 @@ def estimate_memory(
         posterior = posterior(model)
     if isinstance(posterior, Guide):
         some = rows_per_step(model, rows, batch_size)
-        parts = _of_training(posterior, size, item, num_particles)
+        parts = _of_training(posterior, program, item, num_particles)
         parts["activations"] = int(some * num_particles * per_row)
         what = f"training {type(posterior).__name__} over {size:,} latents"
     elif not isinstance(posterior, str):
@@ -197,20 +201,21 @@ def _outputs(program: Program, x: Any) -> int:
     return max(1, held // rows)
 
 
-def _of_training(guide: Guide, size: int, item: int, num_particles: int) -> dict[str, int]:
+def _of_training(guide: Guide, program: Program, item: int, num_particles: int) -> dict[str, int]:
     """Memory of two steps of a guide of the same kind on a small network, scaled by P."""
-    model, x, y = _small_network(64, item)
-    try:
-        small: Any = type(guide)(model, **guide.options()).prototype(x, y)
-    except (KeyError, RuntimeError, TypeError, ValueError):  # options that name the guide's sites
-        small = type(guide)(model).prototype(x, y)
+    largest = max((latent.size for latent in program.latents.values()), default=0)
+    # large sites take less for each number, see ``guides.large_draw``
+    model, x, y = _small_network(64 if largest <= LARGE else _LARGE_WIDTH, item)
     with own_randomness(), LiveMemory() as live:
+        try:
+            small: Any = type(guide)(model, **guide.options()).prototype(x, y)
+        except (KeyError, RuntimeError, TypeError, ValueError):  # options that name sites
+            small = type(guide)(model).prototype(x, y)
         train(model, small, x, y, steps=2, num_particles=num_particles)
         held = sum(p.numel() * p.element_size() for p in small.parameters())
-    peak = live.peak
-    share = size / small.require_layout().size
+    share = program.size / small.require_layout().size
     parts = {"parameters": held, "gradients": held, "optimizer": 2 * held}
-    parts["draws, noise and their gradients"] = max(0, peak - 4 * held)
+    parts["draws, noise and their gradients"] = max(0, live.peak - 4 * held)
     return {name: int(value * share) for name, value in parts.items()}
 
 
@@ -222,24 +227,26 @@ def _of_structure(name: str, program: Program, item: int) -> dict[str, int]:
     with warnings.catch_warnings(), own_randomness(), LiveMemory() as live:
         warnings.simplefilter("ignore", BdlWarning)  # the small network is not trained
         guide.laplace_approximation((x, y), progress=False)
-    return {"curvature": int(live.peak * _unit(name, program) / _unit(name, small))}
+    parts = {"curvature": int(live.peak * _unit(name, program) / _unit(name, small))}
+    if name in _KRONECKER:
+        sides = [side for each in program.latents.values() for side in _sides(each.shape)]
+        parts["largest decomposition"] = memory_of_decomposition(max(sides, default=0), item)
+    return parts
 
 
 def _unit(name: str, program: Program) -> int:
     """The number by which a structure's memory grows."""
     if name == "full":
         return program.size**2
-    if name in ("kron", "ekfac"):
-        return program.size + sum(map(_factors, (each.shape for each in program.latents.values())))
+    if name in _KRONECKER:
+        sides = [side for each in program.latents.values() for side in _sides(each.shape)]
+        return program.size + sum(side**2 for side in sides)
     return program.size
 
 
-def _factors(shape: torch.Size) -> int:
-    """Numbers in the Kronecker factors of a latent."""
-    if len(shape) < 2:
-        return 0
-    inputs = shape[1:].numel()
-    return shape[0] ** 2 + inputs**2
+def _sides(shape: torch.Size) -> tuple[int, ...]:
+    """The sizes of the Kronecker factors of a latent."""
+    return () if len(shape) < 2 else (shape[0], shape[1:].numel())
 
 
 def _small_network(hidden: int, item: int) -> tuple[nn.Module, Tensor, Tensor]:
@@ -265,7 +272,7 @@ def _fitting(
         if rest < free:
             share = (free - rest) / parts["activations"]
             return (f"batch_size of at most {share:.2g} times the rows",)
-        point = _of_training(AutoMAP(program.model), program.size, item, 1)
+        point = _of_training(AutoMAP(program.model), program, item, 1)
         return ("AutoMAP",) if sum(point.values()) < free else ()
     if posterior in structures.STRUCTURES:
         others = ("full", "kron", "low_rank", "diag")

@@ -237,3 +237,56 @@ def test_a_run_against_the_references_goes_on_where_it_was_killed(tmp_path):
     assert first == known and second["posterior"] == "map" and second["group"] == "far"
     assert [json.loads(line) for line in rows.read_text().splitlines()] == [first, second]
     assert (tmp_path / "picture.png").stat().st_size > 0
+
+
+IMAGES = {
+    "image_laplace": [
+        *("--seeds", "1", "--train", "30", "--held-out", "10", "--epochs", "1", "--draws", "2"),
+        *("--width", "0.05"),
+    ],
+    "marglik_training": [
+        *("--networks", "MLP", "--sets", "mnist", "--train", "30", "--held-out", "10"),
+        *("--epochs", "2", "--burn-in", "1", "--every", "1", "--width", "0.02"),
+    ],
+    "normalised_evidence": ["--networks", "CNN", "--train", "20", "--steps", "3", "--width", "2"],
+}
+
+
+@pytest.mark.bench
+@pytest.mark.parametrize("name", list(IMAGES))
+def test_laplace_of_image_classifiers(name, tmp_path):
+    _digits(tmp_path, "mnist", "fashion_mnist")
+    command = [sys.executable, str(FOLDER / f"{name}.py"), "--json", "--quick"]
+    command += ["--data", str(tmp_path), "--test", "10", *IMAGES[name]]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=FOLDER, check=True)
+    result = json.loads(done.stdout.strip().splitlines()[-1])
+    if name == "image_laplace":
+        assert len(result["rows"]) == 4
+    elif name == "marglik_training":
+        assert [row["method"] for row in result["rows"]] == ["cross-validation", "evidence"]
+        assert all(row["published"][0] > 98 for row in result["rows"])
+    else:
+        (rows,) = result["networks"].values()
+        assert len(rows) == 4 and all(row["NLL"][0] > 0 for row in rows.values())
+
+
+@pytest.mark.bench
+def test_priors_on_uci_against_nuts(tmp_path):
+    folder = tmp_path / "standard" / "line" / "data"
+    folder.mkdir(parents=True)
+    x = np.random.default_rng(0).normal(size=(40, 2))
+    np.savetxt(folder / "data.txt", np.concatenate([x, x[:, :1]], 1))
+    np.savetxt(folder / "index_features.txt", [0, 1], fmt="%d")
+    np.savetxt(folder / "index_target.txt", [2], fmt="%d")
+    np.savetxt(folder / "index_train_0.txt", range(30), fmt="%d")
+    np.savetxt(folder / "index_test_0.txt", range(30, 40), fmt="%d")
+    rows = tmp_path / "rows.jsonl"
+    command = [sys.executable, str(FOLDER / "uci_priors.py"), "--json", "--data", str(tmp_path)]
+    command += ["--sets", "line", "--kinds", "standard", "--splits", "0", "--members", "2"]
+    command += ["--programs", "program", "factor", "--steps", "20", "--rounds", "1"]
+    command += ["--warmup", "10", "--draws", "10", "--depth", "3", "--rows", str(rows)]
+    for _ in range(2):  # the second run finds all rows in the file
+        done = subprocess.run(command, capture_output=True, text=True, cwd=FOLDER, check=True)
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    assert found == [json.loads(line) for line in rows.read_text().splitlines()]
+    assert len(found) == 2 + 4 and all(len(row["members"]) == 2 for row in found)

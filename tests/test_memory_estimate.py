@@ -46,11 +46,11 @@ def test_live_memory_is_the_peak_of_what_lives_together():
 def test_training(problem, make, particles):
     model, x, y = problem
     found = bdl.estimate_memory(model, make(model), x, y, batch_size=64, num_particles=particles)
-    guide = make(model).prototype(x, y)
     with LiveMemory() as live:
+        guide = make(model).prototype(x, y)
         training.train(model, guide, x, y, steps=2, batch_size=64, num_particles=particles)
-    assert found.total == pytest.approx(live.peak, rel=0.25)
     held = sum(p.nbytes for p in guide.parameters())
+    assert found.total == pytest.approx(live.peak, rel=0.25)
     assert found.parts["parameters"] == pytest.approx(held, rel=0.02)
     assert found.parts["optimizer"] == 2 * found.parts["gradients"]
 
@@ -65,7 +65,11 @@ def test_structures(problem, structure):
     guide = guides.AutoLaplaceGGN(model, structure=structure).prototype(x, y)
     with LiveMemory() as live:
         guide.laplace_approximation((x, y))
-    assert found.total == pytest.approx(live.peak, rel=0.35 if structure == "full" else 0.25)
+    workspace = found.parts.get("largest decomposition", 0)
+    assert workspace == (4 * 8 * 150**2 if structure == "kron" else 0)  # most of it is LAPACK's own
+    assert found.total - workspace == pytest.approx(
+        live.peak, rel=0.35 if structure == "full" else 0.25
+    )
 
 
 def test_chains_and_predictions_count_their_draws(problem):

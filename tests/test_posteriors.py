@@ -146,7 +146,7 @@ def test_swag_tells_the_rate_that_it_found(problem):
 
 # Laplace
 
-LAPLACE = ["laplace-kron", "laplace-full", "laplace-diag", "laplace-last-layer"]
+LAPLACE = ["laplace", "laplace-kron", "laplace-full", "laplace-diag", "laplace-last-layer"]
 
 
 @pytest.fixture
@@ -162,15 +162,20 @@ def test_laplace_tells_what_it_was_made_with(name, quiet):
     structure = {"laplace-kron": "kron", "laplace-diag": "diag"}.get(name, "full")
     assert found.settings["structure"] == structure == found.posterior.config.structure
     assert found.settings["steps"] == 30
-    tuned = evidence.hyperparameters(found.posterior)
-    (value,) = tuned.values()
-    assert found.settings["prior scale"] == f"{value:.3g}" != "1"
+    assert not evidence.hyperparameters(found.posterior)  # the program's own prior
     with torch.no_grad():
         expected = evidence.log_marginal_likelihood(found.posterior).item()
     assert found.log_evidence == expected
     if name == "laplace-last-layer":
         assert found.settings["subset"] == "last-layer"
         assert set(found.posterior.subset.sites) == {"weight", "bias"}
+
+
+def test_a_prior_scale_by_the_evidence(quiet):
+    found = fitted("laplace-evidence")[1]
+    (value,) = evidence.hyperparameters(found.posterior).values()
+    assert found.settings["prior scale"] == f"{value:.3g}" != "1"
+    assert found.settings["structure"] == "full"
 
 
 def test_evidence_of_the_full_posterior_is_exact():
@@ -180,7 +185,7 @@ def test_evidence_of_the_full_posterior_is_exact():
     y = 2 * x[:, 0] + 0.3 * torch.randn(12, dtype=torch.float64)
     bnn = bayesianize(torch.nn.Linear(1, 1).double(), priors.Normal(0.8))
     problem = Problem(models.Regression(bnn, noise=0.3, num_data=12), x, y)
-    found = posteriors.fit("laplace-full", problem, Options(steps=600, rounds=3))
+    found = posteriors.fit("laplace-evidence", problem, Options(steps=600, rounds=3))
     design = torch.cat([x, torch.ones_like(x)], 1)
 
     def exact(scale):
@@ -208,7 +213,7 @@ def test_evidence_of_the_full_posterior_is_exact():
 def test_laplace_of_every_prior(prior, tuned, quiet):
     x = torch.linspace(-1, 1, 12)[:, None]
     model = models.Regression(bayesianize(torch.nn.Linear(1, 1), prior), num_data=12)
-    found = posteriors.fit("laplace-full", Problem(model, x, x[:, 0].clone()), OPTIONS)
+    found = posteriors.fit("laplace-evidence", Problem(model, x, x[:, 0].clone()), OPTIONS)
     assert [key for key in found.settings if key not in ("steps", "structure")] == tuned
     assert found.log_evidence is not None
 
@@ -216,7 +221,7 @@ def test_laplace_of_every_prior(prior, tuned, quiet):
 def test_laplace_of_classes_and_of_a_program_of_ones_own(quiet):
     x = torch.randn(12, 2)
     model = models.Classification(bayesianize(torch.nn.Linear(2, 3)), num_data=12)
-    found = posteriors.fit("laplace-kron", Problem(model, x, torch.arange(12) % 3), OPTIONS)
+    found = posteriors.fit("laplace-evidence", Problem(model, x, torch.arange(12) % 3), OPTIONS)
     assert found.settings["prior scale"]
 
     class Own(torch.nn.Module):

@@ -22,7 +22,8 @@ _PERCENT = ("accuracy", "coverage")
 NOTE = (
     "Each posterior was fitted again on each split. The errors are those of the mean over the "
     "splits, sqrt((1 / splits + test rows / training rows) variance), since the splits share "
-    "training rows (Nadeau & Bengio 2003); differences are paired by split."
+    "training rows (Nadeau & Bengio 2003); differences are paired by split. The answer and the "
+    "other tables are of one split."
 )
 
 

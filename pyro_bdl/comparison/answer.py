@@ -5,7 +5,17 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pyro_bdl.comparison.ranking import ALIKE, ERRORS, FAR, USABLE, WORSE, Ranked, Ranking
+from pyro_bdl.comparison.ranking import (
+    ALIKE,
+    ERRORS,
+    FAR,
+    UNDECIDED,
+    USABLE,
+    WORSE,
+    Ranked,
+    Ranking,
+    in_words,
+)
 from pyro_bdl.utils.tables import listed
 
 Row = Mapping[str, Any]
@@ -31,7 +41,7 @@ def answer(
         return ""
     if reference is None:
         return " ".join(_by_score(ranking))
-    said = []
+    reference, said = in_words(reference), []
     if warnings:
         said.append(f"{reference} has not converged, so that what follows may change.")
     best = _closest(reference, ranking, said)
@@ -73,7 +83,11 @@ def _cheapest(reference: str, ranking: Ranking, best: Ranked, said: list[str]) -
         return
     quick = min(times, key=lambda row: row.time or 0.0)
     if (quick.time or 0.0) >= 1:
-        said.append(f"None that is faster than {reference} is usable.")
+        unknown = [row.posterior for row in ranking.rows if row.group == UNDECIDED and _quick(row)]
+        text = f"None that is faster than {reference} is"
+        if unknown:
+            text += f" known to be usable (of {listed(unknown)} the draws are too few to say)."
+        said.append(text if unknown else f"{text} usable.")
         return
     if best.time is None or quick is best or (quick.time or 0.0) > _CHEAPER * best.time:
         if quick is best and best.group == USABLE:
@@ -83,6 +97,10 @@ def _cheapest(reference: str, ranking: Ranking, best: Ranked, said: list[str]) -
         f"For {_share_of_time(quick.time or 0.0, reference)}, {quick.posterior} gives "
         f"{_percent(quick.share)} of it{_scale(reference, said)}."
     )
+
+
+def _quick(row: Ranked) -> bool:
+    return row.time is not None and row.time < 1
 
 
 def _to_avoid(reference: str, ranking: Ranking, rows: Mapping[str, Row], said: list[str]) -> None:
@@ -121,11 +139,11 @@ def _because(reason: str, rows: Sequence[Row], reference: str, score: str) -> st
         return f"{'has' if one else 'have'} hardly any spread"
     if reason in ("narrow", "wide"):
         ratios = [_number(row, "sd_ratio") for row in rows]
-        return f"{'has' if one else 'have'} {_range(ratios)} times its sd"
+        return f"{'has' if one else 'have'} {_range(ratios)} times the sd of {reference}"
     if reason == "shifted":
         shifts = [_number(row, "mean_shift") for row in rows]
         whose = "has a mean" if one else "have means"
-        return f"{whose} {_range(shifts)} of its sds away"
+        return f"{whose} off by {_range(shifts)} sd of {reference}"
     return f"{'differs' if one else 'differ'} from {reference}"
 
 

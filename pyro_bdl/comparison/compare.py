@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from pyro_bdl.comparison.captions import CAPTIONS
 from pyro_bdl.comparison.columns import check_keys, columns, details
@@ -19,7 +20,7 @@ from pyro_bdl.comparison.input_regions import regions, sd_ratios
 from pyro_bdl.comparison.k_fold import KFold
 from pyro_bdl.comparison.leave_one_out import comparable, difference, withheld_notes
 from pyro_bdl.comparison.metric import of_task
-from pyro_bdl.comparison.program_sites import SEVERAL_SITES, read_program, stated_num_data
+from pyro_bdl.comparison.program_sites import Subject, read_program, stated_num_data
 from pyro_bdl.comparison.ranking import rank_by_distance, rank_by_score
 from pyro_bdl.comparison.result import Comparison, is_known
 from pyro_bdl.comparison.scores import TEST_DATA, few_draws, few_draws_note
@@ -73,13 +74,14 @@ def compare(
     Gaussian process whose function is integrated out, distances are between draws of the target,
     and R-hat and ESS are those of its log density.
 
-    :param model: a Pyro program with one observed site, called with ``*test`` and, to predict, with
-        None for the targets.
+    :param model: a Pyro program, called with ``*test`` and, to predict, with None for the targets.
+        The numbers of several observed sites are scored together, each given the data before it:
+        see :mod:`pyro_bdl.comparison.several_sites`. Give them like units.
     :param posteriors: name to guide (Pyro's own guides too), ``Samples``, an ``MCMC`` of Pyro or
         NumPyro, a dict of draws, or ``PredictiveDraws`` if only predictions are known. At least one
         must not be ``PredictiveDraws``.
-    :param test: the test inputs and, last, the targets, each ``(N, ...)``; inputs may be dicts of
-        tensors.
+    :param test: the test inputs and, last, the targets, each ``(N, ...)``, or dicts of tensors. A
+        program of targets alone gets these.
     :param reference: name of the posterior with which the others are compared; None for no
         reference.
     :param train: the inputs and, last, the targets that the posteriors were fitted to. They are
@@ -101,8 +103,8 @@ def compare(
     :raises TypeError: for a value that is not a posterior, or data that are not tensors.
     :raises UnusableDrawsError: if draws of a posterior, or their predictions, are NaN or infinite;
         the error names the posterior and counts the draws.
-    :raises ValueError: for no posterior, an unknown reference, several observed sites, a posterior
-        of another program (the error lists the sites that do not match), or data that do not fit or
+    :raises ValueError: for no posterior, an unknown reference, no observed site, a posterior of
+        another program (the error lists the sites that do not match), or data that do not fit or
         are not finite.
     """
     costs = costs or {}
@@ -116,11 +118,22 @@ def compare(
         raise ValueError(f"num_samples must be at least 2, got {num_samples}")
     if not (math.isfinite(target_scale) and target_scale > 0):
         raise ValueError(f"target_scale must be positive and finite, got {target_scale}")
-    kept = _kept_rows(posteriors, data, num_samples)
+    with seeded(seed):
+        subject = _read(model, data, posteriors)
+        known = _known(subject, known)
+    if subject.several is not None and (ood is not None or (target_scale, target_shift) != (1, 0)):
+        sites = ", ".join(map(repr, subject.several.kinds))
+        raise ValueError(
+            "ood, target_scale and target_shift are for programs that observe the last argument "
+            f"at one site, and this one has the data of {sites}"
+        )
+    with seeded(seed):
+        data = subject.data(data)
+    kept = _kept_rows(posteriors, data, num_samples, subject.most_rows)
     units = Units(target_scale, target_shift)
     with seeded(seed):
         found = _evaluations(
-            model, posteriors, data,
+            subject, posteriors, data,
             num_samples=num_samples, kept=kept, units=units, seed=seed, train=known, ood=elsewhere,
             batch_norm_data=batch_norm_data, left_out=left_out or {},
             progress=progress,
@@ -189,7 +202,7 @@ def compare(
 
 
 def _evaluations(
-    model: Callable,
+    subject: Subject,
     posteriors: Mapping[str, Any],
     data: Test,
     *,
@@ -200,8 +213,6 @@ def _evaluations(
     **options: Any,
 ) -> dict[str, Evaluation]:
     """Evaluations by name; each starts from the same seed, so that none depends on the others."""
-    own = {k: q for k, q in posteriors.items() if not isinstance(q, PredictiveDraws)}
-    subject = read_program(model, data, own)
     found = {}
     for name, posterior in posteriors.items():
         with seeded(seed):
@@ -246,9 +257,11 @@ def _filled(candidates: list[Column], rows: list[Row]) -> tuple[Column, ...]:
     return tuple(c for c in candidates if any(is_known(row.get(c.key)) for row in rows))
 
 
-def _kept_rows(posteriors: Mapping[str, Any], test: Test, num_samples: int) -> Tensor:
+def _kept_rows(
+    posteriors: Mapping[str, Any], test: Test, num_samples: int, most_rows: int | None
+) -> Tensor:
     most = max(_number_of_draws(q, num_samples) for q in posteriors.values())
-    count = min(test.rows, _POINTS, max(1, _NUMBERS // most))
+    count = min(test.rows, _POINTS, max(1, _NUMBERS // most), most_rows or test.rows)
     return (torch.arange(count, device=test.y.device) * test.rows) // count
 
 
@@ -275,7 +288,7 @@ def _recognized(model: Callable, posteriors: Any, test: Test) -> dict[str, Any]:
             found[name] = posterior
             continue
         try:
-            found[name] = as_posterior(posterior, model, (*rows.inputs, rows.y))
+            found[name] = as_posterior(posterior, model, rows.given())
         except (TypeError, ValueError) as error:
             raise type(error)(f"posterior {name!r}: {error}") from error
     return found
@@ -312,22 +325,41 @@ def _check_costs(costs: Mapping[str, Costs], posteriors: Mapping[str, Any]) -> N
 
 
 def _data(kind: str, parts: tuple[Any, ...]) -> Test:
-    if len(parts) < 2:
+    if not parts:
         raise ValueError(f"give the {kind} inputs and, last, the {kind} targets")
-    if isinstance(parts[-1], Mapping):
-        sites = ", ".join(map(repr, parts[-1]))
-        raise ValueError(
-            "compare needs a program with one observed site, but "
-            f"y_{kind} holds targets of: {sites}. {SEVERAL_SITES}"
-        )
-    tensors = []
     for place, part in enumerate(parts):
-        name = f"y_{kind}" if place == len(parts) - 1 else f"x_{kind}"
-        tensors += _checked_tensors(name, part)
-    if len({len(part) for part in tensors}) > 1:
-        shapes = ", ".join(str(tuple(part.shape)) for part in tensors)
+        _checked_tensors(f"y_{kind}" if place == len(parts) - 1 else f"x_{kind}", part)
+    return Test(tuple(map(as_dicts, parts[:-1])), as_dicts(parts[-1]))
+
+
+def _check_rows(kind: str, data: Test) -> None:
+    """Check that all tensors of the data have the same number of rows."""
+    tensors = [leaf for leaf in tree_leaves(data.given()) if isinstance(leaf, Tensor)]
+    if len({len(tensor) for tensor in tensors}) > 1:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
         raise ValueError(f"x_{kind} and y_{kind} must have the same number of rows, got {shapes}")
-    return Test(tuple(map(as_dicts, parts[:-1])), parts[-1])
+
+
+def _read(model: Callable, data: Test, posteriors: Mapping[str, Any]) -> Subject:
+    """The program; only of several observed sites the data may have different numbers of rows."""
+    own = {k: q for k, q in posteriors.items() if not isinstance(q, PredictiveDraws)}
+    try:
+        subject = read_program(model, data, own)
+    except (ValueError, RuntimeError, IndexError):
+        _check_rows("test", data)
+        raise
+    if subject.several is None:
+        _check_rows("test", data)
+    return subject
+
+
+def _known(subject: Subject, train: Test | None) -> Test | None:
+    """The training data as the program uses them."""
+    if train is None:
+        return None
+    if subject.several is None or subject.several.by_rows:
+        _check_rows("train", train)
+    return subject.data(train)
 
 
 def _training_data(train: Any, test: Test) -> Test:

@@ -24,11 +24,11 @@ from pyro_bdl.comparison.scores import (
     predictions,
     score,
 )
+from pyro_bdl.comparison.several_sites import Together
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.metrics import Uncertainty
 from pyro_bdl.predictive.linearized import UNKNOWN, LinearizedPredictive, is_linear
 from pyro_bdl.predictive.sampled import Predictive
-from pyro_bdl.program.batches import leading_size
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.memory import bytes_at_once
 from pyro_bdl.utils.progress import shown
@@ -97,6 +97,14 @@ class Evaluation:
         first, second = ({name: part[i] for name, part in parts.items()} for i in (0, 1))
         return self._of_draws(chains[0], **first), self._of_draws(chains[1], **second)
 
+    def at(self, points: Tensor) -> "Evaluation":
+        """The draws at some of the points."""
+        names = ("function", "predictions", "expected", "noise")
+        held = {name: getattr(self, name) for name in names}
+        return replace(
+            self, **{n: value[:, points] for n, value in held.items() if value is not None}
+        )
+
     def _of_draws(self, chains: int, **draws: Any) -> "Evaluation":
         return replace(self, chains=chains, **draws)
 
@@ -148,16 +156,18 @@ def evaluate(
     else:
         samples = draws_of(name, subject, posterior, num_samples, test)
         predictive = Predictive(model, samples, batch_norm_data=batch_norm_data)
+    if subject.several is not None:
+        predictive = Together(predictive, subject.several)
     for site, values in samples.flat().items():
         check_draws(f"values of the site {site!r}", ~values.isfinite())
     parts = shown(_parts(test, predictive, observation), f"{name}: scores", progress)
     task = "classification" if observation.is_class else "regression"
     mean, pit, scores, points = score(task, predictions(predictive, observation, parts, units))
-    found = _at(predictive, observation, test.part(kept).inputs, units, samples.num_chains)
-    found = replace(found, mean=mean, pit=pit, points=points)
+    found = _at(predictive, observation, test.part(kept), units, samples.num_chains)
+    found = replace(found.at(kept) if test.whole else found, mean=mean, pit=pit, points=points)
     elsewhere = None
     if ood is not None:
-        elsewhere = _at(predictive, observation, ood, units, samples.num_chains)
+        elsewhere = _at(predictive, observation, test.elsewhere(ood), units, samples.num_chains)
     scores |= _scores_at_kept_points(found, elsewhere)
     if isinstance(posterior, Samples):
         function = found.function
@@ -168,13 +178,11 @@ def evaluate(
     if loo is None and train is not None:
         pieces = _parts(train, predictive, observation)
         by_psis = None
-        if observation.joint:
-            warnings.warn(
-                f"the site {observation.site!r} is one joint observation of all rows: no row can "
-                "be left out, and there is no elpd",
-                BdlWarning,
-                stacklevel=3,
+        if observation.why_not_left_out:
+            reason = (
+                f"{observation.why_not_left_out}: no datum can be left out, and there is no elpd"
             )
+            warnings.warn(reason, BdlWarning, stacklevel=3)
         else:
             by_psis = leave_one_out(
                 model, posterior, samples, predictive, observation.site, pieces, progress=progress
@@ -245,18 +253,21 @@ def _scores_at_kept_points(found: Evaluation, elsewhere: Evaluation | None) -> d
 
 
 def _at(
-    predictive: Any, observation: Observation, inputs: tuple, units: Units, chains: int
+    predictive: Any, observation: Observation, data: Test, units: Units, chains: int
 ) -> Evaluation:
     """Draws of the function and, for regression, of the target, with its moments."""
     if observation.is_class:
-        mean = predictive.mean(*inputs, None)[observation.site]
+        mean = predictive.mean(*data.asked())[observation.site]
         p = observation.probabilities(mean)
         return Evaluation("classification", chains, p, p.mean(0), None)
-    drawn = predictive(*inputs, None)
+    if observation.mixed:
+        mean = predictive.mean(*data.asked())[observation.site]
+        return Evaluation("regression", chains, mean, mean.mean(0), None)
+    drawn = predictive(*data.asked())
     # With the same latents, except for the linear model, where each call makes new draws.
-    expected, noise = predictive.draw_moments(*inputs, None)[observation.site]
+    expected, noise = predictive.draw_moments(*data.asked())[observation.site]
     function = drawn.get("f")
-    if function is None or function.shape[1:2] != (leading_size(inputs),):
+    if function is None or function.shape[1:2] != (data.rows,):
         function = drawn[observation.site] if observation.fixed_mean else expected
     bad = ~function.isfinite()
     check_draws("functions", bad & ~bad.all(0))  # all bad: there is no mean
@@ -273,7 +284,7 @@ def _at(
 
 def _parts(test: Test, predictive: Any, observation: Observation) -> list[Test]:
     """The test rows in batches that limit memory; a joint observation needs all rows at once."""
-    if observation.joint:
+    if observation.joint or test.whole:
         return [test]
     draws = predictive.num_samples
     if draws is None:

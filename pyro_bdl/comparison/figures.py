@@ -99,8 +99,10 @@ def _inputs(
     train: tuple[Tensor, Tensor] | None,
 ) -> dict[str, Figure]:
     """Bands over one input, maps over two."""
+    if len(comparison.inputs) != 1:
+        return {}
     x, reference = comparison.inputs[0], comparison.reference
-    if len(comparison.inputs) > 1 or not isinstance(x, Tensor) or x.dim() > 2:
+    if not isinstance(x, Tensor) or x.dim() > 2:
         return {}
     single = x[0].numel() == 1
     x_train, y_train = (None, None) if train is None else train

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bdl.program.batches import taken
+from pyro_bdl.program.batches import leading_size, taken
 from pyro_bdl.utils.validation import check_finite_tensor
 
 _CLASSES = ("Categorical", "Bernoulli", "OneHotCategorical", "OrderedLogistic")
@@ -39,18 +39,48 @@ class Units:
 
 @dataclass(frozen=True)
 class Test:
-    """Data: the program's arguments before the target, tensors or dicts of them, and the target."""
+    """Data: the program's arguments before the target, tensors or dicts of them, and the target.
+
+    :param arguments: the arguments of a program of several observed sites, whose numbers ``y``
+        holds together; None while the target is the last argument.
+    :param whole: whether the program takes all data at once only.
+    :param needs_targets: whether the program runs with targets only.
+    """
 
     inputs: tuple[Any, ...]
-    y: Tensor
+    y: Any
+    arguments: tuple[Any, ...] | None = None
+    whole: bool = False
+    needs_targets: bool = False
 
     @property
     def rows(self) -> int:
-        return len(self.y)
+        return len(self.y) if isinstance(self.y, Tensor) else leading_size(self.given())
+
+    def given(self) -> tuple[Any, ...]:
+        """The program's arguments, with the targets."""
+        return (*self.inputs, self.y) if self.arguments is None else self.arguments
+
+    def asked(self) -> tuple[Any, ...]:
+        """The program's arguments for predictions: without the target, if it runs without.
+
+        Targets do not change predictions, but those of later observed sites that depend on them.
+        """
+        if self.arguments is not None or self.needs_targets or not self.inputs:
+            return self.given()
+        return (*self.inputs, None)
+
+    def elsewhere(self, inputs: tuple[Any, ...]) -> "Test":
+        """Other inputs, with placeholders for targets, which do not affect predictions."""
+        y = self.y[:1].expand(leading_size(inputs), *self.y.shape[1:])
+        return replace(self, inputs=inputs, y=y)
 
     def part(self, rows: slice | Tensor) -> "Test":
-        """Select rows."""
-        return Test(*taken((self.inputs, self.y), rows))
+        """Select rows; of data that cannot be divided all."""
+        if self.whole:
+            return self
+        inputs, y, arguments = taken((self.inputs, self.y, self.arguments), rows)
+        return replace(self, inputs=inputs, y=y, arguments=arguments)
 
 
 @dataclass(frozen=True)
@@ -60,6 +90,8 @@ class Observation:
     :param linear: whether the linearized model knows this distribution.
     :param site: name of the site.
     :param joint: whether one distribution covers all rows, such as a MultivariateNormal over them.
+    :param tied: whether there is one density for all data of several sites.
+    :param mixed: whether it stands for several sites, some of classes and some of other numbers.
     :param fixed_mean: whether the mean of a joint distribution does not depend on the latents, as
         for a Gaussian process whose function is integrated out.
     """
@@ -69,10 +101,22 @@ class Observation:
     linear: bool = True
     joint: bool = False
     fixed_mean: bool = False
+    tied: bool = False
+    mixed: bool = False
 
     @property
     def is_class(self) -> bool:
         return self.kind in _CLASSES
+
+    @property
+    def why_not_left_out(self) -> str:
+        """Why no datum can be left out; empty if each one can be."""
+        if self.tied:
+            return (
+                "discrete sites that are summed out tie the data of all observed sites to each "
+                "other"
+            )
+        return f"the site {self.site!r} is one joint observation of all rows" if self.joint else ""
 
     def probabilities(self, mean: Tensor) -> Tensor:
         """Class probabilities ``(S, N, C)`` from the observation's mean at each draw.

@@ -46,7 +46,9 @@ def regions(test: tuple[Any, ...], train: tuple[Any, ...]) -> dict[str, Tensor]:
     :returns: bool ``(N,)`` each; nothing for inputs that are not numbers, or fewer than 3 rows.
     """
     tensors, others = tree_leaves(test), tree_leaves(train)
-    if len(tensors) != len(others) or not all(x.is_floating_point() for x in tensors + others):
+    if not tensors or len(tensors) != len(others):
+        return {}
+    if not all(x.is_floating_point() for x in tensors + others):
         return {}
     points, known = _flat(tensors), _flat(others)
     if len(known) < 3 or points.shape[1] != known.shape[1]:

@@ -1,7 +1,7 @@
 """K-fold cross-validation: posteriors fitted again without a part of the data."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.comparison.held_out import Test
-from pyro_bdl.comparison.program_sites import stated_num_data
+from pyro_bdl.comparison.program_sites import read_program, stated_num_data
 from pyro_bdl.comparison.scores import check_draws
 from pyro_bdl.diagnostics.loo import log_mean_exp, standard_error
 from pyro_bdl.predictive.linearized import LinearizedPredictive, is_linear
 from pyro_bdl.predictive.sampled import Predictive
-from pyro_bdl.program.batches import as_dicts
+from pyro_bdl.program.batches import as_dicts, device_of_rows
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.progress import shown
 from pyro_bdl.utils.random_state import seeded
@@ -80,7 +80,8 @@ def k_fold(
     Source: Vehtari, Gelman, Gabry (2017), Practical Bayesian model evaluation using leave-one-out
     cross-validation and WAIC, section 2.3.
     """
-    rows = Test(tuple(map(as_dicts, data[:-1])), data[-1])
+    rows = Test(tuple(map(as_dicts, data[:-1])), as_dicts(data[-1]))
+    device = device_of_rows(data)
     if not 2 <= folds <= rows.rows:
         raise ValueError(f"folds must lie between 2 and the {rows.rows} rows, got {folds}")
     with seeded(seed):
@@ -90,21 +91,36 @@ def k_fold(
     parts = []
     for k in range(folds):
         masks = fold != k, fold == k
-        parts.append(tuple(rows.part(m.nonzero().flatten().to(rows.y.device)) for m in masks))
+        parts.append(tuple(rows.part(m.nonzero().flatten().to(device)) for m in masks))
     fitted: list[tuple[Callable, Any]] = []
     if together:
         with seeded(seed):
-            fitted = fit([(*known.inputs, known.y) for known, _ in parts])
+            fitted = fit([known.given() for known, _ in parts])
         if len(fitted) != folds:
             raise ValueError(f"fit must return a pair for each of {folds} folds, got {len(fitted)}")
-    pointwise = torch.zeros(rows.rows, dtype=torch.float64, device=rows.y.device)
+    pointwise = torch.zeros(rows.rows, dtype=torch.float64, device=device)
     for k in shown(range(folds), "folds", progress):
         known, held = parts[k]
         with seeded(seed):
-            model, posterior = fitted[k] if together else fit(*known.inputs, known.y)
+            model, posterior = fitted[k] if together else fit(*known.given())
             found = _log_density(model, posterior, held, num_samples)
-        pointwise[(fold == k).to(rows.y.device)] = found.to(pointwise)
+        pointwise[(fold == k).to(device)] = found.to(pointwise)
     return KFold(float(pointwise.sum()), standard_error(pointwise, ddof=1), pointwise, fold)
+
+
+def _as_one(
+    model: Callable, posterior: Any, test: Test, densities: Mapping[str, Tensor]
+) -> Iterable[Tensor]:
+    """The density of one observed site, or of several sites together."""
+    if len(densities) == 1:
+        return densities.values()
+    several = read_program(model, test, {"the posterior": posterior}).several
+    if several is None or not several.by_rows:
+        raise ValueError(
+            "k_fold leaves out rows, and the observed sites "
+            f"{', '.join(map(repr, densities))} have no common plate with a cell for each row"
+        )
+    return [several.densities(densities)]
 
 
 @torch.no_grad()
@@ -116,7 +132,7 @@ def _log_density(model: Callable, posterior: Any, test: Test, num_samples: int) 
     found = []
     for start in range(0, test.rows, int(size)):
         part = test.part(slice(start, start + int(size)))
-        (density,) = predictive.log_likelihood(*part.inputs, part.y).values()
+        (density,) = _as_one(model, posterior, part, predictive.log_likelihood(*part.given()))
         check_draws("log likelihoods", density.isnan())
         found.append(log_mean_exp(density.double().reshape(len(density), part.rows, -1).sum(-1).T))
     return torch.cat(found)

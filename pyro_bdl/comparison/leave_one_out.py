@@ -12,6 +12,7 @@ from pyro_bdl import diagnostics
 from pyro_bdl.comparison.held_out import Test
 from pyro_bdl.comparison.k_fold import KFold
 from pyro_bdl.comparison.scores import log_likelihood
+from pyro_bdl.comparison.several_sites import Together
 from pyro_bdl.diagnostics.loo import LOO, log_mean_exp, standard_error
 from pyro_bdl.diagnostics.subsampled_loo import SubsampledLOO
 from pyro_bdl.errors import BdlWarning
@@ -100,17 +101,18 @@ def leave_one_out(
     :returns: None for one or a few point masses, for which PSIS-LOO is not possible, and where the
         data depend on each other through discrete sites, with a warning.
     """
-    linear = not isinstance(predictive, Predictive)
+    plain = predictive.predictive if isinstance(predictive, Together) else predictive
+    linear = not isinstance(plain, Predictive)
     if not linear and _number_of_values(samples) < _LEAST_VALUES:
         return None
-    program = Program(model, *parts[0].inputs, parts[0].y)
-    with torch.no_grad():
-        coupled = one_step_ahead(program.run(program.initial))
-    if coupled is not None:
-        warnings.warn(f"{coupled}, and elpd_loo is left out", BdlWarning, stacklevel=2)
-        return None
-    rows = _left_out_rows(sum(part.rows for part in parts), most)
-    density, total, approximation = _likelihoods(predictive, site, parts, rows, progress)
+    if not isinstance(predictive, Together):  # whose densities are those of whole data
+        program = Program(model, *parts[0].given())
+        with torch.no_grad():
+            coupled = one_step_ahead(program.run(program.initial))
+        if coupled is not None:
+            warnings.warn(f"{coupled}, and elpd_loo is left out", BdlWarning, stacklevel=2)
+            return None
+    rows, density, total, approximation = _likelihoods(predictive, site, parts, most, progress)
     draws = density.unflatten(0, (samples.num_chains if isinstance(posterior, Samples) else 1, -1))
     kind, log_q = PLAIN, None
     if isinstance(posterior, Samples):
@@ -141,21 +143,27 @@ def _left_out_rows(count: int, most: int) -> Tensor:
 
 
 def _likelihoods(
-    predictive: Any, site: str, parts: Sequence[Test], rows: Tensor, progress: bool | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """log p(y_n | draw) of some rows ``(S, m)``, its sum over all rows ``(S,)``, and the log of its
-    mean over the draws at all rows ``(N,)``; the whole ``(S, N)`` is never held."""
+    predictive: Any, site: str, parts: Sequence[Test], most: int, progress: bool | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The numbers ``(m,)`` of the data that are left out, log p(y_n | draw) of these ``(S, m)``,
+    its sum over all data ``(S,)``, and the log of its mean over the draws at all data ``(N,)``; the
+    whole ``(S, N)`` is never held."""
     kept, means, start = [], [], 0
     total: Any = 0.0
+    rows: Any = None
     for part in shown(parts, "leave-one-out", progress):
         found = log_likelihood(predictive, site, part)
-        inside = (rows >= start) & (rows < start + part.rows)
+        end = start + found.shape[1]
+        if rows is None:  # a row may hold several data, or all rows may be one
+            in_all = sum(other.rows for other in parts)
+            rows = _left_out_rows(found.shape[1] * in_all // part.rows, most)
+        inside = (rows >= start) & (rows < end)
         kept.append(found[:, (rows[inside] - start).to(found.device)])
         found = found.double()
         total = total + found.sum(1)
         means.append(log_mean_exp(found.T))
-        start += part.rows
-    return torch.cat(kept, 1), total, torch.cat(means)
+        start = end
+    return rows, torch.cat(kept, 1), total, torch.cat(means)
 
 
 def withheld(loo: LOO | SubsampledLOO, kind: str) -> str:
@@ -256,10 +264,10 @@ def _densities(
     """log p(u) and log q(u) over the unconstrained latents, ``(S,)`` each; log q is None for a
     guide without a density."""
     with evaluation_mode(model, guide):
-        program = Program(model, *data.inputs, data.y)
+        program = Program(model, *data.given())
         if not any(latent.plates for latent in program.latents.values()):
             few = data.part(slice(0, 2))  # the prior does not depend on the data
-            program = Program(model, *few.inputs, few.y)
+            program = Program(model, *few.given())
         log_p, log_q = log_densities_of(program, guide, samples, program.log_prior)
     return log_p.double(), None if log_q is None else log_q.double()
 

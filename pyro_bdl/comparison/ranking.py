@@ -113,7 +113,9 @@ def rank_by_distance(
 
     - alike: d - floor <= 2 e, and floor + 2 e <= d_0 / 2, so that a posterior that is not usable
       would have been seen;
-    - usable: d + 2 e <= d_0 / 2; far: d - 2 e > d_0 / 2; else undecided.
+    - usable: d + 2 e <= d_0 / 2; far: d - 2 e > d_0 / 2, and d is above h_reference and above
+      floor + 2 e: a posterior nearer than the reference is to itself is not called far;
+    - undecided: all others.
 
     :param reference: its name.
     :param rows: the rows of the table, with the distances.
@@ -134,7 +136,7 @@ def rank_by_distance(
         found.append(
             Ranked(
                 posterior=name,
-                group=_group(distance, error, floor, point),
+                group=_group(distance, error, floor, of_reference, point),
                 distance=distance,
                 error=error,
                 floor=floor,
@@ -144,7 +146,9 @@ def rank_by_distance(
             )
         )
     found.sort(key=lambda row: row.distance)
-    return Ranking(DISTANCE, tuple(found), point, _BY_DISTANCE.format(reference=reference), score)
+    return Ranking(
+        DISTANCE, tuple(found), point, _BY_DISTANCE.format(reference=in_words(reference)), score
+    )
 
 
 def rank_by_score(
@@ -176,14 +180,20 @@ def rank_by_score(
     return Ranking(score, tuple(found), math.nan, _BY_SCORE, score)
 
 
-def _group(distance: float, error: float, floor: float, point: float) -> str:
+def in_words(reference: str) -> str:
+    """The name of a reference in a sentence; a shipped one is called so."""
+    return "the reference" if reference == REFERENCE else reference
+
+
+def _group(distance: float, error: float, floor: float, of_reference: float, point: float) -> str:
     slack = ERRORS * (0.0 if math.isnan(error) else error)
     limit = _HALF * point
     if not math.isnan(error) and distance - floor <= slack and floor + slack <= limit:
         return ALIKE
     if distance + slack <= limit:
         return USABLE
-    return FAR if distance - slack > limit else UNDECIDED
+    nearest = max(limit, floor)
+    return FAR if distance - slack > nearest and distance > of_reference else UNDECIDED
 
 
 def _group_of_score(gap: float, error: float) -> str:

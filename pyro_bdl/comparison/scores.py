@@ -275,7 +275,8 @@ class Predictions:
     """Predictions for some rows of the test data, in the target's units.
 
     :param mean: ``(N, ...)``, the mean prediction; for classes ``(N, C)``, the mean probabilities.
-    :param y: the targets, with the shape of the mean; for classes ``(N,)``, class indices.
+    :param y: the targets, with the shape of the mean; for classes ``(N,)``, class indices; None
+        where classes and other numbers stand in one mean, whose scores are then left out.
     :param rows: the number of rows of the test data.
     :param density: ``(S, N)``, log p(y_n | draw); ``(S, 1)`` for a joint distribution of all rows.
     :param draws: ``(S, N, ...)``, draws of the target, including noise; None for classes.
@@ -283,7 +284,7 @@ class Predictions:
     """
 
     mean: Tensor
-    y: Tensor
+    y: Tensor | None
     rows: int
     density: Tensor | None = None
     draws: Tensor | None = None
@@ -315,12 +316,12 @@ def score(
     for part in parts:
         for key, found in measure_points(SCORES, task, part.inputs()).items():
             values.setdefault(key, []).append(found)
-        if part.draws is not None:
+        if part.draws is not None and part.y is not None:
             places.append(metrics.pit(part.draws, part.y))
         means.append(part.mean)
-        targets.append(part.y)
+        targets += [] if part.y is None else [part.y]
     mean = torch.cat(means)
-    inputs: dict[str, tuple[Any, ...]] = {"mean": (mean, torch.cat(targets))}
+    inputs: dict[str, tuple[Any, ...]] = {"mean": (mean, torch.cat(targets))} if targets else {}
     pit = torch.cat(places) if places else None
     if pit is not None:
         inputs["pit"] = (pit,)
@@ -348,19 +349,23 @@ def predictions(
     site = observation.site
     for part in parts:
         if observation.is_class:
-            mean = predictive.mean(*part.inputs, None)[site]
+            mean = predictive.mean(*part.asked())[site]
             check_draws("class probabilities", ~mean.isfinite())
             mean = observation.probabilities(mean).mean(0)
             density = log_likelihood(predictive, site, part)
             yield Predictions(mean, class_labels(part.y, mean), part.rows, density)
             continue
-        moments = predictive.draw_moments(*part.inputs, None)[site]
+        moments = predictive.draw_moments(*part.asked())[site]
         mean, variance = moments.mean.mean(0), None
+        if observation.mixed:
+            density = log_likelihood(predictive, site, part)
+            yield Predictions(mean, None, part.rows, density)
+            continue
         if observation.kind == "Normal":
             variance = metrics.variance_parts(*moments).total.reshape(mean.shape) * units.scale**2
         y = _fitting(part.y, mean)
         density = units.density(log_likelihood(predictive, site, part), y)
-        draws = predictive(*part.inputs, None)[site]
+        draws = predictive(*part.asked())[site]
         check_draws("predictions", draws.isnan())
         yield Predictions(
             units.of(mean), units.of(y), part.rows, density, units.of(draws), variance
@@ -420,7 +425,7 @@ def log_likelihood(predictive: Any, site: str, data: Test) -> Tensor:
 
     :raises UnusableDrawsError: if a value is NaN.
     """
-    found = predictive.log_likelihood(*data.inputs, data.y)[site]
+    found = predictive.log_likelihood(*data.given())[site]
     check_draws("log likelihoods", found.isnan())
     return found.reshape(len(found), -1)
 

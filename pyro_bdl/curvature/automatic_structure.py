@@ -30,13 +30,15 @@ def with_chosen_structure(
     there are latents, and at most 4096, and the prior precision has an inverse. Both are exact, and
     are taken only if they fit in memory. It is "kron" otherwise, which neglects the covariance
     between layers and factorizes that within a layer. Over parts of sites, which have no Kronecker
-    factors, it is "full".
+    factors, and for curvature="hessian" it is "full".
 
     :param full_up_to: latents, whose matrix is factorized in a fraction of a second.
     :param kernel_up_to: rows, whose kernel is factorized in about a second.
     """
     if config.structure != AUTOMATIC:
         return config
+    if config.curvature == "hessian":
+        return replace(config, structure="full")
     whole = all(entries is None for entries in subset.chosen.values())
     available = available_memory(vector.device)
 

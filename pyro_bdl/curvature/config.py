@@ -48,7 +48,8 @@ class CurvatureConfig(StructureOptions):
             raise ValueError(
                 f"unknown curvature {self.curvature!r} (there are {', '.join(CURVATURES)})"
             )
-        if self.curvature == "hessian" and not self.kind.takes_hessian:
+        chosen = self.structure != AUTOMATIC
+        if chosen and self.curvature == "hessian" and not self.kind.takes_hessian:
             able = (name for name, kind in structures.STRUCTURES.items() if kind.takes_hessian)
             named = " or ".join(f'structure="{name}"' for name in able)
             raise ValueError(f'curvature="hessian" needs {named}: it may be indefinite')

@@ -145,7 +145,7 @@ def _accumulated(
     for number in range(curvature.passes):
         batches.together(functools.partial(one_pass, number))
         if batches.ranks is not None:
-            batches.add_up(*curvature.sums())
+            curvature.add_up(batches.ranks)
     seen.add_up(batches)
     return curvature, seen
 

@@ -177,14 +177,26 @@ def rebuild(structure: Structure, tensors: dict[str, Tensor]) -> dist.TorchDistr
     return base.to_event(structure.event_dims)
 
 
+def observation_kind(distribution: Distribution) -> str:
+    """The name of a distribution without wrappers; of a mixture over classes, or over both values
+    of a Bernoulli, that of its components."""
+    base: Any = base_distribution(distribution)
+    if isinstance(base, MixtureSameFamily):
+        inner = observation_kind(base.component_distribution)
+        if inner == "Bernoulli" or _class_probabilities(base) is not None:
+            return inner
+    return type(base).__name__
+
+
 def observation_mean(distribution: Distribution) -> Tensor:
     """E[y]; for a Categorical the class probabilities, with one more dimension.
 
     Without a closed form it is the mean of 256 draws.
     """
     base: Any = base_distribution(distribution)
-    if _has_classes(base):
-        return base.probs
+    probabilities = _class_probabilities(base)
+    if probabilities is not None:
+        return probabilities
     return base.mean if has_moments(base) else _drawn_moments(base)[0]
 
 
@@ -194,8 +206,9 @@ def observation_variance(distribution: Distribution) -> Tensor:
     Without a closed form it is the variance of 256 draws.
     """
     base: Any = base_distribution(distribution)
-    if _has_classes(base):
-        return base.probs * (1.0 - base.probs)
+    probabilities = _class_probabilities(base)
+    if probabilities is not None:
+        return probabilities * (1.0 - probabilities)
     return base.variance if has_moments(base) else _drawn_moments(base)[1]
 
 
@@ -207,8 +220,10 @@ def observation_covariance(distribution: Distribution) -> tuple[Tensor, Tensor]:
     classes' indicators. Without a closed form both are moments of 256 draws.
     """
     base: Any = base_distribution(distribution)
-    if _has_classes(base) or type(base).__name__ == "OneHotCategorical":
-        return base.probs, base.probs.diag_embed() - _outer(base.probs)
+    classes = _class_probabilities(base)
+    classes = base.probs if type(base).__name__ == "OneHotCategorical" else classes
+    if classes is not None:
+        return classes, classes.diag_embed() - _outer(classes)
     if not base.event_shape:
         return observation_mean(base)[..., None], observation_variance(base)[..., None, None]
     if type(base).__name__ == "Multinomial":
@@ -231,7 +246,7 @@ def has_moments(distribution: Distribution) -> bool:
     """Return whether mean and variance have closed forms."""
     base: Any = base_distribution(distribution)
     try:
-        return _has_classes(base) or (base.mean, base.variance) is not None
+        return _class_probabilities(base) is not None or (base.mean, base.variance) is not None
     except NotImplementedError:
         return False
 
@@ -329,8 +344,18 @@ def _is_masked(distribution: Any) -> bool:
     return isinstance(base_distribution(distribution, through_masks=False), MaskedDistribution)
 
 
-def _has_classes(base: Distribution) -> bool:
-    return type(base).__name__ in ("Categorical", "OrderedLogistic")
+def _class_probabilities(base: Any) -> Tensor | None:
+    """The probability of each class in the last dimension, also of a mixture over classes."""
+    if type(base).__name__ in ("Categorical", "OrderedLogistic"):
+        return base.probs
+    if not isinstance(base, MixtureSameFamily):
+        return None
+    inner = _class_probabilities(base_distribution(base.component_distribution))
+    if inner is None:
+        return None
+    weights = base.mixture_distribution.probs
+    spread = weights.reshape(weights.shape + (1,) * (inner.dim() - weights.dim()))
+    return (spread * inner).sum(weights.dim() - 1)
 
 
 def _drawn_moments(base: Distribution) -> tuple[Tensor, Tensor]:

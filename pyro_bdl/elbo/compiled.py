@@ -24,7 +24,7 @@ from pyro_bdl.errors import BdlWarning
 from pyro_bdl.estimators.per_datum import active
 from pyro_bdl.tracing.arguments import Given, read
 from pyro_bdl.tracing.backends import BACKENDS
-from pyro_bdl.tracing.step import Outcome, agree, size_of
+from pyro_bdl.tracing.step import Outcome, agree, block_sums, size_of
 from pyro_bdl.tracing.trace import NotTraceable
 from pyro_bdl.utils.autocast import castings
 from pyro_bdl.utils.autograd import is_transformed, with_gradients
@@ -304,6 +304,9 @@ class CompiledELBO(ELBO):
             with without_side_effects(pair.modules(), step.written):
                 outcome = step(arguments)
                 written = [tensor.clone() for tensor in step.written]
+                leaves, value = outcome.leaves(), outcome.results[0]
+                ours = [block_sums(gradient) for gradient in outcome.gradients]
+                del outcome  # before the program's own step, which needs as much memory
         except Exception as error:
             graph.refuse(f"its graph cannot be run ({type(error).__name__}: {error})")
             self._warn(str(graph.refused))
@@ -311,20 +314,20 @@ class CompiledELBO(ELBO):
         loss = self._plain(pair)
         if not loss.isfinite():
             return loss  # no comparison is possible; the next step compares
-        gradients = torch.autograd.grad(loss, outcome.leaves(), allow_unused=True)
-        loss = with_gradients(loss.detach(), gradients, outcome.leaves())
+        gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+        loss = with_gradients(loss.detach(), gradients, leaves)
         assert self.kl is not None and self.expected_log_likelihood is not None
         size = self.expected_log_likelihood.abs() + temperature * self.kl.abs()
-        pairs = [(outcome.results[0], loss.detach(), size)]
-        pairs += [
-            (ours, theirs, size_of(theirs)) if theirs is not None else (ours, ours, ours)
-            for ours, theirs in zip(outcome.gradients, gradients, strict=True)
-        ]
+        pairs = [(value, loss.detach(), size)]
+        for sums, gradient in zip(ours, gradients, strict=True):
+            if gradient is not None:
+                theirs = block_sums(gradient)
+                pairs.append((sums, theirs, size_of(theirs)))
         pairs += [(a, b, size_of(b)) for a, b in zip(written, step.written, strict=True)]
         graph.is_checked = all(agree(*three) for three in pairs)
         if not graph.is_checked:
             graph.refuse(
-                f"its graph gives a loss of {outcome.results[0]:.6g} and the program itself "
+                f"its graph gives a loss of {value:.6g} and the program itself "
                 f"{loss.detach():.6g}, or another gradient: it computes with something other "
                 "than tensors, such as numpy's or Python's random numbers or a counter"
             )

@@ -230,11 +230,14 @@ class TemperedTrace_ELBO(Trace_ELBO):
             return self.particle(model, guide, draw["u"], args, kwargs, estimator)
 
         with without_autocast():
-            vectors = guide.sample_vectors(self.num_particles)
+            if self.num_particles == 1:
+                vectors, values = guide.draw_by_site()
+            else:
+                vectors = guide.sample_vectors(self.num_particles)
         if estimator is not None:
             guide.last_noise = None  # the estimator uses other noise
         if self.num_particles == 1:
-            return particle({"u": vectors[0]})
+            return self.particle(model, guide, vectors, args, kwargs, estimator, values=values)
         likelihood, kl, q_entropy = (t.mean() for t in self._map(particle, {"u": vectors}))
         return likelihood, kl, q_entropy
 
@@ -246,10 +249,15 @@ class TemperedTrace_ELBO(Trace_ELBO):
         args: tuple,
         kwargs: dict,
         estimator: PerDatum | None = None,
+        *,
+        values: Mapping[str, Tensor] | None = None,
     ) -> tuple[Any, Tensor, Tensor]:
-        """log p(y | w), the KL and (in cold mode) H(q) in nats at a draw u (P,)."""
+        """log p(y | w), the KL and (in cold mode) H(q) in nats at a draw u (P,).
+
+        :param values: u as unconstrained values by site, if they are at hand.
+        """
         with without_autocast():
-            latents, log_det = guide.require_layout().constrain(vector)
+            latents, log_det = guide.require_layout().constrain(vector, values)
             distributions = {} if estimator is None else estimator.distributions(guide)
         with _run(estimator, distributions, latents):
             p = record(model, latents, args, kwargs, draw=sum_out_discrete)
@@ -379,9 +387,11 @@ def _check(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> froze
         if bias is not None:
             warnings.warn(bias, BdlWarning, stacklevel=3)
         hidden = [] if p.discrete is None else list(p.discrete.names)
+        rows = frozenset(len(indices) for indices in p.subsamples.values())
+        del q, p  # before Pyro's own run, which needs as much memory
         shown = poutine.block(model, hide=hidden) if hidden else model
         Trace_ELBO().loss(shown, guide, *args, **kwargs)
-    return frozenset(len(indices) for indices in p.subsamples.values())
+    return rows
 
 
 def _draw(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> tuple[Run, Run]:

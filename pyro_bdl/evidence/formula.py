@@ -24,26 +24,34 @@ from pyro_bdl.distributions.take_apart import base_distribution
 from pyro_bdl.evidence.linearized import LinearizedPoint
 from pyro_bdl.evidence.marginal import Terms, noise_factor
 from pyro_bdl.guides.laplace import LaplaceGuide
+from pyro_bdl.utils.autograd import with_gradients
 
 _HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
 
 @dataclass
 class _Weights:
-    """Independent Normals N(loc, (ratio theta)^2) over the entries of one site in the subset.
+    """Independent Normals N(loc, (ratio theta)^2) over the entries of sites in the subset.
 
+    :param locs: the means, by site; of several sites only where ``ratio`` is one number.
     :param owner: theta, where a hyperparameter scales them.
     :param power: by which their log density counts.
     """
 
-    site: str
-    loc: Tensor
+    locs: dict[str, Tensor]
     ratio: Tensor
     owner: str | None
     power: float
 
     def scale(self, values: Mapping[str, Tensor]) -> Tensor:
         return self.ratio if self.owner is None else self.ratio * values[self.owner]
+
+    def takes(self, other: "_Weights") -> bool:
+        """True if both have one number as their scale, and always the same."""
+        if len(self.ratio) != 1 or len(other.ratio) != 1:
+            return False
+        same = self.owner == other.owner and self.power == other.power
+        return same and bool(self.ratio == other.ratio)
 
 
 class EvidenceFormula:
@@ -62,6 +70,8 @@ class EvidenceFormula:
         self.guide, self.weights, self.noise = guide, weights, noise
         self._at: tuple[Tensor, Tensor | None] | None = None
         self._squares: list[Tensor] = []
+        self._curvature: Any = None  # of which the eigenvalues are known
+        self._spectra: list[Tensor] | None = None
 
     @classmethod
     def of(cls, guide: LaplaceGuide, reading: ParameterReading) -> "EvidenceFormula | None":
@@ -74,7 +84,7 @@ class EvidenceFormula:
             or len(tuned) + len(in_likelihood(reading)) != len(reading.parameters)
         ):
             return None
-        weights = []
+        weights: list[_Weights] = []
         for name, scale in found.items():
             site = reading.run.latents[name]
             base: Any = base_distribution(site.distribution)
@@ -91,9 +101,13 @@ class EvidenceFormula:
             if bool((ratio == ratio[0]).all()):
                 ratio = ratio[:1]
             loc = prior_locations(reading, subset, name)
-            weights.append(
-                _Weights(name, loc, ratio, None if owner is None else owner.name, float(site.scale))
-            )
+            theirs = None if owner is None else owner.name
+            own = _Weights({name: loc}, ratio, theirs, float(site.scale))
+            known = next((group for group in weights if group.takes(own)), None)
+            if known is None:
+                weights.append(own)
+            else:
+                known.locs[name] = loc
         factor, noise = noise_factor(guide, reading), None
         if factor is not None:
             owned = noise_owner(reading, subset)
@@ -120,28 +134,50 @@ class EvidenceFormula:
             likelihood = likelihood + 0.5 * guide.cells * factor.log()
             scaled = guide.curvature_factor(factor)
         log_prior = guide.loc.new_zeros((), dtype=torch.float64)
-        uniform, pieces = {}, []
+        precisions = []
         for weights, squares in zip(self.weights, self._squares_at(point), strict=True):
-            part = subset.parts[weights.site]
-            count, scale = part.stop - part.start, weights.scale(values)
+            count = sum(len(guide.prior_diagonal[subset.parts[site]]) for site in weights.locs)
+            scale = weights.scale(values)
             precision = scale.square().reciprocal()
             if len(scale) == 1:
-                uniform[weights.site] = weights.power * precision[0]
-                fit = squares * precision[0]
-                volume = count * scale[0].log()
+                fit, volume = squares * precision[0], count * scale[0].log()
             else:
                 fit, volume = (squares * precision).double().sum(), scale.log().sum()
             constant = count * _HALF_LOG_2PI
             log_prior = log_prior - weights.power * (0.5 * fit + volume + constant).double()
-            pieces.append((weights.power * precision).expand(count))
-        prior = PriorPrecision(
-            torch.cat(pieces).to(guide.prior_diagonal), uniform=uniform, quadratic=True
-        )
-        posterior = guide.curvature.with_prior(prior, scaled)
-        return Terms(likelihood, log_prior, posterior.logdet(), subset.size)
+            precisions.append(weights.power * precision)
+        log_determinant = self._log_determinant(precisions, scaled)
+        return Terms(likelihood, log_prior, log_determinant, subset.size)
+
+    def _log_determinant(self, precisions: list[Tensor], factor: Tensor) -> Tensor:
+        """log det of the posterior precision, for the prior precision of each group of sites."""
+        guide, subset = self.guide, self.guide.subset
+        if self._curvature is not guide.curvature:
+            self._curvature, self._spectra = guide.curvature, None
+            if all(len(weights.ratio) == 1 for weights in self.weights):
+                groups = [
+                    {site: subset.parts[site] for site in weights.locs} for weights in self.weights
+                ]
+                self._spectra = guide.curvature.spectra(groups)
+        if self._spectra is not None:
+            terms = [
+                log_determinant(eigenvalues, precision[0], factor)
+                for eigenvalues, precision in zip(self._spectra, precisions, strict=True)
+            ]
+            return torch.stack(terms).sum()
+        uniform, pieces = {}, {}
+        for weights, precision in zip(self.weights, precisions, strict=True):
+            for site in weights.locs:
+                pieces[site] = precision.expand(guide.prior_diagonal[subset.parts[site]].shape)
+                if len(precision) == 1:
+                    uniform[site] = precision[0]
+        diagonal = torch.cat([pieces[site] for site in subset.parts]).to(guide.prior_diagonal)
+        prior = PriorPrecision(diagonal, uniform=uniform, quadratic=True)
+        return guide.curvature.with_prior(prior, factor).logdet()
 
     def _squares_at(self, point: LinearizedPoint | None) -> list[Tensor]:
-        """(u_i - m_i)^2 of every site, summed up where its scale is one number."""
+        """Sums of (u_i - m_i)^2 over the groups of sites whose scale is one number; the squares
+        themselves of other sites."""
         guide = self.guide
         at = guide.loc, None if point is None else point.offset
         if self._at is None or self._at[0] is not at[0] or self._at[1] is not at[1]:
@@ -150,10 +186,34 @@ class EvidenceFormula:
                 vector = vector + point.offset
             self._at, self._squares = at, []
             for weights in self.weights:
-                squares = (vector[guide.subset.parts[weights.site]] - weights.loc).square()
+                squares = [
+                    (vector[guide.subset.parts[site]] - loc).square()
+                    for site, loc in weights.locs.items()
+                ]
                 one = len(weights.ratio) == 1
-                self._squares.append(squares.double().sum() if one else squares)
+                total: Any = sum(part.double().sum() for part in squares) if one else squares[0]
+                self._squares.append(total)
         return self._squares
+
+
+def log_determinant(eigenvalues: Tensor, precision: Tensor, factor: Tensor) -> Tensor:
+    """log det(factor * curvature + precision), a scalar that can be differentiated once.
+
+        d / d precision = sum_i 1 / (factor l_i + precision)
+        d / d factor = sum_i l_i / (factor l_i + precision)
+
+    :param eigenvalues: l, of the curvature, (r,).
+    :param precision: of the prior, positive, a scalar.
+    :param factor: of the curvature, positive, a scalar.
+    """
+    with torch.no_grad():
+        sums = eigenvalues * factor.to(eigenvalues) + precision.to(eigenvalues)
+        value = sums.log().sum()
+        inverse = sums.reciprocal_()
+        slopes: list[Tensor | None] = [inverse.sum().to(precision), None]
+        if factor.requires_grad:
+            slopes[1] = (eigenvalues @ inverse).to(factor)
+    return with_gradients(value, slopes, (precision, factor))
 
 
 def _moves(tensor: Tensor, parameter: Hyperparameter) -> bool:

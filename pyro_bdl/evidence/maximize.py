@@ -254,15 +254,21 @@ class _Search:
         if self.method == "mackay":
             history, left = self._fixed_point(optimum)
             reading = read_guide(guide)
+        formula = None
         if left:
-            history += self._ascend(reading, left, optimum)
+            formula = EvidenceFormula.of(guide, reading)
+            history += self._ascend(reading, left, optimum, formula)
         reading, at = read_guide(guide), guide.loc
         guide.follow(reading)
         if guide.loc is not at:  # a last layer moves along
             reading = read_guide(guide)
         point = optimum.found(last=True) if optimum else None
-        with torch.enable_grad():
-            value = terms(guide, reading, point=point).total().item()
+        if formula is not None:
+            now = {n: p.value.detach() for n, p in followed(reading).items()}
+            value = formula.terms(now, point).total().item()
+        else:
+            with torch.enable_grad():
+                value = terms(guide, reading, point=point).total().item()
         found = {n: p.value.detach().clone() for n, p in followed(reading).items()}
         return Evidence(value, float(effective_parameters(guide)), found, history)
 
@@ -315,11 +321,14 @@ class _Search:
         return history, self.steps
 
     def _ascend(
-        self, reading: ParameterReading, steps: int, optimum: _Optimum | None
+        self,
+        reading: ParameterReading,
+        steps: int,
+        optimum: _Optimum | None,
+        formula: EvidenceFormula | None,
     ) -> list[float]:
         guide = self.guide
         tuned = followed(reading)
-        formula = EvidenceFormula.of(guide, reading)
         leaves = [parameter.leaf for parameter in tuned.values()]
         gradients = [leaf.grad for leaf in leaves]
         optimizer = torch.optim.Adam(leaves, lr=self.learning_rate)

@@ -39,8 +39,10 @@ def warn_of_shared_scales(
     :param reading: of the program.
     :param batch: some data.
     """
-    if "shared scales" in guide.told:
+    looked_at = f"shared scales of {', '.join(subset.parts)}"
+    if "shared scales" in guide.told or looked_at in guide.told:
         return
+    guide.told.add(looked_at)
     shared = {
         name: {site for site, _ in sites}
         for name, sites in owners(reading, subset).items()

@@ -71,7 +71,7 @@ class Guide(OwnParameters, AutoGuide):
         self._take_name()
         self._program_model = (model,)  # in a tuple, so that it is no submodule
         # The parameters' values, while ``reading`` or ``holding`` is active.
-        self._values: dict[str, Tensor] | None = None
+        self._values: dict[str, Any] | None = None
         self._detached = False
         self.subsampled: set[str] = set()
         self.told: set[str] = set()  # warnings about the program that are given once
@@ -351,6 +351,11 @@ class Guide(OwnParameters, AutoGuide):
         """Independent unconstrained draws (num_samples, P), differentiable in the parameters if
         possible."""
         raise NotImplementedError
+
+    def draw_by_site(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """One draw of ``sample_vectors``, (P,), and the same as unconstrained values by site."""
+        vector = self.sample_vectors(1)[0]
+        return vector, self.require_layout().unflatten(vector)
 
     def log_density(self, vector: Tensor, log_det: Tensor) -> Tensor:
         """log q(w), a scalar, at w = T(u).

@@ -20,10 +20,11 @@ from torch.distributions import (
 from torch.nn.functional import mse_loss
 
 from pyro_bdl.distributions.take_apart import base_distribution
+from pyro_bdl.guides.large_draw import LargeDraw
 from pyro_bdl.program.layout import Layout, marginal
 from pyro_bdl.program.trace import Site
 
-_LARGE = 2**16
+LARGE = 2**16  # numbers
 
 
 def sampled_kl(q: Mapping[str, Site], p: Mapping[str, Site]) -> Tensor:
@@ -55,7 +56,8 @@ def diagonal_normal_kl(
     values: Mapping[str, Tensor],
     p: Mapping[str, Site],
     *,
-    large: int = _LARGE,
+    large: int = LARGE,
+    draw: LargeDraw | None = None,
 ) -> Tensor:
     """KL of q(u) = Normal(loc, scale^2), u in R^P, from the program's prior, a scalar.
 
@@ -65,12 +67,15 @@ def diagonal_normal_kl(
     one by one at ``values``, the constrained draw.
 
     :param large: the numbers above which a site is large.
+    :param draw: a draw of q that takes the gradients of large sites together with its own.
     """
     terms, names, priors = [], [], []
     normals = {name: _normal(p[name]) for name in layout.latents}
     take: Any = layout.take
     vectors: Any = (loc, scale)
-    if any(_is_large_with_one_prior(normal, large) for normal in normals.values()):
+    if draw is not None:
+        take, vectors = _parts_together, (draw.locs, draw.scales)
+    elif any(_is_large_with_one_prior(normal, large) for normal in normals.values()):
         take = _parts_together  # instead of slices, whose gradients are as long as the vector
         sizes = [latent.size for latent in layout.latents.values()]
         vectors = [
@@ -79,10 +84,12 @@ def diagonal_normal_kl(
     for name, latent in layout.latents.items():
         prior, normal = p[name], normals[name]
         if normal is not None and _is_large_with_one_prior(normal, large):
+            n, t = _first(normal.loc), _first(normal.scale)
+            if draw is not None:
+                terms.append(draw.kl(name, n, t))
+                continue
             m, s = (take(vector, [name]) for vector in vectors)
-            t = _first(normal.scale)
-            squares = _sum_of_squares(m, _first(normal.loc))
-            terms.append(_scale_terms(s / t) + 0.5 * squares / t.square())
+            terms.append(_scale_terms(s / t) + 0.5 * _sum_of_squares(m, n) / t.square())
         elif normal is not None:
             names.append(name)
             priors.append(normal)

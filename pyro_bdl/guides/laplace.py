@@ -44,17 +44,18 @@ class AutoLaplaceGGN(UnconstrainedMAP):
     Grosse 2015; Immer et al. 2021, section 3).
 
     :param model: a Pyro program with continuous latents.
-    :param structure: "kron" (KFAC), "ekfac", "full", "diag", "low_rank", "kernel", "samples" or
-        "auto".
+    :param structure: "auto" (the default), "kron" (KFAC), "ekfac", "full", "diag", "low_rank",
+        "kernel" or "samples".
         "kernel" is the posterior of "full", from the Jacobian's N K rows of p numbers for N data
         with K outputs instead of p x p numbers; it needs a prior of finite variance. "samples" is
         the posterior of "full" as ``num_samples`` samples, solved for with products J v and J' v
         alone, so that nothing grows with p^2, (N K)^2 or a layer's width squared; its sd's have a
         relative error of about 1/sqrt(2 num_samples); see ``SamplesCurvature``. "auto" is
         "full" for up to 2000 latents, "kernel" if N K is below p and at most 4096, if they fit in
-        memory, and else "kron". "kron" loses the covariance between layers, and a layer's weights
-        get the covariance of its inputs times that of its outputs' gradients, each averaged over
-        the data; off the data its standard deviations are often too small.
+        memory, and else "kron"; the printed approximation names it. "kron" loses the covariance
+        between layers, and a layer's weights get the covariance of its inputs times that of its
+        outputs' gradients, each averaged over the data; off the data its standard deviations are
+        often too small.
     :param curvature: "ggn"; "ggn-mc", from ``num_draws`` drawn observations per datum;
         "empirical-fisher"; or "hessian" (for "full" only).
     :param subset: the latents with a covariance; the others stay at the MAP. Possible are names or
@@ -77,7 +78,7 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         self,
         model: Callable,
         *,
-        structure: str = "kron",
+        structure: str = "auto",
         curvature: str = "ggn",
         subset: Any = None,
         num_draws: int | None = None,
@@ -178,6 +179,11 @@ class LaplaceGuide(JointGuide):
             gradient = self._fit(batches, None, progress)
         if check:
             self._check_maximum(gradient)
+
+    def __repr__(self) -> str:
+        chosen, size = self.config, self.subset.size
+        of = "" if size == self.require_layout().size else f", {size} with a covariance"
+        return f"{super().__repr__()[:-1]}{of}, structure={chosen.structure!r})"
 
     num_data: int
     _precision: Precision | None = None  # until it is asked for

@@ -316,17 +316,22 @@ class LastLayerGuide(LaplaceGuide):
 def _check_used_once(
     model: Callable, subset: Subset, vector: Tensor, args: tuple, kwargs: Any
 ) -> None:
-    """Check that every weight of the layer enters one operation.
+    """Check that every weight of the layer enters one operation, each network of a plate its own.
 
     :raises UnsupportedProgramError: if weights enter several operations.
     """
     at = Linearization(model, subset, vector, args, kwargs)
     for name in subset.parts:
-        count = sum(use.site == name for use in at.uses) + (name in at.unmatched)
-        if count > 1:
+        size = subset.layout.latents[name].shape.numel()
+        count = vector.new_full((size,), float(name in at.unmatched))
+        for use in at.uses:
+            if use.site == name:
+                own = slice(None) if use.indices is None else use.indices[use.indices >= 0].unique()
+                count[own] += 1
+        if bool((count > 1).any()):
             raise UnsupportedProgramError(
                 f"the last layer's weights '{name}' are used more than once in the program (tied "
-                "weights, a plate of networks?), so that it is no linear model of them: use "
+                "weights?), so that it is no linear model of them: use "
                 'AutoLaplaceGGN(model, subset="last-layer")'
             )
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pyro_bdl.errors import BdlWarning
+from pyro_bdl.mcmc.sink import Sink
 from pyro_bdl.utils.progress import hidden
 
 _ENOUGH = 10  # draws needed to judge chains
@@ -47,6 +48,7 @@ class Settings:
     thinning: int | None = None
     deadline: float | None = None
     checkpoint: str | None = None
+    sink: Sink | None = None
 
     @property
     def adapts_step_size(self) -> bool:
@@ -54,7 +56,7 @@ class Settings:
 
     def as_json(self) -> dict[str, Any]:
         """The settings that determine the draws."""
-        left_out = ("num_samples", "inverse_mass", "progress", "deadline", "checkpoint")
+        left_out = ("num_samples", "inverse_mass", "progress", "deadline", "checkpoint", "sink")
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def kernel_options(self) -> dict[str, Any]:
@@ -85,16 +87,18 @@ class Target:
 @dataclass
 class Chains:
     """Draws (chains, draws, P) with statistics (chains, draws); fewer than requested after
-    Ctrl-C, or when the time is up.
+    Ctrl-C, or when the time is up. Draws in a sink are left out: (chains, draws, 0).
 
     :param state: the arrays (chains, ...) from which the chains can go on, by path; empty if they
         cannot.
+    :param method: how the chains ran, see ``Settings.chain_method``.
     """
 
     vectors: Tensor
     stats: dict[str, Tensor]
     interrupted: bool = False
     state: dict[str, Tensor] = field(default_factory=dict)
+    method: str = "sequential"
 
 
 def progress_bar(settings: Settings, total: int, description: str) -> tqdm:
@@ -182,7 +186,8 @@ def warn_of_stuck_chains(chains: Chains) -> None:
     if chains.vectors.shape[1] < _ENOUGH:
         return
     length = (chains.stats["step_size"] * chains.stats["num_steps"]).double().median(1).values
-    rests = (chains.vectors == chains.vectors[:, :1]).flatten(1).all(1)
+    energy = chains.stats["potential_energy"]
+    rests = (energy == energy[:, :1]).all(1)
     stuck = ((length < _SHORTEST) | rests).nonzero().flatten().tolist()
     if not stuck:
         return

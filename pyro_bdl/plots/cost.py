@@ -71,7 +71,8 @@ def cost_against_quality(
     axis.set_ylabel("distance to the reference" + (f" ({units})" if units else ""))
     axis.autoscale_view()
     if floor is not None and floor > 0:
-        limits = axis.get_ylim()
+        low, high = axis.get_ylim()
+        limits = min(low, 0.7 * floor), high
         axis.axhspan(limits[0], floor, color=BAND, alpha=0.5, linewidth=0, zorder=0)
         axis.axhline(floor, color=GRAY, linestyle="--", linewidth=1)
         axis.set_ylim(limits)

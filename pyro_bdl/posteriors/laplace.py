@@ -9,29 +9,39 @@ from pyro_bdl import evidence
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides import AutoLaplaceGGN, AutoLastLayer, AutoSubnetwork, LaplaceGuide
 from pyro_bdl.nn import BayesianModule, with_learnable_prior
-from pyro_bdl.posteriors.registry import Options, Problem, Result, register, trained
-from pyro_bdl.training.svi import train
+from pyro_bdl.posteriors.registry import Options, Problem, Result, given_program, register, trained
+from pyro_bdl.training.put_off import Asked, Fitting
 
 
 def _register_laplace(
-    name: str, title: str, description: str, *, default: bool = False, **choice: Any
+    name: str,
+    title: str,
+    description: str,
+    *,
+    default: bool = False,
+    by_evidence: bool = False,
+    **choice: Any,
 ) -> None:
-    """Register MAP and prior scale by turns, the latter by the evidence.
+    """Register a Laplace approximation of the program.
 
+    :param by_evidence: give the program a factor of its prior's scale, and train it and the MAP by
+        turns; else only hyperparameters that the program has.
     :param choice: arguments of ``AutoLaplaceGGN``.
     """
 
     @register(
-        name, title=title, description=description, default=default, program=_with_learnable_scale
-    )
-    def fit(problem: Problem, options: Options, progress: bool) -> Result:
+        name, title=title, description=description, default=default,
+        program=_with_learnable_scale if by_evidence else given_program,
+    )  # fmt: skip
+    def fit(problem: Problem, options: Options, progress: bool) -> Fitting[Result]:
         guide = AutoLaplaceGGN(problem.model, **choice)
-        steps = options.steps or 2000
-        posterior, interrupted = evidence.train_by_evidence(
+        steps = options.steps or (2000 if by_evidence else 3000)
+        posterior, interrupted = yield from evidence.fit_by_evidence(
             problem.model, guide, problem.x, problem.y, steps=steps, rounds=options.rounds,
             progress=name if progress else None,
         )  # fmt: skip
-        return Result(posterior, {"steps": steps, **choice, **_tuned(posterior)}, interrupted)
+        settings = {**choice, "structure": posterior.config.structure, **_tuned(posterior)}
+        return Result(posterior, {"steps": steps, **settings}, interrupted)
 
 
 def _with_learnable_scale(problem: Problem) -> nn.Module:
@@ -52,11 +62,21 @@ def _tuned(posterior: LaplaceGuide) -> dict[str, str]:
 
 
 _register_laplace(
-    "laplace-kron",
-    "Laplace, Kronecker",
-    "Kronecker-factored Laplace, linearized, prior scale by the evidence",
+    "laplace",
+    "Laplace",
+    "Laplace, linearized, with the full Gauss-Newton matrix where it fits, else Kronecker factors",
     default=True,
-    structure="kron",
+    structure="auto",
+)
+_register_laplace(
+    "laplace-evidence",
+    "Laplace, prior by evidence",
+    "the same, with a factor of the prior's scale that the evidence sets",
+    structure="auto",
+    by_evidence=True,
+)
+_register_laplace(
+    "laplace-kron", "Laplace, Kronecker", "Kronecker-factored Laplace, linearized", structure="kron"
 )
 _register_laplace(
     "laplace-full",
@@ -107,7 +127,7 @@ def _with_scale_of_last_layer(problem: Problem) -> nn.Module:
     default=True,
     program=_with_scale_of_last_layer,
 )
-def _last_layer(problem: Problem, options: Options, progress: bool) -> Result:
+def _last_layer(problem: Problem, options: Options, progress: bool) -> Fitting[Result]:
     x, y, label = problem.x, problem.y, "last-layer" if progress else None
     steps, interrupted = options.steps or 2000, False
     model = problem.model
@@ -120,19 +140,18 @@ def _last_layer(problem: Problem, options: Options, progress: bool) -> Result:
     except UnsupportedProgramError:  # not a linear regression
         features = "MAP"
     if features == "evidence":
-        run = train(
-            model, guide, x, y, steps=steps, batch_size=len(x), elbo=objective, progress=label
-        )
+        settings = {"steps": steps, "batch_size": len(x), "elbo": objective}
+        run = yield Asked(guide, settings, label)
         posterior: LaplaceGuide = guide.laplace_approximation((x, y))
         interrupted = run.interrupted
     else:
-        posterior, interrupted = evidence.train_by_evidence(
+        posterior, interrupted = yield from evidence.fit_by_evidence(
             model, guide, x, y, steps=steps, progress=label
         )
         if evidence.hyperparameters(posterior):
             posterior = guide.maximize_evidence((x, y))
-    settings = {"steps": steps, "features": features, **_tuned(posterior)}
-    return Result(posterior, settings, interrupted)
+    told = {"steps": steps, "features": features, **_tuned(posterior)}
+    return Result(posterior, told, interrupted)
 
 
 @register(
@@ -141,9 +160,9 @@ def _last_layer(problem: Problem, options: Options, progress: bool) -> Result:
     description="full Laplace, linearized, over the tenth of the weights the data determine most",
     default=True,
 )
-def _subnetwork(problem: Problem, options: Options, progress: bool) -> Result:
+def _subnetwork(problem: Problem, options: Options, progress: bool) -> Fitting[Result]:
     guide, label = AutoSubnetwork(problem.model, size=0.1), "subnetwork" if progress else None
-    made = trained(guide, problem, options, label, steps=2000)
+    made = yield from trained(guide, problem, options, label, steps=2000)
     posterior = guide.laplace_approximation((problem.x, problem.y), progress=progress)
     settings = {**made.settings, "weights": posterior.subset.size}
     return Result(posterior, settings, made.interrupted)

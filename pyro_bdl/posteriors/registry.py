@@ -13,8 +13,8 @@ from pyro_bdl import evidence
 from pyro_bdl.comparison.costs import Costs, peak_memory, wait_for
 from pyro_bdl.guides import LaplaceGuide
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.training.descent import Training
-from pyro_bdl.training.svi import estimate_elbo, train
+from pyro_bdl.training.put_off import Asked, Fitting, carried_out
+from pyro_bdl.training.svi import estimate_elbo
 from pyro_bdl.utils.random_state import process_seeded
 
 
@@ -30,10 +30,6 @@ class Problem:
     model: nn.Module
     x: Tensor
     y: Tensor
-
-    def train(self, guide: Guide, *, progress: str | None, **settings: Any) -> Training:
-        """Train a guide of the program on the data; see ``training.train``."""
-        return train(self.model, guide, self.x, self.y, progress=progress, **settings)
 
 
 @dataclass(frozen=True)
@@ -110,11 +106,12 @@ class Fit:
         )
 
 
-FitFunction = Callable[[Problem, Options, bool], Result]
+FitFunction = Callable[[Problem, Options, bool], Result | Fitting[Result]]
 ProgramFunction = Callable[[Problem], nn.Module]
 
 
-def _given_program(problem: Problem) -> nn.Module:
+def given_program(problem: Problem) -> nn.Module:
+    """The problem's program as it is."""
     return problem.model
 
 
@@ -127,7 +124,7 @@ class Entry:
     description: str
     function: FitFunction
     default: bool = False
-    program: ProgramFunction = _given_program
+    program: ProgramFunction = given_program
 
 
 _registry: dict[str, Entry] = {}
@@ -139,9 +136,12 @@ def register(
     title: str,
     description: str,
     default: bool = False,
-    program: ProgramFunction = _given_program,
+    program: ProgramFunction = given_program,
 ) -> Callable[[FitFunction], FitFunction]:
     """Decorate ``function(problem, options, progress) -> Result`` to make it known by ``name``.
+
+    A generator function ``yield``s the trainings it asks for (``training.put_off.Asked``), and
+    returns its result: ``fit_together`` then does the trainings of several data sets at once.
 
     :param name: the name for users, in lower case with hyphens.
     :param title: a few words for tables and reports.
@@ -197,14 +197,33 @@ def fit(
         with peak_memory(device) as peak:
             own = replace(problem, model=entry.program(problem))
             result = entry.function(own, options, progress)
+            if not isinstance(result, Result):
+                result = carried_out(result, own.model, own.x, own.y)
         wait_for(problem.x)
-        seconds, interrupted = time.perf_counter() - started, result.interrupted
-        elbo = log_evidence = None
-        try:
-            elbo = _elbo(problem, result.posterior, None if progress else False)
-            log_evidence = _log_evidence(result.posterior)
-        except KeyboardInterrupt:  # what was fitted is kept
-            interrupted = True
+        seconds = time.perf_counter() - started
+        return with_bounds(name, problem, result, seconds, progress=progress, memory=peak.bytes)
+
+
+def with_bounds(
+    name: str,
+    problem: Problem,
+    result: Result,
+    seconds: float,
+    *,
+    progress: bool,
+    memory: int | None = None,
+) -> Fit:
+    """The fit of a result, with its bounds.
+
+    :param problem: the problem as it was given, with the program that all posteriors share.
+    """
+    elbo = log_evidence = None
+    interrupted = result.interrupted
+    try:
+        elbo = _elbo(problem, result.posterior, None if progress else False)
+        log_evidence = _log_evidence(result.posterior)
+    except KeyboardInterrupt:  # what was fitted is kept
+        interrupted = True
     return Fit(
         name=name,
         posterior=result.posterior,
@@ -213,7 +232,7 @@ def fit(
         settings=result.settings,
         interrupted=interrupted,
         log_evidence=log_evidence,
-        peak_memory=peak.bytes,
+        peak_memory=memory,
     )
 
 
@@ -232,10 +251,14 @@ def _elbo(problem: Problem, posterior: Any, progress: bool | None) -> float | No
 
 def trained(
     guide: Guide, problem: Problem, options: Options, label: str | None, **settings: Any
-) -> Result:
-    """Train a guide by SVI; the settings are those of ``training.train``."""
+) -> Fitting[Result]:
+    """Ask for the training of a guide by SVI; the settings are those of ``training.train``.
+
+    ``made = yield from trained(...)``, or ``return trained(...)`` where nothing follows.
+    """
     settings["steps"] = options.steps or settings["steps"]
-    run = problem.train(guide, progress=label, **settings)
+    guide.prototype(problem.x, problem.y)
+    run = yield Asked(guide, settings, label)
     told = {
         key: value if isinstance(value, int | float | str) else type(value).__name__
         for key, value in settings.items()

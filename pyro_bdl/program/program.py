@@ -99,6 +99,12 @@ class Program:
                 self.factors += (name,)
             elif node["is_observed"]:
                 self.observed += (name,)
+            elif (wide := _wider_than_plates(node)) is not None:
+                raise UnsupportedProgramError(
+                    f"the {wide} around the site '{name}' is a tensor with more cells than the "
+                    "plates of the site, which would count it several times: put it around the "
+                    "statements in those plates only"
+                )
             elif node["fn"].support.is_discrete:
                 self.discrete += (_read_discrete(name, node),)
             else:
@@ -279,6 +285,19 @@ def trace_once(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         for name, plate in inside.items():
             error.add_note(f"if '{name}' are weights: {_inside(name, plate)}")
         raise
+
+
+def _wider_than_plates(node: Any) -> str | None:
+    """The handler, ``mask`` or ``scale``, with a dimension that a site and its plates lack."""
+    shape = node["fn"].batch_shape
+    sizes = {frame.dim: frame.size for frame in node["cond_indep_stack"]}
+    for name in ("mask", "scale"):
+        cells = node[name].shape if isinstance(node[name], Tensor) else ()
+        for dim in range(-len(cells), 0):
+            own = shape[dim] if -dim <= len(shape) else 1
+            if cells[dim] > 1 and max(own, sizes.get(dim, 1)) == 1:
+                return f"poutine.{name}"
+    return None
 
 
 def _point_density_at(name: str, node: Any) -> Tensor:

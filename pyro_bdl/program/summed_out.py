@@ -461,6 +461,7 @@ class SummedOut:
             scale=scale,
             mask=mask,
             subsampling=site.subsampling / inner,
+            plates=tuple((name, self._plates[name].dim - shape.last) for name in sorted(kept)),
         )
 
     def _weights(self, near: Sequence[Factor], symbols: Sequence[int]) -> Factor:

@@ -48,7 +48,8 @@ class Site(NamedTuple):
 
     ``mask`` includes the distribution's own masks; it is False if the statement does not change the
     density, as for flat priors. ``subsampling`` is the factor N/B of the scale that comes from
-    plates; the rest of the scale is tempering.
+    plates; the rest of the scale is tempering. ``plates`` are the names of the plates that have a
+    dimension of the distribution's batch, each with this dimension, counted from the right.
     """
 
     distribution: Distribution
@@ -56,6 +57,7 @@ class Site(NamedTuple):
     scale: float | Tensor
     mask: bool | Tensor | None
     subsampling: float = 1.0
+    plates: tuple[tuple[str, int], ...] = ()
 
     def log_prob(self) -> Tensor:
         """log p(value) in nats, scaled and masked, with the distribution's batch shape."""
@@ -198,7 +200,8 @@ class _Recorder(Messenger):
         subsampling = math.prod((f.full_size or f.size) / f.size for f in frames)
         distribution = distribution_of_targets(msg) if msg["is_observed"] else msg["fn"]
         distribution, mask = without_masks(distribution, msg["mask"])
-        site = Site(distribution, value, msg["scale"], mask, subsampling)
+        plates = tuple((f.name, f.dim) for f in frames if f.dim is not None)
+        site = Site(distribution, value, msg["scale"], mask, subsampling, plates)
         run.followed = run.followed or run.open
         kind = "latents"
         if is_deterministic(msg):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyro_bdl.tracing.backends import BACKENDS, Run
 from pyro_bdl.tracing.graph import lift, without_kept_text
+from pyro_bdl.tracing.linear_sums import join_linear
 from pyro_bdl.tracing.simplify import LARGE, simplify
 from pyro_bdl.tracing.trace import (
     NotTraceable,
@@ -22,6 +23,7 @@ from pyro_bdl.tracing.trace import (
 from pyro_bdl.utils.autocast import rounding, without_autocast, without_cached_casts
 from pyro_bdl.utils.autograd import leaves_behind, with_gradients
 
+_BLOCK = 64
 Loss = Callable[..., tuple[Tensor, ...]]
 
 
@@ -144,6 +146,7 @@ def trace_step(loss: Loss, examples: Sequence[Tensor], backend: str, *, readable
     known = {node: tensor for node, tensor in inputs.items() if tensor not in variable}
     constants = list(known.values())  # including those of which only a number was read
     simplify(graph.graph, known)
+    join_linear(graph.graph)
     inputs |= lift(graph.graph, {n: t for n, t in known.items() if n.op != "placeholder"})
     for node in [node for node in inputs if not node.users]:
         graph.graph.erase_node(node)
@@ -155,6 +158,15 @@ def trace_step(loss: Loss, examples: Sequence[Tensor], backend: str, *, readable
     places = {id(argument): number for number, argument in enumerate(arguments)}
     where = [places.get(id(leaf), leaf) for leaf in leaves]
     return Step(run, outside, constants, written, where, others, truths)
+
+
+def block_sums(tensor: Tensor) -> Tensor:
+    """A tensor to compare in place of another: itself, or if it is large, the sums of blocks."""
+    if tensor.numel() <= LARGE:
+        return tensor
+    flat = tensor.detach().reshape(-1)
+    whole = len(flat) - len(flat) % _BLOCK
+    return torch.cat([flat[:whole].view(-1, _BLOCK).sum(1), flat[whole:]])
 
 
 def size_of(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch.distributions import transform_to
 from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
+from pyro_bdl.curvature.hyperparameters import ReadParameters, read_at_center
 from pyro_bdl.elbo.tempered import TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
@@ -231,30 +232,48 @@ class OnOwnData(Copies):
     """Guides of one family, each with inputs and targets of its own, such as the folds of a
     cross-validation.
 
-    :param model: the program of the first data set, without parameters of its own. If it has
-        ``num_data``, this is the number of rows there.
+    :param models: the program of each data set, alike. If they have ``num_data``, this is the
+        number of their rows.
     :param guides: one for each data set, each after ``prototype``; they start from their own values
         and are not changed.
     :param data: ``(x, y)`` of each, of about equal length.
-    :raises UnsupportedProgramError: for a program with parameters of its own.
+    :param fixed: whether the programs' own parameters, such as prior scales, keep their values.
+    :raises UnsupportedProgramError: for programs with parameters of their own that are not fixed,
+        or that are not ``PyroParam``s.
     :raises ValueError: see ``Copies``.
     """
 
     def __init__(
-        self, model: Callable, guides: Sequence[Guide], data: Sequence[tuple[Any, Tensor]]
+        self,
+        models: Sequence[Callable],
+        guides: Sequence[Guide],
+        data: Sequence[tuple[Any, Tensor]],
+        *,
+        fixed: bool = False,
     ) -> None:
         super().__init__(guides[0], len(guides))
-        if isinstance(model, torch.nn.Module) and any(p.requires_grad for p in model.parameters()):
+        self.model, self.data = models[0], list(data)
+        self._own = self._read(models, guides) if fixed else {}
+        count = sum(p.requires_grad for p in getattr(models[0], "parameters", tuple)())
+        if count != len(self._own):
             raise UnsupportedProgramError(
                 "the program has parameters of its own, which several trainings at once cannot "
                 "share: train one after another"
             )
-        self.model, self.data = model, list(data)
         for guide in guides[1:]:
             guide.require_layout()
         for name, value in self._free.items():
             own = torch.stack([guide._parameters[name].detach() for guide in guides])  # type: ignore[union-attr]
             self._free[name] = own.requires_grad_(value.requires_grad)
+
+    def _read(self, models: Sequence[Callable], guides: Sequence[Guide]) -> dict[str, Tensor]:
+        """The values of the programs' parameters, by their names in the first, (D, ...)."""
+        found = [
+            read_at_center(model, guide, pair, {}).parameters
+            for model, guide, pair in zip(models, guides, self.data, strict=True)
+        ]
+        values = [[each.value.detach() for each in of_one.values()] for of_one in found]
+        return dict(zip(found[0], map(torch.stack, zip(*values, strict=True)), strict=True))
 
     def train(
         self,
@@ -285,14 +304,14 @@ class OnOwnData(Copies):
         weights = torch.tensor(sizes, dtype=like.dtype, device=like.device) / (stated or size)
 
         def losses_of(part: Any) -> Tensor:
-            def loss(free: _Values, args: tuple[Any, ...], weight: Tensor) -> Tensor:
+            def loss(free: _Values, own: _Values, args: tuple[Any, ...], weight: Tensor) -> Tensor:
                 if elbo.estimator is not None:
                     elbo.estimator.about(args, {}, frozenset())
-                with self.guide.holding(self._constrained(free)):
+                with self.guide.holding(self._constrained(free)), ReadParameters(own):
                     terms = elbo.flat_terms(self.model, self.guide, args, {}, elbo.estimator)
                 return check_temperature(temperature) * terms[1] - weight * terms[0]
 
-            return torch.vmap(loss, randomness="different")(self._free, part, weights)
+            return torch.vmap(loss, randomness="different")(self._free, self._own, part, weights)
 
         losses = self._descend(
             losses_of,

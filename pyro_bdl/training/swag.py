@@ -14,7 +14,7 @@ from pyro_bdl.guides.swag import AutoMultiSWAG, AutoSWAG
 from pyro_bdl.program.batches import leading_size, taken
 from pyro_bdl.program.validation import check_finite
 from pyro_bdl.training.descent import BATCH, Descent, Training, num_rows, rows_per_step
-from pyro_bdl.utils.module_state import preserved_buffers
+from pyro_bdl.utils.module_state import modules_of, preserved_buffers, saved_buffers
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.validation import whole_number
 
@@ -66,9 +66,9 @@ def collect_swag(
     :param batch_size: rows in each step; by default a tenth of all rows, at most 256.
     :param progress: description of the progress bar, which terminals and notebooks show; None for
         no bar.
-    :raises ValueError: if a step diverges at a rate that was given, or at all rates; the guide is
-        then reset to its start and earlier snapshots are kept. Also for minibatches of a program
-        that does not know N, and for a final rate without a first one.
+    :raises ValueError: if a step diverges at a rate that was given, or at all rates; the guide and
+        the program's buffers are then as at the start, and earlier snapshots are kept. Also for
+        minibatches of a program that does not know N, and for a final rate without a first one.
     """
     if not isinstance(guide, AutoSWAG | AutoMultiSWAG):
         raise TypeError(f"collect_swag needs an AutoSWAG guide, got {type(guide).__name__}")
@@ -91,7 +91,7 @@ def collect_swag(
     pair: Any = elbo(model, guide)
     parameters = list(guide.parameters())
     before = [parameter.detach().clone() for parameter in parameters]
-    taken_before = {name: v.clone() for name, v in guide.snapshots.state_dict().items()}
+    restore_buffers = saved_buffers(modules_of(model, guide))  # those of the snapshots, too
 
     def objective(*args: Any) -> Tensor:  # a sum over the members, which share no parameters
         return pair(*args) * members / count
@@ -100,7 +100,7 @@ def collect_swag(
         with torch.no_grad():
             for parameter, value in zip(parameters, before, strict=True):
                 parameter.copy_(value)
-        guide.snapshots.load_state_dict(taken_before)
+        restore_buffers()
 
     start = _mean_loss(objective, x, y, size)
     expected = 0.5 * temperature * guide.require_layout().size

@@ -67,7 +67,8 @@ class _WithGradients(torch.autograd.Function):
                 results.append(upstream.to(gradient) * gradient)
             else:
                 ctx.gradients[number] = None  # autograd keeps memory that nothing else refers to
-                results.append(gradient.mul_(upstream.to(gradient)))
+                is_one = upstream.device.type == "cpu" and upstream.item() == 1.0
+                results.append(gradient if is_one else gradient.mul_(upstream.to(gradient)))
         return None, None, None, *results
 
 

@@ -155,17 +155,26 @@ def preserved_buffers(*programs: Any) -> Iterator[None]:
 
     :param programs: as in ``modules_of``.
     """
-    saved = [
-        (buffer, buffer.detach().clone())
-        for module in modules_of(*programs)
-        if module.training
-        for buffer in module.buffers(recurse=False)
-    ]
+    restore = saved_buffers(module for module in modules_of(*programs) if module.training)
     try:
         yield
     finally:
+        restore()
+
+
+def saved_buffers(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """Copy the buffers that modules hold themselves; return a function that puts them back."""
+    saved = [
+        (buffer, buffer.detach().clone())
+        for module in modules
+        for buffer in module.buffers(recurse=False)
+    ]
+
+    def restore() -> None:
         for buffer, value in saved:
             buffer.data.copy_(value)
+
+    return restore
 
 
 @contextmanager

@@ -242,12 +242,12 @@ def test_a_posterior_that_does_not_fit_in_memory_is_left_out(run, tmp_path, monk
 
 def test_laplace_says_its_evidence_and_its_scale(table, run, tmp_path):
     given = ["--data", table, "--target", "price", "--one-hot"]
-    given += ["--guides", "map,laplace-kron,laplace-last-layer", "--details"]
+    given += ["--guides", "map,laplace-evidence,laplace-last-layer", "--details"]
     code, out, _ = run(*TINY, *given)
     assert code == 0 and "log evid." in out
     rows = rows_of(tmp_path / "out")
     assert rows["map"]["log_evidence"] == "" == rows["laplace-last-layer"]["elbo"]
-    laplace = ("laplace-kron", "laplace-last-layer")
+    laplace = ("laplace-evidence", "laplace-last-layer")
     assert all(float(rows[name]["log_evidence"]) < 0 for name in laplace)
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert "<dt>prior gain</dt>" in page and "<dt>subset</dt><dd>last-layer</dd>" in page
@@ -280,7 +280,7 @@ def test_all_and_default_posteriors(capsys):
         "map",
     ]
     assert chosen == [entry.name for entry in posteriors.entries() if entry.default]
-    assert {"map", "mean-field", "laplace-kron", "ensemble", "nuts"} < set(chosen) < set(everything)
+    assert {"map", "mean-field", "laplace", "ensemble", "nuts"} < set(chosen) < set(everything)
     with pytest.raises(SystemExit):
         cli.main(["compare", "--help"])
     shown = capsys.readouterr().out

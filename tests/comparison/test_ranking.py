@@ -80,7 +80,7 @@ def test_the_answer_comes_before_the_table(found):
     assert found.summary == (
         "same cannot be told from nuts, in 50 % of its time. For 10 % of nuts's time, narrow "
         "gives 70 % of it (nuts's mean alone would give 0 %). Far from it: shifted "
-        "has a mean 1 of its sds away."
+        "has a mean off by 1 sd of nuts."
     )
     text = " ".join(str(found).split())
     assert text.startswith(found.summary)
@@ -148,7 +148,7 @@ def test_reasons_of_the_far_ones_and_doubts():
         "nuts has not converged, so that what follows may change. close is the closest to nuts and "
         "gives 70 % of it (nuts's mean alone would give 0 %), in 25 % of its time. Far from it: "
         "bad predicts worse (NLPD by 0.2 nats per datum); flat has hardly any spread; wide has 2.5 "
-        "times its sd."
+        "times the sd of nuts."
     )
 
 
@@ -157,6 +157,18 @@ def test_where_only_slow_ones_are_usable_it_says_so():
     text = answer("nuts", places, [{"posterior": "slow"}, {"posterior": "quick"}])
     assert text.startswith("slow cannot be told from nuts, in 3.6 times its time. None that is ")
     assert "None that is faster than nuts is usable. Far from it: quick" in text
+
+
+def test_a_quick_one_of_too_few_draws_is_not_called_unusable():
+    places = ranking(("slow", ALIKE, 0.01, 0.99, 9.0, 3.6), ("open", UNDECIDED, 0.5, 0.5, 1.0, 0.1))
+    text = answer("nuts", places, [{"posterior": "slow"}, {"posterior": "open"}])
+    assert "nuts is known to be usable (of open the draws are too few to say)." in text
+
+
+def test_a_shipped_reference_has_an_article():
+    text = answer("reference", ranking(("a", FAR, 0.9, 0.1)), [{"posterior": "a"}])
+    assert text.startswith("None comes near the reference: a is the closest and gives 10 % of it")
+    assert "(the reference's mean alone" in text
 
 
 def test_no_times_no_reference_and_nothing_near():
@@ -177,3 +189,21 @@ def test_without_a_reference_it_says_by_how_much_some_predict_worse():
     )
     text = answer(None, Ranking("nlpd", rows), [])
     assert "b and c predict worse, by 0.003 to 0.2 nats per datum." in text
+
+
+def test_what_is_nearer_than_the_reference_to_itself_is_not_called_far():
+    """Chains of a reference that stand apart: its halves differ more than a shifted posterior."""
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.randn(2, 200, 3, generator=generator, dtype=torch.float64)
+    apart = (0.1 * draws + torch.tensor([-1.0, 1.0])[:, None, None]).reshape(400, 3)
+    x, y = torch.zeros(3, 1, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    chains = bdl.PredictiveDraws(apart, chains=2)
+    posteriors = {"chains": chains, "near": normal(0.0, 0.1)}
+    (row,) = bdl.compare(shift, posteriors, x, y, reference="chains").ranking.rows
+    assert row.distance - 2 * row.error > half_of_point(chains) and row.group == UNDECIDED
+
+
+def half_of_point(chains):
+    """Half of the distance of a point at the draws' mean."""
+    draws = chains.function
+    return float((draws - draws.mean(0)).abs().mean()) / 2

@@ -63,6 +63,13 @@ def test_over_parts_of_sites():
     assert chosen(subset=torch.arange(5), full_up_to=4) == "full"
 
 
-def test_it_is_no_hessian():
-    with pytest.raises(ValueError, match='"hessian" needs structure="full"'):
-        guide_and_data(curvature="hessian")
+def test_a_hessian_is_full():
+    assert chosen(curvature="hessian", full_up_to=4) == "full"
+
+
+def test_it_is_the_default_and_the_printed_guide_names_it():
+    guide, data = guide_and_data()
+    posterior = AutoLaplaceGGN(guide.program_model).laplace_approximation(data)
+    assert repr(posterior) == "LaplaceGuide(51 latent numbers, 5 sites, structure='full')"
+    kron = guide.laplace_approximation(data, structure="kron", subset="2.*")
+    assert repr(kron).endswith("18 with a covariance, structure='kron')")

@@ -9,7 +9,7 @@ from torch import nn
 from pyro_bdl import bayesianize, models, priors
 from pyro_bdl.curvature.hyperparameters import followed
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.evidence.formula import EvidenceFormula
+from pyro_bdl.evidence.formula import EvidenceFormula, log_determinant
 from pyro_bdl.evidence.linearized import LinearizedModel
 from pyro_bdl.evidence.marginal import terms
 from pyro_bdl.guides import AutoLaplaceGGN
@@ -52,6 +52,41 @@ def test_it_is_the_evidence_and_its_gradient(structure, subset, learn, put):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
         slopes = [torch.autograd.grad(v, leaves) for v in (found, expected)]
         torch.testing.assert_close(*slopes, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("structure", ["kron", "ekfac", "full", "diag", "low_rank"])
+@pytest.mark.parametrize("prior", ["one scale", "a scale for each layer"])
+def test_one_number_for_each_group_of_sites(prior, structure, learn, put):
+    """Of these the formula needs eigenvalues alone, where the structure has them."""
+    torch.manual_seed(0)
+    one = priors.Normal(learn(0.8))
+    chosen = priors.PerLayer(one) if prior == "a scale for each layer" else one
+    model = models.Regression(bayesianize(net(), chosen), noise=learn(0.4))
+    guide = guide_of(model, torch.randn(12, 2), structure=structure)
+    formula = EvidenceFormula.of(guide, guide._read())
+    assert [len(weights.locs) for weights in formula.weights] == ([4] if chosen is one else [2, 2])
+    put(guide, prior=0.6, noise=0.9)
+    guide.refresh()
+    reading = guide._read()
+    tuned = followed(reading)
+    leaves = [parameter.leaf for parameter in tuned.values()]
+    expected = terms(guide, reading).total()
+    found = formula.terms({name: p.now() for name, p in tuned.items()}, None).total()
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    slopes = [torch.autograd.grad(value, leaves) for value in (found, expected)]
+    torch.testing.assert_close(*slopes, rtol=1e-9, atol=1e-9)
+
+
+def test_the_gradient_of_a_log_determinant():
+    eigenvalues = torch.rand(5)
+    precision, factor = (torch.rand((), requires_grad=True) for _ in range(2))
+    torch.testing.assert_close(
+        log_determinant(eigenvalues, precision, factor),
+        (factor * eigenvalues + precision).log().sum(),
+    )
+    assert torch.autograd.gradcheck(
+        lambda d, c: log_determinant(eigenvalues, d, c), (precision, factor)
+    )
 
 
 def test_where_the_likelihood_has_no_noise(learn):

@@ -107,6 +107,10 @@ def test_weights_whose_size_matters_are_not_compared(_double, learn, monkeypatch
     monkeypatch.setattr(shared_scales, "normalized_groups", groups)
     told(maximize, laplace, steps=1, linearized=False)
     assert not compared
+    monkeypatch.setattr(shared_scales, "owners", lambda *args: pytest.fail("looked twice"))
+    told(maximize, laplace, steps=1, linearized=False)
+    monkeypatch.undo()
+    monkeypatch.setattr(shared_scales, "normalized_groups", groups)
     told(maximize, fitted(between(nn.LayerNorm(4)), priors.Normal(learn(0.7)))[2], steps=1)
     assert [set(own) for own in compared] == [{"0.weight", "0.bias"}]
 

@@ -528,3 +528,32 @@ def test_a_vector_of_weights(form):
     mean = torch.linalg.solve(precision, features.T @ y / 0.09)
     torch.testing.assert_close(laplace.loc[-4:], mean)
     torch.testing.assert_close(laplace.variances()[-4:], precision.inverse().diagonal())
+
+
+def test_networks_in_a_plate_have_a_regression_each():
+    torch.manual_seed(0)
+    x, y = torch.randn(5, 2), torch.randn(5, 3)
+    network = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+    networks = bayesianize(network, plate="groups")
+
+    def model(x, y=None):
+        with pyro.plate("groups", 3):
+            f = pyro.deterministic("f", networks(x)[..., 0])
+            with pyro.plate("data", len(x)):
+                pyro.sample("y", dist.Normal(f.T, 0.3), obs=y)
+
+    guide = AutoLastLayer(model).prototype(x, y)
+    with torch.no_grad():
+        guide.loc += 0.3 * torch.randn_like(guide.loc)
+    fitted = guide.laplace_approximation((x, y))
+    at, found = (g.require_layout().constrain(g.loc.detach())[0] for g in (guide, fitted))
+    variances = fitted.require_layout().unflatten(fitted.variances())
+    for n in range(3):
+        hidden = torch.tanh(x @ at["0.weight"][n].T + at["0.bias"][n])
+        features = torch.cat([hidden, torch.ones(5, 1)], 1)
+        precision = features.T @ features / 0.09 + torch.eye(4)
+        mean = torch.linalg.solve(precision, features.T @ y[:, n] / 0.09)
+        both = torch.cat([found["2.weight"][n].flatten(), found["2.bias"][n]])
+        torch.testing.assert_close(both, mean)
+        both = torch.cat([variances["2.weight"][n].flatten(), variances["2.bias"][n]])
+        torch.testing.assert_close(both, torch.linalg.inv(precision).diagonal())

@@ -340,6 +340,32 @@ def test_a_step_that_diverges(kind):
     assert torch.isfinite(guide.snapshots.mean).all()
 
 
+def test_rates_that_diverge_leave_no_running_statistics():
+    """The rates 1 and 0.3 are given up; the statistics are those of the rate taken alone."""
+    torch.manual_seed(0)
+    x = torch.randn(40, 2, dtype=torch.float64)
+    y = x[:, 0].sin()
+    net = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)).double()
+    model = bdl.models.Regression(bdl.bayesianize(net), noise=0.1, num_data=40)
+    guide = AutoSWAG(model, rank=2).prototype(x, y)
+    at_start = [copy.deepcopy(module.state_dict()) for module in (model, guide)]
+
+    def statistics(**options):
+        for module, state in zip((model, guide), at_start, strict=True):
+            module.load_state_dict(state)
+        torch.manual_seed(1)
+        run = collect_swag(model, guide, x, y, snapshots=2, batch_size=40, **options)
+        return run, {name: v.clone() for name, v in model.named_buffers() if "running" in name}
+
+    run, found = statistics()
+    assert run.learning_rate < 0.3
+    _, alone = statistics(learning_rate=run.learning_rate)
+    assert found and all(torch.equal(found[name], alone[name]) for name in alone)
+    with pytest.raises(ValueError, match="diverged"):
+        collect_swag(model, guide, x, y, learning_rate=1e30)
+    assert all(torch.equal(v, alone[name]) for name, v in model.named_buffers() if name in alone)
+
+
 def test_interrupted_it_keeps_the_snapshots(monkeypatch):
     model, x, y = problem(num_data=40)
     guide = AutoSWAG(model, rank=2).prototype(x, y)

@@ -61,15 +61,16 @@ def test_what_numpy_and_python_draw_next_is_left_alone():
 
 
 def _chains(step_size=0.1, num_steps=7, diverging=0, still=False, draws=20):
-    vectors = torch.randn(3, draws, 2)
+    energy = torch.randn(3, draws)
     if still:
-        vectors[1] = vectors[1, :1]
+        energy[1] = energy[1, 0]
     sizes = torch.full((3, draws), 0.1)
     sizes[1] = step_size
     diverged = torch.zeros(3, draws, dtype=torch.bool)
     diverged.view(-1)[:diverging] = True
     steps = torch.full((3, draws), num_steps)
-    return Chains(vectors, {"step_size": sizes, "num_steps": steps, "diverging": diverged})
+    stats = {"step_size": sizes, "num_steps": steps, "diverging": diverged}
+    return Chains(torch.randn(3, draws, 2), stats | {"potential_energy": energy})
 
 
 def test_divergences_are_said():

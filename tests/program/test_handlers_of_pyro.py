@@ -192,3 +192,15 @@ def test_a_scalar_under_a_mask_of_one_number_has_a_laplace_approximation(counts,
     guide = bdl.guides.AutoLaplaceGGN(masked, structure="diag", init_loc_fn=start).prototype(y)
     found = guide.laplace_approximation((y,)).variances()
     torch.testing.assert_close(found, torch.tensor([1 / precision]))
+
+
+@pytest.mark.parametrize("handler", [poutine.mask, poutine.scale])
+def test_a_tensor_around_the_program_with_more_cells_than_a_latents_plates_is_named(handler):
+    def model(y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(()), 1.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(w, 1.0), obs=y)
+
+    tensor = torch.ones(3) if handler is poutine.scale else torch.ones(3, dtype=torch.bool)
+    with pytest.raises(UnsupportedProgramError, match=f"{handler.__name__} around the site 'w'"):
+        bdl.Program(handler(model, tensor), torch.zeros(3))

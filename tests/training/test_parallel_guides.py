@@ -32,7 +32,7 @@ def test_points_are_those_of_separate_trainings():
             model = program(12)
             kept.append(AutoMAP(model).prototype(x, y))
         train(alone[-1].program_model, alone[-1], x, y, steps=25)
-    together = OnOwnData(starts[0].program_model, starts, data)
+    together = OnOwnData([g.program_model for g in starts], starts, data)
     losses = together.train(steps=25, progress=False)
     assert losses.shape == (25, 3)
     for place, guide in enumerate(starts):
@@ -56,7 +56,7 @@ def test_a_larger_data_set_counts_with_all_its_rows():
     for guide, (part, targets) in zip(separate, data, strict=True):
         train(guide.program_model, guide, part, targets, steps=25)
     joint = fitted(AutoMAP)
-    together = OnOwnData(joint[0].program_model, joint, data)
+    together = OnOwnData([g.program_model for g in joint], joint, data)
     together.train(steps=25, progress=False)
     for place, guide in enumerate(joint):
         together.put(place, guide)
@@ -67,7 +67,7 @@ def test_a_larger_data_set_counts_with_all_its_rows():
 def test_draws_temper_and_losses_that_are_not_finite_are_named():
     data = [data_of(8, seed) for seed in range(2)]
     guides = [AutoMeanField(program(8)).prototype(*part) for part in data]
-    together = OnOwnData(guides[0].program_model, guides, data)
+    together = OnOwnData([g.program_model for g in guides], guides, data)
     losses = together.train(
         steps=5, temperature=0.1, num_particles=2, estimator="local_reparameterization",
         progress=False,
@@ -75,7 +75,7 @@ def test_draws_temper_and_losses_that_are_not_finite_are_named():
     assert losses.isfinite().all()
     data[1] = (data[1][0], data[1][1] * torch.nan)
     with pytest.raises(ValueError, match="data set 1"):
-        OnOwnData(guides[0].program_model, guides, data).train(steps=2, progress=False)
+        OnOwnData([g.program_model for g in guides], guides, data).train(steps=2, progress=False)
 
 
 def test_parameters_of_the_program_are_not_shared_in_silence():
@@ -84,4 +84,4 @@ def test_parameters_of_the_program_are_not_shared_in_silence():
     model = program(8, noise=PyroParam(torch.tensor(0.5), dist.constraints.positive))
     x, y = data_of(8, 0)
     with pytest.raises(UnsupportedProgramError, match="parameters of its own"):
-        OnOwnData(model, [AutoMAP(model).prototype(x, y)], [(x, y)])
+        OnOwnData([model], [AutoMAP(model).prototype(x, y)], [(x, y)])

@@ -8,7 +8,7 @@ name; code outside a structure's file does not depend on the structure.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
@@ -19,6 +19,7 @@ from pyro_bdl.curvature.jacobian.jacobian import Jacobian
 from pyro_bdl.curvature.prior import PriorPrecision
 from pyro_bdl.curvature.structures.draws import LinearDraws, VectorDraws
 from pyro_bdl.program.subset import Subset
+from pyro_bdl.utils.collectives import Ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +194,10 @@ class Curvature(nn.Module, ABC):
         """Return the sums of the pass; with several processes, the other processes' sums are added
         in place."""
 
+    def add_up(self, ranks: Ranks) -> None:
+        """Replace the sums of the pass over this process's data by those over all processes'."""
+        ranks.add_up(self.sums())
+
     @abstractmethod
     def scale(self, factor: float) -> None:
         """Multiply the sums by a factor."""
@@ -214,6 +219,18 @@ class Curvature(nn.Module, ABC):
     @abstractmethod
     def diagonal(self) -> Tensor:
         """Return the diagonal (p,)."""
+
+    def spectra(self, groups: Sequence[Mapping[str, slice]]) -> list[Tensor] | None:
+        """Return eigenvalues l (m,) of each group of m latents, such that for every prior with one
+        precision d in each group
+
+            log det(factor * curvature + prior) = sum over groups, sum_i log(factor l_i + d)
+
+        None, by default, where there are no such numbers or they cost more than they spare.
+
+        :param groups: sites and their slices; together they cover all p numbers.
+        """
+        return None
 
     @abstractmethod
     def with_prior(self, prior: PriorPrecision, factor: Tensor | float = 1.0) -> Precision:

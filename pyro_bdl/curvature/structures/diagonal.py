@@ -1,5 +1,6 @@
 """Diagonal curvature: the diagonal of sum_n J_n' J_n."""
 
+from collections.abc import Mapping, Sequence
 from typing import Self
 
 import torch
@@ -52,6 +53,9 @@ class DiagonalCurvature(Curvature):
 
     def diagonal(self) -> Tensor:
         return self.values
+
+    def spectra(self, groups: Sequence[Mapping[str, slice]]) -> list[Tensor]:
+        return [torch.cat([self.values[part] for part in group.values()]) for group in groups]
 
     def with_prior(
         self, prior: PriorPrecision, factor: Tensor | float = 1.0

@@ -1,6 +1,7 @@
 """Full curvature: sum_n J_n' J_n as a matrix."""
 
-from typing import Self
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from pyro_bdl.curvature.prior import PriorPrecision
 from pyro_bdl.curvature.structures.base import Curvature, Precision, StructureOptions
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils.linear_algebra import add_products, cholesky, products
+
+_EIGENVALUES_UP_TO = 2048  # latents
+_ROUNDING = 1e-6  # of eigenvalues, relative to the largest
 
 
 class FullCurvature(Curvature):
@@ -92,6 +96,13 @@ class FullCurvature(Curvature):
     def diagonal(self) -> Tensor:
         return self.matrix.diagonal()
 
+    def spectra(self, groups: Sequence[Mapping[str, slice]]) -> list[Tensor] | None:
+        if len(groups) > 1 or self.size > _EIGENVALUES_UP_TO:
+            return None
+        values = torch.linalg.eigvalsh(self.matrix.double())
+        is_psd = bool(values[0] >= -_ROUNDING * values[-1].abs())  # a Hessian may be indefinite
+        return [values.clamp(min=0.0).to(self.matrix)] if is_psd else None
+
     def with_prior(self, prior: PriorPrecision, factor: Tensor | float = 1.0) -> "FullPrecision":
         return FullPrecision(prior.added_to(self.matrix * factor))
 
@@ -104,9 +115,13 @@ class FullPrecision(Precision):
     def __init__(self, matrix: Tensor, *, what: str = "the posterior precision") -> None:
         self.size, self.dtype = len(matrix), matrix.dtype
         self.factor = cholesky(matrix, what)
+        self._matrix = matrix if matrix.requires_grad else None
 
     def logdet(self) -> Tensor:
-        return 2.0 * self.factor.diagonal().log().sum().to(self.dtype)
+        if self._matrix is None:
+            return _log_determinant(self.factor).to(self.dtype)
+        found: Tensor = _LogDeterminant.apply(self._matrix, self.factor)
+        return found
 
     def sample(self, num_samples: int) -> Tensor:
         like = self.factor
@@ -141,3 +156,21 @@ class FullPrecision(Precision):
     def joint_covariance(self, jacobian: Jacobian) -> Tensor:
         rows = self._whitened(jacobian).flatten(0, 1)
         return (rows @ rows.mT).to(self.dtype)
+
+
+def _log_determinant(factor: Tensor) -> Tensor:
+    return 2.0 * factor.diagonal().log().sum()
+
+
+class _LogDeterminant(torch.autograd.Function):
+    """log det A, with d log det A / dA = A^-1, which costs a quarter of Cholesky's derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(factor)
+        return _log_determinant(factor).to(matrix.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple:  # type: ignore[override]
+        (factor,) = ctx.saved_tensors
+        return upstream * torch.cholesky_inverse(factor).to(upstream), None

@@ -23,6 +23,7 @@ from pyro_bdl.mcmc.chains import (
     warn_of_divergences,
     warn_of_stuck_chains,
 )
+from pyro_bdl.mcmc.sink import Sink
 from pyro_bdl.mcmc.starts import Restriction, starting_vectors
 from pyro_bdl.program.hidden_sites import require_visible_latents
 from pyro_bdl.program.program import Program
@@ -58,6 +59,7 @@ def sample(
     thinning: int | None = None,
     seconds: float | None = None,
     checkpoint: str | Path | None = None,
+    on_disk: bool = False,
     chain_method: str = "parallel",
     subset: Subset | None = None,
     at: Tensor | None = None,
@@ -105,8 +107,10 @@ def sample(
     :param energy_variance: the target of "mclmc" for the variance of a step's energy error per
         number, in nats^2. A smaller one means smaller steps and less bias.
     :param thinning: steps of "mclmc" in an iteration, 20 by default; each takes two gradients.
-    :param chain_method: "parallel" (on separate threads), "vectorized" (by ``vmap``) or
-        "sequential"; Pyro's chains are always sequential. Vectorized chains move in lockstep: each
+    :param chain_method: "parallel" (on separate threads and devices), "vectorized" (by ``vmap``),
+        "sequential", or "auto", the faster of the first two in the first iterations of the
+        warm-up, which ``info["chain_method"]`` names; the draws of both are the same up to
+        rounding. Pyro's chains are always sequential. Vectorized chains move in lockstep: each
         iteration of "nuts" takes as long as the deepest tree of all chains, and on a CPU the
         batched products of small networks are slower than separate ones. On the CPU "parallel" is
         therefore faster, by 1.4 times a core for "mclmc" on networks of 50 units; on an
@@ -116,6 +120,9 @@ def sample(
     :param checkpoint: a folder. Draws and state are written there every few seconds, and the same
         call goes on from what it finds there: killed at any moment, it ends with the same draws as
         an uninterrupted one. A larger ``num_samples`` adds draws.
+    :param on_disk: leave the draws in the folder of ``checkpoint``, for posteriors larger than
+        memory. The latents of the result are memory-mapped: predictions read them in chunks. Such
+        chains are not extended, and Ctrl-C is an error; the same call goes on.
     :param subset: the latents' unconstrained numbers to draw; the others stay fixed.
     :param at: the unconstrained vector (P,) that holds the fixed numbers; given with ``subset``.
     :param progress: show a progress bar; by default in terminals and notebooks.
@@ -146,6 +153,8 @@ def sample(
     _check_fit(kernel, backend, dense_mass, thinning, inverse_mass)
     if backend == "pyro" and (checkpoint is not None or seconds is not None):
         raise ValueError("checkpoint and seconds are for JAX: leave out backend='pyro'")
+    if on_disk and (checkpoint is None or seconds is not None):
+        raise ValueError("on_disk needs checkpoint, the folder of the draws, and no limit of time")
     settings = Settings(
         kernel=kernel,
         num_warmup=at_least("num_warmup", num_warmup, 0),
@@ -155,7 +164,9 @@ def sample(
         max_tree_depth=at_least("max_tree_depth", max_tree_depth, 1),
         trajectory_length=trajectory_length,
         dense_mass=dense_mass or (inverse_mass is not None and inverse_mass.dim() == 2),
-        chain_method=one_of("chain_method", chain_method, ("vectorized", "parallel", "sequential")),
+        chain_method=one_of(
+            "chain_method", chain_method, ("auto", "vectorized", "parallel", "sequential")
+        ),
         progress=progress,
         step_size=step_size,
         inverse_mass=None if inverse_mass is None else inverse_mass.detach().cpu().numpy(),
@@ -173,6 +184,9 @@ def sample(
         start = starting_vectors(restriction, init, num_chains)
         _check_metric(settings.inverse_mass, start.shape[-1])
         _warn_if_random(restriction, start[0], backend)
+        if checkpoint is not None and on_disk:
+            sink = Sink(Path(checkpoint), restriction.constrain, start, num_samples)
+            run = replace(run, settings=replace(settings, sink=sink))
     return run.samples(restriction, start, started)
 
 
@@ -201,7 +215,7 @@ def extend(
     if made is None or not samples.state:
         raise ValueError(
             "these samples hold no state from which the chains can go on: it is kept by "
-            "mcmc.sample on NumPyro or JAX if all chains ended at the same draw"
+            "mcmc.sample on NumPyro or JAX if all chains ended at the same draw, and not on_disk"
         )
     started = time.perf_counter()
     count = at_least("num_samples", num_samples, 1)
@@ -267,6 +281,8 @@ class _Run:
         with evaluation_mode(model, self.args, self.kwargs):
             runner = _runner(settings.kernel, self.backend)
             chains = runner(target, start, settings, **goes_on)
+        if chains.interrupted and settings.sink is not None:
+            raise KeyboardInterrupt
         if chains.interrupted:
             warnings.warn(
                 f"interrupted: {chains.vectors.shape[1]} of {settings.num_samples} draws per chain "
@@ -286,12 +302,20 @@ class _Run:
             "target_accept": settings.target_accept,
             "seconds": time.perf_counter() - started,
             "interrupted": chains.interrupted,
-            "settings": settings.as_json(),
+            "chain_method": chains.method,
+            "settings": replace(settings, chain_method=chains.method).as_json(),
         }
         if settings.kernel == "mclmc":
             info["energy_variance"] = float(chains.stats["energy_variance"].double().mean())
-        found = _as_samples(restriction, chains, info)
-        if not chains.state:
+        if settings.sink is None:
+            with torch.no_grad():
+                latents = restriction.constrain(chains.vectors)
+        else:
+            latents = settings.sink.latents()
+        stats = dict(chains.stats)
+        stats["diverging"] = stats["diverging"].bool()
+        found = Samples(latents, stats, info)
+        if not chains.state or settings.sink is not None:
             return found
         metric = settings.inverse_mass
         if metric is not None:
@@ -398,14 +422,6 @@ def _warn_if_random(restriction: Restriction, vector: Tensor, backend: str) -> N
         BdlWarning,
         stacklevel=3,
     )
-
-
-@torch.no_grad()
-def _as_samples(restriction: Restriction, chains: Chains, info: dict[str, Any]) -> Samples:
-    latents = restriction.constrain(chains.vectors)
-    stats = dict(chains.stats)
-    stats["diverging"] = stats["diverging"].bool()
-    return Samples(latents, stats, info)
 
 
 def require_all_data(program: Program) -> None:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,11 +84,18 @@ def run(
         kernel = make(log_density, settings, start.shape[-1])
         starts = jnp.asarray(start.detach().cpu().numpy())
         keys = jax.random.split(jax.random.PRNGKey(settings.seed), len(start))
+        advance = jax.jit(partial(_advance, kernel))
+        if settings.chain_method == "auto":
+            settings = replace(
+                settings, chain_method=_method(kernel, keys, starts, settings, advance)
+            )
         if settings.chain_method == "vectorized" and len(start) > 1:
             journal = _journal(settings, log_density, starts)
-            chains = Chain(kernel, keys, starts, settings, journal, state).run(stop)
+            chain = Chain(kernel, advance, keys, starts, settings, journal, state)
+            chains = chain.run(stop)
         else:
-            chains = _one_by_one(kernel, log_density, keys, starts, settings, state, stop)
+            chains = _one_by_one(kernel, advance, log_density, keys, starts, settings, state, stop)
+    chains.method = settings.chain_method
     chains.interrupted |= stop.is_set()  # Ctrl-C during the last block
     chains.vectors = chains.vectors.to(start)
     chains.stats = {name: value.to(start.device) for name, value in chains.stats.items()}
@@ -109,7 +117,8 @@ def _journal(
     identity = {"starts": np.asarray(starts), "log densities": np.asarray(values)}
     if settings.inverse_mass is not None:
         identity["inverse_mass"] = settings.inverse_mass
-    text = json.dumps(settings.as_json(), sort_keys=True)
+    elsewhere = {} if settings.sink is None else {"on_disk": True}
+    text = json.dumps(settings.as_json() | elsewhere, sort_keys=True)
     return Journal(folder if chain is None else folder / f"chain-{chain}", text, identity)
 
 
@@ -117,25 +126,35 @@ class Chain:
     """One chain, or several in lockstep, run in blocks of iterations with progress in between.
 
     The number of iterations of a block is an argument of the compiled function, so that all stages
-    share one compilation.
+    share one compilation. Single chains take turns on the devices, if there are several.
 
+    :param advance: ``_advance`` of the kernel, compiled; the same for all chains.
     :param journal: where the chain is written as it goes, and read from if it is there.
     :param state: the state from which the draws go on, without the earlier stages.
+    :param place: of the chain in the sink of the settings.
     """
 
     def __init__(
         self,
         kernel: Kernel,
+        advance: Callable[[Any, int], tuple[Any, dict[str, jax.Array]]],
         keys: jax.Array,
         starts: jax.Array,
         settings: Settings,
         journal: Journal | None = None,
         state: Mapping[str, Tensor] | None = None,
+        place: int | slice = slice(None),
     ) -> None:
         self.kernel, self.settings, self.journal = kernel, settings, journal
+        self.place = place
+        devices = jax.devices()
+        self.device = None  # the default
+        if isinstance(place, int) and len(devices) > 1:
+            self.device = devices[place % len(devices)]
         self.batched = starts.ndim == 2
-        self.state = kernel.init(keys, starts)
-        self.advance = jax.jit(partial(_advance, kernel))
+        with self._on_device():
+            self.state = kernel.init(keys, starts)
+        self.advance = advance
         self.collected: list[Kept] = []
         self.stage = self.done = self.written = 0
         self.last_write = time.perf_counter()
@@ -148,6 +167,9 @@ class Chain:
             self.collected = restored.blocks
             self.written = len(restored.blocks)
             self._take(restored.leaves)
+
+    def _on_device(self) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext() if self.device is None else jax.default_device(self.device)
 
     def _leaves(self) -> Kept:
         """The arrays of the state, by path."""
@@ -178,7 +200,8 @@ class Chain:
         bar.update(sum(stage.iterations for stage in stages[: self.stage]) + self.done)
         try:
             while True:
-                self._run_stage(stages[self.stage], bar, stop)
+                with self._on_device():
+                    self._run_stage(stages[self.stage], bar, stop)
                 if self.stage == len(stages) - 1:
                     break
                 self.stage, self.done = self.stage + 1, 0
@@ -194,7 +217,7 @@ class Chain:
 
     def _run_stage(self, stage: Stage, bar: Any, stop: threading.Event) -> None:
         block = 1
-        hidden = () if stage.finish is not None else self.kernel.hidden
+        hidden = self.kernel.hidden
         try:
             while self.done < stage.iterations and not self._late():
                 _raise_if_stopped(stop)
@@ -203,10 +226,11 @@ class Chain:
                 state, kept = self.advance(self.state, size)
                 jax.block_until_ready(state)
                 seconds = time.perf_counter() - started
-                rows = {k: np.asarray(v)[:size].copy() for k, v in kept.items() if k not in hidden}
+                if stage.keep:  # a stage with an end reads what is hidden, the last one the rest
+                    names = [k for k in kept if (k in hidden) == (stage.finish is not None)]
+                    rows = {k: np.asarray(kept[k])[:size].copy() for k in names}
+                    self.collected.append(self._put_away(rows))
                 self.state, self.done = state, self.done + size
-                if stage.keep:
-                    self.collected.append(rows)
                 bar.update(size)
                 if time.perf_counter() - self.last_write >= _SECONDS_PER_WRITE:
                     self._write()
@@ -215,6 +239,16 @@ class Chain:
             self._write()
         if stage.finish is not None:
             self._finish(stage.finish)
+
+    def _put_away(self, rows: Kept) -> Kept:
+        """Write the vectors of draws to the sink, if there is one; the rest stays."""
+        if self.settings.sink is None or "vector" not in rows:
+            return rows
+        vectors = torch.from_numpy(rows["vector"])
+        self.settings.sink.put(
+            self.place, self.done, vectors.movedim(0, 1) if self.batched else vectors
+        )
+        return rows | {"vector": rows["vector"][..., :0].copy()}
 
     def _late(self) -> bool:
         """Return whether the time is up; a chain has at least one block of draws."""
@@ -226,6 +260,8 @@ class Chain:
     def _write(self) -> None:
         if self.journal is None:
             return
+        if self.settings.sink is not None:
+            self.settings.sink.flush()
         new = self.collected[self.written :]
         block = {name: np.concatenate([b[name] for b in new]) for name in new[0]} if new else None
         self.journal.write(self.stage, self.done, self._leaves(), block)
@@ -278,8 +314,66 @@ def _advance(kernel: Kernel, state: Any, count: Any) -> tuple[Any, dict[str, jax
     return jax.lax.fori_loop(0, count, body, (state, buffer))
 
 
+def _method(
+    kernel: Kernel, keys: jax.Array, starts: jax.Array, settings: Settings, advance: Callable
+) -> str:
+    """ "parallel" or "vectorized", whichever makes an iteration of all chains in less time.
+
+    Each runs the first iterations of the warm-up for about half a second; their results are not
+    used. A folder of chains keeps the method that it was made with.
+    """
+    if settings.checkpoint is not None:
+        if Path(settings.checkpoint, "state.npz").is_file():
+            return "vectorized"
+        if Path(settings.checkpoint, "chain-0").is_dir():
+            return "parallel"
+    if len(starts) == 1:
+        return "parallel"
+    together = kernel.init(keys, starts)
+    alone = [kernel.init(key, start) for key, start in zip(keys, starts, strict=True)]
+    x64 = bool(jax.config.read("jax_enable_x64"))
+
+    def one(state: Any, count: int) -> None:
+        with jax.enable_x64(x64):
+            jax.block_until_ready(advance(state, count))
+
+    with ThreadPoolExecutor(len(alone)) as pool:
+        return fastest(
+            {
+                "parallel": lambda n: list(pool.map(one, alone, [n] * len(alone))),
+                "vectorized": lambda n: one(together, n),
+            }
+        )
+
+
+def fastest(
+    sides: Mapping[str, Callable[[int], Any]], clock: Callable[[], float] = time.perf_counter
+) -> str:
+    """The name of the function whose iterations take the least time.
+
+    Each runs one iteration, which may compile it, then one or more for about half a second.
+
+    :param sides: name -> function of a number of iterations.
+    """
+    seconds = {}
+    for name, run in sides.items():
+        run(1)
+        count = 1
+        while True:
+            started = clock()
+            run(count)
+            took = max(clock() - started, 1e-9)
+            more = int(np.clip(count * _SECONDS_PER_BLOCK / took, 1, _MOST_PER_BLOCK))
+            if more < 2 * count:
+                break
+            count = more
+        seconds[name] = took / count
+    return min(seconds, key=seconds.__getitem__)
+
+
 def _one_by_one(
     kernel: Kernel,
+    advance: Callable,
     log_density: Callable,
     keys: jax.Array,
     starts: jax.Array,
@@ -292,9 +386,7 @@ def _one_by_one(
     for i, (key, start) in enumerate(zip(keys, starts, strict=True)):
         journal = _journal(settings, log_density, start, i)
         own = None if state is None else {name: value[i] for name, value in state.items()}
-        chains.append(Chain(kernel, key, start, settings, journal, own))
-    for chain in chains[1:]:
-        chain.advance = chains[0].advance
+        chains.append(Chain(kernel, advance, key, start, settings, journal, own, i))
     total = len(chains) * sum(stage.iterations for stage in kernel.stages)
     bar = progress_bar(settings, total, settings.kernel.upper())
     try:

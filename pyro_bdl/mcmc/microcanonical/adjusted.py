@@ -23,10 +23,12 @@ from pyro_bdl.mcmc.jax.chains import Kept, Kernel, Stage
 from pyro_bdl.mcmc.microcanonical import integrator, tuning
 from pyro_bdl.mcmc.microcanonical.integrator import PhasePoint
 from pyro_bdl.mcmc.microcanonical.starting import at_start, diverges, each_chain
-from pyro_bdl.mcmc.microcanonical.tuning import Array, DualAverage, Moments, Tuned
+from pyro_bdl.mcmc.microcanonical.tuning import AcceptanceControl, Array, Moments, Tuned
 
 # L grows to this share of the autocorrelation length; sqrt(P) is right for independent numbers.
 _SHARE = 0.3
+# Of the warm-up: phase 1, the two windows of phase 2, the trace that finds L; the rest settles h.
+_PHASES = (0.15, 0.2, 0.25, 0.15)
 _EARLY = 64  # the mean number of steps at most, before the metric is known
 
 
@@ -44,7 +46,7 @@ class AdjustedState(NamedTuple):
     tuned: Tuned
     adapting: Array
     limit: Array
-    average: DualAverage
+    control: AcceptanceControl
     moments: Moments
     trace: Array
     accept: Array
@@ -71,7 +73,7 @@ def kernel(log_density: Callable[[jax.Array], jax.Array], settings: Settings, si
             tuned,
             zero + adapting,
             zero + early,
-            tuning.no_averages(tuned.step_size),
+            tuning.no_acceptances(tuned.step_size),
             tuning.no_moments(start),
             start[numbers][None],
             zero,
@@ -101,11 +103,10 @@ def kernel(log_density: Callable[[jax.Array], jax.Array], settings: Settings, si
         accept = jnp.where(sound, jnp.exp(jnp.minimum(-change, 0)), 0)
         taken = jax.random.uniform(coin, dtype=accept.dtype) < accept
         point = jax.tree.map(lambda new, old: jnp.where(taken, new, old), end, start)
-        average, found = tuning.by_acceptance(state.average, accept, target)
-        average, step_size = jax.tree.map(
+        control, step_size = jax.tree.map(
             lambda new, old: jnp.where(state.adapting > 0, new, old),
-            (average, found),
-            (state.average, tuned.step_size),
+            tuning.by_acceptance(state.control, accept, target),
+            (state.control, tuned.step_size),
         )
         return AdjustedState(
             key,
@@ -114,7 +115,7 @@ def kernel(log_density: Callable[[jax.Array], jax.Array], settings: Settings, si
             tuned._replace(step_size=step_size),
             state.adapting,
             state.limit,
-            average,
+            control,
             tuning.updated(state.moments, point.position, jnp.ones_like(mean)),
             point.position[numbers][None],
             accept,
@@ -141,7 +142,7 @@ def kernel(log_density: Callable[[jax.Array], jax.Array], settings: Settings, si
 
 
 def _stages(settings: Settings, most: int) -> tuple[Stage, ...]:
-    first, early, late, again, last = tuning.phases(settings.num_warmup)
+    first, early, late, trace, last = tuning.phases(settings.num_warmup, _PHASES)
     draws = Stage(settings.num_samples, keep=True)
     if settings.num_warmup == 0:
         return (draws,)
@@ -149,13 +150,10 @@ def _stages(settings: Settings, most: int) -> tuple[Stage, ...]:
     def averaged(state: AdjustedState) -> Tuned:
         if not settings.adapts_step_size:
             return state.tuned
-        return state.tuned._replace(step_size=np.exp(state.average.mean))
+        return state.tuned._replace(step_size=np.exp(state.control.mean))
 
     def restarted(state: AdjustedState, tuned: Tuned) -> AdjustedState:
-        log_size = np.log(tuned.step_size)
-        zeros = np.zeros_like(log_size)
-        average = DualAverage(zeros, zeros, log_size, log_size + np.log(2.0))
-        return state._replace(tuned=tuned, average=average)
+        return state._replace(tuned=tuned, control=tuning.no_acceptances(tuned.step_size))
 
     def forget(state: AdjustedState, kept: Kept) -> AdjustedState:
         moments = jax.tree.map(np.zeros_like, state.moments)
@@ -171,20 +169,20 @@ def _stages(settings: Settings, most: int) -> tuple[Stage, ...]:
             tuned = tuned._replace(length=tuning.spread(moments))
         return restarted(state, tuned)._replace(limit=np.full_like(state.limit, most))
 
-    def settled(state: AdjustedState, kept: Kept) -> AdjustedState:
-        return state._replace(tuned=averaged(state), adapting=np.zeros_like(state.adapting))
-
     def lengthened(state: AdjustedState, kept: Kept) -> AdjustedState:
         trace = kept["trace"].reshape(len(state.key), -1, kept["trace"].shape[-1])
-        tuned = state.tuned
+        tuned = averaged(state)
         longer = tuned.length * _SHARE * tuning.autocorrelation_time(trace)
         length = np.where(np.isfinite(longer), np.maximum(longer, tuned.length), tuned.length)
-        return state._replace(tuned=tuned._replace(length=length))
+        return restarted(state, tuned._replace(length=length))
+
+    def settled(state: AdjustedState, kept: Kept) -> AdjustedState:
+        return state._replace(tuned=averaged(state), adapting=np.zeros_like(state.adapting))
 
     return (
         Stage(first, keep=False, finish=forget),
         *(Stage(count, keep=False, finish=measured) for count in (early, late) if count),
-        Stage(again, keep=False, finish=settled),
-        *([Stage(last, keep=True, finish=lengthened)] if last else []),
+        *([Stage(trace, keep=True, finish=lengthened)] if trace else []),
+        Stage(last, keep=False, finish=settled),
         draws,
     )

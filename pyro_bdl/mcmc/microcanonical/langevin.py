@@ -24,6 +24,8 @@ from pyro_bdl.mcmc.microcanonical.starting import at_start, diverges, each_chain
 from pyro_bdl.mcmc.microcanonical.tuning import Array, EnergyControl, Moments, Tuned
 
 _SHARE = 0.4  # of the autocorrelation length that is L
+# Of the warm-up: phase 1, the two windows of phase 2, the last step size; the rest finds L.
+_PHASES = (0.2, 0.2, 0.3, 0.1)
 
 
 class MicrocanonicalState(NamedTuple):
@@ -121,7 +123,7 @@ def kernel(log_density: Callable[[jax.Array], jax.Array], settings: Settings, si
 
 
 def _stages(settings: Settings) -> tuple[Stage, ...]:
-    first, early, late, again, last = tuning.phases(settings.num_warmup)
+    first, early, late, again, last = tuning.phases(settings.num_warmup, _PHASES)
     draws = Stage(settings.num_samples, keep=True)
     if settings.num_warmup == 0:
         return (draws,)

@@ -11,6 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pyro_bdl.mcmc.checkpoint import Journal
+from pyro_bdl.mcmc.sink import Sink
 from pyro_bdl.mcmc.starts import Restriction
 from pyro_bdl.mcmc.stochastic_gradient.batched_density import Scores
 from pyro_bdl.mcmc.stochastic_gradient.methods import Method
@@ -60,6 +61,7 @@ class Walk:
     :param options: the method's options.
     :param generators: those of ``explicit``, whose random numbers move the chains.
     :param journal: where the chains are written as they go, and read from if they are there.
+    :param sink: takes the draws, if they are not to stay in memory.
     """
 
     def __init__(
@@ -75,7 +77,9 @@ class Walk:
         options: dict[str, float],
         generators: Generators,
         journal: Journal | None = None,
+        sink: Sink | None = None,
     ) -> None:
+        self.sink = sink
         self.adapt, self.factor = adapt, 1.0
         self.method, self.restriction, self.start = method, restriction, start
         self.generators, self.journal = generators, journal
@@ -92,7 +96,8 @@ class Walk:
 
         :raises KeyboardInterrupt: if Ctrl-C comes before the first draw.
         """
-        self.vectors = self.start.new_empty(len(self.start), len(kept_steps), self.start.shape[-1])
+        width = self.start.shape[-1] if self.sink is None else 0
+        self.vectors = self.start.new_empty(len(self.start), len(kept_steps), width)
         self.scores.traced = kept_steps[-1] >= _WORTH_TRACING
         failure, interrupted = None, False
         bar = tqdm(
@@ -187,6 +192,8 @@ class Walk:
         }
         leaves |= {f"stream/{name}": value for name, value in self.stream.place().items()}
         leaves |= {f"random/{name}": value for name, value in self.generators.states().items()}
+        if self.sink is not None:
+            self.sink.flush()
         block, new = None, slice(self.written, self.kept)
         if self.kept > self.written:
             rows = {"vectors": self.vectors[:, new]}
@@ -275,7 +282,10 @@ class Walk:
             stats["accept_prob"] = accepted
         for name, value in stats.items():
             self._column(name, value)[:, self.kept] = value
-        self.vectors[:, self.kept] = point.position
+        if self.sink is None:
+            self.vectors[:, self.kept] = point.position
+        else:
+            self.sink.put(slice(None), self.kept, point.position[:, None])
         self.kept += 1  # last, so that Ctrl-C loses at most this draw
 
 

@@ -15,6 +15,7 @@ from pyro_bdl.errors import BdlWarning
 from pyro_bdl.mcmc.chains import at_least, one_of
 from pyro_bdl.mcmc.checkpoint import Journal
 from pyro_bdl.mcmc.hmc.sampling import require_all_data
+from pyro_bdl.mcmc.sink import Sink
 from pyro_bdl.mcmc.starts import Restriction, starting_vectors
 from pyro_bdl.mcmc.stochastic_gradient.chains import StepSize, Track, Walk, kept_steps
 from pyro_bdl.mcmc.stochastic_gradient.methods import METHODS, Method
@@ -47,6 +48,7 @@ def sgmcmc(
     seed: int = 0,
     init: Any = "prior",
     checkpoint: str | Path | None = None,
+    on_disk: bool = False,
     subset: Subset | None = None,
     at: Tensor | None = None,
     progress: bool | None = None,
@@ -94,6 +96,8 @@ def sgmcmc(
         call goes on from what it finds there: killed at any moment, it ends with the same draws as
         an uninterrupted one. A larger ``num_samples`` adds draws. The order of an iterable's
         batches must come from torch's random numbers or be fixed.
+    :param on_disk: leave the draws in the folder of ``checkpoint``, for posteriors larger than
+        memory. The latents of the result are memory-mapped: predictions read them in chunks.
     :param subset: the latents' unconstrained numbers to draw; the others stay fixed.
     :param at: the unconstrained vector (P,) that holds the fixed numbers; given with ``subset``.
     :param progress: show a progress bar; by default in terminals and notebooks.
@@ -114,6 +118,8 @@ def sgmcmc(
     at_least("num_samples", num_samples, 1)
     at_least("thinning", thinning, 1)
     at_least("num_chains", num_chains, 1)
+    if on_disk and checkpoint is None:
+        raise ValueError("on_disk needs checkpoint, the folder of the draws")
     at_least("num_warmup", num_warmup, 2 if chosen.settle else 0)
     check_temperature(temperature)
     check_step_size(step_size, method, chosen)
@@ -125,8 +131,11 @@ def sgmcmc(
         if chosen.whole:
             _require_whole(method, restriction.program, batches)
         start = starting_vectors(restriction, init, num_chains)
-        _check_memory(num_samples, start)
-        journal = None
+        journal = sink = None
+        if checkpoint is not None and on_disk:
+            sink = Sink(checkpoint, restriction.constrain, start, num_samples)
+        else:
+            _check_memory(num_samples, start)
         if checkpoint is not None:
             settings = {
                 "method": method,
@@ -136,6 +145,7 @@ def sgmcmc(
                 "batch_size": batches.size,
                 "temperature": temperature,
                 "seed": seed,
+                **({"on_disk": True} if on_disk else {}),
                 **options,
             }
             journal = _journal(checkpoint, settings, restriction, batches, start, step_size)
@@ -151,6 +161,7 @@ def sgmcmc(
             options=options,
             generators=generators,
             journal=journal,
+            sink=sink,
         )
         steps = kept_steps(step_size, num_warmup, num_samples, thinning)
         track = walk.run(steps, num_warmup, progress)
@@ -170,6 +181,10 @@ def sgmcmc(
         "failure": track.failure,
         **options,
     }
+    if sink is not None:
+        made = track.vectors.shape[1]
+        latents = {site: value[:, :made] for site, value in sink.latents().items()}
+        return Samples(latents, track.stats, info)
     with torch.no_grad():
         return Samples(restriction.constrain(track.vectors), track.stats, info)
 

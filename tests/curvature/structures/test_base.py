@@ -138,6 +138,25 @@ def test_log_determinant(case):
     torch.testing.assert_close(case.precision.logdet(), torch.logdet(case.matrix))
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_log_determinants_from_eigenvalues(case, count):
+    """One prior precision for all latents, or for every other site another one."""
+    sites = list(case.sites.items())
+    groups = [dict(sites[k::count]) for k in range(count)]
+    spectra = case.curvature.spectra(groups)
+    if spectra is None:
+        return
+    numbers, diagonal = torch.tensor([0.3, 2.0])[:count], torch.empty(case.size)
+    uniform, expected = {}, torch.zeros(())
+    for group, values, number in zip(groups, spectra, numbers, strict=True):
+        assert len(values) == sum(part.stop - part.start for part in group.values())
+        expected = expected + (0.8 * values + number).log().sum()
+        for site, part in group.items():
+            diagonal[part], uniform[site] = number, number
+    posterior = case.curvature.with_prior(PriorPrecision(diagonal, uniform=uniform), 0.8)
+    torch.testing.assert_close(posterior.logdet(), expected)
+
+
 def test_variances_are_the_diagonal_of_the_inverse(case):
     expected = torch.linalg.inv(case.matrix).diagonal()
     torch.testing.assert_close(case.precision.variances(), expected, rtol=1e-9, atol=1e-10)

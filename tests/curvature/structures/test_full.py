@@ -3,7 +3,7 @@
 import torch
 
 from pyro_bdl.curvature.prior import PriorPrecision
-from pyro_bdl.curvature.structures.full import FullCurvature
+from pyro_bdl.curvature.structures.full import FullCurvature, FullPrecision
 
 
 def test_sums_of_outer_products(jacobian, positions):
@@ -44,3 +44,25 @@ def test_prior_and_factor(jacobian):
     expected[3, 1] += 0.5
     factor = full.with_prior(prior, torch.tensor(0.5)).factor
     torch.testing.assert_close(factor @ factor.T, expected)
+
+
+def test_the_log_determinant_and_its_derivatives():
+    root = torch.randn(4, 4)
+    matrix = (root @ root.T + torch.eye(4)).requires_grad_()
+
+    def log_determinant(x):
+        return FullPrecision(0.5 * (x + x.T)).logdet()
+
+    torch.testing.assert_close(log_determinant(matrix), torch.logdet(matrix))
+    assert torch.autograd.gradcheck(log_determinant, matrix)
+    assert torch.autograd.gradgradcheck(log_determinant, matrix)
+
+
+def test_eigenvalues_of_one_group_alone():
+    matrix = torch.diag(torch.tensor([3.0, 0.0, 1.0]))
+    full = FullCurvature.from_matrix(matrix)
+    (found,) = full.spectra([{"a": slice(0, 2), "b": slice(2, 3)}])
+    torch.testing.assert_close(found, torch.tensor([0.0, 1.0, 3.0]))
+    assert full.spectra([{"a": slice(0, 2)}, {"b": slice(2, 3)}]) is None
+    indefinite = FullCurvature.from_matrix(torch.diag(torch.tensor([3.0, -1.0])))
+    assert indefinite.spectra([{"a": slice(0, 2)}]) is None

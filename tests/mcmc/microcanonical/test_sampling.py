@@ -75,10 +75,10 @@ def test_the_energy_variance_follows_its_target():
 
 
 def test_the_acceptance_follows_its_target(runs):
-    """From above: after a warm-up of 300 it still falls."""
-    low = drawn(gaussian, "mams", target_accept=0.5, num_samples=200).stats["accept_prob"].mean()
+    """The step sizes of four chains scatter by about 0.05 in the acceptance of each."""
+    low = drawn(gaussian, "mams", target_accept=0.65, num_samples=400).stats["accept_prob"].mean()
     high = runs["mams"].stats["accept_prob"].mean()  # of 0.9
-    assert 0.4 < low < 0.8 and 0.84 < high < 0.995
+    assert abs(low - 0.65) < 0.08 and abs(high - 0.9) < 0.04
 
 
 def test_a_given_metric_and_step_size_are_used():

@@ -16,7 +16,7 @@ expand and reduce; George et al. 2018 for EKFAC.
 
 import warnings
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -37,10 +37,11 @@ from pyro_bdl.curvature.structures.diagonal import DiagonalPrecision
 from pyro_bdl.curvature.structures.full import FullPrecision
 from pyro_bdl.curvature.structures.kron.eigen_precision import EigenPrecision
 from pyro_bdl.curvature.structures.kron.factors import KroneckerFactors, output_vectors
-from pyro_bdl.curvature.structures.kron.outer_products import OuterVectors, decompose
+from pyro_bdl.curvature.structures.kron.outer_products import OuterVectors, collect, decompose
 from pyro_bdl.curvature.structures.kron.precision import KroneckerPrecision
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.program.subset import Subset
+from pyro_bdl.utils.collectives import Ranks
 
 _DENSE_UP_TO = 1024
 
@@ -170,15 +171,26 @@ class KroneckerCurvature(Curvature):
         return self.rest[self._names[key]]
 
     def sums(self) -> list[Tensor]:
+        """The sums of the pass besides those of outer products."""
         result: list[Tensor] = []
-        for key in sorted(self._names):
-            name = self._names[key]
+        for name in self._in_order():
             if name in self.products:
                 factors: Any = self.products[name]
-                result += factors.accumulated() if self._pass == 0 else [factors.corrected]
+                result += factors.counts() if self._pass == 0 else [factors.corrected]
             elif self._pass == 0:
                 result.append(self.rest[name].values)
         return result
+
+    def add_up(self, ranks: Ranks) -> None:
+        matrices: list[Tensor] = []
+        if self._pass == 0:
+            products: list[Any] = [self.products[n] for n in self._in_order() if n in self.products]
+            matrices = collect([sums for factors in products for sums in factors.sums()], ranks)
+        ranks.add_up([*matrices, *self.sums()])
+
+    def _in_order(self) -> list[str]:
+        """The names of products and rest, in the same order on all ranks."""
+        return [self._names[key] for key in sorted(self._names)]
 
     def scale(self, factor: float) -> None:
         for factors in self.products.values():
@@ -205,6 +217,26 @@ class KroneckerCurvature(Curvature):
         decompose([sums for factors in self.products.values() for sums in factors.sums()])
 
     # Algebra
+
+    def spectra(self, groups: Sequence[Mapping[str, slice]]) -> list[Tensor]:
+        self._decompose()
+        known: dict[str, list[Tensor]] = {}
+        for position, block in self._blocks():
+            if not isinstance(block, Tensor):
+                values = block.spectrum().flatten()
+            elif block.dim() == 2:
+                values = torch.linalg.eigvalsh(block.double()).clamp(min=0.0).to(block)
+            else:
+                values = block
+            known.setdefault(position.key[0], []).append(values)
+        result = []
+        for group in groups:
+            found = torch.cat(
+                [value for site in group for value in known.get(site, [])] or [self.like]
+            )
+            size = sum(part.stop - part.start for part in group.values())
+            result.append(nn.functional.pad(found, (0, size - len(found))))
+        return result
 
     def with_prior(self, prior: PriorPrecision, factor: Tensor | float = 1.0) -> KroneckerPrecision:
         """Return factor times this curvature, plus the prior's.

@@ -36,8 +36,9 @@ class KroneckerFactors(nn.Module):
         self.register_buffer("count", torch.zeros((), dtype=torch.float64, device=like.device))
         self.register_buffer("looked_up", like.new_zeros(out) if lookup else None)
         self.register_buffer("corrected", None)
-        self.inputs = None if lookup else OuterProductSum(groups, into, like)
-        self.outputs = OuterProductSum(groups, into if lookup else out, like)
+        site = position.key[0]
+        self.inputs = None if lookup else OuterProductSum(groups, into, like, site=site)
+        self.outputs = OuterProductSum(groups, into if lookup else out, like, site=site)
 
     def add_inputs(self, block: ProductBlock | LookupBlock, *, reduce: bool) -> None:
         if isinstance(block, LookupBlock):
@@ -59,6 +60,10 @@ class KroneckerFactors(nn.Module):
 
     def sums(self) -> list[OuterProductSum]:
         return [sums for sums in (self.inputs, self.outputs) if sums is not None]
+
+    def counts(self) -> list[Tensor]:
+        """The numbers of data and of look-ups; callers may add to them in place."""
+        return [self.count] if self.looked_up is None else [self.count, self.looked_up]
 
     def accumulated(self) -> list[Tensor]:
         """Return the sums so far; callers may add to them in place."""

@@ -1,6 +1,6 @@
 """Sums of outer products, sum_r x_r x_r', and their eigenvectors."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -8,7 +8,24 @@ import torch
 from torch import Tensor, nn
 
 from pyro_bdl.curvature.structures.kron.eigenbasis import completed, extended
+from pyro_bdl.utils.collectives import Ranks
 from pyro_bdl.utils.linear_algebra import add_products, products
+from pyro_bdl.utils.memory import available_memory
+
+DOUBLE_UP_TO = 1024  # the largest size that is decomposed in float64
+_NEVER_TOO_LARGE = 2**26  # bytes
+
+
+def memory_of_decomposition(size: int, item: int, groups: int = 1) -> int:
+    """The bytes that the decomposition of matrices (groups, m, m) takes while it runs.
+
+    They are a copy in float64, the eigenvectors, and two matrices of LAPACK's workspace.
+
+    :param size: m.
+    :param item: the bytes of a number.
+    """
+    working = 8 if size <= DOUBLE_UP_TO else item
+    return (2 * groups + 2) * size**2 * working
 
 
 class OuterVectors:
@@ -72,6 +89,7 @@ class OuterProductSum(nn.Module):
     the decomposition only values and V are kept.
 
     :param like: a tensor with the dtype and device.
+    :param site: the site's name, for messages.
     """
 
     rows: Tensor | None  # (groups, R or more, m), zeros after the first R
@@ -79,9 +97,11 @@ class OuterProductSum(nn.Module):
     values: Tensor | None  # (groups, r)
     vectors: Tensor | None  # (groups, m, r)
 
-    def __init__(self, groups: int, size: int, like: Tensor) -> None:
+    def __init__(self, groups: int, size: int, like: Tensor, *, site: str = "") -> None:
         super().__init__()
+        self.site = site
         self.register_buffer("rows", like.new_zeros(groups, 0, size))
+        self.shape = groups, size
         self.count = 0  # R
         for name in ("matrix", "values", "vectors"):
             self.register_buffer(name, None)
@@ -94,6 +114,23 @@ class OuterProductSum(nn.Module):
             self._append(vectors.rows())
         else:
             vectors.add_to(self.as_matrix())
+
+    def gather_rows(self, counts: Sequence[int], ranks: Ranks) -> bool:
+        """Store the vectors of all ranks, if they are few enough together.
+
+        :param counts: R of each rank; each has stored its vectors.
+        :returns: whether they are few enough.
+        """
+        assert self.rows is not None
+        size = self.rows.shape[2]
+        if sum(counts) > size // 2:
+            return False
+        padded = self.rows.new_zeros(len(self.rows), max(counts), size)
+        padded[:, : self.count] = self.rows[:, : self.count]
+        found = zip(ranks.stack(padded), counts, strict=True)
+        self.rows = torch.cat([rows[:, :count] for rows, count in found], 1)
+        self.count = sum(counts)
+        return True
 
     def merge(self, other: "OuterProductSum") -> None:
         """Add another sum, which is not changed."""
@@ -129,11 +166,28 @@ class OuterProductSum(nn.Module):
 
     def as_matrix(self) -> Tensor:
         """Return A (groups, m, m) before its decomposition; it is stored as a matrix from now
-        on."""
+        on.
+
+        :raises MemoryError: if the matrix or its decomposition does not fit.
+        """
         if self.matrix is None:
             assert self.rows is not None
+            self._check_memory(self.rows)
             self.matrix, self.rows, self.count = products(self.rows[:, : self.count]), None, 0
         return self.matrix
+
+    def _check_memory(self, like: Tensor) -> None:
+        groups, size = self.shape
+        needed = groups * size**2 * like.element_size()
+        needed += memory_of_decomposition(size, like.element_size(), groups)
+        free = available_memory(like.device) if needed > _NEVER_TOO_LARGE else None
+        if free is not None and needed > free:
+            raise MemoryError(
+                f"the Kronecker factor of {size:,} x {size:,} numbers of the site '{self.site}' "
+                f"needs about {needed / 2**30:.1f} GiB with its decomposition, "
+                f'{free / 2**30:.1f} GiB are free: use structure="diag" or "low_rank", or a subset '
+                "of the latents without that site"
+            )
 
     def _compose(self) -> None:
         """Turn eigenvectors and eigenvalues back into a sum."""
@@ -156,7 +210,7 @@ class OuterProductSum(nn.Module):
             return products(self.rows[:, : self.count])
         return self.as_matrix()
 
-    def eigen(self, *, double_up_to: int = 1024) -> tuple[Tensor, Tensor]:
+    def eigen(self, *, double_up_to: int = DOUBLE_UP_TO) -> tuple[Tensor, Tensor]:
         """Return eigenvalues (groups, r) and orthonormal eigenvectors (groups, m, r).
 
         If r < m, the other eigenvalues are zero.
@@ -212,6 +266,24 @@ def make_room(
     for name in names:
         value = state.get(prefix + name)
         setattr(module, name, None if value is None else like.new_empty(value.shape))
+
+
+def collect(sums: Sequence[OuterProductSum], ranks: Ranks) -> list[Tensor]:
+    """Give every rank the stored vectors of all ranks, for the sums where these are few together.
+
+    :returns: the matrices of the other sums, which are left to add up over the ranks.
+    """
+    shapes = [own.shape for own in sums]
+    counts = [None if own.rows is None else own.count for own in sums]
+    found = ranks.gather((shapes, counts))
+    if any(theirs != shapes for theirs, _ in found):
+        return [own.as_matrix() for own in sums]  # adding them up tells which rank differs
+    of_ranks = zip(*(numbers for _, numbers in found), strict=True)
+    return [
+        own.as_matrix()
+        for own, numbers in zip(sums, of_ranks, strict=True)
+        if None in numbers or not own.gather_rows(numbers, ranks)
+    ]
 
 
 def decompose(sums: Iterable[OuterProductSum]) -> None:

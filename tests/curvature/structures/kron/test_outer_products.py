@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from pyro_bdl.curvature.structures.kron import outer_products
 from pyro_bdl.curvature.structures.kron.outer_products import (
     OuterProductSum,
     OuterVectors,
@@ -133,3 +134,15 @@ def test_on_cuda():
     values, vectors = sums.eigen()
     expected = torch.einsum("ntgi,ntgj->gij", x, x)
     torch.testing.assert_close((vectors * values[:, None]) @ vectors.mT, expected)
+
+
+def test_a_matrix_that_does_not_fit_is_refused_before_it_is_made(monkeypatch):
+    """Three vectors of 3000 numbers fit; their matrix, 36 MB, and its decomposition do not."""
+    monkeypatch.setattr(outer_products, "available_memory", lambda device: 10**8)
+    sums = OuterProductSum(1, 3000, torch.empty(0, dtype=torch.float32), site="weight")
+    sums.add(OuterVectors(torch.randn(3, 1, 1, 3000, dtype=torch.float32)))
+    with pytest.raises(MemoryError, match=r"factor of 3,000 x 3,000 numbers of the site 'weight'"):
+        sums.as_matrix()
+    monkeypatch.setattr(outer_products, "available_memory", lambda device: 2 * 10**8)
+    assert sums.as_matrix().shape == (1, 3000, 3000)
+    assert outer_products.memory_of_decomposition(3000, 4) == 4 * 4 * 3000**2
