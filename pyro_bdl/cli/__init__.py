@@ -1,5 +1,5 @@
 """The command ``pyro-bdl``."""
 
-from pyro_bdl.cli.entry import main
+from pyro_bdl.cli.entry import main, script
 
-__all__ = ["main"]
+__all__ = ["main", "script"]

@@ -4,6 +4,7 @@ import argparse
 import json
 import shlex
 import shutil
+import signal
 import sys
 import textwrap
 import warnings
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from matplotlib.figure import Figure
@@ -79,6 +80,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return INTERRUPTED
 
 
+def script() -> NoReturn:
+    """Run the command as a process, which a Ctrl-C while it exits ends without a traceback."""
+    code = main()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.exit(code)
+
+
 # ---------------------------------------------------------------------------------- the command
 
 
@@ -92,10 +100,12 @@ def _compare(options: argparse.Namespace) -> int:
         data = (command.load(options) if reference is None else reference.dataset).to(device)
         command.check_noise(options, data)
         command.check_folds(options, data)
+        if options.resume is not None:
+            command.folder(options.resume, option="--resume")
         folder = command.folder(command.out(options), _FILES)
     about = _about(data, options)
-    said = [] if options.quiet else [about]
-    print("\n".join([*said, *data.notes]), flush=True)
+    if not options.quiet:
+        print("\n".join([about, *data.notes]), flush=True)
     comparison, files = None, _Files(folder)
     with process_seeded(options.seed, device), limited_threads(len(data.x_train) * max(hidden)):
         activation = command.ACTIVATIONS[options.activation]
@@ -119,7 +129,12 @@ def _compare(options: argparse.Namespace) -> int:
                 if pressed.is_set():
                     say("interrupted: there are no figures")
                 made = provenance(options.line, options, settings, data, parts, fits)
-                validated = _validated(options, names, settings, device, kept)
+                validated = None
+                try:
+                    validated = _validated(options, names, settings, device, kept)
+                except Exception as error:  # the comparison must not be lost
+                    say(f"the splits could not be scored: {type(error).__name__}: {error}")
+                    code = FAILED
                 _write(comparison, figures, files, data, about, made, validated)
         except KeyboardInterrupt:
             say("interrupted")

@@ -295,7 +295,7 @@ def load(
 def check_folds(options: argparse.Namespace, data: Dataset) -> None:
     """Check that the data can be split into the folds.
 
-    :raises ValueError: for data without rows, or numbers out of range.
+    :raises ValueError: for data without rows or with too few, or numbers out of range.
     """
     if options.repeats < 1 or (options.repeats > 1 and options.folds is None):
         raise ValueError("--repeats must be at least 1, and is of use with --folds only")
@@ -307,6 +307,7 @@ def check_folds(options: argparse.Namespace, data: Dataset) -> None:
         raise ValueError("--folds needs data with rows: this problem's test inputs are a grid")
     if not 2 <= options.folds <= 100:
         raise ValueError(f"--folds must lie between 2 and 100, got {options.folds}")
+    load(options, fold=(0, options.folds))
 
 
 def check_noise(options: argparse.Namespace, data: Dataset) -> None:
@@ -360,10 +361,11 @@ def hidden(text: str) -> list[int]:
     return sizes
 
 
-def folder(name: str, files: Sequence[str]) -> Path:
+def folder(name: str, files: Sequence[str] = (), option: str = "--out") -> Path:
     """Make a folder if it does not exist, and check that it can be written to.
 
     :param files: the files that will be written.
+    :param option: which names the folder, for errors.
     :raises ValueError: if it cannot be written to, or if one of the files is a folder.
     """
     path = Path(name)
@@ -373,11 +375,11 @@ def folder(name: str, files: Sequence[str]) -> Path:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise ValueError(f"--out: cannot write to {name!r}: {error.strerror}") from error
+        raise ValueError(f"{option}: cannot write to {name!r}: {error.strerror}") from error
     for file in files:
         if (path / file).is_dir():
             raise ValueError(
-                f"--out: {str(path / file)!r} is a folder, but a file of that name is to be "
+                f"{option}: {str(path / file)!r} is a folder, but a file of that name is to be "
                 "written: remove it, or name another folder"
             )
     return path

@@ -148,6 +148,8 @@ def _because(reason: str, rows: Sequence[Row], reference: str, score: str) -> st
 
 
 def _by_score(ranking: Ranking) -> list[str]:
+    if len(ranking.rows) == 1:
+        return [f"There is only {ranking.rows[0].posterior}, and nothing to compare it with."]
     alike, worse = ranking.names(ALIKE), ranking.names(WORSE)
     if not alike:
         return []

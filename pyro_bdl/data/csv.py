@@ -15,6 +15,7 @@ import pandas as pd
 _MAX_LISTED = 5
 _MIN_TEXTS = 10  # up to this many different texts are always turned into indicators
 _WITH_COMMAS = r"[+-]?\d*(,\d+)*([eE][+-]?\d+)?"
+_DAY_BEFORE_YEAR = r"\s*\d{1,2}[./-]\d{1,2}[./-]\d"
 _THOUSANDS = r"[+-]?[1-9]\d{0,2}(,\d{3})+"
 
 
@@ -22,8 +23,12 @@ def read_csv(path: Path) -> pd.DataFrame:
     """Read all columns as text, missing entries as NaN, numbers with a decimal point.
 
     :raises FileNotFoundError: if there is no such file.
-    :raises ValueError: for a file that is not a table with a header and rows.
+    :raises IsADirectoryError: for a folder.
+    :raises ValueError: for a file that is not a table with a header and rows, or has an empty
+        column.
     """
+    if path.is_dir():
+        raise IsADirectoryError(f"data: {path} is a folder; name a CSV file in it")
     if not path.is_file():
         raise FileNotFoundError(f"data: there is no file {path}")
     try:
@@ -69,6 +74,9 @@ def read_csv(path: Path) -> pd.DataFrame:
         raise ValueError(f"data: {path} has only the column {names[0]!r}; a feature is needed too")
     frame = table.iloc[1:].reset_index(drop=True)
     frame.columns = names
+    empty = frame.columns[frame.isna().all()]
+    if len(empty):
+        raise ValueError(f"data: {path} has nothing in column {quoted(empty)}; remove or fill it")
     return _with_decimal_points(frame, path) if commas else frame
 
 
@@ -132,17 +140,29 @@ def numeric_features(
 
 
 def _dates(column: pd.Series) -> pd.Series | None:
-    """The column as dates if each entry is one, else None."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # no single format: parsed one by one
-        try:
-            dates = pd.to_datetime(column, errors="coerce")
-        except (ValueError, TypeError):  # such as several time zones
-            return None
+    """The column as dates if each entry is one, else None.
+
+    :raises ValueError: for dates such as 1/2/2024 that no 13 among them tells day from month.
+    """
     known = column.notna()
-    if not pd.api.types.is_datetime64_any_dtype(dates) or dates[known].isna().any():
-        return None
-    return dates
+    found = []
+    # An order of day and month is a question only where both stand before the year.
+    day_before_year = column[known].str.match(_DAY_BEFORE_YEAR).any()
+    for day_first in (False, True) if day_before_year else (False,):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # no single format: parsed one by one
+            try:
+                dates = pd.to_datetime(column, errors="coerce", dayfirst=day_first)
+            except (ValueError, TypeError):  # such as several time zones
+                return None
+        if pd.api.types.is_datetime64_any_dtype(dates) and dates[known].notna().all():
+            found.append(dates)
+    if len(found) == 2 and not found[0].equals(found[1]):
+        raise ValueError(
+            f"data: column {column.name!r} has dates whose day and month cannot be told apart "
+            f"({column[known].iloc[0]!r}); write them as 2024-12-31"
+        )
+    return found[0] if found else None
 
 
 def _date_parts(dates: pd.Series, name: str) -> pd.DataFrame:
@@ -172,7 +192,8 @@ def target_values(column: pd.Series, name: str, task: str | None) -> np.ndarray:
     numbers = pd.to_numeric(column, errors="coerce")
     is_text = (numbers.isna() & column.notna()).to_numpy()
     mostly_numbers = is_text.sum() < numbers.notna().sum()
-    if is_text.any() and (task == "regression" or (task is None and mostly_numbers)):
+    wants_numbers = task in ("regression", "count") or (task is None and mostly_numbers)
+    if is_text.any() and wants_numbers:
         row = int(np.flatnonzero(is_text)[0])
         raise ValueError(
             f"target: column {name!r} is not numeric ({column[row]!r} in row {row + 1}); correct "

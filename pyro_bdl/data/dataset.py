@@ -365,8 +365,14 @@ def _fold(labels: np.ndarray | None, fold: tuple[int, int], seed: int, rows: int
 
     place, count = fold
     rows = rows if labels is None else len(labels)
-    if not 0 <= place < count <= rows or count < 2:
-        raise ValueError(f"fold={fold}: give (i, k) with 0 <= i < k and 2 <= k <= {rows} rows")
+    most = rows if labels is None else int(np.bincount(labels).max())
+    if not 0 <= place < count or count < 2:
+        raise ValueError(f"fold={fold}: give (i, k) with 0 <= i < k and k >= 2")
+    if count > most:
+        whose = "" if labels is None else " of the largest class"
+        raise ValueError(
+            f"{count} folds (--folds) are too many for {most} rows{whose}; choose at most {most}"
+        )
     kind = KFold if labels is None else StratifiedKFold
     splits = kind(count, shuffle=True, random_state=seed)
     given = np.zeros(rows) if labels is None else labels
@@ -470,10 +476,12 @@ def _check_finite(
     bad_y = ~np.isfinite(y) if y.dtype.kind == "f" else np.array([value is None for value in y])
     bad = np.column_stack([bad_x, bad_y])
     if bad.any():
+        only_missing = not (bad_y.any() or np.isinf(x).any())
+        remedy = ", or have them filled in with impute='median' (--impute median)"
         raise ValueError(
             f"data: missing, NaN or infinite values in "
             f"{_places(bad, [*feature_names, target_name])}; fill them in or remove the rows or "
-            f"columns, or have missing features filled in with impute='median' (--impute median)"
+            f"columns{remedy if only_missing else ''}"
         )
 
 

@@ -7,7 +7,9 @@ import math
 import pytest
 import torch
 
+from pyro_bdl import posteriors
 from pyro_bdl.cli import cross_validation, main
+from pyro_bdl.comparison import Comparison
 
 
 def test_errors_are_those_of_overlapping_splits():
@@ -54,3 +56,36 @@ def test_the_command_scores_every_fold(tmp_path, capsys):
     assert row["posterior"] == "map" and row["rmse"] > 0 and row["rmse_se"] > 0
     assert "Scores over 3 splits" in (tmp_path / "out" / "report.html").read_text()
     assert main(["compare", "--folds", "3", "--out", str(tmp_path / "out")]) == 2
+
+
+@pytest.fixture
+def few(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("a,y\n" + "".join(f"{i},{i * 0.37 % 1:.2f}\n" for i in range(12)))
+    given = ["compare", "--data", path, "--target", "y", "--guides", "map", "--steps", "3"]
+    return [*map(str, given), "--hidden", "2", "--quiet", "--out", str(tmp_path / "out")]
+
+
+def test_more_folds_than_rows_are_refused_before_anything_is_fitted(few, capsys, monkeypatch):
+    monkeypatch.setattr(posteriors, "fit", None)
+    assert main([*few, "--folds", "13"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and "13 folds (--folds) are too many for 12 rows" in said.err
+
+
+def test_splits_that_fail_lose_no_report_and_quiet_prints_results_only(
+    few, tmp_path, capsys, monkeypatch
+):
+    def failing(*args, **options):
+        raise ValueError("a fold without luck")
+
+    monkeypatch.setattr(Comparison, "figures", lambda self, **options: {})  # they take long
+    monkeypatch.setattr(cross_validation, "splits", failing)
+    assert main([*few, "--folds", "3"]) == 1
+    said = capsys.readouterr()
+    assert said.err == (
+        "pyro-bdl: the splits could not be scored: ValueError: a fold without luck\n"
+    )
+    answer, written = said.out.splitlines()
+    assert answer == "There is only map, and nothing to compare it with."
+    assert written.startswith("Written to") and (tmp_path / "out" / "report.html").is_file()

@@ -209,6 +209,12 @@ def test_an_output_folder_that_is_a_file(table, capsys):
     assert "--out: cannot write to" in capsys.readouterr().err
 
 
+def test_a_folder_of_finished_posteriors_that_is_a_file(table, capsys):
+    assert cli.main(["compare", "--resume", str(table), "--out", str(table.parent / "o")]) == 2
+    said = capsys.readouterr()
+    assert "--resume: cannot write to" in said.err and said.out == ""
+
+
 def test_a_posterior_that_fails_loses_no_other(run, tmp_path, monkeypatch):
     fit = posteriors.fit
 

@@ -49,6 +49,14 @@ def heard():
     signal.signal(signal.SIGINT, handler)
 
 
+def test_ctrl_c_while_the_process_exits_is_left_to_the_system(heard, monkeypatch):
+    """Python's own handler would print a traceback from whatever cleans up."""
+    monkeypatch.setattr(cli, "main", lambda: 3)
+    with pytest.raises(SystemExit) as stopped:
+        cli.script()
+    assert stopped.value.code == 3 and signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+
+
 def test_one_interrupt_is_handled_as_usual_and_all_is_put_back(heard):
     before = signal.set_wakeup_fd(-1)
     try:

@@ -237,6 +237,31 @@ BAD_FILES = {
         {},
         "row 2: 'a', 'b'",
     ),
+    "empty column": (
+        table("a,b,y", NUMBERS, [""] * 20, NUMBERS),
+        "y",
+        {"impute": "mean"},
+        "nothing in column 'b'; remove",
+    ),
+    "day or month": (
+        table("a,y", [f"{i % 9 + 1:02d}.03.2024" for i in range(20)], NUMBERS),
+        "y",
+        {},
+        r"'a' has dates .* \('01.03.2024'\); write them as 2024-12-31",
+    ),
+    "counts of text": (
+        table("a,y", NUMBERS, ["u", "v"] * 10),
+        "y",
+        {"task": "count"},
+        r"'y' is not numeric \('u' in row 1\).*--task classification",
+    ),
+    "folds": (table("a,y", NUMBERS, NUMBERS), "y", {"fold": (0, 21)}, "21 folds .* for 20 rows"),
+    "folds of classes": (
+        table("a,y", NUMBERS, ["u", "v"] * 10),
+        "y",
+        {"fold": (0, 11)},
+        "11 folds .* too many for 10 rows of the largest class",
+    ),
     "missing text": (
         table("a,b,y", NUMBERS, ["u", "", "v", "v"] * 5, NUMBERS),
         "y",
@@ -344,6 +369,25 @@ def test_dates_are_expanded_into_the_parts_that_differ(write):
     assert any("day holds dates" in note for note in data.notes)
 
 
+def test_days_before_months_are_known_by_a_13th(write):
+    days = [f"{1 + i:02d}.{1 + i % 3:02d}.2024" for i in range(20)]
+    iso = [f"2024-{1 + i % 3:02d}-{1 + i:02d}" for i in range(20)]
+    given, expected = (
+        load_csv(write(table("day,y", dates, NUMBERS)), "y").x_train for dates in (days, iso)
+    )
+    assert torch.equal(given, expected)
+
+
+@pytest.mark.parametrize(
+    "a, y, can_impute", [("", 1, True), ("inf", 1, False), (1, "", False)], ids=str
+)
+def test_filling_in_is_offered_where_it_helps(write, a, y, can_impute):
+    path = write(table("a,y", [a, *NUMBERS[1:]], [y, *NUMBERS[1:]]))
+    with pytest.raises(ValueError, match="row 1: ") as told:
+        load_csv(path, "y")
+    assert ("--impute" in str(told.value)) == can_impute
+
+
 @pytest.mark.parametrize("how", ["mean", "median", "most_frequent", "knn", "iterative"])
 def test_missing_values_are_filled_in_from_the_training_rows(how):
     random = np.random.default_rng(0)
@@ -376,6 +420,8 @@ def test_long_lists_are_cut(write):
 def test_no_file_and_no_text(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nothing\.csv"):
         load_csv(tmp_path / "nothing.csv", "y")
+    with pytest.raises(IsADirectoryError, match="is a folder; name a CSV file"):
+        load_csv(tmp_path, "y")
     (tmp_path / "latin.csv").write_bytes("a,größe\n1,2\n".encode("latin-1"))
     with pytest.raises(ValueError, match="UTF-8"):
         load_csv(tmp_path / "latin.csv", "y")
