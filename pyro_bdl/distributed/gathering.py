@@ -21,7 +21,7 @@ def gather(draws: Draws, *, group: Any = None) -> Draws:
         chains = bdl.mcmc.sgmcmc(model, (x, y), step_size=1e-5, num_chains=2, seed=rank)
         samples = bdl.distributed.gather(chains)  # 2 K chains, each on all of the data
 
-        ensemble = AutoEnsemble(model, num_members=5)                    # other seeds on each rank
+        ensemble = AutoEnsemble(model, size=5)                           # other seeds on each rank
         ...
         draws = bdl.Predictive(model, ensemble, num_samples=5)(x_test)
         draws = bdl.distributed.gather(draws)                            # 5 K draws

@@ -92,6 +92,9 @@ def test_draws_of_the_ranks_are_put_together(both):
         for name, value in found["draws"].items():
             mine = [part["mine"][2][name] for part in (first, second)]
             assert torch.equal(value, torch.cat(mine)) and len(value) == 5
+        for name, value in found["members"].items():
+            mine = [part["mine"][3][name] for part in (first, second)]
+            assert torch.equal(value, torch.cat(mine)) and len(value) == 4
         assert found["same"] == (
             "ValueError: rank 1 has the same draws as rank 0: give each rank a seed of its own"
         )

@@ -212,7 +212,7 @@ def evaluation(rank, size):
 
 @case
 def gathered(rank, size):
-    """Chains and predictive draws of each rank, put together."""
+    """Chains, predictive draws and members of an ensemble of each rank, put together."""
     if size == 1:
         return {}
     model, (x, y) = program(), data(0, 1)
@@ -221,8 +221,11 @@ def gathered(rank, size):
     chains = bdl.mcmc.sgmcmc(model, (x, y), num_chains=2, seed=rank, progress=False, **options)
     guide = AutoMeanField(model).prototype(x, y)
     draws = bdl.Predictive(model, guide, num_samples=2 + rank)(x)
+    ensemble = AutoEnsemble(model, size=2).prototype(x, y)
+    members = bdl.Predictive(model, ensemble, num_samples=2)(x)
     found = {
-        "mine": (dict(chains.latents), dict(chains.stats), draws),
+        "mine": (dict(chains.latents), dict(chains.stats), draws, members),
+        "members": bdl.distributed.gather(members),
         "joint": bdl.distributed.gather(chains),
         "draws": bdl.distributed.gather(draws),
     }

@@ -82,9 +82,14 @@ def kernel(log_density: Callable[[jax.Array], jax.Array], settings: Settings, si
         back = point._replace(momentum=-point.momentum)
         point = jax.tree.map(lambda new, old: jnp.where(lost, old, new), turned, back)
         change = jnp.where(lost, 0, change) / jnp.sqrt(size)
+        rounding = tuning.rounding(point.log_density) / jnp.sqrt(size)
         moments = tuning.updated(moments, point.position, jnp.where(lost, 0, tuned.step_size))
         found, adapted = tuning.by_energy(
-            control, tuned.step_size, change, ~lost, settings.energy_variance
+            control,
+            tuned.step_size,
+            jnp.maximum(jnp.abs(change) - rounding, 0),
+            ~lost,
+            settings.energy_variance,
         )
         control, adapted = jax.tree.map(
             lambda new, old: jnp.where(adapting > 0, new, old),

@@ -85,6 +85,11 @@ def no_errors(like: jax.Array) -> EnergyControl:
     return EnergyControl(zero, zero + 1, zero + jnp.inf)
 
 
+def rounding(log_density: jax.Array) -> jax.Array:
+    """The part of an energy change that may be rounding, which no smaller step takes away."""
+    return 4 * jnp.finfo(log_density.dtype).eps * jnp.abs(log_density)
+
+
 def by_energy(
     control: EnergyControl, size: jax.Array, change: jax.Array, sound: jax.Array, target: float
 ) -> tuple[EnergyControl, jax.Array]:
@@ -96,7 +101,8 @@ def by_energy(
 
     with weights w_i that fall where xi_i is far from 1, and fade over 150 steps.
 
-    :param change: the energy's change in a step of size ``size``, divided by sqrt(P).
+    :param change: the energy's change in a step of size ``size`` beyond rounding, divided by
+        sqrt(P).
     :param sound: whether the step succeeded; if not, larger steps are not tried for a while.
     """
     fade = (_MEMORY - 1) / (_MEMORY + 1)

@@ -148,3 +148,27 @@ def test_refusals():
         sample(gaussian, y, inverse_mass=torch.zeros(6))
     with pytest.raises(ValueError, match="energy_variance must be positive"):
         sample(gaussian, y, kernel="mclmc", energy_variance=0.0)
+
+
+def test_rounding_of_a_large_log_density_does_not_stop_mclmc():
+    """In float32 a start with log p = -4e6 has energy changes of rounding alone, for which no step
+    is small enough; the posterior of the regression is exact, with sd's of 7e-4."""
+    x = torch.randn(200, 4, generator=torch.Generator().manual_seed(0))
+    slopes = torch.tensor([1.0, -1.0, 0.5, 0.0])
+
+    def regression(y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(4), 1.0).to_event(1))
+        with pyro.plate("data", 200):
+            pyro.sample("y", dist.Normal(x @ w, 0.01), obs=y)
+
+    pyro.set_rng_seed(0)
+    samples = bdl.mcmc.sample(
+        regression, x @ slopes, kernel="mclmc", num_chains=2, num_warmup=200, num_samples=200,
+        init="prior", progress=False,
+    )  # fmt: skip
+    assert samples.stats["potential_energy"].max() < -700  # both have left their starts, at 4e6
+    covariance = torch.linalg.inv(x.T @ x / 0.01**2 + torch.eye(4))
+    center = covariance @ x.T @ (x @ slopes) / 0.01**2
+    assert_expectation(samples.latents["w"], center, bias=1e-4)
+    sd = samples.latents["w"].flatten(0, 1).std(0)
+    assert torch.allclose(sd, covariance.diagonal().sqrt(), rtol=0.25)
