@@ -472,7 +472,8 @@ def _check_arguments(
     if len(names) != x.shape[1]:
         raise ValueError(f"feature_names has {len(names)} names for {x.shape[1]} columns of x")
     if len(y) < _MIN_ROWS:
-        raise ValueError(f"data: {len(y)} rows are too few; at least {_MIN_ROWS} are needed")
+        rows = f"{len(y)} row" + "s" * (len(y) != 1)
+        raise ValueError(f"data: there are {rows}; at least {_MIN_ROWS} are needed")
 
 
 def _check_finite(

@@ -321,7 +321,7 @@ BAD_FILES = {
         {},
         "'2024-01-01' in row 1.* make it numbers",
     ),
-    "few rows": (table("a,y", NUMBERS[:5], NUMBERS[:5]), "y", {}, "5 rows are too few"),
+    "few rows": (table("a,y", NUMBERS[:5], NUMBERS[:5]), "y", {}, "there are 5 rows; at least"),
     "task": (table("a,y", NUMBERS, NUMBERS), "y", {"task": "ranking"}, "task='ranking'"),
     "fraction": (table("a,y", NUMBERS, NUMBERS), "y", {"test_fraction": 20}, "test_fraction=20"),
     "few of each": (
