@@ -75,10 +75,11 @@ def test_the_energy_variance_follows_its_target():
 
 
 def test_the_acceptance_follows_its_target(runs):
-    """The step sizes of four chains scatter by about 0.05 in the acceptance of each."""
+    """The step sizes of four chains scatter by about 0.05 in the acceptance of each: the bounds are
+    three standard errors of their mean. Dual averaging had 0.84 for 0.65."""
     low = drawn(gaussian, "mams", target_accept=0.65, num_samples=400).stats["accept_prob"].mean()
     high = runs["mams"].stats["accept_prob"].mean()  # of 0.9
-    assert abs(low - 0.65) < 0.08 and abs(high - 0.9) < 0.04
+    assert abs(low - 0.65) < 0.08 and abs(high - 0.9) < 0.08
 
 
 def test_a_given_metric_and_step_size_are_used():
