@@ -28,10 +28,14 @@ def network() -> nn.Sequential:
     return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), third)
 
 
-def ours(elbo: Callable[..., Callable], count: int, x: Tensor, y: Tensor) -> Step:
-    model = bdl.models.Classification(
+def program(count: int) -> nn.Module:
+    return bdl.models.Classification(
         bdl.bayesianize(network(), bdl.priors.Normal(1.0)), num_data=count
     )
+
+
+def ours(elbo: Callable[..., Callable], count: int, x: Tensor, y: Tensor) -> Step:
+    model = program(count)
     guide = bdl.guides.AutoMeanField(model, init_scale=START).prototype(x, y)
     loss = elbo()(model, guide)
     adam = torch.optim.Adam(guide.parameters(), lr=1e-3)
@@ -49,9 +53,7 @@ def in_torch(adam: torch.optim.Optimizer, loss: Callable[[Tensor, Tensor], Tenso
 
 def pyro_alone(count: int, x: Tensor, y: Tensor) -> Step:
     """Pyro's own guide, ELBO and optimizer."""
-    model = bdl.models.Classification(
-        bdl.bayesianize(network(), bdl.priors.Normal(1.0)), num_data=count
-    )
+    model = program(count)
     guide = pyro.infer.autoguide.AutoNormal(model, init_scale=START)
     svi = pyro.infer.SVI(
         model, guide, pyro.optim.Adam({"lr": 1e-3}), pyro.infer.TraceMeanField_ELBO()

@@ -58,7 +58,7 @@ def fit_by_evidence(
     rounds: int = _ROUNDS,
     progress: str | None = None,
 ) -> Fitting[tuple[LaplaceGuide, bool]]:
-    """The same with trainings that the caller does, such as those of all folds at once."""
+    """The fit of ``train_by_evidence``; its caller trains, for several folds at once."""
     guide.prototype(x, y)
     reading = read_at_center(model, guide, (x, y), {})
     tuned = followed(reading)

@@ -57,7 +57,7 @@ def test_it_is_the_evidence_and_its_gradient(structure, subset, learn, put):
 @pytest.mark.parametrize("structure", ["kron", "ekfac", "full", "diag", "low_rank"])
 @pytest.mark.parametrize("prior", ["one scale", "a scale for each layer"])
 def test_one_number_for_each_group_of_sites(prior, structure, learn, put):
-    """Of these the formula needs eigenvalues alone, where the structure has them."""
+    """The formula takes eigenvalues alone, where the structure has them."""
     torch.manual_seed(0)
     one = priors.Normal(learn(0.8))
     chosen = priors.PerLayer(one) if prior == "a scale for each layer" else one

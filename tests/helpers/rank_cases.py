@@ -1,4 +1,4 @@
-"""What the cases of several processes share: data, programs, training, and the table of cases.
+"""Data, programs, training and the table of the cases of several processes.
 
 A case is a function of a process's number and of the number of processes.
 """

@@ -27,7 +27,8 @@ from pyro_bdl.mcmc.microcanonical.tuning import AcceptanceControl, Array, Moment
 
 # L grows to this share of the autocorrelation length; sqrt(P) is right for independent numbers.
 _SHARE = 0.3
-# Of the warm-up: phase 1, the two windows of phase 2, the trace that finds L; the rest settles h.
+# Shares of the warm-up: phase 1, the two windows of phase 2, the trace that finds L. The rest
+# settles h.
 _PHASES = (0.15, 0.2, 0.25, 0.15)
 _EARLY = 64  # the mean number of steps at most, before the metric is known
 

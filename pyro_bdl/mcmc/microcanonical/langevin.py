@@ -24,7 +24,7 @@ from pyro_bdl.mcmc.microcanonical.starting import at_start, diverges, each_chain
 from pyro_bdl.mcmc.microcanonical.tuning import Array, EnergyControl, Moments, Tuned
 
 _SHARE = 0.4  # of the autocorrelation length that is L
-# Of the warm-up: phase 1, the two windows of phase 2, the last step size; the rest finds L.
+# Shares of the warm-up: phase 1, the two windows of phase 2, the last step size. The rest finds L.
 _PHASES = (0.2, 0.2, 0.3, 0.1)
 
 

@@ -152,8 +152,8 @@ def test_refusals():
 
 
 def test_rounding_of_a_large_log_density_does_not_stop_mclmc():
-    """In float32 a start with log p = -4e6 has energy changes of rounding alone, for which no step
-    is small enough; the posterior of the regression is exact, with sd's of 7e-4."""
+    """The exact posterior of a regression, with sd's of 7e-4, from starts with log p = -4e6 in
+    float32, where energy changes are rounding alone and no step is small enough."""
     x = torch.randn(200, 4, generator=torch.Generator().manual_seed(0))
     slopes = torch.tensor([1.0, -1.0, 0.5, 0.0])
 
