@@ -20,7 +20,7 @@ from typing import Any
 
 import harness
 import torch
-from images import Images, mean_and_error, scores, with_error
+from images import Images, mean_and_error, scores, seeds_of, with_error
 from pyro.infer.autoguide.initialization import init_to_value
 from pyro.nn import PyroParam
 from torch import Tensor, nn
@@ -111,7 +111,7 @@ def measure(name: str, seed: int, data: Images, options: Any) -> dict[str, dict[
     guide = bdl.guides.AutoLaplaceGGN(model, structure="full")
     train(
         model, guide, *data.train, steps=options.steps, learning_rate=3e-3,
-        batch_size=min(100, len(data.train.x)),
+        batch_size=min(100, len(data.train.x)), elbo=bdl.elbo.CompiledELBO(),
         progress=None if options.json else f"{name}, seed {seed}",
     )  # fmt: skip
     point = bdl.Predictive(model, guide, num_samples=1)
@@ -141,11 +141,12 @@ def main() -> None:
     parser = harness.parser(__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder of the images")
     parser.add_argument("--networks", nargs="*", default=list(NETWORKS), help="by name; all")
+    parser.add_argument("--first-seed", type=int, default=0, help="of the seeds (0)")
     sizes = {
         "seeds": (5, 2, "trainings"),
         "train": (5000, 500, "images"),
         "test": (10000, 1000, "images"),
-        "steps": (5000, 1000, "of the training"),
+        "steps": (5000, 2000, "of the training"),
         "updates": (100, 15, "of the precisions, at most"),
         "width": (8, 4, "of the networks"),
     }
@@ -157,7 +158,7 @@ def main() -> None:
         start = time.perf_counter()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", BdlWarning)  # a network is seldom at its maximum
-            runs = [measure(name, seed, data, options) for seed in range(options.seeds)]
+            runs = [measure(name, seed, data, options) for seed in seeds_of(options)]
         results[name] = {key: mean_and_error([run[key] for run in runs]) for key in runs[0]}
         if not options.json:
             size = sum(p.numel() for p in NETWORKS[name](options.width).parameters())
