@@ -70,7 +70,17 @@ SUBNETWORK = {
     ],
     "rotated-mnist": [
         *("--train-size", "40", "--held-out", "10", "--test-size", "8", "--epochs", "1"),
-        *("--angle-step", "90", "--size", "0.001", "--members", "2", "--predictive-draws", "3"),
+        *(
+            "--angle-step",
+            "90",
+            "--sizes",
+            "0.001",
+            "0.002",
+            "--members",
+            "2",
+            "--predictive-draws",
+            "3",
+        ),
     ],
     "large": [
         *("--width", "4", "--images", "4", "--predicted", "2"),
@@ -99,9 +109,11 @@ def test_tasks_of_subnetwork(task, tmp_path):
         assert sum(row["posterior"].startswith("variance") for row in rows) == 9
         assert all(row["gap"] >= 0 for row in rows)
     elif task == "rotated-mnist":
-        assert len(result["posteriors"]) == 8
+        assert len(result["posteriors"]) == 11
         for entry in result["posteriors"].values():
-            assert list(entry["scores"]) == ["0", "90", "180"]
+            assert list(entry["scores"]) == ["angle", "noise", "blur", "contrast"]
+            assert list(entry["scores"]["angle"]) == ["0", "90", "180"]
+            assert len(entry["scores"]["blur"]) == 5
     else:
         assert result["counts"]["50"]["MB in all"] > 0
         assert result["counts"]["300"]["float32"].startswith("fits")
