@@ -169,9 +169,7 @@ def rows_of(
                     "NUTS": scores(reference),
                 }
             )
-        if options.rows is not None:
-            with options.rows.open("a") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows[-len(runs[0]) :])
+        harness.write_rows(options.rows, rows[-len(runs[0]) :])
     return rows
 
 
@@ -229,9 +227,7 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, help="file of the rows; those in it are not run")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    rows: list[dict[str, Any]] = []
-    if options.rows is not None and options.rows.exists():
-        rows = [json.loads(line) for line in options.rows.read_text().splitlines()]
+    rows = harness.read_rows(options.rows)
     known = {(row["kind"], row["set"], row["split"], row["program"]) for row in rows}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BdlWarning)  # a ReLU network is seldom at its maximum
