@@ -40,7 +40,7 @@ from pyro_bdl.utils.memory import working_memory
 if TYPE_CHECKING:
     from pyro_bdl import data, plots, references
 
-# Modules that import much, which takes long, or are seldom used: they are imported at their first use.
+# Modules that import matplotlib, pandas or data sets: they are imported at their first use.
 _LATER = ("data", "plots", "references")
 
 __all__ = [

@@ -334,7 +334,7 @@ def with_prior(model: nn.Module, prior: PriorFunction) -> nn.Module:
 def with_g_prior(
     model: nn.Module, curvature: Mapping[str, Tensor], scale: Scale = 1.0
 ) -> nn.Module:
-    """A copy of a program whose networks have the prior Normal(0, scale^2 / h) (``priors.GPrior``)::
+    """A copy of a program whose networks have the prior Normal(0, scale^2 / h), ``priors.GPrior``::
 
         h = guide.laplace_approximation((x, y), structure="diag").curvature_diagonals()
         model = with_g_prior(model, h, PyroParam(torch.tensor(1.0), constraint=positive))
