@@ -187,6 +187,22 @@ def rows_of(kind: str, name: str, rows: list[dict[str, Any]], options: Any) -> N
             rows += new
 
 
+def spread(each: list[list[float]]) -> dict[str, float]:
+    """Mean over splits with its standard error, and the sds over splits and over seeds.
+
+    :param each: for each split the values of its seeds.
+    """
+    means = [statistics.fmean(values) for values in each]
+    over_splits = statistics.stdev(means) if len(means) > 1 else math.nan
+    variances = [statistics.variance(values) for values in each if len(values) > 1]
+    return {
+        "mean": statistics.fmean(means),
+        "standard error": over_splits / math.sqrt(len(means)),
+        "sd over splits": over_splits,
+        "sd over seeds": math.sqrt(statistics.fmean(variances)) if variances else math.nan,
+    }
+
+
 def table(kind: str, name: str, rows: list[dict[str, Any]]) -> str:
     """Markdown of one set: a line for each column, with the published figure on standard splits."""
     chosen = [row for row in rows if (row["kind"], row["set"]) == (kind, name)]
@@ -200,11 +216,7 @@ def table(kind: str, name: str, rows: list[dict[str, Any]]) -> str:
     for column in dict.fromkeys(row["column"] for row in chosen):
         own = [row for row in chosen if row["column"] == column]
         each = [[r["log likelihood"] for r in own if r["split"] == s] for s in splits]
-        means = [statistics.fmean(values) for values in each if values]
-        over_splits = statistics.stdev(means) if len(means) > 1 else math.nan
-        variances = [statistics.variance(values) for values in each if len(values) > 1]
-        over_seeds = math.sqrt(statistics.fmean(variances)) if variances else math.nan
-        mean, error = statistics.fmean(means), over_splits / math.sqrt(len(means))
+        mean, error, over_splits, over_seeds = spread([v for v in each if v]).values()
         lowest = min(row["log likelihood"] for row in own)
         public = LOG_LIKELIHOOD.get(column, {}).get(name) if kind == "standard" else None
         beside = "" if public is None else f"{public[0]:.2f}"
