@@ -367,6 +367,15 @@ class LaplaceGuide(JointGuide):
         empirical = self.config.curvature == "empirical-fisher"
         return noise_factor.square() if empirical else noise_factor
 
+    def curvature_diagonals(self) -> dict[str, Tensor]:
+        """The diagonal of the curvature sum_n J_n' F_n J_n, without the prior, by site.
+
+        :returns: flat tensors of the entries in the subset. That of "kron" and "low_rank" is an
+            approximation.
+        """
+        diagonal = self.curvature_factor(self.noise_factor) * self.curvature.diagonal()
+        return {name: diagonal[part] for name, part in self.subset.parts.items()}
+
     def _forget(self) -> None:
         self._precision = None
 
