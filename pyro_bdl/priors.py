@@ -296,6 +296,38 @@ class Moped(Prior):
         return dist.Normal(value, scale).to_event(parameter.dim())
 
 
+class GPrior(Prior):
+    """w_i ~ Normal(0, scale^2 / h_i), with h the diagonal of the curvature sum_n J_n' F_n J_n.
+
+    The diagonal g-prior of the linearized model (Zellner 1986; Antoran et al. 2023, section 4): the
+    predictive does not depend on the units of a layer's inputs and weights, and the scale is the
+    only hyperparameter. ``nn.with_g_prior`` gives it to a program, whose MAP was trained with
+    another prior.
+
+    :param curvature: h by the parameter's name, flat or with its shape.
+    :param floor: the smallest h, as a share of the largest of the parameter, so that weights that
+        the data do not inform have a finite variance; 1 where all h are zero.
+    """
+
+    constant = False  # differs between parameters of one shape
+
+    def __init__(
+        self, curvature: Mapping[str, Tensor], scale: Scale = 1.0, *, floor: float = 1e-6
+    ) -> None:
+        self.scale = checked(scale, "scale")
+        self.curvature = {
+            name: h.detach().clamp(min=floor * float(h.max()) or 1.0)
+            for name, h in curvature.items()
+        }
+
+    def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution:
+        if name not in self.curvature:
+            raise ValueError(f"GPrior has no curvature of parameter {name!r}: give one")
+        h = self.curvature[name].to(parameter).reshape(parameter.shape)
+        scale = self._value("scale", parameter) * h.rsqrt()
+        return dist.Normal(parameter.new_zeros(()), scale).to_event(parameter.dim())
+
+
 class ByName(Prior):
     """The prior of the first pattern (shell wildcards) that a parameter's name matches.
 
