@@ -219,12 +219,14 @@ def table(kind: str, name: str, rows: list[dict[str, Any]]) -> str:
         mean, error, over_splits, over_seeds = spread([v for v in each if v]).values()
         lowest = min(row["log likelihood"] for row in own)
         public = LOG_LIKELIHOOD.get(column, {}).get(name) if kind == "standard" else None
-        beside = "" if public is None else f"{public[0]:.2f}"
-        beside += f" ± {public[1]:.2f}" if public is not None and public[1] is not None else ""
-        lines.append(
-            f"| {column} | {mean:#.3g} ± {error:#.2g} | {over_splits:#.2g} | {over_seeds:#.2g} "
-            f"| {lowest:#.3g} | {beside} |"
+        cells = (
+            f"{mean:#.3g}" + (f" ± {error:#.2g}" if len(splits) > 1 else ""),
+            f"{over_splits:#.2g}" if len(splits) > 1 else "",
+            f"{over_seeds:#.2g}" if seeds > 1 else "",
+            f"{lowest:#.3g}",
+            "" if public is None else " ± ".join(f"{v:.2f}" for v in public if v is not None),
         )
+        lines.append(f"| {column} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
