@@ -22,7 +22,7 @@ from typing import Any
 
 import harness
 import torch
-from images import Images, convolutional, mean_and_error, scores, with_error
+from images import Images, convolutional, mean_and_error, scores, seeds_of, with_error
 from pyro.infer.autoguide.initialization import init_to_value
 from torch import Tensor
 
@@ -110,6 +110,7 @@ def main() -> None:
     parser = harness.parser(__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder of the images")
     parser.add_argument("--draws", type=int, default=50, help="of weights (50)")
+    parser.add_argument("--first-seed", type=int, default=0, help="of the seeds (0)")
     sizes = {
         "seeds": (5, 2, "trainings"),
         "train": (55000, 5000, "images"),
@@ -130,7 +131,7 @@ def main() -> None:
     found: dict[str, list[dict[str, float]]] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BdlWarning)  # a network is seldom at its maximum
-        for seed in range(options.seeds):
+        for seed in seeds_of(options):
             for label, row, seconds in rows(seed, data, options):
                 found.setdefault(label, []).append(row | {"seconds": seconds})
                 if not options.json:

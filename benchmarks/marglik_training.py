@@ -24,7 +24,7 @@ from typing import Any
 
 import harness
 import torch
-from images import NETWORKS, Images, Part, mean_and_error, scores, with_error
+from images import NETWORKS, Images, Part, mean_and_error, scores, seeds_of, with_error
 from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
@@ -131,6 +131,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", default=list(METHODS), help="by name; both")
     parser.add_argument("--every", type=int, default=5, help="epochs between its updates (5)")
     parser.add_argument("--batch", type=int, default=128, help="images in a step (128)")
+    parser.add_argument("--first-seed", type=int, default=0, help="of the seeds (0)")
     sizes = {
         "seeds": (5, 2, "trainings of each"),
         "train": (50000, 4000, "images"),
@@ -163,7 +164,7 @@ def rows(
     """Scores of one method over the seeds, and what was published."""
     found: dict[str, list[tuple[dict[str, float], dict[str, float]]]] = {}
     start = time.perf_counter()
-    for seed in range(options.seeds):
+    for seed in seeds_of(options):
         torch.manual_seed(seed)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", BdlWarning)  # a network is seldom at its maximum

@@ -322,7 +322,7 @@ def test_laplace_of_image_classifiers(name, tmp_path):
         assert all(row["published"][0] > 98 for row in result["rows"])
     else:
         (rows,) = result["networks"].values()
-        assert len(rows) == 4 and all(row["NLL"][0] > 0 for row in rows.values())
+        assert len(rows) == 5 and all(row["NLL"][0] > 0 for row in rows.values())
 
 
 @pytest.mark.bench
