@@ -30,7 +30,7 @@ SIZES = {
     "width": (64, 16, "of the ResNet"),
     "images": (16, 16, "of the fit"),
     "steps": (30, 30, "of Adam"),
-    "samples": (4, 4, "of the posterior"),
+    "samples": (8, 4, "of the posterior; gamma needs 8 or more"),
     "tolerance": (0.05, 0.05, "of the solves"),
     "rounds": (2, 2, "of the fixed point"),
 }
@@ -39,7 +39,8 @@ SIZES = {
 class Clock:
     """Seconds of the processor since the last call, and the peak of memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, silent: bool) -> None:
+        self.silent = silent
         self.found: dict[str, Any] = {}
         self.started = time.process_time()
 
@@ -47,6 +48,8 @@ class Clock:
         now = time.process_time()
         self.found[f"{name}, s"] = now - self.started
         self.found[f"{name}, peak GB"] = harness.peak_memory_mb() / 1024
+        if not self.silent:
+            print(f"  {name}: {now - self.started:.3g} s", flush=True)
         self.started = now
 
 
@@ -59,7 +62,7 @@ def main() -> None:
     model = bdl.models.Classification(bdl.bayesianize(net, bdl.priors.Normal(0.1)))
     guide = bdl.guides.AutoLaplaceGGN(model, structure="diag").prototype(*data)
     harness.reset_peak_memory()
-    clock = Clock()
+    clock = Clock(options.json)
     train(model, guide, *data, steps=options.steps, learning_rate=1e-3)
     clock.mark(f"{options.steps} steps of MAP training")
     h = guide.laplace_approximation(data).curvature_diagonals()
@@ -77,14 +80,15 @@ def main() -> None:
         gamma = evidence.effective_parameters(posterior)
         (theta,) = evidence.hyperparameters(posterior).values()
         clock.mark(f"samples, scale {float(theta):.3g}, gamma {float(gamma):.3g}, round {number}")
-        (leaf,) = scaled.parameters()
-        with torch.no_grad():
-            leaf.copy_((squares / gamma.clamp(min=1.0)).sqrt().log())
-        posterior.refresh()
+        if number + 1 < options.rounds:
+            (leaf,) = scaled.parameters()
+            with torch.no_grad():
+                leaf.copy_((squares / gamma.clamp(min=1.0)).sqrt().log())
+            posterior.refresh()
     predictive = bdl.LinearizedPredictive(scaled, posterior)
     with torch.no_grad():
         predictive.probabilities(data[0][:4])
-    clock.mark("probabilities of 4 images and samples at the last scale")
+    clock.mark("probabilities of 4 images")
     weights = posterior.subset.size
     title = f"ResNet-18, {weights} weights, {options.images} images, {options.samples} samples"
     harness.show(title, clock.found, options.json)

@@ -15,10 +15,12 @@ import argparse
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from harness import write_rows
 from pyro.infer.autoguide.initialization import init_to_value
 from torch import Tensor, nn
 
@@ -50,6 +52,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--sizes", type=float, nargs="+", default=[0.002, 0.01, 0.05], help="shares of the weights"
     )
+    group.add_argument("--rows", type=Path, help="write each posterior's scores there at once")
     group.add_argument("--shifts", nargs="+", choices=SHIFTS, default=list(SHIFTS), help="(all)")
     group.add_argument("--swag-rate", type=float, default=1e-4, help="of SWAG's SGD (1e-4)")
     group.add_argument("--members", type=int, default=5, help="of the ensemble (5)")
@@ -219,6 +222,7 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], None]:
                 found.setdefault(shift, {})[str(strength)] = scores(predict(x), problem.y_test)
             facts |= {"CPU s, fit": made - started, "CPU s, predict": time.process_time() - made}
             table[name] = {"facts": facts, "scores": found}
+            write_rows(options.rows, [{"posterior": name, **table[name]}])
             if not options.json:
                 show_one(name, table[name])
             started = time.process_time()

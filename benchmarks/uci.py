@@ -203,6 +203,11 @@ def spread(each: list[list[float]]) -> dict[str, float]:
     }
 
 
+def shown(value: float) -> str:
+    """Three significant digits, more of a large number."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}"
+
+
 def table(kind: str, name: str, rows: list[dict[str, Any]]) -> str:
     """Markdown of one set: a line for each column, with the published figure on standard splits."""
     chosen = [row for row in rows if (row["kind"], row["set"]) == (kind, name)]
@@ -219,12 +224,14 @@ def table(kind: str, name: str, rows: list[dict[str, Any]]) -> str:
         mean, error, over_splits, over_seeds = spread([v for v in each if v]).values()
         lowest = min(row["log likelihood"] for row in own)
         public = LOG_LIKELIHOOD.get(column, {}).get(name) if kind == "standard" else None
-        beside = "" if public is None else f"{public[0]:.2f}"
-        beside += f" ± {public[1]:.2f}" if public is not None and public[1] is not None else ""
-        lines.append(
-            f"| {column} | {mean:#.3g} ± {error:#.2g} | {over_splits:#.2g} | {over_seeds:#.2g} "
-            f"| {lowest:#.3g} | {beside} |"
+        cells = (
+            shown(mean) + (f" ± {shown(error)}" if len(splits) > 1 else ""),
+            shown(over_splits) if len(splits) > 1 else "",
+            shown(over_seeds) if seeds > 1 else "",
+            shown(lowest),
+            "" if public is None else " ± ".join(f"{v:.2f}" for v in public if v is not None),
         )
+        lines.append(f"| {column} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
