@@ -393,10 +393,12 @@ class PerLayer(Prior):
 
 
 class PerNormalizedGroup(Prior):
-    """One prior for every weight, with separate hyperparameters for each normalized layer.
+    """One prior for every weight, with separate hyperparameters for each normalized group.
 
-    A layer is normalized if its scale does not change the network's outputs. All other layers share
-    one set of hyperparameters.
+    A layer is normalized if its scale does not change the network's outputs. Layers that can only
+    be scaled together are one group, such as those that write to the residual stream of a
+    transformer which normalizes where it reads, ``x + block(norm(x))``. All other layers share one
+    set of hyperparameters.
 
     A layer before a normalization can be scaled without a change of the outputs. The size of its
     weights is arbitrary, so that a precision shared with other layers would be arbitrary too
@@ -416,7 +418,9 @@ class PerNormalizedGroup(Prior):
         if not inputs:
             raise ValueError("PerNormalizedGroup needs some inputs of the network, as in (.., x)")
         self.prior = prior
-        self.groups = normalized_layers(network, *inputs)
+        found = normalized_layers(network, *inputs)
+        self.groups = tuple(found)
+        self._group_of = {name: group for group, names in found.items() for name in names}
 
     @property
     def constant(self) -> bool:
@@ -428,15 +432,15 @@ class PerNormalizedGroup(Prior):
         return result
 
     def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution | None:
-        group = name if name in self.groups else name.rpartition(".")[0]
-        label = f"{group}.{self.prior.label}" if group in self.groups else self.prior.label
+        group = self._group_of.get(name)
+        label = self.prior.label if group is None else f"{group}.{self.prior.label}"
         return self.prior.labeled(label)(name, module, parameter)
 
 
 @torch.no_grad()
-def normalized_layers(network: nn.Module, *inputs: Any) -> tuple[str, ...]:
-    """The names of the layers, or of single parameters, whose scale does not change a network's
-    outputs."""
+def normalized_layers(network: nn.Module, *inputs: Any) -> dict[str, tuple[str, ...]]:
+    """The layers, single parameters or layers together whose scale does not change a network's
+    outputs, by name, with their parameters."""
     copied = copy.deepcopy(network).eval()
     parameters = dict(copied.named_parameters(remove_duplicate=False))
     layers = {
@@ -457,7 +461,7 @@ def normalized_layers(network: nn.Module, *inputs: Any) -> tuple[str, ...]:
                 parameter.copy_(value)
 
     with without_running_statistics(copied.modules()):
-        return tuple(normalized_groups(outputs, layers))
+        return normalized_groups(outputs, layers, joint=True)
 
 
 def learnable(prior: Any) -> Any:

@@ -19,7 +19,7 @@ from pyro_bdl.program.trace import Run, leave_open, record
 from pyro_bdl.utils.memory import Allocations, bytes_at_once
 from pyro_bdl.utils.module_state import evaluation_mode
 
-_PROBED = 16
+_PROBED = 17  # rows; other axes are seldom as long, so that it is clear which one is the data's
 _BUDGET = 24 * 2**20  # bytes for the activations and gradients of a piece, at least
 _PER_WEIGHT = 8  # or this multiple of the weights' bytes, which every piece reads and adds to
 
