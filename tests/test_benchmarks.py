@@ -337,3 +337,13 @@ def test_priors_on_uci_against_nuts(line):
     found = json.loads(done.stdout.strip().splitlines()[-1])
     assert found == [json.loads(line) for line in rows.read_text().splitlines()]
     assert len(found) == 2 + 4 and all(len(row["members"]) == 2 for row in found)
+
+
+@pytest.mark.bench
+def test_posterior_samples_of_a_small_resnet():
+    command = [sys.executable, str(FOLDER / "laplace_samples.py"), "--json", "--quick"]
+    command += ["--width", "2", "--images", "4", "--samples", "2", "--steps", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=FOLDER, check=True)
+    result = json.loads(done.stdout.strip().splitlines()[-1])
+    assert sum("gamma" in key for key in result) == 4
+    assert all(value > 0 for key, value in result.items() if key.endswith("GB"))
