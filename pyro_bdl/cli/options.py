@@ -11,6 +11,7 @@ from torch import nn
 from pyro_bdl import posteriors, references
 from pyro_bdl._version import __version__
 from pyro_bdl.cli.programs import NOISES
+from pyro_bdl.data.csv import quoted, read_csv
 from pyro_bdl.data.dataset import IMPUTERS, TASKS, Dataset, load_csv
 from pyro_bdl.data.examples import EXAMPLES
 from pyro_bdl.posteriors import Options
@@ -294,7 +295,10 @@ def load(
         if options.example is not None:
             raise ValueError("--data and --example name two problems; choose one")
         if options.target is None:
-            raise ValueError("--data needs --target, the name of the column to predict")
+            columns = quoted(read_csv(Path(options.data)).columns)
+            raise ValueError(
+                f"--data needs --target, the column to predict: {options.data} has {columns}"
+            )
         found = load_csv(
             options.data,
             options.target,

@@ -1,7 +1,7 @@
 """KL divergences between the sites of a guide and of a program."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,16 +71,9 @@ def diagonal_normal_kl(
     """
     terms, names, priors = [], [], []
     normals = {name: _normal(p[name]) for name in layout.latents}
-    take: Any = layout.take
-    vectors: Any = (loc, scale)
+    take, vectors = _taking(layout, normals, (loc, scale), large)
     if draw is not None:
         take, vectors = _parts_together, (draw.locs, draw.scales)
-    elif any(_is_large_with_one_prior(normal, large) for normal in normals.values()):
-        take = _parts_together  # instead of slices, whose gradients are as long as the vector
-        sizes = [latent.size for latent in layout.latents.values()]
-        vectors = [
-            dict(zip(layout.latents, vector.split(sizes), strict=True)) for vector in vectors
-        ]
     for name, latent in layout.latents.items():
         prior, normal = p[name], normals[name]
         if normal is not None and _is_large_with_one_prior(normal, large):
@@ -104,6 +97,20 @@ def diagonal_normal_kl(
         distance = (m - prior_loc) / prior_scale
         terms.append(_scale_terms(s / prior_scale) + 0.5 * torch.dot(distance, distance))
     return _sum(terms)
+
+
+def _taking(
+    layout: Layout, normals: Mapping[str, Normal | None], vectors: Sequence[Tensor], large: int
+) -> tuple[Callable[[Any, Sequence[str]], Tensor], Sequence[Any]]:
+    """A function that takes named sites from a vector, and the vectors as it wants them.
+
+    With large sites they are split once: the gradient of a slice is as long as the vector.
+    """
+    if not any(_is_large_with_one_prior(normal, large) for normal in normals.values()):
+        return layout.take, vectors
+    sizes = [latent.size for latent in layout.latents.values()]
+    parts = [dict(zip(layout.latents, each.split(sizes), strict=True)) for each in vectors]
+    return _parts_together, parts
 
 
 def _scale_terms(ratio: Tensor) -> Tensor:
@@ -145,27 +152,37 @@ def expected_log_prior(
     p: Mapping[str, Site],
     *,
     at_draw: Collection[str] = (),
+    large: int = LARGE,
 ) -> Tensor:
     """E_q[log p(w)], a scalar, for a q over w in R^P with means ``loc`` and marginal variances
     ``variance`` (P,).
 
     Sites over the reals with a Normal prior(n, t^2) in closed form, -sum_i log t_i + (v_i + (m_i -
-    n_i)^2) / (2 t_i^2) + log(2 pi) / 2; other sites are evaluated at the draw that ``p`` holds.
+    n_i)^2) / (2 t_i^2) + log(2 pi) / 2; other sites are evaluated at the draw that ``p`` holds. A
+    large site whose numbers have the same prior is taken alone, without n and t for each number.
 
     :param at_draw: further sites to evaluate at the draw, because their prior depends on a latent
         that is not independent of them under q.
+    :param large: the numbers above which a site is large.
     """
     terms, names, priors = [], [], []
-    for name in layout.latents:
-        normal = None if name in at_draw else _normal(p[name])
+    normals = {name: None if name in at_draw else _normal(p[name]) for name in layout.latents}
+    take, vectors = _taking(layout, normals, (loc, variance), large)
+    for name, normal in normals.items():
         if normal is None:
             terms.append(p[name].log_prob().sum())
+        elif _is_large_with_one_prior(normal, large):
+            n, t = _first(normal.loc), _first(normal.scale)
+            m, v = (take(vector, [name]) for vector in vectors)
+            quadratic = (v.sum() + _sum_of_squares(m, n)) / t.square()
+            terms.append(-0.5 * quadratic - len(m) * (t.log() + 0.5 * math.log(2 * math.pi)))
         else:
             names.append(name)
             priors.append(normal)
     if names:
         prior_loc, prior_scale = _side_by_side(layout, priors)
-        square = layout.take(variance, names) + (layout.take(loc, names) - prior_loc).square()
+        m, v = (take(vector, names) for vector in vectors)
+        square = v + (m - prior_loc).square()
         quadratic = (square / prior_scale.square()).sum() + len(square) * math.log(2 * math.pi)
         terms.append(-0.5 * quadratic - prior_scale.log().sum())
     return _sum(terms)

@@ -23,7 +23,7 @@ _SHOWN_EVERY = 50
 _REFRESH = 0.5  # seconds
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Training:
     """The record of a training run.
 
@@ -44,6 +44,20 @@ class Training:
     best_steps: Tensor | None = None
     learning_rate: float | None = None
     failures: tuple[Failure, ...] = ()
+
+    def __repr__(self) -> str:
+        """The run in a line: its steps, the first and the last loss, and how it ended."""
+        said = [f"{len(self.losses)} steps of {self.batch_size} rows"]
+        if len(self.losses):
+            said.append(f"loss {self.losses[0]:.5g} to {self.losses[-1]:.5g}")
+        if self.best_steps is not None:
+            steps = ", ".join(map(str, self.best_steps.tolist()))
+            said.append(f"parameters of step {steps}")
+        if self.failures:
+            said.append(f"{len(self.failures)} failures")
+        if self.interrupted:
+            said.append("interrupted")
+        return f"Training({', '.join(said)})"
 
 
 class Descent:

@@ -157,7 +157,9 @@ def test_two_classes_of_numbers(table, run):
     "arguments, words",
     [
         ("--data nowhere.csv --target price", "there is no file nowhere.csv"),
-        ("--data TABLE", "--data needs --target"),
+        ("--data TABLE", "needs --target, the column to predict"),
+        ("--data TABLE", "has 'size', "),
+        ("--data nowhere.csv", "there is no file nowhere.csv"),
         ("--data TABLE --target prize", "did you mean 'price'"),
         ("--data TABLE --target price", "not numeric: 'color'"),
         ("--data TABLE --target kind --task regression --one-hot", "'kind' is not numeric"),

@@ -10,7 +10,13 @@ from scipy.integrate import quad
 from torch.distributions import kl_divergence
 
 from pyro_bdl import Program
-from pyro_bdl.guides.kl import diagonal_normal_kl, entropy, mean_field_kl, sampled_kl
+from pyro_bdl.guides.kl import (
+    diagonal_normal_kl,
+    entropy,
+    expected_log_prior,
+    mean_field_kl,
+    sampled_kl,
+)
 from pyro_bdl.program import Site
 from pyro_bdl.program.layout import Layout, marginal
 
@@ -155,6 +161,17 @@ def test_a_large_site_with_one_prior_is_taken_alone():
     assert locs.numel() == 3  # of 'a' and 'b'
     together = diagonal_normal_kl(*arguments)
     torch.testing.assert_close(gradients, torch.autograd.grad(together, leaves))
+
+
+def test_the_expected_log_prior_of_a_large_site_too():
+    program, loc, scale, _values, run, _q = _everything()
+    leaves = [loc.requires_grad_(), scale.requires_grad_()]
+    found = [
+        expected_log_prior(program.layout, loc, scale.square(), run.latents, large=large)
+        for large in (2, 10)
+    ]
+    torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=0)
+    torch.testing.assert_close(*(torch.autograd.grad(value, leaves) for value in found))
 
 
 @pytest.mark.parametrize("one_prior", [False, True])

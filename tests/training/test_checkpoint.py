@@ -1,12 +1,10 @@
 """A training run that is stopped at any moment goes on as if it had not been."""
 
 import json
+import multiprocessing
 import os
 import pickle
-import signal
-import subprocess
-import sys
-import textwrap
+import random
 import time
 
 import numpy as np
@@ -14,6 +12,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from helpers.killed_runs import train_with_checkpoint
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
 from safetensors import safe_open
@@ -145,6 +144,31 @@ def test_a_run_that_dies_goes_on_bit_for_bit(loop, tmp_path):
     found = loop(tmp_path / "cut", None)  # a finished run takes no step
     assert len(found) == len(expected)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("there", [2, 1])
+def test_random_states_of_gpus(there, tmp_path, monkeypatch):
+    """With stand-ins for two GPUs, of which ``there`` are there when the run goes on."""
+    states = [torch.arange(16, dtype=torch.uint8), torch.arange(16, 32, dtype=torch.uint8)]
+    found = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: states)
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", found.extend)
+    Checkpoint(tmp_path / "run").save(1)
+    assert Checkpoint(tmp_path / "run").load() == 1
+    assert len(found) == (2 if there == 2 else 0)  # other GPUs draw on as they are
+    assert all(torch.equal(a, b) for a, b in zip(found, states, strict=False))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_random_numbers_of_the_gpu_go_on(tmp_path):
+    torch.randn(3, device="cuda")
+    Checkpoint(tmp_path / "run").save(1)
+    expected = torch.randn(3, device="cuda")
+    Checkpoint(tmp_path / "run").load()
+    assert torch.equal(torch.randn(3, device="cuda"), expected)
 
 
 def test_before_the_first_step(tmp_path):
@@ -323,54 +347,36 @@ def test_trees_come_back_as_they_were(tmp_path):
 
 # Other processes
 
-_RUN = textwrap.dedent("""
-    import sys, time, torch
-    from torch import nn
-    import pyro_bdl as bdl
-    path, pause = sys.argv[1], float(sys.argv[2])
-    torch.manual_seed(0)
-    x = torch.linspace(-1.0, 1.0, 24)[:, None]
-    net = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1))
-    model = bdl.models.Regression(bdl.bayesianize(net), num_data=24)
-    guide = bdl.guides.AutoMeanField(model).prototype(x, x)
-    kind = bdl.elbo.CompiledELBO if sys.argv[3] == "compiled" else bdl.elbo.TemperedTrace_ELBO
-    objective = kind()(model, guide)
-    if sys.argv[3] == "ivon":
-        optimizer = bdl.optim.IVON(guide, lr=0.1)
-    else:
-        optimizer = torch.optim.Adam(guide.parameters(), lr=0.03)
-    print("ready", flush=True)
-    run = bdl.Checkpoint(path, model=model, guide=guide, optimizer=optimizer)
-    for step in run.steps(40, every=1):
-        optimizer.zero_grad()
-        objective(x, x).backward()
-        optimizer.step()
-        time.sleep(pause)
-    print(guide.location().sum().item().hex(), flush=True)
-""")
-
-
-def _started(path, pause, kind):
-    return subprocess.Popen(
-        [sys.executable, "-c", _RUN, str(path), str(pause), kind],
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-
-
-def _killed_runs(tmp_path, kind, kills):
-    expected = _started(tmp_path / "whole", 0.0, kind).communicate()[0]
-    for number in range(kills):
-        process = _started(tmp_path / "cut", 0.01, kind)
-        assert process.stdout.readline() == "ready\n"
-        time.sleep(0.05 + 0.037 * number % 0.3)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-    return expected, _started(tmp_path / "cut", 0.0, kind).communicate()[0]
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "compiled", "ivon"])
-def test_kill_at_random_moments(kind, tmp_path):
-    expected, found = _killed_runs(tmp_path, kind, 7)
-    assert found == expected
-    assert "0x" in found
+def test_twenty_kills_at_random_moments_change_no_parameter(kind, tmp_path):
+    """Processes are killed (SIGKILL) while they train and write a checkpoint after each step."""
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["torch", "pyro"])
+    generator, path = random.Random(0), tmp_path / "cut"
+
+    def started(*arguments):
+        child = processes.Process(target=train_with_checkpoint, args=(kind, *arguments))
+        child.start()
+        return child
+
+    for kills in range(20):
+        before, child = _written(path), started(path)
+        while child.is_alive() and _written(path) == before:
+            time.sleep(0.002)
+        time.sleep(generator.uniform(0.0, 0.05))
+        assert child.is_alive(), f"the run ended after {kills} kills: make it longer"
+        child.kill()
+        child.join()
+    ends = []
+    for run in (path, tmp_path / "whole"):
+        started(run, run.with_suffix(".end")).join()
+        ends.append(load_tree(run.with_suffix(".end"), kind="parameters"))
+    assert ends[0].keys() == ends[1].keys() and ends[0]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def _written(path):
+    """The time of the last complete write."""
+    return path.stat().st_mtime_ns if path.exists() else 0

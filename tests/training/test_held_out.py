@@ -84,3 +84,7 @@ def test_a_guide_of_one_posterior_is_stopped_by_its_predictive_density():
     found = train(Mean(), guide, x, y, steps=20, held_out=0.3, check_every=10)
     assert found.held_out.shape == (2, 1)
     assert found.held_out.isfinite().all()
+    first, last = (f"{found.losses[place]:.5g}" for place in (0, -1))
+    step = found.best_steps.item()
+    assert repr(found).startswith("Training(20 steps of ")
+    assert repr(found).endswith(f"rows, loss {first} to {last}, parameters of step {step})")
