@@ -1,24 +1,25 @@
 """Microcanonical Langevin dynamics on minibatches, as in SMILE.
 
-    dtheta = sqrt(P) u dt,    du = sqrt(P) / (P - 1) (I - u u') grad log p(theta) dt + noise,    |u| = 1
+    dtheta = sqrt(P) u dt,    du = sqrt(P) / (P - 1) (I - u u') grad log p(theta) dt + noise
 
-The momentum sqrt(P) u has a fixed length. A gradient turns it, however large the gradient is, so that
-no step moves a chain by more than sqrt(eps P), and no chain diverges: a step size that is too large
-shows in ``configurational_temperature`` instead. A step has length h = sqrt(eps), so that eps
-multiplies the gradient like a learning rate, and the friction f is that of "sghmc"::
+with directions u of length 1. A gradient turns the direction, however large the gradient is: no step
+moves a chain by more than sqrt(eps P T), and no chain diverges. A step size that is too large shows
+in ``configurational_temperature`` instead. A step has length h = sqrt(eps), so that eps multiplies
+the gradient like a learning rate, and the friction f is that of "sghmc"::
 
     u      <- u turned by grad log p(theta) for a time h
     theta  <- theta + (h / 2) sqrt(P T) u
     u      <- ((1 - f) u + sqrt((1 - (1 - f)^2) / P) xi) / |...|,    xi ~ Normal(0, I)
     theta  <- theta + (h / 2) sqrt(P T) u
 
-The turn is the exact flow at a constant force, ``mcmc/microcanonical/integrator.py``. With all data
-the stationary density is correct to second order in h. Noise of the gradients turns the momentum as
-the friction's does, if it is alike in all directions; its other parts widen the posterior, by a share
-that falls with h. A metric that makes the noise alike is the paper's remedy, and is not here.
+The turn is the exact flow at a constant force, see ``mcmc/microcanonical/integrator.py``. With all
+data the stationary density is correct to second order in h. Noise of the gradients that is alike in
+all directions turns the direction as the friction's does; other noise distorts the posterior, by a
+share that falls with h. A metric that makes the noise alike is the paper's remedy, and is not here.
 
 Source: Sommer, Diao, Robnik, Seljak & Rügamer (2026), Can microcanonical Langevin dynamics leverage
-mini-batch gradient noise?, arXiv 2602.06500. Its integrator takes two gradients a step, this one one.
+mini-batch gradient noise?, arXiv 2602.06500. Its integrator takes two gradients a step, this one
+takes one.
 """
 
 import math
