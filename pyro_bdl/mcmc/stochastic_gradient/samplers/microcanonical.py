@@ -2,8 +2,8 @@
 
     dtheta = sqrt(P) u dt,    du = sqrt(P) / (P - 1) (I - u u') grad log p(theta) dt + noise
 
-with directions u of length 1. A gradient turns the direction, however large the gradient is: no step
-moves a chain by more than sqrt(eps P T), and no chain diverges. A step size that is too large shows
+with directions u of length 1. A gradient turns the direction, however large it is: no step moves a
+chain by more than sqrt(eps P T), and no chain diverges. A step size that is too large shows
 in ``configurational_temperature`` instead. A step has length h = sqrt(eps), so that eps multiplies
 the gradient like a learning rate, and the friction f is that of "sghmc"::
 
