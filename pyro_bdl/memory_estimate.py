@@ -27,7 +27,7 @@ from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.tables import Column, number, to_text
 from pyro_bdl.utils.validation import whole_number
 
-_KERNELS = ("nuts", "hmc", "mclmc", "mams", "sgld", "psgld", "sghmc", "sgnht")
+_KERNELS = ("nuts", "hmc", "mclmc", "mams", "sgld", "psgld", "sghmc", "sgnht", "smile")
 _KRONECKER = ("kron", "ekfac")
 _OF_A_CHAIN = 12  # vectors of P numbers in the state of a chain and of one step
 _PREDICTION = 2**28  # bytes that Predictive takes for intermediate results

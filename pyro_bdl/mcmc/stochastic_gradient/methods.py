@@ -9,6 +9,7 @@ from torch import Tensor
 from pyro_bdl.mcmc.stochastic_gradient.samplers import (
     hamiltonian,
     langevin,
+    microcanonical,
     preconditioned,
     thermostat,
 )
@@ -53,6 +54,7 @@ METHODS = {
     "sgnht": Method(
         thermostat.init, thermostat.update, thermostat.statistics, settle=thermostat.settle
     ),
+    "smile": Method(microcanonical.init, microcanonical.update),
     "lmc": Method(langevin.init, langevin.update, whole=True),
     "mala": Method(langevin.init, langevin.update, whole=True, corrected=True),
 }

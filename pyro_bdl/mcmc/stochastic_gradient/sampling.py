@@ -63,6 +63,7 @@ def sgmcmc(
         "psgld"  the same, preconditioned as RMSprop (Li et al. 2016); averaging=, damping=
         "sghmc"  underdamped Langevin dynamics (Chen et al. 2014); friction=
         "sgnht"  the same, its friction found by a thermostat (Ding et al. 2014); friction=
+        "smile"  microcanonical Langevin dynamics (Sommer et al. 2026); friction=
         "lmc"    Langevin dynamics on all data, unadjusted
         "mala"   the same with a Metropolis correction, exact at every step size
 

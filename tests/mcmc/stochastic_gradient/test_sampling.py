@@ -66,6 +66,7 @@ EXACT = {
     "mala": {"step_size": 0.25, "thinning": 4, "num_warmup": 60},
     "sghmc": {"step_size": 0.2, "thinning": 8, "num_warmup": 100, "friction": 0.1},
     "sgnht": {"step_size": 0.04, "thinning": 10, "num_warmup": 150, "friction": 0.1},
+    "smile": {"step_size": 0.05, "thinning": 10, "num_warmup": 100, "friction": 0.15},
 }
 
 
@@ -93,7 +94,7 @@ def test_gaussian_posterior(method, exact_posterior):
     assert ("kinetic_temperature" in stats) == (method in ("sghmc", "sgnht"))
 
 
-@pytest.mark.parametrize("method", ["sgld", "mala", "sghmc", "sgnht"])
+@pytest.mark.parametrize("method", ["sgld", "mala", "sghmc", "sgnht", "smile"])
 def test_temperature_scales_deviations_by_its_root(method, exact_posterior):
     """On a Normal posterior, from its mean and with the same noise, exactly."""
     x, y = linear_data()
@@ -166,6 +167,7 @@ def test_mean_of_the_minibatch_gradients_is_the_full_gradient():
     [
         ("tuple", "sgld"),
         ("loader", "sghmc"),
+        ("tuple", "smile"),
         pytest.param("tuple", "psgld", marks=pytest.mark.slow),
         pytest.param("tuple", "sgnht", marks=pytest.mark.slow),
         pytest.param("loader", "psgld", marks=pytest.mark.slow),
@@ -179,7 +181,7 @@ def test_linear_regression_by_minibatches(method, kind, exact_posterior):
     data = (x, y)
     if kind == "loader":
         data, options = DataLoader(TensorDataset(x, y), batch_size=50, shuffle=True), {}
-    inert = method in ("sghmc", "sgnht")
+    inert = method in ("sghmc", "sgnht", "smile")
     options |= {"step_size": 0.01, "friction": 0.2} if inert else {"step_size": 0.03}
     samples = sampled(model, data, method=method, num_chains=100, num_samples=25, num_warmup=100,
                       thinning=5, **options)  # fmt: skip
