@@ -14,12 +14,12 @@ the mean weights then fit the training data as a maximum a posteriori would.)
 github.com/cambridge-mlg/DUN has them. All networks of a set are trained at once: ``vmap`` over
 the guide's parameters, with other rows for each of the draws of a step, so that a step sees many
 masks. Root mean square errors are in units of the target, log likelihoods means over test data in
-nats, both of predictions averaged over draws; after +- the standard error over splits.
+nats, both of predictions averaged over draws; after +- the standard error over splits, of each
+the mean over seeds.
 """
 
 import json
 import math
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +29,13 @@ import torch
 from harness import machine, parser
 from torch import Tensor, nn
 from tqdm import tqdm
-from uci import SETS, Split
+from uci import SETS, Split, spread
+from uci_published import DROPOUT_RMSE, LOG_LIKELIHOOD
 
 import pyro_bdl as bdl
 from pyro_bdl.init import init_afresh
 from pyro_bdl.program import record
 
-# Mean and standard error of RMSE and log likelihood over 20 splits, protein 5.
-PUBLISHED = {
-    "boston": ((2.90, 0.18), (-2.40, 0.04)),
-    "concrete": ((4.83, 0.16), (-2.94, 0.03)),
-    "energy": ((0.54, 0.01), (-1.21, 0.01)),
-    "power": ((4.01, 0.04), (-2.81, 0.01)),
-    "protein": ((4.27, 0.02), (-2.87, 0.00)),
-}
 RATES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4)
 WIDE = ("protein",)
 
@@ -160,15 +153,18 @@ def fitted(
     return result
 
 
-def summary(name: str, rows: list[dict[str, float]]) -> dict[str, Any]:
-    """Means and standard errors over splits, beside the published ones."""
-    result: dict[str, Any] = {"splits": rows}
-    for place, (key, better) in enumerate((("rmse", -1.0), ("log likelihood", 1.0))):
-        values = [row[key] for row in rows]
-        error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-        result[key] = {"mean": statistics.fmean(values), "standard error": error}
-        if name in PUBLISHED:
-            mean, its_error = PUBLISHED[name][place]
+def summary(name: str, runs: list[list[dict[str, float]]]) -> dict[str, Any]:
+    """Means and standard errors over splits, the sd over seeds, and the published figures.
+
+    :param runs: for each seed a row for each split.
+    """
+    result: dict[str, Any] = {"splits": [row for rows in runs for row in rows]}
+    public = {"rmse": (DROPOUT_RMSE, -1.0), "log likelihood": (LOG_LIKELIHOOD["MC dropout"], 1.0)}
+    for key, (figures, better) in public.items():
+        each = [[row[key] for row in of_split] for of_split in zip(*runs, strict=True)]
+        result[key] = spread(each)
+        mean, its_error = figures.get(name, (None, None))
+        if mean is not None and its_error is not None:
             reached = better * (result[key]["mean"] - mean) >= -2.0 * its_error
             result[key] |= {"published": mean, "its standard error": its_error, "reached": reached}
     return result
@@ -176,10 +172,11 @@ def summary(name: str, rows: list[dict[str, float]]) -> dict[str, Any]:
 
 def show(name: str, found: dict[str, Any]) -> None:
     rates = [row["rate"] for row in found["splits"]]
-    print(f"{name}, {len(rates)} splits, rates {min(rates):g} to {max(rates):g}")
+    print(f"{name}, {len(rates)} runs, rates {min(rates):g} to {max(rates):g}")
     for key in ("rmse", "log likelihood"):
         part = found[key]
         line = f"  {key:<15}{part['mean']:#10.4g} +- {part['standard error']:#.2g}"
+        line += f", sd over seeds {part['sd over seeds']:#.2g}"
         if "published" in part:
             line += f"   published {part['published']:.2f} +- {part['its standard error']:.2f}"
             line += "   reached" if part["reached"] else "   not reached"
@@ -191,6 +188,7 @@ def main() -> None:
     arguments.add_argument("--data", type=Path, required=True, help="folder of the UCI sets")
     arguments.add_argument("--sets", default=",".join(SETS), help="default: %(default)s")
     arguments.add_argument("--splits", type=int, default=20, help="of each set, at most")
+    arguments.add_argument("--seeds", type=int, default=1, help="of each split (1)")
     arguments.add_argument("--rates", type=float, nargs="+", default=RATES, help="to choose from")
     arguments.add_argument(
         "--steps",
@@ -204,16 +202,18 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     results: dict[str, Any] = {}
     for name in options.sets.split(","):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(0)
         where = options.data / "standard" / name / "data"
         count = min(options.splits, len(list(where.glob("index_test_*.txt"))))
         splits = [Split(options.data, "standard", name, number) for number in range(count)]
         passes = len(splits[0].x) / (options.particles * options.rows)
         steps = options.steps or max(8000, round(150 * passes))
-        with tqdm(total=2 * steps, desc=name, disable=options.json, mininterval=2) as bar:
-            rows = fitted(splits, 100 if name in WIDE else 50, steps, options, bar)
-        results[name] = summary(name, rows)
+        runs, total = [], 2 * steps * options.seeds
+        with tqdm(total=total, desc=name, disable=options.json, mininterval=2) as bar:
+            for seed in range(options.seeds):
+                pyro.clear_param_store()
+                pyro.set_rng_seed(seed)
+                runs.append(fitted(splits, 100 if name in WIDE else 50, steps, options, bar))
+        results[name] = summary(name, runs)
         if not options.json:
             show(name, results[name])
     if options.json:

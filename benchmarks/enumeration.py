@@ -8,9 +8,10 @@ statement by statement; by ``Program.compile``, as Pyro's samplers call it; unde
 NUTS does; and a step of mean-field VI by ``CompiledELBO``. The ratio is enumeration to hand, in
 processor time.
 
-In torch two more sides run: the forward algorithm with one ``pyro.factor`` a step, so a program of
-statements as the enumerated one is; and Pyro's ``TraceEnum_ELBO`` of the same program with a point
-guide.
+In torch three more sides run: the forward algorithm with one ``pyro.factor`` a step, so a program
+of statements as the enumerated one is; the enumerated program with its discrete sites given, where
+nothing is summed and only its statements cost; and Pyro's ``TraceEnum_ELBO`` of the same program
+with a point guide.
 """
 
 import math
@@ -102,6 +103,11 @@ def chain_by_factors(states):
     return model
 
 
+def with_states_given(states, y):
+    drawn = torch.randint(states, y.shape)
+    return poutine.condition(chain(states), {f"z{t}": row for t, row in enumerate(drawn)})
+
+
 def gradient_of(density, vector):
     leaf = vector.clone().requires_grad_()
     density(leaf).backward()
@@ -191,6 +197,7 @@ def main() -> None:
                     sides["Pyro"] = by_pyro(enumerated(size), y, calls)
                     if enumerated is chain:
                         sides["by factors"] = in_torch(chain_by_factors(size), y, calls)
+                        sides["states given"] = in_torch(with_states_given(size, y), y, calls)
                 if name == "compile":
                     sides["by hand, uncompiled"] = theirs[0]
                 seconds = harness.in_turns(sides, repeats, clock=time.process_time)
@@ -198,7 +205,7 @@ def main() -> None:
                 start = f"{title}, K = {size}, {name}"
                 results |= {f"{start}, {side}, ms": value for side, value in ms.items()}
                 results[f"{start}: ratio"] = ms["enumerated"] / ms["by hand"]
-                for side in ("Pyro", "by factors", "by hand, uncompiled"):
+                for side in ("Pyro", "by factors", "states given", "by hand, uncompiled"):
                     if side in ms:
                         results[f"{start}: ratio to {side}"] = ms["enumerated"] / ms[side]
     ratios = [value for key, value in results.items() if key.endswith("ratio")]

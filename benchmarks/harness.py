@@ -126,6 +126,20 @@ def in_own_process(script: str, *arguments: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def read_rows(path: Path | None) -> list[dict[str, Any]]:
+    """The rows that earlier runs wrote to a file, one JSON object a line."""
+    if path is None or not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_rows(path: Path | None, rows: list[dict[str, Any]]) -> None:
+    """Append rows, so that a run that was killed can go on with those that are missing."""
+    if path is not None:
+        with path.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
 def machine() -> str:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
     return f"{device or platform.machine()}, torch {torch.__version__}"

@@ -1,6 +1,7 @@
 """Images of digits and clothes for the benchmarks, two networks for them, and their scores."""
 
 import math
+from argparse import Namespace
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -105,6 +106,11 @@ def scores(
 
 def _entropy(probabilities: Tensor) -> Tensor:
     return torch.special.entr(probabilities).sum(-1)
+
+
+def seeds_of(options: Namespace) -> range:
+    """As many seeds as asked for, from the first: a long run can be made in parts."""
+    return range(options.first_seed, options.first_seed + options.seeds)
 
 
 def mean_and_error(rows: list[dict[str, float]]) -> dict[str, tuple[float, float]]:

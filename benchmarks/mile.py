@@ -46,14 +46,14 @@ def split(path: Path | None, rows: int) -> tuple[torch.Tensor, ...]:
     return tuple(value for part in parts for value in (part[:, :-1], part[:, -1]))
 
 
-def program(features: int, widths: list[int], floor: float):
+def program(features: int, widths: list[int], floor: float, rows: int):
     layers: list[nn.Module] = []
     for width in widths:
         layers += [nn.Linear(features, width), nn.ReLU()]
         features = width
     network = nn.Sequential(*layers, nn.Linear(features, 2))
     bnn = bdl.bayesianize(network, bdl.priors.Normal(1.0))
-    return bdl.models.HeteroscedasticRegression(bnn, floor=floor)
+    return bdl.models.HeteroscedasticRegression(bnn, floor=floor, num_data=rows)
 
 
 @torch.no_grad()
@@ -99,7 +99,10 @@ def main() -> None:
     parser.add_argument("--widths", default="16-16-16-16")
     parser.add_argument("--warmup", type=int, default=500, help="iterations of 20 steps")
     parser.add_argument("--draws", type=int, default=200)
-    parser.add_argument("--steps", type=int, default=3000, help="of the training")
+    parser.add_argument("--steps", type=int, default=6000, help="of the training")
+    parser.add_argument("--batch", type=int, default=256, help="rows of a step of the training")
+    parser.add_argument("--rate", type=float, default=0.005, help="learning rate")
+    parser.add_argument("--seconds", type=float, help="at most so many for the chains")
     parser.add_argument("--variance", type=float, default=5e-4, help="energy variance")
     parser.add_argument("--floor", type=float, default=1e-3, help="of the noise")
     parser.add_argument("--seed", type=int, default=0)
@@ -110,19 +113,21 @@ def main() -> None:
     pyro.set_rng_seed(options.seed)
     folder = None if options.data is None else Path(options.data)
     x, y, x_test, y_test = split(folder, options.rows)
-    model = program(x.shape[1], [int(w) for w in options.widths.split("-")], options.floor)
+    widths = [int(w) for w in options.widths.split("-")]
+    model = program(x.shape[1], widths, options.floor, len(x))
 
     started = time.perf_counter()
     guide = bdl.guides.AutoEnsemble(model, size=options.members)
     bdl.training.train(
-        model, guide, x, y, steps=options.steps, held_out=0.1,
+        model, guide, x, y, steps=options.steps, batch_size=min(options.batch, len(x)),
+        learning_rate=options.rate, held_out=0.1, patience=50,  # never stops before the rate is 0
         elbo=bdl.elbo.CompiledELBO(num_particles=options.members),
     )  # fmt: skip
     trained = time.perf_counter() - started
     samples = bdl.mcmc.ensemble_sample(
         model, x, y, members=options.members, guide=guide, num_warmup=options.warmup,
         num_samples=options.draws, energy_variance=options.variance,
-        seed=options.seed, progress=False,
+        seed=options.seed, progress=False, seconds=options.seconds,
     )  # fmt: skip
     sides = {"deep ensemble": guide, "ensemble of chains": samples}
     if not options.no_nuts:

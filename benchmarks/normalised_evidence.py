@@ -8,7 +8,8 @@ normalization, with none, and with the Fixup initialization in its place. For ea
 the full Gauss-Newton matrix is maximized at the trained weights and at the optimum of the
 linearized model (recommendation 1), with one prior precision and with one for each normalized group
 (recommendation 2); the figures are negative log likelihoods of test images under the linearized
-predictive. ``--data`` is a folder with ``mnist.npz`` and ``fashion_mnist.npz`` of the Keras layout.
+predictive, and of the trained network itself ("MAP"). ``--data`` is a folder with ``mnist.npz`` and
+``fashion_mnist.npz`` of the Keras layout.
 """
 
 import json
@@ -19,7 +20,7 @@ from typing import Any
 
 import harness
 import torch
-from images import Images, mean_and_error, scores, with_error
+from images import Images, mean_and_error, scores, seeds_of, with_error
 from pyro.infer.autoguide.initialization import init_to_value
 from pyro.nn import PyroParam
 from torch import Tensor, nn
@@ -105,13 +106,16 @@ def measure(name: str, seed: int, data: Images, options: Any) -> dict[str, dict[
     torch.manual_seed(seed)
     network = NETWORKS[name](options.width)
     few = data.train.x[:32]
-    model = bdl.models.Classification(bdl.bayesianize(network, priors.Normal(0.3)))
+    bnn = bdl.bayesianize(network, priors.Normal(0.3))
+    model = bdl.models.Classification(bnn, num_data=len(data.train.x))
     guide = bdl.guides.AutoLaplaceGGN(model, structure="full")
     train(
         model, guide, *data.train, steps=options.steps, learning_rate=3e-3,
+        batch_size=min(100, len(data.train.x)), elbo=bdl.elbo.CompiledELBO(),
         progress=None if options.json else f"{name}, seed {seed}",
     )  # fmt: skip
-    found = {}
+    point = bdl.Predictive(model, guide, num_samples=1)
+    found = {"MAP": {"NLL": scores(lambda x: point.mean(x)["y"][0], data)["NLL"]}}
     for number, prior in {
         "one precision": learned(),
         "one per group": priors.PerNormalizedGroup(learned(), network, few),
@@ -121,7 +125,9 @@ def measure(name: str, seed: int, data: Images, options: Any) -> dict[str, dict[
             start = init_to_value(values=guide.median())
             anew = bdl.guides.AutoLaplaceGGN(same, structure="full", init_loc_fn=start)
             posterior = anew.laplace_approximation(data.train)
-            evidence = bdl.evidence.maximize(posterior, linearized=linearized)
+            evidence = bdl.evidence.maximize(
+                posterior, linearized=linearized, steps=options.updates, tolerance=1e-3
+            )
             predictive = bdl.LinearizedPredictive(same, posterior)
             result = scores(lambda x, p=predictive: p.probabilities(x)["y"], data)
             found[f"{number}, {point}"] = {
@@ -135,12 +141,14 @@ def main() -> None:
     parser = harness.parser(__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder of the images")
     parser.add_argument("--networks", nargs="*", default=list(NETWORKS), help="by name; all")
+    parser.add_argument("--first-seed", type=int, default=0, help="of the seeds (0)")
     sizes = {
-        "seeds": (5, 1, "trainings"),
-        "train": (5000, 300, "images"),
-        "test": (10000, 500, "images"),
-        "steps": (5000, 300, "of the training"),
-        "width": (8, 2, "of the networks"),
+        "seeds": (5, 2, "trainings"),
+        "train": (5000, 500, "images"),
+        "test": (10000, 1000, "images"),
+        "steps": (5000, 2000, "of the training"),
+        "updates": (100, 15, "of the precisions, at most"),
+        "width": (8, 4, "of the networks"),
     }
     options = harness.parse_sizes(parser, sizes)
     torch.set_num_threads(options.threads)
@@ -150,7 +158,7 @@ def main() -> None:
         start = time.perf_counter()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", BdlWarning)  # a network is seldom at its maximum
-            runs = [measure(name, seed, data, options) for seed in range(options.seeds)]
+            runs = [measure(name, seed, data, options) for seed in seeds_of(options)]
         results[name] = {key: mean_and_error([run[key] for run in runs]) for key in runs[0]}
         if not options.json:
             size = sum(p.numel() for p in NETWORKS[name](options.width).parameters())

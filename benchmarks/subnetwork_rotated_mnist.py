@@ -1,49 +1,59 @@
-"""``subnetwork.py --task rotated-mnist``: digits that are turned further and further.
+"""``subnetwork.py --task rotated-mnist``: images that are turned, or corrupted, more and more.
 
-A ResNet of 77 418 weights with group normalization is trained on upright digits and tested on
-the same test digits at angles from 0 to 180 degrees (Daxberger et al. 2021, section 6.3). All
-posteriors share one prior, Normal(0, 0.1^2); MAP, SWAG and the Laplace approximations share one
-trained network. With ``--tune`` each Laplace approximation takes the prior scale that predicts
-held-out upright digits best. Laplace predicts linearised, by the probit approximation; the rest
-by the mean over draws. A step of MC dropout averages over four draws, since all digits of a batch
+A ResNet of 77 418 weights with group normalization is trained on upright images and tested on
+the same test images at angles from 0 to 180 degrees (Daxberger et al. 2021, section 6.3), and
+with noise, blur or less contrast at five strengths (``data.corrupt``). All posteriors share one
+prior, Normal(0, 0.1^2); MAP, SWAG, VOGN and the Laplace approximations start from one trained
+network. With ``--tune`` each Laplace approximation takes the prior scale that predicts
+held-out upright images best. Laplace predicts linearised, by the probit approximation; the rest
+by the mean over draws. A step of MC dropout averages over four draws, since all images of a batch
 share the mask of a draw. ``--data`` takes an .npz with ``x_train`` (N, 28, 28), ``y_train`` (N,),
-``x_test`` and ``y_test``, such as Keras' mnist.npz.
+``x_test`` and ``y_test``, such as Keras' mnist.npz or fashion_mnist.npz.
 """
 
 import argparse
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from harness import write_rows
 from pyro.infer.autoguide.initialization import init_to_value
 from torch import Tensor, nn
 
 import pyro_bdl as bdl
 from pyro_bdl import metrics
+from pyro_bdl.data import corrupt
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides import selectors
 from pyro_bdl.nn import with_learnable_prior
+from pyro_bdl.optim import VOGN, GaussNewton_ELBO
 from pyro_bdl.training import collect_swag, train
 
 SCORES = ("accuracy", "log likelihood", "ECE", "Brier")
 GRID = (0.003, 0.01, 0.02, 0.04, 0.07, 0.1, 0.2)
+SHIFTS = ("angle", "noise", "blur", "contrast")
 MAP = "MAP"
 Probabilities = Callable[[Tensor], Tensor]
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("rotated-mnist")
-    group.add_argument("--data", help="file of the digits")
-    group.add_argument("--train-size", type=int, default=2000, help="digits (2000)")
-    group.add_argument("--test-size", type=int, default=250, help="digits, at every angle (250)")
-    group.add_argument("--tune", action="store_true", help="Laplace's prior on held-out digits")
-    group.add_argument("--held-out", type=int, default=500, help="digits for --tune (500)")
+    group.add_argument("--data", help="file of the images")
+    group.add_argument("--train-size", type=int, default=2000, help="images (2000)")
+    group.add_argument("--test-size", type=int, default=250, help="images, at every strength (250)")
+    group.add_argument("--tune", action="store_true", help="Laplace's prior on held-out images")
+    group.add_argument("--held-out", type=int, default=500, help="images for --tune (500)")
     group.add_argument("--epochs", type=int, default=20, help="passes over the data (20)")
     group.add_argument("--angle-step", type=int, default=30, help="degrees (30)")
-    group.add_argument("--size", type=float, default=0.01, help="share of the weights (0.01)")
+    group.add_argument(
+        "--sizes", type=float, nargs="+", default=[0.002, 0.01, 0.05], help="shares of the weights"
+    )
+    group.add_argument("--rows", type=Path, help="write each posterior's scores there at once")
+    group.add_argument("--shifts", nargs="+", choices=SHIFTS, default=list(SHIFTS), help="(all)")
     group.add_argument("--swag-rate", type=float, default=1e-4, help="of SWAG's SGD (1e-4)")
     group.add_argument("--members", type=int, default=5, help="of the ensemble (5)")
     group.add_argument("--predictive-draws", type=int, default=30, help="of weights (30)")
@@ -73,7 +83,7 @@ def network() -> nn.Module:
 
 
 class Problem:
-    """Training, held-out and turned test digits, and programs for them."""
+    """Training and held-out images, test images by shift and its strength, and programs."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         from scipy.ndimage import rotate
@@ -86,9 +96,20 @@ class Problem:
         self.x, self.y = torch.tensor(x[:count])[:, None], torch.tensor(y[:count])
         held = slice(count, count + options.held_out)
         self.held_out = torch.tensor(x[held])[:, None], torch.tensor(y[held])
-        self.turned = {
-            angle: torch.tensor(rotate(test, angle, axes=(2, 1), reshape=False, order=1))[:, None]
-            for angle in range(0, 181, options.angle_step)
+
+        def shifted(shift: str, strength: int) -> Tensor:
+            if shift == "angle":
+                turned = rotate(test, strength, axes=(2, 1), reshape=False, order=1)
+                return torch.tensor(turned)[:, None]
+            return corrupt(torch.tensor(test)[:, None], shift, strength)
+
+        strengths = dict.fromkeys(SHIFTS, range(1, 6)) | {
+            "angle": range(0, 181, options.angle_step)
+        }
+        self.tests = {
+            (shift, strength): shifted(shift, strength)
+            for shift in options.shifts
+            for strength in strengths[shift]
         }
         self.batch = min(128, count)
         self.steps = max(1, options.epochs * count // self.batch)
@@ -145,16 +166,23 @@ def posteriors(
     posterior = plain.laplace_approximation(data)
     yield "diagonal Laplace", *laplace(problem, posterior, free, options)
 
-    for name, select in {
-        "subnetwork, variance of SWAG": selectors.LargestVariance(swag),
-        "subnetwork, predictive variance": selectors.LargestPredictiveVariance(),
-        "subnetwork, last layer": selectors.LastLayer(),
-    }.items():
+    chosen: list[tuple[str, Any, float | None]] = [
+        (f"subnetwork, {size:.2g} by {name}", select, size)
+        for size in options.sizes
+        for name, select in (
+            ("variance of SWAG", selectors.LargestVariance(swag)),
+            ("predictive variance", selectors.LargestPredictiveVariance()),
+        )
+    ]
+    for name, select, size in [*chosen, ("last layer", selectors.LastLayer(), None)]:
         free = with_learnable_prior(model)
         some = bdl.guides.AutoSubnetwork(free, select=select, init_loc_fn=start)
-        size = options.size if select.needs_size else None
         posterior = some.laplace_approximation(data, size=size)
         yield name, *laplace(problem, posterior, free, options)
+
+    guide = bdl.guides.AutoMeanField(model, init_loc_fn=start).prototype(*data)
+    problem.trained(guide, model, "VOGN", options, elbo=GaussNewton_ELBO(), optimizer=VOGN(guide))
+    yield "VOGN", drawn(model, guide, draws), {"draws": draws}
 
     model = problem.program()
     guide = bdl.guides.AutoMCDropout(model)
@@ -179,7 +207,7 @@ def scores(probabilities: Tensor, y: Tensor) -> tuple[float, ...]:
 
 
 def run(options: argparse.Namespace) -> tuple[dict[str, Any], None]:
-    """The scores of every posterior at every angle."""
+    """The scores of every posterior, by shift and strength."""
     if options.data is None:
         raise SystemExit("--task rotated-mnist needs --data, a file such as Keras' mnist.npz")
     torch.manual_seed(0)
@@ -189,18 +217,19 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], None]:
         warnings.simplefilter("ignore", BdlWarning)  # a network is seldom at its maximum
         for name, predict, facts in posteriors(problem, options):
             made = time.process_time()
-            found = {
-                angle: scores(predict(x), problem.y_test) for angle, x in problem.turned.items()
-            }
+            found: dict[str, dict[str, tuple[float, ...]]] = {}
+            for (shift, strength), x in problem.tests.items():
+                found.setdefault(shift, {})[str(strength)] = scores(predict(x), problem.y_test)
             facts |= {"CPU s, fit": made - started, "CPU s, predict": time.process_time() - made}
             table[name] = {"facts": facts, "scores": found}
+            write_rows(options.rows, [{"posterior": name, **table[name]}])
             if not options.json:
                 show_one(name, table[name])
             started = time.process_time()
     first = network()
     results = {
         "network": f"ResNet, {sum(p.numel() for p in first.parameters())} weights",
-        "digits": f"{len(problem.x)} to train, {len(problem.y_test)} to test at each angle",
+        "images": f"{len(problem.x)} to train, {len(problem.y_test)} to test at each strength",
         "columns": SCORES,
         "posteriors": table,
     }
@@ -212,33 +241,38 @@ def show_one(name: str, entry: dict[str, Any]) -> None:
         f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}"
         for key, value in entry["facts"].items()
     )
-    print(f"{name} ({facts})")
-    angles = entry["scores"]
-    print("  angle          " + " ".join(f"{angle:>7}" for angle in angles))
-    for number, score in enumerate(SCORES):
-        print(f"  {score:<14} " + " ".join(f"{row[number]:>7.3f}" for row in angles.values()))
+    print(f"{name} ({facts})", flush=True)
 
 
 def show(results: dict[str, Any]) -> None:
-    """Log likelihoods side by side; the other scores were printed on the way."""
+    """Each score of all posteriors, by shift and strength."""
     table = results["posteriors"]
-    print(f"{results['network']}, {results['digits']}; mean log likelihood in nats by angle")
-    angles = next(iter(table.values()))["scores"]
-    print(f"  {'':<32} " + " ".join(f"{angle:>6}" for angle in angles))
-    for name, entry in table.items():
-        row = " ".join(f"{values[1]:>6.2f}" for values in entry["scores"].values())
-        print(f"  {name:<32} {row}")
+    print(f"{results['network']}, {results['images']}; log likelihoods are means in nats")
+    shifts = next(iter(table.values()))["scores"]
+    for shift, strengths in shifts.items():
+        for number, score in enumerate(SCORES):
+            print(f"{shift + ': ' + score:<42}" + "".join(f"{level:>7}" for level in strengths))
+            for name, entry in table.items():
+                values = entry["scores"][shift].values()
+                print(f"  {name:<40}" + "".join(f"{row[number]:>7.2f}" for row in values))
 
 
 def figure(results: dict[str, Any], extra: None, path: str) -> None:
-    """Each score against the angle."""
+    """Each score against the strength of each shift."""
     from matplotlib.figure import Figure
 
-    drawn = Figure(figsize=(11, 7), layout="constrained")
-    for number, (ax, score) in enumerate(zip(drawn.subplots(2, 2).flat, SCORES, strict=True)):
-        for name, entry in results["posteriors"].items():
-            angles = list(entry["scores"])
-            ax.plot(angles, [entry["scores"][a][number] for a in angles], ".-", label=name)
-        ax.set(xlabel="degrees", ylabel=score)
-    drawn.axes[0].legend(fontsize=8)
-    drawn.savefig(path, dpi=120)
+    table = results["posteriors"]
+    shifts = list(next(iter(table.values()))["scores"])
+    drawn = Figure(figsize=(4 * len(shifts), 10), layout="constrained")
+    axes = drawn.subplots(len(SCORES), len(shifts), squeeze=False, sharey="row", sharex="col")
+    for number, score in enumerate(SCORES):
+        for ax, shift in zip(axes[number], shifts, strict=True):
+            for name, entry in table.items():
+                values = entry["scores"][shift]
+                strengths = [float(level) for level in values]
+                ax.plot(strengths, [row[number] for row in values.values()], ".-", label=name)
+        axes[number, 0].set_ylabel(score)
+    for ax, shift in zip(axes[-1], shifts, strict=True):
+        ax.set_xlabel("degrees" if shift == "angle" else f"{shift}, strength")
+    axes[0, 0].legend(fontsize=6)
+    drawn.savefig(path, dpi=100)

@@ -104,7 +104,7 @@ def images(
     data = images_of(options, name, count)
     x, x_test, ood = (part.flatten(1) for part in (data.train.x, data.test.x, data.elsewhere))
     settings = {
-        "taus": TAUS,
+        "taus": options.taus,
         "etas": (1.0,),
         "ood": ood,
         "steps": options.steps,
@@ -380,6 +380,7 @@ def main() -> None:
     for name in ("images", "tests", "steps", "draws", "cold_images", "cold_steps", "resnet_steps"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int)
     parser.add_argument("--widths", type=int, nargs="+")
+    parser.add_argument("--taus", type=float, nargs="+", default=TAUS, help="of the images")
     parser.add_argument("--estimators", nargs="+", choices=ESTIMATORS, default=ESTIMATORS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

@@ -34,7 +34,7 @@ import numpy as np
 import pyro
 import pyro.distributions as dist
 import torch
-from harness import machine, parser
+from harness import machine, parser, read_rows, write_rows
 from pyro.infer.autoguide.initialization import init_to_value
 from pyro.nn import PyroModule, PyroParam
 from scipy.stats import spearmanr
@@ -298,28 +298,33 @@ def figure(first: Reconstruction, found: dict[str, dict[str, Any]], path: Path) 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     shown = images(options)
-    tables: dict[str, Any] = {}
+    rows = {(row["angles"], row["image"]): row for row in read_rows(options.rows)}
     for angles in options.angles:
         matrix = projections(SIDE, angles)
-        scores: dict[str, dict[str, list[float]]] = {}
         for seed, (name, image) in enumerate(shown.items()):
+            if (angles, name) in rows:
+                continue
             started = time.process_time()
             one = Reconstruction(image, matrix, options, seed)
             found = one.all()
-            for method, result in found.items():
-                row = scores.setdefault(method, {})
-                for key, value in one.scores(**result).items():
-                    row.setdefault(key, []).append(value)
+            scores = {method: one.scores(**result) for method, result in found.items()}
+            row = rows[angles, name] = {"angles": angles, "image": name, "scores": scores}
+            write_rows(options.rows, [row])
             if options.figure and seed == 0 and angles == options.angles[-1]:
                 figure(one, found, options.figure)
             if not options.json:
                 seconds = time.process_time() - started
                 print(f"{angles} angles, {name}: {seconds:.0f} s of processor time", flush=True)
-        tables[f"{angles} angles"] = {
-            method: {key: _mean_and_error(values) for key, values in row.items()}
-            for method, row in scores.items()
-        }
-    return {"images": len(shown), "tables": tables}
+    return {"tables": dict(_table(angles, rows) for angles in options.angles)}
+
+
+def _table(angles: int, rows: dict[tuple[int, str], dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+    """A title, and mean and standard error over the images of each score of each method."""
+    found = [row["scores"] for (number, _), row in rows.items() if number == angles]
+    return f"{angles} angles, {len(found)} images", {
+        method: {key: _mean_and_error([row[method][key] for row in found]) for key in scores}
+        for method, scores in found[0].items()
+    }
 
 
 def _mean_and_error(values: list[float]) -> list[float]:
@@ -341,6 +346,7 @@ def main() -> None:
     options_of.add_argument("--evidence-steps", type=int, default=25)
     options_of.add_argument("--rate", type=float, default=0.05, help="of dropout (0.05)")
     options_of.add_argument("--draws", type=int, default=100, help="of dropout and mean-field")
+    options_of.add_argument("--rows", type=Path, help="file of the rows; those in it are not run")
     options_of.add_argument("--figure", type=Path)
     options = options_of.parse_args()
     options.digits = (1 if options.quick else 20) if options.digits is None else options.digits
@@ -356,8 +362,8 @@ def main() -> None:
     if options.json:
         print(json.dumps({"benchmark": "tomography"} | results))
         return
-    for angles, table in results["tables"].items():
-        print(f"\n{angles}, mean ± standard error over {results['images']} images")
+    for title, table in results["tables"].items():
+        print(f"\n{title}, mean ± standard error")
         keys = list(next(iter(table.values())))
         print(f"  {'':30}" + "".join(f"{key:>20}" for key in keys))
         for method, row in table.items():

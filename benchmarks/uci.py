@@ -1,53 +1,62 @@
-"""Test log likelihoods of Laplace approximations on UCI regression sets, standard and gap splits.
+"""Test log likelihoods of posteriors on UCI regression sets, standard and gap splits.
 
-A network with one hidden layer of 50 ReLU units, per-layer prior scales and the noise by the
-evidence during training (full Gauss-Newton), against the best deterministic fit: the same network
-as MAP, its prior scale and noise chosen on a tenth of the training data and trained again on all
-of it. From the same trained weights the table also shows the point prediction at the evidence's
-noise, the Kronecker-factored posterior, both posteriors with the noise set to the root mean square
-residual at the end (the evidence counts a parameter as used up in each direction of the
-linearised network, though training has not used all of them, and so finds more noise), and the
-full posterior without linearization (the network at draws), which is known to fail.
+A network with one hidden layer of 50 ReLU units under the command's program (weights of fan-in
+scale, noise HalfNormal(1)) with posteriors of the command; the same with a scale for each layer
+and the noise by the evidence; and the best deterministic fit, a MAP whose prior scale is chosen on
+a tenth of the training data before it is trained again on all of it.
 
-    python benchmarks/uci.py --data uci --splits 5
+    python benchmarks/uci.py --data uci --sets yacht --splits 5 --seeds 2 --rows rows.jsonl
 
 ``--data`` is a folder with ``standard/NAME/data/data.txt`` and its index files, and
-``gap/NAME/data/`` with index files, as github.com/cambridge-mlg/DUN has them. Log likelihoods are
-means over test data in nats, of the target in its own units; "worst" is the lowest over splits.
+``gap/NAME/data/`` with index files, as github.com/cambridge-mlg/DUN has them. Splits with the same
+rows count once; all splits of a set are trained at once. Log likelihoods are means over test data
+in nats, of the target in its own units. The tables have the mean over splits (of each the mean over
+seeds) and its standard error, the standard deviation over splits, that over seeds of one split
+(root mean square over splits), and the lowest of all. A line of ``--rows`` is one run of one split;
+a run that was killed goes on with those that are missing.
 """
 
+import argparse
 import json
 import math
 import statistics
+import time
 import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyro
+import pyro.distributions as dist
 import torch
-from harness import parser
+from harness import parser, read_rows, write_rows
 from pyro.distributions import constraints
 from pyro.nn import PyroParam
 from torch import Tensor, nn
-from tqdm import tqdm
+from uci_published import LOG_LIKELIHOOD
 
 import pyro_bdl as bdl
+from pyro_bdl import posteriors, priors
 from pyro_bdl.errors import BdlWarning
 
 SETS = ("boston", "concrete", "energy", "power", "protein")
 GRID = (0.1, 0.3, 1.0, 3.0)
-METHODS = {
-    "deterministic": "MAP, prior scale and noise by validation",
-    "map": "MAP, prior scales and noise by the evidence",
-    "laplace-full": "linearised Laplace, full",
-    "laplace-kron": "linearised Laplace, Kronecker",
-    "laplace-full-ml": "the same two, noise by maximum likelihood: full",
-    "laplace-kron-ml": "    and Kronecker",
-    "laplace-sampled": "Laplace, full, not linearised",
+VALIDATED = "MAP, prior by validation"
+# column: whether scales and noise are set by the evidence, and the posterior of the command
+COLUMNS = {
+    "MAP": (False, "map"),
+    "mean-field": (False, "mean-field"),
+    "MC dropout": (False, "mc-dropout"),
+    "ensemble": (False, "ensemble"),
+    "SWAG": (False, "swag"),
+    "subnetwork": (False, "subnetwork"),
+    "Laplace, last layer": (False, "laplace-last-layer"),
+    "Laplace, full": (False, "laplace-full"),
+    "Laplace, kron": (False, "laplace-kron"),
+    "full, factor by evidence": (False, "laplace-evidence"),
+    "full, layers by evidence": (True, "laplace-full"),
+    "kron, layers by evidence": (True, "laplace-kron"),
 }
-_FULL_BATCH = 2048
-_BATCH = 256
+_FULL_BATCH, _BATCH = 1024, 256  # of ``training.train``
 
 
 class Split:
@@ -92,136 +101,164 @@ def network(features: int) -> nn.Module:
     return nn.Sequential(nn.Linear(features, 50), nn.ReLU(), nn.Linear(50, 1))
 
 
-def train(
-    model: Any, guide: Any, x: Tensor, y: Tensor, steps: int, online: Any = None, every: int = 0
-) -> None:
-    """Adam on the guide's parameters alone; the rate falls to zero unless ``online`` is there."""
-    guide.prototype(x[:2], y[:2])
-    elbo = bdl.elbo.TemperedTrace_ELBO()
-    optimizer = torch.optim.Adam(guide.parameters(), lr=0.01)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    for step in range(steps):
-        rows: Any = slice(None) if len(x) <= _FULL_BATCH else torch.randint(len(x), (_BATCH,))
-        loss = elbo.differentiable_loss(model, guide, x[rows], y[rows])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if online is None:
-            schedule.step()
-        elif (step + 1) % every == 0 and not online.step():
-            break
+def program(split: Split, *, tuned: bool = False, scale: float | None = None) -> Any:
+    """The command's program; with a scale for each layer, or one scale of all weights."""
+    prior: priors.Prior = priors.FanIn(1.0) if scale is None else priors.Normal(scale)
+    if tuned:
+        prior = priors.PerLayer(priors.Normal(positive(1.0)))
+    network_of = bdl.bayesianize(network(split.x.shape[1]), prior)
+    noise = positive(0.5) if tuned else dist.HalfNormal(1.0)
+    return bdl.models.Regression(network_of, noise=noise, num_data=len(split.x))
 
 
-def gaussian(mean: Tensor, sd: Tensor | float, y: Tensor) -> Tensor:
-    return torch.distributions.Normal(mean, sd).log_prob(y)
+def fitted(
+    name: str, programs: list[Any], data: list[tuple[Tensor, Tensor]], seed: int, options: Any
+) -> list[Any]:
+    """Posteriors of several data sets; more steps where a step sees a smaller part of the data."""
+    problems = [posteriors.Problem(m, *d) for m, d in zip(programs, data, strict=True)]
+    count = len(data[0][0])
+    in_a_pass = 1.0 if count <= _FULL_BATCH else count / _BATCH
+    steps = max(options.steps, round(options.passes * in_a_pass))
+    settings = posteriors.Options(seed=seed, steps=steps)
+    return [fit.posterior for fit in posteriors.fit_together(name, problems, settings)]
 
 
-@torch.no_grad()
-def point(model: Any, guide: Any, x: Tensor) -> Tensor:
-    return bdl.Predictive(model, guide, num_samples=1)(x)["f"][0]
+def log_likelihood(model: Any, posterior: Any, x: Tensor, y: Tensor) -> float:
+    """The mean over the data; linearized, in closed form, for a Laplace approximation."""
+    if isinstance(posterior, bdl.guides.LaplaceGuide):
+        return bdl.LinearizedPredictive(model, posterior).log_density(x, y)["y"].mean().item()
+    each = bdl.Predictive(model, posterior, num_samples=1000).log_likelihood(x, y)["y"]
+    return (each.logsumexp(0) - math.log(len(each))).mean().item()
 
 
-def deterministic(split: Split, steps: int) -> Tensor:
-    """Log likelihoods of the test data under the best deterministic fit."""
-    order = torch.randperm(len(split.x))
-    held, kept = order[: len(order) // 10], order[len(order) // 10 :]
-
-    def fitted(scale: float, noise: float, rows: Tensor, steps: int) -> tuple[Any, Any]:
-        bnn = bdl.bayesianize(network(split.x.shape[1]), bdl.priors.Normal(scale))
-        model = bdl.models.Regression(bnn, noise=noise, num_data=len(rows))
-        guide = bdl.guides.AutoLaplaceGGN(model)
-        train(model, guide, split.x[rows], split.y[rows], steps)
-        return model, guide
-
-    best = (-math.inf, 1.0, 1.0)
+def validated(splits: list[Split], seed: int, options: Any) -> tuple[list[Any], list[Any]]:
+    """Programs and MAPs with the prior scale that predicts a tenth of the training data best."""
+    generator = torch.Generator().manual_seed(seed)
+    orders = [torch.randperm(len(split.x), generator=generator) for split in splits]
+    parts = [(order[len(order) // 10 :], order[: len(order) // 10]) for order in orders]
+    best = [(-math.inf, 0.0)] * len(splits)
     for scale in GRID:
-        noise = 0.3
-        for _ in range(2):  # the noise also weighs the prior: fit with it once more
-            model, guide = fitted(scale, noise, kept, steps // 2)
-            error = point(model, guide, split.x[held]) - split.y[held]
-            noise = max(1e-3, error.square().mean().sqrt().item())
-        score = gaussian(torch.zeros_like(error), noise, error).mean().item()
-        best = max(best, (score, scale, noise))
-    _, scale, noise = best
-    model, guide = fitted(scale, noise, torch.arange(len(split.x)), steps)
-    return gaussian(point(model, guide, split.x_test), noise, split.y_test)
+        programs = [program(split, scale=scale) for split in splits]
+        data = []
+        for model, s, (kept, _) in zip(programs, splits, parts, strict=True):
+            model.num_data = len(kept)
+            data.append((s.x[kept], s.y[kept]))
+        found = fitted("map", programs, data, seed, options)
+        for i, (s, (_, held)) in enumerate(zip(splits, parts, strict=True)):
+            score = log_likelihood(programs[i], found[i], s.x[held], s.y[held])
+            best[i] = max(best[i], (score, scale))
+    programs = [program(s, scale=scale) for s, (_, scale) in zip(splits, best, strict=True)]
+    return programs, fitted("map", programs, [(s.x, s.y) for s in splits], seed, options)
 
 
-def laplace(split: Split, steps: int) -> dict[str, Tensor]:
-    """Log likelihoods of the test data under each posterior around one trained network."""
-    prior = bdl.priors.PerLayer(bdl.priors.Normal(positive(1.0)))
-    bnn = bdl.bayesianize(network(split.x.shape[1]), prior)
-    model = bdl.models.Regression(bnn, noise=positive(0.5), num_data=len(split.x))
-    guide = bdl.guides.AutoLaplaceGGN(model, structure="full")
-    data = (split.x, split.y)
-    online = bdl.evidence.MarginalLikelihoodTraining(
-        guide, data, every=1, burn_in=2, patience=None, steps=5
-    )
-    every = max(1, steps // 20)
-    train(model, guide, *data, steps, online, every)
-    train(model, guide, *data, steps)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", BdlWarning)  # a ReLU network is seldom at its maximum
-        posterior = guide.laplace_approximation(data)
-        bdl.evidence.maximize(posterior)
-        kron = guide.laplace_approximation(data, structure="kron")
-    test = (split.x_test, split.y_test)
-    noise = next(v for k, v in posterior._read().parameters.items() if "noise" in k).value.item()
-    sampled = bdl.Predictive(model, posterior, num_samples=200).log_likelihood(*test)["y"]
-    found = {
-        "map": gaussian(point(model, guide, split.x_test), noise, split.y_test),
-        "laplace-full": bdl.LinearizedPredictive(model, posterior).log_density(*test)["y"],
-        "laplace-kron": bdl.LinearizedPredictive(model, kron).log_density(*test)["y"],
-        "laplace-sampled": sampled.logsumexp(0) - math.log(len(sampled)),
+def scores(column: str, splits: list[Split], seed: int, options: Any) -> list[float]:
+    """The mean test log likelihood of each split, of the target in its own units."""
+    if column == VALIDATED:
+        programs, found = validated(splits, seed, options)
+    else:
+        tuned, name = COLUMNS[column]
+        programs = [program(split, tuned=tuned) for split in splits]
+        found = fitted(name, programs, [(s.x, s.y) for s in splits], seed, options)
+    return [
+        log_likelihood(model, posterior, split.x_test, split.y_test) - math.log(split.y_sd)
+        for model, posterior, split in zip(programs, found, splits, strict=True)
+    ]
+
+
+def rows_of(kind: str, name: str, rows: list[dict[str, Any]], options: Any) -> None:
+    """Add the rows of a set that are missing, all splits of a column and a seed at once."""
+    numbers = distinct(options.data, kind, name)[: options.splits]
+    for seed in range(options.seeds):
+        for column in options.columns:
+            where = {"kind": kind, "set": name, "column": column, "seed": seed}
+            known = {row["split"] for row in rows if where.items() <= row.items()}
+            missing = [number for number in numbers if number not in known]
+            if not missing:
+                continue
+            splits = [Split(options.data, kind, name, number) for number in missing]
+            started = time.process_time()
+            found = scores(column, splits, seed, options)
+            seconds = (time.process_time() - started) / len(splits)
+            new = [
+                {**where, "split": number, "log likelihood": value, "seconds": seconds}
+                for number, value in zip(missing, found, strict=True)
+            ]
+            write_rows(options.rows, new)
+            rows += new
+
+
+def spread(each: list[list[float]]) -> dict[str, float]:
+    """Mean over splits with its standard error, and the sds over splits and over seeds.
+
+    :param each: for each split the values of its seeds.
+    """
+    means = [statistics.fmean(values) for values in each]
+    over_splits = statistics.stdev(means) if len(means) > 1 else math.nan
+    variances = [statistics.variance(values) for values in each if len(values) > 1]
+    return {
+        "mean": statistics.fmean(means),
+        "standard error": over_splits / math.sqrt(len(means)),
+        "sd over splits": over_splits,
+        "sd over seeds": math.sqrt(statistics.fmean(variances)) if variances else math.nan,
     }
-    parameter = next(p for name, p in posterior._read().parameters.items() if "noise" in name)
-    residual = posterior.squares * posterior.noise_factor / posterior.cells
-    parameter.set(parameter.value.detach() * residual.sqrt())
-    for key, changed in (("laplace-full-ml", posterior), ("laplace-kron-ml", kron)):
-        changed.refresh()
-        found[key] = bdl.LinearizedPredictive(model, changed).log_density(*test)["y"]
-    return found
 
 
-def run(folder: Path, kind: str, name: str, number: int, steps: int) -> dict[str, float]:
-    """Mean test log likelihood by method, of the target in its own units."""
-    pyro.clear_param_store()
-    pyro.set_rng_seed(number)
-    split = Split(folder, kind, name, number)
-    found = laplace(split, steps) | {"deterministic": deterministic(split, steps)}
-    return {key: value.mean().item() - math.log(split.y_sd) for key, value in found.items()}
+def shown(value: float) -> str:
+    """Three significant digits, more of a large number."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}"
+
+
+def table(kind: str, name: str, rows: list[dict[str, Any]]) -> str:
+    """Markdown of one set: a line for each column, with the published figure on standard splits."""
+    chosen = [row for row in rows if (row["kind"], row["set"]) == (kind, name)]
+    splits = sorted({row["split"] for row in chosen})
+    seeds = len({row["seed"] for row in chosen})
+    lines = [
+        f"\n{kind} {name}, splits {splits}, {seeds} seeds\n",
+        "| | log likelihood | sd over splits | sd over seeds | lowest | published |",
+        "|---" * 6 + "|",
+    ]
+    for column in dict.fromkeys(row["column"] for row in chosen):
+        own = [row for row in chosen if row["column"] == column]
+        each = [[r["log likelihood"] for r in own if r["split"] == s] for s in splits]
+        mean, error, over_splits, over_seeds = spread([v for v in each if v]).values()
+        lowest = min(row["log likelihood"] for row in own)
+        public = LOG_LIKELIHOOD.get(column, {}).get(name) if kind == "standard" else None
+        cells = (
+            shown(mean) + (f" ± {shown(error)}" if len(splits) > 1 else ""),
+            shown(over_splits) if len(splits) > 1 else "",
+            shown(over_seeds) if seeds > 1 else "",
+            shown(lowest),
+            "" if public is None else " ± ".join(f"{v:.2f}" for v in public if v is not None),
+        )
+        lines.append(f"| {column} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
     arguments = parser(__doc__.splitlines()[0])
+    columns = [VALIDATED, *COLUMNS]
     arguments.add_argument("--data", type=Path, required=True, help="folder of the UCI sets")
-    arguments.add_argument("--splits", type=int, default=5, help="of each set (default 5)")
-    arguments.add_argument("--sets", default=",".join(SETS), help="default: %(default)s")
-    arguments.add_argument("--kinds", default="standard,gap", help="default: %(default)s")
-    arguments.add_argument("--steps", type=int, default=2500, help="of each training")
-    options = arguments.parse_args()
+    arguments.add_argument("--splits", type=int, default=20, help="of each set, at most (20)")
+    arguments.add_argument("--seeds", type=int, default=2, help="of each split (2)")
+    arguments.add_argument("--sets", nargs="+", default=SETS, help="default: %(default)s")
+    arguments.add_argument("--kinds", nargs="+", default=("standard", "gap"), help="of splits")
+    arguments.add_argument("--columns", nargs="+", choices=columns, default=columns)
+    arguments.add_argument("--steps", type=int, default=2000, help="of each training, at least")
+    arguments.add_argument("--passes", type=int, default=150, help="over the data, at least (150)")
+    arguments.add_argument("--rows", type=Path, help="file of the rows; those in it are not run")
+    options: argparse.Namespace = arguments.parse_args()
     torch.set_num_threads(options.threads)
-    results: dict[str, dict[str, list[dict[str, float]]]] = {}
-    for kind in options.kinds.split(","):
-        for name in options.sets.split(","):
-            numbers = distinct(options.data, kind, name)[: options.splits]
-            bar = tqdm(numbers, desc=f"{kind} {name}", disable=options.json)
-            results.setdefault(kind, {})[name] = [
-                run(options.data, kind, name, number, options.steps) for number in bar
-            ]
-            if not options.json:
-                show(kind, name, results[kind][name])
+    rows = read_rows(options.rows)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BdlWarning)  # a ReLU network is seldom at its maximum
+        for name in options.sets:
+            for kind in options.kinds:
+                rows_of(kind, name, rows, options)
+                if not options.json:
+                    print(table(kind, name, rows), flush=True)
     if options.json:
-        print(json.dumps(results))
-
-
-def show(kind: str, name: str, rows: list[dict[str, float]]) -> None:
-    print(f"{kind} {name}, {len(rows)} splits: mean test log likelihood, standard error, worst")
-    for key, title in METHODS.items():
-        values = [row[key] for row in rows]
-        error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-        mean = statistics.fmean(values)
-        print(f"  {title:<45} {mean:#11.4g} {error:#8.2g} {min(values):#11.4g}", flush=True)
+        print(json.dumps(rows))
 
 
 if __name__ == "__main__":

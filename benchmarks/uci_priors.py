@@ -82,7 +82,11 @@ def program(name: str, split: uci.Split) -> Any:
     return bdl.models.Regression(network, noise=noise, num_data=len(split.x))
 
 
-def nuts(split: uci.Split, options: argparse.Namespace) -> Found:
+def nuts(split: uci.Split, options: argparse.Namespace) -> tuple[Found, dict[str, float]]:
+    """NUTS, the log likelihood of the Normal with its moments, and the largest R-hat of f.
+
+    Where the noise is far narrower than f, a mean over draws says how close the nearest draw comes.
+    """
     model, test = program("program", split), (split.x_test, split.y_test)
     samples = bdl.mcmc.sample(
         model, split.x, split.y, num_warmup=options.warmup, num_samples=options.draws,
@@ -90,8 +94,14 @@ def nuts(split: uci.Split, options: argparse.Namespace) -> Found:
     )  # fmt: skip
     predictive = bdl.Predictive(model, samples)
     each = predictive.log_likelihood(*test)["y"]
-    f = predictive(split.x_test)["f"]
-    return Found(each.logsumexp(0) - math.log(len(each)), f.mean(0), f.var(0))
+    drawn = predictive(split.x_test)
+    f, y = drawn["f"], drawn["y"]
+    normal = torch.distributions.Normal(y.mean(0), y.std(0))
+    facts = {
+        "of its moments": normal.log_prob(split.y_test).mean().item() - math.log(split.y_sd),
+        "R-hat": bdl.diagnostics.rhat(f.unflatten(0, (2, -1))).max().item(),
+    }
+    return Found(each.logsumexp(0) - math.log(len(each)), f.mean(0), f.var(0)), facts
 
 
 def predicted(model: Any, posterior: Any, split: uci.Split) -> Found:
@@ -147,7 +157,7 @@ def rows_of(
     todo = [name for name in options.programs if (*where.values(), name) not in known]
     if not todo:
         return []
-    reference = nuts(split, options)
+    reference, facts = nuts(split, options)
 
     def scores(found: Found) -> dict[str, float]:
         nats = float(found.density.mean()) - math.log(split.y_sd)
@@ -166,12 +176,10 @@ def rows_of(
                     "point": point,
                     "members": [scores(found) for found in members],
                     "mixture": scores(mixture(members)),
-                    "NUTS": scores(reference),
+                    "NUTS": scores(reference) | facts,
                 }
             )
-        if options.rows is not None:
-            with options.rows.open("a") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows[-len(runs[0]) :])
+        harness.write_rows(options.rows, rows[-len(runs[0]) :])
     return rows
 
 
@@ -229,9 +237,7 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, help="file of the rows; those in it are not run")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    rows: list[dict[str, Any]] = []
-    if options.rows is not None and options.rows.exists():
-        rows = [json.loads(line) for line in options.rows.read_text().splitlines()]
+    rows = harness.read_rows(options.rows)
     known = {(row["kind"], row["set"], row["split"], row["program"]) for row in rows}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BdlWarning)  # a ReLU network is seldom at its maximum

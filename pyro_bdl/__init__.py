@@ -38,10 +38,10 @@ from pyro_bdl.training.checkpoint import Checkpoint
 from pyro_bdl.utils.memory import working_memory
 
 if TYPE_CHECKING:
-    from pyro_bdl import plots, references
+    from pyro_bdl import data, plots, references
 
-# Modules that import matplotlib and pandas, which takes long: they are imported at their first use.
-_LATER = ("plots", "references")
+# Modules that import matplotlib, pandas or data sets: they are imported at their first use.
+_LATER = ("data", "plots", "references")
 
 __all__ = [
     "BayesianModule",
@@ -60,6 +60,7 @@ __all__ = [
     "bayesianize",
     "calibration",
     "compare",
+    "data",
     "diagnostics",
     "distributed",
     "elbo",

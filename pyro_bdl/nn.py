@@ -1,7 +1,7 @@
 """``bayesianize``: a copy of a torch network as a Pyro program with priors on its weights."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
@@ -16,7 +16,15 @@ from torch.distributions import Distribution
 from pyro_bdl.adapters import lora, merged
 from pyro_bdl.distributions.copies import moved_like, without_validation
 from pyro_bdl.errors import UnsupportedProgramError
-from pyro_bdl.priors import ByName, Normal, PriorFunction, check_prior, is_constant, learnable
+from pyro_bdl.priors import (
+    ByName,
+    GPrior,
+    Normal,
+    PriorFunction,
+    check_prior,
+    is_constant,
+    learnable,
+)
 from pyro_bdl.program.batch_norm import keeps_statistics
 from pyro_bdl.program.checkpointing import kept_for_recomputation
 from pyro_bdl.program.gaussian_prior import TaskPrior
@@ -32,7 +40,7 @@ from pyro_bdl.program.network_sites import INIT_KEY, OWNER_KEY, SampledNetwork
 from pyro_bdl.program.parameter_namespace import OwnParameters
 from pyro_bdl.program.sharded import refuse_sharded
 from pyro_bdl.program.vmap import DrawMap
-from pyro_bdl.scales import Hyperprior, beside, hyperparameter_scope
+from pyro_bdl.scales import Hyperprior, Scale, beside, hyperparameter_scope
 from pyro_bdl.utils.names import Names, chooser
 
 __all__ = [
@@ -42,6 +50,7 @@ __all__ = [
     "each",
     "lora",
     "merged",
+    "with_g_prior",
     "with_learnable_prior",
     "with_prior",
 ]
@@ -320,6 +329,28 @@ def with_prior(model: nn.Module, prior: PriorFunction) -> nn.Module:
     :raises ValueError: if it holds no such network.
     """
     return _with_priors(model, lambda network: prior)
+
+
+def with_g_prior(
+    model: nn.Module, curvature: Mapping[str, Tensor], scale: Scale = 1.0
+) -> nn.Module:
+    """A copy of a program whose networks have the prior Normal(0, scale^2 / h), ``priors.GPrior``::
+
+        h = guide.laplace_approximation((x, y), structure="diag").curvature_diagonals()
+        model = with_g_prior(model, h, PyroParam(torch.tensor(1.0), constraint=positive))
+        guide = AutoLaplaceGGN(
+            model, structure="samples", init_loc_fn=init_to_value(values=guide.median())
+        )
+
+    :param curvature: h by site.
+    :param scale: a number, or a ``PyroParam`` that the evidence sets.
+    :raises ValueError: if the program holds no network of ``bayesianize``.
+    """
+
+    def choose(network: BayesianModule) -> PriorFunction:
+        return GPrior({n.removeprefix(network.site_prefix): h for n, h in curvature.items()}, scale)
+
+    return _with_priors(model, choose)
 
 
 def _with_priors(model: nn.Module, choose: Callable[[BayesianModule], PriorFunction]) -> nn.Module:

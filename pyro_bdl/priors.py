@@ -296,6 +296,38 @@ class Moped(Prior):
         return dist.Normal(value, scale).to_event(parameter.dim())
 
 
+class GPrior(Prior):
+    """w_i ~ Normal(0, scale^2 / h_i), with h the diagonal of the curvature sum_n J_n' F_n J_n.
+
+    The diagonal g-prior of the linearized model (Zellner 1986; Antoran et al. 2023, section 4): the
+    predictive does not depend on the units of a layer's inputs and weights, and the scale is the
+    only hyperparameter. ``nn.with_g_prior`` gives it to a program, whose MAP was trained with
+    another prior.
+
+    :param curvature: h by the parameter's name, flat or with its shape.
+    :param floor: the smallest h, as a share of the largest of the parameter, so that weights that
+        the data do not inform have a finite variance; 1 where all h are zero.
+    """
+
+    constant = False  # differs between parameters of one shape
+
+    def __init__(
+        self, curvature: Mapping[str, Tensor], scale: Scale = 1.0, *, floor: float = 1e-6
+    ) -> None:
+        self.scale = checked(scale, "scale")
+        self.curvature = {
+            name: h.detach().clamp(min=floor * float(h.max()) or 1.0)
+            for name, h in curvature.items()
+        }
+
+    def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution:
+        if name not in self.curvature:
+            raise ValueError(f"GPrior has no curvature of parameter {name!r}: give one")
+        h = self.curvature[name].to(parameter).reshape(parameter.shape)
+        scale = self._value("scale", parameter) * h.rsqrt()
+        return dist.Normal(parameter.new_zeros(()), scale).to_event(parameter.dim())
+
+
 class ByName(Prior):
     """The prior of the first pattern (shell wildcards) that a parameter's name matches.
 
@@ -361,10 +393,12 @@ class PerLayer(Prior):
 
 
 class PerNormalizedGroup(Prior):
-    """One prior for every weight, with separate hyperparameters for each normalized layer.
+    """One prior for every weight, with separate hyperparameters for each normalized group.
 
-    A layer is normalized if its scale does not change the network's outputs. All other layers share
-    one set of hyperparameters.
+    A layer is normalized if its scale does not change the network's outputs. Layers that can only
+    be scaled together are one group, such as those that write to the residual stream of a
+    transformer which normalizes where it reads, ``x + block(norm(x))``. All other layers share one
+    set of hyperparameters.
 
     A layer before a normalization can be scaled without a change of the outputs. The size of its
     weights is arbitrary, so that a precision shared with other layers would be arbitrary too
@@ -384,7 +418,9 @@ class PerNormalizedGroup(Prior):
         if not inputs:
             raise ValueError("PerNormalizedGroup needs some inputs of the network, as in (.., x)")
         self.prior = prior
-        self.groups = normalized_layers(network, *inputs)
+        found = normalized_layers(network, *inputs)
+        self.groups = tuple(found)
+        self._group_of = {name: group for group, names in found.items() for name in names}
 
     @property
     def constant(self) -> bool:
@@ -396,15 +432,15 @@ class PerNormalizedGroup(Prior):
         return result
 
     def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution | None:
-        group = name if name in self.groups else name.rpartition(".")[0]
-        label = f"{group}.{self.prior.label}" if group in self.groups else self.prior.label
+        group = self._group_of.get(name)
+        label = self.prior.label if group is None else f"{group}.{self.prior.label}"
         return self.prior.labeled(label)(name, module, parameter)
 
 
 @torch.no_grad()
-def normalized_layers(network: nn.Module, *inputs: Any) -> tuple[str, ...]:
-    """The names of the layers, or of single parameters, whose scale does not change a network's
-    outputs."""
+def normalized_layers(network: nn.Module, *inputs: Any) -> dict[str, tuple[str, ...]]:
+    """The layers, single parameters or layers together whose scale does not change a network's
+    outputs, by name, with their parameters."""
     copied = copy.deepcopy(network).eval()
     parameters = dict(copied.named_parameters(remove_duplicate=False))
     layers = {
@@ -425,7 +461,7 @@ def normalized_layers(network: nn.Module, *inputs: Any) -> tuple[str, ...]:
                 parameter.copy_(value)
 
     with without_running_statistics(copied.modules()):
-        return tuple(normalized_groups(outputs, layers))
+        return normalized_groups(outputs, layers, joint=True)
 
 
 def learnable(prior: Any) -> Any:

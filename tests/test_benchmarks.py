@@ -70,7 +70,17 @@ SUBNETWORK = {
     ],
     "rotated-mnist": [
         *("--train-size", "40", "--held-out", "10", "--test-size", "8", "--epochs", "1"),
-        *("--angle-step", "90", "--size", "0.001", "--members", "2", "--predictive-draws", "3"),
+        *(
+            "--angle-step",
+            "90",
+            "--sizes",
+            "0.001",
+            "0.002",
+            "--members",
+            "2",
+            "--predictive-draws",
+            "3",
+        ),
     ],
     "large": [
         *("--width", "4", "--images", "4", "--predicted", "2"),
@@ -99,9 +109,11 @@ def test_tasks_of_subnetwork(task, tmp_path):
         assert sum(row["posterior"].startswith("variance") for row in rows) == 9
         assert all(row["gap"] >= 0 for row in rows)
     elif task == "rotated-mnist":
-        assert len(result["posteriors"]) == 8
+        assert len(result["posteriors"]) == 11
         for entry in result["posteriors"].values():
-            assert list(entry["scores"]) == ["0", "90", "180"]
+            assert list(entry["scores"]) == ["angle", "noise", "blur", "contrast"]
+            assert list(entry["scores"]["angle"]) == ["0", "90", "180"]
+            assert len(entry["scores"]["blur"]) == 5
     else:
         assert result["counts"]["50"]["MB in all"] > 0
         assert result["counts"]["300"]["float32"].startswith("fits")
@@ -150,9 +162,9 @@ def test_cold_posteriors_have_a_curve_for_each_method(tmp_path):
     assert (tmp_path / "cold.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.bench
-def test_dropout_on_a_folder_of_the_uci_layout(tmp_path):
-    """A straight line with little noise, under a name of its own: two splits, two rates."""
+@pytest.fixture
+def line(tmp_path):
+    """A folder of the UCI layout: a line with little noise; two distinct splits, and a copy."""
     folder = tmp_path / "standard" / "line" / "data"
     folder.mkdir(parents=True)
     generator = np.random.default_rng(0)
@@ -163,15 +175,57 @@ def test_dropout_on_a_folder_of_the_uci_layout(tmp_path):
     np.savetxt(folder / "index_target.txt", [2], fmt="%d")
     for split in range(2):
         order = generator.permutation(80)
-        np.savetxt(folder / f"index_train_{split}.txt", order[: 72 - split], fmt="%d")
-        np.savetxt(folder / f"index_test_{split}.txt", order[72:], fmt="%d")
-    command = [sys.executable, str(FOLDER / "dropout_uci.py"), "--json", "--data", str(tmp_path)]
-    command += ["--sets", "line", "--steps", "400", "--draws", "50", "--rates", "0.005", "0.3"]
+        for copy in (split, 2):
+            np.savetxt(folder / f"index_train_{copy}.txt", order[: 72 - split], fmt="%d")
+            np.savetxt(folder / f"index_test_{copy}.txt", order[72:], fmt="%d")
+    return tmp_path
+
+
+@pytest.mark.bench
+def test_posteriors_on_a_folder_of_the_uci_layout(line):
+    rows = line / "rows.jsonl"
+    command = [sys.executable, str(FOLDER / "uci.py"), "--json", "--data", str(line)]
+    command += ["--sets", "line", "--kinds", "standard", "--steps", "50", "--rows", str(rows)]
+    names = ["MAP, prior by validation", "Laplace, full", "ensemble"]
+    command += ["--columns", *names]
+    for seeds in ("1", "2"):  # the second run adds a seed
+        done = subprocess.run(
+            [*command, "--seeds", seeds], capture_output=True, text=True, cwd=FOLDER, check=True
+        )
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    assert found == [json.loads(line) for line in rows.read_text().splitlines()]
+    assert {row["column"] for row in found} == set(names) and len(found) == 3 * 2 * 2
+    assert {row["split"] for row in found} == {0, 1}
+    text = subprocess.run(
+        command[:2] + command[3:], capture_output=True, text=True, cwd=FOLDER, check=True
+    ).stdout
+    assert "| sd over seeds |" in text and "nan" not in text
+
+
+@pytest.mark.bench
+def test_dropout_on_a_folder_of_the_uci_layout(line):
+    """Under a name of its own: two rates, two seeds."""
+    command = [sys.executable, str(FOLDER / "dropout_uci.py"), "--json", "--data", str(line)]
+    command += [
+        "--sets",
+        "line",
+        "--splits",
+        "2",
+        "--seeds",
+        "2",
+        "--steps",
+        "400",
+        "--draws",
+        "50",
+        "--rates",
+        "0.005",
+        "0.3",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=FOLDER, check=True)
     found = json.loads(done.stdout.strip().splitlines()[-1])["sets"]["line"]
-    assert [row["rate"] for row in found["splits"]] == [0.005, 0.005]
+    assert [row["rate"] for row in found["splits"]] == [0.005] * 4
     assert found["rmse"]["mean"] < 2.0 and "published" not in found["rmse"]
-    assert found["rmse"]["standard error"] >= 0
+    assert found["rmse"]["standard error"] >= 0 and found["rmse"]["sd over seeds"] > 0
 
 
 @pytest.mark.bench
@@ -263,25 +317,18 @@ def test_laplace_of_image_classifiers(name, tmp_path):
     if name == "image_laplace":
         assert len(result["rows"]) == 4
     elif name == "marglik_training":
-        assert [row["method"] for row in result["rows"]] == ["cross-validation", "evidence"]
+        methods = ["cross-validation", "evidence", "evidence, trained on"]
+        assert [row["method"] for row in result["rows"]] == methods
         assert all(row["published"][0] > 98 for row in result["rows"])
     else:
         (rows,) = result["networks"].values()
-        assert len(rows) == 4 and all(row["NLL"][0] > 0 for row in rows.values())
+        assert len(rows) == 5 and all(row["NLL"][0] > 0 for row in rows.values())
 
 
 @pytest.mark.bench
-def test_priors_on_uci_against_nuts(tmp_path):
-    folder = tmp_path / "standard" / "line" / "data"
-    folder.mkdir(parents=True)
-    x = np.random.default_rng(0).normal(size=(40, 2))
-    np.savetxt(folder / "data.txt", np.concatenate([x, x[:, :1]], 1))
-    np.savetxt(folder / "index_features.txt", [0, 1], fmt="%d")
-    np.savetxt(folder / "index_target.txt", [2], fmt="%d")
-    np.savetxt(folder / "index_train_0.txt", range(30), fmt="%d")
-    np.savetxt(folder / "index_test_0.txt", range(30, 40), fmt="%d")
-    rows = tmp_path / "rows.jsonl"
-    command = [sys.executable, str(FOLDER / "uci_priors.py"), "--json", "--data", str(tmp_path)]
+def test_priors_on_uci_against_nuts(line):
+    rows = line / "rows.jsonl"
+    command = [sys.executable, str(FOLDER / "uci_priors.py"), "--json", "--data", str(line)]
     command += ["--sets", "line", "--kinds", "standard", "--splits", "0", "--members", "2"]
     command += ["--programs", "program", "factor", "--steps", "20", "--rounds", "1"]
     command += ["--warmup", "10", "--draws", "10", "--depth", "3", "--rows", str(rows)]

@@ -13,8 +13,8 @@ from torch import nn
 import pyro_bdl as bdl
 from pyro_bdl import bayesianize, models, priors
 from pyro_bdl.elbo import TemperedTraceMeanField_ELBO
-from pyro_bdl.guides import AutoMeanField
-from pyro_bdl.nn import with_learnable_prior, with_prior
+from pyro_bdl.guides import AutoLaplaceGGN, AutoMeanField
+from pyro_bdl.nn import with_g_prior, with_learnable_prior, with_prior
 from pyro_bdl.program import record
 
 # Another prior
@@ -177,3 +177,32 @@ def test_where_that_chooses_nothing():
     net[0].requires_grad_(False)
     with pytest.raises(ValueError, match=r"only frozen parameters, such as '0\.weight'"):
         bayesianize(net, where="0.*")
+
+
+def test_under_a_g_prior_predictions_do_not_depend_on_units():
+    """N(0, s^2 / h) on a linear regression: inputs in other units give the same function."""
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 3).double(), torch.randn(6).double()
+    units = torch.tensor([1.0, 5.0, 0.1]).double()
+    found = []
+    for inputs in (x, x * units):
+        net = nn.Linear(3, 1, bias=False).double()
+        model = models.Regression(bayesianize(net, name="net"), noise=0.5)
+        guide = AutoLaplaceGGN(model, structure="diag").prototype(inputs, y)
+        h = guide.laplace_approximation((inputs, y)).curvature_diagonals()
+        torch.testing.assert_close(h["net.weight"], inputs.square().sum(0) / 0.25)
+        guide = AutoLaplaceGGN(with_g_prior(model, h, 2.0), structure="full")
+        posterior = guide.prototype(inputs, y).laplace_approximation((inputs, y))
+        predictive = bdl.LinearizedPredictive(guide.program_model, posterior)
+        found.append(predictive.moments(inputs, sites=["f"])["f"].variance)
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_a_g_prior_of_weights_without_curvature_and_of_unknown_ones():
+    prior = priors.GPrior({"a": torch.tensor([4.0, 1e-9]), "b": torch.zeros(2)}, 3.0)
+    known = prior("a", nn.Identity(), torch.zeros(2)).base_dist.scale
+    torch.testing.assert_close(known, 3.0 / torch.tensor([4.0, 4e-6]).sqrt())
+    nothing = prior("b", nn.Identity(), torch.zeros(2)).base_dist.scale
+    torch.testing.assert_close(nothing, torch.full((2,), 3.0))
+    with pytest.raises(ValueError, match="no curvature of parameter 'c'"):
+        prior("c", nn.Identity(), torch.zeros(2))

@@ -317,6 +317,23 @@ class _Residual(nn.Module):
         return x + self.norm(self.inner(x))
 
 
+class _Stream(nn.Module):
+    """A residual stream that is normalized where it is read: ``embed``, ``start`` and ``down`` can
+    be scaled together. So can ``up``, without biases, if ``down`` is scaled the other way."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.start = nn.Linear(3, 4), nn.Parameter(torch.randn(4))
+        self.norms = nn.ModuleList(nn.LayerNorm(4) for _ in range(2))
+        self.up, self.down = (nn.Linear(4, 4, bias=False) for _ in range(2))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        x = self.embed(x) + self.start
+        x = x + self.down(self.up(self.norms[0](x)).relu())
+        return self.head(self.norms[1](x))
+
+
 NORMALIZED = {
     "convolution": (
         lambda: nn.Sequential(
@@ -360,6 +377,7 @@ NORMALIZED = {
     ),
     "none": (lambda: _net(), (8, 3), ()),
     "residual": (_Residual, (8, 3), ("inner",)),
+    "residual stream": (_Stream, (8, 3), ("start + embed + down",)),
 }
 
 
@@ -375,7 +393,8 @@ def test_layers_before_a_normalization_are_found(kind):
     assert all(module.training for module in net.modules())
     model = models.Regression(bayesianize(net, found))
     names = {name for name, _ in model.named_parameters() if "hyper" in name}
-    kept = {f"network.hyper_{group}_prior_scale_unconstrained" for group in expected}
+    labels = ["".join(c if c.isalnum() else "_" for c in group) for group in expected]
+    kept = {f"network.hyper_{label}_prior_scale_unconstrained" for label in labels}
     assert names == kept | {"network.hyper_prior_scale_unconstrained"}
 
 

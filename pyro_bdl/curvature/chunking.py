@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from pyro_bdl.program.trace import Run, leave_open, record
 from pyro_bdl.utils.memory import Allocations, bytes_at_once
 from pyro_bdl.utils.module_state import evaluation_mode
 
-_PROBED = 16
+_PROBED = 17  # rows; other axes are seldom as long, so that it is clear which one is the data's
 _BUDGET = 24 * 2**20  # bytes for the activations and gradients of a piece, at least
 _PER_WEIGHT = 8  # or this multiple of the weights' bytes, which every piece reads and adds to
 
@@ -36,6 +37,9 @@ def linearizations(
 ) -> Iterator[Linearization]:
     """Yield the linearization of each batch at the vector; a large batch is cut into pieces.
 
+    A few rows of the first batch come first, so that alignments, which take a dozen passes, are
+    found on them.
+
     :param known: alignments found in earlier batches; filled here.
     :param every_output: choose the pieces' size for Jacobians of all outputs at once.
     :param as_rows: as rows over all latents, in float64.
@@ -43,14 +47,16 @@ def linearizations(
     known = {} if known is None else known
     size = None
     for batch in batches:
+        few = 0
         if size is None:
             size = _part_size(model, subset, vector, batch, config, every_output, as_rows)
+            few = 0 if known else min(_PROBED, size)  # to find the alignments on
         count = leading_size(batch) if size else 0
-        if not size or count <= size:
+        if not size or count <= min(size, 4 * few or size):
             yield Linearization(model, subset, vector, *batch, known=known)
             continue
-        for start in range(0, count, size):
-            part = rows(batch, start, start + size, count)
+        for start, stop in pairwise(sorted({0, few, *range(few, count, size), count})):
+            part = rows(batch, start, stop, count)
             yield Linearization(model, subset, vector, *part, known=known)
 
 

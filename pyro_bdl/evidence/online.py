@@ -36,8 +36,11 @@ class MarginalLikelihoodTraining:
     al. 2021a, algorithm 1). The loop's optimizer must train the guide's parameters only: if it also
     holds the hyperparameters, it undoes these steps.
 
-    Evidences are compared even if the weights are not at a maximum, so choose ``burn_in`` long
-    enough for training to settle. After ``finish()`` the weights can be trained further at the
+    Start the scales wide, such as at 1: a narrow prior holds the weights back, the evidence then
+    finds small scales around them, and a few updates do not undo this. Evidences are compared even
+    if the weights are not at a maximum, so choose ``burn_in`` long enough for training to settle.
+    The evidence may fall again later, since the weights do not follow it: ``finish()`` takes the
+    best update. After ``finish()`` the weights can be trained further at the
     hyperparameters found, with a falling learning rate, before the final ``laplace_approximation``.
 
     :param guide: the guide that the loop trains.

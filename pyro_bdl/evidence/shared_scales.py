@@ -111,7 +111,9 @@ def _normalized(
             return [value for base in bases for value in parameters_of_any(base).values()]
 
         # the reading was made in evaluation mode, where batches are not normalized
-        return normalized_groups(outputs, layers, None if statistics else _slope(guide, reading))
+        slope = None if statistics else _slope(guide, reading)
+        joint = any(isinstance(module, NORMALIZATIONS) for module in modules_of(model))
+        return normalized_groups(outputs, layers, slope, joint=joint)
 
 
 def _slope(guide: Guide, reading: ParameterReading) -> Callable[[Collection[str]], float]:

@@ -136,9 +136,11 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         return LaplaceGuide(self, config, subset, batches, progress=progress)
 
     def _begin(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        check_finite(self.program_model, args, kwargs)
-        require_visible_latents(self.program_model, args, kwargs)
+        model = self.program_model
+        check_finite(model, args, kwargs)
         self.prototype(*args, **kwargs)
+        few = few_rows(model, self.require_layout(), self.location(), (args, kwargs))
+        require_visible_latents(model, *few)
 
 
 class LaplaceGuide(JointGuide):
@@ -228,6 +230,7 @@ class LaplaceGuide(JointGuide):
         (p,)."""
         model, is_new = self.program_model, self._passes is None
         if before is None:
+            self.few = few_rows(model, self.require_layout(), self.loc, self.few)
             self.config = with_known_information(
                 model, self.subset, self.loc, self.few, self.config
             )
@@ -244,15 +247,14 @@ class LaplaceGuide(JointGuide):
         earlier = [] if before is None else self._passes
         self._passes = None if earlier is None else [*earlier, (batches, fitted.factor)]
         if before is None:
-            self.few = few_rows(model, self.require_layout(), self.loc, self.few)
             warn_of_randomness(model, self.subset, self.loc, *self.few)
-            reading = self._read()
+        reading = self._read()
+        if before is None:
             if is_new:  # Newton steps fit again
                 check_factors(reading.run, reading.leaves, self.config)
             self.register_buffer("noise_factor", torch.ones_like(self.squares))
-            self.register_buffer("reference_noise", None)
-            self.reference_noise = self._noise()
-        return fitted.gradient + self.refresh()
+            self.register_buffer("reference_noise", learned_noise(reading))
+        return fitted.gradient + self.follow(reading)
 
     def update(self, data: Any, *, progress: bool | None = None) -> "LaplaceGuide":
         """Add the curvature of more data at the same point; return the guide.
@@ -364,6 +366,15 @@ class LaplaceGuide(JointGuide):
         """
         empirical = self.config.curvature == "empirical-fisher"
         return noise_factor.square() if empirical else noise_factor
+
+    def curvature_diagonals(self) -> dict[str, Tensor]:
+        """The diagonal of the curvature sum_n J_n' F_n J_n, without the prior, by site.
+
+        :returns: flat tensors of the entries in the subset. That of "kron" and "low_rank" is an
+            approximation.
+        """
+        diagonal = self.curvature_factor(self.noise_factor) * self.curvature.diagonal()
+        return {name: diagonal[part] for name, part in self.subset.parts.items()}
 
     def _forget(self) -> None:
         self._precision = None

@@ -1,9 +1,11 @@
 """Latent sites that ``poutine.block`` hides from everything around a program."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import pyro
 from pyro.poutine.block_messenger import BlockMessenger
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import _PYRO_STACK
@@ -31,6 +33,13 @@ class _Blocks(Messenger):
         ]
 
 
+@contextmanager
+def _run_from_the_prior() -> Iterator[None]:
+    """Own random numbers, and no checks of values, which a wide prior may make overflow."""
+    with own_randomness(), pyro.validation_enabled(False):
+        yield
+
+
 def require_visible_latents(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> None:
     """Check that no latent is hidden: it would be drawn anew in each run, so that the program has
     no density that is a function of its latents.
@@ -44,7 +53,7 @@ def require_visible_latents(model: Callable, args: tuple, kwargs: Mapping[str, A
             return model(*args, **kwargs)
 
     functools.update_wrapper(watched, model, assigned=(), updated=())  # errors name its arguments
-    with own_randomness():
+    with _run_from_the_prior():
         visible = trace_once(watched, args, kwargs).nodes
     if not blocks.found:
         return
@@ -52,7 +61,7 @@ def require_visible_latents(model: Callable, args: tuple, kwargs: Mapping[str, A
     try:
         for block in blocks.found:
             block.hide_fn = _hides_nothing
-        with own_randomness():
+        with _run_from_the_prior():
             every = trace_once(model, args, kwargs).nodes
     finally:
         for block, hide_fn in zip(blocks.found, saved, strict=True):

@@ -2,8 +2,13 @@
 
 f(theta' + theta'') = f(theta' + k theta'') for every k > 0, with theta'' the weights to which a
 normalization is applied (Antoran et al. 2022, section 5). They are found by scaling them.
+
+Most often theta'' is one layer before a normalization. Where layers add to a stream that is
+normalized only where it is read, as in a transformer with ``x + block(norm(x))``, it is all of
+these layers together.
 """
 
+import math
 from collections.abc import Callable, Collection, Mapping
 
 import torch
@@ -13,12 +18,16 @@ NORMALIZATIONS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn
 
 _TOLERANCE = 1e-3  # the epsilon of a normalization lets sizes through
 _SLOPE = 5 * _TOLERANCE  # above it the outputs change by more
+_NEGLIGIBLE = 0.01  # entry of a null vector of length 1
+_STEP = 0.01  # of a size, relative, for a central difference of the outputs
 
 
 def normalized_groups(
     outputs: Callable[[Collection[str], float], list[Tensor]],
     layers: Mapping[str, Collection[str]],
     slope: Callable[[Collection[str]], float] | None = None,
+    *,
+    joint: bool = False,
 ) -> dict[str, tuple[str, ...]]:
     """Return the layers, or else single weights, that can be doubled, but not be put to zero,
     without a change of the outputs.
@@ -27,8 +36,9 @@ def normalized_groups(
     :param layers: the names of the weights of every layer.
     :param slope: the derivative of the outputs' size in the size of some weights, both relative;
         where it is not small, their outputs are not compared, since f(k w) = f(w) implies 0.
-    :returns: the weights of each group; a single weight of a layer, as the direction under
-        ``weight_norm``, has its own name as the group's.
+    :param joint: look for layers that are free together, too, in two runs for each layer.
+    :returns: the weights of each group. Its name is the layer's, those of several layers joined by
+        " + ", or that of a single weight, as the direction under ``weight_norm``.
     """
     before: list[Tensor] = []
 
@@ -45,7 +55,63 @@ def normalized_groups(
             found[layer] = tuple(names)
         elif len(names) > 1:
             found |= {name: (name,) for name in names if is_free((name,))}
+    if joint:
+        known = {name for own in found.values() for name in own}
+        others = {layer: own for layer, own in layers.items() if not known & set(own)}
+        for group in _without_slope(outputs, others):
+            names = tuple(name for layer in group for name in others[layer])
+            if is_free(names):
+                found[" + ".join(layer or ", ".join(others[layer]) for layer in group)] = names
     return found
+
+
+def _without_slope(
+    outputs: Callable[[Collection[str], float], list[Tensor]],
+    layers: Mapping[str, Collection[str]],
+) -> list[list[str]]:
+    """Return disjoint sets of layers whose derivatives of the outputs in their sizes add up to 0.
+
+    A set is a row of zeros and ones in the reduced echelon form of the derivatives' null space,
+    which also has rows such as (1, -1): layers whose sizes make up for each other.
+    """
+
+    def at(names: Collection[str], factor: float) -> Tensor:
+        return torch.cat([value.flatten() for value in outputs(names, factor)]).double().cpu()
+
+    size = at((), 1.0).norm()
+    slopes = {
+        layer: (at(names, 1.0 + _STEP) - at(names, 1.0 - _STEP)) / (2.0 * _STEP * size)
+        for layer, names in layers.items()
+    }
+    # not those that are NaN, as of outputs that are infinite or all zero
+    slopes = {layer: slope for layer, slope in slopes.items() if _SLOPE < slope.norm() < math.inf}
+    if len(slopes) < 2:
+        return []
+    rows = torch.stack(list(slopes.values()))
+    squares, vectors = torch.linalg.eigh(rows @ rows.mT)
+    found: list[list[str]] = []
+    for row in _reduced(vectors[:, squares < _TOLERANCE**2].mT):
+        group = [layer for layer, weight in zip(slopes, row, strict=True) if weight > 0.5]
+        whole = float((row - row.round()).abs().max()) < 0.1 and set(row.round().tolist()) <= {0, 1}
+        if whole and len(group) > 1 and not any(set(group) & set(other) for other in found):
+            found.append(group)
+    return found
+
+
+def _reduced(rows: Tensor) -> Tensor:
+    """The reduced row echelon form of independent rows."""
+    rows = rows.clone()
+    column = 0
+    for number in range(len(rows)):
+        while float(rows[number:, column].abs().max()) < _NEGLIGIBLE:
+            column += 1
+        best = number + int(rows[number:, column].abs().argmax())
+        rows[[number, best]] = rows[[best, number]]
+        rows[number] /= rows[number, column].clone()
+        others = torch.arange(len(rows), device=rows.device) != number
+        rows[others] -= rows[others, column, None] * rows[number]
+        column += 1
+    return rows
 
 
 def _same(values: list[Tensor], before: list[Tensor]) -> bool:

@@ -14,6 +14,8 @@ _Edge = tuple[Any, int]  # a node of the graph, and the number of one of its res
 def reaches(value: Tensor, tensors: Iterable[Tensor]) -> bool:
     """Return whether gradients of ``value`` flow to any of the tensors, whether or not they are
     leaves."""
+    if not value.requires_grad:
+        return False
     wanted = {_edge(tensor) for tensor in tensors if tensor.requires_grad}
     return any(edge in wanted for edge in _edges(value))
 

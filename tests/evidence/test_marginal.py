@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from pyro_bdl import bayesianize, evidence, handlers, models, priors
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.evidence import effective_parameters, log_marginal_likelihood
-from pyro_bdl.guides import AutoLaplaceGGN
+from pyro_bdl.guides import AutoEnsemble, AutoLaplaceGGN
 
 EXACTLY = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -340,3 +340,27 @@ def test_a_likelihood_with_other_parameters_is_read_from_the_data(learn):
     torch.testing.assert_close(found, likelihood + prior + constant, **EXACTLY)
     (slope,) = torch.autograd.grad(likelihood, scale)
     torch.testing.assert_close(gradients(found, guide)["noise"], slope * 0.7, **EXACTLY)
+
+
+def test_members_of_a_mixture_have_the_evidence_of_their_own(line):
+    """Exact from every member's point, and after one member has set the hyperparameters."""
+    ensemble = AutoEnsemble(line.model, size=2).prototype(line.x, line.y)
+    with torch.no_grad():
+        ensemble.locs.copy_(torch.randn_like(ensemble.locs))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BdlWarning)  # the members are not at the maximum
+        mixture = ensemble.laplace_approximation((line.x, line.y), structure="full")
+
+    def evidences():
+        offsets = [evidence.linearized_optimum(member) for member in mixture.members]
+        pairs = zip(mixture.members, offsets, strict=True)
+        return [log_marginal_likelihood(member, offset=offset) for member, offset in pairs]
+
+    assert not torch.allclose(*(member.loc for member in mixture.members))
+    for value in evidences():
+        torch.testing.assert_close(value, line.exact(), **EXACTLY)
+    best = evidence.maximize(mixture.members[0]).log_evidence
+    mixture.members[1].refresh()
+    assert best > float(line.exact()) + 1e-3
+    for value in evidences():
+        torch.testing.assert_close(value.item(), best, rtol=1e-6, atol=1e-6)

@@ -100,7 +100,7 @@ def test_weights_whose_size_matters_are_not_compared(_double, learn, monkeypatch
     laplace = fitted(between(nn.Identity()), priors.Normal(learn(0.7)))[2]
     compared = []
 
-    def groups(outputs, layers, slope):
+    def groups(outputs, layers, slope, joint):
         compared.extend(own for own in layers.values() if abs(slope(own)) < 0.01)
         return {}
 
@@ -174,13 +174,29 @@ def test_training_by_evidence_says_it_once(_double, learn, monkeypatch):
 # Proposition 3
 
 
-def predictive(prior, k):
-    """Moments and prior scales where the weights of a normalized layer are k times as large, at the
+class Stream(nn.Module):
+    """A residual stream, normalized where it is read: "embed" and "block" can be scaled together,
+    and neither of them alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.block, self.head = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.norm = nn.LayerNorm(4, eps=0.0)
+
+    def forward(self, x):
+        x = self.embed(x)
+        return self.head(self.norm(x + self.block(self.norm(x).tanh())))
+
+
+def predictive(make, layers, prior, k):
+    """Moments and prior scales where the weights of a normalized group are k times as large, at the
     maximum of the evidence."""
     torch.manual_seed(5)
-    network = between(nn.LayerNorm(4, eps=0.0))
+    network = make()
     with torch.no_grad():
-        network[0].weight.mul_(k), network[0].bias.mul_(k)
+        for layer in layers:
+            for parameter in network.get_submodule(layer).parameters():
+                parameter.mul_(k)
     model, _, laplace = fitted(network, prior(network))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BdlWarning)
@@ -190,21 +206,34 @@ def predictive(prior, k):
     return *joint, scales
 
 
-def test_the_size_of_normalized_weights_does_not_matter(_double, learn):
+PROPOSITION = {
+    "one layer": (lambda: between(nn.LayerNorm(4, eps=0.0)), ["0"], "hyper_0_prior_scale"),
+    "stream": (Stream, ["embed", "block"], "hyper_embed___block_prior_scale"),
+}
+
+
+@pytest.mark.parametrize("kind", PROPOSITION)
+def test_the_size_of_normalized_weights_does_not_matter(kind, _double, learn):
     """Proposition 3: with a precision for each normalized group, which is proportional to 1 / k^2
     at its optimum, the predictive does not depend on k; with one for all it does."""
+    make, layers, own = PROPOSITION[kind]
 
     def separate(network):
         return priors.PerNormalizedGroup(priors.Normal(learn(0.7)), network, X)
 
-    mean, covariance, scales = predictive(separate, 1.0)
-    again, other, scaled = predictive(separate, 3.0)
+    mean, covariance, scales = predictive(make, layers, separate, 1.0)
+    again, other, scaled = predictive(make, layers, separate, 3.0)
     exactly = {"rtol": 0.0, "atol": 1e-8}
     torch.testing.assert_close(again, mean, **exactly)
     torch.testing.assert_close(other, covariance, **exactly)
-    own = "hyper_0_prior_scale"
     assert scaled[own] ** -2 == pytest.approx((scales[own] ** -2 / 9.0).item(), rel=1e-6)
     assert scaled["hyper_prior_scale"] == pytest.approx(scales["hyper_prior_scale"].item())
-    _, covariance, _ = predictive(lambda network: priors.Normal(learn(0.7)), 1.0)
-    _, other, _ = predictive(lambda network: priors.Normal(learn(0.7)), 3.0)
+    _, covariance, _ = predictive(make, layers, lambda network: priors.Normal(learn(0.7)), 1.0)
+    _, other, _ = predictive(make, layers, lambda network: priors.Normal(learn(0.7)), 3.0)
     assert float((other - covariance).abs().max()) > 1e-2 * float(covariance.max())
+
+
+def test_a_shared_scale_of_a_stream_is_said(_double, learn):
+    torch.manual_seed(5)
+    (text,) = told(maximize, fitted(Stream(), priors.Normal(learn(0.7)))[2], steps=1)
+    assert text.startswith("'embed + block' is normalized")

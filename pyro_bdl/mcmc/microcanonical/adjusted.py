@@ -117,7 +117,7 @@ def kernel(log_density: Callable[[jax.Array], jax.Array], settings: Settings, si
             state.adapting,
             state.limit,
             control,
-            tuning.updated(state.moments, point.position, jnp.ones_like(mean)),
+            tuning.updated(state.moments, point, jnp.ones_like(mean)),
             point.position[numbers][None],
             accept,
             steps,

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 
 GRADIENTS = 2  # per step
 _OUTER = 0.1931833275037836
+_FORCE = 1e10  # the unit in which forces are squared: float32 would overflow at 1e19
 
 ValueAndGradient = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
@@ -61,7 +62,7 @@ def turned(momentum: jax.Array, force: jax.Array, time: jax.Array) -> tuple[jax.
 
     :param force: M^(1/2) grad log p(x), (P,).
     """
-    size = jnp.linalg.norm(force)
+    size = _FORCE * jnp.linalg.norm(force / _FORCE)
     direction = force / jnp.where(size > 0, size, 1)
     rest = len(momentum) - 1
     d = time * size / rest

@@ -25,14 +25,14 @@ from pyro_bdl.mcmc.microcanonical.tuning import Array, EnergyControl, Moments, T
 
 _SHARE = 0.4  # of the autocorrelation length that is L
 # Shares of the warm-up: phase 1, the two windows of phase 2, the last step size. The rest finds L.
-_PHASES = (0.2, 0.2, 0.3, 0.1)
+_PHASES = (0.2, 0.15, 0.2, 0.1)
 
 
 class MicrocanonicalState(NamedTuple):
     """One chain.
 
     :param adapting: 1 while the step size is adapted, else 0.
-    :param control: averages of the adaptation; ``moments``: of the positions.
+    :param control: averages of the adaptation; ``moments``: of the points.
     :param trace: some numbers after each step of the last iteration, (steps, numbers).
     :param variance: mean square of the energy's change per number in the last iteration.
     :param diverged: whether a step of the last iteration was undone.
@@ -75,19 +75,19 @@ def kernel(log_density: Callable[[jax.Array], jax.Array], settings: Settings, si
         moved, change = integrator.step(
             density, lambda v: tuning.multiply(tuned.root, v), point, tuned.step_size
         )
-        lost = diverges(change) | ~jnp.isfinite(moved.gradient).all()
+        error = tuning.error_of(change, point.log_density, moved.log_density, size)
+        lost = diverges(error) | ~jnp.isfinite(moved.gradient).all()
         turned = moved._replace(
             momentum=integrator.refreshed(noise, moved.momentum, tuned.step_size / tuned.length)
         )
         back = point._replace(momentum=-point.momentum)
         point = jax.tree.map(lambda new, old: jnp.where(lost, old, new), turned, back)
         change = jnp.where(lost, 0, change) / jnp.sqrt(size)
-        rounding = tuning.rounding(point.log_density) / jnp.sqrt(size)
-        moments = tuning.updated(moments, point.position, jnp.where(lost, 0, tuned.step_size))
+        moments = tuning.updated(moments, point, jnp.where(lost, 0, tuned.step_size))
         found, adapted = tuning.by_energy(
             control,
             tuned.step_size,
-            jnp.maximum(jnp.abs(change) - rounding, 0),
+            error / jnp.sqrt(size),
             ~lost,
             settings.energy_variance,
         )

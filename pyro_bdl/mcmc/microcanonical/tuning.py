@@ -4,8 +4,9 @@ The warm-up has three phases, as in Robnik & Seljak (2024), arXiv 2303.18221, se
 
 1. The step size h follows the energy error (``mclmc``) or the acceptance probability (``mams``),
    while the chain finds the bulk of the posterior.
-2. The same, and the variances of all numbers are measured in two windows. After each their square
-   roots become the metric, and L = sqrt(P) in its units. The step size is adapted once more.
+2. The same, and the variances of all numbers and of their gradients are measured in two windows.
+   After each they give the metric, see ``metric``, and L = sqrt(P) in its units. The step size is
+   adapted once more.
 3. L is set to a multiple of the autocorrelation length that the chain has with these. ``mams``
    adapts its step size after this, since the acceptance of a trajectory depends on its length.
 """
@@ -17,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from scipy.fft import next_fast_len
+
+from pyro_bdl.mcmc.microcanonical.integrator import PhasePoint
 
 MOST_TRACED = 256  # numbers whose autocorrelation is measured
 _MEMORY = 150.0  # steps over which the energy error is averaged
@@ -43,7 +46,7 @@ class Tuned(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """Weighted running mean and sum of squared deviations of positions (P,)."""
+    """Weighted running mean and sum of squared deviations of positions and gradients, (2, P)."""
 
     weight: Array
     mean: Array
@@ -56,16 +59,17 @@ def multiply(root: jax.Array, vector: jax.Array) -> jax.Array:
 
 
 def no_moments(position: jax.Array) -> Moments:
-    zeros = jnp.zeros_like(position)
+    zeros = jnp.zeros((2, len(position)), position.dtype)
     return Moments(jnp.zeros((), position.dtype), zeros, zeros)
 
 
-def updated(moments: Moments, position: jax.Array, weight: jax.Array) -> Moments:
-    """Add a position; Welford's update, which does not cancel."""
+def updated(moments: Moments, point: PhasePoint, weight: jax.Array) -> Moments:
+    """Add a point; Welford's update, which does not cancel."""
+    both = jnp.stack([point.position, point.gradient])
     total = moments.weight + weight
-    off = position - moments.mean
+    off = both - moments.mean
     mean = moments.mean + jnp.where(total > 0, weight / jnp.where(total > 0, total, 1), 0) * off
-    return Moments(total, mean, moments.squares + weight * off * (position - mean))
+    return Moments(total, mean, moments.squares + weight * off * (both - mean))
 
 
 # Step size by the energy error ----------------------------------------------------------------
@@ -85,9 +89,18 @@ def no_errors(like: jax.Array) -> EnergyControl:
     return EnergyControl(zero, zero + 1, zero + jnp.inf)
 
 
-def rounding(log_density: jax.Array) -> jax.Array:
-    """The part of an energy change that may be rounding, which no smaller step takes away."""
-    return 4 * jnp.finfo(log_density.dtype).eps * jnp.abs(log_density)
+def error_of(change: jax.Array, before: jax.Array, after: jax.Array, size: int) -> jax.Array:
+    """The size of a step's energy change, as the step size must follow it.
+
+    Without the part that may be rounding, which no smaller step takes away. Where log p grows by
+    more than P nats in a step, the chain is far from the bulk, where steps change it by less than
+    sqrt(P). The error then counts relative to the growth, so that large steps lead to the bulk.
+
+    :param before: log p at the step's start; ``after``: at its end.
+    """
+    rounding = 4 * jnp.finfo(before.dtype).eps * jnp.abs(before)
+    far = jnp.maximum((after - before) / size, 1)
+    return jnp.maximum(jnp.abs(change) - rounding, 0) / far
 
 
 def by_energy(
@@ -101,7 +114,7 @@ def by_energy(
 
     with weights w_i that fall where xi_i is far from 1, and fade over 150 steps.
 
-    :param change: the energy's change in a step of size ``size`` beyond rounding, divided by
+    :param change: the energy's change in a step of size ``size``, see ``error_of``, divided by
         sqrt(P).
     :param sound: whether the step succeeded; if not, larger steps are not tried for a while.
     """
@@ -166,15 +179,23 @@ def by_acceptance(
 
 
 def metric(moments: Moments, tuned: Tuned) -> Tuned:
-    """The settings with the measured deviations as metric; arrays of numpy (chains, ...).
+    """The settings with the measured metric; arrays of numpy (chains, ...).
+
+    Of each number, with g its gradient::
+
+        M = sqrt(Var x / Var g)
+
+    which is the variance for independent Normal numbers, and in general the diagonal metric in
+    which the density is nearest to a standard Normal in Fisher divergence (Seyboldt, Carlson &
+    Carpenter 2026, arXiv 2603.18845). The gradients know the stiff directions after a few draws,
+    where the variances of a chain that moves slowly are much too small.
 
     L is sqrt(P). The step size is converted to the new units at the number whose unit grows most,
     so that it is rather too small.
     """
-    with np.errstate(divide="ignore", invalid="ignore"):
-        variance = moments.squares / moments.weight[:, None]
-    known = np.isfinite(variance) & (variance > 0)
-    root = np.sqrt(np.where(known, variance, 1.0))
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        root = (moments.squares[:, 0] / moments.squares[:, 1]) ** 0.25
+    root = np.where(np.isfinite(root) & (root > 0), root, 1.0)
     size = tuned.step_size * (tuned.root / root).min(-1)
     return Tuned(size, np.full_like(tuned.length, math.sqrt(root.shape[-1])), root)
 
@@ -182,7 +203,7 @@ def metric(moments: Moments, tuned: Tuned) -> Tuned:
 def spread(moments: Moments) -> np.ndarray:
     """sqrt of the summed variances (chains,): the length L without a metric of one's own."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.sqrt(moments.squares.sum(-1) / moments.weight)
+        return np.sqrt(moments.squares[:, 0].sum(-1) / moments.weight)
 
 
 def autocorrelation_time(trace: np.ndarray) -> np.ndarray:

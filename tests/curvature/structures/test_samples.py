@@ -14,6 +14,7 @@ from pyro_bdl.curvature.jacobian.linearization import Linearization
 from pyro_bdl.curvature.linear_outputs import LinearOutputs
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides import AutoLaplaceGGN
+from pyro_bdl.nn import with_g_prior
 
 pytestmark = [
     pytest.mark.usefixtures("double"),
@@ -232,3 +233,30 @@ def test_memory_and_limits():
     assert not guide.has_density
     with pytest.raises(ValueError, match="no matrix that could be a prior"):
         guide.as_prior()
+
+
+@pytest.mark.parametrize("name", ["normal", "classes"])
+def test_under_a_g_prior_the_posterior_is_that_of_the_dense_matrix(name):
+    """N(0, (G + diag(G) / scale^2)^-1) in solves and samples; the scale's fixed point of MacKay."""
+    model, exact, x = approximate(name, "full")
+    h = approximate(name, "diag")[1].curvature_diagonals()
+    matrix = exact.curvature.matrix
+    close(torch.cat(list(h.values())), matrix.diagonal())
+    _, _, y = case(name)
+    model = with_g_prior(model, h, learned(0.7))
+    guide = AutoLaplaceGGN(model, structure="samples", num_samples=8, tolerance=1e-12)
+    guide.prototype(x, y).loc.data.copy_(exact.loc)
+    posterior = guide.laplace_approximation((x, y))
+    precision = matrix + matrix.diagonal().diag() / 0.7**2
+    ours = posterior.precision
+    vectors = torch.randn(3, len(matrix))
+    close(ours.solve(vectors), torch.linalg.solve(precision, vectors.mT).mT)
+    close(ours.samples, torch.linalg.solve(precision, ours._targets(range(8)).mT).mT)
+    posterior = guide.laplace_approximation((x, y), structure="full")
+    evidence.maximize(posterior, linearized=False, tolerance=1e-10, steps=1000)
+    found = evidence.hyperparameters(posterior)
+    (theta,) = (value for key, value in found.items() if "scale" in key)
+    precision = posterior.curvature_factor(posterior.noise_factor) * matrix
+    prior = matrix.diagonal() / theta**2
+    gamma = len(matrix) - (torch.linalg.inv(precision + prior.diag()).diagonal() * prior).sum()
+    close(theta**2, (exact.loc.square() * matrix.diagonal()).sum() / gamma)

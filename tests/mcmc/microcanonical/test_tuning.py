@@ -7,6 +7,7 @@ import pytest
 from scipy.stats import norm
 
 from pyro_bdl.mcmc.microcanonical import tuning
+from pyro_bdl.mcmc.microcanonical.integrator import PhasePoint
 
 
 @pytest.mark.parametrize("target", [0.65, 0.9])
@@ -35,3 +36,30 @@ def test_the_acceptance_of_the_kept_step_size_is_the_target(target, factor):
 def test_phases_add_up_to_the_warmup():
     assert tuning.phases(100, (0.2, 0.2, 0.3)) == (20, 20, 30, 30)
     assert tuning.phases(1, (0.2, 0.6)) == (0, 1, 0)
+
+
+def test_the_metric_of_two_draws_of_a_gaussian_is_exact():
+    """The gradient of an independent Normal is -(x - m) / sd^2, so that Var x / Var g = sd^4
+    whatever the draws are; the weights of Welford's update are those of the average."""
+    sd = np.array([0.01, 1.0, 30.0])
+    draws = np.random.default_rng(0).normal(size=(2, 3))
+    with jax.enable_x64(True):
+        moments = tuning.no_moments(jnp.asarray(sd))
+        for draw, weight in zip(draws, (0.5, 2.0), strict=True):
+            point = PhasePoint(jnp.asarray(draw), jnp.ones(3), jnp.zeros(()), -draw / sd**2)
+            moments = tuning.updated(moments, point, jnp.asarray(weight))
+    mean = np.average(draws, axis=0, weights=(0.5, 2.0))
+    assert np.allclose(
+        moments.squares[0], 0.5 * (draws[0] - mean) ** 2 + 2 * (draws[1] - mean) ** 2
+    )
+    one_chain = jax.tree.map(lambda v: np.asarray(v)[None], moments)
+    tuned = tuning.metric(one_chain, tuning.Tuned(np.ones(1), np.ones(1), np.ones((1, 3))))
+    assert np.allclose(tuned.root, sd)
+    assert np.allclose(tuned.step_size, 1 / 30) and np.allclose(tuned.length, np.sqrt(3))
+
+
+def test_an_error_far_from_the_bulk_is_relative_to_the_growth_of_the_density():
+    error = tuning.error_of(jnp.float32(-30.0), jnp.float32(-9e3), jnp.float32(-3e3), 100)
+    assert error == pytest.approx(30 / 60, rel=1e-3)
+    error = tuning.error_of(jnp.float32(-30.0), jnp.float32(-3e3), jnp.float32(-9e3), 100)
+    assert error == pytest.approx(30, rel=1e-3)
