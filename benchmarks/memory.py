@@ -1,11 +1,14 @@
-"""Estimated and measured peak memory of training and of Laplace approximations.
+"""Estimated and measured peak memory: training, Laplace approximations, prediction and MCMC.
 
     python benchmarks/memory.py            # widths 1000, 2000 and 3000: up to 9 million weights
     python benchmarks/memory.py --quick    # the smallest network alone
 
 Each side is measured in a process of its own: on the CPU how far the resident memory rises above
 what the process held before, on CUDA what torch allocates. Networks 100-WIDTH-WIDTH-10, batches of
-64 rows, three steps of Adam; approximations over 256 rows.
+64 rows, three steps of Adam; approximations, 50
+predictions and two chains of 50 draws over 256 rows. The C library's free room between blocks
+of less than 32 MB differs from run to run: of ``--repeats`` processes (3) the one with the median
+ratio is shown, with the range.
 """
 
 import json
@@ -28,6 +31,9 @@ GUIDES: dict[str, Callable[[Any], Any]] = {
     "dropout": guides.AutoMCDropout,
 }
 STRUCTURES = ("diag", "kron")
+KERNELS = ("nuts", "mclmc")
+SIDES = (*GUIDES, *STRUCTURES, "prediction", *KERNELS)
+DRAWS = 50  # of a prediction, and of each of two chains
 
 
 def measured(run: Callable[[], object], device: str) -> float:
@@ -51,6 +57,16 @@ def first_calls(device: str) -> None:
     for structure in STRUCTURES:
         guide = guides.AutoLaplaceGGN(model, structure=structure).prototype(x, y)
         guide.laplace_approximation((x, y))
+    bdl.Predictive(model, GUIDES["mean-field"](model).prototype(x, y), 2)(x)
+
+
+def chains(model: nn.Module, x: torch.Tensor, y: torch.Tensor, kernel: str) -> object:
+    """Few and short iterations: the memory does not depend on their number, but on the draws'."""
+    few = {"max_tree_depth": 2} if kernel == "nuts" else {"thinning": 1}
+    return bdl.mcmc.sample(
+        model, x, y, kernel=kernel, num_warmup=2, num_samples=DRAWS, num_chains=2,
+        chain_method="vectorized", progress=False, **few,
+    )  # fmt: skip
 
 
 def one(side: str, width: int, device: str) -> dict[str, float]:
@@ -68,6 +84,15 @@ def one(side: str, width: int, device: str) -> dict[str, float]:
         peak = measured(
             lambda: bdl.training.train(model, guide, x, y, steps=3, batch_size=_BATCH), device
         )
+    elif side in KERNELS:
+        small, few = nn.Sequential(nn.Linear(100, 8), nn.ReLU(), nn.Linear(8, 10)), x[:4]
+        chains(bdl.models.Classification(bdl.bayesianize(small), num_data=4), few, y[:4], side)
+        found = bdl.estimate_memory(model, side, x, y, num_samples=DRAWS, num_chains=2)
+        peak = measured(lambda: chains(model, x, y, side), device)
+    elif side == "prediction":
+        guide = GUIDES["mean-field"](model).prototype(x, y)
+        found = bdl.estimate_memory(model, side, x, y, num_samples=DRAWS)
+        peak = measured(lambda: bdl.Predictive(model, guide, DRAWS)(x), device)
     else:
         found = bdl.estimate_memory(model, side, x, y)
         guide = guides.AutoLaplaceGGN(model, structure=side).prototype(x, y)
@@ -81,11 +106,19 @@ def one(side: str, width: int, device: str) -> dict[str, float]:
     }
 
 
+def median_of(runs: list[dict[str, float]]) -> dict[str, Any]:
+    """The run with the median ratio, and the range of ratios."""
+    key = "estimated / measured"
+    runs = sorted(runs, key=lambda run: run[key])
+    return runs[len(runs) // 2] | {"range": [runs[0][key], runs[-1][key]]}
+
+
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
+    options.set_defaults(repeats=3)
     options.add_argument("--quick", action="store_true", help="the smallest network alone")
     options.add_argument("--device", default="cpu")
-    options.add_argument("--side", choices=(*GUIDES, *STRUCTURES), help="by default all")
+    options.add_argument("--side", choices=SIDES, help="by default all")
     options.add_argument("--width", type=int, help="one side, in this process")
     given = options.parse_args()
     torch.set_num_threads(given.threads)
@@ -93,10 +126,15 @@ def main() -> None:
     if given.width is not None:
         print(json.dumps(one(given.side, given.width, given.device)))
         return
-    sides = (given.side,) if given.side else (*GUIDES, *STRUCTURES)
+    sides = (given.side,) if given.side else SIDES
     widths = (1000,) if given.quick else (1000, 2000, 3000)
     found = {
-        f"{side}, width {width}": in_own_process(__file__, "--side", side, "--width", str(width))
+        f"{side}, width {width}": median_of(
+            [
+                in_own_process(__file__, "--side", side, "--width", str(width))
+                for _ in range(given.repeats)
+            ]
+        )
         for side in sides
         for width in widths
     }

@@ -27,9 +27,11 @@ from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.tables import Column, number, to_text
 from pyro_bdl.utils.validation import whole_number
 
-_KERNELS = ("nuts", "hmc", "mclmc", "mams", "sgld", "psgld", "sghmc", "sgnht", "smile")
+_IN_JAX = ("nuts", "hmc", "mclmc", "mams")
+_KERNELS = (*_IN_JAX, "sgld", "psgld", "sghmc", "sgnht", "smile")
 _KRONECKER = ("kron", "ekfac")
 _OF_A_CHAIN = 12  # vectors of P numbers in the state of a chain and of one step
+_BLOCK = 64  # iterations in a buffer of ``mcmc.jax.chains``
 _PREDICTION = 2**28  # bytes that Predictive takes for intermediate results
 _PIECE, _PER_WEIGHT = 24 * 2**20, 8  # of a curvature's pass over the data, see curvature.chunking
 _LARGE_WIDTH = 512  # of a small network with large sites
@@ -142,8 +144,11 @@ def estimate_memory(
     elif posterior in _KERNELS:
         chains, draws = whole_number(num_chains, "num_chains"), num_samples or 1000
         seen = rows if batch_size is None else min(rows, batch_size)
+        held = chains * whole_number(draws, "num_samples") * size * item
         parts = {
-            "draws": chains * whole_number(draws, "num_samples") * size * item,
+            "draws": held,
+            "their blocks, while they are joined": held,
+            "iterations of a block": chains * _BLOCK * size * item if posterior in _IN_JAX else 0,
             "chains": chains * _OF_A_CHAIN * size * item,
             "activations": int(2 * chains * seen * per_row),
         }

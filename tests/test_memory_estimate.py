@@ -77,6 +77,7 @@ def test_chains_and_predictions_count_their_draws(problem):
     size = bdl.Program(model, x, y).size
     found = bdl.estimate_memory(model, "nuts", x, y, num_samples=50, num_chains=3)
     assert found.parts["draws"] == 3 * 50 * size * 4
+    assert found.parts["their blocks, while they are joined"] == found.parts["draws"]
     found = bdl.estimate_memory(model, "prediction", x, y, num_samples=10)
     assert found.parts["draws of the weights"] == 10 * size * 4
     outputs = bdl.Predictive(model, guides.AutoMAP(model).prototype(x, y), 10)(x)

@@ -277,19 +277,22 @@ class Chain:
         )
 
     def _joined(self) -> Kept:
-        """All that was collected, (chains, iterations, ...)."""
+        """All that was collected, (chains, iterations, ...); the blocks are given up."""
         if not self.collected:
             return {}
-        names = self.collected[0]
-        joined = {name: np.concatenate([block[name] for block in self.collected]) for name in names}
+        names = list(self.collected[0])
+        joined = {
+            name: np.concatenate([block.pop(name) for block in self.collected]) for name in names
+        }
         if self.batched:
             return {name: np.moveaxis(value, 1, 0) for name, value in joined.items()}
         return {name: value[None] for name, value in joined.items()}
 
     def _chains(self, interrupted: bool) -> Chains:
         most = self.settings.num_samples
-        tensors = {
-            name: torch.from_numpy(np.array(v[:, :most])) for name, v in self._joined().items()
+        joined = self._joined()
+        tensors = {  # one copy at a time, since the draws may fill the memory
+            name: torch.from_numpy(np.array(joined.pop(name)[:, :most])) for name in list(joined)
         }
         state = {}
         if self.done <= most:  # a checkpoint may hold more draws than are asked for
