@@ -131,12 +131,12 @@ def main() -> None:
             drawn = bdl.Predictive(model, samples)(at)["f"].squeeze(-1)
         else:
             drawn, mean = last_layer(samples, model, x, y, at)
-            found |= {f"f mean, {k}": v for k, v in convergence(mean, options.chains).items()}
+            found |= {f"f mean, {k}": v for k, v in convergence(mean, samples.num_chains).items()}
         if samples.num_draws < 8:  # within the time
             harness.show(f"hard: 2-50-50-1 on two clusters, {name}", found, options.json)
             continue
-        found |= {f"f drawn, {k}": v for k, v in convergence(drawn, options.chains).items()}
-        chains = drawn.unflatten(0, (options.chains, -1))
+        found |= {f"f drawn, {k}": v for k, v in convergence(drawn, samples.num_chains).items()}
+        chains = drawn.unflatten(0, (samples.num_chains, -1))
         moments[name] = chains.mean((0, 1)), bdl.diagnostics.mcse(chains, progress=False)
         apart = moments[name][0] - moments["mclmc"][0]
         error = (moments[name][1].square() + moments["mclmc"][1].square()).sqrt()

@@ -108,11 +108,18 @@ def progress_bar(settings: Settings, total: int, description: str) -> tqdm:
 
 
 def stack_chains(chains: list[Chains]) -> Chains:
-    """Stack single chains. If some were interrupted, drop the shortest chains or cut the longest
-    ones, whichever keeps more draws."""
+    """Stack single chains. If some ended early, drop the shortest chains or cut the longest ones,
+    whichever keeps more draws; a warning tells of chains that are dropped."""
     longest_first = sorted((chain.vectors.shape[1] for chain in chains), reverse=True)
     draws = max(enumerate(longest_first, 1), key=lambda pair: pair[0] * pair[1])[1]
     kept = [chain for chain in chains if chain.vectors.shape[1] >= draws]
+    if len(kept) < len(chains):
+        warnings.warn(
+            f"{len(chains) - len(kept)} of {len(chains)} chains are left out: they ended with at "
+            f"most {longest_first[len(kept)]} draws where the others have {draws}; give more time",
+            BdlWarning,
+            stacklevel=2,
+        )
     whole = longest_first[0] == longest_first[-1]  # else the states are not those of the last draws
     return Chains(
         torch.cat([chain.vectors[:, :draws] for chain in kept]),
