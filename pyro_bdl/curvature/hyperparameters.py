@@ -118,11 +118,11 @@ def few_rows(
     count = leading_size(batch)
     if count <= number or not has_rows(batch, count):
         return batch
-    few = rows(batch, 0, number, count)
     try:
+        few = rows(batch, 0, number, count)
         with torch.no_grad(), evaluation_mode(model):
             record(model, layout.constrain(vector)[0], *few, draw=leave_open)
-    except Exception:  # it needs all of its data
+    except Exception:  # it needs all of its data, or they have no rows to take, as sparse tensors
         return batch
     return few
 
