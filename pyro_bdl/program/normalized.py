@@ -103,8 +103,10 @@ def _reduced(rows: Tensor) -> Tensor:
     rows = rows.clone()
     column = 0
     for number in range(len(rows)):
-        while float(rows[number:, column].abs().max()) < _NEGLIGIBLE:
+        while column < rows.shape[1] and float(rows[number:, column].abs().max()) < _NEGLIGIBLE:
             column += 1
+        if column == rows.shape[1]:  # what is left is rounding
+            return rows[:number]
         best = number + int(rows[number:, column].abs().argmax())
         rows[[number, best]] = rows[[best, number]]
         rows[number] /= rows[number, column].clone()
