@@ -5,10 +5,9 @@
 
 Each side is measured in a process of its own: on the CPU how far the resident memory rises above
 what the process held before, on CUDA what torch allocates. Networks 100-WIDTH-WIDTH-10, batches of
-64 rows, three steps of Adam; approximations, 50
-predictions and two chains of 50 draws over 256 rows. The C library's free room between blocks
-of less than 32 MB differs from run to run: of ``--repeats`` processes (3) the one with the median
-ratio is shown, with the range.
+64 rows, three steps of Adam; approximations, 50 predictions and two chains of 50 draws over 256
+rows. The C library's free room between blocks of less than 32 MB differs from run to run: of
+``--repeats`` processes (3) the one with the median ratio is shown, with the range.
 """
 
 import json

@@ -70,17 +70,8 @@ SUBNETWORK = {
     ],
     "rotated-mnist": [
         *("--train-size", "40", "--held-out", "10", "--test-size", "8", "--epochs", "1"),
-        *(
-            "--angle-step",
-            "90",
-            "--sizes",
-            "0.001",
-            "0.002",
-            "--members",
-            "2",
-            "--predictive-draws",
-            "3",
-        ),
+        *("--angle-step", "90", "--members", "2", "--predictive-draws", "3"),
+        *("--sizes", "0.001", "0.002"),
     ],
     "large": [
         *("--width", "4", "--images", "4", "--predicted", "2"),
@@ -206,21 +197,8 @@ def test_posteriors_on_a_folder_of_the_uci_layout(line):
 def test_dropout_on_a_folder_of_the_uci_layout(line):
     """Under a name of its own: two rates, two seeds."""
     command = [sys.executable, str(FOLDER / "dropout_uci.py"), "--json", "--data", str(line)]
-    command += [
-        "--sets",
-        "line",
-        "--splits",
-        "2",
-        "--seeds",
-        "2",
-        "--steps",
-        "400",
-        "--draws",
-        "50",
-        "--rates",
-        "0.005",
-        "0.3",
-    ]
+    command += ["--sets", "line", "--splits", "2", "--seeds", "2", "--steps", "400"]
+    command += ["--draws", "50", "--rates", "0.005", "0.3"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=FOLDER, check=True)
     found = json.loads(done.stdout.strip().splitlines()[-1])["sets"]["line"]
     assert [row["rate"] for row in found["splits"]] == [0.005] * 4

@@ -40,8 +40,8 @@ class MarginalLikelihoodTraining:
     finds small scales around them, and a few updates do not undo this. Evidences are compared even
     if the weights are not at a maximum, so choose ``burn_in`` long enough for training to settle.
     The evidence may fall again later, since the weights do not follow it: ``finish()`` takes the
-    best update. After ``finish()`` the weights can be trained further at the
-    hyperparameters found, with a falling learning rate, before the final ``laplace_approximation``.
+    best update. Then the weights can be trained further at the hyperparameters found, with a
+    falling learning rate, before the final ``laplace_approximation``.
 
     :param guide: the guide that the loop trains.
     :param data: ``(x, y)`` or an iterable of batches, for the evidence.
