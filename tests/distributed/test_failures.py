@@ -21,7 +21,7 @@ from pyro_bdl.guides import AutoMeanField
 from pyro_bdl.utils.collectives import Ranks, writes_files
 
 LIMIT = 400.0  # seconds, of all jobs together
-STEPS, ROWS = 30, 24
+STEPS, ROWS, KILLS = 200, 24, 20
 
 
 def rank_main(rank, size, folder, meeting, pause):
@@ -97,7 +97,7 @@ def main(folder):
     whole, cut = folder / "whole", folder / "cut"
     found = {"whole": Job(whole, "meeting").end(), "kills": []}
     draw = random.Random(0)
-    for kill in range(4):
+    for kill in range(KILLS):
         job, victim = Job(cut, f"meeting{kill}", pause=0.02), kill % 2
         job.wait_for(victim, 2)
         time.sleep(draw.uniform(0.0, 0.1))
@@ -125,7 +125,7 @@ def test_a_rank_that_is_killed_and_the_job_that_goes_on(tmp_path):
     expected = {lines[-1] for lines in found["whole"][0]}
     rest = found["rest"][0]
     assert {lines[-1] for lines in rest} == expected and len(expected) == 1
-    assert 4 <= int(rest[0][0]) < STEPS
+    assert KILLS <= int(rest[0][0]) < STEPS
     for size in (1, 3):
         logs, codes = found[f"of {size}"]
         assert codes == [0] * size
