@@ -1,8 +1,9 @@
 """The hyperparameters of a program: positive ``PyroParam``s that scale its priors or its noise."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import pyro
@@ -93,6 +94,32 @@ class ParameterReading:
     leaves: dict[str, Tensor]
     parameters: dict[str, Hyperparameter]
 
+    @cached_property
+    @torch.enable_grad()
+    def in_likelihood(self) -> list[str]:
+        """The names of the parameters that the likelihood depends on.
+
+        The scale of ``noise_site`` does not count.
+        """
+        if not self.parameters:
+            return []
+        noise = noise_site(self)
+        if noise is not None:
+            normal: Any = base_distribution(noise.distribution)
+            totals = [normal.loc.sum()]
+        else:
+            apart = hyperpriors(self.run, self.leaves)
+            factors = (site for name, site in self.run.factors.items() if name not in apart)
+            sites = (*self.run.observed.values(), *factors)
+            totals = [site.log_prob().sum() for site in sites if site.value is not None]
+        total: Any = sum(totals)
+        if not isinstance(total, Tensor) or not total.requires_grad:
+            return []
+        values = [parameter.value for parameter in self.parameters.values()]
+        found = torch.autograd.grad(total, values, allow_unused=True, retain_graph=True)
+        pairs = zip(self.parameters, found, strict=True)
+        return [name for name, gradient in pairs if gradient is not None]
+
 
 def read_at_center(
     model: Callable, guide: Any, args: tuple, kwargs: dict[str, Any]
@@ -127,21 +154,31 @@ def few_rows(
     return few
 
 
-def scales(tensor: Tensor, parameter: Hyperparameter) -> Tensor | None:
-    """Return d tensor / d parameter, summed over the tensor, if they are proportional.
+def slopes(tensor: Tensor, parameters: Iterable[Hyperparameter]) -> dict[str, Tensor]:
+    """Return d tensor / d parameter, summed over the tensor, for the parameters that move it."""
+    parameters = list(parameters)
+    if not tensor.requires_grad or not parameters:
+        return {}
+    values = [parameter.value for parameter in parameters]
+    found = torch.autograd.grad(tensor.sum(), values, allow_unused=True, retain_graph=True)
+    return {p.name: g for p, g in zip(parameters, found, strict=True) if g is not None}
 
-    :param parameter: positive.
-    :returns: the sums, with the parameter's shape; None if ``tensor`` is not proportional to it.
+
+def is_proportional(tensor: Tensor, parameter: Hyperparameter, slope: Tensor) -> bool:
+    """Return True if a tensor is proportional to a parameter.
+
+    :param slope: of ``slopes``.
     """
-    if not tensor.requires_grad or not (parameter.value > 0).all():
-        return None
-    (slope,) = torch.autograd.grad(
-        tensor.sum(), parameter.value, allow_unused=True, retain_graph=True
-    )
-    if slope is None:
-        return None
+    if not (parameter.value > 0).all():
+        return False
     whole, part = tensor.detach().sum(), (slope * parameter.value.detach()).sum()
-    return slope if torch.allclose(whole, part.to(whole), rtol=1e-4) else None
+    return torch.allclose(whole, part.to(whole), rtol=1e-4)
+
+
+def scales(tensor: Tensor, parameter: Hyperparameter) -> bool:
+    """Return True if a parameter moves a tensor, and both are proportional."""
+    slope = slopes(tensor, [parameter]).get(parameter.name)
+    return slope is not None and is_proportional(tensor, parameter, slope)
 
 
 def prior_scales(reading: ParameterReading, subset: Subset) -> dict[str, Tensor]:
@@ -178,7 +215,7 @@ def owners(reading: ParameterReading, subset: Subset) -> dict[str, list[tuple[st
     result: dict[str, list[tuple[str, Tensor]]] = {}
     for site, scale in prior_scales(reading, subset).items():
         for name, parameter in reading.parameters.items():
-            if scales(scale, parameter) is not None:
+            if scales(scale, parameter):
                 result.setdefault(name, []).append((site, scale))
     return result
 
@@ -207,7 +244,7 @@ def noise_owner(reading: ParameterReading, subset: Subset) -> tuple[Hyperparamet
         return None
     normal: Any = base_distribution(site.distribution)
     for parameter in reading.parameters.values():
-        if parameter.value.numel() == 1 and scales(normal.scale, parameter) is not None:
+        if parameter.value.numel() == 1 and scales(normal.scale, parameter):
             return parameter, site
     return None
 
@@ -262,38 +299,12 @@ def _moves_as_a_whole(scale: Tensor, parameters: Mapping[str, Hyperparameter]) -
     return True
 
 
-@torch.enable_grad()
-def in_likelihood(reading: ParameterReading) -> list[str]:
-    """Return the names of the parameters that the likelihood depends on.
-
-    The scale of ``noise_site`` does not count.
-    """
-    if not reading.parameters:
-        return []
-    noise = noise_site(reading)
-    if noise is not None:
-        normal: Any = base_distribution(noise.distribution)
-        totals = [normal.loc.sum()]
-    else:
-        apart = hyperpriors(reading.run, reading.leaves)
-        factors = (site for name, site in reading.run.factors.items() if name not in apart)
-        sites = (*reading.run.observed.values(), *factors)
-        totals = [site.log_prob().sum() for site in sites if site.value is not None]
-    total: Any = sum(totals)
-    if not isinstance(total, Tensor) or not total.requires_grad:
-        return []
-    values = [parameter.value for parameter in reading.parameters.values()]
-    found = torch.autograd.grad(total, values, allow_unused=True, retain_graph=True)
-    pairs = zip(reading.parameters, found, strict=True)
-    return [name for name, gradient in pairs if gradient is not None]
-
-
 def followed(reading: ParameterReading) -> dict[str, Hyperparameter]:
     """Return the hyperparameters whose changes the evidence can follow without another fit.
 
     They are the hyperparameters of the priors, and a Normal's noise.
     """
-    others = in_likelihood(reading)
+    others = reading.in_likelihood
     return {name: p for name, p in reading.parameters.items() if name not in others}
 
 

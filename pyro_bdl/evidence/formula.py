@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.hyperparameters import (
-    Hyperparameter,
     ParameterReading,
     followed,
-    in_likelihood,
+    is_proportional,
     noise_owner,
     noise_site,
     prior_locations,
     prior_scales,
-    scales,
+    slopes,
 )
 from pyro_bdl.curvature.prior import PriorPrecision
 from pyro_bdl.distributions.take_apart import base_distribution
@@ -81,23 +80,24 @@ class EvidenceFormula:
         if (
             reading.run.factors
             or set(found) != set(subset.parts)
-            or len(tuned) + len(in_likelihood(reading)) != len(reading.parameters)
+            or len(tuned) + len(reading.in_likelihood) != len(reading.parameters)
         ):
             return None
         weights: list[_Weights] = []
         for name, scale in found.items():
             site = reading.run.latents[name]
             base: Any = base_distribution(site.distribution)
-            moved = [p for p in tuned.values() if _moves(scale, p)]
-            proportional = len(moved) == 1 and scales(scale, moved[0]) is not None
             if base.loc.requires_grad or isinstance(site.scale, Tensor):
                 return None
-            if scale.requires_grad and not (proportional and moved[0].value.numel() == 1):
-                return None
-            ratio = scale.detach()
-            owner = moved[0] if moved else None
+            ratio, moved = scale.detach(), slopes(scale, tuned.values())
+            owner = tuned[next(iter(moved))] if len(moved) == 1 else None
             if owner is not None:
+                one = owner.value.numel() == 1
+                if not one or not is_proportional(scale, owner, moved[owner.name]):
+                    return None
                 ratio = ratio / owner.value.detach()
+            elif scale.requires_grad:
+                return None
             if bool((ratio == ratio[0]).all()):
                 ratio = ratio[:1]
             loc = prior_locations(reading, subset, name)
@@ -115,7 +115,7 @@ class EvidenceFormula:
                 return None
             root = owned[0].value.detach() * factor.detach().sqrt()
             noise = owned[0].name, root
-        elif noise_site(reading) is None and in_likelihood(reading):
+        elif noise_site(reading) is None and reading.in_likelihood:
             return None
         return cls(guide, weights, noise)
 
@@ -175,6 +175,23 @@ class EvidenceFormula:
         prior = PriorPrecision(diagonal, uniform=uniform, quadratic=True)
         return guide.curvature.with_prior(prior, factor).logdet()
 
+    @torch.no_grad()
+    def follow(self, values: Mapping[str, Tensor]) -> None:
+        """Adapt the guide to other values of the hyperparameters, as ``LaplaceGuide.follow``."""
+        guide, subset = self.guide, self.guide.subset
+        vector = subset.take(guide.loc)
+        diagonal, slope = torch.empty_like(guide.prior_diagonal), torch.empty_like(vector)
+        for weights in self.weights:
+            precision = weights.power * weights.scale(values).square().reciprocal()
+            for site, loc in weights.locs.items():
+                part = subset.parts[site]
+                diagonal[part], slope[part] = precision, precision * (loc - vector[part])
+        factor = None
+        if self.noise is not None:
+            name, root = self.noise
+            factor = (root / values[name]).square()
+        guide.adapt(PriorPrecision(diagonal, quadratic=True), slope, factor)
+
     def _squares_at(self, point: LinearizedPoint | None) -> list[Tensor]:
         """Sums of (u_i - m_i)^2 over the groups of sites whose scale is one number; the squares
         themselves of other sites."""
@@ -196,6 +213,16 @@ class EvidenceFormula:
         return self._squares
 
 
+def sum_of_logs(values: Tensor) -> Tensor:
+    """sum_i log x_i of positive numbers, in float64, by logarithms of products of eight."""
+    whole = len(values) - len(values) % 8
+    products = values[:whole].view(8, -1).prod(0, dtype=torch.float64)
+    limits, rest = torch.finfo(torch.float64), values[whole:].double().log().sum()
+    if bool(((products >= limits.tiny) & (products <= limits.max)).all()):
+        return products.log().sum() + rest
+    return values.double().log().sum()  # the products leave the range of the numbers
+
+
 def log_determinant(eigenvalues: Tensor, precision: Tensor, factor: Tensor) -> Tensor:
     """log det(factor * curvature + precision), a scalar that can be differentiated once.
 
@@ -208,16 +235,9 @@ def log_determinant(eigenvalues: Tensor, precision: Tensor, factor: Tensor) -> T
     """
     with torch.no_grad():
         sums = eigenvalues * factor.to(eigenvalues) + precision.to(eigenvalues)
-        value = sums.log().sum()
+        value = sum_of_logs(sums)
         inverse = sums.reciprocal_()
-        slopes: list[Tensor | None] = [inverse.sum().to(precision), None]
+        derivatives: list[Tensor | None] = [inverse.sum().to(precision), None]
         if factor.requires_grad:
-            slopes[1] = (eigenvalues @ inverse).to(factor)
-    return with_gradients(value, slopes, (precision, factor))
-
-
-def _moves(tensor: Tensor, parameter: Hyperparameter) -> bool:
-    if not tensor.requires_grad:
-        return False
-    found = torch.autograd.grad(tensor.sum(), parameter.value, allow_unused=True, retain_graph=True)
-    return found[0] is not None
+            derivatives[1] = (eigenvalues @ inverse).to(factor)
+    return with_gradients(value, derivatives, (precision, factor))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.factor_statements import FactorStatements
-from pyro_bdl.curvature.hyperparameters import ParameterReading, in_likelihood, noise_site, read
+from pyro_bdl.curvature.hyperparameters import ParameterReading, noise_site, read
 from pyro_bdl.curvature.prior import (
     PriorPrecision,
     flat_entries,
@@ -127,7 +127,7 @@ def _log_likelihood(
             - 0.5 * (factor - 1.0) * here.squares
             + (0.5 * guide.cells * factor.log())
         )
-    if in_likelihood(reading):
+    if reading.in_likelihood:
         apart = hyperpriors(reading.run, reading.leaves)
         return _passed(guide, apart) if offset is None else linearized_log_likelihood(guide, offset)
     if point is not None:

@@ -258,18 +258,20 @@ class _Search:
         if left:
             formula = EvidenceFormula.of(guide, reading)
             history += self._ascend(reading, left, optimum, formula)
-        reading, at = read_guide(guide), guide.loc
-        guide.follow(reading)
-        if guide.loc is not at:  # a last layer moves along
-            reading = read_guide(guide)
-        point = optimum.found(last=True) if optimum else None
         if formula is not None:
-            now = {n: p.value.detach() for n, p in followed(reading).items()}
-            value = formula.terms(now, point).total().item()
+            formula.follow({name: p.now() for name, p in followed(reading).items()})
+        else:
+            reading, at = read_guide(guide), guide.loc
+            guide.follow(reading)
+            if guide.loc is not at:  # a last layer moves along
+                reading = read_guide(guide)
+        point = optimum.found(last=True) if optimum else None
+        found = {name: p.now().detach() for name, p in followed(reading).items()}
+        if formula is not None:
+            value = formula.terms(found, point).total().item()
         else:
             with torch.enable_grad():
                 value = terms(guide, reading, point=point).total().item()
-        found = {n: p.value.detach().clone() for n, p in followed(reading).items()}
         return Evidence(value, float(effective_parameters(guide)), found, history)
 
     def _counted(self, steps: int) -> Iterable[int]:

@@ -307,15 +307,31 @@ class LaplaceGuide(JointGuide):
         """
         return self.follow(self._read())
 
-    @torch.enable_grad()
     def follow(self, reading: ParameterReading) -> Tensor:
         """Adapt to the hyperparameters of a run of the program, as ``refresh`` does."""
-        run, leaves = reading.run, reading.leaves
-        self._keep_prior(prior_precision(run, leaves, self.subset))
+        return self.adapt(*self._prior_of(reading))
+
+    def adapt(self, prior: PriorPrecision, slope: Tensor, noise_factor: Tensor | None) -> Tensor:
+        """Adapt to another prior and noise of the program.
+
+        :param slope: the gradient of the log prior in the subset, (p,).
+        :param noise_factor: of the curvature, where a Normal's noise is a parameter.
+        :returns: ``slope``.
+        """
+        self._keep_prior(prior)
+        if noise_factor is not None:
+            self.noise_factor = noise_factor.to(self.squares)
+        self.register_buffer("prior_slope", slope, persistent=False)
+        return slope
+
+    @torch.enable_grad()
+    def _prior_of(self, reading: ParameterReading) -> tuple[PriorPrecision, Tensor, Tensor | None]:
+        """The arguments of ``adapt`` at the hyperparameters of a run."""
+        run, leaves, factor = reading.run, reading.leaves, None
         if self.reference_noise is not None:
             noise = learned_noise(reading)
             assert noise is not None
-            self.noise_factor = (self.reference_noise / noise).square().mean().to(self.squares)
+            factor = (self.reference_noise / noise).square().mean()
         total = run.log_prior()
         found: list[Tensor | None] = [None] * len(leaves)
         flat = torch.cat([leaf.reshape(-1) for leaf in leaves.values()])
@@ -329,9 +345,8 @@ class LaplaceGuide(JointGuide):
             (torch.zeros_like(leaf) if g is None else g).reshape(-1)
             for g, leaf in zip(found, leaves.values(), strict=True)
         ]
-        gradient = self.subset.take(torch.cat(gradients))
-        self.register_buffer("prior_slope", gradient, persistent=False)
-        return gradient
+        prior = prior_precision(run, leaves, self.subset)
+        return prior, self.subset.take(torch.cat(gradients)), factor
 
     def _keep_prior(self, prior: PriorPrecision) -> None:
         self.prior_quadratic = prior.quadratic

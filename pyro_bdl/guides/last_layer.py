@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.curvature.config import CurvatureConfig
-from pyro_bdl.curvature.hyperparameters import ParameterReading
 from pyro_bdl.curvature.jacobian.linearization import Linearization
+from pyro_bdl.curvature.prior import PriorPrecision
 from pyro_bdl.curvature.structures.full import FullCurvature
 from pyro_bdl.distributions.take_apart import base_distribution, parameters_of
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
@@ -201,14 +201,13 @@ class LastLayerGuide(LaplaceGuide):
         self.register_buffer("score", score if earlier is None else score + earlier)
         return self.score + self.prior_gradient
 
-    def follow(self, reading: ParameterReading) -> Tensor:
-        """Adapt to the program's current hyperparameters; for a quadratic likelihood move to the
-        mode."""
-        self.register_buffer("prior_gradient", super().follow(reading))
+    def adapt(self, prior: PriorPrecision, slope: Tensor, noise_factor: Tensor | None) -> Tensor:
+        """Adapt to another prior and noise; for a quadratic likelihood move to the mode."""
+        self.register_buffer("prior_gradient", super().adapt(prior, slope, noise_factor))
         if self.quadratic:
             with torch.no_grad():
                 self._shift(self.precision.solve(self._gradient()).to(self.loc))
-            self.register_buffer("prior_gradient", super().follow(self._read()))
+            self.register_buffer("prior_gradient", super().adapt(*self._prior_of(self._read())))
         return self.prior_gradient
 
     def _gradient(self) -> Tensor:

@@ -14,7 +14,6 @@ from pyro_bdl.curvature.hyperparameters import (
     few_rows,
     followed,
     group_sum,
-    in_likelihood,
     noise_owner,
     noise_site,
     owners,
@@ -144,13 +143,13 @@ def parameter(value):
 def test_what_is_proportional():
     p = parameter([0.5, 2.0])
     for tensor in (p.value, 3 * p.value, p.value.repeat(4), p.value[0].expand(3), p.value / 7):
-        assert scales(tensor, p) is not None
+        assert scales(tensor, p)
     unit = torch.ones(2)
     for tensor in (p.value.square(), p.value + 1, p.value.sqrt(), unit, p.value.detach()):
-        assert scales(tensor, p) is None
-    assert scales(torch.ones(2, requires_grad=True), p) is None
+        assert not scales(tensor, p)
+    assert not scales(torch.ones(2, requires_grad=True), p)
     negative = parameter([-0.5, 2.0])
-    assert scales(negative.value, negative) is None
+    assert not scales(negative.value, negative)
 
 
 def test_sums_over_groups():
@@ -211,7 +210,7 @@ def test_the_owner_of_the_noise():
     student = models.StudentTRegression(bayesianize(nn.Linear(2, 1)), noise=learned(0.5))
     reading, _ = reading_of(student)
     assert noise_site(reading) is None
-    assert short(in_likelihood(reading)) == ["noise"] and followed(reading) == {}
+    assert short(reading.in_likelihood) == ["noise"] and followed(reading) == {}
 
 
 def test_a_noise_in_parts_is_not_one_number():
@@ -233,7 +232,7 @@ def test_a_noise_in_parts_is_not_one_number():
     several = models.Regression(bayesianize(nn.Linear(2, 2)), noise=learned([0.5, 1.0]))
     guide = AutoLaplaceGGN(several).prototype(X, X)
     reading = read_at_center(several, guide, (X, X), {})
-    assert noise_site(reading) is None and short(in_likelihood(reading)) == ["noise"]
+    assert noise_site(reading) is None and short(reading.in_likelihood) == ["noise"]
 
 
 def test_two_observations_have_no_common_noise():

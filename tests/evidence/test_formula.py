@@ -9,9 +9,10 @@ from torch import nn
 from pyro_bdl import bayesianize, models, priors
 from pyro_bdl.curvature.hyperparameters import followed
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.evidence.formula import EvidenceFormula, log_determinant
+from pyro_bdl.evidence.formula import EvidenceFormula, log_determinant, sum_of_logs
 from pyro_bdl.evidence.linearized import LinearizedModel
 from pyro_bdl.evidence.marginal import terms
+from pyro_bdl.evidence.maximize import hyperparameters
 from pyro_bdl.guides import AutoLaplaceGGN
 
 
@@ -87,6 +88,31 @@ def test_the_gradient_of_a_log_determinant():
     assert torch.autograd.gradcheck(
         lambda d, c: log_determinant(eigenvalues, d, c), (precision, factor)
     )
+
+
+@pytest.mark.parametrize("size", [1.0, 1e60, 1e-39, 1e-60])
+@pytest.mark.parametrize("count", [0, 5, 8, 21])
+def test_sums_of_logarithms(count, size):
+    """Also where the products are too large or too small for a number."""
+    values = size * (torch.rand(count) + 0.5)
+    torch.testing.assert_close(sum_of_logs(values), values.log().sum(), rtol=1e-14, atol=1e-13)
+
+
+@pytest.mark.parametrize("subset", [None, "0.*"])
+def test_the_guide_follows_the_formula_as_a_run_of_its_program(subset, learn, put):
+    torch.manual_seed(0)
+    rules = {"0.weight": priors.FanIn(learn(0.8)), "0.bias": priors.Moped(0.5)}
+    model = models.Regression(
+        bayesianize(net(), priors.ByName(rules | {"*": priors.Normal(0.7)})), noise=learn(0.4)
+    )
+    guide = guide_of(model, torch.randn(12, 2), structure="kron", subset=subset)
+    formula = EvidenceFormula.of(guide, guide._read())
+    put(guide, prior=0.6, noise=0.9)
+    states = []
+    for follow in (lambda: formula.follow(hyperparameters(guide)), guide.refresh):
+        follow()
+        states.append((guide.prior_diagonal, guide.prior_slope, guide.noise_factor))
+    torch.testing.assert_close(*states, rtol=1e-12, atol=1e-12)
 
 
 def test_where_the_likelihood_has_no_noise(learn):
