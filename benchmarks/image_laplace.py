@@ -16,13 +16,22 @@ import argparse
 import json
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import harness
 import torch
-from images import Images, convolutional, mean_and_error, scores, seeds_of, with_error
+from images import (
+    Images,
+    convolutional,
+    entropy,
+    mean_and_error,
+    predicted,
+    scores_of,
+    seeds_of,
+    with_error,
+)
 from pyro.infer.autoguide.initialization import init_to_value
 from torch import Tensor
 
@@ -53,10 +62,11 @@ def approximation(
     return free, same.laplace_approximation(batches)
 
 
-def rows(
-    seed: int, data: Images, options: argparse.Namespace
-) -> Iterator[tuple[str, dict[str, float], float]]:
-    """Name, scores and seconds of each row, for one training."""
+Row = tuple[str, Callable[[Tensor], Tensor], dict[str, float], float]
+
+
+def rows(seed: int, data: Images, options: argparse.Namespace) -> Iterator[Row]:
+    """Name, class probabilities, facts and seconds of each row, for one training."""
     torch.manual_seed(seed)
     start = time.perf_counter()
     network = bdl.bayesianize(convolutional(options.width), priors.Normal(options.prior))
@@ -69,7 +79,7 @@ def rows(
         progress=None if options.json else f"seed {seed}: MAP",
     )  # fmt: skip
     point = bdl.Predictive(model, guide, num_samples=1)
-    yield "MAP", scores(lambda x: point.mean(x)["y"][0], data), time.perf_counter() - start
+    yield "MAP", lambda x: point.mean(x)["y"][0], {}, time.perf_counter() - start
 
     start = time.perf_counter()
     batches = list(zip(data.train.x.split(500), data.train.y.split(500), strict=True))
@@ -78,19 +88,20 @@ def rows(
     linearized = bdl.LinearizedPredictive(one, posterior)
     made = time.perf_counter() - start
     drawn = bdl.Predictive(one, posterior, num_samples=options.draws)
-    yield "network at draws", scores(lambda x: drawn.mean(x)["y"].mean(0), data), made
-    known = scores(lambda x: linearized.probabilities(x)["y"], data)
-    yield "linearized, validation", known | {"prior sd": found.best}, made
+    yield "network at draws", lambda x: drawn.mean(x)["y"].mean(0), {}, made
+    facts = {"prior sd": found.best}
+    yield "linearized, validation", lambda x: linearized.probabilities(x)["y"], facts, made
 
     points = {"trained weights": False} | ({} if options.quick else {"linear optimum": True})
-    for point, at_optimum in points.items():
+    for where, at_optimum in points.items():
         start = time.perf_counter()
         layers, posterior = approximation(model, guide, batches, layers=True)
         found = bdl.evidence.maximize(posterior, linearized=at_optimum)
         evident = bdl.LinearizedPredictive(layers, posterior)
         made = time.perf_counter() - start
-        known = scores(lambda x, p=evident: p.probabilities(x)["y"], data)
-        yield f"linearized, evidence at {point}", known | {"gamma": found.gamma}, made
+        facts = {"gamma": found.gamma}
+        label = f"linearized, evidence at {where}"
+        yield label, lambda x, p=evident: p.probabilities(x)["y"], facts, made
 
 
 def table(found: dict[str, list[dict[str, float]]]) -> list[str]:
@@ -106,11 +117,30 @@ def table(found: dict[str, list[dict[str, float]]]) -> list[str]:
     return lines
 
 
+def figure(entropies: dict[str, tuple[Tensor, Tensor]], path: Path) -> None:
+    """How many test images and images from elsewhere have each predictive entropy."""
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(2.8 * len(entropies), 2.8), layout="constrained")
+    axes = drawn.subplots(1, len(entropies), squeeze=False, sharey=True, sharex=True)[0]
+    for ax, (label, pair) in zip(axes, entropies.items(), strict=True):
+        for values, name in zip(pair, ("clothes", "digits"), strict=True):
+            ax.hist(
+                values.numpy(), bins=30, range=(0.0, 2.303), alpha=0.6, density=True, label=name
+            )
+        ax.set_title(label.replace("evidence at", "evidence,\n"), fontsize=9)
+    axes[0].set_ylabel("density")
+    axes[0].legend()
+    drawn.supxlabel("predictive entropy, nats")
+    drawn.savefig(path, dpi=100)
+
+
 def main() -> None:
     parser = harness.parser(__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder of the images")
     parser.add_argument("--draws", type=int, default=50, help="of weights (50)")
     parser.add_argument("--first-seed", type=int, default=0, help="of the seeds (0)")
+    parser.add_argument("--figure", type=Path, help="write the first seed's entropies there")
     sizes = {
         "seeds": (5, 2, "trainings"),
         "train": (55000, 5000, "images"),
@@ -129,14 +159,20 @@ def main() -> None:
         train=options.train, test=options.test, held_out=options.held_out,
     )  # fmt: skip
     found: dict[str, list[dict[str, float]]] = {}
+    entropies: dict[str, tuple[Tensor, Tensor]] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BdlWarning)  # a network is seldom at its maximum
         for seed in seeds_of(options):
-            for label, row, seconds in rows(seed, data, options):
+            for label, probabilities, facts, seconds in rows(seed, data, options):
+                here, other = predicted(probabilities, data)
+                row = scores_of(here, other, data.test.y) | facts
+                entropies.setdefault(label, (entropy(here), entropy(other)))
                 found.setdefault(label, []).append(row | {"seconds": seconds})
                 if not options.json:
                     shown = "  ".join(f"{name} {value:.3f}" for name, value in row.items())
                     print(f"seed {seed}, {label} ({seconds:.0f} s): {shown}", flush=True)
+    if options.figure:
+        figure(entropies, options.figure)
     if options.json:
         print(json.dumps({"machine": harness.machine(), "rows": found, "published": PUBLISHED}))
         return

@@ -85,26 +85,39 @@ def perceptron(width: float = 1.0) -> nn.Module:
 NETWORKS = {"MLP": perceptron, "CNN": convolutional}
 
 
-def scores(
+def predicted(
     probabilities: Callable[[Tensor], Tensor], data: Images, *, rows: int = 500
-) -> dict[str, float]:
+) -> tuple[Tensor, Tensor]:
+    """Class probabilities of the test images, and of the images from elsewhere, (N, K)."""
+    found, other = (
+        torch.cat([probabilities(part).double() for part in x.split(rows)])
+        for x in (data.test.x, data.elsewhere)
+    )
+    return found, other
+
+
+def scores(probabilities: Callable[[Tensor], Tensor], data: Images) -> dict[str, float]:
+    """The scores of predictions, see ``scores_of``."""
+    return scores_of(*predicted(probabilities, data), data.test.y)
+
+
+def scores_of(found: Tensor, other: Tensor, y: Tensor) -> dict[str, float]:
     """Accuracy, negative log likelihood and calibration error of the test images, and the AUROC of
-    the predictive entropy between them and images from elsewhere."""
+    the predictive entropy between them and images from elsewhere.
 
-    def of(x: Tensor) -> Tensor:
-        return torch.cat([probabilities(part).double() for part in x.split(rows)])
-
-    found, other = of(data.test.x), of(data.elsewhere)
-    known = found.gather(1, data.test.y[:, None]).clamp(min=1e-12)
+    :param found: of ``predicted``, with ``other``.
+    :param y: classes of the test images.
+    """
+    known = found.gather(1, y[:, None]).clamp(min=1e-12)
     return {
-        "accuracy": float(metrics.accuracy(found, data.test.y)),
+        "accuracy": float(metrics.accuracy(found, y)),
         "NLL": -float(known.log().mean()),
-        "ECE": float(metrics.expected_calibration_error(found, data.test.y)),
-        "OOD-AUROC": float(metrics.auroc(_entropy(found), _entropy(other))),
+        "ECE": float(metrics.expected_calibration_error(found, y)),
+        "OOD-AUROC": float(metrics.auroc(entropy(found), entropy(other))),
     }
 
 
-def _entropy(probabilities: Tensor) -> Tensor:
+def entropy(probabilities: Tensor) -> Tensor:
     return torch.special.entr(probabilities).sum(-1)
 
 

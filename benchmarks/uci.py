@@ -235,6 +235,47 @@ def table(kind: str, name: str, rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def figure(rows: list[dict[str, Any]], path: Path) -> None:
+    """Mean and standard error over splits of each column, a panel for each set.
+
+    Rings are published figures. The axis of a panel with columns below -20 is logarithmic below -5.
+    """
+    from matplotlib.figure import Figure
+
+    panels = list(dict.fromkeys((row["kind"], row["set"]) for row in rows))
+    columns = [c for c in (VALIDATED, *COLUMNS) if any(row["column"] == c for row in rows)]
+    wide = min(4, len(panels))
+    drawn = Figure(figsize=(2.2 + 2.4 * wide, 3.2 * -(-len(panels) // wide)), layout="constrained")
+    axes = drawn.subplots(-(-len(panels) // wide), wide, squeeze=False, sharey=True).flatten()
+    for ax, (kind, name) in zip(axes, panels, strict=False):
+        lowest = 0.0
+        for height, column in enumerate(columns):
+            wanted = {"kind": kind, "set": name, "column": column}
+            own = [row for row in rows if wanted.items() <= row.items()]
+            if not own:
+                continue
+            splits = sorted({row["split"] for row in own})
+            each = [[r["log likelihood"] for r in own if r["split"] == s] for s in splits]
+            mean, error, *_ = spread(each).values()
+            bar = None if math.isnan(error) else error
+            ax.errorbar(mean, height, xerr=bar, fmt="o", ms=4, color="C0")
+            lowest = min(lowest, mean)
+            public = LOG_LIKELIHOOD.get(column, {}).get(name) if kind == "standard" else None
+            if public is not None:
+                ax.plot(public[0], height, "o", mfc="none", mec="0.4", ms=8)
+        if lowest < -20.0:
+            ax.set_xscale("symlog", linthresh=5.0)
+            ax.set_xticks([-1000, -100, -10, 0], ["-1000", "-100", "-10", "0"])
+        ax.set_title(f"{kind} {name}", fontsize=9)
+        ax.grid(axis="x", alpha=0.3)
+    for ax in axes[len(panels) :]:
+        ax.set_visible(False)
+    axes[0].set_yticks(range(len(columns)), columns)
+    axes[0].invert_yaxis()
+    drawn.supxlabel("test log likelihood, nats")
+    drawn.savefig(path, dpi=100)
+
+
 def main() -> None:
     arguments = parser(__doc__.splitlines()[0])
     columns = [VALIDATED, *COLUMNS]
@@ -247,6 +288,7 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=2000, help="of each training, at least")
     arguments.add_argument("--passes", type=int, default=150, help="over the data, at least (150)")
     arguments.add_argument("--rows", type=Path, help="file of the rows; those in it are not run")
+    arguments.add_argument("--figure", type=Path, help="write the picture of all rows there")
     options: argparse.Namespace = arguments.parse_args()
     torch.set_num_threads(options.threads)
     rows = read_rows(options.rows)
@@ -257,6 +299,8 @@ def main() -> None:
                 rows_of(kind, name, rows, options)
                 if not options.json:
                     print(table(kind, name, rows), flush=True)
+    if options.figure:
+        figure(rows, options.figure)
     if options.json:
         print(json.dumps(rows))
 
