@@ -17,11 +17,12 @@ from pyro_bdl.guides import AutoLaplaceGGN, AutoMAP
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.kl import LARGE
 from pyro_bdl.nn import bayesianize
+from pyro_bdl.predictive.sampled import DRAWS_AT_ONCE, MEMORY
 from pyro_bdl.program.batches import device_of_rows, leading_size, taken
 from pyro_bdl.program.program import Program
 from pyro_bdl.training.descent import rows_per_step
 from pyro_bdl.training.svi import train
-from pyro_bdl.utils.memory import Allocations, LiveMemory, available_memory
+from pyro_bdl.utils.memory import LARGEST_KEPT, Allocations, LiveMemory, available_memory
 from pyro_bdl.utils.module_state import preserved_buffers
 from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.tables import Column, number, to_text
@@ -32,7 +33,6 @@ _KERNELS = (*_IN_JAX, "sgld", "psgld", "sghmc", "sgnht", "smile")
 _KRONECKER = ("kron", "ekfac")
 _OF_A_CHAIN = 12  # vectors of P numbers in the state of a chain and of one step
 _BLOCK = 64  # iterations in a buffer of ``mcmc.jax.chains``
-_PREDICTION = 2**28  # bytes that Predictive takes for intermediate results
 _PIECE, _PER_WEIGHT = 24 * 2**20, 8  # of a curvature's pass over the data, see curvature.chunking
 _LARGE_WIDTH = 512  # of a small network with large sites
 _FEW = 4  # rows with which the program is run
@@ -156,16 +156,21 @@ def estimate_memory(
     elif posterior == "prediction":
         draws = whole_number(num_samples or 100, "num_samples")
         outputs = _outputs(program, x) * rows
-        at_once = min(draws, max(1, _PREDICTION // max(1, int(rows * per_row + size * item))))
+        at_once = min(draws, max(1, MEMORY // max(1, int(rows * per_row + size * item))))
+        held = min(draws, max(1, DRAWS_AT_ONCE // size)) * size * item
         parts = {
-            "draws of the weights": draws * size * item,
+            "draws of the weights": held,
+            "the next part of them": held if held < draws * size * item else 0,
             "results": draws * outputs * item,
             "activations": int(at_once * rows * per_row),
         }
+        parts["noise and scales"] = max(0, held - parts["activations"]) + 2 * size * item
         what = f"{draws} predictions at {rows:,} rows"
     else:
         known = ", ".join((*structures.STRUCTURES, *_KERNELS, "prediction"))
         raise ValueError(f"unknown posterior {posterior!r} (there are guides, {known})")
+    if isinstance(posterior, Guide) or posterior in structures.STRUCTURES:
+        parts["room between blocks"] = _room(program, item, device_of_rows(x))
     estimate = MemoryEstimate(what, parts, free)
     if estimate.fits:
         return estimate
@@ -193,6 +198,13 @@ def _of_program(model: Callable, x: Any, y: Any) -> tuple[Program, float]:
 
 def _item_size(program: Program) -> int:
     return max((value.element_size() for value in program.initial.values()), default=4)
+
+
+def _room(program: Program, item: int, device: torch.device) -> int:
+    """What the C library keeps of freed blocks on the CPU: about two of the largest tensor, as
+    measured (``benchmarks/memory.py``), where it does not return blocks of this size at once."""
+    largest = item * max((latent.size for latent in program.latents.values()), default=0)
+    return 2 * largest if device.type == "cpu" and largest <= LARGEST_KEPT else 0
 
 
 def _outputs(program: Program, x: Any) -> int:

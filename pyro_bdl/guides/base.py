@@ -355,6 +355,12 @@ class Guide(OwnParameters, AutoGuide):
         fixed."""
         return True
 
+    @property
+    def independent_draws(self) -> bool:
+        """True if draws do not depend on how many are made at once; False for members of an
+        ensemble, of which each comes once."""
+        return True
+
     def sample_vectors(self, num_samples: int) -> Tensor:
         """Independent unconstrained draws (num_samples, P), differentiable in the parameters if
         possible."""

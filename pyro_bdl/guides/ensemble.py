@@ -91,6 +91,10 @@ class AutoEnsemble(Guide):
     def has_density(self) -> bool:
         return False
 
+    @property
+    def independent_draws(self) -> bool:
+        return False
+
     def sample_vectors(self, num_samples: int) -> Tensor:
         """Draw members in turn; for fewer than K draws choose members at random."""
         locs = self._parameter("locs")

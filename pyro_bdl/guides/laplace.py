@@ -435,6 +435,10 @@ class LaplaceGuide(JointGuide):
     def location(self) -> Tensor:
         return self.loc
 
+    @property
+    def independent_draws(self) -> bool:
+        return not self.curvature.is_sampled
+
     def sample_vectors(self, num_samples: int) -> Tensor:
         draws = self.precision.sample(num_samples).to(self.loc)
         return self.subset.put(self.loc, self.subset.take(self.loc) + draws)

@@ -95,6 +95,10 @@ class MixtureGuide(JointGuide):
         chosen = torch.searchsorted(ends, positions).clamp(max=len(ends) - 1)
         return chosen.bincount(minlength=len(ends)).tolist()
 
+    @property
+    def independent_draws(self) -> bool:
+        return False
+
     def sample_vectors(self, num_samples: int) -> Tensor:
         """Stratified draws (num_samples, P), in random order."""
         shares = zip(self._guides(), self.shares(num_samples), strict=True)

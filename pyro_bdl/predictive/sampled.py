@@ -1,7 +1,8 @@
 """Posterior predictive draws, vectorized over the draws of the posterior."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,12 @@ from pyro_bdl.distributions.take_apart import (
 )
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.guides.draws import as_posterior, check_posterior, latent_draws
+from pyro_bdl.guides.draws import (
+    DEFAULT_DRAWS,
+    as_posterior,
+    check_posterior,
+    latent_draws,
+)
 from pyro_bdl.predictive.covariances import PredictiveCovariance, total_covariance
 from pyro_bdl.program.batch_norm import computing_with, statistics_of_draws
 from pyro_bdl.program.batches import Batches
@@ -33,12 +39,13 @@ from pyro_bdl.program.trace import (
     sample_any_open,
     sample_open,
 )
-from pyro_bdl.program.vmap import Draws, map_draws, measured
+from pyro_bdl.program.vmap import DrawMap, Draws, joined, measured, number_of_draws
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.validation import whole_number
 
-_MEMORY = 32 * 2**20  # larger freed blocks are returned to the system (utils/memory.py)
+DRAWS_AT_ONCE = 2**25  # numbers in draws of the weights that are made at a time
+MEMORY = 32 * 2**20  # larger freed blocks are returned to the system (utils/memory.py)
 _RETURN = "_RETURN"  # Pyro's name for what a program returns
 _ROWS = "_num_predictive_samples"  # no site of any program
 
@@ -108,7 +115,7 @@ class Predictive:
         guide: Callable | None = None,
         return_sites: Iterable[str] | None = (),
         parallel: bool = False,
-        memory: int = _MEMORY,
+        memory: int = MEMORY,
         batch_norm_data: Any = None,
         progress: bool | None = None,
     ) -> None:
@@ -310,23 +317,38 @@ class Predictive:
 
         return self._map(choose, args, kwargs)
 
-    def _latents(self, args: tuple, kwargs: dict) -> Draws:
-        """Draws of the latents; of the prior none, but as many rows as there are to be draws."""
+    def _draws(self, args: tuple, kwargs: dict) -> Iterator[tuple[int, Draws]]:
+        """The number of all draws of the latents, with the draws: all of them, or a part at a time
+        where a guide makes them one by one and all would take much memory.
+
+        Of the prior there are none, but as many rows as there are to be draws.
+        """
         if isinstance(self.posterior, Mapping) and not self.posterior:
             count = whole_number(self.num_samples, "num_samples")
-            return {_ROWS: torch.arange(count, device="cpu")}
+            yield count, {_ROWS: torch.arange(count, device="cpu")}
+            return
         self.posterior = as_posterior(self.posterior, self.model, args, kwargs)
-        if self._given and isinstance(self.posterior, Samples):
-            total = self.posterior.num_chains * self.posterior.num_draws
-            if self.num_samples not in (None, total):
+        guide, total = self.posterior, self.num_samples
+        if self._given and isinstance(guide, Samples):
+            there = guide.num_chains * guide.num_draws
+            if total not in (None, there):
                 warnings.warn(
-                    f"num_samples={self.num_samples} has no effect: posterior_samples hold {total} "
+                    f"num_samples={total} has no effect: posterior_samples hold {there} "
                     "draws, and all are taken",
                     BdlWarning,
                     stacklevel=4,
                 )
-            self.num_samples = None
-        return latent_draws(self.posterior, self.num_samples, *args, **kwargs)
+            self.num_samples = total = None
+        if not isinstance(guide, Guide):
+            draws = latent_draws(guide, total, *args, **kwargs)
+            yield number_of_draws(draws), draws
+            return
+        total = DEFAULT_DRAWS if total is None else whole_number(total, "num_samples")
+        most = total
+        if guide.independent_draws and self.batch_norm_data is None:
+            most = max(1, DRAWS_AT_ONCE // max(1, guide.require_layout().size))
+        for start in range(0, total, most):
+            yield total, latent_draws(guide, min(most, total - start))
 
     @torch.no_grad()
     def _map(
@@ -344,7 +366,8 @@ class Predictive:
         :param partial: whether the posterior may lack latents.
         """
         with evaluation_mode(self.model, self.posterior, args, kwargs):
-            draws = self._latents(args, kwargs)
+            parts = self._draws(args, kwargs)
+            total, draws = next(parts)
             if not self._is_checked and not partial:
                 program = on_whole_data(self.model)
                 check_posterior(program, self.posterior, draws, args, kwargs)
@@ -358,7 +381,10 @@ class Predictive:
                 draws, choose = draws | statistics, _with_statistics(layers, choose)
             needed, (function, finish) = measured(choose, draws)
             chunk_size = max(1, self.memory // needed)
-            return map_draws(function, draws, chunk_size=chunk_size, finish=finish)
+            each, options = DrawMap(), {"chunk_size": chunk_size, "finish": finish}
+            all_parts = chain([draws], (part for _, part in parts))
+            found = ((number_of_draws(part), each(function, part, **options)) for part in all_parts)
+            return joined(found, total)
 
 
 def _observed(run: Run) -> dict[str, Site]:

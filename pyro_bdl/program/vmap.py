@@ -1,7 +1,7 @@
 """Evaluation of a function at many draws: by ``vmap`` in chunks, or one by one."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,24 @@ Draws = dict[str, Tensor]
 
 def number_of_draws(draws: Draws) -> int:
     return next(iter(draws.values())).shape[0]
+
+
+def joined(parts: Iterable[tuple[int, Any]], total: int) -> Any:
+    """Put trees of tensors together along their leading axis, one after the other.
+
+    :param parts: each part's length and tree.
+    :param total: the sum of the lengths.
+    """
+    result, start = None, 0
+    for count, part in parts:
+        if count == total:
+            return part
+        if result is None:
+            result = tree_map(lambda leaf: leaf.new_empty(total, *leaf.shape[1:]), part)
+        for whole, leaf in zip(tree_leaves(result), tree_leaves(part), strict=True):
+            whole[start : start + count] = leaf
+        start += count
+    return result
 
 
 class DrawMap:
@@ -60,18 +78,14 @@ class DrawMap:
         chunk_size = min(chunk_size or total, total)
         if chunk_size < total:
             keep_freed_blocks()
-        result = None
-        for start in range(0, total, chunk_size):
-            chunk = {name: value[start : start + chunk_size] for name, value in draws.items()}
-            part = self._chunk(function, chunk)
-            part = part if finish is None else finish(part)
-            if chunk_size == total:
-                return part
-            if result is None:
-                result = tree_map(lambda leaf: leaf.new_empty(total, *leaf.shape[1:]), part)
-            for whole, leaf in zip(tree_leaves(result), tree_leaves(part), strict=True):
-                whole[start : start + chunk_size] = leaf
-        return result
+
+        def chunks() -> Iterator[tuple[int, Any]]:
+            for start in range(0, total, chunk_size):
+                chunk = {name: value[start : start + chunk_size] for name, value in draws.items()}
+                part = self._chunk(function, chunk)
+                yield number_of_draws(chunk), part if finish is None else finish(part)
+
+        return joined(chunks(), total)
 
     def _chunk(self, function: Callable[[Draws], Any], draws: Draws) -> Any:
         if number_of_draws(draws) == 1:  # vmap gains nothing, and batched convolutions are slower

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # The largest block that still raises glibc's threshold, with room for its header and padding.
-_LARGEST = 32 * 2**20 - 2**14
+LARGEST_KEPT = 32 * 2**20 - 2**14
 
 
 _limit: ContextVar[int | None] = ContextVar("pyro_bdl_working_memory", default=None)
@@ -59,7 +59,7 @@ def keep_freed_blocks() -> None:
     ``M_MMAP_THRESHOLD``), so this function allocates one block and frees it. Its pages are never
     touched. There is no effect with other C libraries.
     """
-    torch.empty(_LARGEST, dtype=torch.uint8, device="cpu")
+    torch.empty(LARGEST_KEPT, dtype=torch.uint8, device="cpu")
 
 
 def empty_on_large_pages(like: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ def empty_on_large_pages(like: Tensor) -> Tensor:
     them, take an eighth of that.
     """
     size = like.numel() * like.element_size()
-    if size < _LARGEST or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if size < LARGEST_KEPT or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(like.shape, dtype=like.dtype, device="cpu")
     block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without large pages

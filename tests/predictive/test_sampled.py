@@ -12,6 +12,7 @@ from torch import nn
 import pyro_bdl as bdl
 from pyro_bdl.distributions.take_apart import observation_mean, rebuild, take_apart
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
+from pyro_bdl.predictive import sampled
 from pyro_bdl.program.vmap import map_draws
 
 
@@ -89,6 +90,28 @@ def test_chunks_equal_the_program_conditioned_on_each_draw(kind, memory):
         torch.testing.assert_close(f[i], trace.nodes["f"]["value"])
         torch.testing.assert_close(likelihood["y"][i], trace.nodes["y"]["log_prob"])
         torch.testing.assert_close(mean["y"][i], observation_mean(trace.nodes["y"]["fn"]))
+
+
+def test_draws_of_large_guides_are_made_in_parts(monkeypatch):
+    """Three, three and one draw of the weights at a time, as many as a part may hold."""
+    model, x, y = model_and_data()
+    guide = bdl.guides.AutoMeanField(model).prototype(x, y)
+    monkeypatch.setattr(sampled, "DRAWS_AT_ONCE", 3 * guide.layout.size + 1)
+    torch.manual_seed(1)
+    parts = [guide.sample_latents(count) for count in (3, 3, 1)]
+    latents = {name: torch.cat([part[name] for part in parts])[None] for name in parts[0]}
+    torch.manual_seed(1)
+    found = bdl.Predictive(model, guide, 7).draw_moments(x)["y"]
+    expected = bdl.Predictive(model, bdl.Samples(latents)).draw_moments(x)["y"]
+    torch.testing.assert_close(found, expected)
+
+
+def test_each_member_of_an_ensemble_comes_once_however_large(monkeypatch):
+    model, x, y = model_and_data()
+    guide = bdl.guides.AutoEnsemble(model, size=5).prototype(x, y)
+    monkeypatch.setattr(sampled, "DRAWS_AT_ONCE", 1)
+    f = bdl.Predictive(model, guide, 5)(x)["f"]
+    assert len(f.unique(dim=0)) == 5
 
 
 def test_draws_have_the_predictive_moments_of_the_conjugate_model():
