@@ -11,7 +11,8 @@ Seconds are of the processor, warm-up included: "in all" with tracing and compil
 without, as the difference to a run of two iterations. A network with one hidden layer has a noise
 of its own, deeper ones give it as a second output. "agrees" is the root mean square, over rows, of
 the difference of mean f to that of our NUTS in Monte Carlo standard errors of both, about 1 for
-equal posteriors.
+equal posteriors. "within chains" is the sum of the ESS of each chain by itself, the figure to compare
+where chains lie in separate modes.
 
 ``mclmc`` keeps a draw after every ``--thinning`` steps; BlackJAX's after as many.
 
@@ -45,16 +46,16 @@ def network(features: int, widths: list[int], outputs: int) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(sizes[-1], outputs))
 
 
-def program(features: int, widths: list[int]) -> Any:
+def program(features: int, widths: list[int], floor: float) -> Any:
     """Priors Normal(0, 1); a network with one layer has the noise HalfNormal(1)."""
     single = len(widths) == 1
     bnn = bdl.bayesianize(network(features, widths, 1 if single else 2), bdl.priors.Normal(1.0))
     if single:
         return bdl.models.Regression(bnn, noise=dist.HalfNormal(1.0))
-    return bdl.models.HeteroscedasticRegression(bnn)
+    return bdl.models.HeteroscedasticRegression(bnn, floor=floor)
 
 
-def by_hand(x, y, widths: list[int]):
+def by_hand(x, y, widths: list[int], floor: float):
     """The same log density of a flat vector, its outputs f, and P."""
     single = len(widths) == 1
     sizes = [x.shape[1], *widths, 1 if single else 2]
@@ -78,7 +79,7 @@ def by_hand(x, y, widths: list[int]):
             noise = jnp.exp(u[-1])
             prior = -0.5 * noise**2 + u[-1] - 0.5 * (u[:-1] ** 2).sum()
         else:
-            noise = jax.nn.softplus(f[:, 1]) + jnp.finfo(f.dtype).eps
+            noise = jax.nn.softplus(f[:, 1]) + floor
             prior = -0.5 * (u**2).sum()
         terms = -0.5 * ((y - f[:, 0]) / noise) ** 2 - jnp.log(noise)
         return terms.sum() + prior
@@ -110,16 +111,21 @@ def measured(f: np.ndarray, seconds: float, whole: float, gradients: int) -> dic
     draws = torch.from_numpy(np.array(f)).double()
     ess = bdl.diagnostics.ess(draws, kind="mean", progress=False)
     rhat = bdl.diagnostics.rhat(draws, progress=False)
+    within = sum(bdl.diagnostics.ess(chain[None], kind="mean", progress=False) for chain in draws)
     return {
         "seconds": seconds,
         "seconds in all": whole,
         "gradients": gradients,
         "min ESS": float(ess.min()),
         "median ESS": float(ess.median()),
+        "min ESS within chains": float(within.min()),
+        "median ESS within chains": float(within.median()),
         "max R-hat": float(rhat.max()),
         "median R-hat": float(rhat.median()),
         "min ESS per second": float(ess.min()) / seconds,
         "median ESS per second": float(ess.median()) / seconds,
+        "min ESS within chains per second": float(within.min()) / seconds,
+        "median ESS within chains per second": float(within.median()) / seconds,
         "median ESS per second in all": float(ess.median()) / whole,
         "median ESS per 1000 gradients": 1e3 * float(ess.median()) / gradients,
         "mean": draws.mean((0, 1)),
@@ -199,15 +205,26 @@ def blackjax_mclmc(log_density, outputs, x, starts, budget) -> tuple[np.ndarray,
     return np.asarray(f), 2 * steps * len(starts)
 
 
+def starting_points(model, data, options) -> tuple[Any, list[np.ndarray]]:
+    """``init`` of our chains, and as many vectors (P,) for the others."""
+    init, drawn = options.init, [bdl.Program(model, *data) for _ in range(options.chains)]
+    latents = [each.initial for each in drawn]
+    if options.trained:
+        init = bdl.guides.AutoEnsemble(model, size=options.chains)
+        bdl.training.train(
+            model, init, *data, steps=options.trained, learning_rate=0.01,
+            elbo=bdl.elbo.CompiledELBO(num_particles=options.chains), progress=False,
+        )  # fmt: skip
+        latents = [init.member(i) for i in range(options.chains)]
+    return init, [one.unconstrain(own).detach().numpy() for one, own in zip(drawn, latents)]
+
+
 def compare(x, y, widths: list[int], options) -> dict[str, Any]:
     data = torch.from_numpy(x).float(), torch.from_numpy(y).float()
     arrays = tuple(jnp.asarray(value.numpy()) for value in data)
-    model = program(x.shape[1], widths)
-    log_density, outputs, size = by_hand(*arrays, widths)
-    starts = []
-    for _ in range(options.chains):
-        drawn = bdl.Program(model, *data)
-        starts.append(drawn.unconstrain(drawn.initial).numpy())
+    model = program(x.shape[1], widths, options.floor)
+    log_density, outputs, size = by_hand(*arrays, widths, options.floor)
+    init, starts = starting_points(model, data, options)
     value = bdl.Program(model, *data).log_density(torch.from_numpy(starts[0]))
     gap = float(log_density(jnp.asarray(starts[0]))) - float(value)
     langevin = {
@@ -217,7 +234,7 @@ def compare(x, y, widths: list[int], options) -> dict[str, Any]:
     nuts = {
         "num_warmup": options.nuts, "num_samples": options.nuts, "max_tree_depth": options.depth,
     }  # fmt: skip
-    own: dict[str, Any] = {"init": options.init}
+    own: dict[str, Any] = {"init": init}
     tuned = {"chain_method": options.method, "energy_variance": options.variance}
     hand = log_density, outputs, arrays[0], np.stack(starts)
 
@@ -248,7 +265,9 @@ def compare(x, y, widths: list[int], options) -> dict[str, Any]:
             found[f"{name}: agrees"] = float((apart / scale).square().mean().sqrt())
         if name != "mclmc" and "mclmc" in results:
             for unit in (
-                "min ESS per second", "median ESS per second", "median ESS per second in all",
+                "min ESS per second", "median ESS per second",
+                "min ESS within chains per second", "median ESS within chains per second",
+                "median ESS per second in all",
             ):  # fmt: skip
                 ratio = results["mclmc"][unit] / result[unit]
                 found[f"ratio mclmc : {name}, {unit}"] = ratio
@@ -266,6 +285,8 @@ def main() -> None:
     parser.add_argument("--thinning", type=int, default=5, help="steps of an iteration of mclmc")
     parser.add_argument("--nuts", type=int, default=200, help="warm-up and draws of nuts and mams")
     parser.add_argument("--init", default="prior", help="of our chains: prior, network, uniform")
+    parser.add_argument("--trained", type=int, help="start from networks trained so many steps")
+    parser.add_argument("--floor", type=float, default=1e-3, help="of a deep network's noise")
     parser.add_argument("--method", default="parallel", help="chain method of mclmc")
     parser.add_argument("--variance", type=float, default=5e-4, help="energy variance of mclmc")
     parser.add_argument("--depth", type=int, default=10)

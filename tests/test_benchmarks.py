@@ -100,7 +100,7 @@ def test_tasks_of_subnetwork(task, tmp_path):
         assert sum(row["posterior"].startswith("variance") for row in rows) == 9
         assert all(row["gap"] >= 0 for row in rows)
     elif task == "rotated-mnist":
-        assert len(result["posteriors"]) == 11
+        assert len(result["posteriors"]) == 12
         for entry in result["posteriors"].values():
             assert list(entry["scores"]) == ["angle", "noise", "blur", "contrast"]
             assert list(entry["scores"]["angle"]) == ["0", "90", "180"]
