@@ -92,6 +92,7 @@ def main() -> None:
     parser = harness.parser(__doc__.splitlines()[0])
     parser.add_argument("--chains", type=int, default=4)
     parser.add_argument("--iterations", type=int, default=250, help="of mclmc, 20 steps each")
+    parser.add_argument("--variance", type=float, default=5e-4, help="energy variance of mclmc")
     parser.add_argument("--adjusted", type=int, default=400, help="iterations of mams")
     parser.add_argument("--longest", type=int, default=7, help="log2 of a mean trajectory of mams")
     parser.add_argument("--whole", type=float, default=120.0, help="seconds of NUTS on all weights")
@@ -110,7 +111,7 @@ def main() -> None:
 
     moments: dict[str, tuple[Tensor, Tensor]] = {}
     sides = {
-        "mclmc": (collapsed, "mclmc", options.iterations, {}),
+        "mclmc": (collapsed, "mclmc", options.iterations, {"energy_variance": options.variance}),
         "mams": (collapsed, "mams", options.adjusted, {"max_tree_depth": options.longest}),
         "nuts, all weights": (
             whole, "nuts", 250, {"seconds": options.whole, "max_tree_depth": options.depth},

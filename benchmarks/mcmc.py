@@ -11,8 +11,8 @@ Seconds are of the processor, warm-up included: "in all" with tracing and compil
 without, as the difference to a run of two iterations. A network with one hidden layer has a noise
 of its own, deeper ones give it as a second output. "agrees" is the root mean square, over rows, of
 the difference of mean f to that of our NUTS in Monte Carlo standard errors of both, about 1 for
-equal posteriors. "within chains" is the sum of the ESS of each chain by itself, the figure to compare
-where chains lie in separate modes.
+equal posteriors. "within chains" is the sum of the ESS of each chain by itself, the figure to
+compare where chains lie in separate modes.
 
 ``mclmc`` keeps a draw after every ``--thinning`` steps; BlackJAX's after as many.
 
@@ -216,7 +216,9 @@ def starting_points(model, data, options) -> tuple[Any, list[np.ndarray]]:
             elbo=bdl.elbo.CompiledELBO(num_particles=options.chains), progress=False,
         )  # fmt: skip
         latents = [init.member(i) for i in range(options.chains)]
-    return init, [one.unconstrain(own).detach().numpy() for one, own in zip(drawn, latents)]
+    return init, [
+        one.unconstrain(own).detach().numpy() for one, own in zip(drawn, latents, strict=True)
+    ]
 
 
 def compare(x, y, widths: list[int], options) -> dict[str, Any]:

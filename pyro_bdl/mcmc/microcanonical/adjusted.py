@@ -30,6 +30,9 @@ _SHARE = 0.3
 # Shares of the warm-up: phase 1, the two windows of phase 2, the trace that finds L. The rest
 # settles h.
 _PHASES = (0.15, 0.2, 0.25, 0.15)
+# The largest h / sqrt(P). On many standard Normals nothing is accepted from 2 on, and effective
+# draws per gradient fall from here; there the acceptance stays above a low target.
+_LONGEST = 1.8
 _EARLY = 64  # the mean number of steps at most, before the metric is known
 
 
@@ -106,7 +109,7 @@ def kernel(log_density: Callable[[jax.Array], jax.Array], settings: Settings, si
         point = jax.tree.map(lambda new, old: jnp.where(taken, new, old), end, start)
         control, step_size = jax.tree.map(
             lambda new, old: jnp.where(state.adapting > 0, new, old),
-            tuning.by_acceptance(state.control, accept, target),
+            tuning.by_acceptance(state.control, accept, target, _LONGEST * size**0.5),
             (state.control, tuned.step_size),
         )
         return AdjustedState(

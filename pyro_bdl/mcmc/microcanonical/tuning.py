@@ -151,7 +151,7 @@ def no_acceptances(size: Array) -> AcceptanceControl:
 
 
 def by_acceptance(
-    control: AcceptanceControl, probability: jax.Array, target: float
+    control: AcceptanceControl, probability: jax.Array, target: float, largest: jax.Array
 ) -> tuple[AcceptanceControl, jax.Array]:
     """The next step size on the way to a mean acceptance probability of ``target``.
 
@@ -166,11 +166,14 @@ def by_acceptance(
     Dual averaging (Hoffman & Gelman 2014) has a gain of about 20 / sqrt(i) at iteration i. A single
     trajectory's probability is so noisy that log h then spreads by more than 1, and the probability
     at its mean lies above the target: by 0.1 after 60 iterations for a target of 0.65.
+
+    :param largest: the largest step size. The probability above it may lie below the target.
     """
     count = control.count + 1
     error = (probability - target) / (4 * target * (1 - target))
     turns = control.turns + (error * control.error < 0)
     log_size = control.log_size + jnp.maximum(error / jnp.sqrt(1 + turns), _LARGEST_FALL)
+    log_size = jnp.minimum(log_size, jnp.log(largest))
     mean = control.mean + jnp.minimum(5 / (count + 4), 1) * (log_size - control.mean)
     return AcceptanceControl(count, turns, error, log_size, mean), jnp.exp(log_size)
 

@@ -77,9 +77,28 @@ def test_the_energy_variance_follows_its_target():
 def test_the_acceptance_follows_its_target(runs):
     """The step sizes of four chains scatter by about 0.05 in the acceptance of each: the bounds are
     three standard errors of their mean. Dual averaging had 0.84 for 0.65."""
-    low = drawn(gaussian, "mams", target_accept=0.65, num_samples=400).stats["accept_prob"].mean()
+
+    def correlated(y):  # stiff directions, which a diagonal metric leaves, keep h short
+        covariance = 0.1 * torch.eye(6, dtype=torch.float64) + 0.9
+        w = pyro.sample("w", dist.MultivariateNormal(torch.zeros(6).to(covariance), covariance))
+        pyro.sample("y", dist.Normal(w.sum() * 0, 1.0), obs=y)
+
+    low = drawn(correlated, "mams", target_accept=0.65, num_samples=400).stats["accept_prob"].mean()
     high = runs["mams"].stats["accept_prob"].mean()  # of 0.9
     assert abs(low - 0.65) < 0.08 and abs(high - 0.9) < 0.08
+
+
+def test_step_sizes_stay_where_the_integrator_is_stable():
+    """On 100 standard Normals a chain accepts 70 to 80 % at h = 1.8 sqrt(P) and nothing from
+    2 sqrt(P) on: a target of 0.65 ended at 0.39 to 0.71."""
+
+    def wide(y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(100, dtype=torch.float64), 1.0).to_event(1))
+        pyro.sample("y", dist.Normal(w.sum() * 0, 1.0), obs=y)
+
+    samples = drawn(wide, "mams", target_accept=0.65, num_samples=300)
+    assert (samples.stats["accept_prob"].mean(1) > 0.63).all()
+    assert (samples.stats["step_size"][:, -1] <= 1.8 * 100**0.5 + 1e-6).all()
 
 
 def test_a_given_metric_and_step_size_are_used():

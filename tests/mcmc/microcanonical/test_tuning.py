@@ -24,7 +24,7 @@ def test_the_acceptance_of_the_kept_step_size_is_the_target(target, factor):
         s = size**2
         change = s**2 / 2 + s * jax.random.normal(own, size.shape)
         accept = jnp.exp(jnp.minimum(-change, 0))
-        return *tuning.by_acceptance(control, accept, target), key
+        return *tuning.by_acceptance(control, accept, target, jnp.inf), key
 
     start = tuning.no_acceptances(size), size, jax.random.PRNGKey(0)
     control, _, _ = jax.lax.fori_loop(0, 100, iteration, start)
