@@ -22,6 +22,29 @@ def probit(mean: Tensor, variance: Tensor) -> Tensor:
     return torch.sigmoid(mean / torch.sqrt(1.0 + math.pi / 8.0 * variance))
 
 
+def pairwise_probit(mean: Tensor, covariance: Tensor) -> Tensor:
+    """E[softmax(f)], (..., C), for f ~ N(m, covariance), by a probit approximation for each pair.
+
+    With s_kj the variance of f_k - f_j, up to normalization::
+
+        p_k = 1 / sum_j exp(-(m_k - m_j) / sqrt(1 + pi s_kj / 8))
+
+    For two classes it is ``probit`` of their difference. A change of all f by the same number, which
+    softmax does not see and the data never determine, has no effect (Lu, Ie & Sha 2020, arXiv
+    2006.07584).
+
+    :param mean: m (..., C).
+    :param covariance: (..., C, C).
+    """
+    variance = covariance.diagonal(dim1=-2, dim2=-1)
+    sums = []
+    for k in range(mean.shape[-1]):  # one class at a time: C^2 numbers less
+        spread = variance[..., k, None] + variance - 2.0 * covariance[..., k, :]
+        scale = torch.sqrt(1.0 + math.pi / 8.0 * spread.clamp(min=0.0))
+        sums.append(torch.logsumexp((mean - mean[..., k, None]) / scale, -1))
+    return torch.softmax(-torch.stack(sums, -1), -1)
+
+
 def multiclass_probit(mean: Tensor, variance: Tensor) -> Tensor:
     """E[softmax(f)], (..., C), approximately softmax(m_k / sqrt(1 + pi v_k / 8)) (Gibbs 1997)."""
     return torch.softmax(mean / torch.sqrt(1.0 + math.pi / 8.0 * variance), -1)
@@ -111,16 +134,27 @@ def noise_covariance(gaussian: GaussianOutputs) -> Tensor | None:
 
 
 def class_probabilities(gaussian: GaussianOutputs, method: str) -> Tensor:
-    """P(y = class) of a discrete site, by "probit" or "laplace-bridge"."""
+    """P(y = class) of a discrete site, by "pairwise", "probit" or "laplace-bridge"."""
     logits, binary = gaussian.outputs.values["logits"], gaussian.outputs.kind == "Bernoulli"
     if method == "laplace-bridge":
         if binary:
             raise ValueError('"laplace-bridge" is for several classes: use "probit" for two')
         if logits.dim() != 2:
-            raise ValueError('"laplace-bridge" needs one Categorical per datum: use "probit"')
+            raise ValueError('"laplace-bridge" needs one Categorical per datum: use "pairwise"')
         return laplace_bridge(logits, gaussian.block("logits", "logits"))
+    if method == "pairwise" and not binary:
+        return pairwise_probit(logits, _covariance_of_each(logits, gaussian))
     variance = gaussian.cells("logits")[1].reshape(logits.shape)
     return (probit if binary else multiclass_probit)(logits, variance)
+
+
+def _covariance_of_each(logits: Tensor, gaussian: GaussianOutputs) -> Tensor:
+    """Covariances of the logits (n, ..., C) of each Categorical, (n, ..., C, C)."""
+    classes = logits.shape[-1]
+    many = logits[0].numel() // classes
+    blocks = gaussian.block("logits", "logits").reshape(-1, many, classes, many, classes)
+    own = blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)
+    return own.reshape(*logits.shape, classes)
 
 
 def log_density(site: Site, gaussian: GaussianOutputs) -> Tensor | None:
@@ -134,7 +168,7 @@ def log_density(site: Site, gaussian: GaussianOutputs) -> Tensor | None:
     if kind == "Normal":
         density = _normal_log_density(gaussian, site.value, event)
     elif kind in DISCRETE and event == 1:
-        density = _discrete_log_density(kind, class_probabilities(gaussian, "probit"), site.value)
+        density = _discrete_log_density(kind, class_probabilities(gaussian, "pairwise"), site.value)
     else:
         return None
     return None if density is None else density.reshape(shape)

@@ -17,7 +17,12 @@ from pyro import poutine
 from torch import nn
 
 from pyro_bdl import LinearizedPredictive, bayesianize
-from pyro_bdl.predictive.closed_forms import laplace_bridge, multiclass_probit, probit
+from pyro_bdl.predictive.closed_forms import (
+    laplace_bridge,
+    multiclass_probit,
+    pairwise_probit,
+    probit,
+)
 from pyro_bdl.program import Program
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -129,6 +134,25 @@ def test_multiclass_probit_against_draws():
     assert (multiclass_probit(mean, variance) - draws).abs().max() < 0.03
 
 
+@pytest.mark.parametrize("classes", [2, 3, 10])
+def test_pairwise_probit_against_draws(classes):
+    """Also where all classes move together, which softmax does not see; of two classes it is the
+    probit approximation of their difference."""
+    torch.manual_seed(0)
+    mean, root = torch.randn(5, classes), 0.8 * torch.randn(5, classes, classes) / classes**0.5
+    covariance = root @ root.mT
+    found = pairwise_probit(mean, covariance)
+    draws = torch.distributions.MultivariateNormal(mean, covariance).sample((20000,))
+    assert (found - draws.softmax(-1).mean(0)).abs().max() < 0.06
+    direction = torch.rand(5, 1, classes)  # cov(f + c 1) with c correlated with f
+    shifted = covariance + 25.0 + direction + direction.mT
+    torch.testing.assert_close(pairwise_probit(mean + 3.0, shifted), found)
+    torch.testing.assert_close(found.sum(-1), torch.ones(5))
+    if classes == 2:
+        apart = covariance[:, 0, 0] + covariance[:, 1, 1] - 2 * covariance[:, 0, 1]
+        torch.testing.assert_close(found[:, 0], probit(mean[:, 0] - mean[:, 1], apart))
+
+
 @pytest.mark.parametrize("classes", [2, 3, 5])
 def test_the_bridge_inverts_the_laplace_approximation_of_a_dirichlet(classes):
     """MacKay 1998, in the softmax basis: m_k = log a_k - mean log a, and S_kl = d_kl / a_k - (1/a_k
@@ -161,12 +185,35 @@ def test_probabilities_of_every_method():
     drawn = predictive.probabilities(x, method="monte-carlo")["y"]
     assert drawn.shape == (N, 3) and (drawn - exact).abs().max() < 0.02
     scaled = mean / (1 + math.pi / 8 * inside.diagonal(dim1=-2, dim2=-1)).sqrt()
-    torch.testing.assert_close(predictive.probabilities(x)["y"], scaled.softmax(-1))
+    each = predictive.probabilities(x, method="probit")["y"]
+    torch.testing.assert_close(each, scaled.softmax(-1))
+    pairs = predictive.probabilities(x)["y"]
+    torch.testing.assert_close(pairs, pairwise_probit(mean, inside))
     bridge = predictive.probabilities(x, method="laplace-bridge")["y"]
     torch.testing.assert_close(bridge, laplace_bridge(mean, inside))
     torch.testing.assert_close(bridge.sum(-1), torch.ones(N))
     found = predictive.log_density(x, y)["y"]
-    torch.testing.assert_close(found, scaled.log_softmax(-1).gather(1, y[:, None])[:, 0])
+    torch.testing.assert_close(found, pairs.log().gather(1, y[:, None])[:, 0])
+
+
+def test_several_categorical_numbers_per_datum():
+    """Each has its own covariance, a block of that of all logits."""
+    torch.manual_seed(1)
+    x, y = torch.randn(N, 3), torch.randint(3, (N, 2))
+    net = bayesianize(nn.Linear(3, 6))
+
+    def model(x, y=None):
+        logits = net(x).reshape(-1, 2, 3)
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Categorical(logits=logits).to_event(1), obs=y)
+
+    predictive = LinearizedPredictive(model, approximate(model, (x, y)))
+    mean, covariance = predictive.covariance(x)["y"]
+    apart = [
+        pairwise_probit(mean[:, part], covariance[:, part, part])
+        for part in (slice(0, 3), slice(3, 6))
+    ]
+    torch.testing.assert_close(predictive.probabilities(x)["y"], torch.stack(apart, 1))
 
 
 @pytest.mark.parametrize("kind", ["bernoulli", "bernoulli, several"])
