@@ -132,8 +132,8 @@ class Ours:
         self.predictive = bdl.LinearizedPredictive(self.model, self.posterior)
 
     def predict(self, x: Tensor) -> Tensor:
-        """Class probabilities by the probit approximation."""
-        return self.predictive.probabilities(x)["y"]
+        """Class probabilities by the probit approximation of each class."""
+        return self.predictive.probabilities(x, method="probit")["y"]
 
     def variances(self, x: Tensor) -> Tensor:
         """Of the logits, (N, 10)."""

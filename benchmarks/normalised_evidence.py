@@ -145,8 +145,9 @@ def measure(name: str, seed: int, data: Images, options: Any) -> dict[str, dict[
                 return loss(lambda x: p.probabilities(x, method=method)["y"], data)
 
             found[f"{number}, {point}"] = {
-                "NLL": by("pairwise"), "by Monte Carlo": by("monte-carlo"), "by class": by("probit"),
-                "log evidence": evidence.log_evidence, "gamma": evidence.gamma,
+                "NLL": by("pairwise"), "by Monte Carlo": by("monte-carlo"),
+                "by class": by("probit"), "log evidence": evidence.log_evidence,
+                "gamma": evidence.gamma,
             }  # fmt: skip
     return found
 

@@ -29,8 +29,8 @@ def pairwise_probit(mean: Tensor, covariance: Tensor) -> Tensor:
 
         p_k = 1 / sum_j exp(-(m_k - m_j) / sqrt(1 + pi s_kj / 8))
 
-    For two classes it is ``probit`` of their difference. A change of all f by the same number, which
-    softmax does not see and the data never determine, has no effect (Lu, Ie & Sha 2020, arXiv
+    For two classes it is ``probit`` of their difference. A change of all f by one number, which
+    softmax does not see and data do not determine, has no effect (Lu, Ie & Sha 2020, arXiv
     2006.07584).
 
     :param mean: m (..., C).
