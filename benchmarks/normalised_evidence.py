@@ -9,9 +9,9 @@ the full Gauss-Newton matrix is maximized at the trained weights and at the opti
 linearized model (recommendation 1), with one prior precision and with one for each normalized group
 (recommendation 2); networks without normalization have one group only. The figures are negative log
 likelihoods of test images under the linearized predictive, and of the trained network itself
-("MAP"). "NLL" is by the default of ``probabilities``, the probit approximation for each pair of
-classes; beside it Monte Carlo and the probit approximation for each class by itself, which is far
-too unsure where all outputs move together.
+("MAP"). "NLL" is by the default of ``probabilities``, the probit approximation of each class
+against the others; beside it Monte Carlo and that of each class by itself, which is far too unsure
+where all outputs move together.
 ``--data`` is a folder with ``mnist.npz`` and ``fashion_mnist.npz`` of the Keras layout.
 """
 
@@ -145,7 +145,7 @@ def measure(name: str, seed: int, data: Images, options: Any) -> dict[str, dict[
                 return loss(lambda x: p.probabilities(x, method=method)["y"], data)
 
             found[f"{number}, {point}"] = {
-                "NLL": by("pairwise"), "by Monte Carlo": by("monte-carlo"),
+                "NLL": by("centered-probit"), "by Monte Carlo": by("monte-carlo"),
                 "by class": by("probit"), "log evidence": evidence.log_evidence,
                 "gamma": evidence.gamma,
             }  # fmt: skip

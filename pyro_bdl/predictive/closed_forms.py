@@ -22,27 +22,29 @@ def probit(mean: Tensor, variance: Tensor) -> Tensor:
     return torch.sigmoid(mean / torch.sqrt(1.0 + math.pi / 8.0 * variance))
 
 
-def pairwise_probit(mean: Tensor, covariance: Tensor) -> Tensor:
-    """E[softmax(f)], (..., C), for f ~ N(m, covariance), by a probit approximation for each pair.
+def centered_probit(mean: Tensor, covariance: Tensor) -> Tensor:
+    """E[softmax(f)], (..., C), for f ~ N(m, covariance), by a probit approximation of each class
+    against the others.
 
-    With s_kj the variance of f_k - f_j, up to normalization::
+    With d_k the difference of f_k and the mean of all f, which for more than one class is
+    (C - 1) / C of that of f_k and the mean of the others::
 
-        p_k = 1 / sum_j exp(-(m_k - m_j) / sqrt(1 + pi s_kj / 8))
+        softmax(E[d_k] / sqrt(1 + pi v_k / 8)),    v_k = (C / (C - 1))^2 Var[d_k]
 
-    For two classes it is ``probit`` of their difference. A change of all f by one number, which
-    softmax does not see and data do not determine, has no effect (Lu, Ie & Sha 2020, arXiv
-    2006.07584).
+    For two classes it is ``probit`` of their difference. In contrast to ``multiclass_probit``, a
+    change of all f by one number, which softmax does not see and data do not determine, has no
+    effect.
 
     :param mean: m (..., C).
     :param covariance: (..., C, C).
     """
-    variance = covariance.diagonal(dim1=-2, dim2=-1)
-    sums = []
-    for k in range(mean.shape[-1]):  # one class at a time: C^2 numbers less
-        spread = variance[..., k, None] + variance - 2.0 * covariance[..., k, :]
-        scale = torch.sqrt(1.0 + math.pi / 8.0 * spread.clamp(min=0.0))
-        sums.append(torch.logsumexp((mean - mean[..., k, None]) / scale, -1))
-    return torch.softmax(-torch.stack(sums, -1), -1)
+    classes = mean.shape[-1]
+    rows = covariance.sum(-1)
+    total = rows.sum(-1, keepdim=True)
+    own = covariance.diagonal(dim1=-2, dim2=-1)
+    variance = (own - 2.0 * rows / classes + total / classes**2).clamp(min=0.0)
+    scale = (classes / max(1, classes - 1)) ** 2
+    return multiclass_probit(mean - mean.mean(-1, keepdim=True), scale * variance)
 
 
 def multiclass_probit(mean: Tensor, variance: Tensor) -> Tensor:
@@ -134,16 +136,16 @@ def noise_covariance(gaussian: GaussianOutputs) -> Tensor | None:
 
 
 def class_probabilities(gaussian: GaussianOutputs, method: str) -> Tensor:
-    """P(y = class) of a discrete site, by "pairwise", "probit" or "laplace-bridge"."""
+    """P(y = class) of a discrete site, by "centered-probit", "probit" or "laplace-bridge"."""
     logits, binary = gaussian.outputs.values["logits"], gaussian.outputs.kind == "Bernoulli"
     if method == "laplace-bridge":
         if binary:
             raise ValueError('"laplace-bridge" is for several classes: use "probit" for two')
         if logits.dim() != 2:
-            raise ValueError('"laplace-bridge" needs one Categorical per datum: use "pairwise"')
+            raise ValueError('"laplace-bridge" needs one Categorical per datum: use "probit"')
         return laplace_bridge(logits, gaussian.block("logits", "logits"))
-    if method == "pairwise" and not binary:
-        return pairwise_probit(logits, _covariance_of_each(logits, gaussian))
+    if method == "centered-probit" and not binary:
+        return centered_probit(logits, _covariance_of_each(logits, gaussian))
     variance = gaussian.cells("logits")[1].reshape(logits.shape)
     return (probit if binary else multiclass_probit)(logits, variance)
 
@@ -168,7 +170,9 @@ def log_density(site: Site, gaussian: GaussianOutputs) -> Tensor | None:
     if kind == "Normal":
         density = _normal_log_density(gaussian, site.value, event)
     elif kind in DISCRETE and event == 1:
-        density = _discrete_log_density(kind, class_probabilities(gaussian, "pairwise"), site.value)
+        density = _discrete_log_density(
+            kind, class_probabilities(gaussian, "centered-probit"), site.value
+        )
     else:
         return None
     return None if density is None else density.reshape(shape)

@@ -36,7 +36,7 @@ from pyro_bdl.program.batches import Batches
 from pyro_bdl.program.trace import Site
 from pyro_bdl.utils.validation import whole_number
 
-METHODS = ("pairwise", "probit", "laplace-bridge", "monte-carlo")
+METHODS = ("centered-probit", "probit", "laplace-bridge", "monte-carlo")
 
 
 class LinearizedDraws(dict[str, Tensor]):
@@ -211,15 +211,14 @@ class LinearizedPredictive:
         return self.components[0].prior_covariance(first, second)
 
     def probabilities(
-        self, *args: Any, method: str = "pairwise", **kwargs: Any
+        self, *args: Any, method: str = "centered-probit", **kwargs: Any
     ) -> dict[str, Tensor]:
         """P(y = class) for each Categorical site, (N, C), and P(y = 1) for Bernoulli ones, (N,).
 
-        :param method: "pairwise" (probit approximations of the differences between classes, Lu et
-            al. 2020), "probit" (of each class by itself, Gibbs 1997, as in laplace-torch; too
-            unsure where all logits move together), "laplace-bridge" (Hobbhahn et al. 2022; for
-            several classes) or "monte-carlo" over ``num_samples`` draws. The first two are the same
-            for a Bernoulli site (MacKay 1992).
+        :param method: "centered-probit" (of each class against the others), "probit" (of each class
+            by itself, Gibbs 1997, as in laplace-torch; too unsure where all logits move together),
+            "laplace-bridge" (Hobbhahn et al. 2022; for several classes) or "monte-carlo" over
+            ``num_samples`` draws. The first two are the same for a Bernoulli site (MacKay 1992).
         :raises ValueError: for another method, or if no site is discrete.
         """
         if method not in METHODS:
@@ -249,7 +248,7 @@ class LinearizedPredictive:
         targets.
 
         There are closed forms for a Normal (an uncertain noise is integrated by quadrature), and
-        for one Categorical (pairwise probit) or Bernoulli per datum. Other densities are averages
+        for one Categorical (centered probit) or Bernoulli per datum. Other densities are averages
         over ``num_samples`` draws, also for several numbers per datum, unless these are Normal with
         known noise.
         """

@@ -406,9 +406,9 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match="num_samples must be at least 1, got 0"):
         LinearizedPredictive(model, guide, 0)
     predictive = LinearizedPredictive(model, guide)
-    with pytest.raises(ValueError, match=r"unknown method 'exact' .there are pairwise"):
+    with pytest.raises(ValueError, match=r"unknown method 'exact' .there are centered-probit"):
         predictive.probabilities(x, method="exact")
-    for method in ("pairwise", "laplace-bridge", "monte-carlo"):
+    for method in ("centered-probit", "laplace-bridge", "monte-carlo"):
         with pytest.raises(ValueError, match="no observed site is Categorical or Bernoulli"):
             predictive.probabilities(x, method=method)
     with pytest.raises(ValueError, match="site 'y' has no observation: pass the targets"):

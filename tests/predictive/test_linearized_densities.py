@@ -18,9 +18,9 @@ from torch import nn
 
 from pyro_bdl import LinearizedPredictive, bayesianize
 from pyro_bdl.predictive.closed_forms import (
+    centered_probit,
     laplace_bridge,
     multiclass_probit,
-    pairwise_probit,
     probit,
 )
 from pyro_bdl.program import Program
@@ -135,18 +135,18 @@ def test_multiclass_probit_against_draws():
 
 
 @pytest.mark.parametrize("classes", [2, 3, 10])
-def test_pairwise_probit_against_draws(classes):
+def test_centered_probit_against_draws(classes):
     """Also where all classes move together, which softmax does not see; of two classes it is the
     probit approximation of their difference."""
     torch.manual_seed(0)
     mean, root = torch.randn(5, classes), 0.8 * torch.randn(5, classes, classes) / classes**0.5
     covariance = root @ root.mT
-    found = pairwise_probit(mean, covariance)
+    found = centered_probit(mean, covariance)
     draws = torch.distributions.MultivariateNormal(mean, covariance).sample((20000,))
     assert (found - draws.softmax(-1).mean(0)).abs().max() < 0.06
     direction = torch.rand(5, 1, classes)  # cov(f + c 1) with c correlated with f
     shifted = covariance + 25.0 + direction + direction.mT
-    torch.testing.assert_close(pairwise_probit(mean + 3.0, shifted), found)
+    torch.testing.assert_close(centered_probit(mean + 3.0, shifted), found)
     torch.testing.assert_close(found.sum(-1), torch.ones(5))
     if classes == 2:
         apart = covariance[:, 0, 0] + covariance[:, 1, 1] - 2 * covariance[:, 0, 1]
@@ -188,7 +188,7 @@ def test_probabilities_of_every_method():
     each = predictive.probabilities(x, method="probit")["y"]
     torch.testing.assert_close(each, scaled.softmax(-1))
     pairs = predictive.probabilities(x)["y"]
-    torch.testing.assert_close(pairs, pairwise_probit(mean, inside))
+    torch.testing.assert_close(pairs, centered_probit(mean, inside))
     bridge = predictive.probabilities(x, method="laplace-bridge")["y"]
     torch.testing.assert_close(bridge, laplace_bridge(mean, inside))
     torch.testing.assert_close(bridge.sum(-1), torch.ones(N))
@@ -210,7 +210,7 @@ def test_several_categorical_numbers_per_datum():
     predictive = LinearizedPredictive(model, approximate(model, (x, y)))
     mean, covariance = predictive.covariance(x)["y"]
     apart = [
-        pairwise_probit(mean[:, part], covariance[:, part, part])
+        centered_probit(mean[:, part], covariance[:, part, part])
         for part in (slice(0, 3), slice(3, 6))
     ]
     torch.testing.assert_close(predictive.probabilities(x)["y"], torch.stack(apart, 1))

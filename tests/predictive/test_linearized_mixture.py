@@ -110,7 +110,7 @@ def classes():
     return model, guide.laplace_approximation((x, y), structure="kron"), x, y
 
 
-@pytest.mark.parametrize("method", ["pairwise", "probit", "laplace-bridge", "monte-carlo"])
+@pytest.mark.parametrize("method", ["centered-probit", "probit", "laplace-bridge", "monte-carlo"])
 def test_class_probabilities_are_averaged(classes, method):
     model, mixture, x, _ = classes
     predictive = LinearizedPredictive(model, mixture, 2000)
