@@ -291,12 +291,20 @@ def figure(results: dict[str, Any], extra: None, path: str) -> None:
     axes = drawn.subplots(len(SCORES), len(shifts), squeeze=False, sharey="row", sharex="col")
     for number, score in enumerate(SCORES):
         for ax, shift in zip(axes[number], shifts, strict=True):
-            for name, entry in table.items():
+            for line, (name, entry) in enumerate(table.items()):
                 values = entry["scores"][shift]
                 strengths = [float(level) for level in values]
-                ax.plot(strengths, [row[number] for row in values.values()], ".-", label=name)
+                style = {"color": f"C{line % 10}", "ls": "-" if line < 10 else "--"}
+                ax.plot(
+                    strengths,
+                    [row[number] for row in values.values()],
+                    marker=".",
+                    label=name,
+                    **style,
+                )
         axes[number, 0].set_ylabel(score)
     for ax, shift in zip(axes[-1], shifts, strict=True):
         ax.set_xlabel("degrees" if shift == "angle" else f"{shift}, strength")
-    axes[0, 0].legend(fontsize=6)
+    labels = axes[0, 0].get_legend_handles_labels()
+    drawn.legend(*labels, loc="outside lower center", ncols=4)
     drawn.savefig(path, dpi=100)
