@@ -89,11 +89,17 @@ def predicted(
     probabilities: Callable[[Tensor], Tensor], data: Images, *, rows: int = 500
 ) -> tuple[Tensor, Tensor]:
     """Class probabilities of the test images, and of the images from elsewhere, (N, K)."""
-    found, other = (
-        torch.cat([probabilities(part).double() for part in x.split(rows)])
-        for x in (data.test.x, data.elsewhere)
-    )
-    return found, other
+    return over(probabilities, data.test.x, rows), over(probabilities, data.elsewhere, rows)
+
+
+def over(probabilities: Callable[[Tensor], Tensor], x: Tensor, rows: int = 500) -> Tensor:
+    """Class probabilities of images, so many at a time, (N, K) in float64."""
+    return torch.cat([probabilities(part).double() for part in x.split(rows)])
+
+
+def log_loss(found: Tensor, y: Tensor) -> float:
+    """Mean negative log likelihood of the classes."""
+    return -float(found.gather(1, y[:, None]).clamp(min=1e-12).log().mean())
 
 
 def scores(probabilities: Callable[[Tensor], Tensor], data: Images) -> dict[str, float]:
@@ -108,10 +114,9 @@ def scores_of(found: Tensor, other: Tensor, y: Tensor) -> dict[str, float]:
     :param found: of ``predicted``, with ``other``.
     :param y: classes of the test images.
     """
-    known = found.gather(1, y[:, None]).clamp(min=1e-12)
     return {
         "accuracy": float(metrics.accuracy(found, y)),
-        "NLL": -float(known.log().mean()),
+        "NLL": log_loss(found, y),
         "ECE": float(metrics.expected_calibration_error(found, y)),
         "OOD-AUROC": float(metrics.auroc(entropy(found), entropy(other))),
     }

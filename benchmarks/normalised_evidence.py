@@ -24,7 +24,7 @@ from typing import Any
 
 import harness
 import torch
-from images import Images, mean_and_error, seeds_of, with_error
+from images import Images, log_loss, mean_and_error, over, seeds_of, with_error
 from pyro.infer.autoguide.initialization import init_to_value
 from pyro.nn import PyroParam
 from torch import Tensor, nn
@@ -107,8 +107,7 @@ def learned() -> priors.Prior:
 
 def loss(probabilities: Callable[[Tensor], Tensor], data: Images) -> float:
     """Negative log likelihood of the test images."""
-    found = torch.cat([probabilities(part).double() for part in data.test.x.split(500)])
-    return -float(found.gather(1, data.test.y[:, None]).clamp(min=1e-12).log().mean())
+    return log_loss(over(probabilities, data.test.x), data.test.y)
 
 
 def measure(name: str, seed: int, data: Images, options: Any) -> dict[str, dict[str, float]]:

@@ -201,8 +201,11 @@ def _item_size(program: Program) -> int:
 
 
 def _room(program: Program, item: int, device: torch.device) -> int:
-    """What the C library keeps of freed blocks on the CPU: about two of the largest tensor, as
-    measured (``benchmarks/memory.py``), where it does not return blocks of this size at once."""
+    """Bytes of freed blocks that the C library keeps on the CPU.
+
+    About two of the largest tensor, as measured (``benchmarks/memory.py``), where blocks of its
+    size are not returned at once.
+    """
     largest = item * max((latent.size for latent in program.latents.values()), default=0)
     return 2 * largest if device.type == "cpu" and largest <= LARGEST_KEPT else 0
 

@@ -26,10 +26,9 @@ def centered_probit(mean: Tensor, covariance: Tensor) -> Tensor:
     """E[softmax(f)], (..., C), for f ~ N(m, covariance), by a probit approximation of each class
     against the others.
 
-    With d_k the difference of f_k and the mean of all f, which for more than one class is
-    (C - 1) / C of that of f_k and the mean of the others::
+    With v_k the variance of f_k minus the mean of the other f::
 
-        softmax(E[d_k] / sqrt(1 + pi v_k / 8)),    v_k = (C / (C - 1))^2 Var[d_k]
+        softmax((m_k - mean of m) / sqrt(1 + pi v_k / 8))
 
     For two classes it is ``probit`` of their difference. In contrast to ``multiclass_probit``, a
     change of all f by one number, which softmax does not see and data do not determine, has no
@@ -42,9 +41,9 @@ def centered_probit(mean: Tensor, covariance: Tensor) -> Tensor:
     rows = covariance.sum(-1)
     total = rows.sum(-1, keepdim=True)
     own = covariance.diagonal(dim1=-2, dim2=-1)
-    variance = (own - 2.0 * rows / classes + total / classes**2).clamp(min=0.0)
-    scale = (classes / max(1, classes - 1)) ** 2
-    return multiclass_probit(mean - mean.mean(-1, keepdim=True), scale * variance)
+    centered = (own - 2.0 * rows / classes + total / classes**2).clamp(min=0.0)  # of f - mean f
+    variance = (classes / max(1, classes - 1)) ** 2 * centered
+    return multiclass_probit(mean - mean.mean(-1, keepdim=True), variance)
 
 
 def multiclass_probit(mean: Tensor, variance: Tensor) -> Tensor:

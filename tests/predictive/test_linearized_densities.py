@@ -187,13 +187,13 @@ def test_probabilities_of_every_method():
     scaled = mean / (1 + math.pi / 8 * inside.diagonal(dim1=-2, dim2=-1)).sqrt()
     each = predictive.probabilities(x, method="probit")["y"]
     torch.testing.assert_close(each, scaled.softmax(-1))
-    pairs = predictive.probabilities(x)["y"]
-    torch.testing.assert_close(pairs, centered_probit(mean, inside))
+    centered = predictive.probabilities(x)["y"]
+    torch.testing.assert_close(centered, centered_probit(mean, inside))
     bridge = predictive.probabilities(x, method="laplace-bridge")["y"]
     torch.testing.assert_close(bridge, laplace_bridge(mean, inside))
     torch.testing.assert_close(bridge.sum(-1), torch.ones(N))
     found = predictive.log_density(x, y)["y"]
-    torch.testing.assert_close(found, pairs.log().gather(1, y[:, None])[:, 0])
+    torch.testing.assert_close(found, centered.log().gather(1, y[:, None])[:, 0])
 
 
 def test_several_categorical_numbers_per_datum():
