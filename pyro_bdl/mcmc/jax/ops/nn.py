@@ -15,8 +15,29 @@ def _matmul(x, y):
     return jnp.matmul(x, y, precision=EXACT)
 
 
+_NARROW = 32  # the largest smaller side of a narrow layer's weights
+_WIDE = 128  # its largest larger side
+
+
+def _narrow(bias, x, y) -> bool:
+    """Return whether this is a narrow layer on many rows, on a CPU."""
+    return (
+        jax.default_backend() == "cpu"
+        and x.ndim == y.ndim == 2
+        and bias.ndim == 1
+        and min(y.shape) <= _NARROW
+        and max(y.shape) <= _WIDE
+        and len(x) >= 4 * min(y.shape)
+    )
+
+
 @register(aten.addmm, aten.baddbmm, aten.addmv)
 def _addmm(bias, x, y, *, beta=1, alpha=1):
+    if alpha == beta == 1 and _narrow(bias, x, y):
+        # With the rows of one unit next to each other a CPU is up to 3 times as fast. The barriers
+        # keep XLA from turning the product around again.
+        columns = _matmul(y.T, lax.optimization_barrier(x.T)) + bias[:, None]
+        return lax.optimization_barrier(columns).T
     product = _matmul(x, y)
     product = product if alpha == 1 else alpha * product
     return product + (bias if beta == 1 else beta * bias)

@@ -165,6 +165,7 @@ class Causal(nn.TransformerEncoderLayer):
 
 MODULES = {
     "Linear": lambda: (nn.Linear(3, 2), torch.randn(4, 3)),
+    "Linear-narrow": lambda: (nn.Linear(3, 2), torch.randn(12, 3)),
     "Linear-3d": lambda: (nn.Linear(3, 2, bias=False), torch.randn(2, 4, 3)),
     "Bilinear": lambda: (nn.Bilinear(3, 2, 2), torch.randn(4, 3), torch.randn(4, 2)),
     "Conv1d": lambda: (nn.Conv1d(2, 4, 3, padding="same", dilation=2), torch.randn(2, 2, 7)),
@@ -243,13 +244,24 @@ ACTIVATIONS = [
 
 @DTYPES
 @cases(MODULES, {
-    "Linear", "Conv1d", "Conv2d-unbatched", "ConvTranspose1d", "BatchNorm1d", "RNN", "LSTM",
-    "MultiheadAttention-bias", "TransformerEncoderLayer", "fft-ortho",
+    "Linear", "Linear-narrow", "Conv1d", "Conv2d-unbatched", "ConvTranspose1d", "BatchNorm1d",
+    "RNN", "LSTM", "MultiheadAttention-bias", "TransformerEncoderLayer", "fft-ortho",
 })  # fmt: skip
 def test_modules(case, dtype, default):
     module, *inputs = MODULES[case]()
     function, size = density(module.eval().to(dtype), *inputs)
     assert_same(function, torch.randn(2, size))
+
+
+@pytest.mark.parametrize("rows, inputs, narrow", [(128, 32, 1), (127, 32, 0), (200, 40, 0)])
+def test_narrow_layers_on_many_rows_are_turned_around(rows, inputs, narrow, monkeypatch):
+    """On a CPU; ``test_modules`` compares both orders with torch."""
+    x, weights = torch.randn(rows, inputs), torch.randn(40, inputs)
+    point = jnp.asarray(weights.numpy())
+    for backend, expected in (("cpu", narrow), ("gpu", 0)):
+        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        f = to_jax(lambda w: F.linear(x, w, torch.ones(40)), weights)
+        assert str(jax.make_jaxpr(f)(point)).count("optimization_barrier") == 2 * expected
 
 
 @DTYPES
