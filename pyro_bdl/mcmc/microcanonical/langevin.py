@@ -6,10 +6,14 @@ variance of the energy error per number, ``E[(energy change)^2] / P``, whose tar
 and whose reached value is the statistic ``energy_variance``. For a Normal target the bias of the
 variances, relative and squared, is about as large as this number (Robnik & Seljak 2024, section 4).
 
+One step size cannot suit kinks, necks and tips as well as the bulk. A step whose energy error is
+above five deviations of the target is taken in parts, see ``integrator.divided_step``.
+
 Source: Robnik & Seljak (2024), Fluctuation without dissipation, arXiv 2303.18221.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,26 +24,32 @@ from pyro_bdl.mcmc.chains import Settings
 from pyro_bdl.mcmc.jax.chains import Kept, Kernel, Stage
 from pyro_bdl.mcmc.microcanonical import integrator, tuning
 from pyro_bdl.mcmc.microcanonical.integrator import PhasePoint
-from pyro_bdl.mcmc.microcanonical.starting import at_start, diverges, each_chain
+from pyro_bdl.mcmc.microcanonical.starting import LARGEST_CHANGE, at_start, each_chain
 from pyro_bdl.mcmc.microcanonical.tuning import Array, EnergyControl, Moments, Tuned
 
 _SHARE = 0.4  # of the autocorrelation length that is L
 # Shares of the warm-up: phase 1, the two windows of phase 2, the last step size. The rest finds L.
 _PHASES = (0.2, 0.15, 0.2, 0.1)
+# An energy error above so many of the deviations that are asked for is large: the step is taken in
+# parts, and the step size sees this much of the error, so that rare kinks do not make it small.
+_LARGE = 5.0
 
 
 class MicrocanonicalState(NamedTuple):
     """One chain.
 
+    :param part: with which the next step begins, see ``integrator.divided_step``.
     :param adapting: 1 while the step size is adapted, else 0.
     :param control: averages of the adaptation; ``moments``: of the points.
     :param trace: some numbers after each step of the last iteration, (steps, numbers).
     :param variance: mean square of the energy's change per number in the last iteration.
     :param diverged: whether a step of the last iteration was undone.
+    :param gradients: their number in the last iteration.
     """
 
     key: Array
     point: PhasePoint
+    part: Array
     tuned: Tuned
     adapting: Array
     control: EnergyControl
@@ -47,6 +57,7 @@ class MicrocanonicalState(NamedTuple):
     trace: Array
     variance: Array
     diverged: Array
+    gradients: Array
 
 
 def kernel(log_density: Callable[[jax.Array], jax.Array], settings: Settings, size: int) -> Kernel:
@@ -54,6 +65,7 @@ def kernel(log_density: Callable[[jax.Array], jax.Array], settings: Settings, si
     density = jax.value_and_grad(log_density)
     numbers = tuning.traced_numbers(size)
     steps = settings.thinning or 20
+    large = _LARGE * (size * settings.energy_variance) ** 0.5
 
     def init(key: jax.Array, start: jax.Array) -> MicrocanonicalState:
         key, point, tuned = at_start(density, settings, key, start)
@@ -61,6 +73,7 @@ def kernel(log_density: Callable[[jax.Array], jax.Array], settings: Settings, si
         return MicrocanonicalState(
             key,
             point,
+            jnp.asarray(integrator.WHOLE, jnp.int32),
             tuned,
             jnp.asarray(1.0 if settings.adapts_step_size else 0.0, start.dtype),
             tuning.no_errors(start),
@@ -68,15 +81,21 @@ def kernel(log_density: Callable[[jax.Array], jax.Array], settings: Settings, si
             jnp.zeros((steps, len(start[numbers])), start.dtype),
             zero,
             zero > 0,
+            jnp.zeros((), jnp.int32),
         )
 
     def step(carry: Any, noise: jax.Array) -> Any:
-        point, tuned, adapting, control, moments = carry
-        moved, change = integrator.step(
-            density, lambda v: tuning.multiply(tuned.root, v), point, tuned.step_size
+        point, part, tuned, adapting, control, moments = carry
+        moved, change, error, part, lost, gradients = integrator.divided_step(
+            density,
+            lambda v: tuning.multiply(tuned.root, v),
+            point,
+            tuned.step_size,
+            partial(tuning.error_of, size=size),
+            large,
+            LARGEST_CHANGE,
+            part,
         )
-        error = tuning.error_of(change, point.log_density, moved.log_density, size)
-        lost = diverges(error) | ~jnp.isfinite(moved.gradient).all()
         turned = moved._replace(
             momentum=integrator.refreshed(noise, moved.momentum, tuned.step_size / tuned.length)
         )
@@ -84,12 +103,9 @@ def kernel(log_density: Callable[[jax.Array], jax.Array], settings: Settings, si
         point = jax.tree.map(lambda new, old: jnp.where(lost, old, new), turned, back)
         change = jnp.where(lost, 0, change) / jnp.sqrt(size)
         moments = tuning.updated(moments, point, jnp.where(lost, 0, tuned.step_size))
+        error = jnp.minimum(error, large) / jnp.sqrt(size)
         found, adapted = tuning.by_energy(
-            control,
-            tuned.step_size,
-            error / jnp.sqrt(size),
-            ~lost,
-            settings.energy_variance,
+            control, tuned.step_size, error, ~lost, settings.energy_variance
         )
         control, adapted = jax.tree.map(
             lambda new, old: jnp.where(adapting > 0, new, old),
@@ -97,23 +113,25 @@ def kernel(log_density: Callable[[jax.Array], jax.Array], settings: Settings, si
             (control, tuned.step_size),
         )
         tuned = tuned._replace(step_size=adapted)
-        seen = point.position[numbers], change**2, lost
-        return (point, tuned, adapting, control, moments), seen
+        seen = point.position[numbers], change**2, lost, gradients
+        return (point, part, tuned, adapting, control, moments), seen
 
     def iteration(state: MicrocanonicalState) -> MicrocanonicalState:
         key, own = jax.random.split(state.key)
         position = state.point.position
         noise = jax.random.normal(own, (steps, *position.shape), position.dtype)  # at once: faster
-        carry = state.point, state.tuned, state.adapting, state.control, state.moments
-        carry, (trace, squares, lost) = jax.lax.scan(step, carry, noise)
-        return MicrocanonicalState(key, *carry, trace, squares.mean(), lost.any())
+        carry = state.point, state.part, state.tuned, state.adapting, state.control, state.moments
+        carry, (trace, squares, lost, gradients) = jax.lax.scan(step, carry, noise)
+        return MicrocanonicalState(
+            key, *carry, trace, squares.mean(), lost.any(), gradients.sum(dtype=jnp.int32)
+        )
 
     def kept(state: MicrocanonicalState) -> dict[str, jax.Array]:
         value = state.point.log_density
         return {
             "vector": state.point.position,
             "potential_energy": -value,
-            "num_steps": jnp.full(value.shape, steps * integrator.GRADIENTS),
+            "num_steps": state.gradients,
             "step_size": state.tuned.step_size,
             "momentum_length": state.tuned.length,
             "energy_variance": state.variance,
@@ -141,11 +159,7 @@ def _stages(settings: Settings) -> tuple[Stage, ...]:
         moments, state = state.moments, forget(state, kept)
         if adapts:
             tuned = tuning.metric(moments, state.tuned)
-            control = EnergyControl(
-                np.zeros_like(state.control.weight),
-                np.ones_like(state.control.best),
-                np.full_like(state.control.largest, np.inf),
-            )
+            control = tuning.restarted(state.control)
             return state._replace(tuned=_with_given(tuned, state.tuned, settings), control=control)
         if settings.inverse_mass is not None:
             return state
@@ -153,7 +167,11 @@ def _stages(settings: Settings) -> tuple[Stage, ...]:
         return state._replace(tuned=state.tuned._replace(length=length))
 
     def settled(state: MicrocanonicalState, kept: Kept) -> MicrocanonicalState:
-        return state._replace(adapting=np.zeros_like(state.adapting))
+        tuned, control = state.tuned, state.control
+        if settings.adapts_step_size:
+            mean = np.where(control.count > 0, np.exp(control.mean), tuned.step_size)
+            tuned = tuned._replace(step_size=mean)
+        return state._replace(tuned=tuned, adapting=np.zeros_like(state.adapting))
 
     def lengthened(state: MicrocanonicalState, kept: Kept) -> MicrocanonicalState:
         trace = kept["trace"].reshape(len(state.key), -1, kept["trace"].shape[-1])

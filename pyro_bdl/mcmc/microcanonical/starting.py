@@ -12,7 +12,7 @@ from pyro_bdl.mcmc.microcanonical import integrator, tuning
 from pyro_bdl.mcmc.microcanonical.integrator import PhasePoint, ValueAndGradient
 from pyro_bdl.mcmc.microcanonical.tuning import Tuned
 
-_LARGEST_CHANGE = 1000.0  # nats of energy in a step or trajectory, as in NUTS
+LARGEST_CHANGE = 1000.0  # nats of energy in a step or trajectory, as in NUTS
 
 
 def at_start(
@@ -43,7 +43,7 @@ def at_start(
 
 def diverges(change: jax.Array) -> jax.Array:
     """Return whether an energy change says that the integrator failed."""
-    return ~(jnp.abs(change) <= _LARGEST_CHANGE)
+    return ~(jnp.abs(change) <= LARGEST_CHANGE)
 
 
 def each_chain(init: Callable[[jax.Array, jax.Array], Any]) -> Callable:

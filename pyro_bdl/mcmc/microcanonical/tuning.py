@@ -76,17 +76,25 @@ def updated(moments: Moments, point: PhasePoint, weight: jax.Array) -> Moments:
 
 
 class EnergyControl(NamedTuple):
-    """The adaptation's memory: the sum of weights, the step size that their average asks for, and
-    the largest one that is safe."""
+    """The adaptation's memory: the sum of weights, the step size that their average asks for, the
+    largest one that is safe, the number of steps, and the weighted mean of log h."""
 
     weight: Array
     best: Array
     largest: Array
+    count: Array
+    mean: Array
 
 
 def no_errors(like: jax.Array) -> EnergyControl:
     zero = jnp.zeros((), like.dtype)
-    return EnergyControl(zero, zero + 1, zero + jnp.inf)
+    return EnergyControl(zero, zero + 1, zero + jnp.inf, zero, zero)
+
+
+def restarted(control: EnergyControl) -> EnergyControl:
+    """The memory without what it learned; arrays of numpy (chains,)."""
+    zero = np.zeros_like(control.weight)
+    return EnergyControl(zero, zero + 1, zero + np.inf, zero, zero)
 
 
 def error_of(change: jax.Array, before: jax.Array, after: jax.Array, size: int) -> jax.Array:
@@ -125,10 +133,18 @@ def by_energy(
     mean = (fade * control.weight * (size / control.best) ** 6 + weight * xi) / weights
     best = size * mean ** (-1 / 6)
     largest = control.largest * _LARGER
-    followed = EnergyControl(weights, best, largest)
+    followed = control._replace(weight=weights, best=best, largest=largest)
     refused = control._replace(largest=jnp.minimum(control.largest, _SMALLER * size))
     control = jax.tree.map(lambda new, old: jnp.where(sound, new, old), followed, refused)
-    return control, jnp.minimum(jnp.where(sound, best, _SMALLER * size), control.largest)
+    size = jnp.minimum(jnp.where(sound, best, _SMALLER * size), control.largest)
+    count = control.count + 1
+    mean = control.mean + _recent(count) * (jnp.log(size) - control.mean)
+    return control._replace(count=count, mean=mean), size
+
+
+def _recent(count: jax.Array) -> jax.Array:
+    """The weight of the latest number in a mean whose weights grow with the fourth power."""
+    return jnp.minimum(5 / (count + 4), 1)
 
 
 # Step size by the acceptance probability ------------------------------------------------------
@@ -174,7 +190,7 @@ def by_acceptance(
     turns = control.turns + (error * control.error < 0)
     log_size = control.log_size + jnp.maximum(error / jnp.sqrt(1 + turns), _LARGEST_FALL)
     log_size = jnp.minimum(log_size, jnp.log(largest))
-    mean = control.mean + jnp.minimum(5 / (count + 4), 1) * (log_size - control.mean)
+    mean = control.mean + _recent(count) * (log_size - control.mean)
     return AcceptanceControl(count, turns, error, log_size, mean), jnp.exp(log_size)
 
 

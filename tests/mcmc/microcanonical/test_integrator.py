@@ -5,7 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pyro_bdl.mcmc.microcanonical.integrator import PhasePoint, refreshed, step, turned, unit
+from pyro_bdl.mcmc.microcanonical.integrator import (
+    WHOLE,
+    PhasePoint,
+    divided_step,
+    refreshed,
+    step,
+    turned,
+    unit,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +89,62 @@ def test_a_trajectory_is_reversible():
     assert jnp.allclose(back.position, numbers(6, 3), atol=1e-12)
     assert jnp.allclose(back.momentum, -unit(numbers(7, 3)), atol=1e-12)
     assert jnp.allclose(change, -undone, atol=1e-12)
+
+
+def divided(density, limit, position=None, size=0.8, part=WHOLE):
+    density = jax.value_and_grad(density)
+    position = numbers(6, 3) if position is None else position
+    point = PhasePoint(position, unit(numbers(7, 3)), *density(position))
+    root = jnp.array([1.0, 0.7, 2.0])
+    return divided_step(
+        density, lambda v: root * v, point, jnp.asarray(size),
+        lambda change, before, after: abs(change), limit, 1000.0, jnp.asarray(part),
+    )  # fmt: skip
+
+
+def test_a_step_with_a_small_error_is_whole():
+    found = divided(banana, limit=jnp.inf)
+    end, change = moved(0.8, 1)
+    assert jnp.allclose(found.point.position, end.position) and jnp.allclose(found.change, change)
+    assert found.error == abs(change)
+    assert found.gradients == 2 and found.part == WHOLE and not found.lost
+
+
+def test_a_step_with_a_large_error_is_taken_in_parts_over_the_same_length():
+    """All parts are equally long if none is calm enough, and the end is that of so many steps."""
+    exact, _ = moved(0.8 / 256, 256)
+    found = divided(banana, limit=0.0)
+    assert found.gradients == 2 * (8 + 256)
+    assert jnp.allclose(found.point.position, exact.position, atol=1e-12)
+    found = divided(banana, limit=0.0, part=1)
+    assert found.gradients == 2 * 256 and jnp.isinf(found.error)
+    found = divided(banana, limit=1e-3)
+    assert abs(moved(0.8, 1)[1]) > 1e-3 > abs(found.change) / 10
+    assert jnp.allclose(found.point.position, exact.position, atol=2e-2)
+    assert 2 < found.gradients < 60
+
+
+def test_only_the_parts_at_a_kink_are_short():
+    """|x| 300 has a kink at 0; the flow is exact in energy to the size of a part there."""
+
+    def kinked(x):
+        return -300 * abs(x[0]) - 0.5 * (x**2).sum()
+
+    position = jnp.array([0.05, 0.3, -0.2])
+    whole = divided(kinked, jnp.inf, position)
+    parts = divided(kinked, 0.5, position)
+    assert whole.error > 20 and abs(parts.change) < 5
+    assert 2 * 8 < parts.gradients < 256  # all of the shortest: 528
+
+
+def test_a_step_into_nowhere_is_lost():
+    def walled(x):
+        return jnp.where(x.sum() < 1e3, -0.5 * (x**2).sum(), -jnp.inf)
+
+    found = divided(walled, 1.0, jnp.full(3, 1e3 / 3 - 1e-9), size=-5.0)
+    assert not found.lost
+    found = divided(lambda x: x.sum() * jnp.nan, 1.0)
+    assert found.lost and found.gradients == 2 * 9
 
 
 def test_the_momentum_forgets_its_direction_over_the_length():
