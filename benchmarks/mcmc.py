@@ -14,7 +14,11 @@ the difference of mean f to that of our NUTS in Monte Carlo standard errors of b
 equal posteriors. "within chains" is the sum of the ESS of each chain by itself, the figure to
 compare where chains lie in separate modes.
 
-``mclmc`` keeps a draw after every ``--thinning`` steps; BlackJAX's after as many.
+``mclmc`` keeps a draw after every ``--thinning`` steps; BlackJAX's after as many. ``--trained``
+starts the chains from trained networks. There the prior's many free directions have far less
+energy than in the posterior, and what a chain does first is to take it up; ``--settled`` lets
+``mclmc`` do this once, for all kernels. "ms per gradient" are of the log density and its gradient,
+alone and in turn, the program's and that by hand.
 
     python benchmarks/mcmc.py --data uci --sets energy concrete --networks 50 16-16-16-16
 """
@@ -46,7 +50,7 @@ def network(features: int, widths: list[int], outputs: int) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(sizes[-1], outputs))
 
 
-def program(features: int, widths: list[int], floor: float) -> Any:
+def the_program(features: int, widths: list[int], floor: float) -> Any:
     """Priors Normal(0, 1); a network with one layer has the noise HalfNormal(1)."""
     single = len(widths) == 1
     bnn = bdl.bayesianize(network(features, widths, 1 if single else 2), bdl.priors.Normal(1.0))
@@ -111,7 +115,7 @@ def measured(f: np.ndarray, seconds: float, whole: float, gradients: int) -> dic
     draws = torch.from_numpy(np.array(f)).double()
     ess = bdl.diagnostics.ess(draws, kind="mean", progress=False)
     rhat = bdl.diagnostics.rhat(draws, progress=False)
-    within = sum(bdl.diagnostics.ess(chain[None], kind="mean", progress=False) for chain in draws)
+    within = bdl.diagnostics.within_ess(draws, kind="mean", progress=False).sum(0)
     return {
         "seconds": seconds,
         "seconds in all": whole,
@@ -205,6 +209,20 @@ def blackjax_mclmc(log_density, outputs, x, starts, budget) -> tuple[np.ndarray,
     return np.asarray(f), 2 * steps * len(starts)
 
 
+def settled(model, data, init, options) -> Any:
+    """The ensemble moved to the ends of chains that started from its members."""
+    samples = bdl.mcmc.sample(
+        model, *data, kernel="mclmc", init=init, num_chains=options.chains, progress=False,
+        num_warmup=options.settled, num_samples=options.settled, thinning=options.thinning,
+        chain_method=options.method,
+    )  # fmt: skip
+    program = bdl.Program(model, *data)
+    ends = [{k: v[i, -1] for k, v in samples.latents.items()} for i in range(options.chains)]
+    with torch.no_grad():
+        init.locs.copy_(torch.stack([program.unconstrain(end) for end in ends]))
+    return init
+
+
 def starting_points(model, data, options) -> tuple[Any, list[np.ndarray]]:
     """``init`` of our chains, and as many vectors (P,) for the others."""
     init, drawn = options.init, [bdl.Program(model, *data) for _ in range(options.chains)]
@@ -215,19 +233,42 @@ def starting_points(model, data, options) -> tuple[Any, list[np.ndarray]]:
             model, init, *data, steps=options.trained, learning_rate=0.01,
             elbo=bdl.elbo.CompiledELBO(num_particles=options.chains), progress=False,
         )  # fmt: skip
+        if options.settled:
+            init = settled(model, data, init, options)
         latents = [init.member(i) for i in range(options.chains)]
     return init, [
         one.unconstrain(own).detach().numpy() for one, own in zip(drawn, latents, strict=True)
     ]
 
 
+def gradient_times(densities: dict[str, Any], start: np.ndarray) -> dict[str, float]:
+    """Milliseconds of a log density with its gradient, the least of five rounds in turns."""
+    count, runs = 1000, {}
+    for name, density in densities.items():
+        both = jax.value_and_grad(density)
+
+        def move(u, _, both=both):
+            value, gradient = both(u)
+            return u + 1e-9 * gradient, value
+
+        runs[name] = jax.jit(lambda u, move=move: jax.lax.scan(move, u, None, length=count))
+        jax.block_until_ready(runs[name](start))
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for name in list(runs) * 5:
+        started = time.perf_counter()
+        jax.block_until_ready(runs[name](start))
+        seconds[name].append(time.perf_counter() - started)
+    return {f"ms per gradient, {name}": 1e3 * min(s) / count for name, s in seconds.items()}
+
+
 def compare(x, y, widths: list[int], options) -> dict[str, Any]:
     data = torch.from_numpy(x).float(), torch.from_numpy(y).float()
     arrays = tuple(jnp.asarray(value.numpy()) for value in data)
-    model = program(x.shape[1], widths, options.floor)
+    model = the_program(x.shape[1], widths, options.floor)
     log_density, outputs, size = by_hand(*arrays, widths, options.floor)
     init, starts = starting_points(model, data, options)
-    value = bdl.Program(model, *data).log_density(torch.from_numpy(starts[0]))
+    program = bdl.Program(model, *data)
+    value = program.log_density(torch.from_numpy(starts[0]))
     gap = float(log_density(jnp.asarray(starts[0]))) - float(value)
     langevin = {
         "num_warmup": options.iterations, "num_samples": options.iterations,
@@ -251,6 +292,7 @@ def compare(x, y, widths: list[int], options) -> dict[str, Any]:
         "blackjax": (lambda budget: blackjax_mclmc(*hand, budget), langevin),
     }
     found: dict[str, Any] = {"numbers": size, "rows": len(x), "constant of the two densities": gap}
+    found |= gradient_times({"program": program.to_jax(), "by hand": log_density}, starts[0])
     results = {}
     for name, (side, budget) in sides.items():
         if name in (options.only or sides):
@@ -288,6 +330,7 @@ def main() -> None:
     parser.add_argument("--nuts", type=int, default=200, help="warm-up and draws of nuts and mams")
     parser.add_argument("--init", default="prior", help="of our chains: prior, network, uniform")
     parser.add_argument("--trained", type=int, help="start from networks trained so many steps")
+    parser.add_argument("--settled", type=int, help="then run mclmc for twice so many iterations")
     parser.add_argument("--floor", type=float, default=1e-3, help="of a deep network's noise")
     parser.add_argument("--method", default="parallel", help="chain method of mclmc")
     parser.add_argument("--variance", type=float, default=5e-4, help="energy variance of mclmc")

@@ -85,12 +85,12 @@ def convergence(model, samples, x) -> dict[str, float]:
     f = f.reshape(samples.num_chains, samples.num_draws, -1)
     within = bdl.diagnostics.within_rhat(f, progress=False)
     between = bdl.diagnostics.rhat(f, progress=False)
-    of_each = [bdl.diagnostics.ess(chain[None], kind="mean", progress=False) for chain in f]
+    of_each = bdl.diagnostics.within_ess(f, kind="mean", progress=False)
     of_all = bdl.diagnostics.ess(f, kind="mean", progress=False)
     return {
         "R-hat of f within chains, median": float(within.nanmedian()),
         "R-hat of f between chains, median": float(between.nanmedian()),
-        "ESS of f within chains, median": float(sum(of_each).nanmedian()),
+        "ESS of f within chains, median": float(of_each.sum(0).nanmedian()),
         "ESS of f between chains, median": float(of_all.nanmedian()),
     }
 

@@ -6,7 +6,7 @@ two axes at once, in blocks that limit the memory.
 
 from pyro_bdl.diagnostics.convergence import Convergence, convergence
 from pyro_bdl.diagnostics.energy import bfmi
-from pyro_bdl.diagnostics.ess import ess
+from pyro_bdl.diagnostics.ess import ess, within_ess
 from pyro_bdl.diagnostics.loo import LOO, loo, loo_approximate_posterior
 from pyro_bdl.diagnostics.mcse import mcse
 from pyro_bdl.diagnostics.psis import PSIS, good_k, psis
@@ -37,5 +37,6 @@ __all__ = [
     "subsampled_loo",
     "summary",
     "waic",
+    "within_ess",
     "within_rhat",
 ]

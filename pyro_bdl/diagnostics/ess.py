@@ -7,7 +7,7 @@ import torch
 from scipy.fft import next_fast_len
 from torch import Tensor
 
-from pyro_bdl.diagnostics.blocks import map_blocks, split_chains
+from pyro_bdl.diagnostics.blocks import check_draws, map_blocks, split_chains
 from pyro_bdl.diagnostics.conventions import check_convention
 from pyro_bdl.diagnostics.rank import normal_scores, ordered, quantile_of_sorted, sort
 
@@ -70,6 +70,20 @@ def ess(
         return torch.where(has_nan(x), torch.nan, _ess_of_kind(x, kind, levels, compat))
 
     return map_blocks(statistic, draws, progress=progress)
+
+
+def within_ess(draws: Tensor, *, kind: str = "bulk", progress: bool | None = None) -> Tensor:
+    """Effective sample size of each chain on its own.
+
+    For chains that are meant to stay apart, as for ``within_rhat``; their sum is the ESS that such
+    chains have for the average of their modes.
+
+    :param draws: ``(chains, draws, ...)``.
+    :param kind: as of ``ess``, other than those with a level.
+    :returns: float64 ``(chains, ...)``.
+    """
+    check_draws(draws)
+    return torch.stack([ess(chain[None], kind=kind, progress=progress) for chain in draws])
 
 
 def _ess_of_kind(x: Tensor, kind: str, levels: Sequence[float], compat: str) -> Tensor:

@@ -5,7 +5,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_bdl.diagnostics import ess, explain_chains, rhat, summary, within_rhat
+from pyro_bdl.diagnostics import ess, explain_chains, rhat, summary, within_ess, within_rhat
 from pyro_bdl.samples import Samples
 
 
@@ -54,6 +54,13 @@ def test_within_chains_is_rhat_of_the_halves():
         # the halves as chains of their own would be split again: equal without that split
         assert value.shape == (1,) and float(value) > 1.5 and float(rhat(halves)) > 1.5
     assert (within_rhat(chains(0.0, 5.0).latents["w"]) < 1.05).all()
+
+
+def test_ess_within_chains_does_not_count_their_distance():
+    draws = chains(0.0, 5.0).latents["w"]
+    found = within_ess(draws)
+    assert found.shape == (2, 1) and torch.equal(found[1], ess(draws[1:]))
+    assert float(found.sum()) > 10 * float(ess(draws))
 
 
 def test_ess_over_the_cost():

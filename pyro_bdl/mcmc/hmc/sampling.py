@@ -105,8 +105,10 @@ def sample(
         the unconstrained latents, such as ``guide.variances()``; by default 1.
     :param adapt_mass: whether the warm-up adapts the metric; by default only if none is given.
     :param energy_variance: the target of "mclmc" for the variance of a step's energy error per
-        number, in nats^2. A smaller one means smaller steps and less bias.
-    :param thinning: steps of "mclmc" in an iteration, 20 by default; each takes two gradients.
+        number, in nats^2. A smaller one means smaller steps and less bias. Steps whose error is
+        above five of its deviations are taken in parts.
+    :param thinning: steps of "mclmc" in an iteration, 20 by default; each takes two gradients, and
+        more where it is taken in parts. The statistic ``num_steps`` is the number of gradients.
     :param chain_method: "parallel" (on separate threads and devices), "vectorized" (by ``vmap``),
         "sequential", or "auto", the faster of the first two in the first iterations of the
         warm-up, which ``info["chain_method"]`` names; the draws of both are the same up to
