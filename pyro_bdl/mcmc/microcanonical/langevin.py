@@ -76,7 +76,7 @@ def kernel(log_density: Callable[[jax.Array], jax.Array], settings: Settings, si
             jnp.asarray(integrator.WHOLE, jnp.int32),
             tuned,
             jnp.asarray(1.0 if settings.adapts_step_size else 0.0, start.dtype),
-            tuning.no_errors(start),
+            tuning.no_errors(zero),
             tuning.no_moments(start),
             jnp.zeros((steps, len(start[numbers])), start.dtype),
             zero,
@@ -159,7 +159,7 @@ def _stages(settings: Settings) -> tuple[Stage, ...]:
         moments, state = state.moments, forget(state, kept)
         if adapts:
             tuned = tuning.metric(moments, state.tuned)
-            control = tuning.restarted(state.control)
+            control = tuning.no_errors(np.zeros_like(state.control.weight))
             return state._replace(tuned=_with_given(tuned, state.tuned, settings), control=control)
         if settings.inverse_mass is not None:
             return state

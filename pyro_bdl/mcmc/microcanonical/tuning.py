@@ -6,7 +6,7 @@ The warm-up has three phases, as in Robnik & Seljak (2024), arXiv 2303.18221, se
    while the chain finds the bulk of the posterior.
 2. The same, and the variances of all numbers and of their gradients are measured in two windows.
    After each they give the metric, see ``metric``, and L = sqrt(P) in its units. The step size is
-   adapted once more.
+   adapted once more; the mean of its logarithm is kept.
 3. L is set to a multiple of the autocorrelation length that the chain has with these. ``mams``
    adapts its step size after this, since the acceptance of a trajectory depends on its length.
 """
@@ -86,14 +86,8 @@ class EnergyControl(NamedTuple):
     mean: Array
 
 
-def no_errors(like: jax.Array) -> EnergyControl:
-    zero = jnp.zeros((), like.dtype)
-    return EnergyControl(zero, zero + 1, zero + jnp.inf, zero, zero)
-
-
-def restarted(control: EnergyControl) -> EnergyControl:
-    """The memory without what it learned; arrays of numpy (chains,)."""
-    zero = np.zeros_like(control.weight)
+def no_errors(zero: Array) -> EnergyControl:
+    """The memory before the first step, of the shape and type of ``zero``."""
     return EnergyControl(zero, zero + 1, zero + np.inf, zero, zero)
 
 
