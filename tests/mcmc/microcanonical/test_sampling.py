@@ -5,6 +5,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from torch import nn
 
 import pyro_bdl as bdl
 from pyro_bdl.errors import BdlWarning
@@ -85,6 +86,22 @@ def test_steps_in_parts_keep_the_energy_variance_where_the_density_is_sharp():
     assert_expectation(v**2, 4.0)
     steps = samples.stats["num_steps"]  # gradients; 40 where no step is divided
     assert (steps >= 40).all() and 40 < steps.double().mean() < 48
+
+
+def test_steps_in_parts_keep_the_energy_variance_at_the_kinks_of_a_network():
+    """Two ReLU layers on 100 rows with little noise: single chains reached 50 to 650 times the
+    target with whole steps, and 0.2 to 1.6 times with parts, at a fifth more gradients."""
+    pyro.set_rng_seed(0)
+    x = torch.randn(100, 4)
+    y = torch.sin(2 * x[:, 0]) + 0.05 * torch.randn(100)
+    net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+    bnn = bdl.bayesianize(net, bdl.priors.Normal(1.0))
+    stats = bdl.mcmc.sample(
+        bdl.models.Regression(bnn, noise=dist.HalfNormal(1.0)), x, y, kernel="mclmc", thinning=10,
+        num_warmup=400, num_samples=200, num_chains=2, chain_method="vectorized", progress=False,
+    ).stats  # fmt: skip
+    assert (stats["energy_variance"].mean(1) < 5 * 5e-4).all()
+    assert 20 < stats["num_steps"].double().mean() < 40
 
 
 def test_the_energy_variance_follows_its_target():
