@@ -71,8 +71,9 @@ def moved(size, count, momentum=None, position=None):
         position, unit(numbers(7, 3)) if momentum is None else momentum, *density(position)
     )
     total = 0.0
+    forward = jax.jit(lambda point: step(density, lambda v: root * v, point, size))
     for _ in range(count):
-        point, change = step(density, lambda v: root * v, point, size)
+        point, change = forward(point)
         total += change
     return point, total
 
