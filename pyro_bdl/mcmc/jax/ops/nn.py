@@ -15,7 +15,7 @@ def _matmul(x, y):
     return jnp.matmul(x, y, precision=EXACT)
 
 
-_NARROW = 32  # the largest smaller side of a narrow layer's weights
+_NARROW = 64  # the largest smaller side of a narrow layer's weights
 _WIDE = 128  # its largest larger side
 
 
@@ -25,7 +25,7 @@ def _narrow(bias, x, y) -> bool:
         jax.default_backend() == "cpu"
         and x.ndim == y.ndim == 2
         and bias.ndim == 1
-        and min(y.shape) <= _NARROW
+        and 1 < min(y.shape) <= _NARROW
         and max(y.shape) <= _WIDE
         and len(x) >= 4 * min(y.shape)
     )

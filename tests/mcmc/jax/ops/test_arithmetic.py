@@ -253,14 +253,17 @@ def test_modules(case, dtype, default):
     assert_same(function, torch.randn(2, size))
 
 
-@pytest.mark.parametrize("rows, inputs, narrow", [(128, 32, 1), (127, 32, 0), (200, 40, 0)])
-def test_narrow_layers_on_many_rows_are_turned_around(rows, inputs, narrow, monkeypatch):
+@pytest.mark.parametrize(
+    "rows, inputs, units, narrow",
+    [(128, 32, 40, 1), (127, 32, 40, 0), (400, 65, 65, 0), (400, 1, 32, 0), (400, 32, 1, 0)],
+)
+def test_narrow_layers_on_many_rows_are_turned_around(rows, inputs, units, narrow, monkeypatch):
     """On a CPU; ``test_modules`` compares both orders with torch."""
-    x, weights = torch.randn(rows, inputs), torch.randn(40, inputs)
+    x, weights = torch.randn(rows, inputs), torch.randn(units, inputs)
     point = jnp.asarray(weights.numpy())
     for backend, expected in (("cpu", narrow), ("gpu", 0)):
         monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
-        f = to_jax(lambda w: F.linear(x, w, torch.ones(40)), weights)
+        f = to_jax(lambda w: F.linear(x, w, torch.ones(units)), weights)
         assert str(jax.make_jaxpr(f)(point)).count("optimization_barrier") == 2 * expected
 
 
