@@ -115,11 +115,13 @@ def measured(f: np.ndarray, seconds: float, whole: float, gradients: int) -> dic
     draws = torch.from_numpy(np.array(f)).double()
     ess = bdl.diagnostics.ess(draws, kind="mean", progress=False)
     rhat = bdl.diagnostics.rhat(draws, progress=False)
-    within = bdl.diagnostics.within_ess(draws, kind="mean", progress=False).sum(0)
+    still = (draws == draws[:, :1]).all((1, 2))  # a constant has the ESS of independent draws
+    within = bdl.diagnostics.within_ess(draws, kind="mean", progress=False)[~still].sum(0)
     return {
         "seconds": seconds,
         "seconds in all": whole,
         "gradients": gradients,
+        "chains that stand still": int(still.sum()),
         "min ESS": float(ess.min()),
         "median ESS": float(ess.median()),
         "min ESS within chains": float(within.min()),
@@ -344,7 +346,7 @@ def main() -> None:
         for widths in options.networks:
             pyro.set_rng_seed(0)
             found = compare(x, y, [int(w) for w in widths.split("-")], options)
-            title = f"mcmc: {name}, {x.shape[1]}-{widths}-2, {options.chains} chains"
+            title = f"mcmc: {name}, {x.shape[1]}-{widths}-{2 if "-" in widths else 1}, {options.chains} chains"
             harness.show(title, found, options.json)
 
 
