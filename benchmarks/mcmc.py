@@ -346,7 +346,8 @@ def main() -> None:
         for widths in options.networks:
             pyro.set_rng_seed(0)
             found = compare(x, y, [int(w) for w in widths.split("-")], options)
-            title = f"mcmc: {name}, {x.shape[1]}-{widths}-{2 if "-" in widths else 1}, {options.chains} chains"
+            outputs = 2 if "-" in widths else 1
+            title = f"mcmc: {name}, {x.shape[1]}-{widths}-{outputs}, {options.chains} chains"
             harness.show(title, found, options.json)
 
 
