@@ -315,8 +315,9 @@ def compare(x, y, widths: list[int], options) -> dict[str, Any]:
                 "min ESS within chains per second", "median ESS within chains per second",
                 "median ESS per second in all",
             ):  # fmt: skip
-                ratio = results["mclmc"][unit] / result[unit]
-                found[f"ratio mclmc : {name}, {unit}"] = ratio
+                if result[unit]:  # none where every chain stands still
+                    ratio = results["mclmc"][unit] / result[unit]
+                    found[f"ratio mclmc : {name}, {unit}"] = ratio
     return found
 
 
