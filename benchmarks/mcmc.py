@@ -10,9 +10,10 @@ second and per 1000 gradients:
 Seconds are of the processor, warm-up included: "in all" with tracing and compilation, the others
 without, as the difference to a run of two iterations. A network with one hidden layer has a noise
 of its own, deeper ones give it as a second output. "agrees" is the root mean square, over rows, of
-the difference of mean f to that of our NUTS in Monte Carlo standard errors of both, about 1 for
-equal posteriors. "within chains" is the sum of the ESS of each chain by itself, the figure to
-compare where chains lie in separate modes.
+the difference of mean f to that of the reference (our NUTS; without it the first sampler) in Monte
+Carlo standard errors of both, about 1 for equal posteriors; the sd of f is a median over rows.
+Several numbers of ``--variance`` are several runs of ``mclmc``. "within chains" is the sum of the
+ESS of each chain by itself, the figure to compare where chains lie in separate modes.
 
 ``mclmc`` keeps a draw after every ``--thinning`` steps; BlackJAX's after as many. ``--trained``
 starts the chains from trained networks. There the prior's many free directions have far less
@@ -136,6 +137,7 @@ def measured(f: np.ndarray, seconds: float, whole: float, gradients: int) -> dic
         "median ESS per 1000 gradients": 1e3 * float(ess.median()) / gradients,
         "mean": draws.mean((0, 1)),
         "error": bdl.diagnostics.mcse(draws, progress=False),
+        "sd": draws.std((0, 1)),
     }
 
 
@@ -263,6 +265,21 @@ def gradient_times(densities: dict[str, Any], start: np.ndarray) -> dict[str, fl
     return {f"ms per gradient, {name}": 1e3 * min(s) / count for name, s in seconds.items()}
 
 
+def ratios(name: str, result: dict[str, Any], results: dict[str, Any]) -> dict[str, float]:
+    """Effective draws per second of a run of ``mclmc`` over those of the other samplers."""
+    units = (
+        "min ESS per second", "median ESS per second",
+        "min ESS within chains per second", "median ESS within chains per second",
+        "median ESS per second in all",
+    )  # fmt: skip
+    return {
+        f"ratio {name} : {other}, {unit}": result[unit] / theirs[unit]
+        for other, theirs in results.items()
+        for unit in units
+        if not other.startswith("mclmc") and theirs[unit]  # 0 where every chain stands still
+    }
+
+
 def compare(x, y, widths: list[int], options) -> dict[str, Any]:
     data = torch.from_numpy(x).float(), torch.from_numpy(y).float()
     arrays = tuple(jnp.asarray(value.numpy()) for value in data)
@@ -280,14 +297,19 @@ def compare(x, y, widths: list[int], options) -> dict[str, Any]:
         "num_warmup": options.nuts, "num_samples": options.nuts, "max_tree_depth": options.depth,
     }  # fmt: skip
     own: dict[str, Any] = {"init": init}
-    tuned = {"chain_method": options.method, "energy_variance": options.variance}
     hand = log_density, outputs, arrays[0], np.stack(starts)
 
     def sampled(kernel: str):
         return lambda budget: ours(model, *data, kernel, options.chains, budget)
 
+    variances = {
+        f"mclmc {value:g}" if i else "mclmc": {
+            "chain_method": options.method, "energy_variance": value,
+        }
+        for i, value in enumerate(options.variance)
+    }  # fmt: skip
     sides = {
-        "mclmc": (sampled("mclmc"), langevin | own | tuned),
+        **{name: (sampled("mclmc"), langevin | own | tuned) for name, tuned in variances.items()},
         "mams": (sampled("mams"), nuts | own),
         "nuts": (sampled("nuts"), nuts | own),
         "by-hand": (lambda budget: numpyro_nuts(*hand, budget), nuts),
@@ -297,27 +319,21 @@ def compare(x, y, widths: list[int], options) -> dict[str, Any]:
     found |= gradient_times({"program": program.to_jax(), "by hand": log_density}, starts[0])
     results = {}
     for name, (side, budget) in sides.items():
-        if name in (options.only or sides):
+        if name.split()[0] in (options.only or sides):
             try:
                 results[name] = timed(side, budget)
             except ImportError:
                 found[name] = "not installed"
-    means = {name: (r.pop("mean"), r.pop("error")) for name, r in results.items()}
+    moments = {name: [r.pop(key) for key in ("mean", "error", "sd")] for name, r in results.items()}
+    mean, error, sd = moments.get("nuts") or next(iter(moments.values()))
     for name, result in results.items():
         found |= {f"{name}: {key}": value for key, value in result.items()}
-        if "nuts" in means:
-            apart = means[name][0] - means["nuts"][0]
-            scale = (means[name][1] ** 2 + means["nuts"][1] ** 2).sqrt()
-            found[f"{name}: agrees"] = float((apart / scale).square().mean().sqrt())
-        if name != "mclmc" and "mclmc" in results:
-            for unit in (
-                "min ESS per second", "median ESS per second",
-                "min ESS within chains per second", "median ESS within chains per second",
-                "median ESS per second in all",
-            ):  # fmt: skip
-                if result[unit]:  # none where every chain stands still
-                    ratio = results["mclmc"][unit] / result[unit]
-                    found[f"ratio mclmc : {name}, {unit}"] = ratio
+        own_mean, own_error, own_sd = moments[name]
+        apart = (own_mean - mean) / (own_error**2 + error**2).sqrt()
+        found[f"{name}: agrees"] = float(apart.square().mean().sqrt())
+        found[f"{name}: sd, times the reference's"] = float((own_sd / sd).median())
+        if name.startswith("mclmc"):
+            found |= ratios(name, result, results)
     return found
 
 
@@ -336,7 +352,7 @@ def main() -> None:
     parser.add_argument("--settled", type=int, help="then run mclmc for twice so many iterations")
     parser.add_argument("--floor", type=float, default=1e-3, help="of a deep network's noise")
     parser.add_argument("--method", default="parallel", help="chain method of mclmc")
-    parser.add_argument("--variance", type=float, default=5e-4, help="energy variance of mclmc")
+    parser.add_argument("--variance", type=float, nargs="+", default=[5e-4], help="of the energy")
     parser.add_argument("--depth", type=int, default=10)
     parser.add_argument("--only", nargs="+", help="mclmc, mams, nuts, by-hand, blackjax")
     parser.set_defaults(threads=1)
