@@ -105,8 +105,9 @@ def sample(
         the unconstrained latents, such as ``guide.variances()``; by default 1.
     :param adapt_mass: whether the warm-up adapts the metric; by default only if none is given.
     :param energy_variance: the target of "mclmc" for the variance of a step's energy error per
-        number, in nats^2. A smaller one means smaller steps and less bias. Steps whose error is
-        above five of its deviations are taken in parts.
+        number, in nats^2. A larger one means longer steps and more bias: on ReLU networks f
+        spreads 2 % too far at 5e-4, 6 % at 0.005 and about 10 % at 0.05, with 1.5 and 2 times the
+        effective draws. Steps whose error is above five of its deviations are taken in parts.
     :param thinning: steps of "mclmc" in an iteration, 20 by default; each takes two gradients, and
         more where it is taken in parts. The statistic ``num_steps`` is the number of gradients.
     :param chain_method: "parallel" (on separate threads and devices), "vectorized" (by ``vmap``),
