@@ -75,12 +75,13 @@ def ess(
 def within_ess(draws: Tensor, *, kind: str = "bulk", progress: bool | None = None) -> Tensor:
     """Effective sample size of each chain on its own.
 
-    For chains that are meant to stay apart, as for ``within_rhat``; their sum is the ESS that such
-    chains have for the average of their modes.
+    For chains that are meant to stay apart, as for ``within_rhat``. The average of M such chains of
+    equal variance has ``M^2 / sum_m 1 / ESS_m`` effective draws, at most the sum of the ESS_m.
 
     :param draws: ``(chains, draws, ...)``.
     :param kind: as of ``ess``, other than those with a level.
-    :returns: float64 ``(chains, ...)``.
+    :returns: float64 ``(chains, ...)``; the number of draws for a chain that stands still, as in
+        ArviZ.
     """
     check_draws(draws)
     return torch.stack([ess(chain[None], kind=kind, progress=progress) for chain in draws])

@@ -146,6 +146,11 @@ def _cost(draws: Any) -> tuple[float | None, float | None]:
     return draws.info.get("seconds"), None if steps is None else float(steps.sum())
 
 
+def _columns(draws: Mapping[str, Tensor]) -> Tensor:
+    """All numbers of some sites, each (chains, draws, ...), as (chains, draws, numbers)."""
+    return torch.cat([value.reshape(*value.shape[:2], -1) for value in draws.values()], -1)
+
+
 def explain_chains(model: Callable, samples: Samples, *args: Any, **kwargs: Any) -> str:
     """Say in words what R-hat of the weights and R-hat of the function tell together.
 
@@ -161,10 +166,8 @@ def explain_chains(model: Callable, samples: Samples, *args: Any, **kwargs: Any)
     """
     if samples.num_chains < 2:
         raise ValueError("one chain cannot be compared with others: draw at least two")
-    f = torch.cat(
-        [v.flatten(2) for v in function_draws(model, samples, *args, **kwargs).values()], -1
-    )
-    weights = torch.cat([value.flatten(2) for value in samples.latents.values()], -1)
+    f = _columns(function_draws(model, samples, *args, **kwargs))
+    weights = _columns(samples.latents)
     high = {
         name: float(torch.nanquantile(rhat(value, progress=False), 0.95))
         for name, value in (("weights", weights), ("function", f))

@@ -19,6 +19,7 @@ from pyro_bdl.utils.progress import hidden
 _ENOUGH = 10  # draws needed to judge chains
 _DIVERGENT = 0.1  # the share of divergent draws above which a warning is given
 _BIASED = 10.0  # times the target of the energy variance above which a warning is given
+_NEEDLESS = 100.0  # times below it, where one is given too
 _SHORTEST = 1e-4  # trajectory length that is not stuck, in standard deviations
 
 STATS = ("potential_energy", "energy", "num_steps", "accept_prob", "step_size", "diverging")
@@ -161,27 +162,36 @@ def warn_of_divergences(chains: Chains) -> None:
     count, total = int(diverging.sum()), diverging.numel()
     if total < _ENOUGH or count <= _DIVERGENT * total:
         return
+    microcanonical = "energy_variance" in chains.stats
+    smaller = "lower energy_variance" if microcanonical else "raise target_accept"
     warnings.warn(
         f"{count} of {total} draws ended in a divergence: the chains do not reach a part of the "
-        "posterior; raise target_accept, give scales priors that keep away from 0, or start "
-        "elsewhere (init='uniform', a trained guide)",
+        f"posterior; {smaller}, give scales priors that keep away from 0, or start elsewhere "
+        "(init='uniform', a trained guide)",
         BdlWarning,
         stacklevel=4,
     )
 
 
-def warn_of_bias(chains: Chains, target: float) -> None:
-    """Warn if the energy variance of an unadjusted sampler is far above its target."""
+def warn_of_energy_variance(chains: Chains, settings: Settings) -> None:
+    """Warn if the energy variance of an unadjusted sampler is far from its target."""
+    target = settings.energy_variance
     reached = float(chains.stats["energy_variance"].double().mean())
-    if reached <= _BIASED * target:
+    told = f"the energy variance is {reached:.2g}, {reached / target:.2g} times its target "
+    if reached > _BIASED * target:
+        told += (
+            f"{target:.2g}: the step size is too large for a part of the posterior, and the draws "
+            "are biased there; take a longer num_warmup, a smaller energy_variance, or "
+            "kernel='mams'"
+        )
+    elif settings.adapts_step_size and reached < target / _NEEDLESS:
+        told += (
+            f"{target:.2g}: the step size is far smaller than it need be, and the chains are "
+            "slow; take a longer num_warmup, or give step_size"
+        )
+    else:
         return
-    warnings.warn(
-        f"the energy variance is {reached:.2g}, {reached / target:.0f} times its target "
-        f"{target:.2g}: the step size is too large for a part of the posterior, and the draws are "
-        "biased there; take a longer num_warmup, a smaller energy_variance, or kernel='mams'",
-        BdlWarning,
-        stacklevel=4,
-    )
+    warnings.warn(told, BdlWarning, stacklevel=4)
 
 
 def warn_of_stuck_chains(chains: Chains) -> None:

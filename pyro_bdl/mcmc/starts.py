@@ -98,7 +98,7 @@ def _proposed_starts(restriction: Restriction, init: Any, count: int) -> Tensor:
         like = program.unconstrain(program.initial)
         starts = torch.rand(count, program.size, dtype=like.dtype, device=like.device)
         starts = _RADIUS * (2.0 * starts - 1.0)
-    elif isinstance(init, str | Mapping):
+    elif init is None or isinstance(init, str | Mapping | Tensor):
         rows = [_unconstrained(program, _named_start(program, init)) for _ in range(count)]
         starts = torch.stack(rows)
     else:
@@ -107,17 +107,18 @@ def _proposed_starts(restriction: Restriction, init: Any, count: int) -> Tensor:
     return restriction.chosen(starts)
 
 
-def _named_start(program: Program, init: str | Mapping[str, Tensor]) -> Mapping[str, Any]:
-    if not isinstance(init, str):
+def _named_start(program: Program, init: Any) -> Mapping[str, Any]:
+    if isinstance(init, Mapping):
         return init
-    if init == "prior":
+    if isinstance(init, str) and init == "prior":
         trace = prune_subsample_sites(trace_once(program.model, program.args, program.kwargs))
         return {name: trace.nodes[name]["value"] for name in program.latents}
-    if init == "network":
+    if isinstance(init, str) and init == "network":
         started = start_at(init_to_network)(program.model)
         return Program(started, *program.args, **program.kwargs).initial
     raise ValueError(
-        f"init must be 'prior', 'uniform', 'network', a guide, Samples or a dict, got '{init}'"
+        "init must be 'prior', 'uniform', 'network', a guide, Samples or a dict, got "
+        + (f"'{init}'" if isinstance(init, str) else type(init).__name__)
     )
 
 

@@ -41,6 +41,17 @@ def test_what_the_chains_say(samples, words):
     assert words in explain_chains(Squared(), samples, X)
 
 
+def test_scalar_latents_count_as_weights():
+    def scalar(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros((), dtype=torch.float64), 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x[:, 0] * w**2, 1.0), obs=y)
+
+    samples = chains(2.0, -2.0)
+    told = explain_chains(scalar, Samples({"w": samples.latents["w"][..., 0]}), X)
+    assert told == explain_chains(Squared(), samples, X)
+
+
 def test_one_chain_cannot_be_compared():
     with pytest.raises(ValueError, match="at least two"):
         explain_chains(Squared(), chains(1.0), X)

@@ -19,8 +19,8 @@ from pyro_bdl.mcmc.chains import (
     Target,
     at_least,
     one_of,
-    warn_of_bias,
     warn_of_divergences,
+    warn_of_energy_variance,
     warn_of_stuck_chains,
 )
 from pyro_bdl.mcmc.sink import Sink
@@ -35,6 +35,13 @@ from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.random_state import seeded
 
 _MICROCANONICAL = ("mclmc", "mams")
+# Which kernels have an option.
+_KERNELS = {
+    "target_accept": ("nuts", "hmc", "mams"),
+    "trajectory_length": ("hmc",),
+    "energy_variance": ("mclmc",),
+    "thinning": ("mclmc",),
+}
 _SAME = 1e-4  # relative tolerance: sums in float32 depend on the number of threads
 
 
@@ -55,7 +62,7 @@ def sample(
     step_size: float | None = None,
     inverse_mass: Tensor | None = None,
     adapt_mass: bool | None = None,
-    energy_variance: float = 5e-4,
+    energy_variance: float | None = None,
     thinning: int | None = None,
     seconds: float | None = None,
     checkpoint: str | Path | None = None,
@@ -105,9 +112,10 @@ def sample(
         the unconstrained latents, such as ``guide.variances()``; by default 1.
     :param adapt_mass: whether the warm-up adapts the metric; by default only if none is given.
     :param energy_variance: the target of "mclmc" for the variance of a step's energy error per
-        number, in nats^2. A larger one means longer steps and more bias: on ReLU networks f
-        spreads 2 % too far at 5e-4, 6 % at 0.005 and about 10 % at 0.05, with 1.5 and 2 times the
-        effective draws. Steps whose error is above five of its deviations are taken in parts.
+        number, in nats^2, by default 5e-4. A larger one means longer steps and more bias: on ReLU
+        networks f spreads 2 % too far at 5e-4, 6 % at 0.005 and about 10 % at 0.05, with 1.5 and 2
+        times the effective draws. Steps with an error above 5 sqrt(P energy_variance) are taken in
+        parts; at the kinks of a network the variance reached is then up to 3 times the target.
     :param thinning: steps of "mclmc" in an iteration, 20 by default; each takes two gradients, and
         more where it is taken in parts. The statistic ``num_steps`` is the number of gradients.
     :param chain_method: "parallel" (on separate threads and devices), "vectorized" (by ``vmap``),
@@ -117,8 +125,9 @@ def sample(
         iteration of "nuts" takes as long as the deepest tree of all chains, each step of "mclmc"
         as long as the chain that takes it in most parts (on deep ReLU networks 1.2 to 1.7 times
         the mean of 4 chains, 2.6 times that of 32), and on a CPU the batched products of small
-        networks are slower than separate ones. On the CPU "parallel" is therefore faster, by 1.4
-        times a core for "mclmc" on networks of 50 units; on an accelerator "vectorized" is.
+        networks are slower than separate ones. On the CPU "parallel" is therefore faster, for
+        "mclmc" on networks of 50 units by 1.4 times even on one core; on an accelerator
+        "vectorized" is.
     :param seconds: a limit of time for the call; the draws made by then are returned, at least a
         few after the warm-up.
     :param checkpoint: a folder. Draws and state are written there every few seconds, and the same
@@ -135,7 +144,7 @@ def sample(
         ``momentum_length`` the length L.
     :warns BdlWarning: if the program draws random numbers, if more than a tenth of the draws ended
         in a divergence, if chains hardly moved from their start, or if the energy variance of
-        "mclmc" is more than ten times its target.
+        "mclmc" is more than ten times its target or less than a hundredth of it.
     :raises TypeError: if the number of draws or chains is not a whole number.
     :raises UnsupportedProgramError: for a program without observed sites, with discrete latents
         that cannot be summed out, or with latents that ``poutine.block`` hides.
@@ -146,6 +155,13 @@ def sample(
     one_of("kernel", kernel, ("nuts", "hmc", *_MICROCANONICAL))
     one_of("backend", backend, ("numpyro", "pyro", "blackjax"))
     at_least("num_chains", num_chains, 1)
+    _check_options(
+        kernel,
+        target_accept=target_accept,
+        trajectory_length=trajectory_length,
+        energy_variance=energy_variance,
+        thinning=thinning,
+    )
     if target_accept is None:
         target_accept = 0.9 if kernel == "mams" else 0.8
     _check_positive("trajectory_length", trajectory_length)
@@ -154,7 +170,7 @@ def sample(
     if not 0 < target_accept < 1:
         raise ValueError(f"target_accept must lie between 0 and 1, got {target_accept}")
     _check_positive("seconds", seconds)
-    _check_fit(kernel, backend, dense_mass, thinning, inverse_mass)
+    _check_fit(kernel, backend, dense_mass, inverse_mass)
     if backend == "pyro" and (checkpoint is not None or seconds is not None):
         raise ValueError("checkpoint and seconds are for JAX: leave out backend='pyro'")
     if on_disk and (checkpoint is None or seconds is not None):
@@ -175,7 +191,7 @@ def sample(
         step_size=step_size,
         inverse_mass=None if inverse_mass is None else inverse_mass.detach().cpu().numpy(),
         adapts_mass=inverse_mass is None if adapt_mass is None else adapt_mass,
-        energy_variance=energy_variance,
+        energy_variance=Settings.energy_variance if energy_variance is None else energy_variance,
         thinning=None if thinning is None else at_least("thinning", thinning, 1),
         checkpoint=None if checkpoint is None else str(checkpoint),
     )
@@ -297,7 +313,7 @@ class _Run:
         warn_of_divergences(chains)
         warn_of_stuck_chains(chains)
         if settings.kernel == "mclmc":
-            warn_of_bias(chains, settings.energy_variance)
+            warn_of_energy_variance(chains, settings)
         info = {
             "kernel": settings.kernel,
             "backend": _name_of(settings.kernel, self.backend),
@@ -355,10 +371,16 @@ def _check_positive(name: str, value: float | None) -> None:
         raise ValueError(f"{name} must be positive, got {value}")
 
 
-def _check_fit(
-    kernel: str, backend: str, dense_mass: bool, thinning: int | None, inverse_mass: Tensor | None
-) -> None:
+def _check_options(kernel: str, **given: Any) -> None:
     """Check that the kernel has the options that were given."""
+    for name, value in given.items():
+        if value is not None and kernel not in _KERNELS[name]:
+            others = " and ".join(f"'{other}'" for other in _KERNELS[name])
+            raise ValueError(f"kernel='{kernel}' has no {name}, which is of {others}: leave it out")
+
+
+def _check_fit(kernel: str, backend: str, dense_mass: bool, inverse_mass: Tensor | None) -> None:
+    """Check that kernel, backend and metric go together."""
     if backend == "pyro" and (kernel in _MICROCANONICAL or inverse_mass is not None):
         what = f"kernel='{kernel}'" if kernel in _MICROCANONICAL else "inverse_mass"
         raise ValueError(f"{what} runs in JAX only: leave out backend='pyro'")
@@ -370,8 +392,6 @@ def _check_fit(
             f"kernel='{kernel}' adapts a diagonal metric only: leave out dense_mass, or give the "
             "covariance as inverse_mass"
         )
-    if thinning is not None and kernel != "mclmc":
-        raise ValueError(f"kernel='{kernel}' has no thinning: it is the steps of a draw of 'mclmc'")
 
 
 def _check_metric(inverse_mass: np.ndarray | None, size: int) -> None:

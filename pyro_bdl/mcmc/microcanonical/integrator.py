@@ -28,7 +28,7 @@ import jax.numpy as jnp
 
 GRADIENTS = 2  # per step
 _OUTER = 0.1931833275037836
-WHOLE = 256  # the shortest parts of a step
+WHOLE = 256  # so many of the shortest parts make a step
 _CALM = 8.0  # times smaller errors let the next part be twice as long
 _FORCE = 1e10  # the unit in which forces are squared: float32 would overflow at 1e19
 
@@ -103,7 +103,7 @@ class Advance(NamedTuple):
     """A step that may have been taken in parts.
 
     :param change: the energy's change in all.
-    :param error: the size of the energy's change when the step was tried as a whole, inf if not.
+    :param error: the size of the energy's change in the step as a whole, inf if that was not tried.
     :param part: the length with which to begin the next step, in 1/256 of it.
     :param lost: whether even the shortest part failed; the point is then of no use.
     :param gradients: their number.

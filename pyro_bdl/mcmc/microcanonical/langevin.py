@@ -65,7 +65,8 @@ def kernel(log_density: Callable[[jax.Array], jax.Array], settings: Settings, si
     density = jax.value_and_grad(log_density)
     numbers = tuning.traced_numbers(size)
     steps = settings.thinning or 20
-    large = _LARGE * (size * settings.energy_variance) ** 0.5
+    large = min(_LARGE * (size * settings.energy_variance) ** 0.5, LARGEST_CHANGE)
+    adapts = settings.adapts_step_size and settings.num_warmup > 0
 
     def init(key: jax.Array, start: jax.Array) -> MicrocanonicalState:
         key, point, tuned = at_start(density, settings, key, start)
@@ -75,7 +76,7 @@ def kernel(log_density: Callable[[jax.Array], jax.Array], settings: Settings, si
             point,
             jnp.asarray(integrator.WHOLE, jnp.int32),
             tuned,
-            jnp.asarray(1.0 if settings.adapts_step_size else 0.0, start.dtype),
+            jnp.asarray(float(adapts), start.dtype),
             tuning.no_errors(zero),
             tuning.no_moments(start),
             jnp.zeros((steps, len(start[numbers])), start.dtype),

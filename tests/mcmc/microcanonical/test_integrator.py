@@ -138,12 +138,17 @@ def test_only_the_parts_at_a_kink_are_short():
     assert 2 * 8 < parts.gradients < 256  # all of the shortest: 528
 
 
-def test_a_step_into_nowhere_is_lost():
+def test_a_step_across_a_wall_is_lost_at_the_wall():
     def walled(x):
-        return jnp.where(x.sum() < 1e3, -0.5 * (x**2).sum(), -jnp.inf)
+        return jnp.where(x[0] < 0, 0.0, -jnp.inf)
 
-    found = divided(walled, 1.0, jnp.full(3, 1e3 / 3 - 1e-9), size=-5.0)
-    assert not found.lost
+    first = float(unit(numbers(7, 3))[0])
+    assert first > 0  # towards the wall, at this speed
+    start = jnp.array([-0.3 * 0.8 * first, 0.0, 0.0])  # which is 0.3 of a step away
+    found = divided(walled, 1.0, start)
+    assert found.lost and 0 <= found.point.position[0] < 0.8 * first / 256
+    assert 2 * (8 + 2) < found.gradients < 2 * 40
+    assert not divided(walled, 1.0, 3 * start).lost
     found = divided(lambda x: x.sum() * jnp.nan, 1.0)
     assert found.lost and found.gradients == 2 * 9
 

@@ -33,6 +33,25 @@ def test_the_acceptance_of_the_kept_step_size_is_the_target(target, factor):
     assert reached.std() < 0.06
 
 
+def test_the_kept_step_size_is_the_mean_of_those_that_meet_the_energy_variance():
+    """Energy errors Normal(0, (h / right)^6 target), whose variance is the target at h = right."""
+    right, target = 0.3, 5e-4
+
+    def iteration(i, carry):
+        control, size, key = carry
+        key, own = jax.random.split(key)
+        change = (size / right) ** 3 * target**0.5 * jax.random.normal(own, size.shape)
+        return *tuning.by_energy(control, size, jnp.abs(change), size > 0, target), key
+
+    size = jnp.full(200, 3.0)
+    start = tuning.no_errors(jnp.zeros(200)), size, jax.random.PRNGKey(0)
+    control, last, _ = jax.lax.fori_loop(0, 400, iteration, start)
+    kept, last = np.exp(np.asarray(control.mean)) / right, np.asarray(last) / right
+    assert np.abs(np.log(kept)).max() < 0.25 and abs(kept.mean() - 1) < 0.1
+    assert kept.std() < 0.8 * last.std()
+    assert (control.count == 400).all()
+
+
 def test_phases_add_up_to_the_warmup():
     assert tuning.phases(100, (0.2, 0.2, 0.3)) == (20, 20, 30, 30)
     assert tuning.phases(1, (0.2, 0.6)) == (0, 1, 0)

@@ -15,8 +15,9 @@ def _matmul(x, y):
     return jnp.matmul(x, y, precision=EXACT)
 
 
-_NARROW = 64  # the largest smaller side of a narrow layer's weights
-_WIDE = 128  # its largest larger side
+# Of a narrow layer: limits of the shorter and the longer side of its weights.
+_SHORT_SIDE = 64
+_LONG_SIDE = 128
 
 
 def _narrow(bias, x, y) -> bool:
@@ -25,8 +26,8 @@ def _narrow(bias, x, y) -> bool:
         jax.default_backend() == "cpu"
         and x.ndim == y.ndim == 2
         and bias.ndim == 1
-        and 1 < min(y.shape) <= _NARROW
-        and max(y.shape) <= _WIDE
+        and 1 < min(y.shape) <= _SHORT_SIDE
+        and max(y.shape) <= _LONG_SIDE
         and len(x) >= 4 * min(y.shape)
     )
 
