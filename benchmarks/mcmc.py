@@ -117,7 +117,8 @@ def measured(f: np.ndarray, seconds: float, whole: float, gradients: int) -> dic
     ess = bdl.diagnostics.ess(draws, kind="mean", progress=False)
     rhat = bdl.diagnostics.rhat(draws, progress=False)
     still = (draws == draws[:, :1]).all((1, 2))  # a constant has the ESS of independent draws
-    within = bdl.diagnostics.within_ess(draws, kind="mean", progress=False)[~still].sum(0)
+    each = bdl.diagnostics.within_ess(draws, kind="mean", progress=False)[~still]
+    within = len(each) ** 2 / (1 / each).sum(0)  # of the average of chains that stay apart
     return {
         "seconds": seconds,
         "seconds in all": whole,
@@ -135,6 +136,7 @@ def measured(f: np.ndarray, seconds: float, whole: float, gradients: int) -> dic
         "median ESS within chains per second": float(within.median()) / seconds,
         "median ESS per second in all": float(ess.median()) / whole,
         "median ESS per 1000 gradients": 1e3 * float(ess.median()) / gradients,
+        "median ESS within chains per 1000 gradients": 1e3 * float(within.median()) / gradients,
         "mean": draws.mean((0, 1)),
         "error": bdl.diagnostics.mcse(draws, progress=False),
         "sd": draws.std((0, 1)),
@@ -331,6 +333,9 @@ def compare(x, y, widths: list[int], options) -> dict[str, Any]:
         own_mean, own_error, own_sd = moments[name]
         apart = (own_mean - mean) / (own_error**2 + error**2).sqrt()
         found[f"{name}: agrees"] = float(apart.square().mean().sqrt())
+        found[f"{name}: means apart, in sds"] = float(
+            ((own_mean - mean) / sd).square().mean().sqrt()
+        )
         found[f"{name}: sd, times the reference's"] = float((own_sd / sd).median())
         if name.startswith("mclmc"):
             found |= ratios(name, result, results)

@@ -80,17 +80,18 @@ def _draws(posterior) -> int:
 
 
 def convergence(model, samples, x) -> dict[str, float]:
-    """R-hat and ESS of f at 100 test rows, within each chain (the sum of its ESS) and between."""
+    """R-hat and ESS of f at 100 test rows, within chains (the ESS of their average) and between."""
     f = bdl.Predictive(model, samples)(x[:100])["f"]
     f = f.reshape(samples.num_chains, samples.num_draws, -1)
     within = bdl.diagnostics.within_rhat(f, progress=False)
     between = bdl.diagnostics.rhat(f, progress=False)
-    of_each = bdl.diagnostics.within_ess(f, kind="mean", progress=False)
+    each = bdl.diagnostics.within_ess(f, kind="mean", progress=False)
+    of_each = len(each) ** 2 / (1 / each).sum(0)
     of_all = bdl.diagnostics.ess(f, kind="mean", progress=False)
     return {
         "R-hat of f within chains, median": float(within.nanmedian()),
         "R-hat of f between chains, median": float(between.nanmedian()),
-        "ESS of f within chains, median": float(of_each.sum(0).nanmedian()),
+        "ESS of f within chains, median": float(of_each.nanmedian()),
         "ESS of f between chains, median": float(of_all.nanmedian()),
     }
 

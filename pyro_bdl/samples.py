@@ -17,6 +17,12 @@ from pyro_bdl.utils.files import atomic_write
 
 _VERSION = "1"
 
+NO_STATE = (
+    "these samples hold no state from which the chains can go on: mcmc.sample on NumPyro or JAX "
+    "keeps it, but not on_disk, nor where the chains ended at different draws or the checkpoint's "
+    "folder holds more draws than were asked for"
+)
+
 
 @dataclass(frozen=True)
 class Samples:
@@ -82,9 +88,11 @@ class Samples:
 
         There is no new warm-up. The draws are those that a longer run would have made.
 
-        :raises ValueError: for samples that did not come from ``mcmc.sample`` in this process on
-            NumPyro or JAX; ``mcmc.extend`` goes on from a file.
+        :raises ValueError: for samples without a state, and for those from a file, from which
+            ``mcmc.extend`` goes on.
         """
+        if not self.state:
+            raise ValueError(NO_STATE)
         if self.resume is None:
             raise ValueError(
                 "these samples do not know the program that made them: call "

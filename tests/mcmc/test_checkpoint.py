@@ -99,8 +99,9 @@ def test_extended_chains_are_those_of_a_longer_run(kernel, tmp_path):
 
 def test_samples_without_a_state_are_not_extended():
     samples = Samples({"w": torch.zeros(1, 4, 3)})
-    with pytest.raises(ValueError, match="no state"):
-        mcmc.extend(samples, 3, model, Y)
+    for goes_on in (samples.extend, lambda n: mcmc.extend(samples, n, model, Y)):
+        with pytest.raises(ValueError, match="no state"):
+            goes_on(3)
 
 
 def test_a_limit_of_time_ends_the_draws():

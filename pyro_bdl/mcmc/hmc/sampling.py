@@ -30,7 +30,7 @@ from pyro_bdl.program.program import Program
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.program.supports import check_support
 from pyro_bdl.program.validation import check_finite
-from pyro_bdl.samples import Samples
+from pyro_bdl.samples import NO_STATE, Samples
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.random_state import seeded
 
@@ -233,10 +233,7 @@ def extend(
     made = samples.info.get("settings")
     backend = samples.info.get("backend", "numpyro")
     if made is None or not samples.state:
-        raise ValueError(
-            "these samples hold no state from which the chains can go on: it is kept by "
-            "mcmc.sample on NumPyro or JAX if all chains ended at the same draw, and not on_disk"
-        )
+        raise ValueError(NO_STATE)
     started = time.perf_counter()
     count = at_least("num_samples", num_samples, 1)
     metric = samples.state.get("inverse_mass")
