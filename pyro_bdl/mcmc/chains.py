@@ -177,6 +177,7 @@ def warn_of_energy_variance(chains: Chains, settings: Settings) -> None:
     """Warn if the energy variance of an unadjusted sampler is far from its target."""
     target = settings.energy_variance
     reached = float(chains.stats["energy_variance"].double().mean())
+    walls = bool(chains.stats["diverging"].any())  # which shorten the step size
     told = f"the energy variance is {reached:.2g}, {reached / target:.2g} times its target "
     if reached > _BIASED * target:
         told += (
@@ -184,7 +185,7 @@ def warn_of_energy_variance(chains: Chains, settings: Settings) -> None:
             "are biased there; take a longer num_warmup, a smaller energy_variance, or "
             "kernel='mams'"
         )
-    elif settings.adapts_step_size and reached < target / _NEEDLESS:
+    elif settings.adapts_step_size and not walls and reached < target / _NEEDLESS:
         told += (
             f"{target:.2g}: the step size is far smaller than it need be, and the chains are "
             "slow; take a longer num_warmup, or give step_size"

@@ -88,6 +88,33 @@ def test_steps_in_parts_keep_the_energy_variance_where_the_density_is_sharp():
     assert (steps >= 40).all() and 40 < steps.double().mean() < 48
 
 
+def test_chains_turn_back_at_a_wall():
+    """Normals cut off at 1.5 have E[w^2] = 1 - 3 phi(1.5) / (2 Phi(1.5) - 1)."""
+
+    def cut(y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(4, dtype=torch.float64), 1.0).to_event(1))
+        inside = (w.abs() < 1.5).all()
+        pyro.factor("wall", torch.where(inside, 0.0, -torch.inf).to(w))
+        pyro.sample("y", dist.Normal(w.sum() * 0, 1.0), obs=y)
+
+    with pytest.warns(BdlWarning, match="divergence: .* lower energy_variance"):
+        samples = drawn(cut, "mclmc", init={"w": torch.zeros(4, dtype=torch.float64)})
+    w = samples.latents["w"]
+    assert (w.abs() < 1.5).all() and samples.stats["potential_energy"].isfinite().all()
+    assert_expectation(w, 0.0)
+    assert_expectation(w**2, 1 - 3 * 0.129518 / 0.866386, 0.02)
+
+
+def test_a_step_size_far_too_small_is_told():
+    with pytest.warns(BdlWarning, match="far smaller than it need be"):
+        drawn(gaussian, "mclmc", num_warmup=0, num_samples=5, inverse_mass=SD**2)
+
+
+def test_the_step_size_of_the_draws_is_the_mean_of_the_warmup(runs):
+    state = runs["mclmc"].state
+    assert torch.allclose(state[".tuned.step_size"], state[".control.mean"].exp())
+
+
 def test_steps_in_parts_keep_the_energy_variance_at_the_kinks_of_a_network():
     """Two ReLU layers on 100 rows with little noise: single chains reached 50 to 650 times the
     target with whole steps, and 0.2 to 1.6 times with parts, at a fifth more gradients."""
@@ -142,7 +169,8 @@ def test_a_given_metric_and_step_size_are_used():
             gaussian, "mclmc", num_warmup=0, num_samples=5, step_size=0.3, inverse_mass=SD**2,
             thinning=3, init={"w": torch.zeros(6, dtype=torch.float64)}, energy_variance=1e-20,
         )  # fmt: skip
-    assert (samples.stats["num_steps"] > 6).all()  # in parts
+    assert (samples.stats["num_steps"] > 6).all() and (samples.stats["num_steps"] > 100).any()
+    assert (samples.state[".part"] < 256).all()  # the next step begins with the last part's length
     samples = drawn(
         gaussian, "mclmc", num_warmup=0, num_samples=5, step_size=0.3, inverse_mass=SD**2,
         thinning=3, init={"w": torch.zeros(6, dtype=torch.float64)},
