@@ -164,12 +164,11 @@ def sample(
     )
     if target_accept is None:
         target_accept = 0.9 if kernel == "mams" else 0.8
-    _check_positive("trajectory_length", trajectory_length)
-    _check_positive("step_size", step_size)
-    _check_positive("energy_variance", energy_variance)
+    energy_variance = _positive("energy_variance", energy_variance)
     if not 0 < target_accept < 1:
         raise ValueError(f"target_accept must lie between 0 and 1, got {target_accept}")
-    _check_positive("seconds", seconds)
+    seconds = _positive("seconds", seconds)
+    inverse_mass = None if inverse_mass is None else torch.as_tensor(inverse_mass)
     _check_fit(kernel, backend, dense_mass, inverse_mass)
     if backend == "pyro" and (checkpoint is not None or seconds is not None):
         raise ValueError("checkpoint and seconds are for JAX: leave out backend='pyro'")
@@ -182,13 +181,13 @@ def sample(
         seed=seed,
         target_accept=target_accept,
         max_tree_depth=at_least("max_tree_depth", max_tree_depth, 1),
-        trajectory_length=trajectory_length,
+        trajectory_length=_positive("trajectory_length", trajectory_length),
         dense_mass=dense_mass or (inverse_mass is not None and inverse_mass.dim() == 2),
         chain_method=one_of(
             "chain_method", chain_method, ("auto", "vectorized", "parallel", "sequential")
         ),
         progress=progress,
-        step_size=step_size,
+        step_size=_positive("step_size", step_size),
         inverse_mass=None if inverse_mass is None else inverse_mass.detach().cpu().numpy(),
         adapts_mass=inverse_mass is None if adapt_mass is None else adapt_mass,
         energy_variance=Settings.energy_variance if energy_variance is None else energy_variance,
@@ -363,9 +362,17 @@ def _example(restriction: Restriction) -> Tensor:
     return restriction.chosen(program.unconstrain(program.initial).detach())
 
 
-def _check_positive(name: str, value: float | None) -> None:
-    if value is not None and not 0 < value < float("inf"):
-        raise ValueError(f"{name} must be positive, got {value}")
+def _positive(name: str, value: Any) -> float | None:
+    """Check a number, which may be a tensor, and return it."""
+    if value is None:
+        return None
+    try:
+        value = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name} must be a number, got {value!r}") from None
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{name} must be positive, got {value:g}")
+    return value
 
 
 def _check_options(kernel: str, **given: Any) -> None:

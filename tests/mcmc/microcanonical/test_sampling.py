@@ -240,6 +240,16 @@ def test_refusals():
         sample(gaussian, y, inverse_mass=torch.zeros(6))
     with pytest.raises(ValueError, match="energy_variance must be positive"):
         sample(gaussian, y, kernel="mclmc", energy_variance=0.0)
+    with pytest.raises(TypeError, match="energy_variance must be a number, got 'small'"):
+        sample(gaussian, y, kernel="mclmc", energy_variance="small")
+
+
+def test_numbers_may_be_tensors_and_a_metric_a_list():
+    y, few = torch.ones(6), {"num_warmup": 2, "num_samples": 3, "progress": False}
+    plain = bdl.mcmc.sample(gaussian, y, step_size=0.5, inverse_mass=torch.full((6,), 2.0), **few)
+    again = bdl.mcmc.sample(gaussian, y, step_size=torch.tensor(0.5), inverse_mass=[2] * 6, **few)
+    for name, value in plain.latents.items():
+        torch.testing.assert_close(again.latents[name], value, rtol=0.0, atol=0.0)
 
 
 def test_rounding_of_a_large_log_density_does_not_stop_mclmc():
