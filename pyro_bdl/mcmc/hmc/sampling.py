@@ -168,7 +168,8 @@ def sample(
     if not 0 < target_accept < 1:
         raise ValueError(f"target_accept must lie between 0 and 1, got {target_accept}")
     seconds = _positive("seconds", seconds)
-    inverse_mass = None if inverse_mass is None else torch.as_tensor(inverse_mass)
+    if inverse_mass is not None:
+        inverse_mass = torch.as_tensor(inverse_mass, device="cpu").detach()
     _check_fit(kernel, backend, dense_mass, inverse_mass)
     if backend == "pyro" and (checkpoint is not None or seconds is not None):
         raise ValueError("checkpoint and seconds are for JAX: leave out backend='pyro'")
@@ -188,7 +189,7 @@ def sample(
         ),
         progress=progress,
         step_size=_positive("step_size", step_size),
-        inverse_mass=None if inverse_mass is None else inverse_mass.detach().cpu().numpy(),
+        inverse_mass=None if inverse_mass is None else inverse_mass.numpy(),
         adapts_mass=inverse_mass is None if adapt_mass is None else adapt_mass,
         energy_variance=Settings.energy_variance if energy_variance is None else energy_variance,
         thinning=None if thinning is None else at_least("thinning", thinning, 1),
