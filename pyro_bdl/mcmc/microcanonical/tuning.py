@@ -244,8 +244,9 @@ def traced_numbers(size: int) -> slice:
 
 
 def phases(num_warmup: int, fractions: tuple[float, ...]) -> tuple[int, ...]:
-    """The iterations of each phase; the last one takes the rest."""
+    """The iterations of each phase: the first has at least one, the last takes the rest."""
     counts = [round(fraction * num_warmup) for fraction in fractions]
+    counts[0] = max(counts[0], min(num_warmup, 1))
     return *counts, max(num_warmup - sum(counts), 0)
 
 

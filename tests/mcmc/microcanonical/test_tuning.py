@@ -54,7 +54,8 @@ def test_the_kept_step_size_is_the_mean_of_those_that_meet_the_energy_variance()
 
 def test_phases_add_up_to_the_warmup():
     assert tuning.phases(100, (0.2, 0.2, 0.3)) == (20, 20, 30, 30)
-    assert tuning.phases(1, (0.2, 0.6)) == (0, 1, 0)
+    assert tuning.phases(0, (0.2, 0.2)) == (0, 0, 0)
+    assert tuning.phases(2, (0.2, 0.2)) == (1, 0, 1)  # else no step size would be found
 
 
 def test_the_metric_of_two_draws_of_a_gaussian_is_exact():
