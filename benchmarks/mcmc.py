@@ -12,8 +12,9 @@ without, as the difference to a run of two iterations. A network with one hidden
 of its own, deeper ones give it as a second output. "agrees" is the root mean square, over rows, of
 the difference of mean f to that of the reference (our NUTS; without it the first sampler) in Monte
 Carlo standard errors of both, about 1 for equal posteriors; the sd of f is a median over rows.
-Several numbers of ``--variance`` are several runs of ``mclmc``. "within chains" is the sum of the
-ESS of each chain by itself, the figure to compare where chains lie in separate modes.
+Several numbers of ``--variance`` are several runs of ``mclmc``. "within chains" is the ESS of the
+average of M chains that stay apart, M^2 / sum(1 / ESS of each), the figure to compare where chains
+lie in separate modes.
 
 ``mclmc`` keeps a draw after every ``--thinning`` steps; BlackJAX's after as many. ``--trained``
 starts the chains from trained networks. There the prior's many free directions have far less
@@ -282,6 +283,12 @@ def ratios(name: str, result: dict[str, Any], results: dict[str, Any]) -> dict[s
     }
 
 
+def shares(count: int, warmup: float) -> dict[str, int]:
+    """Twice ``count`` iterations, a share of them to adapt."""
+    adapting = round(2 * count * warmup)
+    return {"num_warmup": adapting, "num_samples": 2 * count - adapting}
+
+
 def compare(x, y, widths: list[int], options) -> dict[str, Any]:
     data = torch.from_numpy(x).float(), torch.from_numpy(y).float()
     arrays = tuple(jnp.asarray(value.numpy()) for value in data)
@@ -292,12 +299,9 @@ def compare(x, y, widths: list[int], options) -> dict[str, Any]:
     value = program.log_density(torch.from_numpy(starts[0]))
     gap = float(log_density(jnp.asarray(starts[0]))) - float(value)
     langevin = {
-        "num_warmup": options.iterations, "num_samples": options.iterations,
-        "thinning": options.thinning,
+        **shares(options.iterations, options.warmup), "thinning": options.thinning,
     }  # fmt: skip
-    nuts = {
-        "num_warmup": options.nuts, "num_samples": options.nuts, "max_tree_depth": options.depth,
-    }  # fmt: skip
+    nuts = {**shares(options.nuts, options.nuts_warmup), "max_tree_depth": options.depth}
     own: dict[str, Any] = {"init": init}
     hand = log_density, outputs, arrays[0], np.stack(starts)
 
@@ -352,6 +356,8 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=2000, help="of mclmc")
     parser.add_argument("--thinning", type=int, default=5, help="steps of an iteration of mclmc")
     parser.add_argument("--nuts", type=int, default=200, help="warm-up and draws of nuts and mams")
+    parser.add_argument("--warmup", type=float, default=0.5, help="share of mclmc's iterations")
+    parser.add_argument("--nuts-warmup", type=float, default=0.5, help="of those of nuts and mams")
     parser.add_argument("--init", default="prior", help="of our chains: prior, network, uniform")
     parser.add_argument("--trained", type=int, help="start from networks trained so many steps")
     parser.add_argument("--settled", type=int, help="then run mclmc for twice so many iterations")
