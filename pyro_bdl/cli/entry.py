@@ -22,7 +22,7 @@ from pyro_bdl import posteriors
 from pyro_bdl.cli import cross_validation, sweep
 from pyro_bdl.cli import options as command
 from pyro_bdl.cli.kept import Kept, identity
-from pyro_bdl.cli.programs import program
+from pyro_bdl.cli.programs import check_memory, program
 from pyro_bdl.cli.progress_table import ProgressTable
 from pyro_bdl.cli.provenance import provenance
 from pyro_bdl.cli.shared import BadInput, bad_input, limited_threads, say
@@ -99,6 +99,7 @@ def _compare(options: argparse.Namespace) -> int:
         hidden, gain = command.hidden(options.hidden), command.gain(options)
         data = (command.load(options) if reference is None else reference.dataset).to(device)
         command.check_noise(options, data)
+        check_memory(data, hidden)
         command.check_folds(options, data)
         if options.resume is not None:
             command.folder(options.resume, option="--resume")

@@ -144,6 +144,16 @@ def add_data(command: argparse.ArgumentParser, default: str) -> Callable[..., An
     )
     add("--data", metavar="FILE", help="a CSV file with a header; every other column is a feature")
     add("--target", metavar="COLUMN", help="the column to predict")
+    add("--separator", default=",", metavar="CHARACTER", help="between columns; default: a comma")
+    add("--decimal", default=".", metavar="MARK", help="before decimals; default: a point")
+    add("--thousands", metavar="MARK", help="between groups of three digits; default: none")
+    add(
+        "--dates",
+        nargs="+",
+        default=[],
+        metavar="COLUMN",
+        help="columns of dates such as 2024-12-31, which become year, month, day, ...",
+    )
     add("--task", choices=TASKS, help="default: found from the target, and said")
     add("--one-hot", action="store_true", help="turn columns of text into zeros and ones")
     add(
@@ -197,7 +207,7 @@ def reference(options: argparse.Namespace) -> Reference | None:
     """
     if options.reference is None:
         return None
-    for name in ("example", "data", "target", "task", "one_hot", "impute", "folds"):
+    for name in ("example", "data", "target", "task", "dates", "one_hot", "impute", "folds"):
         if getattr(options, name):
             option = name.replace("_", "-")
             raise ValueError(f"--{option} has no effect with --reference, which has its data")
@@ -285,7 +295,7 @@ def load(
     :raises ValueError: for options that do not fit together, and data that are refused.
     """
     if options.data is None:
-        for name in ("target", "task", "one_hot", "impute"):
+        for name in ("target", "task", "thousands", "dates", "one_hot", "impute"):
             if getattr(options, name):
                 option = name.replace("_", "-")
                 raise ValueError(f"--{option} is of use with --data only; name a CSV file")
@@ -295,7 +305,7 @@ def load(
         if options.example is not None:
             raise ValueError("--data and --example name two problems; choose one")
         if options.target is None:
-            columns = quoted(read_csv(Path(options.data)).columns)
+            columns = quoted(read_csv(Path(options.data), options.separator).columns)
             raise ValueError(
                 f"--data needs --target, the column to predict: {options.data} has {columns}"
             )
@@ -303,6 +313,10 @@ def load(
             options.data,
             options.target,
             options.task,
+            separator=options.separator,
+            decimal=options.decimal,
+            thousands=options.thousands,
+            dates=options.dates,
             one_hot=options.one_hot,
             impute=options.impute,
             test_fraction=options.test_fraction,

@@ -9,9 +9,28 @@ from pyro_bdl import models
 from pyro_bdl.data.dataset import Dataset
 from pyro_bdl.nn import bayesianize
 from pyro_bdl.priors import FanIn
+from pyro_bdl.utils.memory import available_memory
 
 NOISES = ("normal", "heteroscedastic", "robust")
 _PRIOR = "HalfNormal(1), in sds of the target"
+_COPIES = 10  # of the weights during a fit: parameters, gradients, moments of Adam, draws
+
+
+def check_memory(data: Dataset, hidden: list[int]) -> None:
+    """Check that a fit's copies of the weights, and the units of all training rows, fit in memory.
+
+    :raises ValueError: if the machine has less.
+    """
+    rows, features = data.x_train.shape
+    sizes = [features, *hidden, max(1, len(data.class_names))]
+    weights = sum((before + 1) * after for before, after in itertools.pairwise(sizes))
+    needed = data.x_train.element_size() * (_COPIES * weights + rows * sum(hidden))
+    free = available_memory(data.x_train.device)
+    if free is not None and needed > free:
+        raise ValueError(
+            f"--hidden {','.join(map(str, hidden))}: a network of {weights:,} weights needs about "
+            f"{needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free; choose fewer units"
+        )
 
 
 def program(

@@ -17,6 +17,7 @@ _PACKAGES = ("torch", "pyro-ppl", "numpyro", "jax", "arviz", "numpy", "scikit-le
 _NOT_SHOWN = {
     "command", "run", "out", "resume", "quick", "steps", "details", "data", "target", "example",
     "hidden", "activation", "noise", "prior_gain", "task", "test_fraction", "impute", "one_hot",
+    "separator", "decimal", "thousands", "dates",
     "quiet", "folds", "repeats", "line",
 }  # fmt: skip
 

@@ -1,11 +1,6 @@
-"""CSV files as columns of numbers, with errors that name column and row.
-
-Files are read with pandas, which ArviZ requires anyway. Unlike the csv module it handles quoting,
-markers of missing values and encodings.
-"""
+"""CSV files as columns of numbers and text, with errors that name column and row."""
 
 import re
-import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -14,14 +9,13 @@ import pandas as pd
 
 _MAX_LISTED = 5
 _MIN_TEXTS = 10  # up to this many different texts are always turned into indicators
-_WITH_COMMAS = r"[+-]?\d*(,\d+)*([eE][+-]?\d+)?"
-_DAY_BEFORE_YEAR = r"\s*\d{1,2}[./-]\d{1,2}[./-]\d"
-_THOUSANDS = r"[+-]?[1-9]\d{0,2}(,\d{3})+"
+_DATE = r"\d{4}-\d{1,2}-\d{1,2}.*"
 
 
-def read_csv(path: Path) -> pd.DataFrame:
-    """Read all columns as text, missing entries as NaN, numbers with a decimal point.
+def read_csv(path: Path, separator: str = ",") -> pd.DataFrame:
+    """Read all columns as text, missing entries as NaN.
 
+    :param separator: the character between columns.
     :raises FileNotFoundError: if there is no such file.
     :raises IsADirectoryError: for a folder.
     :raises ValueError: for a file that is not a table with a header and rows, or has an empty
@@ -31,24 +25,21 @@ def read_csv(path: Path) -> pd.DataFrame:
         raise IsADirectoryError(f"data: {path} is a folder; name a CSV file in it")
     if not path.is_file():
         raise FileNotFoundError(f"data: there is no file {path}")
+    if len(separator) != 1:
+        raise ValueError(f"separator={separator!r} (--separator) must be one character")
+    table_options = {"header": None, "dtype": str, "sep": separator, "skipinitialspace": True}
     try:
-        with path.open(encoding="utf-8-sig") as file:
-            header = file.readline()
-            unquoted = re.sub(r'"[^"]*"', "", header)
-            separator = max(",;\t|", key=unquoted.count)
-            sign = '"' if separator == "," else ","  # the quote of entries with a comma
-            commas = any(sign in line for line in file)
-        if not header.strip():
-            raise ValueError(f"data: {path} is empty or begins with an empty line; give a header")
-        # Read the header as a row: pandas would silently rename repeated columns.
-        table = pd.read_csv(
-            path,
-            header=None,
-            dtype=str,
-            sep=separator,
-            skipinitialspace=True,
-            encoding="utf-8-sig",
-        )
+        # The header is read as a row: pandas would silently rename repeated columns.
+        header = pd.read_csv(path, nrows=1, encoding="utf-8-sig", **table_options).iloc[0]
+        if len(header) == 1:
+            raise ValueError(
+                f"data: {path} has only the column {header[0]!r}, and a feature is needed too; if "
+                f"another character than {separator!r} stands between columns, say "
+                "separator= (--separator)"
+            )
+        table = pd.read_csv(path, encoding="utf-8-sig", **table_options)
+    except pd.errors.EmptyDataError:
+        raise ValueError(f"data: {path} is empty; give a header and rows") from None
     except UnicodeDecodeError as error:
         raise ValueError(
             f"data: {path} is not text in UTF-8 (byte {error.start}); convert it"
@@ -56,13 +47,13 @@ def read_csv(path: Path) -> pd.DataFrame:
     except pd.errors.ParserError as error:
         reason = str(error).strip().removeprefix("Error tokenizing data. C error: ")
         raise ValueError(f"data: {path} cannot be read as a table: {reason}") from None
-    for place, name in enumerate(table.iloc[0], start=1):
+    for place, name in enumerate(header, start=1):
         if pd.isna(name):
             raise ValueError(
                 f"data: column {place} of {path} has no name; name it, or remove it if it only "
                 f"counts the rows"
             )
-    names = [str(name).strip() for name in table.iloc[0]]
+    names = [str(name).strip() for name in header]
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         raise ValueError(
@@ -70,137 +61,131 @@ def read_csv(path: Path) -> pd.DataFrame:
         )
     if len(table) == 1:
         raise ValueError(f"data: {path} has a header but no rows")
-    if len(names) == 1:
-        raise ValueError(f"data: {path} has only the column {names[0]!r}; a feature is needed too")
     frame = table.iloc[1:].reset_index(drop=True)
     frame.columns = names
     empty = frame.columns[frame.isna().all()]
     if len(empty):
         raise ValueError(f"data: {path} has nothing in column {quoted(empty)}; remove or fill it")
-    return _with_decimal_points(frame, path) if commas else frame
-
-
-def _with_decimal_points(frame: pd.DataFrame, path: Path) -> pd.DataFrame:
-    """The table with decimal commas replaced by points.
-
-    :raises ValueError: if commas might separate thousands, since no number such as 3,14 rules that
-        out.
-    """
-    numbers = {}
-    for name, column in frame.items():
-        given = column.dropna()
-        has_comma = given.str.contains(",", regex=False)
-        if has_comma.any() and given.str.fullmatch(_WITH_COMMAS).all():
-            numbers[name] = given[has_comma]
-    thousands = {name: column.str.fullmatch(_THOUSANDS) for name, column in numbers.items()}
-    known = not all(flags.all() for flags in thousands.values())
-    for name, column in numbers.items():
-        unclear = column if not known else column[column.str.count(",") > 1]
-        if len(unclear):
-            raise ValueError(
-                f"data: {path} has numbers with commas that may separate thousands, in column "
-                f"{name!r} ({unclear.iloc[0]!r} in row {unclear.index[0] + 1}); write numbers with "
-                "a decimal point and nothing between thousands"
-            )
-    for name in numbers:
-        frame[name] = frame[name].str.replace(",", ".", regex=False)
     return frame
 
 
-def numeric_features(
-    frame: pd.DataFrame, path: Path, one_hot: bool
-) -> tuple[pd.DataFrame, list[str]]:
-    """The columns as numbers, and sentences on what was found and expanded.
+def to_numbers(column: pd.Series, decimal: str, thousands: str | None) -> pd.Series:
+    """Text as numbers; NaN where it is missing or no number.
 
-    Columns of dates become their parts; with ``one_hot`` columns of text become indicators of their
-    values.
+    :param decimal: the mark before decimals.
+    :param thousands: the mark between groups of three digits; None if there is none.
     """
+    text = column
+    if thousands is not None:
+        groups = rf"[+-]?\d{{1,3}}({re.escape(thousands)}\d{{3}})+({re.escape(decimal)}\d*)?"
+        grouped = text.str.fullmatch(groups, na=False)
+        text = text.mask(grouped, text.str.replace(thousands, "", regex=False))
+    if decimal != ".":
+        text = text.str.translate(str.maketrans({".": "?", decimal: "."}))
+    return pd.to_numeric(text, errors="coerce").rename(column.name)
+
+
+def read_features(
+    frame: pd.DataFrame,
+    path: Path,
+    *,
+    one_hot: bool,
+    decimal: str,
+    thousands: str | None,
+    dates: Sequence[str],
+) -> tuple[pd.DataFrame, list[str]]:
+    """Columns of numbers, with ``one_hot`` also of text, and sentences on what was expanded.
+
+    :param dates: columns that become year, month, day, weekday, hour and minute.
+    :raises ValueError: for a mark of thousands that is also the decimal mark, and for columns that
+        are no numbers or no dates.
+    """
+    if len(decimal) != 1 or thousands == decimal:
+        raise ValueError(
+            f"decimal={decimal!r} (--decimal) must be one character and another one than "
+            f"thousands={thousands!r} (--thousands)"
+        )
+    missing = sorted(set(dates) - set(frame.columns))
+    if missing:
+        raise ValueError(f"dates: {path} has no feature {quoted(missing, 'or')} (--dates)")
     columns: list[pd.Series | pd.DataFrame] = []
     texts, notes = [], []
     for name, column in frame.items():
-        numbers = pd.to_numeric(column, errors="coerce").rename(name)
+        if name in dates:
+            parts = _date_parts(column, path)
+            columns.append(parts)
+            notes.append(f"{name} is expanded into {listed(list(parts.columns))}.")
+            continue
+        numbers = to_numbers(column, decimal, thousands)
         is_text = numbers.isna() & column.notna()
         if not is_text.any():
             columns.append(numbers)
             if (numbers.diff()[1:] == 1).all():
                 notes.append(f"{name} counts the rows; remove it if it is no more than that.")
-        elif (dates := _dates(column)) is not None:
-            parts = _date_parts(dates, name)
-            columns.append(parts)
-            notes.append(f"{name} holds dates, expanded into {listed(list(parts.columns))}.")
         elif one_hot:
-            columns.append(_indicators(column, name))
+            columns.append(_checked_text(column))
         else:
             row = int(np.flatnonzero(is_text)[0])
             texts.append(f"{name!r} ({column[row]!r} in row {row + 1})")
     if texts:
         raise ValueError(
             f"data: {path} has columns that are not numeric: {listed(texts)}; remove them, leave "
-            f"cells without a value empty, or turn texts into columns of zeros and ones with "
-            f"one_hot=True (--one-hot)"
+            "cells without a value empty, say how numbers are written with decimal= and thousands= "
+            "(--decimal, --thousands), name columns of dates with dates= (--dates), or turn texts "
+            "into columns of zeros and ones with one_hot=True (--one-hot)"
         )
     return pd.concat(columns, axis=1), notes
 
 
-def _dates(column: pd.Series) -> pd.Series | None:
-    """The column as dates if each entry is one, else None.
-
-    :raises ValueError: for dates such as 1/2/2024 that no 13 among them tells day from month.
-    """
-    known = column.notna()
-    found = []
-    # An order of day and month is a question only where both stand before the year.
-    day_before_year = column[known].str.match(_DAY_BEFORE_YEAR).any()
-    for day_first in (False, True) if day_before_year else (False,):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # no single format: parsed one by one
-            try:
-                dates = pd.to_datetime(column, errors="coerce", dayfirst=day_first)
-            except (ValueError, TypeError):  # such as several time zones
-                return None
-        if pd.api.types.is_datetime64_any_dtype(dates) and dates[known].notna().all():
-            found.append(dates)
-    if len(found) == 2 and not found[0].equals(found[1]):
-        raise ValueError(
-            f"data: column {column.name!r} has dates whose day and month cannot be told apart "
-            f"({column[known].iloc[0]!r}); write them as 2024-12-31"
-        )
-    return found[0] if found else None
-
-
-def _date_parts(dates: pd.Series, name: str) -> pd.DataFrame:
+def _date_parts(column: pd.Series, path: Path) -> pd.DataFrame:
     """The parts of dates that differ between rows, as numbers; the year if none does."""
+    known = column.notna()
+    dates = pd.to_datetime(
+        column.where(column.str.fullmatch(_DATE, na=False)),
+        format="ISO8601",
+        errors="coerce",
+        utc=True,
+    )
+    bad = known & dates.isna()
+    if bad.any():
+        row = int(np.flatnonzero(bad)[0])
+        raise ValueError(
+            f"dates: column {column.name!r} of {path} has {column[row]!r} in row {row + 1}; write "
+            "dates as 2024-12-31 or 2024-12-31 23:59"
+        )
     parts = {
-        f"{name}.{part}": getattr(dates.dt, part).astype(float)
+        f"{column.name}.{part}": getattr(dates.dt, part).astype(float)
         for part in ("year", "month", "day", "day_of_week", "hour", "minute")
     }
     differing = {key: values for key, values in parts.items() if values.nunique() > 1}
-    return pd.DataFrame(differing or {f"{name}.year": parts[f"{name}.year"]})
+    year = f"{column.name}.year"
+    return pd.DataFrame(differing or {year: parts[year]})
 
 
-def _indicators(column: pd.Series, name: str) -> pd.DataFrame:
-    """A column of zeros and ones for each text, NaN if the text is missing."""
-    found = column.nunique()
-    if found > max(_MIN_TEXTS, len(column) // 2):
+def _checked_text(column: pd.Series) -> pd.Series:
+    """A column of text with few enough values for indicators."""
+    count = column.nunique()
+    if count > max(_MIN_TEXTS, len(column) // 2):
         raise ValueError(
-            f"data: column {name!r} has {found} different texts in {len(column)} rows, too "
+            f"data: column {column.name!r} has {count} different texts in {len(column)} rows, too "
             f"many for columns of zeros and ones; remove it"
         )
-    ones = pd.get_dummies(column, prefix=name, prefix_sep="=", dtype=float)
-    return ones.mask(column.isna(), axis=0)
+    return column.astype(object)
 
 
-def target_values(column: pd.Series, name: str, task: str | None) -> np.ndarray:
+def target_values(
+    column: pd.Series, task: str | None, decimal: str, thousands: str | None
+) -> np.ndarray:
     """The target as numbers if it is numeric, else as text with None for missing entries."""
-    numbers = pd.to_numeric(column, errors="coerce")
+    numbers = to_numbers(column, decimal, thousands)
     is_text = (numbers.isna() & column.notna()).to_numpy()
     mostly_numbers = is_text.sum() < numbers.notna().sum()
     wants_numbers = task in ("regression", "count") or (task is None and mostly_numbers)
     if is_text.any() and wants_numbers:
         row = int(np.flatnonzero(is_text)[0])
         raise ValueError(
-            f"target: column {name!r} is not numeric ({column[row]!r} in row {row + 1}); correct "
-            f"it, or say task='classification' (--task classification)"
+            f"target: column {column.name!r} is not numeric ({column[row]!r} in row {row + 1}); "
+            f"correct it, or say task='classification' (--task classification)"
         )
     if not is_text.any():
         return numbers.to_numpy(dtype=float)

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 
-from pyro_bdl.data.csv import listed, numeric_features, plain, quoted, read_csv, target_values
+from pyro_bdl.data.csv import listed, plain, quoted, read_csv, read_features, target_values
 from pyro_bdl.errors import BdlWarning
 
 TASKS = ("regression", "classification", "count")
@@ -25,8 +26,6 @@ _IMPUTERS = {
 IMPUTERS = tuple(_IMPUTERS)
 _MAX_INTEGER_CLASSES = 10
 _MIN_ROWS, _MIN_TRAINING_ROWS = 10, 5
-# An sd below this many rounding errors of the largest number has no significant digit.
-_ROUNDINGS = 64
 
 
 @dataclass(frozen=True)
@@ -115,6 +114,10 @@ def load_csv(
     target: str,
     task: str | None = None,
     *,
+    separator: str = ",",
+    decimal: str = ".",
+    thousands: str | None = None,
+    dates: Sequence[str] = (),
     one_hot: bool = False,
     impute: str | None = None,
     test_fraction: float = 0.2,
@@ -123,35 +126,45 @@ def load_csv(
 ) -> Dataset:
     """Read a CSV file with a header; every column but the target is a feature.
 
-    A feature of dates becomes the numbers that it consists of: year, month, day, weekday, hour,
-    minute, as far as they differ between rows.
+    How numbers and dates are written is not guessed: it is said here.
 
-    :param path: the file. The separator (comma, semicolon, tab or bar) is found from the header;
-        numbers may have decimal commas.
+    :param path: the file.
     :param target: name of the target column.
+    :param separator: the character between columns.
+    :param decimal: the mark before decimals.
+    :param thousands: the mark between groups of three digits; None: there is none.
+    :param dates: columns of dates such as 2024-12-31 or 2024-12-31 23:59. They become year, month,
+        day, weekday, hour and minute, as far as these differ between rows.
     :param task: ``"regression"``, ``"classification"`` or ``"count"``; found from the target if
         None: text, or whole numbers with at most 10 distinct values, are classes. The data set's
         ``notes`` say what was found.
     :param one_hot: turn each column of text into one column of zeros and ones for each of its
-        values, named ``column=value``.
+        values in the training part, named ``column=value``.
     :param impute: see :func:`prepare`.
     :param test_fraction: see :func:`prepare`.
     :param seed: see :func:`prepare`.
     :param fold: see :func:`prepare`.
     :raises FileNotFoundError: if there is no such file.
     :raises ValueError: if the file is empty, or has only a header, ragged rows, or unnamed or
-        repeated columns; if the target is not among the columns; if a feature is not numeric, or
-        has commas that may separate thousands; and in the cases of :func:`prepare`.
+        repeated columns; if the target is not among the columns; if a feature is not numeric or a
+        date is not written as above; and in the cases of :func:`prepare`.
     """
-    frame = read_csv(Path(path))
+    frame = read_csv(Path(path), separator)
     if target not in frame.columns:
         near = difflib.get_close_matches(target, frame.columns, n=3, cutoff=0.5)
         hint = f"did you mean {quoted(near, 'or')}?" if near else f"it has {quoted(frame.columns)}"
         raise ValueError(f"target: {path} has no column {target!r}; {hint}")
-    features, notes = numeric_features(frame.drop(columns=target), Path(path), one_hot)
+    features, notes = read_features(
+        frame.drop(columns=target),
+        Path(path),
+        one_hot=one_hot,
+        decimal=decimal,
+        thousands=thousands,
+        dates=dates,
+    )
     made = prepare(
-        features.to_numpy(dtype=float),
-        target_values(frame[target], target, task),
+        features,
+        target_values(frame[target], task, decimal, thousands),
         feature_names=tuple(features.columns),
         target_name=target,
         task=task,
@@ -224,7 +237,7 @@ def two_clusters(n: int = 100, seed: int = 0, *, noise: float = 0.1) -> Dataset:
 
 
 def prepare(
-    x: np.ndarray,
+    x: np.ndarray | pd.DataFrame,
     y: np.ndarray,
     *,
     feature_names: Sequence[str],
@@ -241,15 +254,16 @@ def prepare(
     row in the training part. Columns that are constant in the training part, up to the rounding of
     their numbers, become zeros, with a warning that names them.
 
-    :param x: ``(N, D)``, numbers.
+    :param x: ``(N, D)``, numbers; columns of text (dtype ``object``) of a table become indicators.
     :param y: ``(N,)``, numbers or, for classes, text.
     :param feature_names: D names, used in messages.
     :param target_name: name of the target, used in messages.
     :param task: ``"regression"``, ``"classification"``, ``"count"`` (whole numbers that are not
         standardized), or None to find it from ``y``.
-    :param impute: how missing features (NaN) are filled in, from the training part, by
+    :param impute: how missing numbers (NaN) are filled in, from the training part, by
         scikit-learn: ``"mean"``, ``"median"``, ``"most_frequent"``, ``"knn"`` (five nearest
-        neighbors) or ``"iterative"`` (regression on the other features); None refuses them.
+        neighbors) or ``"iterative"`` (regression on the other features), and missing text by the
+        most frequent one; None refuses them.
     :param test_fraction: share of the rows in the test part, between 0 and 1.
     :param seed: seed of the split.
     :param fold: ``(i, k)``: the test part is the i-th of k folds, 0 <= i < k, in place of a random
@@ -260,51 +274,41 @@ def prepare(
         classes; too few rows in each class for the test part; an unknown task; a test fraction
         outside (0, 1).
     """
-    x, y = np.asarray(x, dtype=float), np.asarray(y)
+    y, dtype = np.asarray(y), torch.get_default_dtype()
     _check_arguments(x, y, feature_names, task, impute, test_fraction)
-    _check_finite(x, y, feature_names, target_name, impute is not None)
-    names = [*feature_names, target_name]
-    dtype = torch.get_default_dtype()
-    _check_size(np.nan_to_num(x), np.zeros(len(y)), names, np.finfo(float).max)
-    _check_size(np.zeros(x.shape), y, names, torch.finfo(dtype).max)  # scored in its own units
+    frame = x if isinstance(x, pd.DataFrame) else pd.DataFrame(np.asarray(x, dtype=float))
+    _check_finite(frame, y, feature_names, target_name, impute is not None)
     notes = []
     if task is None:
         task, note = _found_task(y, target_name)
         notes.append(note)
-    rng = np.random.default_rng(seed)
     y_mean, y_sd = 0.0, 1.0
     class_names: tuple[str, ...] = ()
+    labels = None
     if task == "classification":
         class_values, labels = np.unique(y, return_inverse=True)
         _check_classes(class_values, y, target_name)
-        if fold is None:
-            test = _stratified_test_rows(labels, test_fraction, rng, target_name)
-        else:
-            test = _fold(labels, fold, seed)
         y, class_names = labels, tuple(plain(value) for value in class_values)
-        _check_split(test, test_fraction)
     else:
-        if fold is None:
-            test = np.zeros(len(y), dtype=bool)
-            test[rng.permutation(len(y))[: max(1, round(test_fraction * len(y)))]] = True
-        else:
-            test = _fold(None, fold, seed, len(y))
-        _check_split(test, test_fraction)
         y = _numbers(y, target_name, task)
-        if np.ptp(y[~test]) == 0:
-            raise ValueError(
-                f"target: column {target_name!r} is constant ({y[~test][0]:g} in all training "
-                f"rows): there is nothing to learn; choose another target"
-            )
-        if task == "regression":
-            y_mean, y_sd = float(y[~test].mean()), float(y[~test].std())
-            _check_resolution(y_mean, y_sd, target_name)
+        _check_size(y[:, None], [target_name], torch.finfo(dtype).max)  # scored in its own units
+    if fold is None:
+        test = _random_rows(len(y), labels, test_fraction, seed, target_name)
+    else:
+        test = _fold(labels, fold, seed, len(y))
+    _check_split(test, test_fraction)
+    if labels is None and np.ptp(y[~test]) == 0:
+        raise ValueError(
+            f"target: column {target_name!r} is constant ({y[~test][0]:g} in all training "
+            f"rows): there is nothing to learn; choose another target"
+        )
+    if task == "regression":
+        y_mean, y_sd = float(y[~test].mean()), float(y[~test].std())
+        _check_resolution(y_mean, y_sd, target_name)
         y = (y - y_mean) / y_sd
-    if impute is not None:
-        x, filled = _imputed(x, ~test, impute, feature_names)
-        notes += filled
-    x, x_mean, x_sd = _standardize(x, ~test, feature_names)
-    _check_size(x, y, names, torch.finfo(dtype).max)
+    features, names, filled = _encoded(frame, ~test, impute, feature_names)
+    features, x_mean, x_sd = _standardized(features, ~test, names)
+    _check_size(np.column_stack([features, y]), [*names, target_name], torch.finfo(dtype).max)
 
     share = (
         f"{test_fraction:.3g} of the rows" if fold is None else f"fold {fold[0] + 1} of {fold[1]}"
@@ -312,11 +316,11 @@ def prepare(
     by_class = ", of each class alike" if task == "classification" else ""
     y_dtype = torch.int64 if task == "classification" else dtype
     return Dataset(
-        x_train=torch.as_tensor(x[~test], dtype=dtype, device="cpu"),
+        x_train=torch.as_tensor(features[~test], dtype=dtype, device="cpu"),
         y_train=torch.as_tensor(y[~test], dtype=y_dtype, device="cpu"),
-        x_test=torch.as_tensor(x[test], dtype=dtype, device="cpu"),
+        x_test=torch.as_tensor(features[test], dtype=dtype, device="cpu"),
         y_test=torch.as_tensor(y[test], dtype=y_dtype, device="cpu"),
-        feature_names=tuple(feature_names),
+        feature_names=tuple(names),
         target_name=target_name,
         task=task,
         class_names=class_names,
@@ -326,13 +330,13 @@ def prepare(
         x_sd=tuple(x_sd.tolist()),
         test_rows=tuple((np.flatnonzero(test) + 1).tolist()),
         split=f"at random, {share} for the test{by_class}; seed {seed}",
-        notes=tuple(notes),
+        notes=(*notes, *filled),
     )
 
 
 def _found_task(y: np.ndarray, name: str) -> tuple[str, str]:
     """The task that the target suggests, and a sentence that says why and how to change it."""
-    values = len(np.unique(y[~_is_missing(y)]))
+    values = len(pd.unique(y))
     if y.dtype.kind not in "iuf":
         return "classification", f"{name} holds text, {values} different ones: a classification."
     whole = bool(np.all(y == np.round(y)))
@@ -349,10 +353,6 @@ def _found_task(y: np.ndarray, name: str) -> tuple[str, str]:
     return "regression", note
 
 
-def _is_missing(y: np.ndarray) -> np.ndarray:
-    return np.array([value is None or value != value for value in y])
-
-
 def _numbers(y: np.ndarray, name: str, task: str) -> np.ndarray:
     """The target as floats; counts are checked."""
     y = y.astype(float)
@@ -365,12 +365,11 @@ def _numbers(y: np.ndarray, name: str, task: str) -> np.ndarray:
     return y
 
 
-def _fold(labels: np.ndarray | None, fold: tuple[int, int], seed: int, rows: int = 0) -> np.ndarray:
+def _fold(labels: np.ndarray | None, fold: tuple[int, int], seed: int, rows: int) -> np.ndarray:
     """The rows of one of k folds; of classes each fold has its share."""
     from sklearn.model_selection import KFold, StratifiedKFold
 
     place, count = fold
-    rows = rows if labels is None else len(labels)
     most = rows if labels is None else int(np.bincount(labels).max())
     if not 0 <= place < count or count < 2:
         raise ValueError(f"fold={fold}: give (i, k) with 0 <= i < k and k >= 2")
@@ -390,19 +389,68 @@ def _fold(labels: np.ndarray | None, fold: tuple[int, int], seed: int, rows: int
     return test
 
 
-def _imputed(
-    x: np.ndarray, train: np.ndarray, how: str, names: Sequence[str]
-) -> tuple[np.ndarray, list[str]]:
-    """Features with missing ones filled in, and a sentence that counts them."""
-    missing = np.isnan(x).sum(axis=0)
-    if not missing.any():
-        return x, []
+def _random_rows(
+    count: int, labels: np.ndarray | None, fraction: float, seed: int, target_name: str
+) -> np.ndarray:
+    """The rows of a random test part; of classes their share, and never all rows of one."""
+    rng = np.random.default_rng(seed)
+    test = np.zeros(count, dtype=bool)
+    if labels is None:
+        test[rng.permutation(count)[: max(1, round(fraction * count))]] = True
+        return test
+    for label in np.unique(labels):
+        rows = rng.permutation(np.flatnonzero(labels == label))
+        test[rows[: min(round(fraction * len(rows)), len(rows) - 1)]] = True
+    if not test.any():
+        raise ValueError(
+            f"target: the classes of column {target_name!r} have too few rows for a test part of "
+            f"{fraction:g}; give more rows, or a larger test_fraction"
+        )
+    return test
+
+
+def _encoded(
+    frame: pd.DataFrame, train: np.ndarray, impute: str | None, names: Sequence[str]
+) -> tuple[np.ndarray, list[str], list[str]]:
+    """Numbers, then indicators of text, both as the training rows have them: values and names, and
+    a sentence that counts what was filled in."""
+    from sklearn.compose import ColumnTransformer
+    from sklearn.impute import SimpleImputer
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import FunctionTransformer, OneHotEncoder
+
+    is_text = _is_text(frame)
+    texts, numbers = np.flatnonzero(is_text), np.flatnonzero(~is_text)
+    encoder = OneHotEncoder(handle_unknown="ignore", sparse_output=False)
+    copied = FunctionTransformer(np.array)  # imputers write to it, which pandas may not allow
+    filled = "passthrough" if impute is None else _imputer(impute)
+    transformer = ColumnTransformer(
+        [
+            ("numbers", make_pipeline(copied, filled), numbers),
+            ("texts", make_pipeline(SimpleImputer(strategy="most_frequent"), encoder), texts),
+        ]
+    )
+    frame = frame.set_axis(range(frame.shape[1]), axis=1)
+    values = transformer.fit(frame[train]).transform(frame)
+    shown = [names[i] for i in numbers]
+    if len(texts):
+        fitted = transformer.named_transformers_["texts"][-1].categories_
+        shown += [
+            f"{names[i]}={text}" for i, kinds in zip(texts, fitted, strict=True) for text in kinds
+        ]
+    missing = frame.isna().sum()
+    if impute is None or not missing.any():
+        return values, shown, []
     columns = [f"{name} {count}" for name, count in zip(names, missing, strict=True) if count]
     note = (
-        f"{missing.sum()} missing values filled in from the training rows by {_IMPUTERS[how]} "
+        f"{missing.sum()} missing values filled in from the training rows by {_IMPUTERS[impute]} "
         f"({listed(columns)})."
     )
-    return _imputer(how).fit(x[train]).transform(x), [note]
+    return values, shown, [note]
+
+
+def _is_text(frame: pd.DataFrame) -> np.ndarray:
+    return np.array([not pd.api.types.is_numeric_dtype(kind) for kind in frame.dtypes])
 
 
 def _imputer(how: str) -> Any:
@@ -416,27 +464,15 @@ def _imputer(how: str) -> Any:
     return SimpleImputer(strategy=how, keep_empty_features=True)
 
 
-def _stratified_test_rows(
-    labels: np.ndarray, fraction: float, rng: np.random.Generator, target_name: str
-) -> np.ndarray:
-    test = np.zeros(len(labels), dtype=bool)
-    for label in np.unique(labels):
-        rows = rng.permutation(np.flatnonzero(labels == label))
-        test[rows[: min(round(fraction * len(rows)), len(rows) - 1)]] = True
-    if not test.any():
-        raise ValueError(
-            f"target: the classes of column {target_name!r} have too few rows for a test part of "
-            f"{fraction:g}; give more rows, or a larger test_fraction"
-        )
-    return test
-
-
-def _standardize(
+def _standardized(
     x: np.ndarray, train: np.ndarray, names: Sequence[str]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The standardized features, their means and their sds in the training part."""
-    sd, largest = x[train].std(axis=0), abs(x[train]).max(axis=0)
-    constant = sd <= _ROUNDINGS * np.finfo(float).eps * largest
+    from sklearn.preprocessing import StandardScaler
+
+    scaler = StandardScaler().fit(x[train])
+    x = scaler.transform(x)
+    constant = ~np.isclose(x[train].std(axis=0), 1.0)  # scikit-learn leaves them unscaled
     if constant.any():
         columns = [name for name, flag in zip(names, constant, strict=True) if flag]
         warnings.warn(
@@ -444,15 +480,14 @@ def _standardize(
             BdlWarning,
             stacklevel=4,
         )
-    sd, mean = np.where(constant, 1.0, sd), x[train].mean(axis=0)
-    return np.where(constant, 0.0, (x - mean) / sd), mean, sd
+    return np.where(constant, 0.0, x), scaler.mean_, scaler.scale_
 
 
 # ---------------------------------------------------------------------------------------- checks
 
 
 def _check_arguments(
-    x: np.ndarray,
+    x: np.ndarray | pd.DataFrame,
     y: np.ndarray,
     names: Sequence[str],
     task: str | None,
@@ -477,25 +512,30 @@ def _check_arguments(
 
 
 def _check_finite(
-    x: np.ndarray, y: np.ndarray, feature_names: Sequence[str], target_name: str, imputed: bool
+    frame: pd.DataFrame,
+    y: np.ndarray,
+    feature_names: Sequence[str],
+    target_name: str,
+    imputed: bool,
 ) -> None:
-    bad_x = np.isinf(x) if imputed else ~np.isfinite(x)
-    bad_y = ~np.isfinite(y) if y.dtype.kind == "f" else np.array([value is None for value in y])
-    bad = np.column_stack([bad_x, bad_y])
+    infinite, missing = frame.isin([np.inf, -np.inf]).to_numpy(), frame.isna().to_numpy()
+    bad_y = pd.isna(y) | pd.Series(y).isin([np.inf, -np.inf]).to_numpy()
+    names = [*feature_names, target_name]
+    bad = np.column_stack([infinite if imputed else infinite | missing, bad_y])
     if bad.any():
-        only_missing = not (bad_y.any() or np.isinf(x).any())
+        only_missing = not (bad_y.any() or infinite.any())
         remedy = ", or have them filled in with impute='median' (--impute median)"
         raise ValueError(
-            f"data: missing, NaN or infinite values in "
-            f"{_places(bad, [*feature_names, target_name])}; fill them in or remove the rows or "
-            f"columns{remedy if only_missing else ''}"
+            f"data: missing, NaN or infinite values in {_places(bad, names)}; fill them in or "
+            f"remove the rows or columns{remedy if only_missing else ''}"
         )
+    numbers = np.where(_is_text(frame), 0.0, frame.mask(missing, 0.0)).astype(float)
+    _check_size(numbers, feature_names, np.finfo(float).max)
 
 
-def _check_size(x: np.ndarray, y: np.ndarray, names: Sequence[str], largest: float) -> None:
+def _check_size(values: np.ndarray, names: Sequence[str], largest: float) -> None:
     """Check that squares do not overflow, even of numbers a thousand times larger."""
-    numbers = y if y.dtype.kind == "f" else np.zeros(len(y))
-    bad = ~(abs(np.column_stack([x, numbers])) < largest**0.5 / 1000)
+    bad = ~(abs(values) < largest**0.5 / 1000)
     if bad.any():
         raise ValueError(
             f"data: numbers too large, or too far from those of the training part, to compute "

@@ -63,13 +63,14 @@ def test_csv_regression_keeps_rows_together(write):
 def test_separators_and_byte_order_mark(write, separator):
     header = separator.join(["a", "b", "y"])
     text = table(header, range(20), NUMBERS, NUMBERS, separator=separator)
-    data = load_csv(write(text, encoding="utf-8-sig"), "y")
+    data = load_csv(write(text, encoding="utf-8-sig"), "y", separator=separator)
     assert data.feature_names == ("a", "b")
 
 
 def test_separators_within_quotes_do_not_count(write):
     text = table('"price, EUR";"size, m2";y', NUMBERS, range(20), NUMBERS, separator=";")
-    assert load_csv(write(text), "y").feature_names == ("price, EUR", "size, m2")
+    data = load_csv(write(text), "y", separator=";")
+    assert data.feature_names == ("price, EUR", "size, m2")
 
 
 def test_text_and_few_integers_are_classes(write):
@@ -101,6 +102,21 @@ def test_one_hot(write):
     data = load_csv(path, "y", one_hot=True)
     assert data.feature_names == ("a", "color=blue", "color=red")
     torch.testing.assert_close(data.x_train[:, 1], -data.x_train[:, 2])
+
+
+def test_text_is_encoded_and_filled_in_as_the_training_rows_have_it(write):
+    """A text of the test part alone has no column, and a missing one is the most frequent."""
+    rows = {row - 1 for row in load_csv(write(table("a,y", NUMBERS, NUMBERS)), "y").test_rows}
+    train = sorted(set(range(20)) - rows)
+    colors = ["new" if row in rows else ("red", "red", "blue")[row % 3] for row in range(20)]
+    colors[train[0]], colors[train[1]] = "red", ""
+    path = write(table("color,a,y", colors, NUMBERS, NUMBERS))
+    data = load_csv(path, "y", one_hot=True, impute="mean")
+    assert data.feature_names == ("a", "color=blue", "color=red")
+    red = data.x_train[:, 2] > 0
+    assert red[0] and red[1]
+    is_new = (data.x_test * torch.tensor(data.x_sd) + torch.tensor(data.x_mean))[:, 1:]
+    torch.testing.assert_close(is_new, torch.zeros(4, 2), atol=1e-6, rtol=0)
 
 
 def test_constant_column_becomes_zero(write):
@@ -200,14 +216,69 @@ def test_decimal_commas(write, separator):
     header = separator.join("abcy")
     points = table(header, first, whole, texts, target, separator=separator)
     given = table(header, with_commas[0], whole, texts, with_commas[1], separator=separator)
-    expected = load_csv(write(points, "points.csv"), "y", one_hot=True)
-    data = load_csv(write(given, "commas.csv"), "y", one_hot=True)
+    options = {"one_hot": True, "separator": separator}
+    expected = load_csv(write(points, "points.csv"), "y", **options)
+    data = load_csv(write(given, "commas.csv"), "y", decimal=",", **options)
     assert data.feature_names == expected.feature_names == ("a", "b", "c=u, v", "c=w")
     assert torch.equal(data.x_train, expected.x_train)
     assert torch.equal(data.y_train, expected.y_train)
     missing = given.replace(with_commas[0][4], "", 1)
     with pytest.raises(ValueError, match="row 5: 'a'"):
-        load_csv(write(missing), "y", one_hot=True)
+        load_csv(write(missing), "y", decimal=",", **options)
+
+
+def european(numbers):
+    """1234.5 as 1.234,5"""
+    return [f"{number:,}".translate(str.maketrans(",.", ".,")) for number in numbers]
+
+
+def test_thousands_are_what_the_user_says(write):
+    """950, 1.101 and 1.252 are 950, 1101 and 1252 if points are said to separate thousands, and
+    refused if commas are said to be decimal marks and no more."""
+    price, size = [950 + 151 * i for i in range(20)], [1200.5 - 99 * i for i in range(20)]
+    said = {"separator": ";", "decimal": ","}
+    text = table("price;size;y", european(price), european(size), commas(NUMBERS), separator=";")
+    with pytest.raises(ValueError, match=r"'price' \('1.101' in row 2\).*--thousands"):
+        load_csv(write(text), "y", **said)
+    data = load_csv(write(text), "y", **said, thousands=".")
+    for place in range(len(data.y_test)):
+        point = data.point(place)
+        row = point["row"] - 1
+        assert point["inputs"]["price"] == pytest.approx(price[row], rel=1e-5)
+        assert point["inputs"]["size"] == pytest.approx(size[row], abs=1e-3)
+
+
+@pytest.mark.parametrize("entry", ["1.5", "01.03.2024", "12.34.567", "1.2345"])
+def test_marks_of_thousands_stand_between_groups_of_three(write, entry):
+    """With points for thousands 1.5 is not 15, and 01.03.2024 not 1032024."""
+    text = table("a;y", [entry, *range(1, 20)], commas(NUMBERS), separator=";")
+    with pytest.raises(ValueError, match=f"'a' .'{entry}' in row 1"):
+        load_csv(write(text), "y", separator=";", decimal=",", thousands=".")
+
+
+CODES = {
+    "flights": ["1A", "2P", "12A", "3P"],
+    "ranges": ["1-2", "3-4", "5-6"],
+    "fractions": ["1/2", "3/4"],
+    "places": ["1st", "2nd", "3rd"],
+    "letters": ["T5", "T6"],
+    "names": ["April", "May", "June"],
+    "words": ["now", "today"],
+    "days": ["2024-01-01", "2024-01-02"],
+}
+
+
+@pytest.mark.parametrize("kind", CODES)
+def test_text_is_never_read_as_dates(write, kind):
+    codes = (CODES[kind] * 20)[:20]
+    path = write(table("a,code,y", NUMBERS, codes, NUMBERS))
+    data = load_csv(path, "y", one_hot=True)
+    assert data.feature_names == ("a", *(f"code={code}" for code in sorted(set(codes))))
+    with pytest.raises(ValueError, match=f"not numeric: 'code' .'{codes[0]}' in row 1.*--dates"):
+        load_csv(path, "y")
+    if kind != "days":
+        with pytest.raises(ValueError, match=f"'code' .* has '{codes[0]}' in row 1; write dates"):
+            load_csv(path, "y", dates=["code"])
 
 
 BAD_FILES = {
@@ -243,12 +314,6 @@ BAD_FILES = {
         {"impute": "mean"},
         "nothing in column 'b'; remove",
     ),
-    "day or month": (
-        table("a,y", [f"{i % 9 + 1:02d}.03.2024" for i in range(20)], NUMBERS),
-        "y",
-        {},
-        r"'a' has dates .* \('01.03.2024'\); write them as 2024-12-31",
-    ),
     "counts of text": (
         table("a,y", NUMBERS, ["u", "v"] * 10),
         "y",
@@ -266,7 +331,7 @@ BAD_FILES = {
         table("a,b,y", NUMBERS, ["u", "", "v", "v"] * 5, NUMBERS),
         "y",
         {"one_hot": True},
-        "row 2: 'b=u', 'b=v'; row 6",
+        "row 2: 'b'; row 6",
     ),
     "missing target": (table("a,y", NUMBERS, ["NA", *NUMBERS[1:]]), "y", {}, "row 1: 'y'"),
     "missing class": (table("a,y", NUMBERS, ["u", "", "v", "v"] * 5), "y", {}, "row 2: 'y'"),
@@ -277,23 +342,29 @@ BAD_FILES = {
         {"task": "regression"},
         "not numeric",
     ),
-    "thousands": (
-        table("a;y", [f"{i},500" for i in range(1, 21)], NUMBERS, separator=";"),
-        "y",
-        {},
-        r"separate thousands, in column 'a' \('1,500' in row 1\); write",
-    ),
-    "thousands and decimals": (
-        table("a;b;y", ["1,234,567"] * 20, commas(NUMBERS), NUMBERS, separator=";"),
-        "y",
-        {},
-        r"separate thousands, in column 'a' \('1,234,567' in row 1\); write",
-    ),
-    "decimals of two kinds": (
+    "decimal commas": (
         table("a;y", ["3,14", *NUMBERS[1:]], NUMBERS, separator=";"),
         "y",
+        {"separator": ";"},
+        r"not numeric: 'a' \('3,14' in row 1\).*--decimal",
+    ),
+    "semicolons": (
+        table("a;y", commas(NUMBERS), NUMBERS, separator=";"),
+        "y",
         {},
-        r"not numeric: 'a' \('3,14' in row 1\)",
+        "only the column 'a;y'.*--separator",
+    ),
+    "one mark for two": (
+        table("a,y", NUMBERS, NUMBERS),
+        "y",
+        {"thousands": "."},
+        "decimal='.' .* another one than thousands='.'",
+    ),
+    "no such dates": (
+        table("a,y", NUMBERS, NUMBERS),
+        "y",
+        {"dates": ["day"]},
+        "no feature 'day'",
     ),
     "constant": (table("a,y", NUMBERS, [4] * 20), "y", {}, "constant"),
     "not resolved": (
@@ -367,22 +438,13 @@ def test_counts_are_not_standardized(write):
 
 def test_dates_are_expanded_into_the_parts_that_differ(write):
     dates = [f"2024-{1 + i % 3:02d}-{1 + i:02d}" for i in range(20)]
-    data = load_csv(write(table("day,y", dates, NUMBERS)), "y")
+    data = load_csv(write(table("day,y", dates, NUMBERS)), "y", dates=["day"])
     assert data.feature_names == ("day.month", "day.day", "day.day_of_week")
     point = data.point(0)
     row = point["row"] - 1
     assert point["inputs"]["day.month"] == pytest.approx(1 + row % 3, abs=1e-4)
     assert point["inputs"]["day.day"] == pytest.approx(1 + row, abs=1e-4)
-    assert any("day holds dates" in note for note in data.notes)
-
-
-def test_days_before_months_are_known_by_a_13th(write):
-    days = [f"{1 + i:02d}.{1 + i % 3:02d}.2024" for i in range(20)]
-    iso = [f"2024-{1 + i % 3:02d}-{1 + i:02d}" for i in range(20)]
-    given, expected = (
-        load_csv(write(table("day,y", dates, NUMBERS)), "y").x_train for dates in (days, iso)
-    )
-    assert torch.equal(given, expected)
+    assert any("day is expanded into day.month" in note for note in data.notes)
 
 
 @pytest.mark.parametrize(
