@@ -108,6 +108,12 @@ class BayesianModule(SampledNetwork, TaskPrior, OwnParameters):
                 self.learnable += (name,)
                 parameter.data = parameter.data.contiguous()  # pyro.param would copy it
                 continue
+            if getattr(owner, "max_norm", None) is not None:
+                raise UnsupportedProgramError(
+                    f"the embedding of '{name}' has max_norm and changes its weights whenever it "
+                    "is called, so that they cannot be sampled: make it without max_norm, and let "
+                    "the prior hold the weights"
+                )
             self.sites += (name,)
             value = parameter.detach()
             for module, attribute in places:
@@ -305,7 +311,8 @@ def bayesianize(
     :raises TypeError: for a prior that is no such function, such as a distribution itself; for a
         network that is compiled to TorchScript.
     :raises UnsupportedProgramError: for lazy layers that were not called yet, pruned layers,
-        complex parameters with a prior, and parameters that are sharded over processes (FSDP).
+        complex parameters with a prior, embeddings with a prior and ``max_norm``, and parameters
+        that are sharded over processes (FSDP).
     """
     if not isinstance(net, nn.Module):
         raise TypeError(f"net must be a torch.nn.Module, got {type(net).__name__}")

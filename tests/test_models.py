@@ -320,8 +320,17 @@ def test_outputs_that_do_not_fit():
 )
 def test_targets_outside_the_support_are_told_at_the_first_step(model, y):
     model = model()
+    x = torch.randn(N, 2, dtype=D)
     with pytest.raises(ValueError, match="support"):
-        TemperedTrace_ELBO()(model, AutoMAP(model))(torch.randn(N, 2, dtype=D), y)
+        TemperedTrace_ELBO()(model, AutoMAP(model))(x, y)
+    with pytest.raises(ValueError, match="support"):
+        Program(model, x, y)
+
+
+@pytest.mark.parametrize("kind", [models.Regression, models.StudentTRegression])
+def test_boolean_targets_of_real_numbers_are_refused(kind):
+    with pytest.raises(ValueError, match=r"boolean.*y\.float\(\)"):
+        Program(kind(_bnn(1)), torch.randn(N, 2, dtype=D), BITS.bool())
 
 
 def test_a_sequence_of_outputs_per_row():

@@ -408,6 +408,10 @@ def test_parameters_that_cannot_be_sampled_are_named():
     with pytest.raises(UnsupportedProgramError, match=r"'0.weight' of LazyLinear .* call the net"):
         bayesianize(lazy)
     assert bayesianize(_called(lazy, X)).sites == ("0.weight", "0.bias")
+    renormalized = nn.Sequential(nn.Embedding(4, 2, max_norm=1.0), nn.Linear(2, 1))
+    with pytest.raises(UnsupportedProgramError, match=r"'0.weight' has max_norm"):
+        bayesianize(renormalized)
+    assert bayesianize(renormalized, where="1.*").sites == ("1.weight", "1.bias")
     with pytest.raises(UnsupportedProgramError, match="'phase' is complex"):
         bayesianize(_Complex())
     some = bayesianize(_Complex(), priors.ByName({"linear.*": priors.Normal(1.0)}))

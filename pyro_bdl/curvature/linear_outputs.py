@@ -27,7 +27,6 @@ from pyro_bdl.program.unconstrained_parameters import (
     unconstrained_parameters,
     with_unconstrained,
 )
-from pyro_bdl.program.vmap import is_vmap_failure
 from pyro_bdl.utils.autograd import reaches
 
 _Transposed = tuple[list[Tensor], dict[str, Tensor]]  # v, and J' v by site
@@ -221,9 +220,7 @@ class LinearOutputs:
         if not self._looped:
             try:
                 return function(given, True)
-            except RuntimeError as error:
-                if not is_vmap_failure(error):
-                    raise
+            except RuntimeError:
                 self._looped = True
         results = [function(list(each), False) for each in zip(*given, strict=True)]
         return [torch.stack(parts) for parts in zip(*results, strict=True)]

@@ -232,8 +232,7 @@ def observation_covariance(distribution: Distribution) -> tuple[Tensor, Tensor]:
         matrix = base.covariance_matrix
         ratio = (base.variance / matrix.diagonal(dim1=-2, dim2=-1)).sqrt()
         return base.mean, matrix * _outer(ratio)
-    draws = torch.stack([base.sample() for _ in range(_DRAWS_FOR_MOMENTS)])
-    draws = draws.flatten(1 + len(base.batch_shape))
+    draws = base.sample(torch.Size([_DRAWS_FOR_MOMENTS])).flatten(1 + len(base.batch_shape))
     mean = draws.mean(0)
     return mean, _outer(draws - mean).mean(0)
 
@@ -359,14 +358,9 @@ def _class_probabilities(base: Any) -> Tensor | None:
 
 
 def _drawn_moments(base: Distribution) -> tuple[Tensor, Tensor]:
-    total: Any = 0.0
-    squares: Any = 0.0
-    first = base.sample()
-    for _ in range(_DRAWS_FOR_MOMENTS):
-        change = base.sample() - first  # a difference, so that the mean square does not cancel
-        total, squares = total + change, squares + change.square()
-    mean = total / _DRAWS_FOR_MOMENTS
-    return first + mean, (squares / _DRAWS_FOR_MOMENTS - mean.square()).clamp(min=0.0)
+    draws = base.sample(torch.Size([_DRAWS_FOR_MOMENTS]))
+    mean = draws.mean(0)
+    return mean, (draws - mean).square().mean(0)
 
 
 def parameters_of_any(base: Any) -> dict[str, Tensor]:

@@ -167,12 +167,15 @@ def _runs_of_continuous(
     vectors = q.sample((count,))
     log_q = q.log_prob(vectors)
     latents = {f"_{guide._pyro_name}_latent": vectors}
-    for site, part in guide._unpack_latent(vectors):
+    start = 0
+    for name, site in guide.prototype_trace.iter_stochastic_nodes():
         transform = biject_to(site["fn"].support)
-        value = transform(part)
-        slopes = transform.inv.log_abs_det_jacobian(value, part)
+        shape = transform.inverse_shape(site["value"].shape)
+        part = vectors[:, start : start + shape.numel()].reshape(count, *shape)
+        latents[name] = transform(part)
+        slopes = transform.inv.log_abs_det_jacobian(latents[name], part)
         log_q = log_q + slopes.reshape(count, -1).sum(1)
-        latents[site["name"]] = value
+        start += shape.numel()
     first_point = 1 if point_of(q) is None else 0  # a Laplace guide in training is a point
     return _Runs(latents, log_q, frozenset(list(latents)[first_point:]))
 

@@ -102,7 +102,7 @@ class Predictive:
             notebooks.
     :raises ValueError: by its calls, for a posterior of another program; the error names the sites.
     :raises UnsupportedProgramError: by its calls, if the program chooses rows at random
-        (``subsample_size`` of a plate), or if there is no site to return.
+        (``subsample_size`` of a plate), if there is no site to return, or in ``torch.export``.
     """
 
     def __init__(
@@ -365,6 +365,11 @@ class Predictive:
             finish a chunk.
         :param partial: whether the posterior may lack latents.
         """
+        if torch.compiler.is_exporting():
+            raise UnsupportedProgramError(
+                "a Predictive draws weights from its posterior at every call, which torch.export "
+                "cannot keep: export the network at fixed weights, such as guide.median()"
+            )
         with evaluation_mode(self.model, self.posterior, args, kwargs):
             parts = self._draws(args, kwargs)
             total, draws = next(parts)

@@ -17,16 +17,17 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 
-from pyro_bdl.distributions.copies import is_improper
+from pyro_bdl.distributions.copies import is_improper, without_masks
 from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.program.argument_errors import explain
 from pyro_bdl.program.enumeration import why_not_enumerable
 from pyro_bdl.program.layout import Latent, Layout, transform_of
-from pyro_bdl.program.supports import check_fixed_supports, feasible_value
+from pyro_bdl.program.supports import check_fixed_supports, check_support, feasible_value
 from pyro_bdl.program.trace import (
     RENAME,
     Run,
     Site,
+    distribution_of_targets,
     is_deterministic,
     leave_open,
     point_density,
@@ -55,6 +56,7 @@ class Program:
     :param args: the arguments of one run, including the targets.
     :raises UnsupportedProgramError: for a discrete latent site that cannot be summed out, a support
         that depends on other latents, a sequential plate, or weights sampled inside a plate.
+    :raises ValueError: for targets outside the supports of their distributions.
     """
 
     layout: Layout
@@ -99,6 +101,9 @@ class Program:
                 self.factors += (name,)
             elif node["is_observed"]:
                 self.observed += (name,)
+                distribution, mask = without_masks(distribution_of_targets(node), node["mask"])
+                site = Site(distribution, node["value"], 1.0, mask)
+                check_support(Run(observed={name: site}))
             elif (wide := _wider_than_plates(node)) is not None:
                 raise UnsupportedProgramError(
                     f"the {wide} around the site '{name}' is a tensor with more cells than the "

@@ -240,10 +240,16 @@ def _check_rows(msg: Any) -> None:
 def distribution_of_targets(msg: Any) -> Any:
     """The distribution of an observed statement, expanded to the shape of its targets.
 
-    :raises ValueError: if the two broadcast against each other.
+    :raises ValueError: if the two broadcast against each other, or for boolean targets of a
+        continuous distribution.
     """
     if isinstance(msg["fn"], Unit):
         return msg["fn"]
+    if msg["value"].dtype == torch.bool and not msg["fn"].support.is_discrete:
+        raise ValueError(
+            f"the targets of site '{msg['name']}' are boolean, but its distribution is continuous: "
+            "pass numbers, as by y.float(), or observe a Bernoulli (models.BinaryClassification)"
+        )
     plate_dims = [frame.dim for frame in msg["cond_indep_stack"]]
     enumerated = msg["infer"].get("_symbols", ())
     return expanded_to_targets(msg["name"], msg["fn"], msg["value"], plate_dims, enumerated)

@@ -47,8 +47,9 @@ def joined(parts: Iterable[tuple[int, Any]], total: int) -> Any:
 class DrawMap:
     """Map over draws that stacks function(draw), with different random numbers for each draw.
 
-    It uses ``vmap`` for chunks of several draws. If an operator of the network has no batching
-    rule, it warns once and loops over the draws from then on. BatchNorm layers in training mode
+    It uses ``vmap`` for chunks of several draws. If that raises a ``RuntimeError``, as for an
+    operator without a batching rule, and a loop over the draws does not, it warns once and loops
+    from then on. BatchNorm layers in training mode
     update their running statistics as in a loop.
 
     :param over: what there are several of, for that message.
@@ -90,20 +91,21 @@ class DrawMap:
     def _chunk(self, function: Callable[[Draws], Any], draws: Draws) -> Any:
         if number_of_draws(draws) == 1:  # vmap gains nothing, and batched convolutions are slower
             return looped(function, draws)
+        if self._evaluate is looped:
+            return looped(function, draws)
         try:
             return self._evaluate(function, draws)
         except RuntimeError as error:
-            if self._evaluate is looped or not is_vmap_failure(error):
-                raise
-            result = looped(function, draws)  # which may raise what is wrong without vmap too
-            warnings.warn(
-                f"the network cannot be vectorized over {self.over}, which are taken one by one "
-                f"instead: {str(error).splitlines()[0]}",
-                BdlWarning,
-                stacklevel=3,
-            )
-            self._evaluate = looped
-            return result
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+        result = looped(function, draws)  # which raises what is wrong without vmap too
+        warnings.warn(
+            f"the network cannot be vectorized over {self.over}, which are taken one by one "
+            f"instead: {reason}",
+            BdlWarning,
+            stacklevel=3,
+        )
+        self._evaluate = looped
+        return result
 
     def _first(self, function: Callable[[Draws], Any], draws: Draws) -> Any:
         modules = modules_of(function)
@@ -148,11 +150,6 @@ def looped(function: Callable[[Draws], Any], draws: Draws) -> Any:
     ]
     columns = zip(*(leaves for leaves, _ in results), strict=True)
     return tree_unflatten([torch.stack(column) for column in columns], results[0][1])
-
-
-def is_vmap_failure(error: RuntimeError) -> bool:
-    text = str(error).lower()
-    return any(word in text for word in ("vmap", "batching rule", "functorch", "functionalize"))
 
 
 def measured(function: Callable[[Draws], Any], draws: Draws) -> tuple[int, Any]:

@@ -95,8 +95,12 @@ class CompiledDensity:
 
     def _compared(self, step: Step, vector: Tensor) -> Tensor:
         """The program's own value; a graph that gives another one is not used again."""
-        with without_side_effects(modules_of(self.model), step.written):
-            outcome = step((vector,))
+        try:
+            with without_side_effects(modules_of(self.model), step.written):
+                outcome = step((vector,))
+        except RuntimeError as error:  # the gradient of a recurrent layer on a CPU
+            self.refused, self._step = f"its graph does not run ({error})", None
+            return self.function(vector)
         exact = self.function(vector)
         if not exact.isfinite():
             return exact  # the next call compares

@@ -215,10 +215,21 @@ def test_the_linearized_predictive_names_what_it_needs():
         bdl.LinearizedPredictive(model, AutoNormal(model))
 
 
+def grouped(x, y=None):
+    """A scalar latent, and one in a plate."""
+    s = pyro.sample("s", dist.LogNormal(0.0, 0.5))
+    with pyro.plate("groups", 2):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(w[0] + w[1] * x, s), obs=y)
+
+
+@pytest.mark.parametrize("model", [model, grouped])
 @pytest.mark.parametrize(
-    "kind", [AutoMultivariateNormal, AutoLowRankMultivariateNormal, AutoIAFNormal]
+    "kind",
+    [AutoDiagonalNormal, AutoMultivariateNormal, AutoLowRankMultivariateNormal, AutoIAFNormal],
 )
-def test_draws_at_once_have_the_density_of_single_runs(kind):
+def test_draws_at_once_have_the_density_of_single_runs(kind, model):
     """log q of each draw equals that of a run of Pyro's guide with the same vector."""
     pyro.clear_param_store()
     guide = kind(model)

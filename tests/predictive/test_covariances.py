@@ -9,7 +9,11 @@ import torch
 from torch import nn
 
 from pyro_bdl import LinearizedPredictive, Predictive, Samples, bayesianize, models
-from pyro_bdl.distributions.take_apart import observation_covariance
+from pyro_bdl.distributions.take_apart import (
+    observation_covariance,
+    observation_mean,
+    observation_variance,
+)
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.guides import AutoLaplaceGGN, AutoMeanField, MixtureGuide
 from pyro_bdl.guides.draws import latent_draws
@@ -181,6 +185,25 @@ def test_the_noise_of_one_event():
     exact = (mean.diag() - mean[:, None] * mean) / 11.0
     # 256 draws: the sd of a variance is about v sqrt(2 / 256)
     assert (matrix - exact).abs().max() < 5 * exact.max() * (2 / 256) ** 0.5
+
+
+def test_moments_without_closed_forms_come_from_one_call():
+    """A distribution of a user's that has draws and a density alone."""
+    calls = []
+
+    class Triangular(dist.TorchDistribution):
+        arg_constraints, support = {}, dist.constraints.positive
+
+        def sample(self, sample_shape=()):
+            calls.append(sample_shape)
+            return 3.0 * torch.rand(2, *sample_shape, *self.batch_shape).amax(0)
+
+    triangular = Triangular(torch.Size([500]))
+    mean, variance = observation_mean(triangular), observation_variance(triangular)
+    assert len(calls) == 2 and mean.shape == variance.shape == (500,)
+    # E = 3 * 2/3, Var = 9 / 18; the mean over 500 x 256 draws
+    assert abs(mean.mean() - 2.0) < 5 * (0.5 / 128000) ** 0.5
+    assert abs(variance.mean() - 0.5 * 255 / 256) < 5 * (0.5 / 500 * 2 / 256) ** 0.5
 
 
 def test_the_law_of_total_covariance():

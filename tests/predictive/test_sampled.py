@@ -290,6 +290,40 @@ def test_a_function_that_cannot_be_vectorized_is_told_of_once_for_all_chunks():
     assert torch.equal(result, draws["w"] ** 2) and len(caught) == 1
 
 
+@pytest.mark.parametrize("read", [lambda w: w.numpy().sum(), lambda w: sum(w[0].tolist())])
+def test_networks_that_leave_torch_are_looped_over(read):
+    class Outside(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * float(read(self.weight.detach()))
+
+    model = bdl.models.Regression(bdl.bayesianize(Outside(3, 1)), noise=0.5)
+    x, y = torch.randn(4, 3), torch.randn(4)
+    guide = bdl.guides.AutoMeanField(model).prototype(x, y)
+    samples = bdl.Samples({k: v[None] for k, v in guide.sample_latents(4).items()})
+    with pytest.warns(BdlWarning, match="cannot be vectorized over draws"):
+        found = bdl.Predictive(model, samples)(x)["f"]
+    for draw in range(4):
+        w, b = samples.latents["weight"][0, draw, 0], samples.latents["bias"][0, draw]
+        torch.testing.assert_close(found[draw], (x @ w + b) * w.sum())
+
+
+def test_an_error_that_a_loop_has_too_is_the_loops():
+    with pytest.raises(ZeroDivisionError):
+        map_draws(lambda draw: draw["w"].item() / 0, {"w": torch.ones(3)})
+
+
+def test_export_is_refused():
+    model, x, y = model_and_data()
+    predictive = bdl.Predictive(model, bdl.guides.AutoMeanField(model).prototype(x, y))
+
+    class Mean(nn.Module):
+        def forward(self, x):
+            return predictive(x)["f"].mean(0)
+
+    with pytest.raises(UnsupportedProgramError, match="cannot keep"):
+        torch.export.export(Mean(), (x,))
+
+
 def test_draws_that_fill_the_memory_are_evaluated_without_vmap():
     """A network that runs once per draw sees plain tensors; results equal the vectorized ones."""
     seen = []

@@ -10,6 +10,7 @@ import torch
 from pyro.nn import PyroModule, PyroParam
 from torch.fx.graph_module import _loader
 
+import pyro_bdl as bdl
 from pyro_bdl import Program
 from pyro_bdl.tracing.pure import trace_pure
 
@@ -126,3 +127,24 @@ def test_the_text_of_graphs_is_not_kept():
     trace_pure(torch.exp, [torch.zeros(2)])
     made = {name for name in set(linecache.cache) - before[0] if "eval_with_key" in name}
     assert not made and len(_loader.eval_cache) == before[1]
+
+
+def test_a_graph_that_does_not_run_leaves_the_program():
+    """The gradient of an LSTM on a CPU cannot be traced."""
+
+    class Last(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.recurrent, self.out = torch.nn.LSTM(2, 2, batch_first=True), torch.nn.Linear(2, 1)
+
+        def forward(self, x):
+            return self.out(self.recurrent(x)[0][:, -1])
+
+    model = bdl.models.Regression(bdl.bayesianize(Last()), noise=0.5)
+    program = Program(model, torch.randn(6, 3, 2), torch.randn(6))
+    compiled, vector = program.compile(), torch.randn(program.size)
+    for _ in range(3):
+        ours = value_and_gradients(compiled, vector)
+        for a, b in zip(ours, value_and_gradients(program.log_density, vector), strict=True):
+            torch.testing.assert_close(a, b)
+    assert "does not run" in compiled.refused

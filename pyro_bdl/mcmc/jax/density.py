@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_bdl.errors import BdlWarning, MissingOperatorError
+from pyro_bdl.errors import BdlWarning, MissingOperatorError, UnsupportedProgramError
 from pyro_bdl.mcmc.chains import Target
 from pyro_bdl.mcmc.jax.translate import to_jax
 
@@ -59,7 +59,13 @@ def jax_density(target: Target, example: Tensor, *data: Tensor) -> Callable[...,
 
     :param data: examples of further arguments of ``target.log_density``, and then of the result.
     :raises MissingOperatorError: if an operator has no translation; it names the site.
+    :raises UnsupportedProgramError: for latents in half precision.
     """
+    if example.dtype not in (torch.float32, torch.float64):
+        raise UnsupportedProgramError(
+            f"the latents are {example.dtype}, in which chains in JAX do not run: give the weights "
+            "and the data float32 or float64, as by .float()"
+        )
     try:
         log_density: Any = to_jax(target.log_density, example, *data)
         if log_density.detaches and not _has_gradient_of(target, log_density, example, *data):

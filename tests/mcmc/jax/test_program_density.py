@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import pyro_bdl as bdl
+from pyro_bdl.errors import UnsupportedProgramError
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +79,14 @@ def test_draws_of_another_sampler_come_in_as_samples():
     assert samples.stats["energy"].shape == (2, 6)
     with pytest.raises(ValueError, match=r"shape \(chains, draws, 1\)"):
         density.samples(jnp.zeros((2, 3)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_refused(dtype):
+    x = torch.randn(4, 2, dtype=dtype)
+    model = bdl.models.Regression(bdl.bayesianize(nn.Linear(2, 1, dtype=dtype)), noise=0.5)
+    with pytest.raises(UnsupportedProgramError, match=f"latents are {dtype}"):
+        bdl.Program(model, x, x[:, 0]).to_jax()
 
 
 def test_data_of_another_dtype_are_refused():
