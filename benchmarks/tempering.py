@@ -31,8 +31,10 @@ from typing import Any
 
 import harness
 import numpy as np
+import pandas as pd
 import torch
 from images import Images
+from temperature_sweep import Sweep, rows_of
 from torch import Tensor, nn
 
 import pyro_bdl as bdl
@@ -98,38 +100,33 @@ def classifier(net: nn.Module, count: int, prior: Any = PRIOR) -> nn.Module:
 
 def images(
     options: argparse.Namespace, name: str, estimator: str, **changed: Any
-) -> Iterator[temperature.Sweep]:
+) -> Iterator[Sweep]:
     """The sweep over the widths up to each one, so that a run that is stopped keeps its rows."""
     count, widths = changed.pop("images", options.images), changed.pop("widths", options.widths)
+    taus = changed.pop("taus", options.taus)
     data = images_of(options, name, count)
     x, x_test, ood = (part.flatten(1) for part in (data.train.x, data.test.x, data.elsewhere))
     settings = {
-        "taus": options.taus,
-        "etas": (1.0,),
+        "guide": lambda model: bdl.guides.AutoMeanField(model, init_scale=0.1),
         "ood": ood,
         "steps": options.steps,
         "learning_rate": 0.02,
-        "batch_size": options.batch,
+        "batch_size": min(options.batch, len(x)),
         "estimator": None if estimator == "bayes_by_backprop" else estimator,
         "num_samples": options.draws,
-        "progress": True,
     }
-    rows: tuple[dict[str, Any], ...] = ()
+    found = []
     for width in widths:
-        found = temperature.sweep(
-            classifier(Averaged(x.shape[1], width, 10), len(x)),
-            lambda model: bdl.guides.AutoMeanField(model, init_scale=0.1),
-            (x, data.train.y),
-            (x_test, data.test.y),
-            **(settings | changed),
-        )
-        rows += found.rows
-        yield temperature.Sweep(found.task, found.num_data, rows, {})
+        etas = [1.0, *(temperature.overparameterized(tau, len(x), width) for tau in taus)]
+        model = classifier(Averaged(x.shape[1], width, 10), len(x))
+        parts = (x, data.train.y), (x_test, data.test.y)
+        found.append(rows_of(model, width, etas, *parts, **(settings | changed)))
+        yield Sweep(pd.concat(found, ignore_index=True), len(x))
 
 
-def statements(found: temperature.Sweep) -> dict[str, Any]:
+def statements(found: Sweep) -> dict[str, Any]:
     """The paper's statements about its figures, in numbers."""
-    frame = found.to_frame()
+    frame = found.frame
     bayes = frame[frame.eta == 1.0].set_index("neurons").sort_index()
     tau = REFERENCE_TAU
     tempered = frame[(frame.tau / tau - 1).abs() < 1e-6].set_index("neurons")
@@ -173,9 +170,9 @@ def statements(found: temperature.Sweep) -> dict[str, Any]:
     )
 
 
-def overconfidence(found: temperature.Sweep) -> dict[str, Any]:
+def overconfidence(found: Sweep) -> dict[str, Any]:
     """The statement that posteriors which are too cold are overconfident, in numbers."""
-    frame, numbers = found.to_frame(), {}
+    frame, numbers = found.frame, {}
     for width, rows in frame.groupby("neurons"):
         coldest, best = rows.loc[rows.eta.idxmin()], rows.loc[rows.nlpd.idxmin()]
         for name, row in (("coldest", coldest), ("lowest NLPD", best)):
@@ -291,21 +288,22 @@ def kl(
 # A residual network
 
 
-def resnet(options: argparse.Namespace) -> temperature.Sweep:
+def resnet(options: argparse.Namespace) -> Sweep:
     data = images_of(options, "fashion_mnist", options.images)
-    return temperature.sweep(
+    rows = rows_of(
         classifier(Residual(options.channels), len(data.train.x)),
-        lambda model: bdl.guides.AutoMeanField(model, init_scale=0.02),
+        15 * options.channels,
+        ETAS,
         (data.train.x, data.train.y),
         (data.test.x, data.test.y),
-        etas=ETAS,
+        guide=lambda model: bdl.guides.AutoMeanField(model, init_scale=0.02),
         ood=data.elsewhere,
         steps=options.resnet_steps,
         learning_rate=0.01,
-        batch_size=options.batch,
+        batch_size=min(options.batch, len(data.train.x)),
         num_samples=options.draws,
-        progress=True,
     )
+    return Sweep(rows, len(data.train.x))
 
 
 # Other priors
@@ -401,13 +399,11 @@ def main() -> None:
         if not options.json:
             print("\n".join(f"  {key}: {value}" for key, value in found.items()), flush=True)
 
-    def keep(name: str, found: temperature.Sweep, tau: float | None = None) -> None:
+    def keep(name: str, found: Sweep, tau: float | None = None) -> None:
         if not options.json:
             print(f"\n{name}\n{found}\n", flush=True)
         if options.figures:
-            found.to_csv(options.figures / f"{name}.csv")
-            for key, figure in found.figures(tau).items():
-                figure.savefig(options.figures / f"{name}_{key}.png", dpi=150)
+            found.save(options.figures, name, tau)
 
     panels: dict[str, Any] = {}
     if "limit" in options.parts:
@@ -438,8 +434,8 @@ def main() -> None:
     if "resnet" in options.parts:
         swept = resnet(options)
         keep("resnet", swept)
-        rows = {row["eta"]: row for row in swept.rows}
-        best = min(swept.rows, key=lambda row: row["nlpd"])
+        rows = swept.frame.set_index("eta", drop=False).to_dict("index")
+        best = min(rows.values(), key=lambda row: row["nlpd"])
         tell(
             {
                 "resnet: eta of lowest NLPD": best["eta"],

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from pyro_bdl import posteriors
-from pyro_bdl.cli import cross_validation, sweep
+from pyro_bdl.cli import cross_validation
 from pyro_bdl.cli import options as command
 from pyro_bdl.cli.kept import Kept, identity
 from pyro_bdl.cli.programs import check_memory, program
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         redirect_stdout(output), redirect_stderr(errors), warnings.catch_warnings(),
         told_on_stderr(), gives_up_at_second_interrupt(),
     ):  # fmt: skip
-        options = command.parser(_compare, sweep.add_command).parse_args(arguments)
+        options = command.parser(_compare).parse_args(arguments)
         given = sys.argv[1:] if arguments is None else arguments
         options.line = shlex.join(["pyro-bdl", *map(str, given)])
         warnings.simplefilter("always", BdlWarning)

@@ -91,8 +91,8 @@ def warn_of_collapse(model: nn.Module, guide: Guide, kl: Any, x: Any, y: Any) ->
             f"the guide has collapsed to the prior: KL(q || p) is {found.kl:.2g} nats per "
             f"datum, and its predictions vary over the inputs by {found.variation:.1%} of what the "
             "targets do. Mean-field does so for wide networks at temperature 1: train with "
-            "temperature=pyro_bdl.temperature.overparameterized(tau, model, x, y), tau about 0.01, "
-            "and see pyro_bdl.temperature.sweep",
+            "temperature=pyro_bdl.temperature.overparameterized(tau, num_data, num_neurons), tau "
+            "about 0.01",
             BdlWarning,
             stacklevel=3,
         )

@@ -72,4 +72,4 @@ def test_training_warns_at_temperature_1(eta):
     told = [w for w in seen if "collapsed to the prior" in str(w.message)]
     assert len(told) == (1 if eta == 1.0 else 0)
     assert all(issubclass(w.category, BdlWarning) for w in told)
-    assert all("overparameterized(tau, model, x, y)" in str(w.message) for w in told)
+    assert all("overparameterized(tau, num_data, num_neurons)" in str(w.message) for w in told)

@@ -1,9 +1,14 @@
-"""Schedules of the temperature over training steps: callables ``step -> temperature``."""
+"""Temperatures: schedules over training steps, and the scaling with a network's width.
+
+A schedule is a callable ``step -> temperature``.
+"""
 
 import math
 from collections.abc import Callable
 
-from pyro_bdl.utils.validation import check_temperature
+from pyro_bdl.utils.validation import check_temperature, whole_number
+
+__all__ = ["Schedule", "constant", "cosine", "cyclical", "linear", "overparameterized"]
 
 Schedule = Callable[[int], float]
 
@@ -45,3 +50,19 @@ def cyclical(start: float, stop: float, period: int, ramp: float = 0.5) -> Sched
     check_temperature(start, "start")
     check_temperature(stop, "stop")
     return lambda step: start + (stop - start) * min((step % period) / (ramp * period), 1.0)
+
+
+def overparameterized(tau: float, num_data: int, num_neurons: int) -> float:
+    """The temperature eta = tau p / N for p data and N hidden neurons.
+
+    It keeps likelihood and KL in balance as the layer becomes wider.
+
+    :param tau: the temperature per neuron and datum.
+    :param num_data: p.
+    :param num_neurons: N, the outputs of all linear and convolutional layers but the last.
+    :raises ValueError: for a tau that is not positive, or numbers below 1.
+
+    Source: Huix et al. (2022), Variational inference of overparameterized Bayesian neural networks.
+    """
+    check_temperature(tau, "tau")
+    return tau * whole_number(num_data, "num_data") / whole_number(num_neurons, "num_neurons")
