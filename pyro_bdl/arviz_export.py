@@ -274,7 +274,7 @@ def _predicted(
     with torch.no_grad():
         coupled = one_step_ahead(program.run(program.initial))
     if coupled is not None:
-        message = f"{coupled}; arviz.loo and waic on log_likelihood are no estimates for new data"
+        message = f"{coupled}; arviz.loo on log_likelihood is no estimate for new data"
         warnings.warn(message, BdlWarning, stacklevel=3)
     return {
         "posterior_predictive": labels.drawn(_split(drawn, leading)),

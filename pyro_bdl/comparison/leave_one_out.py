@@ -80,7 +80,6 @@ def leave_one_out(
     site: str,
     parts: Sequence[Test],
     *,
-    compat: str = "1.x",
     most: int = MOST_LEFT_OUT,
     progress: bool | None = None,
 ) -> tuple[LOO | SubsampledLOO, str] | None:
@@ -124,11 +123,11 @@ def leave_one_out(
         if log_q is not None:
             kind = CORRECTED
             found = diagnostics.loo_approximate_posterior(
-                draws, (log_p + total)[None], log_q[None], compat=compat, progress=progress
+                draws, (log_p + total)[None], log_q[None], progress=progress
             )
         else:
             efficiency = relative_efficiency(samples) if kind == EXACT else 1.0
-            found = diagnostics.loo(draws, r_eff=efficiency, compat=compat, progress=progress)
+            found = diagnostics.loo(draws, r_eff=efficiency, progress=progress)
     if len(rows) == len(approximation):
         return found, kind
     return diagnostics.subsampled_loo(found, approximation, rows), kind

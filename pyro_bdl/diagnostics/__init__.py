@@ -13,12 +13,10 @@ from pyro_bdl.diagnostics.psis import PSIS, good_k, psis
 from pyro_bdl.diagnostics.rhat import rhat, within_rhat
 from pyro_bdl.diagnostics.subsampled_loo import SubsampledLOO, difference_estimate, subsampled_loo
 from pyro_bdl.diagnostics.summary import Summary, explain_chains, function_draws, summary
-from pyro_bdl.diagnostics.waic import WAIC, waic
 
 __all__ = [
     "LOO",
     "PSIS",
-    "WAIC",
     "Convergence",
     "SubsampledLOO",
     "Summary",
@@ -36,7 +34,6 @@ __all__ = [
     "rhat",
     "subsampled_loo",
     "summary",
-    "waic",
     "within_ess",
     "within_rhat",
 ]

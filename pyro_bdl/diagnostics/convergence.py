@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.diagnostics.blocks import map_blocks, split_chains
-from pyro_bdl.diagnostics.conventions import check_convention
 from pyro_bdl.diagnostics.ess import ess_below, ess_of_chains
 from pyro_bdl.diagnostics.rank import normal_scores, ordered, quantile_of_sorted, sort
 from pyro_bdl.diagnostics.rhat import rhat_of_halves
@@ -25,19 +24,17 @@ class Convergence(NamedTuple):
     ess_tail: Tensor
 
 
-def convergence(draws: Tensor, *, compat: str = "1.x", progress: bool | None = None) -> Convergence:
+def convergence(draws: Tensor, *, progress: bool | None = None) -> Convergence:
     """``rhat``, ``ess`` and ``ess(kind="tail")`` of each quantity from one sort, in half the time.
 
     :param draws: ``(chains, draws, ...)``, any real dtype and device.
-    :param compat: the version of ArviZ whose quantiles are used, ``"1.x"`` or ``"0.23"``.
     :param progress: show a bar if it takes more than a few seconds; by default in terminals and
         notebooks.
     :raises TypeError: if ``draws`` is not a real tensor.
-    :raises ValueError: for an unknown ``compat``; fewer than two axes or 4 draws a chain.
+    :raises ValueError: for fewer than two axes or 4 draws a chain.
 
     Source: Vehtari et al. (2021), Rank-normalization, folding, and localization.
     """
-    check_convention(compat)
 
     def statistic(x: Tensor) -> Tensor:
         halves = split_chains(x)
@@ -45,7 +42,7 @@ def convergence(draws: Tensor, *, compat: str = "1.x", progress: bool | None = N
         scores = normal_scores(pooled).view_as(halves)
         # Half chains lack the middle draw of an odd number of draws.
         in_order = pooled.values if x.shape[-1] % 2 == 0 else sort(x.flatten(1))
-        limits = [quantile_of_sorted(in_order, level, compat=compat) for level in (0.05, 0.95)]
+        limits = [quantile_of_sorted(in_order, level) for level in (0.05, 0.95)]
         rhat = rhat_of_halves(scores, pooled)
         if x.shape[1] == 1:
             rhat = torch.full_like(rhat, torch.nan)

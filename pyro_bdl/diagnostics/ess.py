@@ -8,7 +8,6 @@ from scipy.fft import next_fast_len
 from torch import Tensor
 
 from pyro_bdl.diagnostics.blocks import check_draws, map_blocks, split_chains
-from pyro_bdl.diagnostics.conventions import check_convention
 from pyro_bdl.diagnostics.rank import normal_scores, ordered, quantile_of_sorted, sort
 
 # The fixed quantile levels of each kind; other kinds take them from ``prob``.
@@ -29,7 +28,6 @@ def ess(
     *,
     kind: str = "bulk",
     prob: float | Sequence[float] | None = None,
-    compat: str = "1.x",
     progress: bool | None = None,
 ) -> Tensor:
     """Effective sample size: the number of independent draws with the same Monte Carlo error.
@@ -50,24 +48,21 @@ def ess(
         - ``"tail"``: the smaller ESS of two quantiles, by default 5 % and 95 %;
         - ``"local"``: whether x lies between the two quantiles ``prob``.
     :param prob: the level of ``"quantile"``, the two levels of ``"local"`` and ``"tail"``.
-    :param compat: the version of ArviZ whose quantiles are used, ``"1.x"`` or ``"0.23"``; they
-        differ where draws tie with a quantile.
     :param progress: show a bar if it takes more than a few seconds; by default in terminals and
         notebooks.
     :returns: float64 ``(...)``, in draws; for a constant the number of draws, NaN if the draws hold
         NaN.
     :raises TypeError: if ``draws`` is not a real tensor.
-    :raises ValueError: for an unknown ``kind`` or ``compat``; a ``prob`` that does not fit the
-        kind; fewer than two axes or 4 draws a chain.
+    :raises ValueError: for an unknown ``kind``; a ``prob`` that does not fit the kind; fewer than
+        two axes or 4 draws a chain.
 
     Source: Vehtari et al. (2021), Rank-normalization, folding, and localization, section 3 and
-    4.3; Geyer (1992), Practical Markov chain Monte Carlo. Equal to ``arviz.ess``.
+    4.3; Geyer (1992), Practical Markov chain Monte Carlo. Equal to ``arviz.ess`` of 1.x.
     """
-    check_convention(compat)
     levels = _levels(kind, prob)
 
     def statistic(x: Tensor) -> Tensor:
-        return torch.where(has_nan(x), torch.nan, _ess_of_kind(x, kind, levels, compat))
+        return torch.where(has_nan(x), torch.nan, _ess_of_kind(x, kind, levels))
 
     return map_blocks(statistic, draws, progress=progress)
 
@@ -87,7 +82,7 @@ def within_ess(draws: Tensor, *, kind: str = "bulk", progress: bool | None = Non
     return torch.stack([ess(chain[None], kind=kind, progress=progress) for chain in draws])
 
 
-def _ess_of_kind(x: Tensor, kind: str, levels: Sequence[float], compat: str) -> Tensor:
+def _ess_of_kind(x: Tensor, kind: str, levels: Sequence[float]) -> Tensor:
     if kind == "mean":
         return ess_of_chains(split_chains(x))
     if kind == "sd":
@@ -96,7 +91,7 @@ def _ess_of_kind(x: Tensor, kind: str, levels: Sequence[float], compat: str) -> 
         halves = split_chains(x)
         return ess_of_chains(normal_scores(ordered(halves.flatten(1))).view_as(halves))
     in_order = sort(x.flatten(1))
-    limits = [quantile_of_sorted(in_order, level, compat=compat) for level in levels]
+    limits = [quantile_of_sorted(in_order, level) for level in levels]
     if kind == "local":
         low, high = (limit[:, None, None] for limit in limits)
         return ess_of_event((low <= x) & (x <= high))

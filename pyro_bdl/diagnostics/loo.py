@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.diagnostics.blocks import check_draws, map_blocks
-from pyro_bdl.diagnostics.conventions import check_convention
 from pyro_bdl.diagnostics.psis import check_efficiency, good_k, smooth
 from pyro_bdl.errors import BdlWarning
 
@@ -47,9 +46,7 @@ class LOO:
         )
 
 
-def loo(
-    log_likelihood: Tensor, *, r_eff: float = 1.0, compat: str = "1.x", progress: bool | None = None
-) -> LOO:
+def loo(log_likelihood: Tensor, *, r_eff: float = 1.0, progress: bool | None = None) -> LOO:
     """PSIS-LOO: predictive density of each observation given the others, without refitting.
 
     With draws w_s from the posterior, the ratios 1 / p(y_n | w_s) smoothed to weights v_ns::
@@ -61,29 +58,26 @@ def loo(
     :param r_eff: effective sample size of the draws over their number, which determines the length
         of the tails. ArviZ takes the mean of ``ess(draws, kind="mean") / S`` over all latents of a
         posterior with several chains.
-    :param compat: the version of ArviZ to agree with, ``"1.x"`` or ``"0.23"``.
     :param progress: show a bar if it takes more than a few seconds; by default in terminals and
         notebooks.
     :returns: ``LOO``. If an observation's log likelihood is constant, its value is that constant,
-        and its k-hat is NaN, since there is no tail (``"0.23"``: infinity). If it holds NaN, both
-        are NaN.
+        and its k-hat is NaN, since there is no tail. If it holds NaN, both are NaN.
     :raises TypeError: if ``log_likelihood`` is not a real tensor.
-    :raises ValueError: for an ``r_eff`` that is not positive, an unknown ``compat``, fewer than
-        two axes or 4 draws a chain.
+    :raises ValueError: for an ``r_eff`` that is not positive, fewer than two axes or 4 draws a
+        chain.
     :warns BdlWarning: if a k-hat lies above ``good_k``.
 
     Source: Vehtari, Gelman, Gabry (2017), Practical Bayesian model evaluation using leave-one-out
     cross-validation and WAIC; Vehtari et al. (2024), Pareto smoothed importance sampling. Equal to
-    ``arviz.loo``.
+    ``arviz.loo`` of 1.x.
     """
-    check_convention(compat)
     check_efficiency(r_eff)
 
     def statistic(x: Tensor) -> Tensor:
         ll = x.flatten(1)
-        return _leave_out(ll, -ll, r_eff, compat)
+        return _leave_out(ll, -ll, r_eff)
 
-    return _total(map_blocks(statistic, log_likelihood, progress=progress), log_likelihood, compat)
+    return _total(map_blocks(statistic, log_likelihood, progress=progress), log_likelihood)
 
 
 def loo_approximate_posterior(
@@ -91,7 +85,6 @@ def loo_approximate_posterior(
     log_p: Tensor,
     log_q: Tensor,
     *,
-    compat: str = "1.x",
     progress: bool | None = None,
 ) -> LOO:
     """PSIS-LOO from draws of an approximation, such as a guide.
@@ -105,20 +98,17 @@ def loo_approximate_posterior(
     :param log_p: log joint density of the model at the draws, ``(chains, draws)``, up to a
         constant.
     :param log_q: log density of the approximation at the draws, ``(chains, draws)``.
-    :param compat: the version of ArviZ whose tails and standard error are used, ``"1.x"`` or
-        ``"0.23"``.
     :param progress: show a bar if it takes more than a few seconds; by default in terminals and
         notebooks.
     :returns: ``LOO``.
     :raises TypeError: if one of the three is not a real tensor.
-    :raises ValueError: if their chains and draws differ; for an unknown ``compat``, fewer than two
-        axes or 4 draws a chain.
+    :raises ValueError: if their chains and draws differ; for fewer than two axes or 4 draws a
+        chain.
     :warns BdlWarning: if a k-hat lies above ``good_k``.
 
     Source: Magnusson, Andersen, Jonasson, Vehtari (2019), Bayesian leave-one-out cross-validation
     for large data, equation 8. Equal to ``arviz.loo_approximate_posterior`` of 1.x.
     """
-    check_convention(compat)
     check_draws(log_likelihood, "log_likelihood")
     for name, value in (("log_p", log_p), ("log_q", log_q)):
         check_draws(value, name)
@@ -133,9 +123,9 @@ def loo_approximate_posterior(
 
     def statistic(x: Tensor) -> Tensor:
         ll = x.flatten(1)
-        return _leave_out(ll, correction - ll, 1.0, compat)
+        return _leave_out(ll, correction - ll, 1.0)
 
-    return _total(map_blocks(statistic, log_likelihood, progress=progress), log_likelihood, compat)
+    return _total(map_blocks(statistic, log_likelihood, progress=progress), log_likelihood)
 
 
 def log_mean_exp(x: Tensor) -> Tensor:
@@ -151,19 +141,19 @@ def standard_error(pointwise: Tensor, *, ddof: int) -> float:
     return math.sqrt(n * pointwise.var(correction=ddof).item())
 
 
-def _leave_out(ll: Tensor, log_ratios: Tensor, r_eff: float, compat: str) -> Tensor:
+def _leave_out(ll: Tensor, log_ratios: Tensor, r_eff: float) -> Tensor:
     """Each observation's log density without it, its log density with all data, and k-hat: ``(3,
     block)``."""
-    log_weights, k = smooth(log_ratios, r_eff, compat)
+    log_weights, k = smooth(log_ratios, r_eff)
     return torch.stack([(log_weights + ll).logsumexp(-1), log_mean_exp(ll), k])
 
 
-def _total(found: Tensor, log_likelihood: Tensor, compat: str) -> LOO:
+def _total(found: Tensor, log_likelihood: Tensor) -> LOO:
     left_out, with_all, k = found
     num_draws = log_likelihood.shape[0] * log_likelihood.shape[1]
     result = LOO(
         elpd=left_out.sum().item(),
-        se=standard_error(left_out, ddof=0 if compat == "0.23" else 1),
+        se=standard_error(left_out, ddof=1),
         p_loo=(with_all - left_out).sum().item(),
         pointwise=left_out,
         pareto_k=k,

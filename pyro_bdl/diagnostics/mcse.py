@@ -6,7 +6,6 @@ from scipy.special import betaincinv
 from torch import Tensor
 
 from pyro_bdl.diagnostics.blocks import map_blocks, split_chains
-from pyro_bdl.diagnostics.conventions import check_convention
 from pyro_bdl.diagnostics.ess import ess_below, ess_of_chains, has_nan, squared_deviations
 from pyro_bdl.diagnostics.rank import quantile_of_sorted, sort
 
@@ -19,7 +18,6 @@ def mcse(
     *,
     kind: str = "mean",
     prob: float | None = None,
-    compat: str = "1.x",
     progress: bool | None = None,
 ) -> Tensor:
     """Monte Carlo standard error of an estimate from the draws of Markov chains.
@@ -34,19 +32,17 @@ def mcse(
     :param draws: ``(chains, draws, ...)``, any real dtype and device.
     :param kind: ``"mean"``, ``"sd"``, ``"median"``, or ``"quantile"`` at the level ``prob``.
     :param prob: between 0 and 1, for ``"quantile"`` only.
-    :param compat: the version of ArviZ whose quantiles are used, ``"1.x"`` or ``"0.23"``.
     :param progress: show a bar if it takes more than a few seconds; by default in terminals and
         notebooks.
     :returns: float64 ``(...)``, in the units of the draws; NaN if the draws hold NaN. For a
         constant 0, but NaN for ``"sd"``.
     :raises TypeError: if ``draws`` is not a real tensor.
-    :raises ValueError: for an unknown ``kind`` or ``compat``; a ``prob`` that does not fit the
-        kind; fewer than two axes or 4 draws a chain.
+    :raises ValueError: for an unknown ``kind``; a ``prob`` that does not fit the kind; fewer than
+        two axes or 4 draws a chain.
 
     Source: Vehtari et al. (2021), Rank-normalization, folding, and localization, sections 3 and
-    4.4; for the sd, the delta method on the variance. Equal to ``arviz.mcse``.
+    4.4; for the sd, the delta method on the variance. Equal to ``arviz.mcse`` of 1.x.
     """
-    check_convention(compat)
     if kind not in _KINDS:
         raise ValueError(f"kind={kind!r} is unknown; choose one of {', '.join(map(repr, _KINDS))}")
     if (prob is not None) != (kind == "quantile") or not (prob is None or 0 <= prob <= 1):
@@ -60,7 +56,7 @@ def mcse(
         elif kind == "sd":
             value = mcse_of_sd(x)
         else:
-            value = mcse_of_quantile(x, level, compat)
+            value = mcse_of_quantile(x, level)
         return torch.where(has_nan(x), torch.nan, value)
 
     return map_blocks(statistic, draws, progress=progress)
@@ -79,13 +75,13 @@ def mcse_of_sd(x: Tensor) -> Tensor:
     return (of_variance / ess_of_chains(split_chains(squares)) / variance / 4).sqrt()
 
 
-def mcse_of_quantile(x: Tensor, level: float, compat: str) -> Tensor:
+def mcse_of_quantile(x: Tensor, level: float) -> Tensor:
     """MCSE of a quantile, from ``(block, chains, draws)`` to ``(block,)``.
 
     The Beta quantiles are computed by scipy on the CPU.
     """
     in_order = sort(x.flatten(1))
-    limit = quantile_of_sorted(in_order, level, compat=compat)
+    limit = quantile_of_sorted(in_order, level)
     size = ess_below(x, [limit]).cpu().numpy()[:, None]
     with np.errstate(invalid="ignore"):
         quantiles = betaincinv(size * level + 1, size * (1 - level) + 1, _ONE_SIGMA)

@@ -1,5 +1,6 @@
 """The generalized Pareto distribution: quantiles, and fits to the tails of many samples."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ class ParetoFit(NamedTuple):
     sigma: Tensor
 
 
-def fit_pareto(x: Tensor, sizes: Tensor) -> ParetoFit:
+def fit_pareto(x: Tensor) -> ParetoFit:
     """Empirical Bayes estimate of a generalized Pareto distribution for each row.
 
     With b = -k / sigma, on a grid of 30 + sqrt(n) values b_j::
@@ -26,29 +27,25 @@ def fit_pareto(x: Tensor, sizes: Tensor) -> ParetoFit:
 
     Finally k is shrunk toward 0.5 with the weight of ten observations: (n k + 5) / (n + 10).
 
-    :param x: float64 ``(block, m)``, ascending; the sample of row i is its last ``sizes[i]``
-        numbers, and the numbers before are 0.
-    :param sizes: int64 ``(block,)``, n, at least 5.
+    :param x: float64 ``(block, n)``, ascending, with n at least 5.
     :returns: k and sigma, ``(block,)`` each; NaN if a row cannot be fitted.
 
     Source: Zhang & Stephens (2009), A new and efficient estimation method for the generalized
     Pareto distribution; Vehtari et al. (2024), Pareto smoothed importance sampling, appendix C.
     Equal to ArviZ's fit.
     """
-    n = sizes.to(x.dtype)
-    points = 30 + n.sqrt().floor()
-    number = torch.arange(1, int(points.max()) + 1, dtype=x.dtype, device=x.device)
-    quarter = x.shape[-1] - sizes + (n / 4 + 0.5).long() - 1
-    first_quartile = x.gather(-1, quarter[:, None])
-    grid = (1 - (points[:, None] / (number - 0.5)).sqrt()) / (3 * first_quartile)
+    n = x.shape[-1]
+    points = 30 + math.isqrt(n)
+    number = torch.arange(1, points + 1, dtype=x.dtype, device=x.device)
+    first_quartile = x[:, int(n / 4 + 0.5) - 1, None]
+    grid = (1 - (points / (number - 0.5)).sqrt()) / (3 * first_quartile)
     grid = grid + 1 / x[:, -1:]
 
-    def mean_log(b: Tensor) -> Tensor:  # the zeros in front add nothing
-        return (-b[..., None] * x[:, None]).log1p_().sum(-1) / n[:, None]
+    def mean_log(b: Tensor) -> Tensor:
+        return (-b[..., None] * x[:, None]).log1p_().sum(-1) / n
 
     shape = mean_log(grid)
-    profile = n[:, None] * ((-grid / shape).log() - shape - 1)
-    weight = torch.where(number <= points[:, None], profile, -torch.inf).softmax(-1)
+    weight = (n * ((-grid / shape).log() - shape - 1)).softmax(-1)
     weight = torch.where(weight >= 10 * _EPSILON, weight, 0)
     b = (torch.where(weight > 0, grid, 0) * weight).sum(-1) / weight.sum(-1)
     k = mean_log(b[:, None]).squeeze(-1)

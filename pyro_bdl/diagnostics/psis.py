@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from pyro_bdl.diagnostics.blocks import map_blocks
-from pyro_bdl.diagnostics.conventions import check_convention
-from pyro_bdl.diagnostics.pareto import ParetoFit, fit_pareto, pareto_quantile
+from pyro_bdl.diagnostics.pareto import fit_pareto, pareto_quantile
 from pyro_bdl.diagnostics.rank import largest
 
 _LEAST_TAIL = 5
@@ -27,9 +26,7 @@ class PSIS(NamedTuple):
     pareto_k: Tensor
 
 
-def psis(
-    log_ratios: Tensor, *, r_eff: float = 1.0, compat: str = "1.x", progress: bool | None = None
-) -> PSIS:
+def psis(log_ratios: Tensor, *, r_eff: float = 1.0, progress: bool | None = None) -> PSIS:
     """Pareto smoothed importance weights, and the k-hat that says whether to trust them.
 
     The largest ratios are replaced by the expected order statistics of a generalized Pareto
@@ -41,26 +38,23 @@ def psis(
         draws of a guide log p - log q, ``(1, draws)``.
     :param r_eff: effective sample size of the draws over their number; determines the size of the
         tail.
-    :param compat: the version of ArviZ whose choice of the tail is used, ``"1.x"`` or ``"0.23"``.
     :param progress: show a bar if it takes more than a few seconds; by default in terminals and
         notebooks.
-    :returns: the weights and k-hat. With too few draws for a tail of five (24 or fewer, for
-        ``"0.23"`` 20) there is no smoothing and k-hat is infinite. If all ratios in the tail are
-        equal, or the fit fails, there is no smoothing and k-hat is NaN (``"0.23"``: infinity). If
-        a quarter of the ratios in the tail are zero beside the largest, k-hat is infinite.
+    :returns: the weights and k-hat. With too few draws for a tail of five (24 or fewer)
+        there is no smoothing and k-hat is infinite. If all ratios in the tail are equal, or the fit
+        fails, there is no smoothing and k-hat is NaN. If a quarter of the ratios in the tail are
+        zero beside the largest, k-hat is infinite.
     :raises TypeError: if ``log_ratios`` is not a real tensor.
-    :raises ValueError: for an ``r_eff`` that is not positive, an unknown ``compat``, fewer than
-        two axes or 4 draws a chain.
+    :raises ValueError: for an ``r_eff`` that is not positive, fewer than two axes or 4 draws a
+        chain.
 
     Source: Vehtari, Simpson, Gelman, Yao, Gabry (2024), Pareto smoothed importance sampling,
-    Algorithm 1. Equal to ``arviz.psislw`` of 0.23 and to PSIS of 1.x, which raises errors for equal
-    ratios and for few draws.
+    Algorithm 1. Equal to PSIS of ArviZ 1.x, which raises errors for equal ratios and for few draws.
     """
-    check_convention(compat)
     check_efficiency(r_eff)
 
     def statistic(x: Tensor) -> Tensor:
-        log_weights, k = smooth(x.flatten(1), r_eff, compat)
+        log_weights, k = smooth(x.flatten(1), r_eff)
         return torch.cat([log_weights.T, k[None]])
 
     found = map_blocks(statistic, log_ratios, progress=progress)
@@ -82,64 +76,45 @@ def check_efficiency(r_eff: float) -> None:
         raise ValueError(f"r_eff must be a positive number, got {r_eff}: it is the ESS over S")
 
 
-def smooth(log_ratios: Tensor, r_eff: float, compat: str) -> tuple[Tensor, Tensor]:
+def smooth(log_ratios: Tensor, r_eff: float) -> tuple[Tensor, Tensor]:
     """Normalized smoothed log weights ``(block, S)`` and k-hat ``(block,)`` of each row.
 
     :param log_ratios: float64 ``(block, S)``.
     """
     x = log_ratios - log_ratios.amax(-1, keepdim=True)
-    count = tail_size(x.shape[-1], r_eff, compat)
+    count = tail_size(x.shape[-1], r_eff)
     if count < _LEAST_TAIL:
         k = torch.full_like(x[:, 0], torch.inf)
         return x.log_softmax(-1), k
     top = largest(x, count + 1)
     threshold, tail = top.values[:, :1], top.values[:, 1:]
-    if compat == "0.23":
-        threshold = threshold.clamp_min(math.log(_TINY))
-        inside = tail > threshold
-    else:
-        inside = torch.ones_like(tail, dtype=torch.bool)
-    smoothed, k = _smooth_tail(tail, inside, threshold, compat)
+    smoothed, k = _smooth_tail(tail, threshold)
     x = x.scatter(-1, top.places[:, 1:], smoothed)
     return x.log_softmax(-1), k
 
 
-def tail_size(num_draws: int, r_eff: float, compat: str) -> int:
-    """The number of ratios in the tail, see ``check_convention``."""
-    many = 3 * math.sqrt(num_draws / r_eff)
-    if compat == "0.23":
-        return min(math.ceil(min(num_draws / 5, many)), num_draws - 1)
-    size = many if num_draws * r_eff > 225 else num_draws / 5
+def tail_size(num_draws: int, r_eff: float) -> int:
+    """The number of ratios in the tail, 3 sqrt(S / r_eff) of many draws and S / 5 of few."""
+    size = 3 * math.sqrt(num_draws / r_eff) if num_draws * r_eff > 225 else num_draws / 5
     return min(math.floor(size), num_draws - 1)
 
 
-def _smooth_tail(
-    tail: Tensor, inside: Tensor, threshold: Tensor, compat: str
-) -> tuple[Tensor, Tensor]:
+def _smooth_tail(tail: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
     """Smoothed log ratios of the tails and k-hat.
 
     :param tail: ``(block, m)``, ascending log ratios, the largest 0.
-    :param inside: bool, which of them belong to the tail: the last ones of each row.
     :param threshold: ``(block, 1)``, the log ratio where the tail begins.
     """
-    sizes = inside.sum(-1)
+    size = tail.shape[-1]
     offset = threshold.exp()
-    excess = torch.where(inside, tail.exp() - offset, 0)
-    fit = fit_pareto(excess, sizes.clamp_min(_LEAST_TAIL))
-    k = _shape_or_why_not(fit, tail, excess, sizes, compat)
-    place = inside.cumsum(-1, dtype=tail.dtype) - 0.5
-    expected = (pareto_quantile(place / sizes[:, None].to(tail.dtype), fit) + offset).log()
-    expected = torch.where(expected > 0, 0, expected)
-    return torch.where(inside & k.isfinite()[:, None], expected, tail), k
-
-
-def _shape_or_why_not(
-    fit: ParetoFit, tail: Tensor, excess: Tensor, sizes: Tensor, compat: str
-) -> Tensor:
-    if compat == "0.23":
-        return torch.where(sizes < _LEAST_TAIL, torch.inf, fit.k)
+    excess = tail.exp() - offset
+    fit = fit_pareto(excess)
     k = torch.where(fit.k.isnan(), torch.inf, fit.k)
-    place = int(excess.shape[-1] / 4 + 0.5) - 1
+    quarter = int(size / 4 + 0.5) - 1
     flat = (tail[:, -1] - tail[:, 0]).abs() < _TINY
-    k = torch.where(flat | (excess[:, place] <= excess[:, 0]), torch.nan, k)
-    return torch.where(tail[:, place] < math.log(_TINY), torch.inf, k)  # a few draws have it all
+    k = torch.where(flat | (excess[:, quarter] <= excess[:, 0]), torch.nan, k)
+    k = torch.where(tail[:, quarter] < math.log(_TINY), torch.inf, k)  # a few draws have it all
+    place = (torch.arange(size, dtype=tail.dtype, device=tail.device) + 0.5) / size
+    expected = (pareto_quantile(place.expand_as(tail), fit) + offset).log()
+    expected = torch.where(expected > 0, 0, expected)
+    return torch.where(k.isfinite()[:, None], expected, tail), k

@@ -87,18 +87,12 @@ def median_of_sorted(x: Tensor) -> Tensor:
     return (x[..., (n - 1) // 2] + x[..., n // 2]) / 2
 
 
-def quantile_of_sorted(x: Tensor, level: float, *, compat: str = "1.x") -> Tensor:
+def quantile_of_sorted(x: Tensor, level: float) -> Tensor:
     """Quantile of type 7 (linear between order statistics) along the last, sorted axis.
 
-    It is rounded like ``numpy.quantile``, which ArviZ 1.x uses, or for ``compat="0.23"`` like
-    ``scipy.stats.mstats.mquantiles``.
+    It is rounded like ``numpy.quantile``, which ArviZ 1.x uses.
     """
     n = x.shape[-1]
-    if compat == "0.23":
-        place = n * level + (1 - level)
-        lower = int(min(max(place, 1), n - 1))
-        weight = min(max(place - lower, 0.0), 1.0)
-        return (1.0 - weight) * x[..., lower - 1] + weight * x[..., lower]
     place = (n - 1) * level
     lower = min(int(place), n - 1)
     weight = place - lower

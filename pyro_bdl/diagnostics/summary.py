@@ -86,7 +86,6 @@ def summary(
     *,
     rhat_limit: float = RHAT_LIMIT,
     ess_limit: float | None = None,
-    compat: str = "1.x",
     progress: bool | None = None,
 ) -> Summary:
     """Distributions of R-hat and ESS over the numbers of each site, such as a layer's weights.
@@ -98,13 +97,11 @@ def summary(
     :param draws: ``Samples``, an MCMC of Pyro or NumPyro, or site -> ``(chains, draws, ...)``.
     :param rhat_limit: R-hat above it counts as high.
     :param ess_limit: a bulk ESS below it counts as low; by default 100 per chain.
-    :param compat: the version of ArviZ whose quantiles are used, ``"1.x"`` or ``"0.23"``.
     :param progress: show a bar for a site that takes more than a few seconds; by default in
         terminals and notebooks.
     :returns: ``Summary``.
     :raises TypeError: if a site holds no real tensor.
-    :raises ValueError: for no site, fewer than 4 draws, sites with different chains or draws, or
-        an unknown ``compat``.
+    :raises ValueError: for no site, fewer than 4 draws, or sites with different chains or draws.
 
     Source: limits of Vehtari et al. (2021), Rank-normalization, folding, and localization.
     """
@@ -112,10 +109,7 @@ def summary(
     latents = draws.latents if isinstance(draws, Samples) else dict(draws)
     num_chains = _check_sites(latents)
     limit = ESS_LIMIT * num_chains if ess_limit is None else ess_limit
-    by_site = {
-        site: convergence(value, compat=compat, progress=progress)
-        for site, value in latents.items()
-    }
+    by_site = {site: convergence(value, progress=progress) for site, value in latents.items()}
     rows = [_row(site, found, rhat_limit, limit) for site, found in by_site.items()]
     if len(rows) > 1:
         together = zip(*by_site.values(), strict=True)

@@ -1,9 +1,8 @@
-"""Statistics of ArviZ on inputs with and without difficulties, live or frozen in a file.
+"""Statistics of ArviZ 1.x on inputs with and without difficulties, live or frozen in a file.
 
-``python tests/diagnostics/reference.py`` writes the numbers of the installed ArviZ to
-``arviz_0.23.json`` or ``arviz_1.x.json`` beside it, so that each version's conventions are tested
-wherever the other one is installed. Made with ArviZ 0.23.4 (numpy 2.4, scipy 1.17) and with
-arviz-stats 1.3.3 (numpy 2.5, scipy 1.18).
+``python tests/diagnostics/reference.py`` writes the numbers of an installed ArviZ 1.x to
+``arviz_1.x.json`` beside it, so that its conventions are tested wherever 0.23 is installed. Made
+with arviz-stats 1.3.3 (numpy 2.5, scipy 1.18).
 """
 
 import json
@@ -14,11 +13,8 @@ from pathlib import Path
 import arviz
 import numpy as np
 
-VERSION = "0.23" if arviz.__version__.startswith("0.") else "1.x"
-
-
-def file(version):
-    return Path(__file__).parent / f"arviz_{version}.json"
+IS_1 = not arviz.__version__.startswith("0.")
+FILE = Path(__file__).parent / "arviz_1.x.json"
 
 
 # ---------------------------------------------------------------------------------- the inputs
@@ -126,8 +122,6 @@ def chain_statistic(name, x):
 
 def bfmi(x):
     """(chains, quantities)"""
-    if VERSION == "0.23":
-        return np.stack([arviz.bfmi(x[..., i]) for i in range(x.shape[-1])], -1)
     from arviz_stats.base import array_stats
 
     columns = [array_stats.bfmi(x[..., i], chain_axis=0, draw_axis=1) for i in range(x.shape[-1])]
@@ -136,9 +130,6 @@ def bfmi(x):
 
 def psis(log_ratios, r_eff):
     """Log weights (observations, S) and k-hat of log ratios (observations, S)."""
-    if VERSION == "0.23":
-        weights, k = arviz.psislw(log_ratios, reff=r_eff)
-        return np.asarray(weights), np.asarray(k)
     from arviz_stats.base import array_stats
 
     return array_stats.psislw(-log_ratios, r_eff=r_eff)
@@ -146,20 +137,10 @@ def psis(log_ratios, r_eff):
 
 def loo(ll, r_eff):
     result = arviz.loo(_data(ll), reff=r_eff, pointwise=True)
-    old = VERSION == "0.23"
-    return {
-        "elpd": float(result.elpd_loo if old else result.elpd),
-        "se": float(result.se),
-        "p_loo": float(result.p_loo if old else result.p),
-        "pointwise": np.asarray(result.loo_i if old else result.elpd_i),
-        "pareto_k": np.asarray(result.pareto_k),
-        "good_k": float(result.good_k),
-    }
+    return _of_result(result) | {"good_k": float(result.good_k)}
 
 
-def loo_approximate_posterior(ll, log_p, log_q):
-    """The statistics that ArviZ 1.x alone has."""
-    result = arviz.loo_approximate_posterior(_data(ll), log_p, log_q, pointwise=True)
+def _of_result(result):
     return {
         "elpd": float(result.elpd),
         "se": float(result.se),
@@ -169,15 +150,8 @@ def loo_approximate_posterior(ll, log_p, log_q):
     }
 
 
-def waic(ll):
-    """The statistics that ArviZ 0.23 alone has."""
-    result = arviz.waic(_data(ll), pointwise=True)
-    return {
-        "elpd": float(result.elpd_waic),
-        "se": float(result.se),
-        "p_waic": float(result.p_waic),
-        "pointwise": np.asarray(result.waic_i),
-    }
+def loo_approximate_posterior(ll, log_p, log_q):
+    return _of_result(arviz.loo_approximate_posterior(_data(ll), log_p, log_q, pointwise=True))
 
 
 def densities(ll):
@@ -189,7 +163,7 @@ def densities(ll):
 
 def _data(ll):
     groups = {"posterior": {"w": np.zeros(ll.shape[:2])}, "log_likelihood": {"y": ll}}
-    return arviz.from_dict(**groups) if VERSION == "0.23" else arviz.from_dict(groups)
+    return arviz.from_dict(groups)
 
 
 # ------------------------------------------------------------------------------------ the file
@@ -216,12 +190,11 @@ def _of_likelihood(ll, r_eff):
     for name, make in {
         "loo": lambda: loo(ll, r_eff),
         "approximate": lambda: loo_approximate_posterior(ll, *densities(ll)),
-        "waic": lambda: waic(ll),
         "psis": lambda: _of_psis(ll, r_eff),
     }.items():
         try:
             result = make()
-        except (ValueError, AttributeError):  # too few or equal draws for 1.x; not in this version
+        except (ValueError, AttributeError):  # too few or equal draws
             continue
         found[name] = {key: np.asarray(value).tolist() for key, value in result.items()}
     return found
@@ -234,6 +207,5 @@ def _of_psis(ll, r_eff):
 
 
 if __name__ == "__main__":
-    path = file(VERSION)
-    path.write_text(json.dumps(by_arviz(), indent=0) + "\n")
-    print(f"{path}: ArviZ {arviz.__version__}")
+    FILE.write_text(json.dumps(by_arviz(), indent=0) + "\n")
+    print(f"{FILE}: ArviZ {arviz.__version__}")
