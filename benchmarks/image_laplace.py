@@ -24,6 +24,7 @@ import harness
 import torch
 from images import (
     Images,
+    best_scale,
     convolutional,
     entropy,
     mean_and_error,
@@ -84,12 +85,12 @@ def rows(seed: int, data: Images, options: argparse.Namespace) -> Iterator[Row]:
     start = time.perf_counter()
     batches = list(zip(data.train.x.split(500), data.train.y.split(500), strict=True))
     one, posterior = approximation(model, guide, batches, layers=False)
-    found = bdl.evidence.tune_on_validation(posterior, *data.held_out, values=GRID)
+    scale = best_scale(one, posterior, data.held_out, GRID)
     linearized = bdl.LinearizedPredictive(one, posterior)
     made = time.perf_counter() - start
     drawn = bdl.Predictive(one, posterior, num_samples=options.draws)
     yield "network at draws", lambda x: drawn.mean(x)["y"].mean(0), {}, made
-    facts = {"prior sd": found.best}
+    facts = {"prior sd": scale}
     yield "linearized, validation", lambda x: linearized.probabilities(x)["y"], facts, made
 
     points = {"trained weights": False} | ({} if options.quick else {"linear optimum": True})

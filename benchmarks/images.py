@@ -2,15 +2,17 @@
 
 import math
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyro
 import torch
 from torch import Tensor, nn
 
+import pyro_bdl as bdl
 from pyro_bdl import metrics
 
 OTHER = {"mnist": "fashion_mnist", "fashion_mnist": "mnist"}
@@ -100,6 +102,21 @@ def over(probabilities: Callable[[Tensor], Tensor], x: Tensor, rows: int = 500) 
 def log_loss(found: Tensor, y: Tensor) -> float:
     """Mean negative log likelihood of the classes."""
     return -float(found.gather(1, y[:, None]).clamp(min=1e-12).log().mean())
+
+
+def best_scale(model: Any, posterior: Any, held_out: Part, values: Iterable[float]) -> float:
+    """Set the prior's only scale to the value that predicts held-out images best; return it."""
+    (name,) = bdl.evidence.hyperparameters(posterior)
+
+    def density(value: float) -> float:
+        pyro.get_param_store()[name] = torch.tensor(value)
+        posterior.refresh()
+        found = bdl.LinearizedPredictive(model, posterior).log_density(*held_out)
+        return float(found["y"].mean())
+
+    best = max(values, key=density)
+    density(best)
+    return best
 
 
 def scores(probabilities: Callable[[Tensor], Tensor], data: Images) -> dict[str, float]:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from harness import read_rows, write_rows
+from images import Part, best_scale
 from pyro.infer.autoguide.initialization import init_to_value
 from torch import Tensor, nn
 
@@ -99,7 +100,7 @@ class Problem:
         count = options.train_size
         self.x, self.y = torch.tensor(x[:count])[:, None], torch.tensor(y[:count])
         held = slice(count, count + options.held_out)
-        self.held_out = torch.tensor(x[held])[:, None], torch.tensor(y[held])
+        self.held_out = Part(torch.tensor(x[held])[:, None], torch.tensor(y[held]))
 
         def shifted(shift: str, strength: int) -> Tensor:
             if shift == "angle":
@@ -141,8 +142,7 @@ def laplace(
     """Linearized predictions, at the prior scale that predicts held-out digits best if asked."""
     facts = {"weights": posterior.subset.size}
     if options.tune:
-        grid = bdl.evidence.tune_on_validation(posterior, *problem.held_out, values=GRID)
-        facts["prior scale"] = grid.best
+        facts["prior scale"] = best_scale(model, posterior, problem.held_out, GRID)
     predictive = bdl.LinearizedPredictive(model, posterior)
     return (lambda x: predictive.probabilities(x)["y"]), facts
 

@@ -78,6 +78,24 @@ class Normal(Prior):
     def __init__(self, scale: Scale = 1.0) -> None:
         self.scale = checked(scale, "scale")
 
+    @classmethod
+    def from_weight_decay(cls, decay: float, num_data: int) -> "Normal":
+        """The prior under which a network trained with weight decay is the MAP::
+
+            mean loss + decay / 2 |w|^2  =  -(log p(y | w) + log p(w)) / N,  precision = N decay
+
+        That is the decay of torch's ``SGD`` and ``Adam`` beside a loss averaged over data. The
+        decay of ``AdamW`` belongs to no loss; the same prior is near it.
+
+        :param decay: the optimizer's ``weight_decay``, positive.
+        :param num_data: N.
+        :raises ValueError: for a decay or number that is not positive.
+        """
+        precision = decay * num_data
+        if not precision > 0:
+            raise ValueError(f"decay and num_data must be positive, got {decay} and {num_data}")
+        return cls(precision**-0.5)
+
     def __call__(self, name: str, module: nn.Module, parameter: Tensor) -> Distribution:
         scale = self._value("scale", parameter)
         return _spread(dist.Normal(parameter.new_zeros(()), scale), parameter)

@@ -49,6 +49,12 @@ class PriorPrecision(NamedTuple):
         inside, block = found
         return result.index_put((inside[:, None], inside), block)
 
+    def divided(self, number: Tensor) -> "PriorPrecision":
+        """The matrix divided by a number."""
+        dense = None if self.dense is None else self.dense / number
+        diagonal = self.diagonal / number
+        return PriorPrecision(diagonal, self.indices, dense, quadratic=self.quadratic)
+
     def couples(self, positions: Any) -> bool:
         """Return whether the matrix over some of the numbers has off-diagonal entries."""
         found = self._dense_within(positions)

@@ -7,7 +7,6 @@ from pyro_bdl.evidence.linearized import linearized_log_likelihood, linearized_o
 from pyro_bdl.evidence.marginal import effective_parameters, log_marginal_likelihood
 from pyro_bdl.evidence.maximize import Evidence, hyperparameters, maximize
 from pyro_bdl.evidence.online import MarginalLikelihoodTraining
-from pyro_bdl.evidence.validation import Grid, tune_on_validation
 from pyro_bdl.evidence.variational_em import variational_em
 
 # former names with British spelling
@@ -17,7 +16,6 @@ linearised_optimum = linearized_optimum
 __all__ = [
     "Evidence",
     "ExpectationMaximization",
-    "Grid",
     "LastLayerEvidence",
     "MarginalLikelihoodTraining",
     "effective_parameters",
@@ -32,6 +30,5 @@ __all__ = [
     "maximize",
     "maximize_last_layer",
     "train_by_evidence",
-    "tune_on_validation",
     "variational_em",
 ]

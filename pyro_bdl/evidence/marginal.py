@@ -62,11 +62,17 @@ def read_guide(guide: LaplaceGuide) -> ParameterReading:
     """A run of the guide's program on a few of its data, at the current hyperparameters.
 
     :raises TypeError: for other guides.
+    :raises ValueError: for a guide whose width was fitted to held-out rows.
     """
     if not isinstance(guide, LaplaceGuide):
         raise TypeError(
             "the evidence is that of the Gaussian guide which AutoLaplaceGGN's "
             f"laplace_approximation(data) returns, got {type(guide).__name__}"
+        )
+    if guide.held_out is not None:
+        raise ValueError(
+            "the width of this posterior was fitted to held-out rows, not to the evidence: call "
+            "laplace_approximation(data) without held_out for the evidence"
         )
     return guide._read()
 

@@ -5,7 +5,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from pyro_bdl.curvature.randomness import warn_of_randomness
 from pyro_bdl.curvature.structures.base import Precision, log_prob
 from pyro_bdl.errors import BdlWarning, UnsupportedProgramError
 from pyro_bdl.guides.base import Guide
+from pyro_bdl.guides.held_out import HeldOut, search
 from pyro_bdl.guides.joint import JointGuide, restored_source
 from pyro_bdl.guides.point import UnconstrainedMAP
 from pyro_bdl.init import init_to_network
@@ -32,6 +33,8 @@ from pyro_bdl.program.gaussian_prior import GaussianPrior, independent_prior, jo
 from pyro_bdl.program.hidden_sites import require_visible_latents
 from pyro_bdl.program.subset import Subset, select
 from pyro_bdl.program.validation import check_finite
+
+_SMALLEST = 1e-30  # of squares that are divided by
 
 
 class AutoLaplaceGGN(UnconstrainedMAP):
@@ -109,9 +112,12 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         return (*super()._shared_on_copy(), "_selection")
 
     def laplace_approximation(
-        self, data: Any, *, progress: bool | None = None, **changes: Any
+        self, data: Any, *, held_out: Any = None, progress: bool | None = None, **changes: Any
     ) -> "LaplaceGuide":
         """The Gaussian posterior around the current MAP; nothing of the model is changed.
+
+        A network that was trained elsewhere needs no training here: the guide starts at its
+        weights. Pass ``held_out`` then, see ``LaplaceGuide.fit_width``.
 
         The program runs in evaluation mode, and its mode is restored afterwards. Dropout layers
         drop nothing. BatchNorm layers use their running statistics, because statistics of a batch
@@ -120,6 +126,7 @@ class AutoLaplaceGGN(UnconstrainedMAP):
 
         :param data: the program's arguments ``(x, y)``, or an iterable of batches of them; each
             datum counts once.
+        :param held_out: the same for rows that the weights were not trained on, some hundreds.
         :param progress: show a bar over batches; by default in terminals and notebooks.
         :param changes: ``structure``, ``curvature``, ``subset``, ``num_draws``, ``rank``,
             ``reduce``, ``num_samples`` or ``tolerance`` for this approximation alone.
@@ -133,7 +140,9 @@ class AutoLaplaceGGN(UnconstrainedMAP):
         config = replace(self.config, **changes)
         batches = Batches(data)
         batches.together(lambda: self._begin(*batches.first()))
-        return LaplaceGuide(self, config, subset, batches, progress=progress)
+        check = held_out is None
+        posterior = LaplaceGuide(self, config, subset, batches, check=check, progress=progress)
+        return posterior if held_out is None else posterior.fit_width(held_out)
 
     def _begin(self, args: tuple, kwargs: dict[str, Any]) -> None:
         model = self.program_model
@@ -149,7 +158,8 @@ class LaplaceGuide(JointGuide):
 
     ``AutoLaplaceGGN.laplace_approximation`` makes it. The precision is the sum of ``curvature``,
     from the likelihood, and ``prior``. ``refresh()`` adapts it to changed hyperparameters of the
-    program, and ``update(data)`` adds data.
+    program, ``update(data)`` adds data, and ``fit_width(held_out)`` multiplies the covariance by a
+    factor.
     """
 
     def __init__(
@@ -174,6 +184,7 @@ class LaplaceGuide(JointGuide):
         self.config = config
         self.few = batches.first()
         self.register_buffer("loc", source.location().detach().clone())
+        self.register_buffer("width", self.loc.new_ones(()))
         if isinstance(selection, str) and selection == "last-layer":
             selection = last_layer(model, layout, self.loc, *self.few)
         self.subset = select(layout, selection, model=model)
@@ -185,9 +196,12 @@ class LaplaceGuide(JointGuide):
     def __repr__(self) -> str:
         chosen, size = self.config, self.subset.size
         of = "" if size == self.require_layout().size else f", {size} with a covariance"
-        return f"{super().__repr__()[:-1]}{of}, structure={chosen.structure!r})"
+        said = "" if self.held_out is None else f"; {self.held_out}"
+        return f"{super().__repr__()[:-1]}{of}, structure={chosen.structure!r}{said})"
 
     num_data: int
+    held_out: HeldOut | None = None  # what the rows of ``fit_width`` said
+    width: Tensor  # the factor of the covariance, 1 before ``fit_width``
     _precision: Precision | None = None  # until it is asked for
     prior_quadratic: bool = False
     prior_slope: Tensor  # the gradient of the log prior at u*, (p,)
@@ -195,7 +209,8 @@ class LaplaceGuide(JointGuide):
 
     def saved(self) -> dict[str, Any]:
         found = {"config": asdict(self.config), "subset": self.subset.indices, "few": self.few}
-        return {**super().saved(), **found, "num_data": self.num_data}
+        said = None if self.held_out is None else asdict(self.held_out)
+        return {**super().saved(), **found, "num_data": self.num_data, "held_out": said}
 
     @classmethod
     def restored(cls, model: Callable, saved: Mapping[str, Any], batch: Batch) -> "LaplaceGuide":
@@ -208,6 +223,7 @@ class LaplaceGuide(JointGuide):
             guide = cls(source, config, saved["subset"], few, check=False)
         guide.load_state_dict(saved["state"])
         guide.num_data, guide._passes = saved["num_data"], None
+        guide.held_out = None if saved["held_out"] is None else HeldOut(**saved["held_out"])
         guide.curvature.connect(None)
         guide.refresh()
         return guide
@@ -269,6 +285,26 @@ class LaplaceGuide(JointGuide):
                 "more data cannot be added: call laplace_approximation with all data"
             )
         self._fit(Batches(data), self.curvature, progress)
+        return self
+
+    def fit_width(self, held_out: Any) -> Self:
+        """Multiply the covariance by the factor under which held-out rows are most probable;
+        return the guide.
+
+        The posterior is then N(u*, t precision^-1), the Laplace approximation of
+        (likelihood x prior)^(1/t). At t = 0 it is the network itself, so that the linearized
+        predictive is never worse on these rows. ``print(guide.held_out)`` says what was found, see
+        ``HeldOut``. The evidence is that of t = 1 and refuses the guide.
+
+        :param held_out: ``(x, y)`` or an iterable of batches that the weights were not trained on.
+        :raises ValueError: for fewer than two rows, or rows without targets.
+        """
+        self.width = torch.ones_like(self.width)
+        self._forget()
+        model, batches = self.program_model, Batches(held_out)
+        self.held_out = search(model, self.subset, self.loc, self.precision, batches)
+        self.width = torch.full_like(self.width, self.held_out.factor)
+        self._forget()
         return self
 
     def move_curvature(self, offset: Tensor) -> None:
@@ -367,12 +403,17 @@ class LaplaceGuide(JointGuide):
 
     @property
     def precision(self) -> Precision:
-        """The posterior precision in the subset: curvature plus prior."""
+        """The posterior precision in the subset: curvature plus prior, divided by ``width``."""
         if self._precision is None:
             with torch.no_grad():
                 factor = self.curvature_factor(self.noise_factor).to(self.prior_diagonal)
-                self._precision = self.curvature.with_prior(self.prior, factor)
+                prior = self.prior.divided(self.width)
+                self._precision = self.curvature.with_prior(prior, factor / self.width)
         return self._precision
+
+    def newton_step(self, gradient: Tensor) -> Tensor:
+        """(curvature + prior)^-1 gradient, (p,)."""
+        return (self.precision.solve(gradient.to(self.prior_diagonal)) / self.width).to(self.loc)
 
     def curvature_factor(self, noise_factor: Tensor) -> Tensor:
         """The factor by which a change of the noise scales the curvature.
@@ -407,24 +448,31 @@ class LaplaceGuide(JointGuide):
         return (*super()._shared_on_copy(), "few", "_passes", "prior_quadratic")
 
     def _check_maximum(self, gradient: Tensor) -> None:
-        """Warn if a Newton step would still gain a lot."""
-        values = self.precision.variances()
-        gain = 0.5 * float((gradient.square() * values.to(gradient)).sum())
-        if gain > 1.0 + 0.1 * self.subset.size:
-            with layers_called((self.program_model,)) as layers:
-                self._read()
-            ending = (
-                ", the last steps after model.eval(): a BatchNorm layer is in training mode, and "
-                "the approximation computes with its running statistics"
-            )
-            warnings.warn(
-                "the guide is not at a maximum: the gradient's norm is "
-                f"{float(gradient.norm()):.3g} and a step would gain about {gain:.3g} nats; train "
-                "longer, with a learning rate that falls to zero, before the Laplace approximation"
-                + (ending if any(layer.training for layer in layers) else ""),
-                BdlWarning,
-                stacklevel=4,
-            )
+        """Warn, once for a program, if a Newton step would still gain a lot under this prior and
+        under any other scale of it: weight decay is such a scale."""
+        variances = self.precision.variances().to(gradient)
+        slope = self.prior_slope.to(gradient)
+        likelihood, weighted = gradient - slope, variances * slope
+        scale = -(weighted @ likelihood) / (weighted @ slope).clamp(min=_SMALLEST)
+        rest = likelihood + scale.clamp(min=0.0) * slope
+        gain = 0.5 * float(variances @ rest.square())
+        if not gain > 1.0 + 0.1 * self.subset.size or "not at a maximum" in self.told:
+            return
+        self.told.add("not at a maximum")
+        with layers_called((self.program_model,)) as layers:
+            self._read()
+        ending = (
+            "; a BatchNorm layer is in training mode, and the approximation computes with its "
+            "running statistics: train the last steps after model.eval()"
+        )
+        warnings.warn(
+            f"the guide is not at a maximum, a step would gain about {gain:.3g} nats: train "
+            "longer, with a learning rate that falls to zero, or let rows that a trained network "
+            "has not seen choose the width, laplace_approximation(data, held_out=(x, y))"
+            + (ending if any(layer.training for layer in layers) else ""),
+            BdlWarning,
+            stacklevel=4,
+        )
 
     # The guide
 
@@ -472,7 +520,7 @@ class LaplaceGuide(JointGuide):
             return independent_prior(self.require_layout(), self.loc, scale)
         with torch.no_grad():
             factor = self.curvature_factor(self.noise_factor).to(self.prior_diagonal)
-            diagonal = self.curvature.diagonal() * factor + self.prior_diagonal
+            diagonal = (self.curvature.diagonal() * factor + self.prior_diagonal) / self.width
         return joint_prior(self.subset, self.loc, precision, diagonal)
 
     def variances(self) -> Tensor:

@@ -73,12 +73,13 @@ class AutoLastLayer(AutoLaplaceGGN):
         return {"subset": self.subset}
 
     def laplace_approximation(
-        self, data: Any, *, progress: bool | None = None, **changes: Any
+        self, data: Any, *, held_out: Any = None, progress: bool | None = None, **changes: Any
     ) -> "LastLayerGuide":
         """The posterior of the last layer given the features; this guide is not changed.
 
         :param data: the program's arguments ``(x, y)``, or an iterable of batches of them, with
             each datum once. Memory does not grow with the number of data.
+        :param held_out: as in ``AutoLaplaceGGN.laplace_approximation``.
         :param progress: show a bar over batches, in every pass; by default in terminals and
             notebooks.
         :param changes: ``subset`` or ``curvature`` for this approximation alone.
@@ -97,7 +98,8 @@ class AutoLastLayer(AutoLaplaceGGN):
         batches = Batches(data)
         args, kwargs = batches.first()
         self.prototype(*args, **kwargs)
-        return LastLayerGuide(self, config, subset, batches, progress=progress)
+        posterior = LastLayerGuide(self, config, subset, batches, progress=progress)
+        return posterior if held_out is None else posterior.fit_width(held_out)
 
     def maximize_evidence(
         self,
@@ -206,7 +208,7 @@ class LastLayerGuide(LaplaceGuide):
         self.register_buffer("prior_gradient", super().adapt(prior, slope, noise_factor))
         if self.quadratic:
             with torch.no_grad():
-                self._shift(self.precision.solve(self._gradient()).to(self.loc))
+                self._shift(self.newton_step(self._gradient()))
             self.register_buffer("prior_gradient", super().adapt(*self._prior_of(self._read())))
         return self.prior_gradient
 
@@ -258,7 +260,7 @@ class LastLayerGuide(LaplaceGuide):
         before, value = float("inf"), self._log_joint(self.loc)
         for _ in range(steps):
             gradient = self._gradient()
-            step = self.precision.solve(gradient.to(self.prior_diagonal)).to(self.loc)
+            step = self.newton_step(gradient)
             gain = 0.5 * float((step.double() * gradient.double()).sum())
             rounding = 1e3 * eps * max(1.0, abs(value))
             is_slow = gain > 0.1 * before  # slower than quadratic convergence

@@ -16,6 +16,7 @@ from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from pyro_bdl.curvature import closed_forms
 from pyro_bdl.curvature.linear_outputs import GaussianOutputs, LinearOutputs
 from pyro_bdl.distributions.take_apart import (
     observation_mean,
@@ -23,7 +24,6 @@ from pyro_bdl.distributions.take_apart import (
 )
 from pyro_bdl.guides.laplace import LaplaceGuide
 from pyro_bdl.guides.mixture import MixtureGuide
-from pyro_bdl.predictive import closed_forms
 from pyro_bdl.predictive.covariances import PredictiveCovariance
 from pyro_bdl.predictive.linearized_component import (
     LinearizedComponent,

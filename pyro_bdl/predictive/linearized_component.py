@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from pyro_bdl.curvature import closed_forms
 from pyro_bdl.curvature.chunking import linearizations
 from pyro_bdl.curvature.jacobian.datum_axes import Alignment
 from pyro_bdl.curvature.jacobian.linearization import Linearization
@@ -24,7 +25,6 @@ from pyro_bdl.distributions.take_apart import (
 )
 from pyro_bdl.guides.draws import check_posterior
 from pyro_bdl.guides.laplace import LaplaceGuide
-from pyro_bdl.predictive import closed_forms
 from pyro_bdl.predictive.covariances import PredictiveCovariance, total_covariance, with_noise
 from pyro_bdl.predictive.sampled import PredictiveMoments
 from pyro_bdl.program.batches import leading_size

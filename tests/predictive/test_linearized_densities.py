@@ -17,7 +17,7 @@ from pyro import poutine
 from torch import nn
 
 from pyro_bdl import LinearizedPredictive, bayesianize
-from pyro_bdl.predictive.closed_forms import (
+from pyro_bdl.curvature.closed_forms import (
     centered_probit,
     laplace_bridge,
     multiclass_probit,

@@ -1,0 +1,128 @@
+"""How wide the Gaussian around a trained network is, by the density of held-out rows.
+
+The evidence cannot choose this for a trained classifier. Its prior has to explain the size of the
+weights, so that their scale is about |u*| / sqrt(gamma), and the many directions that data do not
+determine get this scale too. The curvature at the mode does not see what that does: with
+probabilities p near 0 and 1 it is p (1 - p), and the outputs may spread by 1 / sqrt(p (1 - p)) at
+the training rows themselves.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from pyro.distributions.util import scale_and_mask
+from torch import Tensor
+
+from pyro_bdl.curvature import closed_forms
+from pyro_bdl.curvature.chunking import linearizations
+from pyro_bdl.curvature.linear_outputs import GaussianOutputs, observed_outputs
+from pyro_bdl.curvature.structures.base import Precision
+from pyro_bdl.program.batches import Batches
+from pyro_bdl.program.subsampling import on_whole_data
+from pyro_bdl.program.subset import Subset
+from pyro_bdl.utils.random_state import seeded
+
+FACTORS = tuple(10.0 ** (exponent / 8) for exponent in range(-96, 17))
+_UNCHANGED = 1e-4  # nats for each row, on average
+_DRAWS = 256  # where a density has no closed form
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What held-out rows say of the posteriors N(u*, t C), linearized at u*; print it.
+
+    The gain is the mean of log p_t(y | x) - log p_0(y | x) at the best factor t, where p_0 is the
+    network itself. The posterior has this factor if the gain is above its standard error. If not,
+    it has the largest factor by which the densities of the rows change by 1e-4 nats on average.
+
+    :param rows: the number of rows.
+    :param factor: t, of the posterior's covariance.
+    :param gain: in nats for each row.
+    :param error: its standard error.
+    """
+
+    rows: int
+    factor: float
+    gain: float
+    error: float
+
+    @property
+    def helps(self) -> bool:
+        """True if the gain is above its standard error, and above 1e-4 nats."""
+        return self.gain > max(self.error, _UNCHANGED)
+
+    def __str__(self) -> str:
+        gain = f"{self.gain:.4f} ± {self.error:.4f} nats"
+        if self.helps:
+            return f"on {self.rows} held-out rows the posterior gains {gain}"
+        return (
+            f"on {self.rows} held-out rows the posterior adds nothing ({gain} at its best): the "
+            "network is kept, the posterior is for inputs unlike these"
+        )
+
+
+@torch.no_grad()
+def search(
+    model: Callable, subset: Subset, vector: Tensor, precision: Precision, held_out: Batches
+) -> HeldOut:
+    """Find the factor t of the covariance C under which held-out rows are most probable.
+
+    Each row's outputs are N(f(x; u*), t J C J'), so that one pass over the rows, for J C J', is
+    enough for all factors.
+
+    :param vector: u*, (P,).
+    :param precision: C^-1, of the subset.
+    :param held_out: rows with targets that the network was not trained on.
+    :raises ValueError: for fewer than two rows, or rows without targets.
+    """
+    program = on_whole_data(model)
+    parts = []
+    for at in linearizations(program, subset, vector, held_out, None, every_output=True):
+        sites = [outputs.gaussian(precision) for outputs in observed_outputs(at).values()]
+        parts.append(torch.stack([_log_densities(sites, factor) for factor in (0.0, *FACTORS)]))
+    log_densities = torch.cat(parts, 1)
+    rows = log_densities.shape[1]
+    if rows < 2:
+        raise ValueError(f"held_out needs at least two rows, got {rows}")
+    changes = log_densities[1:] - log_densities[0]
+    gains, errors = changes.mean(1), changes.std(1) / math.sqrt(rows)
+    best = int(gains.nan_to_num(-math.inf).argmax())
+    found = HeldOut(rows, FACTORS[best], float(gains[best]), float(errors[best]))
+    if found.helps:
+        return found
+    unchanged = changes.abs().mean(1) <= _UNCHANGED
+    return replace(found, factor=FACTORS[max(0, int(unchanged.sum()) - 1)])
+
+
+def _log_densities(sites: list[GaussianOutputs], factor: float) -> Tensor:
+    """log p(y | x) of each row, (n,), where the outputs' covariances are multiplied by a factor."""
+    total: Tensor | float = 0.0
+    for gaussian in sites:
+        outputs, site = gaussian.outputs, gaussian.outputs.site
+        assert site is not None
+        if site.value is None:
+            raise ValueError(f"held_out has no targets for the site '{outputs.name}': pass (x, y)")
+        scaled = replace(gaussian)
+        scaled.covariance = factor * gaussian.covariance
+        density = closed_forms.log_density(site, scaled)
+        if density is None:
+            density = _over_draws(scaled)
+        else:
+            density = scale_and_mask(density, 1.0, site.mask)
+        total = total + density.double().reshape(outputs.num_data, -1).sum(1)
+    return torch.as_tensor(total)
+
+
+def _over_draws(gaussian: GaussianOutputs) -> Tensor:
+    """The log of the mean density over draws of the outputs, the same for every factor."""
+    outputs = gaussian.outputs
+    values, vectors = torch.linalg.eigh(gaussian.covariance.double())
+    roots = vectors * values.clamp(min=0.0).sqrt()[:, None]
+    with seeded(0):
+        noise = torch.randn(_DRAWS, *gaussian.mean.shape).to(roots)
+    drawn = gaussian.mean + torch.einsum("nij,snj->sni", roots, noise).to(gaussian.mean)
+    constant = {key: value.expand(_DRAWS, *value.shape) for key, value in outputs.values.items()}
+    site = outputs.observed(constant | outputs.split(drawn))
+    return site.unscaled_log_prob().logsumexp(0) - math.log(_DRAWS)
