@@ -450,13 +450,14 @@ class LaplaceGuide(JointGuide):
     def _check_maximum(self, gradient: Tensor) -> None:
         """Warn, once for a program, if a Newton step would still gain a lot under this prior and
         under any other scale of it: weight decay is such a scale."""
-        variances = self.precision.variances().to(gradient)
-        slope = self.prior_slope.to(gradient)
-        likelihood, weighted = gradient - slope, variances * slope
-        scale = -(weighted @ likelihood) / (weighted @ slope).clamp(min=_SMALLEST)
-        rest = likelihood + scale.clamp(min=0.0) * slope
-        gain = 0.5 * float(variances @ rest.square())
-        if not gain > 1.0 + 0.1 * self.subset.size or "not at a maximum" in self.told:
+        size, variances = self.subset.size, self.precision.variances().to(gradient)
+        if size > 1:  # what another scale leaves, per degree of freedom
+            slope = self.prior_slope.to(gradient)
+            weighted, likelihood = variances * slope, gradient - slope
+            scale = -(weighted @ likelihood) / (weighted @ slope).clamp(min=_SMALLEST)
+            gradient = likelihood + scale.clamp(min=0.0) * slope
+        gain = 0.5 * float(variances @ gradient.square()) * size / max(1, size - 1)
+        if not gain > 1.0 + 0.1 * size or "not at a maximum" in self.told:
             return
         self.told.add("not at a maximum")
         with layers_called((self.program_model,)) as layers:
