@@ -6,16 +6,17 @@ state with all its draws, and a block without a state that names it is ignored. 
 functions of the state, which holds the random keys: a run that goes on makes the same draws.
 """
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pyro_bdl.utils.files import atomic_write
+from pyro_bdl.utils.fingerprint import require_same
 
 Kept = dict[str, np.ndarray]
-_SAME = 1e-4  # relative: sums in float32 depend on the number of threads
 
 
 class Restored(NamedTuple):
@@ -35,13 +36,15 @@ class Restored(NamedTuple):
 class Journal:
     """One chain, or several in lockstep, in a folder.
 
-    :param identity: numbers by which a folder of another run is recognized, such as the starts.
-    :param settings: the same as text.
+    :param settings: numbers and strings by which a folder of another run is recognized.
+    :param identity: arrays by which it is too, such as the starts.
     """
 
-    def __init__(self, folder: str | Path, settings: str, identity: Mapping[str, np.ndarray]):
+    def __init__(
+        self, folder: str | Path, settings: Mapping[str, Any], identity: Mapping[str, np.ndarray]
+    ) -> None:
         self.folder = Path(folder)
-        self.settings, self.identity = settings, dict(identity)
+        self.settings, self.identity = json.dumps(settings), dict(identity)
         self.names: list[str] = []
         self.stage = 0
 
@@ -55,7 +58,16 @@ class Journal:
             return None
         with np.load(path, allow_pickle=False) as file:
             held = {name: np.array(file[name]) for name in file.files}
-        self._require_same(held)
+        identity = {
+            name.removeprefix("identity/"): value
+            for name, value in held.items()
+            if name.startswith("identity/")
+        }
+        require_same(
+            f"the checkpoint '{self.folder}'",
+            json.loads(str(held["settings"])) | identity,
+            json.loads(self.settings) | self.identity,
+        )
         self.stage, done = int(held["stage"]), int(held["done"])
         self.names = held["blocks"].tolist()
         blocks = []
@@ -68,21 +80,6 @@ class Journal:
             if name.startswith("state/")
         }
         return Restored(self.stage, done, leaves, blocks)
-
-    def _require_same(self, held: Kept) -> None:
-        if str(held["settings"]) != self.settings:
-            raise ValueError(
-                f"the checkpoint '{self.folder}' is of a call with other settings "
-                f"({held['settings']}, now {self.settings}): name another folder, or remove it"
-            )
-        for name, value in self.identity.items():
-            there = held.get(f"identity/{name}")
-            if there is None or there.shape != value.shape or not _equal(there, value):
-                raise ValueError(
-                    f"the checkpoint '{self.folder}' is of another run (its {name} differ): it "
-                    "belongs to another program, other data or other starts; name another folder, "
-                    "or remove it"
-                )
 
     def write(self, stage: int, done: int, leaves: Kept, block: Kept | None) -> None:
         """Add a block of draws, or none, and replace the state.
@@ -111,8 +108,3 @@ class Journal:
 def _save(path: Path, arrays: Kept) -> None:
     with atomic_write(path) as part, open(part, "wb") as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]
-
-
-def _equal(there: np.ndarray, value: np.ndarray) -> bool:
-    scale = float(np.abs(value).max(initial=0.0))
-    return bool((np.abs(there - value) <= _SAME * scale).all())

@@ -19,6 +19,7 @@ from torch.distributions import transform_to
 
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.utils.collectives import writes_files
+from pyro_bdl.utils.fingerprint import require_same
 from pyro_bdl.utils.tensor_file import load_tree, save_tree
 from pyro_bdl.utils.validation import whole_number
 
@@ -53,7 +54,8 @@ class Checkpoint:
     holds tensors and JSON (safetensors): reading it runs no code.
 
     :param path: the file.
-    :param settings: numbers and strings that have to be the same when the run goes on.
+    :param settings: numbers, strings and, up to rounding, tensors that have to be the same when
+        the run goes on.
     :param parts: objects by name.
     :raises TypeError: for an object without a state.
     """
@@ -149,13 +151,10 @@ class Checkpoint:
                 f"'{self.path}' holds the parts {', '.join(tree['parts'])}, and this run has "
                 f"{', '.join(self._parts)}: give the same parts, or another path"
             )
-        theirs = tree["settings"]
-        for name in {**theirs, **self.settings}:
-            if theirs.get(name) != self.settings.get(name):
-                raise ValueError(
-                    f"'{self.path}' is of a run with {name}={theirs.get(name)!r}, and this one has "
-                    f"{name}={self.settings.get(name)!r}: give the same, or another path"
-                )
+        saved = dict(tree["settings"])
+        if not writes_files():  # the tensors are of rank 0's data
+            saved |= {k: v for k, v in self.settings.items() if isinstance(v, Tensor)}
+        require_same(f"'{self.path}'", saved, self.settings)
 
 
 class _Stateful:

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from pyro_bdl.guides.base import Guide
 from pyro_bdl.guides.ensemble import AutoEnsemble
+from pyro_bdl.program.batch_norm import keeps_statistics
 from pyro_bdl.program.batches import device_of_rows, leading_size, taken
 from pyro_bdl.program.program import Program
 from pyro_bdl.program.vmap import map_draws
-from pyro_bdl.utils.module_state import evaluation_mode
+from pyro_bdl.utils.module_state import evaluation_mode, modules_of
 from pyro_bdl.utils.random_state import own_randomness
 
 _DRAWS = 16  # of a guide, for its predictive density
@@ -37,10 +38,12 @@ def split(x: Any, y: Any, share: float) -> tuple[tuple[Any, Any], tuple[Any, Any
 
 
 class HeldOut:
-    """The best parameters of a guide so far, by the mean log likelihood of held-back rows in nats.
+    """The best state of a guide and its program so far, by the mean log likelihood of held-back
+    rows in nats.
 
-    Of an ensemble each member has its own best step, since the members are trained apart. Of other
-    guides it is the log predictive density of 16 draws.
+    The state is the guide's parameters, and the program's parameters and buffers. Of an ensemble
+    each member has its own best step, if the program has neither parameters nor running statistics,
+    which the members share. Of other guides the score is the log predictive density of 16 draws.
 
     :param patience: the number of checks without a better value after which ``done`` is true.
     """
@@ -49,13 +52,28 @@ class HeldOut:
         self.model, self.guide, self.patience = model, guide, patience
         self.program = Program(model, x, y)
         self.is_ensemble = isinstance(guide, AutoEnsemble)
+        self.modules = modules_of(model, guide)
+        shared = [p for m in modules_of(model) for p in m.parameters(recurse=False)]
+        statistics = any(map(keeps_statistics, self.modules))
+        self.apart = (
+            self.is_ensemble and not statistics and not any(p.requires_grad for p in shared)
+        )
         self.scores: list[Tensor] = []
         self.steps: list[int] = []
         self.best: list[Tensor] = []
 
+    def _state(self) -> list[Tensor]:
+        """The guide's parameters, then the program's parameters and all buffers."""
+        of_modules = [
+            value
+            for module in self.modules
+            for value in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        ]
+        return list({id(v): v for v in (*self.guide.parameters(), *of_modules)}.values())
+
     @torch.no_grad()
     def check(self, step: int) -> None:
-        """Score the guide after a step, and copy its parameters where they are the best ones."""
+        """Score the guide after a step, and copy the state where it is the best one."""
         score = self._score()
         before = (
             torch.stack(self.scores).amax(0) if self.scores else score.new_full((1,), -torch.inf)
@@ -63,13 +81,10 @@ class HeldOut:
         self.scores.append(score)
         self.steps.append(step)
         better = score > before
-        parameters = list(self.guide.parameters())
-        if not self.best:
-            self.best = [parameter.detach().clone() for parameter in parameters]
-        elif self.is_ensemble:
-            self.best[0][better] = parameters[0].detach()[better]
-        elif bool(better):
-            self.best = [parameter.detach().clone() for parameter in parameters]
+        if self.best and self.apart:
+            self.best[0][better] = next(self.guide.parameters()).detach()[better]
+        elif not self.best or bool(better):
+            self.best = [value.detach().clone() for value in self._state()]
 
     def _score(self) -> Tensor:
         guide: Any = self.guide
@@ -79,12 +94,13 @@ class HeldOut:
         count = leading_size(self.program.args[0])
         per_row = sum(value.reshape(len(value), count, -1).sum(-1) for value in found.values())
         if self.is_ensemble:
-            return per_row.mean(-1)
+            scores = per_row.mean(-1)
+            return scores if self.apart else scores.mean()[None]
         return (per_row.logsumexp(0) - math.log(len(per_row))).mean()[None]
 
     @property
     def table(self) -> Tensor:
-        """The scores (checks, members)."""
+        """The scores (checks, members), or (checks, 1) of members that share a best step."""
         return torch.stack(self.scores)
 
     @property
@@ -100,7 +116,7 @@ class HeldOut:
         return torch.tensor(self.steps, device="cpu")[self.table.argmax(0).cpu()]
 
     def state_dict(self) -> dict[str, Any]:
-        """The scores and the best parameters so far, for a ``Checkpoint``."""
+        """The scores and the best state so far, for a ``Checkpoint``."""
         return {"scores": self.scores, "steps": self.steps, "best": self.best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -112,6 +128,6 @@ class HeldOut:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the best parameters back into the guide."""
-        for parameter, value in zip(self.guide.parameters(), self.best, strict=True):
-            parameter.copy_(value)
+        """Put the best state back into the guide and the program."""
+        for tensor, value in zip(self._state(), self.best, strict=True):
+            tensor.copy_(value)

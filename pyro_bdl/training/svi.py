@@ -20,6 +20,7 @@ from pyro_bdl.program.validation import check_finite
 from pyro_bdl.training.checkpoint import Checkpoint
 from pyro_bdl.training.collapse import warn_of_collapse
 from pyro_bdl.training.descent import Descent, Training, num_rows, rows_per_step
+from pyro_bdl.training.fingerprint import log_density_of_data, settings_of
 from pyro_bdl.training.held_out import HeldOut, split
 from pyro_bdl.training.safeguard import Safeguard
 from pyro_bdl.utils.memory import available_memory
@@ -79,13 +80,14 @@ def train(
         rate, for example ``torch.optim.AdamW`` with weight decay. Its learning rate falls in the
         same way.
     :param held_out: the share of the rows, chosen at random, that is held back from training. The
-        training stops when their log likelihood no longer grows, and the guide has its best
-        parameters at the end; each member of an ensemble its own.
+        training stops when their log likelihood no longer grows, and guide and program have their
+        best parameters and buffers at the end; each member of an ensemble its own, unless the
+        program has parameters or running statistics, which the members share.
     :param patience: checks without a better value after which the training stops.
     :param check_every: steps between two checks, by default a fiftieth of all steps.
     :param checkpoint: a file that holds the state of the training. If it exists, the training goes
-        on from there, and ends as one that was never stopped: on a CPU bit for bit. See
-        :class:`Checkpoint`.
+        on from there, and ends as one that was never stopped: on a CPU bit for bit. A file of
+        another program, other data or other settings is refused. See :class:`Checkpoint`.
     :param every: write the checkpoint after every so many steps; by default once a minute. It is
         written after the last step too.
     :param on_failure: what follows a step that goes wrong (a loss or gradient that is not finite,
@@ -114,8 +116,9 @@ def train(
         whole_number(check_every, "check_every")
     count = leading_size(x)
     size = rows_per_step(model, count, batch_size, total)
+    whole = torch.arange(count, device=device_of_rows(x)).split(_ROWS_AT_ONCE)
     if size < count:  # a full batch, and the first minibatch, are checked at the first step
-        for rows in torch.arange(count, device=device_of_rows(x)).split(_ROWS_AT_ONCE):
+        for rows in whole:
             check_data(model, guide, (taken(x, rows), taken(y, rows)), {})
     bayesian = elbo is None and temperature == 1.0
     if elbo is None:
@@ -139,9 +142,17 @@ def train(
     if checkpoint is not None:
         parts: dict[str, Any] = {"program": model} if isinstance(model, nn.Module) else {}
         parts |= {} if held is None else {"held_out": held}
+        batches = [(taken(x, rows), taken(y, rows)) for rows in whole] if size < count else [(x, y)]
+        trained = [value for group in optimizer.param_groups for value in group["params"]]
         saved = Checkpoint(
             checkpoint,
-            settings={"steps": steps, "batch_size": size, "held_out": held_out},
+            settings={
+                "steps": steps,
+                "batch_size": size,
+                "held_out": held_out,
+                **settings_of(guide, elbo, optimizer),
+                "log density of the data": log_density_of_data(model, batches, trained),
+            },
             guide=guide, optimizer=optimizer, schedule=schedule, elbo=elbo,
             batches=descent.batches, losses=descent.losses, **parts,
         )  # fmt: skip

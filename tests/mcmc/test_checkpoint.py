@@ -60,14 +60,14 @@ def test_a_killed_run_ends_with_the_same_draws(kernel, method, tmp_path, slow_cl
         longer = drawn(kernel, 15, chain_method=method, checkpoint=tmp_path / "run")
         assert torch.equal(longer.latents["w"][:, :12], whole.latents["w"])
         assert longer.num_draws == 15
-        with pytest.raises(ValueError, match="other settings"):
+        with pytest.raises(ValueError, match="seed=1, and this one has seed=2"):
             drawn(kernel, chain_method=method, checkpoint=tmp_path / "run", seed=2)
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path):
-    def journal(settings="{}", **numbers):
+    def journal(seed=0, **numbers):
         identity = {"starts": np.ones(2), "log densities": np.ones(1)} | numbers
-        return checkpoint.Journal(tmp_path, settings, identity)
+        return checkpoint.Journal(tmp_path, {"seed": seed}, identity)
 
     first = journal()
     assert first.restore() is None
@@ -76,8 +76,8 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
     found = journal(starts=np.ones(2) * (1 + 1e-6)).restore()  # but for rounding
     assert found.stage == 0 and found.done == 6 and found.leaves["x"].tolist() == [1, 2, 3]
     assert np.concatenate([block["draws"] for block in found.blocks]).tolist() == [0] * 4 + [1] * 2
-    with pytest.raises(ValueError, match="other settings"):
-        journal(settings="x").restore()
+    with pytest.raises(ValueError, match="a run with seed=0, and this one has seed=1"):
+        journal(seed=1).restore()
     with pytest.raises(ValueError, match="log densities differ"):
         journal(**{"log densities": np.ones(1) * 1.1}).restore()
 
@@ -95,6 +95,13 @@ def test_extended_chains_are_those_of_a_longer_run(kernel, tmp_path):
             from_file.extend(7)
         grown = mcmc.extend(from_file, 7, model, Y, progress=False)
         assert torch.equal(grown.latents["s"], whole.latents["s"])
+
+
+@pytest.mark.parametrize("method", ["vectorized", "parallel"])
+def test_chains_of_other_data_are_not_extended(method):
+    samples = drawn("mclmc", 4, num_warmup=2, chain_method=method)
+    with pytest.raises(ValueError, match="log densities at the last draws differ"):
+        mcmc.extend(samples, 2, model, Y + 0.3, progress=False)
 
 
 def test_samples_without_a_state_are_not_extended():
@@ -155,7 +162,7 @@ def test_a_killed_stochastic_gradient_run_ends_with_the_same_draws(
         assert torch.equal(longer.latents["w"], walked(15).latents["w"])
         shorter = walked(5, checkpoint=tmp_path / "run")
         assert torch.equal(shorter.latents["w"], whole.latents["w"][:, :5])
-        with pytest.raises(ValueError, match="other settings"):
+        with pytest.raises(ValueError, match=r"this one has friction=0\.5"):
             walked(checkpoint=tmp_path / "run", friction=0.5)
         with pytest.raises(ValueError, match="step sizes differ"):
             walked(checkpoint=tmp_path / "run", step_size=2e-3)

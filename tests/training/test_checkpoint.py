@@ -252,6 +252,37 @@ def test_another_run_is_refused_and_changes_nothing(tmp_path):
         Checkpoint(saved, rate=0.1)
 
 
+_OTHERS = {
+    "data": {"y": -_Y},
+    "prior": {"prior": 0.5},
+    "temperature": {"temperature": 10.0},
+    "rate": {"learning_rate": 0.5},
+    "estimator": {"estimator": "local_reparameterization"},
+    "optimizer": {"optimizer": torch.optim.SGD},
+}
+
+
+@pytest.mark.parametrize("other", _OTHERS)
+def test_training_of_another_posterior_is_refused(other, tmp_path):
+    def trained(y=_Y, prior=1.0, optimizer=None, **options):
+        # the features are no latents: they are trained, and start anew each time
+        net = nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+        bnn = bdl.bayesianize(net, prior=bdl.priors.Normal(prior), where="2.*")
+        model = bdl.models.Regression(bnn, noise=0.5)
+        guide = bdl.guides.AutoMeanField(model).prototype(_X, y)
+        if optimizer is not None:
+            options["optimizer"] = optimizer(guide.parameters(), lr=0.01)
+        run = train(model, guide, _X, y, steps=3, checkpoint=tmp_path / "run", **options)
+        return run.losses, _numbers(model, guide)
+
+    losses, numbers = trained()
+    again, same = trained()
+    assert torch.equal(losses, again)
+    assert all(torch.equal(a, b) for a, b in zip(numbers, same, strict=True))
+    with pytest.raises(ValueError, match=r"is of (another run|a run with)"):
+        trained(**_OTHERS[other])
+
+
 def test_pyros_parameters_of_another_program_are_refused(tmp_path):
     def saved(**values):
         pyro.clear_param_store()

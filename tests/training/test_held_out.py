@@ -88,3 +88,39 @@ def test_a_guide_of_one_posterior_is_stopped_by_its_predictive_density():
     step = found.best_steps.item()
     assert repr(found).startswith("Training(20 steps of ")
     assert repr(found).endswith(f"rows, loss {first} to {last}, parameters of step {step})")
+
+
+class Spread(torch.nn.Module):
+    """y ~ Normal(w, s), w ~ Normal(0, 1); a buffer counts the calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.s = torch.nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros((), dtype=torch.float64), 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(w, self.s), obs=y)
+
+
+@pytest.mark.parametrize("family", [bdl.guides.AutoMAP, bdl.guides.AutoEnsemble])
+def test_the_program_comes_back_with_the_guide(family):
+    """The pair that is left has the best score that was seen."""
+    x, y = data()
+    model = Spread()
+    guide = family(model)
+    guide.prototype(x, y)
+    held = HeldOut(model, guide, x, y, patience=9)
+    for step, s in enumerate((1.0, 0.9, 1e-3)):
+        with torch.no_grad():
+            model.s.fill_(s)
+            model.calls.fill_(step)
+            for parameter in guide.parameters():
+                parameter.fill_(0.5 + 0.01 * step)
+        held.check(step)
+    assert held.best_steps().tolist() == [1]
+    held.restore()
+    assert (model.s.item(), model.calls.item()) == (0.9, 1.0)
+    held.check(3)
+    assert held.scores[3].item() == held.scores[1].item() == held.table.max()

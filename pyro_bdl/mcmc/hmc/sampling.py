@@ -227,8 +227,8 @@ def extend(
 
     :param samples: of ``sample`` on NumPyro or JAX, also from a file.
     :param model: the program that made them, and its arguments; ``subset`` and ``at`` as then.
-    :raises ValueError: for samples that cannot go on: of another backend, or of chains that were
-        interrupted at different draws.
+    :raises ValueError: for samples that cannot go on: of another program or other data, of another
+        backend, or of chains that were interrupted at different draws.
     """
     made = samples.info.get("settings")
     backend = samples.info.get("backend", "numpyro")

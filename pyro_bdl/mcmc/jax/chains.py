@@ -1,7 +1,6 @@
 """Chains of any JAX kernel: in lockstep, in threads or in turn, in blocks of iterations."""
 
 import contextlib
-import json
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -20,6 +19,7 @@ from torch import Tensor
 from pyro_bdl.mcmc.chains import Chains, Settings, Target, progress_bar, stack_chains
 from pyro_bdl.mcmc.checkpoint import Journal, Kept
 from pyro_bdl.mcmc.jax.density import check_device, check_process, jax_density
+from pyro_bdl.utils.fingerprint import require_same
 from pyro_bdl.utils.interrupts import deferred_interrupt
 
 # The number of iterations between two checks of clock and keyboard is chosen to take about this
@@ -92,6 +92,8 @@ def run(
         if settings.chain_method == "vectorized" and len(start) > 1:
             journal = _journal(settings, log_density, starts)
             chain = Chain(kernel, advance, keys, starts, settings, journal, state)
+            if state is not None:
+                chain.require_density(log_density)
             chains = chain.run(stop)
         else:
             chains = _one_by_one(kernel, advance, log_density, keys, starts, settings, state, stop)
@@ -118,8 +120,8 @@ def _journal(
     if settings.inverse_mass is not None:
         identity["inverse_mass"] = settings.inverse_mass
     elsewhere = {} if settings.sink is None else {"on_disk": True}
-    text = json.dumps(settings.as_json() | elsewhere, sort_keys=True)
-    return Journal(folder if chain is None else folder / f"chain-{chain}", text, identity)
+    where = folder if chain is None else folder / f"chain-{chain}"
+    return Journal(where, settings.as_json() | elsewhere, identity)
 
 
 class Chain:
@@ -188,6 +190,17 @@ class Chain:
             )
         arrays = [jnp.asarray(leaves[name], own[name].dtype) for name in own]
         self.state = jax.tree.unflatten(jax.tree.structure(self.state), arrays)
+
+    def require_density(self, log_density: Callable[[jax.Array], jax.Array]) -> None:
+        """Check that the state is of chains of this log density.
+
+        :raises ValueError: if the last draw has another one.
+        """
+        last = self.kernel.kept(self.state)
+        values = (jax.vmap(log_density) if self.batched else log_density)(last["vector"])
+        name = "log densities at the last draws"
+        there = {name: -np.asarray(last["potential_energy"])}
+        require_same("the chain", there, {name: np.asarray(values)})
 
     def run(self, stop: threading.Event, bar: Any = None) -> Chains:
         """Run all stages; Ctrl-C or the event ``stop`` ends the last with the draws so far."""
@@ -390,6 +403,8 @@ def _one_by_one(
         journal = _journal(settings, log_density, start, i)
         own = None if state is None else {name: value[i] for name, value in state.items()}
         chains.append(Chain(kernel, advance, key, start, settings, journal, own, i))
+        if state is not None:
+            chains[-1].require_density(log_density)
     total = len(chains) * sum(stage.iterations for stage in kernel.stages)
     bar = progress_bar(settings, total, settings.kernel.upper())
     try:

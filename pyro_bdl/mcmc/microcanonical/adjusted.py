@@ -33,6 +33,8 @@ _PHASES = (0.15, 0.2, 0.25, 0.15)
 # The largest h / sqrt(P). On many standard Normals nothing is accepted from 2 on, and effective
 # draws per gradient fall from here; there the acceptance stays above a low target.
 _LONGEST = 1.8
+# The keys of the chains are those of split, which folds in the numbers of the chains.
+_LENGTHS = 2**32 - 1
 _EARLY = 64  # the mean number of steps at most, before the metric is known
 
 
@@ -72,7 +74,7 @@ def kernel(log_density: Callable[[jax.Array], jax.Array], settings: Settings, si
         early = min(_EARLY, most) if settings.num_warmup else most
         return AdjustedState(
             key,
-            jax.random.PRNGKey(settings.seed),
+            jax.random.fold_in(jax.random.PRNGKey(settings.seed), _LENGTHS),
             point,
             tuned,
             zero + adapting,

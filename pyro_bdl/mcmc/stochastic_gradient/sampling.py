@@ -1,6 +1,5 @@
 """``sgmcmc``: Langevin and Hamiltonian dynamics with gradients of minibatches."""
 
-import json
 import time
 import warnings
 from collections.abc import Callable
@@ -209,7 +208,7 @@ def _journal(
         "log densities": values.cpu().numpy(),
         "step sizes": np.array([size(step) for step in (0, 1, 10, 100, 1000, 10_000)]),
     }
-    return Journal(folder, json.dumps(settings, sort_keys=True), identity)
+    return Journal(folder, settings, identity)
 
 
 def _warn_of_early_end(track: Track, num_samples: int) -> None:
