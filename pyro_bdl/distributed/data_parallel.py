@@ -313,8 +313,7 @@ class DataParallel_ELBO(ELBO):
         value, *gradients = self._reduced(values, weight)
         if noise is not None:
             guide.last_noise = gradients.pop()  # type: ignore[attr-defined]
-        owned = range(len(trained)) if self.ranks.size > 1 else ()
-        return with_gradients(value[0], gradients, trained, owned=owned)
+        return with_gradients(value[0], gradients, trained)
 
     def _reduced(self, values: list[Tensor], weight: float) -> list[Tensor]:
         """sum_k weight_k values_k / sum_k weight_k, by one reduction."""

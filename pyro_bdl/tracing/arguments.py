@@ -1,45 +1,52 @@
 """The arguments of a call, split into tensors and constants."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from pyro_bdl.tracing.trace import NotTraceable
-
-Call = tuple[tuple, dict[str, Any]]
 
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
-class Given(NamedTuple):
-    """The tensors among a call's arguments.
+class Arguments(NamedTuple):
+    """The tensors among a call's arguments, and the rest.
 
-    :param tensors: in order.
-    :param kind: the properties for which a graph is valid: shapes, strides, dtypes, devices, and
-        all arguments that are not tensors.
-    :param rebuild: a function from such tensors to ``(args, kwargs)``.
+    :param constants: for each argument its type and value; None for a tensor.
     """
 
-    tensors: Sequence[Tensor]
-    kind: Hashable
-    rebuild: Callable[[Sequence[Tensor]], Call]
+    tensors: list[Tensor]
+    constants: tuple[tuple[type, Any] | None, ...]
+    structure: TreeSpec
+
+    @property
+    def key(self) -> Hashable:
+        """What a graph depends on besides the tensors' values."""
+        kinds = [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in self.tensors]
+        return tuple(kinds), self.constants, str(self.structure)
+
+    def rebuild(self, tensors: Sequence[Tensor]) -> tuple[tuple, dict[str, Any]]:
+        """``(args, kwargs)`` with other tensors."""
+        left = iter(tensors)
+        leaves = [next(left) if c is None else c[1] for c in self.constants]
+        return tree_unflatten(leaves, self.structure)
 
 
-def read(args: tuple, kwargs: dict[str, Any]) -> Given:
+def split(args: tuple, kwargs: dict[str, Any]) -> Arguments:
     """Separate the tensors among a call's arguments from the rest.
 
     :raises NotTraceable: for arguments whose changes cannot be noticed, and for sparse tensors.
     """
-    if not kwargs and all(type(value) is Tensor for value in args):
-        return Given(args, _kinds(args), _positional)
     leaves, structure = tree_flatten((args, kwargs))
     tensors: list[Tensor] = []
     constants: list[tuple[type, Any] | None] = []
     for leaf in leaves:
         if type(leaf) in (Tensor, nn.Parameter):
+            if leaf.layout is not torch.strided:
+                raise NotTraceable("an argument is a sparse tensor")
             tensors.append(leaf)
             constants.append(None)
         elif isinstance(leaf, _CONSTANTS):
@@ -49,19 +56,4 @@ def read(args: tuple, kwargs: dict[str, Any]) -> Given:
                 f"an argument holds {type(leaf).__name__}, which may change from step to step: "
                 "pass tensors, numbers and words"
             )
-
-    def rebuild(values: Sequence[Tensor]) -> Call:
-        left = iter(values)
-        return tree_unflatten([next(left) if c is None else c[1] for c in constants], structure)
-
-    return Given(tensors, (_kinds(tensors), tuple(constants), str(structure)), rebuild)
-
-
-def _positional(values: Sequence[Tensor]) -> Call:
-    return tuple(values), {}
-
-
-def _kinds(tensors: Sequence[Tensor]) -> Hashable:
-    if any(tensor.layout is not torch.strided for tensor in tensors):
-        raise NotTraceable("an argument is a sparse tensor")
-    return tuple([(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors])
+    return Arguments(tensors, tuple(constants), structure)

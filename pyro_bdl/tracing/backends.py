@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, fx
 
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.tracing.graph import base, is_random, kind_of, mutates, name_of
-from pyro_bdl.tracing.simplify import LARGE, call_directly
+from pyro_bdl.tracing.graph import is_random, kind_of, mutates, name_of
+from pyro_bdl.tracing.simplify import call_directly
 
 Run = Callable[..., tuple[Tensor, ...]]
 
@@ -25,7 +25,7 @@ def inductor(graph: fx.GraphModule, examples: Sequence[Tensor]) -> Run:
     """Compile fused kernels for the examples' shapes, which takes seconds to a minute.
 
     Random numbers are torch's own. Draws that need no result of the graph are made before it, in
-    the same order.
+    the same order, which is faster than inductor's calls of torch.
     """
     draws = _draws_first(graph)
     inputs = [example.detach() for example in examples] + [draw() for draw in draws]
@@ -71,11 +71,10 @@ def _draws_first(graph: fx.GraphModule) -> list[Callable[[], Tensor]]:
     them."""
     draws: list[Callable[[], Tensor]] = []
     last = list(graph.graph.find_nodes(op="placeholder"))[-1]
-    results = {base(node) for node in graph.graph.output_node().all_input_nodes}
     for node in list(graph.graph.nodes):
         if not is_random(node):
             continue
-        draw = _draw(node, keep=base(node) not in results)
+        draw = _draw(node)
         if draw is None:
             break  # later numbers must be drawn after this one
         with graph.graph.inserting_after(last):
@@ -88,44 +87,24 @@ def _draws_first(graph: fx.GraphModule) -> list[Callable[[], Tensor]]:
     return draws
 
 
-def _draw(node: fx.Node, *, keep: bool) -> Callable[[], Tensor] | None:
-    """A function that draws a node's numbers, if they need no result of the graph; else None.
-
-    :param keep: whether large draws may be written over those of the run before.
-    """
+def _draw(node: fx.Node) -> Callable[[], Tensor] | None:
+    """A function that draws a node's numbers, if they need no result of the graph; else None."""
     target, args, kwargs = node.target, node.args, node.kwargs
     assert callable(target)
     if not node.all_input_nodes:
-        fill = _FILLS.get(name_of(node))
-        if fill is None:
-            return lambda: target(*args, **kwargs)
-        return _filled(kind_of(node), fill, keep)
-    first = args[0]
-    filled = mutates(node) and isinstance(first, fx.Node) and name_of(first) in _EMPTY
-    if not filled or len(first.users) != 1 or len(node.all_input_nodes) != 1:  # type: ignore[union-attr]
+        return lambda: target(*args, **kwargs)
+    empty = args[0]
+    if not (mutates(node) and isinstance(empty, fx.Node) and name_of(empty) in _EMPTY):
         return None
-    return _filled(kind_of(first), lambda e: target(e, *args[1:], **kwargs), keep)  # type: ignore[arg-type]
+    kind = kind_of(empty)
+    if kind is None or len(empty.users) != 1 or len(node.all_input_nodes) != 1:
+        return None
+
+    def fill() -> Tensor:
+        tensor = torch.empty_strided(kind.shape, kind.stride, dtype=kind.dtype, device=kind.device)
+        return target(tensor, *args[1:], **kwargs)
+
+    return fill
 
 
-def _filled(kind: Any, fill: Callable[[Tensor], Any], keep: bool) -> Callable[[], Tensor]:
-    """A function that fills a tensor, a new one each time or, if it is large, the same one.
-
-    The C library gives large blocks back to the system, so that new ones cost page faults, which
-    take half as long as the numbers.
-    """
-    keep = keep and kind.device.type == "cpu" and kind.shape.numel() > LARGE
-    kept: list[Tensor] = []
-
-    def draw() -> Tensor:
-        if kept:
-            return fill(kept[0])
-        empty = torch.empty_strided(kind.shape, kind.stride, dtype=kind.dtype, device=kind.device)
-        if keep:
-            kept.append(empty)
-        return fill(empty)
-
-    return draw
-
-
-_FILLS: dict[str, Callable[[Tensor], Any]] = {"randn": Tensor.normal_, "rand": Tensor.uniform_}
 _EMPTY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "zeros_like"}

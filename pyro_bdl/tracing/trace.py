@@ -102,17 +102,13 @@ def _users_line() -> str:
     return ""
 
 
-def trace(
-    function: Callable[..., Any], examples: Sequence[Tensor], *, readable: int = 0
-) -> fx.GraphModule:
+def trace(function: Callable[..., Any], examples: Sequence[Tensor]) -> fx.GraphModule:
     """The graph of a function of tensors that returns a tuple of tensors.
 
     It is valid for the examples' shapes, strides, dtypes and devices. Tensors that are not
     arguments are its attributes (nodes ``get_attr``), not copied. The function runs once; its
     in-place changes are undone.
 
-    :param readable: of so many arguments, the first ones, control flow may ask for truth values;
-        the graph holds for those that it met (``TruthValues``).
     :raises NotTraceable: if control flow or a shape depends on numbers that may be others in the
         next run: those of arguments, of parameters, random ones, those changed in place.
     """
@@ -126,8 +122,7 @@ def trace(
     for node in graph.graph.nodes:
         if any(base(part).op == "placeholder" for part in changed(node)):
             raise NotTraceable(f"it changes an argument in place ({node.target})", str(node.target))
-    allowed = truth_readers(graph, readable) if readable else ()
-    refuse_reads(graph, variable_nodes(graph), places, allowed=allowed)
+    refuse_reads(graph, variable_nodes(graph), places)
     return graph
 
 
@@ -202,93 +197,20 @@ def mutated(graph: fx.GraphModule) -> Iterator[fx.Node]:
                 yield source
 
 
-def _readers(graph: fx.GraphModule) -> list[fx.Node]:
-    nodes = graph.graph.nodes
-    return [node for node in nodes if tagged(node, torch.Tag.data_dependent_output)]
-
-
-def truth_readers(graph: fx.GraphModule, readable: int) -> list[fx.Node]:
-    """The nodes that read a truth value of some arguments, and of no other variable numbers.
-
-    :param readable: how many of the arguments may be read, from the first on.
-    """
-    others = variable_nodes(graph)
-    arguments = list(graph.graph.find_nodes(op="placeholder"))[:readable]
-    asked = set(reached(graph.graph, arguments))
-    barred = set(reached(graph.graph, others.difference(arguments)))
-    written = {base(part) for node in graph.graph.nodes for part in changed(node)}
-
-    def is_allowed(node: fx.Node) -> bool:
-        value = node.all_input_nodes[0].meta.get("val") if node.all_input_nodes else None
-        if not isinstance(value, Tensor) or value.dtype is not torch.bool:
-            return False
-        if not asked.intersection(node.all_input_nodes) or node in barred:
-            return False
-        return not any(base(part) in written for part in _sources([node]))
-
-    return [node for node in _readers(graph) if is_allowed(node)]
-
-
-def _sources(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes and all that their results are computed from."""
-    found: set[fx.Node] = set()
-    pending = list(nodes)
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending += node.all_input_nodes
-    return found
-
-
-class TruthValues:
-    """The truth values of arguments that a program's control flow asked for when it was traced.
-
-    :param graph: from ``trace`` with the same ``readable``.
-    :param arguments: the examples that it was traced with, all of them.
-    """
-
-    def __init__(self, graph: fx.GraphModule, arguments: Sequence[Tensor], readable: int) -> None:
-        readers = truth_readers(graph, readable)
-        self._run: fx.GraphModule | None = None
-        self._readable = readable
-        if readers:
-            kept, copies = _sources(readers), fx.Graph()
-            places: dict[fx.Node, fx.Node] = {}
-            inputs = set(list(graph.graph.find_nodes(op="placeholder"))[:readable])
-            for node in graph.graph.nodes:
-                if node in kept or node in inputs:
-                    places[node] = copies.node_copy(node, places.__getitem__)
-            copies.output([places[node] for node in readers])
-            self._run = fx.GraphModule(graph, copies)
-        self.met = self.of(arguments)
-
-    def of(self, arguments: Sequence[Tensor]) -> tuple[bool, ...]:
-        """The same of other arguments."""
-        if self._run is None:
-            return ()
-        with torch.no_grad():
-            return tuple(map(bool, self._run(*arguments[: self._readable])))
-
-
 def refuse_reads(
-    graph: fx.GraphModule,
-    variable: Iterable[fx.Node],
-    places: Sequence[str] = (),
-    *,
-    allowed: Iterable[fx.Node] = (),
+    graph: fx.GraphModule, variable: Iterable[fx.Node], places: Sequence[str] = ()
 ) -> None:
     """Refuse control flow and shapes that depend on values that may differ in the next run.
 
     :param variable: the nodes of such values.
     :param places: the lines that read values, from ``record``.
-    :param allowed: nodes that may read them.
     :raises NotTraceable: naming the operator.
     """
     live = set(reached(graph.graph, variable))
-    readers, fine = _readers(graph), set(allowed)
+    nodes = graph.graph.nodes
+    readers = [node for node in nodes if tagged(node, torch.Tag.data_dependent_output)]
     for number, node in enumerate(readers):
-        if node not in fine and live.intersection(node.all_input_nodes):
+        if live.intersection(node.all_input_nodes):
             place = places[number] if len(places) == len(readers) else ""
             raise NotTraceable(
                 f"it reads numbers that change from step to step{place}, as control flow does",

@@ -1,6 +1,6 @@
 """Autograd's graph: which tensors a result depends on, and results with known gradients."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,48 +30,34 @@ def leaves_behind(value: Tensor, stop: Iterable[Tensor] = ()) -> list[Tensor]:
 
 
 def with_gradients(
-    value: Tensor,
-    gradients: Sequence[Tensor | None],
-    leaves: Sequence[Tensor],
-    *,
-    owned: Collection[int] = (),
+    value: Tensor, gradients: Sequence[Tensor | None], leaves: Sequence[Tensor]
 ) -> Tensor:
     """A scalar with known gradients in ``leaves``; it can be differentiated once.
 
     :param value: the scalar's value.
     :param gradients: one for each leaf, with the leaf's shape; None where there is none.
-    :param owned: the positions of gradients whose memory nothing else uses. The leaf gets this
-        memory, unless the graph is retained.
     """
-    return _WithGradients.apply(value, list(gradients), frozenset(owned), *leaves)
+    return _WithGradients.apply(value, list(gradients), *leaves)
 
 
 class _WithGradients(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, value: Tensor, gradients: list[Tensor], owned: frozenset[int], *leaves: Tensor
-    ) -> Tensor:
-        ctx.gradients, ctx.owned = gradients, owned
+    def forward(ctx: Any, value: Tensor, gradients: list[Tensor | None], *leaves: Tensor) -> Tensor:
+        ctx.gradients = gradients
         return value.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple:  # type: ignore[override]
-        keep = (
-            torch._C._autograd._get_current_graph_task_keep_graph()
-            or torch._C._are_functorch_transforms_active()
+        is_one = upstream.device.type == "cpu" and upstream.item() == 1.0
+        return (
+            None,
+            None,
+            *[
+                gradient if gradient is None or is_one else upstream.to(gradient) * gradient
+                for gradient in ctx.gradients
+            ],
         )
-        results: list[Tensor | None] = []
-        for number, gradient in enumerate(ctx.gradients):
-            if gradient is None:
-                results.append(None)
-            elif keep or number not in ctx.owned:
-                results.append(upstream.to(gradient) * gradient)
-            else:
-                ctx.gradients[number] = None  # autograd keeps memory that nothing else refers to
-                is_one = upstream.device.type == "cpu" and upstream.item() == 1.0
-                results.append(gradient if is_one else gradient.mul_(upstream.to(gradient)))
-        return None, None, None, *results
 
 
 def _edges(value: Tensor, stop: Iterable[Tensor] = ()) -> Iterator[_Edge]:

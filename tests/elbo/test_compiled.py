@@ -4,7 +4,6 @@ it cannot."""
 import copy
 import math
 import random
-import warnings
 
 import numpy as np
 import pyro
@@ -18,6 +17,7 @@ from helpers.compiled_steps import (
     X,
     Y,
     _cases,
+    num_replays,
     regression,
     regression_with,
     same_steps,
@@ -110,16 +110,15 @@ def test_torchs_loop(loss_of):
         strict=True,
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
-    assert elbo.num_replays == 3
+    assert elbo.num_replays == num_replays(5)
 
 
 def test_gradients_add_up_and_hooks_are_called():
     model = regression()
     guide = AutoMeanField(model).prototype(X, Y)
     elbo = CompiledELBO()
-    for _ in range(3):
+    for _ in range(4):
         elbo.loss_and_grads(model, guide, X, Y)
-    assert elbo.num_replays == 1
     before = guide.loc.grad.clone()
     torch.manual_seed(5)
     elbo.loss_and_grads(model, guide, X, Y)
@@ -129,7 +128,7 @@ def test_gradients_add_up_and_hooks_are_called():
     torch.manual_seed(5)
     elbo.loss_and_grads(model, guide, X, Y)
     torch.testing.assert_close(guide.loc.grad, before + 2 * once)
-    assert elbo.num_replays == 3
+    assert elbo.num_replays == num_replays(6)
     torch.testing.assert_close(seen[0], once)
 
 
@@ -149,7 +148,7 @@ def test_arguments_with_gradients():
         torch.testing.assert_close(*gradients)
         with torch.no_grad():
             encoder.weight.add_(0.1)
-    assert elbos[1].num_replays == 2
+    assert elbos[1].num_replays == num_replays(4)
 
 
 # Arguments
@@ -157,7 +156,9 @@ def test_arguments_with_gradients():
 
 def test_another_shape_is_traced_anew():
     batches = [(X[:4], Y[:4]), (X[4:], Y[4:])] * 4
-    elbo, _ = same_steps({}, batches, make=lambda: regression(num_data=6), replays=4)
+    elbo, _ = same_steps(
+        {}, batches, make=lambda: regression(num_data=6), replays=2 * num_replays(4)
+    )
     assert elbo.num_traces == 2
 
 
@@ -192,7 +193,7 @@ def test_nested_and_keyword_arguments():
             torch.manual_seed(1)
             losses.append(bound.loss_and_grads(nested, guide, {"x": X}, scale, y=Y))
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert (elbo.num_traces, elbo.num_replays) == (2, 3)
+    assert (elbo.num_traces, elbo.num_replays) == (2, 2)
 
 
 def test_the_same_tensor_twice_is_two_arguments():
@@ -271,14 +272,6 @@ class Masks(nn.Linear):
         return result + result[result > 0].sum()
 
 
-class Counts(nn.Linear):
-    calls = 0
-
-    def forward(self, x):
-        self.calls = self.calls + 1
-        return super().forward(x)
-
-
 class Jitters(nn.Linear):
     def forward(self, x):
         return super().forward(x) + float(np.random.randn())
@@ -295,7 +288,6 @@ class Shuffles(nn.Linear):
         (Branches, "reads numbers that change from step to step in line .* of test_compiled.py"),
         (Lists, "reads numbers that change from step to step in line .* of test_compiled.py"),
         (Masks, "the shape of a tensor depends on numbers"),
-        (Counts, "changes the attribute 'calls' of Counts"),
         (Jitters, "numpy's or Python's random numbers"),
         (Shuffles, "numpy's or Python's random numbers"),
     ],
@@ -306,7 +298,6 @@ def test_what_is_no_graph_runs_uncompiled(layer, reason):
         np.random.seed(1)
         random.seed(1)
         net = layer(2, 1)
-        net.calls = 0
         return regression(net)
 
     with pytest.warns(BdlWarning, match=reason) as caught:
@@ -315,6 +306,8 @@ def test_what_is_no_graph_runs_uncompiled(layer, reason):
 
 
 def test_branches_on_what_stays_the_same_are_fine():
+    """A change is found by the next comparison, in step 8."""
+
     class Fixed(nn.Linear):
         def __init__(self, *args):
             super().__init__(*args)
@@ -324,12 +317,13 @@ def test_branches_on_what_stays_the_same_are_fine():
             return super().forward(x) * (1.0 if self.flag > 0 else -1.0)
 
     def between(number, model, guide):
-        if number == 4:
+        if number == 7:
             model.network.net.flag.fill_(-1.0)
 
-    elbo, _ = same_steps(
-        {}, [(X, Y)] * 8, make=lambda: regression(Fixed(2, 1)), between=between, replays=4
-    )
+    with pytest.warns(BdlWarning, match="traces the program again"):
+        elbo, _ = same_steps(
+            {}, [(X, Y)] * 11, make=lambda: regression(Fixed(2, 1)), between=between, replays=5
+        )
     assert elbo.num_traces == 2
 
 
@@ -365,7 +359,7 @@ def test_without_gradients_and_under_autocast_it_is_the_plain_one():
     value = elbo.loss(model, guide, X, Y)
     torch.manual_seed(3)
     assert value == plain.loss(model, guide, X, Y)
-    assert elbo.num_replays == 2
+    assert elbo.num_replays == 1
     assert elbo.step == plain.step == 6
 
 
@@ -379,7 +373,7 @@ def test_copies_begin_anew():
     for _ in range(3):
         elbo.loss_and_grads(model, guide, X, Y)
     other = copy.deepcopy(elbo)
-    assert other.step == 3 and not other._graphs
+    assert other.step == 3 and not other.graphs.graphs
     for _ in range(3):
         other.loss_and_grads(model, guide, X, Y)
     assert (other.step, elbo.step) == (6, 3)
@@ -442,36 +436,11 @@ def test_inductor_with_noise_in_the_network_and_statistics():
     )
 
 
-def test_draws_written_over_those_of_the_step_before(monkeypatch):
-    """Large draws before inductor's graph, which runs here uncompiled."""
-    monkeypatch.setattr("pyro_bdl.tracing.backends.LARGE", 2)
+def test_draws_before_the_graph_of_inductor(monkeypatch):
+    """The graph runs here uncompiled."""
     monkeypatch.setattr("pyro_bdl.tracing.backends._compiled", lambda graph, _: graph.forward)
     same_steps({"backend": "inductor", "num_particles": 2}, [(X, Y)] * 6)
     same_steps({"backend": "inductor"}, [(X, Y)] * 6, kind=AutoMCDropout)
-
-
-@pytest.mark.parametrize("hooked", [False, True])
-@pytest.mark.parametrize("in_svi", [False, True])
-def test_gradients_of_large_vectors_are_not_copied(hooked, in_svi, monkeypatch):
-    """They are the graph's results, except those that share memory."""
-    monkeypatch.setattr("pyro_bdl.tracing.step.LARGE", 2)
-    model = regression()
-    guide = AutoMeanField(model).prototype(X, Y)
-    if hooked:
-        guide.loc.register_hook(lambda gradient: gradient.clone())
-    elbo, plain = CompiledELBO(), TemperedTraceMeanField_ELBO()
-    for step in range(5):
-        found = []
-        for bound in (elbo, plain):
-            torch.manual_seed(step)
-            guide.zero_grad()
-            if in_svi:
-                bound.loss_and_grads(model, guide, X, Y)
-                bound.loss_and_grads(model, guide, X, Y)  # adds to what is there
-            else:
-                (2.0 * bound.differentiable_loss(model, guide, X, Y)).backward()
-            found.append([p.grad for p in guide.parameters()])
-        torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
 
 
 def test_without_a_compiler_the_operators_run_one_by_one(monkeypatch):
@@ -496,40 +465,17 @@ def test_on_a_gpu():
     same_steps({"temperature": 0.3}, batches, make=lambda: regression().to("cuda"), rtol=1e-4)
 
 
-def _if_full(x, mask, y=None):
-    """Asks whether a mask is full, as attention does."""
-    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-    f = x @ w if bool(mask.all()) else (x * mask) @ w.sin()
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(f, 0.5), obs=y)
-
-
-def test_each_truth_value_of_the_arguments_has_a_graph():
-    full = torch.ones(6, 2, dtype=torch.bool)
-    part = full.clone()
-    part[1:3] = False
-    losses = []
-    for elbo in (TemperedTraceMeanField_ELBO(), CompiledELBO()):
-        pyro.set_rng_seed(0)
-        guide = AutoMeanField(_if_full)
-        svi = SVI(_if_full, guide, pyro.optim.Adam({"lr": 0.05}), elbo)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", BdlWarning)
-            losses.append([svi.step(X, mask, Y) for mask in (full, part, ~part, full) * 3])
-    torch.testing.assert_close(*map(torch.tensor, losses))
-    assert elbo.num_traces == 2 and elbo.num_replays == 8
-
-
 @pytest.mark.parametrize(
     "ask",
     [
+        lambda mask, w: bool(mask.all()),
         lambda mask, w: mask.tolist() == [[True, True]] * 6,
         lambda mask, w: bool((mask & (w > -9)).all()),
         lambda mask, w: int(mask.sum()) > 11,
     ],
-    ids=["a list of them", "of a latent too", "a number"],
+    ids=["whether it is full", "a list of them", "of a latent too", "a number"],
 )
-def test_other_reads_of_the_arguments_are_refused(ask):
+def test_reads_of_the_arguments_are_refused(ask):
     def model(x, mask, y):
         w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
         f = x @ w if ask(mask, w) else x @ w.sin()

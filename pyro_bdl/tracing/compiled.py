@@ -1,0 +1,219 @@
+"""Losses as graphs of torch's operators, run in place of the program and compared with it now and
+then."""
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import pyro
+import torch
+from pyro import poutine
+from torch import Tensor, nn
+
+from pyro_bdl.errors import BdlWarning
+from pyro_bdl.tracing.step import Outcome, Step, agree, trace_step
+from pyro_bdl.tracing.trace import NotTraceable
+from pyro_bdl.utils.autograd import with_gradients
+from pyro_bdl.utils.module_state import as_written
+from pyro_bdl.utils.side_effects import without_side_effects
+
+
+class Evaluation(ABC):
+    """One evaluation of a loss that can run plainly or as a graph.
+
+    :ivar owner: the program (and guide) that is evaluated.
+    :ivar key: what a graph depends on besides the values of tensors: shapes, dtypes, devices,
+        arguments that are not tensors, modes.
+    """
+
+    owner: Hashable
+    key: Hashable
+
+    @abstractmethod
+    def plain(self) -> Tensor:
+        """Run the program; return its loss."""
+
+    @abstractmethod
+    def tensors(self) -> Sequence[Tensor]:
+        """The arguments of the graph."""
+
+    @abstractmethod
+    def traced(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The loss and further results as a function of ``tensors``, to be traced."""
+
+    @abstractmethod
+    def modules(self) -> list[nn.Module]:
+        """The modules of the program, whose buffers an evaluation may change."""
+
+    def size(self, loss: Tensor) -> Tensor:
+        """The number that errors of the loss are compared with, by default its absolute value."""
+        return loss.detach().abs()
+
+
+@dataclass
+class Graph:
+    """The graph of one kind of evaluations, or the reason why there is none.
+
+    :param parameters: those in Pyro's store that it reads, by name.
+    :param evaluations: how often the loss was evaluated since it was traced, that time included.
+    """
+
+    step: Step | None = None
+    refused: str | None = None
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    evaluations: int = 0
+    num_traces: int = 0
+
+    def is_due(self) -> bool:
+        """Return whether this evaluation is compared with the program: 2, 4, 8, ..."""
+        return self.evaluations.bit_count() == 1
+
+    def reads_current_parameters(self) -> bool:
+        """Return whether Pyro's store still holds the same tensors, and all leaves are trained."""
+        assert self.step is not None
+        stored = dict(pyro.get_param_store().named_parameters())
+        return all(stored.get(name) is value for name, value in self.parameters.items()) and all(
+            leaf.requires_grad for leaf in self.step.leaves if isinstance(leaf, Tensor)
+        )
+
+
+class CompiledLoss:
+    """A loss whose evaluations run as graphs, one for each key.
+
+    The first evaluation runs the program and traces it (``make_fx``). Evaluations 2, 4, 8, ... run
+    program and graph with the same random numbers, and compare loss and gradients; the others run
+    the graph alone. The contract: between evaluations nothing that the program reads changes but
+    its arguments, parameters, buffers and random numbers. Where a comparison shows that something
+    else did, the program is traced again, with a warning.
+
+    :param subject: the name that warnings begin with.
+    :param backend: of ``pyro_bdl.tracing.backends.BACKENDS``.
+    :param max_graphs: the largest number of keys of one owner, and of traces of one key; beyond it
+        the program runs uncompiled.
+    """
+
+    def __init__(self, subject: str, backend: str = "eager", max_graphs: int = 8) -> None:
+        self.subject, self.backend, self.max_graphs = subject, backend, max_graphs
+        self.num_traces = 0  # times that a program was traced
+        self.num_replays = 0  # evaluations that ran only a graph
+        self.graphs: dict[tuple[Hashable, Hashable], Graph] = {}
+        self._warned: set[str] = set()
+
+    def __call__(self, evaluation: Evaluation) -> Tensor | Outcome:
+        """Return the plain loss, or the outcome of a graph."""
+        key = evaluation.owner, evaluation.key
+        graph = self.graphs.get(key)
+        if graph is None:
+            loss = evaluation.plain()
+            if self._has_room(evaluation.owner):
+                self.graphs[key] = graph = Graph()
+                self._trace(graph, evaluation)
+            return loss
+        if graph.step is None:
+            return evaluation.plain()
+        if not graph.reads_current_parameters():
+            loss = evaluation.plain()
+            self._trace(graph, evaluation)
+            return loss
+        graph.evaluations += 1
+        if graph.is_due():
+            return self._compare(graph, graph.step, evaluation)
+        self.num_replays += 1
+        return graph.step(evaluation.tensors())
+
+    def warn(self, reason: str) -> None:
+        """Warn once that a program runs uncompiled, or that its graph was stale."""
+        if reason not in self._warned:
+            self._warned.add(reason)
+            warnings.warn(f"{self.subject} {reason}", BdlWarning, stacklevel=6)
+
+    def _has_room(self, owner: Hashable) -> bool:
+        """Return whether there is room for another graph; drop one of another owner if need be."""
+        if len(self.graphs) < self.max_graphs:
+            return True
+        others = [key for key in self.graphs if key[0] != owner]
+        if others:
+            del self.graphs[others[0]]
+            return True
+        self.warn(
+            "runs the program uncompiled, since its arguments come in more than "
+            f"{self.max_graphs} shapes or with more than {self.max_graphs} values of other "
+            "arguments; the first ones stay compiled: pad the arguments, pass numbers as tensors, "
+            "or raise max_graphs"
+        )
+        return False
+
+    def _refuse(self, graph: Graph, reason: str) -> None:
+        graph.step, graph.refused = None, reason
+        self.warn(f"runs the program uncompiled, since {reason}")
+
+    def _trace(self, graph: Graph, evaluation: Evaluation) -> None:
+        self.num_traces += 1
+        graph.num_traces += 1
+        graph.step, graph.evaluations = None, 1
+        modules = evaluation.modules()
+        statements = poutine.trace(param_only=True)
+        try:
+            with (
+                without_side_effects(modules), as_written(modules), poutine.block(), statements,
+                pyro.validation_enabled(False),
+            ):  # fmt: skip
+                step = trace_step(evaluation.traced, evaluation.tensors(), self.backend)
+        except NotTraceable as error:
+            self._refuse(graph, str(error))
+        except Exception as error:  # what make_fx cannot run can still be run
+            lines = str(error).strip().splitlines() or [""]
+            self._refuse(graph, f"tracing it failed ({type(error).__name__}: {lines[0]})")
+        else:
+            stored = dict(pyro.get_param_store().named_parameters())
+            names = statements.trace.nodes.keys() & stored.keys()
+            graph.step, graph.parameters = step, {name: stored[name] for name in names}
+
+    def _compare(self, graph: Graph, step: Step, evaluation: Evaluation) -> Tensor:
+        """Evaluate the program, and compare the graph's outcome with it."""
+        try:
+            with without_side_effects(evaluation.modules(), step.written):
+                outcome = step(evaluation.tensors())
+                written = [tensor.clone() for tensor in step.written]
+        except Exception as error:
+            loss = evaluation.plain()  # which raises an error of its own for bad data
+            self._refuse(graph, f"its graph cannot be run ({type(error).__name__}: {error})")
+            return loss
+        loss = evaluation.plain()
+        if not loss.isfinite():
+            graph.evaluations -= 1  # no comparison is possible; the next evaluation compares
+            return loss
+        gradients = torch.autograd.grad(loss, outcome.leaves, allow_unused=True)
+        pairs = [(outcome.results[0], loss.detach(), evaluation.size(loss))]
+        pairs += [
+            (ours, theirs, theirs.norm())
+            for ours, theirs in zip(outcome.gradients, gradients, strict=True)
+            if theirs is not None
+        ]
+        for ours, theirs in zip(written, step.written, strict=True):
+            pairs.append((ours, theirs, theirs.detach().float().norm()))
+        if not all(agree(*pair) for pair in pairs):
+            self._differ(graph, evaluation, float(outcome.results[0]), float(loss.detach()))
+        return with_gradients(loss.detach(), gradients, outcome.leaves)
+
+    def _differ(self, graph: Graph, evaluation: Evaluation, ours: float, theirs: float) -> None:
+        """Trace the program again, unless its graph never agreed or it changes all the time."""
+        if graph.evaluations == 2:
+            self._refuse(
+                graph,
+                f"its graph gives a loss of {ours:.6g} and the program itself {theirs:.6g}, or "
+                "another gradient: it computes with something other than tensors, such as numpy's "
+                "or Python's random numbers or a counter",
+            )
+        elif graph.num_traces >= self.max_graphs:
+            self._refuse(
+                graph, f"what it reads was changed between evaluations {self.max_graphs} times"
+            )
+        else:
+            self.warn(
+                "traces the program again, since something that it reads (an attribute, a closure "
+                "cell, a global) was changed between evaluations; up to half of the evaluations so "
+                "far used the old value: pass what changes as an argument"
+            )
+            self._trace(graph, evaluation)
