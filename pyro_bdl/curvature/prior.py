@@ -79,14 +79,13 @@ class PriorPrecision(NamedTuple):
 
     def added_to(self, matrix: Tensor) -> Tensor:
         """Return a matrix (p, p) plus this matrix."""
-        every = torch.arange(len(matrix), device=matrix.device)
+        every, diagonal = torch.arange(len(matrix), device=matrix.device), self.diagonal.to(matrix)
         if self.indices is None or self.dense is None:
-            return matrix.index_put((every, every), self.diagonal, accumulate=True)
-        plain = torch.ones_like(self.diagonal)
-        plain[self.indices] = 0.0
-        matrix = matrix.index_put((every, every), self.diagonal * plain, accumulate=True)
+            return matrix.index_put((every, every), diagonal, accumulate=True)
+        plain = diagonal.index_fill(0, self.indices, 0.0)
+        matrix = matrix.index_put((every, every), plain, accumulate=True)
         where = (self.indices[:, None].expand_as(self.dense), self.indices.expand_as(self.dense))
-        return matrix.index_put(where, self.dense, accumulate=True)
+        return matrix.index_put(where, self.dense.to(matrix), accumulate=True)
 
 
 def run_at(

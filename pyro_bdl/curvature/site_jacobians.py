@@ -136,6 +136,6 @@ def _columns_at_once(linearization: Linearization, count: int, config: Curvature
     item = linearization.vector.element_size()
     per_column = item * sum(math.prod(use.output_shape) for use in linearization.uses)
     shared = [math.prod(u.shape) for u in linearization.uses if u.unfold is not None]
-    numbers = config.kind.numbers_per_gradient(linearization.subset.size, max(shared, default=0))
+    numbers = config.kind.numbers_per_column(linearization.subset.size, max(shared, default=0))
     per_column += item * numbers * count
     return max(1, int(bytes_at_once(_COLUMNS_BUDGET) / max(1, per_column)))

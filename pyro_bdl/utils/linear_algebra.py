@@ -8,7 +8,15 @@ from torch import Tensor
 from pyro_bdl.errors import BdlWarning
 
 _HALVED_FROM = 256
-_DOUBLE_UP_TO = 4096  # rows; larger matrices are factorized in their own dtype
+_DOUBLE_UP_TO = 4096  # rows; larger matrices are summed and factorized in their own dtype
+
+
+def widened(x: Tensor, size: int) -> Tensor:
+    """Return ``x`` in float64 if matrices of ``size`` rows are summed and factorized in it.
+
+    A sum in float32 fills a matrix's null space with 1e-7 of its largest eigenvalue.
+    """
+    return x.double() if size <= _DOUBLE_UP_TO else x
 
 
 def products(x: Tensor) -> Tensor:
@@ -51,8 +59,7 @@ def cholesky(matrix: Tensor, what: str) -> Tensor:
     :param what: a name for the matrix in errors and warnings.
     :raises ValueError: if even large jitter does not help, or entries are not finite.
     """
-    if len(matrix) <= _DOUBLE_UP_TO:
-        matrix = matrix.double()
+    matrix = widened(matrix, len(matrix))
     factor, info = torch.linalg.cholesky_ex(matrix)
     if not info:
         return factor

@@ -161,7 +161,7 @@ class Curvature(nn.Module, ABC):
     def numbers_per_gradient(cls, size: int, largest_shared: int) -> int:
         """Return how many numbers it makes from one column of one datum's Jacobian.
 
-        Batches are cut, and columns are grouped, so that these numbers fit in memory.
+        Batches are cut so that these numbers fit in memory.
 
         :param size: p, the result for a structure that uses ``Jacobian.rows``.
         :param largest_shared: the number of entries of the largest weight that is used at several
@@ -169,6 +169,12 @@ class Curvature(nn.Module, ABC):
             block at a time.
         """
         return size
+
+    @classmethod
+    def numbers_per_column(cls, size: int, largest_shared: int) -> int:
+        """Return how many numbers each further column adds to these; columns are grouped so that
+        they fit in memory."""
+        return cls.numbers_per_gradient(size, largest_shared)
 
     @classmethod
     def from_matrix(cls, matrix: Tensor) -> Self:

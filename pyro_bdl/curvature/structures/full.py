@@ -1,24 +1,26 @@
 """Full curvature: sum_n J_n' J_n as a matrix."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from pyro_bdl.curvature.jacobian.jacobian import Jacobian
+from pyro_bdl.curvature.jacobian.jacobian import Block, DenseBlock, Jacobian, ProductBlock
 from pyro_bdl.curvature.jacobian.output_layers import SoftmaxBlock
 from pyro_bdl.curvature.prior import PriorPrecision
 from pyro_bdl.curvature.structures.base import Curvature, Precision, StructureOptions
 from pyro_bdl.program.subset import Subset
-from pyro_bdl.utils.linear_algebra import add_products, cholesky, products
+from pyro_bdl.utils.linear_algebra import add_products, cholesky, products, widened
 
 _EIGENVALUES_UP_TO = 2048  # latents
 _ROUNDING = 1e-6  # of eigenvalues, relative to the largest
 
 
 class FullCurvature(Curvature):
-    """The matrix sum_n J_n' J_n, (p, p)."""
+    """The matrix sum_n J_n' J_n, (p, p), in float64 up to 4096 latents."""
 
     takes_hessian = takes_softmax = True
     matrix: Tensor
@@ -26,7 +28,7 @@ class FullCurvature(Curvature):
     def __init__(self, size: int, like: Tensor) -> None:
         super().__init__()
         self.size = size
-        self.register_buffer("matrix", like.new_zeros(size, size))
+        self.register_buffer("matrix", widened(like, size).new_zeros(size, size))
 
     @classmethod
     def empty(
@@ -44,45 +46,43 @@ class FullCurvature(Curvature):
     def memory(cls, size: int, options: StructureOptions, num_rows: int = 0) -> int:
         return 3 * size * size
 
+    @classmethod
+    def numbers_per_column(cls, size: int, largest_shared: int) -> int:
+        return largest_shared
+
     def add(self, jacobian: Jacobian) -> None:
-        classes = [block for block in jacobian.blocks if isinstance(block, SoftmaxBlock)]
-        if classes:
-            assert len(classes) == len(jacobian.blocks)
-            self._add_classes(classes)
+        if jacobian.num_columns > 1 and all(_is_product(block) for block in jacobian.blocks):
+            self._add_layers(_layers(jacobian.blocks, self.matrix))
             return
-        covered = sum(block.position.size for block in jacobian.blocks)
-        if 2 * covered < self.size:
-            positions = [
-                block.position.index_tensor(self.matrix.device) for block in jacobian.blocks
-            ]
-            if positions:
-                where = torch.cat(positions)
-                rows = torch.cat([block.rows() for block in jacobian.blocks], -1).flatten(0, 1)
-                self.matrix[where[:, None], where] += products(rows)
-            return
-        add_products(self.matrix, jacobian.rows().flatten(0, 1))
+        for column in range(jacobian.num_columns):
+            self._add_rows([_column(block, column) for block in jacobian.blocks], jacobian)
 
-    def _add_classes(self, blocks: list[SoftmaxBlock]) -> None:
-        """Add the sums over the data of w (diag(p) - p p') kron a a', with a the inputs of all
-        blocks.
+    def _add_rows(self, blocks: list[Block], jacobian: Jacobian) -> None:
+        if 2 * sum(block.position.size for block in blocks) >= self.size:
+            rows = replace(jacobian, blocks=blocks, num_columns=1).rows()
+            add_products(self.matrix, rows.flatten(0, 1).to(self.matrix))
+        elif blocks:
+            where = torch.cat([b.position.index_tensor(self.matrix.device) for b in blocks])
+            rows = torch.cat([block.rows() for block in blocks], -1).flatten(0, 1)
+            self.matrix[where[:, None], where] += products(rows.to(self.matrix))
 
-        This takes a product for each pair of classes; rows would cost more by a factor of the
-        number of classes.
+    def _add_layers(self, layers: list["_Layer"]) -> None:
+        """Add the sums over the data of (sum over the columns of g h') kron a b', for every pair of
+        layers with gradients g, h and inputs a, b.
+
+        This takes a product for each output; rows would cost more by a factor of the number of
+        columns.
         """
-        p, w = blocks[0].gradients[0, :, 0, 0], blocks[0].weights
-        ones = p.new_ones(len(p), 1)
-        a = torch.cat([ones if b.source is None else b.source()[:, 0, 0] for b in blocks], 1)
-        device, classes = self.matrix.device, p.shape[1]
-        where = torch.cat([b.position.index_tensor(device).view(classes, -1) for b in blocks], 1)
-        for k in range(classes):
-            weights = -w * p[:, k : k + 1] * p[:, : k + 1]
-            others = p[:, :k].sum(1) + p[:, k + 1 :].sum(1)  # 1 - p_k, which would round to zero
-            weights[:, k] = w[:, 0] * p[:, k] * others
-            found = a.mT @ (weights[:, :, None] * a[:, None]).flatten(1)  # (H, (k + 1) H)
-            columns = where[: k + 1].flatten()
-            self.matrix[where[k][:, None], columns] += found
-            earlier = columns[: k * a.shape[1]]
-            self.matrix[earlier[:, None], where[k]] += found[:, : len(earlier)].mT
+        for number, layer in enumerate(layers):
+            for other in layers[: number + 1]:
+                for k in range(len(layer.where)):
+                    count = k + 1 if other is layer else len(other.where)  # the rest by symmetry
+                    moments = layer.moments(k, other)[:, :count, None]
+                    found = layer.inputs.mT @ (moments * other.inputs[:, None]).flatten(1)
+                    columns = other.where[:count].flatten()
+                    self.matrix[layer.where[k][:, None], columns] += found
+                    mirrored = columns[: k * other.inputs.shape[1]] if other is layer else columns
+                    self.matrix[mirrored[:, None], layer.where[k]] += found[:, : len(mirrored)].mT
 
     def sums(self) -> list[Tensor]:
         return [self.matrix]
@@ -104,24 +104,88 @@ class FullCurvature(Curvature):
         return [values.clamp(min=0.0).to(self.matrix)] if is_psd else None
 
     def with_prior(self, prior: PriorPrecision, factor: Tensor | float = 1.0) -> "FullPrecision":
-        return FullPrecision(prior.added_to(self.matrix * factor))
+        matrix = prior.added_to(self.matrix * factor)
+        return FullPrecision(matrix, dtype=prior.diagonal.dtype)
+
+
+@dataclass
+class _Layer:
+    """The weights and biases of one product, with the same gradients in its outputs.
+
+    :param block: of these.
+    :param inputs: of all, one for a bias, (n, H).
+    :param where: their positions in the subset, (out, H).
+    """
+
+    block: ProductBlock
+    inputs: Tensor
+    where: Tensor
+
+    @cached_property
+    def gradients(self) -> Tensor:
+        """(K, n, out)"""
+        return self.block.gradients[:, :, 0, 0].to(self.inputs)
+
+    def moments(self, k: int, other: "_Layer") -> Tensor:
+        """The sums over the columns of this layer's k-th gradient times the other's, (n, out)."""
+        if not isinstance(self.block, SoftmaxBlock):
+            return torch.einsum("kn,kno->no", self.gradients[:, :, k], other.gradients)
+        p, w = self.gradients[0], self.block.weights.to(self.inputs)
+        found = -w * p[:, k : k + 1] * p
+        found[:, k] = w[:, 0] * p[:, k] * (p.sum(1) - p[:, k])
+        return found
+
+
+def _is_product(block: Block) -> bool:
+    """Whether each datum has a single product of whole rows of a weight."""
+    if isinstance(block, SoftmaxBlock):
+        return True
+    return (
+        isinstance(block, ProductBlock)
+        and block.position.chosen is None
+        and block.gradients.shape[2:4] == (1, 1)
+    )
+
+
+def _layers(blocks: Sequence[Any], like: Tensor) -> list[_Layer]:
+    groups: dict[int, list[ProductBlock]] = {}
+    for block in blocks:
+        groups.setdefault(id(block.gradients), []).append(block)
+    layers = []
+    for members in groups.values():
+        ones = like.new_ones(members[0].gradients.shape[1], 1)
+        a = [ones if b.source is None else b.source()[:, 0, 0].to(like) for b in members]
+        out = members[0].gradients.shape[-1]
+        where = [b.position.index_tensor(like.device).view(out, -1) for b in members]
+        layers.append(_Layer(members[0], torch.cat(a, 1), torch.cat(where, 1)))
+    return layers
+
+
+def _column(block: Block, number: int) -> Block:
+    part = slice(number, number + 1)
+    if isinstance(block, DenseBlock):
+        return replace(block, values=block.values[part])
+    return replace(block, gradients=block.gradients[part])
 
 
 class FullPrecision(Precision):
-    """A dense precision matrix (p, p), stored as its Cholesky factor."""
+    """A dense precision matrix (p, p), stored as its Cholesky factor.
+
+    :param dtype: of the results; by default the matrix's.
+    """
 
     dense = True
 
-    def __init__(self, matrix: Tensor, *, what: str = "the posterior precision") -> None:
-        self.size, self.dtype = len(matrix), matrix.dtype
-        self.factor = cholesky(matrix, what)
+    def __init__(self, matrix: Tensor, *, dtype: torch.dtype | None = None) -> None:
+        self.size, self.dtype = len(matrix), dtype or matrix.dtype
+        self.factor = cholesky(matrix, "the posterior precision")
         self._matrix = matrix if matrix.requires_grad else None
 
     def logdet(self) -> Tensor:
         if self._matrix is None:
             return _log_determinant(self.factor).to(self.dtype)
         found: Tensor = _LogDeterminant.apply(self._matrix, self.factor)
-        return found
+        return found.to(self.dtype)
 
     def sample(self, num_samples: int) -> Tensor:
         like = self.factor

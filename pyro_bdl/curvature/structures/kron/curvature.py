@@ -42,6 +42,7 @@ from pyro_bdl.curvature.structures.kron.precision import KroneckerPrecision
 from pyro_bdl.errors import BdlWarning
 from pyro_bdl.program.subset import Subset
 from pyro_bdl.utils.collectives import Ranks
+from pyro_bdl.utils.linear_algebra import widened
 
 _DENSE_UP_TO = 1024
 
@@ -55,10 +56,10 @@ class ExactBlock(nn.Module):
         super().__init__()
         self.position = position
         shape = (size, size) if size <= _DENSE_UP_TO else (size,)
-        self.register_buffer("values", like.new_zeros(shape))
+        self.register_buffer("values", widened(like, size).new_zeros(shape))
 
     def add(self, block: Block) -> None:
-        rows = block.rows().flatten(0, 1)
+        rows = block.rows().flatten(0, 1).to(self.values)
         self.values += rows.mT @ rows if self.values.dim() == 2 else rows.square().sum(0)
 
     def diagonal(self) -> Tensor:
@@ -280,9 +281,9 @@ class KroneckerCurvature(Curvature):
             if len(union) == len(inverse):
                 result += members
                 continue
-            whole = self.like.new_zeros(len(union), len(union))
             dense = len(union) <= _DENSE_UP_TO
-            whole = whole if dense else whole.new_zeros(len(union))
+            shape = (len(union), len(union)) if dense else (len(union),)
+            whole = widened(self.like, len(union)).new_zeros(shape)
             parts = inverse.split([len(own) for own in numbers])
             for (_, block), where in zip(members, parts, strict=True):
                 if isinstance(block, Tensor):
@@ -291,9 +292,9 @@ class KroneckerCurvature(Curvature):
                 else:
                     part = block.matrix() if dense else block.diagonal()
                 if dense:
-                    whole[where[:, None], where] += part
+                    whole[where[:, None], where] += part.to(whole)
                 else:
-                    whole[where] += part
+                    whole[where] += part.to(whole)
             result.append((BlockPosition((site, -2), union), whole))
         return result
 
@@ -302,7 +303,7 @@ class KroneckerCurvature(Curvature):
         result = self.like.new_zeros(self.size)
         for module in (*self.products.values(), *self.rest.values()):
             block: Any = module
-            result[block.position.indices] += block.diagonal()
+            result[block.position.indices] += block.diagonal().to(result)
         return result
 
 
@@ -392,11 +393,12 @@ def _one_number(prior: PriorPrecision, position: BlockPosition) -> Tensor | None
 
 
 def _rest_precision(values: Tensor, prior: PriorPrecision, position: BlockPosition) -> Precision:
-    if values.dim() == 2 and prior.couples(position.indices):
-        block = prior.within(position.indices).to(values)
-        if not torch.linalg.cholesky_ex(block)[1]:  # may be indefinite for hierarchical priors
-            return FullPrecision(values + block)
     added = prior.diagonal[position.indices].to(values)
     if values.dim() == 1:
-        return DiagonalPrecision(values + added)
-    return FullPrecision(values + torch.diag(added))
+        return DiagonalPrecision((values + added).to(prior.diagonal))
+    matrix = values + torch.diag(added)
+    if prior.couples(position.indices):
+        block = prior.within(position.indices).to(values)
+        if not torch.linalg.cholesky_ex(block)[1]:  # may be indefinite for hierarchical priors
+            matrix = values + block
+    return FullPrecision(matrix, dtype=prior.diagonal.dtype)
