@@ -25,7 +25,6 @@ SMALL = {
         *("--classes", "20", "--rows", "30", "--full", "300", "--images", "4", "--width", "4"),
     ],
     "function_space": ["--quick"],
-    "folds": ["--quick", "--guides", "map", "--folds", "2"],
     "distributed": [
         *("--steps", "1", "--batches", "8", "4", "--rows", "20", "--repeats", "1"),
     ],

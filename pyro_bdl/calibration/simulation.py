@@ -19,7 +19,7 @@ from pyro_bdl.program.program import Program
 from pyro_bdl.program.trace import leave_open, record
 from pyro_bdl.program.vmap import Draws, map_draws
 from pyro_bdl.samples import Samples
-from pyro_bdl.training.parallel_guides import Together
+from pyro_bdl.training.several_targets import GuidesOfTargets
 from pyro_bdl.utils.module_state import evaluation_mode
 from pyro_bdl.utils.progress import hidden
 from pyro_bdl.utils.random_state import seeded
@@ -199,7 +199,7 @@ def simulation_based_calibration(
     :param inference: a function ``(model, *args) -> guide or Samples``; or an untrained guide,
         which is trained on all simulations at once by ``vmap``.
     :param training: options of the guide's training, see
-        ``training.parallel_guides.Together.train``.
+        ``training.several_targets.GuidesOfTargets.train``.
     :param args: the program's arguments. The targets among them are replaced by simulated targets
         of the same shape.
     :param quantities: h, a function from one draw of the latents (site -> value) to named numbers.
@@ -226,9 +226,9 @@ def simulation_based_calibration(
         if isinstance(inference, Guide):
             inference.prototype(*program.args, **program.kwargs)
             check_guide(program.latents, inference)
-            together = Together(model, inference, targets, data)
-            _warn_unless_settled(together.train(progress=progress, **training))
-            draws = together.sample_latents(num_draws)
+            guides = GuidesOfTargets(model, inference, targets, data)
+            _warn_unless_settled(guides.train(progress=progress, **training))
+            draws = guides.sample_latents(num_draws)
             ranks = [
                 _ranks(h, true, {name: value[i] for name, value in draws.items()}, i)
                 for i in range(num_simulations)

@@ -48,7 +48,6 @@ def k_fold(
     fit: Callable[..., Any],
     *data: Any,
     folds: int = 10,
-    together: bool = False,
     num_samples: int = 1000,
     seed: int = 0,
     progress: bool | None = None,
@@ -64,13 +63,10 @@ def k_fold(
     weights p / q it scores the exact posterior. Each q_k has only (K - 1) / K of the data.
 
     :param fit: ``fit(*inputs, y)`` of some rows returns a program for these rows, whose
-        ``num_data`` is their number, and its posterior: a guide or ``Samples``. With ``together``
-        it is called once, with a list of K tuples ``(*inputs, y)``, and returns K such pairs.
+        ``num_data`` is their number, and its posterior: a guide or ``Samples``.
     :param data: the inputs and, last, the targets.
     :param folds: K, from 2 to N; the rows are dealt at random.
     :param num_samples: draws of a guide; of ``Samples`` all draws are used.
-    :param together: whether ``fit`` takes all folds at once, as ``posteriors.fit_together`` does,
-        which trains them by ``vmap``.
     :param seed: seed of the folds and of each fit.
     :param progress: show a bar; by default in terminals and notebooks.
     :returns: ``KFold``. Two results of equal data, ``folds`` and ``seed`` have equal folds.
@@ -88,21 +84,11 @@ def k_fold(
         order = torch.randperm(rows.rows, device="cpu")
     fold = torch.empty(rows.rows, dtype=torch.int64, device="cpu")
     fold[order] = torch.arange(rows.rows, device="cpu") % folds
-    parts = []
-    for k in range(folds):
-        masks = fold != k, fold == k
-        parts.append(tuple(rows.part(m.nonzero().flatten().to(device)) for m in masks))
-    fitted: list[tuple[Callable, Any]] = []
-    if together:
-        with seeded(seed):
-            fitted = fit([known.given() for known, _ in parts])
-        if len(fitted) != folds:
-            raise ValueError(f"fit must return a pair for each of {folds} folds, got {len(fitted)}")
     pointwise = torch.zeros(rows.rows, dtype=torch.float64, device=device)
     for k in shown(range(folds), "folds", progress):
-        known, held = parts[k]
+        known, held = (rows.part(m.nonzero().flatten().to(device)) for m in (fold != k, fold == k))
         with seeded(seed):
-            model, posterior = fitted[k] if together else fit(*known.given())
+            model, posterior = fit(*known.given())
             found = _log_density(model, posterior, held, num_samples)
         pointwise[(fold == k).to(device)] = found.to(pointwise)
     return KFold(float(pointwise.sum()), standard_error(pointwise, ddof=1), pointwise, fold)

@@ -1,6 +1,6 @@
 """The evidence of a Laplace approximation, and its maximization in hyperparameters."""
 
-from pyro_bdl.evidence.alternating_training import fit_by_evidence, train_by_evidence
+from pyro_bdl.evidence.alternating_training import train_by_evidence
 from pyro_bdl.evidence.expectation_maximization import ExpectationMaximization, em
 from pyro_bdl.evidence.last_layer import LastLayerEvidence, maximize_last_layer
 from pyro_bdl.evidence.linearized import linearized_log_likelihood, linearized_optimum
@@ -20,7 +20,6 @@ __all__ = [
     "MarginalLikelihoodTraining",
     "effective_parameters",
     "em",
-    "fit_by_evidence",
     "hyperparameters",
     "linearised_log_likelihood",
     "linearised_optimum",

@@ -12,7 +12,7 @@ from pyro_bdl.evidence.maximize import mackay_update, maximize
 from pyro_bdl.evidence.shared_scales import warn_of_shared_scales
 from pyro_bdl.guides.laplace import AutoLaplaceGGN, LaplaceGuide
 from pyro_bdl.program.subset import Subset
-from pyro_bdl.training.put_off import Asked, Fitting, carried_out
+from pyro_bdl.training.svi import train
 
 _ROUNDS = 4
 
@@ -44,21 +44,6 @@ def train_by_evidence(
     :returns: the posterior, and whether Ctrl-C ended the training early.
     :raises MemoryError: if the guide's structure does not fit in memory.
     """
-    fitting = fit_by_evidence(model, guide, x, y, steps=steps, rounds=rounds, progress=progress)
-    return carried_out(fitting, model, x, y)
-
-
-def fit_by_evidence(
-    model: nn.Module,
-    guide: AutoLaplaceGGN,
-    x: Tensor,
-    y: Tensor,
-    *,
-    steps: int = 2000,
-    rounds: int = _ROUNDS,
-    progress: str | None = None,
-) -> Fitting[tuple[LaplaceGuide, bool]]:
-    """The fit of ``train_by_evidence``; its caller trains, for several folds at once."""
     guide.prototype(x, y)
     reading = read_at_center(model, guide, (x, y), {})
     tuned = followed(reading)
@@ -73,7 +58,7 @@ def fit_by_evidence(
     bars = None if progress else False
     for number in range(rounds):
         taken = steps if number == 0 else max(1, steps // 2)
-        run = yield Asked(guide, {"steps": taken, "parameters": trained}, progress)
+        run = train(model, guide, x, y, steps=taken, parameters=trained, progress=progress)
         if run.interrupted or number == rounds - 1:
             break
         with warnings.catch_warnings():

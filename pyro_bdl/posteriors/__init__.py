@@ -9,7 +9,6 @@ To add one, write a function that fits it::
 """
 
 from pyro_bdl.posteriors import variational, laplace, ensembles, chains  # isort: skip
-from pyro_bdl.posteriors.folds import fit_together
 from pyro_bdl.posteriors.registry import (
     Entry,
     Fit,
@@ -18,6 +17,7 @@ from pyro_bdl.posteriors.registry import (
     Result,
     entries,
     fit,
+    fit_together,
     get,
     register,
 )

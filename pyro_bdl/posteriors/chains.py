@@ -6,7 +6,6 @@ from typing import Any
 from pyro_bdl import mcmc
 from pyro_bdl.guides import AutoEnsemble, AutoSubnetwork
 from pyro_bdl.posteriors.registry import Options, Problem, Result, register, trained
-from pyro_bdl.training.put_off import Fitting
 
 # The largest number of rows that "sghmc" uses at once, and the size of minibatches beyond it.
 _MOST_ROWS, _ROWS = 8192, 1024
@@ -20,7 +19,7 @@ _THINNING, _FRICTION, _REACH = 40, 0.02, 0.5
     description="Markov chains by underdamped Langevin dynamics, on minibatches of many data",
     default=True,
 )
-def _sghmc(problem: Problem, options: Options, progress: bool) -> Fitting[Result]:
+def _sghmc(problem: Problem, options: Options, progress: bool) -> Result:
     """SGHMC chains that start at MAP networks; the step size follows the curvature at the chains.
 
     On all data the friction is f = sqrt(eps), critical damping of a number with unit curvature: the
@@ -30,7 +29,7 @@ def _sghmc(problem: Problem, options: Options, progress: bool) -> Fitting[Result
     """
     data, rows, chains = (problem.x, problem.y), len(problem.x), options.chains
     members, label = AutoEnsemble(problem.model, size=chains), "sghmc" if progress else None
-    run = yield from trained(members, problem, options, label, steps=500, num_particles=chains)
+    run = trained(members, problem, options, label, steps=500, num_particles=chains)
     if run.interrupted:
         raise KeyboardInterrupt
     batch, reach = None, _REACH
@@ -105,9 +104,9 @@ def _nuts(problem: Problem, options: Options, progress: bool) -> Result:
     title="NUTS on a subnetwork",
     description="NUTS over the tenth of the weights the data determine most, the rest at the MAP",
 )
-def _subnetwork_nuts(problem: Problem, options: Options, progress: bool) -> Fitting[Result]:
+def _subnetwork_nuts(problem: Problem, options: Options, progress: bool) -> Result:
     guide, label = AutoSubnetwork(problem.model, size=0.1), "subnetwork" if progress else None
-    made = yield from trained(guide, problem, options, label, steps=2000)
+    made = trained(guide, problem, options, label, steps=2000)
     if made.interrupted:
         raise KeyboardInterrupt
     settings: dict[str, Any] = {

@@ -2,7 +2,6 @@
 
 from pyro_bdl.guides import AutoEnsemble, AutoMultiSWAG, AutoSWAG
 from pyro_bdl.posteriors.registry import Options, Problem, Result, register, trained
-from pyro_bdl.training.put_off import Fitting
 from pyro_bdl.training.swag import collect_swag
 
 
@@ -12,7 +11,7 @@ from pyro_bdl.training.swag import collect_swag
     description="five networks, each a MAP estimate from its own initialization",
     default=True,
 )
-def _ensemble(problem: Problem, options: Options, progress: bool) -> Fitting[Result]:
+def _ensemble(problem: Problem, options: Options, progress: bool) -> Result:
     guide, label = AutoEnsemble(problem.model, size=5), "ensemble" if progress else None
     return trained(guide, problem, options, label, steps=2000, num_particles=5)
 
@@ -43,16 +42,16 @@ def _swag_of(
     description="a Gaussian of rank 20 from 40 snapshots of SGD after MAP training",
     default=True,
 )
-def _swag(problem: Problem, options: Options, progress: bool) -> Fitting[Result]:
+def _swag(problem: Problem, options: Options, progress: bool) -> Result:
     guide, label = AutoSWAG(problem.model), "swag" if progress else None
-    made = yield from trained(guide, problem, options, label, steps=2000)
+    made = trained(guide, problem, options, label, steps=2000)
     return _swag_of(guide, made, problem, options, label)
 
 
 @register(
     "multi-swag", title="MultiSWAG", description="a mixture of the SWAG posteriors of five networks"
 )
-def _multi_swag(problem: Problem, options: Options, progress: bool) -> Fitting[Result]:
+def _multi_swag(problem: Problem, options: Options, progress: bool) -> Result:
     guide, label = AutoMultiSWAG(problem.model, size=5), "multi-swag" if progress else None
-    made = yield from trained(guide, problem, options, label, steps=2000, num_particles=5)
+    made = trained(guide, problem, options, label, steps=2000, num_particles=5)
     return _swag_of(guide, made, problem, options, label)

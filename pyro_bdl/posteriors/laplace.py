@@ -10,7 +10,7 @@ from pyro_bdl.errors import UnsupportedProgramError
 from pyro_bdl.guides import AutoLaplaceGGN, AutoLastLayer, AutoSubnetwork, LaplaceGuide
 from pyro_bdl.nn import BayesianModule, with_learnable_prior
 from pyro_bdl.posteriors.registry import Options, Problem, Result, given_program, register, trained
-from pyro_bdl.training.put_off import Asked, Fitting
+from pyro_bdl.training.svi import train
 
 
 def _register_laplace(
@@ -33,10 +33,10 @@ def _register_laplace(
         name, title=title, description=description, default=default,
         program=_with_learnable_scale if by_evidence else given_program,
     )  # fmt: skip
-    def fit(problem: Problem, options: Options, progress: bool) -> Fitting[Result]:
+    def fit(problem: Problem, options: Options, progress: bool) -> Result:
         guide = AutoLaplaceGGN(problem.model, **choice)
         steps = options.steps or (2000 if by_evidence else 3000)
-        posterior, interrupted = yield from evidence.fit_by_evidence(
+        posterior, interrupted = evidence.train_by_evidence(
             problem.model, guide, problem.x, problem.y, steps=steps, rounds=options.rounds,
             progress=name if progress else None,
         )  # fmt: skip
@@ -127,7 +127,7 @@ def _with_scale_of_last_layer(problem: Problem) -> nn.Module:
     default=True,
     program=_with_scale_of_last_layer,
 )
-def _last_layer(problem: Problem, options: Options, progress: bool) -> Fitting[Result]:
+def _last_layer(problem: Problem, options: Options, progress: bool) -> Result:
     x, y, label = problem.x, problem.y, "last-layer" if progress else None
     steps, interrupted = options.steps or 2000, False
     model = problem.model
@@ -141,11 +141,11 @@ def _last_layer(problem: Problem, options: Options, progress: bool) -> Fitting[R
         features = "MAP"
     if features == "evidence":
         settings = {"steps": steps, "batch_size": len(x), "elbo": objective}
-        run = yield Asked(guide, settings, label)
+        run = train(model, guide, x, y, progress=label, **settings)
         posterior: LaplaceGuide = guide.laplace_approximation((x, y))
         interrupted = run.interrupted
     else:
-        posterior, interrupted = yield from evidence.fit_by_evidence(
+        posterior, interrupted = evidence.train_by_evidence(
             model, guide, x, y, steps=steps, progress=label
         )
         if evidence.hyperparameters(posterior):
@@ -160,9 +160,9 @@ def _last_layer(problem: Problem, options: Options, progress: bool) -> Fitting[R
     description="full Laplace, linearized, over the tenth of the weights the data determine most",
     default=True,
 )
-def _subnetwork(problem: Problem, options: Options, progress: bool) -> Fitting[Result]:
+def _subnetwork(problem: Problem, options: Options, progress: bool) -> Result:
     guide, label = AutoSubnetwork(problem.model, size=0.1), "subnetwork" if progress else None
-    made = yield from trained(guide, problem, options, label, steps=2000)
+    made = trained(guide, problem, options, label, steps=2000)
     posterior = guide.laplace_approximation((problem.x, problem.y), progress=progress)
     settings = {**made.settings, "weights": posterior.subset.size}
     return Result(posterior, settings, made.interrupted)

@@ -2,7 +2,7 @@
 
 import difflib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,8 +13,7 @@ from pyro_bdl import evidence
 from pyro_bdl.comparison.costs import Costs, peak_memory, wait_for
 from pyro_bdl.guides import LaplaceGuide
 from pyro_bdl.guides.base import Guide
-from pyro_bdl.training.put_off import Asked, Fitting, carried_out
-from pyro_bdl.training.svi import estimate_elbo
+from pyro_bdl.training.svi import estimate_elbo, train
 from pyro_bdl.utils.random_state import process_seeded
 
 
@@ -106,7 +105,7 @@ class Fit:
         )
 
 
-FitFunction = Callable[[Problem, Options, bool], Result | Fitting[Result]]
+FitFunction = Callable[[Problem, Options, bool], Result]
 ProgramFunction = Callable[[Problem], nn.Module]
 
 
@@ -139,9 +138,6 @@ def register(
     program: ProgramFunction = given_program,
 ) -> Callable[[FitFunction], FitFunction]:
     """Decorate ``function(problem, options, progress) -> Result`` to make it known by ``name``.
-
-    A generator function ``yield``s the trainings it asks for (``training.put_off.Asked``), and
-    returns its result: ``fit_together`` then does the trainings of several data sets at once.
 
     :param name: the name for users, in lower case with hyphens.
     :param title: a few words for tables and reports.
@@ -197,33 +193,15 @@ def fit(
         with peak_memory(device) as peak:
             own = replace(problem, model=entry.program(problem))
             result = entry.function(own, options, progress)
-            if not isinstance(result, Result):
-                result = carried_out(result, own.model, own.x, own.y)
         wait_for(problem.x)
         seconds = time.perf_counter() - started
-        return with_bounds(name, problem, result, seconds, progress=progress, memory=peak.bytes)
-
-
-def with_bounds(
-    name: str,
-    problem: Problem,
-    result: Result,
-    seconds: float,
-    *,
-    progress: bool,
-    memory: int | None = None,
-) -> Fit:
-    """The fit of a result, with its bounds.
-
-    :param problem: the problem as it was given, with the program that all posteriors share.
-    """
-    elbo = log_evidence = None
-    interrupted = result.interrupted
-    try:
-        elbo = _elbo(problem, result.posterior, None if progress else False)
-        log_evidence = _log_evidence(result.posterior)
-    except KeyboardInterrupt:  # what was fitted is kept
-        interrupted = True
+        elbo = log_evidence = None
+        interrupted = result.interrupted
+        try:
+            elbo = _elbo(problem, result.posterior, None if progress else False)
+            log_evidence = _log_evidence(result.posterior)
+        except KeyboardInterrupt:  # what was fitted is kept
+            interrupted = True
     return Fit(
         name=name,
         posterior=result.posterior,
@@ -232,8 +210,28 @@ def with_bounds(
         settings=result.settings,
         interrupted=interrupted,
         log_evidence=log_evidence,
-        peak_memory=memory,
+        peak_memory=peak.bytes,
     )
+
+
+def fit_together(
+    name: str,
+    problems: Sequence[Problem],
+    options: Options | None = None,
+    *,
+    progress: bool = False,
+) -> list[Fit]:
+    """Fit a registered posterior to each of several data sets of one program, such as folds.
+
+    :raises ValueError: for a name that is not registered, or from the posterior's function.
+    :raises KeyboardInterrupt: for Ctrl-C, which keeps nothing.
+    """
+    fits = []
+    for problem in problems:
+        fits.append(fit(name, problem, options, progress=progress))
+        if fits[-1].interrupted:
+            raise KeyboardInterrupt
+    return fits
 
 
 def _log_evidence(posterior: Any) -> float | None:
@@ -251,16 +249,16 @@ def _elbo(problem: Problem, posterior: Any, progress: bool | None) -> float | No
 
 def trained(
     guide: Guide, problem: Problem, options: Options, label: str | None, **settings: Any
-) -> Fitting[Result]:
-    """Ask for the training of a guide by SVI; the settings are those of ``training.train``.
+) -> Result:
+    """Train a guide by SVI; the settings are those of ``training.train``.
 
-    ``made = yield from trained(...)``, or ``return trained(...)`` where nothing follows.
+    :param label: description of the progress bar; None for no bar.
     """
     settings["steps"] = options.steps or settings["steps"]
     guide.prototype(problem.x, problem.y)
-    run = yield Asked(guide, settings, label)
-    told = {
+    run = train(problem.model, guide, problem.x, problem.y, progress=label, **settings)
+    words = {
         key: value if isinstance(value, int | float | str) else type(value).__name__
         for key, value in settings.items()
     }
-    return Result(guide, {**told, "batch_size": run.batch_size}, run.interrupted)
+    return Result(guide, {**words, "batch_size": run.batch_size}, run.interrupted)

@@ -5,7 +5,6 @@ from typing import Any
 from pyro_bdl.guides import AutoLowRank, AutoMAP, AutoMatrixNormal, AutoMCDropout, AutoMeanField
 from pyro_bdl.optim import IVON, KroneckerGaussNewton_ELBO, NoisyKFAC
 from pyro_bdl.posteriors.registry import Options, Problem, Result, register, trained
-from pyro_bdl.training.put_off import Fitting
 
 
 @register(
@@ -14,7 +13,7 @@ from pyro_bdl.training.put_off import Fitting
     description="a point: the maximum of the posterior density",
     default=True,
 )
-def _map(problem: Problem, options: Options, progress: bool) -> Fitting[Result]:
+def _map(problem: Problem, options: Options, progress: bool) -> Result:
     label = "map" if progress else None
     return trained(AutoMAP(problem.model), problem, options, label, steps=2000)
 
@@ -28,7 +27,7 @@ def _register_mean_field(
     """
 
     @register(name, title=title, description=description, default=default)
-    def fit(problem: Problem, options: Options, progress: bool) -> Fitting[Result]:
+    def fit(problem: Problem, options: Options, progress: bool) -> Result:
         guide, label = AutoMeanField(problem.model), name if progress else None
         # Several draws a step cost little, since vmap takes them at once, and let Adam settle.
         settings = {"steps": 4000, "num_particles": 4, **choice}
@@ -62,9 +61,9 @@ _register_mean_field(
     title="low-rank VI",
     description="a Normal with a covariance of rank 10 plus a diagonal, maximizing the ELBO",
 )
-def _low_rank(problem: Problem, options: Options, progress: bool) -> Fitting[Result]:
+def _low_rank(problem: Problem, options: Options, progress: bool) -> Result:
     guide, label = AutoLowRank(problem.model, rank=10), "low-rank" if progress else None
-    made = yield from trained(guide, problem, options, label, steps=4000, num_particles=4)
+    made = trained(guide, problem, options, label, steps=4000, num_particles=4)
     return Result(guide, {**made.settings, "rank": guide.rank}, made.interrupted)
 
 
@@ -73,7 +72,7 @@ def _low_rank(problem: Problem, options: Options, progress: bool) -> Fitting[Res
     title="mean-field VI, IVON",
     description="mean-field by natural gradients (IVON) in place of Adam",
 )
-def _ivon(problem: Problem, options: Options, progress: bool) -> Fitting[Result]:
+def _ivon(problem: Problem, options: Options, progress: bool) -> Result:
     guide, label = AutoMeanField(problem.model), "ivon" if progress else None
     guide.prototype(problem.x, problem.y)
     settings = {"steps": 4000, "num_particles": 4}
@@ -85,7 +84,7 @@ def _ivon(problem: Problem, options: Options, progress: bool) -> Fitting[Result]
     title="matrix normal VI, noisy K-FAC",
     description="a matrix normal for each weight matrix, by natural gradients (K-FAC)",
 )
-def _noisy_kfac(problem: Problem, options: Options, progress: bool) -> Fitting[Result]:
+def _noisy_kfac(problem: Problem, options: Options, progress: bool) -> Result:
     guide, label = AutoMatrixNormal(problem.model), "noisy-kfac" if progress else None
     guide.prototype(problem.x, problem.y)
     loss, settings = KroneckerGaussNewton_ELBO(), {"steps": 2000}
@@ -96,9 +95,9 @@ def _noisy_kfac(problem: Problem, options: Options, progress: bool) -> Fitting[R
 
 def _dropout(
     name: str, guide: AutoMCDropout, problem: Problem, options: Options, progress: bool
-) -> Fitting[Result]:
+) -> Result:
     label = name if progress else None
-    made = yield from trained(guide, problem, options, label, steps=4000, num_particles=4)
+    made = trained(guide, problem, options, label, steps=4000, num_particles=4)
     rates = {f"p of {site}": f"{rate.item():.3g}" for site, rate in guide.rates().items()}
     return Result(guide, {**made.settings, **rates}, made.interrupted)
 
@@ -109,7 +108,7 @@ def _dropout(
     description="dropout of a tenth of the hidden units, kept on for prediction",
     default=True,
 )
-def _mc_dropout(problem: Problem, options: Options, progress: bool) -> Fitting[Result]:
+def _mc_dropout(problem: Problem, options: Options, progress: bool) -> Result:
     return _dropout("mc-dropout", AutoMCDropout(problem.model), problem, options, progress)
 
 
@@ -118,6 +117,6 @@ def _mc_dropout(problem: Problem, options: Options, progress: bool) -> Fitting[R
     title="concrete dropout",
     description="dropout of hidden units at rates that maximize the bound, one for each layer",
 )
-def _concrete_dropout(problem: Problem, options: Options, progress: bool) -> Fitting[Result]:
+def _concrete_dropout(problem: Problem, options: Options, progress: bool) -> Result:
     guide = AutoMCDropout(problem.model, learn_p=True)
     return _dropout("concrete-dropout", guide, problem, options, progress)

@@ -1,4 +1,4 @@
-"""Simulation-based calibration against exact posteriors, and guides trained together."""
+"""Simulation-based calibration against exact posteriors, and guides trained guides."""
 
 import warnings
 
@@ -13,7 +13,7 @@ from pyro_bdl.calibration import Calibration, simulation_based_calibration
 from pyro_bdl.guides import AutoLaplaceGGN, AutoMeanField, MixtureGuide
 from pyro_bdl.program import Program
 from pyro_bdl.program.observed_arguments import Targets
-from pyro_bdl.training.parallel_guides import Together
+from pyro_bdl.training.several_targets import GuidesOfTargets
 
 N = 5
 POSTERIOR_VARIANCE = 1 / (1 + N)
@@ -145,18 +145,18 @@ def test_guides_trained_together_reach_each_data_sets_posterior():
     guide = AutoMeanField(level).prototype(torch.zeros(N))
     before = {name: value.detach().clone() for name, value in guide.named_parameters()}
     program = Program(level, torch.zeros(N))
-    together = Together(level, guide, Targets(program), {"y": y})
+    guides = GuidesOfTargets(level, guide, Targets(program), {"y": y})
     torch.manual_seed(0)
-    losses = together.train(steps=500, learning_rate=0.05, num_particles=8)
+    losses = guides.train(steps=500, learning_rate=0.05, num_particles=8)
     assert losses.shape == (500, 6)
-    found = together._constrained(together._free)
+    found = guides._constrained(guides._free)
     torch.testing.assert_close(found["loc"][:, 0], y.sum(1) / (1 + N), atol=0.04, rtol=0)
     torch.testing.assert_close(
         found["scale"], torch.full((6, 1), POSTERIOR_VARIANCE**0.5), atol=0.03, rtol=0
     )
     for name, value in guide.named_parameters():
         assert torch.equal(value, before[name])
-    draws = together.sample_latents(4000)["w"]
+    draws = guides.sample_latents(4000)["w"]
     assert draws.shape == (6, 4000)
     torch.testing.assert_close(draws.mean(1), y.sum(1) / (1 + N), atol=0.05, rtol=0)
 
@@ -165,7 +165,7 @@ def test_a_guide_without_parameters_of_its_own_is_refused():
     program = Program(level, torch.zeros(N))
     member = AutoMeanField(level).prototype(torch.zeros(N))
     with pytest.raises(ValueError, match="MixtureGuide has no parameters itself"):
-        Together(level, MixtureGuide([member]), Targets(program), {"y": torch.randn(6, N)})
+        GuidesOfTargets(level, MixtureGuide([member]), Targets(program), {"y": torch.randn(6, N)})
 
 
 def test_a_guide_is_calibrated_where_its_family_holds_the_posterior():

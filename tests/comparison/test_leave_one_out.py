@@ -187,23 +187,6 @@ def test_without_each_datum_the_conjugate_posterior_is_exact(data):
         bdl.k_fold(fit, *data.inputs, data.y, folds=N + 1)
 
 
-def test_folds_fitted_together_are_those_fitted_one_by_one(data):
-    known = (*data.inputs, data.y)
-    alone = bdl.k_fold(lambda x, y: (shift, chains(y, 50)), *known, folds=4, progress=False)
-    asked = []
-
-    def fit(parts):
-        asked.append(len(parts))
-        return [(shift, chains(y, 50)) for x, y in parts]
-
-    options = {"folds": 4, "progress": False, "together": True}
-    joint = bdl.k_fold(fit, *known, **options)
-    assert asked == [4] and torch.equal(joint.fold, alone.fold)
-    assert joint.elpd == pytest.approx(alone.elpd, abs=3.0)  # draws of another random state
-    with pytest.raises(ValueError, match="a pair for each of 4 folds, got 0"):
-        bdl.k_fold(lambda parts: [], *known, **options)
-
-
 def test_what_psis_does_not_support_is_withheld_with_its_reason(data):
     wide = bdl.Samples({"w": 8.0 + 4 * torch.randn(4, 200)})  # far from each posterior without one
     narrow = guide(data.y, width=0.05)
