@@ -4,11 +4,11 @@
     python benchmarks/against_references.py --rows rows.jsonl --picture near_nuts.png
     python benchmarks/against_references.py --problems wine iris --guides map mean-field
 
-For each problem and posterior: the share of the reference that it gives (1 is the reference, 0 a
-point at the reference's mean; see ``Comparison.ranking``), its group, its function's sd divided by
-the reference's, its NLPD minus the reference's, and the seconds of its fit, by the wall clock and
-of processor time. Each row is a line of the file of ``--rows`` as soon as it is known; a run that
-was killed goes on with those that are missing. At the end there is one table of all rows.
+For each problem and posterior: 1 - d / d_0, with d its distance to the reference and d_0 that of a
+point at the reference's mean (1 is the reference, 0 such a point), its group, its function's sd
+divided by the reference's, its NLPD minus the reference's, and the seconds of its fit, by the wall
+clock and of processor time. Each row is a line of the file of ``--rows`` as soon as it is known; a
+run that was killed goes on with those that are missing. At the end there is one table of all rows.
 """
 
 import json
@@ -47,7 +47,7 @@ def against(name: str, guide: str, options: posteriors.Options) -> Row:
     own = next(line for line in table.rows if line["posterior"] == guide)
     return row | {
         "group": place.group,
-        "share": place.share,
+        "share": 1 - place.distance / table.ranking.point,
         "error": place.error / table.ranking.point,
         "sd_ratio": own.get("sd_ratio"),
         "nlpd_diff": own.get("nlpd_diff"),

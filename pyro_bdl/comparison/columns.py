@@ -10,8 +10,8 @@ from pyro_bdl.comparison import (
     costs,
     determined,
     input_regions,
+    judge,
     leave_one_out,
-    ranking,
 )
 from pyro_bdl.comparison.distances import ALL_DISTANCES, DISTANCES, FURTHER_DISTANCES
 from pyro_bdl.comparison.metric import Metric, of_task
@@ -29,7 +29,7 @@ def columns(task: str, reference: str | None) -> list[Column]:
         left_out = (*left_out, leave_one_out.DIFFERENCE)
     return _grouped(
         {
-            "": (costs.COLUMNS[0], ranking.COLUMN, *costs.COLUMNS[1:]),
+            "": (costs.COLUMNS[0], judge.COLUMN, *costs.COLUMNS[1:]),
             "parameters that the data determine": determined.COLUMNS,
             "test data": _of_metrics(TEST_DATA, task),
             f"distance to {reference}": _of_metrics(DISTANCES, task),
@@ -56,6 +56,7 @@ def details(task: str, reference: str | None) -> list[Column]:
             f"distance to {reference}": _of_metrics(FURTHER_DISTANCES, task),
             f"sd ratio to {reference}": input_regions.COLUMNS,
             "leave one out": leave_one_out.FURTHER_COLUMNS,
+            "Markov chains": convergence.FURTHER_COLUMNS,
         },
         reference,
     )

@@ -13,18 +13,17 @@ from pyro_bdl.comparison.columns import check_keys, columns, details
 from pyro_bdl.comparison.convergence import efficiency
 from pyro_bdl.comparison.costs import Costs
 from pyro_bdl.comparison.determined import determined
-from pyro_bdl.comparison.distances import distances, doubts, floor, sd_of_draws
+from pyro_bdl.comparison.distances import distances, floor
 from pyro_bdl.comparison.evaluation import Evaluation, evaluate, evaluate_draws
 from pyro_bdl.comparison.held_out import PredictiveDraws, Test, Units
 from pyro_bdl.comparison.input_regions import regions, sd_ratios
+from pyro_bdl.comparison.judge import doubts, judge, reasons, verdict
 from pyro_bdl.comparison.k_fold import KFold
-from pyro_bdl.comparison.leave_one_out import comparable, difference, withheld_notes
+from pyro_bdl.comparison.leave_one_out import CORRECTED, comparable, difference, withheld_notes
 from pyro_bdl.comparison.metric import of_task
 from pyro_bdl.comparison.program_sites import Subject, read_program, stated_num_data
-from pyro_bdl.comparison.ranking import rank_by_distance, rank_by_score
 from pyro_bdl.comparison.result import Comparison, is_known
 from pyro_bdl.comparison.scores import TEST_DATA, few_draws, few_draws_note
-from pyro_bdl.comparison.verdicts import verdict
 from pyro_bdl.errors import UnusableDrawsError
 from pyro_bdl.guides.draws import as_posterior
 from pyro_bdl.program.argument_errors import by_entry
@@ -138,43 +137,34 @@ def compare(
             batch_norm_data=batch_norm_data, left_out=left_out or {},
             progress=progress,
         )  # fmt: skip
-        areas = {} if known is None else regions(data.part(kept).inputs, known.inputs)
         rows = [
             costs.get(name, Costs()).row(name, posteriors[name])
             | determined(posteriors[name])
             | dict(evaluation.scores)
             for name, evaluation in found.items()
         ]
-        for row in rows:
-            row |= efficiency(posteriors[row["posterior"]], row)
-        floor_row = None
-        if reference is not None:
-            for row in shown(rows, "distances", progress):
-                if row["posterior"] != reference:
-                    row |= _against(found[row["posterior"]], found[reference], areas)
-            floor_row = {"posterior": f"{reference}, half to half"} | floor(found[reference])
+    for row in rows:
+        row |= efficiency(posteriors[row["posterior"]], row)
+    floor_row = None
+    if reference is not None:
+        areas = {} if known is None else regions(data.part(kept).inputs, known.inputs)
+        for row in shown(rows, "distances", progress):
+            if row["posterior"] != reference:
+                row |= _against(found[row["posterior"]], found[reference], areas)
+        floor_row = {"posterior": f"{reference}, half to half"} | floor(found[reference])
     task = next(iter(found.values())).task
     few = few_draws(rows)
     by = "nlpd_normal" if few else "nlpd"
-    ranking = (
-        rank_by_score(rows, found, score=by)
-        if reference is None
-        else rank_by_distance(reference, rows, found, score=by)
-    )
+    ranking = judge(rows, found, reference=reference, points=data.rows, score=by)
     rows = ranking.ordered(rows)
     lines = (*rows, *([] if floor_row is None else [floor_row]))
     check_keys(task, lines)
-    own = {row["posterior"]: row for row in rows}
-    warned = [] if reference is None else doubts(reference, own[reference])
-    verdicts = {
-        name: verdict(
-            own[name],
-            reference=None if reference is None else own[reference],
-            floor=floor_row,
-            points=data.rows,
-        )
-        for name in own
-    }
+    verdicts, warned = {}, []
+    if reference is not None:
+        base = next(row for row in rows if row["posterior"] == reference)
+        verdicts[reference] = f"the reference: {verdict(reasons(base, base, data.rows))}"
+        warned = doubts(reference, base)
+    verdicts |= {row.posterior: verdict(row.reasons) for row in ranking.rows}
     y = data.y[kept]
     heading = f"{reference} (doubtful)" if warned else reference
     first, further = columns(task, heading), details(task, heading)
@@ -245,12 +235,13 @@ def _against(evaluation: Evaluation, reference: Evaluation, areas: Mapping[str, 
             row[key], row[f"{key}_se"] = evaluation.points[metric.key].difference(
                 reference.points[metric.key]
             )
-    known = all(is_known(side.scores.get("elpd_loo")) for side in (evaluation, reference))
-    own, other = evaluation.loo, reference.loo
-    if known and own is not None and other is not None and comparable(own, other):
-        row["elpd_diff"], row["elpd_diff_se"] = difference(own, other)
-    ours, theirs = sd_of_draws(evaluation.function), sd_of_draws(reference.function)
-    return row | sd_ratios(ours, theirs, areas)
+    sides = evaluation, reference
+    known = all(is_known(side.scores.get("elpd_loo")) for side in sides)
+    if known and all(side.loo_by != CORRECTED for side in sides):  # of the exact posterior
+        own, other = evaluation.loo, reference.loo
+        if own is not None and other is not None and comparable(own, other):
+            row["elpd_diff"], row["elpd_diff_se"] = difference(own, other)
+    return row | sd_ratios(evaluation, reference, areas)
 
 
 def _filled(candidates: list[Column], rows: list[Row]) -> tuple[Column, ...]:

@@ -1,11 +1,13 @@
 """Convergence of Markov chains in function space, and its columns."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from pyro_bdl import diagnostics
+from pyro_bdl.diagnostics.rhat import SHARE, limit_of_rhat
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.tables import Column
 
@@ -16,12 +18,13 @@ COLUMNS = (
         "rhat",
         "R-hat",
         digits=4,
-        help="Largest R-hat of the function at the test points; above 1.01 the chains disagree.",
+        help="R-hat of the function, not exceeded at 95 % of the test points; above its limit, "
+        "1.01 for long chains, they disagree.",
     ),
     Column(
-        "ess_min",
-        "min ESS",
-        help="Smallest effective sample size of the function at the test points, in draws.",
+        "ess_low",
+        "low ESS",
+        help="Effective sample size of the function, in draws, reached at 95 % of the test points.",
     ),
     Column(
         "ess_median",
@@ -41,13 +44,25 @@ COLUMNS = (
     ),
     Column("divergences", "div.", help="Draws at which the integrator diverged."),
 )
+FURTHER_COLUMNS = (
+    Column(
+        "rhat_limit",
+        "limit of R-hat",
+        digits=4,
+        help="R-hat above which the chains disagree: 1.01, or for short chains what independent "
+        "draws exceed once in a thousand times.",
+    ),
+    Column("divergent", "diverged", style="percent", help="Share of the draws that diverged."),
+)
 
 
-def divergences(samples: Samples) -> dict[str, int]:
-    """The number of divergences; empty if the sampler does not count them."""
+def divergences(samples: Samples) -> dict[str, float]:
+    """The number of divergences and their share; empty if the sampler does not count them."""
     if "diverging" not in samples.stats:
         return {}
-    return {"divergences": int(samples.stats["diverging"].sum())}
+    diverging = samples.stats["diverging"]
+    count = int(diverging.sum())
+    return {"divergences": count, "divergent": count / diverging.numel()}
 
 
 def efficiency(posterior: Any, row: Mapping[str, Any]) -> dict[str, float]:
@@ -70,23 +85,24 @@ def efficiency(posterior: Any, row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def convergence(function: Tensor, chains: int) -> dict[str, float]:
-    """R-hat and ESS of the function at the test points.
+    """R-hat and ESS of the function at the test points, quantiles over them.
 
     Quantities that are constant, such as a probability that rounds to 1, are left out.
 
     :param function: ``(S, N, ...)``, draws of one chain after the other.
     :param chains: the number of chains.
-    :returns: the numbers by column; empty for chains of fewer than 4 draws.
+    :returns: the numbers by column; NaN where they are unknown: R-hat of a single chain, and all of
+        chains of fewer than 4 draws.
     """
-    found: dict[str, float] = {}
-    if len(function) // chains < _LEAST_DRAWS:
-        return found
-    by_chain = function.reshape(chains, len(function) // chains, -1)
+    draws = len(function) // chains
+    found = {"rhat": math.nan, "ess_low": math.nan, "ess_median": math.nan}
+    found["rhat_limit"] = limit_of_rhat(chains, draws)
+    by_chain = function.reshape(chains, draws, -1)
     by_chain = by_chain[..., by_chain.flatten(0, 1).std(0) > 0]
-    rhat, size, _ = diagnostics.convergence(by_chain)
-    rhat, size = rhat[~rhat.isnan()], size[~size.isnan()]
-    if rhat.numel():
-        found["rhat"] = rhat.max().item()
-    if size.numel():
-        found["ess_min"], found["ess_median"] = size.min().item(), size.median().item()
+    if draws >= _LEAST_DRAWS and by_chain.shape[-1]:
+        rhat, size, _ = diagnostics.convergence(by_chain)
+        found["rhat"] = rhat.nanquantile(SHARE).item()
+        found["ess_low"], found["ess_median"] = (
+            size.nanquantile(level).item() for level in (1 - SHARE, 0.5)
+        )
     return found

@@ -14,6 +14,7 @@ A metric names its inputs by ``of``. Each input is a pair, of the posterior and 
 =================  ==============================================================================
 """
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,19 +24,13 @@ from torch import Tensor
 from pyro_bdl import importance, metrics
 from pyro_bdl.comparison.evaluation import Evaluation
 from pyro_bdl.comparison.metric import Metric, measure, of_task
-from pyro_bdl.diagnostics.summary import RHAT_LIMIT
 
 # The largest number of draws of which all pairs are used, and for the fit of a k-hat.
 _MOST_PAIRED, _MOST_TAIL = 500, 1000
 # The largest number of test points for Monte Carlo errors, which compute each distance ten times.
 _MOST_POINTS = 100
+_MOST_GROUPS = 10  # of the jackknife that gives these errors
 _LEAST_TAIL, _HIGH_K = 25, 0.7
-# Advice for a poor reference: arguments of ``mcmc.sample`` and options of the command.
-_LONGER = (
-    "longer warm-up and more draws (num_warmup and num_samples of mcmc.sample; --warmup and "
-    "--draws of pyro-bdl compare)"
-)
-_SMALLER = "smaller steps (target_accept of mcmc.sample nearer 1) or a smoother model"
 _KL = (
     "KL divergence from the reference's predictive distribution, in nats per test point; of "
     "numbers between the Normals with their means and variances."
@@ -63,7 +58,8 @@ def evenly(draws: Tensor, chains: int, most: int) -> Tensor:
     return by_chain[:, chosen].flatten(0, 1)
 
 
-def _sd_ratio(a: Tensor, b: Tensor) -> Tensor:
+def sd_ratio(a: Tensor, b: Tensor) -> Tensor:
+    """The mean sd over the test points, divided by the reference's."""
     return sd_of_draws(a).mean() / sd_of_draws(b).mean()
 
 
@@ -170,7 +166,7 @@ DISTANCES = (
         "sd ratio",
         "The function's sd, averaged over the test points, divided by the reference's, with its "
         "Monte Carlo error; less than 1 is overconfident about the function.",
-        _sd_ratio,
+        sd_ratio,
         of="function",
         error=True,
     ),
@@ -219,7 +215,7 @@ FURTHER_DISTANCES = (
 )
 # Numbers for verdicts and ``to_dict``, without a column.
 UNSHOWN_DISTANCES = (
-    Metric("mean_shift", "", "", _mean_shift, of="function"),
+    Metric("mean_shift", "", "", _mean_shift, of="function", error=True),
     Metric(
         "mean_error", "", "", metrics.mean_error, of="function", task="classification", error=True
     ),
@@ -230,7 +226,15 @@ ALL_DISTANCES = (*DISTANCES, *FURTHER_DISTANCES, *UNSHOWN_DISTANCES)
 def distances(evaluation: Evaluation, reference: Evaluation) -> Numbers:
     """All distances of a posterior from the reference, by key, and their errors as ``key_se``."""
     inputs = _inputs(evaluation, reference)
-    return measure(ALL_DISTANCES, evaluation.task, inputs) | _errors(evaluation.task, inputs)
+    groups = groups_of(evaluation, reference)
+    found = measure(ALL_DISTANCES, evaluation.task, inputs)
+    return found | _errors(evaluation.task, inputs, groups)
+
+
+def groups_of(evaluation: Evaluation, reference: Evaluation) -> int:
+    """Groups for Monte Carlo errors, each of at least 4 effective draws; 0 if these are unknown."""
+    sizes = evaluation.effective, reference.effective
+    return 0 if any(map(math.isnan, sizes)) else int(min(_MOST_GROUPS, *(n / 4 for n in sizes)))
 
 
 def floor(reference: Evaluation) -> Numbers:
@@ -256,19 +260,24 @@ def _inputs(evaluation: Evaluation, reference: Evaluation) -> dict[str, Pair]:
     return found
 
 
-def _errors(task: str, inputs: dict[str, Pair]) -> Numbers:
+def _errors(task: str, inputs: dict[str, Pair], groups: int) -> Numbers:
     """The Monte Carlo errors of the metrics that have one."""
     found: Numbers = {}
     chosen = [metric for metric in of_task(ALL_DISTANCES, task) if metric.error]
     for name, (a, b) in inputs.items():
         group = [metric for metric in chosen if metric.of == name]
         if group:
-            # A draw's errors at many test points are similar: more points add little.
-            few = (evenly(draws.movedim(1, 0), 1, _MOST_POINTS).movedim(0, 1) for draws in (a, b))
-            errors = metrics.monte_carlo_error(_joint_function(group), *few).tolist()
+            few = (at_some_points(draws) for draws in (a, b))
+            errors = metrics.monte_carlo_error(_joint_function(group), *few, groups=groups).tolist()
             keys = (metric.error_key for metric in group)
             found |= dict(zip(keys, errors, strict=True))
     return found
+
+
+def at_some_points(draws: Tensor) -> Tensor:
+    """Draws ``(S, N, ...)`` at no more test points than Monte Carlo errors need: those of one draw
+    at many points are similar."""
+    return evenly(draws.movedim(1, 0), 1, _MOST_POINTS).movedim(0, 1)
 
 
 def _joint_function(group: Iterable[Metric]) -> Callable[[Tensor, Tensor], Tensor]:
@@ -279,24 +288,3 @@ def _joint_function(group: Iterable[Metric]) -> Callable[[Tensor, Tensor], Tenso
         return torch.stack([torch.as_tensor(v, device="cpu").double() for v in numbers])
 
     return values
-
-
-def doubts(name: str, row: dict[str, Any]) -> list[str]:
-    """Reasons not to trust the reference, one sentence each, if its chains have not converged.
-
-    :param row: its row of the table.
-    """
-    rhat, divergences = row.get("rhat"), row.get("divergences")
-    reasons, needed = [], []
-    if rhat is not None and rhat > RHAT_LIMIT:
-        reasons.append(f"R-hat is {rhat:.3f} in function space, above {RHAT_LIMIT:g}")
-        needed.append(_LONGER)
-    if divergences:
-        reasons.append(f"{divergences} of its draws diverged")
-        needed.append(_SMALLER)
-    if not reasons:
-        return []
-    return [
-        f"{name} cannot be trusted as the reference: {' and '.join(reasons)}. Before relying on "
-        f"the distances, give it {' and '.join(needed)}."
-    ]

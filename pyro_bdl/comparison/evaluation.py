@@ -57,6 +57,7 @@ class Evaluation:
     :param noise: ``(S, N, ...)``, Var[y | draw] at the kept points; for regression.
     :param pit: the probability integral transforms of all test targets; for regression.
     :param loo: leave-one-out on the training data, if these are given, or cross-validation.
+    :param loo_by: the kind of draws that leave-one-out has; see ``leave_one_out``.
     :param points: the scores that are means over all test points, with their errors.
     """
 
@@ -70,7 +71,13 @@ class Evaluation:
     noise: Tensor | None = None
     pit: Tensor | None = None
     loo: LeftOut | None = None
+    loo_by: str = ""
     points: Mapping[str, PointScores] = field(default_factory=dict)
+
+    @property
+    def effective(self) -> float:
+        """The number of effective draws: the median ESS of chains; NaN if it is unknown."""
+        return float(self.scores.get("ess_median", len(self.function)))
 
     def moments(self) -> Tensor:
         """Mean and variance of the target given the draw, ``(S, N, ..., 2)``."""
@@ -94,8 +101,17 @@ class Evaluation:
             if (value := getattr(self, name)) is not None
         }
         chains = (1, 1) if self.chains == 1 else (self.chains // 2, -(-self.chains // 2))
-        first, second = ({name: part[i] for name, part in parts.items()} for i in (0, 1))
-        return self._of_draws(chains[0], **first), self._of_draws(chains[1], **second)
+        scores = {**self.scores, "ess_median": self.effective / 2}
+        first, second = (
+            replace(
+                self,
+                chains=chains[i],
+                scores=scores,
+                **{name: part[i] for name, part in parts.items()},
+            )
+            for i in (0, 1)
+        )
+        return first, second
 
     def at(self, points: Tensor) -> "Evaluation":
         """The draws at some of the points."""
@@ -104,9 +120,6 @@ class Evaluation:
         return replace(
             self, **{n: value[:, points] for n, value in held.items() if value is not None}
         )
-
-    def _of_draws(self, chains: int, **draws: Any) -> "Evaluation":
-        return replace(self, chains=chains, **draws)
 
 
 def evaluate(
@@ -175,6 +188,7 @@ def evaluate(
             function = log_likelihood(predictive, observation.site, test)
         scores |= divergences(posterior) | convergence(function, samples.num_chains)
     loo: LeftOut | None = left_out
+    loo_by = ""
     if loo is None and train is not None:
         pieces = _parts(train, predictive, observation)
         by_psis = None
@@ -188,10 +202,10 @@ def evaluate(
                 model, posterior, samples, predictive, observation.site, pieces, progress=progress
             )
         if by_psis is not None:
-            loo = by_psis[0]
+            loo, loo_by = by_psis
             scores |= row_of(by_psis)
     scores |= row_of(left_out)
-    return replace(found, scores=scores, loo=loo)
+    return replace(found, scores=scores, loo=loo, loo_by=loo_by)
 
 
 def evaluate_draws(

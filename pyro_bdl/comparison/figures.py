@@ -9,6 +9,7 @@ from torch import Tensor
 from pyro_bdl import plots
 from pyro_bdl.comparison.captions import CAPTIONS
 from pyro_bdl.comparison.evaluation import Evaluation
+from pyro_bdl.comparison.judge import DISTANCE
 from pyro_bdl.comparison.scores import class_labels
 from pyro_bdl.diagnostics import summary
 from pyro_bdl.guides.draws import latent_draws, samples_of_mcmc
@@ -186,8 +187,7 @@ def cost(comparison: Compared, units: str = "") -> dict[str, Figure]:
     reference = comparison.reference
     if reference is None:
         return {}
-    is_class = comparison.task == "classification"
-    key = "total_variation" if is_class else "wasserstein"
+    key = DISTANCE
     *rows, floor = comparison.rows
     order = list(comparison.evaluations)  # not that of the ranking: the colors of every figure
     timed = sorted(
@@ -204,7 +204,7 @@ def cost(comparison: Compared, units: str = "") -> dict[str, Figure]:
         reference=reference,
         floor=floor.get(key),
         errors={row["posterior"]: row.get(f"{key}_se") or 0.0 for row in others},
-        units="total variation" if is_class else units,
+        units="probability" if comparison.task == "classification" else units,
     )
     return {"cost": drawn}
 
@@ -230,11 +230,10 @@ def alternative(name: str, comparison: Compared) -> str:
     """The alternative text of a figure; that of "cost" holds its numbers."""
     if name != "cost":
         return _DESCRIPTIONS[name]
-    key = "total_variation" if comparison.task == "classification" else "wasserstein"
-    known = [row for row in comparison.rows if row.get(key) is not None and row.get("seconds")]
+    known = [row for row in comparison.rows if DISTANCE in row and row.get("seconds")]
     told = "; ".join(
-        f"{row['posterior']} {number(row[key], 2)} after {number(row['seconds'], 2)} s"
-        for row in sorted(known, key=lambda row: row[key])
+        f"{row['posterior']} {number(row[DISTANCE], 2)} after {number(row['seconds'], 2)} s"
+        for row in sorted(known, key=lambda row: row[DISTANCE])
     )
     return f"Scatter plot of time to fit against distance to {comparison.reference}: {told}"
 

@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from pyro_bdl import metrics
+from pyro_bdl.comparison.distances import at_some_points, groups_of, sd_ratio
+from pyro_bdl.comparison.evaluation import Evaluation
 from pyro_bdl.utils.tables import Column
 
 _MOST_TRAINING = 4096
@@ -18,16 +21,19 @@ COLUMNS = (
     Column(
         "sd_ratio_near",
         "near",
+        error="sd_ratio_near_se",
         help="sd ratio at the test inputs near training inputs.",
     ),
     Column(
         "sd_ratio_between",
         "between",
+        error="sd_ratio_between_se",
         help="sd ratio at the test inputs between training inputs, far from all of them.",
     ),
     Column(
         "sd_ratio_beyond",
         "beyond",
+        error="sd_ratio_beyond_se",
         help="sd ratio at the test inputs beyond the training inputs, far from all of them.",
     ),
 )
@@ -66,19 +72,26 @@ def regions(test: tuple[Any, ...], train: tuple[Any, ...]) -> dict[str, Tensor]:
     return {"near": near, "between": ~near & within, "beyond": ~near & ~within}
 
 
-def sd_ratios(ours: Tensor, theirs: Tensor, masks: Mapping[str, Tensor]) -> dict[str, float]:
-    """Ratio of the mean sds in each region, by the key of its column.
+def sd_ratios(
+    ours: Evaluation, theirs: Evaluation, masks: Mapping[str, Tensor]
+) -> dict[str, float]:
+    """Ratio of the function's mean sds in each region, and its Monte Carlo error, by column.
 
-    :param ours: ``(N, ...)``, the sds of a posterior's function at the test inputs.
-    :param theirs: ``(N, ...)``, the sds of the reference's function.
+    :param ours: a posterior.
+    :param theirs: the reference.
     :param masks: the regions, from ``regions``.
     :returns: the ratios; regions with fewer than 5 test inputs are left out.
     """
-    return {
-        f"sd_ratio_{name}": (ours[mask].mean() / theirs[mask].mean()).item()
-        for name, mask in masks.items()
-        if int(mask.sum()) >= _LEAST_POINTS
-    }
+    found: dict[str, float] = {}
+    groups = groups_of(ours, theirs)
+    for name, mask in masks.items():
+        if int(mask.sum()) >= _LEAST_POINTS:
+            a, b = (side.function.detach()[:, mask] for side in (ours, theirs))
+            few = at_some_points(a), at_some_points(b)
+            error = metrics.monte_carlo_error(sd_ratio, *few, groups=groups)
+            found[f"sd_ratio_{name}"] = float(sd_ratio(a, b))
+            found[f"sd_ratio_{name}_se"] = float(error)
+    return found
 
 
 def _flat(inputs: list[Tensor]) -> Tensor:

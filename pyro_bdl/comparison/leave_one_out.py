@@ -67,7 +67,8 @@ DIFFERENCE = Column(
     "elpd_diff",
     "difference",
     error="elpd_diff_se",
-    help="elpd minus the reference's, with the standard error of the difference.",
+    help="elpd minus the reference's, with the standard error of the difference; not of values by "
+    "p / q, which are about the exact posterior.",
 )
 FURTHER_COLUMNS = (Column("p_loo", "p", help="Effective number of parameters by PSIS-LOO."),)
 
@@ -126,7 +127,7 @@ def leave_one_out(
                 draws, (log_p + total)[None], log_q[None], progress=progress
             )
         else:
-            efficiency = relative_efficiency(samples) if kind == EXACT else 1.0
+            efficiency = relative_efficiency(draws) if kind == EXACT else 1.0
             found = diagnostics.loo(draws, r_eff=efficiency, progress=progress)
     if len(rows) == len(approximation):
         return found, kind
@@ -231,28 +232,33 @@ def difference(ours: LeftOut, theirs: LeftOut) -> tuple[float, float]:
 
     Of subsampled results the error of subsampling is added.
 
-    Source: Vehtari, Gelman, Gabry (2017), eq. 24; equal to ``arviz.compare``.
+    Source: Vehtari, Gelman, Gabry (2017), eq. 24; ``arviz.compare`` divides by N, not N - 1.
     """
     gap = ours.pointwise - theirs.pointwise.to(ours.pointwise)
     if isinstance(ours, SubsampledLOO) and isinstance(theirs, SubsampledLOO):
         near = ours.approximation - theirs.approximation.to(ours.approximation)
         total, subsampling, over_data = diagnostics.difference_estimate(gap, near, ours.rows)
         return total, math.hypot(subsampling, over_data)
-    return gap.sum().item(), standard_error(gap, ddof=0)
+    return gap.sum().item(), standard_error(gap, ddof=1)
 
 
-def relative_efficiency(samples: Samples) -> float:
-    """ESS of the mean divided by the number of draws; 1 for a single chain.
+def relative_efficiency(log_likelihood: Tensor) -> float:
+    """ESS of the likelihood p(y_n | draw) over the number of draws, averaged over the data.
 
-    It is averaged over all numbers of the latents, as ArviZ does.
+    The weights of a network are not identified, and their ESS says little about the tails of a
+    likelihood.
+
+    :param log_likelihood: ``(chains, draws, N)``.
+    :returns: 1 for chains of fewer than 4 draws.
+
+    Source: Vehtari, Gelman, Gabry (2017), section 2.1; ``relative_eff(exp(log_lik))`` of R's loo.
     """
-    if samples.num_chains == 1 or samples.num_draws < 4:
+    chains, draws = log_likelihood.shape[:2]
+    if draws < 4:
         return 1.0
-    sizes = [
-        diagnostics.ess(value, kind="mean", progress=False).flatten()
-        for value in samples.latents.values()
-    ]
-    mean = torch.cat(sizes).nanmean().item() / (samples.num_chains * samples.num_draws)
+    likelihood = (log_likelihood - log_likelihood.amax((0, 1))).double().exp()
+    sizes = diagnostics.ess(likelihood, kind="mean", progress=False)
+    mean = sizes.nanmean().item() / (chains * draws)
     return mean if mean > 0 else 1.0
 
 

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from pyro_bdl import plots
 from pyro_bdl.comparison.captions import CAPTIONS
 from pyro_bdl.comparison.figures import alternative, cost
-from pyro_bdl.comparison.ranking import ALIKE, FAR, UNDECIDED, USABLE, WORSE
+from pyro_bdl.comparison.judge import ALIKE, FAR, UNDECIDED, USABLE, WORSE
 from pyro_bdl.report import Further, Picture, notebook_report, write_report
 from pyro_bdl.utils.tables import Column
 

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from pyro_bdl.comparison.answer import answer
 from pyro_bdl.comparison.captions import CAPTIONS
 from pyro_bdl.comparison.evaluation import Evaluation
-from pyro_bdl.comparison.ranking import Ranking
+from pyro_bdl.comparison.judge import Ranking, answer
 from pyro_bdl.utils.tables import Column, groups, to_csv, to_text
 
 # matplotlib and pandas take long to import, and are imported when they are needed.
@@ -85,7 +84,7 @@ class Comparison:
     @property
     def summary(self) -> str:
         """The answer in two or three sentences, as far as the errors of the numbers bear it out."""
-        return answer(self.reference, self.ranking, self.rows, self.warnings)
+        return answer(self.ranking, self.warnings)
 
     def to_frame(self) -> "pd.DataFrame":
         """The rows with all their numbers, indexed by posterior, as they are ranked."""

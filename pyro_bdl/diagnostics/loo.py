@@ -56,8 +56,7 @@ def loo(log_likelihood: Tensor, *, r_eff: float = 1.0, progress: bool | None = N
     :param log_likelihood: log p(y_n | w_s), ``(chains, draws, ...)``, in nats and unscaled, as
         ``Predictive.log_likelihood`` gives it: ``.reshape(chains, draws, -1)``.
     :param r_eff: effective sample size of the draws over their number, which determines the length
-        of the tails. ArviZ takes the mean of ``ess(draws, kind="mean") / S`` over all latents of a
-        posterior with several chains.
+        of the tails: of chains the mean over the data of ``ess(likelihood, kind="mean") / S``.
     :param progress: show a bar if it takes more than a few seconds; by default in terminals and
         notebooks.
     :returns: ``LOO``. If an observation's log likelihood is constant, its value is that constant,
@@ -134,10 +133,10 @@ def log_mean_exp(x: Tensor) -> Tensor:
 
 
 def standard_error(pointwise: Tensor, *, ddof: int) -> float:
-    """sqrt(N var(pointwise)), the standard error of the sum of N values; 0 for a single one."""
+    """sqrt(N var(pointwise)), the standard error of the sum of N values; NaN for a single one."""
     n = pointwise.numel()
-    if n <= ddof:
-        return 0.0
+    if n < 2:
+        return math.nan
     return math.sqrt(n * pointwise.var(correction=ddof).item())
 
 

@@ -1,14 +1,43 @@
 """Rank-normalized split R-hat."""
 
+import math
+
 import torch
+from scipy.special import fdtri
 from torch import Tensor
 
 from pyro_bdl.diagnostics.blocks import check_draws, map_blocks, split_chains
 from pyro_bdl.diagnostics.rank import Ordered, folded, normal_scores, ordered
 
+# R-hat that counts as disagreement, and how often independent chains may exceed the limit.
+_DISAGREE, _BY_CHANCE = 1.01, 1e-3
+# The share of many quantities whose R-hat must lie within the limit.
+SHARE = 0.95
+
+
+def limit_of_rhat(chains: int, draws: int) -> float:
+    """The R-hat above which chains disagree: 1.01, or more for chains too short to tell.
+
+    Of K independent half chains of n Normal draws, B / W has the F distribution of K - 1 and
+    K (n - 1) degrees of freedom. With f its 99.9 % quantile::
+
+        limit = max(1.01, sqrt((n - 1 + f) / n)),    K = 2 chains,    n = draws / 2
+
+    Of four chains it is 1.01 from 250 draws a chain on, and 1.11 at 25.
+
+    :param chains: the number of chains.
+    :param draws: of each chain.
+    :returns: infinity for fewer than 4 draws, of which no R-hat is known.
+    """
+    k, n = 2 * chains, draws // 2
+    if n < 2:
+        return math.inf
+    by_chance = float(fdtri(k - 1, k * (n - 1), 1 - _BY_CHANCE))
+    return max(_DISAGREE, math.sqrt((n - 1 + by_chance) / n))
+
 
 def rhat(draws: Tensor, *, progress: bool | None = None) -> Tensor:
-    """Rank-normalized split R-hat of each quantity: 1 if the chains agree; above 1.01 they do not.
+    """Rank-normalized split R-hat of each quantity: 1 if the chains agree; see ``limit_of_rhat``.
 
     For chains of n draws with within-chain variance W, and variance B / n of the chain means::
 

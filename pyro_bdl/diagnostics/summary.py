@@ -11,13 +11,11 @@ from torch import Tensor
 from pyro_bdl.diagnostics.blocks import check_draws
 from pyro_bdl.diagnostics.convergence import Convergence, convergence
 from pyro_bdl.diagnostics.rank import quantile_of_sorted, sort
-from pyro_bdl.diagnostics.rhat import rhat, within_rhat
+from pyro_bdl.diagnostics.rhat import SHARE, limit_of_rhat, rhat, within_rhat
 from pyro_bdl.guides.draws import samples_of_mcmc
 from pyro_bdl.samples import Samples
 from pyro_bdl.utils.tables import Column, Row, to_csv, to_text
 
-RHAT_LIMIT = 1.01
-_GOOD = 1.1  # the 95 % quantile of R-hat below which chains are said to agree
 ESS_LIMIT = 100  # draws per chain
 
 _COLUMNS = (
@@ -84,7 +82,7 @@ class Summary:
 def summary(
     draws: Samples | Mapping[str, Tensor],
     *,
-    rhat_limit: float = RHAT_LIMIT,
+    rhat_limit: float | None = None,
     ess_limit: float | None = None,
     progress: bool | None = None,
 ) -> Summary:
@@ -95,7 +93,8 @@ def summary(
     x))`` checks the function.
 
     :param draws: ``Samples``, an MCMC of Pyro or NumPyro, or site -> ``(chains, draws, ...)``.
-    :param rhat_limit: R-hat above it counts as high.
+    :param rhat_limit: R-hat above it counts as high; by default 1.01, or for short chains what
+        independent draws exceed once in a thousand times.
     :param ess_limit: a bulk ESS below it counts as low; by default 100 per chain.
     :param progress: show a bar for a site that takes more than a few seconds; by default in
         terminals and notebooks.
@@ -109,13 +108,15 @@ def summary(
     latents = draws.latents if isinstance(draws, Samples) else dict(draws)
     num_chains = _check_sites(latents)
     limit = ESS_LIMIT * num_chains if ess_limit is None else ess_limit
+    num_draws = next(iter(latents.values())).shape[1]
+    high = limit_of_rhat(num_chains, num_draws) if rhat_limit is None else rhat_limit
     by_site = {site: convergence(value, progress=progress) for site, value in latents.items()}
-    rows = [_row(site, found, rhat_limit, limit) for site, found in by_site.items()]
+    rows = [_row(site, found, high, limit) for site, found in by_site.items()]
     if len(rows) > 1:
         together = zip(*by_site.values(), strict=True)
         device = next(iter(latents.values())).device
         joined = [torch.cat([part.flatten().to(device) for part in parts]) for parts in together]
-        total = _row("all", Convergence(*joined), rhat_limit, limit)
+        total = _row("all", Convergence(*joined), high, limit)
         if total["rhat_max"] is not None:
             total["worst"] = max(rows, key=lambda row: row["rhat_max"] or 0.0)["site"]
         rows.append(total)
@@ -125,7 +126,7 @@ def summary(
     return Summary(
         tuple(rows),
         by_site,
-        rhat_limit,
+        high,
         limit,
         None if least is None or not seconds else least / seconds,
         None if least is None or not gradients else least / gradients,
@@ -148,6 +149,8 @@ def _columns(draws: Mapping[str, Tensor]) -> Tensor:
 def explain_chains(model: Callable, samples: Samples, *args: Any, **kwargs: Any) -> str:
     """Say in words what R-hat of the weights and R-hat of the function tell together.
 
+    Chains agree if R-hat of 95 % of the numbers is at most 1.01, or what short chains exceed by
+    chance; the same limit decides whether ``compare`` trusts its reference.
     Chains of a network that agree about the function and not about its weights differ by symmetries
     (permuted hidden units, flipped signs): predictions can be trusted, weights cannot be compared.
     Chains that disagree about the function have not seen the same posterior. If each of them is
@@ -163,28 +166,32 @@ def explain_chains(model: Callable, samples: Samples, *args: Any, **kwargs: Any)
     f = _columns(function_draws(model, samples, *args, **kwargs))
     weights = _columns(samples.latents)
     high = {
-        name: float(torch.nanquantile(rhat(value, progress=False), 0.95))
-        for name, value in (("weights", weights), ("function", f))
+        name: float(torch.nanquantile(value, SHARE))
+        for name, value in (
+            ("weights", rhat(weights, progress=False)),
+            ("function", rhat(f, progress=False)),
+            ("within", within_rhat(f, progress=False)),
+        )
     }
-    within = float(torch.nanquantile(within_rhat(f, progress=False), 0.95))
-    told = (
-        f"R-hat (95 % quantile): weights {high['weights']:.2f}, function {high['function']:.2f}, "
-        f"function within each chain {within:.2f}. "
+    limit = limit_of_rhat(samples.num_chains, samples.num_draws)
+    text = (
+        f"R-hat (95 % quantile): weights {high['weights']:.3f}, function {high['function']:.3f}, "
+        f"function within each chain {high['within']:.3f}; chains agree up to {limit:.3f}. "
     )
-    if high["function"] <= _GOOD:
-        if high["weights"] <= _GOOD:
-            return told + "The chains agree."
-        return told + (
+    if high["function"] <= limit:
+        if high["weights"] <= limit:
+            return text + "The chains agree."
+        return text + (
             "The chains agree about the function and not about the weights: they differ by "
             "symmetries of the network, such as permuted hidden units. Predictions can be trusted; "
             "do not compare or average weights across chains."
         )
-    if within <= _GOOD:
-        return told + (
+    if high["within"] <= limit_of_rhat(1, samples.num_draws):
+        return text + (
             "Each chain is stationary, but they disagree about the function: they sit in separate "
             "modes. Their mixture does not weight the modes by their mass."
         )
-    return told + (
+    return text + (
         "The chains have not converged, not even each on its own: draw longer, start from a "
         "trained guide, or sample fewer numbers."
     )

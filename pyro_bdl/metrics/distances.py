@@ -4,6 +4,7 @@
 reference, ``(S2, N, ...)``.
 """
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -52,6 +53,26 @@ def wasserstein1(a: Tensor, b: Tensor) -> Tensor:
     Source: Villani (2003), Topics in Optimal Transportation, section 2.2.
     """
     return torch.cat([gap.abs() @ width for gap, width in _quantile_gaps(a, b)]).mean()
+
+
+def wasserstein1_by_chance(draws: Tensor, *sizes: float) -> float:
+    """Expected Wasserstein-1 distance of two samples of one distribution, averaged over the points.
+
+    Empirical distributions of m and n independent draws differ at x by about a Normal number of
+    variance F(x) (1 - F(x)) (1 / m + 1 / n), so that::
+
+        E W1 = sqrt(2 / pi (1 / m + 1 / n)) int sqrt(F(x) (1 - F(x))) dx
+
+    :param draws: ``(S, N, ...)``, which give F.
+    :param sizes: m and n, in effective draws.
+
+    Source: del Barrio, Gine, Matran (1999), Central limit theorems for the Wasserstein distance
+    between the empirical and the true distributions, theorem 1.1.
+    """
+    levels = torch.arange(1, len(draws), dtype=torch.float64, device=draws.device) / len(draws)
+    weights = (levels * (1 - levels)).sqrt()
+    spread = torch.cat([sort(p).diff(dim=-1) @ weights for (p,) in double_blocks(draws)]).mean()
+    return float(spread) * math.sqrt(2 / math.pi * sum(1 / size for size in sizes))
 
 
 def wasserstein2(a: Tensor, b: Tensor) -> Tensor:

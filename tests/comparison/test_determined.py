@@ -8,7 +8,7 @@ from torch import nn
 
 import pyro_bdl as bdl
 from pyro_bdl.comparison.determined import determined, reading
-from pyro_bdl.comparison.verdicts import verdict
+from pyro_bdl.comparison.judge import reasons, verdict
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from pyro_bdl.comparison.verdicts import verdict
 def test_the_reading(gamma, words):
     row = {"posterior": "q", "gamma": gamma, "latents": 85, "fitted": 40}
     assert reading(row) == words
-    assert words in verdict(row, reference=None, floor=None, points=10)
+    assert words in verdict(reasons(row, None, 10))
     assert reading({"posterior": "q"}) == ""
 
 

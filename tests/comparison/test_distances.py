@@ -1,4 +1,4 @@
-"""Distances to the reference: closed forms, their errors, the floor, doubts."""
+"""Distances to the reference: closed forms, their errors, the floor."""
 
 import math
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pyro_bdl as bdl
-from pyro_bdl.comparison.distances import distances, doubts, evenly
+from pyro_bdl.comparison.distances import distances, evenly
 from pyro_bdl.comparison.evaluation import Evaluation
 
 
@@ -108,27 +108,6 @@ def test_evenly_takes_as_many_of_each_chain():
     assert torch.equal(evenly(draws, 2, 20), draws)
 
 
-@pytest.mark.parametrize(
-    "row, words",
-    [
-        ({"rhat": 1.009, "divergences": 0}, None),
-        ({}, None),
-        ({"rhat": 1.02, "divergences": 0}, "R-hat is 1.020 in function space, above 1.01"),
-        ({"rhat": 1.0, "divergences": 3}, "3 of its draws diverged"),
-    ],
-)
-def test_doubts(row, words):
-    said = doubts("nuts", row)
-    assert not said if words is None else words in said[0]
-
-
-def test_doubts_say_what_to_do():
-    (said,) = doubts("nuts", {"rhat": 1.02, "divergences": 0})
-    assert "num_warmup" in said and "--warmup and --draws" in said and "target_accept" not in said
-    (said,) = doubts("nuts", {"rhat": 1.0, "divergences": 2})
-    assert "target_accept" in said and "--warmup" not in said
-
-
 def test_errors_need_no_more_than_some_of_the_points():
     """The function is one number at all points, however many they are."""
     draws = {"a": normal_samples(1.0, 0.5, 400), "nuts": normal_samples(0.0, 1.0, 400, seed=1)}
@@ -143,12 +122,12 @@ def test_errors_need_no_more_than_some_of_the_points():
 def test_a_doubtful_reference_is_told_once_and_first():
     good = normal_samples(0.0, 1.0)
     diverging = torch.zeros(4, 1000, dtype=torch.bool)
-    diverging[0, :2] = True
+    diverging[0, :100] = True
     bad = bdl.Samples(good.latents, {"diverging": diverging})
     found = bdl.compare(
         shift, {"a": normal_samples(0, 0.5), "nuts": bad}, torch.zeros(3, 1), torch.zeros(3)
     )
-    assert len(found.warnings) == 1 and "2 of its draws diverged" in found.warnings[0]
+    assert len(found.warnings) == 1 and "2.5 % of its draws diverged" in found.warnings[0]
     text = str(found)
     assert "nuts (doubtful)" in text and "Warning: nuts cannot be trusted" in text
     assert text.count("trusted") == 1 and text.index("trusted") < text.index("distance to nuts")

@@ -128,7 +128,7 @@ def test_chains_that_disagree_are_found_out():
     good = Samples(draws.latents, stats, {"seconds": 2.5})
     found = compare(line, {"good": good, "apart": apart}, X, X[:, 0], reference=None)
     rows = found.to_dict()
-    assert rows["good"]["rhat"] < 1.02 and rows["good"]["ess_min"] > 200
+    assert rows["good"]["rhat"] < 1.02 and rows["good"]["ess_low"] > 200
     assert rows["good"]["divergences"] == 3 and rows["good"]["seconds"] == 2.5
     assert rows["good"]["ess_per_second"] == rows["good"]["ess_median"] / 2.5
     assert rows["good"]["ess_per_gradient"] == 1000 * rows["good"]["ess_median"] / 2000

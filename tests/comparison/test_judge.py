@@ -1,0 +1,506 @@
+"""Groups, reasons, doubts and the answer: exact on Normals, and never more than the errors bear
+out."""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+import pyro_bdl as bdl
+from pyro_bdl.comparison.convergence import convergence
+from pyro_bdl.comparison.distances import groups_of
+from pyro_bdl.comparison.evaluation import Evaluation
+from pyro_bdl.comparison.judge import (
+    ALIKE,
+    FAR,
+    UNDECIDED,
+    USABLE,
+    WORSE,
+    Judgment,
+    Ranking,
+    Reason,
+    answer,
+    doubts,
+    judge,
+    reasons,
+    verdict,
+)
+from pyro_bdl.utils.tables import listed
+
+POINT = math.sqrt(2 / math.pi)  # E|z| of a standard Normal
+
+
+def shift(x, y=None):
+    """f = w for every input; y ~ Normal(f, 1)."""
+    w = pyro.sample("w", dist.Normal(torch.zeros((), dtype=torch.float64), 1.0))
+    f = pyro.deterministic("f", w.expand(len(x)))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(f, 1.0), obs=y)
+
+
+def normal(mean, sd, count=1000, seed=0):
+    """Draws that are the quantiles of a Normal in random order, as of four chains."""
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    levels = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    return bdl.Samples({"w": (mean + sd * torch.special.ndtri(levels)[order]).reshape(4, -1)})
+
+
+# ------------------------------------------------------------------------------------- groups
+
+
+@pytest.fixture(scope="module")
+def found():
+    posteriors = {
+        "shifted": normal(1.0, 1.0),
+        "narrow": normal(0.0, 0.7, seed=1),
+        "nuts": normal(0.0, 1.0, seed=2),
+        "same": normal(0.0, 1.0, seed=3),
+    }
+    costs = {name: bdl.Costs(seconds=s) for name, s in zip(posteriors, (1, 2, 20, 10), strict=True)}
+    x, y = torch.zeros(6, 1, dtype=torch.float64), torch.linspace(-2, 2, 6, dtype=torch.float64)
+    return bdl.compare(shift, posteriors, x, y, costs=costs)
+
+
+def test_distances_of_normals_are_exact(found):
+    assert found.ranking.names() == ["same", "narrow", "shifted"]
+    assert found.ranking.point == pytest.approx(POINT, rel=5e-3)
+    same, narrow, shifted = found.ranking.rows
+    assert (same.group, narrow.group, shifted.group) == (ALIKE, USABLE, FAR)
+    assert narrow.distance == pytest.approx(0.3 * POINT, abs=5e-3)
+    assert shifted.distance == pytest.approx(1, abs=1e-2) and shifted.fault == "mean off"
+    assert (same.time, narrow.time, shifted.seconds) == (0.5, 0.1, 1)
+    assert same.resolution < 0.15 and found.ranking.group_of("nuts") is None
+
+
+def test_rows_follow_the_ranks_and_the_reference_comes_first(found):
+    names = [row["posterior"] for row in found.rows]
+    assert names == ["nuts", "same", "narrow", "shifted", "nuts, half to half"]
+    assert list(found.evaluations) == ["shifted", "narrow", "nuts", "same"]
+    assert list(found.verdicts) == names[:-1]
+    frame = found.to_frame()
+    assert list(frame.index) == names
+    assert frame.loc["narrow", "group"] == USABLE and frame.loc["nuts", "group"] == "reference"
+    assert frame.loc["narrow", "wasserstein"] == found.ranking.rows[1].distance
+    assert len(repr(found)) < 120 and "4 posteriors" in repr(found)
+
+
+def test_the_answer_comes_before_the_table(found):
+    assert found.summary == (
+        "same cannot be told from nuts, in 50 % of its time. For 10 % of nuts's time, narrow is "
+        "usable, at W1 0.24 (a point at nuts's mean has 0.8). Far from it: shifted (mean off)."
+    )
+    text = " ".join(str(found).split())
+    assert text.startswith(found.summary)
+    assert text.index(found.summary) < text.index("posterior group")
+
+
+def evaluation(function, chains=4, **scores):
+    return Evaluation("regression", chains, function, function.mean(0), None, scores)
+
+
+def judged(distance, error, a, b):
+    row = {"posterior": "a", "wasserstein": distance, "wasserstein_se": error}
+    rows = [row, {"posterior": "b"}]
+    return judge(rows, {"a": a, "b": b}, reference="b", points=9).rows[0]
+
+
+@pytest.mark.parametrize(
+    "distance, error, draws, group",
+    [
+        (0.09, 0.02, 1000, ALIKE),  # by chance 1.28 sqrt(2 / n) = 0.057
+        (0.3, 0.02, 1000, USABLE),
+        (0.3, 0.06, 1000, UNDECIDED),
+        (0.6, 0.02, 1000, FAR),
+        (0.1, 0.08, 1000, UNDECIDED),  # 0.22 is not resolved
+        (0.1, 0.02, 100, UNDECIDED),
+        (0.1, math.nan, 1000, UNDECIDED),
+        (0.3, math.nan, 1000, UNDECIDED),
+        (2.0, math.nan, 1000, UNDECIDED),
+        (2.0, 0.1, math.nan, UNDECIDED),
+    ],
+)
+def test_groups_by_the_distance_its_error_and_the_effective_draws(distance, error, draws, group):
+    function = normal(0.0, 1.0, 4000).flat()["w"][:, None]
+    a = b = evaluation(function, ess_median=draws)
+    assert judged(distance, error, a, b).group == group
+
+
+def test_the_distance_by_chance_goes_with_the_effective_draws():
+    function = normal(0.0, 1.0, 4000).flat()["w"][:, None]
+    independent, correlated = evaluation(function), evaluation(function, ess_median=40.0)
+    wide = judged(0.0, 0.0, independent, correlated).resolution
+    narrow = judged(0.0, 0.0, independent, independent).resolution
+    assert wide / narrow == pytest.approx(math.sqrt((1 / 4000 + 1 / 40) / (2 / 4000)))
+
+
+def test_equal_posteriors_are_seldom_told_apart_and_half_an_sd_always_is():
+    """Autocorrelated chains: at most a twentieth of equal ones are told apart; shifted by half an
+    sd none is called alike. 40 comparisons each, so that a share of .05 has an error of .035."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(shift):
+        steps = torch.randn(4, 400, 3, generator=generator, dtype=torch.float64)
+        chain, at = [], torch.randn(4, 3, generator=generator, dtype=torch.float64)
+        for step in steps.unbind(1):
+            at = 0.8 * at + 0.6 * step
+            chain.append(at)
+        function = torch.stack(chain, 1).flatten(0, 1) + shift
+        size = bdl.diagnostics.ess(function.unflatten(0, (4, -1)), progress=False).median()
+        return evaluation(function, ess_median=float(size))
+
+    def groups(shift):
+        found = []
+        for _ in range(40):
+            a, b = draw(shift), draw(0.0)
+            d = bdl.metrics.wasserstein1
+            error = bdl.metrics.monte_carlo_error(d, a.function, b.function)
+            found.append(judged(float(d(a.function, b.function)), float(error), a, b).group)
+        return found
+
+    equal = groups(0.0)
+    assert sum(group in (ALIKE, UNDECIDED) for group in equal) >= 36 and ALIKE in equal
+    assert ALIKE not in groups(0.5)
+
+
+def test_without_a_reference_those_without_a_score_stand_last():
+    x, y = torch.zeros(4, 1, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
+    f = normal(3.0, 1.0).flat()["w"][:, None].expand(-1, 4)
+    posteriors = {"unscored": bdl.PredictiveDraws(f), "bad": normal(3.0, 1.0)}
+    posteriors["good"] = normal(0.0, 0.1)
+    found = bdl.compare(shift, posteriors, x, y, reference=None)
+    assert [row["posterior"] for row in found.rows] == ["good", "bad", "unscored"]
+    assert [row.group for row in found.ranking.rows] == [ALIKE, WORSE, UNDECIDED]
+
+
+def test_chains_that_stand_apart_decide_nothing():
+    """A reference whose halves differ more than a shifted posterior has no effective draws."""
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.randn(2, 200, 3, generator=generator, dtype=torch.float64)
+    apart = (0.1 * draws + torch.tensor([-1.0, 1.0])[:, None, None]).reshape(400, 3)
+    x, y = torch.zeros(3, 1, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    chains = bdl.PredictiveDraws(apart, chains=2)
+    found = bdl.compare(shift, {"chains": chains, "near": normal(0, 0.1)}, x, y, reference="chains")
+    assert found.ranking.group_of("near") == UNDECIDED and found.warnings
+
+
+@pytest.mark.parametrize("draws", [1, 2])
+def test_a_reference_whose_diagnostics_are_unknown_is_in_doubt_and_decides_nothing(draws):
+    torch.manual_seed(0)
+    x, y = torch.zeros(3, 1, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    few = bdl.Samples({"w": torch.randn(4, draws, dtype=torch.float64)})
+    found = bdl.compare(shift, {"exact": normal(0, 1), "nuts": few}, x, y)
+    assert found.ranking.group_of("exact") == UNDECIDED
+    assert "R-hat is unknown" in found.warnings[0] and "in doubt" in found.summary
+
+
+def test_how_often_independent_draws_seem_not_to_have_converged_and_verdicts_are_right():
+    """benchmarks/verdicts.py in small: 20 repetitions, so that a rate of 5 % has an error of 5 %.
+
+    f is a standard Normal at all points; 4 x 25 and 4 x 500 independent draws, and chains with an
+    autocorrelation of 0.9.
+    """
+    torch.manual_seed(0)
+    groups = {}
+    for length, rho in ((25, 0.0), (500, 0.0), (500, 0.9)):
+        in_doubt = 0
+        for _ in range(20):
+            steps = torch.randn(4, length, dtype=torch.float64)
+            for t in range(1, length if rho else 0):
+                steps[:, t] = rho * steps[:, t - 1] + (1 - rho**2) ** 0.5 * steps[:, t]
+            rows = [{"posterior": "nuts"}]
+            base = steps.flatten()[:, None]
+            scores = convergence(base, 4)
+            in_doubt += bool(doubts("nuts", scores))
+            found = {"nuts": evaluation(base, **scores)}
+            for name, (sd, mean) in {"exact": (1, 0), "narrow": (0.7, 0), "off": (1, 0.6)}.items():
+                f = mean + sd * torch.randn(1000, 1, dtype=torch.float64)
+                found[name] = evaluation(f, 1)
+                d = bdl.metrics.wasserstein1
+                count = groups_of(found[name], found["nuts"])
+                error = bdl.metrics.monte_carlo_error(d, f, base, groups=count)
+                row = {"posterior": name, "wasserstein": float(d(f, base))}
+                rows.append(row | {"wasserstein_se": float(error)})
+            ranking = judge(rows, found, reference="nuts", points=2)
+            for name in ("exact", "narrow", "off"):
+                groups.setdefault((length, rho, name), []).append(ranking.group_of(name))
+        assert in_doubt <= 1 or rho
+    for (_, _, name), seen in groups.items():
+        if name == "exact":
+            assert sum(group in (ALIKE, UNDECIDED) for group in seen) >= 18
+        elif name == "off":  # W1 of 0.6 is more than three times what 4 x 25 draws resolve
+            assert ALIKE not in seen
+    assert groups[500, 0.0, "narrow"].count(USABLE) == 20
+    assert groups[500, 0.0, "off"].count(FAR) == 20
+
+
+# -------------------------------------------------------------------------------------- answer
+
+
+def ranking(*rows, point=1.0):
+    """Of name, group, distance, seconds and time, and a fault."""
+    judgments = []
+    for name, group, distance, *rest in rows:
+        seconds, time, fault = (*rest, *(None, None, "")[len(rest) :])
+        found = (Reason("its function differs", fault),)
+        judgments.append(Judgment(name, group, found, distance, 0.01, 0.04, seconds, time))
+    return Ranking("wasserstein", tuple(judgments), point, "nuts")
+
+
+def test_the_closest_its_scale_and_the_faults_of_the_far_ones():
+    places = ranking(
+        ("close", USABLE, 0.3, 5.0, 0.25),
+        ("bad", FAR, 0.8, 1.0, 0.05, "predicts worse"),
+        ("flat", FAR, 0.9, 1.0, 0.05, "no spread"),
+        ("map", FAR, 0.9, 1.0, 0.05, "no spread"),
+        ("wide", FAR, 1.2, 1.0, 0.05, "too wide"),
+    )
+    assert answer(places, ["R-hat is 1.1"]) == (
+        "nuts is in doubt, so that what follows may change. close is the closest to nuts, at W1 "
+        "0.3 (the draws resolve 0.04; a point at nuts's mean has 1), in 25 % of its time. Far from "
+        "it: bad (predicts worse); flat and map (no spread); wide (too wide)."
+    )
+
+
+def test_where_only_slow_ones_are_usable_it_says_so():
+    places = ranking(("slow", ALIKE, 0.01, 9.0, 3.6), ("quick", FAR, 0.9, 1.0, 0.1))
+    text = answer(places)
+    assert text.startswith("slow cannot be told from nuts, in 3.6 times its time. None that is ")
+    assert "None that is faster than nuts is usable. Far from it: quick" in text
+
+
+def test_a_quick_one_of_too_few_draws_is_not_called_unusable():
+    places = ranking(("slow", ALIKE, 0.01, 9.0, 3.6), ("open", UNDECIDED, 0.5, 1.0, 0.1))
+    text = answer(places)
+    assert "nuts is known to be usable (of open the draws are too few to say)." in text
+
+
+def test_those_whose_distances_are_not_clearly_apart_are_the_closest_together():
+    text = answer(ranking(("a", USABLE, 0.3), ("b", USABLE, 0.31), ("c", USABLE, 0.4)))
+    assert text.startswith("a and b are the closest to nuts, at W1 0.3 to 0.31 (")
+    unknown = Judgment("b", UNDECIDED, (), 0.9, math.nan)
+    both = Ranking("wasserstein", (ranking(("a", USABLE, 0.3)).rows[0], unknown), 1.0, "nuts")
+    assert answer(both).startswith("a and b are the closest")
+
+
+def test_a_shipped_reference_has_an_article_and_times_may_be_unknown():
+    shipped = Ranking("wasserstein", ranking(("a", FAR, 0.9)).rows, 1.0, "reference")
+    text = answer(shipped)
+    assert text.startswith("None comes near the reference: a is the closest, at W1 0.9")
+    assert "a point at the reference's mean" in text and "time" not in text
+    x, y = torch.zeros(4, 1, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
+    alone = bdl.compare(shift, {"only": normal(0.0, 1.0)}, x, y, reference="only")
+    assert alone.summary == "" and alone.ranking.rows == ()
+    assert listed("abcdef", 3) == "a, b, c and 3 others" and listed("abcd", 3) == "a, b, c and d"
+
+
+def test_without_a_reference_it_says_by_how_much_some_predict_worse():
+    rows = (
+        Judgment("a", ALIKE, (), 1.0, 0.0),
+        Judgment("b", WORSE, (), 1.003, 0.001),
+        Judgment("c", WORSE, (), 1.2, 0.02),
+    )
+    text = answer(Ranking("nlpd", rows))
+    assert "b and c predict worse, by 0.003 to 0.2 nats per datum." in text
+
+
+# ------------------------------------------------------------------------------------- reasons
+
+
+def said(reference=None, **row):
+    given = {"posterior": "q", "sd_ratio_se": 0.01, "mean_shift_se": 0.01} | row
+    return verdict(reasons(given, reference or {"posterior": "nuts"}, 100))
+
+
+@pytest.mark.parametrize(
+    "ratio, words",
+    [
+        (0.0, "the function has no spread where"),
+        (0.521, "the function's sd on average is 0.52 times the reference's: overconfident about"),
+        (0.97, "the function's sd on average is 0.97 times the reference's: much alike"),
+        (1.5, "the function's sd on average is 1.50 times the reference's: underconfident about"),
+        (9.12, "the function's sd on average is 9.1 times the reference's: underconfident about"),
+    ],
+)
+def test_spread(ratio, words):
+    assert words in said(sd_ratio=ratio)
+
+
+@pytest.mark.parametrize(
+    "ratio, error, words",
+    [
+        (0.6, 0.25, "times the reference's, ± 0.25 by sampling: undecided"),
+        (0.6, 0.1, "overconfident about the function"),
+        (1.5, 0.35, "± 0.35 by sampling: undecided"),
+        (0.97, 0.5, "± 0.50 by sampling: undecided"),
+        (0.97, 0.05, "much alike"),
+        (0.6, math.nan, "by an unknown error: undecided"),
+        (0.97, math.nan, "by an unknown error: undecided"),
+    ],
+)
+def test_a_ratio_that_is_noise_decides_nothing(ratio, error, words):
+    text = said(sd_ratio=ratio, sd_ratio_se=error)
+    assert text.endswith(words) and ("confident" in text) == ("confident" in words)
+
+
+REGIONS = {f"sd_ratio_{name}_se": 0.02 for name in ("near", "between", "beyond")}
+
+
+@pytest.mark.parametrize(
+    "row, words",
+    [
+        (
+            {"sd_ratio_near": 0.95, "sd_ratio_between": 0.1, "sd_ratio": 0.6},
+            "the function's sd between the training data is 0.10 times the reference's: "
+            "overconfident about the function there (0.95 times near them)",
+        ),
+        (
+            {"sd_ratio_near": 1.0, "sd_ratio_beyond": 3.0, "sd_ratio": 2.0},
+            "the function's sd beyond the training data is 3.0 times the reference's: "
+            "underconfident about the function there (1.00 times near them)",
+        ),
+        (
+            {"sd_ratio_near": 0.5, "sd_ratio_between": 0.45, "sd_ratio": 0.5},
+            "the function's sd on average is 0.50 times the reference's: overconfident about",
+        ),
+        (
+            {"sd_ratio_near": 0.95, "sd_ratio_between": 0.9, "sd_ratio": 0.93},
+            "the function's sd on average is 0.93 times the reference's: much alike",
+        ),
+        (
+            {"sd_ratio_between": 0.5, "sd_ratio_beyond": 0.1, "sd_ratio": 0.5},
+            "the function's sd beyond the training data is 0.10 times the reference's",
+        ),
+        (
+            {"sd_ratio_near": 1.0, "sd_ratio_between": 0.5, "sd_ratio_between_se": 0.2}
+            | {"sd_ratio": 0.9},
+            "the function's sd on average is 0.90 times the reference's: much alike",
+        ),
+        (
+            {"sd_ratio_near": 1.0, "sd_ratio_between": 0.5, "sd_ratio_between_se": math.nan}
+            | {"sd_ratio": 0.9},
+            "the function's sd on average is 0.90 times the reference's: much alike",
+        ),
+    ],
+)
+def test_the_region_where_the_sd_is_clearly_off_most_is_named(row, words):
+    assert said(**REGIONS | row).startswith(words)
+
+
+@pytest.mark.parametrize(
+    "shift, error, words",
+    [
+        (0.2, 0.05, "its mean agrees"),
+        (0.5, 0.1, "off by 0.50 sd of the reference"),
+        (3.0, 0.1, "off by 3.0 sd of the"),
+        (0.2, 0.15, "whether its mean agrees is undecided"),
+        (0.6, 0.4, "whether its mean agrees is undecided"),
+        (0.6, math.nan, "whether its mean agrees is undecided"),
+    ],
+)
+def test_center(shift, error, words):
+    assert words in said(mean_shift=shift, mean_shift_se=error)
+
+
+@pytest.mark.parametrize(
+    "row, words",
+    [
+        ({"nlpd_diff": 0.2, "nlpd_diff_se": 0.05}, "it predicts worse, by 0.2 ± 0.05 nats per"),
+        ({"nlpd_diff": 0.2, "nlpd_diff_se": 0.15}, ""),
+        ({"nlpd_diff": 0.2, "nlpd_diff_se": math.nan}, ""),
+        ({"nlpd_diff": -0.2, "nlpd_diff_se": 0.05}, ""),
+    ],
+)
+def test_worse_predictions_come_first(row, words):
+    text = said(sd_ratio=0.5, **row)
+    assert text.startswith(words or "the function's sd") and ("predicts" in text) == bool(words)
+
+
+@pytest.mark.parametrize(
+    "row, words",
+    [
+        ({"elpd_diff": -12.0}, "worse than the reference, by 12.0 ± 3.0 nats"),
+        ({"elpd_diff": 9.0, "loo_by": "4 folds"}, "better than the reference, by 9.0"),
+        ({"elpd_diff": 9.0, "high_k": 0, "loo_by": "draws"}, "better than the reference"),
+        ({"elpd_diff": -5.0}, ""),
+        ({"elpd_diff": -12.0, "high_k": 7}, ""),
+        ({"elpd_diff": 12.0, "elpd_diff_se": math.nan}, ""),
+        ({"elpd_diff": 12.0, "reference": {"posterior": "nuts", "high_k": 1}}, ""),
+    ],
+)
+def test_left_out_data_count_where_they_can_be_relied_on(row, words):
+    text = said(**{"sd_ratio": 1.0, "elpd_diff_se": 3.0} | row)
+    assert words in text and ("left-out" in text) == bool(words)
+
+
+@pytest.mark.parametrize(
+    "coverage, words",
+    [
+        (0.6, "holds 60 % of the test targets: too narrow"),
+        (0.99, "too wide"),
+        (0.87, "no farther from 90 % than chance"),
+    ],
+)
+def test_coverage(coverage, words):
+    assert words in said({"posterior": "q"}, coverage=coverage)
+
+
+def test_coverage_within_what_one_function_may_give():
+    row = {"coverage_from": 0.7, "coverage_to": 0.995}
+    for coverage in (0.75, 0.99):
+        assert "no farther from 90 % than chance" in said(coverage=coverage, **row)
+    assert "too narrow" in said(coverage=0.65, **row) and "too wide" in said(coverage=1.0, **row)
+
+
+LIMIT = {"rhat_limit": 1.01}
+
+
+@pytest.mark.parametrize(
+    "row, words",
+    [
+        (
+            {"rhat": 1.2, "ess_low": 9.0, "divergences": 0} | LIMIT,
+            "not converged (R-hat 1.200 in function space), ESS at least 9, no divergences: it "
+            "needs longer warm-up and more draws",
+        ),
+        ({"rhat": 1.04, "rhat_limit": 1.11}, "converged (R-hat 1.040 in function space)"),
+        (
+            {"rhat": 1.001, "ess_low": 812.3, "divergences": 0} | LIMIT,
+            "converged (R-hat 1.001 in function space), ESS at least 812, no divergences",
+        ),
+        ({"rhat": 1.0, "divergences": 1, "divergent": 2.5e-4} | LIMIT, "space), 1 divergence"),
+        (
+            {"rhat": 1.0, "divergences": 80, "divergent": 0.02} | LIMIT,
+            ", 80 divergences: draws may miss parts",
+        ),
+        ({"rhat": math.nan} | LIMIT, "convergence unknown: R-hat needs two chains of 4 draws"),
+    ],
+)
+def test_convergence(row, words):
+    assert said(**row).endswith(words)
+
+
+@pytest.mark.parametrize(
+    "row, words",
+    [
+        ({"rhat": 1.009, "divergent": 0.0} | LIMIT, None),
+        ({}, None),
+        ({"rhat": 1.02} | LIMIT, "R-hat is 1.020 in function space, above 1.01"),
+        ({"rhat": 1.04, "rhat_limit": 1.11}, None),
+        ({"rhat": math.nan, "rhat_limit": math.inf}, "R-hat is unknown"),
+        ({"rhat": 1.0, "divergent": 1 / 4000} | LIMIT, None),
+        ({"rhat": 1.0, "divergent": 0.03} | LIMIT, "3 % of its draws diverged"),
+    ],
+)
+def test_doubts(row, words):
+    found = doubts("nuts", row)
+    assert not found if words is None else words in found[0]
+    if words is not None:
+        assert ("target_accept" in found[0]) == ("diverged" in words)
+        assert ("num_warmup" in found[0]) == ("R-hat" in words)
+
+
+def test_without_numbers_nothing_is_claimed():
+    assert said() == "nothing to hold it against"
+    assert said({"posterior": "q"}, sd_ratio=0.1) == "nothing to hold it against"
