@@ -8,6 +8,7 @@ import torch
 from scipy.stats import norm, wasserstein_distance
 
 from pyro_bdl import metrics
+from pyro_bdl.metrics.distances import wasserstein1_by_chance
 
 
 @pytest.fixture
@@ -55,3 +56,15 @@ def test_wasserstein2_by_hand():
     assert metrics.wasserstein2(a, b) == pytest.approx(math.sqrt((1 + 4 + 1 + 9) / 4))
     assert metrics.wasserstein1(a, b) == pytest.approx((1 + 2 + 1 + 3) / 4)
     assert metrics.wasserstein2(a, a) == 0
+
+
+@pytest.mark.parametrize("sizes", [(100, 400), (30, 30)])
+def test_the_distance_by_chance_is_that_of_many_samples(sizes):
+    """E W1 of two samples of one Normal, by 400 repetitions, whose mean has an error of 2 %."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(size, 400, generator=generator).double() for size in sizes)
+    exact = quantiles(0.0, 1.0, 4000)
+    found = wasserstein1_by_chance(exact, *sizes)
+    assert found == pytest.approx(float(metrics.wasserstein1(a, b)), rel=0.06)
+    assert wasserstein1_by_chance(3 * exact, *sizes) == pytest.approx(3 * found)
+    assert math.isnan(wasserstein1_by_chance(exact, math.nan, 10))
