@@ -32,6 +32,8 @@ from pyro_bdl.utils.random_state import own_randomness
 from pyro_bdl.utils.tensor_file import save_tree
 
 SAVED_KIND = "posterior"
+_DRAWS = 4096  # for quantiles without a closed form
+_NUMBERS = 2**24  # in draws that are held at a time
 
 
 class Guide(OwnParameters, AutoGuide):
@@ -43,8 +45,9 @@ class Guide(OwnParameters, AutoGuide):
     - ``forward(*args)``, which makes a sample statement for each latent site;
     - ``sample_vectors(num_samples)``, ``log_density(vector, log_det)``, ``location()`` and
       ``variances()``, all over the vector u;
-    - ``vector_quantiles(levels)``; or ``normal_marginals = True`` instead, if every number of u has
-      a Normal marginal with that location and variance, or is fixed.
+    - ``normal_marginals = True``, if every number of u has a Normal marginal with that location and
+      variance, or is fixed; else quantiles come from draws, unless ``vector_quantiles(levels)``
+      knows better.
 
     :param model: a Pyro program.
     :param init_loc_fn: a per-site initialization, one of Pyro's or ``init_to_network``.
@@ -399,10 +402,12 @@ class Guide(OwnParameters, AutoGuide):
     def vector_quantiles(self, levels: Tensor) -> Tensor:
         """Marginal quantiles (levels, P) of the unconstrained vector.
 
-        For a Normal marginal they are m + s Phi^-1(level), for a fixed number m.
+        For a Normal marginal they are m + s Phi^-1(level), for a fixed number m; for others those
+        of 4096 draws.
         """
         if not self.normal_marginals:
-            raise NotImplementedError
+            with torch.no_grad():
+                return empirical_quantiles(self.sample_vectors(_DRAWS), levels)
         scale = self.variances().sqrt()
         offsets = scale * torch.special.ndtri(levels)[:, None]
         return self.location() + torch.where(scale > 0, offsets, torch.zeros_like(offsets))
@@ -414,23 +419,50 @@ class Guide(OwnParameters, AutoGuide):
 
     @torch.no_grad()
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """The posterior median of each site; the guide's center for a point mass."""
+        """T(m), site -> value, for the marginal medians m of the unconstrained vector.
+
+        They are the marginal medians of a site whose numbers are transformed one by one, and a
+        value in the support of any other, such as a simplex.
+        """
         self._prototype_if_given(args, kwargs)
-        values, _ = self.require_layout().constrain(self.location())
-        return {name: value.clone() for name, value in values.items()}
+        layout, center = self.require_layout(), self.location()
+        if not self.normal_marginals:
+            center = self.vector_quantiles(center.new_tensor([0.5]))[0]
+        return {name: value.clone() for name, value in layout.constrain(center)[0].items()}
 
     @torch.no_grad()
     def quantiles(
         self, quantiles: Sequence[float] | Tensor, *args: Any, **kwargs: Any
     ) -> dict[str, Tensor]:
-        """Marginal quantiles of each site, site -> (len(quantiles), *shape)."""
+        """Marginal quantiles of each site, site -> (len(quantiles), *shape).
+
+        For a site whose numbers depend on several of the unconstrained ones, as on a simplex, they
+        are those of 4096 draws.
+        """
         self._prototype_if_given(args, kwargs)
         layout = self.require_layout()
         like = self.location()
         levels = torch.as_tensor(quantiles, dtype=like.dtype, device=like.device)
         if ((levels < 0) | (levels > 1)).any():
             raise ValueError(f"quantiles must lie between 0 and 1, got {levels.tolist()}")
-        return layout.constrain(self.vector_quantiles(levels.reshape(-1)))[0]
+        levels = levels.reshape(-1)
+        found = layout.constrain(self.vector_quantiles(levels))[0]
+        for name, latent in layout.latents.items():
+            if not _is_increasing(latent.transform):
+                draws = self._draws_of(latent)
+                values = empirical_quantiles(draws.flatten(1), levels)
+                found[name] = values.reshape(len(levels), *latent.shape)
+        return found
+
+    def _draws_of(self, latent: Latent) -> Tensor:
+        """4096 draws of a site (4096, *shape), of which few whole vectors are held at a time."""
+        layout, parts = self.require_layout(), []
+        most = max(1, _NUMBERS // layout.size)
+        for start in range(0, _DRAWS, most):
+            vectors = self.sample_vectors(min(most, _DRAWS - start))
+            parts.append(vectors[:, layout.slices[latent.name]].clone())
+        draws = torch.cat(parts).reshape(_DRAWS, *latent.unconstrained_shape)
+        return draws if latent.transform is None else latent.transform(draws)
 
     def _prototype_if_given(self, args: tuple, kwargs: dict) -> None:
         if args or kwargs:
@@ -571,6 +603,25 @@ def sample_site(latent: Latent, distribution: Any) -> Tensor:
     return pyro.sample(
         latent.name, distribution.to_event(latent.event_dim - distribution.event_dim)
     )
+
+
+def _is_increasing(transform: Any) -> bool:
+    """Return whether a transform maps numbers one by one, in their order."""
+    try:
+        return transform is None or bool((torch.as_tensor(transform.sign) > 0).all())
+    except NotImplementedError:
+        return False
+
+
+def empirical_quantiles(
+    draws: Tensor, levels: Tensor, *, numbers_at_once: int = _NUMBERS
+) -> Tensor:
+    """Interpolated quantiles (levels, P) of draws (S, P), computed a few columns at a time.
+
+    :param numbers_at_once: numbers that ``torch.quantile`` may hold; it refuses more than 2^24.
+    """
+    columns = max(1, numbers_at_once // (2 * len(draws)))
+    return torch.cat([torch.quantile(part, levels, dim=0) for part in draws.split(columns, 1)], 1)
 
 
 def class_path(kind: type) -> str:

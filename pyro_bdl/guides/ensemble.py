@@ -9,9 +9,9 @@ from pyro import poutine
 from torch import Tensor, nn
 
 from pyro_bdl.errors import BdlWarning
-from pyro_bdl.guides.base import Guide, at_full_size
+from pyro_bdl.guides.base import Guide, at_full_size, empirical_quantiles
 from pyro_bdl.guides.laplace import AutoLaplaceGGN
-from pyro_bdl.guides.mixture import MixtureGuide, empirical_quantiles
+from pyro_bdl.guides.mixture import MixtureGuide
 from pyro_bdl.guides.point import emit_point
 from pyro_bdl.init import init_afresh, start_at
 from pyro_bdl.program.batch_norm import layers_called
@@ -113,11 +113,6 @@ class AutoEnsemble(Guide):
     def variances(self) -> Tensor:
         """The members' variances (P,)."""
         return self._parameter("locs").var(0, correction=0)
-
-    @torch.no_grad()
-    def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """The members' median, number by number."""
-        return {name: value[0] for name, value in self.quantiles([0.5], *args, **kwargs).items()}
 
     def vector_quantiles(self, levels: Tensor) -> Tensor:
         return empirical_quantiles(self._parameter("locs"), levels)

@@ -31,8 +31,6 @@ class AutoJoint(Guide):
     ``variances``.
     """
 
-    normal_marginals = True
-
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Emit a joint draw for each cell of the plates around the guide; the first site's Delta
         carries the joint log density."""

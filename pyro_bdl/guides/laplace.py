@@ -162,6 +162,8 @@ class LaplaceGuide(JointGuide):
     factor.
     """
 
+    normal_marginals = True
+
     def __init__(
         self,
         source: Guide,

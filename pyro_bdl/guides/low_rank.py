@@ -44,6 +44,8 @@ class AutoLowRank(AutoJoint):
     :raises ValueError: for a rank below 1, or an ``init_scale`` that is not positive and finite.
     """
 
+    normal_marginals = True
+
     def __init__(
         self,
         model: Callable,

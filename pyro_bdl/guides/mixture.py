@@ -13,7 +13,6 @@ from pyro_bdl.guides.joint import JointGuide
 from pyro_bdl.program.batches import Batch
 
 _HALVINGS = 60
-_DRAWS = 4096
 
 
 class MixtureGuide(JointGuide):
@@ -30,7 +29,6 @@ class MixtureGuide(JointGuide):
     """
 
     weights: Tensor
-    normal_marginals = False
 
     def __init__(
         self, members: Sequence[Guide], weights: Sequence[float] | Tensor | None = None
@@ -133,17 +131,12 @@ class MixtureGuide(JointGuide):
         return total
 
     @torch.no_grad()
-    def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """The median of each number."""
-        return {name: value[0] for name, value in self.quantiles([0.5], *args, **kwargs).items()}
-
-    @torch.no_grad()
     def vector_quantiles(self, levels: Tensor) -> Tensor:
-        """Marginal quantiles: by bisection if the members' marginals are Normal, else from 4096
+        """Marginal quantiles: by bisection if the members' marginals are Normal, else from
         draws."""
         if all(member.normal_marginals for member in self._guides()):
             return self._normal_quantiles(levels)
-        return empirical_quantiles(self.sample_vectors(_DRAWS), levels)
+        return super().vector_quantiles(levels)
 
     def _normal_quantiles(self, levels: Tensor) -> Tensor:
         members = [m for m, w in zip(self._guides(), self.weights, strict=True) if w > 0]
@@ -191,12 +184,3 @@ def _normal_cdf(x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
     offset = x - mean
     safe = torch.where(scale > 0, scale, torch.ones_like(scale))
     return torch.where(scale > 0, torch.special.ndtr(offset / safe), (offset >= 0).to(x))
-
-
-def empirical_quantiles(draws: Tensor, levels: Tensor, *, numbers_at_once: int = 2**24) -> Tensor:
-    """Interpolated quantiles (levels, P) of draws (S, P), computed a few columns at a time.
-
-    :param numbers_at_once: numbers that ``torch.quantile`` may hold; it refuses more than 2^24.
-    """
-    columns = max(1, numbers_at_once // (2 * len(draws)))
-    return torch.cat([torch.quantile(part, levels, dim=0) for part in draws.split(columns, 1)], 1)

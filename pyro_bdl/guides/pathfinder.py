@@ -91,6 +91,8 @@ class AutoPathfinder(AutoJoint):
     inference, algorithms 1 to 4.
     """
 
+    normal_marginals = True
+
     loc: Tensor
     scale: Tensor
     basis: Tensor

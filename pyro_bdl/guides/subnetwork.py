@@ -171,6 +171,8 @@ class SubsetNormal(JointGuide):
     The parameters are ``loc`` (k,) and ``scale_tril`` (k, k), lower triangular.
     """
 
+    normal_marginals = True
+
     def __init__(self, source: AutoLaplaceGGN, subset: Subset, init_scale: float) -> None:
         if not init_scale > 0:
             raise ValueError(f"init_scale must be positive, got {init_scale}")

@@ -268,6 +268,8 @@ class SWAGGuide(JointGuide):
     :param scale: a factor of the covariance.
     """
 
+    normal_marginals = True
+
     loc: Tensor
     diagonal: Tensor
     factor: Tensor

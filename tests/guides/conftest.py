@@ -5,6 +5,7 @@ is made from a trained one, or from others).
 """
 
 import functools
+import math
 
 import pyro
 import pyro.distributions as dist
@@ -25,6 +26,7 @@ from pyro_bdl.guides import (
     AutoSWAG,
     MixtureGuide,
 )
+from pyro_bdl.guides.joint import AutoJoint
 from pyro_bdl.guides.subnetwork import SubsetNormal
 from pyro_bdl.program.subset import Subset
 
@@ -77,6 +79,32 @@ def _swag():
     return guide.swag_approximation()
 
 
+class Radial(AutoJoint):
+    """A guide of a user's: u = loc + scale r e, with e uniform on the sphere and r half Normal
+    (Farquhar et al. 2020). Its marginals are not Normal."""
+
+    def _create_parameters(self, start):
+        self.loc = torch.nn.Parameter(start.clone())
+
+    def sample_vectors(self, num_samples):
+        directions = torch.randn(num_samples, len(self.loc), dtype=self.loc.dtype)
+        radii = torch.randn(num_samples, 1, dtype=self.loc.dtype).abs()
+        return self.loc + 0.3 * radii * torch.nn.functional.normalize(directions, dim=1)
+
+    def location(self):
+        return self.loc
+
+    def variances(self):
+        return torch.full_like(self.loc, 0.3**2 / len(self.loc))
+
+    def log_density(self, vector, log_det):
+        offset, count = vector - self.loc, len(self.loc)
+        radius = offset.norm()
+        area = math.log(2) + count / 2 * math.log(math.pi) - math.lgamma(count / 2)
+        half = dist.HalfNormal(0.3).log_prob(radius)
+        return half - (count - 1) * radius.log() - area - log_det
+
+
 def _subset_normal():
     source = _moved(AutoSubnetwork(program))
     return SubsetNormal(source, Subset(source.layout), 0.3)
@@ -106,6 +134,7 @@ MADE = {
     "SWAG": _swag,
     "mixture": lambda: MixtureGuide([_low_rank(), _laplace("full")], [0.3, 0.7]),
     "last layer": lambda: _moved(AutoLastLayer(program)).laplace_approximation((X, Y)),
+    "radial": lambda: Radial(program).prototype(X, Y),
     "ensemble": lambda: AutoEnsemble(program, size=4).prototype(X, Y),
     "dropout": lambda: _moved(AutoMCDropout(program, sites="all", p=0.3)),
 }

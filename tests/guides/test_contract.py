@@ -34,7 +34,7 @@ from torch.distributions import constraints
 from pyro_bdl import Predictive, bayesianize, models
 from pyro_bdl.elbo import TemperedTrace_ELBO, TemperedTraceMeanField_ELBO
 from pyro_bdl.errors import UnsupportedProgramError
-from pyro_bdl.guides import AutoMAP
+from pyro_bdl.guides import AutoMAP, AutoMeanField
 from pyro_bdl.program import record
 
 
@@ -191,16 +191,29 @@ def test_median_and_quantiles(kind):
     quantiles = guide.quantiles([0.1, 0.5, 0.9])
     for name, value in quantiles.items():
         assert value.shape == (3, *SHAPES[name])
-        torch.testing.assert_close(value[1], median[name])
         assert not value.requires_grad
+        assert (value[0] <= value[1]).all() and (value[1] <= value[2]).all()
         if name in ("positive", "unit", "z"):
-            assert (value[0] <= value[1]).all() and (value[1] <= value[2]).all()
+            torch.testing.assert_close(value[1], median[name])
+        assert guide.layout.latents[name].support.check(median[name]).all()
     median["unit"].zero_()
     assert guide.median()["unit"] > 0  # a copy
     torch.testing.assert_close(guide.quantiles(torch.tensor([0.5]))["z"][0], median["z"])
     for bad in ([-0.1], [0.5, 1.5]):
         with pytest.raises(ValueError, match="between 0 and 1"):
             guide.quantiles(bad)
+
+
+def test_quantiles_on_a_simplex_are_marginal():
+    """The quantiles of Dirichlet-like numbers are those of each number alone."""
+    guide = AutoMeanField(constrained, init_scale=1.5).prototype()
+    draws, levels = guide.sample_latents(20000), torch.tensor([0.1, 0.5, 0.9])
+    for name in ("simplex", "chol"):
+        for level, value in zip(levels, guide.quantiles(levels)[name], strict=True):
+            below = (draws[name] <= value).float().mean(0)
+            error = (level * (1 - level) * (1 / 4096 + 1 / 20000)).sqrt()
+            moves = draws[name].std(0) > 0
+            assert ((below - level).abs() < 5 * error)[moves].all()
 
 
 def test_summaries_make_the_parameters_where_arguments_are_given(kind):

@@ -422,12 +422,6 @@ class AutoMCDropout(Guide):
         factors = self.noise.quantile(levels, p)
         return loc * torch.where(p > 0, factors, torch.ones_like(factors))
 
-    @torch.no_grad()
-    def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """The median of each site; for a rate below one half that is the value of a kept unit."""
-        middle = self.quantiles([0.5], *args, **kwargs)
-        return {name: value[0].clone() for name, value in middle.items()}
-
 
 def _warn_of_layers(model: Any) -> None:
     """Warn that a program's dropout layers drop units in addition to the guide."""
