@@ -272,7 +272,7 @@ def _recognized(model: Callable, posteriors: Any, test: Test) -> dict[str, Any]:
             f"posteriors must be a mapping from names to guides or Samples, got "
             f"{type(posteriors).__name__}"
         )
-    rows = test.part(slice(0, stated_num_data(model)))
+    rows = test.first(stated_num_data(model))
     found = {}
     for name, posterior in posteriors.items():
         if isinstance(posterior, PredictiveDraws):

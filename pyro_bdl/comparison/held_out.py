@@ -75,6 +75,10 @@ class Test:
         y = self.y[:1].expand(leading_size(inputs), *self.y.shape[1:])
         return replace(self, inputs=inputs, y=y)
 
+    def first(self, count: int | None) -> "Test":
+        """The first rows, or all of them for None."""
+        return self if count is None else self.part(slice(0, count))
+
     def part(self, rows: slice | Tensor) -> "Test":
         """Select rows; of data that cannot be divided all."""
         if self.whole:

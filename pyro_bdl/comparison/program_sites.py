@@ -74,7 +74,7 @@ def read_program(model: Callable, test: Test, posteriors: Mapping[str, Any]) -> 
     :raises UnsupportedProgramError: if the program does not sample the site without targets, and
         its distribution with targets cannot be sampled either.
     """
-    rows = test.part(slice(0, stated_num_data(model)))
+    rows = test.first(stated_num_data(model))
     with evaluation_mode(model, dict(posteriors)):
         run, program, at = _first_run(model, rows, posteriors)
         if not run.observed:

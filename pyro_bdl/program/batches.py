@@ -1,4 +1,8 @@
-"""Data for a pass: one batch, or an iterable of batches."""
+"""Data for a pass: one batch, or an iterable of batches.
+
+The tensors among a program's arguments are data, with a row for each datum along their first axis;
+what is not, such as class weights or inducing points, the program holds itself.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -10,15 +14,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 from pyro_bdl.utils.collectives import Ranks
 
 Batch = tuple[tuple, dict[str, Any]]
+_FORMS = "pass one batch as a tuple (x, y), and several as a list [(x, y), ...]"
 
 
 class Batches:
     """The arguments of a program in batches, which can be iterated over several times.
 
-    :param data: a tuple ``(x, y)`` of arguments, which may be dicts or tuples themselves; a dict of
-        keyword arguments; one tensor; or an iterable of these (a list, a ``DataLoader``, a tuple of
-        tuples). An iterator is read once and stored.
-    :raises ValueError: if there is no batch.
+    :param data: one batch: a tuple ``(x, y)`` of arguments, which may be dicts or tuples
+        themselves, a dict of keyword arguments, or one tensor; or an iterable of batches (a list, a
+        ``DataLoader``). An iterator is read once and stored.
+    :raises ValueError: if there is no batch; for a tuple of tuples or a list of tensors, which
+        could be either.
     """
 
     ranks: Ranks | None = None  # processes with the other data, see distributed.Shard
@@ -27,12 +33,16 @@ class Batches:
         self.source: Iterable[Any]
         if isinstance(data, Batches):
             self.source, self.ranks = data.source, data.ranks
-        elif _is_batch(data):
+        elif isinstance(data, Tensor | Mapping) or (isinstance(data, tuple) and data):
             self.source = [data]
+            if isinstance(data, tuple) and all(isinstance(part, tuple | list) for part in data):
+                raise ValueError(f"data is a tuple of tuples: {_FORMS}")
         elif isinstance(data, Iterator):
             self.source = list(data)
         elif isinstance(data, Iterable) and _package(data) not in ("numpy", "pandas"):
             self.source = data
+            if isinstance(data, list) and any(isinstance(part, Tensor) for part in data):
+                raise ValueError(f"data is a list of tensors: {_FORMS}")
         else:
             raise TypeError(
                 "data must be the program's arguments, such as (x, y), or an iterable of such "
@@ -89,19 +99,6 @@ def _package(value: Any) -> str:
     return type(value).__module__.partition(".")[0]
 
 
-def _is_batch(data: Any) -> bool:
-    """Return whether data are the arguments of one run instead of a sequence of batches."""
-    if isinstance(data, Tensor | Mapping):
-        return True
-    if isinstance(data, tuple):  # (x, y), ({"x": x}, y) or ((a, b), y), but not ((x, y),)
-        return len(data) > 0 and not all(isinstance(part, tuple | list) for part in data)
-    return (
-        isinstance(data, list)
-        and len(data) > 0
-        and not all(isinstance(part, tuple | list | Mapping) for part in data)
-    )
-
-
 def _arguments(batch: Any) -> Batch:
     if isinstance(batch, Tensor):
         return (batch,), {}
@@ -122,16 +119,23 @@ def as_dicts(value: Any) -> Any:
 
 
 def taken(value: Any, rows: slice | Tensor) -> Any:
-    """Some rows of an argument: of a tensor, or of the tensors in a dict or a tuple that have as
-    many rows as the first."""
+    """Some rows of an argument: of a tensor, or of all tensors in a dict or a tuple.
+
+    :raises ValueError: if they have different numbers of rows.
+    """
     value = as_dicts(value)
-    return _taken(value, rows, leading_size(value))
+    count = leading_size(value)
 
-
-def _taken(value: Any, rows: slice | Tensor, count: int) -> Any:
     def part(leaf: Any) -> Any:
-        is_data = isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == count
-        return leaf[rows] if is_data else leaf
+        if not isinstance(leaf, Tensor) or not leaf.dim():
+            return leaf
+        if len(leaf) != count:
+            raise ValueError(
+                f"an argument has {len(leaf)} rows beside one of {count}, and some rows are to be "
+                "taken: tensors among the arguments are data; what is not, such as class weights, "
+                "let the program hold (as a buffer or a closure)"
+            )
+        return leaf[rows]
 
     return tree_map(part, value)
 
@@ -142,8 +146,8 @@ def device_of_rows(value: Any) -> torch.device:
 
 
 def rows(batch: Batch, start: int, stop: int, num_data: int) -> Batch:
-    """Select the rows from start to stop of every tensor with ``num_data`` rows."""
-    return _taken(batch, slice(start, stop), num_data)
+    """The rows from start to stop of arguments that ``has_rows`` of ``num_data``."""
+    return taken(batch, slice(start, stop))
 
 
 def leading_size(batch: Any) -> int:

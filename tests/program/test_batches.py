@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from pyro_bdl.program.batches import Batches, has_rows, leading_size, rows
+from pyro_bdl.program.batches import Batches, has_rows, leading_size, taken
 from pyro_bdl.utils.memory import available_memory
 
 X, Y = torch.randn(6, 2), torch.randn(6)
@@ -14,9 +14,7 @@ X, Y = torch.randn(6, 2), torch.randn(6)
     "data",
     [
         (X, Y),
-        [X, Y],
         [(X, Y)],
-        ((X, Y),),
         [[X, Y]],
         iter([(X, Y)]),
         (batch for batch in [(X, Y)]),
@@ -47,6 +45,12 @@ def test_other_forms():
     assert Batches((X, [Y, Y])).first()[0][0] is X
 
 
+@pytest.mark.parametrize("data", [((X, Y),), ((X, Y), (X, Y)), ([X, Y], (X, Y)), [X, Y], [X]])
+def test_what_could_be_a_batch_or_several_is_refused(data):
+    with pytest.raises(ValueError, match=r"one batch as a tuple .* as a list"):
+        Batches(data)
+
+
 def test_a_tuple_holds_arguments_of_any_kind():
     """({...},) is a program's one argument, a dict; [{...}] is a batch of keyword arguments."""
     named = {"x": X, "y": Y}
@@ -55,7 +59,8 @@ def test_a_tuple_holds_arguments_of_any_kind():
     assert Batches(((X, X), Y)).first() == (((X, X), Y), {})
     assert Batches([(named,)]).first() == ((named,), {})
     assert Batches([named]).first() == ((), named)
-    assert len(list(Batches(((X, Y), (X, Y))))) == 2
+    assert len(list(Batches([(X, Y), (X, Y)]))) == 2
+    assert Batches([((X, Y), (X, Y))]).first() == (((X, Y), (X, Y)), {})
 
 
 def test_many_batches():
@@ -83,13 +88,14 @@ def test_no_data():
 
 
 def test_rows():
-    batch = ((X, {"a": Y, "b": torch.zeros(5), "c": 3.0}), {"d": X})
-    (x, inner), kwargs = rows(batch, 2, 4, 6)
-    assert torch.equal(x, X[2:4]) and torch.equal(kwargs["d"], X[2:4])
-    assert torch.equal(inner["a"], Y[2:4])
-    assert len(inner["b"]) == 5 and inner["c"] == 3.0
+    batch = ((X, {"a": Y, "b": torch.tensor(2.0), "c": 3.0}), {"d": X})
+    (x, inner), kwargs = taken(batch, torch.tensor([4, 1]))
+    assert torch.equal(x, X[[4, 1]]) and torch.equal(kwargs["d"], X[[4, 1]])
+    assert torch.equal(inner["a"], Y[[4, 1]])
+    assert inner["b"] == 2.0 and inner["c"] == 3.0
     assert leading_size(batch) == 6
-    assert not has_rows(batch, 6)
+    with pytest.raises(ValueError, match=r"5 rows beside one of 6.*let the program hold"):
+        taken({"x": X, "class weights": torch.zeros(5)}, slice(2, 4))
     assert leading_size(((), {})) == leading_size(((torch.tensor(1.0),), {})) == 0
     assert has_rows(((X, Y), {}), 6)
     assert not has_rows(((X, torch.tensor(1.0)), {}), 6)
